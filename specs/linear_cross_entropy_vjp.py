@@ -22,6 +22,7 @@ from portakern.specs.linear_cross_entropy import (
     lost,
     of_brackets,
     of_matmul,
+    room,
     rows_of,
 )
 
@@ -125,10 +126,9 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """The RMS errors, with the symbols of linear_cross_entropy's and k = KAPPA u:
 
         d_hidden: store^2 + k^2 d_hidden^2          store: of storing it (``store_spread``)
-        d_weight: s_c^2 + (1 + 8/n) sum (s_b^2 + d_loss^2 p^2 s_x^2) h^2          s_c: of the product alone
+        d_weight: s_c^2 + R sum (s_b^2 + d_loss^2 p^2 s_x^2) h^2          s_c: of the product alone
 
-    A bracket that outweighs the others of its class is one draw for all columns: 8/n makes room for what n classes may
-    draw.
+    R is the ``room`` for what the brackets of classes that are not ``lost`` draw.
     """
     found: list[Any] = [None, None]
     with np.errstate(all="ignore"):
@@ -143,7 +143,7 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
             variance = rounds + moved
             unknown = (np.isinf(variance).any(0, keepdims=True) | lost(call, b, 0)).T
             met = np.where(unknown, 0.0, variance.T) @ magnitude(h) ** 2
-            found[1] = np.where(unknown, inf, np.sqrt(product**2 + (1 + 8 / call.dims["n"]) * met))
+            found[1] = np.where(unknown, inf, np.sqrt(product**2 + room(np.where(unknown, 0.0, b.T)) * met))
     return tuple(found)
 
 

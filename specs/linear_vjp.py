@@ -13,7 +13,7 @@ from portakern.spec.tolerance import KAPPA, format_of, magnitude, round_to, roun
 from portakern.specs._gradients import doubled, each_alone
 from portakern.specs._rows import mean_variance
 from portakern.specs.linear import Activated, rows_of
-from portakern.specs.linear_cross_entropy import as_product, lost, measured, of_brackets, of_matmul
+from portakern.specs.linear_cross_entropy import as_product, lost, measured, of_brackets, of_matmul, room
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -146,12 +146,11 @@ def finite(x: np.ndarray) -> np.ndarray:
 def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """The RMS errors, with s_d that of d_z as it is stored, s_c of a product alone, M the number of rows:
 
-        d_x, d_weight: s_c^2 + (1 + 8/N) sum s_d^2 weight^2, or x^2
+        d_x, d_weight: s_c^2 + R sum s_d^2 weight^2, or x^2
         d_bias: store^2 + M^2 s^2 + sum s_d^2          s^2: of a mean (``mean_variance``)
 
-    A number of d_z that outweighs the others is one draw for a whole row of d_x or of d_weight: 8/N makes room for what
-    N rows may draw. It is not known where d_z is ``lost``, or where what storing it costs adds up instead of being
-    random: of many that are alike.
+    R is the ``room`` for what numbers of d_z draw. An error is not known where d_z is ``lost``, or where what storing it
+    costs adds up instead of being random: of many that are alike.
     """
     m = prod(call.dims["batch"])
     with np.errstate(all="ignore"):
@@ -166,8 +165,9 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
             if ref[i] is not None:
                 y = ref[i].reshape(a.shape[0], b.shape[1])
                 product = of_matmul(call, "spread", a, b, y)
-                met = (1 + 8 / max(len(a), 1)) * (magnitude(s) ** 2 @ magnitude(b) ** 2)
-                unknown = (np.abs(o @ finite(b)) > 4 * np.sqrt(met)) | (rounding & lost(call, a, -1))
+                gone = rounding & lost(call, a, -1)
+                met = room(np.where(gone, 0.0, a)) * (magnitude(s) ** 2 @ magnitude(b) ** 2)
+                unknown = (np.abs(o @ finite(b)) > 4 * np.sqrt(met)) | gone
                 found[i] = np.where(unknown, inf, np.sqrt(product**2 + met)).reshape(ref[i].shape)
         if ref[2] is not None:
             met = (magnitude(d_z.spread) ** 2).sum(0)

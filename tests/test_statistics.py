@@ -89,6 +89,20 @@ def test_right_backends_pass(backend, platform, name, dtype):
             assert not e.reasons, (seed, output, e)
 
 
+def test_a_rounding_that_a_long_row_shares_is_no_lean():
+    """Of one hidden row and two classes that are likely, d_weight's errors are those of one number's rounding."""
+    for seed in range(12):
+        rng = np.random.default_rng([seed, 9])
+        hidden, weight = draw(rng, (1, 4096), "float16"), draw(rng, (64, 4096), "float16")
+        weight[1] = weight[0] + (hidden[0] * np.float32(rng.uniform(-2, 2) / 4096)).astype(np.float16)
+        weight[2:] -= hidden[0] / 8
+        labels, one = np.array([seed % 2]), np.ones(1, np.float32)
+        _, lse, slope = oracle(op("linear_cross_entropy").bind(hidden, weight, labels, return_lse=True, return_slope=True))
+        arrays = hidden, weight, labels, lse.astype(np.float32), slope.astype(np.float16), one
+        e, _ = evidence("linear_cross_entropy_vjp", arrays, {}, simulated)["d_weight"]
+        assert e.applies and not e.reasons, (seed, e)
+
+
 @pytest.mark.parametrize("out_dtype", ["float16", "bfloat16"])
 def test_operands_that_tf32_cuts_may_lean(out_dtype):
     options = {"precision": "tf32", "out_dtype": out_dtype}

@@ -45,7 +45,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas._band import both
-from portakern.backends.pallas.common import Refs, positions, quotient
+from portakern.backends.pallas.common import Refs, padded, positions, quotient
 from portakern.backends.pallas.gpu import attention_vjp as ordered
 from portakern.backends.pallas.gpu._chip import (
     Swizzled,
@@ -67,6 +67,7 @@ from portakern.spec import Count
 from portakern.specs.attention import scale_of
 
 WIDEST = 2 * PART  # head dimension
+ALIGNED = 8  # queries: the sums that the copy engine adds to have whole groups of so many
 ADDED = "many blocks add to it in memory, in the order in which they come"
 KNOBS = {"stages": Count(2, 8), "last": Count(0, 1)}
 """Two stages at least: two tiles that came by may be in use together."""
@@ -308,11 +309,12 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | No
     inputs = {name: padded_rows(call.arrays[name], width) for name in ("q", "k")}
     inputs |= {name: padded_rows(call.arrays[name]) for name in ("v", "d_o")}
     inputs |= ordered.statistics(call) | ordered.masks(call, plan)
-    sums = jax.new_ref(jnp.zeros((batch, q_len, heads, how.columns), jnp.float32))
+    rows = padded(q_len, ALIGNED)
+    sums = jax.new_ref(jnp.zeros((batch, rows, heads, how.columns), jnp.float32))
     if call.interpret:
         _additions.known()
     found = launched(call, how, inputs | {"sums": sums})
-    d_q = (jax.freeze(sums)[..., :d] * scale_of(call)).astype(plan.dtype)
+    d_q = (jax.freeze(sums)[:, :q_len, :, :d] * scale_of(call)).astype(plan.dtype)
     found = {"d_q": d_q, "d_k": found["d_k"][..., :d], "d_v": found["d_v"][..., : plan.dv]}
     return tuple(found[o.name] if o.name in call.wants else None for o in call.spec.outputs)
 
