@@ -290,19 +290,20 @@ def lost(call: Call, b: np.ndarray, axis: int) -> np.ndarray:
     return magnitude(b).max(axis, keepdims=True) < DTYPES[call.dtype].tiny
 
 
-def room(a: np.ndarray) -> float:
+def room(call: Call, a: np.ndarray) -> float:
     """What the variance that storing the numbers a, (lines, terms), brings to a @ x is multiplied by: 1 + 8/D + 400/D^2.
 
     A number is one draw for the whole line of the result that it meets. Where it outweighs the others of its line, what
     it draws is a lean there: D = L^2 / sum of (sum a^4) / (sum a^2)^2 over the L lines that are not 0 is how many draws
     there are. Half of an error is each result's own, so that the mean of D draws has a deviation of 0.7 / sqrt(D) or
-    less; with this room 0.25, the lean that is right (``testing.statistics``), is three of it or more at any D.
+    less; with this room 0.25, the lean that is right (``testing.statistics``), is three of it or more at any D. A line
+    with a number beyond what the dtype holds has no finite result, and draws nothing.
     """
-    square = np.where(np.isfinite(a), a, 0.0) ** 2
-    square = square[square.any(-1)]
-    if not len(square):
+    a = magnitude(a)
+    a = a[a.any(-1) & (a <= DTYPES[call.dtype].largest).all(-1)]
+    if not len(a):
         return 1.0
-    square = square / square.max(-1, keepdims=True)
+    square = (a / a.max(-1, keepdims=True)) ** 2
     draws = len(square) / np.mean((square**2).sum(-1) / square.sum(-1) ** 2)
     return float(1 + 8 / draws + 400 / draws**2)
 
@@ -347,7 +348,7 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
             shared = (own[1] ** 2 + (2 * call.options["z_loss"] * found[1]) ** 2)[:, None] * mean**2
             slope = ref[2].reshape(-1, call.dims["d"])
             product = of_matmul(call, "spread", b, w, slope)
-            whole = product**2 + room(b) * (rounds @ w2 + np.maximum(about, 0.0) + shared)
+            whole = product**2 + room(call, b) * (rounds @ w2 + np.maximum(about, 0.0) + shared)
             unknown = unknown | (np.abs(alike(call, b, share) @ w) > np.sqrt(whole) / 4)
             found.append(np.where(unknown, inf, np.sqrt(whole)))
         return shaped(ref, found)

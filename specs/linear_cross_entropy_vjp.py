@@ -143,7 +143,7 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
             variance = rounds + moved
             unknown = (np.isinf(variance).any(0, keepdims=True) | lost(call, b, 0)).T
             met = np.where(unknown, 0.0, variance.T) @ magnitude(h) ** 2
-            found[1] = np.where(unknown, inf, np.sqrt(product**2 + room(np.where(unknown, 0.0, b.T)) * met))
+            found[1] = np.where(unknown, inf, np.sqrt(product**2 + room(call, np.where(unknown, 0.0, b.T)) * met))
     return tuple(found)
 
 

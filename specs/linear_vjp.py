@@ -166,7 +166,7 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
                 y = ref[i].reshape(a.shape[0], b.shape[1])
                 product = of_matmul(call, "spread", a, b, y)
                 gone = rounding & lost(call, a, -1)
-                met = room(np.where(gone, 0.0, a)) * (magnitude(s) ** 2 @ magnitude(b) ** 2)
+                met = room(call, np.where(gone, 0.0, a)) * (magnitude(s) ** 2 @ magnitude(b) ** 2)
                 unknown = (np.abs(o @ finite(b)) > 4 * np.sqrt(met)) | gone
                 found[i] = np.where(unknown, inf, np.sqrt(product**2 + met)).reshape(ref[i].shape)
         if ref[2] is not None:
