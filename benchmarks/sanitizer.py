@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,25 +156,23 @@ def main() -> None:
     asked = [(b, t) for b in backends for t in tools if TOOLS[t].backend in (None, b)]
     if not asked:
         parser.error(f"--tool {' '.join(tools)} knows no kernels of --backend {' '.join(backends)}")
+    command, rows = results.command_line("python benchmarks/sanitizer.py", args.json), []
     with ThreadPoolExecutor(args.jobs) as pool:
         tasks = [
             pool.submit(sanitize, op, backend, args.variant, tool, args.max_examples, args.timeout)
             for op in args.ops or pk.ops()
             for backend, tool in asked
         ]
-        rows = [t.result() for t in tasks]
-    for r in rows:
-        print(
-            f"{r['op']:16} {r['backend']:8} {r['tool']:10} {r['errors']} errors, {r['examples']} cases, {r['seconds']} "
-            f"s{', ' + r['problem'] if r['problem'] else ''}"
-        )
-    if args.json:
-        results.write(
-            args.json,
-            results.record(
-                "sanitizer", rows, command=results.command_line("python benchmarks/sanitizer.py", args.json)
-            ),
-        )
+        for task in as_completed(tasks):
+            rows.append(r := task.result())
+            print(
+                f"{r['op']:16} {r['backend']:8} {r['tool']:10} {r['errors']} errors, {r['examples']} cases, "
+                f"{r['seconds']} s{', ' + r['problem'] if r['problem'] else ''}",
+                flush=True,
+            )
+            if args.json:  # as they come: what ends the run early takes none of them away
+                done = [t.result() for t in tasks if t.done()]
+                results.write(args.json, results.record("sanitizer", done, command=command))
     if any(r["errors"] or r["problem"] for r in rows):
         sys.exit(1)
 

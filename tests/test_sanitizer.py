@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import sanitizer
+from portakern import results
 
 RACES = """
 ========= COMPUTE-SANITIZER
@@ -79,6 +82,24 @@ def test_what_a_tool_started_ends_when_its_time_is_over(sanitizer_that: Path) ->
     assert (row["errors"], row["problem"], row["said"]) == (None, "not done after 0 s", ["Error: a race"])
     time.sleep(3)
     assert not late.exists()
+
+
+def test_what_a_run_found_is_written_as_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, seen = tmp_path / "found.json", []
+
+    def sanitize(op: str, *rest: Any) -> dict[str, Any]:
+        late = time.monotonic() + 20
+        while op == "second" and not file.exists() and time.monotonic() < late:
+            time.sleep(0.01)
+        if op == "second":
+            seen.append([r["op"] for r in results.read(file).rows])
+        return {"op": op, "backend": "triton", "variant": None, "tool": "memcheck", "examples": 1, "errors": 0,
+                "problem": None, "said": [], "seconds": 0.1}  # fmt: skip
+
+    monkeypatch.setattr(sanitizer, "sanitize", sanitize)
+    monkeypatch.setattr(sys, "argv", f"sanitizer.py first second --tool memcheck --jobs 1 --json {file}".split())
+    sanitizer.main()
+    assert seen == [["first"]] and [r["op"] for r in results.read(file).rows] == ["first", "second"]
 
 
 def test_a_tool_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
