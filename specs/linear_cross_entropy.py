@@ -291,7 +291,7 @@ def lost(call: Call, b: np.ndarray, axis: int) -> np.ndarray:
 
 
 def room(call: Call, a: np.ndarray) -> float:
-    """What the variance that storing the numbers a, (lines, terms), brings to a @ x is multiplied by: 1 + 8/D + 400/D^2.
+    """1 + 8/D + 400/D^2, by which the variance is multiplied that storing numbers a, (lines, terms), brings to a @ x.
 
     A number is one draw for the whole line of the result that it meets. Where it outweighs the others of its line, what
     it draws is a lean there: D = L^2 / sum of (sum a^4) / (sum a^2)^2 over the L lines that are not 0 is how many draws

@@ -149,8 +149,8 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         d_x, d_weight: s_c^2 + R sum s_d^2 weight^2, or x^2
         d_bias: store^2 + M^2 s^2 + sum s_d^2          s^2: of a mean (``mean_variance``)
 
-    R is the ``room`` for what numbers of d_z draw. An error is not known where d_z is ``lost``, or where what storing it
-    costs adds up instead of being random: of many that are alike.
+    R is the ``room`` for what numbers of d_z draw. An error is not known where d_z is ``lost``, or where what storing
+    it costs adds up instead of being random: of many that are alike.
     """
     m = prod(call.dims["batch"])
     with np.errstate(all="ignore"):

@@ -172,8 +172,8 @@ def walk(GROUP: gl.constexpr, turn, place, last, steps, own, home, guests, parts
     stages: gl.constexpr = plan.stages
     _, first = place
     for _ in range(steps):
-        d_first, d_second = fold_tile(GROUP, False, turn, place[1], place, own, home, guests, parts, sums, d_first, d_second,
-                                      scores, plan, mma, left_first, left_second)  # fmt: skip
+        d_first, d_second = fold_tile(GROUP, False, turn, place[1], place, own, home, guests, parts, sums, d_first,
+                                      d_second, scores, plan, mma, left_first, left_second)  # fmt: skip
         stage, _, buffer, filled = turn
         mbarrier.wait(parts.there.index(buffer), filled)
         d_q = query_gradients(GROUP, buffer, home.first, parts, plan)
@@ -203,8 +203,8 @@ def walk_behind(GROUP: gl.constexpr, turn, place, last, steps, own, home, guests
     before = place
     place = next_tile(place, first, last, block)
     for _ in range(1, steps):
-        d_first, d_second = fold_tile(GROUP, True, turn, place[1], before, own, home, guests, parts, sums, d_first, d_second,
-                                      scores, plan, mma, left_first, left_second)  # fmt: skip
+        d_first, d_second = fold_tile(GROUP, True, turn, place[1], before, own, home, guests, parts, sums, d_first,
+                                      d_second, scores, plan, mma, left_first, left_second)  # fmt: skip
         d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])
         mbarrier.arrive(guests.empty.index(turn[0]), count=1)
         turn = next_turn(turn, stages)
