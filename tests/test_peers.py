@@ -35,7 +35,7 @@ def needs(peer):
 def test_peers_stand_apart():
     peers = registry.peers()
     assert {"torch", "torch_compile", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "liger", "jax", "jax_cudnn",
-            "pallas_flash", "pallas_mgpu", "flex_attention", "flash_cute", "quack",
+            "jax_rows", "pallas_flash", "pallas_mgpu", "flex_attention", "flash_cute", "quack",
             "tokamax"} <= set(peers)  # fmt: skip
     assert not set(peers) & set(pk.backends())
     assert all(b.peer and not b.auto for b in peers.values())
@@ -112,6 +112,9 @@ RIGHT = [
     ("jax", "softmax", ("float32",)),
     ("jax", "matmul", ("float32",)),
     ("jax", "matmul_vjp", ("float32",)),
+    ("jax_rows", "softmax", ALL),
+    ("jax_rows", "layernorm", ALL),
+    ("jax_rows", "rmsnorm", ALL),
 ]
 
 
