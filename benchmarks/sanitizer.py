@@ -156,7 +156,7 @@ def main() -> None:
     asked = [(b, t) for b in backends for t in tools if TOOLS[t].backend in (None, b)]
     if not asked:
         parser.error(f"--tool {' '.join(tools)} knows no kernels of --backend {' '.join(backends)}")
-    command, rows = results.command_line("python benchmarks/sanitizer.py", args.json), []
+    command = results.command_line("python benchmarks/sanitizer.py", args.json)
     with ThreadPoolExecutor(args.jobs) as pool:
         tasks = [
             pool.submit(sanitize, op, backend, args.variant, tool, args.max_examples, args.timeout)
@@ -164,15 +164,15 @@ def main() -> None:
             for backend, tool in asked
         ]
         for task in as_completed(tasks):
-            rows.append(r := task.result())
+            r = task.result()
             print(
                 f"{r['op']:16} {r['backend']:8} {r['tool']:10} {r['errors']} errors, {r['examples']} cases, "
                 f"{r['seconds']} s{', ' + r['problem'] if r['problem'] else ''}",
                 flush=True,
             )
+            rows = [t.result() for t in tasks if t.done()]  # in the order in which they were asked for
             if args.json:  # as they come: what ends the run early takes none of them away
-                done = [t.result() for t in tasks if t.done()]
-                results.write(args.json, results.record("sanitizer", done, command=command))
+                results.write(args.json, results.record("sanitizer", rows, command=command))
     if any(r["errors"] or r["problem"] for r in rows):
         sys.exit(1)
 
