@@ -138,9 +138,7 @@ def test_rows_that_are_too_long_to_keep_are_read_twice(op, monkeypatch):
 @pytest.mark.parametrize(("n", "block_n"), [(129, 1024), (257, 128), (1023, 256), (1152 + 127, 128)])
 def test_rows_that_the_copy_engine_cannot_take_are_whole(op, n, block_n):
     """What the last threads read of a row is there twice, and counts once. NaN around a row stays out."""
-    rng = np.random.default_rng(n)
-    names = [a.name for a in registry.find_spec(op).arrays if not a.optional]
-    arrays = {name: jnp.asarray(rng.standard_normal((3, n)), jnp.bfloat16) for name in names}
+    arrays = _rows_of(op, 3, n)
     run = on_gpu(op, block_n=block_n)
     with PALLAS.profile("races"):
         (whole,) = jax.tree.leaves(run(**arrays))
@@ -151,6 +149,62 @@ def test_rows_that_the_copy_engine_cannot_take_are_whole(op, n, block_n):
     np.testing.assert_allclose(np.asarray(whole, np.float32), want, rtol=2e-2, atol=2e-3)
     assert (np.asarray(around[1]) == np.asarray(whole[1])).all()
     assert np.isnan(np.asarray(around, np.float32)[[0, 2]]).all()
+
+
+@pytest.mark.parametrize("op", ROWS)
+@pytest.mark.parametrize(("cluster", "row_warps"), [(4, 1), (8, 4)])
+def test_rows_that_blocks_of_a_cluster_share_are_whole(op, cluster, row_warps):
+    """Ten chunks are 3, 3, 3 and 1, or 2 of five blocks while three have none. Five rows leave warps without one, and
+    NaN around a row stays out of it."""
+    arrays = _rows_of(op, 5, 10 * 128 - 8)
+    run = on_gpu(op, block_rows=4 // row_warps, block_n=128, row_warps=row_warps, cluster=cluster)
+    with PALLAS.profile("races"):
+        (whole,) = jax.tree.leaves(run(**arrays))
+        (around,) = jax.tree.leaves(run(**{n: x.at[jnp.array([0, 2])].set(jnp.nan) for n, x in arrays.items()}))
+    exact = {name: np.asarray(x, np.float32) for name, x in arrays.items()}
+    (want,) = jax.tree.leaves(pk.op(op, backend="reference")(**exact))
+    np.testing.assert_allclose(np.asarray(whole, np.float32), want, rtol=2e-2, atol=2e-3)
+    assert (np.asarray(around)[[1, 3, 4]] == np.asarray(whole)[[1, 3, 4]]).all()
+    assert np.isnan(np.asarray(around, np.float32)[[0, 2]]).all()
+
+
+def _rows_of(op, rows, n):
+    """The arrays of an op on rows that have to be there."""
+    rng = np.random.default_rng(n)
+    names = [a.name for a in registry.find_spec(op).arrays if not a.optional]
+    return {name: jnp.asarray(rng.standard_normal((rows, n)), jnp.bfloat16) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("n", "dtype", "arrays", "block_n", "cluster"),
+    [
+        (16384, "bfloat16", 1, 16384, 1),
+        (32768, "bfloat16", 1, 8192, 1),
+        (50304, "bfloat16", 1, 4096, 1),  # 7 chunks of 8192 would leave a multiprocessor one block
+        (65536, "bfloat16", 1, 8192, 2),
+        (131072, "bfloat16", 1, 8192, 4),
+        (131072, "bfloat16", 2, 4096, 8),
+        (128256, "float32", 1, 8192, 8),
+        (400_000, "float32", 1, 4096, 8),  # one block to a multiprocessor
+        (500_000, "float32", 1, 4096, 1),  # read twice
+        (50257, "bfloat16", 1, 4096, 1),  # read element by element
+    ],
+)
+def test_long_rows_have_as_many_blocks_as_keep_them(n, dtype, arrays, block_n, cluster):
+    found = _rows.default_tiling(n, dtype, arrays)
+    assert (found["block_n"], found["cluster"]) == (block_n, cluster)
+
+
+@has_compiler
+@pytest.mark.parametrize("op", ["softmax", "layernorm_vjp"])
+def test_rows_in_clusters_compile_with_their_fences(op):
+    """Which no interpreter misses: without them blocks read what was in memory before, on an H100."""
+    form = jax.ShapeDtypeStruct((64, 131072), "bfloat16")
+    built = on_gpu(op).lower(**dict.fromkeys(_rows_of(op, 1, 1), form), target="sm_90")
+    assert built.ok, built.reason
+    assert built.tiling["cluster"] > 1 and all(kernel.spills == 0 for kernel in built.kernels)
+    assert f".reqnctapercluster {built.tiling['cluster']}," in built.kernels[0].assembly
+    assert built.kernels[0].assembly.count("fence.sc.cluster") == 2
 
 
 @pytest.mark.parametrize("cores", [132, 1], ids=["a block a chunk", "a block a tile"])
@@ -300,6 +354,7 @@ REFUSED = [
     ("softmax", {"block_rows": 2, "row_warps": 1}, {"x": (8, 304)}, "bfloat16", "block_rows=2 with row_warps=1 leaves"),
     ("softmax", {"block_rows": 8, "block_n": 8192, "row_warps": 1}, {"x": (8, 8000)}, "float16", "256 a .*128"),
     ("softmax", {"block_rows": 64, "row_warps": 4}, {"x": (8, 1)}, "float32", "waits at 64 barriers.* block_rows=32"),
+    ("softmax", {"block_n": 256, "cluster": 4}, {"x": (8, 99_968)}, "bfloat16", "cluster=4 leaves a block 98 chunks of"),
     ("softmax", {"block_rows": 128}, {"x": (999, 4096)}, "bfloat16", "has 227: choose smaller block_rows or block_n"),
     ("softmax", {}, {"x": (8, 300)}, "float64", "no float64 here: convert to float32, or use the reference backend"),
     ("matmul", {}, {"a": (8, 8), "b": (8, 8)}, "float32", "take no float32 operands whole, .* convert to bfloat16, or"),

@@ -113,6 +113,7 @@ RIGHT = [
     ("jax", "matmul", ("float32",)),
     ("jax", "matmul_vjp", ("float32",)),
     ("jax_rows", "softmax", ALL),
+    ("jax_rows", "softmax_vjp", ALL),
     ("jax_rows", "layernorm", ALL),
     ("jax_rows", "rmsnorm", ALL),
 ]

@@ -4,9 +4,10 @@ A block of one warpgroup owns ``block_rows`` rows, and works on as many of them 
 ``row_warps`` warps to a row. A row of up to ``block_n`` elements is read once: it is copied into shared memory, worked
 on in registers and written where it was read, from where the copy engine takes it away; all rows of a block are on
 their way at once. A longer row is worked on in chunks of ``block_n``, first for its statistics, then for its result.
-One that fits into shared memory stays there (:func:`_kept`). One that does not is read twice, through a ring of buffers
-(:func:`_twice`); on the second read some of it is still in the L2 cache. An op of several arrays reads the same rows of
-each side by side, and writes where it read the first.
+One that fits into the shared memory of ``cluster`` blocks stays there (:func:`_kept`): each has a share of its chunks,
+tells the others the statistics of that, and merges those of all in the order of the row. One that does not is read
+twice, through a ring of buffers (:func:`_twice`); on the second read some of it is still in the L2 cache. An op of
+several arrays reads the same rows of each side by side, and writes where it read the first.
 
 The copy engine wants rows 16 bytes apart or a multiple of that. Rows of another length are read and written element by
 element, neighbours by neighbouring threads (:func:`_direct`); shorter than all threads of a warpgroup, they are padded
@@ -26,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import nvvm
 
 from portakern.backends.pallas.common import Refs, padded
 from portakern.backends.pallas.gpu._chip import (
@@ -33,6 +35,7 @@ from portakern.backends.pallas.gpu._chip import (
     BULK_BYTES,
     LANES,
     WARPS,
+    _host_threads,
     aligned,
     dtype_refused,
     launch,
@@ -44,11 +47,16 @@ from portakern.backends.pallas.gpu._chip import (
 from portakern.core.call import Call
 from portakern.spec import Tile
 
-KNOBS = {"row_warps": Tile(1, WARPS)}
-"""``row_warps``: warps to a row. One that is read element by element has all of them."""
+KNOBS = {"row_warps": Tile(1, WARPS), "cluster": Tile(1, 8)}
+"""``row_warps``: warps to a row. One that is read element by element has all of them. ``cluster``: blocks to a row, no
+more than it has chunks. One that is read element by element has one."""
 
-KEPT_BYTES = 112 * 1024
-"""Bytes of long rows that stay in shared memory at most: so that two blocks have a multiprocessor."""
+KEPT_BYTES, HALF_BYTES = 208 * 1024, 110 * 1024
+"""Bytes of long rows that stay in the shared memory of a block at most, and so that two have a multiprocessor."""
+
+LONG = 8192, 4096
+"""Elements of a long row, of all arrays, that a block of it works on at a time: as many as let it have fewest blocks.
+Fewer make more reductions across warps."""
 
 RING = 3
 """Buffers that the chunks of a long row go through."""
@@ -68,18 +76,30 @@ Weights = Mapping[str, Callable[[], Any]]
 class Formula:
     """What an op makes of a row. ``x`` is a float32 block of (rows, elements), or of an op of several arrays a tuple of
     blocks; statistics are (rows,); ``weights[name]()`` reads what every row shares, when it is needed: it would take
-    registers before. ``writes``: whether there is a result, or only what is told of
-    rows that are worked on as a whole."""
+    registers before. ``writes``: whether there is a result, or only what is told of rows that are worked on as a
+    whole."""
 
     writes = True
+    empty: tuple[float, ...]
+    """The statistics before a chunk was seen."""
+
+    def of_chunk(self, x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
+        """The statistics of a chunk alone, which begins at ``start``."""
+        raise NotImplementedError
+
+    def merged(self, before: tuple[Any, ...], after: tuple[Any, ...], seen: Any, here: Any) -> tuple[Any, ...]:
+        """The statistics of ``seen`` elements of a row and of the ``here`` that follow: by default they are sums."""
+        return tuple(x + y for x, y in zip(before, after, strict=True))
 
     def start(self, walk: Walk) -> tuple[Any, ...]:
-        """The statistics before a chunk was seen."""
-        raise NotImplementedError
+        return tuple(walk.full(value) for value in self.empty)
 
-    def gather(self, statistics: tuple[Any, ...], x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
-        """The statistics with one chunk more, which begins at ``start``."""
-        raise NotImplementedError
+    def gather(
+        self, statistics: tuple[Any, ...], x: Any, walk: Walk, start: Any, weights: Weights, begin: Any = 0
+    ) -> tuple[Any, ...]:
+        """The statistics of a row from ``begin`` on, with one chunk more, which begins at ``start``."""
+        before, here = walk.counted(start)
+        return self.merged(statistics, self.of_chunk(x, walk, start, weights), before - begin, here)
 
     def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Weights) -> Any:
         """The result of a chunk, once the statistics are of the whole row."""
@@ -104,6 +124,7 @@ class Walk(NamedTuple):
       vector: neighbouring elements of a thread. arrays: how many are read. itemsize: bytes of an element.
       seam, skip: where rows are read element by element, so many elements of a chunk, from the ``seam`` on, are there
         a second time: the last elements are read together with ones before them, as the threads need it.
+      cluster: blocks that share a row.
     """
 
     rows: int
@@ -117,6 +138,7 @@ class Walk(NamedTuple):
     itemsize: int
     seam: int = 0
     skip: int = 0
+    cluster: int = 1
 
     @classmethod
     def over(cls, call: Call, tiling: Mapping[str, int], rows: int, n: int, arrays: int = 1) -> Walk:
@@ -129,8 +151,10 @@ class Walk(NamedTuple):
             return walk if block_n < whole else walk._replace(seam=n // THREADS * THREADS, skip=whole - n)
         vector = min(BULK_BYTES // dtype.itemsize, block_n // (LANES * row_warps))
         chunk = min(block_n, padded(n, LANES * row_warps * vector))
-        pitch = whole_pieces(n, dtype)
-        return cls(rows, n, pitch, block_rows, chunk, row_warps, vector, arrays, dtype.itemsize)
+        walk = cls(rows, n, whole_pieces(n, dtype), block_rows, chunk, row_warps, vector, arrays, dtype.itemsize)
+        cluster = min(tiling.get("cluster", 1), walk.chunks)
+        # In the interpreter a block takes a thread of the host: where these are too few it would wait for ever.
+        return walk._replace(cluster=1 if call.interpret and cluster > _host_threads() else cluster)
 
     @property
     def at_once(self) -> int:
@@ -158,17 +182,22 @@ class Walk(NamedTuple):
         return element_by_element(self.n, f"V{self.itemsize}")
 
     @property
+    def share(self) -> int:
+        """Chunks of a row that a block has, at most."""
+        return pl.cdiv(self.chunks, self.cluster)
+
+    @property
     def kept(self) -> bool:
         """Whether all chunks of a row stay in shared memory."""
-        held = self.arrays * self.chunks * math.prod(self.block) * self.itemsize
-        return 1 < self.chunks <= BARRIERS and held <= KEPT_BYTES
+        held = self.arrays * self.share * math.prod(self.block) * self.itemsize
+        return self.chunks > 1 and self.share <= BARRIERS and held <= KEPT_BYTES
 
     @property
     def buffers(self) -> int:
         """Blocks of shared memory that are in use at a time, of each array."""
         if self.direct:
             return 0
-        return self.groups if self.chunks == 1 else self.chunks if self.kept else RING
+        return self.groups if self.chunks == 1 else self.share if self.kept else RING
 
     @property
     def tail(self) -> Walk | None:
@@ -208,6 +237,12 @@ class Walk(NamedTuple):
             return (
                 f"{self.chunk} elements in {self.row_warps} warps are {held} a thread, and {HELD // self.arrays} fit "
                 "into its registers: use a smaller block_n or more row_warps"
+            )
+        if self.cluster > 1 and not self.kept:
+            return (
+                f"cluster={self.cluster} leaves a block {self.share} chunks of {self.at_once} x {self.chunk} elements "
+                f"of a row, which it has to keep: it has room for {KEPT_BYTES // 1024} KiB and {BARRIERS} chunks. Use "
+                "more blocks, another block_n or row_warps, or cluster=1, which reads rows twice"
             )
         needed = self.arrays * self.buffers * math.prod(self.block) * self.itemsize
         too_large = over_shared(aligned(needed), "block_rows or block_n")
@@ -255,16 +290,28 @@ def key(call: Call, n: int) -> dict[str, str | int]:
 
 def default_tiling(n: int, dtype: str, arrays: int = 1) -> dict[str, int]:
     """A formula of n and the dtype: about 16 KiB of a block's rows are on their way at once, short rows have a warp
-    each, and a row that fits into the registers of four warps is worked on as a whole. Rows that are read element by
-    element have a block each."""
+    each, and a row that fits into the registers of four warps is worked on as a whole. A longer one has as many blocks
+    as keep it. Rows that are read element by element have a block each."""
     size, longest = jnp.dtype(dtype).itemsize * arrays, THREADS * HELD // arrays
     whole = max(THREADS, pl.next_power_of_2(n))
+    if whole > longest:
+        block_n, cluster = (4096, 1) if element_by_element(n, dtype) else _fewest_blocks(n, size, arrays)
+        return {"block_rows": 1, "block_n": block_n, "row_warps": WARPS, "cluster": cluster}
     if element_by_element(n, dtype):
-        return {"block_rows": 1, "block_n": whole if whole <= longest else 4096, "row_warps": WARPS}
+        return {"block_rows": 1, "block_n": whole, "row_warps": WARPS, "cluster": 1}
     row_warps = 1 if whole <= 1024 else 2 if whole <= 2048 else WARPS
-    block_n = whole if whole <= longest else 4096
-    rows = max(WARPS // row_warps, min(32, 16384 // (size * whole))) if whole <= longest else 1
-    return {"block_rows": rows, "block_n": block_n, "row_warps": row_warps}
+    rows = max(WARPS // row_warps, min(32, 16384 // (size * whole)))
+    return {"block_rows": rows, "block_n": whole, "row_warps": row_warps, "cluster": 1}
+
+
+def _fewest_blocks(n: int, size: int, arrays: int) -> tuple[int, int]:
+    """``block_n`` and the fewest blocks that keep rows of n elements, of ``size`` bytes in all arrays, if possible two
+    on a multiprocessor: alone it computes while nothing is on its way. Rows too long for any are read twice."""
+    for most, cluster in [*((HALF_BYTES, c) for c in KNOBS["cluster"].values), (KEPT_BYTES, KNOBS["cluster"].hi)]:
+        for block_n in (elements // arrays for elements in LONG):
+            if pl.cdiv(pl.cdiv(n, block_n), cluster) * block_n * size <= most:
+                return block_n, cluster
+    return LONG[-1], 1
 
 
 def supports(call: Call, tiling: Mapping[str, int], rows: int, n: int, arrays: int = 1) -> str | None:
@@ -294,18 +341,23 @@ def launched(
     formula: Formula,
     weights: Mapping[str, jax.Array],
     told: int = 0,
+    approximate: bool = False,
 ) -> tuple[Any, jax.Array | None]:
     """What a formula makes of the rows of arrays, (rows, n) each, and ``told`` numbers of each row, (told, rows or
-    more) in float32. ``weights``: what every row shares, (n,) each."""
+    more) in float32. ``weights``: what every row shares, (n,) each. ``approximate``: as of :func:`launch`."""
     rows, n = x[0].shape
     walk = Walk.over(call, tiling, rows, n, len(x))
-    read = _direct if walk.direct else _once if walk.chunks == 1 else _kept if walk.kept else _twice
+    kept = partial(_kept, interpret=call.interpret)
+    read = _direct if walk.direct else _once if walk.chunks == 1 else kept if walk.kept else _twice
     if not walk.direct:
         x = [padded_rows(array) for array in x]
         weights = {name: padded_rows(w, walk.chunk * walk.chunks) for name, w in weights.items()}
     outputs = {"y": jax.ShapeDtypeStruct((rows, walk.pitch), x[0].dtype)} if formula.writes else {}
     if told:
         outputs["told"] = jax.ShapeDtypeStruct((told, padded(rows, walk.block_rows)), jnp.float32)
+    if walk.cluster > 1:
+        form = walk.cluster, len(formula.empty), padded(rows, walk.block_rows)
+        outputs["shares"] = jax.ShapeDtypeStruct(form, jnp.float32)
     found = launch(
         call,
         partial(read, walk=walk, formula=formula, weights=tuple(weights)),
@@ -313,15 +365,23 @@ def launched(
         (pl.cdiv(rows, walk.block_rows),),
         inputs={**{operand(i): array for i, array in enumerate(x)}, **weights},
         outputs=outputs,
-        scratch={}
-        if walk.direct
-        else {
-            "buffer": plgpu.SMEM((walk.arrays, walk.buffers, *walk.block), x[0].dtype),
-            "arrived": plgpu.Barrier(num_arrivals=walk.arrays * walk.at_once, num_barriers=walk.buffers),
-        },
+        scratch=_scratch(walk, x[0].dtype),
+        cluster={"share": walk.cluster} if walk.cluster > 1 else {},
+        approximate=approximate,
     )
     y = found.get("y")
     return y if y is None or walk.pitch == n else y[:, :n], found.get("told")
+
+
+def _scratch(walk: Walk, dtype: Any) -> dict[str, Any]:
+    """``scratch`` of a walk: its buffers, and barriers for what arrives in them and for what blocks tell each other."""
+    if walk.direct:
+        return {}
+    found = {
+        "buffer": plgpu.SMEM((walk.arrays, walk.buffers, *walk.block), dtype),
+        "arrived": plgpu.Barrier(num_arrivals=walk.arrays * walk.at_once, num_barriers=walk.buffers),
+    }
+    return found | ({"all_told": plgpu.ClusterBarrier(collective_axes=("share",))} if walk.cluster > 1 else {})
 
 
 def operand(array: int) -> str:
@@ -390,32 +450,77 @@ def _twice(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...])
         plgpu.wait_smem_to_gmem(0)
 
 
-def _kept(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...]) -> None:
-    """Rows that stay in shared memory, chunk c in buffer c: all of a row is on its way at once, and is looked at as it
-    arrives. Then every chunk makes place for its result."""
+def _kept(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...], interpret: bool) -> None:
+    """Rows that stay in shared memory, chunk c of a block's share in buffer c: all of it is on its way at once, and is
+    looked at as it arrives. Then every chunk makes place for its result."""
     first, of_chunk = lax.axis_index("block") * walk.block_rows, partial(weights_of, ref, walk, weights)
+    share = lax.axis_index("share") if walk.cluster > 1 else 0
+    begin = share * walk.share
+    chunks = jnp.clip(walk.chunks - begin, 0, walk.share)
 
     @pl.loop(0, walk.groups)
     def work(group: Any) -> None:
         row = first + group * walk.at_once
 
-        @pl.loop(0, walk.chunks)
-        def read(chunk: Any) -> None:
-            bring_rows(ref, walk, row, chunk, chunk)
+        @pl.loop(0, chunks)
+        def read(buffer: Any) -> None:
+            bring_rows(ref, walk, row, begin + buffer, buffer)
 
-        def gather(chunk: Any, statistics: tuple[Any, ...]) -> tuple[Any, ...]:
-            plgpu.barrier_wait(ref.arrived.at[chunk])
-            return formula.gather(statistics, loaded(ref, walk, chunk), walk, chunk * walk.chunk, of_chunk(chunk))
+        def gather(buffer: Any, statistics: tuple[Any, ...]) -> tuple[Any, ...]:
+            chunk = begin + buffer
+            plgpu.barrier_wait(ref.arrived.at[buffer])
+            x, start = loaded(ref, walk, buffer), chunk * walk.chunk
+            return formula.gather(statistics, x, walk, start, of_chunk(chunk), begin * walk.chunk)
 
-        statistics = lax.fori_loop(0, walk.chunks, gather, formula.start(walk))
-        _tell(ref, row, formula.told(statistics, walk))
+        statistics = lax.fori_loop(0, chunks, gather, formula.start(walk))
+        if walk.cluster > 1:
+            statistics = _of_all_shares(ref, walk, formula, row, share, statistics, interpret)
+        pl.when(share == 0)(lambda: _tell(ref, row, formula.told(statistics, walk)))
 
-        @pl.loop(0, walk.chunks)
-        def write(chunk: Any) -> None:
-            y = formula.result(statistics, loaded(ref, walk, chunk), walk, of_chunk(chunk))
-            send_rows(ref, walk, row, chunk, chunk, y)
+        @pl.loop(0, chunks)
+        def write(buffer: Any) -> None:
+            chunk = begin + buffer
+            y = formula.result(statistics, loaded(ref, walk, buffer), walk, of_chunk(chunk))
+            send_rows(ref, walk, row, chunk, buffer, y)
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the next row comes into these buffers
+
+
+def _of_all_shares(
+    ref: Refs, walk: Walk, formula: Formula, row: Any, share: Any, statistics: tuple[Any, ...], interpret: bool
+) -> tuple[Any, ...]:
+    """The statistics of whole rows, of those of this block's share. Blocks tell each other by way of device memory."""
+    length, rows = walk.share * walk.chunk, pl.ds(row, walk.at_once)
+    for i, numbers in enumerate(statistics):
+        store(ref.shares.at[share, i, rows], numbers)
+    _fence_of_cluster(interpret)
+    plgpu.commit_smem()  # every thread has written before one of them says so
+    plgpu.barrier_arrive(ref.all_told)
+    plgpu.barrier_wait(ref.all_told)
+    _fence_of_cluster(interpret)
+
+    def told_by(owner: int) -> tuple[Any, ...]:
+        places = (ref.shares.at[owner, i, rows] for i in range(len(statistics)))
+        return tuple(plgpu.load(place, layout=walk.layout.reduce(1), optimized=False) for place in places)
+
+    found = told_by(0)
+    for owner in range(1, walk.cluster):
+        seen = min(walk.n, owner * length)
+        found = formula.merged(found, told_by(owner), seen, min(walk.n - seen, length))
+    return found
+
+
+@plgpu.inline_mgpu()
+def _fence(_: Any) -> None:
+    nvvm.fence_sc_cluster()
+
+
+def _fence_of_cluster(interpret: bool) -> None:
+    """Keep what this thread reads and writes in device memory from here on behind what it did before, as the blocks of
+    its cluster see it: that a barrier orders shared memory alone, and a cache may hold what was there before, showed in
+    wrong results. Pallas's interpreter knows no other order."""
+    if not interpret:
+        _fence()
 
 
 def _direct(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...]) -> None:

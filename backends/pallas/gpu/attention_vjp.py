@@ -207,12 +207,10 @@ class Delta(Formula):
     """The sum of o d_o, which is told of each row and no more."""
 
     writes = False
+    empty = (0.0,)
 
-    def start(self, walk: Walk) -> tuple[Any, ...]:
-        return (walk.full(0.0),)
-
-    def gather(self, statistics: tuple[Any, ...], x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
-        return (statistics[0] + jnp.sum(walk.within(x[0] * x[1], 0.0, start), axis=1),)
+    def of_chunk(self, x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
+        return (jnp.sum(walk.within(x[0] * x[1], 0.0, start), axis=1),)
 
     def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Weights) -> None:
         return None

@@ -48,6 +48,7 @@ def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
 class LayerNorm(Formula):
     """The formula of a row; its statistics are the mean and m2."""
 
+    empty = 0.0, 0.0
     eps: float
 
     def whole(self, x: Any, walk: Walk, weights: Weights) -> tuple[Any, tuple[Any, ...]]:
@@ -55,19 +56,18 @@ class LayerNorm(Formula):
         centred = walk.within(x - walk.spread(mean), 0.0)
         return self.scaled(centred, jnp.sum(centred * centred, axis=1), walk, weights), ()
 
-    def start(self, walk: Walk) -> tuple[Any, ...]:
-        return walk.full(0.0), walk.full(0.0)
+    def of_chunk(self, x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
+        mean = jnp.sum(walk.within(x, 0.0, start), axis=1) / walk.counted(start)[1]
+        centred = walk.within(x - walk.spread(mean), 0.0, start)
+        return mean, jnp.sum(centred * centred, axis=1)
 
-    def gather(self, statistics: tuple[Any, ...], x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
-        """Merge a chunk into the mean and m2 of what the row has shown before it (equation 2.1)."""
-        mean, m2 = statistics
-        seen, here = (lax.convert_element_type(count, jnp.float32) for count in walk.counted(start))
-        share = here / (seen + here)
-        chunk_mean = jnp.sum(walk.within(x, 0.0, start), axis=1) / here
-        centred = walk.within(x - walk.spread(chunk_mean), 0.0, start)
-        delta = chunk_mean - mean
+    def merged(self, before: tuple[Any, ...], after: tuple[Any, ...], seen: Any, here: Any) -> tuple[Any, ...]:
+        """Equation 2.1."""
+        (mean, m2), (mean_after, m2_after) = before, after
+        share, weight = parted(seen, here)
+        delta = mean_after - mean
         # delta is squared last: it is the whole mean in the first chunk, where its weight is 0
-        return mean + delta * share, m2 + jnp.sum(centred * centred, axis=1) + delta * (delta * (share * seen))
+        return mean + delta * share, m2 + m2_after + delta * (delta * weight)
 
     def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Weights) -> Any:
         mean, m2 = statistics
@@ -79,6 +79,13 @@ class LayerNorm(Formula):
         if "weight" in weights:
             y = y * weights["weight"]()
         return y + weights["bias"]() if "bias" in weights else y
+
+
+def parted(seen: Any, here: Any) -> tuple[Any, Any]:
+    """Of ``seen`` elements and ``here`` more: the share of these, and as many of the others (equation 2.1)."""
+    seen, here = (lax.convert_element_type(count, jnp.float32) for count in (seen, here))
+    share = here / (seen + here)
+    return share, share * seen
 
 
 @BACKEND.implements("layernorm", key=key, tiling=default_tiling, supports=supports, knobs=KNOBS, copies=copies)

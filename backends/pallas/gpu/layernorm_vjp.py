@@ -30,7 +30,7 @@ from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.gpu import _rows
 from portakern.backends.pallas.gpu._columns import Terms, column_sums, fewest_columns
 from portakern.backends.pallas.gpu._rows import KNOBS, Formula, Walk, Weights, launched
-from portakern.backends.pallas.gpu.layernorm import key
+from portakern.backends.pallas.gpu.layernorm import key, parted
 from portakern.core.call import Call
 
 SUMS = ("d_weight", "d_bias")
@@ -56,25 +56,24 @@ def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
 class LayerNormVjp(Formula):
     """The formula of a row of x and d_y; its statistics are the mean, m2, and the sums of h and of h (x - mean)."""
 
+    empty = (0.0,) * 4
     eps: float
 
-    def start(self, walk: Walk) -> tuple[Any, ...]:
-        return (walk.full(0.0),) * 4
-
-    def gather(self, statistics: tuple[Any, ...], x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
-        """Merge a chunk into the row's statistics (equation 2.1); h (x - mean) moves with the mean."""
-        mean, m2, h_sum, hx = statistics
-        seen, here = (lax.convert_element_type(count, jnp.float32) for count in walk.counted(start))
-        share = here / (seen + here)
+    def of_chunk(self, x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
         x, h = x[0], walk.within(cotangent(x[1], weights), 0.0, start)
-        chunk_mean = jnp.sum(walk.within(x, 0.0, start), axis=1) / here
-        centred = walk.within(x - walk.spread(chunk_mean), 0.0, start)
-        chunk_h, delta = jnp.sum(h, axis=1), chunk_mean - mean
+        mean = jnp.sum(walk.within(x, 0.0, start), axis=1) / walk.counted(start)[1]
+        centred = walk.within(x - walk.spread(mean), 0.0, start)
+        return mean, jnp.sum(centred * centred, axis=1), jnp.sum(h, axis=1), jnp.sum(h * centred, axis=1)
+
+    def merged(self, before: tuple[Any, ...], after: tuple[Any, ...], seen: Any, here: Any) -> tuple[Any, ...]:
+        """Equation 2.1; h (x - mean) moves with the mean."""
+        (mean, m2, h_sum, hx), (mean_after, m2_after, h_after, hx_after) = before, after
+        share, weight = parted(seen, here)
+        delta = mean_after - mean
         moved = delta * share
-        hx = hx + jnp.sum(h * centred, axis=1) + ((delta - moved) * chunk_h - moved * h_sum)
+        hx = hx + hx_after + ((delta - moved) * h_after - moved * h_sum)
         # delta is squared last: it is the whole mean in the first chunk, where its weight is 0
-        m2 = m2 + jnp.sum(centred * centred, axis=1) + delta * (delta * (share * seen))
-        return mean + moved, m2, h_sum + chunk_h, hx
+        return mean + moved, m2 + m2_after + delta * (delta * weight), h_sum + h_after, hx
 
     def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Weights) -> Any:
         mean, _, h_sum, hx = statistics

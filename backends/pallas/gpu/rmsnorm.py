@@ -29,15 +29,13 @@ from portakern.core.call import Call
 class RmsNorm(Formula):
     """The formula of a row; its statistic is the sum of squares."""
 
+    empty = (0.0,)
     eps: float
     narrow: str | None
 
-    def start(self, walk: Walk) -> tuple[Any, ...]:
-        return (walk.full(0.0),)
-
-    def gather(self, statistics: tuple[Any, ...], x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
+    def of_chunk(self, x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
         x = walk.within(x, 0.0, start)
-        return (statistics[0] + jnp.sum(x * x, axis=1),)
+        return (jnp.sum(x * x, axis=1),)
 
     def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Weights) -> Any:
         y = x * walk.spread(lax.rsqrt(statistics[0] / walk.n + self.eps))

@@ -34,16 +34,13 @@ from portakern.core.call import Call
 class RmsNormVjp(Formula):
     """The formula of a row of x and d_y; its statistics are the sums of x^2 and of h x."""
 
+    empty = 0.0, 0.0
     eps: float
     narrow: str | None
 
-    def start(self, walk: Walk) -> tuple[Any, ...]:
-        return (walk.full(0.0),) * 2
-
-    def gather(self, statistics: tuple[Any, ...], x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
-        squares, hx = statistics
+    def of_chunk(self, x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
         x, h = walk.within(x[0], 0.0, start), walk.within(self.cotangent(x[1], weights), 0.0, start)
-        return squares + jnp.sum(x * x, axis=1), hx + jnp.sum(h * x, axis=1)
+        return jnp.sum(x * x, axis=1), jnp.sum(h * x, axis=1)
 
     def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Weights) -> Any:
         (r,) = self.told(statistics, walk)

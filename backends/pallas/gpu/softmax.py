@@ -56,32 +56,38 @@ def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
 class Softmax(Formula):
     """The formula of a row; its statistics are m and l."""
 
+    empty = -math.inf, 0.0
+
     def whole(self, x: Any, walk: Walk, weights: Weights) -> tuple[Any, tuple[Any, ...]]:
         x = walk.within(x, -jnp.inf)
         p = jnp.exp(x - walk.spread(jnp.max(x, axis=1)))
         return p * walk.spread(1.0 / jnp.sum(p, axis=1)), ()
 
-    def start(self, walk: Walk) -> tuple[Any, ...]:
-        return walk.full(-jnp.inf), walk.full(0.0)
-
-    def gather(self, statistics: tuple[Any, ...], x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
-        """One step of the online softmax. A row that has shown nothing but -inf so far has weights of 0, and not the
-        NaN of inf - inf."""
-        m_old, l = statistics
+    def of_chunk(self, x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
         x = walk.within(x, -jnp.inf, start)
-        m = jnp.maximum(m_old, jnp.max(x, axis=1))
-        origin = jnp.where(m == -jnp.inf, 0.0, m)
-        p = jnp.exp(x - walk.spread(origin))
-        return m, l * jnp.exp(m_old - origin) + jnp.sum(p, axis=1)
+        m = jnp.max(x, axis=1)
+        return m, jnp.sum(jnp.exp(x - walk.spread(origin(m))), axis=1)
+
+    def merged(self, before: tuple[Any, ...], after: tuple[Any, ...], seen: Any, here: Any) -> tuple[Any, ...]:
+        """One step of the online softmax."""
+        (m_before, l_before), (m_after, l_after) = before, after
+        m = jnp.maximum(m_before, m_after)
+        return m, l_before * jnp.exp(m_before - origin(m)) + l_after * jnp.exp(m_after - origin(m))
 
     def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Weights) -> Any:
         m, l = statistics
         return jnp.exp(x - walk.spread(m)) * walk.spread(1.0 / l)
 
 
+def origin(m: Any) -> Any:
+    """What numbers are taken against whose maximum is m. Where all are -inf it is 0: they have weights of 0, and not
+    the NaN of inf - inf."""
+    return jnp.where(m == -jnp.inf, 0.0, m)
+
+
 @BACKEND.implements("softmax", key=key, tiling=default_tiling, supports=supports, knobs=KNOBS, copies=copies)
 def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     x, axis, n = call.arrays["x"], call.options["axis"], view(call)[1]
     rows = jnp.moveaxis(x, axis, -1)
-    y, _ = launched(call, tiling, (rows.reshape(-1, n),), Softmax(), {})
+    y, _ = launched(call, tiling, (rows.reshape(-1, n),), Softmax(), {}, approximate=True)
     return (jnp.moveaxis(y.reshape(rows.shape), -1, axis),)

@@ -34,12 +34,11 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
 class SoftmaxVjp(Formula):
     """The formula of a row of y and d_y; its statistic is Delta."""
 
-    def start(self, walk: Walk) -> tuple[Any, ...]:
-        return (walk.full(0.0),)
+    empty = (0.0,)
 
-    def gather(self, statistics: tuple[Any, ...], x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
+    def of_chunk(self, x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
         y, d_y = x
-        return (statistics[0] + jnp.sum(walk.within(y * d_y, 0.0, start), axis=1),)
+        return (jnp.sum(walk.within(y * d_y, 0.0, start), axis=1),)
 
     def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Weights) -> Any:
         y, d_y = x
