@@ -240,6 +240,46 @@ def test_tiles_three_pieces_wide_are_whole(n, pair):
     assert (np.asarray(c) == np.asarray(a, np.float32) @ np.asarray(b, np.float32)).all()
 
 
+def test_parts_of_float32_are_all_of_it():
+    """Also of what rounds to infinity in bfloat16; what is not finite is in the first part, and there alone where
+    products with other parts would make NaN of it."""
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal(500) * 2.0 ** rng.integers(-90, 120, 500)).astype(np.float32)
+    x[:6] = [np.finfo(np.float32).max, -np.finfo(np.float32).max, 0.0, np.inf, -np.inf, np.nan]
+    a, b = (np.asarray(side, np.float64) for side in matmul.split(jnp.asarray(x[:, None]), jnp.asarray(x[None])))
+    parts = {product: a[:, i] for i, product in enumerate(matmul.PRODUCTS)}
+    assert (parts[0, 0][6:] + parts[1, 0][6:] + parts[2, 0][6:] == x[6:]).all()
+    assert (parts[0, 0] + parts[1, 0] + parts[2, 0])[:3].tolist() == x[:3].tolist()
+    np.testing.assert_array_equal(parts[0, 0][3:6], x[3:6])
+    assert all((parts[product][3:6] == 0).all() for product in matmul.PRODUCTS[:-1])
+    np.testing.assert_array_equal(b, [a[:, matmul.PRODUCTS.index((j, i))] for i, j in matmul.PRODUCTS])
+
+
+@pytest.mark.parametrize("pair", [0, 1, 2], ids=["alone", "pairs share B", "pairs share A"])
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_float32_products_are_whole(precision, pair):
+    """Of integers that tf32 holds every sum is exact, and an infinity times a number is one."""
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(-1000, 1000, shape).astype(np.float32) for shape in ((131, 70), (70, 99)))
+    a[7, 3], b[3] = np.inf, 2.0
+    tiling = {"block_m": 128, "block_n": 64, "block_k": 64 if precision == "ieee" else 32, "beside": 2}
+    with PALLAS.profile("races"):
+        c = on_gpu("matmul", **tiling, stages=2, band=1, pair=pair)(jnp.asarray(a), jnp.asarray(b), precision=precision)
+    np.testing.assert_array_equal(np.asarray(c), a @ b)
+
+
+@has_compiler
+@pytest.mark.parametrize(("precision", "operands"), [("ieee", "bf16.bf16"), ("tf32", "tf32.tf32")])
+def test_float32_products_compile(precision, operands):
+    """Of extents that are multiples of nothing, too."""
+    for m, n, k in ((4096, 4096, 4096), (1000, 3001, 5003)):
+        a, b = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((m, k), (k, n)))
+        built = on_gpu("matmul").lower(a, b, precision=precision, target="sm_90")
+        assert built.ok, built.reason
+        (kernel,) = built.kernels
+        assert kernel.spills == 0 and all(name.endswith(operands) for name in kernel.matrix) and kernel.matrix
+
+
 @pytest.mark.parametrize(("first", "last"), [(None, 0), (0, None), (-9, 0), (None, None)])
 def test_every_tile_has_one_index_and_those_that_see_most_have_the_first(first, last):
     heads, tiles = 11, 5
@@ -357,9 +397,9 @@ REFUSED = [
     ("softmax", {"block_n": 256, "cluster": 4}, {"x": (8, 99_968)}, "bfloat16", "cluster=4 leaves a block 98 chunks of"),
     ("softmax", {"block_rows": 128}, {"x": (999, 4096)}, "bfloat16", "has 227: choose smaller block_rows or block_n"),
     ("softmax", {}, {"x": (8, 300)}, "float64", "no float64 here: convert to float32, or use the reference backend"),
-    ("matmul", {}, {"a": (8, 8), "b": (8, 8)}, "float32", "take no float32 operands whole, .* convert to bfloat16, or"),
+    ("matmul", {"block_k": 32}, {"a": (8, 8), "b": (8, 8)}, "float32", "block_k=32 is not the 128 bytes .* use 64"),
     ("softmax_vjp", {"block_n": 16384}, {"y": (8, 9999), "d_y": (8, 9999)}, "bfloat16", "a thread, and 64 fit into"),
-    ("matmul_vjp", {}, {"a": (8, 8), "b": (8, 8), "d_c": (8, 8)}, "float32", "d_a: its tensor cores take no float32"),
+    ("matmul_vjp", {"block_k": 32}, {"a": (8, 8), "b": (8, 8), "d_c": (8, 8)}, "bfloat16", "d_a: block_k=32 is not the"),
     ("matmul", {"block_k": 32}, {"a": (8, 8), "b": (8, 8)}, "bfloat16", "block_k=32 is not the 128 bytes .* use 64"),
     ("matmul", {"block_m": 16}, {"a": (8, 8), "b": (8, 8)}, "bfloat16", "block_m=16 is no tile of wgmma's .* 64, 128"),
     ("matmul", {"block_m": 256, "block_n": 256}, {"a": (99, 8), "b": (8, 999)}, "bfloat16", "the registers of two"),

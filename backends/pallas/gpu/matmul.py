@@ -11,6 +11,11 @@ multiple of that, so that another k or n is padded by XLA; B's tiles want n as a
 lacking, and rows are few, come in pieces of 64 columns, which are multiplied one after the other. Rows of batched a
 that share one b are one taller matrix.
 
+Of float32 operands tensor cores take 10 bits of each fraction (tf32), and want both along k, so that XLA transposes B.
+In ieee each is split into three parts of bfloat16, a = a_0 + a_1 + a_2, of which six products make one that is exact to
+float32: C = A_2 B_0 + A_1 B_1 + A_0 B_2 + A_1 B_0 + A_0 B_1 + A_0 B_0, a single product with six times k, whose
+smallest terms come first (Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", 2022).
+
 A long k and few columns make too few tiles. There the sum over k goes in chunks, each summed alone: by blocks of their
 own, whose sums another kernel adds up in order, or, where there are tiles enough, by one block one after another. How
 long a chunk is follows from n and k alone, and so do an element's bits.
@@ -41,6 +46,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs, padded
 from portakern.backends.pallas.gpu._chip import (
+    BULK_BYTES,
     HOPPER,
     SWIZZLED_BYTES,
     Swizzled,
@@ -50,7 +56,6 @@ from portakern.backends.pallas.gpu._chip import (
     launch,
     over_shared,
     padded_rows,
-    products_refused,
     tiled_buffer,
     whole_pieces,
 )
@@ -67,6 +72,16 @@ FEW_ROWS = 64
 DEEP, PARTS, NARROW = 4096, 8, 2048
 """A sum over at least ``PARTS`` times ``DEEP`` elements of k goes in so many chunks, where c has at most ``NARROW``
 columns: 128 rows of it would leave most multiprocessors idle for long."""
+
+PRODUCTS = (2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0)
+"""Which parts of float32 operands are multiplied. The three products that are left out are below 2^-24 of the whole."""
+
+TWO_SUMS = 128 * 128
+"""Elements of a tile of which two warpgroups hold two sums in registers."""
+
+RUN = 128
+"""Elements of operands in parts that tensor cores add up in a row: they cut what they add, so that errors of longer sums
+lean one way, by one unit in the last place for each 16 elements. Sums of so many are added in registers, rounded."""
 
 PIECED_ROWS = 8192
 """Rows up to which B comes in pieces of 64 columns, whose products take 4 % longer, where a copy of all B would be
@@ -90,13 +105,18 @@ OUT_SLOTS, OUT_ROWS = 2, 64
 """Buffers for what a consumer writes, and rows of each: one is filled while the other is on its way."""
 
 
+ANY_TILING = {"block_m": 128, "block_n": 256, "block_k": 64, "stages": 2, "band": 1, "beside": 1}
+"""For what a plan says of a call whatever the tiling."""
+
+
 class Plan(NamedTuple):
     """How one product is cut.
 
     Attributes:
       batch, m, n, k: extents; a_batch, b_batch: 1 where the operand is the same for every entry of the batch.
       block_m, block_n, block_k, stages, band, beside: the tiling. consumers: warpgroups that multiply; along: the axis
-        of a tile that they share, 0 or 1. size: bytes of an element; out: dtype of C.
+        of a tile that they share, 0 or 1. size: bytes of an element; out: dtype of C. turned: whether B comes as B^T.
+      split: whether operands come in parts.
     """
 
     batch: int
@@ -113,6 +133,8 @@ class Plan(NamedTuple):
     beside: int
     size: int
     out: Any
+    turned: bool
+    split: bool
     pair: int = 0
 
     @property
@@ -139,7 +161,7 @@ class Plan(NamedTuple):
         """Whether B comes in pieces: the copy engine brings no tile of it as tensor cores read them, and XLA would pad
         it for that alone, and for few rows."""
         alone = self.n % (SWIZZLED_BYTES // self.size) != 0 and self.n % 8 == self.k % 8 == 0
-        return alone and self.batch * self.m <= PIECED_ROWS
+        return not self.turned and alone and self.batch * self.m <= PIECED_ROWS
 
     @property
     def piece(self) -> int:
@@ -168,13 +190,21 @@ class Plan(NamedTuple):
         return padded(pl.cdiv(self.k, PARTS), DEEP) // self.block_k if is_deep(self.n, self.k) else self.steps
 
     @property
+    def run(self) -> int:
+        """Steps that tensor cores add up in a row."""
+        return min(self.chunk, RUN // self.block_k) if self.split else self.chunk
+
+    @property
     def parts(self) -> int:
         """Chunks of k."""
         return pl.cdiv(self.steps, self.chunk)
 
     @property
     def sharing(self) -> int:
-        """Blocks that share a tile's sum: each chunk has its own, or one takes all of them."""
+        """Blocks that share a tile's sum: each chunk has its own, or one takes all of them, if these are no sums of
+        sums, of which a third would not fit into registers."""
+        if self.split:
+            return self.parts
         tiles, cores = self.batch * math.prod(self.tiles), HOPPER.cores or 1
         rounds = pl.cdiv(tiles * self.parts, cores) * self.chunk
         return self.parts if rounds < 0.8 * pl.cdiv(tiles, cores) * self.steps else 1
@@ -201,13 +231,59 @@ def is_deep(n: int, k: int) -> bool:
     return k >= PARTS * DEEP and n <= NARROW
 
 
+def in_parts(call: Call) -> bool:
+    """Whether operands are split."""
+    return call.dtype == "float32" and call.options["precision"] == "ieee"
+
+
+def operands(call: Call) -> str:
+    """The dtype that tensor cores multiply."""
+    return "bfloat16" if in_parts(call) else call.dtype
+
+
+def split(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(..., m, 6 k) and (..., 6 k, n): the parts of A and B that meet in each of ``PRODUCTS``. What is not finite is all
+    in the first part, and meets the other operand's first part alone: beside the 0 of another it would be NaN."""
+
+    def parts(x: jax.Array) -> tuple[jax.Array, ...]:
+        finite = jnp.isfinite(x)
+        rest, found = jnp.where(finite, x, 0.0), []
+        for _ in range(3):
+            part = lax.reduce_precision(rest, 8, 7)
+            cut = lax.bitcast_convert_type(
+                lax.bitcast_convert_type(rest, jnp.uint32) & jnp.uint32(0xFFFF0000), jnp.float32
+            )
+            found.append(jnp.where(jnp.isfinite(part), part, cut))  # rounded it would be inf
+            rest = rest - found[-1]
+        return *found, jnp.where(finite, found[0], x)
+
+    def side(x: jax.Array, operand: int, axis: int) -> jax.Array:
+        found = parts(x)
+        chosen = [found[product[operand]] for product in PRODUCTS[:-1]]
+        return jnp.concatenate([*chosen, found[-1]], axis).astype(jnp.bfloat16)
+
+    return side(a, 0, -1), side(b, 1, -2)
+
+
 def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
     batch, dims, m = math.prod(call.dims["batch"]), call.dims, rows_of(call)
     a, b = (_entries(call, name) for name in ("a", "b"))
     if m != dims["m"]:
         batch, a = 1, 1
-    out = call.outputs["c"][1]
-    return Plan(batch, m, dims["n"], dims["k"], a, b, **tiling, size=jnp.dtype(call.dtype).itemsize, out=jnp.dtype(out))
+    parts = in_parts(call)
+    return Plan(
+        batch,
+        m,
+        dims["n"],
+        dims["k"] * (len(PRODUCTS) if parts else 1),
+        a,
+        b,
+        **tiling,
+        size=jnp.dtype(operands(call)).itemsize,
+        out=jnp.dtype(call.outputs["c"][1]),
+        turned=operands(call) == "float32",
+        split=parts,
+    )
 
 
 def rows_of(call: Call) -> int:
@@ -227,24 +303,36 @@ def key(call: Call) -> dict[str, str | int]:
     bits follow from the order of k alone, which every tile keeps on the tensor cores; the interpreter's own sums follow
     the tile."""
     if not call.interpret and rows_of(call) <= FEW_ROWS:
-        return {"dtype": call.dtype, "tile": "few rows"}
-    deep = is_deep(call.dims["n"], call.dims["k"])
-    return {"dtype": call.dtype, "tile": "deep k" if deep else best_tile(call)}
+        return {"dtype": operands(call), "tile": "few rows"}
+    return {"dtype": operands(call), "tile": "deep k" if in_chunks(call) else best_tile(call)}
+
+
+def in_chunks(call: Call) -> bool:
+    """Whether the sum over k goes in chunks."""
+    plan = plan_of(call, ANY_TILING)
+    return is_deep(plan.n, plan.k)
 
 
 def best_tile(*calls: Call) -> str:
     """The tile of C with which the multiprocessors are done first with these products."""
-    names = RATES["tiles"]
+    largest = TWO_SUMS if any(map(in_parts, calls)) else 128 * 256
+    names = [name for name in RATES["tiles"] if math.prod(_extents(name)) <= largest]
     if any(call.interpret for call in calls):
-        return next(iter(names))
+        return names[0]
     return min(names, key=lambda name: sum(cost(call, name) for call in calls))
+
+
+def _extents(name: str) -> tuple[int, int]:
+    """Rows and columns of a tile of that name."""
+    rows, columns = map(int, name.removesuffix(" by pairs").split(" x "))
+    return rows, columns
 
 
 def cost(call: Call, name: str) -> float:
     """The rounds of tiles that the multiprocessors make, times what one takes. A pair whose second tile lies beyond the
     last row fetches for nothing."""
-    plan = plan_of(call, {"block_m": 128, "block_n": 256, "block_k": 64, "stages": 2, "band": 1, "beside": 1})
-    rows, columns = map(int, name.removesuffix(" by pairs").split(" x "))
+    plan = plan_of(call, ANY_TILING)
+    rows, columns = _extents(name)
     below = pl.cdiv(plan.m, rows) or 1
     paired = padded(below, 2) if name.endswith("by pairs") else below
     rounds = pl.cdiv(plan.batch * paired * pl.cdiv(plan.n, columns), HOPPER.cores or 1)
@@ -252,16 +340,19 @@ def cost(call: Call, name: str) -> float:
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    reason = products_refused(call) or dtype_refused(call, call.outputs["c"][1])
+    reason = dtype_refused(call, call.outputs["c"][1])
     if reason:
         return reason
     block_m, block_n, block_k = (tiling[f"block_{axis}"] for axis in "mnk")
     for name, tile, legal in (("block_m", block_m, (64, 128, 256)), ("block_n", block_n, (64, 128, 256))):
         if tile not in legal:
             return f"{name}={tile} is no tile of wgmma's here: use one of {', '.join(map(str, legal))}"
-    if block_k != 64:
-        return f"block_k={block_k} is not the {SWIZZLED_BYTES} bytes that a row of a buffer has: use 64"
     plan = plan_of(call, tiling)
+    if block_k * plan.size != SWIZZLED_BYTES:
+        return (
+            f"block_k={block_k} is not the {SWIZZLED_BYTES} bytes that a row of a buffer has: use "
+            f"{SWIZZLED_BYTES // plan.size}"
+        )
     if block_m * plan.width > 128 * 256 or plan.width > 256:
         return (
             f"a tile of {block_m} x {plan.width} does not fit into the registers of two warpgroups: use at most "
@@ -269,19 +360,21 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
         )
     if math.prod(plan.part) * plan.consumers != block_m * plan.width or plan.part[1] % 64:
         return f"two warpgroups cannot share a tile of {block_m} x {plan.width}: use another block_m or beside"
-    if plan.parts > 1 and math.prod(plan.part) > 64 * 128:
+    if (plan.split or plan.run < plan.steps) and math.prod(plan.part) * 2 > TWO_SUMS:
         return (
-            f"k={plan.k} is summed in {plan.parts} chunks, and two sums of a tile of {block_m} x {plan.width} do not "
-            "fit into the registers of two warpgroups: use at most 128 x 128"
+            f"k={plan.k} is summed {plan.run * block_k} at a time, and two sums of a tile of {block_m} x {plan.width} "
+            "do not fit into the registers of two warpgroups: use at most 128 x 128"
         )
     return over_shared(plan.shared, "block_m, block_n or stages")
 
 
 def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
     """What XLA copies besides, in words."""
+    found = ["a and b are split into parts of bfloat16, six times k deep"] if in_parts(call) else []
     plan = plan_of(call, tiling)
     k, b_n, c_n = _padded_extents(plan)
-    found = []
+    if plan.turned:
+        found.append("b is transposed")
     if k != plan.k:
         found.append(f"k of a and b is padded from {plan.k} to {k}")
     if b_n != plan.n:
@@ -297,6 +390,8 @@ def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
 
 def _padded_extents(plan: Plan) -> tuple[int, int, int]:
     """k as the kernel sees it, and n of B and of what it writes."""
+    if plan.turned:
+        return padded(plan.k, BULK_BYTES // plan.size), plan.n, whole_pieces(plan.n, plan.written)
     columns = 8 if plan.ragged else SWIZZLED_BYTES // plan.size
     return padded(plan.k, 8), padded(plan.n, columns), whole_pieces(plan.n, plan.written)
 
@@ -353,14 +448,17 @@ def kernel(ref: Refs, *, plan: Plan) -> None:
 
 
 def b_buffers(plan: Plan, dtype: Any) -> Any:
-    """``scratch`` for :func:`launch`: tiles of B, each in its pieces."""
-    form = plan.stages, plan.width // plan.piece, plan.block_k, plan.piece
+    """``scratch`` for :func:`launch`: tiles of B, each in its pieces, or of B^T."""
+    pieces = plan.stages, plan.width // plan.piece
+    if plan.turned:
+        return Swizzled((*pieces, plan.width, plan.block_k), dtype)
+    form = *pieces, plan.block_k, plan.piece
     return Swizzled(form, dtype) if plan.ragged else tiled_buffer(form, dtype)
 
 
 def b_ring(ref: Refs, plan: Plan) -> Views:
     """These, as the copy engine and as tensor cores see them."""
-    return ref.b_ring if plan.ragged else Views(ref.b_ring, ref.b_ring)
+    return ref.b_ring if plan.ragged or plan.turned else Views(ref.b_ring, ref.b_ring)
 
 
 def produce(ref: Refs, plan: Plan, tile: Place, before: Any) -> None:
@@ -376,7 +474,8 @@ def produce(ref: Refs, plan: Plan, tile: Place, before: Any) -> None:
         plgpu.copy_gmem_to_smem(a, ref.a_ring.copied.at[buffer], ref.arrived.at[buffer], **for_both[2])
         for piece in range(plan.width // plan.piece):
             columns = pl.ds(tile.column + piece * plan.piece, plan.piece)
-            b = ref.b.at[of_b, pl.ds(k, plan.block_k), columns]
+            place = (columns, pl.ds(k, plan.block_k)) if plan.turned else (pl.ds(k, plan.block_k), columns)
+            b = ref.b.at[(of_b, *place)]
             there = b_ring(ref, plan).copied.at[buffer, piece]
             plgpu.copy_gmem_to_smem(b, there, ref.arrived.at[buffer], **for_both[1])
 
@@ -391,16 +490,16 @@ def consume(ref: Refs, plan: Plan, warpgroup: Any, tile: Place, before: Any) -> 
         work = partial(multiply, ref, plan, warpgroup, steps, before)
         return pl.run_scoped(work, *[plgpu.ACC((rows, width), jnp.float32)] * (columns // width))
 
-    def chunk(part: Any, total: tuple[Any, ...]) -> tuple[Any, ...]:
-        done = part * plan.chunk
-        more = chain(jnp.minimum(plan.chunk, plan.steps - done), before + done)
+    def run(i: Any, total: tuple[Any, ...]) -> tuple[Any, ...]:
+        done = i * plan.run
+        more = chain(jnp.minimum(plan.run, tile.steps - done), before + done)
         return tuple(x + y for x, y in zip(total, more, strict=True))
 
-    if plan.parts == plan.sharing:
+    if plan.parts == plan.sharing and not plan.split:
         c = chain(tile.steps, before)
     else:
         zeros = plgpu.layout_cast(jnp.zeros((rows, width), jnp.float32), plgpu.Layout.WGMMA)
-        c = lax.fori_loop(0, plan.parts, chunk, (zeros,) * (columns // width))
+        c = lax.fori_loop(0, pl.cdiv(tile.steps, plan.run), run, (zeros,) * (columns // width))
     write(ref, plan, warpgroup, mine, tile, tuple(x.astype(plan.written) for x in c))
 
 
@@ -414,6 +513,8 @@ def multiply(ref: Refs, plan: Plan, warpgroup: Any, steps: Any, before: Any, *su
         if plan.ragged:
             return b_ring(ref, plan).tiled.at[buffer, first + i]
         b = b_ring(ref, plan).tiled.at[buffer, 0]
+        if plan.turned:
+            return (b.at[mine] if plan.along == 1 else b).T
         return b.at[:, mine] if plan.along == 1 else b
 
     @pl.loop(0, steps)
@@ -458,11 +559,13 @@ KNOBS = {"stages": Count(2, 8), "band": Count(1, 16), "beside": Count(1, 4), "pa
 def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     plan = plan_of(call, tiling)
     k, b_n, c_n = _padded_extents(plan)
-    a, b = (_with_whole_batch(call, name) for name in ("a", "b"))
+    given = call.arrays["a"], call.arrays["b"]
+    a, b = (_with_whole_batch(call, x) for x in (split(*given) if plan.split else given))
     a = padded_rows(a.reshape(plan.a_batch, -1, plan.k), k)
     b = padded_rows(b.reshape(plan.b_batch, plan.k, plan.n), b_n)
     b = jnp.pad(b, ((0, 0), (0, k - plan.k), (0, 0))) if k > plan.k else b
-    dtype = call.arrays["a"].dtype
+    b = jnp.swapaxes(b, 1, 2) if plan.turned else b
+    dtype = a.dtype
     # What a block fetches for both may come where the other still multiplies, so both say when that is free.
     blocks = math.prod(plan.paired)
     free = partial(plgpu.ClusterBarrier, collective_axes=("pair",)) if plan.pair else plgpu.Barrier
@@ -496,9 +599,8 @@ def _added_up(call: Call, parts: jax.Array, plan: Plan) -> jax.Array:
     return c.reshape(shape)
 
 
-def _with_whole_batch(call: Call, name: str) -> jax.Array:
+def _with_whole_batch(call: Call, x: jax.Array) -> jax.Array:
     """An operand with all axes of the batch, or as it is where it has one entry."""
-    x = call.arrays[name]
     if math.prod(x.shape[:-2]) in (1, math.prod(call.dims["batch"])):
         return x
     return jnp.broadcast_to(x, (*call.dims["batch"], *x.shape[-2:]))

@@ -41,8 +41,8 @@ def bare_products(call: Call) -> Iterator[tuple[str, Call]]:
 def key(call: Call) -> dict[str, str | int]:
     """matmul's, for both products: sums are in chunks where those of one are."""
     inner = [of for _, of in bare_products(call)]
-    deep = any(forward.is_deep(of.dims["n"], of.dims["k"]) for of in inner)
-    return {"dtype": product_dtype(call), "tile": "deep k" if deep else forward.best_tile(*inner)}
+    tile = "deep k" if any(map(forward.in_chunks, inner)) else forward.best_tile(*inner)
+    return {"dtype": forward.operands(inner[0]) if inner else product_dtype(call), "tile": tile}
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
