@@ -275,7 +275,7 @@ def weights(ref: Refs, plan: Plan, place: Place, lse: Any, dots: Any, bias: Any 
     x = dots if plan.pre is None else dots * plan.pre
     t = None if plan.softcap is None else tanh(x)
     s = x if t is None else t
-    if "bias" in ref:
+    if bias is None and "bias" in ref:
         bias = bias_of(ref, plan, tile, tile.head if plan.by_query else head, *places(plan, place))
     if bias is not None:
         s = (s if plan.softcap is None else s * plan.softcap) + bias

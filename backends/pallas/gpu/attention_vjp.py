@@ -6,7 +6,7 @@
 
 q: (batch, q_len, kv_heads*group, d), k: (batch, kv_len, kv_heads, d), v: (batch, kv_len, kv_heads, dv),
 o and d_o: (batch, q_len, kv_heads*group, dv), lse and d_lse: (batch, kv_heads*group, q_len). Heads are up to 256 wide.
-d_k and d_v are summed over the group.
+d_k and d_v are summed over the group. d_bias has a kernel of its own (`_bias_gradient`).
 
 A first kernel sums Delta (`_rows`). Then one kernel runs twice, on two sides in turn: the rows of one side are a
 block's own, 64 to a warpgroup, and stay in shared memory; tiles of the other side come by through a ring of buffers, as
@@ -37,7 +37,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs, quotient
-from portakern.backends.pallas.gpu import _rows
+from portakern.backends.pallas.gpu import _bias_gradient, _rows
 from portakern.backends.pallas.gpu._chip import (
     Swizzled,
     dtype_refused,
@@ -122,11 +122,6 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
         return f"heads of {widest} are wider than the {WIDEST} elements that fit here: use the reference backend"
     if call.dims["q_len"] * call.dims["group"] + call.dims["kv_len"] >= 1 << COUNTED:
         return f"2^{COUNTED} queries of a group and keys, or more: steps are counted with fewer bits here"
-    if "d_bias" in call.wants:
-        return (
-            "the gradient of a bias is not written yet for Hopper: leave bias out of what is differentiated, or use "
-            "the reference backend"
-        )
     if score_unit(call)[1] > LARGEST:
         return f"scale={scale_of(call):g} times log2(e) is beyond float32: multiply q by a part of it beforehand"
     for name in ("block_q", "block_kv"):
@@ -152,8 +147,10 @@ def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
             found.append(f"heads of {names} are padded from {extent} to {wide}, and of gradients cut again")
     if of_rows := _rows.copies(call, call.dims["dv"]):
         found.append(f"for Delta {of_rows}")
-    if call.arrays["bias"] is not None:
+    if call.arrays["bias"] is not None and plans(call, tiling):
         found.append("bias is padded to whole tiles" + (", and transposed for d_k and d_v" if _by_key(call) else ""))
+    if "d_bias" in call.wants and (of_bias := _bias_gradient.copies(call, tiling)):
+        found.append(of_bias)
     return "; ".join(found) or None
 
 
@@ -315,6 +312,8 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | No
     found: dict[str, jax.Array] = {}
     for plan in plans(call, tiling):
         found |= gradients(call, plan, inputs | masks(call, plan))
+    if "d_bias" in call.wants:
+        found["d_bias"] = _bias_gradient.bias_gradient(call, tiling, inputs)
     return tuple(found.get(output.name) for output in call.spec.outputs)
 
 

@@ -47,6 +47,7 @@ from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas._band import both
 from portakern.backends.pallas.common import Refs, padded, positions, quotient
 from portakern.backends.pallas.gpu import attention_vjp as ordered
+from portakern.backends.pallas.gpu._bias_gradient import bias_gradient
 from portakern.backends.pallas.gpu._chip import (
     Swizzled,
     aligned,
@@ -329,6 +330,8 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | No
     found = launched(call, how, inputs | {"sums": sums})
     d_q = (jax.freeze(sums)[:, :q_len, :, :d] * scale_of(call)).astype(plan.dtype)
     found = {"d_q": d_q, "d_k": found["d_k"][..., :d], "d_v": found["d_v"][..., : plan.dv]}
+    if "d_bias" in call.wants:
+        found["d_bias"] = bias_gradient(call, tiling, inputs)
     return tuple(found[o.name] if o.name in call.wants else None for o in call.spec.outputs)
 
 
