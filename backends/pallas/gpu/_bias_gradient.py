@@ -154,7 +154,7 @@ class BiasPlan(NamedTuple):
         if self.one_row:
             place, j = heaviest_first(index, places, of_keys, band)
             first, last = band.span(j)
-            span = jnp.maximum(last - first + 1, 0)
+            span = jnp.maximum(jnp.int32(last - first + 1), 0)
         else:
             place = quotient(index, of_queries * of_keys)
             rest = index - place * (of_queries * of_keys)
