@@ -83,8 +83,8 @@ KEYS = 64
 
 
 class Block(NamedTuple):
-    """The tile of d_bias that a block owns: tile ``j`` of the keys of an entry of bias, and in each of so many ``turns``
-    ``span`` tiles of queries, from the ``first`` on."""
+    """The tile of d_bias that a block owns: tile ``j`` of the keys of an entry of bias. In each of so many ``turns``
+    ``span`` tiles of queries come by, from the ``first`` on."""
 
     batch: Any
     head: Any
@@ -98,7 +98,7 @@ class BiasPlan(NamedTuple):
     """How d_bias is cut.
 
     Attributes:
-      pairs: how scores are made, with queries as rows, and keys as columns, as many at a time as registers take.
+      pairs: how scores are made, with queries as rows and as many keys at a time as a buffer of bias has in a row.
       visits: the same pairs as they come by: a tile of keys at home, and tiles of queries.
       shape, dtype: those of bias.
     """
@@ -326,12 +326,12 @@ def add(
             plgpu.load(ref.numbers.at[buffer, n, warpgroup], layout=ROW, optimized=False) for n in range(len(NUMBERS))
         )
         head, i = tile.place(step)
-        at_home = tile._replace(head=head, row=anew(i, tile.row + count) * QUERIES)
+        at_home = tile._replace(head=head, row=i * QUERIES)
         first = quotient(tile.row, pairs.guest.tile)
         places = [(warpgroup, at_home, head, first + n, cut and pairs.band.has_edges) for n in range(len(plan.parts))]
         dots = finished(accumulators[0], later=pairs.parts[1])
         p = [
-            weights(ref, pairs, place, lse, dots[:, keys], bias_of(ref, plan, anew(warpgroup, tile.row + count), n))[0]
+            weights(ref, pairs, place, lse, dots[:, keys], bias_of(ref, plan, warpgroup, n))[0]
             for n, (place, keys) in enumerate(zip(places, plan.parts, strict=True))
         ]
         d_p = finished(accumulators[1], later=0)
