@@ -47,6 +47,7 @@ from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas._band import both
 from portakern.backends.pallas.common import Refs, padded, positions, quotient
 from portakern.backends.pallas.gpu import attention_vjp as ordered
+from portakern.backends.pallas.gpu._bias_gradient import bias_gradient
 from portakern.backends.pallas.gpu._chip import (
     Swizzled,
     aligned,
@@ -59,8 +60,25 @@ from portakern.backends.pallas.gpu._chip import (
     tiled_buffer,
     whole_pieces,
 )
-from portakern.backends.pallas.gpu._flash import COLUMN, PART, TILE, anew
-from portakern.backends.pallas.gpu.attention_vjp import CONSUMERS, ROWS, SLOTS, Plan, Tile
+from portakern.backends.pallas.gpu._flash import COLUMN, PART, anew
+from portakern.backends.pallas.gpu._pairs import (
+    CONSUMERS,
+    ROWS,
+    SLOTS,
+    Place,
+    Plan,
+    Tile,
+    masks,
+    places,
+    plan_of,
+    read_number,
+    same_segment,
+    slopes,
+    statistics,
+    walk,
+    weights,
+    zeros,
+)
 from portakern.backends.pallas.unordered import _additions
 from portakern.core.call import Call
 from portakern.spec import Count
@@ -118,7 +136,7 @@ class Added(NamedTuple):
 
 
 def added(call: Call, tiling: Mapping[str, int]) -> Added:
-    plan = ordered.plan_of(call, tiling, WANTS)
+    plan = plan_of(call, tiling, WANTS)
     plan = plan._replace(band=plan.band._replace(closed=True))  # queries that are not there have an lse of inf
     if plan.parts[1] > plan.parts[0]:  # a tile's d_q is then two halves of columns all the same
         plan = plan._replace(d=PART + 8)
@@ -159,8 +177,8 @@ def consume(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, *, how: Added) ->
     plgpu.commit_smem()
     for c in range(CONSUMERS):
         plgpu.barrier_wait(ref.home_arrived.at[c])
-    zeros = tuple(_zeros() for _ in range(sum(plan.sums.values())))
-    sums = ordered.walk(plan, tile, partial(fold, ref, how, warpgroup, tile), zeros, how.together)
+    none = tuple(zeros(PART) for _ in range(sum(plan.sums.values())))
+    sums = walk(plan, tile, partial(fold, ref, how, warpgroup, tile), none, how.together)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     ordered.write(ref, ref.leaving, plan, warpgroup, tile, sums)
 
@@ -177,7 +195,7 @@ def fold(
         for n in range(how.together):
             if n:
                 arrive(ref, how, turn, n)
-                dots[...] = d_ps[...] = _zeros()
+                dots[...] = d_ps[...] = zeros(PART)
             d = fold_tile(ref, how, (warpgroup, tile, turn, n, cut), dots, d_ps, totals)
             ref.shown[shown, n, warpgroup] = d
             if n == how.together - 1:
@@ -186,7 +204,7 @@ def fold(
             if n < how.together - 1 or not how.last:
                 key_gradients(ref, how, turn, n, d, totals)
         plgpu.barrier_wait(ref.there.at[shown])
-        dots[...] = _zeros()
+        dots[...] = zeros(PART)
         query_gradients(ref, how, warpgroup, tile, turn, dots)
         if how.last:
             key_gradients(ref, how, turn, how.together - 1, d, totals)
@@ -195,7 +213,7 @@ def fold(
             free(ref, how, turn)
         leave(ref, how, warpgroup, tile, turn, d_q)
 
-    after, _ = in_registers(how.plan.interpret, work, (_zeros(), _zeros(), *sums))
+    after, _ = in_registers(how.plan.interpret, work, (zeros(PART), zeros(PART), *sums))
     if how.last:
         free(ref, how, turn)
     return tuple(after[2:])
@@ -222,8 +240,8 @@ def fold_tile(ref: Refs, how: Added, where: tuple[Any, ...], dots: Any, d_ps: An
         issue_product(dots, ref.home_first.tiled.at[here, part], queries.at[buffer, part], transposed=True)
     for part in range(of_second):
         issue_product(d_ps, ref.home_second.tiled.at[here, part], d_o.at[buffer, part], transposed=True)
-    p, t = ordered.weights(ref, plan, place, partial(ordered._number, ref, buffer, 0), finished(dots, later=0))
-    d = ordered.slopes(plan, partial(ordered._number, ref, buffer, 1), p, t, finished(d_ps, later=0))
+    p, t = weights(ref, plan, place, partial(read_number, ref, buffer, 0), finished(dots, later=0))
+    d = slopes(plan, partial(read_number, ref, buffer, 1), p, t, finished(d_ps, later=0))
     p, d = kept(ref, how, place, p, d)
     for part in range(of_second):
         issue_product(totals[of_first + part], p.astype(plan.dtype), d_o.at[buffer, part])
@@ -237,14 +255,14 @@ def key_gradients(ref: Refs, how: Added, turn: Any, n: int, d: Any, totals: list
         issue_product(totals[part], d, ref.guest_first.tiled.at[buffer, part])
 
 
-def kept(ref: Refs, how: Added, place: ordered.Place, *tiles: Any) -> tuple[Any, ...]:
+def kept(ref: Refs, how: Added, place: Place, *tiles: Any) -> tuple[Any, ...]:
     """Tiles of numbers with 0 for pairs that do not see each other, whatever they hold."""
     warpgroup, tile, _, j, masked = place
     plan, shape = how.plan, tiles[0].shape
     key = positions(shape, 0, (quotient(tile.row, ROWS) + warpgroup) * ROWS)
     rules = [key < plan.home.length] if plan.home.length % (CONSUMERS * ROWS) else []
     if "q_ids" in ref:
-        rules.append(ordered.same_segment(ref, plan, tile, *ordered._places(plan, place), shape))
+        rules.append(same_segment(ref, plan, tile, *places(plan, place), shape))
 
     def cut(bounds: Sequence[tuple[int | None, Any]], *tiles: Any) -> tuple[Any, ...]:
         from_first = [(key - (j * ROWS - bound)).astype(jnp.float32) for bound, _ in bounds]
@@ -288,10 +306,6 @@ def free(ref: Refs, how: Added, turn: Any) -> None:
         plgpu.barrier_arrive(ref.free.at[lax.rem(turn * how.together + n, jnp.int32(how.plan.stages))])
 
 
-def _zeros() -> Any:
-    return plgpu.layout_cast(jnp.zeros((ROWS, PART), jnp.float32), TILE)
-
-
 def kernel(ref: Refs, *, how: Added) -> None:
     ordered.kernel(ref, plan=how.plan, consumer_of=partial(consume, how=how), tile_of=how.tile)
 
@@ -308,7 +322,7 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | No
     width = whole_pieces(plan.d, plan.dtype)
     inputs = {name: padded_rows(call.arrays[name], width) for name in ("q", "k")}
     inputs |= {name: padded_rows(call.arrays[name]) for name in ("v", "d_o")}
-    inputs |= ordered.statistics(call) | ordered.masks(call, plan)
+    inputs |= statistics(call) | masks(call, plan)
     rows = padded(q_len, ALIGNED)
     sums = jax.new_ref(jnp.zeros((batch, rows, heads, how.columns), jnp.float32))
     if call.interpret:
@@ -316,6 +330,8 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | No
     found = launched(call, how, inputs | {"sums": sums})
     d_q = (jax.freeze(sums)[:, :q_len, :, :d] * scale_of(call)).astype(plan.dtype)
     found = {"d_q": d_q, "d_k": found["d_k"][..., :d], "d_v": found["d_v"][..., : plan.dv]}
+    if "d_bias" in call.wants:
+        found["d_bias"] = bias_gradient(call, tiling, inputs)
     return tuple(found[o.name] if o.name in call.wants else None for o in call.spec.outputs)
 
 

@@ -1,0 +1,436 @@
+"""The gradient of attention's bias on Hopper: dS, summed over what bias is broadcast over.
+
+    s = c tanh(scale q k^T / c) + bias, P = exp(s - lse);  without a softcap s = scale q k^T + bias
+    Delta = rowsum(d_o * o) - d_lse;  dS = P (d_o v^T - Delta);  d_bias = dS where a pair sees each other, else 0
+
+bias and d_bias: (batch or 1, heads or 1, q_len or 1, kv_len), and the others as in ``attention_vjp.py``. bias comes
+after the softcap, so that dS has no slope of it.
+
+A block owns a tile of d_bias, of 128 queries, 64 to a consumer, and 64 keys, and nobody else adds to it. It walks
+what the tile is summed over: batch entries and key heads, whose keys come by in turns, and in each turn the queries of
+the heads that share these, one tile after the other. One more warpgroup brings both through rings of buffers. The sum
+stays in float32 registers, in an order that never changes, and is written once; nothing else takes memory. Where bias
+has one row, a turn walks the tiles of queries too, and at the end the sums of both consumers are added, and their rows
+then. Tiles that the band empties are written as 0, and nothing is read for them.
+
+The tile of bias is the same at every step. It comes once, to the buffer that the tile of d_bias leaves by.
+
+stages: buffers for keys, and for queries: the tiling's, or as many as shared memory has room for. With tiles of 128
+keys registers spill, up to 700 bytes a thread, and heads of 256 have no room.
+
+Source: Dao, "FlashAttention-2" (2023), algorithm 2, whose dS this is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from portakern.backends.pallas.common import Refs, padded, quotient, within
+from portakern.backends.pallas.gpu._chip import (
+    SWIZZLED_BYTES,
+    Swizzled,
+    aligned,
+    finished,
+    in_registers,
+    issue_product,
+    launch,
+    over_shared,
+    padded_rows,
+    store,
+    tiled_buffer,
+    whole_pieces,
+)
+from portakern.backends.pallas.gpu._flash import (
+    COLUMN,
+    CONSUMER_REGISTERS,
+    PART,
+    PRODUCER_REGISTERS,
+    ROW,
+    TILE,
+    anew,
+    bring,
+    heaviest_first,
+)
+from portakern.backends.pallas.gpu._pairs import (
+    CONSUMERS,
+    NUMBERS,
+    ROWS,
+    Fold,
+    Plan,
+    Tile,
+    after_reading,
+    kept,
+    plan_of,
+    segments,
+    slopes,
+    walk,
+    weights,
+    zeros,
+)
+from portakern.core.call import Call
+
+QUERIES = CONSUMERS * ROWS
+KEYS = 64
+"""Queries and keys of a tile."""
+
+
+class Block(NamedTuple):
+    """The tile of d_bias that a block owns: tile ``j`` of the keys of an entry of bias. In each of so many ``turns``
+    ``span`` tiles of queries come by, from the ``first`` on."""
+
+    batch: Any
+    head: Any
+    j: Any
+    first: Any
+    span: Any
+    turns: Any
+
+
+class BiasPlan(NamedTuple):
+    """How d_bias is cut.
+
+    Attributes:
+      pairs: how scores are made, with queries as rows and as many keys at a time as a buffer of bias has in a row.
+      visits: the same pairs as they come by: a tile of keys at home, and tiles of queries.
+      shape, dtype: those of bias.
+    """
+
+    pairs: Plan
+    visits: Plan
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def one_row(self) -> bool:
+        """Whether all queries share a row of bias."""
+        return self.shape[2] == 1
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Tiles of an entry of d_bias, by queries and by keys."""
+        return pl.cdiv(self.shape[2], QUERIES), self.visits.tiles
+
+    @property
+    def parts(self) -> list[slice]:
+        """The keys of a tile, as many at a time as a buffer for bias has in a row."""
+        columns = self.pairs.guest.tile
+        return [slice(first, first + columns) for first in range(0, KEYS, columns)]
+
+    @property
+    def key_heads(self) -> int:
+        """Whose keys come by one after the other."""
+        return self.visits.heads if self.shape[1] == 1 else 1
+
+    @property
+    def turns(self) -> int:
+        """Batch entries and key heads that a tile is summed over."""
+        return (self.pairs.batch if self.shape[0] == 1 else 1) * self.key_heads
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory, but for those to reduce across warps."""
+        operands = self.pairs.stages * (QUERIES + KEYS) * sum(self.pairs.parts) * PART * self.pairs.dtype.itemsize
+        numbers, total = self.pairs.stages * len(NUMBERS) * QUERIES * 4, ROWS * KEYS * 4
+        of_bias = KEYS * self.dtype.itemsize
+        return aligned(operands, numbers, *((total, of_bias) if self.one_row else (QUERIES * of_bias,)))
+
+    @property
+    def fits(self) -> bool:
+        """Whether a block has room for it: with one stage it has, of any heads that are served."""
+        return over_shared(self.shared, "stages", across_warps=self.one_row) is None
+
+    def block(self, index: Any, turns: Any) -> Block:
+        """The tile of a block. ``turns``: as many as there are."""
+        band, (of_queries, of_keys) = self.visits.band._replace(block_q=KEYS), self.tiles
+        places = self.shape[0] * self.shape[1]
+        if self.one_row:
+            place, j = heaviest_first(index, places, of_keys, band)
+            first, last = band.span(j)
+            span = jnp.maximum(jnp.int32(last - first + 1), 0)
+        else:
+            place = quotient(index, of_queries * of_keys)
+            rest = index - place * (of_queries * of_keys)
+            i = quotient(rest, of_keys)
+            j, (low, high) = rest - i * of_keys, band.span(rest - i * of_keys)
+            first, span = i, ((low <= i) & (i <= high)).astype(jnp.int32)
+        batch = quotient(place, self.shape[1])
+        return Block(batch, place - batch * self.shape[1], j, first, span, jnp.where(span > 0, turns, 0))
+
+    def turn(self, block: Block, turn: Any) -> Tile:
+        """The keys of a turn, and the heads and tiles of queries that come by."""
+        batch = quotient(turn, self.key_heads)
+        head, heads = turn - batch * self.key_heads, self.pairs.group
+        guest = head * heads
+        if self.shape[1] > 1:
+            head, guest, heads = quotient(block.head, self.pairs.group), block.head, 1
+        batch = batch if self.shape[0] == 1 else block.batch
+        return Tile(batch, head, block.j * KEYS, guest, heads, block.first, block.span)
+
+
+def bias_plan(call: Call, tiling: Mapping[str, int]) -> BiasPlan:
+    """With the tiling's stages, or as many as there is room for."""
+    bias, dtype = call.arrays["bias"], jnp.dtype(call.arrays["bias"].dtype)
+    columns = SWIZZLED_BYTES // dtype.itemsize
+    for stages in range(tiling["stages"], 0, -1):
+        cut = {"block_q": QUERIES, "block_kv": KEYS, "stages": stages}
+        pairs, visits = (plan_of(call, cut, wants) for wants in (("d_q",), ("d_k",)))
+        # A key's sum is its own, whatever keys beyond the last have; so is a query's, where it has a row of bias.
+        band = pairs.band._replace(block_kv=columns, closed=True)
+        pairs = pairs._replace(band=band, guest=pairs.guest._replace(tile=columns))
+        visits = visits._replace(band=visits.band._replace(closed=bias.shape[2] > 1), rows=KEYS)
+        plan = BiasPlan(pairs, visits, bias.shape, dtype)
+        if plan.fits:
+            break
+    return plan
+
+
+def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
+    """What XLA copies besides, in words."""
+    plan, kv_len = bias_plan(call, tiling), call.dims["kv_len"]
+    wide = _width(plan)
+    return f"for d_bias, bias is padded from {kv_len} keys to {wide}, and d_bias cut again" if wide != kv_len else None
+
+
+def _width(plan: BiasPlan) -> int:
+    """Keys of bias as the copy engine takes them: a row of its own in whole tiles, since it does not know where they
+    end."""
+    kv_len = plan.shape[3]
+    return padded(kv_len, KEYS) if plan.one_row else whole_pieces(kv_len, plan.dtype)
+
+
+def kernel(ref: Refs, *, plan: BiasPlan) -> None:
+    """One tile of d_bias."""
+    warpgroup, block = lax.axis_index("warpgroup"), plan.block(lax.axis_index("block"), ref.turns[0])
+
+    @pl.when(warpgroup == CONSUMERS)
+    def producer() -> None:
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        produce(ref, plan, block)
+
+    @pl.when(warpgroup < CONSUMERS)
+    def consumer() -> None:
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        consume(ref, plan, warpgroup, block)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def produce(ref: Refs, plan: BiasPlan, block: Block) -> None:
+    """Bring the tile of bias, then in each turn keys, and queries as buffers are free."""
+    stages = jnp.int32(plan.pairs.stages)
+    pl.when(block.turns > 0)(lambda: bring_bias(ref, plan, block))
+
+    @pl.loop(0, block.turns)
+    def _(turn: Any) -> None:
+        tile, buffer = plan.turn(block, turn), lax.rem(turn, stages)
+        pl.when(turn >= stages)(lambda: plgpu.barrier_wait(ref.keys_free.at[buffer]))
+        for array, buffers in ((ref.k, ref.keys), (ref.v, ref.values)):
+            there = array.at[tile.batch, pl.ds(tile.row, KEYS), tile.head]
+            bring(there, buffers.copied.at[buffer], ref.keys_arrived.at[buffer])
+        pl.loop(0, tile.steps)(lambda step: bring_queries(ref, tile, turn * tile.steps + step, stages, step))
+
+    steps = block.turns * plan.turn(block, jnp.int32(0)).steps
+    for free, count in ((ref.keys_free, block.turns), (ref.queries_free, steps)):  # every arrival is waited for once
+        pl.loop(jnp.maximum(count - stages, 0), count)(
+            lambda n, free=free: plgpu.barrier_wait(free.at[lax.rem(n, stages)])
+        )
+
+
+def bring_bias(ref: Refs, plan: BiasPlan, block: Block) -> None:
+    here = ref.bias.at[block.batch, block.head]
+    if plan.one_row:
+        keys = pl.ds(block.j * KEYS, KEYS)
+        plgpu.copy_gmem_to_smem(here.at[0, keys], ref.bias_row, ref.bias_arrived)
+        return
+    for c in range(CONSUMERS):
+        for part in range(len(plan.parts)):
+            there = here.at[_places(plan, block, c, part)]
+            plgpu.copy_gmem_to_smem(there, ref.tile.copied.at[c, part], ref.bias_arrived)
+
+
+def _places(plan: BiasPlan, block: Block, consumer: Any, part: int) -> tuple[Any, Any]:
+    """The queries, and the keys, of a buffer for a part of a tile."""
+    rows = pl.ds(block.first * QUERIES + consumer * ROWS, ROWS)
+    return rows, pl.ds(block.j * KEYS + plan.parts[part].start, plan.pairs.guest.tile)
+
+
+def bring_queries(ref: Refs, tile: Tile, count: Any, stages: Any, step: Any) -> None:
+    """Bring the queries of a turn's step, with lse and Delta, to the next buffer. count: steps before."""
+    buffer, (head, i) = lax.rem(count, stages), tile.place(step)
+    arrived = ref.queries_arrived.at[buffer]
+    pl.when(count >= stages)(lambda: plgpu.barrier_wait(ref.queries_free.at[buffer]))
+    for c in range(CONSUMERS):
+        rows = pl.ds(i * QUERIES + c * ROWS, ROWS)
+        for array, buffers in ((ref.q, ref.queries), (ref.d_o, ref.cotangents)):
+            bring(array.at[tile.batch, rows, head], buffers.copied.at[buffer, c], arrived)
+        for n, name in enumerate(NUMBERS):
+            there = getattr(ref, name).at[tile.batch, head, rows]
+            plgpu.copy_gmem_to_smem(there, ref.numbers.at[buffer, n, c], arrived)
+
+
+def consume(ref: Refs, plan: BiasPlan, warpgroup: Any, block: Block) -> None:
+    """Sum up dS of this warpgroup's queries, and write it."""
+    pl.when(block.turns > 0)(lambda: plgpu.barrier_wait(ref.bias_arrived))
+
+    def of_turn(visit: Callable[..., Any], turn: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+        tile, buffer = plan.turn(block, turn), lax.rem(turn, jnp.int32(plan.pairs.stages))
+        plgpu.barrier_wait(ref.keys_arrived.at[buffer])
+        sums = visit(tile, partial(add, ref, plan, warpgroup, tile, turn), sums)
+        plgpu.barrier_arrive(ref.keys_free.at[buffer])
+        return sums
+
+    sums = tuple(zeros(plan.pairs.guest.tile) for _ in plan.parts)
+    for visit, first, after in visits_of(plan, block):
+        sums = lax.fori_loop(first, after, partial(of_turn, visit), sums)
+    (write_row if plan.one_row else write)(ref, plan, warpgroup, block, sums)
+
+
+def visits_of(plan: BiasPlan, block: Block) -> list[tuple[Callable[..., Any], Any, Any]]:
+    """How the tiles of queries of a turn are visited, ``visit(tile, fold, sums)``, from one turn on and before another.
+    Where a turn has one, the band cuts through it in all turns or in none: as a choice within a turn, that spilled."""
+
+    def heads(cut: bool, tile: Tile, fold: Fold, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+        return lax.fori_loop(0, tile.steps, partial(fold, cut), sums)
+
+    if plan.one_row:
+        return [(partial(walk, plan.visits), 0, block.turns)]
+    if not plan.pairs.band.has_edges:
+        return [(partial(heads, False), 0, block.turns)]
+    begin, end = plan.visits.inner(plan.turn(block, jnp.int32(0)))
+    inside = jnp.where(begin < end, block.turns, 0)
+    return [(partial(heads, False), 0, inside), (partial(heads, True), inside, block.turns)]
+
+
+def add(
+    ref: Refs, plan: BiasPlan, warpgroup: Any, tile: Tile, turn: Any, cut: bool, step: Any, sums: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """The sum with dS of one tile of queries and the keys of a turn. cut: whether some pair may not see each other."""
+    pairs, stages, count = plan.pairs, jnp.int32(plan.pairs.stages), turn * tile.steps + step
+    buffer = lax.rem(count, stages)
+    here, there = (anew(n, tile.row + count) for n in (buffer, lax.rem(turn, stages)))
+    plgpu.barrier_wait(ref.queries_arrived.at[buffer])
+
+    def work(accumulators: Any, totals: Any) -> None:
+        sides = (ref.queries, ref.keys), (ref.cotangents, ref.values)
+        for acc, (rows, columns), parts in zip(accumulators, sides, pairs.parts, strict=True):
+            for part in range(parts):
+                issue_product(acc, rows.tiled.at[here, warpgroup, part], columns.tiled.at[there, part], transposed=True)
+        lse, delta = (
+            plgpu.load(ref.numbers.at[buffer, n, warpgroup], layout=ROW, optimized=False) for n in range(len(NUMBERS))
+        )
+        head, i = tile.place(step)
+        at_home = tile._replace(head=head, row=i * QUERIES)
+        first = quotient(tile.row, pairs.guest.tile)
+        places = [(warpgroup, at_home, head, first + n, cut and pairs.band.has_edges) for n in range(len(plan.parts))]
+        dots = finished(accumulators[0], later=pairs.parts[1])
+        p = [
+            weights(ref, pairs, place, lse, dots[:, keys], bias_of(ref, plan, warpgroup, n))[0]
+            for n, (place, keys) in enumerate(zip(places, plan.parts, strict=True))
+        ]
+        d_p = finished(accumulators[1], later=0)
+        for total, place, keys, p_n in zip(totals, places, plan.parts, p, strict=True):
+            (d_s,) = kept(ref, pairs, place, 0.0, slopes(pairs, delta, p_n, None, d_p[:, keys]))
+            if plan.one_row and cut:
+                d_s = within(d_s, 0, at_home.row + warpgroup * ROWS, pairs.home.length, of=QUERIES)
+            total[...] += d_s
+
+    _, after = in_registers(pairs.interpret, work, (zeros(KEYS),) * 2, sums)
+    after_reading(pairs.interpret)
+    plgpu.barrier_arrive(ref.queries_free.at[buffer])
+    return tuple(after)
+
+
+def bias_of(ref: Refs, plan: BiasPlan, warpgroup: Any, part: int) -> Any:
+    """A part of the tile of bias, beside this warpgroup's queries."""
+    if not plan.one_row:
+        return plgpu.load(ref.tile.tiled.at[warpgroup, part], layout=TILE).astype(jnp.float32)
+    columns = pl.ds(plan.parts[part].start, plan.pairs.guest.tile)
+    row = plgpu.load(ref.bias_row.at[columns], layout=COLUMN, optimized=False).astype(jnp.float32)
+    return lax.broadcast_in_dim(row, (ROWS, plan.pairs.guest.tile), (1,))
+
+
+def write(ref: Refs, plan: BiasPlan, warpgroup: Any, block: Block, sums: tuple[Any, ...]) -> None:
+    """Send this warpgroup's queries of a tile on their way, in the place of bias."""
+    plgpu.commit_smem()  # every thread has read its bias
+    for part, total in enumerate(sums):
+        ref.tile.tiled[warpgroup, part] = total.astype(plan.dtype)
+    plgpu.commit_smem()
+    for part in range(len(sums)):
+        there = ref.d_bias.at[block.batch, block.head].at[_places(plan, block, warpgroup, part)]
+        plgpu.copy_smem_to_gmem(ref.tile.copied.at[warpgroup, part], there)
+
+
+def write_row(ref: Refs, plan: BiasPlan, warpgroup: Any, block: Block, sums: tuple[Any, ...]) -> None:
+    """Write the sum over all queries: one warpgroup hands its own to the other, which alone reduces across warps."""
+
+    @pl.when(warpgroup == 1)
+    def _() -> None:
+        for part, total in enumerate(sums):
+            ref.handed[part] = total
+        plgpu.barrier_arrive(ref.handed_over)
+
+    @pl.when(warpgroup == 0)
+    def _() -> None:
+        plgpu.barrier_wait(ref.handed_over)
+        for part, total in enumerate(sums):
+            row = jnp.sum(total + plgpu.load(ref.handed.at[part], layout=TILE), axis=0)
+            keys = _places(plan, block, 0, part)[1]
+            store(ref.d_bias.at[block.batch, block.head, 0, keys], row.astype(plan.dtype))
+
+
+def bias_gradient(call: Call, tiling: Mapping[str, int], inputs: Mapping[str, jax.Array]) -> jax.Array:
+    """d_bias. inputs: among others q, k, v and d_o as the copy engine takes them, lse and Delta."""
+    plan = bias_plan(call, tiling)
+    pairs, (of_first, of_second), width = plan.pairs, plan.pairs.parts, _width(plan)
+    bias = padded_rows(call.arrays["bias"], width)
+    rows, keys = (padded(call.dims[name], QUERIES) for name in ("q_len", "kv_len"))
+    # A number of turns that compilers know they know too much (``anew``).
+    more = {"bias": bias, "turns": jnp.full((1,), plan.turns, jnp.int32)} | segments(call, rows, keys)
+    buffers, of_bias = scratch_of(plan)
+    arrivals = CONSUMERS * (of_first + of_second + len(NUMBERS))
+    found = launch(
+        call,
+        partial(kernel, plan=plan),
+        f"{call.spec.name}_d_bias",
+        (plan.shape[0] * plan.shape[1] * plan.tiles[0] * plan.tiles[1],),
+        inputs={name: inputs[name] for name in ("q", "k", "v", "d_o", *NUMBERS)} | more,
+        outputs={"d_bias": jax.ShapeDtypeStruct((*plan.shape[:3], width), plan.dtype)},
+        scratch={
+            **buffers,
+            "bias_arrived": plgpu.Barrier(num_arrivals=of_bias),
+            "queries_arrived": plgpu.Barrier(num_arrivals=arrivals, num_barriers=pairs.stages),
+            "queries_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=pairs.stages),
+            "keys_arrived": plgpu.Barrier(num_arrivals=of_first + of_second, num_barriers=pairs.stages),
+            "keys_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=pairs.stages),
+        },
+        warpgroups=CONSUMERS + 1,
+        approximate=True,
+        across_warps=plan.one_row,
+    )
+    return found["d_bias"][..., : plan.shape[3]]
+
+
+def scratch_of(plan: BiasPlan) -> tuple[dict[str, Any], int]:
+    """The buffers, and how many copies bring the tile of bias."""
+    stages, (of_first, of_second), dtype = plan.pairs.stages, plan.pairs.parts, plan.pairs.dtype
+    found: dict[str, Any] = {
+        "queries": Swizzled((stages, CONSUMERS, of_first, ROWS, PART), dtype),
+        "cotangents": Swizzled((stages, CONSUMERS, of_second, ROWS, PART), dtype),
+        "keys": Swizzled((stages, of_first, KEYS, PART), dtype),
+        "values": Swizzled((stages, of_second, KEYS, PART), dtype),
+        "numbers": plgpu.SMEM((stages, len(NUMBERS), CONSUMERS, ROWS), jnp.float32),
+    }
+    if plan.one_row:
+        found["bias_row"] = plgpu.SMEM((KEYS,), plan.dtype)
+        found["handed"] = tiled_buffer((len(plan.parts), ROWS, plan.pairs.guest.tile), jnp.float32)
+        found["handed_over"] = plgpu.Barrier(num_arrivals=1)
+        return found, 1
+    found["tile"] = Swizzled((CONSUMERS, len(plan.parts), ROWS, plan.pairs.guest.tile), plan.dtype)
+    return found, CONSUMERS * len(plan.parts)

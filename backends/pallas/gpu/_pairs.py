@@ -1,0 +1,384 @@
+"""What gradients of attention on Hopper are computed from: pairs of queries and keys, tile by tile.
+
+    t = tanh(scale q k^T / c), s = c t + bias, P = exp(s - lse);  without a softcap s = scale q k^T + bias
+    Delta = rowsum(d_o * o) - d_lse;  dS = P (d_o v^T - Delta);  D = dS (1 - t^2), without a softcap dS
+
+How the pairs are cut into tiles and in which order these come by, P and D of a tile, and which of its pairs see each
+other. What is made of them the kernels say: ``attention_vjp.py`` those of q, k and v, ``_bias_gradient.py`` the bias's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from math import e, log2
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import nvvm
+
+from portakern.backends.pallas._band import Band, both
+from portakern.backends.pallas.common import Refs, padded, quotient
+from portakern.backends.pallas.gpu import _rows
+from portakern.backends.pallas.gpu._chip import aligned
+from portakern.backends.pallas.gpu._flash import COLUMN, PART, ROW, TILE
+from portakern.backends.pallas.gpu._rows import Formula, Walk, Weights
+from portakern.backends.pallas.gpu.attention import extended, tanh
+from portakern.backends.pallas.tpu._heads import words
+from portakern.core.call import Call
+from portakern.specs.attention import scale_of, score_unit
+
+CONSUMERS, ROWS = 2, 64
+"""Warpgroups that compute, and rows at home of each: those of one instruction of the tensor cores."""
+
+SLOTS = 2
+"""Buffers for what a consumer writes: one is filled while the other is on its way."""
+
+NUMBERS = "lse", "delta"
+"""What a query brings along."""
+
+Place = tuple[Any, "Tile", Any, Any, bool]
+"""Where a tile of scores is: its warpgroup, the rows at home, the head and the tile of guests; and whether the band may
+cut through it."""
+
+Fold = Callable[[bool, Any, tuple[Any, ...]], tuple[Any, ...]]
+"""Sums with what a turn adds, which the band may cut through."""
+
+
+class Side(NamedTuple):
+    """Queries or keys, as the kernel knows them: ``first`` meets the other side's in scores (q and k), ``second`` in dP
+    (d_o and v). tile: rows that come by at a time. length: rows there are."""
+
+    first: str
+    second: str
+    ids: str
+    tile: int
+    length: int
+
+
+class Plan(NamedTuple):
+    """How some gradients are cut.
+
+    Attributes:
+      wants: the gradients. home, guest: the sides. batch, heads: of the rows at home; group: query heads of a key head.
+      by_query: whether queries are at home. d, dv, stages, dtype, interpret: as the call and the tiling have them.
+      band: which guests a row at home sees, in tiles of ``ROWS`` and of guests.
+      pre, softcap, unit: how scores come of dots (``score_unit``). scale: of d_q and d_k.
+      rows: of a tile at home.
+    """
+
+    wants: tuple[str, ...]
+    home: Side
+    guest: Side
+    batch: int
+    heads: int
+    group: int
+    by_query: bool
+    d: int
+    dv: int
+    stages: int
+    band: Band
+    pre: float | None
+    softcap: float | None
+    unit: float
+    scale: float
+    dtype: Any
+    interpret: bool
+    rows: int = CONSUMERS * ROWS
+
+    @property
+    def beside(self) -> bool:
+        """Whether weights are computed beside products. Products of narrower heads are too short for what it costs,
+        and those of wider ones leave no registers."""
+        return PART < max(self.d, self.dv) <= 2 * PART
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Buffers of a row: of ``first``, and of ``second``."""
+        return pl.cdiv(self.d, PART), pl.cdiv(self.dv, PART)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of rows at home, of one head."""
+        return pl.cdiv(self.home.length, self.rows)
+
+    @property
+    def sums(self) -> dict[str, int]:
+        """Parts of each gradient."""
+        return {name: self.parts[name == "d_v"] for name in self.wants}
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory."""
+        rows = (CONSUMERS * ROWS + self.stages * self.guest.tile) * sum(self.parts) + CONSUMERS * SLOTS * ROWS
+        numbers = math.prod(self.numbers) * jnp.dtype(jnp.float32).itemsize
+        return aligned(rows * PART * self.dtype.itemsize, numbers)
+
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        """The buffers of lse and Delta that come by beside queries. Queries at home have theirs in registers."""
+        return (0 if self.by_query else self.stages), len(NUMBERS), self.guest.tile
+
+    def inner(self, tile: Tile, together: int = 1) -> tuple[Any, Any]:
+        """Turns of so many tiles of guests ``together``: the first of a head all of whose pairs see each other, and the
+        first after those."""
+        band, rows, size = self.band, self.rows, self.guest.tile
+        turns, begin = lax.div(tile.span, jnp.int32(together)), jnp.int32(0)
+        ends = [] if band.closed or not band.kv_len % size else [jnp.int32(band.kv_len // size)]
+        if band.first is not None:
+            from_ = quotient(jnp.maximum(band.first + tile.row + (rows - 1), 0) + (size - 1), size)
+            begin = lax.div(jnp.maximum(from_ - tile.first, 0) + (together - 1), jnp.int32(together))
+        if band.last is not None:
+            ends.append(quotient(jnp.maximum(band.last + tile.row + 1, 0), size))
+        end = turns
+        for after in ends:
+            end = jnp.minimum(end, lax.div(jnp.maximum(after - tile.first, 0), jnp.int32(together)))
+        if band.rows and band.rows % rows:
+            end = jnp.where(tile.row + rows <= band.rows, end, 0)
+        begin = jnp.minimum(begin, turns)
+        return begin, jnp.maximum(end, begin)
+
+    @property
+    def held(self) -> int:
+        """Registers of a consumer's thread: sums, two tiles of numbers, and what is rounded of them."""
+        return sum(self.sums.values()) * PART // 2 + self.guest.tile + self.guest.tile // 4 * len(self.wants)
+
+
+class Tile(NamedTuple):
+    """The rows at home of one head, from ``row`` on, and what comes by: ``span`` tiles of each of so many ``heads`` of
+    guests, from ``guest`` on, which begin with the ``first``."""
+
+    batch: Any
+    head: Any
+    row: Any
+    guest: Any
+    heads: int
+    first: Any
+    span: Any
+
+    @classmethod
+    def at(cls, plan: Plan, batch: Any, head: Any, i: Any) -> Tile:
+        band = plan.band._replace(block_q=plan.rows)
+        first, last = band.span(i)
+        guest, heads = (quotient(head, plan.group), 1) if plan.by_query else (head * plan.group, plan.group)
+        return cls(batch, head, i * plan.rows, guest, heads, first, jnp.maximum(last - first + 1, 0))
+
+    @property
+    def steps(self) -> Any:
+        return self.span * self.heads
+
+    def place(self, step: Any) -> tuple[Any, Any]:
+        """The head and the tile of guests of a step."""
+        if self.heads == 1:
+            return self.guest, self.first + step
+        turn = lax.div(step, self.span)
+        return self.guest + turn, self.first + step - turn * self.span
+
+
+class Delta(Formula):
+    """The sum of o d_o, which is told of each row and no more."""
+
+    writes = False
+    empty = (0.0,)
+
+    def of_chunk(self, x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
+        return (jnp.sum(walk.within(x[0] * x[1], 0.0, start), axis=1),)
+
+    def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Weights) -> None:
+        return None
+
+    def told(self, statistics: tuple[Any, ...], walk: Walk) -> tuple[Any, ...]:
+        return statistics
+
+
+def plan_of(call: Call, tiling: Mapping[str, int], wants: tuple[str, ...]) -> Plan:
+    dims, by_query = call.dims, wants == ("d_q",)
+    queries = Side("q", "d_o", "q_ids", tiling["block_q"], dims["q_len"])
+    keys = Side("k", "v", "kv_ids", tiling["block_kv"], dims["kv_len"])
+    home, guest = (queries, keys) if by_query else (keys, queries)
+    band = Band.of(call, ROWS, guest.tile)
+    if not by_query:
+        first, last = (None if bound is None else -bound for bound in (band.last, band.first))
+        band = Band(first, last, dims["q_len"], ROWS, guest.tile)
+    pre, unit = score_unit(call)
+    return Plan(
+        wants,
+        home,
+        guest,
+        dims["batch"],
+        dims["kv_heads"] * (dims["group"] if by_query else 1),
+        dims["group"],
+        by_query,
+        dims["d"],
+        dims["dv"],
+        tiling["stages"],
+        band,
+        pre,
+        call.options["softcap"],
+        unit,
+        scale_of(call),
+        jnp.dtype(call.dtype),
+        call.interpret,
+    )
+
+
+def walk(plan: Plan, tile: Tile, fold: Fold, sums: tuple[Any, ...], together: int = 1) -> tuple[Any, ...]:
+    """``fold(cut, turn, sums)`` over all guests, so many tiles ``together``: of each head those on borders of the band,
+    those inside, where nothing has to be ``cut``, and those on borders."""
+    turns, each = (lax.div(n, jnp.int32(together)) for n in (tile.steps, tile.span))
+    if plan.band.inside(*map(jnp.int32, (0, 0))) is True:
+        return lax.fori_loop(0, turns, partial(fold, False), sums)
+    begin, end = plan.inner(tile, together)
+
+    def of_head(head: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+        base = head * each
+        before = [(True, 0, begin)] if plan.band.first is not None else []
+        for cut, low, high in [*before, (False, begin, end), (True, end, each)]:
+            sums = lax.fori_loop(base + low, base + high, partial(fold, cut), sums)
+        return sums
+
+    return of_head(0, sums) if tile.heads == 1 else lax.fori_loop(0, tile.heads, of_head, sums)
+
+
+@plgpu.inline_mgpu()
+def _fence(_: Any) -> None:
+    nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
+
+
+def after_reading(interpret: bool) -> None:
+    """Keep what the copy engine writes to shared memory from now on behind what this warpgroup's threads have read of
+    it themselves: the engine goes another way than they, which barriers do not order with theirs. ``commit_smem`` is
+    this fence too and waits for the whole warpgroup besides; Pallas's interpreter knows it alone."""
+    if interpret:
+        plgpu.commit_smem()
+    else:
+        _fence()
+
+
+def read_number(ref: Refs, buffer: Any, i: int) -> Any:
+    """lse or Delta of the queries that have come."""
+    return plgpu.load(ref.numbers.at[buffer, i], layout=COLUMN, optimized=False)
+
+
+def weights(ref: Refs, plan: Plan, place: Place, lse: Any, dots: Any, bias: Any = None) -> tuple[Any, Any]:
+    """P of a tile of dots, whether or not pairs see each other, and t where there is a softcap. Under a bias, which may
+    be all that numbers hold for a whole row, the difference comes before the factor by which both would overflow.
+    bias: the tile's, where it need not be read."""
+    _, tile, head, _, _ = place
+    x = dots if plan.pre is None else dots * plan.pre
+    t = None if plan.softcap is None else tanh(x)
+    s = x if t is None else t
+    if bias is None and "bias" in ref:
+        bias = bias_of(ref, plan, tile, tile.head if plan.by_query else head, *places(plan, place))
+    if bias is not None:
+        s = (s if plan.softcap is None else s * plan.softcap) + bias
+        return jnp.exp2((s - beside(plan, lse, s.shape)) * log2(e)), t
+    return jnp.exp2(s * (plan.unit * log2(e)) - beside(plan, lse, s.shape)), t
+
+
+def slopes(plan: Plan, delta: Any, p: Any, t: Any, d_p: Any) -> Any:
+    """D of a tile of P and dP."""
+    d_s = p * (d_p - beside(plan, delta, p.shape))
+    return d_s if t is None else d_s * (1.0 - t * t)
+
+
+def places(plan: Plan, place: Place) -> tuple[Any, Any]:
+    """The rows at home, and the guests, of a tile."""
+    warpgroup, tile, _, j, _ = place
+    return pl.ds((quotient(tile.row, ROWS) + warpgroup) * ROWS, ROWS), pl.ds(j * plan.guest.tile, plan.guest.tile)
+
+
+def beside(plan: Plan, number: Any, shape: tuple[int, int]) -> Any:
+    """A number of each query, beside a tile."""
+    return lax.broadcast_in_dim(number() if callable(number) else number, shape, (0 if plan.by_query else 1,))
+
+
+def kept(ref: Refs, plan: Plan, place: Place, unseen: float, *tiles: Any) -> tuple[Any, ...]:
+    """Tiles of numbers with ``unseen`` for pairs that do not see each other, whatever they hold."""
+    warpgroup, tile, _, j, cut = place
+    if "q_ids" in ref:
+        same = same_segment(ref, plan, tile, *places(plan, place), tiles[0].shape)
+        tiles = tuple(jnp.where(same, x, unseen) for x in tiles)
+    if not cut:
+        return tiles
+    seen = plan.band.allowed(quotient(tile.row, ROWS) + warpgroup, j)
+    return tuple(jnp.where(seen, x, unseen) for x in tiles)
+
+
+def bias_of(ref: Refs, plan: Plan, tile: Tile, head: Any, rows: Any, guests: Any) -> Any:
+    """The bias of a tile of scores, whose rows are those at home. Along an axis of extent 1 all share it."""
+    batches, heads = ref.bias.shape[:2]
+    here = ref.bias.at[tile.batch if batches > 1 else 0, head if heads > 1 else 0]
+    shape, queries = (ROWS, plan.guest.tile), ref.bias.shape[2 if plan.by_query else 3]
+    if queries > 1:
+        return plgpu.load(here.at[rows, guests], layout=TILE, optimized=False).astype(jnp.float32)
+    place, layout, axis = (here.at[0, guests], COLUMN, 1) if plan.by_query else (here.at[rows, 0], ROW, 0)
+    return lax.broadcast_in_dim(plgpu.load(place, layout=layout, optimized=False).astype(jnp.float32), shape, (axis,))
+
+
+def same_segment(ref: Refs, plan: Plan, tile: Tile, rows: Any, guests: Any, shape: tuple[int, int]) -> Any:
+    """Which pairs of a tile share a segment: every 32-bit word of their ids is equal."""
+    at_home, coming = getattr(ref, plan.home.ids), getattr(ref, plan.guest.ids)
+
+    def equal(word: int) -> Any:
+        of_rows = plgpu.load(at_home.at[tile.batch, word, rows], layout=ROW, optimized=False)
+        of_guests = plgpu.load(coming.at[tile.batch, word, guests], layout=COLUMN, optimized=False)
+        return lax.broadcast_in_dim(of_rows, shape, (0,)) == lax.broadcast_in_dim(of_guests, shape, (1,))
+
+    return both(*(equal(word) for word in range(at_home.shape[1])))
+
+
+def zeros(columns: int) -> Any:
+    return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), TILE)
+
+
+def statistics(call: Call) -> dict[str, jax.Array]:
+    """lse, as an exponent of 2 where there is no bias, and Delta of every query, (batch, heads, q_len or more). lse is
+    inf for queries that saw no key, and for those that are not there: their P is 0."""
+    batch, q_len, heads, dv = call.arrays["o"].shape
+    of_rows = [call.arrays[name].reshape(-1, dv) for name in ("o", "d_o")]
+    tiling = _rows.default_tiling(dv, call.dtype, arrays=2)
+    _, told = _rows.launched(call, tiling, of_rows, Delta(), {}, told=1)
+    assert told is not None
+    delta = jnp.swapaxes(told[0, : batch * q_len * heads].reshape(batch, q_len, heads), 1, 2)
+    if call.arrays["d_lse"] is not None:
+        delta = delta - call.arrays["d_lse"]
+    lse = call.arrays["lse"]
+    unseen = lse == -jnp.inf
+    whole = padded(q_len, CONSUMERS * ROWS)
+    lse = jnp.pad(
+        jnp.where(unseen, jnp.inf, lse * (log2(e) if call.arrays["bias"] is None else 1.0)),
+        [(0, 0), (0, 0), (0, whole - q_len)],
+        constant_values=jnp.inf,
+    )
+    return {"lse": lse, "delta": extended(jnp.where(unseen, 0.0, delta), 2, whole)}
+
+
+def masks(call: Call, plan: Plan) -> dict[str, jax.Array]:
+    """Bias and segment ids, (batch, words, len), as the kernel reads them: in whole tiles, rows at home first. And how
+    many tiles of guests come by, where all see all: of a number of steps that compilers know they know too much
+    (``anew``)."""
+    rows, keys = (padded(call.dims[name], CONSUMERS * ROWS) for name in ("q_len", "kv_len"))
+    found, by_query = {}, plan.by_query
+    if plan.band.first is None and plan.band.last is None:
+        found["span"] = jnp.full((1,), pl.cdiv(plan.guest.length, plan.guest.tile), jnp.int32)
+    bias = call.arrays["bias"]
+    if bias is not None:
+        bias = extended(extended(bias, 2, rows) if bias.shape[2] > 1 else bias, 3, keys)
+        found["bias"] = bias if by_query else jnp.swapaxes(bias, 2, 3)
+    return found | segments(call, rows, keys)
+
+
+def segments(call: Call, rows: int, keys: int) -> dict[str, jax.Array]:
+    """Segment ids, (batch, words, len), of so many queries and keys."""
+    ids = [call.arrays[f"{side}_segment_ids"] for side in ("q", "kv")]
+    if ids[0] is None:
+        return {}
+    wide = 2 if any(x.dtype.itemsize == 8 for x in ids) else 1
+    forms = zip(("q_ids", "kv_ids"), ids, (rows, keys), strict=True)
+    return {name: extended(words(x, wide), 2, extent) for name, x, extent in forms}
