@@ -280,6 +280,27 @@ def test_float32_products_compile(precision, operands):
         assert kernel.spills == 0 and all(name.endswith(operands) for name in kernel.matrix) and kernel.matrix
 
 
+@has_compiler
+@pytest.mark.parametrize(("dtype", "k"), [("float32", 15), ("float32", 40), ("bfloat16", 100)])
+def test_no_sum_is_read_before_its_products_are_done(dtype, k):
+    """Where steps are few, compilers lay them out one after another, and see no register that a wait is for."""
+    a, b = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((9, k), (k, 9)))
+    built = on_gpu("matmul").lower(a, b, target="sm_90")
+    assert built.ok, built.reason
+    groups, issued = [], set()
+    for line in built.kernels[0].assembly.splitlines():
+        registers = set(re.findall(r"%[rf]\d+", line))
+        if "wgmma.mma_async" in line:
+            issued |= set(re.findall(r"%[rf]\d+", line[: line.index("}")]))
+        elif "wgmma.commit_group" in line:
+            groups, issued = [*groups, issued], set()
+        elif waited := re.search(r"wgmma\.wait_group\S* (\d+)", line):
+            groups = groups[len(groups) - int(waited[1]) :] if len(groups) > int(waited[1]) else groups
+        else:
+            assert not registers & issued.union(*groups), line
+    assert "wgmma.mma_async" in built.kernels[0].assembly
+
+
 @pytest.mark.parametrize(("first", "last"), [(None, 0), (0, None), (-9, 0), (None, None)])
 def test_every_tile_has_one_index_and_those_that_see_most_have_the_first(first, last):
     heads, tiles = 11, 5

@@ -532,7 +532,9 @@ def multiply(ref: Refs, plan: Plan, warpgroup: Any, steps: Any, before: Any, *su
 
     plgpu.wgmma_wait(0)
     plgpu.barrier_arrive(ref.free.at[lax.rem(before + steps - 1, plan.stages)])
-    return tuple(acc[...] for acc in sums)
+    # Compilers know of no register that a wait for products is for: of few steps, which they lay out one after another,
+    # they did with sums what comes next before the wait.
+    return tuple(lax.optimization_barrier(acc[...]) for acc in sums)
 
 
 def write(ref: Refs, plan: Plan, warpgroup: Any, mine: Any, tile: Place, c: tuple[Any, ...]) -> None:
