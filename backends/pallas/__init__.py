@@ -27,5 +27,6 @@ BACKEND = Backend(
         "that decode together",
         "fit the registers that",
         "as the ring wants them",
+        "gradient of a bias is not written yet",
     ),
 )
