@@ -5,7 +5,8 @@ its mean, then the mean square of what is left of it. Of a longer one a first re
 squares about it (m2) of each chunk into those of the row, and a second one normalises (`_rows`). No difference of large
 squares is ever taken, so a large mean costs no more than its own rounding.
 
-block_rows: rows of a block; block_n: elements of a row that are worked on at a time; row_warps: warps to a row.
+block_rows: rows of a block; block_n: elements of a row that are worked on at a time; row_warps: warps to a row;
+cluster: blocks to a row that is longer than one keeps.
 
 Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979),
 equation 2.1; Ba, Kiros and Hinton, "Layer Normalization" (2016), section 3.

@@ -8,7 +8,8 @@ x and d_y (`_rows`): of each chunk it merges the mean, the sum of squares about 
 h (x - mean) into those of the row, and writes d_x, and mean and r of each row. A second one walks the columns, and adds
 up d_weight and d_bias from x, d_y and these (`_columns`).
 
-block_rows: rows of a block; block_n: elements of a row that are worked on at a time; row_warps: warps to a row.
+block_rows: rows of a block; block_n: elements of a row that are worked on at a time; row_warps: warps to a row;
+cluster: blocks to a row that is longer than one keeps.
 
 Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979),
 equation 2.1, for the merge.

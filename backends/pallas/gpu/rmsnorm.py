@@ -4,7 +4,8 @@ x: (*batch, n), weight: (n) or None -> y: (*batch, n). A row of up to ``block_n`
 longer one a first read adds up the squares and a second one normalises (`_rows`). With ``narrow`` the normalised row is
 rounded to x's dtype before the weight.
 
-block_rows: rows of a block; block_n: elements of a row that are worked on at a time; row_warps: warps to a row.
+block_rows: rows of a block; block_n: elements of a row that are worked on at a time; row_warps: warps to a row;
+cluster: blocks to a row that is longer than one keeps.
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equation 4.
 """

@@ -7,7 +7,8 @@ x, d_y: (*batch, n), weight: (n) or None -> d_x: (*batch, n), d_weight: (n). As 
 rows, adds up x^2 and h x, writes d_x, and r of each row; a second one walks the columns and adds up d_weight. With
 ``narrow`` h, and xh where d_weight meets it, are rounded to x's dtype.
 
-block_rows: rows of a block; block_n: elements of a row that are worked on at a time; row_warps: warps to a row.
+block_rows: rows of a block; block_n: elements of a row that are worked on at a time; row_warps: warps to a row;
+cluster: blocks to a row that is longer than one keeps.
 
 Source: the derivative of Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equation 4.
 """

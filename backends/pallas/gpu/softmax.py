@@ -2,9 +2,11 @@
 
 x: (*shape) -> y: (*shape). The array is viewed as (rows, n) with n the softmax axis; where that is not the last, XLA
 transposes it before and after. A row of up to ``block_n`` elements stays in registers. Of a longer one a first read
-keeps the running maximum m and the sum l of exp(x - m), and a second one writes exp(x - m) / l (`_rows`).
+keeps the running maximum m and the sum l of exp(x - m), and a second one writes exp(x - m) / l (`_rows`). Exponentials
+are the chip's own, of a product with log2(e), as the bound has them.
 
-block_rows: rows of a block; block_n: elements of a row that are worked on at a time; row_warps: warps to a row.
+block_rows: rows of a block; block_n: elements of a row that are worked on at a time; row_warps: warps to a row;
+cluster: blocks to a row that is longer than one keeps.
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), algorithm 3.
 """

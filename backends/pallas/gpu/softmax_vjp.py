@@ -3,7 +3,8 @@
 y, d_y: (*shape) -> d_x: (*shape), viewed as (rows, n) as softmax views its array. A row of up to ``block_n`` elements
 of both stays in registers. Of a longer one a first read sums y d_y, and a second one writes (`_rows`).
 
-block_rows: rows of a block; block_n: elements of a row that are worked on at a time; row_warps: warps to a row.
+block_rows: rows of a block; block_n: elements of a row that are worked on at a time; row_warps: warps to a row;
+cluster: blocks to a row that is longer than one keeps.
 
 Source: the derivative of the formula of softmax, with y as the forward pass stored it.
 """
