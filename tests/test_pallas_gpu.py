@@ -287,18 +287,7 @@ def test_no_sum_is_read_before_its_products_are_done(dtype, k):
     a, b = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((9, k), (k, 9)))
     built = on_gpu("matmul").lower(a, b, target="sm_90")
     assert built.ok, built.reason
-    groups, issued = [], set()
-    for line in built.kernels[0].assembly.splitlines():
-        registers = set(re.findall(r"%[rf]\d+", line))
-        if "wgmma.mma_async" in line:
-            issued |= set(re.findall(r"%[rf]\d+", line[: line.index("}")]))
-        elif "wgmma.commit_group" in line:
-            groups, issued = [*groups, issued], set()
-        elif waited := re.search(r"wgmma\.wait_group\S* (\d+)", line):
-            groups = groups[len(groups) - int(waited[1]) :] if len(groups) > int(waited[1]) else groups
-        else:
-            assert not registers & issued.union(*groups), line
-    assert "wgmma.mma_async" in built.kernels[0].assembly
+    assert "wgmma.mma_async" in built.kernels[0].assembly and not read_early(built.kernels[0].assembly)
 
 
 @pytest.mark.parametrize(("first", "last"), [(None, 0), (0, None), (-9, 0), (None, None)])
@@ -551,7 +540,8 @@ def test_drawn_cases_compile_for_hopper(op, data):
     except UnsupportedError as e:
         assert subject.accepts(str(e)), e
         return
-    assert compiler.build(impl, call, tiling) is not None
+    built = compiler.build(impl, call, tiling)
+    assert not [line for kernel in built.kernels for line in read_early(kernel.assembly)]
 
 
 @pytest.mark.parametrize("q_len", [9, 64, 100, 700])
@@ -626,6 +616,22 @@ def unfenced(ptx: str) -> list[str]:
     return found
 
 
+def read_early(ptx: str) -> list[str]:
+    """What touches a sum of products before the wait for them, as the code stands: no register says what a wait is for,
+    and compilers may move an addition before it."""
+    groups, issued, found = [], set(), []
+    for line in ptx.splitlines():
+        if "wgmma.mma_async" in line:
+            issued |= set(re.findall(r"%[rf]\d+", line[: line.index("}, ")]))
+        elif "wgmma.commit_group" in line:
+            groups, issued = [*groups, issued], set()
+        elif waited := re.search(r"wgmma\.wait_group\S* (\d+)", line):
+            groups = groups[max(len(groups) - int(waited[1]), 0) :]
+        elif issued.union(*groups) & set(re.findall(r"%[rf]\d+", line)):
+            found.append(line)
+    return found
+
+
 @has_compiler
 @each_op
 def test_what_it_takes_of_the_chip_is_told(op, monkeypatch, tmp_path):
@@ -640,7 +646,7 @@ def test_what_it_takes_of_the_chip_is_told(op, monkeypatch, tmp_path):
         assert (kernel.name in op or kernel.name.startswith(op)) and 0 < kernel.registers <= 255
         assert kernel.spills <= SPILLED.get(op, 0)
         assert 0 <= kernel.on_chip["shared"] <= targets.find("sm_90").on_chip["shared"] and 0 < kernel.occupancy <= 1
-        assert ".target sm_90a" in kernel.assembly and not unfenced(kernel.assembly)
+        assert ".target sm_90a" in kernel.assembly and not unfenced(kernel.assembly) + read_early(kernel.assembly)
     multiplying = [kernel.name for kernel in built.kernels if "wgmma" in "".join(kernel.matrix)]
     assert bool(multiplying) == record(op).matrix_units, "products are wgmma's"
 
