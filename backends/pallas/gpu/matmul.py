@@ -80,8 +80,8 @@ TWO_SUMS = 128 * 128
 """Elements of a tile of which two warpgroups hold two sums in registers."""
 
 RUN = 128
-"""Elements of operands in parts that tensor cores add up in a row: they cut what they add, so that errors of longer sums
-lean one way, by one unit in the last place for each 16 elements. Sums of so many are added in registers, rounded."""
+"""Elements of operands in parts that tensor cores add up in a row: they cut what they add, so that errors of longer
+sums lean one way, by one unit in the last place for each 16 elements. Sums of so many are added in registers, rounded."""
 
 PIECED_ROWS = 8192
 """Rows up to which B comes in pieces of 64 columns, whose products take 4 % longer, where a copy of all B would be
@@ -242,8 +242,8 @@ def operands(call: Call) -> str:
 
 
 def split(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(..., m, 6 k) and (..., 6 k, n): the parts of A and B that meet in each of ``PRODUCTS``. What is not finite is all
-    in the first part, and meets the other operand's first part alone: beside the 0 of another it would be NaN."""
+    """(..., m, 6 k) and (..., 6 k, n): the parts of A and B that meet in each of ``PRODUCTS``. What is not finite is
+    all in the first part, and meets the other operand's first part alone: beside the 0 of another it would be NaN."""
 
     def parts(x: jax.Array) -> tuple[jax.Array, ...]:
         finite = jnp.isfinite(x)
