@@ -81,7 +81,7 @@ TWO_SUMS = 128 * 128
 
 RUN = 128
 """Elements of operands in parts that tensor cores add up in a row: they cut what they add, so that errors of longer
-sums lean one way, by one unit in the last place for each 16 elements. Sums of so many are added in registers, rounded."""
+sums lean one way, by a unit in the last place for each 16 elements. Sums of so many are added in registers, rounded."""
 
 PIECED_ROWS = 8192
 """Rows up to which B comes in pieces of 64 columns, whose products take 4 % longer, where a copy of all B would be
