@@ -189,7 +189,7 @@ WAITS = {"bias is not brought", "nothing is handed back", "nothing is fenced"}
 def test_a_fault_is_found(fault, monkeypatch):
     case, where, name, wrong = FAULTS[fault]
     monkeypatch.setattr(where, name, wrong)
-    error, words = (Exception, "raced|waits for ever") if fault in WAITS else (AssertionError, None)
+    error, words = (Exception, "raced|RACE DETECTED|waits for ever") if fault in WAITS else (AssertionError, None)
     jax.clear_caches()
     try:
         with pytest.raises(error, match=words):
