@@ -8,6 +8,7 @@ import dataclasses
 import math
 import re
 import sys
+import tempfile
 import types
 from importlib.machinery import PathFinder
 
@@ -30,7 +31,7 @@ import jax.numpy as jnp  # noqa: E402
 import portakern as pk  # noqa: E402
 from portakern import testing  # noqa: E402
 from portakern.backends.pallas import _band  # noqa: E402
-from portakern.backends.pallas.gpu import _chip, _flash, _rows, attention, matmul  # noqa: E402
+from portakern.backends.pallas.gpu import _chip, _flash, _rows, attention, matmul, matmul_vjp  # noqa: E402
 from portakern.backends.pallas.gpu.toolchain import compiler  # noqa: E402
 from portakern.compiling import forms  # noqa: E402
 from portakern.core import targets, tilings  # noqa: E402
@@ -56,6 +57,15 @@ has_compiler = pytest.mark.skipif(
     compiler.unavailable(targets.find("sm_90")) is not None, reason=str(compiler.unavailable(targets.find("sm_90")))
 )
 X = np.random.default_rng(0).standard_normal((5, 300)).astype(np.float32)
+
+
+def kernels_of(impl, call, tiling):
+    """The kernels of a call, compiled in this process, which tells of them where it is told to."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(compiler.DUMP, folder)
+        found = compiler.build(impl, call, tiling).kernels
+    assert found
+    return found
 
 
 def on_gpu(op, **tiling):
@@ -246,7 +256,8 @@ def test_parts_of_float32_are_all_of_it():
     rng = np.random.default_rng(0)
     x = (rng.standard_normal(500) * 2.0 ** rng.integers(-90, 120, 500)).astype(np.float32)
     x[:6] = [np.finfo(np.float32).max, -np.finfo(np.float32).max, 0.0, np.inf, -np.inf, np.nan]
-    a, b = (np.asarray(side, np.float64) for side in matmul.split(jnp.asarray(x[:, None]), jnp.asarray(x[None])))
+    a = np.asarray(matmul.split(jnp.asarray(x[:, None]), 0, -1), np.float64)
+    b = np.asarray(matmul.split(jnp.asarray(x[None]), 1, -2), np.float64)
     parts = {product: a[:, i] for i, product in enumerate(matmul.PRODUCTS)}
     assert (parts[0, 0][6:] + parts[1, 0][6:] + parts[2, 0][6:] == x[6:]).all()
     assert (parts[0, 0] + parts[1, 0] + parts[2, 0])[:3].tolist() == x[:3].tolist()
@@ -280,12 +291,71 @@ def test_float32_products_compile(precision, operands):
         assert kernel.spills == 0 and all(name.endswith(operands) for name in kernel.matrix) and kernel.matrix
 
 
+@pytest.mark.parametrize("pair", [0, 1, 2], ids=["alone", "pairs share B", "pairs share A"])
+@pytest.mark.parametrize(("block_m", "block_n", "beside"), [(64, 128, 1), (128, 128, 1), (128, 64, 3), (128, 256, 1)])
+def test_gradients_of_products_are_whole(block_m, block_n, beside, pair):
+    """Of integers every sum is exact. Operands are read as they lie, of extents that are multiples of nothing."""
+    rng = np.random.default_rng(0)
+    a, b, d_c = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((2, 67, 140), (140, 201), (2, 67, 201)))
+    tiling = {"block_m": block_m, "block_n": block_n, "beside": beside, "pair": pair, "block_k": 64}
+    with PALLAS.profile("races"):
+        vjp = on_gpu("matmul_vjp", **tiling, stages=2, band=1)
+        d_a, d_b = vjp(*(jnp.asarray(x, jnp.bfloat16) for x in (a, b, d_c)))
+    assert (np.asarray(d_a, np.float32) == jnp.asarray(d_c @ b.T, jnp.bfloat16).astype(jnp.float32)).all()
+    exact = np.einsum("bmk,bmn->kn", a, d_c)
+    assert (np.asarray(d_b, np.float32) == jnp.asarray(exact, jnp.bfloat16).astype(jnp.float32)).all()
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+@pytest.mark.parametrize(("a", "b"), [((67, 140), (140, 99)), ((2, 1, 9, 20), (3, 20, 12)), ((9, 20), (2, 20, 12))])
+def test_gradients_of_float32_products_are_whole(a, b, precision):
+    """Of integers that tf32 holds every sum is exact; of batch axes each operand may lack some."""
+    rng = np.random.default_rng(0)
+    batch = np.broadcast_shapes(a[:-2], b[:-2])
+    a, b, d_c = (rng.integers(-50, 50, s).astype(np.float32) for s in (a, b, (*batch, a[-2], b[-1])))
+    found = on_gpu("matmul_vjp")(*map(jnp.asarray, (a, b, d_c)), precision=precision)
+    for got, exact in zip(found, jax.vjp(jnp.matmul, a, b)[1](d_c), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(exact))
+
+
+@has_compiler
+@pytest.mark.parametrize(("dtype", "precision", "turned"), [
+    ("bfloat16", "ieee", 0), ("float32", "ieee", 0), ("float32", "tf32", 2),
+])  # fmt: skip
+def test_gradients_of_products_read_what_lies_transposed(dtype, precision, turned):
+    """XLA transposes nothing, but for tf32 both operands of d_b; tensor cores spill nothing for it."""
+    forms = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((2, 2048, 1024), (1024, 4096), (2, 2048, 4096))]
+    built = on_gpu("matmul_vjp").lower(*forms, precision=precision, target="sm_90")
+    assert built.ok, built.reason
+    assert len(built.kernels) == 2 and all(kernel.spills == 0 for kernel in built.kernels)
+    call = pk.op("matmul_vjp").bind(*forms, precision=precision)
+
+    def gradients(*arrays):
+        return matmul_vjp.matmul_vjp(call.replace(arrays=dict(zip(call.arrays, arrays, strict=True))), built.tiling)
+
+    program = jax.make_jaxpr(gradients)(*forms)
+    assert [e.primitive.name for e in program.eqns].count("transpose") == turned
+
+
 @has_compiler
 @pytest.mark.parametrize(("dtype", "k"), [("float32", 15), ("float32", 40), ("bfloat16", 100)])
 def test_no_sum_is_read_before_its_products_are_done(dtype, k):
     """Where steps are few, compilers lay them out one after another, and see no register that a wait is for."""
     a, b = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((9, k), (k, 9)))
     built = on_gpu("matmul").lower(a, b, target="sm_90")
+    assert built.ok, built.reason
+    assert "wgmma.mma_async" in built.kernels[0].assembly and not read_early(built.kernels[0].assembly)
+
+
+@has_compiler
+@pytest.mark.parametrize(
+    ("variant", "more"), [("gpu", {"q_segment_ids": (1, 1), "kv_segment_ids": (1, 1)}), ("decode", {})]
+)
+def test_no_score_changes_its_sign_before_it_is_there(variant, more):
+    """Compilers did so with some of the first scores of a tile."""
+    x, ids = jnp.zeros((1, 1, 1, 1), jnp.float16), {name: jnp.zeros(shape, jnp.int32) for name, shape in more.items()}
+    op = pk.op("attention", backend="pallas", variant=variant)
+    built = op.lower(x, x, x, **ids, scale=-0.375, target="sm_90")
     assert built.ok, built.reason
     assert "wgmma.mma_async" in built.kernels[0].assembly and not read_early(built.kernels[0].assembly)
 
@@ -455,9 +525,11 @@ COPIED = [
     ("attention", dict.fromkeys("qkv", (1, 9, 1, 41)), {}, "of v are padded from 41 to 48; o is cut from 48 to 41$"),
     ("attention", dict.fromkeys("qkv", (1, 9, 1, 40)) | {"bias": (1, 1, 1, 9)}, {}, "^bias is padded to whole tiles"),
     ("softmax_vjp", {"y": (8, 304), "d_y": (8, 304)}, {}, None),
-    ("matmul_vjp", {"a": (64, 64), "b": (64, 64), "d_c": (64, 64)}, {}, "^d_a: b is transposed; d_b: a is transposed$"),
-    ("matmul_vjp", {"a": (2, 8, 64), "b": (64, 64), "d_c": (2, 8, 64)}, {}, "d_b: batch axes that are summed"),
+    ("matmul_vjp", {"a": (64, 64), "b": (64, 64), "d_c": (64, 64)}, {}, None),
+    ("matmul_vjp", {"a": (2, 8, 64), "b": (64, 64), "d_c": (2, 8, 64)}, {}, None),
+    ("matmul_vjp", {"a": (8, 64), "b": (2, 64, 64), "d_c": (2, 8, 64)}, {}, "^d_a: batch axes that are summed"),
     ("matmul_vjp", {"a": (64, 64), "b": (64, 9), "d_c": (64, 9)}, {}, "product of d_a: k of a and b is padded"),
+    ("matmul_vjp", {"a": (64, 72), "b": (72, 64), "d_c": (64, 64)}, {}, "^in .* d_b: m of a is padded from 72 to 128$"),
 ]  # fmt: skip
 
 
@@ -540,8 +612,7 @@ def test_drawn_cases_compile_for_hopper(op, data):
     except UnsupportedError as e:
         assert subject.accepts(str(e)), e
         return
-    built = compiler.build(impl, call, tiling)
-    assert not [line for kernel in built.kernels for line in read_early(kernel.assembly)]
+    assert not [line for kernel in kernels_of(impl, call, tiling) for line in read_early(kernel.assembly)]
 
 
 @pytest.mark.parametrize("q_len", [9, 64, 100, 700])
@@ -572,7 +643,7 @@ def test_the_tallest_blocks_that_are_not_refused_compile(row_warps):
             found = resolved("softmax", tiling, arrays)
         except UnsupportedError:
             continue
-        assert compiler.build(*found) is not None
+        kernels_of(*found)
         return
     raise AssertionError("every block of 32 rows or more is refused")
 
@@ -588,7 +659,7 @@ def test_they_compile_where_jax_counts_in_64_bits(op, variant):
     impl = PALLAS.implementation(op, next(f for f in PALLAS.families if f.name == variant))
     with jax.enable_x64(True):
         call = pk.op(op).bind(**arrays).replace(target=HOPPER, interpret=False, concrete=False)
-        assert compiler.build(impl, call, tilings.resolve(impl, call, {}).tiling).kernels
+        kernels_of(impl, call, tilings.resolve(impl, call, {}).tiling)
 
 
 @has_compiler

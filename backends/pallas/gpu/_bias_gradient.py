@@ -34,12 +34,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from portakern.backends.pallas.common import Refs, padded, quotient, within
+from portakern.backends.pallas.gpu._awaited import finished, in_registers
 from portakern.backends.pallas.gpu._chip import (
     SWIZZLED_BYTES,
     Swizzled,
     aligned,
-    finished,
-    in_registers,
     issue_product,
     launch,
     over_shared,

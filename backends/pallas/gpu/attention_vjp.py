@@ -38,11 +38,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs, quotient
 from portakern.backends.pallas.gpu import _bias_gradient, _rows
+from portakern.backends.pallas.gpu._awaited import finished, in_registers
 from portakern.backends.pallas.gpu._chip import (
     Swizzled,
     dtype_refused,
-    finished,
-    in_registers,
     in_slots,
     issue_product,
     launch,

@@ -9,7 +9,8 @@ way. Two barriers for each buffer say that it has arrived and that it is free.
 The copy engine leaves 0 for what lies beyond m, n or k, and writes nothing there. It wants rows 16 bytes apart or a
 multiple of that, so that another k or n is padded by XLA; B's tiles want n as a multiple of 64, and where that alone is
 lacking, and rows are few, come in pieces of 64 columns, which are multiplied one after the other. Rows of batched a
-that share one b are one taller matrix.
+that share one b are one taller matrix. What lies in memory as A^T or B^T, as gradients have it, is read as it lies: of
+16 bits tensor cores take either.
 
 Of float32 operands tensor cores take 10 bits of each fraction (tf32), and want both along k, so that XLA transposes B.
 In ieee each is split into three parts of bfloat16, a = a_0 + a_1 + a_2, of which six products make one that is exact to
@@ -33,7 +34,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -115,8 +116,8 @@ class Plan(NamedTuple):
     Attributes:
       batch, m, n, k: extents; a_batch, b_batch: 1 where the operand is the same for every entry of the batch.
       block_m, block_n, block_k, stages, band, beside: the tiling. consumers: warpgroups that multiply; along: the axis
-        of a tile that they share, 0 or 1. size: bytes of an element; out: dtype of C. turned: whether B comes as B^T.
-      split: whether operands come in parts.
+        of a tile that they share, 0 or 1. size: bytes of an element; out: dtype of C. a_turned, b_turned: whether the
+        kernel reads A^T and B^T. split: whether operands come in parts.
     """
 
     batch: int
@@ -133,7 +134,8 @@ class Plan(NamedTuple):
     beside: int
     size: int
     out: Any
-    turned: bool
+    a_turned: bool
+    b_turned: bool
     split: bool
     pair: int = 0
 
@@ -161,7 +163,7 @@ class Plan(NamedTuple):
         """Whether B comes in pieces: the copy engine brings no tile of it as tensor cores read them, and XLA would pad
         it for that alone, and for few rows."""
         alone = self.n % (SWIZZLED_BYTES // self.size) != 0 and self.n % 8 == self.k % 8 == 0
-        return not self.turned and alone and self.batch * self.m <= PIECED_ROWS
+        return not self.b_turned and alone and self.batch * self.m <= PIECED_ROWS
 
     @property
     def piece(self) -> int:
@@ -241,9 +243,9 @@ def operands(call: Call) -> str:
     return "bfloat16" if in_parts(call) else call.dtype
 
 
-def split(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(..., m, 6 k) and (..., 6 k, n): the parts of A and B that meet in each of ``PRODUCTS``. What is not finite is
-    all in the first part, and meets the other operand's first part alone: beside the 0 of another it would be NaN."""
+def split(x: jax.Array, operand: int, axis: int) -> jax.Array:
+    """An operand six times as long along the axis of k: its parts in each of ``PRODUCTS``. What is not finite is all in
+    the first part, and meets the other operand's first part alone: beside the 0 of another it would be NaN."""
 
     def parts(x: jax.Array) -> tuple[jax.Array, ...]:
         finite = jnp.isfinite(x)
@@ -257,16 +259,15 @@ def split(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
             rest = rest - found[-1]
         return *found, jnp.where(finite, found[0], x)
 
-    def side(x: jax.Array, operand: int, axis: int) -> jax.Array:
-        found = parts(x)
-        chosen = [found[product[operand]] for product in PRODUCTS[:-1]]
-        return jnp.concatenate([*chosen, found[-1]], axis).astype(jnp.bfloat16)
-
-    return side(a, 0, -1), side(b, 1, -2)
+    found = parts(x)
+    chosen = [found[product[operand]] for product in PRODUCTS[:-1]]
+    return jnp.concatenate([*chosen, found[-1]], axis).astype(jnp.bfloat16)
 
 
-def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
-    batch, dims, m = math.prod(call.dims["batch"]), call.dims, rows_of(call)
+def plan_of(call: Call, tiling: Mapping[str, int], lying: Collection[str] = ()) -> Plan:
+    """``lying``: which operands lie in memory transposed."""
+    batch, dims = math.prod(call.dims["batch"]), call.dims
+    m = dims["m"] if "a" in lying else rows_of(call)
     a, b = (_entries(call, name) for name in ("a", "b"))
     if m != dims["m"]:
         batch, a = 1, 1
@@ -281,7 +282,8 @@ def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
         **tiling,
         size=jnp.dtype(operands(call)).itemsize,
         out=jnp.dtype(call.outputs["c"][1]),
-        turned=operands(call) == "float32",
+        a_turned="a" in lying and operands(call) != "float32",
+        b_turned="b" in lying or operands(call) == "float32",
         split=parts,
     )
 
@@ -304,7 +306,7 @@ def key(call: Call) -> dict[str, str | int]:
     the tile."""
     if not call.interpret and rows_of(call) <= FEW_ROWS:
         return {"dtype": operands(call), "tile": "few rows"}
-    return {"dtype": operands(call), "tile": "deep k" if in_chunks(call) else best_tile(call)}
+    return {"dtype": operands(call), "tile": "deep k" if in_chunks(call) else best_tile((call, ()))}
 
 
 def in_chunks(call: Call) -> bool:
@@ -313,13 +315,15 @@ def in_chunks(call: Call) -> bool:
     return is_deep(plan.n, plan.k)
 
 
-def best_tile(*calls: Call) -> str:
-    """The tile of C with which the multiprocessors are done first with these products."""
+def best_tile(*products: tuple[Call, Collection[str]]) -> str:
+    """The tile of C with which the multiprocessors are done first with these products: each a call, and which of its
+    operands lie in memory transposed."""
+    calls = [call for call, _ in products]
     largest = TWO_SUMS if any(map(in_parts, calls)) else 128 * 256
     names = [name for name in RATES["tiles"] if math.prod(_extents(name)) <= largest]
     if any(call.interpret for call in calls):
         return names[0]
-    return min(names, key=lambda name: sum(cost(call, name) for call in calls))
+    return min(names, key=lambda name: sum(cost(call, name, lying) for call, lying in products))
 
 
 def _extents(name: str) -> tuple[int, int]:
@@ -328,10 +332,10 @@ def _extents(name: str) -> tuple[int, int]:
     return rows, columns
 
 
-def cost(call: Call, name: str) -> float:
+def cost(call: Call, name: str, lying: Collection[str]) -> float:
     """The rounds of tiles that the multiprocessors make, times what one takes. A pair whose second tile lies beyond the
     last row fetches for nothing."""
-    plan = plan_of(call, ANY_TILING)
+    plan = plan_of(call, ANY_TILING, lying)
     rows, columns = _extents(name)
     below = pl.cdiv(plan.m, rows) or 1
     paired = padded(below, 2) if name.endswith("by pairs") else below
@@ -368,15 +372,17 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     return over_shared(plan.shared, "block_m, block_n or stages")
 
 
-def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
-    """What XLA copies besides, in words."""
+def copies(call: Call, tiling: Mapping[str, int], lying: Collection[str] = ()) -> str | None:
+    """What XLA copies besides, in words. ``lying``: as of :func:`plan_of`."""
     found = ["a and b are split into parts of bfloat16, six times k deep"] if in_parts(call) else []
-    plan = plan_of(call, tiling)
-    k, b_n, c_n = _padded_extents(plan)
-    if plan.turned:
-        found.append("b is transposed")
+    plan = plan_of(call, tiling, lying)
+    k, a_m, b_n, c_n = _padded_extents(plan)
+    turned = {"a": plan.a_turned, "b": plan.b_turned}
+    found += [f"{name} is transposed" for name in turned if turned[name] != (name in lying)]
     if k != plan.k:
         found.append(f"k of a and b is padded from {plan.k} to {k}")
+    if a_m != plan.m:
+        found.append(f"m of a is padded from {plan.m} to {a_m}")
     if b_n != plan.n:
         found.append(f"n of b is padded from {plan.n} to {b_n}")
     if c_n != plan.n:
@@ -388,12 +394,13 @@ def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
     return "; ".join(found) or None
 
 
-def _padded_extents(plan: Plan) -> tuple[int, int, int]:
-    """k as the kernel sees it, and n of B and of what it writes."""
-    if plan.turned:
-        return padded(plan.k, BULK_BYTES // plan.size), plan.n, whole_pieces(plan.n, plan.written)
-    columns = 8 if plan.ragged else SWIZZLED_BYTES // plan.size
-    return padded(plan.k, 8), padded(plan.n, columns), whole_pieces(plan.n, plan.written)
+def _padded_extents(plan: Plan) -> tuple[int, int, int, int]:
+    """k as the kernel sees it, m of A, n of B, and n of what it writes."""
+    line = SWIZZLED_BYTES // plan.size
+    a_m = padded(plan.m, line) if plan.a_turned else plan.m
+    b_n = plan.n if plan.b_turned else padded(plan.n, 8 if plan.ragged else line)
+    k = padded(plan.k, BULK_BYTES // plan.size)
+    return k, a_m, b_n, whole_pieces(plan.n, plan.written)
 
 
 class Place(NamedTuple):
@@ -447,37 +454,45 @@ def kernel(ref: Refs, *, plan: Plan) -> None:
         plgpu.wait_smem_to_gmem(0)
 
 
+def a_buffers(plan: Plan, dtype: Any) -> Any:
+    """``scratch`` for :func:`launch`: tiles of A or of A^T."""
+    if plan.a_turned:
+        return tiled_buffer((plan.stages, plan.block_k, plan.block_m), dtype)
+    return Swizzled((plan.stages, plan.block_m, plan.block_k), dtype)
+
+
 def b_buffers(plan: Plan, dtype: Any) -> Any:
     """``scratch`` for :func:`launch`: tiles of B, each in its pieces, or of B^T."""
     pieces = plan.stages, plan.width // plan.piece
-    if plan.turned:
+    if plan.b_turned:
         return Swizzled((*pieces, plan.width, plan.block_k), dtype)
     form = *pieces, plan.block_k, plan.piece
     return Swizzled(form, dtype) if plan.ragged else tiled_buffer(form, dtype)
 
 
-def b_ring(ref: Refs, plan: Plan) -> Views:
+def rings(ref: Refs, plan: Plan) -> tuple[Views, Views]:
     """These, as the copy engine and as tensor cores see them."""
-    return ref.b_ring if plan.ragged or plan.turned else Views(ref.b_ring, ref.b_ring)
+    a = Views(ref.a_ring, ref.a_ring) if plan.a_turned else ref.a_ring
+    return a, ref.b_ring if plan.ragged or plan.b_turned else Views(ref.b_ring, ref.b_ring)
 
 
 def produce(ref: Refs, plan: Plan, tile: Place, before: Any) -> None:
     """Bring what one tile of C is made of. Of what a pair of blocks share each fetches a half, for both."""
     for_both = {pair: {"collective_axes": "pair"} if plan.pair == pair else {} for pair in (1, 2)}
     of_a, of_b = (tile.entry if batch > 1 else 0 for batch in (plan.a_batch, plan.b_batch))
+    a_ring, b_ring = rings(ref, plan)
 
     @pl.loop(0, tile.steps)
     def _(step: Any) -> None:
         buffer, k = lax.rem(before + step, plan.stages), (tile.part * plan.chunk + step) * plan.block_k
         plgpu.barrier_wait(ref.free.at[buffer])
-        a = ref.a.at[of_a, pl.ds(tile.row, plan.block_m), pl.ds(k, plan.block_k)]
-        plgpu.copy_gmem_to_smem(a, ref.a_ring.copied.at[buffer], ref.arrived.at[buffer], **for_both[2])
+        rows, deep = pl.ds(tile.row, plan.block_m), pl.ds(k, plan.block_k)
+        a = ref.a.at[(of_a, *((deep, rows) if plan.a_turned else (rows, deep)))]
+        plgpu.copy_gmem_to_smem(a, a_ring.copied.at[buffer], ref.arrived.at[buffer], **for_both[2])
         for piece in range(plan.width // plan.piece):
             columns = pl.ds(tile.column + piece * plan.piece, plan.piece)
-            place = (columns, pl.ds(k, plan.block_k)) if plan.turned else (pl.ds(k, plan.block_k), columns)
-            b = ref.b.at[(of_b, *place)]
-            there = b_ring(ref, plan).copied.at[buffer, piece]
-            plgpu.copy_gmem_to_smem(b, there, ref.arrived.at[buffer], **for_both[1])
+            b = ref.b.at[(of_b, *((columns, deep) if plan.b_turned else (deep, columns)))]
+            plgpu.copy_gmem_to_smem(b, b_ring.copied.at[buffer, piece], ref.arrived.at[buffer], **for_both[1])
 
 
 def consume(ref: Refs, plan: Plan, warpgroup: Any, tile: Place, before: Any) -> None:
@@ -508,12 +523,19 @@ def multiply(ref: Refs, plan: Plan, warpgroup: Any, steps: Any, before: Any, *su
     columns, or of a piece each."""
     mine = pl.ds(warpgroup * plan.part[plan.along], plan.part[plan.along])
     first = warpgroup * len(sums) if plan.along == 1 else 0
+    a_ring, b_ring = rings(ref, plan)
+
+    def left(buffer: Any) -> Any:
+        a = a_ring.tiled.at[buffer]
+        if plan.a_turned:
+            return (a.at[:, mine] if plan.along == 0 else a).T
+        return a.at[mine] if plan.along == 0 else a
 
     def right(buffer: Any, i: int) -> Any:
         if plan.ragged:
-            return b_ring(ref, plan).tiled.at[buffer, first + i]
-        b = b_ring(ref, plan).tiled.at[buffer, 0]
-        if plan.turned:
+            return b_ring.tiled.at[buffer, first + i]
+        b = b_ring.tiled.at[buffer, 0]
+        if plan.b_turned:
             return (b.at[mine] if plan.along == 1 else b).T
         return b.at[:, mine] if plan.along == 1 else b
 
@@ -521,9 +543,8 @@ def multiply(ref: Refs, plan: Plan, warpgroup: Any, steps: Any, before: Any, *su
     def _(step: Any) -> None:
         buffer = lax.rem(before + step, plan.stages)
         plgpu.barrier_wait(ref.arrived.at[buffer])
-        a = ref.a_ring.tiled.at[buffer]
         for i, acc in enumerate(sums):
-            plgpu.wgmma(acc, a.at[mine] if plan.along == 0 else a, right(buffer, i))
+            plgpu.wgmma(acc, left(buffer), right(buffer, i))
         plgpu.wgmma_wait(len(sums))  # the step before is done with its buffer
 
         @pl.when(step > 0)
@@ -559,15 +580,16 @@ KNOBS = {"stages": Count(2, 8), "band": Count(1, 16), "beside": Count(1, 4), "pa
 
 @BACKEND.implements("matmul", key=key, supports=supports, knobs=KNOBS, copies=copies, same_bits=True)
 def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
-    plan = plan_of(call, tiling)
-    k, b_n, c_n = _padded_extents(plan)
-    given = call.arrays["a"], call.arrays["b"]
-    a, b = (_with_whole_batch(call, x) for x in (split(*given) if plan.split else given))
-    a = padded_rows(a.reshape(plan.a_batch, -1, plan.k), k)
-    b = padded_rows(b.reshape(plan.b_batch, plan.k, plan.n), b_n)
-    b = jnp.pad(b, ((0, 0), (0, k - plan.k), (0, 0))) if k > plan.k else b
-    b = jnp.swapaxes(b, 1, 2) if plan.turned else b
-    dtype = a.dtype
+    return (product(call, tiling, call.arrays),)
+
+
+def product(
+    call: Call, tiling: Mapping[str, int], arrays: Mapping[str, jax.Array], lying: Collection[str] = ()
+) -> jax.Array:
+    """C of a call on these arrays, of which those in ``lying`` are (..., k, m) and (..., n, k)."""
+    plan = plan_of(call, tiling, lying)
+    a, b = _as_read(call, plan, arrays, lying)
+    dtype, columns = a.dtype, _padded_extents(plan)[-1]
     # What a block fetches for both may come where the other still multiplies, so both say when that is free.
     blocks = math.prod(plan.paired)
     free = partial(plgpu.ClusterBarrier, collective_axes=("pair",)) if plan.pair else plgpu.Barrier
@@ -577,9 +599,9 @@ def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
         "matmul",
         (min(max(1, (HOPPER.cores or 1) // blocks), plan.sharing * plan.batch * math.prod(plan.tiles) // blocks),),
         inputs={"a": a, "b": b},
-        outputs={"c": jax.ShapeDtypeStruct((plan.sharing * plan.batch, plan.m, c_n), plan.written)},
+        outputs={"c": jax.ShapeDtypeStruct((plan.sharing * plan.batch, plan.m, columns), plan.written)},
         scratch={
-            "a_ring": Swizzled((plan.stages, plan.block_m, plan.block_k), dtype),
+            "a_ring": a_buffers(plan, dtype),
             "b_ring": b_buffers(plan, dtype),
             "written": Swizzled((plan.consumers, OUT_SLOTS, OUT_ROWS, plan.out_columns), plan.written),
             "arrived": plgpu.Barrier(num_arrivals=1 + plan.width // plan.piece, num_barriers=plan.stages),
@@ -589,8 +611,26 @@ def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
         cluster={"pair": 2} if plan.pair else {},
     )
     c = found["c"] if plan.sharing == 1 else _added_up(call, found["c"], plan)
-    c = c if c_n == plan.n else c[..., : plan.n]
-    return (c.reshape(call.outputs["c"][0]),)
+    return (c if columns == plan.n else c[..., : plan.n]).reshape(call.outputs["c"][0])
+
+
+def _as_read(
+    call: Call, plan: Plan, arrays: Mapping[str, jax.Array], lying: Collection[str]
+) -> tuple[jax.Array, jax.Array]:
+    """A and B as the kernel reads them, (entries, rows, columns): split, transposed and padded by XLA where they are
+    not so already."""
+    k, a_m, b_n, _ = _padded_extents(plan)
+
+    def form(name: str, operand: int, entries: int, turned: bool, rows: int, columns: int) -> jax.Array:
+        x, last_is_k = _with_whole_batch(call, arrays[name]), (name == "a") != (name in lying)
+        x = split(x, operand, -1 if last_is_k else -2) if plan.split else x
+        x = jnp.swapaxes(x, -1, -2) if turned != (name in lying) else x
+        x = padded_rows(x.reshape(entries, -1, x.shape[-1]), columns)
+        return jnp.pad(x, ((0, 0), (0, rows - x.shape[1]), (0, 0))) if rows > x.shape[1] else x
+
+    a = form("a", 0, plan.a_batch, plan.a_turned, *((k, a_m) if plan.a_turned else (plan.m, k)))
+    b = form("b", 1, plan.b_batch, plan.b_turned, *((plan.n, k) if plan.b_turned else (k, b_n)))
+    return a, b
 
 
 def _added_up(call: Call, parts: jax.Array, plan: Plan) -> jax.Array:

@@ -47,12 +47,11 @@ from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas._band import both
 from portakern.backends.pallas.common import Refs, padded, positions, quotient
 from portakern.backends.pallas.gpu import attention_vjp as ordered
+from portakern.backends.pallas.gpu._awaited import finished, in_registers
 from portakern.backends.pallas.gpu._bias_gradient import bias_gradient
 from portakern.backends.pallas.gpu._chip import (
     Swizzled,
     aligned,
-    finished,
-    in_registers,
     issue_product,
     launch,
     over_shared,
