@@ -225,7 +225,8 @@ def named_files(text: str) -> set[str]:
     links = re.findall(r"\]\(((?!\w+:|#)[^)#]+)", text)
     words = [word.strip("`'\"") for word in re.split(r"[\s(),]+", text)]
     paths = [*links, *words, *(w.replace(".", "/") for w in words if w.startswith("tests."))]
-    return {path for path in paths if re.fullmatch(r"\.?\w[\w./-]*", path) and (ROOT / path).exists()}
+    found = {path for path in paths if re.fullmatch(r"\.?\w[\w./-]*", path) and (ROOT / path).exists()}
+    return found - {"build", "dist"}  # words of a text too, where somebody has built here
 
 
 @pytest.fixture(scope="module")

@@ -429,8 +429,8 @@ FAULTS = {
         Planted(
             "no-minus-inf-guard",
             "a tile with no visible key subtracts -inf from -inf",
-            old="jnp.where(m == -jnp.inf, 0.0, m) * factor",
-            new="m * factor",
+            old="return factor, jnp.where(m == -jnp.inf, 0.0, m * factor)",
+            new="return factor, m * factor",
         ),
         Planted(
             "offset-rounded-everywhere",
@@ -497,8 +497,8 @@ FAULTS = {
         Planted(
             "scale-off",
             "the default scale is 0.3 % too large",
-            old="    pre, unit = score_unit(call)\n",
-            new="    pre, unit = score_unit(call)\n    unit *= 1.003\n",
+            old="    pre, unit = below_overflow(*score_unit(call))\n",
+            new="    pre, unit = below_overflow(*score_unit(call))\n    unit *= 1.003\n",
             small=True,
         ),
     ],

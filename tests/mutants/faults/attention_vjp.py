@@ -374,6 +374,7 @@ FAULTS = {
             "the cotangent of lse is left out",
             old='delta = delta - call.arrays["d_lse"]',
             new='delta = delta - 0 * call.arrays["d_lse"]',
+            within="_pairs",
         ),
         Planted(
             "unscaled-d-q",
@@ -386,24 +387,28 @@ FAULTS = {
             "keys are taught by the first query head of their group alone, as often as there are heads",
             old="return self.guest + turn, self.first",
             new="return self.guest, self.first",
+            within="_pairs",
         ),
         Planted(
             "softcap-slope-dropped",
             "D is dS whatever the softcap",
             old="d_s if t is None else d_s * (1.0 - t * t)",
             new="d_s",
+            within="_pairs",
         ),
         Planted(
             "band-not-turned",
             "keys see the queries that queries would see of keys",
             old="(None if bound is None else -bound for bound in (band.last, band.first))",
             new="(band.first, band.last)",
+            within="_pairs",
         ),
         Planted(
             "unmasked-weights",
             "pairs at the edge of the band count",
             old="return tuple(jnp.where(seen, x, unseen) for x in tiles)",
             new="return tiles",
+            within="_pairs",
         ),
         Planted(
             "border-tile-inside",
@@ -412,6 +417,7 @@ FAULTS = {
             new="band.last + tile.row + size, 0), size)",
             sample=True,
             edge="window_corners_at_tile_corners",
+            within="_pairs",
         ),
         Planted(
             "keys-for-values",

@@ -117,13 +117,13 @@ FAULTS = {
         Planted(
             "merge-without-delta",
             "chunks are merged as if they had one mean",
-            old=" + delta * (delta * (share * seen))",
+            old=" + delta * (delta * weight)",
             new="",
         ),
         Planted(
             "mean-of-a-whole-chunk",
             "the mean of a last, shorter chunk is taken over a whole one",
-            old="axis=1) / here\n",
+            old="axis=1) / walk.counted(start)[1]\n",
             new="axis=1) / walk.chunk\n",
         ),
         Planted(

@@ -129,7 +129,7 @@ FAULTS = {
         Planted(
             "hx-not-moved",
             "mean(h xh) of a row in chunks forgets that these differ in their means",
-            old=" + ((delta - moved) * chunk_h - moved * h_sum)",
+            old=" + ((delta - moved) * h_after - moved * h_sum)",
             new="",
         ),
         Planted(

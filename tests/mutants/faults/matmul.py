@@ -129,10 +129,10 @@ FAULTS = {
         Planted(
             "last-step-dropped",
             "of several steps along k the last is left out",
-            old="plgpu.wgmma(acc, a.at[mine] if plan.along == 0 else a, right(buffer, i))",
+            old="plgpu.wgmma(acc, left(buffer), right(buffer, i))",
             new=(
-                "pl.when((step == 0) | (step < plan.steps - 1))(lambda acc=acc, i=i: plgpu.wgmma("
-                "acc, a.at[mine] if plan.along == 0 else a, right(buffer, i)))"
+                "pl.when((step == 0) | (step < steps - 1))("
+                "lambda acc=acc, i=i: plgpu.wgmma(acc, left(buffer), right(buffer, i)))"
             ),
         ),
         Planted(

@@ -87,10 +87,11 @@ FAULTS = {
         Planted(
             "product-dropped",
             "the first product of the second step is left out",
-            old="forward.matmul(product(call, name), tiling)",
+            old="        c = forward.product(",
             new=(
-                "forward.matmul((lambda inner: inner.replace(arrays={**inner.arrays, "
-                '"a": inner.arrays["a"].at[..., 64:65].set(0)}))(product(call, name)), tiling)'
+                '        deep = (Ellipsis, slice(64, 65), *[slice(None)] * (name == "d_b"))\n'
+                "        factors[0] = factors[0].at[deep].set(0)\n"
+                "        c = forward.product("
             ),
         ),
         Planted(

@@ -170,8 +170,8 @@ FAULTS = {
         Planted(
             "no-minus-inf-guard",
             "a first chunk of nothing but -inf subtracts -inf from -inf",
-            old="origin = jnp.where(m == -jnp.inf, 0.0, m)",
-            new="origin = m",
+            old="return jnp.where(m == -jnp.inf, 0.0, m)",
+            new="return m",
             small=True,
         ),
         Planted(
@@ -192,8 +192,8 @@ FAULTS = {
         Planted(
             "l-not-rescaled",
             "the running sum keeps its unit when the maximum grows",
-            old="l * jnp.exp(m_old - origin) + ",
-            new="l + ",
+            old="l_before * jnp.exp(m_before - origin(m)) + ",
+            new="l_before + ",
         ),
     ],
 }
