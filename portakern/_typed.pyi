@@ -2055,7 +2055,7 @@ def op(
         arrays (PyTorch on an NVIDIA or AMD GPU: triton; JAX on a TPU: pallas; anything on a CPU: the float64 oracle,
         which is slow and says so once in the log).
       variant: which of the backend's variants of the op must serve it, by the name that ``explain()`` shows; None: the
-        first, most particular one that takes the call.
+        first in their declared order that takes the call.
       tiling: overrides of the default tile extents and launch knobs, powers of two within the declared ranges (stages:
         any number).
 

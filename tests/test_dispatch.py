@@ -1,11 +1,13 @@
 """Dispatch: who serves a call, what happens at extents of 0, and that nothing falls back in silence."""
 
 import contextlib
+import itertools
 import logging
 import math
 import re
 import sys
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,9 +17,10 @@ from portakern.core import backend as backend_module
 from portakern.core import observe as watching
 from portakern.core import registry, remembered
 from portakern.core import route as dispatch
+from portakern.core.backend import Family, in_order
 from portakern.core.framework import frameworks
 from portakern.core.oracle import rounded as to_nearest
-from portakern.core.targets import Target
+from portakern.core.targets import HOST, Target
 from tests.ops import records
 
 X = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
@@ -138,6 +141,66 @@ def test_a_backend_that_is_named_runs_there_or_raises():
         pk.UnsupportedError, match="softmax on tpu v5e: backend 'triton' cannot: .*Backends that can: .*reference"
     ):
         dispatch.find_routes(registry.backend("triton"), call, Target("tpu", "v5e"))
+
+
+SERVED = [HOST, Target("cuda", "sm_80"), Target("cuda", "sm_90"), Target("rocm", "gfx942"), Target("tpu", "v5e")]
+
+
+@pytest.mark.parametrize("name", ["triton", "pallas"])
+def test_a_name_decides_nothing_about_which_variant_is_tried_first(name):
+    """Each family in turn gets the first and the last name there is."""
+    shipped = registry.backend(name).declared
+    for old, new in itertools.product((f.name for f in shipped), ("a", "zz")):
+
+        def named(family, old=old, new=new):
+            before = tuple(new if n == old else n for n in family.before)
+            package = f"{family.package.rpartition('.')[0]}.{new}" if family.name == old else family.package
+            return replace(family, package=package, before=before)
+
+        renamed = in_order(name, [named(f) for f in shipped])
+        for target in SERVED:
+            of = [new if f.name == old else f.name for f in shipped if f.compiles_for(target)]
+            assert [f.name for f in renamed if f.compiles_for(target)] == of, (old, new, target)
+    assert [f.name for f in shipped if f.compiles_for(Target("cuda", "sm_90"))] == {
+        "triton": ["hopper", "unordered", "gpu"], "pallas": ["decode", "fused", "gpu", "unordered"]
+    }[name]  # fmt: skip
+
+
+def families(**known):
+    return [Family(f"lib.{name}", ("cuda",), **more) for name, more in known.items()]
+
+
+SM90 = {"targets": ("sm_90",)}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (families(one=SM90, two=SM90), "nothing says which of its families 'one' and 'two' is tried first; "),
+        (families(one={}, two={}), "nothing says which of its families 'one' and 'two'"),
+        (families(one={"targets": ("sm_80", "sm_90")}, two={"targets": ("sm_90", "sm_100")}), "nothing says which"),
+        (families(one=SM90 | {"before": ("zwei",)}, two={}), "'one' says before='zwei'; expected one of two"),
+        (families(one=SM90 | {"before": ("two",)}, two=SM90 | {"before": ("one",)}), "'one', 'two' each is to be"),
+        ([*families(one=SM90), Family("other.one")], "has two families called 'one'"),
+    ],
+)
+def test_two_variants_without_an_order_are_refused(given, said):
+    for order in (given, given[::-1]):
+        with pytest.raises(pk.SpecError, match="backend 'mine'") as refused:
+            in_order("mine", order)
+        assert said in str(refused.value)
+
+
+def test_the_order_is_what_was_declared_and_what_follows_from_it():
+    some = {"targets": ("sm_80", "sm_90")}
+    chain = families(c=SM90, b=SM90 | {"before": ("c",)}, a=SM90 | {"before": ("b",)}, all={}, some=some)
+    assert [f.name for f in in_order("mine", chain)] == ["a", "b", "c", "some", "all"]
+    first = families(one=SM90, all={"before": ("one",)})  # said aloud, it precedes what is for one chip
+    assert [f.name for f in in_order("mine", first)] == ["all", "one"]
+    listed = pk.Backend("mine", framework="numpy", compiles={"cuda": ["lib.z", "lib.a"], "rocm": "lib.m"})
+    assert [f.name for f in listed.families if "cuda" in f.platforms] == ["z", "a"]
+    with pytest.raises(pk.SpecError, match="each is to be tried before the others"):
+        pk.Backend("mine", framework="numpy", compiles={"cuda": ["lib.z", "lib.a"], "rocm": ["lib.a", "lib.z"]})
 
 
 def test_a_missing_framework_says_what_to_install():

@@ -448,6 +448,7 @@ HOSTILE = {  # no plug-in should do any of this
         exits = exits:BACKEND
         raises = raises:BACKEND
         no_family = no_family:BACKEND
+        no_order = no_order:BACKEND
         no_package = no_package:BACKEND
         no_module = no_module:BACKEND
         [portakern.specs]
@@ -461,6 +462,16 @@ HOSTILE = {  # no plug-in should do any of this
     "families/__init__.py": "",
     "families/gpu/__init__.py": "",
     "families/gpu/family.py": "raise OSError('no driver')",
+    "no_order.py": "import portakern as pk; BACKEND = pk.Backend('no_order', framework='numpy', package='tied')",
+    "tied/__init__.py": "",
+    **{
+        f"tied/{name}/{file}.py": text.format(name)
+        for name in ("one", "two")
+        for file, text in {
+            "__init__": "",
+            "family": "from portakern.core.backend import Family; FAMILY = Family('tied.{}', platforms=('cpu',))",
+        }.items()
+    },
     "no_package.py": """
         import portakern as pk
         BACKEND = pk.Backend("no_package", framework="numpy", compiles={"cpu": "raises.ops"})
@@ -477,6 +488,8 @@ SAID = [
     "backend 'exits': exits:BACKEND (rival 0.1) left out: cannot be loaded: it called sys.exit(3)",
     "backend 'raises': raises:BACKEND (rival 0.1) left out: cannot be loaded: ZeroDivisionError: division by zero",
     "backend 'no_family': no_family:BACKEND (rival 0.1) left out: cannot be loaded: OSError: no driver",
+    "backend 'no_order': no_order:BACKEND (rival 0.1) left out: cannot be loaded: backend 'no_order': nothing says which "
+    "of its families 'one' and 'two' is tried first",
     "backend 'no_package': raises.ops cannot be imported, and is left out: ZeroDivisionError",
     "scale_up on no_module left out: UnavailableError: backend 'no_module' cannot run here: modules.scale_up called",
     "op 'matmul': rival:op (rival 0.1) left out: portakern's own has that name; rename its entry point",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import itertools
 import pkgutil
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, field
@@ -121,6 +123,7 @@ class Family:
       package: where the modules lie: ``<package>.<op>``. Its last name is the variant's.
       platforms: what its kernels are compiled for: cpu, cuda, rocm, tpu.
       targets: the architectures of those platforms that it is for; empty: every one.
+      before: the names of families that are tried after this one, where both could serve (:func:`in_order`).
       interprets: its kernels also run on CPU arrays, in an interpreter.
       needs: what must be installed beside the backend's own ``requires``, or the family is not there.
       compiler: the module that compiles its calls for hardware that is not here (see :class:`Compiler`), or None.
@@ -136,6 +139,7 @@ class Family:
     package: str
     platforms: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
     interprets: bool = False
     needs: tuple[Need, ...] = ()
     compiler: str | None = None
@@ -152,6 +156,16 @@ class Family:
     def compiles_for(self, target: Target) -> bool:
         """Whether its kernels are compiled for a target."""
         return target.platform in self.platforms and (not self.targets or target.arch in self.targets)
+
+    def meets(self, other: Family) -> bool:
+        """Whether some call could go to either of the two: one that names no variant."""
+        platforms, targets = {*self.platforms} & {*other.platforms}, {*self.targets} & {*other.targets}
+        compiled = bool(platforms) and bool(targets or not self.targets or not other.targets)
+        return compiled or all(f.interprets and not f.targets for f in (self, other))
+
+    def narrower(self, other: Family) -> bool:
+        """Whether it is for some of the architectures that another is for, and no others."""
+        return bool(self.targets) and (not other.targets or {*self.targets} < {*other.targets})
 
     def lacks(self) -> str | None:
         """None, or what must be installed before its kernels can be imported."""
@@ -172,6 +186,59 @@ class Family:
             raise UnavailableError(f"{self.name} compiles nothing ahead of time")
         found: Any = importlib.import_module(self.compiler)
         return found
+
+
+def in_order(backend: str, families: Sequence[Family]) -> tuple[Family, ...]:
+    """The families of a backend in the order in which they are tried. What they are called decides nothing.
+
+    Of two that could serve one call that comes first which says so (:attr:`Family.before`, and what follows from it by
+    way of others); where neither does, the one whose architectures are some of the other's. What no call could choose
+    between is listed by the number of architectures, and then by name.
+
+    Raises:
+      SpecError: nothing says which of two comes first, or both do; ``before`` names no family; two have one name.
+    """
+    by_name = {f.name: f for f in families}
+    if len(by_name) != len(families):
+        twice = next(f.name for f in families if by_name[f.name] is not f)
+        raise SpecError(f"backend {backend!r} has two families called {twice!r}; expected a name for each")
+    first = {f.name: {g.name for g in families if f.name in g.before} for f in families}  # name -> what precedes it
+    for f in families:
+        for name in f.before:
+            if name not in by_name:
+                raise SpecError(
+                    f"backend {backend!r}: family {f.name!r} says before={name!r}; expected one of "
+                    f"{', '.join(n for n in by_name if n != f.name) or '(it has no other)'}"
+                )
+    said, by_targets = _all_before(backend, first), sorted(families, key=lambda f: (len(f.targets) or 10**6, f.name))
+    for f, g in itertools.permutations(by_targets, 2):
+        if f.meets(g) and f.name not in said[g.name] and g.name not in said[f.name]:
+            if f.narrower(g):
+                first[g.name].add(f.name)
+            elif not g.narrower(f):
+                raise SpecError(
+                    f"backend {backend!r}: nothing says which of its families {f.name!r} and {g.name!r} is tried first; "
+                    f"where that is {f.name!r}, write Family(..., before=({g.name!r},)) in {f.package}"
+                )
+    said = _all_before(backend, first)
+    found: list[Family] = []
+    while by_targets:
+        found.append(next(f for f in by_targets if not said[f.name] & {g.name for g in by_targets}))
+        by_targets.remove(found[-1])
+    return tuple(found)
+
+
+def _all_before(backend: str, first: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """What precedes each family, by way of others too; SpecError where one precedes itself."""
+    said = {name: set(names) for name, names in first.items()}
+    for middle, name in itertools.product(said, said):
+        if middle in said[name]:
+            said[name] |= said[middle]
+    for name, names in said.items():
+        if name in names:
+            circle = ", ".join(repr(other) for other in sorted(said) if other in names and name in said[other])
+            raise SpecError(f"backend {backend!r}: of its families {circle} each is to be tried before the others")
+    return said
 
 
 @dataclass(frozen=True)
@@ -303,8 +370,8 @@ class Backend:
         refusal as a failure.
       package: the package in which its families lie, a folder each with a module ``family`` that says what it is for
         (``FAMILY``); or else
-      compiles: platform (cpu, cuda, rocm, tpu) -> the package that holds its op modules, or several, most particular
-        first;
+      compiles: platform (cpu, cuda, rocm, tpu) -> the package that holds its op modules, or several, in the
+        order in which they are tried;
       interprets: the package whose kernels can also run in an interpreter on CPU arrays, or None;
       compiler, profiles: as of each of those families (:class:`Family`).
       platforms: platforms served by functions that :meth:`implements` registers, with no package behind them. cpu when
@@ -360,20 +427,34 @@ class Backend:
         if not (platforms or compiles or interprets):
             platforms = ("cpu",)
         homes: dict[str, list[str]] = {IN_PROCESS: [*platforms]} if platforms else {}
+        after: dict[str, list[str]] = defaultdict(list)  # package -> those that are listed after it for a platform
         for platform, packages in (compiles or {}).items():
-            for package in (packages,) if isinstance(packages, str) else packages:
+            listed = [packages] if isinstance(packages, str) else list(packages)
+            for i, package in enumerate(listed):
                 homes.setdefault(package, []).append(platform)
+                after[package] += listed[i + 1 :]
         if interprets:
             homes.setdefault(interprets, [])
-        self.families = tuple(
-            Family(package, tuple(of), interprets=package == interprets, compiler=compiler, profiles=profiles or {})
-            for package, of in homes.items()
+        if platforms:
+            after[IN_PROCESS] += [package for package in homes if package != IN_PROCESS]
+        self.families = in_order(
+            self.name,
+            [
+                Family(
+                    package,
+                    tuple(of),
+                    before=tuple(dict.fromkeys(p.rpartition(".")[2] for p in after[package])),
+                    interprets=package == interprets,
+                    compiler=compiler,
+                    profiles=profiles or {},
+                )
+                for package, of in homes.items()
+            ],
         )
 
     @functools.cached_property
     def families(self) -> tuple[Family, ...]:
-        """Those whose kernels can be imported here, most particular first: those for few architectures before those
-        for many, and those before the ones for all; of as many, by name."""
+        """Those whose kernels can be imported here, in the order in which they are tried (:func:`in_order`)."""
         return tuple(f for f in self.declared if f.lacks() is None)
 
     @functools.cached_property
@@ -390,7 +471,7 @@ class Backend:
                 found.append(importlib.import_module(f"{self.package}.{module.name}.family").FAMILY)
         if not found:
             raise SpecError(f"backend {self.name!r}: package {self.package!r} has no family: a folder with a family.py")
-        return tuple(sorted(found, key=lambda f: (len(f.targets) or 10**6, f.name)))
+        return in_order(self.name, found)
 
     def implements(
         self,
@@ -449,8 +530,8 @@ class Backend:
         return self.standing_for if self.standing_for is not None and target == HOST else target
 
     def families_for(self, target: Target, variant: str | None = None) -> tuple[tuple[Family, bool], ...]:
-        """(family, interpreted) of what serves a target, most particular first; of the one called ``variant`` alone, if
-        it is named.
+        """(family, interpreted) of what serves a target, in the order in which they are tried; of the one called
+        ``variant`` alone, if it is named.
 
         A family for some architectures is interpreted only if it is named: elsewhere its place is after one that runs
         everywhere.

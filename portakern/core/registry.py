@@ -149,7 +149,8 @@ def register(b: Backend) -> Backend:
     """Make a backend known by its name in this process. Calls that name no backend are served as before.
 
     Raises:
-      SpecError: the name is taken, or it claims to be a second oracle.
+      SpecError: the name is taken, it claims to be a second oracle, or nothing says which of its families is tried
+        first.
     """
     if not isinstance(b, Backend):
         raise SpecError(f"register() got a {type(b).__name__}; expected a portakern.Backend")
@@ -160,6 +161,7 @@ def register(b: Backend) -> Backend:
             "needs no registration"
         )
     _check_oracle(b, others)
+    _ = b.families  # whose order must be declared
     _registered[b.name] = b
     return b
 

@@ -109,7 +109,7 @@ def _checked_tiling(spec: Spec[Any], tiling: Any, backend: Backend | None) -> di
 
 
 def routes(call: Call, choice: Choice) -> tuple[Route, ...] | None:
-    """Who may serve calls like this one, most particular first; None while their arrays have no device."""
+    """Who may serve calls like this one, in the order in which they are tried; None while their arrays have no device."""
     known = choice.found.get((call.framework, call.device))
     if known is not None:
         return known
@@ -189,7 +189,7 @@ def _nothing_for(b: Backend, target: Target) -> str:
 
 
 def find_routes(b: Backend, call: Call, target: Target, variant: str | None = None) -> tuple[Route, ...]:
-    """The variants of ``call`` on ``b``, most particular first, or the error that says why there is none.
+    """The variants of ``call`` on ``b`` in the order in which they are tried, or the error that says why there is none.
 
     Those whose results have other bits from run to run are there only where ``variant`` names them. A variant that has
     an op's gradients and not the op leaves its calls to the others.

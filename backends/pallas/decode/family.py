@@ -4,4 +4,4 @@ from dataclasses import replace
 
 from portakern.backends.pallas.gpu.family import FAMILY as GPU
 
-FAMILY = replace(GPU, package="portakern.backends.pallas.decode")
+FAMILY = replace(GPU, package="portakern.backends.pallas.decode", before=("fused",))

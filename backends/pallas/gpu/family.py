@@ -6,6 +6,7 @@ FAMILY = Family(
     "portakern.backends.pallas.gpu",
     platforms=("cuda",),
     targets=("sm_90",),
+    before=("unordered",),
     interprets=True,
     needs=(Need("jax", "0.11", "which takes Python 3.12 or newer"),),
     compiler="portakern.backends.pallas.gpu.toolchain.compiler",

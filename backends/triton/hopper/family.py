@@ -6,6 +6,7 @@ FAMILY = Family(
     "portakern.backends.triton.hopper",
     platforms=("cuda",),
     targets=("sm_90",),
+    before=("unordered",),
     interprets=True,
     compiler="portakern.backends.triton.compiler",
     replays="portakern.backends.triton.replay:learn",
