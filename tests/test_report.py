@@ -44,7 +44,7 @@ from portakern.testing import subject
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE = "NVIDIA H100 80GB HBM3"
 TIME = {
-    "op": "softmax", "dtype": "bfloat16", "call": "softmax(bfloat16; n=4096)", "tiling": {"block_n": 4096}, "us": 40.0,
+    "op": "softmax", "dtype": "bfloat16", "call": "softmax(bfloat16; shape=(4096, 4096), axis=1)", "tiling": {"block_n": 4096}, "us": 40.0,
     "bytes": 67108864, "flops": 83886080, "floor_us": 20.0, "peers": {"torch": 50.0}, "checked": True,
 }  # fmt: skip
 
@@ -206,7 +206,7 @@ def test_tables_show_the_results(fresh):
     assert "| `matmul` | bfloat16 | 2,000 |" in pieces["cycles"]
     assert (
         f"**{DEVICE}**" in pieces["times"]
-        and "| `softmax` | bfloat16 | n=4096 | torch 50 | 40 | 20 | 50% |" in pieces["times"]
+        and "| `softmax` | bfloat16 | shape=(4096, 4096), axis=1 | torch 50 | 40 | 20 | 50% |" in pieces["times"]
     )
     assert pieces["errors"].startswith("No conformance run is kept yet") and pieces["launch"].startswith(
         "Nothing was measured yet"
@@ -797,6 +797,37 @@ def test_where_an_op_lies_under_the_roof(tree):
     assert not other["measured"] and other["points"][0]["op"] == "matmul" and not other["points"][0]["by_memory"]
 
 
+def test_a_call_lies_under_the_roof_of_its_own_products_and_is_no_other_call(tree):
+    """A tf32 product takes as many operations and bytes as that in float32, and lies under another roof."""
+    known = roofline.work("matmul", "float32")
+    same = {"op": "matmul", "dtype": "float32", "flops": known.flops, "bytes": known.bytes}
+    rows = [
+        timed("triton", us, **same, call=f"matmul(float32; batch=(), m=4096, k=4096, n=4096{more})")
+        for us, more in ((3000.0, ""), (400.0, ", precision='tf32'"))
+    ]
+    kept = tree / "benchmarks" / "results"
+    put(kept, "bench.json", run_of("bench", rows, wall_seconds=9, rates={"copy": 3e12}, absent={}, left_out=[]))
+    built_for = run_of("compile-matrix", [built("matmul", "sm_90", "float32")], wall_seconds=1, ok=1, of=1, limits={})
+    put(kept, "compile-matrix-more.json", built_for)
+    data = roofline.roofline(Kept.of(tree), targets.find("sm_90"))
+    h = targets.find("sm_90")
+    (point,) = [p for p in data["points"] if p["op"] == "matmul" and p["dtype"] == "float32"]
+    assert point["share"] == pytest.approx(known.flops / 3000e-6 / h.flops["float32"])
+    mine = {m["dtype"]: m for m in data["measured"] if m["op"] == "matmul"}
+    assert {d: m["bound"] for d, m in mine.items()} == {d: h.flops[d] for d in ("float32", "tf32")}
+    assert mine["tf32"]["measured"] == pytest.approx(known.flops / 400e-6) and "tf32" in data["roofs"]
+
+
+def test_a_plot_of_times_shows_one_device():
+    """A bar or a curve of two devices compares what nobody measured."""
+    faster = [{**r, "median_us": r["median_us"] / 3, "flop_rate": 10**15, "ratio": 9.0} for r in BENCH[:2]]
+    found = speed._figures({"another GPU": faster, DEVICE: BENCH}, [])
+    assert [b["ratio"] for b in found["speed.svg"]["bars"]] == [0.5, 1.5]
+    (panel,) = found["attention-rate.svg"]["panels"].values()
+    assert panel["triton"] == [[1024, 600 * 10**12], [2048, 600 * 10**12]]
+    assert all(DEVICE in found[name]["title"] for name in ("speed.svg", "attention-rate.svg", "attention-memory.svg"))
+
+
 def test_a_figure_for_strangers_shows_one_device(tree):
     data = speed._glance({"a GPU": BENCH[:2], DEVICE: BENCH})
     assert data["title"] == DEVICE and [p["x"] for p in data["speeds"]] == [0.5, 1.5]
@@ -818,7 +849,7 @@ def test_what_was_tuned_is_drawn():
     rows = [
         {"op": "matmul", "target": "sm_90", "dtype": "bfloat16", "default": 10.0 + i, "best": 10.0} for i in range(3)
     ]
-    data = speed._figures([], rows)
+    data = speed._figures({}, rows)
     assert list(data) == ["tuned.svg"] and len(data["tuned.svg"]["points"]) == 3
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'portakern[demo]'")
     assert "sm_90, 3 calls" in plots.draw(data["tuned.svg"])

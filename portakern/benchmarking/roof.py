@@ -12,7 +12,7 @@ from portakern.core.call import Call
 from portakern.core.instruments import Instruments, Recorder
 from portakern.spec.dtypes import numpy_dtype
 
-__all__ = ["Ceiling", "ceiling", "measure", "moved"]
+__all__ = ["Ceiling", "ceiling", "measure", "moved", "unit_of"]
 
 COPY = "copy"
 
@@ -40,13 +40,19 @@ def measure(instruments: Instruments, recorder: Recorder | None, rounds: int) ->
 def ceiling(call: Call, rates: Mapping[str, float]) -> Ceiling | None:
     """What the roof allows a call; None where no rate of its precision was measured, and memory does not say either."""
     of_memory = moved(call) / rates[COPY] if COPY in rates else 0.0
-    precision = "tf32" if call.dtype == "float32" and call.options.get("precision") == "tf32" else call.dtype
+    precision = unit_of(call.dtype, call.options.get("precision"))
     of_products = call.flops / rates[precision] if rates.get(precision) else inf
     if of_products == inf and not of_memory:
         return None
     if of_products == inf or of_memory >= of_products:
         return Ceiling(1e6 * of_memory, COPY)
     return Ceiling(1e6 * of_products, precision)
+
+
+def unit_of(dtype: str, precision: Any) -> str:
+    """The precision in which products are made: that of the dtype, or of the option ``precision`` where a call has
+    one."""
+    return "tf32" if dtype == "float32" and precision == "tf32" else dtype
 
 
 def moved(call: Call) -> int:

@@ -4,13 +4,15 @@ framework is needed, and no plotting library.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from portakern.benchmarking.roof import unit_of
 from portakern.compiling import forms
 from portakern.core import registry, targets
 from portakern.core.binder import unchecked
@@ -19,7 +21,7 @@ from portakern.errors import SpecError
 from portakern.reporting.kept import Kept, chip, known_targets
 from portakern.spec.dtypes import numpy_dtype
 
-__all__ = ["Point", "heatmap", "plots", "roofline", "work"]
+__all__ = ["Point", "Work", "heatmap", "plots", "roofline", "work"]
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,17 @@ class Point:
     share: float | None = None
 
 
-def work(op: str, dtype: str) -> tuple[int, int]:
-    """(operations, bytes) of an op's typical call, every array touched once."""
+class Work(NamedTuple):
+    """What an op's typical call takes: operations, and bytes with every array touched once; ``options``: those that are
+    not at their default, as results print them."""
+
+    flops: int
+    bytes: int
+    options: Mapping[str, str]
+
+
+def work(op: str, dtype: str) -> Work:
+    """Of an op's typical call."""
     s = registry.find_spec(op)
     form = forms.typical_form(s, dtype)
     # one element each, however large
@@ -46,15 +57,30 @@ def work(op: str, dtype: str) -> tuple[int, int]:
     call = unchecked(s, **arrays, **options)
     moved = sum(a.size * a.itemsize for a in arrays.values())
     moved += sum(prod(shape) * numpy_dtype(d).itemsize for n, (shape, d) in call.outputs.items() if n in call.wants)
-    return round(s.flops(call)), moved
+    return Work(round(s.flops(call)), moved, _options(op, repr(call)))
 
 
-def _known_work(op: str, dtype: str) -> tuple[int, int] | None:
+def _known_work(op: str, dtype: str) -> Work | None:
     """The same, or None where no such op is here, or it has no typical call."""
     try:
         return work(op, dtype)
     except SpecError:
         return None
+
+
+def _options(op: str, call: str) -> dict[str, str]:
+    """Option -> its value, of those that a call in words has at another than the default."""
+    try:
+        names = [o.name for o in registry.find_spec(op).options]
+    except SpecError:  # results may be of an op that is no longer here
+        return {}
+    said = call.partition("); ")[0].removesuffix(")")
+    return {n: m[1] for n in names if (m := re.search(rf"[,;] {n}=(\([^)]*\)|'[^']*'|[^,]+)", said))}
+
+
+def _unit(row: Mapping[str, Any]) -> str:
+    """The precision in which a row's products were made, under whose roof it lies."""
+    return unit_of(row["dtype"], _options(row["op"], row["call"]).get("precision", "").strip("'"))
 
 
 def _timed(kept: Kept) -> list[tuple[Mapping[str, Any], str]]:
@@ -63,11 +89,18 @@ def _timed(kept: Kept) -> list[tuple[Mapping[str, Any], str]]:
     found: dict[Any, tuple[Mapping[str, Any], str]] = {}
     for row, r in kept.rows("times"):
         if row["us"] and row["bytes"]:
-            found[r.device, row["op"], row["dtype"], row["flops"], row["bytes"]] = row, r.device
+            found[r.device, *_same(row)] = row, r.device
     ours = [(row, r.device) for row, r in kept.rows("bench") if row["subject"] and row.get("median_us")]
     for row, device in sorted(ours, key=lambda x: -x[0]["median_us"]):
-        found[device, row["op"], row["dtype"], row["flops"], row["bytes"]] = {**row, "us": row["median_us"]}, device
+        found[device, *_same(row)] = {**row, "us": row["median_us"]}, device
     return list(found.values())
+
+
+def _same(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What rows of one call share, whichever benchmark timed it: its options too, of which one asks for other
+    products."""
+    options = tuple(_options(row["op"], row["call"]).items())
+    return row["op"], row["dtype"], row["flops"], row["bytes"], options
 
 
 def roofline(kept: Kept, h: Hardware) -> dict[str, Any]:
@@ -87,18 +120,13 @@ def roofline(kept: Kept, h: Hardware) -> dict[str, Any]:
         known = _known_work(op, dtype)
         if known is None or dtype not in roofs:
             continue
-        flops, moved = known
-        same = [
-            row
-            for row in timed
-            if (row["op"], row["dtype"]) == (op, dtype) and (row["flops"], row["bytes"]) == (flops, moved)
-        ]
-        p = place(op, dtype, flops, moved)
-        points.append(replace(p, share=flops / same[0]["us"] * 1e6 / p.bound if same else None))
+        same = [row for row in timed if _same(row) == (op, dtype, known.flops, known.bytes, (*known.options.items(),))]
+        p = place(op, dtype, known.flops, known.bytes)
+        points.append(replace(p, share=known.flops / same[0]["us"] * 1e6 / p.bound if same else None))
     measured = [
-        {**asdict(place(r["op"], r["dtype"], r["flops"], r["bytes"])), "measured": r["flops"] / r["us"] * 1e6}
+        {**asdict(place(r["op"], _unit(r), r["flops"], r["bytes"])), "measured": r["flops"] / r["us"] * 1e6}
         for r in timed
-        if r["dtype"] in roofs
+        if _unit(r) in roofs
     ]
     used = {p.dtype for p in points} | {m["dtype"] for m in measured}
     return {

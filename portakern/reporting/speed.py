@@ -179,34 +179,49 @@ def _us(value: float) -> str:
 def figures(kept: Kept) -> dict[str, dict[str, Any]]:
     """Name of the file -> what it shows."""
     found = kept.rows("bench")
-    glance = _glance({d: [row for row, r in found if r.device == d] for d in dict.fromkeys(r.device for _, r in found)})
-    drawn = _figures([row for row, _ in found], [row for row, _ in kept.rows("tune")])
+    devices = {d: [row for row, r in found if r.device == d] for d in dict.fromkeys(r.device for _, r in found)}
+    glance = _glance(devices)
+    drawn = _figures(devices, [row for row, _ in kept.rows("tune")])
     return drawn | ({"glance.svg": glance} if glance["speeds"] else {})
 
 
 def draw_into(folder: Path, record: Mapping[str, Any]) -> list[Path]:
     """Draw what one run found; the files."""
     found = []
-    for name, data in _figures(record["rows"], []).items():
+    for name, data in _figures({record.get("device") or "": record["rows"]}, []).items():
         write_atomically(folder / name, drawing.draw(data))
         found.append(folder / name)
     return found
 
 
-def _figures(rows: Sequence[Row], tuned: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    found = {"speed.svg": _bars(rows), "errors.svg": _errors(rows), "tuned.svg": _tuned(tuned)}
+def _figures(devices: Mapping[str, Sequence[Row]], tuned: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """``devices``: the rows of each. Times of two devices are not to be compared, so that a plot of times shows one:
+    that with most calls of the plot. Errors are of all."""
+    rows = [r for mine in devices.values() for r in mine]
+    found = {"speed.svg": _bars(*_most(devices)), "errors.svg": _errors(rows), "tuned.svg": _tuned(tuned)}
     for name in suites.names():
         x = None if name in (suites.TYPICAL, suites.SAMPLES) else suites.read(name).x
         if x is not None:
-            mine = [r for r in rows if r["suite"] == name and _timed(r)]
+            timed = {d: [r for r in mine if r["suite"] == name and _timed(r)] for d, mine in devices.items()}
+            device, mine = _most(timed)
             file = name.replace("_", "-")
-            found[f"{file}-rate.svg"] = _curves(mine, x, "flop_rate", "operations a second")
-            found[f"{file}-memory.svg"] = _curves(mine, x, "peak_bytes", "bytes at the height of a call")
+            found[f"{file}-rate.svg"] = _curves(device, mine, x, "flop_rate", "operations a second")
+            found[f"{file}-memory.svg"] = _curves(device, mine, x, "peak_bytes", "bytes at the height of a call")
     return {name: data for name, data in found.items() if data.get("bars") or data.get("panels") or data.get("points")}
 
 
-def _bars(rows: Sequence[Row]) -> dict[str, Any]:
-    """Speed over the best peer's, a bar a call."""
+def _most(devices: Mapping[str, Sequence[Row]]) -> tuple[str, Sequence[Row]]:
+    """The device on which most calls were timed, and its rows."""
+    device = max(devices, key=lambda d: len(best_of_each_call(devices[d])), default="")
+    return device, devices.get(device, ())
+
+
+def _titled(title: str, device: str) -> str:
+    return f"{title}; {device}" if device else title
+
+
+def _bars(device: str, rows: Sequence[Row]) -> dict[str, Any]:
+    """Speed over the best peer's on one device, a bar a call."""
     bars = []
     for best in best_of_each_call(rows):
         if best.get("ratio"):
@@ -219,14 +234,14 @@ def _bars(rows: Sequence[Row]) -> dict[str, Any]:
                     "peer": best["best_peer"],
                 }
             )
-    title = "Speed over the best peer's, on every call"
+    title = _titled("Speed over the best peer's, on every call", device)
     return {"kind": "bars", "title": title, "bars": sorted(bars, key=lambda b: (b["op"], b["dtype"], b["ratio"]))}
 
 
 def _glance(devices: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
     """Speed over the best peer's and error over the bound, an op a line, on the device with most calls."""
-    device = max(devices, key=lambda d: len(best_of_each_call(devices[d])), default="")
-    rows = [r for r in devices.get(device, ()) if r["dtype"] in GLANCED]
+    device, found = _most(devices)
+    rows = [r for r in found if r["dtype"] in GLANCED]
     points = [{"op": b["op"], "dtype": b["dtype"], "x": b["ratio"]} for b in best_of_each_call(rows) if b.get("ratio")]
     errors = [
         {"op": r["op"], "dtype": r["dtype"], "x": r["error"], "subject": r["subject"]} for r in rows if r.get("error")
@@ -241,8 +256,8 @@ def _short(call: str) -> str:
     return inside.replace("is_causal=True", "causal").replace("batch=(), ", "") + (f"; {beside}" if between else "")
 
 
-def _curves(rows: Sequence[Row], x: str, field: str, label: str) -> dict[str, Any]:
-    """A panel an op, dtype and what else does not grow; in it a curve a contender."""
+def _curves(device: str, rows: Sequence[Row], x: str, field: str, label: str) -> dict[str, Any]:
+    """A panel an op, dtype and what else does not grow; in it a curve a contender, all on one device."""
     panels: dict[str, dict[str, list[list[float]]]] = {}
     for r in rows:
         if r.get(field) and isinstance(r["dims"].get(x), int):
@@ -254,7 +269,7 @@ def _curves(rows: Sequence[Row], x: str, field: str, label: str) -> dict[str, An
         if any(len(points) > 1 for points in curves.values())
     }
     subjects = sorted({r["contender"] for r in rows if r["subject"]})
-    title = f"{label[0].upper()}{label[1:]} against {x}"
+    title = _titled(f"{label[0].upper()}{label[1:]} against {x}", device)
     return {"kind": "curves", "title": title, "x": x, "panels": shown, "subjects": subjects}
 
 
