@@ -161,10 +161,6 @@ FRAMEWORKS = {
         lambda: softmax(torch.nn.parameter.UninitializedParameter()),
         r"x is a UninitializedParameter without a shape",
     ),
-    "lazily negated": (
-        lambda: softmax(torch.zeros(3, dtype=torch.complex64).conj().imag),
-        r"x is a lazily negated view; pass x.resolve_neg\(\)",
-    ),
     "torch's fp8": (
         lambda: softmax(torch.zeros(3, dtype=torch.float8_e4m3fn)),
         r"softmax: x is float8_e4m3fn; expected one of float32",

@@ -23,7 +23,8 @@ Form = tuple[Any, ...]
 @functools.cache
 def reader(spec: Spec[Any]) -> Callable[..., tuple[Form | None, dict[str, Any]]]:
     """A function that takes an op's arguments and gives their form, and the arrays by name; None for the form where
-    arrays are of a framework whose calls have none, or somebody steps in. Last in a form is which arrays want a
+    arrays are of a framework whose calls have none, one of them is not in its memory as it is, or somebody steps in. Last in
+    a form is which arrays want a
     gradient, False where none gets one.
 
     It raises what any expression on wrong arguments may: TypeError, AttributeError, RuntimeError.
@@ -46,8 +47,9 @@ def reader(spec: Spec[Any]) -> Callable[..., tuple[Form | None, dict[str, Any]]]
         parts = [_of(a, f.form, "None if {0} is None else ({1})") for a in spec.arrays]
         flags = ", ".join(_of(a, f.watched, "{0} is not None and {1}") for a in spec.arrays)
         watched = " or ".join(_of(a, f.watched, "{0} is not None and {1}") for a in spec.arrays)
+        there = "".join(f" and ({_of(a, f.there, '{0} is None or {1}', f.name)})" for a in spec.arrays if f.there)
         lines += [
-            f"    if framework is {f.name} and {f.name}_undisturbed({spec.autocast is not None}):",
+            f"    if framework is {f.name} and {f.name}_undisturbed({spec.autocast is not None}){there}:",
             f"        seen = ({watched}) and {f.name}_watching() and ({flags},)",
             f"        return ({', '.join([*parts, *options])}, seen), {{{arrays}}}",
         ]
@@ -57,8 +59,8 @@ def reader(spec: Spec[Any]) -> Callable[..., tuple[Form | None, dict[str, Any]]]
     return read
 
 
-def _of(a: ArrayArg, what: str, optional: str) -> str:
-    text = what.format(x=a.name)
+def _of(a: ArrayArg, what: str, optional: str, framework: str = "") -> str:
+    text = what.format(x=a.name, framework=framework)
     return optional.format(a.name, text) if a.optional else text
 
 

@@ -60,7 +60,8 @@ class Framework:
       immutable: its arrays never change, so that none may share memory that somebody else may write to; donates: in
         words, how its users give an array's memory to a result instead.
       form: Python for all of an array ``{x}`` that decides how a call is served, as the elements of a tuple; empty: no
-        call's form is remembered (:mod:`portakern.core.forms`). watched: Python for whether it may want a gradient.
+        call's form is remembered (:mod:`portakern.core.forms`). watched: Python for whether it may want a gradient. there: Python for whether the
+        memory of an array that is here holds its values; it may name the ``{framework}``. Empty: it always does.
       resizes: its arrays can be given other memory in place, which they must own alone.
       embeds: platforms for which machine code can be a part of the library's programs (:meth:`embed`).
       records: calls may be recorded instead of run (:meth:`interposes`), which every op asks about before it binds its
@@ -78,6 +79,7 @@ class Framework:
     embeds: tuple[str, ...] = ()
     form = ""
     watched = "False"
+    there = ""
     resizes = False
     records = False
 
@@ -93,6 +95,10 @@ class Framework:
         none.
         """
         raise NotImplementedError
+
+    def plain(self, kind: type) -> bool:
+        """Whether arrays of a class are what their memory is, so that they may be asked for their form."""
+        return True
 
     def target(self, device: Any) -> Target:
         """The hardware behind a device."""
@@ -302,7 +308,7 @@ def host_framework() -> Framework:
 
 
 BY_TYPE: dict[type, Framework] = {}
-"""Type of an array -> its framework, of the types seen so far."""
+"""Type of an array -> its framework, of the plain types seen so far."""
 
 
 def framework_of(op: str, name: str, array: Any) -> Framework:
@@ -311,7 +317,8 @@ def framework_of(op: str, name: str, array: Any) -> Framework:
     if found is None:
         found = _find_framework(op, name, array)
         found.load()
-        BY_TYPE[type(array)] = found
+        if found.plain(type(array)):
+            BY_TYPE[type(array)] = found
     return found
 
 

@@ -15,15 +15,16 @@ import numpy as np
 from portakern.core.framework import DTYPE_NAME, Framework, distinct, load_library
 from portakern.core.instruments import Instruments
 from portakern.core.targets import Target
-from portakern.errors import SpecError, UnsupportedError
-from portakern.frameworks.torch import staging
+from portakern.errors import SpecError
+from portakern.frameworks.torch import memory, staging
+from portakern.frameworks.torch.memory import OFFSETS, begins
 from portakern.spec.dtypes import DTYPES, DTypeInfo
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
     from portakern.core.route import Choice
 
-__all__ = ["READABLE", "Torch", "unreadable"]
+__all__ = ["Torch"]
 
 
 class Torch(Framework):
@@ -41,7 +42,9 @@ class Torch(Framework):
             "softmax": "softmax",
         }
     )
-    form = "{x}.__class__, {x}.shape, {x}.stride(), {x}.dtype, {x}.device, {x}.layout, {x}.is_neg()"
+    # all layouts but strided have no address to ask for, which is an error: no form says which layout
+    form = "{x}.__class__, {x}.shape, {x}.stride(), {x}.dtype, {x}.device"
+    there = f"({{x}}.data_ptr() > {OFFSETS} or {{framework}}.has_memory({{x}})) and not {{x}}.is_neg()"
     watched = "{x}.requires_grad"
     records = resizes = True
     device = staticmethod(lambda array: array.device)
@@ -54,6 +57,9 @@ class Torch(Framework):
     def is_array(self, value: Any) -> bool:
         torch = sys.modules.get("torch")
         return torch is not None and isinstance(value, torch.Tensor)
+
+    def plain(self, kind: type) -> bool:
+        return kind in memory.READABLE or memory.unreadable(kind) is None
 
     def target(self, device: Any) -> Target:
         torch = sys.modules["torch"]
@@ -83,16 +89,16 @@ class Torch(Framework):
         return bool(array.is_contiguous())
 
     def may_write(self, array: Any, others: Sequence[Any]) -> bool:
-        memory = array.untyped_storage().data_ptr()
-        apart = all(o.untyped_storage().data_ptr() != memory for o in others)
+        memory = begins(array)
+        apart = all(begins(o) != memory for o in others)
         return apart and distinct(array.shape, array.stride())
 
     def overlap(self, a: Any, b: Any) -> bool:
         if "cpu" in (a.device.type, b.device.type):
-            memory = a.untyped_storage().data_ptr()
-            return (memory != 0 and memory == b.untyped_storage().data_ptr()) or super().overlap(a, b)
+            memory = begins(a)
+            return (memory != 0 and memory == begins(b)) or super().overlap(a, b)
         (first, size), (second, other) = (
-            (x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in (a, b)
+            (begins(x), x.untyped_storage().nbytes()) for x in (a, b)
         )  # of what lies on a device the host would compare copies, which take their time
         return bool(first and second and first < second + other and second < first + size)
 
@@ -120,6 +126,10 @@ class Torch(Framework):
             else torch.empty_strided(shape, strides, dtype=kind, device="meta")
         )
 
+    def has_memory(self, array: Any) -> bool:
+        """Whether a tensor whose elements seem to lie near address 0 has memory: an offset into none looks so too."""
+        return begins(array) != 0
+
     def check(self, call: Call) -> bool:
         torch = sys.modules["torch"]
         name = call.spec.arrays[0].name
@@ -140,21 +150,27 @@ class Torch(Framework):
             ):
                 watched = True
             if array.layout is not strided:
+                dense = "to_padded_tensor(0.0)" if array.is_nested else "to_dense()"
                 raise SpecError(
                     f"{call.spec.name}: {name} has layout {array.layout}; expected a strided tensor: pass "
-                    f"{name}.to_dense()"
+                    f"{name}.{dense}"
                 )
-            if array.is_neg():
-                raise SpecError(f"{call.spec.name}: {name} is a lazily negated view; pass {name}.resolve_neg()")
             if inside_func and functorch.is_functorch_wrapped_tensor(array):
-                watched = True
-            if type(array) not in READABLE and (why := unreadable(type(array))) is not None:
-                raise UnsupportedError(f"{call.spec.name}: {name} {why}")
+                watched = True  # what lies within comes here again
+                continue
+            plain = memory.readable(call.spec.name, name, array)
+            if plain is not array:
+                if name in call.over:
+                    raise SpecError(
+                        f"{call.spec.name}: overwrite names {name}, whose values are not in its memory as they are: "
+                        f"the result would lie over a copy; leave it out, or pass {name}.clone()"
+                    )
+                call.arrays[name] = plain
         return watched
 
     def to_numpy(self, array: Any) -> np.ndarray:
         torch = sys.modules["torch"]
-        host = array.detach().cpu()
+        host = memory.materialised(array.detach()).cpu()
         d = DTYPES.get(DTYPE_NAME.get(host.dtype, ""))
         # by DLPack: what a tensor's own numpy() has shown can never be resized again, and sharding and offloading
         # resize the storages of parameters
@@ -283,30 +299,6 @@ class Torch(Framework):
         from portakern.frameworks.torch import autograd
 
         return autograd.autocast(spec, args, kwargs)
-
-
-def unreadable(kind: type) -> str | None:
-    """Why the memory of tensors of a class may not be what they are, in words; None where it is.
-
-    A class that answers torch functions or dispatched operations itself may keep its values elsewhere, or nowhere:
-    ``CausalBias`` is a mask by its attributes alone."""
-    torch = sys.modules["torch"]
-    plain = torch.Tensor
-    if kind.__torch_dispatch__ is not plain.__torch_dispatch__:  # type: ignore[attr-defined]
-        return f"is a {kind.__name__}, which has no memory of its own; pass a plain torch.Tensor"
-    answers = kind.__torch_function__  # type: ignore[attr-defined]
-    inherited = getattr(answers, "__func__", None) is plain.__torch_function__.__func__
-    if not inherited and answers is not torch._C._disabled_torch_function_impl:
-        return (
-            f"is a {kind.__name__}, a class that answers PyTorch's functions itself, so that its memory may not hold "
-            "its values; pass .as_subclass(torch.Tensor) where it does, a plain torch.Tensor where it does not"
-        )
-    READABLE.add(kind)
-    return None
-
-
-READABLE: set[type] = set()
-"""Classes of tensors that were looked at and found plain: tensors, parameters, subclasses that change nothing."""
 
 
 def _bits(d: DTypeInfo) -> str:

@@ -155,7 +155,7 @@ class Step:
                     f"{self.spec.name}: {wired.vjp.name} takes no cotangent of {name}; detach {name}"
                 )
             if argument is not None and cotangent is not None:
-                arrays[argument] = cotangent.resolve_neg()
+                arrays[argument] = cotangent
             elif argument is not None and argument not in optional:
                 arrays[argument] = like.new_zeros(shape, dtype=dtype)
         return arrays

@@ -40,6 +40,11 @@ def differentiate(call: Call, choice: Choice, late: bool = False) -> tuple[Any, 
     spec = call.spec
     names = tuple(n for n, a in call.arrays.items() if a is not None)
     arrays = [call.arrays[n] for n in names]
+    if functionalized():  # which has no rule for a Function, and one for every custom op
+        tell_counters(spec)
+        outputs = calling(spec, choice)(call.arrays, call.options, call.wants)
+        given = dict(zip(call.wants, outputs, strict=True))
+        return tuple(given.get(o.name) for o in spec.outputs)
     over: tuple[str, ...] = ()
     wired: Wiring | None = None
     backward: Run | None = None
@@ -52,6 +57,7 @@ def differentiate(call: Call, choice: Choice, late: bool = False) -> tuple[Any, 
 
     def forward(*tensors: Any) -> tuple[Any, ...]:
         training.arrays = training.arrays | dict(zip(names, tensors, strict=True))
+        training.framework.check(training)  # transforms of torch.func hide what they wrap
         return tuple(o for o in _served(training, choice) if o is not None)
 
     again = functools.partial(_run, spec, choice, late)
@@ -59,6 +65,13 @@ def differentiate(call: Call, choice: Choice, late: bool = False) -> tuple[Any, 
     named = dict(zip(step.wants, differentiable(step, arrays), strict=True))
     step.forward = spent  # it holds the tensors, which a graph must not
     return tuple(named[o.name] if o.name in call.wants else None for o in spec.outputs)
+
+
+def functionalized() -> bool:
+    """Whether the innermost transform of torch.func that is active is ``functionalize``."""
+    functorch = torch._C._functorch
+    innermost = functorch.peek_interpreter_stack()
+    return innermost is not None and innermost.key() == functorch.TransformType.Functionalize
 
 
 class Training:
@@ -165,7 +178,6 @@ class _Again(Step):
         text = _WAY.format(
             saved="".join(f"{n}, " for n in self.saved) or "*_",
             cotangents="".join(f"{n if n in there else '_'}, " for n in theirs),
-            odd=" or ".join(f"legacy({n}) or {n}.is_neg()" for n in there),
             arguments=", ".join(
                 a.name + ".detach()" * (a.name in over) if a.name in (*self.saved, *there) else "None"
                 for a in wired.vjp.arrays
@@ -176,7 +188,7 @@ class _Again(Step):
             ),
         )
         env: dict[str, Any] = {"read": backward.read, "plans": backward.choice.plans, "options": self.options}
-        env |= {"wants": wants, "over": over, "legacy": torch._C._functorch.is_legacy_batchedtensor}
+        env |= {"wants": wants, "over": over}
         exec(compile(text, f"<gradients of {self.spec.name}>", "exec"), env)  # the text derives from specs alone
         way: Way = env["way"]
         return way
@@ -186,9 +198,10 @@ _WAY = """
 def way(saved, cotangents):
     {saved} = saved
     {cotangents} = cotangents
-    if {odd}:
+    try:
+        form, given = read({arguments}, {options}wants=wants)
+    except RuntimeError:  # a tensor that cannot be asked: of is_grads_batched, or without memory of its own
         return None
-    form, given = read({arguments}, {options}wants=wants)
     known = None if form is None or form[-1] else plans.get(form)
     if known is None:  # somebody looks at the gradients' own call, or it is the first of its form
         return None
@@ -206,7 +219,10 @@ class _Backward:
     def __call__(self, arrays: Arrays, options: Mapping[str, Any], wants: tuple[str, ...]) -> tuple[Any, ...]:
         if OBSERVERS or any(map(torch._C._functorch.is_legacy_batchedtensor, arrays.values())):
             return _run(self.spec, self.choice, True, arrays, options, wants)
-        form, given = self.read(**arrays, **options, wants=wants)
+        try:
+            form, given = self.read(**arrays, **options, wants=wants)
+        except RuntimeError:  # the long way materialises such a tensor, or says what is wrong with it
+            form, given = None, arrays
         if form is None or form[-1]:  # somebody looks at the gradients' own call
             return _run(self.spec, self.choice, True, arrays, options, wants)
         known = self.choice.plans.get(form)

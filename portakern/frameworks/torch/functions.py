@@ -18,7 +18,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from portakern.api import Op, op
 from portakern.core.route import Choice
 from portakern.errors import SpecError, UnsupportedError
-from portakern.frameworks.torch.arrays import unreadable
+from portakern.frameworks.torch.memory import unreadable
 
 __all__ = [
     "apply_rotary_pos_emb",

@@ -20,7 +20,6 @@ from torch.utils import checkpoint
 
 from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.torch import products
-from portakern.frameworks.torch.arrays import READABLE, unreadable
 from portakern.frameworks.torch.functions import (
     cross_entropy,
     into,
@@ -32,6 +31,7 @@ from portakern.frameworks.torch.functions import (
     scaled_dot_product_attention,
     softmax,
 )
+from portakern.frameworks.torch.memory import READABLE, unreadable
 
 __all__ = ["SWAPS", "Swap", "swapped"]
 

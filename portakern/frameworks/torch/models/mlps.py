@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from portakern.core import registry
 from portakern.core.framework import frameworks
 from portakern.core.route import ahead
-from portakern.frameworks.torch.arrays import unreadable
 from portakern.frameworks.torch.functions import kept_op, widened
+from portakern.frameworks.torch.memory import unreadable
 from portakern.frameworks.torch.models.prototypes import find, is_of_library
 
 __all__ = ["ACTIVATIONS", "ADDS", "MLPS", "Mlp", "ServedMlp", "dtypes_served", "served_mlp", "with_residual"]
