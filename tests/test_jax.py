@@ -13,7 +13,7 @@ import portakern as pk
 from portakern import inventory, testing
 from portakern.core import registry
 from portakern.core.targets import Target
-from portakern.testing import strategies
+from tests.drawing import cases
 from tests.ops import forward_records
 from tests.ops._shared import results
 
@@ -122,7 +122,7 @@ def test_every_op_lowers_for_tpu_and_vmaps_on_drawn_cases(op, data):
     import jax.export
 
     spec = registry.find_spec(op)
-    case = data.draw(strategies.cases(spec, DRAWN, {}))
+    case = data.draw(cases(spec, DRAWN, {}))
     arrays = {n: jnp.asarray(b.view()) for n, b in case.buffers(spec).items()}
     run = pk.op(op, backend="pallas")
     call = run.bind(**arrays, **case.options)

@@ -34,8 +34,8 @@ from portakern.core.framework import frameworks  # noqa: E402
 from portakern.core.route import Choice, find_routes  # noqa: E402
 from portakern.core.targets import Target  # noqa: E402
 from portakern.errors import UnsupportedError  # noqa: E402
-from portakern.testing import strategies  # noqa: E402
 from portakern.testing.subject import backend_subject  # noqa: E402
+from tests.drawing import cases  # noqa: E402
 
 HOPPER = Target("cuda", "sm_90")
 LIMITS = testing.Limits(used=2**12)
@@ -302,7 +302,7 @@ def test_drawn_cases_compile_for_hopper(data):
     """The interpreter takes shapes that the compiler would refuse."""
     spec = registry.find_spec("attention")
     subject = backend_subject(spec, "pallas", "decode", "cpu", None)
-    case = data.draw(strategies.cases(spec, testing.Limits(used=2**12, drawn=subject.drawn), subject.tiles))
+    case = data.draw(cases(spec, testing.Limits(used=2**12, drawn=subject.drawn), subject.tiles))
     arrays = {n: jnp.asarray(b.view()) for n, b in case.buffers(spec).items()}
     bound = pk.op("attention").bind(**arrays, **case.options)
     if bound.degenerate:

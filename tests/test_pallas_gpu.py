@@ -40,8 +40,8 @@ from portakern.core.call import shape_of  # noqa: E402
 from portakern.core.framework import frameworks  # noqa: E402
 from portakern.core.targets import Target  # noqa: E402
 from portakern.errors import SpecError, UnsupportedError  # noqa: E402
-from portakern.testing import strategies  # noqa: E402
 from portakern.testing.subject import backend_subject  # noqa: E402
+from tests.drawing import cases  # noqa: E402
 from tests.ops import record  # noqa: E402
 
 HOPPER = Target("cuda", "sm_90")
@@ -603,7 +603,7 @@ def test_a_tilings_layout_holds_each_element_once():
 def test_drawn_cases_compile_for_hopper(op, data):
     """The interpreter takes shapes that the compiler would refuse."""
     spec, subject = registry.find_spec(op), backend_subject(registry.find_spec(op), "pallas", "gpu", "cpu", None)
-    case = data.draw(strategies.cases(spec, LIMITS, subject.tiles))
+    case = data.draw(cases(spec, LIMITS, subject.tiles))
     arrays = {n: jnp.asarray(b.view()) for n, b in case.buffers(spec).items()}
     bound = pk.op(op).bind(**arrays, **case.options)
     if bound.degenerate:

@@ -201,7 +201,7 @@ def test_wrong_outputs_of_other_libraries_are_named():
         np.testing.assert_array_equal(same(X), X)  # no array of JAX's changes, whoever has it too
 
 
-def test_what_a_call_does_not_want_must_not_come_and_what_is_shared_is_named():
+def test_what_a_call_does_not_want_is_left_out_and_what_is_shared_is_named():
     q = np.zeros((1, 3, 1, 8), np.float32)
 
     def both(call):
@@ -209,8 +209,8 @@ def test_what_a_call_does_not_want_must_not_come_and_what_is_shared_is_named():
 
     attention = returning(both, "attention")
     assert attention(q, q, q, return_lse=True).lse.shape == (1, 1, 3)
-    with pytest.raises(TypeError, match="returned lse as a ndarray; expected None: this call does not want it"):
-        attention(q, q, q)
+    for _ in range(3):  # the first call of a form is looked at, later ones take a shorter way
+        assert attention(q, q, q).shape == q.shape
     one = np.zeros((1, 3, 1, 8), np.float32)
     with pytest.raises(TypeError, match="returned d_k in memory that it shares with the output d_q"):
         lse = np.zeros((1, 1, 3), np.float32)
@@ -534,6 +534,7 @@ SEEN = {
     ("torch_sdpa", "NaN lost"): "is 0; the oracle says nan",
     ("torch_sdpa", "NaN behind a mask"): "sees 2 of 4 keys, keys 0 to 1) is nan",
     ("jax_nn", "float16 under jit"): "raised ValueError: The precision 'F16_F16_F32' is not supported",
+    ("jax_nn", "one number in bfloat16"): "Algorithm not supported by the ElementalIrEmitter",
     ("jax_nn", "huge scores under jit"): "is nan; the oracle says -99999",
     ("jax_nn", "a row that sees no key"): "sees 0 of 2 keys) is 0.34",
     ("jax_nn", "a row of -inf"): "is nan; the oracle says 0",

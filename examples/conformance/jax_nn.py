@@ -17,6 +17,12 @@ FINDINGS = {
         "error comes later, when the call is lowered",
         '{"dtype":"float16","shapes":{"q":[1,2,1,2],"k":[1,2,1,2],"v":[1,2,1,2]}}',
     ),
+    "one number in bfloat16": Finding(
+        "a product of one number with one number is no product of XLA's on a CPU any more, which refuses the precision "
+        "that is asked for",
+        '{"dtype":"bfloat16","shapes":{"q":[1,1,1,1],"k":[1,1,1,1],"v":[1,1,1,1]}}',
+        lambda q, k, **_: q.dtype == jnp.bfloat16 and q.size == k.size == 1,
+    ),
     "huge scores under jit": Finding(
         "at scores of 1e10 the row is NaN, eagerly it is right: as if the product were fused into the difference "
         "from the row maximum, which was rounded",

@@ -348,6 +348,7 @@ class Implementation:
         if not isinstance(out, tuple) or len(out) != len(call.spec.outputs):
             outputs.count(self, call, out)
         if not self.ours and not self.backend.oracle:
+            out = outputs.wanted(call, out)
             form = outputs.form(call) if call.concrete else None  # traced: it is compiled once, and looked at then
             if form is None or form not in self._looked:
                 outputs.look(self, call, out)

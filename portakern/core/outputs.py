@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from portakern.core.backend import Implementation
     from portakern.core.call import Call
 
-__all__ = ["count", "exact", "form", "look"]
+__all__ = ["count", "exact", "form", "look", "wanted"]
 
 
 def count(impl: Implementation, call: Call, outputs: Any) -> None:
@@ -25,6 +25,13 @@ def count(impl: Implementation, call: Call, outputs: Any) -> None:
         raise TypeError(f"{_who(impl)} returned {got}; expected a tuple with every output of the spec: ({names},)")
 
 
+def wanted(call: Call, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The outputs that a call wants, None for the others: a kernel may give what it made anyway, such as an lse."""
+    if len(call.wants) == len(outputs):
+        return outputs
+    return tuple(out if o.name in call.wants else None for o, out in zip(call.spec.outputs, outputs, strict=True))
+
+
 def form(call: Call) -> tuple[Any, ...]:
     """What :func:`look` depends on, in something hashable."""
     strides = call.framework.strides
@@ -34,17 +41,16 @@ def form(call: Call) -> tuple[Any, ...]:
 
 def look(impl: Implementation, call: Call, outputs: tuple[Any, ...]) -> None:
     """TypeError unless every wanted output is an array of the declared shape and dtype, in memory of its own beside the
-    call's or the array itself that it is to be written over, and every other is None.
+    call's or the array itself that it is to be written over.
 
     It reads no values, and depends on the call's form alone: shapes, strides, dtypes, options and what is wanted. In a
     call that is traced, or in a library whose arrays never change, memory says nothing and is not looked at.
     """
     found: dict[str, Any] = {}
     for (name, (shape, dtype)), out in zip(call.outputs.items(), outputs, strict=True):
-        if name in call.wants:
-            wrong = _form(call, out, shape, dtype) or (_memory(call, name, out, found) if call.concrete else None)
-        else:
-            wrong = None if out is None else (f"as a {type(out).__name__}", "None: this call does not want it")
+        if name not in call.wants:
+            continue
+        wrong = _form(call, out, shape, dtype) or (_memory(call, name, out, found) if call.concrete else None)
         if wrong:
             came, expected = wrong
             raise TypeError(f"{_who(impl)} returned {name} {came}; expected {expected} ({call!r})")

@@ -2,6 +2,22 @@
 :mod:`portakern.spec.tolerance`."""
 
 from portakern.spec.declare import Spec, spec
+from portakern.spec.options import Axis, DType, Range
 from portakern.spec.parts import ArrayArg, Count, Dim, Edge, Output, Rule, Sample, Tile, When
 
-__all__ = ["ArrayArg", "Count", "Dim", "Edge", "Output", "Rule", "Sample", "Spec", "Tile", "When", "spec"]
+__all__ = [
+    "ArrayArg",
+    "Axis",
+    "Count",
+    "DType",
+    "Dim",
+    "Edge",
+    "Output",
+    "Range",
+    "Rule",
+    "Sample",
+    "Spec",
+    "Tile",
+    "When",
+    "spec",
+]

@@ -104,7 +104,9 @@ class Case:
             )
         with np.errstate(over="ignore", invalid="ignore"):
             arrays = {n: _spread(values[n].astype(numpy_dtype(self.dtype_of(a))), s) for n, (a, s) in drawn.items()}
-        if forward and saved:
+        if forward and saved:  # a repeated index is so before anything is computed
+            repeats = [n for n, layout in self.layouts.items() if layout == "expanded" and n in drawn]
+            arrays |= {n: np.array(LAYOUTS["expanded"](arrays[n]).view()) for n in repeats}
             arrays |= _forward_outputs(forward, arrays, self.options, saved)
         laid = {n: LAYOUTS[self.layouts.get(n, "contiguous")](arrays[n]) for n in given}
         return laid | dict.fromkeys(self.same, laid[self.same[0]]) if self.same else laid

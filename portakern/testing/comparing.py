@@ -92,9 +92,9 @@ class Trial:
         named = {a.name: arrays[a.name] for a in spec.arrays if a.optional and a.name in arrays}
         options = {o.name: o.default for o in spec.options if o.name in self.subject.always} | {**self.case.options}
         known = self.subject.arguments
-        return self.run(
-            *positional, **named, **{n: v for n, v in options.items() if known is None or n in known}, **overwrite
-        )
+        options = {n: v for n, v in options.items() if known is None or n in known}
+        with self.fw.compiled_each():
+            return self.run(*positional, **named, **options, **overwrite)
 
     def breaks(self, which: str, what: str) -> None:
         """A promise is broken; told unless it is known, or nobody asked for it."""
@@ -103,7 +103,7 @@ class Trial:
 
     def hold(self, result: Any, call: Call, arrays: Mapping[str, Any]) -> Held:
         """The wanted outputs, copied at once, and held to whose arrays they are and what memory they may take."""
-        outputs = tuple(o for o in result if o is not None) if isinstance(result, tuple) else (result,)
+        outputs = _wanted(result, call)
         if len(outputs) != len(call.wants):
             raise Broken(
                 f"{len(outputs)} outputs came back; expected {len(call.wants)}: {', '.join(call.wants)}, and None for "
@@ -316,6 +316,18 @@ class Trial:
         else:
             self.arrays[name][...] = -self.arrays[name]
         self.now[name] = np.array(self.fw.to_numpy(self.arrays[name]))  # libraries differ in the sign of a NaN
+
+
+def _wanted(result: Any, call: Call) -> tuple[Any, ...]:
+    """The outputs that a call wants, of what came back: a bare array, or a tuple or list with a place for each output
+    of the op, where others may be there as well, or for each that is wanted."""
+    if not isinstance(result, tuple | list):
+        return (result,)
+    if len(result) == len(call.spec.outputs) > len(call.wants):
+        places = {o.name: out for o, out in zip(call.spec.outputs, result, strict=True)}
+        if all(places[name] is not None for name in call.wants):
+            return tuple(places[name] for name in call.wants)
+    return tuple(o for o in result if o is not None)
 
 
 def run_case(subject: Subject, case: Case, report: Report, excused: Collection[str] = ()) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from portakern.core.backend import ANY, Drawn
+from portakern.core.binder import bind
 from portakern.core.framework import Framework
 from portakern.spec.dtypes import numpy_dtype
 from portakern.testing.layouts import row_major
@@ -114,8 +115,12 @@ def run_law(subject: Subject, case: LawCase, limits: Limits | None = None) -> No
         lacks = subject.always & {a.name for a in spec.arrays} - {*given}
         if lacks or not all(map(limits.takes, (*optional, *options))):
             raise NotTaken
-        out = op(*(given[n] for n in required), **optional, **{**defaults, **options})
-        if not isinstance(out, tuple):
+        with fw.compiled_each():
+            out = op(*(given[n] for n in required), **optional, **{**defaults, **options})
+        if isinstance(out, tuple | list) and not spec.is_vjp:
+            wants = bind(spec, **given, **options).wants
+            out = out[names.index(wants[0])] if len(wants) == 1 and len(out) == len(names) else out
+        if not isinstance(out, tuple | list):
             return shown(names[0], out)
         return tuple(None if o is None else shown(name, o) for name, o in zip(names, out, strict=False))
 

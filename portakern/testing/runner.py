@@ -9,10 +9,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import seed as hypothesis_seed
-from hypothesis.errors import Unsatisfiable
-
 from portakern.core import ending, registry
 from portakern.core.backend import Backend
 from portakern.core.failing import Ended, kind_of
@@ -29,7 +25,8 @@ from portakern.testing.layouts import LAYOUTS
 from portakern.testing.regimes import VALUE_REGIMES
 from portakern.testing.report import Failure, Report
 from portakern.testing.sizes import Limits
-from portakern.testing.strategies import cases, dtypes_of, turns
+from portakern.testing.source import Rejected, Source, shrunk
+from portakern.testing.strategies import case_of, drawn, dtypes_of, turns
 from portakern.testing.subject import (
     Subject,
     asking,
@@ -57,7 +54,8 @@ EDGE_EXAMPLES = 5
 FILL = 2**20  # elements of an array that keeps a large GPU busy
 INTERPRETED = 256  # programs of a call where one runs after the other, for some of them tens of milliseconds each
 EMULATED = Limits(elements=2048, flops=5e5, tile_volume=2**13)
-FREE_RUN = 25  # free cases that one run of Hypothesis draws: parts of a check that may go to different processes
+FREE_RUN = 25  # free cases of a run: parts of a check that may go to different processes
+RUNS = 1000  # of a check, and cases of a run, at most: numbers that cases are drawn from lie so far apart
 
 
 def check(
@@ -241,7 +239,7 @@ def cases_of(subject: Subject, asked: Asked) -> list[Case | LawCase]:
 
 @dataclass(frozen=True)
 class Run:
-    """Cases that one run of Hypothesis draws: on an edge or (None) on none. ``turns``: of one after the other;
+    """Cases that are drawn together: on an edge or (None) on none. ``turns``: of one after the other;
     ``fills``: with arrays that fill a chip."""
 
     edge: Edge | None
@@ -286,17 +284,11 @@ class _Work:
         with self.subject.context():
             for number, run in enumerate(runs):
                 if number % parts == part:
-                    self.until_settled(functools.partial(self.explore, run, self.seed * 1000 + number))
+                    self.explore(run, self.seed * RUNS + number)
             each = max(1, min(EDGE_EXAMPLES, max((len(run.turns) for run in runs if run.edge), default=1)))
             for number, name in enumerate(self.subject.spec.laws if with_laws and self.subject.lawful else ()):
                 if number % parts == part and not {BrokenPromise.kind, "laws"} & self.excused and not self.ended:
                     self.instances(name, each, number)
-
-    def until_settled(self, some: Callable[[], Failure | None]) -> None:
-        """Work once more after each failure that is not the end: it may have hidden another."""
-        while not self.ended and (failure := some()):
-            self.report.failures.append(failure)
-            self.excused.add(failure.kind)
 
     def instances(self, law: str, count: int, number: int) -> None:
         """Every other instance is of the first dtype, float32 where there is one: 16 bits hide most differences. Which
@@ -343,67 +335,69 @@ class _Work:
         """Run one case; what it breaks is raised."""
         run_case(self.subject, case, self.report, self.excused)
 
-    def explore(self, run: Run, start: int) -> Failure | None:
-        """Draw the cases of a run and try them, up to a failure, which shrinks."""
-        failed: list[tuple[Case, Exception]] = []
-        mistakes: list[tuple[Case, Exception]] = []
-        seen: list[Case] = []
-        taken: list[Turn] = []  # of the cases that were drawn; after a failure that one's again and again
-        report, count = self.report, len(run.turns)
-
-        def whose_turn() -> Turn:
-            """The dtype does not come from what Hypothesis draws: it would be any. What failed keeps its own turn."""
-            taken.append(taken[-1] if failed else run.turns[max(0, min(len(seen), count) - 1)])
-            return taken[-1]
-
-        @hypothesis_seed(start)
-        @settings(
-            max_examples=count + 1,
-            database=None,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            report_multiple_bugs=False,
-            phases=(Phase.generate, Phase.shrink) if self.shrink else (Phase.generate,),
-            print_blob=False,
-            derandomize=False,
-        )
-        @given(cases(self.subject.spec, self.limits, self.subject.tiles, run.edge, whose_turn, run.fills))
-        def one(case: Case) -> None:
-            seen.append(case)
-            if len(seen) == 1 or (
-                failed and not self.shrink
-            ):  # Hypothesis begins with the simplest case of all, the same for every seed
-                return
-            if self.time_is_up() and not failed:
-                report.leave_out(case)
-                return
-            try:
-                self.tries(case)
-            except Exception as e:
-                _unless_told_to_end()
-                (failed if self.subject.at_fault(e) else mistakes).append((case, e))
-                raise
+    def explore(self, run: Run, start: int) -> None:
+        """Draw the cases of a run and try them. A failure that is not the end may hide another of the same case."""
+        place = 0
+        while place < len(run.turns) and not self.ended:
+            seed = start * RUNS + place
+            case, source = self.drawn(run, place, seed)
+            if self.time_is_up():
+                self.report.leave_out(case)
+                place += 1
+                continue
+            error = self.outcome(case)
+            if error is not None:
+                case, error = self.smallest(run, place, seed, source, error) or (case, error)
+                failure = _failure(self.subject, case, error)
+                self.report.failures.append(failure)
+                self.excused.add(failure.kind)
+                continue
+            place += 1
             if self.progress:
-                self.progress(report.examples + sum(report.refused.values()))
+                self.progress(self.report.examples + sum(self.report.refused.values()))
 
+    def drawn(self, run: Run, place: int, seed: int) -> tuple[Case, Source]:
+        """A case of a run."""
+        spec = self.subject.spec
         try:
-            one()
-        except Unsatisfiable:
+            return drawn(seed, spec, self.limits, self.subject.tiles, run.edge, run.turns[place], run.fills)
+        except Rejected:
             name = f"on its edge {run.edge.name!r} " if run.edge else ""
             raise SpecError(
-                f"{self.subject.spec.name}: no case that was drawn {name}obeys the op's rules; declare how to make "
-                f"such values with @{self.subject.spec.name}.values(argument), or widen the edge"
+                f"{spec.name}: no case that was drawn {name}obeys the op's rules; declare how to make "
+                f"such values with @{spec.name}.values(argument), or widen the edge"
             ) from None
+
+    def outcome(self, case: Case) -> Exception | None:
+        """What a case broke; None where it held. What is no fault of the subject is raised."""
+        try:
+            self.tries(case)
         except Exception as e:
-            if mistakes:  # ours; Hypothesis tries it again, and may find another
-                raise mistakes[0][1] from None
-            if not failed:
+            _unless_told_to_end()
+            if not self.subject.at_fault(e):
                 raise
-            # what fails once and not again (Hypothesis calls it flaky: a dead device, a race) is the first failure;
-            # what came after may be its consequence
-            case, error = next(((c, x) for c, x in reversed(failed) if type(x) is type(e)), failed[0])
-            return _failure(self.subject, case, error)
+            return e
         return None
+
+    def smallest(
+        self, run: Run, place: int, seed: int, source: Source, error: Exception
+    ) -> tuple[Case, Exception] | None:
+        """A case of less choices that fails in the same way, and how; None where there is none."""
+        if not self.shrink:
+            return None
+        spec, known = self.subject.spec, getattr(error, "kind", None)
+
+        def fails(choices: Sequence[int]) -> tuple[Case, Exception] | None:
+            less = Source(source.seed, choices)
+            try:
+                case = case_of(less, spec, self.limits, self.subject.tiles, run.edge, run.turns[place], run.fills)
+            except Rejected:
+                return None
+            found = self.outcome(case)
+            same = type(found) is type(error) and getattr(found, "kind", None) == known
+            return (case, found) if found is not None and same else None
+
+        return shrunk(source.choices, fails)
 
 
 def _unless_told_to_end() -> None:
@@ -430,11 +424,10 @@ class _Listing(_Work):
 class _LeftOut(_Work):
     """What would be tried, counted in the report as left out."""
 
-    def explore(self, run: Run, start: int) -> Failure | None:
+    def explore(self, run: Run, start: int) -> None:
         for turn in run.turns:
             self.report.left_out += 1
             self.report.missed.update([run.edge.name] if run.edge else [turn.regime] if turn.regime else VALUE_REGIMES)
-        return None
 
     def attempt(self, case: Case | LawCase) -> Failure | None:
         assert isinstance(case, LawCase), case

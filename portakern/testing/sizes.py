@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-from hypothesis import strategies as st
 
 from portakern.core import registry
 from portakern.core.backend import ANY, Drawn
@@ -16,6 +13,7 @@ from portakern.core.call import shape_of
 from portakern.spec import ArrayArg, Edge, Spec
 from portakern.spec.dtypes import DTYPES
 from portakern.testing.layouts import DRAWN
+from portakern.testing.source import Source
 
 __all__ = ["EXTENTS", "Limits", "at_least_1", "drawn_dims", "filling_dims", "one_form", "shrink_to_fit"]
 
@@ -82,75 +80,75 @@ def _variadic(spec: Spec[Any]) -> set[str]:
     return {d.factors[0] for a in spec.arrays for d in a.dims if d.variadic}
 
 
-KIND = st.sampled_from(["odd"] * 7 + ["used"] * 4 + ["rank"])
+KIND = ("odd",) * 7 + ("used",) * 4 + ("rank",)
 
 
-def drawn_dims(draw: st.DrawFn, spec: Spec[Any], edge: Edge, limits: Limits) -> tuple[dict[str, Any], tuple[str, ...]]:
+def drawn_dims(source: Source, spec: Spec[Any], edge: Edge, limits: Limits) -> tuple[dict[str, Any], tuple[str, ...]]:
     """(dimension -> extent, which dimensions keep theirs while others give way).
 
     Beside an edge's own extents, most cases are small and odd. Of the others, some have one or two extents as people
     have them and few elements along the rest, and some as many axes as anybody's arrays.
     """
-    kind = "odd" if edge.name else draw(KIND)
+    kind = "odd" if edge.name else source.of(KIND)
     if kind == "used" and limits.used > limits.elements >= Limits.elements:
-        return _used(draw, spec)
-    dims = _odd(draw, spec, edge, limits)
+        return _used(source, spec)
+    dims = _odd(source, spec, edge, limits)
     if kind == "rank":
         beside = min((len(a.dims) - 1 for a in spec.arrays for d in a.dims if d.variadic), default=0)
         for name in _variadic(spec):
-            dims[name] = tuple(draw(st.sampled_from((1, 2, 3))) for _ in range(RANK - beside))
+            dims[name] = tuple(source.of((1, 2, 3)) for _ in range(RANK - beside))
     return dims, ()
 
 
-def _used(draw: st.DrawFn, spec: Spec[Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _used(source: Source, spec: Spec[Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     longest = _longest(spec)
     likely = [n for n in spec.dims for _ in range(3 if longest[n] >= LONGEST else 1)]
-    kept = dict.fromkeys((draw(st.sampled_from(likely)), draw(st.sampled_from(likely))))
+    kept = dict.fromkeys((source.of(likely), source.of(likely)))
     dims: dict[str, Any] = {}
     for name in spec.dims:
-        used = _extent(draw, longest[name]) if name in kept else None
+        used = _extent(source, longest[name]) if name in kept else None
         if name in _variadic(spec):
-            rest = [draw(st.sampled_from(FEW)) for _ in range(draw(st.integers(0, 2)))]
-            place = draw(st.sampled_from((len(rest), 0)))  # rows of that length, or so many
+            rest = [source.of(FEW) for _ in range(source.integer(0, 2))]
+            place = source.of((len(rest), 0))  # rows of that length, or so many
             dims[name] = (*rest[:place], used, *rest[place:]) if used else tuple(rest)
         else:
-            dims[name] = used or draw(st.sampled_from(FEW))
-    return _with_an_axis(draw, spec, dims), tuple(kept)
+            dims[name] = used or source.of(FEW)
+    return _with_an_axis(source, spec, dims), tuple(kept)
 
 
-def filling_dims(draw: st.DrawFn, spec: Spec[Any], given: Sequence[ArrayArg], limits: Limits) -> dict[str, Any]:
+def filling_dims(source: Source, spec: Spec[Any], given: Sequence[ArrayArg], limits: Limits) -> dict[str, Any]:
     """Extents that fill a chip: one dimension after the other grows as far as people take it, until an array has as
     many elements as are asked for: thousands of rows, long rows, or both."""
     variadic, there = _variadic(spec), {a.name for a in given}
     shapes = [a.dims for a in given] + [o.dims for o in spec.outputs if o.gradient_of in (None, *there)]
     shapes = [s for s in shapes if not any(f in spec.drops for d in s for f in d.factors)]
-    dims: dict[str, Any] = {n: (1,) if n in variadic else draw(st.sampled_from(FEW)) for n in spec.dims}
+    dims: dict[str, Any] = {n: (1,) if n in variadic else source.of(FEW) for n in spec.dims}
     longest = {n: 4 * e if e == LONGEST else e for n, e in _longest(spec).items()}
 
     def elements(extents: Mapping[str, Any], among: Sequence[Any]) -> int:
         return max((math.prod(shape_of(s, dict(extents))) for s in among), default=1)
 
-    for name in draw(st.permutations(spec.dims)):
+    for name in source.order(spec.dims):
         alone = {**dims, name: (1,) if name in variadic else 1}
         of_one = elements(alone, [s for s in shapes if any(name in d.factors for d in s)])
         beside = math.prod(math.prod(e) if isinstance(e, tuple) else e for e in alone.values())
         most = limits.fill if name in variadic or name == spec.batch else longest[name]
-        extent = max(1, min(most, -(-limits.fill // of_one), PAIRS // beside) - draw(st.sampled_from((0, 0, 1))))
+        extent = max(1, min(most, -(-limits.fill // of_one), PAIRS // beside) - source.of((0, 0, 1)))
         dims[name] = (extent,) if name in variadic else extent
         if elements(dims, shapes) >= limits.fill:
             break
     for name, extent in dims.items():  # rows of a batch lie along two axes now and then; an op along an axis needs rows
         if isinstance(extent, tuple) and extent[0] > 64:
-            split = draw(st.sampled_from((1, 7, 64, 1024, extent[0] // 8)))  # the last: more rows than 16 bits count
+            split = source.of((1, 7, 64, 1024, extent[0] // 8))  # the last: more rows than 16 bits count
             dims[name] = (split, -(-extent[0] // split)) if split > 1 and split < extent[0] else extent
     return dims
 
 
-def _extent(draw: st.DrawFn, longest: int) -> int:
+def _extent(source: Source, longest: int) -> int:
     """An extent as people have it, most often a power of two or next to one."""
     kinds = (WIDTHS, POWERS[:4], POWERS[4:], POWERS[4:])
-    extent = draw(st.sampled_from(draw(st.sampled_from(kinds))))
-    return max(1, min(extent + draw(st.sampled_from((0, 0, -1, 1))), longest))
+    extent = source.of(source.of(kinds))
+    return max(1, min(extent + source.of((0, 0, -1, 1)), longest))
 
 
 def _longest(spec: Spec[Any]) -> dict[str, int]:
@@ -164,41 +162,41 @@ def _longest(spec: Spec[Any]) -> dict[str, int]:
     return found
 
 
-def _with_an_axis(draw: st.DrawFn, spec: Spec[Any], dims: dict[str, Any]) -> dict[str, Any]:
+def _with_an_axis(source: Source, spec: Spec[Any], dims: dict[str, Any]) -> dict[str, Any]:
     """An op along an axis needs one."""
     for a in spec.arrays:
         run = a.dims[0].factors[0] if len(a.dims) == 1 and a.dims[0].variadic and not a.optional else None
         if run in dims and not dims[run]:
-            dims[run] = (draw(st.sampled_from(EXTENTS)),)
+            dims[run] = (source.of(EXTENTS),)
     return dims
 
 
-@functools.cache
-def _extents(lo: int, hi: int) -> st.SearchStrategy[int]:
-    """Extents from lo to hi: those that odd cases are made of, or any of the first few."""
+def _odd_extent(source: Source, lo: int, hi: int) -> int:
+    """From lo to hi: one of those that odd cases are made of, or any of the first few."""
     choices = [e for e in EXTENTS if lo <= e <= hi]
-    few = st.integers(max(lo, 1) if hi else 0, min(hi, lo + 40))
-    return st.one_of(st.sampled_from(choices), few) if choices else few
+    few = (max(lo, 1) if hi else 0, min(hi, lo + 40))
+    return source.integer(*few) if not choices or source.yes() else source.of(choices)
 
 
-@functools.cache
-def _runs(lo: int, hi: int, least: int) -> st.SearchStrategy[list[int]]:
-    return st.lists(_extents(lo, hi), min_size=least, max_size=1 if lo > 64 else 3)
+def _run_of_extents(source: Source, lo: int, hi: int, least: int) -> tuple[int, ...]:
+    """The extents of a run of axes, ``least`` of them at least."""
+    rank = source.integer(least, 1 if lo > 64 else 3)
+    return tuple(_odd_extent(source, lo, hi) for _ in range(rank))
 
 
-SELDOM = st.integers(0, 24)
-
-
-def _odd(draw: st.DrawFn, spec: Spec[Any], edge: Edge, limits: Limits) -> dict[str, Any]:
+def _odd(source: Source, spec: Spec[Any], edge: Edge, limits: Limits) -> dict[str, Any]:
     variadic = _variadic(spec)
     dims: dict[str, Any] = {}
     for name in spec.dims:
         lo, hi = edge.dims.get(name, (0, max(EXTENTS)))
         may_be_0 = limits.empty and name not in edge.dims and name not in spec.positive and not edge.name
-        if may_be_0 and not draw(SELDOM):
+        if may_be_0 and source.yes(25):
             lo, hi = 0, 0
-        dims[name] = tuple(draw(_runs(lo, hi, int(name in edge.dims)))) if name in variadic else draw(_extents(lo, hi))
-    return _with_an_axis(draw, spec, dims)
+        if name in variadic:
+            dims[name] = _run_of_extents(source, lo, hi, int(name in edge.dims))
+        else:
+            dims[name] = _odd_extent(source, lo, hi)
+    return _with_an_axis(source, spec, dims)
 
 
 def shrink_to_fit(

@@ -1,17 +1,13 @@
-"""Hypothesis strategies derived from a spec: shapes that satisfy its notation, every dtype, option, layout, regime and
+"""Cases drawn from a spec: shapes that satisfy its notation, every dtype, option, layout, regime and
 legal tile."""
 
 from __future__ import annotations
 
 import difflib
-import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from hypothesis import reject
-from hypothesis import strategies as st
 
 from portakern.core import registry
 from portakern.core.backend import ANY, Drawn
@@ -24,67 +20,95 @@ from portakern.testing.cases import Case, generators
 from portakern.testing.fixed import Turn
 from portakern.testing.regimes import MASK_REGIMES, VALUE_REGIMES
 from portakern.testing.sizes import Limits, at_least_1, drawn_dims, filling_dims, one_form, shrink_to_fit
+from portakern.testing.source import Rejected, Source
 
-__all__ = ["Limits", "cases", "dtypes_of", "turns"]
+__all__ = ["Limits", "case_of", "drawn", "dtypes_of", "turns"]
 
 Shape = tuple[int, ...]
 
 
-@st.composite
-def cases(
-    draw: st.DrawFn,
+ATTEMPTS = 300
+"""How often a case is drawn that obeys the op's rules, before there is none."""
+
+
+def drawn(
+    seed: int,
     spec: Spec[Any],
     limits: Limits,
     tiles: Mapping[str, Tile],
     edge: Edge | None = None,
-    whose_turn: Callable[[], Turn] | None = None,
+    turn: Turn | None = None,
+    fills: bool = False,
+) -> tuple[Case, Source]:
+    """A case of :func:`case_of`, the same wherever ``seed`` is, and the choices that made it.
+
+    Raises:
+      Rejected: no case that was drawn obeys the op's rules.
+    """
+    for attempt in range(ATTEMPTS):
+        source = Source(seed * ATTEMPTS + attempt)
+        try:
+            return case_of(source, spec, limits, tiles, edge, turn, fills), source
+        except Rejected:
+            continue
+    raise Rejected
+
+
+def case_of(
+    source: Source,
+    spec: Spec[Any],
+    limits: Limits,
+    tiles: Mapping[str, Tile],
+    edge: Edge | None = None,
+    turn: Turn | None = None,
     fills: bool = False,
 ) -> Case:
     """A case of ``spec`` within ``limits``; ``tiles`` are the tile names and ranges that a tiling may set; ``edge``:
-    the corner to visit; ``whose_turn`` gives the dtype, and what else is not drawn; None: all is. What is drawn of the
-    rest does not depend on it. ``fills``: the arrays fill a chip."""
-    edge, turn = edge or Edge(""), whose_turn() if whose_turn else Turn("")
-    given, plain, shapes, dims, kept = _shaped(draw, spec, limits, edge, turn, fills)
-    layouts = _layouts(draw, spec, given, limits, edge)
-    dtype = turn.dtype or draw(st.sampled_from(dtypes_of(spec, limits)))
-    regime = edge.regime if edge.name else turn.regime or draw(st.sampled_from(VALUE_REGIMES))
-    seed = draw(st.integers(0, 2**31 - 1))
-    options = _options(draw, spec, shapes, limits, edge) | draw(_wants(spec, given, 5 if edge.name else 2))
+    the corner to visit; ``turn`` gives the dtype, and what else is not drawn; None: all is. What is drawn of the rest
+    does not depend on it. ``fills``: the arrays fill a chip.
+
+    Raises:
+      Rejected: what was drawn is no case.
+    """
+    edge, turn = edge or Edge(""), turn or Turn("")
+    given, plain, shapes, dims, kept = _shaped(source, spec, limits, edge, turn, fills)
+    layouts = _layouts(source, spec, given, limits, edge)
+    dtype = turn.dtype or source.of(dtypes_of(spec, limits))
+    regime = edge.regime if edge.name else turn.regime or source.of(VALUE_REGIMES)
+    options = _options(source, spec, shapes, limits, edge) | _wants(source, spec, limits, given, 6 if edge.name else 3)
     if turn.across:
         shapes, dims, options = _across(spec, plain, shapes, dims, options, limits, edge)
     if turn.shapes is None:
-        shapes, dims = _along_axes(draw, spec, plain, shapes, dims, options, limits, edge)
+        shapes, dims = _along_axes(source, spec, plain, shapes, dims, options, limits, edge)
     if spec.drops and turn.shapes is None:
         dims = dims | dropped_dims(spec, dims, options)
-        shapes |= {a.name: _stretch(draw, a, dims) for a in given if a not in plain}
+        shapes |= {a.name: _stretch(source, a, dims) for a in given if a not in plain}
     given = [a for a in given if spec.reads_under(a.name, options, True)]
     narrow = DTYPES[dtype].floating and DTYPES[dtype].bits < 32
     case = Case(
         dtype=dtype,
         shapes={a.name: shapes[a.name] for a in given},
         regime=regime,
-        seed=seed,
+        seed=source.seed_of_values,
         options=options,
         layouts={a.name: layouts[a.name] for a in given if layouts.get(a.name, "contiguous") != "contiguous"},
         tiling={}
         if kept
-        else draw(_tiling(spec, tiles, limits, edge, turn.times)),  # the least tiles of long extents are many
-        wider=tuple(
-            a.name for a in given if a.or_float32 and draw(st.booleans()) and _may_widen(a, narrow, limits, edge)
-        ),
-        masks={a.name: draw(st.sampled_from(MASK_REGIMES)) for a in given if a.name in spec.masks and not edge.plant},
+        else _tiling(source, spec, tiles, limits, edge, turn.times),  # the least tiles of long extents are many
+        wider=tuple(a.name for a in given if a.or_float32 and source.yes() and _may_widen(a, narrow, limits, edge)),
+        masks={a.name: source.of(MASK_REGIMES) for a in given if a.name in spec.masks and not edge.plant},
         edge=edge.name,
         dtypes={a.name: dtype for a in given if limits.one_dtype and not a.follows and dtype in a.dtypes},
         same=edge.same,
-        then="" if edge.same else draw(THEN) if turn.then is None else turn.then,
+        then="" if edge.same else source.of(THEN) if turn.then is None else turn.then,
     )
     if not _binds(spec, case) or not case.obeys(spec):
-        reject()
+        raise Rejected
     return case
 
 
 def _shaped(
-    draw: st.DrawFn, spec: Spec[Any], limits: Limits, edge: Edge, turn: Turn, fills: bool
+    source: Source, spec: Spec[Any], limits: Limits, edge: Edge, turn: Turn, fills: bool
 ) -> tuple[list[ArrayArg], list[ArrayArg], dict[str, Shape], dict[str, Any], Sequence[str]]:
     """(the arrays that are given, those of them without a dropped axis, their shapes, the dimensions, those that keep
     their extents)."""
@@ -99,13 +123,13 @@ def _shaped(
         or a.name in edge.given
         or a.name in limits.always
         or a.name in spec.reads  # until the options say whether it is
-        or (limits.takes(a.name) and a.name not in (*edge.absent, *drawn.absent) and draw(st.booleans()))
+        or (limits.takes(a.name) and a.name not in (*edge.absent, *drawn.absent) and source.yes())
     ]
     kept: Sequence[str] = spec.dims
     if fills:
-        dims = filling_dims(draw, spec, given, limits)
+        dims = filling_dims(source, spec, given, limits)
     else:
-        wide, kept = drawn_dims(draw, spec, edge, limits)
+        wide, kept = drawn_dims(source, spec, edge, limits)
         dims = shrink_to_fit(spec, given, wide, limits, edge, kept)
     dims = {n: e if isinstance(e, tuple) else drawn.extent(n, e) for n, e in dims.items()}
     if edge.same:
@@ -113,7 +137,7 @@ def _shaped(
     for rule in spec.require:
         dims = {**dims, **rule.mends(dims)} if rule.mends else dims
     plain = [a for a in given if not any(f in spec.drops for d in a.dims for f in d.factors)]
-    shapes = {a.name: _stretch(draw, a, dims, edge.stretched.get(a.name, ()), edge.same) for a in plain}
+    shapes = {a.name: _stretch(source, a, dims, edge.stretched.get(a.name, ()), edge.same) for a in plain}
     return given, plain, shapes, dims, kept
 
 
@@ -122,7 +146,7 @@ def _drawn(limits: Limits, edge: Edge) -> Drawn:
     return ANY if edge.name else limits.drawn
 
 
-THEN = st.sampled_from(("",) * 34 + ("changed",) * 5 + ("often",))
+THEN = ("",) * 34 + ("changed",) * 5 + ("often",)
 """What follows a call that was made twice: mostly nothing, for each call takes its time."""
 
 ALIASES = {"half": "float16", "fp": "float", "bf": "bfloat", "f": "float", "i": "int", "u": "uint", "single": "float32",
@@ -172,30 +196,30 @@ def _may_widen(a: ArrayArg, narrow: bool, limits: Limits, edge: Edge) -> bool:
     return narrow and not limits.one_dtype and a.name not in edge.same
 
 
-def _layouts(draw: st.DrawFn, spec: Spec[Any], given: Sequence[ArrayArg], limits: Limits, edge: Edge) -> dict[str, str]:
+def _layouts(source: Source, spec: Spec[Any], given: Sequence[ArrayArg], limits: Limits, edge: Edge) -> dict[str, str]:
     """How the arrays lie in memory, of those that are not left as they come."""
     forward = registry.forward_of(spec) if spec.is_vjp else None
-    made = generators(spec, forward)
+    made = {*generators(spec, forward), *(o.name for o in (forward.outputs if forward else ()))}
     found = {}
     for a in given:
-        if {*limits.layouts} != {"contiguous"} and draw(st.booleans()):
+        if {*limits.layouts} != {"contiguous"} and source.yes():
             # repeating index 0 would undo what is planted, or made to fit
             kinds = sorted(k for k in limits.layouts if not (k == "expanded" and (edge.plant or a.name in made)))
-            found[a.name] = draw(st.sampled_from(kinds))
+            found[a.name] = source.of(kinds)
     if edge.same:
         found |= dict.fromkeys(edge.same, found.get(edge.same[0], "contiguous"))
     return found
 
 
 def _options(
-    draw: st.DrawFn, spec: Spec[Any], shapes: Mapping[str, Shape], limits: Limits, edge: Edge
+    source: Source, spec: Spec[Any], shapes: Mapping[str, Shape], limits: Limits, edge: Edge
 ) -> dict[str, Any]:
     """The options that are not at their default: the edge's, and half of the others."""
     fixed, absent = {**edge.options, **limits.options}, _drawn(limits, edge).absent
     found = {o.name: fixed[o.name] for o in spec.options if o.name in fixed and fixed[o.name] != o.default}
     for o in spec.options:
-        if o.name not in fixed and limits.takes(o.name) and o.name not in absent and draw(st.booleans()):
-            value = draw(_option_values(o, shapes))
+        if o.name not in fixed and limits.takes(o.name) and o.name not in absent and source.yes():
+            value = _option_value(source, o, shapes)
             if value != o.default:
                 found[o.name] = value
     return found
@@ -252,7 +276,7 @@ def _with_another(a: ArrayArg, shape: Shape, run: str) -> Shape:
 
 
 def _along_axes(
-    draw: st.DrawFn,
+    source: Source,
     spec: Spec[Any],
     arrays: Sequence[ArrayArg],
     shapes: Mapping[str, Shape],
@@ -268,7 +292,7 @@ def _along_axes(
         lo, hi = edge.dims[option.name]
         extents = list(dims[whole])
         axis = options.get(option.name, option.default) % len(extents)
-        extents[axis] = draw(st.integers(lo, min(hi, lo + 40)))
+        extents[axis] = source.integer(lo, min(hi, lo + 40))
         while math.prod(map(at_least_1, extents)) > max(limits.elements, extents[axis]):
             wide = max((i for i in range(len(extents)) if i != axis), key=lambda i: extents[i])
             extents[wide] = (extents[wide] + 1) // 2
@@ -298,22 +322,18 @@ def _binds(spec: Spec[Any], case: Case) -> bool:
     return True
 
 
-@st.composite
 def _tiling(
-    draw: st.DrawFn, spec: Spec[Any], tiles: Mapping[str, Tile], limits: Limits, edge: Edge, times: int
+    source: Source, spec: Spec[Any], tiles: Mapping[str, Tile], limits: Limits, edge: Edge, times: int
 ) -> dict[str, int]:
     """The default (an empty tiling), the smallest tiles or now and then twice those, which a kernel can take in halves,
     or any."""
-    kind = "smallest" if edge.smallest_tiles else draw(st.sampled_from(["default", "smallest", "any"]))
+    kind = "smallest" if edge.smallest_tiles else source.of(["default", "smallest", "any"])
     if kind == "default":
         return {}
     if kind == "smallest":
-        times = times or draw(st.sampled_from((1, 1, 2)))
-        return {
-            n: min(times * t.lo, t.hi) if n in spec.tiling else draw(st.sampled_from(t.values[:4]))
-            for n, t in tiles.items()
-        }
-    return _fit_tiles(spec, {n: draw(st.sampled_from(t.values)) for n, t in tiles.items()}, tiles, limits)
+        times = times or source.of((1, 1, 2))
+        return {n: min(times * t.lo, t.hi) if n in spec.tiling else source.of(t.values[:4]) for n, t in tiles.items()}
+    return _fit_tiles(spec, {n: source.of(t.values) for n, t in tiles.items()}, tiles, limits)
 
 
 def _fit_tiles(spec: Spec[Any], tiling: dict[str, int], tiles: Mapping[str, Tile], limits: Limits) -> dict[str, int]:
@@ -330,7 +350,7 @@ def _fit_tiles(spec: Spec[Any], tiling: dict[str, int], tiles: Mapping[str, Tile
 
 
 def _stretch(
-    draw: st.DrawFn, a: ArrayArg, dims: dict[str, Any], ones: Sequence[str] = (), whole: Sequence[str] = ()
+    source: Source, a: ArrayArg, dims: dict[str, Any], ones: Sequence[str] = (), whole: Sequence[str] = ()
 ) -> tuple[int, ...]:
     """The shape of an argument; axes that broadcast are 1, or missing at the front, now and then, and those of ``ones``
     always 1. Arguments of ``whole`` have every axis."""
@@ -340,43 +360,46 @@ def _stretch(
     for d in a.dims:
         extents = shape_of((d,), dims)
         if d.variadic and d.broadcast:
-            extents = extents[draw(st.integers(0, len(extents))) if draw(st.booleans()) else 0 :]
+            extents = extents[source.integer(0, len(extents)) if source.yes() else 0 :]
         one = any(f in ones for f in d.factors)
-        shape.extend(1 if d.broadcast and e != 0 and (one or draw(st.integers(0, 2)) == 0) else e for e in extents)
+        shape.extend(1 if d.broadcast and e != 0 and (one or source.yes(3)) else e for e in extents)
     return tuple(shape)
 
 
-@st.composite
-def _wants(draw: st.DrawFn, spec: Spec[Any], given: Sequence[ArrayArg], rarely: int) -> dict[str, tuple[str, ...]]:
+def _wants(
+    source: Source, spec: Spec[Any], limits: Limits, given: Sequence[ArrayArg], one_in: int
+) -> dict[str, tuple[str, ...]]:
     """Now and then some of the gradients only; less often on an edge, which is about one of them."""
     optional = {a.name for a in spec.arrays if a.optional}
     there = {a.name for a in given}
     names = [o.name for o in spec.outputs if o.gradient_of in there or o.gradient_of not in optional]
-    if not spec.is_vjp or len(names) < 2 or draw(st.integers(0, rarely)):
+    if not spec.is_vjp or len(names) < 2 or not limits.takes("wants") or not source.yes(one_in):
         return {}
-    return {"wants": tuple(sorted(draw(st.sets(st.sampled_from(names), min_size=1))))}
+    return {"wants": tuple(sorted(source.some(names)))}
 
 
-def _option_values(o: Option, shapes: Mapping[str, tuple[int, ...]]) -> st.SearchStrategy[Any]:
+def _option_value(source: Source, o: Option, shapes: Mapping[str, tuple[int, ...]]) -> Any:
+    """A value that an option takes: half of them usual, the others anywhere in its range and at its ends."""
     if o.axis_of:
         ndim = len(shapes[o.axis_of])
-        return st.integers(-ndim, ndim - 1)
-    return _values_of(o)
-
-
-@functools.cache
-def _values_of(o: Option) -> st.SearchStrategy[Any]:
-    """Half of them usual, the others anywhere in the option's range and at its ends."""
-    usual: st.SearchStrategy[Any] = st.sampled_from(o.choices)
+        return source.integer(-ndim, ndim - 1)
     if o.range is None:
-        return usual
+        return source.of(o.choices)
+    kind = source.below(4)
+    if o.choices and kind < 2:
+        return source.of(o.choices)
     if o.kind == "float":
-        anywhere = st.builds(_scaled, st.sampled_from((1.0, -1.0)), st.integers(-20, 20), st.integers(8, 15))
-        return st.one_of(usual, usual, st.sampled_from(_ends(o.range)), anywhere.filter(o.range.__contains__))
-    ends = st.sampled_from([e for e in (0, 1, 2**20) if e in o.range])
+        return _anywhere(source, o.range) if kind == 2 else source.of(_ends(o.range))
+    ends = [e for e in (0, 1, 2**20) if e in o.range] or [*o.choices] or [o.default]
     if o.kind == "tuple":
-        return st.one_of(usual, usual, st.tuples(*[st.one_of(st.none(), ends)] * len(next(filter(None, o.choices)))))
-    return st.one_of(usual, usual, ends)
+        return tuple(source.of((None, *ends)) for _ in next(filter(None, o.choices)))
+    return source.of(ends)
+
+
+def _anywhere(source: Source, within: Range) -> float:
+    """A number of any size in a range."""
+    found = _scaled(source.of((1.0, -1.0)), source.integer(-20, 20), source.integer(8, 15))
+    return next((v for v in (found, -found) if v in within), source.of(_ends(within)))
 
 
 def _scaled(sign: float, exponent: int, eighths: int) -> float:

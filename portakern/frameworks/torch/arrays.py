@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,24 @@ if TYPE_CHECKING:
     from portakern.core.route import Choice
 
 __all__ = ["Torch"]
+
+
+FORMS = 1 << 20
+"""Of calls of one function: more than any check has."""
+
+
+def _graphs() -> int:
+    """The graphs that torch.compile has made in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
+
+
+def _spoil(torch: Any) -> None:
+    """Leave NaN in the memory that was given back last, which is handed out next."""
+    kept = [torch.full((1 << e,), float("nan"), dtype=torch.float64) for e in range(3, 18) for _ in range(2)]
+    if torch.cuda.is_initialized():
+        kept += [torch.full_like(k, float("nan"), device="cuda") for k in kept]
+    del kept
 
 
 class Torch(Framework):
@@ -48,6 +66,7 @@ class Torch(Framework):
     watched = "{x}.requires_grad"
     records = resizes = True
     device = staticmethod(lambda array: array.device)
+    _compiled_inside = False
 
     def load(self) -> Any:
         torch = load_library("torch", "triton")
@@ -76,7 +95,11 @@ class Torch(Framework):
     @contextmanager
     def poisoned(self) -> Iterator[None]:
         torch = self.load()
-        before = torch.get_deterministic_debug_mode()
+        if self._compiled_inside:
+            _spoil(torch)
+            yield
+            return
+        before, graphs = torch.get_deterministic_debug_mode(), _graphs()
         # torch.empty then fills with NaN (torch.utils.deterministic.fill_uninitialized_memory); the function of the
         # documentation, use_deterministic_algorithms, imports all of torch's compiler first, which takes seconds
         torch.set_deterministic_debug_mode("warn")
@@ -84,6 +107,16 @@ class Torch(Framework):
             yield
         finally:
             torch.set_deterministic_debug_mode(before)
+            # torch.compile compiles once more for another mode, up to a limit, and then no longer
+            self._compiled_inside = _graphs() > graphs
+
+    def compiled_each(self) -> AbstractContextManager[None]:
+        config = sys.modules.get("torch._dynamo.config")
+        if config is None:
+            return nullcontext()
+        limits = ("recompile_limit", "accumulated_recompile_limit")
+        found: AbstractContextManager[None] = config.patch({n: FORMS for n in limits if hasattr(config, n)})
+        return found
 
     def contiguous(self, array: Any) -> bool:
         return bool(array.is_contiguous())
