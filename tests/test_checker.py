@@ -394,7 +394,7 @@ def test_bounds_are_told_apart_from_promises():
     assert report.verdicts == {"bounds": True, "edges": True, "promises": False}
     assert report.verdict == "FAILED: promises; bounds and edges held"
     report = pk.check("softmax", fn=rows_by_blas, max_examples=200, promises=False)
-    assert report.passed and report.verdict == "passed: bounds and edges" and not report.laws
+    assert report.passed and report.verdict.startswith("passed: bounds and edges") and not report.laws
     assert report.verdicts == {"bounds": True, "edges": True, "promises": None}
 
 
@@ -513,6 +513,7 @@ def test_what_has_no_default_is_given_and_told_as_a_concession():
     report = pk.check("rmsnorm", fn=norm, max_examples=150, one_dtype=True, empty=False)
     assert report.passed, report.failures
     assert report.concessions == (
+        "never given: rounding",
         "eps is always given: it has no default",
         "weight is always given: it has no default",
         "arrays that may be float32 beside 16-bit ones have the op's dtype",

@@ -38,7 +38,7 @@ def check(
     variant: Annotated[
         str | None, typer.Option(help="Only this variant of the backend; each that runs there when not named.")
     ] = None,
-    max_examples: Annotated[int, typer.Option(min=1, help="Cases an op and variant.")] = 100,
+    max_examples: Annotated[int, typer.Option(min=1, help="Cases an op and variant.")] = 150,
     seed: Annotated[int, typer.Option(min=0, help="Which cases.")] = 0,
     device: Annotated[
         str | None, typer.Option(help="cpu (interpreters), cuda, rocm or tpu; the best here when not named.")
@@ -196,9 +196,19 @@ def _show_reports(reports: list[Any], ended: BaseException | None) -> None:
             text = f"{why} before {r.left_out} cases of {r.op} on {r.subject}"
             text += "" if ended is not None else "; --budget gives more seconds"
             out.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
-        if r.concessions:
-            out.print(f"conceded to {r.subject}: {'; '.join(r.concessions)}", markup=False, highlight=False)
+        if r.told:
+            out.print(f"conceded to {r.subject}: {'; '.join(r.told)}", markup=False, highlight=False)
+        for what, names in _unvisited(r, reports).items():
+            text = f"not visited on {r.subject}: {what} of {r.op}: {', '.join(names)}"
+            out.print(text, markup=False, highlight=False)
         for f in r.failures:
             out.print(str(f), style="red", markup=False, highlight=False, soft_wrap=True)
-        if not r.examples and not r.failures and not r.laws:
+        if not r.ran and not r.failures and not r.left_out:
             out.print(f"{r.op} on {r.subject}: no case was compared", style="red", markup=False)
+
+
+def _unvisited(r: Any, reports: list[Any]) -> dict[str, tuple[str, ...]]:
+    """What a check that passed has not visited; variants of a backend are rows of their own."""
+    ran = {n for other in reports if other.op == r.op for v in other.visits.values() for n in v.met.get("variants", ())}
+    left = {what: tuple(n for n in names if what != "variants" or n not in ran) for what, names in r.unvisited.items()}
+    return {what: names for what, names in left.items() if names and not r.failures and r.ran}

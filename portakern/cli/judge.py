@@ -75,7 +75,7 @@ def judge(
     edges: Annotated[bool, typer.Option(help="NaN and infinities lead where the formula leads them.")] = True,
     framework: Framework = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, rocm or tpu.")] = "cpu",
-    max_examples: Annotated[int, typer.Option(min=1, help="Cases.")] = 60,
+    max_examples: Annotated[int, typer.Option(min=1, help="Cases.")] = 150,
     seed: Annotated[int, typer.Option(min=0, help="Which cases.")] = 0,
     seconds: Annotated[float, typer.Option(min=0.1, help="From the first case on, after which none begins.")] = 15.0,
     call_seconds: Annotated[float, typer.Option(min=0.1, help="For one call, after which it hangs.")] = 30.0,
@@ -151,11 +151,15 @@ def show(judged: Any) -> None:
     print_indented(f"{r.examples} cases in {judged.seconds:.1f} s"
                    + (f"; worst share of the permitted error: {worst}" if worst else "")
                    + (f"; {r.left_out} more were left out: the time was up" if r.left_out else ""))  # fmt: skip
+    for reason, count in r.refused.most_common():
+        print_indented(f"refused {count} cases: {reason}")
+    for what, names in r.unvisited.items() if not r.failures else ():
+        print_indented(f"not visited: {what}: {', '.join(names)}")
     if r.unmet:
         print_indented(f"not met: {', '.join(r.unmet)}; --seconds gives more time")
     for f in r.failures:
         out.print(str(f), style="red", markup=False, highlight=False, soft_wrap=True)
-    for conceded in r.concessions:
+    for conceded in r.told:
         print_indented(f"conceded: {conceded}")
     from portakern.judging.walls import WALLS
 

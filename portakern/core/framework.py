@@ -64,6 +64,8 @@ class Framework:
         memory of an array that is here holds its values; it may name the ``{framework}``. Empty: it always does.
       resizes: its arrays can be given other memory in place, which they must own alone.
       embeds: platforms for which machine code can be a part of the library's programs (:meth:`embed`).
+      environment: variables that change what is computed, or by what: a line that makes a call again names those that
+        are set. advice: text of an error that a library of kernels raises -> what to do about it.
       records: calls may be recorded instead of run (:meth:`interposes`), which every op asks about before it binds its
         arguments.
     """
@@ -81,6 +83,8 @@ class Framework:
     watched = "False"
     there = ""
     resizes = False
+    environment: tuple[str, ...] = ()
+    advice: Mapping[str, str] = MappingProxyType({})
     records = False
 
     device: Callable[[Any], Any]
@@ -305,6 +309,12 @@ def frameworks() -> Mapping[str, Framework]:
     ]
     found = sorted((m.FRAMEWORK for m in modules), key=lambda f: (not f.host_only, f.immutable, f.name))
     return MappingProxyType({f.name: f for f in found})
+
+
+def advised(text: str) -> str:
+    """What an error says, with what to do about it where a library is known to say no more."""
+    known = (advice for f in frameworks().values() for said, advice in f.advice.items() if said in text)
+    return "; ".join((text, *dict.fromkeys(known)))
 
 
 def host_framework() -> Framework:

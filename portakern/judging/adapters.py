@@ -60,7 +60,7 @@ class Candidate:
         for name, form in forms.items():
             place = self.places.get(name, {})
             if place.get("position") is not None or place.get("keyword") is not None:
-                nothing = float("nan")
+                nothing = float("nan") if form["fill"] is None else form["fill"]
                 written[name] = self.framework.full(tuple(form["shape"]), form["dtype"], nothing, self.device)
                 if place["position"] is not None:
                     positions[place["position"]] = written[name]

@@ -15,7 +15,7 @@ from typing import Any
 
 from portakern.core import registry
 from portakern.core.failing import Ended
-from portakern.core.framework import frameworks
+from portakern.core.framework import advised, frameworks
 from portakern.core.targets import HOST, Target
 from portakern.errors import SpecError, UnavailableError
 from portakern.judging.mapping import Place, parse
@@ -25,7 +25,7 @@ from portakern.spec import Spec
 from portakern.testing.fixed import cut_to, given_optional
 from portakern.testing.report import Failure, Report
 from portakern.testing.runner import Asked, check_subject, replay_subject
-from portakern.testing.subject import Subject, function_subject
+from portakern.testing.subject import Subject, environment, function_subject
 
 __all__ = ["PROMISES", "Judged", "judge"]
 
@@ -85,7 +85,7 @@ def judge(
     options: Mapping[str, Any] | None = None,
     edges: bool = True,
     promises: bool | Collection[str] = PROMISES,
-    max_examples: int = 60,
+    max_examples: int = 150,
     seed: int = 0,
     seconds: float = 15.0,
     bounds: Bounds | None = None,
@@ -141,7 +141,9 @@ def judge(
             judged.report = check_subject(subject, asked)
             judged.report.concessions += words
     except Ended as e:
-        failure = Failure(spec.name, f"before any case: {e}", "", line("").partition(" --case")[0], e.kind)
+        failure = Failure(
+            spec.name, f"before any case: {advised(str(e))}", "", line("").partition(" --case")[0], e.kind
+        )
         judged.report = Report(spec.name, called, seed, failures=[failure])
     finally:
         process.end()
@@ -373,6 +375,6 @@ def _line(
 ) -> Callable[[str], str]:
     """The line for a shell that judges a case again."""
     given = {"map": mapped, "problem": str(problem or ""), "framework": framework, "device": device}
-    command = f"portakern judge {shlex.quote(f'{file}:{name}')} --op {spec.name}"
+    command = f"{environment(frameworks()[framework])}portakern judge {shlex.quote(f'{file}:{name}')} --op {spec.name}"
     command += "".join(f" --{k} {shlex.quote(v)}" for k, v in given.items() if v)
     return lambda case: f"{command} --case {shlex.quote(case)}"

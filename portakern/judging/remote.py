@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from portakern.judging.mapping import Place
 from portakern.judging.process import Process
 from portakern.spec import Spec
 from portakern.spec.dtypes import DTYPES, numpy_dtype
+from portakern.testing.evidence import FILL
 from portakern.testing.layouts import BESIDE, same_bits
 from portakern.testing.verdict import LOOKS, Broken
 
@@ -47,6 +49,16 @@ class Remote:
         self.ended: Ended | None = None
         self.before: list[np.ndarray] = []
         self.kept: list[np.ndarray] = []
+        self.fill: float | None = None
+
+    @contextmanager
+    def fresh(self, like: tuple[Any, ...]) -> Iterator[None]:
+        """Inside, arrays that the candidate is handed to write to hold a number, not NaN."""
+        self.fill = FILL
+        try:
+            yield
+        finally:
+            self.fill = None
 
     def __call__(self, /, *args: Any, **named: Any) -> tuple[Any, ...]:
         if self.ended:
@@ -77,7 +89,9 @@ class Remote:
         built_in = {n: v for n, v in self.fixed.items() if n not in options}
         call = bind(self.spec, **arrays, **options, **built_in)
         forms: dict[str, Any] = {
-            n: {"shape": [*self.theirs_of(n, s)], "dtype": d} for n, (s, d) in call.outputs.items() if n in call.wants
+            n: {"shape": [*self.theirs_of(n, s)], "dtype": d, "fill": self.fill}
+            for n, (s, d) in call.outputs.items()
+            if n in call.wants
         }
         most = sum(math.prod(f["shape"]) * DTYPES[f["dtype"]].numpy.itemsize for f in forms.values())
         first: dict[int, str] = {}

@@ -18,6 +18,7 @@ from portakern.errors import NotEmulatedError, SpecError, UnsupportedError
 from portakern.spec import Spec
 from portakern.spec.dtypes import DTYPES, numpy_dtype
 from portakern.testing.cases import Case, generators
+from portakern.testing.evidence import source_of_nan
 from portakern.testing.layouts import Buffer, same_bits
 from portakern.testing.parts import Part, part_call, repeated
 from portakern.testing.report import Report
@@ -68,6 +69,11 @@ class Trial:
         self.run = subject.run(self.overrides)
         self.now: dict[str, np.ndarray] = {}  # what inputs hold that were changed
         self.now_buffers: Mapping[str, Buffer] = self.buffers
+
+    @property
+    def ran_with(self) -> str:
+        """Its tiling in words."""
+        return " ".join(f"{k}={v}" for k, v in self.overrides.items()) or "default"
 
     def bound(self, buffers: Mapping[str, Buffer]) -> Call:
         """The call as the oracle gets it, with what ran it."""
@@ -333,7 +339,7 @@ def _wanted(result: Any, call: Call) -> tuple[Any, ...]:
 def run_case(subject: Subject, case: Case, report: Report, excused: Collection[str] = ()) -> None:
     """Run one case; raise Broken where the contract is."""
     trial = Trial(subject, case, excused)
-    call, fw = trial.reference, subject.framework
+    _call, fw = trial.reference, subject.framework
     try:
         with fw.poisoned():
             got = trial.called()
@@ -345,8 +351,26 @@ def run_case(subject: Subject, case: Case, report: Report, excused: Collection[s
             raise Refused(f"refused, and the backend does not declare it among its refusals: {e}") from e
         report.refuse(e)
         return
+    try:
+        _held(trial, got, report)
+    except Broken as e:
+        e.tiling = trial.ran_with
+        raise
+    if trial.illegal:
+        report.tilings_refused[trial.illegal] += 1
+    report.count(case, trial.ran_with)
+
+
+def _held(trial: Trial, got: Any, report: Report) -> None:
+    """Hold the first call's result, and all calls that follow, to the contract."""
+    subject, case, call = trial.subject, trial.case, trial.reference
     first = trial.hold(got, call, trial.arrays)
-    fractions = trial.compare(first, call, _random_regime(subject.spec, case))
+    try:
+        fractions = trial.compare(first, call, _random_regime(subject.spec, case))
+    except Broken as e:
+        if (source := source_of_nan(trial, e.which, first)) is not None:
+            e.which, e.looks = source
+        raise
     kept = trial.untouched(trial.arrays, call)
     if not kept:
         trial.arrays = trial.place()
@@ -355,13 +379,7 @@ def run_case(subject: Subject, case: Case, report: Report, excused: Collection[s
         trial.changed(first)
     if subject.overwrites:
         trial.over(first)
-    for name, fraction in fractions.items():
-        if fraction >= max(report.worst.values(), default=0.0):
-            report.worst_case = case.to_json()
-        report.worst[name] = max(report.worst.get(name, 0.0), fraction)
-    if trial.illegal:
-        report.tilings_refused[trial.illegal] += 1
-    report.count(case, " ".join(f"{k}={v}" for k, v in trial.overrides.items()) or "default")
+    report.note(fractions, case)
 
 
 def _changeable(spec: Spec[Any], case: Case) -> str | None:

@@ -11,7 +11,11 @@ import numpy as np
 from portakern.core.call import Call
 from portakern.spec.dtypes import DTYPES
 
-__all__ = ["Likeness", "likeness"]
+__all__ = ["NUMBERLESS", "Likeness", "likeness"]
+
+NUMBERLESS = ("nan", "leak", "overflow")
+"""Names of what holds NaN or infinities: where those come from is not seen by looking
+(:mod:`portakern.testing.evidence`)."""
 
 
 class Likeness(NamedTuple):
@@ -66,7 +70,7 @@ def _one_value(s: _Seen) -> Likeness | None:
         if (s.got == s.got.flat[0]).all():
             return Likeness("constant", f"every element is {s.got.flat[0]:.6g}")
         if np.isnan(s.got).all() and np.isfinite(s.ref).all():
-            return Likeness("unwritten", "every element is NaN, as memory that nothing was written to is here")
+            return Likeness("nan", "every element is NaN")
     return None
 
 
@@ -87,7 +91,7 @@ def _no_number(s: _Seen) -> Likeness | None:
             return Likeness(
                 "overflow", "an intermediate overflowed where the result does not: a maximum not subtracted?"
             )
-        return Likeness("unwritten", f"NaN where every input is moderate: never written, or 0/0{_where(s)}")
+        return Likeness("nan", f"NaN or an infinity where every input is moderate, as 0/0 gives{_where(s)}")
     if kept.sum() * 2 > s.bad.sum():
         return Likeness("swallowed", "a number where NaN or an infinity must lead")
     return None

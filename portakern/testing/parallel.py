@@ -10,7 +10,8 @@ from typing import Any
 
 from portakern.processes import SHARING, pool, unsaid
 from portakern.testing.report import Report
-from portakern.testing.runner import Asked, check, subject_of, with_rest
+from portakern.testing.runner import Asked, check_subject, subject_of, with_rest
+from portakern.testing.subject import Subject
 from portakern.testing.suite import WHAT
 
 __all__ = ["Interrupted", "check_all"]
@@ -45,8 +46,8 @@ def check_all(
     """A report for each (op, backend, variant), with ``options`` of :func:`portakern.testing.check`.
 
     ``jobs`` processes share the work; what is drawn does not depend on how many. ``advance(subject, cases)`` is called
-    as cases are done. ``seconds``: after these no further case begins, of all subjects together; each has about its
-    share of the cases by then, and the laws are asked in any case.
+    as cases are done. ``seconds``: after these, loading included, no further case begins, of all subjects together;
+    each has about its share of the cases by then.
 
     Raises:
       Interrupted: for whatever tells the program to end.
@@ -58,8 +59,7 @@ def check_all(
         if jobs > 1:
             _shared(found, jobs, advance, deadline, options)
         for i, subject in enumerate(subjects if jobs == 1 else ()):
-            seconds = _left(deadline, len(subjects) - i)
-            found[subject].append(_alone(subject, advance, {**options, "seconds": seconds}))
+            found[subject].append(_alone(subject, advance, _until(deadline, len(subjects) - i), options))
     except BaseException as e:
         told = _told(e)
         if told is None:
@@ -87,9 +87,8 @@ def _merged(reports: Sequence[Report]) -> Report:
 
 def _with_rest(subject: Of, found: Sequence[Report], options: Mapping[str, Any]) -> Report:
     op, backend, variant = subject
-    what = {n: v for n, v in options.items() if n in WHAT}
-    asked = Asked(**{n: v for n, v in options.items() if n not in WHAT})
-    return with_rest(subject_of(op, backend, variant, **what), asked, _merged(found) if found else None)
+    of = _of(op, {**options, "backend": backend, "variant": variant})
+    return with_rest(*of, _merged(found) if found else None)
 
 
 def _shared(
@@ -125,15 +124,22 @@ def _order(deadline: float | None) -> list[int]:
 
 def _part(op: str, deadline: float | None, **options: Any) -> Report:
     """A check in another process, which begins no case after ``deadline``."""
-    return check(op, seconds=_left(deadline), **options)
+    return check_subject(*_of(op, {**options, "until": deadline}))
 
 
-def _left(deadline: float | None, sharing: int = 1) -> float | None:
-    """Seconds of one of those who share what is left until a deadline; None: as many as it takes."""
-    return None if deadline is None else max(0.0, deadline - time.time()) / sharing
+def _of(op: str, options: Mapping[str, Any]) -> tuple[Subject, Asked]:
+    """What is checked, and what is asked of it, of arguments for both."""
+    what = {n: v for n, v in options.items() if n in WHAT}
+    return subject_of(op, **what), Asked(**{n: v for n, v in options.items() if n not in WHAT})
 
 
-def _alone(subject: Of, advance: Callable[[Of, int], None], options: Mapping[str, Any]) -> Report:
+def _until(deadline: float | None, sharing: int) -> float | None:
+    """Until when one has time of those who share what is left until a deadline; None: as long as it takes."""
+    now = time.time()
+    return None if deadline is None else now + max(0.0, deadline - now) / sharing
+
+
+def _alone(subject: Of, advance: Callable[[Of, int], None], until: float | None, options: Mapping[str, Any]) -> Report:
     seen = 0
 
     def progress(done: int) -> None:
@@ -142,4 +148,5 @@ def _alone(subject: Of, advance: Callable[[Of, int], None], options: Mapping[str
         seen = done
 
     op, backend, variant = subject
-    return check(op, backend=backend, variant=variant, progress=progress, **options)
+    more = {"backend": backend, "variant": variant, "progress": progress, "until": until}
+    return check_subject(*_of(op, {**options, **more}))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from portakern.errors import NotEmulatedError
 from portakern.testing.cases import Case
 from portakern.testing.verdict import KINDS
+from portakern.testing.visits import WHAT, Visits
 
 __all__ = ["Failure", "Report"]
 
@@ -16,10 +19,18 @@ __all__ = ["Failure", "Report"]
 ENDS = {"refused": "refused", "crashed": "crashed", "hung": "hung", "memory": "ran out of memory"}
 """Kinds of failure that are no output, and the outcome of each."""
 
-OUTCOMES = {**ENDS, "bounds": "wrong", "promises": "broke a promise", "edges": "other edges"}
-"""Kind of failure -> outcome of a check, the gravest last of what comes before an output."""
+OUTCOMES = {"bounds": "wrong", **ENDS, "edges": "other edges", "promises": "broke a promise"}
+"""Kind of failure -> outcome of a check, the gravest first: so failures are told."""
 
-UNFINISHED = "unfinished"
+UNFINISHED, NOT_RUN, REFUSED, MOSTLY_REFUSED = "unfinished", "not run", "refused", "mostly refused"
+
+LEAST, HALF = 1 / 7, 1 / 2
+"""Shares of the cases that were compared and not refused: with less than LEAST no check passes, with less than HALF the
+verdict says so. Every second case is of the first dtype and at most four dtypes share the others: what takes any one of
+its op's dtypes alone, and of that all, is compared on about a sixth or more. The kernels here that refuse most by what they
+declare, for head dimensions that are no multiple of 8, are compared on 48 %."""
+
+MOST = sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -50,12 +61,12 @@ class Report:
 
     Attributes:
       op, subject: what was checked, on what (backend, device, compiled or interpreted).
-      seed: the seed of the run; examples: cases that ran and were compared.
-      failures: broken cases, shrunk by Hypothesis, at most one of a kind; empty when all passed.
+      seed: the seed of the run; examples: cases that ran and were compared, a wrong one counted once.
+      failures: broken cases, shrunk by Hypothesis, at most one of a kind, the gravest first; empty when none was found.
       asked: what was held to: "promises" is missing where nobody asked for them.
       concessions: what was not asked of a function because it cannot be given it, in words.
-      worst: output name -> largest error as a fraction of what is permitted.
-      worst_case: the case that reached it.
+      worst: output name -> largest error as a fraction of what is permitted, of failures too: inf where NaN or an
+        infinity came, or should have. worst_case: the case that reached it.
       refused: reason -> number of cases refused with it, all of them declared by the backend (an undeclared refusal is
         a failure).
       not_emulated: what stands in for the hardware lacks -> number of cases and laws that it ended.
@@ -66,6 +77,7 @@ class Report:
       left_out: cases that were not run because the time was up or the check was interrupted; missed: edge or else
         regime of values -> how many of those were of it, or might have been where they had not been drawn; "law " and
         its name -> instances that were not asked.
+      visits: subject -> what of the op's contract was met (``unvisited`` names the rest).
       seconds: wall time.
     """
 
@@ -88,16 +100,27 @@ class Report:
     concessions: tuple[str, ...] = ()
     left_out: int = 0
     missed: Counter[str] = field(default_factory=Counter)
+    visits: dict[str, Visits] = field(default_factory=dict)
+
+    def fail(self, failure: Failure) -> None:
+        """Take in a failure, in its place."""
+        self.failures = _by_gravity([*self.failures, failure])
+
+    def note(self, fractions: Mapping[str, float], case: Case) -> None:
+        """Take in the shares of what is permitted that a case reached."""
+        for name, fraction in fractions.items():
+            if fraction >= max(self.worst.values(), default=0.0):
+                self.worst_case = case.to_json()
+            self.worst[name] = max(self.worst.get(name, 0.0), fraction)
 
     def refuse(self, error: Exception) -> None:
         """Count a refusal that is declared, or a case that an emulator cannot run."""
         counted = self.not_emulated if isinstance(error, NotEmulatedError) else self.refused
         counted[str(error).partition("cannot: ")[2] or str(error)] += 1
 
-    def leave_out(self, case: Case) -> None:
-        """Count a case that the time was up for."""
-        self.left_out += 1
-        self.missed[case.edge or case.regime] += 1
+    def meet(self, what: str, name: str) -> None:
+        """Something of the contract was met (:data:`portakern.testing.visits.WHAT`)."""
+        self.visits.setdefault(self.subject, Visits()).meet(what, name)
 
     @property
     def unmet(self) -> tuple[str, ...]:
@@ -116,8 +139,36 @@ class Report:
         return met
 
     @property
+    def unvisited(self) -> dict[str, tuple[str, ...]]:
+        """What the op's contract has that no compared case had: edges, laws, regimes of values, dtypes, arguments,
+        layouts, tilings and variants, by name. The verdict says nothing of these."""
+        seen = self.visits.values()
+        left = {w: dict.fromkeys(n for v in seen for n in v.without().get(w, ())) for w in WHAT}
+        ran = {n for v in seen for n in v.met.get("variants", ())}  # each is a subject of its own
+        left["variants"] = dict.fromkeys(n for n in left["variants"] if n not in ran)
+        return {w: tuple(names) for w, names in left.items() if names}
+
+    @property
+    def ran(self) -> int:
+        """Cases and instances of laws that were compared."""
+        return self.examples + sum(self.laws.values())
+
+    @property
+    def taken(self) -> float:
+        """The share of the cases that came to what is checked which it did not refuse."""
+        return self.ran / max(1, self.ran + sum(self.refused.values()))
+
+    @property
     def passed(self) -> bool:
-        return not self.failures and self.examples + sum(self.laws.values()) > 0 and not self.unmet
+        """Whether nothing that was asked failed; what was not asked stands in ``unvisited`` and ``told``."""
+        return not self.failures and self.ran > 0 and not self.unmet and self.taken >= LEAST
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """The concessions, with what was refused where that is more than half."""
+        refused = sum(self.refused.values())
+        few = (f"{refused} of {self.ran + refused} cases were refused",) if self.ran and self.taken < HALF else ()
+        return (*self.concessions, *few)
 
     @property
     def verdicts(self) -> dict[str, bool | None]:
@@ -128,34 +179,57 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """The verdicts in words: passed, or which of them failed and which held."""
+        """The verdicts in words: passed, and how much of the contract was not visited; or which of them failed and
+        which held; or why there is none."""
         if self.passed:
-            return "passed" if self.asked == KINDS else f"passed: {' and '.join(self.asked)}"
-        if self.outcome == UNFINISHED:
-            return f"{UNFINISHED}: not met were {', '.join(self.unmet)}"
+            said = "passed" if self.asked == KINDS else f"passed: {' and '.join(self.asked)}"
+            return said + (f"; not visited: {self.lacking}" if self.unvisited else "")
+        if not self.failures:
+            return {
+                UNFINISHED: f"{UNFINISHED}: not met were {', '.join(self.unmet)}",
+                NOT_RUN: f"{NOT_RUN}: no case was begun",
+                MOSTLY_REFUSED: f"{MOSTLY_REFUSED}: {sum(self.refused.values())} cases, {self.ran} compared",
+                REFUSED: f"{REFUSED}: every case",
+            }.get(self.outcome, self.outcome)
         failed, held = ([k for k, v in self.verdicts.items() if v is value] for value in (False, True))
         failed += [OUTCOMES[f.kind] for f in self.failures if f.kind in ENDS]
-        said = f"FAILED: {' and '.join(failed)}" if failed else "FAILED"
-        return f"{said}; {' and '.join(held)} held" if failed and held else said
+        said = f"FAILED: {' and '.join(failed)}"
+        return f"{said}; {' and '.join(held)} held" if held else said
+
+    @property
+    def lacking(self) -> str:
+        """How much of each kind was not visited: "13 of 14 edges, 1 of 3 dtypes"."""
+        there = {w: len({n for v in self.visits.values() for n in v.there.get(w, ())}) for w in WHAT}
+        return ", ".join(f"{len(names)} of {there[w]} {w}" for w, names in self.unvisited.items())
 
     @property
     def outcome(self) -> str:
-        """The verdict in one of a few words: right, wrong, other edges, broke a promise, refused, crashed, hung, ran
-        out of memory; "nothing compared" where no case was."""
-        kinds = {f.kind for f in self.failures}
-        for kind in (*ENDS, "bounds", "promises", "edges"):
-            if kind in kinds:
-                return OUTCOMES[kind]
-        if self.examples and self.unmet:
-            return UNFINISHED
-        return "right" if self.passed else "refused" if self.refused else "nothing compared"
+        """The verdict in one of a few words: right (nothing that was asked failed), wrong, other edges, broke a
+        promise, refused, mostly refused, crashed, hung, ran out of memory; unfinished, or not run, where the time was
+        up or the check was ended; "nothing compared" where no case was."""
+        for failure in self.failures:
+            return OUTCOMES[failure.kind]
+        if self.unmet:
+            return UNFINISHED if self.ran else NOT_RUN
+        if self.ran:
+            return "right" if self.passed else MOSTLY_REFUSED
+        return REFUSED if self.refused else "nothing compared"
+
+    def __str__(self) -> str:
+        lines = [f"{self.op} on {self.subject}: {self.verdict} ({self.ran} compared, seed {self.seed})"]
+        if not self.failures:  # which end a check
+            lines += [f"  not visited: {what}: {', '.join(names)}" for what, names in self.unvisited.items()]
+        lines += [f"  conceded: {words}" for words in self.told]
+        return "\n".join([*lines, *map(str, self.failures)])
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data for JSON."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self)}  # asdict() counts a Counter's pairs
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "visits"}
         plain = {k: dict(sorted(v.items())) if isinstance(v, Counter) else v for k, v in plain.items()}
-        told = {"asked": list(self.asked), "concessions": list(self.concessions), "verdicts": self.verdicts}
+        plain["worst"] = {n: min(w, MOST) for n, w in self.worst.items()}  # JSON has no infinity
+        told = {"asked": list(self.asked), "concessions": list(self.told), "verdicts": self.verdicts}
         told |= {"outcome": self.outcome, "unmet": list(self.unmet)}
+        told |= {"unvisited": {w: list(names) for w, names in self.unvisited.items()}}
         return {**plain, **told, "failures": [asdict(f) for f in self.failures], "passed": self.passed}
 
     def merge(self, other: Report) -> Report:
@@ -163,8 +237,9 @@ class Report:
         worst = {k: max(self.worst.get(k, 0.0), other.worst.get(k, 0.0)) for k in {**self.worst, **other.worst}}
         worse = max(other.worst.values(), default=0.0) > max(self.worst.values(), default=0.0)
         subject = self.subject if other.subject in self.subject else f"{self.subject}; {other.subject}"
+        mine, theirs = self.visits, other.visits
         sums = (
-            "examples", "failures", "refused", "not_emulated", "tilings_refused", "cells", "layouts", "edges", "laws",
+            "examples", "refused", "not_emulated", "tilings_refused", "cells", "layouts", "edges", "laws",
             "left_out", "missed", "seconds",
         )  # fmt: skip
         return Report(
@@ -173,6 +248,8 @@ class Report:
             self.seed,
             worst=worst,
             worst_case=other.worst_case if worse else self.worst_case,
+            failures=_by_gravity([*self.failures, *other.failures]),
+            visits={s: mine.get(s, Visits()).with_(theirs.get(s, Visits())) for s in {**mine, **theirs}},
             asked=self.asked,
             concessions=tuple(dict.fromkeys((*self.concessions, *other.concessions))),
             **{name: getattr(self, name) + getattr(other, name) for name in sums},
@@ -184,3 +261,9 @@ class Report:
         self.layouts.update({*case.layouts.values()} or {"contiguous"})
         if case.edge:
             self.edges[case.edge] += 1
+        self.visits.setdefault(self.subject, Visits()).case(case, tiling)
+
+
+def _by_gravity(failures: list[Failure]) -> list[Failure]:
+    """The gravest first: wrong values, then what ended a case, then edges, then promises."""
+    return sorted(failures, key=lambda f: [*OUTCOMES].index(f.kind))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 from portakern.core import ending, registry
 from portakern.core.backend import Backend
 from portakern.core.failing import Ended, kind_of
+from portakern.core.framework import advised
 from portakern.errors import NotEmulatedError, SpecError, UnsupportedError
 from portakern.spec import Edge, Spec
 from portakern.spec.options import shown
@@ -36,6 +38,7 @@ from portakern.testing.subject import (
     function_subject,
 )
 from portakern.testing.verdict import Broken, BrokenPromise, OtherEdges
+from portakern.testing.visits import Visits, contract
 
 __all__ = [
     "Asked",
@@ -55,6 +58,7 @@ FILL = 2**20  # elements of an array that keeps a large GPU busy
 INTERPRETED = 256  # programs of a call where one runs after the other, for some of them tens of milliseconds each
 EMULATED = Limits(elements=2048, flops=5e5, tile_volume=2**13)
 FREE_RUN = 25  # free cases of a run: parts of a check that may go to different processes
+TIMED = 5  # of which, where the time may be up, so many come before others
 RUNS = 1000  # of a check, and cases of a run, at most: numbers that cases are drawn from lie so far apart
 
 
@@ -68,7 +72,7 @@ def check(
     device: str | None = None,
     dtypes: Sequence[str] | None = None,
     only: Sequence[str] | None = None,
-    max_examples: int = 100,
+    max_examples: int = 150,
     seed: int = 0,
     limits: Limits | None = None,
     profile: str | None = None,
@@ -122,9 +126,9 @@ def check(
       edges: False for a kernel that may lead NaN and infinities elsewhere than the formula does.
       promises: False for a kernel that never made any; or the names of those that it did
         (:data:`portakern.testing.verdict.PROMISES`).
-      seconds: from the first case on, after which no further one begins; ``report.left_out`` counts those. A check
-        that was ended so before every regime of values and every edge was met did not pass: it is unfinished
-        (``report.unmet`` names them).
+      seconds: from the first case on, after which no further one begins, nor an instance of a law, which then come
+        before free cases; ``report.left_out`` counts those. A check that was ended so before every regime of values,
+        every edge and every law was met did not pass: it is unfinished (``report.unmet`` names them).
       shrink: make a failing case as small as possible; False stops at the first one.
       shard: (i, n): only the i-th of n parts of the work; :meth:`Report.merge` puts the parts together. What is drawn
         does not depend on n.
@@ -158,7 +162,7 @@ class Asked:
 
     dtypes: Sequence[str] | None = None
     only: Sequence[str] | None = None
-    max_examples: int = 100
+    max_examples: int = 150
     seed: int = 0
     limits: Limits | None = None
     shapes: Sequence[Mapping[str, Sequence[int]]] | None = None
@@ -172,6 +176,8 @@ class Asked:
     shrink: bool = True
     shard: tuple[int, int] = (0, 1)
     progress: Callable[[int], None] | None = None
+    until: float | None = None
+    """As of time.time(): no case begins after it, whenever the first one did."""
 
     def limits_of(self, subject: Subject) -> Limits:
         """What the subject can be asked of that."""
@@ -200,9 +206,11 @@ def check_subject(subject: Subject, asked: Asked) -> Report:
     kinds, excused = asking(spec, asked.edges, asked.promises)
     told = conceded(spec, limits, excused, subject.unordered)
     report = Report(spec.name, subject.name, asked.seed, asked=kinds, concessions=told)
+    report.visits[subject.name] = _visits(subject, limits, excused)
     start = time.perf_counter()
     work = _Work(subject, limits, asked.seed, report, asked.shrink and not limits.shapes, asked.progress, excused)
     work.limit = math.inf if asked.seconds is None else asked.seconds
+    work.until = math.inf if asked.until is None else asked.until
     try:
         work.all_of(asked)
     except BaseException as e:
@@ -214,12 +222,22 @@ def check_subject(subject: Subject, asked: Asked) -> Report:
     return report
 
 
+def _visits(subject: Subject, limits: Limits, excused: Collection[str]) -> Visits:
+    """What there is to meet, of which nothing was yet."""
+    lawful = subject.lawful and not limits.shapes and not {BrokenPromise.kind, "laws"} & {*excused}
+    there = contract(
+        subject.spec, limits.takes, lawful, limits.empty, limits.layouts, bool(subject.tiles), subject.variants
+    )
+    return Visits(there, {"variants": {subject.variant}} if subject.variant else {})
+
+
 def with_rest(subject: Subject, asked: Asked, found: Report | None) -> Report:
     """What a check found before it was interrupted, with all that it did not come to, laws too, as left out. None of
     that is drawn, which would take long: a case whose regime is not known yet is missed by each."""
     spec, limits = subject.spec, asked.limits_of(subject)
     kinds, excused = asking(spec, asked.edges, asked.promises)
     rest = Report(spec.name, subject.name, asked.seed, asked=kinds)
+    rest.visits[subject.name] = _visits(subject, limits, excused)
     _LeftOut(subject, limits, asked.seed, rest, False, None, excused).all_of(asked)
     if found is None:
         return rest
@@ -250,7 +268,7 @@ class Run:
 @dataclass
 class _Work:
     """A check under way. ``excused``: kinds that nobody asked for, or of which a failure is known; the others end
-    it. ``limit``: seconds after which no further case begins.
+    it. ``limit``: seconds after which no further case begins, from the first one on; ``until``: when none begins.
     """
 
     subject: Subject
@@ -261,6 +279,7 @@ class _Work:
     progress: Callable[[int], None] | None
     excused: set[str] = field(default_factory=set)
     limit: float = math.inf
+    until: float = math.inf
     first_began: float | None = None
 
     @property
@@ -269,10 +288,23 @@ class _Work:
 
     def time_is_up(self) -> bool:
         """Whether no further case is to begin; the seconds count from the first one."""
-        now = time.perf_counter()
         if self.first_began is None:
-            self.first_began = now
-        return now - self.first_began >= self.limit
+            self.first_began = time.perf_counter()
+            return self.limit <= 0 or time.time() >= self.until
+        return self.over
+
+    @property
+    def over(self) -> bool:
+        """Whether the time is up by now; no case need have begun."""
+        spent = 0.0 if self.first_began is None else time.perf_counter() - self.first_began
+        return (self.first_began is not None and spent >= self.limit) or time.time() >= self.until
+
+    def leave_out(self, run: Run, turns: Sequence[Turn]) -> None:
+        """Count cases that are not run. None is drawn, which takes its time: where it is not known, any regime of
+        values may be theirs."""
+        for turn in turns:
+            self.report.left_out += 1
+            self.report.missed.update([run.edge.name] if run.edge else [turn.regime] if turn.regime else VALUE_REGIMES)
 
     def all_of(self, asked: Asked) -> None:
         """Carry out what is asked, or the part of it that is asked for."""
@@ -281,26 +313,35 @@ class _Work:
 
     def carry_out(self, runs: list[Run], with_laws: bool, shard: tuple[int, int]) -> None:
         part, parts = shard
+        numbered = [*enumerate(runs)][part::parts]
+        each = max(1, min(EDGE_EXAMPLES, max((len(run.turns) for run in runs if run.edge), default=1)))
+        laws = [*enumerate(self.subject.spec.laws if with_laws and self.subject.lawful else ())][part::parts]
+        timed = min(self.limit, self.until) < math.inf and not self.limits.shapes
+        whole: list[Piece] = [(number, run, range(len(run.turns))) for number, run in numbered]
+        first, rest = _most_telling(numbered) if timed else (whole, [])
         with self.subject.context():
-            for number, run in enumerate(runs):
-                if number % parts == part:
-                    self.explore(run, self.seed * RUNS + number)
-            each = max(1, min(EDGE_EXAMPLES, max((len(run.turns) for run in runs if run.edge), default=1)))
-            for number, name in enumerate(self.subject.spec.laws if with_laws and self.subject.lawful else ()):
-                if number % parts == part and not {BrokenPromise.kind, "laws"} & self.excused and not self.ended:
+            for number, run, places in first:
+                self.explore(run, self.seed * RUNS + number, places)
+            for number, name in laws:
+                if not {BrokenPromise.kind, "laws"} & self.excused and not self.ended:
                     self.instances(name, each, number)
+            for number, run, places in rest:
+                self.explore(run, self.seed * RUNS + number, places)
 
     def instances(self, law: str, count: int, number: int) -> None:
         """Every other instance is of the first dtype, float32 where there is one: 16 bits hide most differences. Which
         of the others comes first differs from law to law. One that is refused makes room for the next."""
         dtypes, i = list(dtypes_of(self.subject.spec, self.limits)), 0
         while i < count and dtypes:
+            if self.over:
+                self.report.missed[f"law {law}"] += count - i
+                return
             first, *others = dtypes
             dtype = others[(number + i // 2) % len(others)] if i % 2 and others else first
             refused = self.report.refused.total()
             failure = self.attempt(LawCase(law, dtype, self.seed * 1000 + i))
             if failure:
-                self.report.failures.append(failure)
+                self.report.fail(failure)
                 self.excused.add(failure.kind)
                 return
             if self.report.refused.total() > refused:
@@ -314,6 +355,7 @@ class _Work:
             if isinstance(case, LawCase):
                 run_law(self.subject, case, self.limits)
                 self.report.laws[case.law] += 1
+                self.report.meet("laws", case.law)
             else:
                 self.tries(case)
         except NotTaken:
@@ -328,31 +370,40 @@ class _Work:
             if isinstance(case, LawCase) and isinstance(e, UnsupportedError) and self.subject.accepts(str(e)):
                 self.report.refuse(e)
                 return None
-            return _failure(self.subject, case, e)
+            return self.failure(case, e)
         return None
+
+    def failure(self, case: Case | LawCase, error: Exception) -> Failure:
+        """What a case broke, which the report counts among those that were compared if its outputs were."""
+        if isinstance(case, Case) and isinstance(error, Broken) and error.kind in (Broken.kind, OtherEdges.kind):
+            self.report.note(error.fractions, case)
+            if error.kind == Broken.kind:  # after another it runs once more
+                self.report.count(case, error.tiling)
+        return _failure(self.subject, case, error)
 
     def tries(self, case: Case) -> None:
         """Run one case; what it breaks is raised."""
         run_case(self.subject, case, self.report, self.excused)
 
-    def explore(self, run: Run, start: int) -> None:
-        """Draw the cases of a run and try them. A failure that is not the end may hide another of the same case."""
-        place = 0
-        while place < len(run.turns) and not self.ended:
-            seed = start * RUNS + place
-            case, source = self.drawn(run, place, seed)
+    def explore(self, run: Run, start: int, places: Sequence[int]) -> None:
+        """Draw some cases of a run and try them. A failure that is not the end may hide another of the same case."""
+        left = [*places]
+        while left and not self.ended:
+            if self.over:
+                self.leave_out(run, [run.turns[place] for place in left])
+                return
+            seed = start * RUNS + left[0]
+            case, source = self.drawn(run, left[0], seed)
             if self.time_is_up():
-                self.report.leave_out(case)
-                place += 1
                 continue
             error = self.outcome(case)
             if error is not None:
-                case, error = self.smallest(run, place, seed, source, error) or (case, error)
-                failure = _failure(self.subject, case, error)
-                self.report.failures.append(failure)
+                case, error = self.smallest(run, left[0], seed, source, error) or (case, error)
+                failure = self.failure(case, error)
+                self.report.fail(failure)
                 self.excused.add(failure.kind)
                 continue
-            place += 1
+            left.pop(0)
             if self.progress:
                 self.progress(self.report.examples + sum(self.report.refused.values()))
 
@@ -400,6 +451,23 @@ class _Work:
         return shrunk(source.choices, fails)
 
 
+Piece = tuple[int, Run, Sequence[int]]
+"""A run with its number, and the places of some of its cases."""
+
+
+def _most_telling(runs: Sequence[tuple[int, Run]]) -> tuple[list[Piece], list[Piece]]:
+    """(each edge once, the other cases, a few free ones and those of an edge by turns): where the time may be up before
+    all, whatever is asked is met early. The cases are the same in any order."""
+    first: list[Piece] = [(n, run, range(1)) for n, run in runs if run.edge]
+    more = [(n, run, range(1, len(run.turns))) for n, run in runs if run.edge]
+    free = [
+        (n, run, range(i, min(i + TIMED, len(run.turns))))
+        for n, run in runs
+        for i in range(0, len(run.turns) if not run.edge else 0, TIMED)
+    ]
+    return first, [part for pair in itertools.zip_longest(free, more) for part in pair if part]
+
+
 def _unless_told_to_end() -> None:
     """What a case raises once the process was told to end is that end, and no failure."""
     if (how := ending.told()) is not None:
@@ -424,10 +492,8 @@ class _Listing(_Work):
 class _LeftOut(_Work):
     """What would be tried, counted in the report as left out."""
 
-    def explore(self, run: Run, start: int) -> None:
-        for turn in run.turns:
-            self.report.left_out += 1
-            self.report.missed.update([run.edge.name] if run.edge else [turn.regime] if turn.regime else VALUE_REGIMES)
+    def explore(self, run: Run, start: int, places: Sequence[int]) -> None:
+        self.leave_out(run, [run.turns[place] for place in places])
 
     def attempt(self, case: Case | LawCase) -> Failure | None:
         assert isinstance(case, LawCase), case
@@ -559,7 +625,8 @@ def replay_subject(
     work = _Work(subject, Limits(arguments=subject.arguments), 0, report, False, None, excused)
     with subject.context():
         failure = work.attempt(case)
-    report.failures += [failure] if failure else []
+    if failure:
+        report.fail(failure)
     return report
 
 
@@ -601,6 +668,7 @@ def subject_of(
 def _failure(subject: Subject, case: Case | LawCase, error: Exception) -> Failure:
     text = case.to_json()
     what = str(error) if isinstance(error, Broken | Ended) else f"raised {type(error).__name__}: {error}"
+    what = what if isinstance(error, Broken) else advised(what)
     named = (f"law {case.law}: " if isinstance(case, LawCase) else f"edge {case.edge}: " if case.edge else "") + what
     if not isinstance(error, Broken):
         return Failure(subject.spec.name, named, text, subject.reproduce(text), kind_of(error))

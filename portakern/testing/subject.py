@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
+import os
 import re
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -23,12 +25,13 @@ from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.spec import Spec, Tile
 from portakern.spec.options import shown
 from portakern.testing.cases import Case
+from portakern.testing.evidence import other_memory
 from portakern.testing.fixed import with_shape
 from portakern.testing.layouts import DRAWN
 from portakern.testing.sizes import Limits
 from portakern.testing.verdict import KINDS, PROMISES, Broken
 
-__all__ = ["Subject", "asking", "backend_subject", "backend_variants", "conceded", "function_subject"]
+__all__ = ["Subject", "asking", "backend_subject", "backend_variants", "conceded", "environment", "function_subject"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class Subject:
       overwrites: whether it can be asked for results over inputs, where the spec has such.
       emulated: whether the host stands in for the target. drawn: which calls are drawn beside edges.
       unordered: outputs whose bits may change from one call to the next, with the reason: no promise of bits is theirs.
+      fresh: a context in which memory that is handed out for outputs like these holds numbers, where that can be.
+      variant: which of its backend's ``variants`` of the op it is; "" and none of a function.
       remote: whether it runs in a process of its own, so that any other exception than what is told of that is a
         mistake here.
     """
@@ -75,6 +80,9 @@ class Subject:
     drawn: Drawn = ANY
     unordered: Mapping[str, str] = field(default_factory=dict)
     remote: bool = False
+    fresh: Callable[[tuple[Any, ...]], AbstractContextManager[None]] = lambda like: nullcontext()
+    variant: str = ""
+    variants: tuple[str, ...] = ()
 
     def at_fault(self, error: Exception) -> bool:
         """Whether an exception says something of what is checked."""
@@ -164,24 +172,33 @@ def backend_subject(
         + (f", profile {profile}" if profile else ""),
         lawful=not b.peer, overwrites=bool(spec.aliases) and not fw.immutable and (impl.overwrites or b.oracle),
         emulated=standing_for is not None, drawn=impl.drawn,
-        unordered=impl.unordered,
+        unordered=impl.unordered, fresh=functools.partial(other_memory, fw), variant=named or "", variants=tuple(f.name for f in b.having(spec.name)) if named else (),
     )  # fmt: skip
 
 
+def environment(fw: Framework) -> str:
+    """The variables that are set and change what a library computes, as they stand before a command of a shell."""
+    return "".join(f"{n}={shlex.quote(os.environ[n])} " for n in fw.environment if n in os.environ)
+
+
 def _backend_line(spec: Spec[Any], b: Backend, given: Mapping[str, str | None]) -> Callable[[str], str]:
+    fw = frameworks()[b.framework]
     if not registry.importable(spec, b):
-        return _python_line(spec, f"backend={b.name!r}" if registry.known(b) else "backend=...", given)
-    command = f"portakern check {spec.name} --backend {b.name}" + "".join(f" --{k} {v}" for k, v in given.items() if v)
+        return _python_line(spec, f"backend={b.name!r}" if registry.known(b) else "backend=...", given, fw)
+    command = f"{environment(fw)}portakern check {spec.name} --backend {b.name}" + "".join(
+        f" --{k} {v}" for k, v in given.items() if v
+    )
     return lambda case: f"{command} --case {shlex.quote(case)}"
 
 
-def _python_line(spec: Spec[Any], subject: str, given: Mapping[str, str | None]) -> Callable[[str], str]:
+def _python_line(spec: Spec[Any], subject: str, given: Mapping[str, str | None], fw: Framework) -> Callable[[str], str]:
     """The line for a process that has what is checked: a spec that is not found by name goes by that of its variable,
     which is the same.
     """
     op = repr(spec.name) if registry.has_name(spec) else spec.name
     options = "".join(f", {k}={v!r}" for k, v in given.items() if v)
-    return lambda case: f"portakern.testing.replay({op}, {case!r}, {subject}{options})"
+    where = f"  # in a process with {environment(fw)}".rstrip() if environment(fw) else ""
+    return lambda case: f"portakern.testing.replay({op}, {case!r}, {subject}{options}){where}"
 
 
 def _legal(
@@ -234,10 +251,11 @@ def function_subject(spec: Spec[Any], fn: Callable[..., Any] | None, framework: 
         arguments=arguments,
         accepts=lambda text: any(re.search(pattern, text) for pattern in getattr(fn, "refusals", ())),
         context=nullcontext,
-        reproduce=_python_line(spec, "fn=...", {"framework": framework, "device": device}),
+        reproduce=_python_line(spec, "fn=...", {"framework": framework, "device": device}, fw),
         name=f"{_name_of(fn)} on {fw.target(found)}",
         always=always,
         overwrites=bool(spec.aliases) and not fw.immutable and "overwrite" in (arguments or ()),
+        fresh=getattr(fn, "fresh", None) or functools.partial(other_memory, fw),
     )  # fmt: skip
 
 
@@ -302,6 +320,8 @@ def conceded(
     spec: Spec[Any], limits: Limits, excused: Collection[str], unordered: Mapping[str, str] | None = None
 ) -> tuple[str, ...]:
     """What a report says of everything that was not asked. unordered: as of a :class:`Subject`."""
+    lacks = _lacking(spec, limits)
+    lacking = [f"never given: {', '.join(lacks)}"] if lacks else []
     given = [f"{n} is always given: it has no default" for n in sorted(limits.always)]
     built_in = [f"{n} is {v!r} in every call" for n, v in limits.options.items()]
     shaped = [f"calls are of the shapes {' or '.join(map(with_shape, limits.shapes))} alone"] if limits.shapes else []
@@ -315,7 +335,16 @@ def conceded(
     beside = [f"beside edges, {limits.drawn}"] if limits.drawn != ANY and not limits.shapes else []
     bits = [f"bits of {name} may change from one call to the next: {why}" for name, why in (unordered or {}).items()]
     lesser = (f"not promised: {PROMISES[n]}" for n in some)
-    return (*beside, *given, *built_in, *shaped, *words, *edges, *bits, *lesser)
+    return (*lacking, *beside, *given, *built_in, *shaped, *words, *edges, *bits, *lesser)
+
+
+def _lacking(spec: Spec[Any], limits: Limits) -> list[str]:
+    """The op's arguments that no call has: what is checked does not take them, or the given shapes have no such."""
+    there = {n for shapes in limits.shapes for n in shapes}
+    arrays = [
+        a.name for a in spec.arrays if a.optional and (not limits.takes(a.name) or (there and a.name not in there))
+    ]
+    return arrays + [o.name for o in spec.options if not limits.takes(o.name) and o.name not in limits.options]
 
 
 def asking(spec: Spec[Any], edges: bool, promises: bool | Collection[str]) -> tuple[tuple[str, ...], set[str]]:

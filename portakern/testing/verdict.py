@@ -3,15 +3,16 @@ lies."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from portakern.core.call import Call
 from portakern.core.oracle import as_float64, degenerate_outputs, oracle
 from portakern.errors import SpecError
-from portakern.spec.tolerance import compare
+from portakern.spec.tolerance import Comparison, compare
 from portakern.testing.likeness import Likeness, likeness
 from portakern.testing.parts import Part
 from portakern.testing.statistics import examine
@@ -53,18 +54,26 @@ class Broken(AssertionError):
     """A case that broke the contract, with what is wrong in words; ``kind`` is one of KINDS.
 
     ``which``: of a broken promise one of PROMISES, of a wrong output the mistake that it looks like in one word, "" for
-    none; ``looks``: that in words.
+    none; ``looks``: that in words. ``fractions``: output -> worst share of what is permitted, of those that were
+    compared; ``tiling``: what the case ran with, in words.
     """
 
     kind = "bounds"
+    tiling = "default"
 
     def __init__(self, what: str, which: str = "", looks: str = "") -> None:
         super().__init__(what)
         self.which, self.looks = which, looks
+        self.fractions: dict[str, float] = {}
 
-    def after(self, what: str, which: str = "", looks: str = "") -> Broken:
+    def after(self, what: str, which: str = "", looks: str = "") -> Self:
         """The same after something that is to be told first, of which it may look like another mistake."""
-        return type(self)(f"{what}: {self}", which or self.which, looks or self.looks)
+        return type(self)(f"{what}: {self}", which or self.which, looks or self.looks).at(self.fractions)
+
+    def at(self, fractions: dict[str, float]) -> Self:
+        """This, with the shares that were measured."""
+        self.fractions = fractions
+        return self
 
 
 class Refused(Broken):
@@ -136,22 +145,29 @@ def compare_call(
         if got.dtype.name != dtype:
             raise Broken(f"{name} is {got.dtype.name}; expected {dtype}", "form", LOOKS["form"])
         result = compare(got, ref, bound, dtype)
+        fractions[name] = _share(result, got, ref)
         if result.bad.any():
             what = describe(call, name, got, ref, np.broadcast_to(bound, shape), result.bad, tiling or {}, within)
             if not _only_edges(wide, got, ref, result.bad):
-                raise Broken(what, *_looks(wide, name, got, ref, bound, dtype, within))
+                raise Broken(what, *_looks(wide, name, got, ref, bound, dtype, within)).at(fractions)
             elsewhere = elsewhere or what
-        fractions[name] = float(result.worst)
     if elsewhere:
-        raise OtherEdges(f"edge semantics differ: {elsewhere}", "edges")
+        raise OtherEdges(f"edge semantics differ: {elsewhere}", "edges").at(fractions)
     with one_thread():
         found = examine(wide, outputs, exact, bounds, regime)
     for name, evidence in found.items():
         if evidence.reasons:
             reasons = "; ".join(evidence.reasons)
             which = "rounding" if evidence.applies else "inexact"
-            raise Broken(f"{name}: {reasons} (every element is within its bound)", which, LOOKS[which])
+            raise Broken(f"{name}: {reasons} (every element is within its bound)", which, LOOKS[which]).at(fractions)
     return fractions
+
+
+def _share(found: Comparison, got: np.ndarray, ref: np.ndarray) -> float:
+    """The largest share of what is permitted; inf where NaN or an infinity is wrong, or should have come."""
+    with np.errstate(all="ignore"):
+        numbers = np.isfinite(np.asarray(got).astype(np.float64)) & np.isfinite(ref)
+    return math.inf if (found.bad & ~numbers).any() else float(found.worst)
 
 
 def _looks(
@@ -198,12 +214,13 @@ def compare_elsewhere(call: Call, name: str, got: np.ndarray, some: np.ndarray, 
     i = next(i for i, o in enumerate(call.spec.outputs) if o.name == name)
     ref, bound = (part.spread(name, np.broadcast_to(a, exact[i].shape)) for a in (exact[i], bounds[i]))
     bad = np.zeros(got.shape, bool)
-    bad[differ] = compare(got[differ], ref[differ], bound[differ], got.dtype.name).bad
+    found = compare(got[differ], ref[differ], bound[differ], got.dtype.name)
+    bad[differ], share = found.bad, {name: _share(found, got[differ], ref[differ])}
     if bad.any():
         what = describe(call, name, got, ref, bound, bad, {})
         if _only_edges(wide, got, ref, bad):
-            raise OtherEdges(f"edge semantics differ: {what}", "edges")
-        raise Broken(what, *likeness(wide, got, ref, bound, bad, got.dtype.name))
+            raise OtherEdges(f"edge semantics differ: {what}", "edges").at(share)
+        raise Broken(what, *likeness(wide, got, ref, bound, bad, got.dtype.name)).at(share)
 
 
 def _only_edges(wide: Call, got: np.ndarray, ref: np.ndarray, bad: np.ndarray) -> bool:

@@ -31,6 +31,7 @@ class Jax(Framework):
     hallmark = "sharding"
     twins = MappingProxyType({"dot_product_attention": "attention", "dot_general": "matmul"})
     immutable = True
+    environment = ("JAX_PLATFORMS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION", "CUDA_VISIBLE_DEVICES")
     donates = "let XLA give away the memory of an argument of a jitted function: jax.jit(f, donate_argnums=...)"
     embeds = ("cuda", "rocm")
 

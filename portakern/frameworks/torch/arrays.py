@@ -65,6 +65,19 @@ class Torch(Framework):
     there = f"({{x}}.data_ptr() > {OFFSETS} or {{framework}}.has_memory({{x}})) and not {{x}}.is_neg()"
     watched = "{x}.requires_grad"
     records = resizes = True
+    environment = (
+        "TRITON_INTERPRET",
+        "CUDA_VISIBLE_DEVICES",
+        "HIP_VISIBLE_DEVICES",
+        "NVIDIA_TF32_OVERRIDE",
+        "TORCHDYNAMO_DISABLE",
+    )
+    advice = MappingProxyType(
+        {
+            "0 active drivers": "Triton has no GPU here, and compiles for none: set TRITON_INTERPRET=1 in the "
+            "environment before triton is imported, and kernels run in its interpreter"
+        }
+    )
     device = staticmethod(lambda array: array.device)
     _compiled_inside = False
 
