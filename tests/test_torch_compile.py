@@ -461,3 +461,11 @@ def test_names_with_dots_compile():
         results.append(compiled(lambda x, softmax=softmax: softmax(x) + 1)(torch.zeros(3))[0].item())
         results.append(compiled(lambda x, b=backend: pk.op("softmax", backend=b)(x) + 1)(torch.zeros(3))[0].item())
     assert results == [2, 2, 3, 3, 4, 4]
+
+
+def test_a_compiled_function_makes_an_op_of_a_spec():
+    spec, x = pk.op("softmax").spec, torch.randn(2, 5)
+    f = compiled(lambda x: pk.op(spec, backend="reference")(x))
+    assert torch.allclose(f(x)[0], torch.softmax(x, -1)[0])
+    with pytest.raises(Exception, match=r"backend \('x',\) is unknown"):
+        compiled(lambda x: pk.op("softmax", backend=("x",))(x))(x)

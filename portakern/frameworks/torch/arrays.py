@@ -334,7 +334,7 @@ class Torch(Framework):
         return getattr(staging.FOUND, key)(*args, **kwargs)
 
     def recorded_op(self, make: Callable[..., Any], *args: Any) -> Any:
-        return getattr(staging.FOUND, staging.prepare(make, *args))
+        return getattr(staging.FOUND, staging.prepare(make, *[staging.constant(a) for a in args]))
 
     def profiled(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from portakern.frameworks.torch import profiling

@@ -8,18 +8,20 @@ again before it runs the compiled function.
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import re
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+from portakern.core.backend import Backend
 from portakern.core.binder import binder, misfit
 from portakern.core.route import Choice
 from portakern.errors import UnsupportedError
 from portakern.spec import Spec
 
-__all__ = ["FOUND", "Kept", "keep", "prepare", "stage"]
+__all__ = ["FOUND", "Kept", "constant", "keep", "prepare", "stage"]
 
 
 class Op(Protocol):
@@ -55,6 +57,11 @@ def _constant(fn: Callable[..., Any]) -> Callable[..., Any]:
     return fn
 
 
+def _object(address: int) -> Any:
+    """The object there, which the function that is traced holds."""
+    return ctypes.cast(address, ctypes.py_object).value
+
+
 def keep(this: Op) -> Kept:
     """A name that ops of one spec and choice share, and the first op of that name, whom the others keep alive.
 
@@ -70,10 +77,18 @@ def keep(this: Op) -> Kept:
     return Kept(key, None if other is this else other)
 
 
+def constant(given: Any) -> tuple[bool, Any]:
+    """An argument of :func:`prepare` as dynamo takes one: (whether it is an address, itself or its address). Before
+    torch 2.13 dynamo hands no spec and no backend on, but it knows where one lies, and looks again before it runs the
+    compiled function."""
+    return (True, id(given)) if isinstance(given, (Spec, Backend)) else (False, given)
+
+
 @_constant
-def prepare(make: Callable[..., Op], *args: Any) -> str:
-    """Make the op that a traced function asks for; its attribute of ``FOUND``."""
-    made = make(*args)
+def prepare(make: Callable[..., Op], *args: tuple[bool, Any]) -> str:
+    """Make the op that a traced function asks for, of what :func:`constant` made of its arguments; its attribute of
+    ``FOUND``."""
+    made = make(*[_object(given) if lies else given for lies, given in args])
     name = f"op {made.kept['torch'].key}"
     setattr(FOUND, name, made)
     return name
