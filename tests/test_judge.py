@@ -30,7 +30,7 @@ if sys.platform != "linux":
     pytest.skip("the judge walls candidates in with what Linux has", allow_module_level=True)
 
 from portakern.core.targets import Target
-from portakern.judging import Bounds, judge, judgement
+from portakern.judging import Bounds, hashing, judge, judgement
 from portakern.judging.mapping import parse
 from portakern.judging.walls import WALLS
 from portakern.testing.fixed import cut_to
@@ -654,7 +654,9 @@ def test_the_command_says_the_verdict_and_runs_a_case_again(tmp_path):
     assert done.exit_code == 1 and "wrong: mine.py:softmax as softmax on cpu" in done.stdout, done.output
     assert "looks like: every element is 0" in done.stdout and json.loads(out.read_text())["outcome"] == "wrong"
     case = json.loads(out.read_text())["failures"][0]["case"]
-    assert f"portakern judge {file}:softmax --op softmax --framework numpy --device cpu --case '{case}'" in done.stdout
+    seed = json.loads(out.read_text())["seed"]
+    line = f"portakern judge {file}:softmax --op softmax --framework numpy --device cpu --seed {seed} --case '{case}'"
+    assert line in done.stdout and f"cases of seed {seed} in" in done.stdout
     again = run(app, ["judge", file, "--op", "softmax", "--case", case])
     assert again.exit_code == 1 and "looks like: every element is 0" in again.stdout
     (tmp_path / "mine.py").write_text(NUMPY_RIGHT)
@@ -690,13 +692,15 @@ def test_a_reference_that_takes_no_shifted_arrays_on_an_accelerator_gets_none_th
     pytest.importorskip("torch", reason="torch is not installed")
     file = tmp_path / "97_ScaledDotProductAttention.py"
     file.write_text(textwrap.dedent(ALIGNED))
-    assert "misaligned" in judge(file, max_examples=20, edges=False).report.failures[0].what
+    assert "misaligned" in judge(file, problem=file, max_examples=20, edges=False).report.failures[0].what
     monkeypatch.setattr(judgement, "HOST", Target("nowhere", ""))  # so that this one is no host
-    report = judge(file, max_examples=20, edges=False).report
+    report = judge(file, problem=file, max_examples=20, edges=False).report
     assert not report.failures and any(c.startswith("no array is shifted: PyTorch's") for c in report.concessions)
     assert (
         "misaligned"
-        in judge(file, max_examples=20, edges=False, layouts=("contiguous", "shifted")).report.failures[0].what
+        in judge(file, problem=file, max_examples=20, edges=False, layouts=("contiguous", "shifted"))
+        .report.failures[0]
+        .what
     )
 
 
@@ -717,12 +721,12 @@ def test_a_reference_that_leads_infinities_elsewhere_on_an_accelerator_may_do_so
     pytest.importorskip("torch", reason="torch is not installed")
     file = tmp_path / "97_ScaledDotProductAttention.py"
     file.write_text(textwrap.dedent(INFINITE))
-    assert judge(file, layouts="contiguous").report.outcome == "other edges"
+    assert judge(file, problem=file, layouts="contiguous").report.outcome == "other edges"
     monkeypatch.setattr(judgement, "HOST", Target("nowhere", ""))  # so that this one is no host
-    report = judge(file).report
+    report = judge(file, problem=file).report
     assert report.outcome == "right" and any(c.startswith("NaN and infinities may") for c in report.concessions)
     file.write_text(textwrap.dedent(INFINITE.replace("o if k", "o * 1.01 if k")))
-    assert judge(file).report.outcome == "wrong"
+    assert judge(file, problem=file).report.outcome == "wrong"
 
 
 def test_a_candidate_starts_while_the_judge_begins_the_device(tmp_path, monkeypatch):
@@ -788,3 +792,153 @@ def test_poisoned_memory_costs_no_compiler():
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+# --- what a candidate cannot decide: what it is asked ---
+
+EASY = """
+import torch
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return torch.ones_like(x)  # right of one class
+
+def get_inputs():
+    return [torch.rand(1, 1)]
+"""
+PROBLEM = """
+import torch
+
+def get_inputs():
+    return [torch.rand(6, 100)]
+"""
+
+
+def test_a_module_does_not_name_what_it_is_asked(tmp_path):
+    pytest.importorskip("torch", reason="torch is not installed")
+    file, problem = tmp_path / "23_Softmax.py", tmp_path / "problem" / "23_Softmax.py"
+    file.write_text(EASY)
+    problem.parent.mkdir()
+    problem.write_text(PROBLEM)
+    with pytest.raises(pk.SpecError, match=r"a candidate does not choose what it is asked: give .* --problem"):
+        judge(file)
+    result = judge(file, problem=problem, max_examples=2)
+    assert result.report.outcome == "wrong" and result.problem == str(problem)
+    trusted = judge(file, problem=file, max_examples=2, seconds=60.0)
+    assert "its inputs are what the candidate's own file names, and may be easy ones" in trusted.report.concessions
+    assert "calls are in float32 alone, as the problem's inputs are" in trusted.report.concessions
+
+
+TAKES_OVER = """
+import sys
+import torch
+
+_rand = torch.rand
+torch.rand = lambda *s, **k: _rand(1, 1, **k)
+
+import portakern.judging.adapters as adapters
+adapters.Candidate.described = lambda self: {"parameters": None, "inputs": [{"shape": [1, 1], "dtype": "float16"}]}
+adapters.inputs_of = lambda path: [{"shape": [1, 1], "dtype": "float16"}]
+
+def softmax(x):
+    return torch.ones_like(x)
+
+class ModelNew(torch.nn.Module):
+    def forward(self, x):
+        return torch.ones_like(x)
+"""
+
+
+@pytest.mark.parametrize("name", ["softmax", "ModelNew"])
+def test_what_its_process_says_of_inputs_is_not_asked(name, tmp_path):
+    """One line over there makes every random array small; and the process may name shapes that nobody asked for."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    problem = tmp_path / "problem.py"
+    problem.write_text(PROBLEM)
+    how = {"name": name, "shapes": None, "dtypes": None, "problem": problem, "max_examples": 4}
+    result = judged(tmp_path, TAKES_OVER, **how)
+    assert result.report.outcome == "wrong", result.report
+    assert '"shapes":{"x":[6,100]}' in result.report.failures[0].case and '"dtype":"float32"' in str(result.report)
+
+
+def test_files_beside_a_problem_are_no_libraries(tmp_path):
+    pytest.importorskip("torch", reason="torch is not installed")
+    problem = tmp_path / "problem.py"
+    problem.write_text(PROBLEM.replace("import torch", "import colorsys\nimport torch\nassert colorsys.rgb_to_hls"))
+    (tmp_path / "colorsys.py").write_text("raise SystemExit('of the candidate')")
+    result = judged(tmp_path, NUMPY_RIGHT, shapes=None, dtypes=None, problem=problem, max_examples=2)
+    assert not result.report.failures and "calls are of the shapes x [6, 100] alone" in result.report.concessions
+
+
+def test_a_problem_that_names_no_inputs_is_named(tmp_path):
+    pytest.importorskip("torch", reason="torch is not installed")
+    problem = tmp_path / "problem.py"
+    for text, words in (("x = 1", "has no get_inputs"), ("raise ValueError('\\x1b[2Jx')", r"\\x1b\[2Jx")):
+        problem.write_text(text)
+        with pytest.raises(pk.SpecError, match=f"the inputs of --problem problem.py cannot be read: .*{words}"):
+            judged(tmp_path, NUMPY_RIGHT, shapes=None, problem=problem)
+
+
+def test_nobody_knows_the_cases_before(tmp_path):
+    """A table of results by the hashes of the inputs is right on a seed that is always the same."""
+    text = NUMPY_RIGHT.replace(
+        "def softmax(x):", "import zlib\n\ndef softmax(x):\n    print(zlib.crc32(x.tobytes()), flush=True)"
+    )
+    first, other = (judged(tmp_path, text, max_examples=6) for _ in range(2))
+    again = judged(tmp_path, text, max_examples=6, seed=first.report.seed)
+    assert first.report.seed != other.report.seed and again.report.seed == first.report.seed
+    inputs = [set(r.printed.split()) for r in (first, other, again)]
+    assert len(inputs[0]) >= 6 and inputs[0] == inputs[2] and not inputs[0] & inputs[1]
+
+
+# --- the hash is of all that was judged ---
+
+
+def test_the_hash_is_of_what_lies_beside_it_and_of_the_problem(tmp_path):
+    pytest.importorskip("torch", reason="torch is not installed")
+    folder, problem = tmp_path / "kernel", tmp_path / "problem.py"
+    (folder / "parts").mkdir(parents=True)
+    problem.write_text(PROBLEM)
+    (folder / "parts" / "scale.py").write_text("factor = 1.0\n")
+    (folder / "table\x1b[2J.bin").write_bytes(b"1")
+    os.mkfifo(folder / "pipe")
+    text = NUMPY_RIGHT.replace("import numpy", "from parts.scale import factor\nimport numpy")
+
+    def one():
+        return judged(folder, text, problem=problem, max_examples=1)
+
+    first, again = one(), one()
+    assert [*first.hashes.files] == ["candidate.py", str(problem), "parts/scale.py", "table\\x1b[2J.bin"]
+    assert first.hashes == again.hashes and first.hashes.unhashed == 1
+    (folder / "parts" / "scale.py").write_text("factor = 2.0\n")
+    later = one()
+    assert later.sha256 == first.sha256 and later.hashes.all != first.hashes.all
+    assert later.hashes.changed(first.hashes) == ["parts/scale.py"]
+    problem.write_text(PROBLEM + "\n")
+    assert one().hashes.changed(later.hashes) == [str(problem)]
+    told = json.loads(json.dumps(first.to_dict()))["hashes"]
+    assert told == {"files": first.hashes.files, "all": first.hashes.all, "unhashed": 1}
+
+
+def test_what_changes_while_it_is_judged_has_no_verdict(tmp_path, monkeypatch):
+    seen = []
+
+    def meanwhile(path, problem):
+        seen.append(hashing.hashes(path, problem))
+        (tmp_path / ("helper.py" if len(seen) == 1 else "later")).write_text("x = 1\n")
+        return seen[-1]
+
+    monkeypatch.setattr(judgement, "hashes", meanwhile)
+    with pytest.raises(pk.UnavailableError, match=r"helper\.py changed while it was judged: judge it again"):
+        judged(tmp_path, NUMPY_RIGHT)
+
+
+def test_a_large_folder_is_hashed_in_part_and_that_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(hashing, "FILES", 3)
+    for i in range(6):
+        (tmp_path / f"note{i}.txt").write_text(str(i))
+    (tmp_path / "used.py").write_text("x = 1\n")
+    result = judged(tmp_path, NUMPY_RIGHT)
+    assert [*result.hashes.files] == ["candidate.py", "used.py", "note0.txt"] and result.hashes.unhashed == 5
+    monkeypatch.setattr(hashing, "ENTRIES", 4)
+    assert judged(tmp_path, NUMPY_RIGHT).hashes.unhashed == -1

@@ -23,6 +23,7 @@ from portakern import __version__, results
 from portakern.core import ending
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.files import cache_folder
+from portakern.printable import printable
 from portakern.spec.dtypes import DTYPES
 
 __all__ = [
@@ -94,7 +95,8 @@ def main() -> None:
     except _Ended:
         sys.exit(128 + signal.SIGTERM)
     except (SpecError, UnsupportedError, UnavailableError, results.ResultError) as e:
-        err.print(f"{type(e).__name__}: {e}", style="red", markup=False, highlight=False, soft_wrap=True)
+        text = printable(f"{type(e).__name__}: {e}", lines=True)  # it may quote a file that nobody has read
+        err.print(text, style="red", markup=False, highlight=False, emoji=False, soft_wrap=True)
         sys.exit(2)
 
 
@@ -146,9 +148,12 @@ def _widths(rows: list[list[str]], room: int) -> list[int] | None:
 
 def print_indented(text: str) -> None:
     """A text under a heading, broken between words at this terminal's width, of which 40 columns are taken for
-    granted."""
-    for line in textwrap.wrap(text, max(out.width, 40) - 2, subsequent_indent="  ", break_on_hyphens=False):
-        out.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+    granted. It may quote what nobody has read: nothing in it is obeyed, and no line begins within a word."""
+    width = max(out.width, 40) - 2
+    for line in textwrap.wrap(
+        printable(text), width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+    ):
+        out.print(f"  {line}", markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 def check_dtypes(command: str, names: list[str] | None) -> None:

@@ -21,6 +21,7 @@ from portakern.cli.common import (
 from portakern.core import registry
 from portakern.errors import SpecError
 from portakern.files import write_atomically
+from portakern.printable import printable
 
 Candidate = Annotated[
     str, typer.Argument(help="FILE or FILE:NAME: a function, a torch.nn.Module, ns::op of a library.")
@@ -35,7 +36,10 @@ Map = Annotated[
         "--map", help="How the op's arguments are the candidate's: x=0,axis=1, y=out, a=0.mT, weight=@norm.weight."
     ),
 ]
-Problem = Annotated[Path | None, typer.Option(help="The file with get_inputs; the candidate's own when not named.")]
+Problem = Annotated[
+    Path | None,
+    typer.Option(help="The file with get_inputs, read without the candidate; a candidate's own names nothing."),
+]
 Shapes = Annotated[
     list[str] | None,
     typer.Option(help="Shapes of every call, x=64x39321 or a=64x32,b=32x8; may be repeated. Any when not named."),
@@ -76,7 +80,7 @@ def judge(
     framework: Framework = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, rocm or tpu.")] = "cpu",
     max_examples: Annotated[int, typer.Option(min=1, help="Cases.")] = 150,
-    seed: Annotated[int, typer.Option(min=0, help="Which cases.")] = 0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Which cases; others each time when not named.")] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="From the first case on, after which none begins.")] = 15.0,
     call_seconds: Annotated[float, typer.Option(min=0.1, help="For one call, after which it hangs.")] = 30.0,
     memory: Annotated[float, typer.Option(min=0.1, help="GiB of memory that it may use.")] = 8.0,
@@ -102,7 +106,7 @@ def judge(
         file, op, name=name, map=map, problem=problem, framework=framework, device=device,
         shapes=[_extents(s) for s in shapes] if shapes else None, whole=whole, dtypes=dtype, edges=edges,
         max_examples=max_examples, seed=seed, seconds=seconds, case=case,
-        bounds=Bounds(seconds=call_seconds, memory=int(memory * 2**30), without=without or ()),
+        bounds=Bounds(seconds=call_seconds, memory=_bytes(memory), without=without or ()),
         **{n: v for n, v in named.items() if v},
     )  # fmt: skip
     show(judged)
@@ -119,6 +123,13 @@ def _keep_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(M_MMAP_MAX, 0)
         mallopt(M_TRIM_THRESHOLD, -1)
+
+
+def _bytes(gib: float) -> int:
+    from portakern.judging.process import within
+
+    within("--memory, GiB", gib, 0.1, 2**20)
+    return int(gib * 2**30)
 
 
 def _split(candidate: str) -> tuple[str, str | None]:
@@ -141,14 +152,17 @@ def _extents(text: str) -> dict[str, tuple[int, ...]]:
     return found
 
 
+NAMED = 8
+"""Files beside a candidate whose names are printed."""
+
+
 def show(judged: Any) -> None:
-    """What came out, for people."""
+    """What came out, for people. Names and words may be the candidate's: nothing is printed that a terminal obeys."""
     r = judged.report
     style = "green" if r.passed else "red"
-    out.print(f"{r.outcome}: {Path(judged.file).name}:{judged.name} as {r.op} on {judged.device}", style=style,
-              markup=False, highlight=False)  # fmt: skip
+    _say(f"{r.outcome}: {Path(judged.file).name}:{judged.name} as {r.op} on {judged.device}", style)
     worst = ", ".join(f"{n} {w:.2f}" for n, w in r.worst.items())
-    print_indented(f"{r.examples} cases in {judged.seconds:.1f} s"
+    print_indented(f"{r.examples} cases of seed {r.seed} in {judged.seconds:.1f} s"
                    + (f"; worst share of the permitted error: {worst}" if worst else "")
                    + (f"; {r.left_out} more were left out: the time was up" if r.left_out else ""))  # fmt: skip
     for reason, count in r.refused.most_common():
@@ -158,7 +172,10 @@ def show(judged: Any) -> None:
     if r.unmet:
         print_indented(f"not met: {', '.join(r.unmet)}; --seconds gives more time")
     for f in r.failures:
-        out.print(str(f), style="red", markup=False, highlight=False, soft_wrap=True)
+        _say(str(f), "red")
+    print_indented(_hashed(judged.hashes))
+    if judged.problem:
+        print_indented(f"on the inputs that {Path(judged.problem).name} names")
     for conceded in r.told:
         print_indented(f"conceded: {conceded}")
     from portakern.judging.walls import WALLS
@@ -166,4 +183,22 @@ def show(judged: Any) -> None:
     for name in [w for w in WALLS if w not in judged.walls]:
         print_indented(f"not walled in: {WALLS[name]}")
     if judged.printed and not r.passed:
-        out.print(f"  it printed: {judged.printed}", markup=False, highlight=False, soft_wrap=True)
+        _say(f"  it printed: {judged.printed}")
+
+
+def _say(text: str, style: str = "") -> None:
+    out.print(printable(text, lines=True), style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def _hashed(hashes: Any) -> str:
+    """The files that a verdict is of."""
+    (first, digest), *others = hashes.files.items()
+    text = f"judged: {first}, SHA-256 {digest[:16]}"
+    if others:
+        named = ", ".join(name for name, _ in others[:NAMED])
+        more = f" and {len(others) - NAMED} more" if len(others) > NAMED else ""
+        text += f"; with what lies beside it, {hashes.all[:16]}: {named}{more}"
+    if hashes.unhashed:
+        count = "too many to count" if hashes.unhashed < 0 else str(hashes.unhashed)
+        text += f"; files beside it that were not hashed: {count}"
+    return text

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Candidate", "load"]
+__all__ = ["Candidate", "inputs_of", "load"]
 
 
 class Candidate:
@@ -26,17 +26,16 @@ class Candidate:
         self.fn, self.framework, self.device = fn, framework, device
         self.places: Mapping[str, Any] = ask["places"]
         self.required: list[str] = ask["required"]
-        self.inputs: list[dict[str, Any]] = []
 
     def described(self) -> dict[str, Any]:
-        """The parameters of the candidate, as far as it says, and the inputs that its file names."""
+        """The parameters of the candidate, as far as it says."""
         try:
             found = [
                 (p.name, p.kind.name, p.default is p.empty) for p in inspect.signature(self.fn).parameters.values()
             ]
         except (TypeError, ValueError):
             found = None
-        return {"parameters": found, "inputs": self.inputs}
+        return {"parameters": found}
 
     def call(self, arrays: Mapping[str, Any], options: Mapping[str, Any], forms: Mapping[str, Any]) -> tuple[Any, ...]:
         """What the candidate gives for these arrays, every output for itself. ``forms``: output -> its shape and dtype,
@@ -76,7 +75,7 @@ class Candidate:
 
 
 class ModuleCandidate(Candidate):
-    """A ``torch.nn.Module`` with ``get_init_inputs`` for its constructor and ``get_inputs`` for its call."""
+    """A ``torch.nn.Module``, with the ``get_init_inputs`` of ``source`` for its constructor."""
 
     def __init__(self, made: type, ask: Mapping[str, Any], framework: Any, device: Any, source: Any) -> None:
         import torch
@@ -90,10 +89,6 @@ class ModuleCandidate(Candidate):
 
         super().__init__(functools.update_wrapper(forward, module.forward), ask, framework, device)
         self.module = module
-        if hasattr(source, "get_inputs"):
-            with torch.device("meta"):  # their shapes alone: they may be larger than memory
-                tensors = [t for t in source.get_inputs() if isinstance(t, torch.Tensor)]
-            self.inputs = [{"shape": [*t.shape], "dtype": str(t.dtype).removeprefix("torch.")} for t in tensors]
 
     def set_parameter(self, path: str, value: Any) -> None:
         import torch
@@ -120,9 +115,22 @@ def load(ask: Mapping[str, Any], framework: Any, device: Any) -> Candidate:
     return Candidate(found, ask, framework, device)
 
 
-def _module(path: Path) -> Any:
-    """A file as a module; files beside it are found, as they are where it is run."""
-    sys.path.insert(0, str(path.parent))
+def inputs_of(path: Path) -> list[dict[str, Any]]:
+    """Shape and dtype of each array that ``get_inputs`` of a problem's file gives. Files beside it are found last: none
+    takes the place of a library's."""
+    import torch
+
+    source = _module(path, first=False)
+    if not hasattr(source, "get_inputs"):
+        raise AttributeError(f"{path.name} has no get_inputs")
+    with torch.device("meta"):  # their shapes alone: they may be larger than memory
+        tensors = [t for t in source.get_inputs() if isinstance(t, torch.Tensor)]
+    return [{"shape": [*t.shape], "dtype": str(t.dtype).removeprefix("torch.")} for t in tensors]
+
+
+def _module(path: Path, first: bool = True) -> Any:
+    """A file as a module; files beside it are found, as they are where it is run, ``first`` or last."""
+    sys.path.insert(0 if first else len(sys.path), str(path.parent))
     if path.suffix == ".py":
         spec = importlib.util.spec_from_file_location(path.stem, path)
     else:

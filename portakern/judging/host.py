@@ -44,11 +44,19 @@ class Host:
         return {"reached": self.device is not None}, []
 
     def load(self, ask: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-        """Import the candidate and say how it can be called, and which inputs a file of KernelBench's form names."""
+        """Import the candidate and say how it can be called."""
         from portakern.judging import adapters
 
         self.candidate = adapters.load(ask, self.framework, self.device)
         return self.candidate.described(), []
+
+    def inputs(self, ask: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+        """Import a problem, and say which inputs it names. Nothing of a candidate was, or will be, imported here."""
+        from pathlib import Path
+
+        from portakern.judging import adapters
+
+        return {"inputs": adapters.inputs_of(Path(ask["file"]))}, []
 
     def call(self, ask: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
         """One call of the candidate."""
@@ -109,7 +117,8 @@ def main() -> None:
     while head := source.read(8):
         ask = json.loads(source.read(struct.unpack("<Q", head)[0]))
         try:
-            told, payload = {"begin": host.begin, "load": host.load, "call": host.call}[ask["do"]](ask)
+            does = {"begin": host.begin, "inputs": host.inputs, "load": host.load, "call": host.call}
+            told, payload = does[ask["do"]](ask)
         except BaseException as e:  # what a candidate raises, exits included, is told; who else ends this process?
             from portakern.core.failing import kind_of
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
-import hashlib
+import contextlib
+import math
 import os
+import secrets
 import shlex
 import time
 import tomllib
@@ -18,11 +20,14 @@ from portakern.core.failing import Ended
 from portakern.core.framework import advised, frameworks
 from portakern.core.targets import HOST, Target
 from portakern.errors import SpecError, UnavailableError
+from portakern.judging.hashing import IMPORTED, Hashes, hashes
 from portakern.judging.mapping import Place, parse
-from portakern.judging.process import Bounds, Process
+from portakern.judging.process import Bounds, Process, within
 from portakern.judging.remote import Remote, signature_of
+from portakern.judging.wire import Input
 from portakern.spec import Spec
-from portakern.testing.fixed import cut_to, given_optional
+from portakern.testing import printed
+from portakern.testing.fixed import checked_shapes, cut_to, given_optional
 from portakern.testing.report import Failure, Report
 from portakern.testing.runner import Asked, check_subject, replay_subject
 from portakern.testing.subject import Subject, environment, function_subject
@@ -47,7 +52,8 @@ class Judged:
 
     Attributes:
       report: the verdict (``report.outcome``), what was asked, what was conceded, and the failures.
-      file, name, sha256: what was judged; device: on what.
+      file, name, sha256: what was judged; hashes: of that file, of its folder's and of the problem's; device: on what.
+      problem: whose inputs it was judged on, "" where the shapes are the asker's or any.
       walls: names of the walls that stood (:data:`portakern.judging.walls.WALLS`).
       printed: the end of what the candidate printed.
       seconds: wall time, of which ``load_seconds`` to start its process and import it.
@@ -58,6 +64,8 @@ class Judged:
     name: str
     sha256: str
     device: str
+    hashes: Hashes = field(default_factory=Hashes)
+    problem: str = ""
     walls: list[str] = field(default_factory=list)
     printed: str = ""
     seconds: float = 0.0
@@ -65,8 +73,9 @@ class Judged:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data for JSON."""
-        own = {n: getattr(self, n) for n in self.__dataclass_fields__ if n not in ("report", "seconds")}
-        return {**self.report.to_dict(), **own, "judge_seconds": round(self.seconds, 2)}
+        own = {n: getattr(self, n) for n in self.__dataclass_fields__ if n not in ("report", "seconds", "hashes")}
+        hashed = {"files": dict(self.hashes.files), "all": self.hashes.all, "unhashed": self.hashes.unhashed}
+        return {**self.report.to_dict(), **own, "hashes": hashed, "judge_seconds": round(self.seconds, 2)}
 
 
 def judge(
@@ -86,7 +95,7 @@ def judge(
     edges: bool = True,
     promises: bool | Collection[str] = PROMISES,
     max_examples: int = 150,
-    seed: int = 0,
+    seed: int | None = None,
     seconds: float = 15.0,
     bounds: Bounds | None = None,
     case: str | None = None,
@@ -98,13 +107,14 @@ def judge(
         in KernelBench's form, or ``namespace::op`` of an extension; None: what its file names as such.
       op: the op's name or spec; map: how its arguments become the candidate's (:mod:`portakern.judging.mapping`). None:
         those of the problem, where that is one of KernelBench's (``problems.toml``).
-      problem: the file with ``get_inputs`` and ``get_init_inputs``; None: the candidate's own, which may name small
-        ones.
+      problem: the file with ``get_inputs`` and ``get_init_inputs``. Its inputs are read in a process without the
+        candidate, whose own file names none: a module that needs them is refused without a problem or shapes.
       framework: numpy, torch or jax; None: what the file imports. device: cpu, cuda, rocm or tpu.
-      shapes: of the calls; None: those of ``get_inputs``, or any. whole: False cuts calls along what does not matter to
+      shapes: of the calls; None: those of the problem, or any. whole: False cuts calls along what does not matter to
         a kernel's sums until they are quick; the report says to what.
-      dtypes, layouts, options, edges, promises, max_examples, seed: as of :func:`portakern.check`. No layout named:
-        contiguous and shifted arrays; no shifted ones on an accelerator where a problem's own reference takes none.
+      dtypes, layouts, options, edges, promises, max_examples, seed: as of :func:`portakern.check`; no seed: one that
+        nobody knows before. No layout named: contiguous and shifted arrays; no shifted ones on an accelerator where a
+        problem's own reference takes none.
       seconds: from the first case on, after which no further one begins; a start has a limit of its own, in ``bounds``:
         what the candidate may take; case: this one alone.
 
@@ -117,46 +127,75 @@ def judge(
     names = [[a.name for a in spec.arrays], [o.name for o in spec.outputs], [o.name for o in spec.options]]
     places, fixed = parse(map, *names)
     which, form, library = _identify(path, name, spec, framework)
-    _check_walls(bounds or Bounds())
-    line = _line(str(file), which, spec, map, problem, library, device)
+    bounds, seed = bounds or Bounds(), _checked_numbers(max_examples, seconds, seed)
+    _check_walls(bounds)
+    if form == "module" and not (source or shapes or case):
+        _check_inputs(path)
+    line = _line(str(file), which, spec, map, problem, library, device, seed)
     fixed = {**fixed, **(options or {})}
     asked = Asked(
         dtypes, None, max_examples, seed, None, shapes, layouts, fixed, False, True, edges, promises, seconds,
         shrink=False,
     )  # fmt: skip
-    judged = Judged(Report(spec.name, "", seed), str(file), which, _digest(path), device)
-    start, process = time.perf_counter(), Process(bounds or Bounds(), library, device)
-    called = f"{path.name}:{which} on {device}"
+    hashed = hashes(path, source)
+    judged = Judged(Report(spec.name, "", seed), str(file), which, next(iter(hashed.files.values())), device, hashed)
+    judged.problem = str(problem or "")
+    start, process = time.perf_counter(), Process(bounds, library, device)
     try:
         target = _target(library, device)
-        candidate = _Candidate(spec, path, source, which, form, library, target, places, fixed, line)
-        judged.device, called = str(target), candidate.called
-        _begin(process, library, target)
-        subject, told = candidate.loaded(process)
-        judged.load_seconds = round(time.perf_counter() - start, 2)
-        if case is not None:
-            judged.report = replay_subject(subject, case, edges=edges, promises=promises)
-        else:
-            asked, words = _on_its_terms(*candidate.on_its_shapes(asked, told, whole), terms, target)
-            judged.report = check_subject(subject, asked)
-            judged.report.concessions += words
-    except Ended as e:
-        failure = Failure(
-            spec.name, f"before any case: {advised(str(e))}", "", line("").partition(" --case")[0], e.kind
-        )
-        judged.report = Report(spec.name, called, seed, failures=[failure])
+        theirs = _inputs_of(source, bounds) if source else []
+        candidate = _Candidate(spec, path, source, which, form, library, target, places, fixed, line, theirs)
+        judged.device = str(target)
+        judged.report = _judged(candidate, process, asked, terms, whole, case, lambda: _note_start(judged, start))
     finally:
         process.end()
         judged.walls, judged.printed = process.walls, process.printed()
         os.close(process.log)
+    judged.report.concessions += _changed(hashed, hashes(path, source))
     judged.seconds = time.perf_counter() - start
     return judged
+
+
+def _note_start(judged: Judged, start: float) -> None:
+    judged.load_seconds = round(time.perf_counter() - start, 2)
+
+
+def _judged(
+    candidate: _Candidate,
+    process: Process,
+    asked: Asked,
+    terms: Mapping[str, str],
+    whole: bool,
+    case: str | None,
+    started: Callable[[], None],
+) -> Report:
+    """The report on a candidate whose process was started; ``started`` is called when the candidate is loaded."""
+    spec = candidate.spec
+    try:
+        _begin(process, candidate.library, candidate.target)
+        subject = candidate.loaded(process)
+        started()
+        if case is not None:
+            _check_memory([_shapes_of_a_case(spec, case)])
+            return replay_subject(subject, case, edges=asked.edges, promises=asked.promises)
+        asked, words = _on_its_terms(*candidate.on_its_shapes(asked, whole), terms, candidate.target)
+        report = check_subject(subject, asked)
+        report.concessions += words
+    except Ended as e:
+        line = candidate.line("").partition(" --case")[0]
+        failure = Failure(spec.name, f"before any case: {advised(str(e))}", "", line, e.kind)
+        report = Report(spec.name, candidate.called, asked.seed, failures=[failure])
+    except MemoryError:
+        raise UnavailableError(
+            "judge: the judge's own memory ran out: name smaller calls with --shapes, or free some"
+        ) from None
+    return report
 
 
 @dataclass(frozen=True)
 class _Candidate:
     """A candidate that was found: where, in which form, on what, how it is called (``places``, and the options that are
-    ``fixed``), and the ``line`` that judges a case of it again."""
+    ``fixed``), the ``line`` that judges a case of it again, and the ``inputs`` that the problem names."""
 
     spec: Spec[Any]
     path: Path
@@ -168,38 +207,166 @@ class _Candidate:
     places: Mapping[str, Place]
     fixed: Mapping[str, Any]
     line: Callable[[str], str]
+    inputs: Sequence[Input] = ()
 
     @property
     def called(self) -> str:
         return f"{self.path.name}:{self.name} on {self.target}"
 
-    def loaded(self, process: Process) -> tuple[Subject, dict[str, Any]]:
-        """What the checker checks, and what its process told of it."""
+    @property
+    def theirs(self) -> dict[str, tuple[int, ...]]:
+        """Array -> the candidate's shape of it, of those that the problem names."""
+        shapes = [i.shape for i in self.inputs]
+        required = [a.name for a in self.spec.arrays if not a.optional]
+        found = {}
+        for i, name in enumerate(required):
+            place = self.places.get(name)
+            at = i if place is None else place.position
+            if at is not None and at < len(shapes):
+                found[name] = shapes[at]
+        if found and self.places:  # an output that is flattened has the shape of the first array
+            for o in self.spec.outputs:
+                found.setdefault(o.name, found[next(iter(found))])
+        return found
+
+    def loaded(self, process: Process) -> Subject:
+        """What the checker checks."""
         spec, places = self.spec, self.places
-        told = process.load({
+        parameters = process.load({
             "file": str(self.path), "name": self.name, "form": self.form, "problem": str(self.problem or ""),
             "required": [a.name for a in spec.arrays if not a.optional],
             "places": {n: {"position": p.position, "keyword": p.keyword, "parameter": p.parameter}
                        for n, p in places.items()},
         })  # fmt: skip
-        try:
-            signature = signature_of(spec, told.get("parameters"), places, self.name)
-            theirs = _inputs(spec, told.get("inputs"), places)
-        except (TypeError, ValueError, KeyError, AttributeError) as e:
-            if isinstance(e, SpecError):
-                raise
-            raise Ended("crashed", f"its process told of itself what is none of it: {type(e).__name__}") from None
-        remote = Remote(process, spec, places, self.fixed, theirs, signature)
+        signature = signature_of(spec, parameters, places, self.name)
+        remote = Remote(process, spec, places, self.fixed, self.theirs, signature)
         subject = function_subject(spec, remote, "numpy", None)
-        return replace(subject, target=self.target, remote=True, name=self.called, reproduce=self.line), told
+        return replace(subject, target=self.target, remote=True, name=self.called, reproduce=self.line)
 
-    def on_its_shapes(self, asked: Asked, told: Mapping[str, Any], whole: bool) -> tuple[Asked, tuple[str, ...]]:
-        """What is asked on the shapes that somebody named, or else those of its file, cut to quick calls; and what a
-        report says of the cut."""
-        spec, inputs = self.spec, told.get("inputs")
-        shapes = _shapes(spec, asked.shapes, _inputs(spec, inputs, self.places), self.places, self.fixed)
-        shapes, words = (shapes, ()) if whole or not shapes else _cut(spec, shapes, self.fixed, self.target)
-        return replace(asked, dtypes=asked.dtypes or _dtype(inputs, spec), shapes=shapes or None), words
+    def on_its_shapes(self, asked: Asked, whole: bool) -> tuple[Asked, tuple[str, ...]]:
+        """What is asked on the shapes that somebody named, or else those of the problem, cut to quick calls; and what a
+        report says of what that leaves out."""
+        spec, words = self.spec, tuple[str, ...]()
+        if asked.shapes is not None:
+            _check_extents(asked.shapes)
+            checked_shapes(spec, asked.shapes, self.fixed)
+        shapes = _shapes(spec, asked.shapes, self.theirs, self.places, self.fixed)
+        if shapes and not whole:
+            shapes, words = _cut(spec, shapes, self.fixed, self.target)
+        _check_memory(shapes)
+        dtypes = asked.dtypes
+        if dtypes is None and self.inputs and self.inputs[0].dtype in spec.dtypes:
+            dtypes = [self.inputs[0].dtype]
+            words = (*words, f"calls are in {dtypes[0]} alone, as the problem's inputs are")
+        if self.problem == self.path:
+            words = (*words, "its inputs are what the candidate's own file names, and may be easy ones")
+        return replace(asked, dtypes=dtypes, shapes=shapes or None), words
+
+
+def _checked_numbers(max_examples: int, seconds: float, seed: int | None) -> int:
+    """The seed: one that nobody knows before, where none is named. A table of results by the hashes of inputs would be
+    right on a seed that is always the same."""
+    within("max_examples", max_examples, 1, 100_000, whole=True)
+    within("seconds", seconds, 1e-3, 1e6)
+    if seed is None:
+        return secrets.randbits(32)
+    within("seed", seed, 0, 2**63, whole=True)
+    return seed
+
+
+def _check_inputs(path: Path) -> None:
+    """SpecError where a module's own file names the inputs, which would decide what it is asked."""
+    defined = [n.name for n in ast.parse(path.read_bytes()).body if isinstance(n, ast.FunctionDef)]
+    if "get_inputs" in defined:
+        raise SpecError(
+            f"judge: {path.name} has a get_inputs of its own, and a candidate does not choose what it is asked: give "
+            f"the problem's file with --problem, or shapes with --shapes. --problem {path.name} trusts its own, and "
+            "the verdict says so"
+        )
+
+
+def _inputs_of(problem: Path, bounds: Bounds) -> list[Input]:
+    """The inputs that a problem names, read in a process of its own behind the same walls."""
+    process = Process(bounds, "torch", HOST.platform)
+    try:
+        process.begun()
+        return process.inputs(str(problem))
+    except Ended as e:
+        raise SpecError(f"judge: the inputs of --problem {problem.name} cannot be read: {e}") from None
+    finally:
+        process.end()
+        os.close(process.log)
+
+
+def _changed(before: Hashes, after: Hashes) -> tuple[str, ...]:
+    """What a report says of files that changed meanwhile.
+
+    Raises:
+      UnavailableError: of what is imported: the hashes are those of other bytes than what was judged.
+    """
+    changed = before.changed(after)
+    judged = [n for n in changed if n in [*before.files][:1] or Path(n).suffix in set(IMPORTED) - {".pyc"}]
+    if judged:
+        raise UnavailableError(f"judge: {', '.join(judged)} changed while it was judged: judge it again")
+    return (f"changed while it was judged: {', '.join(changed)}",) if changed else ()
+
+
+BYTES_OF_AN_ELEMENT = 128
+"""What the judge takes at its height for each element of the inputs: as they are drawn, as the oracle has them, its
+steps and the bound's. 100 were seen of one row of softmax, layernorm and rmsnorm."""
+
+
+def _shapes_of_a_case(spec: Spec[Any], case: str) -> Mapping[str, Sequence[int]]:
+    try:
+        return getattr(printed.read(spec, case), "shapes", {})
+    except (ValueError, OverflowError, MemoryError) as e:
+        if isinstance(e, SpecError):
+            raise
+        raise SpecError(f"judge: --case is no call of {spec.name}: {e}; expected the line that was printed") from None
+
+
+MOST = 1 << 48
+"""Elements of an array, at most: of more NumPy makes not even a view."""
+
+
+def _check_extents(shapes: Any) -> None:
+    """SpecError where a call that somebody named is empty, or of more elements than there are; what is no shape is told
+    by whoever takes it."""
+    for one in shapes if isinstance(shapes, Sequence) else ():
+        for name, shape in one.items() if isinstance(one, Mapping) else ():
+            found = [n for n in shape if type(n) is int] if isinstance(shape, Sequence) else []
+            if any(n < 1 for n in found) or math.prod(found) > MOST:
+                said = ", ".join(str(n) if n.bit_length() < 99 else "a longer number" for n in found)
+                raise SpecError(f"judge: shapes give {name} [{said}]; expected extents from 1 up, of 2^48 in all")
+
+
+def _check_memory(shapes: Sequence[Mapping[str, Sequence[int]]]) -> None:
+    """SpecError where a call of these shapes would take the judge more memory than there is: nothing else limits what
+    the asker's own process takes."""
+    for one in shapes:
+        there, wanted = _memory(), BYTES_OF_AN_ELEMENT * sum(math.prod(shape) for shape in one.values())
+        if wanted > there:
+            raise SpecError(
+                f"judge: a call of {', '.join(f'{n} {[*s]}' for n, s in one.items())} takes the judge about "
+                f"{wanted / 2**30:,.0f} GiB, and {there / 2**30:.1f} GiB are there; expected smaller ones: --shapes "
+                "names them"
+            )
+
+
+def _memory() -> int:
+    """Bytes that a process can have here: what the system has left, or its control group."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
+    for most, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            group = Path("/sys/fs/cgroup")
+            found.append(int((group / most).read_text()) - int((group / used).read_text()))
+    return min(found)
 
 
 def _file(file: str | Path) -> Path:
@@ -247,10 +414,6 @@ def _check_walls(bounds: Bounds) -> None:
     for name in bounds.without:
         if name not in optional:
             raise SpecError(f"judge: {name!r} is no wall to leave out; expected some of {', '.join(optional)}")
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _target(library: str, device: str) -> Target:
@@ -317,27 +480,6 @@ def _imports(tree: ast.Module, name: str) -> bool:
     return any(name == (a.asname or a.name) for n in nodes for a in n.names)
 
 
-def _inputs(spec: Spec[Any], told: Any, places: Mapping[str, Place]) -> dict[str, tuple[int, ...]]:
-    """Array -> the candidate's shape of it, of those that ``get_inputs`` names."""
-    shapes = [tuple(int(n) for n in i["shape"]) for i in told or ()]
-    required = [a.name for a in spec.arrays if not a.optional]
-    found = {}
-    for i, name in enumerate(required):
-        place = places.get(name)
-        at = i if place is None else place.position
-        if at is not None and at < len(shapes):
-            found[name] = shapes[at]
-    if found and places:  # an output that is flattened has the shape of the first array
-        for o in spec.outputs:
-            found.setdefault(o.name, found[next(iter(found))])
-    return found
-
-
-def _dtype(told: Any, spec: Spec[Any]) -> list[str] | None:
-    names = [str(i["dtype"]) for i in told or ()]
-    return [names[0]] if names and names[0] in spec.dtypes else None
-
-
 def _shapes(
     spec: Spec[Any],
     shapes: Sequence[Mapping[str, Sequence[int]]] | None,
@@ -371,10 +513,18 @@ def _cut(
 
 
 def _line(
-    file: str, name: str, spec: Spec[Any], mapped: str, problem: str | Path | None, framework: str, device: str
+    file: str,
+    name: str,
+    spec: Spec[Any],
+    mapped: str,
+    problem: str | Path | None,
+    framework: str,
+    device: str,
+    seed: int,
 ) -> Callable[[str], str]:
-    """The line for a shell that judges a case again."""
+    """The line for a shell that judges a case again, or without it the cases of this seed."""
     given = {"map": mapped, "problem": str(problem or ""), "framework": framework, "device": device}
     command = f"{environment(frameworks()[framework])}portakern judge {shlex.quote(f'{file}:{name}')} --op {spec.name}"
     command += "".join(f" --{k} {shlex.quote(v)}" for k, v in given.items() if v)
+    command += f" --seed {seed}"
     return lambda case: f"{command} --case {shlex.quote(case)}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import select
 import signal
@@ -26,13 +27,13 @@ import numpy as np
 
 from portakern.core.failing import Ended
 from portakern.core.targets import HOST
-from portakern.errors import UnavailableError
+from portakern.errors import SpecError, UnavailableError
+from portakern.judging import wire
+from portakern.judging.wire import HEADER, Output
+from portakern.printable import printable
 from portakern.processes import SHARING
 
-__all__ = ["Bounds", "Process"]
-
-HEADER = 1 << 20
-"""Bytes of a reply's header, at most."""
+__all__ = ["Bounds", "Process", "within"]
 
 PIPE = 1 << 20
 """Bytes that a reply's pipe holds: Linux gives 65536, of which a large output needs hundreds."""
@@ -52,6 +53,22 @@ class Bounds:
     processes: int = 256
     file_bytes: int = 64 << 20
     without: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        within("seconds of a call", self.seconds, 1e-3, 1e6)
+        within("load_seconds", self.load_seconds, 1e-3, 1e6)
+        within("bytes of memory", self.memory, 1 << 20, 1 << 50, whole=True)
+        within("processes", self.processes, 1, 1 << 22, whole=True)
+        within("file_bytes", self.file_bytes, 1 << 10, 1 << 50, whole=True)
+
+
+def within(what: str, value: Any, least: float, most: float, whole: bool = False) -> None:
+    """SpecError where what somebody asked for is no number, or none of this range."""
+    number = type(value) is int or (type(value) is float and not whole and math.isfinite(value))
+    if not number or not least <= value <= most:
+        kind = "a whole number" if whole else "a number"
+        shown = printable(repr(value) if type(value) is not int or value.bit_length() < 999 else "a longer number")[:60]
+        raise SpecError(f"judge: {what}: {shown}; expected {kind} from {least:g} to {most:g}")
 
 
 class Process:
@@ -91,25 +108,31 @@ class Process:
         """Wait until it has raised its walls and imported the library, before the candidate; whether it reaches such a
         device behind them."""
         with self.or_ended():
-            self.walls = [str(w) for w in self._reply(self.bounds.load_seconds, 0)[0].get("walls", ())]
-            told = self._reply(self.bounds.load_seconds, 0)[0]
-            self.why = str(told.get("why", ""))[:300]
-            return bool(told.get("reached"))
+            self.walls = [str(w) for w in self._reply(self.bounds.load_seconds).get("walls", ())]
+            told = self._reply(self.bounds.load_seconds)
+            self.why = wire.words(told, "why", 300)
+            return told.get("reached") is True
 
-    def load(self, ask: Mapping[str, Any]) -> dict[str, Any]:
-        """Import the candidate; what it says of itself."""
+    def load(self, ask: Mapping[str, Any]) -> list[tuple[str, str, bool]] | None:
+        """Import the candidate; its parameters (:func:`portakern.judging.wire.parameters`)."""
         with self.or_ended():
             self._send({"do": "load", **ask})
-            return self._reply(self.bounds.load_seconds, 0)[0]
+            return wire.parameters(self._reply(self.bounds.load_seconds))
+
+    def inputs(self, file: str) -> list[wire.Input]:
+        """What ``get_inputs`` of a file names. A process that is asked this never has a candidate."""
+        with self.or_ended():
+            self._send({"do": "inputs", "file": file})
+            return wire.inputs(self._reply(self.bounds.load_seconds))
 
     def call(
         self, ask: Mapping[str, Any], memories: Sequence[np.ndarray], most: int
-    ) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
+    ) -> tuple[list[Output], list[np.ndarray] | None]:
         """One call on these memories, of which each lies at a multiple of 64 bytes. They hold afterwards what the
         candidate left there. ``most``: bytes of outputs.
 
         Returns:
-          what is told of each output, and its bytes.
+          what is told of each output, and its bytes; None where they are of another form, which needs no values.
         """
         at, places = 0, []
         with self.or_ended():
@@ -120,10 +143,15 @@ class Process:
             for place, m in zip(places, memories, strict=True):
                 _write(self.memory, m, place)
             self._send({"do": "call", **ask, "bytes": at})
-            told, payload = self._reply(self.bounds.seconds, most)
+            until = time.monotonic() + self.bounds.seconds
+            told = wire.outputs(self._reply(self.bounds.seconds))
+            sizes = [o.size for o in told if not o.kind]
+            payload = None
+            if sum(sizes) <= most:
+                payload = [self._take(n, until, self.bounds.seconds) for n in sizes]
             for place, m in zip(places, memories, strict=True):
                 _read(self.memory, m, place)
-            return told["outputs"], payload
+            return told, payload
 
     def end(self) -> None:
         """End the process and all that it started."""
@@ -141,16 +169,17 @@ class Process:
         """Whatever a reply is not, is an end of the process: Ended says which."""
         try:
             yield
-        except Ended:
+        except (Ended, MemoryError):  # the memory is the judge's own: a reply takes no more than was asked for
             raise
-        except (OSError, ValueError, KeyError, TypeError, RecursionError, AttributeError, EOFError) as e:
+        except Exception as e:
             raise Ended("crashed", self._how(e)) from None
 
     def printed(self, limit: int = 600) -> str:
         """The end of what the candidate printed, of the file that was opened before it ran: by its name another may lie
         there."""
         size = os.fstat(self.log).st_size
-        return os.pread(self.log, limit, max(0, size - limit)).decode(errors="replace").strip()
+        said = os.pread(self.log, limit, max(0, size - limit)).decode(errors="replace").strip()
+        return printable(said, lines=True)
 
     def _how(self, error: Exception) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -159,7 +188,7 @@ class Process:
             name = f"signal {signal.Signals(number).name}" if number in {*signal.Signals} else f"status {code}"
             said = self.printed()
             return f"its process ended with {name}" + (f"; the last that it printed: {said}" if said else "")
-        return f"its process gave a reply that is none: {type(error).__name__}: {str(error)[:200]}"
+        return f"its process gave a reply that is none: {type(error).__name__}: {printable(error)[:200]}"
 
     def _send(self, ask: Mapping[str, Any]) -> None:
         text = json.dumps(ask).encode()
@@ -170,20 +199,17 @@ class Process:
                 raise Ended("hung", f"it took no request for {self.bounds.seconds:g} s")
             whole = whole[os.write(self.requests, whole) :]
 
-    def _reply(self, seconds: float, most: int) -> tuple[dict[str, Any], list[np.ndarray]]:
+    def _reply(self, seconds: float) -> dict[str, Any]:
+        """The header of a reply. Ended where it tells of an exception."""
         until = time.monotonic() + seconds
         size = struct.unpack("<Q", self._take(8, until, seconds).data)[0]
         if size > HEADER:
             raise ValueError(f"a header of {size} bytes")
-        told = json.loads(self._take(size, until, seconds).tobytes())
+        told = wire.header(self._take(size, until, seconds).tobytes())
         if "error" in told:
             kind = told["error"] if told["error"] in KINDS else "crashed"
-            raise Ended(kind, f"raised {str(told['type'])[:80]}: {str(told['text'])[:2000]}")
-        sizes = [int(o["bytes"]) for o in told.get("outputs", ()) if "bytes" in o]
-        if any(n < 0 for n in sizes) or sum(sizes) > most:
-            told["outputs"] = [{**o, "cut": True} for o in told["outputs"]]
-            return told, []  # of another form, which needs no values
-        return told, [self._take(n, until, seconds) for n in sizes]
+            raise Ended(kind, f"raised {wire.words(told, 'type', 80)}: {wire.words(told, 'text', 2000)}")
+        return told
 
     def _take(self, count: int, until: float, seconds: float) -> np.ndarray:
         """So many bytes of a reply, while the process stays within its bounds."""

@@ -15,6 +15,7 @@ from portakern.core.failing import Ended
 from portakern.errors import SpecError
 from portakern.judging.mapping import Place
 from portakern.judging.process import Process
+from portakern.judging.wire import Output
 from portakern.spec import Spec
 from portakern.spec.dtypes import DTYPES, numpy_dtype
 from portakern.testing.evidence import FILL
@@ -112,43 +113,42 @@ class Remote:
         handed = {n: list(v) if isinstance(v, tuple) else v for n, v in options.items()}
         ask = {"arrays": described, "same": same, "options": handed, "forms": forms, "forget": new, "poison": new}
         told, payload = self.process.call(ask, memories, 2 * most + SLACK)
-        try:
-            return self.outputs(told, payload, arrays, call.wants)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
-            raise Ended("crashed", f"its process told of outputs that are none: {type(e).__name__}: {e}") from None
+        return self.outputs(told, payload, arrays, call.wants)
 
     def outputs(
-        self, told: Sequence[Mapping[str, Any]], payload: Sequence[np.ndarray], arrays: Mapping[str, np.ndarray],
+        self, told: Sequence[Output], payload: Sequence[np.ndarray] | None, arrays: Mapping[str, np.ndarray],
         names: Sequence[str],
     ) -> tuple[Any, ...]:  # fmt: skip
         """The outputs as the checker sees them."""
         found: list[Any] = []
-        left = [*payload]
-        for i, o in enumerate(told[:64]):
+        left = [*(payload or ())]
+        for i, o in enumerate(told):
             name = names[i] if i < len(names) else f"output {i}"
-            if "type" in o:
-                found.append(type(str(o["type"])[:60] or "?", (), {})())
+            if o.kind:
+                found.append(type(o.kind, (), {})())
                 continue
-            shape, dtype = tuple(int(n) for n in o["shape"]), str(o["dtype"])[:40]
-            if dtype not in DTYPES or o.get("cut"):
-                raise Broken(f"{name} is {dtype} of shape {shape}", "form", LOOKS["form"])
-            value = left.pop(0).view(numpy_dtype(dtype)).reshape(shape)
-            found.append(self.placed(name, value, o, arrays))
+            if payload is None or o.dtype not in DTYPES:
+                raise Broken(f"{name} is {o.dtype} of shape {o.shape}", "form", LOOKS["form"])
+            try:
+                value = left.pop(0).view(numpy_dtype(o.dtype)).reshape(o.shape)
+                found.append(self.placed(name, value, o, arrays))
+            except ValueError:  # NumPy has no such shape, or it has not the axes that --map names
+                raise Broken(f"{name} is {o.dtype} of shape {o.shape}", "form", LOOKS["form"]) from None
         return tuple(found)
 
-    def placed(self, name: str, value: np.ndarray, told: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Any:
+    def placed(self, name: str, value: np.ndarray, told: Output, arrays: Mapping[str, np.ndarray]) -> Any:
         """An output in memory that it shares with what it shared it with over there."""
         place = self.places.get(name)
         value = place.views.of(value) if place else value
-        inputs = [arrays[n] for n in told["shares"] if n in arrays and arrays[n].shape == value.shape]
+        inputs = [arrays[n] for n in told.shares if n in arrays and arrays[n].shape == value.shape]
         if inputs and inputs[0].dtype == value.dtype:
             return inputs[0][...]
-        earlier = [self.kept[i] for i in told["before"] if 0 <= int(i) < len(self.kept)]
+        earlier = [self.kept[i] for i in told.before if i < len(self.kept)]
         earlier = [e for e in earlier if e.shape == value.shape and e.dtype == value.dtype]
         if earlier:
             earlier[0][...] = value
             value = earlier[0][...]
-        elif not told["contiguous"]:
+        elif not told.contiguous:
             wide = np.empty((*value.shape, 2), value.dtype)
             wide[..., 0] = value
             value = wide[..., 0]

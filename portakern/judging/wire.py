@@ -1,0 +1,119 @@
+"""What comes over the pipe from a candidate's process, which may have been written by the candidate: a header in JSON,
+read as one of a few forms. Whatever has none of them is a ValueError, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from portakern.printable import printable
+from portakern.spec.dtypes import DTYPES
+
+__all__ = ["HEADER", "Input", "Output", "header", "inputs", "outputs", "parameters", "words"]
+
+HEADER = 1 << 20
+"""Bytes of a header, at most."""
+
+OUTPUTS, AXES, EXTENT, NAMES = 64, 64, 1 << 48, 1024
+"""At most: outputs of a call, axes of an array, an extent, parameters or inputs of a candidate."""
+
+
+class Output(NamedTuple):
+    """What is told of an output. ``kind``: the name of its type, of one that is no array, of which nothing else is
+    told; ``size``: its bytes, which follow; ``shares``: inputs whose memory it is in; ``before``: the places of earlier
+    outputs whose memory it is in."""
+
+    kind: str = ""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    contiguous: bool = True
+    size: int = 0
+    shares: tuple[str, ...] = ()
+    before: tuple[int, ...] = ()
+
+
+class Input(NamedTuple):
+    """An array that a problem's ``get_inputs`` names."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def header(raw: bytes) -> dict[str, Any]:
+    """The header of a reply."""
+    try:
+        told = json.loads(raw.decode("utf-8"), parse_constant=_none)
+    except RecursionError:
+        raise ValueError("its header is nested too deeply") from None
+    if type(told) is not dict:
+        raise ValueError(f"its header is a {type(told).__name__}")
+    return told
+
+
+def _none(name: str) -> Any:
+    raise ValueError(f"its header holds {name}")
+
+
+def words(told: Mapping[str, Any], name: str, limit: int) -> str:
+    """A text of a header as it may be printed, cut to so many letters."""
+    return printable(_is(str, told.get(name, ""), name)[:limit])
+
+
+def outputs(told: Mapping[str, Any]) -> list[Output]:
+    """What is told of the outputs of a call."""
+    return [_output(_is(dict, o, "an output")) for o in _list(told.get("outputs"), OUTPUTS, "outputs")]
+
+
+def _output(o: Mapping[str, Any]) -> Output:
+    if "type" in o:
+        return Output(kind=words(o, "type", 60) or "?")
+    shape, dtype, size = _shape(o.get("shape")), words(o, "dtype", 40), _whole(o.get("bytes"), EXTENT, "bytes")
+    if dtype in DTYPES and size != math.prod(shape) * DTYPES[dtype].numpy.itemsize:
+        raise ValueError(f"an output of {dtype} {shape} has {size} bytes")
+    shares = tuple(_is(str, n, "shares") for n in _list(o.get("shares", []), NAMES, "shares"))
+    before = tuple(_whole(n, EXTENT, "before") for n in _list(o.get("before", []), NAMES, "before"))
+    return Output("", dtype, shape, _is(bool, o.get("contiguous"), "contiguous"), size, shares, before)
+
+
+def inputs(told: Mapping[str, Any]) -> list[Input]:
+    """The inputs that a problem names."""
+    found = (_is(dict, i, "an input") for i in _list(told.get("inputs", []), NAMES, "inputs"))
+    return [Input(_shape(i.get("shape")), words(i, "dtype", 40)) for i in found]
+
+
+def parameters(told: Mapping[str, Any]) -> list[tuple[str, str, bool]] | None:
+    """(name, kind, whether it has no default) of a candidate's parameters; None where it does not say."""
+    if told.get("parameters") is None:
+        return None
+    found = []
+    for p in _list(told["parameters"], NAMES, "parameters"):
+        name, kind, lone = _list(p, 3, "a parameter")
+        if not _is(str, name, "a parameter").isidentifier():
+            raise ValueError(f"{printable(name)[:40]} is no parameter")
+        found.append((name, _is(str, kind, "a parameter"), _is(bool, lone, "a parameter")))
+    return found
+
+
+def _is(kind: type, value: Any, what: str) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"{what}: {type(value).__name__} for {kind.__name__}")
+    return value
+
+
+def _list(value: Any, most: int, what: str) -> list[Any]:
+    if len(_is(list, value, what)) > most:
+        raise ValueError(f"{what}: {len(value)}, of which {most} are expected at most")
+    return list(value)
+
+
+def _whole(value: Any, most: int, what: str) -> int:
+    if not 0 <= _is(int, value, what) <= most:
+        raise ValueError(f"{what}: {printable(value)[:40] if value.bit_length() < 999 else 'a number'} of none")
+    return int(value)
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(_whole(n, EXTENT, "an extent") for n in _list(value, AXES, "a shape"))
