@@ -42,7 +42,7 @@ import numpy as np
 def softmax(x):
     return np.zeros_like(x)
 """
-QUICK = {"shapes": [{"x": (8, 100)}], "dtypes": ["float32"], "max_examples": 2}
+QUICK = {"shapes": [{"x": (8, 100)}], "dtypes": ["float32"], "max_examples": 2, "seed": 0}
 
 
 def judged(folder, text, op="softmax", seconds=20.0, **how):
@@ -482,7 +482,7 @@ def test_a_launcher_writes_to_what_it_is_handed(tmp_path):
     text = text.replace("return e / ", "out[...] = e / ")
     result = judged(tmp_path, text, map="x=1,y=0,axis=@axis", options={"axis": 1}, max_examples=4)
     assert result.report.outcome == "right", result.report.failures
-    forgets = text.replace(
+    forgets = text.replace(" and np.isnan(out).all()", "").replace(  # to tell why, it is called on numbers too
         "out[...] = e / e.sum(-1, keepdims=True)", "out[:, 1:] = (e / e.sum(-1, keepdims=True))[:, 1:]"
     )
     result = judged(tmp_path, forgets, map="x=1,y=0,axis=@axis", options={"axis": 1}, max_examples=4)
@@ -884,7 +884,7 @@ def test_nobody_knows_the_cases_before(tmp_path):
     text = NUMPY_RIGHT.replace(
         "def softmax(x):", "import zlib\n\ndef softmax(x):\n    print(zlib.crc32(x.tobytes()), flush=True)"
     )
-    first, other = (judged(tmp_path, text, max_examples=6) for _ in range(2))
+    first, other = (judged(tmp_path, text, max_examples=6, seed=None) for _ in range(2))
     again = judged(tmp_path, text, max_examples=6, seed=first.report.seed)
     assert first.report.seed != other.report.seed and again.report.seed == first.report.seed
     inputs = [set(r.printed.split()) for r in (first, other, again)]
