@@ -36,6 +36,44 @@ def test_tables_of_jax_are_exact_at_any_position_and_traced():
         jax.jit(lambda f: rotary_tables(POSITIONS, f))(FREQUENCIES)
 
 
+BETWEEN = [0.5, 1.5, 1000.25, -3.75, 131072.125, 1e-3, -1e-9, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("positions", "dtype"),
+    [(BETWEEN, None), *((BETWEEN, d) for d in ("float64", "float32", "float16")), ([-5, -1, 3, 2**31 - 1, -(2**31)], "int64"),
+     ([-5, 100], "int8"), ([2**32 - 1, 2**31], "uint32")],
+)  # fmt: skip
+def test_positions_are_what_they_are_in_jax(positions, dtype):
+    """Numbers between tokens, before the first, and of any width; as lists, NumPy's arrays, JAX's, and traced."""
+    jax = pytest.importorskip("jax")
+    from portakern.jax import rotary_tables
+
+    given = (
+        positions if dtype is None else np.array([p for p in positions if dtype != "float16" or abs(p) < 60000], dtype)
+    )
+    angle = np.asarray(given, np.float64)[:, None] * FREQUENCIES.astype(np.float64)
+    here = [given] if dtype is None else [given, jax.numpy.asarray(given)]
+    made = [rotary_tables(p, FREQUENCIES) for p in here]
+    if dtype is not None:
+        made.append(jax.jit(lambda p: rotary_tables(p, FREQUENCIES))(given))
+    for cos, sin in made:
+        np.testing.assert_allclose(np.asarray(cos[0], np.float64), np.cos(angle), rtol=0, atol=2.0**-22)
+        np.testing.assert_allclose(np.asarray(sin[0], np.float64), np.sin(angle), rtol=0, atol=2.0**-22)
+
+
+def test_what_is_no_position_is_refused_in_jax():
+    pytest.importorskip("jax")
+    from portakern.jax import rotary_tables
+
+    for bad in ([True], [1j], ["a"]):
+        with pytest.raises(pk.SpecError, match="rotary_tables: positions are .*; expected integers or floating-point"):
+            rotary_tables(bad, FREQUENCIES)
+    for bad in (np.nan, 2.0**31, -np.inf):
+        with pytest.raises(pk.SpecError, match="rotary_tables: positions has .*; expected numbers below 2"):
+            rotary_tables([0.0, bad], FREQUENCIES)
+
+
 @pytest.mark.parametrize("unsqueeze_dim", [1, 2])
 def test_transformers_function(unsqueeze_dim):
     torch = pytest.importorskip("torch")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 import pytest
@@ -46,6 +47,27 @@ def test_vmap_and_per_sample_gradients(r, key, caplog):
     every = r.differentiable(mapped.sample)
     g = torch.func.grad(lambda *a: sum(y.pow(2).sum() for y in results(f(*a))), argnums=every)
     torch.testing.assert_close(torch.func.vmap(g, in_dims)(*arrays), loop(g, in_dims, arrays), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(("r", "key"), MAPPED)
+def test_maps_over_no_sample(r, key):
+    mapped = r.mapped[key]
+    given = dict(zip((a.name for a in r.spec.arrays), tensors(r, mapped.sample, grad=False), strict=True))
+    given = {name: x for name, x in given.items() if x is not None}
+    in_dims = tuple(mapped.in_dims.get(name) for name in given)
+    none = tuple(x if d is None else x.narrow(d, 0, 0) for x, d in zip(given.values(), in_dims, strict=True))
+    every = r.differentiable(mapped.sample)
+    for backend in ("reference", "triton"):
+        call = pk.op(r.op, backend=backend)
+        f = lambda *a: results(call(**dict(zip(given, a, strict=True)), **mapped.sample.options))  # noqa: B023, E731
+        # 0 + x, with which sum() begins, is an error of PyTorch's for no sample
+        g = torch.func.grad(lambda *a: functools.reduce(torch.add, [y.pow(2).sum() for y in f(*a)]), every)  # noqa: B023
+        for transformed in (f, g):
+            some = torch.func.vmap(transformed, in_dims)(*given.values())
+            found = torch.func.vmap(transformed, in_dims)(*none)
+            assert [(y.shape, y.dtype) for y in found] == [((0, *y.shape[1:]), y.dtype) for y in some]
+    compiled = torch.compile(torch.func.vmap(f, in_dims), backend="aot_eager")(*none)
+    assert all(y.shape[0] == 0 for y in compiled)
 
 
 def test_a_loop_over_samples_is_said_once(caplog):

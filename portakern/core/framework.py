@@ -224,6 +224,10 @@ class Framework:
         """Run an implementation on arrays that are here: every output in the spec's order."""
         return impl.run(call, tiling)
 
+    def outside(self) -> AbstractContextManager[Any]:
+        """While inside, arrays that are made here have values, also where the library traces what runs now."""
+        return nullcontext()
+
     def embed(self, program: Program, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
         """The outputs of a program of machine code on the library's arrays, as a part of its own program."""
         raise NotImplementedError

@@ -106,11 +106,12 @@ def serve(call: Call, candidates: tuple[Route, ...], user: Mapping[str, int]) ->
         if call.over:
             framework.wrote([call.arrays[name] for name in call.over])
     else:
-        inner = to_framework(call, framework).replace(over=())
-        route, tiling = pick(candidates, inner, user)
-        outputs = route.run(inner if route.impl.ours else _guarded(inner, call), tiling)
-        # no immutable array may share memory that a kernel keeps (a workspace) or that somebody may write to
-        outputs = _outputs_back(call, framework, outputs, copy=call.framework.immutable or framework.immutable)
+        with framework.outside():
+            inner = to_framework(call, framework).replace(over=())
+            route, tiling = pick(candidates, inner, user)
+            outputs = route.run(inner if route.impl.ours else _guarded(inner, call), tiling)
+            # no immutable array may share memory that a kernel keeps (a workspace) or that somebody may write to
+            outputs = _outputs_back(call, framework, outputs, copy=call.framework.immutable or framework.immutable)
         outputs = _written_over(call, outputs)
     if OBSERVERS:
         impl = route.impl

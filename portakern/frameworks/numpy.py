@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,8 @@ class NumPy(Framework):
                     f"{call.spec.name}: {name} is a numpy.ma.MaskedArray, whose mask no kernel sees; pass "
                     f"{name}.filled(...) instead"
                 )
+            if isinstance(array, np.memmap):
+                _refuse_cut(call.spec.name, name, array)
             if array is not None and type(array) is not np.ndarray:
                 call.arrays[name] = array.view(
                     np.ndarray
@@ -77,6 +80,19 @@ class NumPy(Framework):
 
     def from_numpy(self, array: np.ndarray, device: Any) -> np.ndarray:
         return array if array.flags.writeable else array.copy()
+
+
+def _refuse_cut(op: str, name: str, array: np.memmap[Any, Any]) -> None:
+    """SpecError for an array over a file that is shorter by now: to read beyond its end ends the process."""
+    mapped: Any = getattr(array, "_mmap", None)
+    if mapped is None or array.offset is None:
+        return
+    end = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY + len(mapped)
+    if mapped.size() < end:
+        raise SpecError(
+            f"{op}: {name} is mapped from the first {end} bytes of a file that has {mapped.size()} now: {array.filename}; "
+            "map it anew, or pass numpy.array(...), a copy made before the file was cut"
+        )
 
 
 FRAMEWORK = NumPy()

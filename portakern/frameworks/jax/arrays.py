@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,17 @@ if TYPE_CHECKING:
     from portakern.core.program import Program
     from portakern.core.route import Choice
 
-__all__ = ["Jax"]
+__all__ = ["Jax", "refuse_deleted"]
+
+
+def refuse_deleted(op: str, **arrays: Any) -> None:
+    """SpecError for an array that has no memory any more. Values that JAX traces, and what is no array of its, pass."""
+    jax = sys.modules["jax"]
+    for name, array in arrays.items():
+        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and array.is_deleted():
+            raise SpecError(
+                f"{op}: {name} was deleted, or donated to another computation; pass an array that still has its values"
+            )
 
 
 class Jax(Framework):
@@ -86,13 +97,14 @@ class Jax(Framework):
             axes = [next(mesh_axes(a), None) for a in call.arrays.values() if a is not None]
             axis = next((a for a in axes if isinstance(a, str)), None)
             raise refused(call, f"is given arrays that are sharded over {len(call.device)} devices", axis)
-        for name, array in call.arrays.items():
-            if array is not None and call.device is not None and array.is_deleted():
-                raise SpecError(
-                    f"{call.spec.name}: {name} was deleted, or donated to another computation; pass an array that "
-                    "still has its values"
-                )
+        if call.device is not None:
+            refuse_deleted(call.spec.name, **call.arrays)
         return False
+
+    def outside(self) -> AbstractContextManager[Any]:
+        from portakern.frameworks.jax import tracing
+
+        return tracing.outside()
 
     def to_numpy(self, array: Any) -> np.ndarray:
         return np.asarray(array)

@@ -14,6 +14,7 @@ import numpy as np
 
 from portakern.api import op
 from portakern.errors import SpecError
+from portakern.frameworks.jax.arrays import refuse_deleted
 from portakern.spec.options import shown
 
 __all__ = ["dot_product_attention", "lowered", "rotary_tables"]
@@ -79,6 +80,7 @@ def dot_product_attention(
         module=module, precision=lowered(precision), einsum_dot_general=einsum_dot_general,
         qk_attn_weights_einsum=qk_attn_weights_einsum, attn_weights_value_einsum=attn_weights_value_einsum,
     )  # fmt: skip
+    refuse_deleted("dot_product_attention", query=query, key=key, value=value, bias=bias, mask=mask)
     if promote_dtype is not None:
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
     elif dtype is not None:
@@ -218,7 +220,7 @@ def _segments(batch: int, query: tuple[int, Any], key: tuple[int, Any]) -> tuple
 
 
 def rotary_tables(
-    positions: jax.Array, inv_freq: Any, *, scaling: float = 1.0, dtype: Any = jnp.float32
+    positions: Any, inv_freq: Any, *, scaling: float = 1.0, dtype: Any = jnp.float32
 ) -> tuple[jax.Array, jax.Array]:
     """cos and sin of the rope op, one column a pair: cos(p f) scaling and sin(p f) scaling.
 
@@ -228,8 +230,9 @@ def rotary_tables(
     The tables are within 2^-22 of exact ones, times scaling.
 
     Args:
-      positions: (seq,) or (batch, seq), integers, traced or not, from 0 to 2^31 - 1; inv_freq: (pairs,), values that
-        are known while tracing: the angle of each pair from a token to the next, scaled as the model has it.
+      positions: (seq,) or (batch, seq), integers or floating-point numbers below 2^31, traced or not; of numbers that
+        are not whole 2^-32 is what counts. inv_freq: (pairs,), values that are known while tracing: the angle of each
+        pair from a token to the next, scaled as the model has it.
       scaling: the attention factor.
       dtype: of the tables: float32, or that of the queries.
 
@@ -237,7 +240,7 @@ def rotary_tables(
       cos, sin: (1 or batch, seq, pairs).
 
     Raises:
-      SpecError: inv_freq is traced.
+      SpecError: inv_freq is traced, or positions are no numbers, or too large.
     """
     if isinstance(inv_freq, jax.core.Tracer):
         raise SpecError(
@@ -247,8 +250,11 @@ def rotary_tables(
     turns = np.asarray(inv_freq, np.float64) / (2 * np.pi) % 1.0
     high = np.floor(turns * 2.0**32)
     low = np.floor((turns * 2.0**32 - high) * 2.0**32)
-    p = jnp.atleast_2d(positions).astype(jnp.uint32)[..., None]
-    part = p * jnp.asarray(high.astype(np.uint32)) + _upper(p, low.astype(np.uint32))
+    high, low = high.astype(np.uint32), low.astype(np.uint32)
+    p, above, fraction = (x if x is None else jnp.asarray(x)[..., None] for x in _split(positions))
+    part = p * jnp.asarray(high) + _upper(p, low) + above * jnp.asarray(low)
+    if fraction is not None:
+        part = part + _upper(fraction, high)
     eighth = part + jnp.uint32(1 << 29)  # the nearest quarter, and what is left of it, in 2^-32 of a turn
     quarter, rest = eighth >> 30, (eighth & jnp.uint32((1 << 30) - 1)).astype(jnp.int32) - (1 << 29)
     angle = rest.astype(jnp.float32) * np.float32(2 * np.pi / 2.0**32)
@@ -257,6 +263,33 @@ def rotary_tables(
     cos, sin = jnp.where(swapped, sin, cos), jnp.where(swapped, cos, sin)
     cos, sin = jnp.where((quarter == 1) | (quarter == 2), -cos, cos), jnp.where(quarter >= 2, -sin, sin)
     return (cos * scaling).astype(dtype), (sin * scaling).astype(dtype)
+
+
+def _split(positions: Any) -> tuple[Any, Any, Any]:
+    """Positions as 32-bit words: the lower and the upper one of their whole part in two's complement, and what is left
+    in 2^-32, None of integers. NumPy's arrays are split by NumPy, for JAX would round them to 32 bits first."""
+    here = not isinstance(positions, jax.Array)
+    xp: Any = np if here else jnp
+    p = xp.atleast_2d(np.asarray(positions) if here else positions)
+    if not (jnp.issubdtype(p.dtype, jnp.integer) or jnp.issubdtype(p.dtype, jnp.floating)):
+        raise SpecError(
+            f"rotary_tables: positions are {p.dtype}; expected integers or floating-point numbers, where a token stands"
+        )
+    fraction = None
+    if jnp.issubdtype(p.dtype, jnp.floating):
+        if here and not np.all(np.abs(p) < 2.0**31):
+            raise SpecError(
+                f"rotary_tables: positions has {p[~(np.abs(p) < 2.0**31)][0]}; expected numbers below 2^31, where a "
+                "token stands"
+            )
+        p = p if p.dtype.itemsize == 8 else p.astype(np.float32)
+        whole = xp.floor(p)
+        up = p - whole >= 1  # of a number just below 0 what is left is rounded to 1
+        whole = whole + up
+        fraction = (xp.where(up, 0, p - whole) * 2.0**32).astype(np.uint32)
+        p = whole.astype(np.int64 if here else np.int32)
+    above = p >> 32 if p.dtype.itemsize == 8 else xp.where(p < 0, -1, 0)
+    return p.astype(np.uint32), above.astype(np.uint32), fraction
 
 
 def _upper(a: jax.Array, b: Any) -> jax.Array:

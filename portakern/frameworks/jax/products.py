@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from portakern.api import op
 from portakern.errors import SpecError
+from portakern.frameworks.jax.arrays import refuse_deleted
 from portakern.frameworks.jax.functions import lowered
 from portakern.spec.options import shown
 
@@ -53,6 +54,7 @@ def dot_general(
         raise SpecError(
             f"dot_general: out_sharding is {shown(out_sharding)}; shard the call with jax.shard_map instead"
         )
+    refuse_deleted("dot_general", lhs=lhs, rhs=rhs)
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     contracted, batch = (
         tuple(_axes(side, a.ndim, which) for side, a in zip(pair, (lhs, rhs), strict=True))

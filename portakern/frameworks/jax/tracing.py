@@ -13,15 +13,22 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.config import _check_vma  # jax has no public name for leaving shard_map's check of varying axes
-from jax._src.core import trace_state_clean  # jax has no public name for asking whether anything is traced
+from jax._src.config import (  # jax has no public name for leaving shard_map's check of varying axes, nor for this
+    _check_vma,
+    eager_constant_folding,
+)
+from jax._src.core import (  # jax has no public name for asking whether anything is traced, nor for stepping out of it
+    eval_context,
+    eval_trace,
+    trace_ctx,
+)
 from jax._src.effects import Effect  # jax has no public name for it
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
@@ -126,14 +133,24 @@ def run(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[An
     """Run an implementation on concrete JAX arrays, compiled once per shape by ``jax.jit``.
 
     While JAX traces, a call on constants is part of what it traces."""
-    if not trace_state_clean():
+    if trace_ctx.trace is not eval_trace:
         return trace(call, Choice(impl.backend, impl.family.name, dict(tiling)))
-    return _spread(
-        call,
-        _program(call.spec.name, call.interpret)(
-            impl, _static(call, Choice(impl.backend, tiling=dict(tiling))), call.target, call.interpret, *_given(call)
-        ),
-    )
+    program, static = _program(call.spec.name, call.interpret), _static(call, Choice(impl.backend, tiling=dict(tiling)))
+    with _compiled():
+        return _spread(call, program(impl, static, call.target, call.interpret, *_given(call)))
+
+
+@contextmanager
+def _compiled() -> Iterator[None]:
+    """While inside, ops with values are compiled as ever: ``jax.disable_jit`` and ``jax.ensure_compile_time_eval`` are
+    for what users write around them, and would evaluate kernels line by line."""
+    with jax.disable_jit(False), eager_constant_folding(False):
+        yield
+
+
+def outside() -> AbstractContextManager[Any]:
+    """While inside, what is called with values gives values: it is no part of what JAX may be tracing."""
+    return nullcontext() if trace_ctx.trace is eval_trace else eval_context()
 
 
 def trace(call: Call, choice: Choice) -> tuple[Any, ...]:
@@ -275,9 +292,9 @@ def _backward(
 _differentiable.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _lowered(target: Target, *arrays: Any, static: _Static) -> tuple[Any, ...]:
-    """What the primitive does on a chip, written in JAX."""
-    function: Callable[..., Any] = functools.partial(_on_target, target, static)
+def _lowered(target: Target, exported: bool, *arrays: Any, static: _Static) -> tuple[Any, ...]:
+    """What the primitive does on a chip, written in JAX. ``exported``: in a program that another process may run."""
+    function: Callable[..., Any] = functools.partial(_on_target, target, exported, static)
     for axes in static.vmaps:
         function = jax.vmap(function, in_axes=axes)
     with scoped(static.spec.name):
@@ -321,7 +338,7 @@ def _target(platform: str, context: Any = None) -> Target:
     return found.pop() if len(found) == 1 else Target(platform)
 
 
-def _on_target(target: Target, static: _Static, *arrays: Any) -> tuple[Any, ...]:
+def _on_target(target: Target, exported: bool, static: _Static, *arrays: Any) -> tuple[Any, ...]:
     call = static.bind(arrays)
     backend = static.backend or choose(call.spec, frameworks()["jax"], target)
     candidates = find_routes(backend, call, target, static.variant)
@@ -330,6 +347,12 @@ def _on_target(target: Target, static: _Static, *arrays: Any) -> tuple[Any, ...]
     if route.framework is not frameworks()["jax"] and not backend.oracle:
         raise _cannot_stage(call, backend, f" for {target}")
     announce(route)
+    if backend.oracle and exported:
+        raise UnsupportedError(
+            f"{call.spec.name}: backend {backend.name!r} computes in this process, where a program calls back, and "
+            "jax.export keeps no calls back; name a backend whose kernels are part of the program: "
+            f"{', '.join(b.name for b in registry.backends().values() if b.framework == 'jax' and not b.peer)}"
+        )
     if backend.oracle:
         return _callback(static, call, arrays)
     route, tiling = pick(candidates, call, dict(static.tiling))
@@ -368,7 +391,8 @@ _primitive.multiple_results = True
 
 @_primitive.def_impl
 def _evaluate(*arrays: Any, static: _Static) -> Any:
-    return _evaluate_jitted(static, *arrays)
+    with _compiled():  # without jit this very primitive would be evaluated again
+        return _evaluate_jitted(static, *arrays)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -408,7 +432,13 @@ def _batch(arrays: tuple[Any, ...], axes: tuple[Any, ...], *, static: _Static) -
         joined = _joined(static, moved, mapped)
         if joined is not None:
             return joined, [0] * len(joined)
-    outputs = _primitive.bind(*moved, static=replace(static, vmaps=(*static.vmaps, mapped)))
+    nested = replace(static, vmaps=(*static.vmaps, mapped))
+    lead, inner = _unbatched(nested, [jax.typeof(a) for a in moved])
+    if 0 in lead:  # of no sample there is nothing to compute, and nothing that a kernel can be mapped over
+        shapes = [lead + s for n, (s, _) in inner.outputs.items() if n in inner.wants]
+        outputs = [jnp.zeros(s, _held(inner.outputs[n][1])) for n, s in zip(inner.wants, shapes, strict=True)]
+    else:
+        outputs = _primitive.bind(*moved, static=nested)
     return outputs, [0] * len(outputs)
 
 
@@ -474,7 +504,8 @@ def _lowering(platform: str) -> Callable[..., Any]:
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, static: _Static) -> Any:
         _one_device(ctx, static)
         target = _target(platform, ctx.module_context.axis_context)
-        inner = mlir.lower_fun(functools.partial(_lowered, target), multiple_results=True)
+        exported = getattr(ctx.module_context.lowering_parameters, "for_export", False)
+        inner = mlir.lower_fun(functools.partial(_lowered, target, exported), multiple_results=True)
         # Below this point every device computes on what it holds: which mesh axes a value varies along is settled, and
         # kernels need not carry it.
         with _check_vma(False):

@@ -332,8 +332,12 @@ def over_samples(
       axis."""
     moved = {name: array if dims[name] is None else array.movedim(dims[name], 0) for name, array in arrays.items()}
     mapped = {name for name in arrays if dims[name] is not None}
-    one = unchecked(spec, **{name: a[0] if name in mapped else a for name, a in moved.items()}, **options)
+    sample = {name: (a[0] if n else a.new_empty(a.shape[1:])) if name in mapped else a for name, a in moved.items()}
+    one = unchecked(spec, **sample, **options)
     wants = tuple(o.name for o in spec.outputs if o.name in (wants or one.wants))
+    if n == 0:
+        forms = {name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in one.outputs.items()}
+        return wants, tuple(torch.empty((0, *forms[o][0]), dtype=forms[o][1], device=one.device) for o in wants)
     folding = fold(one, mapped, wants, n)
     if folding is None:
         say(
