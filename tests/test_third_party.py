@@ -104,9 +104,11 @@ def test_nothing_changes_for_calls_that_name_no_backend():
 
 
 def test_names_are_taken_once():
-    mine()
+    exec('pk.register(pk.Backend("mine", framework="numpy"))', {"__name__": "their_package", "pk": pk})
     with pytest.raises(
-        pk.SpecError, match="backend name 'mine' is taken; choose another, or pass the Backend object itself"
+        pk.SpecError,
+        match="backend name 'mine' is taken by their_package, and tests.test_third_party registers another; choose "
+        "another name, or pass the Backend object itself",
     ):
         pk.register(pk.Backend("mine", framework="numpy"))
     with pytest.raises(pk.SpecError, match="backend name 'triton' is taken"):
@@ -126,6 +128,32 @@ def test_a_notebook_cell_may_run_again_but_another_function_may_not_take_its_pla
     backend.implements("softmax")(numpy_softmax)
     with pytest.raises(pk.SpecError, match="softmax on backend 'mine' is taken by"):
         backend.implements("softmax")(torch_softmax)
+
+
+def test_the_same_module_registers_a_backend_anew():
+    """As a notebook's cell does that runs again."""
+    first = mine("numpy")
+    softmax = pk.op("softmax", backend="mine")
+    assert softmax(X).sum() > 0
+    again = pk.Backend("mine", framework="numpy")
+    again.implements("softmax")(lambda call, tiling: (np.full_like(call.arrays["x"], 7),))
+    assert pk.register(again) is again and pk.backends()["mine"] is again is not first
+    assert (pk.op("softmax", backend="mine")(X) == 7).all() and (softmax(X) < 1).all()
+
+
+def test_an_op_from_elsewhere_is_registered_once_for_a_machine():
+    """With a backend whose families are for other chips too."""
+    for backend in [b for b in pk.backends().values() if b.package]:
+        backend.implements("from_elsewhere")(lambda call, tiling: None)
+        try:
+            having = [*backend.having("from_elsewhere")]
+            platforms = [p for f in having for p in f.platforms]
+            assert sorted(platforms) == sorted({*backend.compiled_platforms()}), having
+            if backend.can_interpret():
+                assert any(f.interprets for f in having)
+        finally:
+            for family in backend.families:
+                backend._found.pop((family.package, "from_elsewhere"), None)
 
 
 def test_backends_are_declared_right():

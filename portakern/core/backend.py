@@ -167,6 +167,14 @@ class Family:
         """Whether it is for some of the architectures that another is for, and no others."""
         return bool(self.targets) and (not other.targets or {*self.targets} < {*other.targets})
 
+    def modules(self) -> int:
+        """How many modules its package has; 0 where there is none, or it cannot be imported."""
+        try:
+            found = importlib.util.find_spec(self.package) if self.package != IN_PROCESS else None
+        except Exception:
+            return 0
+        return sum(1 for _ in pkgutil.iter_modules(found.submodule_search_locations)) if found else 0
+
     def lacks(self) -> str | None:
         """None, or what must be installed before its kernels can be imported."""
         return " and ".join(filter(None, (need.missing() for need in self.needs))) or None
@@ -493,21 +501,22 @@ class Backend:
     ) -> Callable[[F], F]:
         """Register the decorated ``fn(call, tiling)`` as this backend's ``op`` (see :class:`Implementation`).
 
-        A function of a family's own package is that family's; one from elsewhere serves all platforms, and replaces no
-        other: only itself, when a notebook cell runs again.
+        A function of a family's own package is that family's; one from elsewhere serves all platforms, in the fewest
+        families that do, and replaces no other: only itself, when a notebook cell runs again.
         """
 
         def register(fn: F) -> F:
             package = fn.__module__.rpartition(".")[0]
             own = [f for f in self.families if f.package == package != IN_PROCESS]
-            for family in own or self.families:
+            for family in () if own else self.families:
                 there = self.where(op, family)
                 before = self._found.get((family.package, op))
-                if there and not own and not (before and _same_place(before.fn, fn)):
+                if there and not (before and _same_place(before.fn, fn)):
                     raise SpecError(
                         f"{op} on backend {self.name!r} is taken by {there}; "
                         f"{fn.__module__}.{fn.__qualname__} needs a backend of its own: pk.Backend(...)"
                     )
+            for family in own or self._broadest():
                 made = Implementation(
                     self, family, op, fn, tiling, supports, knobs, key, fit, takes, copies, same_bits, overwrites,
                     drawn, ahead, unordered,
@@ -517,6 +526,16 @@ class Backend:
             return fn
 
         return register
+
+    def _broadest(self) -> list[Family]:
+        """The fewest families that together serve every platform, and interpret what any does: those for all
+        architectures first, and of others those with the most ops."""
+        found: list[Family] = []
+        for f in sorted(self.families, key=lambda f: (bool(f.targets), -f.modules())):
+            served = {p for g in found for p in g.platforms}
+            if {*f.platforms} - served or (f.interprets and not any(g.interprets for g in found)):
+                found.append(f)
+        return found
 
     def compiled_platforms(self) -> tuple[str, ...]:
         """The platforms that some family compiles for."""

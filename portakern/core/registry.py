@@ -8,6 +8,7 @@ import importlib
 import itertools
 import logging
 import pkgutil
+import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
@@ -15,6 +16,7 @@ from typing import Any
 
 from portakern.core.backend import Backend
 from portakern.core.framework import frameworks
+from portakern.core.remembered import forget
 from portakern.errors import SpecError, UnavailableError
 from portakern.spec import Spec
 
@@ -51,6 +53,9 @@ def _ours(entry: EntryPoint) -> bool:
 
 
 _registered: dict[str, Backend] = {}
+
+_origins: dict[str, str] = {}
+"""Name of a backend that was registered in this process -> the module that did."""
 
 
 _left_out: dict[str, str] = {}
@@ -146,23 +151,33 @@ def known(b: Backend) -> bool:
 
 
 def register(b: Backend) -> Backend:
-    """Make a backend known by its name in this process. Calls that name no backend are served as before.
+    """Make a backend known by its name in this process. Calls that name no backend are served as before. A backend of
+    the same name that the same module, script or notebook registered before is replaced, since a cell may run again; ops
+    that were made with that one keep it.
 
     Raises:
-      SpecError: the name is taken, it claims to be a second oracle, or nothing says which of its families is tried
-        first.
+      SpecError: the name is taken by somebody else, it claims to be a second oracle, or nothing says which of its
+        families is tried first.
     """
     if not isinstance(b, Backend):
         raise SpecError(f"register() got a {type(b).__name__}; expected a portakern.Backend")
-    others = _everyone()
+    origin = sys._getframe(1).f_globals.get("__name__", "?")
+    before = _origins.get(b.name) if b.name in _registered else None
+    others = {n: o for n, o in _everyone().items() if n != b.name or before != origin}
     if b.name in others:
+        taken = before or ("portakern itself" if others[b.name].auto else "an installed package")
         raise SpecError(
-            f"backend name {b.name!r} is taken; choose another, or pass the Backend object itself as backend=, which "
-            "needs no registration"
+            f"backend name {b.name!r} is taken by {taken}, and {origin} registers another; choose another name, or "
+            "pass the Backend object itself as backend=, which needs no registration"
         )
     _check_oracle(b, others)
     _ = b.families  # whose order must be declared
-    _registered[b.name] = b
+    if _registered.get(b.name, b) is not b:
+        log.info(
+            "portakern: %s registers backend %r anew, which replaces the one that it registered before", origin, b.name
+        )
+    _registered[b.name], _origins[b.name] = b, origin
+    forget()  # what was decided with the one before
     return b
 
 
