@@ -127,6 +127,17 @@ def test_a_wrong_kernel_is_never_chosen_as_a_gpu_would_show(own_cache):
     assert '"rows_at_once": 64' in (own_cache / "tuned" / "seeded" / "cpu.json").read_text()
 
 
+def test_a_function_without_a_key_is_not_searched_and_the_command_says_so(own_cache):
+    backend = pk.Backend("mine", framework="numpy")
+    backend.implements("softmax")(softmax)
+    pk.register(backend)
+    command = ["tune", "softmax", "--backend", "mine", "--target", "cpu", "--dtype", "float32", "--shape", "shape=4x40"]
+    result = CliRunner().invoke(cli.app, command)
+    assert result.exit_code == 1 and "nothing is better" not in result.output
+    assert "not searched: softmax on mine declares no key" in result.output
+    assert "nothing was searched: no call has a key" in result.output
+
+
 def test_the_command_says_what_is_wrong_and_ends_with_status_1(own_cache, monkeypatch):
     registered()
     file = own_cache / "results.json"

@@ -83,13 +83,20 @@ def tune(
     start, seconds = time.perf_counter(), _seconds(budget)
     errors_only(context)
     asked = _drawn(loss, draws, seed, dtype) if loss else _asked(ops, suite, shape, dtype)
-    groups = [g for t in (target or [None]) for g in groups_of(asked, t, backend, variant)]  # type: ignore[list-item]
+    keyless: list[str] = []
+    groups = [
+        g
+        for t in (target or [None])  # type: ignore[list-item]
+        for g in groups_of(asked, t, backend, variant, keyless.append)
+    ]
     plan = Plan(search, tries, max(16, jobs), seed=seed, last=last, rehearse=not loss,
                 deadline=time.monotonic() + seconds)  # fmt: skip
     refused: list[tuple[Any, str]] = []
     with Pool(jobs, timeout) as pool, Progress(*BARS, console=err, transient=True) as bar:
         told = _Told(bar, len(groups), refused, json_file, start, seed)
         found, left = tune_groups(groups, plan, pool, told.all, ship=ship, write=not loss, fresh=fresh)
+    for why in dict.fromkeys(keyless):
+        say(f"not searched: {why.removeprefix('tune: ')}", style="red")
     _show(found, refused, left, bool(loss), ship)
     if loss or suite:
         _show_losses([r for f in found for r in f.rows])
@@ -215,7 +222,16 @@ def _show(found: Sequence[Any], refused: Sequence[tuple[Any, str]], left: int, l
             say(f"NOT RUN AGAIN: {finding.group.place.impl.op} with {tiles} {why}", style="red")
     for group, why in refused:
         say(f"left out: {group.place.impl.op}: {why}", style="red")
-    if not loss:
+    if not found:
+        why = (
+            "no call has a key"
+            if not refused and not left
+            else "every call is refused"
+            if not left
+            else "no time was left"
+        )
+        say(f"nothing was searched: {why}", style="red")
+    elif not loss:
         kept = [f for f in found if f.best is not None]
         tables = dict.fromkeys(str(table_of(f.group.place, ship)) for f in kept)
         say(

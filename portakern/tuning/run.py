@@ -33,8 +33,15 @@ class Told:
     refused: Callable[[Group, str], None]
 
 
-def groups_of(asked: Sequence[Asked], target: str | None, backend: str | None, variant: str | None) -> list[Group]:
-    """The keys to tune, of every variant of every op, in the order in which the first call of each stands."""
+def groups_of(
+    asked: Sequence[Asked],
+    target: str | None,
+    backend: str | None,
+    variant: str | None,
+    tell: Callable[[str], None] = say,
+) -> list[Group]:
+    """The keys to tune, of every variant of every op, in the order in which the first call of each stands. ``tell``:
+    why an implementation has none."""
     found: list[Group] = []
     known: dict[str, list[Place]] = {}
     for a in asked:
@@ -45,7 +52,7 @@ def groups_of(asked: Sequence[Asked], target: str | None, backend: str | None, v
             try:
                 found += grouped([a for a in asked if a.spec.name == op], place)
             except UnsupportedError as e:
-                say(f"portakern: {e}")
+                tell(str(e))
     order = {id(a): i for i, a in enumerate(asked)}
     return sorted(found, key=lambda group: order[id(group.asked[0])])
 
