@@ -9,8 +9,13 @@ LIBRARIES = ("typer", "rich")
 
 def main() -> None:
     """Run the command line; where its libraries are missing, say which extra brings them: exit status 2."""
+    from portakern import signals
+
+    signals.listen()
     try:
         from portakern.cli import main as command_line
+    except tuple(signals.ENDS.values()) as e:
+        sys.exit(signals.status(e))
     except ModuleNotFoundError as e:
         if e.name not in LIBRARIES:
             raise

@@ -20,7 +20,7 @@ from portakern.cli.common import (
     out,
     show_table,
 )
-from portakern.core import registry
+from portakern.core import ending, registry
 from portakern.errors import SpecError
 
 Where = tuple[str | None, str | None, str | None]
@@ -105,6 +105,7 @@ def _checked(
             found = testing.check_all(subjects, jobs, lambda s, cases: bar.advance(tasks[s], cases), budget, **asked)
             return found, None
         except testing.Interrupted as e:
+            ending.heard()  # what was found is shown and written first
             return e.reports, e.by
 
 

@@ -6,7 +6,6 @@ import functools
 import json
 import logging
 import os
-import signal
 import sys
 import tempfile
 import textwrap
@@ -19,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from portakern import __version__, results
+from portakern import __version__, results, signals
 from portakern.core import ending
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.files import cache_folder
@@ -72,32 +71,20 @@ def _portakern(
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
-class _Ended(BaseException):
-    """The command was told to end. A SystemExit would be a case's failure to Hypothesis, which runs it again."""
-
-
-def _end(*_: object) -> None:
-    ending.end(_Ended())
-
-
-def _interrupt(*_: object) -> None:
-    ending.end(KeyboardInterrupt())
-
-
 def main() -> None:
     """Console entry point: the project's own errors are printed without a traceback, exit status 2."""
     logging.basicConfig(format="%(message)s")
-    signal.signal(signal.SIGTERM, _end)  # a command that is ended ends the processes that it started
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # whoever ignores it, in the background, goes on
-        signal.signal(signal.SIGINT, _interrupt)
+    signals.listen()
     try:
         app()
-    except _Ended:
-        sys.exit(128 + signal.SIGTERM)
+    except tuple(signals.ENDS.values()) as e:
+        sys.exit(signals.status(e))
     except (SpecError, UnsupportedError, UnavailableError, results.ResultError) as e:
         text = printable(f"{type(e).__name__}: {e}", lines=True)  # it may quote a file that nobody has read
         err.print(text, style="red", markup=False, highlight=False, emoji=False, soft_wrap=True)
         sys.exit(2)
+    finally:
+        ending.heard()
 
 
 def errors_only(until: typer.Context) -> None:
