@@ -95,6 +95,9 @@ class Layer(torch.nn.Module):
         self.gate_proj, self.up_proj = torch.nn.Linear(16, wide, bias=False), torch.nn.Linear(16, wide, bias=False)
         self.down_proj, self.act_fn = torch.nn.Linear(wide, 16, bias=False), act or torch.nn.SiLU()
 
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
 
 @pytest.fixture
 def layer(monkeypatch):
@@ -105,7 +108,7 @@ def layer(monkeypatch):
 
     def make(backend="reference", **more):
         made = Layer(**more)
-        made.forward = types.MethodType(served_gate(made, backend)[1], made)
+        made.forward = types.MethodType(served_gate(made, backend)[1].made().forward, made)
         return made
 
     return make

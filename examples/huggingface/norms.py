@@ -35,7 +35,7 @@ def forward_of(module: nn.Module, backend: str | None) -> Callable[..., torch.Te
                 f"{type(module).__name__}: no norm is known that computes what it does; expected one whose forward is"
                 " that of a prototype of portakern.frameworks.torch.models.norms"
             )
-        kept = _forwards[type(module), backend] = found[1]
+        kept = _forwards[type(module), backend] = found[1].made().forward
     return kept
 
 

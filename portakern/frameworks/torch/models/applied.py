@@ -6,10 +6,11 @@ import copy
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from types import MethodType, TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -18,16 +19,17 @@ from portakern.core import registry
 from portakern.core.framework import frameworks
 from portakern.core.route import choose
 from portakern.errors import SpecError, UnsupportedError
-from portakern.frameworks.torch.models.attention import register_attention
+from portakern.frameworks.torch.models.attention import Registered, somebodys
 from portakern.frameworks.torch.models.blocks import served_block
 from portakern.frameworks.torch.models.gates import served_gate
-from portakern.frameworks.torch.models.heads import MARK, served_head
+from portakern.frameworks.torch.models.heads import served_head
 from portakern.frameworks.torch.models.losses import served_loss, with_own_loss
 from portakern.frameworks.torch.models.masks import served_mask
-from portakern.frameworks.torch.models.mlps import ADDS, ServedMlp, served_mlp
+from portakern.frameworks.torch.models.mlps import ServedMlp, served_mlp
 from portakern.frameworks.torch.models.norms import served_norm
-from portakern.frameworks.torch.models.prototypes import names_in, rewrapped
+from portakern.frameworks.torch.models.prototypes import names_in
 from portakern.frameworks.torch.models.rotary import served_rotary
+from portakern.frameworks.torch.models.served import REPLICATE, Recipe, Replicate, Served, place_of
 
 __all__ = ["PARTS", "Applied", "Row", "apply"]
 
@@ -47,12 +49,16 @@ NORM = re.compile(r"Norm(\dd)?$")
 FEED_FORWARD = re.compile(r"(MLP|FeedForward|FFN|Experts)$")
 ATTENTION = re.compile(r"Attention$")
 
-ABSENT = object()
+
+class Absent(Enum):
+    """What an attribute was that a module did not have; itself in copies and pickles."""
+
+    ABSENT = "absent"
 
 
 @dataclass(frozen=True)
 class Row:
-    """What serves the modules of a class in one part of their work.
+    """What serves the modules of a class in one part of their work, now.
 
     Attributes:
       part: a key of PARTS, or "other". module: the name of their class; number: how many there are.
@@ -71,31 +77,80 @@ class Patch:
 
     def __init__(self, module: nn.Module, name: str, value: Any) -> None:
         self.module, self.name, self.value = module, name, value
-        self.before = vars(module).get(name, ABSENT)
+        self.before = vars(module).get(name, Absent.ABSENT)
         vars(module)[name] = value
 
-    def holds(self) -> bool:
-        return vars(self.module).get(self.name, ABSENT) is self.value
+    def place(self) -> str | None:
+        """The attribute in which the value stands: accelerate's hooks, put on since, keep a forward beside theirs, and
+        put it back when they go. None where it was replaced."""
+        places = FORWARDS if self.name in FORWARDS else (self.name,)
+        own = vars(self.module)
+        return next((name for name in places if own.get(name, Absent.ABSENT) is self.value), None)
 
     def undo(self) -> None:
-        if self.before is ABSENT:
-            del vars(self.module)[self.name]
-        else:
-            vars(self.module)[self.name] = self.before
+        place, own = self.place(), vars(self.module)
+        if self.before is not Absent.ABSENT and place is not None:
+            own[place] = self.before
+        elif place == FORWARDS[1]:
+            own[place] = MethodType(type(self.module).forward, self.module)
+        elif place is not None:
+            del own[place]
+
+
+FORWARDS = ("forward", "_old_forward")
+"""Where a module may have the forward that it is called with."""
+
+
+class Entry(NamedTuple):
+    """A module that is served in one part of its work."""
+
+    part: str
+    module: nn.Module
+    op: str
+    value: Any
+    """What stands in the module for it."""
+
+    def why_not(self) -> str:
+        """Why PyTorch serves it now, in words; "" where the op does."""
+        if isinstance(self.value, str):
+            now = self.module.config._attn_implementation
+            return "" if now == self.value else f"its attention is {now!r} now"
+        own = vars(self.module)
+        if not any(value is self.value for value in own.values()):
+            return "what stood for it was replaced since"
+        return self.value.why_not() if isinstance(self.value, Served) else ""
 
 
 class Applied:
-    """What :func:`apply` did to a model: ``print`` shows what is served by what; ``undo`` takes it back.
+    """What :func:`apply` did to a model: ``print`` shows what is served by what now; ``undo`` takes it back.
 
     As a context manager it takes it back at the end.
 
     Attributes:
-      model: the model. rows: what serves what, served parts first.
+      model: the model.
     """
 
-    def __init__(self, model: nn.Module, rows: Iterable[Row], patches: list[Patch]) -> None:
-        self.model, self.rows = model, tuple(rows)
-        self._patches = patches
+    def __init__(self, model: nn.Module, plan: _Plan) -> None:
+        self.model = model
+        self._by = {entry.op: plan.by(entry.op) for entry in plan.served}
+        self._left, self._served, self._patches = Counter(plan.left), plan.served, plan.carry_out()
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """What serves what, served parts first, in the order of PARTS: modules whose hooks would notice that they, or
+        what they call, are passed over are PyTorch's while they have such hooks."""
+        served: Counter[tuple[str, str, str]] = Counter()
+        left = Counter(self._left)
+        for entry in self._served:
+            why, name = entry.why_not(), type(entry.module).__name__
+            if why:
+                left[entry.part, name, why] += 1
+            else:
+                served[entry.part, name, entry.op] += 1
+        order = [*PARTS, "other"]
+        rows = [Row(part, name, n, op, self._by[op]) for (part, name, op), n in served.items()]
+        rows += [Row(part, name, n, None, why) for (part, name, why), n in left.items()]
+        return tuple(sorted(rows, key=lambda row: (row.op is None, order.index(row.part))))
 
     def undo(self) -> None:
         """Give every module of the model back what it was; nothing, where that was done before.
@@ -103,7 +158,7 @@ class Applied:
         Raises:
           SpecError: something else replaced a forward since, which would be lost or left behind.
         """
-        changed = [p for p in self._patches if not p.holds()]
+        changed = [p for p in self._patches if p.place() is None]
         if changed:
             p = changed[0]
             raise SpecError(
@@ -152,9 +207,12 @@ def apply(
 
     Forwards are replaced in the model's own modules, and nothing outside it changes: another model, of the same classes
     or the same config, stays as it was. Parameters, buffers, the keys of ``state_dict``, hooks and what wraps modules
-    (FSDP, checkpoints, adapters of PEFT) stay as they are. Call it before ``torch.compile``. A module is known by what
-    its forward does (:mod:`portakern.frameworks.torch.models.prototypes`), whatever family of transformers it is of;
-    of models from elsewhere PyTorch's own norms are served.
+    (FSDP, checkpoints, adapters of PEFT, accelerate's hooks) stay as they are, put on before or afterwards. A module
+    with hooks that would see another result, or none, is PyTorch's while it has them, as is one with a forward of
+    somebody's: the table says so as it is printed. Copies and pickles of the model are served as it is.
+
+    A module is known by what its forward does (:mod:`portakern.frameworks.torch.models.prototypes`), whatever family of
+    transformers it is of; of models from elsewhere PyTorch's own norms are served.
 
     Args:
       model: changed in place; a model of transformers, or any module with PyTorch's norms inside.
@@ -181,7 +239,7 @@ def apply(
             "apply: " + "; ".join(dict.fromkeys(plan.unknown)) + ". Leave its part out of parts, or pass "
             "otherwise='torch' to leave such modules with PyTorch"
         )
-    return Applied(model, plan.rows(), plan.carry_out())
+    return Applied(model, plan)
 
 
 def _checked(model: Any, parts: Iterable[str] | None, otherwise: str) -> frozenset[str]:
@@ -198,11 +256,10 @@ def _checked(model: Any, parts: Iterable[str] | None, otherwise: str) -> frozens
     if "add_norm" in wanted and "norm" not in wanted:
         raise SpecError("apply: parts has 'add_norm' without 'norm', which adds the residual; pass both")
     for module in model.modules():
-        forward = vars(module).get("forward")
-        if forward is not None and inspect.unwrap(forward).__module__.startswith(f"{__package__}."):
+        if any(isinstance(vars(module).get(name), Served) for name in FORWARDS):
             raise SpecError(
                 f"apply: the forward of {type(module).__name__} is portakern's already; call undo() of what apply "
-                "returned before"
+                "returned before; of a copy that is copy.deepcopy((model, applied))"
             )
     return wanted
 
@@ -212,12 +269,13 @@ class _Plan:
 
     def __init__(self, model: nn.Module, backend: str | None, wanted: frozenset[str]) -> None:
         self.model, self.backend, self.wanted = model, backend, wanted
-        self.served: Counter[tuple[str, str, str]] = Counter()
+        self.served: list[Entry] = []
         self.left: Counter[tuple[str, str, str]] = Counter()
         self.unknown: list[str] = []
-        self.forwards: list[tuple[nn.Module, str, Any]] = []
+        self.values: list[tuple[nn.Module, str, Any]] = []
         self.attends: list[nn.Module] = []
         self.known: set[nn.Module] = set()
+        self.replicated: set[nn.Module] = set()
         self.only: dict[str, str] = {}
         self.implementation = "portakern" if backend is None else f"portakern_{backend}"
 
@@ -225,9 +283,10 @@ class _Plan:
         """Look at every module once."""
         norms = set()
         for module in self.model.modules():
-            if self._put("norm", module, served_norm(module, self.backend)):
+            norm = served_norm(module, self.backend)
+            if self._put("norm", module, norm):
                 norms.add(module)
-            elif self._is_like(module, NORM):
+            elif norm is None and self._is_like(module, NORM):
                 self._leave("norm", module, "a norm that no prototype is like")
             self._read_feed_forward(module)
             rotary = served_rotary(module, self.backend)
@@ -237,9 +296,12 @@ class _Plan:
                 self._put("rope", module, rotary)
         for module in self.model.modules():
             block = served_block(module)
-            if block is not None and "add_norm" in self.wanted and getattr(module, block[0], None) in norms:
-                op = "add_layernorm" if isinstance(getattr(module, block[0]), nn.LayerNorm) else "add_rmsnorm"
+            norm = None if block is None else getattr(module, block[0])
+            if block is not None and (norm in norms or "add_norm" not in self.wanted):
+                op = "add_layernorm" if isinstance(norm, nn.LayerNorm) else "add_rmsnorm"
                 self._put("add_norm", module, (op, block[1]))
+            elif block is not None:
+                self._leave("add_norm", module, f"its {block[0]}, a {type(norm).__name__}, is not served", known=True)
         for pretrained in self._pretrained():
             self._read_attention(pretrained)
         self._read_loss()
@@ -248,21 +310,36 @@ class _Plan:
             if leaf and module not in self.known and not self._is_like(module, NORM):
                 self.left["other", type(module).__name__, "PyTorch's own"] += 1
 
-    def _put(self, part: str, module: nn.Module, found: tuple[str, Callable[..., Any]] | None) -> bool:
+    def _put(self, part: str, module: nn.Module, found: tuple[str, Recipe] | None) -> bool:
         """Plan a forward for a module, if there is one and it is wanted."""
         if found is None:
             return False
-        if part in self.wanted:
-            self.served[part, type(module).__name__, found[0]] += 1
-            self._replace(module, found[1])
-            self.known.update(m for m in (module, *module.children()) if next(m.parameters(), None) is None)
-            self.known.add(module)
-        else:
-            self.left[part, type(module).__name__, f"not asked for: parts lacks {part!r}"] += 1
-        return part in self.wanted
+        name = type(module).__name__
+        if part not in self.wanted:
+            self.left[part, name, f"not asked for: parts lacks {part!r}"] += 1
+            return False
+        self.known.update(m for m in (module, *module.children()) if next(m.parameters(), None) is None)
+        self.known.add(module)
+        there = self._replace(module, found[1])
+        if isinstance(there, str):
+            self.left[part, name, there] += 1
+            return False
+        self.served.append(Entry(part, module, found[0], there))
+        return True
 
-    def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self.forwards.append((module, "forward", MethodType(rewrapped(type(module).forward, forward), module)))
+    def _replace(self, module: nn.Module, recipe: Recipe) -> Served | str:
+        """Plan a forward of a module; why there is none, in words."""
+        place = place_of(module)
+        if place is None:
+            theirs = vars(module)["forward"]
+            owner = getattr(inspect.unwrap(theirs), "__module__", type(theirs).__module__)
+            return f"it has a forward already, of {owner}, which stays"
+        served = Served(module, recipe)
+        self.values.append((module, place, served))
+        if module not in self.replicated:
+            self.replicated.add(module)
+            self.values.append((module, REPLICATE, Replicate(module)))
+        return served
 
     def _leave(self, part: str, module: nn.Module, why: str, known: bool = False) -> None:
         name = type(module).__name__
@@ -284,8 +361,6 @@ class _Plan:
                 if self._put(part, module, ("linear", found.forward)):
                     self.known.add(found.projection)
                     self.only["linear"] = found.only
-                    if found.adds:
-                        self.forwards.append((module, ADDS, True))
             else:
                 self._put(part, module, found)
         if gate is None and mlp is None and self._is_like(module, FEED_FORWARD):
@@ -307,13 +382,19 @@ class _Plan:
         if "attention" not in self.wanted:
             for module in asking:
                 self.left["attention", type(module).__name__, "not asked for: parts lacks 'attention'"] += 1
+            return
+        others = {name for m in asking if (name := somebodys(m))}
+        if others:
+            for module in asking:
+                why = f"it is {sorted(others)[0]!r}, which is not transformers' own, and stays"
+                self.left["attention", type(module).__name__, why] += 1
         elif asking and pretrained._can_set_attn_implementation():
             self.attends.append(pretrained)
-            self.served.update(("attention", type(m).__name__, "attention") for m in asking)
+            self.served += [Entry("attention", m, "attention", self.implementation) for m in asking]
             for module in pretrained.modules():
-                forward = served_mask(module, self.implementation)
-                if forward is not None:
-                    self._replace(module, forward)
+                recipe = served_mask(module, self.implementation)
+                if recipe is not None:
+                    self._replace(module, recipe)
         else:
             for module in pretrained.modules():
                 if self._is_like(module, ATTENTION):
@@ -326,8 +407,8 @@ class _Plan:
             if asks and "loss" not in self.wanted:
                 self.left["loss", name, "not asked for: parts lacks 'loss'"] += 1
             elif loss is not None:
-                self.served["loss", name, "cross_entropy"] += 1
-                self.forwards.append((pretrained, "_loss_function", loss))
+                self.served.append(Entry("loss", pretrained, "cross_entropy", loss))
+                self.values.append((pretrained, "_loss_function", loss))
             elif asks:
                 self.left["loss", name, f"no op is {getattr(pretrained.loss_function, '__name__', 'its loss')}"] += 1
             else:
@@ -337,22 +418,14 @@ class _Plan:
             head = served_head(pretrained, self.backend)
             if isinstance(head, str):
                 self._leave("linear_loss", pretrained, head, known=True)
-            elif head is not None and self._put("linear_loss", pretrained, ("linear_cross_entropy", head.model)):
-                projection = pretrained.lm_head
-                self.forwards.append((projection, "forward", MethodType(head.projection, projection)))
-                self.forwards.append((projection, MARK, True))
+            elif head is not None:
+                self._put("linear_loss", pretrained, ("linear_cross_entropy", head))
 
-    def rows(self) -> list[Row]:
-        """What serves what, in the order of PARTS."""
-        order = [*PARTS, "other"]
-        rows = [
-            Row(part, name, n, op, self._by(op) + self.only.get(op, "")) for (part, name, op), n in self.served.items()
-        ]
-        rows += [Row(part, name, n, None, why) for (part, name, why), n in self.left.items()]
-        return sorted(rows, key=lambda row: (row.op is None, order.index(row.part)))
-
-    def _by(self, op: str) -> str:
+    def by(self, op: str) -> str:
         """Who serves an op where the model's parameters are."""
+        return self._backend_of(op) + self.only.get(op, "")
+
+    def _backend_of(self, op: str) -> str:
         if self.backend is not None:
             return self.backend
         where = next((p.device for p in self.model.parameters()), torch.device("cpu"))
@@ -363,12 +436,35 @@ class _Plan:
 
     def carry_out(self) -> list[Patch]:
         """Do it; what was done, in order."""
-        done = [Patch(module, name, value) for module, name, value in self.forwards]
+        done = [Patch(module, name, value) for module, name, value in self.values]
         for pretrained in self.attends:
-            register_attention(self.implementation, self.backend)
+            done.append(Patch(pretrained, "_attention_of_portakern", Registered(self.implementation, self.backend)))
             done += _own_config(pretrained)
             pretrained.set_attn_implementation(self.implementation)
         return done
+
+
+class OwnConfig(Patch):
+    """A copy of a config, put in the place of one that other models may share. Where the copy was changed since, as by
+    ``resize_token_embeddings``, it stays, with the attention that there was."""
+
+    def __init__(self, module: nn.Module, name: str, value: Any) -> None:
+        super().__init__(module, name, value)
+        self.said = value.to_dict()
+
+    def undo(self) -> None:
+        if self.value.to_dict() == self.said:
+            super().undo()
+        else:
+            _attend_as(self.value, self.before)
+
+
+def _attend_as(config: Any, before: Any) -> None:
+    """Give a config, and those in it, the attention of another."""
+    config._attn_implementation_internal = before._attn_implementation_internal
+    for name in config.sub_configs:
+        if getattr(config, name, None) is not None and getattr(before, name, None) is not None:
+            _attend_as(getattr(config, name), getattr(before, name))
 
 
 def _own_config(pretrained: Any) -> list[Patch]:
@@ -376,7 +472,7 @@ def _own_config(pretrained: Any) -> list[Patch]:
     copies: dict[int, Any] = {}
     copy.deepcopy(pretrained.config, copies)
     return [
-        Patch(module, name, copies[id(value)])
+        OwnConfig(module, name, copies[id(value)])
         for module in pretrained.modules()
         for name, value in list(vars(module).items())
         if hasattr(value, "_attn_implementation") and id(value) in copies

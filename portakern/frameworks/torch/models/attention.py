@@ -10,29 +10,9 @@ import torch
 
 from portakern.errors import UnsupportedError
 from portakern.frameworks.torch.functions import kept_op
-from portakern.frameworks.torch.models.masks import is_plain
+from portakern.frameworks.torch.models.arguments import ELSEWHERE, IN_THE_MASK, OF_LOSSES
 
-__all__ = ["register_attention"]
-
-IN_THE_MASK = ("cu_seq_lens_q", "cu_seq_lens_k")
-"""Arguments that a mask speaks of too, where there is one: they are not needed beside it."""
-ELSEWHERE = frozenset(
-    {
-        "cache_position",
-        "deterministic",
-        "layer_idx",
-        "max_length_k",
-        "max_length_q",
-        "num_items_in_batch",
-        "output_hidden_states",
-        "output_router_logits",
-        "position_ids",
-        "return_dict",
-        "target_dtype",
-        "use_cache",
-    }
-)
-"""Arguments that models hand through to attention and that do not change what it computes."""
+__all__ = ["Registered", "register_attention", "somebodys"]
 
 
 def register_attention(name: str = "portakern", backend: str | None = None) -> None:
@@ -65,7 +45,6 @@ def register_attention(name: str = "portakern", backend: str | None = None) -> N
     ) -> tuple[torch.Tensor, None]:
         """query: (batch, heads, length, head dim); key, value with fewer heads -> (batch, length, heads, head dim)."""
         refuse(name, dropout, attention_mask, others)
-        attention_mask = None if is_plain(attention_mask) else attention_mask
         length, keys = query.shape[2], key.shape[2]
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         causal = bool(causal) and attention_mask is None and length > 1
@@ -91,6 +70,33 @@ def register_attention(name: str = "portakern", backend: str | None = None) -> N
     AttentionMaskInterface.register(name, sdpa_mask)
 
 
+class Registered:
+    """What a model keeps that asks for an attention of portakern's: a model that is unpickled, in whichever process,
+    finds it registered."""
+
+    def __init__(self, name: str, backend: str | None) -> None:
+        self.__setstate__((name, backend))
+
+    def __getstate__(self) -> Any:
+        return self.name, self.backend
+
+    def __setstate__(self, state: Any) -> None:
+        self.name, self.backend = state
+        register_attention(self.name, self.backend)
+
+
+def somebodys(module: torch.nn.Module) -> str:
+    """The name of the attention that a module asks for, where it is not transformers' own or portakern's, and may
+    compute anything; "" otherwise."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name: str = getattr(getattr(module, "config", None), "_attn_implementation", None) or "eager"
+    if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        return ""
+    owner = str(ALL_ATTENTION_FUNCTIONS[name].__module__)
+    return "" if owner.startswith(("transformers.", "portakern.")) else name
+
+
 def refuse(name: str, dropout: float, mask: torch.Tensor | None, others: Mapping[str, Any]) -> None:
     """Refuse by name every argument that would change the result and that the op does not have."""
     if dropout > 0.0:
@@ -99,7 +105,7 @@ def refuse(name: str, dropout: float, mask: torch.Tensor | None, others: Mapping
             "attention_dropout (GPT-2: attn_pdrop) to 0"
         )
     for argument, given in others.items():
-        if argument in ELSEWHERE or given is None or given is False:
+        if argument in ELSEWHERE or argument in OF_LOSSES or given is None or given is False:
             continue
         if argument in IN_THE_MASK:
             if mask is None:

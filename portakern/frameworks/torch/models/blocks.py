@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from portakern.frameworks.torch.models.mlps import with_residual
 from portakern.frameworks.torch.models.prototypes import find, names_in
+from portakern.frameworks.torch.models.served import Heart, Recipe, expected, served_by, watched
 
 __all__ = ["BLOCKS", "Block", "served_block"]
 
@@ -35,7 +36,7 @@ def norms_on_both_sides(block: nn.Module, x: Tensor, given: dict[str, Any]) -> T
 
 def gpt2(block: nn.Module, x: Tensor, given: dict[str, Any]) -> Tensor:
     """h = x + attention(norm(x)); h + mlp(norm(h)): GPT-2 without cross-attention."""
-    given.pop("encoder_hidden_states", None), given.pop("encoder_attention_mask", None)
+    del given["encoder_hidden_states"], given["encoder_attention_mask"]
     attended, _ = block.attn(block.ln_1(x), **given)
     y, h = block.ln_2(attended, x)
     return with_residual(block.mlp, y, h)
@@ -43,7 +44,7 @@ def gpt2(block: nn.Module, x: Tensor, given: dict[str, Any]) -> Tensor:
 
 def vit(block: nn.Module, x: Tensor, given: dict[str, Any]) -> Tensor:
     """h = x + attention(norm(x)); h + mlp(norm(h)), both under dropout: ViT."""
-    attended, _ = block.attention(block.layernorm_before(x), **given)
+    attended, _ = block.attention(block.layernorm_before(x), given.pop("attention_mask"), **given)
     y, h = block.layernorm_after(block.dropout(attended), x)
     return with_residual(block.mlp, y, h, block.dropout)
 
@@ -98,16 +99,34 @@ BLOCKS = {
 """Prototype -> the block that it is."""
 
 
-def served_block(module: nn.Module) -> tuple[str, Callable[..., Any]] | None:
+def served_block(module: nn.Module) -> tuple[str, Recipe] | None:
     """The name of the norm of a block that takes the residual, and the forward that stands for the block's own; None
     for what is no block known here."""
-    block = find(module, BLOCKS)
+    block = find(type(module), BLOCKS)
     if block is None or names_in(module) != block.names or (block.unless and hasattr(module, block.unless)):
         return None
-    names = [*inspect.signature(type(module).forward).parameters][2:]  # after self and the hidden states
-    known = block.forward
+    return block.norm, Recipe(_fused, type(module))
 
-    def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return known(self, hidden_states, dict(zip(names, args, strict=False)) | kwargs)
 
-    return block.norm, forward
+def _fused(kind: Any) -> Heart:
+    block: Block = expected(find(kind, BLOCKS), kind)
+    theirs = inspect.unwrap(kind.forward)
+    parameters = [*inspect.signature(theirs).parameters.values()][2:]  # after self and the hidden states
+    names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+
+    def unless(self: nn.Module) -> str:
+        norm = getattr(self, block.norm)
+        why = watched(norm)
+        if why:
+            return f"its {block.norm} {why}"
+        if served_by(norm) is None:
+            return f"its {block.norm} has a forward of its own"
+        return f"it has a {block.unless}" if block.unless and hasattr(self, block.unless) else ""
+
+    def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if unless(self):
+            return theirs(self, hidden_states, *args, **kwargs)
+        return block.forward(self, hidden_states, defaults | dict(zip(names, args, strict=False)) | kwargs)
+
+    return Heart(forward, unless)

@@ -5,7 +5,8 @@ backward pass that keeps no graph writes its gradients over it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 
 from portakern.core import registry
 from portakern.frameworks.torch.functions import kept_op
-from portakern.frameworks.torch.models.prototypes import find
+from portakern.frameworks.torch.models.prototypes import find, is_of_library
+from portakern.frameworks.torch.models.served import Heart, Recipe, expected, is_bare, watched
 
 __all__ = ["GATES", "Gate", "served_gate"]
 
@@ -52,24 +54,40 @@ ACTIVATIONS = {
 """Class of a gate's function -> its op."""
 
 
-def served_gate(module: nn.Module, backend: str | None) -> tuple[str, Callable[..., Any]] | str | None:
+def served_gate(module: nn.Module, backend: str | None) -> tuple[str, Recipe] | str | None:
     """The op that serves a feed-forward layer, and the forward that stands for the module's own; why there is none, in
     words; None for what is no such layer."""
-    gate = find(module, GATES)
+    gate = find(type(module), GATES)
     if gate is None:
         return None
-    name = type(getattr(module, gate.act)).__name__
-    act = ACTIVATIONS.get(name)
+    kind = type(getattr(module, gate.act))
+    act = ACTIVATIONS.get(kind.__name__) if is_of_library(kind) else None
     if act is None or act.op not in registry.ops():
-        return f"no op is a gate of {name}; those with an op are {', '.join(ACTIVATIONS)}"
-    shared, own, options = kept_op(act.op, backend), kept_op(act.op, backend, ("gate", "up")), act.options
+        return f"no op is a gate of {kind.__name__}; those with an op are {', '.join(ACTIVATIONS)}"
+    return act.op, Recipe(_gated, type(module), (kind, backend))
+
+
+def _gated(theirs: Any, kind: type, backend: str | None) -> Heart:
+    gate, act = expected(find(theirs, GATES), theirs), ACTIVATIONS[kind.__name__]
+    own_forward, options = inspect.unwrap(theirs.forward), act.options
+    shared, own = kept_op(act.op, backend), kept_op(act.op, backend, ("gate", "up"))
+
+    def unless(self: nn.Module) -> str:
+        there = getattr(self, gate.act)
+        if type(there) is not kind:
+            return f"its {gate.act} is now {type(there).__name__}"
+        why = is_bare(there)
+        return why and f"its {gate.act} {why}"
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
+        if unless(self):
+            y: Tensor = own_forward(self, x)
+            return y
         opening, rising = getattr(self, gate.gate), getattr(self, gate.up)
         product = own if unseen(opening) and unseen(rising) else shared
         return getattr(self, gate.down)(product(opening(x), rising(x), **options))
 
-    return act.op, forward
+    return Heart(forward, unless)
 
 
 def unseen(projection: nn.Module) -> bool:
@@ -80,8 +98,7 @@ def unseen(projection: nn.Module) -> bool:
         return False
     if nn.Linear.forward is not FORWARD or torch._C._len_torch_function_stack():
         return False
-    hooks = projection._forward_hooks or projection._backward_hooks or projection._backward_pre_hooks
-    return not (hooks or nn.modules.module._has_any_global_hook())
+    return not watched(projection)
 
 
 FORWARD = nn.Linear.forward

@@ -6,17 +6,20 @@ Logits are read in their own dtype: no copy of them in float32 is made, and thei
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from portakern.errors import SpecError
 from portakern.frameworks.torch.functions import cross_entropy, kept_op, widened
+from portakern.frameworks.torch.models.arguments import OF_LOSSES, asks_more
 from portakern.frameworks.torch.models.prototypes import names_in, with_names
+from portakern.frameworks.torch.models.served import Heart, Recipe, Remade, watched
 
-__all__ = ["LOSSES", "served_loss", "shifted", "with_own_loss"]
+__all__ = ["LOSSES", "computes", "served_loss", "shifted", "summed_up", "with_own_loss"]
 
 
 def shifted(labels: Tensor, ignore_index: int) -> Tensor:
@@ -56,8 +59,14 @@ def _causal(backend: str | None, theirs: Any) -> Callable[..., Tensor]:
         **others: Any,
     ) -> Tensor:
         """transformers' ForCausalLMLoss: each place predicts its successor."""
+        if asks_more(others):
+            given = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
+            found: Tensor = theirs(logits, labels, vocab_size, shift_labels=shift_labels, **given, **others)
+            return found
+        if shift_labels is None and labels is None:
+            raise SpecError("loss: labels is None, and so is shift_labels; expected one of them: pass labels")
         aims = shifted(labels, ignore_index) if shift_labels is None else shift_labels
-        return entropy(logits, aims, vocab_size, ignore_index, num_items_in_batch)
+        return entropy(logits, aims, vocab_size, ignore_index, num_items_in_batch).float()
 
     return loss
 
@@ -74,7 +83,10 @@ def _masked(backend: str | None, theirs: Any) -> Callable[..., Tensor]:
         **others: Any,
     ) -> Tensor:
         """transformers' ForMaskedLMLoss."""
-        return entropy(logits, labels, vocab_size, ignore_index, num_items_in_batch)
+        if asks_more(others):
+            found: Tensor = theirs(logits, labels, vocab_size, num_items_in_batch, ignore_index, **others)
+            return found
+        return entropy(logits, labels, vocab_size, ignore_index, num_items_in_batch).float()
 
     return loss
 
@@ -87,6 +99,8 @@ def _classes(backend: str | None, theirs: Any) -> Callable[..., Tensor]:
         one_class = config.num_labels > 1 and labels.dtype in (torch.int64, torch.int32)
         if config.problem_type != "single_label_classification" and not (config.problem_type is None and one_class):
             return theirs(labels, pooled_logits, config, **others)
+        if asks_more({k: v for k, v in others.items() if k not in OF_LOSSES}):
+            return theirs(labels, pooled_logits, config, **others)
         config.problem_type = "single_label_classification"
         ignored, number = others.get("ignore_index", -100), others.get("num_items_in_batch")
         found = entropy(pooled_logits, labels, config.num_labels, ignored, number)
@@ -95,6 +109,7 @@ def _classes(backend: str | None, theirs: Any) -> Callable[..., Tensor]:
     return loss
 
 
+NAME = nn.CrossEntropyLoss.__name__
 LOSSES = {
     "ForCausalLMLoss": _causal,
     "ForMaskedLMLoss": _masked,
@@ -103,24 +118,38 @@ LOSSES = {
 """transformers' loss function, by name -> what makes the one that stands for it."""
 
 
-def served_loss(theirs: Any, backend: str | None) -> Callable[..., Tensor] | None:
+def served_loss(theirs: Any, backend: str | None) -> Remade | None:
     """The loss function that stands for one of transformers'; None where there is none."""
+    return Remade(_loss, theirs, backend) if is_known(theirs) else None
+
+
+def is_known(theirs: Any, names: Iterable[str] = LOSSES) -> bool:
+    """Whether a loss function is one of transformers' that are known, and not another of its name."""
     from transformers.loss import loss_utils
 
     name = getattr(theirs, "__name__", "")
-    make = LOSSES.get(name)
-    if make is None or getattr(loss_utils, name, None) is not theirs:
-        return None
-    return make(backend, theirs)
+    return name in names and getattr(loss_utils, name, None) is theirs
 
 
-def with_own_loss(model: nn.Module, backend: str | None) -> Callable[..., Any] | None:
+def computes(loss: Any, name: str) -> bool:
+    """Whether a loss function, ours or theirs, computes what transformers' of that name does."""
+    return is_known(loss.args[0] if isinstance(loss, Remade) and loss.make is _loss else loss, (name,))
+
+
+def _loss(theirs: Any, backend: str | None) -> Callable[..., Tensor]:
+    return LOSSES[theirs.__name__](backend, theirs)
+
+
+def with_own_loss(model: nn.Module, backend: str | None) -> Recipe | None:
     """The forward of a model that makes a ``CrossEntropyLoss`` itself (BERT), with another; None for one that does
     not."""
-    name = nn.CrossEntropyLoss.__name__
-    forward = inspect.unwrap(type(model).forward)
-    if name not in names_in(model) or forward.__globals__.get(name) is not nn.CrossEntropyLoss:
-        return None
+    kind: Any = type(model)
+    makes = NAME in names_in(model) and inspect.unwrap(kind.forward).__globals__.get(NAME) is nn.CrossEntropyLoss
+    return Recipe(_own_loss, kind, (backend,)) if makes else None
+
+
+def _own_loss(kind: Any, backend: str | None) -> Heart:
+    theirs = inspect.unwrap(kind.forward)
 
     class CrossEntropyLoss(nn.CrossEntropyLoss):
         def forward(self, input: Tensor, target: Tensor) -> Tensor:
@@ -134,4 +163,14 @@ def with_own_loss(model: nn.Module, backend: str | None) -> Callable[..., Any] |
                 backend=backend,
             )
 
-    return with_names(forward, f"loss_{backend}", {name: CrossEntropyLoss})
+    ours = with_names(theirs, f"loss_{backend}", {NAME: CrossEntropyLoss})
+
+    def unless(model: nn.Module) -> str:
+        if nn.modules.module._has_any_global_hook():
+            return watched(model)
+        return "" if theirs.__globals__.get(NAME) is nn.CrossEntropyLoss else f"its module's {NAME} was replaced since"
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return theirs(self, *args, **kwargs) if unless(self) else ours(self, *args, **kwargs)
+
+    return Heart(forward, unless)

@@ -8,18 +8,19 @@ device, and under torch.compile, where nobody can look, it builds the mask, of l
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from portakern.frameworks.torch.models.prototypes import find, names_in
+from portakern.frameworks.torch.models.prototypes import find, names_in, with_names
+from portakern.frameworks.torch.models.served import Heart, Recipe, expected
 
-__all__ = ["is_plain", "served_mask"]
+__all__ = ["served_mask"]
 
-PLAIN = (0, 0, 0, 0)
-"""The shape of a mask that says no more than the model does: transformers hands a mask of four axes on as it is."""
+SAID = ("attention_mask", "position_ids", "past_key_values")
+"""Arguments of a model that say which tokens see which."""
+
+MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask")
 
 CAUSAL: dict[str, str | None] = {
     "llama.LlamaModel": None,
@@ -33,15 +34,13 @@ CAUSAL: dict[str, str | None] = {
 }
 """Prototype -> a setting of its config with which a token sees later ones."""
 
-
-def is_plain(mask: Tensor | None) -> bool:
-    return mask is not None and mask.shape == PLAIN
+SETTINGS = {path: (setting,) for path, setting in CAUSAL.items()}
 
 
-def served_mask(model: nn.Module, implementation: str) -> Callable[..., Any] | None:
+def served_mask(model: nn.Module, implementation: str) -> Recipe | None:
     """The forward that stands for that of a model between embeddings and head, whose attention is ``implementation``;
     None for what is no such model."""
-    config, found = getattr(model, "config", None), find(model, {path: (setting,) for path, setting in CAUSAL.items()})
+    config, found = getattr(model, "config", None), find(type(model), SETTINGS)
     if found is None or not getattr(config, "is_causal", True):
         return None
     if found[0] is not None and getattr(config, found[0], False):
@@ -49,19 +48,32 @@ def served_mask(model: nn.Module, implementation: str) -> Callable[..., Any] | N
     asking = [m for m in model.modules() if "ALL_ATTENTION_FUNCTIONS" in names_in(m)]
     if getattr(config, "sliding_window", None) is not None and not all(map(_hands_on_its_window, asking)):
         return None
-    theirs = inspect.unwrap(type(model).forward)
-    names = [*inspect.signature(theirs).parameters][1:]
+    return Recipe(_without_mask, type(model), (implementation,))
+
+
+def _without_mask(kind: Any, implementation: str) -> Heart:
+    expected(find(kind, SETTINGS), kind)
+    theirs = inspect.unwrap(kind.forward)
+    parameters = [*inspect.signature(theirs).parameters][1:]
+    makers = {name: theirs.__globals__[name] for name in MAKERS if name in theirs.__globals__}
+    ours = with_names(theirs, "mask", dict.fromkeys(makers, no_mask))
+
+    def unless(model: Any) -> str:
+        replaced = [name for name, maker in makers.items() if theirs.__globals__[name] is not maker]
+        return f"its module's {replaced[0]} was replaced since" if replaced else ""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        said = ("attention_mask", "position_ids", "past_key_values")
-        if self.config._attn_implementation == implementation and all(given.get(name) is None for name in said):
-            like = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
-            device = None if like is None else like.device
-            given["attention_mask"] = torch.empty(PLAIN, dtype=torch.bool, device=device)
-        return theirs(self, **given)
+        given = dict(zip(parameters, args, strict=False)) | kwargs
+        asked = any(given.get(name) is not None for name in SAID)
+        if asked or self.config._attn_implementation != implementation or unless(self):
+            return theirs(self, *args, **kwargs)
+        return ours(self, *args, **kwargs)
 
-    return forward
+    return Heart(forward, unless)
+
+
+def no_mask(*args: Any, **kwargs: Any) -> None:
+    """Stands for the functions that make masks, where a mask would say no more than that a token sees those before."""
 
 
 def _hands_on_its_window(attention: nn.Module) -> bool:

@@ -10,7 +10,6 @@ each call: what torch.autocast makes of it counts, and hooks on what would be pa
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,10 +20,18 @@ from portakern.core import registry
 from portakern.core.framework import frameworks
 from portakern.core.route import ahead
 from portakern.frameworks.torch.functions import kept_op, widened
-from portakern.frameworks.torch.memory import unreadable
 from portakern.frameworks.torch.models.prototypes import find, is_of_library
+from portakern.frameworks.torch.models.served import (
+    Heart,
+    Recipe,
+    expected,
+    has_plain_parameters,
+    is_bare,
+    served_by,
+    watched,
+)
 
-__all__ = ["ACTIVATIONS", "ADDS", "MLPS", "Mlp", "ServedMlp", "dtypes_served", "served_mlp", "with_residual"]
+__all__ = ["ACTIVATIONS", "MLPS", "Mlp", "ServedMlp", "dtypes_served", "served_mlp", "with_residual"]
 
 
 @dataclass(frozen=True)
@@ -45,9 +52,6 @@ MLPS = {
 }
 """Prototype -> what it is made of: drop(second(act(projection(x))))."""
 
-ADDS = "adds_its_residual"
-"""What a layer is marked with that takes the residual which its block adds: ``layer(x, residual)``."""
-
 ACTIVATIONS = {
     "GELUActivation": "gelu",
     "GELUTanh": "gelu_tanh",
@@ -66,13 +70,11 @@ class ServedMlp(NamedTuple):
     """The forward that stands for a layer's own.
 
     Attributes:
-      projection: the one that it does not call. adds: whether it takes a residual.
-      only: in which dtypes, in words that follow the name of who serves.
+      projection: the one that it does not call. only: in which dtypes, in words that follow the name of who serves.
     """
 
-    forward: Callable[..., Any]
+    forward: Recipe
     projection: nn.Module
-    adds: bool
     only: str
 
 
@@ -87,7 +89,7 @@ def dtypes_served(backend: str | None, device: torch.device) -> frozenset[str]:
 
 def served_mlp(module: nn.Module, backend: str | None) -> ServedMlp | str | None:
     """What serves a feed-forward layer; why nothing does, in words; None for what is no such layer."""
-    mlp = find(module, MLPS)
+    mlp = find(type(module), MLPS)
     if mlp is None:
         return None
     projection, act = getattr(module, mlp.projection), getattr(module, mlp.act)
@@ -98,21 +100,38 @@ def served_mlp(module: nn.Module, backend: str | None) -> ServedMlp | str | None
         owner = type(projection).__module__.partition(".")[0]
         return f"its {mlp.projection} is {owner}'s {type(projection).__name__}, which is called as it is"
     where = projection.weight.device
-    planned, activation = dtypes_served(backend, where), ACTIVATIONS[name]
+    planned = dtypes_served(backend, where)
     if not planned and where.type != "meta":
         return f"a product and {name} take no less time in one kernel on {frameworks()['torch'].target(where)}"
-    theirs, kind = inspect.unwrap(type(module).forward), type(projection)
+    recipe = Recipe(_activated, type(module), (type(projection), type(act), where, planned, backend))
+    return ServedMlp(recipe, projection, _only(planned))
+
+
+def _activated(
+    theirs: Any, kind: type, act: type, where: torch.device, planned: frozenset[str], backend: str | None
+) -> Heart:
+    mlp: Mlp = expected(find(theirs, MLPS), theirs)
+    own_forward, activation = inspect.unwrap(theirs.forward), ACTIVATIONS[act.__name__]
     known: dict[tuple[str, int | None], frozenset[str]] = {(where.type, where.index): planned}
     linear = kept_op("linear", backend)
 
+    def unless(self: nn.Module) -> str:
+        for name, of in ((mlp.projection, kind), (mlp.act, act)):
+            there = getattr(self, name)
+            if type(there) is not of:
+                return f"its {name} is now {type(there).__name__}"
+            why = is_bare(there)
+            if why:
+                return f"its {name} {why}"
+        return ""
+
     def forward(self: nn.Module, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        opening, act = getattr(self, mlp.projection), getattr(self, mlp.act)
+        opening: Any = getattr(self, mlp.projection)
         device = x.device.type, x.device.index
         if device not in known:
             known[device] = _asked(backend, x.device)
-        served = type(opening) is kind and _dtype_of(x) in known[device]
-        if not (served and _is_bare(opening) and _is_bare(act)):
-            y: Tensor = theirs(self, x)
+        if _dtype_of(x) not in known[device] or unless(self) or not has_plain_parameters(opening):
+            y: Tensor = own_forward(self, x)
             return y if residual is None else residual + y
         y = linear(x, _rows_of(opening), opening.bias, activation=activation)
         if mlp.second is None:
@@ -123,12 +142,13 @@ def served_mlp(module: nn.Module, backend: str | None) -> ServedMlp | str | None
         y = second(y) if drop is None else drop(second(y))
         return y if residual is None else residual + y
 
-    return ServedMlp(forward, projection, mlp.second is not None, _only(planned))
+    return Heart(forward, unless, adds=mlp.second is not None)
 
 
 def with_residual(layer: nn.Module, x: Tensor, residual: Tensor, drop: nn.Module | None = None) -> Tensor:
     """residual + drop(layer(x)); by the layer, where it takes the residual and nobody sees what it returns."""
-    if getattr(layer, ADDS, False) and (drop is None or _is_idle(drop)) and not _has_hooks(layer):
+    there = served_by(layer)
+    if there is not None and there.adds and (drop is None or _is_idle(drop)) and not watched(layer):
         y: Tensor = layer(x, residual)
         return y
     y = layer(x)
@@ -138,7 +158,7 @@ def with_residual(layer: nn.Module, x: Tensor, residual: Tensor, drop: nn.Module
 def _takes(second: nn.Module, x: Tensor, residual: Tensor) -> bool:
     """Whether the op adds a residual to what a projection makes of x: sums of two dtypes are PyTorch's, and so is a
     weight that lies across and gets a gradient, which autograd would copy: that takes longer than the sum."""
-    if not _is_bare(second) or DTYPES.get(residual.dtype) != _dtype_of(x):
+    if is_bare(second) or not has_plain_parameters(second) or DTYPES.get(residual.dtype) != _dtype_of(x):
         return False
     trained = torch.is_grad_enabled() and any(p.requires_grad for p in second.parameters(recurse=False))
     return is_linear(second) or (is_conv1d(second) and not trained)
@@ -152,7 +172,7 @@ def _rows_of(projection: Any) -> Tensor:
 
 def _is_idle(drop: nn.Module) -> bool:
     """Whether a module drops nothing, and nobody would miss it."""
-    return type(drop) is nn.Dropout and (drop.p == 0.0 or not drop.training) and _is_bare(drop)
+    return type(drop) is nn.Dropout and (drop.p == 0.0 or not drop.training) and not is_bare(drop)
 
 
 def _only(served: frozenset[str]) -> str:
@@ -181,17 +201,3 @@ def is_conv1d(module: nn.Module) -> bool:
     """Whether a projection is transformers' that keeps its weight as (in, out), which the op reads by its strides."""
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
-
-
-def _is_bare(module: nn.Module) -> bool:
-    """Whether nobody would miss it if a module were not called: no hooks, no forward of somebody's, and parameters that
-    are what they are."""
-    if "forward" in vars(module) or _has_hooks(module):
-        return False
-    there = (type(p) for p in module._parameters.values() if p is not None)
-    return all(kind is nn.Parameter or unreadable(kind) is None for kind in there)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(own or nn.modules.module._has_any_global_hook())

@@ -6,7 +6,6 @@ of the sum and the sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from portakern.frameworks.torch.functions import kept_op, layer_norm, rms_norm
 from portakern.frameworks.torch.models.prototypes import find
+from portakern.frameworks.torch.models.served import Heart, Recipe, expected
 
 __all__ = ["NORMS", "RmsNorm", "served_norm"]
 
@@ -46,18 +46,19 @@ NORMS = {
 """Prototype -> what it computes."""
 
 
-def served_norm(module: nn.Module, backend: str | None) -> tuple[str, Callable[..., Any]] | None:
+def served_norm(module: nn.Module, backend: str | None) -> tuple[str, Recipe] | None:
     """The op that serves a norm, and the forward that stands for the module's own; None for what is no norm known
     here."""
-    if type(module).forward is nn.LayerNorm.forward:
-        return "layernorm", _layer_norm(backend)
-    if type(module).forward is nn.RMSNorm.forward:
-        return "rmsnorm", _rms_norm(backend)
-    kind = find(module, NORMS)
-    return None if kind is None else ("rmsnorm", _transformers_norm(kind, backend))
+    kind: Any = type(module)
+    if kind.forward is nn.LayerNorm.forward:
+        return "layernorm", Recipe(_layer_norm, kind, (backend,))
+    if kind.forward is nn.RMSNorm.forward:
+        return "rmsnorm", Recipe(_rms_norm, kind, (backend,))
+    return None if find(kind, NORMS) is None else ("rmsnorm", Recipe(_transformers_norm, kind, (backend,)))
 
 
-def _transformers_norm(kind: RmsNorm, backend: str | None) -> Callable[..., Any]:
+def _transformers_norm(theirs: type, backend: str | None) -> Heart:
+    kind: RmsNorm = expected(find(theirs, NORMS), theirs)
     norm, added = kept_op("rmsnorm", backend), kept_op("add_rmsnorm", backend)
 
     def normed(module: nn.Module, x: Tensor, residual: Tensor | None) -> Any:
@@ -87,10 +88,10 @@ def _transformers_norm(kind: RmsNorm, backend: str | None) -> Callable[..., Any]
         with torch.autocast(kind_of_device, enabled=False):  # the layer computes in float32 by itself
             return normed(self, hidden_states, residual)
 
-    return forward
+    return Heart(forward)
 
 
-def _layer_norm(backend: str | None) -> Callable[..., Any]:
+def _layer_norm(kind: type, backend: str | None) -> Heart:
     added = kept_op("add_layernorm", backend)
 
     def forward(self: nn.LayerNorm, input: Tensor, residual: Tensor | None = None) -> Any:
@@ -100,11 +101,11 @@ def _layer_norm(backend: str | None) -> Callable[..., Any]:
         y, total = added(input.to(wide), residual.to(wide), self.weight, self.bias, eps=self.eps)
         return y, total
 
-    return forward
+    return Heart(forward)
 
 
-def _rms_norm(backend: str | None) -> Callable[..., Any]:
+def _rms_norm(kind: type, backend: str | None) -> Heart:
     def forward(self: nn.RMSNorm, x: Tensor) -> Tensor:
         return rms_norm(x, self.normalized_shape, self.weight, self.eps, backend=backend)
 
-    return forward
+    return Heart(forward)

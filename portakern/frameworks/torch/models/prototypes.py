@@ -47,15 +47,19 @@ def _meaning(function: Any, owner: type | None, seen: tuple[Any, ...] = ()) -> t
     return _body(f.__code__, f.__doc__ is not None), tuple(called)
 
 
-@functools.cache
 def _of_class(kind: Any) -> tuple[Any, ...]:
-    """The meaning of a class's forward; of PyTorch's own classes, and of those without one, nothing."""
+    """The meaning of a class's forward, as it is now; of PyTorch's own classes, and of those without one, nothing."""
     f = inspect.unwrap(kind.forward)
-    return _meaning(f, kind) if isinstance(f, types.FunctionType) and not f.__module__.startswith("torch.") else ()
+    return _of_forward(kind, f) if isinstance(f, types.FunctionType) and not f.__module__.startswith("torch.") else ()
 
 
 @functools.cache
-def _prototype(path: str) -> Any:
+def _of_forward(kind: Any, forward: Any) -> tuple[Any, ...]:
+    return _meaning(forward, kind)
+
+
+@functools.cache
+def _named(path: str) -> Any:
     """What ``"family.Name"`` of transformers' models names; None where this transformers has it not."""
     family, name = path.split(".")
     try:
@@ -64,9 +68,21 @@ def _prototype(path: str) -> Any:
         return None
 
 
-def find(module: nn.Module, rows: Mapping[str, Row]) -> Row | None:
-    """The row of a table whose key, ``"family.Class"`` of transformers' models, names a class that a module is like."""
-    kind: Any = type(module)
+def _prototype(path: str) -> Any:
+    """What ``"family.Name"`` of transformers' models names, as transformers has written it; None where somebody put
+    something else in its place."""
+    found = _named(path)
+    if found is None:
+        return None
+    family, name = path.split(".")
+    written = inspect.unwrap(getattr(found, "forward", found))
+    if written.__module__ != f"transformers.models.{family}.modeling_{family}":
+        return None
+    return found if written.__qualname__.partition(".")[0] == name else None
+
+
+def find(kind: type, rows: Mapping[str, Row]) -> Row | None:
+    """The row of a table whose key, ``"family.Class"`` of transformers' models, names a class that a class is like."""
     meaning = _of_class(kind)
     if not meaning:
         return None
@@ -80,7 +96,18 @@ def find(module: nn.Module, rows: Mapping[str, Row]) -> Row | None:
 def function_is(function: Any, path: str) -> bool:
     """Whether a function computes what the function ``path`` of transformers' models does."""
     prototype = _prototype(path)
-    return prototype is not None and _meaning(function, None) == _meaning(prototype, None)
+    if prototype is None or not _is_of_transformers(function):
+        return False
+    return _meaning(function, None) == _meaning(prototype, None)
+
+
+def _is_of_transformers(function: Any) -> bool:
+    """Whether all that a function wraps and that wraps it was written there: ``functools.wraps`` hides the rest."""
+    while function is not None:
+        if not getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers."):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
 
 
 def is_of_library(kind: type, places: tuple[str, ...] = ("torch.nn.modules.", "transformers.activations")) -> bool:
