@@ -44,7 +44,8 @@ def matmul(
     Args:
       a: (*batch, m, k); b: (*batch, k, n). The leading axes broadcast as NumPy's do.
       precision: for float32 operands: "ieee" keeps every product exact to float32, "tf32" lets the matrix unit keep 10
-        bits of each operand.
+        bits of each operand, of which the largest, from 2^128 - 2^116 on, then may be infinite: what they are
+        multiplied with is not promised.
       out_dtype: dtype of c; None: that of a and b.
 
     Returns:
@@ -63,7 +64,8 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     Sums in any order cost (K-1) u |A| |B| and the products u (Higham, section 3.1); the rest of the 6 u is for split-k
     partial sums. tf32: both operands of a product are cut to 10 bits. flush: subnormal operands read as 0, each next to
     the other operand; tau: subnormal products and sums become 0. U and eta belong to the output's dtype. Where |A| |B|
-    reaches 2^127 a partial sum may overflow, and nothing is promised.
+    reaches 2^127 a partial sum may overflow, and where an operand is beyond tf32's range it may be read as infinite
+    (:data:`portakern.spec.tolerance.TF32_END`): nothing is promised.
     """
     a, b = call.arrays["a"], call.arrays["b"]
     unit, k = units(call), call.dims["k"]

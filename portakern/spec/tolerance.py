@@ -26,10 +26,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KAPPA",
+    "TF32_END",
     "Comparison",
     "Format",
     "Units",
     "abs_matmul",
+    "beyond_range",
     "chain",
     "compare",
     "dot_spread",
@@ -45,6 +47,12 @@ __all__ = [
 KAPPA = 0.425
 """RMS of a rounding error over u|x|. It is uniform within u 2^e, and x = f 2^e: 1/sqrt(3) times the RMS of 1/f, sqrt(3
 / (8 log 2)) for a logarithmic f."""
+
+
+TF32_END = 2.0**128 - 2.0**116
+"""The least magnitude that rounds to infinity in tf32, which has float32's exponents and 10 bits: half way from its
+largest number to 2^128. To saturate operands would cost an instruction each, where the copy engine rounds them unasked;
+so from here on nothing is promised of a product in tf32 (:func:`beyond_range`)."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,7 @@ class Units:
         subnormals (gfx90a).
       tf32: relative error of a product of two operands that were cut to 10 bits, 2^-9 + 2^-20; 0 unless the call asked
         for it.
+      end: the least finite magnitude that the matrix unit may read as infinite; inf where it reads what it is given.
       U: unit roundoff of the operands' dtype, eta: its :attr:`Format.eta`. Operands that are integers are exact.
       any_order: what ran may add the terms of a sum in any order, one after the other too (:meth:`chain`).
     """
@@ -101,6 +110,7 @@ class Units:
     huge: float
     flush: float
     tf32: float
+    end: float
     U: float
     eta: float
     any_order: bool = False
@@ -118,7 +128,8 @@ def units(call: Call) -> Units:
     tf32 = 2.0**-9 + 2.0**-20 if call.dtype == "float32" and call.options.get("precision") == "tf32" else 0.0
     huge = 2.0**1023 if call.dtype == "float64" else 2.0**127
     return Units(
-        accumulator.U, 8 * accumulator.U, accumulator.eta, huge, flush, tf32, U, max(eta, flush), call.any_order
+        accumulator.U, 8 * accumulator.U, accumulator.eta, huge, flush, tf32, TF32_END if tf32 else np.inf, U,
+        max(eta, flush), call.any_order,
     )  # fmt: skip
 
 
@@ -133,11 +144,19 @@ def magnitude(x: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(x), np.abs(x), 0.0)
 
 
+def beyond_range(x: np.ndarray, unit: Units, axis: int) -> np.ndarray:
+    """Whether a line along ``axis`` holds a finite operand that the matrix unit may read as infinite (``unit.end``):
+    nothing is promised of what the line is multiplied with, since inf times 0 is NaN. The axis keeps the extent 1."""
+    far = np.isfinite(x) & (np.abs(x) >= unit.end)
+    return np.asarray(far.any(axis, keepdims=True))
+
+
 def abs_matmul(a: np.ndarray, b: np.ndarray, unit: Units) -> np.ndarray:
     """|a| @ |b|, the scale of the rounding error of a @ b. +inf where kernels may differ: the sum passes ``unit.huge``,
-    or inf meets a subnormal."""
+    inf meets a subnormal, or an operand is beyond the unit's range."""
     total: np.ndarray = magnitude(a) @ magnitude(b)
-    total = np.where(total < unit.huge, total, np.inf)
+    far = beyond_range(a, unit, -1) | beyond_range(b, unit, -2)
+    total = np.where((total < unit.huge) & ~far, total, np.inf)
     if np.isinf(a).any() or np.isinf(b).any():
         small_a, small_b = (((x != 0) & (np.abs(x) < unit.tau)).astype(float) for x in (a, b))
         total[(np.isinf(a).astype(float) @ small_b + small_a @ np.isinf(b).astype(float)) > 0] = np.inf

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from portakern.spec.tolerance import abs_matmul, magnitude, round_to, units
+from portakern.spec.tolerance import abs_matmul, beyond_range, magnitude, round_to
 from portakern.specs.attention.contract import attention
-from portakern.specs.attention.scores import allowed, head_of_bias, scale_of
+from portakern.specs.attention.scores import allowed, head_of_bias, scale_of, units_of
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -54,11 +54,12 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         B_o = E_o (1 + U) + U |o| + eta,  B_lse = E_lse (1 + U) + U |lse| + eta,  U and eta each of the output's dtype
 
     A row that sees no key: eta, and an exact lse. +inf: where a score's terms reach 2^127 (the row) or sum |v| does;
+    where an operand of float32 is beyond tf32's range (:data:`portakern.spec.tolerance.TF32_END`);
     where a masked key holds NaN or inf in v (0 * NaN inside a tile cannot be undone); where a key that is seen holds
     inf but its weight may be 0 (inf or NaN).
     """
     o, lse = ref
-    unit, group = units(call), call.dims["group"]
+    unit, group = units_of(call), call.dims["group"]
     bound_o, bound_lse = np.empty_like(o), None if lse is None else np.empty_like(lse)
     with np.errstate(all="ignore"):
         for b, h in np.ndindex(o.shape[0], o.shape[2]):
@@ -158,7 +159,7 @@ def _bound_o(call, unit, row, v, o):
     err = np.where(row.n == 0, 0.0, err)
     masked = (~row.seen).astype(float) @ ~np.isfinite(v) > 0
     faint = (row.seen & (row.d > -log(unit.eta) - 7)).astype(float) @ np.isinf(v) > 0
-    unsure = row.overflows | (total >= unit.huge) | (masked & ~np.isnan(o)) | faint
+    unsure = row.overflows | (total >= unit.huge) | (masked & ~np.isnan(o)) | faint | beyond_range(v, unit, 0)
     return round_to(np.where(unsure, inf, err), o, call.dtype)
 
 

@@ -99,7 +99,7 @@ def attention(
       scale: None is 1/sqrt(d).
       softcap: c: scores become c tanh(s/c), before the bias.
       precision: for float32 operands, as in matmul, but that "ieee" may err by 8 units of roundoff in a product, as
-        three products of 10 bits do.
+        three products of 10 bits do; so either has tf32's range.
       return_lse: also return the log-sum-exp.
 
     Returns:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import copysign, sqrt
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from portakern.spec.tolerance import TF32_END, Units, units
+
 if TYPE_CHECKING:
     from portakern.core.call import Call
+
+
+def units_of(call: Call) -> Units:
+    """The units of a call. Products of float32 may be three of tf32 in "ieee" too, whose range is tf32's."""
+    return replace(units(call), end=TF32_END) if call.dtype == "float32" else units(call)
 
 
 def allowed_pairs(call: Call) -> float:

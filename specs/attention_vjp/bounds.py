@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from portakern.spec.tolerance import magnitude, units
+from portakern.spec.tolerance import beyond_range, magnitude
 from portakern.specs._gradients import stored_bounds
-from portakern.specs.attention.scores import scale_of
+from portakern.specs.attention.scores import scale_of, units_of
 from portakern.specs.attention_vjp.contract import attention_vjp
 from portakern.specs.attention_vjp.pairs import KeyHead, Pairs
 
@@ -35,12 +35,12 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 
     With E_x any of them, B = E_x (1 + U) + U |gradient| + eta.
 
-    +inf, beside where terms reach 2^127 (P and D also where they leave the range of the inputs' dtype): where inf is
-    met at a seen pair (inf times a weight that may round to 0); at pairs that only bias masks, where what P = 0
-    multiplies is not finite; and where 0 in P or D, at any pair that is not seen, multiplies a q, k or d_o that is not
-    finite. NaN at a seen pair has no such excuse.
+    +inf, beside where terms reach 2^127 (P and D also where they leave the range of the inputs' dtype) and where an
+    operand of float32 is beyond tf32's range, as in attention: where inf is met at a seen pair (inf times a weight that
+    may round to 0); at pairs that only bias masks, where what P = 0 multiplies is not finite; and where 0 in P or D, at
+    any pair that is not seen, multiplies a q, k or d_o that is not finite. NaN at a seen pair has no such excuse.
     """
-    unit, scale, d_bias = units(call), abs(scale_of(call)), np.zeros(())
+    unit, scale, d_bias = units_of(call), abs(scale_of(call)), np.zeros(())
     d_q, d_k, d_v = (np.zeros(call.arrays[n].shape) for n in ("q", "k", "v"))
     sums = None if ref[3] is None else np.zeros((4, *ref[3].shape))
     with np.errstate(all="ignore"):
@@ -90,7 +90,8 @@ def _product(unit, weights, other, scale=1.0):
     flushed = unit.flush * largest.sum(1, keepdims=True)
     out = moved @ size + ((n + 8) * unit.u + unit.tf32) * total + flushed + n * unit.tau
     met = _meet(~seen, ~np.isfinite(other)) | _meet(seen & ~nan, np.isinf(other))
-    return np.where(wild.any(1, keepdims=True) | met | (total >= unit.huge), inf, scale * out)
+    unsure = wild.any(1, keepdims=True) | met | (total >= unit.huge) | beyond_range(other, unit, 0)
+    return np.where(unsure, inf, scale * out)
 
 
 def _meet(pairs, odd):

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from portakern.spec.tolerance import Units, abs_matmul, format_of, units
+from portakern.spec.tolerance import Units, abs_matmul, format_of
 from portakern.specs.attention.bounds import Scores
-from portakern.specs.attention.scores import allowed, scale_of
+from portakern.specs.attention.scores import allowed, scale_of, units_of
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -30,7 +30,7 @@ class KeyHead(NamedTuple):
     @classmethod
     def all_of(cls, call: Call) -> Iterator[KeyHead]:
         batch, _, kv_heads, _ = call.arrays["k"].shape
-        unit = units(call)
+        unit = units_of(call)
         return (cls(call, unit, b, kv_head) for b, kv_head in np.ndindex(batch, kv_heads))
 
     @property
