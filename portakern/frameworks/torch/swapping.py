@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, resolve_name
 from torch.utils import checkpoint
@@ -161,7 +162,7 @@ class swapped(TorchFunctionMode):
         self.others: dict[Any, int] = {}
 
     def __enter__(self) -> swapped:
-        _follow_checkpoints()
+        _follow()
         super().__enter__()
         return self
 
@@ -180,6 +181,8 @@ class swapped(TorchFunctionMode):
                     self.others[func] += 1
                 else:
                     _count(self.others, func)
+            elif isinstance(func, HigherOrderOperator) or func in _entering:
+                return self._passed_over(func, args, kwargs)
             return func(*args, **kwargs)
         try:
             result = swap.twin(*args, backend=self.backend, **kwargs)
@@ -208,11 +211,27 @@ class swapped(TorchFunctionMode):
         _count(self.refused, (name, str(e)))
         if self.otherwise == "torch":
             if self.refused.get((name, str(e))) == 1:
-                log.warning("portakern: PyTorch serves a swapped call: %s", e)
+                _say(name, str(e))
             return func(*args, **kwargs)
         if func in OPERATORS and isinstance(e, TypeError):
             raise ValueError(str(e)) from e
         raise e
+
+    def _passed_over(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What becomes of a function that torch.compile traces and that may call what is swapped: no mode is on there,
+        and none can be."""
+        name = _name(func)
+        if name in INNOCENT:
+            return func(*args, **kwargs)
+        message = (
+            f"{name}: torch.compile traces what it calls without swapped(); expected functions that are swapped "
+            "themselves: leave out fullgraph=True, with which it is not traced, or pass "
+            "otherwise='torch'"
+        )
+        if self.otherwise == "raise":
+            raise UnsupportedError(message)
+        _say(name, message)
+        return func(*args, **kwargs)
 
     def report(self) -> str:
         """What was served so far, and what was not and why, in lines of text.
@@ -244,6 +263,16 @@ def _parameters(twin: Callable[..., Any]) -> str:
     return ", ".join(name for name in inspect.signature(twin).parameters if name != "backend")
 
 
+INNOCENT = frozenset({"flex_attention", "flex_attention_backward"})
+"""Operators of functions that call nothing that is swapped."""
+
+
+@torch.compiler.assume_constant_result
+def _say(name: str, why: str) -> None:
+    log.warning("portakern: PyTorch serves a swapped call: %s", why)
+
+
+@torch.compiler.assume_constant_result
 def _name(func: Any) -> str:
     return resolve_name(func) or getattr(func, "__name__", str(func))
 
@@ -364,6 +393,23 @@ def _as_entered(fn: Callable[..., Any]) -> Callable[..., Any]:
             return fn(*args, **kwargs)
 
     return again
+
+
+@torch.compiler.assume_constant_result
+def _follow() -> None:
+    """What is done once before anything is swapped, also while torch.compile traces."""
+    _follow_checkpoints()
+    if not _entering:
+        modules = (torch.nn.functional, torch.functional)
+        _entering.update(f for m in modules for f in vars(m).values() if _is_function(f) and _entered(f) is not None)
+
+
+_entering: set[Any] = set()
+"""PyTorch's own functions that ``_entered`` knows."""
+
+
+def _is_function(f: Any) -> bool:
+    return isinstance(f, types.FunctionType) and f not in SWAPS
 
 
 @functools.cache
