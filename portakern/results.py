@@ -158,7 +158,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
          "host_us": "number?",
          "rounds": "count?", "clock": "text?", "flop_rate": "count?", "byte_rate": "count?", "roof_us": "number?",
          "limit": "text?", "share": "number?", "best_peer": "text?", "ratio": "number?", "peak_bytes": "integer?",
-         "date": "text?", **_SOURCES},
+         "date": "text?", "interpreted": "flag?", **_SOURCES},
         {"wall_seconds": "number", "seconds": "numbers?", "seconds_ahead": "numbers?", "took": "numbers?",
          "rates": "numbers",
          "absent": "object", "left_out": "list"},

@@ -36,7 +36,7 @@ from portakern.benchmarking.inputs import for_gradient, make
 from portakern.benchmarking.plan import Plan
 from portakern.benchmarking.resuming import Earlier
 from portakern.benchmarking.roof import ceiling, moved
-from portakern.benchmarking.rows import said
+from portakern.benchmarking.rows import held_against, said
 from portakern.benchmarking.run import Helped, run
 from portakern.benchmarking.suites import TimedCase
 from portakern.benchmarking.timing import CallFailed, interleaved
@@ -45,6 +45,7 @@ from portakern.benchmarking.verdicts import Judge
 from portakern.benchmarking.warming import ENVIRONMENT, warming
 from portakern.cli import app
 from portakern.cli import bench as command
+from portakern.cli.bench import _parts
 from portakern.compiling.forms import abstract_call, bound_form
 from portakern.core import registry
 from portakern.core.framework import frameworks, host_framework
@@ -99,6 +100,21 @@ def test_only_a_right_peer_is_held_against():
     assert rows["wrong"]["verdict"] == "wrong" and "ratio" not in rows["wrong"]
     alone = timed(registry.backend("mine"), wrong)
     assert "ratio" not in alone["mine"] and alone["mine"]["median_us"]
+
+
+def test_an_interpreters_time_is_held_against_nothing():
+    times = {"median_us": 5.0, "verdict": "right"}
+    mine = {**times, "subject": True, "interpreted": True, "contender": "mine"}
+    theirs = {**times, "subject": False, "contender": "theirs"}
+    assert all("ratio" not in r for r in held_against([mine, {**theirs, "interpreted": True}]))
+    ours, peer = held_against([mine, theirs])
+    assert "ratio" not in ours and peer["ratio"] == 1
+    pytest.importorskip("triton", reason="triton is not installed")
+    triton = registry.backend("triton")
+    rows = run(Plan([CASE], [triton], [], "cpu", rounds=2), lambda found, case: None).rows
+    assert all(r["interpreted"] for r in rows if r["backend"] == "triton")
+    words = _parts(next(r for r in rows if r["backend"] == "triton"))
+    assert "an interpreter's time, which tells of no device" in words and not any("roof" in w for w in words)
 
 
 def test_backends_that_are_measured_together_are_no_peers_of_each_other():

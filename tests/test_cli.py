@@ -483,3 +483,46 @@ def test_lists_fit_80_columns_with_no_word_broken(command, monkeypatch):
     named = {"ops": pk.ops(), "backends": pk.backends(), "doctor": pk.backends()}
     for word in named.get(command[0], ["q_segment_ids", "portakern.backends.triton.gpu.attention_vjp"]):
         assert word in said
+
+
+def test_json_is_one_thing_in_every_command(tmp_path):
+    """A file takes it beside the tables; alone, or with -, it is printed, and nothing else is on standard output."""
+    file = tmp_path / "found.json"
+    check = ["check", "softmax", "--backend", "reference", "--max-examples", "2"]
+    for command in (["ops"], ["backends"], ["show", "softmax"], ["doctor"], check):
+        for printed in (["--json"], ["--json", "-"]):
+            found = run(app, [*command, *printed])
+            assert found.exit_code == 0 and json.loads(found.stdout), command
+        file.unlink(missing_ok=True)
+        found = run(app, [*command, "--json", str(file)])
+        assert found.exit_code == 0 and json.loads(file.read_text()) and "{" not in found.stdout[:1], command
+    first, *rest = check
+    assert json.loads(run(app, [first, "--json", *rest]).stdout)["rows"], "an op's name behind --json is no file"
+    assert not (Path.cwd() / "softmax").exists()
+    for name in ("demo", "bench", "judge", "tune", "profile", "compile"):
+        assert "--json" in run(app, [name, "--help"]).output
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["bench", "softmax", "--against", "flashattn"], ["did you mean 'flash_cute'", "a peer (", "sdpa_flash"]),
+        (["check", "softmax", "--backend", "tritn"], ["did you mean 'triton'?"]),
+        (["check", "softmax", "--device", "gpu"], ["--device is 'gpu'", "cpu, cuda, rocm, tpu", "cuda or rocm?"]),
+        (["bench", "softmax", "--device", "nvidia"], ["--device is 'nvidia'", "did you mean cuda?"]),
+        (["judge", "mine.py", "--op", "softmax", "--device", "gpu"], ["--device is 'gpu'", "cuda or rocm?"]),
+        (["check", "softmax", "--profile", "emulatd"], ["which no backend here has", "triton: emulated"]),
+        (["check", "softmax", "--profile", "emulated"], ["target is None", "gfx942"]),
+        (["judge", "mine.py", "--op", "softmax", "--shapes", "64x1000"], ["judge: --shapes has", "x=64x39321"]),
+    ],
+)
+def test_messages_name_what_was_asked_and_what_there_is(asked, said, tmp_path, monkeypatch):
+    for library in ("torch", "triton", "jax"):
+        pytest.importorskip(library, reason=f"{library} is not installed")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def softmax(x):\n    return x\n")
+    found = run(app, asked)
+    assert isinstance(found.exception, pk.SpecError)
+    for words in said:
+        assert words in str(found.exception)
+    assert "pallas" not in str(found.exception) or "--profile" in asked or "--against" in asked or "tritn" in asked

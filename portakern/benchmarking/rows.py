@@ -79,20 +79,20 @@ def timed(row: Row, times: Times, call: Call, rates: Mapping[str, float], peak_b
         "byte_rate": round(1e6 * row["bytes"] / us) if us else None,
         "roof_us": round(roof.us, 3) if roof else None, "limit": roof.limit if roof else None,
         "share": round(roof.us / us, 4) if roof and us else None,
-        "peak_bytes": peak_bytes,
+        "peak_bytes": peak_bytes, **({"interpreted": True} if call.interpret else {}),
     }  # fmt: skip
 
 
 def held_against(rows: list[Row]) -> list[Row]:
     """The rows of one call, with the best peer's time over each: above 1 is faster than all of them. Only what is right
-    has a time, so that nothing else is a peer, or has a ratio."""
-    peers = [r for r in rows if not r["subject"] and r.get("median_us")]
+    has a time, so that nothing else is a peer, or has a ratio; an interpreter's is none to hold against anything."""
+    peers = [r for r in rows if not r["subject"] and r.get("median_us") and not r.get("interpreted")]
     if not peers:
         return rows
     best = min(peers, key=lambda r: r["median_us"])
     return [
         {**r, "best_peer": best["contender"], "ratio": round(best["median_us"] / r["median_us"], 4)}
-        if r.get("median_us")
+        if r.get("median_us") and not r.get("interpreted")
         else r
         for r in rows
     ]

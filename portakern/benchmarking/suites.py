@@ -218,13 +218,15 @@ def asked(
     return each(shaped(forward, given), dtypes or DTYPES, "only" if spec.is_vjp else gradients)
 
 
-def parse_shape(text: str) -> dict[str, Any]:
-    """``m=4096,shape=8x1024,is_causal=true`` as names and values."""
+def parse_shape(
+    text: str, option: str = "--shape", example: str = "m=4096,shape=8x1024,is_causal=true"
+) -> dict[str, Any]:
+    """``m=4096,shape=8x1024,is_causal=true`` as names and values. ``option``: whose value it is, with an example."""
     found: dict[str, Any] = {}
     for part in text.split(","):
         name, sign, value = part.strip().partition("=")
         if not sign or not name or not value:
-            raise SpecError(f"--shape has {part!r}; expected name=value, as in m=4096,shape=8x1024,is_causal=true")
+            raise SpecError(f"{option} has {part!r}; expected name=value, as in {example}")
         found[name] = _value(value)
     return found
 

@@ -13,7 +13,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from portakern import results
-from portakern.cli.common import app, check_dtypes, check_writable, err, errors_only, out
+from portakern.cli.common import app, check_device, check_dtypes, err, errors_only, json_into, out
 from portakern.core import registry
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 
@@ -62,7 +62,12 @@ def bench(
         int | None, typer.Option(min=0, help="Processes that compile ahead; 0: none. A core less than there are.")
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write the rows here, as they come; what is there is not timed.")
+        Path | None,
+        typer.Option(
+            "--json",
+            metavar="[FILE]",
+            help="Write the rows here too, as they come; what is there is not timed. Alone, or with -, print them.",
+        ),
     ] = None,
     fresh: Annotated[bool, typer.Option(help="Time again what stands in the file of --json.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw the plots into this folder.")] = None,
@@ -76,7 +81,9 @@ def bench(
 
     for name, value in warming.ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    _check_asked(ops, suite, shape, dtype, json_file, plot)
+    json_file = json_into(context, "bench", json_file)
+    check_device("bench", device)
+    _check_asked(ops, suite, shape, dtype, plot, [*(backend or ()), *(against or ())])
     errors_only(context)
     from portakern.benchmarking.contenders import absent, against_named, together
     from portakern.benchmarking.plan import Plan
@@ -140,14 +147,16 @@ def _check_asked(
     suite: list[str] | None,
     shape: list[str] | None,
     dtype: list[str] | None,
-    json_file: Path | None,
     plot: Path | None,
+    backends: list[str],
 ) -> None:
     """What is wrong with what was asked for, before anything runs."""
     from portakern.benchmarking import suites
 
     for name in ops or ():
         registry.find_spec(name)
+    for name in backends:
+        registry.backend(name)
     for name in suite or ():
         if name not in suites.names():
             raise SpecError(f"bench: --suite is {name!r}; expected one of {', '.join(suites.names())}")
@@ -156,8 +165,6 @@ def _check_asked(
     if shape and not ops:
         raise SpecError("bench: --shape is of an op; name it: portakern bench matmul --shape m=4096,n=4096,k=4096")
     check_dtypes("bench", dtype)
-    if json_file:
-        check_writable("bench", json_file)
     if plot and plot.exists() and not plot.is_dir():
         raise SpecError(f"bench: --plot is {plot}, which is no folder")
 
@@ -288,6 +295,8 @@ class _Rows:
         mine = [r for r in self.holding if r["subject"]]
         if not mine:
             return ""
+        if mine[-1].get("interpreted"):
+            return "interpreted"
         return f"{mine[-1]['ratio']:.2f} of the best peer's speed" if mine[-1].get("ratio") else mine[-1]["verdict"]
 
     def wrong(self) -> bool:
@@ -370,9 +379,10 @@ def _parts(row: dict[str, Any]) -> list[str]:
     rate = f"{row['byte_rate'] / 1e9:,.0f} GB/s" if by_memory else f"{row['flop_rate'] / 1e12:,.3g} TFLOP/s"
     parts = [
         f"{row['median_us']:,.1f} us ({row['best_us']:,.1f} to {row['worst_us']:,.1f})",
+        "an interpreter's time, which tells of no device" if row.get("interpreted") else "",
         f"host {row['host_us']:,.0f} us",
-        rate,
-        f"{row['share']:.0%} of the roof" if row["share"] is not None else "",
+        "" if row.get("interpreted") else rate,
+        f"{row['share']:.0%} of the roof" if row["share"] is not None and not row.get("interpreted") else "",
         f"{row['ratio']:.2f} of the best peer's speed" if row.get("ratio") is not None else "",
         f"error {row['error']:.2f} of the bound" if row["error"] is not None else "",
         f"first call {row['first_s']:.1f} s" if row["first_s"] >= NOTED else "",

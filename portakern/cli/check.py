@@ -11,12 +11,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from portakern import inventory, results, sources
 from portakern.cli.common import (
+    JsonFile,
     app,
+    check_device,
     check_dtypes,
-    check_writable,
     err,
     errors_only,
     hypothesis_into_cache,
+    json_into,
     out,
     show_table,
 )
@@ -60,7 +62,7 @@ def check(
         float | None, typer.Option(min=1, help="Seconds after which no more cases are begun; all run when not named.")
     ] = None,
     case: Annotated[str | None, typer.Option(help="Run one case again, as a failure printed it.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the reports to this file.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Check implementations against the float64 oracle; exit status 1 if any leaves its error bound."""
     hypothesis_into_cache()
@@ -69,7 +71,10 @@ def check(
     start = time.perf_counter()
     chosen = ops or list(registry.loadable())
     named = backend or [r["backend"] for r in inventory.backends() if r["available"]]
-    _check_asked(chosen, named, dtype, json_file)
+    json_file = json_into(context, "check", json_file)
+    check_device("check", device)
+    named = _having(profile, named) if backend is None and profile is not None else named
+    _check_asked(chosen, named, dtype)
     errors_only(context)  # that interpreters are slow is said by the table
     asked: dict[str, Any] = {"device": device, "profile": profile, "target": target, "promises": promises}
     ended = None
@@ -109,15 +114,29 @@ def _checked(
             return e.reports, e.by
 
 
-def _check_asked(ops: list[str], backends: list[str], dtypes: list[str] | None, json_file: Path | None) -> None:
+def _having(profile: str, backends: list[str]) -> list[str]:
+    """Those of the backends that have a profile, where none is named.
+
+    Raises:
+      SpecError: none has it.
+    """
+    known = {b: registry.backend(b).profile_names() for b in backends}
+    having = [b for b, names in known.items() if profile in names]
+    if not having:
+        there = "; ".join(f"{b}: {', '.join(names)}" for b, names in known.items() if names)
+        raise SpecError(
+            f"check: --profile is {profile!r}, which no backend here has; expected one of {there or 'none'}"
+        )
+    return having
+
+
+def _check_asked(ops: list[str], backends: list[str], dtypes: list[str] | None) -> None:
     """What is wrong with a check that was asked for, before the first case."""
     for name in ops:
         registry.find_spec(name)
     for b in backends:
         registry.backend(b).check_available()
     check_dtypes("check", dtypes)
-    if json_file:
-        check_writable("check", json_file)
 
 
 def _measured(op: str, backend: str, variant: str | None, where: Where) -> dict[str, Any]:

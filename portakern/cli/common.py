@@ -17,22 +17,25 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperCommand
 
 from portakern import __version__, results, signals
-from portakern.core import ending
+from portakern.core import ending, registry, targets
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
-from portakern.files import cache_folder
+from portakern.files import cache_folder, write_atomically
 from portakern.printable import printable
 from portakern.spec.dtypes import DTYPES
 
 __all__ = [
-    "Json",
+    "JsonFile",
     "app",
+    "check_device",
     "check_dtypes",
     "check_writable",
     "err",
     "errors_only",
     "hypothesis_into_cache",
+    "json_into",
     "main",
     "out",
     "print_indented",
@@ -40,7 +43,32 @@ __all__ = [
     "show_table",
 ]
 
-app = typer.Typer(
+
+class _Command(TyperCommand):
+    """A command whose --json may stand without a value, which prints."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        end = args.index("--") if "--" in args else len(args)
+        return super().parse_args(
+            ctx,
+            [
+                f"--json={PRINTED}" if i < end and a == "--json" and _lone(args[i + 1 :]) else a
+                for i, a in enumerate(args)
+            ],
+        )
+
+
+def _lone(behind: list[str]) -> bool:
+    """Whether no file stands behind --json: nothing does, or another option, or the name of an op."""
+    return not behind or (behind[0].startswith("-") and behind[0] != PRINTED) or behind[0] in registry.ops()
+
+
+class _App(typer.Typer):
+    def command(self, name: str | None = None, **how: Any) -> Any:
+        return super().command(name, cls=_Command, **how)
+
+
+app = _App(
     no_args_is_help=True,
     add_completion=False,
     help="Declare a kernel once, run it on any accelerator, prove that every implementation agrees.",
@@ -68,7 +96,12 @@ def _portakern(
     context.call_on_close(functools.partial(log.setLevel, log.level))
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="[FILE]", help="Write JSON to this file too; alone, or with -, print it instead."),
+]
+PRINTED = "-"
+"""What stands for standard output where a file is expected."""
 
 
 def main() -> None:
@@ -94,8 +127,43 @@ def errors_only(until: typer.Context) -> None:
     log.setLevel(logging.ERROR)
 
 
-def print_json(data: Any) -> None:
-    print(json.dumps(data, indent=2))
+def json_into(context: typer.Context, command: str, file: Path | None) -> Path | None:
+    """The file that a command writes its JSON to, asked before it begins; of one that is to be printed one that is
+    shown as the command ends, which until then prints to standard error whatever else it says.
+
+    Raises:
+      SpecError: it cannot be written.
+    """
+    if file is None:
+        return None
+    if str(file) != PRINTED:
+        check_writable(command, file)
+        return file
+    folder = tempfile.TemporaryDirectory()
+    made = Path(folder.name) / "found.json"
+
+    def shown() -> None:
+        out.stderr = False
+        if made.exists():
+            print(made.read_text(encoding="utf-8").rstrip("\n"))
+        folder.cleanup()
+
+    out.stderr = True
+    context.call_on_close(shown)
+    return made
+
+
+def print_json(command: str, file: Path | None, data: Any) -> bool:
+    """Print data, or write them to a file; whether nothing else is to be printed."""
+    if file is None:
+        return False
+    text = json.dumps(data, indent=2) + "\n"
+    if str(file) == PRINTED:
+        print(text, end="")
+        return True
+    check_writable(command, file)
+    write_atomically(file, text)
+    return False
 
 
 def show_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
@@ -141,6 +209,18 @@ def print_indented(text: str) -> None:
         printable(text), width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
     ):
         out.print(f"  {line}", markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+DEVICES = ("cpu", *dict.fromkeys(h.platform for h in targets.HARDWARE.values()))
+MEANT = {"gpu": ("cuda", "rocm"), "nvidia": ("cuda",), "amd": ("rocm",), "hip": ("rocm",)}
+
+
+def check_device(command: str, name: str | None) -> None:
+    """SpecError for a device that is none, whichever backend is asked."""
+    known = dict.fromkeys((*DEVICES, *(p for b in registry.backends().values() for p in b.compiled_platforms())))
+    if name is not None and name not in known:
+        meant = f"; did you mean {' or '.join(MEANT[name])}?" if name in MEANT else ""
+        raise SpecError(f"{command}: --device is {name!r}; expected one of {', '.join(known)}{meant}")
 
 
 def check_dtypes(command: str, names: list[str] | None) -> None:

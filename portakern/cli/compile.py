@@ -11,7 +11,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from portakern import results
-from portakern.cli.common import Json, app, check_dtypes, err, out, print_indented, print_json
+from portakern.cli.common import (
+    PRINTED,
+    JsonFile,
+    app,
+    check_dtypes,
+    check_writable,
+    err,
+    out,
+    print_indented,
+    print_json,
+)
 from portakern.compiling.build import CYCLES
 from portakern.core import registry, targets
 from portakern.errors import SpecError, UnsupportedError
@@ -39,7 +49,7 @@ def compile_(
     quick: Annotated[bool, typer.Option(help="Nothing that takes longer than compiling: no cycle estimates.")] = False,
     fresh: Annotated[bool, typer.Option(help="Compile again what is in the cache.")] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that one compilation may take.")] = 900.0,
-    as_json: Json = False,
+    json_file: JsonFile = None,
 ) -> None:
     """Compile ops, forward and backward, for hardware that need not be here, and say what each kernel takes of it, for
     TPUs in cycles too; exit status 1 if any cannot be.
@@ -49,6 +59,8 @@ def compile_(
 
     names = list(targets.HARDWARE) if every else target or []
     _check_asked(ops, target, every, dtype, backend, variant, shape)
+    if json_file and str(json_file) != PRINTED:
+        check_writable("compile", json_file)
     start = time.perf_counter()
     found = compiling.jobs_for(
         ops or list(registry.loadable()), names, dtype or ["bfloat16", "float32"], backend, quick, variant,
@@ -70,9 +82,8 @@ def compile_(
             bar.update(task, advance=1, description=f"{built.op} for {built.target}")
 
         built = compiling.compile_all(found, jobs, fresh=fresh, timeout=timeout, done=done)
-    if as_json:
-        print_json(compiling.record(built, results.command_line("portakern"), time.perf_counter() - start))
-    else:
+    record = compiling.record(built, results.command_line("portakern", json_file), time.perf_counter() - start)
+    if not print_json("compile", json_file, record):
         _show_builds(built)
     if not all(b.ok for b in built):
         raise typer.Exit(1)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
-from portakern.cli.common import Json, app, err, errors_only, out, print_json
+from portakern.cli.common import PRINTED, JsonFile, app, check_writable, err, errors_only, out, print_json
 
 
 @app.command()
@@ -16,18 +16,18 @@ def demo(
     backend: Annotated[
         list[str] | None, typer.Option(help="Backend to run; may be repeated; all that run here when none is named.")
     ] = None,
-    as_json: Json = False,
+    json_file: JsonFile = None,
 ) -> None:
     """Embed sentences with all-MiniLM-L6-v2, every kernel through portakern, on every backend that runs here."""
     from portakern.examples.minilm import demo as minilm
 
     errors_only(context)
+    if json_file and str(json_file) != PRINTED:
+        check_writable("demo", json_file)
     with Progress(TextColumn("{task.description}"), TimeElapsedColumn(), console=err, transient=True) as bar:
         task = bar.add_task("loading the model", total=None)
         result = minilm.run(backend or None, progress=lambda text: bar.update(task, description=text))
-    if as_json:
-        print_json(result.to_dict())
-    else:
+    if not print_json("demo", json_file, result.to_dict()):
         minilm.render(result, out)
     if not result.passed:
         raise typer.Exit(1)

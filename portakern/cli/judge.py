@@ -10,11 +10,13 @@ from typing import Annotated, Any
 import typer
 
 from portakern.cli.common import (
+    JsonFile,
     app,
+    check_device,
     check_dtypes,
-    check_writable,
     errors_only,
     hypothesis_into_cache,
+    json_into,
     out,
     print_indented,
 )
@@ -61,8 +63,6 @@ Without = Annotated[
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """What glibc's malloc.h calls the least memory that is given back (-1: none is), and how many blocks are mapped."""
 
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write what came out to this file.")]
-
 
 @app.command()
 def judge(
@@ -96,8 +96,8 @@ def judge(
     if op is not None:
         registry.find_spec(op)
     check_dtypes("judge", dtype)
-    if json_file:
-        check_writable("judge", json_file)
+    check_device("judge", device)
+    json_file = json_into(context, "judge", json_file)
     errors_only(context)
     _keep_memory()
     file, name = _split(candidate)
@@ -144,7 +144,7 @@ def _extents(text: str) -> dict[str, tuple[int, ...]]:
     from portakern.benchmarking.suites import parse_shape
 
     found = {}
-    for name, value in parse_shape(text).items():
+    for name, value in parse_shape(text, "judge: --shapes", "x=64x39321 or a=64x32,b=32x8").items():
         shape = value if isinstance(value, tuple) else (value,)
         if not all(type(n) is int for n in shape):
             raise SpecError(f"judge: --shapes gives {name} {value!r}; expected extents, as in x=64x39321")

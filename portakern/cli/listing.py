@@ -7,16 +7,16 @@ from typing import Annotated
 import typer
 
 from portakern import inventory
-from portakern.cli.common import Json, app, out, print_json, show_table
+from portakern.cli.common import JsonFile, app, out, print_json, show_table
 from portakern.core import registry
 
 
 @app.command()
-def ops(as_json: Json = False) -> None:
+def ops(json_file: JsonFile = None) -> None:
     """List the ops and which backends implement each."""
     rows = inventory.ops()
-    if as_json:
-        return print_json(rows)
+    if print_json("ops", json_file, rows):
+        return
     every = list(registry.backends())
     show_table(
         f"Ops; the backends are {', '.join(every)}",
@@ -29,11 +29,11 @@ def ops(as_json: Json = False) -> None:
 
 
 @app.command()
-def backends(as_json: Json = False) -> None:
+def backends(json_file: JsonFile = None) -> None:
     """List the backends, where each runs, and what it lacks here; then the peers, which run when they are named."""
     rows, peers = inventory.backends(), inventory.peers()
-    if as_json:
-        return print_json(rows + peers)
+    if print_json("backends", json_file, rows + peers):
+        return
     columns = ["backend", "arrays", "compiles for", "interpreter", "here"]
     for title, listed in {"Backends": rows, "Peers: they serve nothing unless they are named": peers}.items():
         show_table(
@@ -53,11 +53,11 @@ def backends(as_json: Json = False) -> None:
 
 
 @app.command()
-def show(op: Annotated[str, typer.Argument(help="An op's name.")], as_json: Json = False) -> None:
+def show(op: Annotated[str, typer.Argument(help="An op's name.")], json_file: JsonFile = None) -> None:
     """Show an op's declaration: arguments, options, outputs, tiles, edge values, implementations."""
     info = inventory.show(op)
-    if as_json:
-        return print_json(info)
+    if print_json("show", json_file, info):
+        return
     out.print(info["op"], style="bold")
     out.print(info["doc"] + "\n", markup=False, highlight=False, soft_wrap=True)
     show_table(
@@ -85,11 +85,11 @@ def show(op: Annotated[str, typer.Argument(help="An op's name.")], as_json: Json
 
 
 @app.command()
-def doctor(as_json: Json = False) -> None:
+def doctor(json_file: JsonFile = None) -> None:
     """Say what is installed, which devices there are, what each backend can do here, and what to install next."""
     info = inventory.doctor()
-    if as_json:
-        return print_json(info)
+    if print_json("doctor", json_file, info):
+        return
     show_table("Installed", ["package", "version"], [[k, v or "-"] for k, v in info["environment"].items()])
     show_table("Devices", ["framework", "device"], [[d["framework"], d["device"]] for d in info["devices"]])
     show_table(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from portakern import results
-from portakern.cli.common import app, check_dtypes, check_writable, errors_only, out, print_indented, show_table
+from portakern.cli.common import JsonFile, app, check_dtypes, errors_only, json_into, out, print_indented, show_table
 from portakern.core import registry
 from portakern.errors import UnavailableError, UnsupportedError
 
@@ -34,7 +33,7 @@ def profile(
         str | None, typer.Option(help="A chip that need not be here, as sm_90: the half for which nothing is run.")
     ] = None,
     counters: Annotated[bool, typer.Option(help="Read the GPU's counters too, by Nsight Compute.")] = True,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write a row a kernel here.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Say what bounds each kernel of a call: the device's counters where they may be read, times, the spec's bytes and
     operations against the measured roof, and what the machine code takes.
@@ -46,8 +45,7 @@ def profile(
     check_dtypes("profile", [dtype])
     if variant and backend:
         registry.backend(backend).check_variant(variant)
-    if json_file:
-        check_writable("profile", json_file)
+    json_file = json_into(context, "profile", json_file)
     errors_only(context)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -13,7 +13,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from portakern import results
-from portakern.cli.common import app, check_dtypes, check_writable, err, errors_only, out, show_table
+from portakern.cli.common import JsonFile, app, check_dtypes, err, errors_only, json_into, out, show_table
 from portakern.core import registry
 from portakern.errors import SpecError
 
@@ -69,7 +69,7 @@ def tune(
     last: Last = True,
     ship: Ship = False,
     fresh: Annotated[bool, typer.Option(help="Forget what an earlier run found.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the results to this file.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Search legal tilings, and keep the best: by device time, or by what a compiler tells of a chip that is not here.
     What is wrong is never kept. A run that was ended goes on where it was. Exit status 1 where a wrong result was seen.
@@ -79,7 +79,8 @@ def tune(
     from portakern.tuning.run import tune as tune_groups
     from portakern.tuning.tuner import Plan
 
-    _check_asked(dtype, json_file, bool(loss), bool(ops or suite or shape or ship))
+    json_file = json_into(context, "tune", json_file)
+    _check_asked(dtype, bool(loss), bool(ops or suite or shape or ship))
     start, seconds = time.perf_counter(), _seconds(budget)
     errors_only(context)
     asked = _drawn(loss, draws, seed, dtype) if loss else _asked(ops, suite, shape, dtype)
@@ -106,11 +107,9 @@ def tune(
         raise typer.Exit(1)
 
 
-def _check_asked(dtypes: list[str] | None, file: Path | None, loss: bool, named: bool) -> None:
+def _check_asked(dtypes: list[str] | None, loss: bool, named: bool) -> None:
     """What is wrong with a tuning that was asked for, before the first candidate."""
     check_dtypes("tune", dtypes)
-    if file:
-        check_writable("tune", file)
     if loss and named:
         raise SpecError("tune: --loss draws its own calls and keeps nothing: leave out ops, --suite, --shape, --ship")
 

@@ -654,6 +654,10 @@ class Backend:
             )
         return find(target).target
 
+    def profile_names(self) -> tuple[str, ...]:
+        """What :meth:`profile` takes."""
+        return tuple(self._profiles)
+
     @functools.cached_property
     def _profiles(self) -> dict[str, Profile]:
         known = {n: p for f in self.families for n, p in f.profiles.items()}

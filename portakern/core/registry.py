@@ -189,9 +189,21 @@ def backend(name: str | Backend) -> Backend:
     if found is None:
         why = f" ({_left_out[name]})" if isinstance(name, str) and name in _left_out else ""
         raise SpecError(
-            f"backend {name!r} is unknown{why}; expected one of {', '.join(backends())}, or a Backend object"
+            f"backend {name!r} is unknown{why}; {_alike(str(name))}expected one of {', '.join(backends())}, a peer "
+            f"({', '.join(peers()) or 'there is none'}), or a Backend object"
         )
     return found
+
+
+def _alike(name: str) -> str:
+    """Names of backends and peers that are most like another, signs and capitals apart, in words."""
+    known = {_plain(n): n for n in _everyone()}
+    alike = [known[n] for n in difflib.get_close_matches(_plain(name), known, 3, 0.55)]
+    return f"did you mean {' or '.join(map(repr, alike))}? " if alike else ""
+
+
+def _plain(name: str) -> str:
+    return "".join(c for c in name.lower() if c.isalnum())
 
 
 def oracle_backend() -> Backend:
