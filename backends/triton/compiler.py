@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from portakern.backends.triton.imports import check_compiled
 from portakern.backends.triton.leaks import leaking_products
 from portakern.compiling.build import Compiled, Kernel, occupancy
 from portakern.core import targets
@@ -65,6 +66,7 @@ def survey(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compi
 def _build(impl: Implementation, call: Call, tiling: Mapping[str, int], compile_one: Callable[..., Kernel]) -> Compiled:
     from portakern.backends.triton.launch import recording
 
+    check_compiled()
     launches: list[tuple[Any, int, tuple[Any, ...], dict[str, Any]]] = []
     with recording(lambda *launch: launches.append(launch)):
         impl.run(call, tiling)

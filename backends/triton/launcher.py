@@ -18,6 +18,7 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from portakern.backends.triton.descriptors import base_of, describes, mend_rounding
+from portakern.backends.triton.imports import check_compiled
 from portakern.backends.triton.leaks import leaking_products
 
 __all__ = ["Handles", "current_device", "current_stream", "learn", "refuse_leaks", "small", "watched", "write_launcher"]
@@ -47,6 +48,7 @@ class _Unexpected(Exception):
 
 def learn(kernel: JITFunction[Any], args: tuple[Any, ...], constexprs: dict[str, Any]) -> Callable[..., Handles | None]:
     """What launches ``kernel`` on arguments of these types; it keeps the kernel alive, and with it the id."""
+    check_compiled()
     try:
         launcher = write_launcher(
             kernel, [type(a) for a in args], {n: type(v) for n, v in constexprs.items()}, {}, bool(torch.version.hip)

@@ -134,6 +134,7 @@ class Family:
         embed) -> the implementation for arrays of that library``, which needs nothing of the backend's own library.
         Or None, and ``unstaged`` says why not.
       profiles: name -> a :class:`Profile`, or its place alone.
+      imports: "module:function" that gives a context in which its modules are imported; None: as anybody's.
     """
 
     package: str
@@ -147,6 +148,7 @@ class Family:
     stages: str | None = None
     unstaged: str = "nothing makes its kernels part of another library's programs"
     profiles: Mapping[str, str | Profile] = field(default_factory=dict, hash=False)
+    imports: str | None = None
 
     @property
     def name(self) -> str:
@@ -178,6 +180,11 @@ class Family:
     def lacks(self) -> str | None:
         """None, or what must be installed before its kernels can be imported."""
         return " and ".join(filter(None, (need.missing() for need in self.needs))) or None
+
+    def load(self, op: str) -> None:
+        """Import the module of an op."""
+        with _load(self.imports)() if self.imports else nullcontext():
+            importlib.import_module(f"{self.package}.{op}")
 
     def load_replays(self) -> Callable[..., Any] | None:
         """The function that learns to serve calls of a form."""
@@ -594,7 +601,7 @@ class Backend:
         if (family.package, op) not in self._found and self.where(op, family) is not None:
             self.check_available(family.stages is not None)
             try:
-                importlib.import_module(f"{family.package}.{op}")
+                family.load(op)
             except SystemExit as e:  # of a module, and not of the program that asked for it
                 raise UnavailableError(
                     f"backend {self.name!r} cannot run here: {family.package}.{op} called sys.exit when it was imported"

@@ -14,4 +14,5 @@ FAMILY = Family(
     },
     replays="portakern.backends.triton.replay:learn",
     stages="portakern.backends.triton.staging:stage",
+    imports="portakern.backends.triton.imports:compiled",
 )

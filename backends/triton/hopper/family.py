@@ -11,4 +11,5 @@ FAMILY = Family(
     compiler="portakern.backends.triton.compiler",
     replays="portakern.backends.triton.replay:learn",
     unstaged="its kernels take tensor descriptors, which PyTorch's launcher makes on the host at each launch",
+    imports="portakern.backends.triton.imports:compiled",
 )

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, mangle_type
 
 from portakern.backends.triton.descriptors import base_of, is_descriptor
@@ -85,9 +86,10 @@ def _pointer_type(dtype: torch.dtype) -> tl.dtype:
 
 
 class _Interpreted:
-    """A ``@triton.jit`` function as interpreted code calls it."""
+    """A ``@triton.jit`` function as interpreted code calls it, also one of Triton's own that was made while
+    TRITON_INTERPRET was set, which Triton would interpret in a way of its own."""
 
-    def __init__(self, jit: JITFunction[Any]) -> None:
+    def __init__(self, jit: JITFunction[Any] | InterpretedFunction[Any]) -> None:
         self.jit = jit
 
     @functools.cached_property
@@ -101,7 +103,7 @@ class _Interpreted:
 _known: dict[int, _Interpreted] = {}  # by id: hashing a JITFunction hashes all its source
 
 
-def _interpreted(jit: JITFunction[Any]) -> _Interpreted:
+def _interpreted(jit: JITFunction[Any] | InterpretedFunction[Any]) -> _Interpreted:
     found = _known.get(id(jit))
     if found is None:
         found = _known[id(jit)] = _Interpreted(jit)
@@ -129,7 +131,7 @@ def _translated(value: Any) -> Any:
     """What ``value``, found in a kernel's globals or given as a constexpr, is in interpreted code."""
     if id(value) in OVERRIDES:
         return OVERRIDES[id(value)]
-    if isinstance(value, JITFunction):
+    if isinstance(value, (JITFunction, InterpretedFunction)):
         return _interpreted(value)
     if isinstance(value, types.ModuleType):
         return _namespace(value) if value.__name__.startswith("triton.language") else value
@@ -143,7 +145,7 @@ def _method(function: Any) -> Callable[..., Any]:
 
 
 for _name, _member in list(vars(tl.tensor).items()):  # x.sum(0) and the like
-    if isinstance(_member, JITFunction):
+    if isinstance(_member, (JITFunction, InterpretedFunction)):
         setattr(Block, _name, _method(_translated(_member)))
 
 
