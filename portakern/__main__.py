@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from portakern import install
+
 LIBRARIES = ("typer", "rich")
 
 
@@ -20,7 +22,7 @@ def main() -> None:
         if e.name not in LIBRARIES:
             raise
         print(
-            f"portakern's command line needs {e.name}, which is not installed; run: pip install 'portakern[cli]' "
+            f"portakern's command line needs {e.name}, which is not installed; {install.command('cli')} "
             "(portakern.op works without)",
             file=sys.stderr,
         )

@@ -467,8 +467,8 @@ def test_tables_keep_words_whole_at_80_columns_and_become_lines_where_they_canno
         assert max(map(len, said.splitlines())) <= width
     common.show_table("Peers", columns, [])
     assert capsys.readouterr().out == "Peers: none\n"
-    common.show_table("Backends", ["next"], [["pip install 'portakern[cpu]'"]])
-    assert "portakern[cpu]" in capsys.readouterr().out  # no markup
+    common.show_table("Backends", ["next"], [["pip install -e '.[cpu]'"]])
+    assert "'.[cpu]'" in capsys.readouterr().out  # no markup
 
 
 @pytest.mark.parametrize("command", [["ops"], ["backends"], ["doctor"], ["show", "attention_vjp"]])

@@ -209,7 +209,8 @@ def test_a_missing_framework_says_what_to_install():
     )
     with pytest.raises(
         pk.UnavailableError,
-        match=r"backend 'ghost' cannot run here: no_such_module not installed; run: pip install 'portakern\[ghost\]'",
+        match=r"backend 'ghost' cannot run here: no_such_module not installed; in a checkout of portakern "
+        r"run: pip install -e '\.\[ghost\]'",
     ):
         ghost.check_available()
 

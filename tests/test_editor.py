@@ -215,7 +215,7 @@ def snippet(tmp_path_factory):
 
 @functools.cache
 def said_by_mypy(file: Path) -> Said:
-    pytest.importorskip("mypy", reason="mypy is not installed: pip install 'portakern[test]'")
+    pytest.importorskip("mypy", reason="mypy is not installed: pip install -e '.[test]'")
     config = file.parent / "mypy.ini"
     config.write_text(
         f"[mypy]\nmypy_path = {file.parent / 'libraries'},{ROOT}\nfollow_imports = silent\nstrict = true\n"
@@ -232,7 +232,7 @@ def said_by_mypy(file: Path) -> Said:
 
 @functools.cache
 def said_by_pyright(file: Path) -> Said:
-    pytest.importorskip("pyright", reason="pyright is not installed: pip install 'portakern[dev]'")
+    pytest.importorskip("pyright", reason="pyright is not installed: pip install -e '.[dev]'")
     absent = not all(importlib.util.find_spec(name) for name in ("torch", "jax"))
     config = {
         "extraPaths": [str(ROOT)],

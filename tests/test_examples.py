@@ -13,15 +13,15 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_hugging_face_models_agree_with_sdpa(backend):
-    pytest.importorskip("transformers", reason="transformers is not installed: pip install 'portakern[demo]'")
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[demo]'")
     from portakern.examples.huggingface import attention
 
     assert all(d < 1e-5 for d in attention.differences("cpu", backend).values())
 
 
 def test_a_llama_trains_on_portakern_as_on_pytorch(tmp_path):
-    pytest.importorskip("transformers", reason="transformers is not installed: pip install 'portakern[demo]'")
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'portakern[demo]'")
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[demo]'")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install -e '.[demo]'")
     from portakern.examples.train import train
 
     file, plot = tmp_path / "losses.json", tmp_path / "losses.svg"
@@ -36,9 +36,9 @@ def test_a_llama_trains_on_portakern_as_on_pytorch(tmp_path):
 
 def test_a_llama_trains_in_jax_as_in_pytorch(tmp_path):
     """From transformers' own weights, so that losses can be laid over each other."""
-    pytest.importorskip("transformers", reason="transformers is not installed: pip install 'portakern[demo]'")
-    pytest.importorskip("jax", reason="jax is not installed: pip install 'portakern[pallas]'")
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'portakern[demo]'")
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[demo]'")
+    pytest.importorskip("jax", reason="jax is not installed: pip install -e '.[pallas]'")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install -e '.[demo]'")
     from portakern.examples.train import train
 
     file, plot = tmp_path / "losses.json", tmp_path / "losses.svg"
@@ -54,7 +54,7 @@ def test_a_llama_trains_in_jax_as_in_pytorch(tmp_path):
 
 
 def test_an_op_that_no_backend_takes_is_xlas_and_said_to_be(monkeypatch):
-    jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'portakern[pallas]'")
+    jax = pytest.importorskip("jax", reason="jax is not installed: pip install -e '.[pallas]'")
     from portakern.examples.train import on_jax
     from portakern.examples.train.run import SIZES
 
@@ -73,7 +73,7 @@ def test_an_op_that_no_backend_takes_is_xlas_and_said_to_be(monkeypatch):
 
 
 def test_the_character_model_trains_and_draws(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'portakern[demo]'")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install -e '.[demo]'")
     from portakern.examples.character_model import train
 
     monkeypatch.setattr(train, "BATCH", 8)

@@ -10,9 +10,7 @@ import portakern as pk
 from portakern.core import registry, remembered
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-transformers = pytest.importorskip(
-    "transformers", reason="transformers is not installed: pip install 'portakern[demo]'"
-)
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[demo]'")
 
 import portakern.torch  # noqa: E402
 from portakern.examples.huggingface import norms  # noqa: E402

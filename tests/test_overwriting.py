@@ -101,7 +101,7 @@ class Layer(torch.nn.Module):
 
 @pytest.fixture
 def layer(monkeypatch):
-    pytest.importorskip("transformers", reason="transformers is not installed: pip install 'portakern[demo]'")
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[demo]'")
     from portakern.frameworks.torch.models import gates
 
     monkeypatch.setattr(gates, "find", lambda module, among: gates.Gate() if among is gates.GATES else None)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,20 @@ def test_ci_finds_the_commands(name: str) -> None:
     assert command(name).startswith("pip install -c constraints.txt -e '.[")
     with pytest.raises(LookupError, match="0 bash blocks"):
         command("no such block")
+
+
+def test_what_was_tried_is_what_installs() -> None:
+    """README's range of each framework is the one that pyproject.toml admits, and the one whose ends .ci/run tries."""
+    said = re.search(
+        r"^Tried: (.*), and no others install", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert said is not None
+    ranges = dict(re.findall(r"(torch|triton|jax) (\d+\.\d+ to \d+\.\d+)", said[1]))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    admitted = {}
+    for name, least, major, minor in re.findall(r"(torch|triton|jax)>=([\d.]+),<(\d+)\.(\d+)", str(extras)):
+        admitted[name] = f"{least} to {major}.{int(minor) - 1}"
+    assert ranges == admitted and len(ranges) == 3
 
 
 def test_relative_links_lead_somewhere() -> None:

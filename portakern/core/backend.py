@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
+from portakern import install
 from portakern.core import outputs
 from portakern.core.framework import Framework, frameworks
 from portakern.core.observe import say
@@ -689,8 +690,8 @@ class Backend:
         if not missing:
             return None
         own = [self.install if self.install and m == self.requires[-1] else m for m in missing]
-        install = f"'portakern[{self.extra}]'" if self.extra else " ".join(own)
-        return f"{' and '.join(missing)} not installed; run: pip install {install}"
+        how = install.command(self.extra) if self.extra else f"run: pip install {' '.join(own)}"
+        return f"{' and '.join(missing)} not installed; {how}"
 
     def check_available(self, staged: bool = False) -> None:
         """UnavailableError where something must be installed first."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portakern import install
 from portakern.core.instruments import Instruments
 from portakern.core.targets import Target
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
@@ -373,6 +374,4 @@ def load_library(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as e:
-        raise UnavailableError(
-            f"{module} cannot be imported ({e}); install it with: pip install 'portakern[{extra}]'"
-        ) from e
+        raise UnavailableError(f"{module} cannot be imported ({e}); {install.command(extra)}") from e

@@ -14,6 +14,7 @@ from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 from typing import Any
 
+from portakern import install
 from portakern.core.backend import Backend
 from portakern.core.framework import frameworks
 from portakern.core.remembered import forget
@@ -90,8 +91,7 @@ def _installed() -> Mapping[str, Backend]:
                 _leave_out(name, others, "portakern's own has that name; rename its entry point")
     if not any(b.auto for b in found.values()):
         raise UnavailableError(
-            "no backend is registered: portakern must be installed (pip install -e . in a checkout) so that its entry "
-            "points exist"
+            f"no backend is registered: portakern must be installed so that its entry points exist; {install.command()}"
         )
     return MappingProxyType(found)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import portakern
-from portakern import results, sources
+from portakern import install, results, sources
 from portakern.files import write_atomically
 from portakern.reporting import (
     beside,
@@ -86,8 +86,7 @@ def checkout(root: Path | None = None) -> Path:
     missing = [name for name in (PAGES[0], FOLDER) if not (found / name).exists()]
     if missing:
         raise ResultError(
-            f"{COMMAND} works on a checkout of portakern, and {found} has no {missing[0]}; clone the repository and "
-            "run: pip install -e ."
+            f"{COMMAND} works on a checkout of portakern, and {found} has no {missing[0]}; {install.command()}"
         )
     return found
 

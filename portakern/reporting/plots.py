@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from math import atan2, degrees
 from typing import Any
 
+from portakern import install
 from portakern.errors import UnavailableError
 from portakern.reporting import charts
 from portakern.reporting.style import COLOURS, FAINT, FILLS, INK, SOFT, STYLE, rate, short
@@ -23,7 +24,7 @@ def draw(data: dict[str, Any]) -> str:
         from matplotlib.figure import Figure
     except ImportError as e:
         raise UnavailableError(
-            "the plots of portakern report need matplotlib; run: pip install 'portakern[plots]'"
+            f"the plots of portakern report need matplotlib, which is not installed; {install.command('plots')}"
         ) from e
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, "backend": "svg", **STYLE}):
         figure = Figure()

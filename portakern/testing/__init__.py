@@ -7,12 +7,13 @@
 
 import importlib.util
 
+from portakern import install
 from portakern.errors import UnavailableError
 
 if importlib.util.find_spec("hypothesis") is None:
     raise UnavailableError(
-        "the checker draws its cases with hypothesis, which is not installed; run: pip install 'portakern[check]', or "
-        "'portakern[cli]' for the command line too (portakern.op works without)"
+        f"the checker draws its cases with hypothesis, which is not installed; {install.command('check')} "
+        "(the extra cli brings the command line too; portakern.op works without)"
     )
 
 from portakern.testing.audit import Audit, audit

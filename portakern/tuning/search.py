@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+from portakern import install
 from portakern.errors import SpecError, UnavailableError
 from portakern.tuning.space import Space, Tiling, frozen
 
@@ -127,7 +128,7 @@ class OptunaSearch:
         if importlib.util.find_spec("optuna") is None:
             raise UnavailableError(
                 f"{space.combinations} combinations of tiles are too many to try all, and optuna, which searches them, "
-                "is not installed; run: pip install 'portakern[tune]', or name --search climb, which needs nothing and "
+                f"is not installed; {install.command('tune')}, or name --search climb, which needs nothing and "
                 "goes from neighbour to neighbour"
             )
         import optuna

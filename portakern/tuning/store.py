@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from portakern import install
 from portakern.core import tilings
 from portakern.core.observe import say
 from portakern.core.tilings import SCHEMA, Row
@@ -80,7 +81,7 @@ def _locked(path: Path) -> Iterator[None]:
         import filelock
     except ImportError:
         raise UnavailableError(
-            "filelock, which keeps two tuners apart, is not installed; run: pip install 'portakern[cli]'"
+            f"filelock, which keeps two tuners apart, is not installed; {install.command('cli')}"
         ) from None
     try:
         with filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_SECONDS):

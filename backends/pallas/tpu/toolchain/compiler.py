@@ -27,6 +27,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from portakern import install
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.tpu.family import FAMILY
 from portakern.compiling import cache
@@ -57,7 +58,7 @@ FROM_HBM = (
 
 def unavailable(hardware: Hardware) -> str | None:
     if importlib.util.find_spec("libtpu") is None:
-        return "libtpu, which compiles for TPUs without one, is not installed; run: pip install 'portakern[tpu]'"
+        return f"libtpu, which compiles for TPUs without one, is not installed; {install.command('tpu')}"
     return None
 
 
