@@ -1,5 +1,7 @@
 """portakern.torch.swapped: what it takes, where it holds, and what it tells of itself."""
 
+import contextlib
+import math
 import threading
 
 import pytest
@@ -144,6 +146,72 @@ def test_functions_of_pytorchs_write_to_out():
             assert f(*given, out=out) is out
         torch.testing.assert_close(out, want)
     assert " ".join(served) == "matmul matmul matmul softmax logsumexp"
+
+
+def test_out_without_elements_is_given_its_shape():
+    a, b = torch.randn(3, 4), torch.randn(4, 5)
+    for f, given in ((torch.mm, (a, b)), (torch.bmm, (a[None], b[None])), (torch.addmm, (torch.ones(5), a, b)),
+                     (torch.matmul, (a, b)), (torch.softmax, (a, -1)), (torch.logsumexp, (a, 0))):  # fmt: skip
+        out = torch.empty(0)
+        with swapped(backend="reference"):
+            assert f(*given, out=out) is out
+        torch.testing.assert_close(out, f(*given))
+    freed = torch.empty(3, 5)
+    freed.untyped_storage().resize_(0)
+    for out, words in (
+        (torch.empty(2, 2), r"mm: out is torch.float32 \(2, 2\) on cpu; expected torch.float32 \(3, 5\) on cpu"),
+        (torch.empty(0, dtype=torch.float64), r"mm: out is torch.float64 \(0,\)"),
+        (torch.empty(3, 5, device="meta"), r"mm: out is torch.float32 \(3, 5\) on meta; expected .* on cpu"),
+        (freed, "mm: out needs 60 bytes and its storage holds 0"),
+    ):
+        with swapped(backend="reference"), pytest.raises(pk.SpecError, match=words):
+            torch.mm(a, b, out=out)
+
+
+SMALL = {
+    "F.linear(a, b)": "3,4 5,4; 4 4; 4 5,4; 2,3,4 4; 2,3,1 5,1; 1 1; 0,4 5,4; 3,0 5,0",
+    "a @ b": "3,4 4,5; 4 4; 3,1 1,5; 4 4,2; 2,3,4 4; 1 1; 3,0 0,5",
+    "torch.mm(a, b)": "3,1 1,5; 3,0 0,5",
+    "torch.bmm(a, b)": "2,3,4 2,4,5; 2,3,1 2,1,5; 0,3,4 0,4,5",
+    "torch.einsum('ij,jk', a, b)": "3,4 4,5; 3,1 1,5; 3,1 4,5; 3,0 0,5",
+    "torch.einsum('ijm,jmk->ik', a, b)": "3,4,1 4,1,5; 3,1,1 1,1,5; 3,1,2 4,1,5; 3,4,2 4,1,5",
+    "torch.einsum('bij,bjk->bik', a, b)": "2,3,1 2,1,5; 2,3,4 2,4,5; 1,3,4 2,4,5",
+    "torch.einsum('i,i', a, b)": "4 4; 1 1; 1 4",
+    "torch.addmm(c, a, b)": "3,4 4,5; 3,1 1,5; 3,0 0,5",
+    "torch.addmm(c, a, b, beta=0)": "3,4 4,5; 3,1 1,5; 3,0 0,5",
+    "torch.addmm(c[0], a, b, beta=0)": "3,4 4,5",
+    "torch.addmm(c * math.nan, a, b, beta=0)": "3,4 4,5",
+    "torch.addmm(c, a, b, alpha=0)": "3,4 4,5",
+    "torch.addmm(c, a, b, alpha=0, beta=0)": "3,4 4,5",
+    "torch.addmm(c, a, b, alpha=2, beta=0)": "3,4 4,5",
+    "c.addmm(a, b, beta=0, alpha=0.5)": "3,4 4,5",
+    "torch.baddbmm(c[None], a[None], b[None], beta=0)": "3,4 4,5",
+    "torch.baddbmm(c[None], a[None], b[None], alpha=0)": "3,4 4,5",
+}
+
+
+@pytest.mark.parametrize("call", SMALL)
+@pytest.mark.parametrize("cast", [False, True], ids=["as they come", "autocast"])
+def test_products_of_few_elements_have_pytorchs_shapes_dtypes_and_gradients(call, cast):
+    names = {"torch": torch, "F": F, "math": math}
+    for shapes in SMALL[call].split(";"):
+        forms = [[int(n) for n in shape.split(",")] for shape in shapes.split()]
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            values = [torch.randn(shape).to(dtype) for shape in [*forms, (3, 5)]]
+            found = []
+            for served in (False, True):
+                given = [x.clone().requires_grad_() for x in values]
+                with (
+                    torch.autocast("cpu", torch.bfloat16, enabled=cast),
+                    swapped(backend="reference") if served else contextlib.nullcontext(),
+                ):
+                    y = eval(call, names | dict(zip("abc", given, strict=True)))
+                found.append((y, *torch.autograd.grad(y.double().sum(), given, allow_unused=True)))
+            for theirs, ours in zip(*found, strict=True):
+                assert (ours is None) == (theirs is None), (shapes, dtype)
+                if ours is not None:
+                    assert ours.dtype == theirs.dtype, (shapes, dtype)
+                    torch.testing.assert_close(ours, theirs, rtol=2**-5, atol=2**-5, equal_nan=True)
 
 
 def test_products_in_other_words_are_refused_as_pytorch_refuses_them():

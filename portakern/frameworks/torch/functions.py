@@ -18,7 +18,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from portakern.api import Op, op
 from portakern.core.route import Choice
 from portakern.errors import SpecError, UnsupportedError
-from portakern.frameworks.torch.memory import unreadable
+from portakern.frameworks.torch.memory import readable, unreadable
 
 __all__ = [
     "apply_rotary_pos_emb",
@@ -252,7 +252,7 @@ def logsumexp(
     Args:
       input: any shape; integers become numbers of PyTorch's default dtype.
       dim: the axes that are reduced; keepdim: whether they keep an extent of 1.
-      out: a tensor of the result's shape and dtype to write it to.
+      out: a tensor of the result's shape and dtype to write it to, or one without elements, which is given that shape.
 
     Raises:
       SpecError: an axis out of range or named twice, an ``out`` that does not fit or takes part in a gradient.
@@ -482,7 +482,7 @@ def matmul(input: Tensor, other: Tensor, *, out: Tensor | None = None, backend: 
 
     Args:
       input: (..., m, k) or (k,); other: (..., k, n) or (k,).
-      out: a tensor of the result's shape and dtype to write it to.
+      out: a tensor of the result's shape and dtype to write it to, or one without elements, which is given that shape.
 
     Raises:
       SpecError: shapes that do not agree, a number for a matrix, an ``out`` that does not fit or takes part in a
@@ -518,16 +518,22 @@ def lowered(x: Tensor) -> Tensor:
 
 
 def into(name: str, out: Tensor | None, result: Tensor) -> Tensor:
-    """The result, written to ``out`` where the caller gives that."""
+    """The result, written to ``out`` where the caller gives that: of the result's shape, or without an element, which
+    makes PyTorch give it the result's shape."""
     if out is None:
         return result
-    if out.shape != result.shape or out.dtype != result.dtype:
+    fits = out.shape == result.shape or out.numel() == 0
+    if not fits or out.dtype != result.dtype or out.device != result.device:
         raise SpecError(
-            f"{name}: out is {out.dtype} {tuple(out.shape)}; expected {result.dtype} {tuple(result.shape)}: make it "
-            "so, or leave it out"
+            f"{name}: out is {out.dtype} {tuple(out.shape)} on {out.device}; expected {result.dtype} "
+            f"{tuple(result.shape)} on {result.device}: make it so, or leave it out"
         )
     if torch.is_grad_enabled() and (result.requires_grad or out.requires_grad):
         raise SpecError(f"{name}: out cannot take part in a gradient; leave it out")
+    if out.shape != result.shape:
+        out.resize_(result.shape)
+    else:
+        readable(name, "out", out)  # not to write to memory that was given back
     return out.copy_(result)
 
 

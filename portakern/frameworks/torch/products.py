@@ -38,7 +38,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend
     lead = input.shape[:-1]
     flat = input.reshape(math.prod(lead), input.shape[-1])
     columns = weight.mT if weight.dim() == 2 else weight[:, None]
-    return _sum("linear", bias, flat, columns, 1, 1, backend).reshape(*lead, *wide)
+    return _sum("linear", bias, flat, columns, 1, 1, backend).reshape((*lead, *wide))
 
 
 def mm(
@@ -119,20 +119,28 @@ def _sum(
             "matrices are: cast it"
         )
     product = kept_op("matmul", backend)
-    if (added is None or beta == 0) and alpha == 1:
+    if added is None and alpha == 1:
         return product(a, b)
-    wide = a.dtype in (torch.float16, torch.bfloat16)
+    shape = (*a.shape[:-1], b.shape[-1])
+    if added is not None:
+        try:
+            added = added.expand(shape)
+        except RuntimeError:
+            raise SpecError(
+                f"{name}: input has shape {tuple(added.shape)}; expected one that broadcasts to {shape}"
+            ) from None
+    wide = a.dtype in (torch.float16, torch.bfloat16) and not (alpha == 1 and beta == 0)
     c = product(a, b, out_dtype="float32") if wide else product(a, b)
     c = c if alpha == 1 else c * alpha
     if added is not None and beta != 0:
         added = added.to(c.dtype) if wide else added
-        try:
-            c = c + (added if beta == 1 else added * beta).expand(c.shape)
-        except RuntimeError:
-            raise SpecError(
-                f"{name}: input has shape {tuple(added.shape)}; expected one that broadcasts to {tuple(c.shape)}"
-            ) from None
-    return c.to(a.dtype) if wide else c
+        c = c + (added if beta == 1 else added * beta)
+    c = c.to(a.dtype) if wide else c
+    if added is not None and beta == 0 and added.requires_grad and torch.is_grad_enabled():
+        c = torch.where(
+            c.new_ones((), dtype=torch.bool), c, added
+        )  # whose gradient is zeros, as PyTorch's, and not None
+    return c
 
 
 def einsum(*args: Any, backend: str | None = None) -> Tensor:
@@ -154,6 +162,10 @@ def einsum(*args: Any, backend: str | None = None) -> Tensor:
     rows, columns = [i for i in left if i not in right], [i for i in right if i not in left]
     if not summed:
         raise Elsewhere(f"einsum: {equation!r} sums over no index of both operands")
+    if all(
+        1 in (a.shape[left.index(i)], b.shape[right.index(i)]) for i in summed
+    ):  # which PyTorch multiplies as numbers
+        raise Elsewhere(f"einsum: {equation!r} sums over no index of which both operands have more than one element")
     if any(i not in result for i in rows + columns):
         raise Elsewhere(f"einsum: {equation!r} sums over an index of one operand alone")
     outer, k = [sizes[i] for i in batch], math.prod(sizes[i] for i in summed)
