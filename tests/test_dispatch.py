@@ -21,6 +21,7 @@ from portakern.core.backend import Family, in_order
 from portakern.core.framework import frameworks
 from portakern.core.oracle import rounded as to_nearest
 from portakern.core.targets import HOST, Target
+from portakern.testing import sample_arrays
 from tests.ops import records
 
 X = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
@@ -289,3 +290,36 @@ def test_a_backend_has_a_name_that_files_and_options_can_have(name):
     with pytest.raises(pk.SpecError, match="backend name is .*; expected letters, digits"):
         pk.Backend(name, framework="numpy")
     assert pk.Backend("a.b-c_1", framework="numpy").name == "a.b-c_1"
+
+
+def test_explain_says_how_each_axis_is_read():
+    attention = pk.op("attention", backend="reference")
+    q, k, bias = np.zeros((2, 10, 8, 64), "f4"), np.zeros((2, 12, 4, 64), "f4"), np.zeros((1, 8, 1, 12), "f4")
+    said = attention.explain(q, k, k, bias=bias)
+    assert "\n    q: batch=2 q_len=10 kv_heads*group=8 d=64\n    k: batch=2 kv_len=12 kv_heads=4 d=64\n" in said
+    assert "\n    bias: batch=1 kv_heads*group=8 q_len=1 kv_len=12\n" in said and "segment_ids:" not in said
+    assert "\n    x: *batch=(2, 10, 8) n=64\n" in pk.op("layernorm").explain(q)
+    assert "\n    x: *batch=() n=7\n" in pk.op("layernorm").explain(np.zeros(7, "f4"))
+    for op in map(pk.op, pk.ops()):
+        for name in op.spec.samples:
+            arrays, options = sample_arrays(op.spec, name)
+            said = op.explain(**arrays, **options)
+            assert all(f"\n    {a}: " in said for a in arrays), said
+
+
+def test_a_call_in_pytorchs_layout_is_named_once(caplog):
+    attention = pk.op("attention", backend="reference")
+    theirs = np.zeros((1, 8, 130, 4), "f4")  # batch, heads, sequence, d
+    for _ in range(2):
+        attention(theirs, theirs, theirs)
+    assert sum("look like PyTorch's layout" in r.getMessage() for r in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("q", "k"),
+    [((1, 1, 64, 4), (1, 300, 8, 4)), ((1, 8, 128, 4), (1, 8, 128, 4)), ((2, 130, 8, 4), (2, 130, 2, 4)),
+     ((1, 1, 128, 4), (1, 5, 128, 4)), ((1, 129, 200, 4), (1, 129, 200, 4))],
+)  # fmt: skip
+def test_ordinary_calls_are_not_doubted(q, k, caplog):
+    pk.op("attention", backend="reference").explain(np.zeros(q, "f4"), np.zeros(k, "f4"), np.zeros(k, "f4"))
+    assert "layout" not in caplog.text

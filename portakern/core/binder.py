@@ -14,6 +14,7 @@ from typing import Any
 from portakern.core import refusals
 from portakern.core.call import Call
 from portakern.core.framework import BY_TYPE, DTYPE_NAME, framework_of
+from portakern.core.observe import doubt
 from portakern.errors import SpecError
 from portakern.spec import ArrayArg, Dim, Output, Spec
 
@@ -310,6 +311,9 @@ class _Writer:
         for i, rule in enumerate(r for r in s.require if not r.values):
             self.env[f"RULE_{i}"] = rule
             self.emit(f"if not RULE_{i}.holds(call): raise SpecError(f'{{SPEC.name}}: {{RULE_{i}.message}}')")
+        for i, rule in enumerate(s.doubts):
+            self.env |= {f"DOUBT_{i}": rule, "doubt": doubt}
+            self.emit(f"if not DOUBT_{i}.holds(call): doubt(SPEC, DOUBT_{i})")
         self.emit("return call")
 
     def when(self, o: Output) -> str | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from portakern.core import registry
 from portakern.core.call import Call
 from portakern.core.route import Choice, Route, choose, find_routes, pick, to_framework, why_not
 from portakern.core.tilings import attempt, resolve
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
+from portakern.spec import ArrayArg
 
 __all__ = ["explain"]
 
@@ -16,7 +18,7 @@ __all__ = ["explain"]
 def explain(call: Call, choice: Choice) -> str:
     """A few lines: the call, who serves it and how, the tiling and its source, and why the other backends do not."""
     target = call.framework.target(call.device)
-    lines = [repr(call), f"  arrays: {call.framework.name} on {target}"]
+    lines = [repr(call), f"  arrays: {call.framework.name} on {target}", *_readings(call)]
     if target.platform == "traced":
         return "\n".join([*lines, f"  chosen when {call.framework.title} lowers the traced function for a platform"])
     chosen = None
@@ -30,6 +32,28 @@ def explain(call: Call, choice: Choice) -> str:
             named = "another backend was named" if choice.backend else "serves these arrays only when named"
             lines.append(f"  not {b.name}: {why_not(b, call.spec, call.framework, target) or named}")
     return "\n".join(lines)
+
+
+def _readings(call: Call) -> list[str]:
+    """How the axes of each array are read: as the spec's signature names them."""
+    return [
+        f"    {a.name}: {' '.join(f'{n}={e}' for n, e in _axes(a, call.arrays[a.name].shape)) or 'one number'}"
+        for a in call.spec.arrays
+        if call.arrays[a.name] is not None
+    ]
+
+
+def _axes(a: ArrayArg, shape: Sequence[int]) -> Iterator[tuple[str, Any]]:
+    """The name of each axis, or run of axes, with its extent."""
+    left, after = [*shape], len(a.dims)
+    for d in a.dims:
+        after -= 1
+        name = "*".join(d.factors)
+        if d.variadic:
+            run = [left.pop(0) for _ in range(len(left) - after)]
+            yield f"*{name}", f"({', '.join(map(str, run))})"
+        else:
+            yield name, left.pop(0)
 
 
 def _plan(call: Call, choice: Choice, candidates: tuple[Route, ...]) -> list[str]:

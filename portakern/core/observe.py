@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from portakern.core.call import Call
+from portakern.spec import Rule, Spec
 
 __all__ = ["OBSERVERS", "Served", "observe", "say", "tell"]
 
@@ -48,6 +49,11 @@ def tell(served: Served) -> None:
     """Show the observers a call."""
     for callback in tuple(OBSERVERS):  # another thread's may come or go meanwhile, and none may be passed over
         callback(served)
+
+
+def doubt(spec: Spec[Any], rule: Rule) -> None:
+    """Say that a call is unlike what anybody means, by a rule that its spec declares of those."""
+    say(f"portakern: {spec.name}: {rule.message}; its explain(...) prints how each axis is read")
 
 
 def say(text: str, level: int = logging.WARNING) -> None:

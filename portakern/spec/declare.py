@@ -65,6 +65,7 @@ class Spec(Generic[P]):
     dtypes: tuple[str, ...]
     tiling: Mapping[str, Tile]
     require: tuple[Rule, ...]
+    doubts: tuple[Rule, ...]
     positive: tuple[str, ...]
     empty: Mapping[str, Mapping[str, float]]
     flops: Callable[[Call], float]
@@ -244,6 +245,7 @@ def spec(
     result_dtype: Mapping[str, str] | None = None,
     returns: Mapping[str, str] | None = None,
     require: Sequence[Rule] = (),
+    doubts: Sequence[Rule] = (),
     positive: Sequence[str] = (),
     empty: Mapping[str, Mapping[str, float]] | None = None,
     drops: Mapping[str, str] | None = None,
@@ -269,6 +271,8 @@ def spec(
       result_dtype: output name -> option that overrides its dtype.
       returns: output name -> bool option that asks for it; the others are always given.
       require: rules across arguments.
+      doubts: rules that calls as people mean them obey, such as which of two extents is the longer. A call that does
+        not is served, and the message is logged, once in a process.
       positive: dimensions whose extent 0 is refused.
       empty: reduced dimension -> the value of each output when its extent is 0; of an axis that is dropped, the option
         that names it.
@@ -313,6 +317,7 @@ def spec(
             dtypes=leader(arrays).dtypes,
             tiling=types.MappingProxyType(dict(tiling)),
             require=(*require, *(_given_when(name, when) for name, when in (reads or {}).items())),
+            doubts=tuple(doubts),
             positive=tuple(positive),
             empty=types.MappingProxyType(dict(empty or {})),
             flops=flops,

@@ -23,6 +23,15 @@ SEGMENTS_COME_TOGETHER = Rule(
     "q_segment_ids and kv_segment_ids come together; pass both, or neither",
 )
 
+MOST_HEADS = 128
+"""Key heads of the widest models; a kernel for more is nobody's, and a sequence is often longer."""
+HEADS_BEHIND_THE_SEQUENCE = Rule(
+    lambda call: call.dims["kv_heads"] <= MOST_HEADS or max(call.dims["q_len"], call.dims["kv_len"]) > MOST_HEADS,
+    f"more than {MOST_HEADS} key heads and at most {MOST_HEADS} queries and keys look like PyTorch's layout (batch, heads, "
+    "sequence, d); here q, k and v are (batch, sequence, heads, d): pass q.transpose(1, 2), or call "
+    "portakern.torch.scaled_dot_product_attention",
+)
+
 Window = Annotated[tuple[int | None, int | None], Range(0, typical=((3, 0), (None, 2), (5, 5), (0, 0)))]
 Scale = Annotated[float, Range(typical=(0.125, 1.0, 0.3))]
 Softcap = Annotated[float, Range(0.0, 1e30, open=True, typical=(2.0, 30.0))]
@@ -47,6 +56,7 @@ def work(call: Call, depth: int) -> float:
     positive=POSITIVE,
     empty={"kv_len": {"o": 0.0, "lse": -inf}},
     require=[SEGMENTS_COME_TOGETHER],
+    doubts=[HEADS_BEHIND_THE_SEQUENCE],
     apart=lambda options, wants: (
         "batch",
         "kv_heads",
