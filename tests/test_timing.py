@@ -52,6 +52,7 @@ class Device:
         self.now = self.busy_until = 0.0
         self.host_us, self.waits = host_us, waits
         self.slept = []
+        self.elsewhere_until = 0.0  # of another stream
 
     def module(self):
         outer = self
@@ -81,7 +82,10 @@ class Device:
 
             return contextlib.nullcontext()
 
-        return SimpleNamespace(cuda=SimpleNamespace(Event=Event, _sleep=sleep, device=device))
+        def synchronize(which):
+            outer.now = max(outer.now, outer.busy_until, outer.elsewhere_until)
+
+        return SimpleNamespace(cuda=SimpleNamespace(Event=Event, _sleep=sleep, device=device, synchronize=synchronize))
 
     def run(self):
         """Two kernels of 5 us, between which the host takes its time."""
@@ -123,6 +127,25 @@ def test_a_call_that_waits_for_the_device_is_timed_with_its_waits_and_says_so(qu
     assert watch.clock == "events, with waits of the host"
     assert sample.device_us == pytest.approx(110)
     assert max(device.slept) <= torch_timing.LONGEST_US
+
+
+@pytest.mark.parametrize(("elsewhere_us", "told"), [(0, False), (900, True)])
+def test_work_on_another_stream_is_no_work_that_nobody_pays_for(queued, elsewhere_us, told):
+    """The last event of a call's own stream passes while the device is at it still."""
+    device = Device(3)
+    watch = queued(device)
+
+    def run():
+        device.run()
+        device.elsewhere_until = device.busy_until + elsewhere_us
+
+    watch.run = run
+    if not told:
+        assert [watch.sample().device_us for _ in range(9)] == pytest.approx([10] * 9)
+        return
+    with pytest.raises(RuntimeError, match="its work went on for 900 us after the last that it gave the stream"):
+        for _ in range(9):
+            watch.sample()
 
 
 class Queue:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ __all__ = [
     "Contender",
     "Entry",
     "Refused",
+    "Served",
     "absent",
     "against_named",
     "contenders",
@@ -200,15 +200,22 @@ def _crossed(inputs: Inputs, framework: Framework) -> Call:
     return crossed
 
 
-def served(chosen: Any, call: Call) -> Callable[[], tuple[Any, ...]]:
+class Served:
+    """A call as a user makes it of an op, which gives the wanted outputs; ``arrays``: what it is given, which may be
+    others from call to call."""
+
+    def __init__(self, chosen: Any, call: Call) -> None:
+        self.chosen = chosen
+        self.arrays = {n: a for n, a in call.arrays.items() if a is not None}
+        self.options: dict[str, Any] = {o.name: call.options[o.name] for o in call.spec.options}
+        if call.spec.is_vjp:
+            self.options["wants"] = call.wants
+
+    def __call__(self) -> tuple[Any, ...]:
+        result = self.chosen(**self.arrays, **self.options)
+        return tuple(o for o in result if o is not None) if isinstance(result, tuple) else (result,)
+
+
+def served(chosen: Any, call: Call) -> Served:
     """The call as a user makes it of an op, which gives the wanted outputs."""
-    arrays = {n: a for n, a in call.arrays.items() if a is not None}
-    options: dict[str, Any] = {o.name: call.options[o.name] for o in call.spec.options}
-    if call.spec.is_vjp:
-        options["wants"] = call.wants
-    return functools.partial(_wanted, functools.partial(chosen, **arrays, **options))
-
-
-def _wanted(made: Callable[[], Any]) -> tuple[Any, ...]:
-    result = made()
-    return tuple(o for o in result if o is not None) if isinstance(result, tuple) else (result,)
+    return Served(chosen, call)

@@ -8,11 +8,12 @@ from math import inf, prod
 from typing import Any
 
 from portakern.benchmarking.timing import interleaved
+from portakern.core import registry
 from portakern.core.call import Call
 from portakern.core.instruments import Instruments, Recorder
 from portakern.spec.dtypes import numpy_dtype
 
-__all__ = ["Ceiling", "ceiling", "measure", "moved", "unit_of"]
+__all__ = ["Ceiling", "ceiling", "floor", "measure", "moved", "unit_of"]
 
 COPY = "copy"
 
@@ -47,6 +48,23 @@ def ceiling(call: Call, rates: Mapping[str, float]) -> Ceiling | None:
     if of_products == inf or of_memory >= of_products:
         return Ceiling(1e6 * of_memory, COPY)
     return Ceiling(1e6 * of_products, precision)
+
+
+def floor(call: Call, rates: Mapping[str, float]) -> float:
+    """Microseconds that no call can take less than, whatever units it uses and whichever dtypes it computes in: products
+    at the best rate of all that were measured (float32's may be several of a narrower dtype), but for dtypes of 8 bits,
+    whose rates were not; the wanted outputs written, and every array read, but of an op that may leave some unread."""
+    fastest = max((r for n, r in rates.items() if n != COPY), default=0.0)
+    of_products = call.flops / fastest if fastest and not _narrow(call) else 0.0
+    some = {n: (shape, dtype) for n, (shape, dtype) in call.outputs.items() if n in call.wants}
+    written = sum(prod(shape) * _width(dtype) for shape, dtype in some.values())
+    forward = registry.forward_of(call.spec) or call.spec
+    least = written if forward.stretches else moved(call)
+    return 1e6 * max(of_products, least / rates[COPY] if rates.get(COPY) else 0.0)
+
+
+def _narrow(call: Call) -> bool:
+    return any(_width(call.dtype_of(n)) == 1 for n, a in call.arrays.items() if a is not None)
 
 
 def unit_of(dtype: str, precision: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from portakern import sources
 from portakern.benchmarking.contenders import Contender
-from portakern.benchmarking.roof import ceiling, moved
+from portakern.benchmarking.roof import ceiling, floor, moved
 from portakern.benchmarking.suites import TimedCase
 from portakern.benchmarking.timing import Times
 from portakern.benchmarking.verdicts import Verdict
@@ -17,7 +17,19 @@ from portakern.core.call import Call
 from portakern.core.targets import Target
 from portakern.spec.dtypes import DTYPES
 
-__all__ = ["FAILED", "FAR_BEHIND", "REFUSED", "RIGHT", "WRONG", "held_against", "said", "settled", "started", "timed"]
+__all__ = [
+    "FAILED",
+    "FAR_BEHIND",
+    "REFUSED",
+    "RIGHT",
+    "WRONG",
+    "held_against",
+    "impossible",
+    "said",
+    "settled",
+    "started",
+    "timed",
+]
 
 RIGHT, WRONG, REFUSED, FAILED, FAR_BEHIND = "right", "wrong", "refused", "failed", "far behind"
 Row = dict[str, Any]
@@ -65,6 +77,17 @@ def judged(row: Row, verdict: Verdict, tiling: Mapping[str, int], seconds: float
         "tiling": dict(tiling),
         "first_s": round(seconds, 3),
     }
+
+
+def impossible(call: Call, times: Times, rates: Mapping[str, float], beyond: float) -> str | None:
+    """Why a time is not believed: the call would have been faster than the device can be; None where it is."""
+    least = floor(call, rates)
+    if not least or times.median_us * beyond >= least:
+        return None
+    return (
+        f"{times.median_us:.3g} us is {least / max(times.median_us, 1e-9):,.1f} times as fast as the measured roof "
+        f"allows, {least:.3g} us; up to {beyond:g} times is believed. It does not do its work while it is timed"
+    )
 
 
 def timed(row: Row, times: Times, call: Call, rates: Mapping[str, float], peak_bytes: int | None) -> Row:

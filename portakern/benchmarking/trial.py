@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from portakern.benchmarking.behind import Behind
 from portakern.benchmarking.contenders import Contender, Entry, Refused, contenders, here, ready
 from portakern.benchmarking.deadline import within
+from portakern.benchmarking.fresh import Fresh, Stale
 from portakern.benchmarking.inputs import Inputs, for_gradient, make
 from portakern.benchmarking.plan import Plan
 from portakern.benchmarking.rows import (
@@ -20,6 +21,7 @@ from portakern.benchmarking.rows import (
     WRONG,
     Row,
     held_against,
+    impossible,
     judged,
     said,
     settled,
@@ -190,7 +192,7 @@ class Trial:
                 if contender.backend.name not in self.stand.visited:
                     self._try(contender, found, right, FIRST_CALL)
             with self.stand.spent.on("timing"):
-                times = dict(self._times({n: e for n, (e, _) in right.items()}, found))
+                times = self._times(right, found)
         for name, result in times.items():
             entry, before = right[name]
             with self.stand.spent.on("second looks"):
@@ -246,16 +248,37 @@ class Trial:
     def _verdict(self, entry: Entry, outputs: Sequence[Any]) -> Verdict:
         return self.judge.verdict(entry.framework, outputs, entry.call.target, entry.call.interpret)
 
-    def _times(self, entries: dict[str, Entry], found: dict[str, Row]) -> Iterator[tuple[str, Times]]:
-        """Times of those that run to the end; whoever raises leaves, and the others begin anew."""
-        while entries:
-            watches = {n: e.instruments.stopwatch(e.run, self.stand.recorder) for n, e in entries.items()}
-            try:
-                yield from interleaved(watches, self.stand.plan.rounds_of(self.case)).items()
-                return
-            except CallFailed as e:
-                found[e.name] = settled(found[e.name], FAILED, reason(e.__cause__ or e))
-                self._still_there(entries.pop(e.name).contender)
+    def _times(self, right: dict[str, tuple[Entry, tuple[Any, ...]]], found: dict[str, Row]) -> dict[str, Times]:
+        """Times of those that run to the end, on other values each time; whoever raises leaves, and the others begin
+        anew."""
+        working: dict[str, list[dict[str, Any]]] = {}
+        runs = {n: Fresh(entry, before, self.judge, working) for n, (entry, before) in right.items()}
+        try:
+            while runs:
+                watches = {n: r.instruments.stopwatch(r, self.stand.recorder) for n, r in runs.items()}
+                try:
+                    times = interleaved(watches, self.stand.plan.rounds_of(self.case))
+                    self._check_clocks(runs.values())
+                    return times
+                except CallFailed as e:
+                    stale = isinstance(e.__cause__, Stale)
+                    why = str(e.__cause__) if stale else reason(e.__cause__ or e)
+                    found[e.name] = settled(found[e.name], WRONG if stale else FAILED, why)
+                    run = runs.pop(e.name)
+                    run.close()
+                    self._still_there(run.entry.contender)
+            return {}
+        finally:
+            for run in runs.values():
+                run.close()
+
+    def _check_clocks(self, runs: Iterable[Fresh]) -> None:
+        """DeviceLost where somebody put others in place of what times are read from."""
+        for name in dict.fromkeys(name for run in runs for name in run.instruments.replaced()):
+            raise DeviceLost(
+                f"bench: {name} is no longer what times are read from: code of one of {', '.join(c.name for c in self.among)} "
+                "put another in its place, and no time of this process counts; the rows before it are kept"
+            )
 
     def _settled(self, row: Row, entry: Entry, before: Sequence[Any], times: Times) -> Row:
         """The row with its time, if what the contender gives after being timed is right still: a kernel may be another
@@ -268,6 +291,8 @@ class Trial:
                 why = f"right at first; after it was timed: {verdict.why}"
                 return {**judged(row, verdict, entry.tiling, row["first_s"]), "why": why, "verdict": WRONG}
         del after
+        if too_fast := impossible(entry.call, times, self.stand.rates, entry.instruments.beyond_roof):
+            return settled(row, FAILED, too_fast)
         return timed(row, times, entry.call, self.stand.rates, entry.instruments.peak_bytes(entry.run))
 
     def _still_there(self, contender: Contender) -> None:

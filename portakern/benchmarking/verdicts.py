@@ -68,6 +68,9 @@ class Judge:
             shape, dtype = call.outputs[name]
             if not framework.owns(out) or tuple(out.shape) != shape:
                 return Verdict(False, {}, f"{name} is {_form(out)}; expected {dtype} {shape}")
+            if not framework.settled(type(out)):
+                why = f"{name} is a {type(out).__name__}, which may compute its values when they are read"
+                return Verdict(False, {}, f"{why}; expected a plain {framework.title} array")
             if _name(out) != framework.held(dtype):
                 return Verdict(False, {}, f"{name} is {_name(out)}; expected {dtype}")
             if DTYPES[dtype].floating and instruments.has_nan(out):

@@ -105,6 +105,11 @@ class Framework:
         """Whether arrays of a class are what their memory is, so that they may be asked for their form."""
         return True
 
+    def settled(self, kind: type) -> bool:
+        """Whether arrays of a class are the library's own, with values that were computed when a call returned: a
+        subclass may compute them when they are read."""
+        return kind.__module__.partition(".")[0] in (self.name, f"{self.name}lib")
+
     def target(self, device: Any) -> Target:
         """The hardware behind a device."""
         raise NotImplementedError

@@ -30,6 +30,9 @@ class NumPy(Framework):
     def is_array(self, value: Any) -> bool:
         return isinstance(value, np.ndarray)
 
+    def settled(self, kind: type) -> bool:
+        return kind is np.ndarray or issubclass(kind, np.generic)
+
     def target(self, device: Any) -> Target:
         return HOST
 

@@ -122,6 +122,9 @@ class Trial:
             if not fw.owns(out):
                 what = f"{name} came back as a {type(out).__name__}; expected a {fw.name} array"
                 raise Broken(what, "form", LOOKS["form"])
+            if not fw.settled(type(out)):
+                what = f"{name} came back as a {type(out).__name__}, which may compute its values when they are read"
+                raise Broken(f"{what}; expected a plain {fw.name} array", "form", LOOKS["form"])
             shown = fw.to_numpy(out)
             taken = call.spec.aliases[name] if call.overwritten(name) is not None else None
             if taken is not None and shown.size and not self.lies_over(out, arrays[taken]):

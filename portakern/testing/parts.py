@@ -29,6 +29,7 @@ __all__ = [
     "repeated",
     "stand_ins",
     "taken",
+    "turned",
 ]
 
 LARGE = 2**18
@@ -145,6 +146,14 @@ def _axes(shape: Sequence[int], dims: Sequence[Dim], call: Call) -> Iterator[tup
             axis -= 1
             if axis >= 0 and not (d.broadcast and shape[axis] == 1):
                 yield axis, d, i
+
+
+def turned(call: Call, name: str, axis: int, shift: int) -> dict[str, Any]:
+    """Dimension -> its indices, of a variadic one for each axis, with those along one axis turned round by ``shift``: an
+    array at them has the values of this one in other places, and so has what a call gives of it."""
+    whole = [np.arange(e) for e in extents_of(call, name)]
+    whole[axis] = np.roll(whole[axis], -shift)
+    return {name: whole} | _with_an_axis_dropped(call, {name: whole})
 
 
 def stand_ins(call: Call, chosen: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:

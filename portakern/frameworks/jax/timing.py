@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from portakern.core.instruments import Instruments, Recorder, Roof, Run, Sample, Stopwatch, host_us
+import numpy as np
+
+from portakern.core.instruments import Instruments, Recorder, Roof, Run, Sample, Stopwatch, clocked, host_us, renewed
 
 __all__ = ["Cupti", "JaxInstruments", "Queued"]
 
@@ -71,6 +73,13 @@ class JaxInstruments(Instruments):
         import jax.numpy as jnp
 
         return a.dtype == b.dtype and bool(jnp.array_equal(a, b))
+
+    def taken(self, array: Any, places: Iterable[tuple[int, np.ndarray]]) -> Any:
+        import jax.numpy as jnp
+
+        for axis, index in places:
+            array = jnp.take(array, index, axis=axis, unique_indices=True)
+        return array
 
     def has_nan(self, array: Any) -> bool:
         import jax.numpy as jnp
@@ -128,7 +137,9 @@ class Queued(Stopwatch):
             return fill(), self.run()
 
         before, _ = _wall(fill, self.count)
+        renewed(self.run, self.count)
         together, handed_over = _wall(both, self.count)
+        clocked(self.run)
         after, _ = _wall(fill, self.count)
         self.count = max(1, min(QUEUED, int(ENOUGH_US / max(together, 1.0))))
         if handed_over > LATE * together:

@@ -93,6 +93,10 @@ class Torch(Framework):
     def plain(self, kind: type) -> bool:
         return kind in memory.READABLE or memory.unreadable(kind) is None
 
+    def settled(self, kind: type) -> bool:
+        torch = sys.modules["torch"]
+        return kind is torch.Tensor or kind is torch.nn.Parameter
+
     def target(self, device: Any) -> Target:
         torch = sys.modules["torch"]
         if device.type == "cuda":

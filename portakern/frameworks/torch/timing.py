@@ -4,14 +4,16 @@ keeps the device busy meanwhile."""
 from __future__ import annotations
 
 import functools
+import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from portakern.core.instruments import Instruments, Roof, Run, Sample, Stopwatch
+from portakern.core.instruments import Instruments, Roof, Run, Sample, Stopwatch, clocked, renewed
 
 __all__ = ["QueuedEvents", "TorchInstruments"]
 
@@ -21,6 +23,10 @@ CYCLES_PER_US = 2000
 MARGIN_US = 30.0
 LONGEST_US = 50_000.0
 """No call is slept for longer; one whose launches take the host more than this is one that waits for the device."""
+
+SEEN, LEFT_US, LEFT = 5, 200.0, 0.25
+"""A call left work on another stream if, of so many samples or more, the device was busy in the median for so many
+microseconds after the call's last event, and for this share of its time. Waiting for an idle device takes some 10."""
 
 CACHES = 4
 """How many times the size of the L2 cache is written to before each call."""
@@ -47,6 +53,19 @@ class TorchInstruments(Instruments):
 
             torch.cuda.synchronize(self.device)
 
+    def replaced(self) -> list[str]:
+        import torch
+
+        found = super().replaced()
+        if self.on_gpu:
+            events, cuda = torch.cuda.Event, torch.cuda
+            theirs = {
+                "torch.cuda.Event": events, "torch.cuda.synchronize": cuda.synchronize, "torch.cuda._sleep": cuda._sleep,
+                **{f"torch.cuda.Event.{n}": getattr(events, n) for n in ("record", "query", "synchronize", "elapsed_time")},
+            }  # fmt: skip
+            found += [name for name, fn in theirs.items() if not _of_torch(fn)]
+        return found
+
     def own_clock(self, run: Run) -> Stopwatch:
         return QueuedEvents(run, self.device) if self.on_gpu else super().own_clock(run)
 
@@ -67,12 +86,15 @@ class TorchInstruments(Instruments):
 
     def picked(self, array: Any, places: Iterable[tuple[int, np.ndarray]]) -> np.ndarray:
         """Picked on the device: to copy all of a large array to the host takes longer than the call that made it."""
+        return self.framework.to_numpy(self.taken(array, places))
+
+    def taken(self, array: Any, places: Iterable[tuple[int, np.ndarray]]) -> Any:
         import torch
 
         bits = array.view(torch.uint8) if array.dtype.itemsize == 1 else array
         for axis, index in places:
             bits = bits.index_select(axis, torch.from_numpy(index).to(bits.device))
-        return self.framework.to_numpy(bits.view(array.dtype))
+        return bits.view(array.dtype)
 
     def soil(self, forms: Iterable[tuple[tuple[int, ...], str]]) -> None:
         """PyTorch's allocator hands the last freed block of a size out first."""
@@ -139,6 +161,16 @@ class TorchInstruments(Instruments):
         return found
 
 
+def _of_torch(fn: Any) -> bool:
+    """Whether a function or class is PyTorch's own: its text lies in PyTorch's files, or it has none."""
+    import torch
+
+    code, home = getattr(fn, "__code__", None), str(Path(torch.__file__).parent)
+    if code is not None:
+        return str(code.co_filename).startswith(home)
+    return str(getattr(fn, "__module__", None) or "torch").partition(".")[0] == "torch"
+
+
 def _product(a: Any, precision: str) -> Any:
     """A product of float32 matrices as precise as PyTorch's word says."""
     import torch
@@ -179,6 +211,7 @@ class QueuedEvents(Stopwatch):
 
         self.run, self.device, self.torch = run, device, torch
         self.sleep_us = MARGIN_US
+        self.left_us: list[float] = []
         self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def sample(self) -> Sample:
@@ -195,6 +228,7 @@ class QueuedEvents(Stopwatch):
     def _once(self) -> tuple[Sample, bool]:
         """A sample, and whether the device may have waited for the host in it."""
         torch = self.torch
+        renewed(self.run)
         with torch.cuda.device(self.device):
             torch.cuda._sleep(int(self.sleep_us * CYCLES_PER_US))
             _cache_filler(self.device).zero_()
@@ -205,7 +239,17 @@ class QueuedEvents(Stopwatch):
             self.end.record()
             late = self.start.query()
             self.end.synchronize()
-            return Sample(1e3 * self.start.elapsed_time(self.end), host_us), late
+            begin = time.perf_counter()
+            torch.cuda.synchronize(self.device)
+            self.left_us.append(1e6 * (time.perf_counter() - begin))
+            clocked(self.run)
+            sample = Sample(1e3 * self.start.elapsed_time(self.end), host_us)
+        if len(self.left_us) >= SEEN and statistics.median(self.left_us) > max(LEFT_US, LEFT * sample.device_us):
+            raise RuntimeError(
+                f"its work went on for {statistics.median(self.left_us):.0f} us after the last that it gave the stream "
+                "on which it was called: work on another stream is to be waited for there"
+            )
+        return sample, late
 
 
 @functools.lru_cache(maxsize=1)
