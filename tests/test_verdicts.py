@@ -14,7 +14,7 @@ import pytest
 import portakern as pk
 from portakern import testing
 from portakern.cli import app
-from portakern.testing import edges
+from portakern.testing import edges, progress
 from portakern.testing.report import LEAST, Report
 from portakern.testing.runner import subject_of
 from portakern.testing.visits import WHAT
@@ -215,3 +215,23 @@ def test_a_launch_without_a_gpu_says_what_to_set(tmp_path):
     environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
     ran = subprocess.run([sys.executable, file], capture_output=True, text=True, env=environment, timeout=120)
     assert "0 active drivers" in ran.stdout and "set TRITON_INTERPRET=1" in ran.stdout, ran.stdout + ran.stderr
+
+
+def test_a_check_shows_how_far_it_is_where_somebody_waits(monkeypatch, capsys):
+    clock = iter(range(10**6))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(clock)))
+    pk.check("softmax", fn=right, max_examples=20)
+    assert not capsys.readouterr().err, "a program waits for nothing"
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    pk.check("softmax", fn=right, max_examples=20)
+    said = capsys.readouterr().err
+    assert "of 20 cases, " in said and said.startswith("\r") and said.endswith(" \r")
+    pk.check("softmax", fn=right, max_examples=20, progress=lambda done: None)
+    assert not capsys.readouterr().err
+
+
+def test_the_command_line_says_how_far_it_is_where_there_is_no_terminal(monkeypatch):
+    monkeypatch.setattr(progress.Tally, "EVERY", 0.0)
+    found = run(app, ["check", "softmax", "swiglu", "--backend", "reference", "--max-examples", "5"])
+    assert "10 of 10 cases, 2 of 2 checks done" in found.stderr and "of 2 checks done" not in found.stdout

@@ -100,15 +100,24 @@ def _checked(
     subjects: list[tuple[str, str, str | None]], jobs: int, budget: float | None, asked: dict[str, Any]
 ) -> tuple[list[Any], BaseException | None]:
     """The subjects' reports, and what ended the checks before they had: what they found until then cost time, and is
-    shown and written. A bar each shows how many of its cases were run."""
+    shown and written. A bar each shows how many of its cases were run; where standard error is no terminal, as in a
+    notebook, a line does now and then."""
     from portakern import testing
+    from portakern.testing.progress import Tally
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True) as bar:
         tasks = {s: bar.add_task("{} on {}, {}".format(*s), total=asked["max_examples"]) for s in subjects}
+        tally = Tally(len(subjects), asked["max_examples"])
+
+        def advance(subject: tuple[str, str, str | None], cases: int) -> None:
+            bar.advance(tasks[subject], cases)
+            line = tally.take(subject, cases)
+            if line and not err.is_terminal:
+                err.print(line, markup=False, highlight=False, soft_wrap=True)
+
         try:
-            found = testing.check_all(subjects, jobs, lambda s, cases: bar.advance(tasks[s], cases), budget, **asked)
-            return found, None
+            return testing.check_all(subjects, jobs, advance, budget, **asked), None
         except testing.Interrupted as e:
             ending.heard()  # what was found is shown and written first
             return e.reports, e.by

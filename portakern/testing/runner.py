@@ -24,6 +24,7 @@ from portakern.testing.comparing import run_case
 from portakern.testing.fixed import Turn, checked_shapes, fits, turns_of
 from portakern.testing.laws import LawCase, NotTaken, run_law
 from portakern.testing.layouts import LAYOUTS
+from portakern.testing.progress import Line, interactive
 from portakern.testing.regimes import VALUE_REGIMES
 from portakern.testing.report import Failure, Report
 from portakern.testing.sizes import Limits
@@ -132,7 +133,8 @@ def check(
       shrink: make a failing case as small as possible; False stops at the first one.
       shard: (i, n): only the i-th of n parts of the work; :meth:`Report.merge` puts the parts together. What is drawn
         does not depend on n.
-      progress: called with the number of cases done so far.
+      progress: called with the number of cases done so far; None: in a notebook, and where somebody types into a
+        terminal, a line that is written over shows it after two seconds.
 
     Returns:
       A report; ``report.passed`` is False if any case broke the contract.
@@ -151,9 +153,16 @@ def check(
     several = () if backend is None or variant is not None else backend_variants(spec, backend, device, profile, target)
     if backend is not None and len(several) > 1:
         every = (backend_subject(spec, backend, name, device, profile, target) for name in several)
-        return functools.reduce(Report.merge, (check_subject(subject, asked) for subject in every))
-    subject = subject_of(spec, backend, variant, fn, framework, device, profile, target)
-    return check_subject(subject, asked)
+        return functools.reduce(Report.merge, (_shown(subject, asked) for subject in every))
+    return _shown(subject_of(spec, backend, variant, fn, framework, device, profile, target), asked)
+
+
+def _shown(subject: Subject, asked: Asked) -> Report:
+    """Check, and show how far it is where somebody waits for it."""
+    if asked.progress is not None or not interactive():
+        return check_subject(subject, asked)
+    with Line(f"{subject.spec.name} on {subject.name}", asked.max_examples) as line:
+        return check_subject(subject, replace(asked, progress=line))
 
 
 @dataclass(frozen=True)
