@@ -400,3 +400,104 @@ def test_a_refusal_of_a_tensor_without_values_is_the_ops():
     x = torch.empty(2, 3, device="meta")
     with swapped(), pytest.raises(pk.SpecError, match="a is on meta, where there are no values"):
         F.linear(x, x, x[:, 0])
+
+
+# ------------------------------------------------------------------------------------------------- under torch.compile
+def compiled(function, full=True):
+    torch._dynamo.reset()
+    return torch.compile(function, backend="aot_eager", fullgraph=full)
+
+
+def entered_inside(a, b):
+    with swapped():
+        return torch.softmax(a @ b, -1)
+
+
+def entered_twice(a, b):
+    with swapped("reference"):
+        x = torch.softmax(a, -1)
+        with swapped("reference", otherwise="torch"):
+            return x @ b
+
+
+GIVEN = swapped()
+
+
+def given_from_outside(a, b):
+    with GIVEN:
+        return torch.softmax(a @ b, -1)
+
+
+@pytest.mark.parametrize("function", [entered_inside, entered_twice, given_from_outside])
+def test_a_context_inside_a_compiled_function_is_one_graph(function):
+    results = []
+    for call in (function, compiled(function)):
+        served, given = [], tensors((3, 4), (4, 5))
+        with serving(served):
+            out = call(*given)
+            results.append([out, *torch.autograd.grad(out.sin().sum(), given)])
+        assert sorted(served) == ["matmul", "matmul_vjp", "softmax", "softmax_vjp"]
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def refuses(a, b):
+    with swapped():
+        return F.cross_entropy(a, a.sigmoid())
+
+
+def allows(a, b):
+    with swapped(otherwise="torch"):
+        return F.cross_entropy(a, a.sigmoid())
+
+
+def test_what_is_refused_while_it_is_traced_is_told_in_portakerns_words(caplog):
+    given = tensors((3, 4), (4, 5))
+    with pytest.raises(Exception, match="cross_entropy: target is torch.float32, probabilities of classes"):
+        compiled(refuses)(*given)
+    torch.testing.assert_close(compiled(allows)(*given), F.cross_entropy(given[0], given[0].sigmoid()))
+    assert "PyTorch serves a swapped call: cross_entropy: target" in caplog.text
+
+
+HEADS = torch.nn.MultiheadAttention(4, 2)
+
+
+def attends(a, b, **more):
+    with swapped("reference", **more):
+        return HEADS(a, a, a)[0]
+
+
+def recomputes(a, b, **more):
+    with swapped("reference", **more):
+        return checkpoint(lambda a, b: torch.softmax(a @ b, -1), a, b, use_reentrant=False)
+
+
+@pytest.mark.parametrize("function, name", [(attends, "multi_head_attention_forward"), (recomputes, "checkpoint")])
+def test_what_a_compiler_passes_over_is_refused_or_served_outside_of_the_graph(function, name, caplog):
+    given = tensors((3, 4), (4, 5))
+    counts = []
+    for call in (function, compiled(function, full=False)):
+        served = []
+        with serving(served):
+            out = call(*given)
+            out.sin().sum().backward()
+        counts.append(sorted({*served}))
+    torch.testing.assert_close(out, function(*given), rtol=1e-5, atol=1e-6)
+    assert counts[0] == counts[1] and "softmax" in counts[0]
+    with pytest.raises(Exception, match=f"{name}.*: torch.compile traces what it calls without swapped"):
+        compiled(function)(*given)
+    served = []
+    with serving(served):
+        compiled(function)(*given, otherwise="torch")
+    assert not served and "torch.compile traces what it calls without swapped()" in caplog.text
+
+
+def test_a_graph_that_breaks_inside_a_context_goes_on_with_it():
+    def breaks(a, b):
+        with swapped("reference"):
+            x = HEADS(a, a, a)[0]
+            torch._dynamo.graph_break()
+            return torch.softmax(x @ b, -1)
+
+    given = tensors((3, 4), (4, 5))
+    torch.testing.assert_close(compiled(breaks, full=False)(*given), breaks(*given), rtol=1e-5, atol=1e-6)

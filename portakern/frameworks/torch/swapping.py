@@ -83,6 +83,17 @@ def _rmatmul(input: Tensor, other: Tensor, *, backend: str | None = None) -> Ten
     return matmul(other, input, backend=backend)
 
 
+def not_alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that torch.compile traces where its callers are traced and does not compile by itself, as it would
+    after a graph break: of a mode's own code it then returns a count for a result.
+
+    ``torch._dynamo.eval_frame.skip_code`` does the same, and takes a second to import."""
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(function.__code__, skip)
+    return function
+
+
 SWAPS: Mapping[Any, Swap] = {
     F.scaled_dot_product_attention: Swap(scaled_dot_product_attention, "attention"),
     F.softmax: Swap(softmax, "softmax"),
@@ -142,7 +153,9 @@ class swapped(TorchFunctionMode):
 
     It holds for the thread that entered it, and for the backward passes that are started inside it, wherever PyTorch
     runs them. What ``torch.utils.checkpoint`` ran inside it is recomputed as it ran, also by a backward pass after it.
-    Other threads call PyTorch's functions until they enter a context of their own.
+    Other threads call PyTorch's functions until they enter a context of their own. A context may be entered around a
+    function that torch.compile compiles and inside it; what is traced without it (what ``multi_head_attention_forward``
+    and checkpoints call) is refused with fullgraph=True and runs outside of the graph without.
 
     Args:
       backend: who must serve them; None: chosen from the arrays.
@@ -166,6 +179,7 @@ class swapped(TorchFunctionMode):
         super().__enter__()
         return self
 
+    @not_alone
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         swap = SWAPS.get(func)
         compiling = is_compiling()  # what is traced runs later, and may run often
@@ -225,8 +239,7 @@ class swapped(TorchFunctionMode):
             return func(*args, **kwargs)
         message = (
             f"{name}: torch.compile traces what it calls without swapped(); expected functions that are swapped "
-            "themselves: leave out fullgraph=True, with which it is not traced, or pass "
-            "otherwise='torch'"
+            "themselves: leave out fullgraph=True, with which it is not traced, or pass otherwise='torch'"
         )
         if self.otherwise == "raise":
             raise UnsupportedError(message)
@@ -396,8 +409,9 @@ def _as_entered(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @torch.compiler.assume_constant_result
+@not_alone
 def _follow() -> None:
-    """What is done once before anything is swapped, also while torch.compile traces."""
+    """What is done before anything is swapped, also while torch.compile traces."""
     _follow_checkpoints()
     if not _entering:
         modules = (torch.nn.functional, torch.functional)
