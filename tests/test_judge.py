@@ -333,6 +333,86 @@ ESCAPES = {
         ("wrong",),
         "outputs are copied when the call returns",
     ),
+    "a refusal on the pipe": Escape(
+        """
+        import json, os, stat, struct
+
+        def softmax(x):
+            text = json.dumps({"error": "refused", "type": "UnsupportedError", "text": "cannot: x"}).encode()
+            for fd in range(3, 64):
+                try:
+                    if stat.S_ISFIFO(os.fstat(fd).st_mode):
+                        os.write(fd, struct.pack("<Q", len(text)) + text)
+                except OSError:
+                    pass
+            return x * 0
+        """,
+        ("refused",),
+        "a candidate that refuses is not right",
+    ),
+    "outputs that say they are inputs, and earlier outputs": Escape(
+        """
+        import __main__ as host
+
+        def softmax(x):
+            return x * 0
+
+        call = host.Host.call
+
+        def forged(self, ask):
+            told, payload = call(self, ask)
+            for o in told["outputs"]:
+                o.update(shares=[a["name"] for a in ask["arrays"]], before=[*range(1000)])
+            return told, payload
+
+        host.Host.call = forged
+        """,
+        ("wrong",),
+        "values are compared first, whatever memory they are said to be in",
+    ),
+    "an exception without words": Escape(
+        """
+        class Odd(Exception):
+            def __str__(self):
+                raise Odd
+
+        def softmax(x):
+            raise Odd
+        """,
+        ("crashed", "refused"),
+        "what is told of an exception may fail, and is told",
+    ),
+    "an array of objects": Escape(
+        """
+        import numpy as np
+
+        def softmax(x):
+            return np.array([[object()] * x.shape[1]] * x.shape[0])
+        """,
+        ("wrong",),
+        "an array has a dtype that the op has, or is none",
+    ),
+    "a hundred outputs": Escape(
+        "def softmax(x):\n    return tuple(x * 0 for _ in range(100))\n",
+        ("crashed",),
+        "a reply has one form, and a few outputs",
+    ),
+    "libraries for whoever comes next": Escape(
+        """
+        import os
+
+        def softmax(x):
+            for folder in (os.environ["HOME"], os.path.dirname(__file__), os.getcwd()):
+                for name in ("sitecustomize.py", "numpy.py", "typer.py"):
+                    try:
+                        open(os.path.join(folder, name), "w").write("open('ESCAPED', 'w')")
+                    except OSError:
+                        pass
+            return x * 0
+        """,
+        ("wrong",),
+        "its home is a folder of its own that goes with it, and the judge imports from none of these",
+    ),
     "an array too large to look at": Escape(
         """
         import numpy as np

@@ -85,6 +85,9 @@ class Host:
                 told.append({"type": type(out).__name__})
                 continue
             value = np.ascontiguousarray(fw.to_numpy(out))
+            if value.dtype.hasobject:
+                told.append({"type": "array of Python's objects"})
+                continue
             shares = [n for n, array in arrays.items() if not fw.immutable and fw.overlap(out, array)]
             before = [i for i, o in enumerate(self.kept) if not fw.immutable and fw.overlap(out, o)]
             told.append({"dtype": value.dtype.name, "shape": [*value.shape], "contiguous": bool(fw.contiguous(out)),
@@ -122,8 +125,16 @@ def main() -> None:
         except BaseException as e:  # what a candidate raises, exits included, is told; who else ends this process?
             from portakern.core.failing import kind_of
 
-            told, payload = {"error": kind_of(e), "type": type(e).__name__, "text": str(e)[:2000]}, []
+            told, payload = _words(e, kind_of), []
         _reply(sink, told, payload)
+
+
+def _words(error: BaseException, kind_of: Any) -> dict[str, Any]:
+    """What is told of an exception, whose own methods may raise others."""
+    try:
+        return {"error": kind_of(error), "type": str(type(error).__name__), "text": str(error)[:2000]}
+    except BaseException:
+        return {"error": "crashed", "type": "an exception", "text": "its words cannot be read"}
 
 
 def _reply(sink: BinaryIO, told: dict[str, Any], payload: list[Any]) -> None:
