@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,7 +15,7 @@ import numpy as np
 from portakern.core.framework import Framework, load_library
 from portakern.core.instruments import Instruments
 from portakern.core.targets import Target
-from portakern.errors import SpecError, UnsupportedError
+from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.frameworks.jax.sharding import mesh_axes, refused
 from portakern.spec.dtypes import numpy_dtype
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from portakern.core.program import Program
     from portakern.core.route import Choice
 
-__all__ = ["Jax", "refuse_deleted"]
+__all__ = ["Jax", "refuse_deleted", "refuse_forked"]
 
 
 def refuse_deleted(op: str, **arrays: Any) -> None:
@@ -35,6 +36,31 @@ def refuse_deleted(op: str, **arrays: Any) -> None:
             raise SpecError(
                 f"{op}: {name} was deleted, or donated to another computation; pass an array that still has its values"
             )
+
+
+_forked = False
+
+
+def _note_fork() -> None:
+    """In a process that was forked: whether JAX had begun in the process that it is of."""
+    global _forked
+    bridge = sys.modules.get("jax._src.xla_bridge")  # whose own question takes a lock that another thread may have held
+    _forked = _forked or bool(getattr(bridge, "_backends", None))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
+
+
+def refuse_forked() -> None:
+    """UnavailableError in a process that was forked after JAX had begun: of JAX's threads none is here, and what waits
+    for one waits for ever."""
+    if _forked:
+        raise UnavailableError(
+            "JAX cannot run in this process, which was forked after JAX had begun: its threads are not here, and calls "
+            "would wait for them for ever. Start processes by 'spawn' or 'forkserver' (multiprocessing.get_context, "
+            "DataLoader(multiprocessing_context=...)), fork before JAX is used, or name a backend that needs no JAX"
+        )
 
 
 class Jax(Framework):
@@ -111,6 +137,7 @@ class Jax(Framework):
 
     def from_numpy(self, array: np.ndarray, device: Any) -> Any:
         jax = self.load()
+        refuse_forked()
         self.check_fits(array)
         return jax.device_put(array, device if device is not None else jax.local_devices(backend="cpu")[0])
 
@@ -151,6 +178,7 @@ class Jax(Framework):
     def run(self, impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
         from portakern.frameworks.jax import tracing
 
+        refuse_forked()
         return tracing.run(impl, call, tiling)
 
     def embed(self, program: Program, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -161,4 +189,5 @@ class Jax(Framework):
     def trace(self, call: Call, choice: Choice) -> tuple[Any, ...]:
         from portakern.frameworks.jax import tracing
 
+        refuse_forked()
         return tracing.trace(call, choice)
