@@ -92,6 +92,8 @@ def test_a_budget_ends_between_cases_and_laws():
     report = pk.check("softmax", fn=slow, seconds=0.3, max_examples=400)
     assert time.perf_counter() - start < 2.5 and 0 < report.examples < 100
     assert report.examples + report.left_out == 400
+    report = pk.check("softmax", fn=slow, seconds=0.05, max_examples=60)
+    assert report.outcome == "unfinished" and not report.laws and {*report.missed} >= {"law shift_invariant"}
 
 
 class Refusing:
