@@ -26,6 +26,7 @@ from portakern.core import registry
 from portakern.files import cache_folder, write_atomically
 from portakern.testing.report import Failure, Report
 from portakern.testing.subject import backend_subject
+from portakern.testing.visits import Visits
 
 TARGETS = ("gfx1100", "gfx942", "gfx950")
 PROFILE = "emulated"
@@ -107,6 +108,7 @@ def _report(plain: dict[str, Any]) -> Report:
     counters = {f.name for f in fields(Report) if "Counter" in str(f.type)}
     known = {f.name: plain[f.name] for f in fields(Report)}
     known |= {n: Counter(known[n]) for n in counters} | {"failures": [Failure(**f) for f in plain["failures"]]}
+    known["visits"] = {subject: Visits.from_dict(v) for subject, v in plain["visits"].items()}
     return Report(**{**known, "asked": tuple(known["asked"]), "concessions": tuple(known["concessions"])})
 
 

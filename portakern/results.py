@@ -124,7 +124,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
          "worst": "numbers", "worst_case": "string", **_COUNTS,
          "seconds": "number", "passed": "flag", "asked": "list?", "concessions": "list?", "verdicts": "object?",
          "not_emulated": "integers?", "outcome": "text?", "left_out": "count?", "missed": "integers?",
-         "unmet": "list?", "unvisited": "object?", **_SOURCES},
+         "unmet": "list?", "unvisited": "object?", "visits": "object?", "told": "list?",
+         **_SOURCES},
         {"wall_seconds": "number"},
     ),
     "compile-matrix": Benchmark(

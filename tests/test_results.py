@@ -132,7 +132,7 @@ def something(hint):
     outer, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
     if outer in (typing.Union, types.UnionType):
         return something(inner[0])
-    if outer in (list, tuple):
+    if outer in (list, tuple, set):
         return outer([something(inner[0])])
     if outer in (dict, Counter):
         return outer({something(inner[0]): something(inner[1]) if len(inner) > 1 else 2})

@@ -240,4 +240,4 @@ def _unvisited(r: Any, reports: list[Any]) -> dict[str, tuple[str, ...]]:
     """What a check that passed has not visited; variants of a backend are rows of their own."""
     ran = {n for other in reports if other.op == r.op for v in other.visits.values() for n in v.met.get("variants", ())}
     left = {what: tuple(n for n in names if what != "variants" or n not in ran) for what, names in r.unvisited.items()}
-    return {what: names for what, names in left.items() if names and not r.failures and r.ran}
+    return {what: names for what, names in left.items() if names and r.passed}

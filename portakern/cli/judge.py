@@ -167,7 +167,7 @@ def show(judged: Any) -> None:
                    + (f"; {r.left_out} more were left out: the time was up" if r.left_out else ""))  # fmt: skip
     for reason, count in r.refused.most_common():
         print_indented(f"refused {count} cases: {reason}")
-    for what, names in r.unvisited.items() if not r.failures else ():
+    for what, names in r.unvisited.items() if r.passed else ():
         print_indented(f"not visited: {what}: {', '.join(names)}")
     if r.unmet:
         print_indented(f"not met: {', '.join(r.unmet)}; --seconds gives more time")

@@ -217,18 +217,19 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"{self.op} on {self.subject}: {self.verdict} ({self.ran} compared, seed {self.seed})"]
-        if not self.failures:  # which end a check
+        if self.passed:  # else it ended early
             lines += [f"  not visited: {what}: {', '.join(names)}" for what, names in self.unvisited.items()]
         lines += [f"  conceded: {words}" for words in self.told]
         return "\n".join([*lines, *map(str, self.failures)])
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data for JSON."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "visits"}
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
         plain = {k: dict(sorted(v.items())) if isinstance(v, Counter) else v for k, v in plain.items()}
+        plain["visits"] = {subject: v.to_dict() for subject, v in self.visits.items()}
         plain["worst"] = {n: min(w, MOST) for n, w in self.worst.items()}  # JSON has no infinity
-        told = {"asked": list(self.asked), "concessions": list(self.told), "verdicts": self.verdicts}
-        told |= {"outcome": self.outcome, "unmet": list(self.unmet)}
+        told = {"asked": list(self.asked), "concessions": list(self.concessions), "verdicts": self.verdicts}
+        told |= {"outcome": self.outcome, "unmet": list(self.unmet), "told": list(self.told)}
         told |= {"unvisited": {w: list(names) for w, names in self.unvisited.items()}}
         return {**plain, **told, "failures": [asdict(f) for f in self.failures], "passed": self.passed}
 

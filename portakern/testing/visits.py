@@ -25,7 +25,7 @@ DEFAULT, OTHERS = "default", "others than the default"
 class Visits:
     """Of one subject: ``there``, what its contract has of each of WHAT; ``met``, what some compared case had of it."""
 
-    there: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    there: dict[str, tuple[str, ...]] = field(default_factory=dict)
     met: dict[str, set[str]] = field(default_factory=dict)
 
     def meet(self, what: str, *names: str) -> None:
@@ -40,6 +40,19 @@ class Visits:
         self.meet("arguments", *case.shapes, *case.options, *(f"{n}={v!r}" for n, v in case.options.items()))
         self.meet("layouts", *([*case.layouts.values()] or ["contiguous"]))
         self.meet("tilings", DEFAULT if tiling == DEFAULT else OTHERS)
+
+    def to_dict(self) -> dict[str, dict[str, list[str]]]:
+        """As plain data for JSON."""
+        return {
+            "there": {w: [*names] for w, names in self.there.items()},
+            "met": {w: sorted(names) for w, names in self.met.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Mapping[str, Sequence[str]]]) -> Visits:
+        """What :meth:`to_dict` gave."""
+        there = {w: tuple(names) for w, names in plain["there"].items()}
+        return cls(there, {w: {*names} for w, names in plain["met"].items()})
 
     def without(self) -> dict[str, tuple[str, ...]]:
         """What no compared case had, by kind; kinds of which nothing is missing are left out."""
