@@ -1,10 +1,10 @@
-"""The command that brings what is missing: every message that names one gets it here."""
+"""What is installed, and the command that brings what is missing: every message that names one gets it here."""
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, metadata
+from importlib.metadata import PackageNotFoundError, metadata, version
 
-__all__ = ["command"]
+__all__ = ["command", "installed"]
 
 
 def command(*extras: str) -> str:
@@ -18,6 +18,14 @@ def command(*extras: str) -> str:
         return f"run: pip install 'portakern{which} @ git+{address}'"
     what = f"'.{which}'" if which else "."
     return f"in a checkout of portakern run: pip install -e {what}"
+
+
+def installed(package: str) -> str | None:
+    """The version of a package, as pip names it; None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _address() -> str:

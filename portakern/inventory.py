@@ -7,7 +7,6 @@ from __future__ import annotations
 import importlib.util
 import platform
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from portakern.core import registry
 from portakern.core.backend import Backend
 from portakern.core.framework import frameworks
 from portakern.errors import UnavailableError
+from portakern.install import installed
 from portakern.spec import Spec
 
 __all__ = ["backends", "doctor", "environment", "having", "ops", "peers", "show"]
@@ -60,13 +60,14 @@ def peers() -> list[dict[str, Any]]:
 
 def _row(b: Backend) -> dict[str, Any]:
     missing = b.unavailable()
+    lacking = () if missing else b.lacking()
     return {
         "backend": b.name,
         "framework": b.framework,
         "compiles": [*b.compiled_platforms()],
         "interprets": b.can_interpret(),
         "available": missing is None,
-        "here": missing or "available",
+        "here": missing or "; ".join(("available", *lacking)),
         "peer": b.peer,
     }
 
@@ -120,18 +121,11 @@ def _drops(s: Spec[Any]) -> list[tuple[str, str, str]]:
 def environment() -> dict[str, str | None]:
     """Versions of what matters, None where it is not installed."""
     found: dict[str, str | None] = {
-        "portakern": _version("portakern"),
+        "portakern": installed("portakern"),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
     }
-    return found | {p: _version(p) for p in PACKAGES}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    return found | {p: installed(p) for p in PACKAGES}
 
 
 def devices() -> list[dict[str, str]]:
@@ -175,9 +169,11 @@ def _diagnose(b: Backend, platforms: set[str]) -> tuple[str, str]:
             )
         return "cannot run", missing
     compiled = sorted(platforms & set(b.compiled_platforms()))
+    later = b.lacking()
     if b.oracle:
         return "runs on the host, in float64", "nothing: it is the yardstick"
     if compiled:
-        return f"compiles for {', '.join(compiled)}", "nothing"
+        return f"compiles for {', '.join(compiled)}", "; ".join(later) or "nothing"
     can = "interprets on cpu: exact semantics, slow" if b.can_interpret() else "nothing: no device that it compiles for"
-    return can, f"for speed: a machine with {' or '.join(b.compiled_platforms())} and {b.framework} built for it"
+    speed = f"for speed: a machine with {' or '.join(b.compiled_platforms())} and {b.framework} built for it"
+    return can, "; ".join((speed, *later))

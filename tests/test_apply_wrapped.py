@@ -14,9 +14,7 @@ import pytest
 import portakern as pk
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-transformers = pytest.importorskip(
-    "transformers", reason="transformers is not installed: pip install 'portakern[demo]'"
-)
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[demo]'")
 
 import portakern.torch  # noqa: E402
 from tests.test_apply import FAMILIES, LLAMA, build, close, inputs, step  # noqa: E402

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -337,3 +338,26 @@ def test_outputs_on_demand(declared, returns, fields, ways):
 def test_only_our_own_ops_stand_in_the_stub():
     named = re.findall(r'which: Literal\["(\w+)"\]', stubs.stub())
     assert named == [n for n in registry.ops() if registry.find_spec(n).fn.__module__.startswith("portakern.specs.")]
+
+
+def test_a_users_file_elsewhere_has_types_of_the_installed_package(tmp_path):
+    """With nothing said of where portakern lies: an editable install by a finder, which no type checker runs, gives
+    ``import-not-found``."""
+    pytest.importorskip("mypy", reason="mypy is not installed: pip install -e '.[test]'")
+    pytest.importorskip("pyright", reason="pyright is not installed: pip install -e '.[dev]'")
+    try:
+        version("portakern")
+    except PackageNotFoundError:
+        pytest.skip("portakern is not installed here, only on the path")
+    (tmp_path / "users.py").write_text("import portakern as pk\nnames: int = pk.ops()\n")
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
+    clean["PYRIGHT_PYTHON_IGNORE_WARNINGS"] = "1"
+    for command in (
+        ["mypy", "--follow-imports=silent", "--cache-dir", "cache"],
+        ["pyright", "--pythonpath", sys.executable],
+    ):
+        command = [sys.executable, "-m", *command, "users.py"]
+        done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, check=False)
+        assert 'tuple[str, ...]"' in done.stdout and "could not be resolved" not in done.stdout, (
+            done.stdout + done.stderr
+        )

@@ -15,9 +15,10 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from portakern import install
+from portakern.backends.triton import BACKEND
 from portakern.backends.triton.imports import check_compiled
 from portakern.backends.triton.leaks import leaking_products
 from portakern.compiling.build import Compiled, Kernel, occupancy
@@ -35,7 +36,7 @@ USERS_CACHE = "PORTAKERN_TRITON_CACHE"
 
 
 def unavailable(hardware: Hardware) -> str | None:
-    return None
+    return BACKEND.unavailable()
 
 
 def environment(hardware: Hardware, quick: bool) -> dict[str, str]:
@@ -44,7 +45,7 @@ def environment(hardware: Hardware, quick: bool) -> dict[str, str]:
 
 
 def versions(hardware: Hardware) -> dict[str, str]:
-    return {package: version(package) for package in ("torch", "triton")}
+    return {package: install.installed(package) or "none" for package in ("torch", "triton")}
 
 
 def build(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compiled:

@@ -85,6 +85,7 @@ def check(
         reports = [testing.replay(chosen[0], case, backend=named[0], variant=variant, **asked)]
     else:
         subjects = _subjects(chosen, named, variant, (device, profile, target), every=not (ops and backend))
+        _tell_later(named, variant)
         of = {**asked, "dtypes": dtype, "only": edge, "max_examples": max_examples, "seed": seed}
         reports, ended = _checked(subjects, jobs, budget, of)
     _show_reports(reports, ended)
@@ -193,6 +194,13 @@ def _subjects(
             continue
         found += [(op, b, v) for v in names]
     return found
+
+
+def _tell_later(backends: list[str], variant: str | None) -> None:
+    """What is not checked, since something must be installed first."""
+    for b in backends if variant is None else ():
+        for why in registry.backend(b).lacking():
+            err.print(f"not checked: backend {b!r}: {why}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _show_reports(reports: list[Any], ended: BaseException | None) -> None:

@@ -55,6 +55,7 @@ def compile_(
     TPUs in cycles too; exit status 1 if any cannot be.
     """
     from portakern.benchmarking.suites import parse_shape
+    from portakern.compiling import forms
     from portakern.compiling import matrix as compiling
 
     names = list(targets.HARDWARE) if every else target or []
@@ -66,8 +67,12 @@ def compile_(
         ops or list(registry.loadable()), names, dtype or ["bfloat16", "float32"], backend, quick, variant,
         [parse_shape(text) for text in shape or []], _tell_refusal,
     )  # fmt: skip
+    later = forms.uncompiled(map(targets.find, names), registry.backend(backend) if backend else None)
     if not found:
-        raise UnsupportedError(f"compile: no backend compiles {', '.join(ops or ['any op'])} for {', '.join(names)}")
+        what = f"no backend compiles {', '.join(ops or ['any op'])} for {', '.join(names)}"
+        raise UnsupportedError(f"compile: {'; '.join((what, *later))}")
+    for why in later if variant is None else ():
+        err.print(f"not compiled: {why}", markup=False, highlight=False, soft_wrap=True)
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -164,6 +164,15 @@ def compilers(
         and b.where(spec_name, family) is not None
         and variant in (None, family.name)
     ]
+
+
+def uncompiled(hardware: Iterable[Hardware], backend: Backend | None = None) -> list[str]:
+    """In words, what must be installed before kernels for these targets can be compiled that cannot be now: of the
+    backend that is named, else of each that is there."""
+    among = [backend] if backend else [b for b in registry.backends().values() if not b.unavailable()]
+    return list(
+        dict.fromkeys(f"backend {b.name!r}: {why}" for h in hardware for b in among for why in b.lacking(h.target))
+    )
 
 
 def cells(

@@ -159,8 +159,13 @@ def lower(
     found = forms.compilers(call.spec.name, hardware, choice.backend, choice.variant)
     if not found:
         raise UnsupportedError(
-            f"{call.spec.name} on {hardware.target}: no backend compiles it ahead of time"
-            + (f"; {choice.backend.name!r} was named" if choice.backend else "")
+            "; ".join(
+                (
+                    f"{call.spec.name} on {hardware.target}: no backend compiles it ahead of time",
+                    *([f"{choice.backend.name!r} was named"] if choice.backend else []),
+                    *forms.uncompiled([hardware], choice.backend),
+                )
+            )
         )
     if call.degenerate:
         raise UnsupportedError(f"{call!r}: an extent is 0, so that no kernel runs")

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -84,10 +83,7 @@ class Need(NamedTuple):
 
     def missing(self) -> str | None:
         """None, or what must be installed."""
-        try:
-            here = version(self.package)
-        except PackageNotFoundError:
-            here = None
+        here = install.installed(self.package)
         if here is not None and _numbers(here) >= _numbers(self.version):
             return None
         asked = f"{self.package} >= {self.version}" + (f" ({self.note})" if self.note else "")
@@ -609,10 +605,12 @@ class Backend:
                 ) from e
         return self._found.get((family.package, op))
 
-    def lacking(self, target: Target) -> tuple[tuple[Family, str], ...]:
-        """The families for a target that are not there, each with what must be installed first."""
-        missing = ((f, f.lacks()) for f in self.declared if f.compiles_for(target))
-        return tuple((f, why) for f, why in missing if why is not None)
+    def lacking(self, target: Target | None = None) -> tuple[str, ...]:
+        """In words, which of the kernels that are declared, for a target or for any, are not there, and what must be
+        installed first."""
+        missing = ((f, f.lacks()) for f in self.declared if target is None or f.compiles_for(target))
+        said = (f"its kernels for {', '.join(f.targets or f.platforms)} need {why}" for f, why in missing if why)
+        return tuple(dict.fromkeys(said))
 
     def check_variant(self, variant: str) -> None:
         """SpecError where no family has this name, UnavailableError where something must be installed first."""

@@ -177,8 +177,7 @@ def _nothing_for(b: Backend, target: Target) -> str:
     """Why no family of a backend serves a target."""
     lacking = b.lacking(target)
     if lacking:
-        said = (f"its kernels for {', '.join(f.targets or f.platforms)} need {why}" for f, why in lacking)
-        return "; ".join(dict.fromkeys(said))
+        return "; ".join(lacking)
     there = dict.fromkeys(arch for f in b.declared if target.platform in f.platforms for arch in f.targets)
     if there:
         chips = f"its kernels for {target.platform} are for {', '.join(there)} alone"

@@ -33,7 +33,6 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
@@ -44,6 +43,7 @@ from portakern.core.remembered import Remembered
 from portakern.core.targets import HOST, family
 from portakern.errors import SpecError, UnsupportedError
 from portakern.files import cache_folder
+from portakern.install import installed
 from portakern.spec.options import shown
 
 if TYPE_CHECKING:
@@ -241,10 +241,8 @@ def _warn_of_age(row: Row, impl: Implementation, call: Call) -> None:
 @functools.cache
 def _installed(package: str) -> str | None:
     """The version of a package that is installed, without its local part ("+cu130"); None where it is not."""
-    try:
-        return version(package).partition("+")[0]
-    except PackageNotFoundError:
-        return None
+    here = installed(package)
+    return None if here is None else here.partition("+")[0]
 
 
 def nearest(among: tuple[Row, ...], key: Key) -> Row | None:

@@ -76,7 +76,8 @@ def ahead(of: Asked, target: str) -> Profile:
     named = registry.backend(of.backend) if of.backend else None
     found = forms.compilers(of.op, hardware, named, of.variant)
     if not found:
-        who = f"; {of.backend!r} was named" if named else ""
+        who = "".join(f"; {why}" for why in forms.uncompiled([hardware], named))
+        who = f"; {of.backend!r} was named{who}" if named else who
         raise UnsupportedError(f"profile: no backend compiles {of.op} for {hardware.name} ahead of time{who}")
     framework = frameworks()[found[0][0].framework]
     call = forms.bound_form(registry.find_spec(of.op), case.form, framework, hardware.target)

@@ -12,6 +12,7 @@ from portakern.core.backend import Backend, Family, Implementation
 from portakern.core.framework import Framework, frameworks
 from portakern.core.targets import HOST, Hardware, Target
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
+from portakern.install import installed
 from portakern.spec import Spec
 
 __all__ = ["Place", "places"]
@@ -57,17 +58,8 @@ class Place:
         if self.family.compiler and self.hardware is not None:
             found = self.family.load_compiler().versions(self.hardware)
         else:
-            found = {name: version for name in self.backend.requires if (version := _version(name))}
+            found = {name: version for name in self.backend.requires if (version := installed(name))}
         return {name: version.partition("+")[0] for name, version in found.items()}
-
-
-def _version(package: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def places(spec: Spec[Any], target: str | None, backend: str | None, variant: str | None) -> list[Place]:
@@ -89,14 +81,26 @@ def places(spec: Spec[Any], target: str | None, backend: str | None, variant: st
         raise UnavailableError(f"tune: {'; '.join(dict.fromkeys(lacks))}")
     if target is None:  # of what is here, the accelerators
         found = [p for p in found if p.target.platform != HOST.platform] or (found if backend else [])
+    missing = {b.name: why for b in among if (why := b.unavailable())}
+    if not found and missing:
+        raise UnavailableError(
+            f"tune: {'; '.join(f'backend {name!r} cannot run here: {why}' for name, why in missing.items())}"
+        )
     if not found:
         who = f"backend {backend!r}" if backend else "no backend of portakern's"
         what = f"{spec.name} for {target}" if target else f"{spec.name} on an accelerator that is here"
         raise UnsupportedError(
             f"tune: {who} {'has no' if backend else 'has'} {what}; name a --target, one of cpu, "
-            f"{', '.join(targets.HARDWARE)}"
+            f"{', '.join(h for h in targets.HARDWARE if h != target)}"
+            + "".join(f"; {why}" for why in _later(among, target))
         )
     return found
+
+
+def _later(among: list[Backend], target: str | None) -> list[str]:
+    """What must be installed before more is there to tune for a target that is named."""
+    hardware = targets.HARDWARE.get(target or "")
+    return [why for b in among for why in forms.uncompiled([hardware], b)] if hardware else []
 
 
 def _no_compiler(place: Place) -> str | None:

@@ -14,10 +14,10 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from portakern import install
 from portakern.compiling.build import Compiled, Kernel, occupancy
 from portakern.core import targets
 from portakern.core.targets import Hardware
@@ -49,14 +49,7 @@ def environment(hardware: Hardware, quick: bool) -> dict[str, str]:
 
 
 def versions(hardware: Hardware) -> dict[str, str]:
-    return {package: _version(package) for package in PACKAGES}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
+    return {package: install.installed(package) or "none" for package in PACKAGES}
 
 
 def build(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compiled:

@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -78,14 +77,7 @@ def environment(hardware: Hardware, quick: bool) -> dict[str, str]:
 
 
 def versions(hardware: Hardware) -> dict[str, str]:
-    return {package: _version(package) for package in ("jax", "jaxlib", "libtpu")}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
+    return {package: install.installed(package) or "none" for package in ("jax", "jaxlib", "libtpu")}
 
 
 def build(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compiled:
