@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from portakern.core import registry
-from portakern.core.backend import Backend
+from portakern.core.backend import Backend, Family
 from portakern.core.framework import frameworks
 from portakern.errors import UnavailableError
 from portakern.install import installed
@@ -104,12 +104,19 @@ def show(op: str) -> dict[str, Any]:
 def _implementations(op: str, among: Iterable[Backend]) -> list[dict[str, Any]]:
     rows = []
     for b in among:
-        for family in b.having(op):
-            module = b.where(op, family) or ""
+        for family in b.declared:
+            module = b.where(op, family)
+            if module is None:
+                continue
             found = None if module == "__main__" else importlib.util.find_spec(module)
             lines = len(Path(found.origin).read_text().splitlines()) if found and found.origin else 0
-            rows.append({"backend": b.name, "variant": family.name, "module": module, "lines": lines})
+            rows.append({"backend": b.name, "variant": family.name, "module": module, "lines": lines} | _waits(family))
     return rows
+
+
+def _waits(family: Family) -> dict[str, str]:
+    why = family.lacks()
+    return {"needs": why} if why else {}
 
 
 def _drops(s: Spec[Any]) -> list[tuple[str, str, str]]:

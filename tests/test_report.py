@@ -742,11 +742,29 @@ def test_lines_that_a_port_has_alone(tmp_path, monkeypatch):
             self.package, self.compiler = f"portakern.backends.{name.replace('/', '.')}", compiler
 
     class Backend:
-        auto, families = True, (Family("a/one", "x"), Family("a/two", "x"), Family("b", "x"), Family("oracle", None))
+        auto, declared = True, (Family("a/one", "x"), Family("a/two", "x"), Family("b", "x"), Family("oracle", None))
 
     monkeypatch.setattr(lines.registry, "ops", lambda: ("some",))
     monkeypatch.setattr(lines.registry, "backends", lambda: {"any": Backend})
     assert lines.written(Kept(tmp_path, ())) == {"some": {"a.one": (3, 1), "a.two": (1, 1), "b": (3, 1)}}
+
+
+def test_lines_are_those_of_the_source_and_no_file_counts_twice(monkeypatch):
+    """Pallas on Hopper was left out of the table wherever jax was too old to import it, and what a column shares was
+    all that it imports, which several columns did of the same files."""
+    kept = Kept(Path(lines.__file__).resolve().parents[2], ())
+    monkeypatch.setattr(lines, "ops", lambda root: ["softmax", "matmul"])
+    shown, written = lines.lines(kept), lines.written(kept)
+    assert {"pallas.gpu", "pallas.tpu", "triton.gpu", "triton.hopper"} <= set(written["matmul"])
+    seen: list[str] = []
+    monkeypatch.setattr(lines, "code_lines", lambda text: seen.append(text) or 1)
+    lines.lines(kept)
+    texts = [text for text in seen if text.strip()]
+    assert len(texts) == len(set(texts)) > 30
+    monkeypatch.undo()
+    monkeypatch.setattr(lines, "ops", lambda root: ["softmax", "matmul"])
+    monkeypatch.setattr(lines.registry.backends()["pallas"], "families", ())  # nothing of it can be imported
+    assert (lines.lines(kept), lines.written(kept)) == (shown, written)
 
 
 def test_lines_of_code():

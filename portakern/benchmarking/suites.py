@@ -10,7 +10,7 @@ A suite is a TOML file of the folder ``suites``, named like it::
     dims = { kv_heads = 16, group = 1, d = 128, dv = 128 }      # a list of extents for a run of axes
     options = { is_causal = true }
     given = ["bias"]                        # optional arrays that are passed
-    layouts = { q = "swapped" }             # portakern.testing.LAYOUTS; contiguous where nothing is said
+    layouts = { q = "swapped" }             # portakern.testing.layouts; contiguous where nothing is said
     sweep = { batch = [4, 1], q_len = [4096, 16384], kv_len = [4096, 16384] }    # a case for each position
     dtypes = ["bfloat16"]                   # the dtypes that were asked for where nothing is said
     gradients = true                        # the gradients too; "only": them alone

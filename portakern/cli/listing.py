@@ -82,6 +82,10 @@ def show(op: Annotated[str, typer.Argument(help="An op's name.")], json_file: Js
     show_table("Tiles", ["name", "powers of two"], [[n, f"{lo} to {hi}"] for n, (lo, hi) in info["tiling"].items()])
     for title, rows in {"Implementations": info["implementations"], "Peers": info["peers"]}.items():
         show_table(title, ["backend", "module", "lines"], [[i["backend"], i["module"], str(i["lines"])] for i in rows])
+    for i in info["implementations"]:
+        if "needs" in i:
+            text = f"{i['backend']}, variant {i['variant']}, cannot be imported here: it needs {i['needs']}"
+            out.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -7,6 +7,7 @@ import difflib
 import functools
 import io
 import tokenize
+from collections import Counter
 from pathlib import Path
 
 from portakern.core import registry
@@ -75,7 +76,7 @@ def written(kept: Kept) -> dict[str, dict[str, tuple[int, int]]]:
     A port is a package of kernels that a compiler takes; the oracle is none. Variants of one backend share what they
     like.
     """
-    packages = [f.package for b in registry.backends().values() if b.auto for f in b.families if f.compiler]
+    packages = [f.package for b in registry.backends().values() if b.auto for f in b.declared if f.compiler]
     found: dict[str, dict[str, tuple[int, int]]] = {}
     for op in ops(kept.root):
         texts = {p: text for p in packages if p and (text := _text(kept.root, f"{p}.{op}"))}
@@ -93,13 +94,13 @@ def _backend(package: str) -> str:
 
 
 def lines(kept: Kept) -> str:
-    """Op by backend, counted from the source as it is."""
+    """Op by backend, counted from the source as it is, whatever of it can be imported here. A file is counted once."""
     names = ops(kept.root)
     specs = [f"{registry.SPECS}.{op}" for op in names]
     columns: dict[str, tuple[str, dict[str, str]]] = {"spec": (registry.SPECS, dict(zip(names, specs, strict=True)))}
     for b in registry.backends().values():
         packages = sorted(
-            p for f in b.families if (p := f.package) and b.auto and any(files(kept.root, f"{p}.{op}") for op in names)
+            p for f in b.declared if (p := f.package) and b.auto and any(files(kept.root, f"{p}.{op}") for op in names)
         )
         top = min(packages, key=len, default="").rpartition(b.name)[0] + b.name
         for p in packages:
@@ -118,10 +119,15 @@ def lines(kept: Kept) -> str:
         ]
         for op in names
     ]
-    body.append(
-        ["what they share", *(count(_shared(kept.root, set(there.values()), top)) for top, there in columns.values())]
-    )
+    own = {f for _, there in columns.values() for module in there.values() for f in files(kept.root, module)}
+    shared = {name: _shared(kept.root, set(there.values()), top) - own for name, (top, there) in columns.items()}
+    times = Counter(file for found in shared.values() for file in found)
+    body.append(["what they share", *(count({f for f in found if times[f] == 1}) for found in shared.values())])
+    common: dict[str, set[Path]] = {}
+    for name, found in shared.items():
+        common.setdefault(_backend(columns[name][0]), set()).update(f for f in found if times[f] > 1)
+    several = ", ".join(f"{name} {count(among)}" for name, among in common.items() if among)
     return table(["op", *columns], body) + (
         "\n\nLines of code: no blank lines, comments or docstrings. What they share: the modules beside them that "
-        "they import."
+        f"they import, and no other column. Modules that several columns import: {several or NONE}."
     )
