@@ -27,3 +27,11 @@ def mean_variance(values: np.ndarray, axis: int, longest: float, k2: float) -> n
     count = values.shape[axis]
     squares, mean = np.square(values).sum(axis, keepdims=True) / count, values.sum(axis, keepdims=True) / count
     return k2 * ((longest / 3 + 1) * mean**2 + (longest / 6 + np.log2(count) + 1) * squares / count)
+
+
+def numbers_of_few_digits(rows: np.ndarray, rng: np.random.Generator) -> None:
+    """Each row one number, 1 to 255 times a power of two, of which float16 holds each, and float32 all multiples up to
+    2^16. Every other is 255, which a relative error of half a unit roundoff makes another number."""
+    size = (*rows.shape[:-1], 1)
+    few = np.where(rng.random(size) < 0.5, 255, rng.integers(1, 256, size))
+    rows[...] = few * 2.0 ** rng.integers(-4, 9, size) * rng.choice([-1, 1], size)

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from portakern.spec import Tile, spec
 from portakern.spec.options import Range
 from portakern.spec.tolerance import KAPPA, Units, magnitude, round_to, store_spread, units
-from portakern.specs._rows import plant
+from portakern.specs._rows import numbers_of_few_digits, plant
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -74,7 +74,7 @@ class Moments(NamedTuple):
     rho: np.ndarray
 
     @classmethod
-    def of(cls, x: np.ndarray, eps: float, unit: Units) -> Moments:
+    def of(cls, x: np.ndarray, eps: float, unit: Units, exact: np.ndarray | bool = False) -> Moments:
         """The moments of the rows of x, (*batch, n), where u and tau are those of ``unit``.
 
         On the way to a mean lie c = chain(n) + 2 roundings, so that it errs by delta = c u mean |x|. Two passes about
@@ -82,13 +82,16 @@ class Moments(NamedTuple):
         deviations that are each off by delta, between (sqrt(var) - delta)^2 and (sqrt(var) + delta)^2. Summing that
         rounds by a share (c + 4) u, and 3 tau come or go where squares, var or eps flush. rho is the share by which the
         ends of that range of v move r, and 4u for the root.
+
+        Where the mean of some rows is known to be exact, delta is 0 (``exact``, (*batch, 1)).
         """
         n = x.shape[-1]
         u, tau, c = unit.u, unit.tau, unit.chain(n) + 2
         size, mean = np.abs(x).sum(-1, keepdims=True), x.sum(-1, keepdims=True) / n
         centred = x - mean
         var = np.square(centred).sum(-1, keepdims=True) / n
-        delta, sd, v = c * u * size / n, np.sqrt(var), var + eps
+        delta = np.where(exact, 0.0, c * u * size / n)
+        sd, v = np.sqrt(var), var + eps
         low = np.maximum(sd - delta, 0) ** 2 * (1 - (c + 4) * u) + eps - 3 * tau
         high = (sd + delta) ** 2 * (1 + (c + 4) * u) + eps + 3 * tau
         rho = np.maximum(np.sqrt(v / low) - 1, 1 - np.sqrt(v / high)) + 4 * u
@@ -102,6 +105,27 @@ class Moments(NamedTuple):
         return r * (self.delta + lost) * (1 + self.rho) + xh * (self.rho + 4 * unit.u) + unit.tau
 
 
+def exactly_constant(x: np.ndarray, eps: float, unit: Units) -> np.ndarray:
+    """The rows of x, (*batch, n), whose mean no kernel may round: (*batch, 1).
+
+    They hold one finite number alone, of so few digits that the accumulator holds every multiple of it up to n. Its sum
+    has nothing to round in any order, nor has the quotient; Welford's steps, and those of a shifted mean, add 0. Where
+    the number is so large that one rounding of it is more than 2^-10 sqrt(eps), that would pass for variance: 7 numbers
+    of 1e6 times the rounded 1/7 are off by 0.06, and (x - mean) r is -0.9987 for 0. Of smaller numbers it leaves less
+    than a thousandth, and is let pass; and so it is in 16 bits, where kernels are known to fold x r - mean r (PyTorch's
+    on CPUs), of which each rounds by a share of the mean.
+    """
+    if unit.u < unit.U:
+        return np.zeros((*x.shape[:-1], 1), bool)
+    first = x[..., :1]
+    mantissa, _ = np.frexp(magnitude(first))
+    whole = (mantissa * 2.0**53).astype(np.int64)
+    odd = whole // np.maximum(whole & -whole, 1)
+    same = np.isfinite(first) & (x == first).all(-1, keepdims=True) & (unit.u * np.abs(first) > 2.0**-10 * eps**0.5)
+    found: np.ndarray = same & (odd * float(x.shape[-1]) <= 1 / unit.u)
+    return found
+
+
 @layernorm.tolerance
 def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """The bound of y, w and b being weight and bias, with :class:`portakern.spec.tolerance.Units`:
@@ -111,8 +135,8 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         dxh = r (delta + 3 tau) (1 + rho) + |xh| (rho + 4u) + tau
 
     v = var + eps, r = v^-1/2, xh = (x - mean) r, which errs by dxh. The mean errs by delta and r by a share rho of
-    itself (:meth:`Moments.of`); x - mean and its product with r round by less than 4u. Last, w, its product with xh and
-    b may flush.
+    itself (:meth:`Moments.of`); a row of one large number of few digits has an exact mean (:func:`exactly_constant`).
+    x - mean and its product with r round by less than 4u. Last, w, its product with xh and b may flush.
 
     Nothing is promised where the low end of v is not positive (eps = 0 on a row whose variance is 0, drowns in the
     mean's rounding or is subnormal), or where sum |x|, sum (x - mean)^2 or the output's terms reach 2^127, or w is
@@ -127,7 +151,7 @@ def error(call: Call, flushes: float = 1.0) -> np.ndarray:
     w, b = 1.0 if w is None else np.abs(w), 0.0 if b is None else magnitude(b)
     unit, n = units(call), x.shape[-1]
     with np.errstate(all="ignore"):
-        row = Moments.of(x, call.options["eps"], unit)
+        row = Moments.of(x, call.options["eps"], unit, exactly_constant(x, call.options["eps"], unit))
         r, xh = 1 / np.sqrt(row.v), np.abs(row.centred) / np.sqrt(row.v)
         err = w * row.normalised_error(r, xh, unit, flushes) + 2 * unit.u * (b + xh * w) + unit.tau * (xh + 2)
         overflows = (row.size >= unit.huge) | (n * row.var >= unit.huge) | (xh * w + b >= unit.huge) | np.isinf(w)
@@ -172,6 +196,19 @@ def constant_rows(arrays, rng, options):
     """A row without variance gives its bias."""
 
 
+@layernorm.edge(dims={"n": (3, 1000)}, options={"eps": 1e-12})
+def large_constant_rows(arrays, rng, options):
+    """A row of one large number of few digits, whose sums are exact: times 1/7, rounded, 7e6 is not 1e6."""
+    numbers_of_few_digits(arrays["x"], rng)
+
+
+@layernorm.edge(dims={"n": (2, 300)})
+def a_large_offset_common_to_a_row(arrays, rng, options):
+    """Numbers that differ in their last digits alone: what is left of each is no more than the mean's own rounding."""
+    numbers_of_few_digits(arrays["x"], rng)
+    arrays["x"] *= 1 + 2.0 ** rng.choice([-7, -10, -20]) * rng.integers(0, 3, arrays["x"].shape)
+
+
 @layernorm.edge(dims={"n": (2, 300)}, options={"eps": 0.0})
 def no_eps(arrays, rng, options):
     """eps = 0 is allowed."""
@@ -203,6 +240,19 @@ def rows_of_one_element(arrays, rng, options):
 def rows_are_independent(run, draw):
     """A row alone gives the same bits as among others."""
     draw.row_alone(run)
+
+
+@layernorm.law
+def a_constant_row_is_its_bias(run, draw):
+    """A row of one number of few digits gives its bias to the bit, but in 16 bits (:func:`exactly_constant`). Of these
+    lengths 1/n is rounded by so much that n numbers of 255 times it are none."""
+    for odd in draw.rng.choice([7, 13, 15, 41, 51, 55, 61], 2):
+        n = draw.extent(int(odd), int(odd)) << draw.extent(0, 4)
+        bias = draw.normal(n)
+        if bias.itemsize > 2:
+            x = np.empty((8, n), bias.dtype)
+            numbers_of_few_digits(x, draw.rng)
+            draw.same_bits(run(x, None, bias), np.broadcast_to(bias, x.shape), "the norm of a constant row")
 
 
 @layernorm.law

@@ -12,7 +12,7 @@ from portakern.spec import Tile, spec
 from portakern.spec.options import Range
 from portakern.spec.tolerance import KAPPA, magnitude, units
 from portakern.specs._gradients import doubled, each_alone, row_alone, stored_bounds, stored_spreads
-from portakern.specs._rows import mean_variance, plant, silence_all_but_one
+from portakern.specs._rows import mean_variance, numbers_of_few_digits, plant, silence_all_but_one
 from portakern.specs.layernorm import Moments
 
 if TYPE_CHECKING:
@@ -228,6 +228,12 @@ def nan_in_weight_and_bias(arrays, rng, options):
 def constant_rows(arrays, rng, options):
     """A row without variance: eps alone scales its gradient."""
     arrays["x"][...] = rng.standard_normal((*arrays["x"].shape[:-1], 1))
+
+
+@layernorm_vjp.edge(dims={"n": (3, 1000)}, options={"eps": 1e-12})
+def large_constant_rows(arrays, rng, options):
+    """A row of one large number of few digits, whose sums are exact: eps alone scales its gradient."""
+    numbers_of_few_digits(arrays["x"], rng)
 
 
 @layernorm_vjp.edge(dims={"batch": (5, 7), "n": (2, 300)}, options={"eps": 0.0}, given=("weight",))

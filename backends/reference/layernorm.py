@@ -19,8 +19,14 @@ def layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray]:
     x, weight, bias = (call.arrays[name] for name in ("x", "weight", "bias"))
     n = x.shape[-1]
     with np.errstate(all="ignore"):
-        centred = x - x.sum(-1, keepdims=True) / n
+        centred = x - mean_of(x)
         var = np.square(centred).sum(-1, keepdims=True) / n
         y = centred / np.sqrt(var + call.options["eps"])
         y = y if weight is None else y * weight
         return (y if bias is None else y + bias,)
+
+
+def mean_of(x: np.ndarray) -> np.ndarray:
+    """The mean of each row, (*batch, 1). Of equal numbers it is that number, however their sum rounds."""
+    mean = x.sum(-1, keepdims=True) / x.shape[-1]
+    return mean + (x - mean).sum(-1, keepdims=True) / x.shape[-1]

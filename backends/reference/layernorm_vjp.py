@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from portakern.backends.reference import BACKEND
+from portakern.backends.reference.layernorm import mean_of
 from portakern.core.call import Call
 
 
@@ -24,7 +25,7 @@ def layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray | N
     x, d_y, weight = call.arrays["x"], call.arrays["d_y"], call.arrays["weight"]
     n = x.shape[-1]
     with np.errstate(all="ignore"):
-        centred = x - x.sum(-1, keepdims=True) / n
+        centred = x - mean_of(x)
         r = 1 / np.sqrt(np.square(centred).sum(-1, keepdims=True) / n + call.options["eps"])
         xh, h = centred * r, d_y if weight is None else d_y * weight
         d_x = r * (h - h.sum(-1, keepdims=True) / n - xh * ((h * xh).sum(-1, keepdims=True) / n))

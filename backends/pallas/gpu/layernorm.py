@@ -3,7 +3,7 @@
 x: (*batch, n), weight and bias: (n) or None -> y: (*batch, n). A row of up to ``block_n`` elements stays in registers:
 its mean, then the mean square of what is left of it. Of a longer one a first read merges the mean and the sum of
 squares about it (m2) of each chunk into those of the row, and a second one normalises (`_rows`). No difference of large
-squares is ever taken, so a large mean costs no more than its own rounding.
+squares is ever taken, so a large mean costs no more than its own rounding; and a constant row leaves 0 (`mean_of`).
 
 block_rows: rows of a block; block_n: elements of a row that are worked on at a time; row_warps: warps to a row;
 cluster: blocks to a row that is longer than one keeps.
@@ -53,12 +53,12 @@ class LayerNorm(Formula):
     eps: float
 
     def whole(self, x: Any, walk: Walk, weights: Weights) -> tuple[Any, tuple[Any, ...]]:
-        mean = jnp.sum(walk.within(x, 0.0), axis=1) / walk.n
+        mean = mean_of(x, walk)
         centred = walk.within(x - walk.spread(mean), 0.0)
         return self.scaled(centred, jnp.sum(centred * centred, axis=1), walk, weights), ()
 
     def of_chunk(self, x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
-        mean = jnp.sum(walk.within(x, 0.0, start), axis=1) / walk.counted(start)[1]
+        mean = mean_of(x, walk, start)
         centred = walk.within(x - walk.spread(mean), 0.0, start)
         return mean, jnp.sum(centred * centred, axis=1)
 
@@ -80,6 +80,15 @@ class LayerNorm(Formula):
         if "weight" in weights:
             y = y * weights["weight"]()
         return y + weights["bias"]() if "bias" in weights else y
+
+
+def mean_of(x: Any, walk: Walk, start: Any = None) -> Any:
+    """The mean of a block, of a chunk that begins at ``start`` or of whole rows: a sum over a count, and the mean of
+    what that leaves of each element. Equal numbers have themselves as their mean so, however both round."""
+    at = () if start is None else (start,)
+    count = walk.counted(start)[1] if at else walk.n
+    rounded = jnp.sum(walk.within(x, 0.0, *at), axis=1) / count
+    return rounded + jnp.sum(walk.within(x - walk.spread(rounded), 0.0, *at), axis=1) / count
 
 
 def parted(seen: Any, here: Any) -> tuple[Any, Any]:

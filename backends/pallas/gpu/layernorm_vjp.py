@@ -31,7 +31,7 @@ from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.gpu import _rows
 from portakern.backends.pallas.gpu._columns import Terms, column_sums, fewest_columns
 from portakern.backends.pallas.gpu._rows import KNOBS, Formula, Walk, Weights, launched
-from portakern.backends.pallas.gpu.layernorm import key, parted
+from portakern.backends.pallas.gpu.layernorm import key, mean_of, parted
 from portakern.core.call import Call
 
 SUMS = ("d_weight", "d_bias")
@@ -62,7 +62,7 @@ class LayerNormVjp(Formula):
 
     def of_chunk(self, x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
         x, h = x[0], walk.within(cotangent(x[1], weights), 0.0, start)
-        mean = jnp.sum(walk.within(x, 0.0, start), axis=1) / walk.counted(start)[1]
+        mean = mean_of(x, walk, start)
         centred = walk.within(x - walk.spread(mean), 0.0, start)
         return mean, jnp.sum(centred * centred, axis=1), jnp.sum(h, axis=1), jnp.sum(h * centred, axis=1)
 

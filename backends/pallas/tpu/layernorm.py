@@ -4,8 +4,9 @@ a row.
 x: (*batch, n), weight and bias: (n) or None -> y: (*batch, n). The grid is (row blocks, sweeps, n blocks), see `Walk`.
 Sweep 0 takes the mean of each block and the sum of squares about it, and merges them into the row's mean and m2, the
 sum of squares about that; sweep 1 normalises. In a row that fits one block the merge is exact, and what is left is the
-two-pass formula. Lanes beyond n are no part of either sum. No difference of large squares is ever taken, so a large
-mean costs no more than its own rounding.
+two-pass formula. Lanes beyond n are no part of any sum. No difference of large squares is ever taken, so a large mean
+costs no more than its own rounding; and the mean of what a block's mean leaves of it is added to that, so that equal
+numbers have themselves as their mean, and leave 0, however sums and quotients round.
 
 block_rows: rows a block holds; block_n: elements of each row a block holds.
 
@@ -58,9 +59,11 @@ def merge(mean: Any, strip: Strip, x: Callable[[Piece], Any]) -> tuple[Any, Any,
     """
     walk, seen = strip.walk, strip.step * strip.walk.block_n
     here = jnp.minimum(walk.n - seen, walk.block_n)
-    share = jnp.float32(here) / jnp.float32(seen + here)
+    share = jnp.where(seen == 0, jnp.float32(1), jnp.float32(here) / jnp.float32(seen + here))
     (total,) = strip.sums(lambda at: (x(at),))
-    block_mean = total / jnp.float32(here)
+    rounded = total / jnp.float32(here)
+    (rest,) = strip.sums(lambda at: (x(at) - rounded,))
+    block_mean = rounded + rest / jnp.float32(here)
     if walk.one_step:  # the same bits, for fewer columns of numbers
         mean[...] = block_mean
         return block_mean, 0.0, 0.0, 0.0

@@ -166,8 +166,11 @@ def weigh_long_rows(x_row, x_n, y_row, y_n, g, m, l, n, row_ok, block_n: tl.cons
 
 @triton.jit
 def centred(t, ok, n, eps, tiles: tl.constexpr):
-    """x - mean of rows that stay in registers, 0 where not ``ok``, and (var + eps)^-1/2."""
-    mean = (row_sum(t) / n)[:, None]
+    """x - mean of rows that stay in registers, 0 where not ``ok``, and (var + eps)^-1/2. Equal numbers leave 0: what a
+    sum and its quotient have lost of the mean is the mean of what they leave."""
+    rounded = row_sum(t) / n
+    rest = row_sum([tl.where(ok[i], t[i] - rounded[:, None], 0.0) for i in (0, 1)[:tiles]])
+    mean = (rounded + rest / n)[:, None]
     d = [tl.where(ok[i], t[i] - mean, 0.0) for i in (0, 1)[:tiles]]
     return d, tl.rsqrt(row_sum([a * a for a in d]) / n + eps)[:, None]
 

@@ -3,6 +3,7 @@
     y = (x - mean) / sqrt(var + eps) * weight + bias        mean = sum(x) / n        var = sum((x - mean)^2) / n
 
 A program owns ``block_rows`` rows. The variance is that about the mean: E[x^2] - mean^2 cancels when the mean is large.
+Each mean is a sum over a count and the mean of what that leaves of every number, so that a constant row leaves 0.
 A row that fits in ``tiles`` tiles is read once and stays in registers, as in softmax. A longer one is read twice:
 first its statistics, those of each place of a tile about the place's own mean, joined block by block and at last with
 those of all places; then its result.
@@ -64,9 +65,12 @@ def join(mean, m2, t, ok, start, n, block_n: tl.constexpr, acc_dtype: tl.constex
     there."""
     width = tl.minimum(n - start, block_n).to(acc_dtype)
     own = tl.sum(t, 1) / width
+    own += tl.sum(tl.where(ok, t - own[:, None], 0.0), 1) / width
     d = tl.where(ok, t - own[:, None], 0.0)
     shift, share = own - mean, width / (start + width)
-    return mean + shift * share, m2 + (tl.sum(d * d, 1) + shift * shift * (start * share))
+    # shift is squared last: it is the whole mean in the first block, where its weight is 0
+    total = m2 + (tl.sum(d * d, 1) + shift * (shift * (start * share)))
+    return tl.where(start == 0, own, mean + shift * share), total
 
 
 @triton.jit
@@ -84,7 +88,15 @@ def moments_of_long_rows(x_row, x_n, n, row_ok, block_n: tl.constexpr, deep: tl.
             own = t[0]
             for i in tl.static_range(1, deep):
                 own += t[i]
-            own = own / (tl.maximum(count, 1.0) if ends else count)
+            count_or_one = tl.maximum(count, 1.0) if ends else count
+            own = own / count_or_one
+            rest = tl.zeros_like(own)
+            for i in tl.static_range(deep):
+                d = t[i] - own
+                if ends:
+                    d = tl.where(start + i * places + col < n, d, 0.0)
+                rest += d
+            own += rest / count_or_one
             shift, share = own - mean, count / (before + count)
             if ends:
                 share = tl.where(count > 0, share, 0.0)
@@ -93,9 +105,12 @@ def moments_of_long_rows(x_row, x_n, n, row_ok, block_n: tl.constexpr, deep: tl.
                 if ends:
                     d = tl.where(start + i * places + col < n, d, 0.0)
                 m2 += d * d
-            mean, m2 = mean + shift * share, m2 + shift * shift * (before * share)
+            m2 += shift * (shift * (before * share))
+            moved = mean + shift * share
+            mean = tl.where((start == 0) & (count > 0), own, moved)
     count = numbers_at(n, col, places).to(acc_dtype)
     middle = tl.sum(mean * count, 1) / n
+    middle += tl.sum((mean - middle[:, None]) * count, 1) / n
     shift = mean - middle[:, None]
     return middle, tl.sum(m2 + shift * shift * count, 1)
 

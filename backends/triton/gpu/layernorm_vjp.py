@@ -71,6 +71,7 @@ def layernorm_vjp_statistics_kernel(
         before, here = tl.cast(start, acc_dtype), tl.cast(min(n - start, block_n), acc_dtype)
         t = tl.load(x_row + col * x_n, mask=ok, other=0.0).to(acc_dtype)
         tile_mean = tl.sum(t, 1) / here
+        tile_mean += tl.sum(tl.where(ok, t - tile_mean[:, None], 0.0), 1) / here
         d = tl.where(ok, t - tile_mean[:, None], 0.0)
         delta = tile_mean - mean
         step = delta * (here / (before + here))
@@ -83,7 +84,7 @@ def layernorm_vjp_statistics_kernel(
             tile_h = tl.sum(h, 1)
             hx += tl.sum(h * d, 1) + ((delta - step) * tile_h - step * h_sum)  # both sums, about the new mean
             h_sum += tile_h
-        mean += step
+        mean = tl.where(start == 0, tile_mean, mean + step)
     r = tl.rsqrt(m2 / n + eps)
     out = stats + row
     tl.store(out, mean, mask=row_ok)

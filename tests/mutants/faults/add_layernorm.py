@@ -16,7 +16,7 @@ FAULTS = {
         Planted(
             "mean-over-tile",
             "the mean divides by the tile's extent",
-            old="mean = (row_sum(t) / n)[:, None]",
+            old="mean = (rounded + rest / n)[:, None]",
             new="mean = (row_sum(t) / t[0].shape[1])[:, None]",
             within="_rows",
         ),

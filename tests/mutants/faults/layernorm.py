@@ -37,7 +37,7 @@ FAULTS = {
         Planted(
             "mean-over-tile",
             "the mean divides by the tile's extent",
-            old="mean = (row_sum(t) / n)[:, None]",
+            old="mean = (rounded + rest / n)[:, None]",
             new="mean = (row_sum(t) / t[0].shape[1])[:, None]",
             within="_rows",
         ),
@@ -58,8 +58,8 @@ FAULTS = {
         Planted(
             "long-row-padding",
             "lanes beyond a long row count in the variance",
-            old="                    d = tl.where(start + i * places + col < n, d, 0.0)",
-            new="                    d = d + 0.0",
+            old="                    d = tl.where(start + i * places + col < n, d, 0.0)\n                m2 += d * d",
+            new="                    d = d + 0.0\n                m2 += d * d",
             small=True,
         ),
     ],
