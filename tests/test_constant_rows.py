@@ -25,7 +25,8 @@ WAYS_NAMED = pytest.mark.parametrize(
 
 
 def constant(dtype, n, numbers=NUMBERS):
-    rows = [np.full(n, x, np.float32).astype(DTYPES[dtype]) for x in numbers]
+    with np.errstate(over="ignore"):
+        rows = [np.full(n, x, np.float32).astype(DTYPES[dtype]) for x in numbers]
     return np.stack([row for row in rows if np.isfinite(row.astype(np.float32)).all()])
 
 
@@ -52,7 +53,8 @@ def test_a_constant_row_has_no_variance_in_gradients(backend, tiling, n):
     x = constant("float32", n, NUMBERS[:6])
     d_y, ones = np.random.default_rng(n).standard_normal(x.shape).astype(np.float32), np.ones(n, np.float32)
     exact = 100 * (d_y - d_y.astype(np.float64).mean(-1, keepdims=True))
-    for op, given in (("layernorm_vjp", (x, d_y, ones, ones)), ("add_layernorm_vjp", (x, d_y, ones, ones, None))):
+    for op in (op for op in pk.ops() if op.endswith("layernorm_vjp")):
+        given = x, d_y, ones, ones
         d_x, d_weight, _ = pk.op(op, backend=backend, tiling=tiling)(*given, eps=1e-4)
         assert not d_weight.any()
         np.testing.assert_allclose(d_x, exact, rtol=1e-6, atol=1e-4)

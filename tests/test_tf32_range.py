@@ -33,12 +33,15 @@ def test_the_range_ends_where_rounding_overflows():
     np.testing.assert_array_equal(rounded, np.array([2.0**128 - 2.0**117, np.inf, -np.inf, np.inf, 1], np.float32))
 
 
-PLANTED = {
-    "matmul": ("a", "b"), "matmul_vjp": ("a", "b", "d_c"), "linear": ("x", "weight"),
-    "linear_vjp": ("x", "weight", "d_y"), "linear_cross_entropy": ("hidden", "weight"),
-    "linear_cross_entropy_vjp": ("hidden", "weight"), "attention": ("q", "k", "v"),
-    "attention_vjp": ("q", "k", "v", "d_o"),
-}  # fmt: skip
+def operands(name):
+    """The matrices that an op multiplies: those of its forward op, and a cotangent that is one."""
+    spec = registry.find_spec(name)
+    forward = registry.forward_of(spec) if spec.is_vjp else spec
+    known = [a.name for a in forward.arrays if not a.optional and "float32" in a.dtypes and len(a.dims) > 1]
+    return known + [a.name for a in spec.arrays if a.name == f"d_{forward.outputs[0].name}" and len(a.dims) > 1]
+
+
+PLANTED = {name: operands(name) for name in OPS}
 """The operands of each op's products: its largest numbers beside zeros and faint ones."""
 
 
@@ -71,7 +74,7 @@ def fractions(name, arrays, options):
 
 
 def test_every_op_of_products_is_here():
-    assert [*OPS] == sorted(PLANTED)
+    assert len(OPS) == 8 and all(len(names) >= 2 for names in PLANTED.values())
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -102,7 +105,7 @@ def test_bounds_are_as_tight_as_ever_short_of_the_end(on_a_copy_engine):
         assert np.isfinite(limit).all() == promised
 
 
-@pytest.mark.parametrize("name", ["attention", "attention_vjp"])
+@pytest.mark.parametrize("name", [name for name in OPS if "attention" in name])
 def test_so_does_attention_of_three_products_in_ieee(name, monkeypatch):
     def threefold(a, b, precision="ieee", **how):
         parts = [(x1 := nearest(x, "tf32"), nearest(x - x1, "tf32")) for x in (a, b)]

@@ -25,11 +25,14 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 __all__ = [
-    "MAX_GRID", "RECORDERS", "TILE_REGISTERS", "accumulator", "cdiv", "compiler_options", "dot_precision", "held",
+    "GLUON", "MAX_GRID", "RECORDERS", "TILE_REGISTERS", "accumulator", "cdiv", "compiler_options", "dot_precision", "held",
     "lanes", "launch", "recording", "refuse_common", "refuse_over", "shared_limit", "tmem_columns", "torch_dtype",
 ]  # fmt: skip
 
 MAX_GRID = 2**31 - 1  # of a grid's first dimension, on NVIDIA and AMD; the others end at 65535, so no kernel uses them
+
+GLUON = "its kernels are Gluon's, which Triton compiles and has no interpreter for"
+"""Why some kernels run on no CPU."""
 
 TILE_REGISTERS = 128  # that a tile may take of a thread's
 

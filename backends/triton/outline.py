@@ -53,7 +53,7 @@ class Sheet(Tape):
       places: every array so far. steps: copies, loops, and the launches as the implementation makes them.
     """
 
-    runs = False
+    runs = allocates = False
 
     def __init__(self) -> None:
         super().__init__()

@@ -15,11 +15,13 @@ class Tape:
     Attributes:
       made: the tensors that it allocated, kept alive, so that no other takes their place. launches: kernel, grid,
         positional arguments and constexprs, in order.
-      runs: whether what is noted takes place; a tape that says no is asked for what stands for a new array (``fresh``,
-        ``dtype``), and for loops over parts of arrays (``repeat``, of which :mod:`.parts` tells).
+      runs: whether launches that are noted take place. allocates: whether arrays are made; a tape that says no is asked
+        for what stands for a new array (``fresh``, ``dtype``), and for loops over parts of arrays (``repeat``, of which
+        :mod:`.parts` tells).
     """
 
     runs = True
+    allocates = True
 
     def __init__(self) -> None:
         self.made: list[Any] = []
@@ -29,11 +31,11 @@ class Tape:
         self.launches.append((kernel, grid, args, constexprs))
 
     def fresh(self, shape: Sequence[int], dtype: Any) -> Any:
-        """What stands for a new array, on a tape that does not run."""
+        """What stands for a new array, on a tape that allocates nothing."""
         raise NotImplementedError
 
     def dtype(self, name: str) -> Any:
-        """The dtype of this name, on a tape that does not run."""
+        """The dtype of this name, on a tape that allocates nothing."""
         raise NotImplementedError
 
 
@@ -45,7 +47,7 @@ any."""
 def silent() -> Tape | None:
     """This thread's tape, if it stands in for allocating and launching."""
     tape = TAPES.get(get_ident())
-    return None if tape is None or tape.runs else tape
+    return None if tape is None or tape.allocates else tape
 
 
 def note_tensor(tensor: Any) -> Any:

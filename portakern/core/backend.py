@@ -126,6 +126,8 @@ class Family:
       compiler: the module that compiles its calls for hardware that is not here (see :class:`Compiler`), or None.
       replays: "module:function" that runs a call and learns from it how to serve calls of its form in less time:
         ``(implementation, call, tiling) -> (outputs, arrays by name -> outputs)``, None for what it cannot learn.
+      lists: "module:function" that names the kernels of a call, in the order of their launches, without one:
+        ``(implementation, call, tiling) -> names``; None: ``explain()`` names none.
       stages: "module:function" that makes its kernels part of the programs of an array library that is not the
         backend's own, and holds machine code (:attr:`portakern.core.framework.Framework.embeds`): ``(implementation,
         embed) -> the implementation for arrays of that library``, which needs nothing of the backend's own library.
@@ -142,6 +144,7 @@ class Family:
     needs: tuple[Need, ...] = ()
     compiler: str | None = None
     replays: str | None = None
+    lists: str | None = None
     stages: str | None = None
     unstaged: str = "nothing makes its kernels part of another library's programs"
     profiles: Mapping[str, str | Profile] = field(default_factory=dict, hash=False)
@@ -186,6 +189,10 @@ class Family:
     def load_replays(self) -> Callable[..., Any] | None:
         """The function that learns to serve calls of a form."""
         return _load(self.replays) if self.replays else None
+
+    def kernels(self, impl: Implementation, call: Call, tiling: Tiling) -> tuple[str, ...]:
+        """The kernels that a call would launch, in their order; none where nothing lists them."""
+        return tuple(_load(self.lists)(impl, call, tiling)) if self.lists else ()
 
     def staged(self, impl: Implementation, framework: Framework) -> Implementation:
         """The implementation for a framework that embeds its machine code, always the same one."""
@@ -306,6 +313,7 @@ class Implementation:
       overwrites: it writes results over inputs where a call asks (:meth:`Call.overwritten`), and hands those back;
         ``supports`` refuses the tilings in which it cannot.
       drawn: which calls the checker draws of a variant that takes few.
+      compiled_alone: why its kernels run in no interpreter, in words, where those of its family do; None: they do.
       ahead: the dtypes in which it was measured to take no longer, with its gradients, than the functions of an array
         library that come to the same one after the other. Who would put it in their place asks
         (:func:`portakern.core.route.ahead`).
@@ -331,6 +339,7 @@ class Implementation:
     same_bits: bool = False
     overwrites: bool = False
     drawn: Drawn = ANY
+    compiled_alone: str | None = None
     ahead: tuple[str, ...] = ()
     unordered: Mapping[str, str] = field(default_factory=dict)
     _looked: Remembered[Any, bool] = field(default_factory=Remembered, init=False, repr=False)
@@ -346,6 +355,14 @@ class Implementation:
         if variant is not None or not self.unordered:
             return None
         return f"bits of {', '.join(self.unordered)} may change from run to run"
+
+    def uninterpreted(self, interpret: bool) -> str | None:
+        """None, or why it serves no arrays that an interpreter would."""
+        return (
+            f"{self.family.name} is not interpreted: {self.compiled_alone}"
+            if interpret and self.compiled_alone
+            else None
+        )
 
     def refuses(self, call: Call, tiling: Tiling) -> str | None:
         """None, or why it cannot serve the call with this tiling, in a user's words."""
@@ -500,6 +517,7 @@ class Backend:
         same_bits: bool = False,
         overwrites: bool = False,
         drawn: Drawn = ANY,
+        compiled_alone: str | None = None,
         ahead: tuple[str, ...] = (),
         unordered: Mapping[str, str] = MappingProxyType({}),
     ) -> Callable[[F], F]:
@@ -523,7 +541,7 @@ class Backend:
             for family in own or self._broadest():
                 made = Implementation(
                     self, family, op, fn, tiling, supports, knobs, key, fit, takes, copies, same_bits, overwrites,
-                    drawn, ahead, unordered,
+                    drawn, compiled_alone, ahead, unordered,
                 )  # fmt: skip
                 self._found[family.package, op] = made
                 forget()  # ops that were made before serve their next call anew

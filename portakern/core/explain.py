@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -83,10 +84,19 @@ def _plan(call: Call, choice: Choice, candidates: tuple[Route, ...]) -> list[str
         sources = resolve(route.impl, inner, choice.tiling).sources
         parts = (f"{name}={tiling[name]} ({source})" for name, source in sources.items())
         lines.append(f"  tiling: {', '.join(parts) or 'none'}")
+        lines += _kernels(route, inner, tiling)
         copied = route.impl.copies(inner, tiling) if route.impl.copies else None
         lines += [f"  copied by {framework.title}: {copied}"] if copied else []
         lines += [f"  bits of {name} may change from run to run: {why}" for name, why in route.impl.unordered.items()]
     return lines
+
+
+def _kernels(route: Route, call: Call, tiling: Mapping[str, int]) -> list[str]:
+    """What the implementation would launch: which of several kernels it takes follows from the call's form."""
+    impl = route.impl.backend.implementation(call.spec.name, route.impl.family)  # as it is where it is not embedded
+    counts = Counter(route.impl.family.kernels(impl, call, tiling)) if impl is not None else Counter[str]()
+    told = (name if count == 1 else f"{name} x{count}" for name, count in counts.items())
+    return [f"  kernels: {', '.join(told)}"] if counts else []
 
 
 def _variants(call: Call, choice: Choice, candidates: tuple[Route, ...], served: Route) -> list[str]:

@@ -201,19 +201,20 @@ def find_routes(b: Backend, call: Call, target: Target, variant: str | None = No
     found: list[Route] = []
     waiting: list[str] = []
 
-    def serving(family: Family) -> Implementation | None:
+    def serving(family: Family, interpret: bool) -> Implementation | None:
         impl = b.implementation(call.spec.name, family)
-        why = impl.unasked(variant) if impl else None
-        if why:
-            waiting.append(f"{why}: name variant={family.name!r}")
-        return None if why else impl
+        if impl is None:
+            return None
+        unasked, alone = impl.unasked(variant), impl.uninterpreted(interpret)
+        waiting.extend([f"{unasked}: name variant={family.name!r}"] if unasked else [alone] if alone else [])
+        return None if unasked or alone else impl
 
     for family in staged:
-        impl = serving(family)
+        impl = serving(family, False)
         if impl is not None:
             found.append(Route(family.staged(impl, call.framework), False, target, call.framework, embedded=True))
     for family, interpret in () if found else b.families_for(target, variant):
-        impl = serving(family)
+        impl = serving(family, interpret)
         if impl is not None:
             found.append(Route(impl, interpret, target, frameworks()[b.framework]))
     if not found:

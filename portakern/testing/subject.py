@@ -154,6 +154,9 @@ def backend_subject(
     family, interpret = homes[0]
     impl = b.implementation(spec.name, family)
     assert impl is not None
+    alone = impl.uninterpreted(interpret)
+    if alone is not None:
+        raise UnsupportedError(f"{spec.name} on {target}: backend {b.name!r} cannot: {alone}")
     every = backend_variants(spec, b, device, profile, arch) if len(b.families) > 1 else (family.name,)
     others_follow = family.name in every[:-1]
     named = family.name if len(b.families) > 1 or impl.unordered else None

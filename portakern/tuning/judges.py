@@ -161,7 +161,7 @@ class StaticBench:
         """Why a tiling gives wrong results in the interpreter of its kernels, on a call that has two tiles a dimension
         at most; None where it gives right ones, or where the kernels have no interpreter."""
         place = self.place
-        if not place.family.interprets:
+        if not place.family.interprets or place.impl.compiled_alone:
             return None
         framework = place.framework
         device = next(d for d in framework.devices() if framework.target(d).platform == HOST.platform)

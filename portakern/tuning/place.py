@@ -120,7 +120,7 @@ def _of(b: Backend, spec: Spec[Any], target: str | None, variant: str | None) ->
     for device, at in chosen[:1]:
         for family, interpret in b.families_for(at, variant):
             impl = b.implementation(spec.name, family) if b.where(spec.name, family) else None
-            if impl is not None:
+            if impl is not None and impl.uninterpreted(interpret) is None:
                 hardware = targets.HARDWARE.get(at.arch) or (targets.family(at.arch) if at.arch else None)
                 yield Place(impl, framework, at, device, interpret, hardware)
     if chosen or target in (None, HOST.platform):

@@ -9,6 +9,7 @@ FAMILY = Family(
     before=("unordered",),
     interprets=True,
     needs=(Need("jax", "0.11", "which takes Python 3.12 or newer"),),
+    lists="portakern.backends.pallas.listed:kernels",
     compiler="portakern.backends.pallas.gpu.toolchain.compiler",
     profiles={"races": "portakern.backends.pallas.gpu.toolchain.races:raising"},
 )

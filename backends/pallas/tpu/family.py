@@ -6,6 +6,7 @@ FAMILY = Family(
     "portakern.backends.pallas.tpu",
     platforms=("tpu",),
     interprets=True,
+    lists="portakern.backends.pallas.listed:kernels",
     compiler="portakern.backends.pallas.tpu.toolchain.compiler",
     profiles={"simulated": "portakern.backends.pallas.tpu.toolchain.simulator:simulated"},
 )

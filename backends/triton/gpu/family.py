@@ -13,6 +13,7 @@ FAMILY = Family(
         )
     },
     replays="portakern.backends.triton.replay:learn",
+    lists="portakern.backends.triton.listed:kernels",
     stages="portakern.backends.triton.staging:stage",
     imports="portakern.backends.triton.imports:compiled",
 )

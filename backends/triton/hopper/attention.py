@@ -5,7 +5,7 @@ Calls of few queries go to the portable kernel with the tiling of here where a g
 more than 32 and chunks of keys that are not worth a program each. All kernels add up the same numbers in the same
 order, so that a row's bits do not tell which it was.
 Everything that this variant does not take is refused by what decides bits anyway: dtypes, head dimensions, bias and
-segments. Interpreted calls are all the portable kernel's: Gluon is compiled alone.
+segments. Gluon is compiled alone: nothing of this runs in the interpreter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from portakern.backends.triton.gpu._heads import Scores
 from portakern.backends.triton.gpu._split import chunk_length, chunks_of_a_tile, seen_keys, worth_spreading
 from portakern.backends.triton.hopper._flash import Plan, Work, attention_flash_kernel
 from portakern.backends.triton.hopper._shares import HALF, Shares, attention_shares_kernel
-from portakern.backends.triton.launch import cdiv, launch, shared_limit, torch_dtype
+from portakern.backends.triton.launch import GLUON, cdiv, launch, shared_limit, torch_dtype
 from portakern.backends.triton.layout import contiguous_strides, fresh, pow2_at_least
 from portakern.core.backend import Drawn
 from portakern.spec import Count
@@ -72,8 +72,6 @@ def shared_bytes(plan: Plan) -> int:
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     dims, plan = call.dims, plan_of(call, tiling)
-    if call.interpret:
-        return portable.supports(call, tiling)
     if call.dtype not in ("float16", "bfloat16"):
         return f"{call.dtype} goes to the portable kernel: this one is for float16 and bfloat16"
     for name in ("bias", "q_segment_ids"):
@@ -116,11 +114,11 @@ DRAWN = Drawn(("bias", "q_segment_ids", "kv_segment_ids"), {"d": 8, "dv": 8}, {"
 
 
 @BACKEND.implements("attention", tiling=least_chunk, key=portable.key, fit=portable.fit, supports=supports, knobs=KNOBS,
-                    drawn=DRAWN)  # fmt: skip
+                    drawn=DRAWN, compiled_alone=GLUON)  # fmt: skip
 def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     dims, options = call.dims, call.options
     shares = shares_of(call, tiling)
-    if call.interpret or (shares is None and few_queries(call, tiling)):
+    if shares is None and few_queries(call, tiling):
         return portable.attention(call, tiling)
     plan = plan_of(call, tiling)
     batch, q_len, kv_len = dims["batch"], dims["q_len"], dims["kv_len"]
@@ -154,7 +152,7 @@ def shares_of(call: Call, tiling: Mapping[str, int]) -> tuple[int, bool] | None:
     """(chunks of each group of heads, whether one program walks them all) where ``by_shares`` takes the call; else
     None."""
     dims, wanted, rows = call.dims, tiling["shares"], rows_of(call)
-    if not wanted or rows > QUERIES or call.interpret:
+    if not wanted or rows > QUERIES:
         return None
     chunk, groups = chunk_length(call, tiling), dims["batch"] * dims["kv_heads"]
     chunks = 1 if chunk is None else chunks_of_a_tile(call, chunk, dims["q_len"])

@@ -1,8 +1,8 @@
 """Gradients of attention for Hopper's copy engine and asynchronous matrix unit, in 16 bits: see ``_flash_gradients``.
 
 What decides whether this variant serves a call is what its kernel is compiled for: dtype, head dimensions, and whether
-there is a bias or segments; lengths and batches do not. Interpreted calls are all the portable kernel's: Gluon is
-compiled alone.
+there is a bias or segments; lengths and batches do not. Gluon is compiled alone: nothing of this runs in the
+interpreter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from portakern.backends.triton.hopper.attention import (
     processors,
     tiled,
 )
-from portakern.backends.triton.launch import cdiv, launch, shared_limit, torch_dtype
+from portakern.backends.triton.launch import GLUON, cdiv, launch, shared_limit, torch_dtype
 from portakern.backends.triton.layout import fresh, pow2_at_least
 from portakern.core.backend import Drawn
 from portakern.spec import Count
@@ -84,8 +84,6 @@ def held(call: Call, plan: Plan) -> int:
 
 def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
     """Smaller tiles where terms of the scores take registers beside them."""
-    if call.interpret:
-        return portable.fit(call, tiling)
     smaller = dict(tiling)
     for plan in plans(call, tiling).values():
         while held(call, plan) > plan.registers - SPARE and plan.block > 32:
@@ -96,8 +94,6 @@ def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     dims = call.dims
-    if call.interpret:
-        return portable.supports(call, tiling)
     if call.dtype not in ("float16", "bfloat16"):
         return f"{call.dtype} goes to the portable kernel: this one is for float16 and bfloat16"
     for name in ("bias", "q_segment_ids"):
@@ -139,10 +135,9 @@ def scores_of(call: Call) -> Scores:
 DRAWN = Drawn(("bias", "q_segment_ids", "kv_segment_ids"), {"d": 8, "dv": 8}, {})
 
 
-@BACKEND.implements("attention_vjp", key=key, fit=fit, supports=supports, knobs=KNOBS, drawn=DRAWN)
+@BACKEND.implements("attention_vjp", key=key, fit=fit, supports=supports, knobs=KNOBS, drawn=DRAWN,
+                    compiled_alone=GLUON)  # fmt: skip
 def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    if call.interpret:
-        return portable.attention_vjp(call, tiling)
     dims, options = call.dims, call.options
     q, k, v, d_o, o = (movable(call.arrays[n]) for n in ("q", "k", "v", "d_o", "o"))
     out = {

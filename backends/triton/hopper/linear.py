@@ -89,7 +89,7 @@ def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     of = product_of(call)
-    if products.by_roles(of, tiling) and not products.on_matrix_unit(of):
+    if products.by_roles(of, tiling) and not (call.interpret or products.on_matrix_unit(of)):
         return (
             f"warps with roles (roles={tiling['roles']}) take products of the matrix unit, which float32 in ieee is "
             "none of; use roles=0"
@@ -119,8 +119,9 @@ def linear(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     m, n, k = prod(call.dims["batch"]), call.dims["n"], call.dims["k"]
     y, pre = (fresh((*x.shape[:-1], n), x.dtype, x.device) if name in call.wants else None for name in ("y", "pre"))
     of = product_of(call)
-    anyhow = call.interpret or tiling["swapped"]
-    along_x, along_w = (None, None) if anyhow else products.ALONG.get(kind_of(of, of.dtype), (None, None))
+    along_x, along_w = products.ALONG.get(kind_of(of, of.dtype), (None, None))
+    if tiling["swapped"]:
+        along_x, along_w = None, None
     whole = products.copied(of) if products.by_roles(of, tiling) else None
     of_x = operand(call, x.reshape(m, k), 0, (1, m, k), along_x, whole == "a")
     of_weight = operand(call, weight.mT, 0, (1, k, n), along_w, whole == "b")
@@ -157,7 +158,7 @@ def _launch(
 ) -> None:  # fmt: skip
     m, n, k = (of.dims[name] for name in "mnk")
     block_m, block_n, block_k = tiling["block_m"], tiling["block_n"], tiling["block_k"]
-    how: dict[str, Any] = {"tf32": True} if dot_precision(call) == "tf32" and not call.interpret else {}
+    how: dict[str, Any] = {"tf32": True} if dot_precision(call) == "tf32" else {}
     of_x = products.described(x, (1, m, k), (block_m, block_k), False, **how)
     of_weight = products.described(weight, (1, k, n), (block_k, block_n), False, **how)
     chunk = cdiv(products.chunk_of(n, k), block_k)

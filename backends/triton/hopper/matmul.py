@@ -328,14 +328,16 @@ def on_matrix_unit(call: Call) -> bool:
 
 
 def by_roles(call: Call, tiling: Mapping[str, int]) -> bool:
-    """Whether warps have roles. The interpreter knows none."""
-    return bool(tiling["roles"]) and not call.interpret
+    """Whether warps have roles."""
+    return bool(tiling["roles"])
 
 
 def refuse_roles(call: Call, tiling: Mapping[str, int]) -> str | None:
     """Why warps cannot have roles, or None."""
     rows, columns, depth, size = tiling["block_m"], tiling["block_n"], tiling["block_k"], size_of(call.dtype)
     told, stages = f"warps with roles (roles={tiling['roles']})", tiling["num_stages"]
+    if call.interpret:
+        return f"{told} are compiled alone: Gluon has no interpreter; use roles=0"
     if not may_have_roles(call):
         return f"{told} take products whose sums are whole, of operands of c's size and up to 32 bits; use roles=0"
     if (tiling["num_warps"], tiling["swapped"]) != (8, 0):
@@ -470,8 +472,8 @@ def matmul(call: Call, tiling: Mapping[str, int], into: torch.Tensor | None = No
         into = fresh((*dims["batch"], dims["m"], n), torch_dtype(dtype) if dtype else a.dtype, a.device)
     c = into
     entries, m = extents(call)
-    anyhow, kind = call.interpret or tiling["swapped"], products(call, call.dtype)
-    along_a, along_b = (None, None) if anyhow else ALONG.get(kind, (None, None))
+    kind = products(call, call.dtype)
+    along_a, along_b = (None, None) if tiling["swapped"] else ALONG.get(kind, (None, None))
     if by_roles(call, tiling) and kind == "tf32":
         along_b = None
     whole = copied(call) if by_roles(call, tiling) else None
@@ -616,7 +618,7 @@ def _launch(
     batched, swapped = entries > 1, bool(tiling["swapped"])
     in_boxes = parts == 1 and n * c.element_size() % 16 == 0
     stays = in_boxes and not swapped
-    how: dict[str, Any] = {"tf32": True} if dot_precision(call) == "tf32" and not call.interpret else {}
+    how: dict[str, Any] = {"tf32": True} if dot_precision(call) == "tf32" else {}
     of_a = described(a, (entries, m, k), (block_m, block_k), batched, **how)
     of_b = described(b, (entries, k, n), (block_k, block_n), batched, **how)
     of_c = Operand(c, m * n * batched, n, False)

@@ -8,6 +8,7 @@ FAMILY = Family(
     targets=("sm_90",),
     compiler="portakern.backends.triton.compiler",
     replays="portakern.backends.triton.replay:learn",
+    lists="portakern.backends.triton.listed:kernels",
     unstaged="its kernels take tensor descriptors, which PyTorch's launcher makes on the host at each launch",
     imports="portakern.backends.triton.imports:compiled",
 )
