@@ -6,8 +6,10 @@ with the difference. What the product of the maximum rounds away, and where that
 
 from __future__ import annotations
 
-from math import ceil, e, floor, log2
+from math import ceil, e, floor, isfinite, log2
 from typing import NamedTuple
+
+import numpy as np
 
 
 class Exponents(NamedTuple):
@@ -33,6 +35,14 @@ LARGEST = 2.0**127
 def below_overflow(pre: float | None, unit: float) -> tuple[float | None, float]:
     """``score_unit``'s numbers with no unit beyond ``LARGEST``."""
     return (pre, unit) if unit <= LARGEST else ((pre or 1.0) * (unit / 2), 2.0)
+
+
+def two_parts(number: float, wide: bool = False) -> tuple[float, float]:
+    """A number as the sum of two that float32 holds, or as itself and 0 where kernels compute in float64 (``wide``)."""
+    if wide:
+        return number, 0.0
+    high = float(np.float32(number))
+    return high, float(np.float32(number - high)) if isfinite(high) else 0.0
 
 
 def exponents(unit: float, digits: int = 24) -> Exponents:

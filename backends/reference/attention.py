@@ -9,6 +9,7 @@ import numpy as np
 
 from portakern.backends.reference import BACKEND
 from portakern.core.call import Call
+from portakern.spec.tolerance import rounded
 from portakern.specs.attention import allowed
 
 
@@ -16,16 +17,17 @@ from portakern.specs.attention import allowed
 def attention(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray | None]:
     """Every query's mean of the values that it sees, weighted by the exponentials of its scores:
 
-        p_j = exp(s_j - m), m = max s_j, l = sum_j p_j;  o = sum_j p_j v_j / l, lse = m + log l
+        p_j = exp(s_j - m), m = max s_j, l = sum_j p_j;  o = sum_j p_j v_j / l, lse + lse_low = m + log l
 
     q: (batch, q_len, heads, d), k: (batch, kv_len, kv_heads, d), v: (batch, kv_len, kv_heads, dv)
-    -> o: (batch, q_len, heads, dv), lse: (batch, heads, q_len).
+    -> o: (batch, q_len, heads, dv), lse and lse_low: (batch, heads, q_len).
     Masked pairs have s = -inf. A row that sees no key has m = -inf and l = 0: its o is 0, its lse -inf. A +inf score
     (inf - inf) or a NaN score makes p, and so the row, NaN.
     """
     v = call.arrays["v"]
     (batch, q_len, heads, _), group = call.arrays["q"].shape, call.dims["group"]
-    o, lse = np.empty((batch, q_len, heads, v.shape[-1])), np.empty((batch, heads, q_len))
+    o = np.empty((batch, q_len, heads, v.shape[-1]))
+    lse, low = np.empty((batch, heads, q_len)), np.empty((batch, heads, q_len))
     with np.errstate(all="ignore"):
         for b, h in np.ndindex(batch, heads):
             s = scores(call, b, h)
@@ -33,8 +35,19 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray, np.nda
             p = np.exp(s - np.where(m == -np.inf, 0.0, m))
             l = p.sum(-1, keepdims=True)
             o[b, :, h] = weighted_sum(p, s != -np.inf, v[b, :, h // group]) / np.where(l == 0, 1.0, l)
-            lse[b, h] = (m + np.log(l))[:, 0]
-    return o, lse if "lse" in call.wants else None
+            lse[b, h], low[b, h] = log_sum(call, m[:, 0], l[:, 0])
+    return o, lse if "lse" in call.wants else None, low if "lse_low" in call.wants else None
+
+
+def log_sum(call: Call, m: np.ndarray, l: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(m + log l, what storing that as float32 rounds away; as float64 in a float64 call), 0 where it is not finite.
+
+    Two numbers, since the sum alone holds no log l beside an m of 1e17, in float64 neither.
+    """
+    log = np.log(l)
+    total = m + log
+    stored = rounded(total, "float64" if call.dtype == "float64" else "float32").astype(np.float64)
+    return total, np.where(np.isfinite(stored), (m - stored) + log, 0.0)
 
 
 def scores(call: Call, b: int, h: int) -> np.ndarray:

@@ -16,14 +16,16 @@ from portakern.core.call import Call
 def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray | None, ...]:
     """The gradients of attention by the scores, and from there by its arguments:
 
-        P = exp(s - lse), Delta = sum(d_o * o) - d_lse, dS = P (d_o v^T - Delta), D = dS (1 - tanh^2)
+        P = exp(min(s - lse - lse_low, 0)), Delta = sum(d_o * o) - d_lse, dS = P (d_o v^T - Delta)
+        D = dS (1 - tanh^2)
         d_q = scale D k, d_k = scale D^T q, d_v = P^T d_o, d_bias = dS
 
     Shapes are the inputs'. d_k and d_v are summed over the query heads of a key head, d_bias over the axes along which
     bias has an extent of 1. Masked pairs have s = -inf, and so P = dS = 0, as has a row with lse = -inf; what is masked
     leaves no trace.
     """
-    q, k, v, o, d_o, lse, bias, d_lse = (call.arrays[n] for n in ("q", "k", "v", "o", "d_o", "lse", "bias", "d_lse"))
+    q, k, v, o, d_o, lse, bias = (call.arrays[n] for n in ("q", "k", "v", "o", "d_o", "lse", "bias"))
+    d_lse, low = call.arrays["d_lse"], call.arrays["lse_low"]
     scale = 1 / math.sqrt(call.dims["d"]) if call.options["scale"] is None else call.options["scale"]
     d_q, d_k, d_v = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
     d_bias = None if bias is None else np.zeros(bias.shape)
@@ -32,7 +34,8 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray | N
             kv_head, row = h // call.dims["group"], lse[b, h][:, None]
             s = scores(call, b, h)
             seen = (s != -np.inf) & (row != -np.inf)
-            p = np.where(seen, np.exp(s - row), 0.0)
+            apart = (s - row) - (0.0 if low is None else low[b, h][:, None])
+            p = np.where(seen, np.exp(np.minimum(apart, 0.0)), 0.0)
             delta = (d_o[b, :, h] * o[b, :, h]).sum(-1, keepdims=True)
             if d_lse is not None:
                 delta = delta - d_lse[b, h][:, None]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @attention.tolerance
 def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Bounds of o and lse, from the error of a score.
+    """Bounds of o, lse and lse_low, from the error of a score.
 
     Of one query, all sums over the n keys that it sees among N = kv_len: the scores s, their maximum m, the
     differences d = m - s, the weights p = exp(-d) and their sum l. Then o = sum p v / l and lse = m + log l.
@@ -29,6 +29,10 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 
     In order: the dot and its scaling; m - s and exp2 of it (a running maximum splits d into parts that sum to d); the
     addition of the bias; an accurate tanh, which also passes on no more than its slope of the terms before it; exp.
+
+    A bias of 2^20 or more is added in natural units, and its share is what float32 makes of the sum: nothing where the
+    bias absorbs the score, as finfo.min does. In a row with |m| of 2^23 or more, where scores in units of log2(e) have
+    no binary places left, ds has d besides: weights may be powers of another base there.
 
     A weight p moves by g = p (e^ds - 1) at most, and l down to l' = sum p e^-ds at most, so that o moves by
 
@@ -53,21 +57,25 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         E_lse = max(log(1 + sum g / l), log(l / l')) + steps + 4u (|m| + |lse|)
         B_o = E_o (1 + U) + U |o| + eta,  B_lse = E_lse (1 + U) + U |lse| + eta,  U and eta each of the output's dtype
 
+    lse_low is the rest of lse, and its reference that of lse rounded once: it may be off by 2 B_lse + U |lse|. That the
+    two together are exact shows in gradients.
+
     A row that sees no key: eta, and an exact lse. +inf: where a score's terms reach 2^127 (the row) or sum |v| does;
     where an operand of float32 is beyond tf32's range (:data:`portakern.spec.tolerance.TF32_END`);
     where a masked key holds NaN or inf in v (0 * NaN inside a tile cannot be undone); where a key that is seen holds
     inf but its weight may be 0 (inf or NaN).
     """
-    o, lse = ref
+    o, lse, low = ref
     unit, group = units_of(call), call.dims["group"]
-    bound_o, bound_lse = np.empty_like(o), None if lse is None else np.empty_like(lse)
+    bound_o, bound_lse = np.empty_like(o), np.empty((o.shape[0], o.shape[2], o.shape[1]))
     with np.errstate(all="ignore"):
         for b, h in np.ndindex(o.shape[0], o.shape[2]):
             rows = Rows.of(call, unit, b, h)
             bound_o[b, :, h] = _bound_o(call, unit, rows, call.arrays["v"][b, :, h // group], o[b, :, h])
-            if bound_lse is not None:
-                bound_lse[b, h] = _bound_lse(call, unit, rows, lse[b, h])
-    return bound_o, bound_lse
+            if lse is not None or low is not None:
+                bound_lse[b, h] = _bound_lse(call, unit, rows)
+    of_low = None if low is None else np.where(np.isfinite(bound_lse), 3 * bound_lse, inf)
+    return bound_o, None if lse is None else bound_lse, of_low
 
 
 class Rows(NamedTuple):
@@ -97,7 +105,8 @@ class Rows(NamedTuple):
         seen = may & (scores.s != -inf)
         m = np.where(seen, scores.s, -inf).max(1, keepdims=True, initial=-inf)
         d = np.where(seen, m - scores.s, inf)
-        ds = np.where(seen, scores.ds + 6 * unit.u * d + unit.ex, 0)
+        other_base = np.where(np.abs(m) >= 2.0**23, d, 0.0) if call.dtype != "float64" else 0.0
+        ds = np.where(seen, scores.ds + 6 * unit.u * d + unit.ex + other_base, 0)
         p = np.exp(-d)
         n = seen.sum(1, keepdims=True)
         return cls(
@@ -144,8 +153,20 @@ class Scores(NamedTuple):
         capped = ds
         if call.arrays["bias"] is not None:
             bias = head_of_bias(call, b, h)
-            s, ds = s + bias, ds + 4 * u * np.abs(bias)
+            s, ds = s + bias, _with_bias(call, u, s + bias, ds, bias)
         return cls(s, ds, capped, (size * max(1, abs(scale)) >= unit.huge) | (np.isfinite(s) & (s >= unit.huge)))
+
+
+def _with_bias(call, u, s, ds, bias):
+    """How far scores s may be off with their bias, which were off by ``ds`` before it was added: by 4u |bias| more, or
+    where that is large by what rounding the sum once may come to."""
+    rounded = ds + 4 * u * np.abs(bias)
+    far = (np.abs(bias) >= 2.0**20) & np.isfinite(s)
+    if call.dtype == "float64" or not far.any():
+        return rounded
+    at = np.where(far, s, 0.0)
+    once = [np.abs((at + way * np.where(far, ds, 0.0)).astype(np.float32).astype(np.float64) - at) for way in (1, -1)]
+    return np.where(far, np.minimum(rounded, np.maximum(*once)), rounded)
 
 
 def _bound_o(call, unit, row, v, o):
@@ -163,10 +184,11 @@ def _bound_o(call, unit, row, v, o):
     return round_to(np.where(unsure, inf, err), o, call.dtype)
 
 
-def _bound_lse(call, unit, row, lse):
-    """B_lse of one head: lse (q_len,). However large the errors, lse moves by no more than the largest that counts."""
+def _bound_lse(call, unit, row):
+    """B_lse of one head, (q_len,). However large the errors, lse moves by no more than the largest that counts."""
+    lse = (row.m + np.log(row.l))[:, 0]
     largest = np.where(row.d - row.ds < 745, row.ds, 0).max(1)
     moved = np.maximum(np.log1p(row.g.sum(1) / row.l[:, 0]), np.log(row.l / row.least)[:, 0])
     err = np.where(largest > 1, largest, moved) + row.steps[:, 0] + 4 * unit.u * (np.abs(row.m[:, 0]) + np.abs(lse))
     err = np.where(row.overflows[:, 0], inf, np.where(row.n[:, 0] == 0, 0.0, err))
-    return round_to(err, lse, call.outputs["lse"][1])
+    return round_to(err, lse, "float64" if call.dtype == "float64" else "float32")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @attention.sigma
 def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """RMS errors of o and lse. The symbols are those of the bound; kappa = KAPPA u, P = p / l.
+    """RMS errors of o and lse; of lse_low nothing is said. The symbols are those of the bound; kappa = KAPPA u, P = p / l.
 
     f is the RMS error of one score apart from its neighbours, and (x, y) are a dot's coefficients (``dot_spread``):
 
@@ -45,7 +45,7 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 
     +inf where the first order fails: rows with an f of 2^-4 or more at a key that counts, and elements without a bound.
     """
-    o, lse = ref
+    o, lse, low = ref
     unit, group = units(call), call.dims["group"]
     rest = (KAPPA * unit.u) ** 2 * (unit.chain(call.dims["kv_len"]) / 3 + 8) + (unit.ex / 4) ** 2
     sigma_o, sigma_lse = np.empty_like(o), None if lse is None else np.empty_like(lse)
@@ -61,7 +61,7 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
             if sigma_lse is not None:
                 of_lse = _lse_spread(call, unit, row, share, moved, lean, rest, lse[b, h])
                 sigma_lse[b, h] = np.where(unknown[:, 0], inf, of_lse)
-    return sigma_o, sigma_lse
+    return sigma_o, sigma_lse, None if low is None else np.full_like(low, inf)
 
 
 def _row_spread(call, unit, row, b, h):

@@ -49,6 +49,7 @@ def attention_vjp(
     q_segment_ids: Int[A, "batch q_len"] | None = None,
     kv_segment_ids: Int[A, "batch kv_len"] | None = None,
     d_lse: Float32[A, "batch kv_heads*group q_len"] | None = None,
+    lse_low: Float32[A, "batch kv_heads*group q_len"] | None = None,
     *,
     is_causal: bool = False,
     window: Window | None = None,
@@ -62,7 +63,7 @@ def attention_vjp(
     the softcap:
 
         t = tanh(scale q k^T / c), s = c t + bias;  without a softcap s = scale q k^T + bias
-        P = exp(s - lse),  Delta = rowsum(d_o * o) - d_lse,  dS = P (d_o v^T - Delta)
+        P = exp(min(s - lse - lse_low, 0)),  Delta = rowsum(d_o * o) - d_lse,  dS = P (d_o v^T - Delta)
         D = dS (1 - t^2);  without a softcap D = dS
 
     and from these
@@ -72,14 +73,14 @@ def attention_vjp(
         d_bias = dS, summed over the axes that bias broadcasts
 
     At pairs that causal, window or segments mask, P and dS are 0, whatever lse, d_o, v and the rest hold there: select
-    after the arithmetic. A row with lse = -inf saw no key: its P is 0. Where bias = -inf, P is 0 as exp gives it. o and
-    lse are taken as they are, rounded. Where a bias of finfo.min throughout makes lse so low that lse log2(e)
-    overflows, P is from 0 to 1, never NaN: NaN there would reach every key. NaN and inf reach what they meet at allowed
-    pairs. 0 in P or D times a q, k or d_o that is NaN or inf, inside a tile, may be NaN; beyond an extent never.
+    after the arithmetic. A row with lse = -inf saw no key: its P is 0. Where bias = -inf, P is 0 as exp gives it. o, lse
+    and lse_low are taken as they are, rounded. No P exceeds 1, however far rounding moves a score above lse: where
+    scores are large that is by whole numbers. NaN and inf reach what they meet at allowed pairs. 0 in P or D times a q,
+    k or d_o that is NaN or inf, inside a tile, may be NaN; beyond an extent never.
 
     Args:
       q, k, v, bias, q_segment_ids, kv_segment_ids, is_causal, window, scale, softcap, precision: as in attention.
-      o, lse: what attention returned.
+      o, lse, lse_low: what attention returned; lse_low None is 0.
       d_o, d_lse: cotangents of o (its dtype) and lse (float32); d_lse None is 0.
 
     Returns:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import inf, log
+from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -53,7 +53,7 @@ class KeyHead(NamedTuple):
         return x.reshape(self.call.dims["group"], -1, x.shape[1]).swapaxes(0, 1)
 
     def statistic(self, name):
-        """(group*q_len, 1) of lse or d_lse; zeros for a d_lse that was not given."""
+        """(group*q_len, 1) of lse, lse_low or d_lse; zeros for what was not given."""
         x = self.call.arrays[name]
         if x is None:
             return np.zeros((self.call.dims["group"] * self.call.dims["q_len"], 1))
@@ -72,17 +72,17 @@ class Pairs(NamedTuple):
     s, t, P, dS, D and Delta are those of the contract, dP = d_o v^T, c the softcap, dv the extent of a value; u, ex,
     tau, tf32 are :class:`portakern.spec.tolerance.Units`.
 
-    The exponent s - lse errs by e, with ds the error of a score as in attention, but without the share of the maximum:
+    With L = lse + lse_low, the exponent s - L errs by e, with ds the error of a score as in attention, but without the
+    share of the maximum:
 
-        e = ds + 4u (|s| + |lse|) + ex
+        e = ds + 4u |s - L| + 16 u^2 |lse| + ex
 
-    that is two products with log2(e), a rounded constant and the difference s - lse; exp. So P moves by
+    that is two differences and a product with log2(e), a rounded constant; what two float32 numbers lose of L in another
+    unit (a kernel may keep scores in units of the scale, and L with them); exp. P is at most 1, so that it moves by
 
-        g = P (exp(e) - 1)
+        g = min(P (exp(e) - 1), max(P, 1 - P) + ex)
 
-    at most: here nothing divides by a sum of P, and no kernel has to keep P below 1. Where lse is so low that lse
-    log2(e) overflows, as under a bias of finfo.min throughout, P may be off by P + 1: anything from 0 to 1 is half of
-    what is permitted.
+    at most: here nothing divides by a sum of P.
 
     The difference a = dP - Delta moves by da, and dS = P a by E:
 
@@ -124,10 +124,11 @@ class Pairs(NamedTuple):
         s, ds, capped, large = (np.concatenate(x) for x in zip(*scores, strict=True))
         may, lse = np.concatenate([allowed(call, head.b)] * len(heads)), head.statistic("lse")
         seen = may & (s != -inf) & (lse != -inf)
-        e = ds + 4 * u * (np.abs(s) + np.abs(lse)) + unit.ex
-        P = np.exp(np.minimum(s - lse, 700))
-        lost = lse <= -log(4) * unit.huge  # lse log2(e) overflows
-        g = np.where(lost, P + 1, np.where(e < 1, P * np.expm1(e), np.exp(np.minimum(e + s - lse, 700))))
+        apart = (s - lse) - head.statistic("lse_low")
+        e = ds + 4 * u * np.abs(apart) + 16 * u**2 * np.abs(lse) + unit.ex
+        P = np.exp(np.minimum(apart, 0.0))
+        g = np.where(e < 1, P * np.expm1(e), np.exp(np.minimum(e + apart, 700)))
+        g = np.minimum(g, np.maximum(P, 1 - P) + unit.ex)
         a, da, nan_a, wild_a = _differences(head)
         size = np.abs(a)
         dS, E = P * a, g * size + (P + g) * (da + 2 * u * (size + da)) + unit.tau * (1 + size + da)

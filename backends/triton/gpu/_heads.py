@@ -17,7 +17,7 @@ import triton.language as tl
 
 from portakern.backends.triton.launch import dot_precision
 from portakern.core import targets
-from portakern.specs._exponents import below_overflow, exponents
+from portakern.specs._exponents import below_overflow, exponents, two_parts
 from portakern.specs.attention import score_unit
 
 if TYPE_CHECKING:
@@ -27,18 +27,24 @@ if TYPE_CHECKING:
 
 
 LOG2E = log2(e)
+LEAST_UNIT = 2.0**-40  # of scores in gradients
 LARGEST = tl.constexpr((2.0 - 2.0**-10) * 2.0**127)  # of 10 bits
 
 
 class Scores(NamedTuple):
     """From dot products to weights: q . k ``pre`` is the score, or tanh's argument under a softcap (``pre`` None:
     nothing to multiply by); a weight is 2^((s - m) ``rate``), and ``beyond`` and ``octave`` are of ``exponents``
-    of the spec; lse is m ``unit`` + log l. Gradients, which are given lse, take pre, softcap and rate alone."""
+    of the spec. lse is m ``unit`` + log l, or m rate ``natural`` + log l. The _low of a number is what float32 lacks of
+    it. Gradients, which are given lse, take pre, softcap and rate alone, and ``unit`` for what tanh is multiplied by
+    (None: nothing)."""
 
     pre: float | None
     softcap: float | None
     rate: float | None = None
     unit: float | None = None
+    unit_low: float | None = None
+    natural: float | None = None
+    natural_low: float | None = None
     beyond: float | None = None
     octave: float | None = None
 
@@ -46,8 +52,23 @@ class Scores(NamedTuple):
     def of(cls, call: Call) -> Scores:
         """Those of a forward call."""
         pre, unit = below_overflow(*score_unit(call))
-        rate, beyond, octave = exponents(unit, 53 if call.dtype == "float64" else 24)
-        return cls(pre, call.options["softcap"], rate, unit, beyond, octave)
+        wide = call.dtype == "float64"
+        rate, beyond, octave = exponents(unit, 53 if wide else 24)
+        rate, _ = two_parts(rate, wide)
+        parts = *two_parts(unit, wide), *two_parts(unit / rate, wide)
+        return cls(pre, call.options["softcap"], rate, *parts, beyond, octave)
+
+    @classmethod
+    def of_gradients(cls, call: Call) -> tuple[Scores, tuple[float, float]]:
+        """Those of a call of gradients, with scores in the unit of the forward pass, and by how much (in two parts) lse
+        is multiplied to be in it. Of units that are next to nothing, 1: log l is too large a number of them."""
+        pre, unit = below_overflow(*score_unit(call))
+        softcap, settle = call.options["softcap"], None
+        if unit < LEAST_UNIT and softcap is None:
+            pre, unit = (pre or 1.0) * unit, 1.0
+        elif softcap is not None and (unit < LEAST_UNIT or call.arrays["bias"] is not None):
+            settle, unit = softcap, 1.0
+        return cls(pre, softcap, unit * LOG2E, settle), two_parts(1.0 / unit, call.dtype == "float64")
 
 
 class Extents(NamedTuple):

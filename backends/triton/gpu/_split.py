@@ -55,11 +55,32 @@ def shrunk(m, under):
 
 @triton.jit
 def log_sum(l, m, scores):
-    """The logarithm of the sum of exp(s), in natural units, from the sum l of weights under the maximum m."""
+    """(high, low): the logarithm of the sum of exp(s), in natural units, from the sum l of weights under the maximum m,
+    and what rounding took from it; 0 where it is not finite.
+
+    It is offset natural + log l, or m unit + log l, to twice the precision of a number: gradients measure scores from
+    it. The product is exact in two numbers (``fma``), and so is a sum (Knuth, "The art of computer programming", volume
+    2, section 4.2.2, theorem B).
+    """
     factor, offset = origin(m, scores)
     exact = factor == alike(m, scores.rate)
-    natural = tl.where(exact, alike(m, 0.6931471805599453), alike(m, scores.unit))
-    return tl.fma(tl.where(exact, offset, m), natural, tl.log(l))
+    of, log = tl.where(exact, offset, m), tl.log(l)
+    natural = tl.where(exact, alike(m, scores.natural), alike(m, scores.unit))
+    rest = tl.where(exact, alike(m, scores.natural_low), alike(m, scores.unit_low))
+    product = plain_product(of, natural)
+    rest = tl.fma(of, rest, tl.fma(of, natural, -product))
+    total = product + log
+    added = total - product
+    rest += (product - (total - added)) + (log - added)
+    rest = tl.where(tl.abs(total) < float("inf"), rest, 0.0)
+    high = total + rest
+    return high, tl.where(tl.abs(high) < float("inf"), rest - (high - total), 0.0)
+
+
+@triton.jit
+def plain_product(a, b):
+    """a b, rounded before anything is added to it: no compiler fuses a selection with a sum."""
+    return tl.where(a == float("-inf"), a, a * b)
 
 
 @triton.jit

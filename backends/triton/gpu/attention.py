@@ -245,23 +245,28 @@ def nothing(plan: tl.constexpr):
 
 
 @triton.jit
-def store_rows(o, lse, state, at_o, at_lse, ok, scores, dv, block_dv: tl.constexpr):
-    """Rows of o, and of lse unless that is None, from the state of all their keys. ``at_o``, ``at_lse``: where they
-    are, in rows of o and in elements of lse, as columns."""
+def store_rows(o, lse, low, state, at_o, at_lse, ok, scores, dv, block_dv: tl.constexpr):
+    """Rows of o, and of lse and low unless these are None, from the state of all their keys. ``at_o``, ``at_lse``:
+    where they are, in rows of o and in elements of lse, as columns."""
     acc, l, m = state
     ddv = tl.arange(0, block_dv)[None, :]
     out = acc * (1.0 / tl.where(l == 0.0, 1.0, l))[:, None]  # l = 0: every key masked, and acc is 0 too
     tl.store(o + at_o * dv + ddv, out.to(o.dtype.element_ty), mask=ok & (ddv < dv))
-    if lse is not None:
-        tl.store(lse + at_lse, log_sum(l, m, scores)[:, None], mask=ok)
+    if lse is not None or low is not None:
+        total, rest = log_sum(l, m, scores)
+        if lse is not None:
+            tl.store(lse + at_lse, total[:, None], mask=ok)
+        if low is not None:
+            tl.store(low + at_lse, rest[:, None], mask=ok)
 
 
 @triton.jit
 def attention_kernel(
-    q, k, v, bias, q_segments, kv_segments, o, lse, parts, statistics, scores, window, tiles_q, chunk, chunks, extents,
-    strides, plan: tl.constexpr,
+    q, k, v, bias, q_segments, kv_segments, o, lse, low, parts, statistics, scores, window, tiles_q, chunk, chunks,
+    extents, strides, plan: tl.constexpr,
 ):  # fmt: skip
-    """A tile of block_q rows of o, and of lse unless that is None. ``_heads`` says what the groups hold.
+    """A tile of block_q rows of o, and of lse and low (lse_low) unless these are None. ``_heads`` says what the groups
+    hold.
 
     chunk: how many keys have a state of their own (``_split``), None for all. parts, statistics: None; or one chunk is
     this program's, of ``chunks`` that its tile sees, and the chunk's state goes there.
@@ -290,17 +295,18 @@ def attention_kernel(
     at = (batch * extents.heads + heads) * extents.q_len + row
     if parts is None:
         at_o = (batch * extents.q_len + row) * extents.heads + heads
-        store_rows(o, lse, state, at_o, at, i_ok, scores, extents.dv, plan.block_dv)
+        store_rows(o, lse, low, state, at_o, at, i_ok, scores, extents.dv, plan.block_dv)
     else:
         store_part(parts, statistics, state, at * chunks + share, i_ok, extents.dv, plan.block_dv)
 
 
 @triton.jit(do_not_specialize=["chunks", "total"])
 def attention_combine_kernel(
-    parts, statistics, o, lse, scores, chunks, heads, q_len, total, dv,
+    parts, statistics, o, lse, low, scores, chunks, heads, q_len, total, dv,
     rows: tl.constexpr, block_dv: tl.constexpr, acc_dtype: tl.constexpr, follows: tl.constexpr,
 ):  # fmt: skip
-    """o, and lse unless that is None, of ``rows`` of the ``total`` rows, whose ``chunks`` parts are merged in order.
+    """o, and lse and low unless these are None, of ``rows`` of the ``total`` rows, whose ``chunks`` parts are merged in
+    order.
 
     parts: (batch, heads, q_len, chunks, dv); statistics: (batch, heads, q_len, chunks, 2), l and m. follows: launched
     before the kernel that writes these has ended, for whose end it waits here.
@@ -326,7 +332,7 @@ def attention_combine_kernel(
             acc, l, m = merge((acc, l, m), read[ahead], scores)
     head, batch, query = row // q_len % heads, row // q_len // heads, row % q_len
     at_o = ((batch * q_len + query) * heads + head)[:, None]
-    store_rows(o, lse, (acc, l, m), at_o, row[:, None], row_ok[:, None], scores, dv, block_dv)
+    store_rows(o, lse, low, (acc, l, m), at_o, row[:, None], row_ok[:, None], scores, dv, block_dv)
 
 
 def padded(d: int) -> int:
@@ -429,30 +435,43 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
         k, v = _head_dim_innermost(k), _head_dim_innermost(v)
     plan, how = rows_plan(call, tiling)
     batch, q_len, heads, dv = dims["batch"], dims["q_len"], dims["kv_heads"] * dims["group"], dims["dv"]
-    o, lse = fresh((batch, q_len, heads, dv), q.dtype, q.device), None
-    if "lse" in call.wants:
-        lse = fresh((batch, heads, q_len), torch_dtype(call.outputs["lse"][1]), q.device)
+    o, lse, low = results(call, q)
 
     scores = Scores.of(call)
     window = _band(options["is_causal"], options["window"], q_len + dims["kv_len"])
     extents = Extents(heads, dims["group"], q_len, dims["kv_len"], dims["d"], dv)
     strides = strides_of(q, k, v, bias, segments, (batch, heads, q_len, dims["kv_len"]))
     tiles_q, programs, chunk, chunks = programs_of(call, tiling, plan)
-    parts, statistics, out = None, None, (o, lse)
+    parts, statistics, out = None, None, (o, lse, low)
     if chunks:
         accurate = torch_dtype("float64" if call.dtype == "float64" else "float32")
         parts = fresh((batch, heads, q_len, chunks, dv), accurate, q.device)
         statistics = fresh((batch, heads, q_len, chunks, 2), accurate, q.device)
-        out = None, None
+        out = None, None, None
     launch(attention_kernel, programs, call, q, k, v, bias, *segments, *out, parts, statistics,
            scores, window, tiles_q, chunk, chunks, extents, strides, plan=plan, **how)  # fmt: skip
     if chunks:
-        combine(call, (parts, statistics), (o, lse), scores)
-    return (o, lse)
+        combine(call, (parts, statistics), (o, lse, low), scores)
+    return o, lse, low
 
 
-def combine(call: Call, found: tuple[Any, Any], out: tuple[Any, Any], scores: Scores, follows: bool = False) -> None:
-    """Merge the parts and statistics that were ``found`` into o and lse. ``follows``: NVIDIA's, see the kernel."""
+def results(call: Call, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Memory for o, lse and lse_low; None for one of these that nobody wants."""
+    (shape, _), *rows = (call.outputs[name] for name in ("o", "lse", "lse_low"))
+    o = fresh(shape, q.dtype, q.device)
+    wanted = ("lse" in call.wants, "lse_low" in call.wants)
+    lse, low = (
+        fresh(extents, torch_dtype(dtype), q.device) if there else None
+        for (extents, dtype), there in zip(rows, wanted, strict=True)
+    )
+    return o, lse, low
+
+
+def combine(
+    call: Call, found: tuple[Any, Any], out: tuple[Any, Any, Any], scores: Scores, follows: bool = False
+) -> None:
+    """Merge the parts and statistics that were ``found`` into o, lse and lse_low. ``follows``: NVIDIA's, see the
+    kernel."""
     batch, heads, q_len, chunks, dv = found[0].shape
     total, block_dv = batch * heads * q_len, head_tiles(call)[1]
     rows = max(1, AT_ONCE // block_dv) if total > FEW_ROWS else 1

@@ -1,11 +1,12 @@
 """Gradients of attention, from its inputs, o and lse, without the scores (Dao 2023, FlashAttention-2, algorithm 2).
 
-    p_ij = exp(s_ij - lse_i)    dp_ij = d_o_i . v_j    delta_i = d_o_i . o_i - d_lse_i
+    p_ij = exp(min(s_ij - lse_i, 0))    dp_ij = d_o_i . v_j    delta_i = d_o_i . o_i - d_lse_i
     d_bias_ij = p_ij (dp_ij - delta_i)    ds_ij = d_bias_ij cap'(t_ij)
     d_q_i = scale sum_j ds_ij k_j    d_k_j = scale sum_i ds_ij q_i    d_v_j = sum_i p_ij d_o_i
 
 with s_ij = cap(t_ij) + bias_ij, t = scale q.k and cap'(t) = 1 - tanh(t / c)^2 (1 without a softcap); p and d_bias are 0
-at masked pairs.
+at masked pairs. lse is two numbers, lse and lse_low, and scores are kept in the unit of the forward pass: so s - lse is
+what it was there, and p the weight that a key had, however large s is.
 
 Every sum has one owner, so nothing is added atomically and a result has the same bits on every run. The kernel of the
 statistics writes delta and lse. A program of the one of d_k and d_v owns block_kv keys of one key head and walks, head
@@ -40,6 +41,7 @@ from portakern.backends.triton.gpu._heads import (
     program,
     strides_of,
 )
+from portakern.backends.triton.gpu._split import alike
 from portakern.backends.triton.gpu.attention import _band, _head_dim_innermost, key, over_keys, padded, tanh
 from portakern.backends.triton.launch import (
     accumulator,
@@ -54,7 +56,7 @@ from portakern.backends.triton.launch import (
 )
 from portakern.backends.triton.layout import fresh
 from portakern.spec import Count, Tile
-from portakern.specs.attention import over_cap
+from portakern.specs.attention import scale_of
 
 if TYPE_CHECKING:
     import torch
@@ -83,22 +85,27 @@ class Queries(NamedTuple):
     do_s: Any
     dv_ok: Any
     shift: Any
+    low: Any
     delta: Any
     q_len: Any
 
 
 @triton.jit
-def weights(a, b, shift, bias, allowed, scores, plan: tl.constexpr):
-    """(p, t) of a tile of scores a b^T; ``allowed`` None: every pair is. The difference s - lse comes before ``exp2``'s
-    factor log2(e), by which the largest scores would overflow."""
-    t = product(a, tl.trans(b), None, plan) * scores.pre
-    s = t
+def weights(a, b, shift, low, bias, allowed, scores, plan: tl.constexpr):
+    """(p, t) of a tile of scores a b^T; ``allowed`` None: every pair is. ``shift`` + ``low``: lse in the scores' unit.
+    The difference comes before the factor ``rate``, by which the largest scores would overflow."""
+    t = product(a, tl.trans(b), None, plan)
+    if scores.pre is not None:
+        t = t * scores.pre
     if scores.softcap is not None:
         t = tanh(t)
-        s = t * scores.softcap
+    s = t
+    if scores.unit is not None:
+        s = s * scores.unit
     if bias is not None:
         s = s + bias
-    p = tl.exp2((s - shift) * 1.4426950408889634)
+    apart = (s - shift) - low
+    p = tl.exp2(tl.where(apart > 0.0, 0.0, apart) * scores.rate)
     if allowed is not None:
         p = tl.where(allowed, p, 0.0)
     return p, t
@@ -118,13 +125,13 @@ def score_gradients(p, t, a, b, delta, allowed, scores, plan: tl.constexpr):
 
 @triton.jit
 def attention_vjp_statistics_kernel(
-    o, d_o, lse, d_lse, shift, delta, sums, tiles, heads, q_len, pitch, dv, o_strides, d_o_strides, lse_strides,
-    d_lse_strides, rows: tl.constexpr, block_dv: tl.constexpr, columns: tl.constexpr, acc_dtype: tl.constexpr,
-    rate: tl.constexpr,
+    o, d_o, lse, d_lse, lse_low, shift, low, delta, sums, tiles, heads, q_len, pitch, dv, rate, rate_low, o_strides,
+    d_o_strides, lse_strides, d_lse_strides, low_strides, rows: tl.constexpr, block_dv: tl.constexpr,
+    columns: tl.constexpr, acc_dtype: tl.constexpr,
 ):  # fmt: skip
-    """delta = sum(o d_o) - d_lse and shift = lse, what scores are measured from; both (batch, heads, pitch), where
-    pitch >= q_len. ``rate``: what lse is multiplied by, None for nothing. sums: memory of the queries' ``columns`` each
-    that is set to 0, (batch, heads, pitch, columns), or None.
+    """delta = sum(o d_o) - d_lse and shift + low = (lse + lse_low) (rate + rate_low), what scores are measured from in
+    their unit; all (batch, heads, pitch), where pitch >= q_len. sums: memory of the queries' ``columns`` each that is
+    set to 0, (batch, heads, pitch, columns), or None.
 
     A row that sees no key gets shift = inf, so that its p is 0, and delta = 0. To be compiled without contraction:
     products fused into the first step of a butterfly sum leave lanes a bit apart.
@@ -145,11 +152,16 @@ def attention_vjp_statistics_kernel(
         dl_b, dl_h, dl_s = d_lse_strides
         total -= tl.load(d_lse + batch * dl_b + head * dl_h + row * dl_s, mask=i_ok, other=0.0)
     l = tl.load(lse + batch * lse_b + head * lse_h + row * lse_s, mask=i_ok, other=0.0)
+    rest = tl.zeros([rows], acc_dtype)
+    if lse_low is not None:
+        low_b, low_h, low_s = low_strides
+        rest = tl.load(lse_low + batch * low_b + head * low_h + row * low_s, mask=i_ok, other=0.0)
     unseen = l == float("-inf")
-    if rate is not None:
-        l = l * rate
+    high = l * rate
+    rest = tl.fma(l, alike(l, rate), -high) + (l * rate_low + rest * rate)
     at = (batch * heads + head) * pitch + row
-    tl.store(shift + at, tl.where(unseen, float("inf"), l), mask=i_ok)
+    tl.store(shift + at, tl.where(unseen, float("inf"), high), mask=i_ok)
+    tl.store(low + at, tl.where(tl.abs(high) < float("inf"), rest, 0.0), mask=i_ok)
     tl.store(delta + at, tl.where(unseen, 0.0, total), mask=i_ok)
     if sums is not None:
         zeros = tl.full([rows, columns], 0.0, tl.float32)
@@ -179,7 +191,8 @@ def visit_queries(state, own, queries, pairs, scores, first, last, edge: tl.cons
             allowed = allowed & same if edge else same
 
         shift_i = load_tile(queries.shift + i, i_ok, i_ok, edge, False)[None, :]
-        p, t = weights(k_tile, q_tile, shift_i, bias_tile, allowed, scores, plan)
+        low_i = load_tile(queries.low + i, i_ok, i_ok, edge, False)[None, :]
+        p, t = weights(k_tile, q_tile, shift_i, low_i, bias_tile, allowed, scores, plan)
         if plan.want_v:
             dv = product(p.to(d_o_tile.dtype), d_o_tile, dv, plan)
         if plan.want_k:
@@ -191,8 +204,8 @@ def visit_queries(state, own, queries, pairs, scores, first, last, edge: tl.cons
 
 @triton.jit
 def attention_vjp_d_k_d_v_kernel(
-    q, k, v, d_o, shift, delta, bias, q_segments, kv_segments, d_k, d_v, scores, scale, window, tiles, extents, strides,
-    d_o_strides, plan: tl.constexpr,
+    q, k, v, d_o, shift, low, delta, bias, q_segments, kv_segments, d_k, d_v, scores, scale, window, tiles, extents,
+    strides, d_o_strides, plan: tl.constexpr,
 ):  # fmt: skip
     """A tile of block_kv rows of d_k and of d_v, of those that ``plan`` wants."""
     heads, group, q_len, kv_len, d, dv = extents
@@ -227,7 +240,7 @@ def attention_vjp_d_k_d_v_kernel(
         q_of = q + (batch * q_b + head * q_h) + dd.to(tl.int64) * q_d
         do_of = d_o + (batch * do_b + head * do_h) + ddv.to(tl.int64) * do_d
         rows = (batch * heads + head) * q_len
-        queries = Queries(q_of, q_s, d_ok, do_of, do_s, dv_ok, shift + rows, delta + rows, q_len)
+        queries = Queries(q_of, q_s, d_ok, do_of, do_s, dv_ok, shift + rows, low + rows, delta + rows, q_len)
         bias_of = None
         if bias is not None:
             bias_of = bias + (batch * bias_b + head * bias_h) + col * bias_s
@@ -245,7 +258,7 @@ def attention_vjp_d_k_d_v_kernel(
 @triton.jit
 def visit_keys(dq, own, keys, pairs, scores, first, last, edge: tl.constexpr, plan: tl.constexpr):
     """Add the keys from ``first`` to ``last`` to dq. ``edge``: a pair may lie outside [lo, hi)."""
-    q_tile, d_o_tile, shift_i, delta_i = own
+    q_tile, d_o_tile, shift_i, low_i, delta_i = own
     for start in range(first, last, plan.block_kv):
         j = start + tl.arange(0, plan.block_kv)
         j_ok, col = j < keys.kv_len, j.to(tl.int64)
@@ -261,7 +274,7 @@ def visit_keys(dq, own, keys, pairs, scores, first, last, edge: tl.constexpr, pl
             same = tl.load(pairs.segments + col * pairs.segment_step, mask=j_ok, other=0)[None, :] == pairs.segment
             allowed = allowed & same if edge else same
 
-        p, t = weights(q_tile, k_tile, shift_i, bias_tile, allowed, scores, plan)
+        p, t = weights(q_tile, k_tile, shift_i, low_i, bias_tile, allowed, scores, plan)
         _, ds = score_gradients(p, t, d_o_tile, v_tile, delta_i, allowed, scores, plan)
         dq = product(ds.to(k_tile.dtype), k_tile, dq, plan)
     return dq
@@ -269,7 +282,7 @@ def visit_keys(dq, own, keys, pairs, scores, first, last, edge: tl.constexpr, pl
 
 @triton.jit
 def attention_vjp_d_q_kernel(
-    q, k, v, d_o, shift, delta, bias, q_segments, kv_segments, d_q, scores, scale, window, tiles, extents, strides,
+    q, k, v, d_o, shift, low, delta, bias, q_segments, kv_segments, d_q, scores, scale, window, tiles, extents, strides,
     d_o_strides, plan: tl.constexpr,
 ):  # fmt: skip
     """A tile of block_q rows of d_q."""
@@ -283,9 +296,10 @@ def attention_vjp_d_q_kernel(
     d_o_tile = load_head(d_o, d_o_strides, batch, head, row, i_ok, extents.dv, plan.block_dv, plan.ragged_dv)
     at = (batch * extents.heads + head) * extents.q_len + row
     shift_i, delta_i = tl.load(shift + at, mask=i_ok, other=0.0), tl.load(delta + at, mask=i_ok, other=0.0)
+    low_i = tl.load(low + at, mask=i_ok, other=0.0)
 
     acc = tl.full([plan.block_q, plan.block_d], 0.0, plan.acc_dtype)
-    own = q_tile, d_o_tile, shift_i, delta_i
+    own = q_tile, d_o_tile, shift_i, low_i, delta_i
     place = tile, head, head // extents.group, batch
     operands = k, v, bias, q_segments, kv_segments
     acc = over_keys(visit_keys, acc, own, place, operands, strides, scores, window, extents, plan)
@@ -296,8 +310,8 @@ def attention_vjp_d_q_kernel(
 
 @triton.jit
 def attention_vjp_d_bias_kernel(
-    q, k, v, d_o, shift, delta, bias, q_segments, kv_segments, d_bias, scores, window, tiles, bias_tiles_q, bias_heads,
-    sum_batches, sum_heads, extents, strides, d_o_strides, one_row: tl.constexpr, plan: tl.constexpr,
+    q, k, v, d_o, shift, low, delta, bias, q_segments, kv_segments, d_bias, scores, window, tiles, bias_tiles_q,
+    bias_heads, sum_batches, sum_heads, extents, strides, d_o_strides, one_row: tl.constexpr, plan: tl.constexpr,
 ):  # fmt: skip
     """A tile of the bias gradient: the sum over ``sum_batches`` batch entries, ``sum_heads`` heads and, with
     ``one_row``, all queries, that share the bias."""
@@ -336,9 +350,10 @@ def attention_vjp_d_bias_kernel(
                 kv_segment = tl.load(kv_segments + batch * kv_seg_b + col * kv_seg_s, mask=j_ok, other=0)
                 allowed &= q_segment == kv_segment[None, :]
             shift_i, delta_i = tl.load(shift + at, mask=i_ok, other=0.0), tl.load(delta + at, mask=i_ok, other=0.0)
+            low_i = tl.load(low + at, mask=i_ok, other=0.0)
             bias_at = bias + (batch * bias_b + head * bias_h) + (row * bias_q + col[None, :] * bias_s)
             bias_tile = load_tile(bias_at, i_ok, j_ok[None, :], True, True).to(plan.acc_dtype)
-            p, t = weights(q_tile, k_tile, shift_i, bias_tile, allowed, scores, plan)
+            p, t = weights(q_tile, k_tile, shift_i, low_i, bias_tile, allowed, scores, plan)
             acc += score_gradients(p, t, d_o_tile, v_tile, delta_i, allowed, scores, plan)[0]
 
     of_bias = bias_batch.to(tl.int64) * bias_heads + bias_head
@@ -434,23 +449,23 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
 
 
 def statistics(
-    call: Call, o: torch.Tensor, d_o: torch.Tensor, multiple: int = 1, rate: float | None = None,
+    call: Call, o: torch.Tensor, d_o: torch.Tensor, rate: tuple[float, float], multiple: int = 1,
     sums: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(shift, delta) of ``attention_vjp_statistics_kernel``: pitch is q_len, or the next multiple of so many. sums:
-    what it sets to 0."""
-    lse, d_lse = call.arrays["lse"], call.arrays["d_lse"]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(shift, low, delta) of ``attention_vjp_statistics_kernel``: pitch is q_len, or the next multiple of so many.
+    rate: in two parts, what lse is multiplied by. sums: what it sets to 0."""
+    lse, d_lse, lse_low = (call.arrays[name] for name in ("lse", "d_lse", "lse_low"))
     batch, q_len, heads, dv = o.shape
     block_dv, pitch = padded(dv), cdiv(q_len, multiple) * multiple
     rows = max(1, AT_ONCE // block_dv)
-    shift, delta = (fresh((batch, heads, pitch), lse.dtype, o.device) for _ in range(2))
+    shift, low, delta = (fresh((batch, heads, pitch), lse.dtype, o.device) for _ in range(3))
     tiles = cdiv(q_len, rows)
-    launch(attention_vjp_statistics_kernel, tiles * heads * batch, call, o, d_o, lse, d_lse, shift, delta, sums,
-           tiles, heads, q_len, pitch, dv, o.stride(), d_o.stride(), lse.stride(),
-           None if d_lse is None else d_lse.stride(), rows=rows, block_dv=block_dv,
-           columns=0 if sums is None else sums.shape[-1], acc_dtype=accumulator(call.dtype), rate=rate,
+    strides = (None if x is None else x.stride() for x in (o, d_o, lse, d_lse, lse_low))
+    launch(attention_vjp_statistics_kernel, tiles * heads * batch, call, o, d_o, lse, d_lse, lse_low, shift, low, delta,
+           sums, tiles, heads, q_len, pitch, dv, *rate, *strides, rows=rows, block_dv=block_dv,
+           columns=0 if sums is None else sums.shape[-1], acc_dtype=accumulator(call.dtype),
            enable_fp_fusion=False)  # fmt: skip
-    return shift, delta
+    return shift, low, delta
 
 
 @BACKEND.implements("attention_vjp", key=key, fit=fit, supports=supports, knobs=KNOBS)
@@ -464,14 +479,14 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     batch, q_len, heads, d = q.shape
     kv_len, dv, group, acc_dtype = dims["kv_len"], dims["dv"], dims["group"], accumulator(call.dtype)
     block_d, block_dv = padded(d), padded(dv)
-    shift, delta = statistics(call, o, d_o)
+    scores, rate = Scores.of_gradients(call)
+    shift, low, delta = statistics(call, o, d_o, rate)
     out = {
         name: fresh(shape, torch_dtype(dtype), q.device) if name in wants else None
         for name, (shape, dtype) in call.outputs.items()
     }
-    scale, softcap = d**-0.5 if options["scale"] is None else options["scale"], options["softcap"]
-    given = q, k, v, d_o, shift, delta, bias, *segments
-    scores = Scores(scale if softcap is None else over_cap(scale, softcap), softcap)
+    scale = scale_of(call)
+    given = q, k, v, d_o, shift, low, delta, bias, *segments
     window = _band(options["is_causal"], options["window"], q_len + kv_len)
     extents = Extents(heads, group, q_len, kv_len, d, dv)
     strides = strides_of(q, k, v, bias, segments, (batch, heads, q_len, kv_len)), d_o.stride()
