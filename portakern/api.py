@@ -98,7 +98,7 @@ class Op:
         self.__name__ = f"portakern_{spec.name}"  # by which jax.jit calls a program of it, and profiles the program
         self._bind, self._casts = binder(spec), spec.autocast is not None
         self._alone = [] if spec.is_vjp else [o.name for o in spec.outputs]  # outputs that may be the result itself
-        self._bare = len(self._alone) == 1
+        self._bare, self._shown = len(self._alone) == 1, len(spec.shown)
         self.kept = {f.name: f.keep(self) for f in RECORDERS}
         self._plans: Remembered[Form, Plan] = choice.plans
         self._read = reader(spec)
@@ -165,7 +165,7 @@ class Op:
         """What a call gives its caller, of every output in the spec's order."""
         if len(call.wants) == 1 and self._alone:
             return outputs[0] if len(outputs) == 1 else outputs[self._alone.index(call.wants[0])]
-        return call.spec.result(*outputs)
+        return call.spec.result(*outputs[: self._shown])
 
     def _anew(self, form: Form | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a call of which nothing is known yet. ``form``: under which to remember what is decided."""

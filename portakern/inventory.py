@@ -86,7 +86,7 @@ def show(op: str) -> dict[str, Any]:
                 "name": o.name,
                 "shape": o.shape,
                 "dtype": o.dtype or o.dtype_option or f"that of {o.alias_of or s.lead.name}",
-                "given": f"with {o.wanted_by}" if o.wanted_by else "always",
+                "given": f"with {o.wanted_by}" if o.wanted_by else "to gradients" if o.saved else "always",
                 "memory": f"new, or that of {o.alias_of} with overwrite" if o.alias_of else "new",
             }
             for o in s.outputs

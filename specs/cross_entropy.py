@@ -25,6 +25,13 @@ class CrossEntropyOut(NamedTuple):
     lse: Float32[A, "*batch"]
 
 
+class LowSaved(NamedTuple):
+    """What rounding took from lse: the log-sum-exp is lse + lse_low to twice the precision, and lse_low 0 where lse is
+    not finite. At logits near 1e8 the spacing of float32 is 8, and exp(x - lse) off by a factor of up to e^4."""
+
+    lse_low: Float32[A, "*batch"]
+
+
 def names_a_class(call: Call) -> bool:
     """Whether each label is one of the n classes or the ignored one."""
     labels = call.arrays["labels"]
@@ -39,6 +46,7 @@ LABELS = Rule(names_a_class, "labels must be from 0 to n - 1, or ignore_index", 
     require=(LABELS,),
     positive=("n",),
     returns={"lse": "return_lse"},
+    saved=LowSaved,
     apart=("batch",),
     vjp="cross_entropy_vjp",
     autocast="float32",
@@ -134,7 +142,7 @@ class Parts(NamedTuple):
 def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """The bounds, each E (1 + U) + U |value| + eta with float32's U and eta, :class:`portakern.spec.tolerance.Units`:
 
-        E of lse  = E_l + u |lse|
+        E of lse  = E_l + u |lse|, of lse_low 3 times that
         E of loss = E_l + 3u |T| + [(c_N + 3) u e mean |x| + 3u |V|] + z (2 |lse| E_lse + E_lse^2) + 4u Z
                     + 3u (|log l| + |T| + |V| + Z) + 4 tau
 
@@ -157,13 +165,21 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         if z:
             err = err + z * (2 * lse * of_lse + of_lse**2) + 4 * unit.u * part.square
         err = np.where(part.overflows(call), inf, err)
-    return _stored(call, ref, [np.where(part.counted, each, 0.0) for each in (err, of_lse)], round_to)
+    bounds = _stored(call, ref[:2], [np.where(part.counted, each, 0.0) for each in (err, of_lse)], round_to)
+    return *bounds, None if ref[2] is None else low_bound(call, part.lse, np.where(part.counted, of_lse, 0.0))
+
+
+def low_bound(call: Call, lse: np.ndarray, err: np.ndarray) -> np.ndarray:
+    """The bound of lse_low, from how far lse may be off. Its reference is the rest of an lse that is rounded once;
+    a kernel's is that of its own lse, and off by as much as that besides."""
+    bound = 3 * round_to(err, lse, "float64" if call.dtype == "float64" else "float32")
+    return np.where(np.isfinite(lse), bound, inf)
 
 
 def _stored(call: Call, ref: tuple[Any, ...], of: Any, store: Any) -> tuple[Any, ...]:
     return tuple(
         None if y is None else store(each, y, dtype)
-        for each, y, (_, dtype) in zip(of, ref, call.outputs.values(), strict=True)
+        for each, y, (_, dtype) in zip(of, ref, call.outputs.values(), strict=False)
     )
 
 
@@ -188,7 +204,8 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         if e:
             variance = variance + e**2 * mean_variance(x, -1, unit.chain(n), k2)[..., 0]
         spreads = [np.where(part.counted, np.sqrt(v), 0.0) for v in (variance, of_log + k2 * part.lse**2)]
-        return _stored(call, ref, spreads, lambda own, y, dtype: np.hypot(store_spread(y, dtype), own))
+        found = _stored(call, ref[:2], spreads, lambda own, y, dtype: np.hypot(store_spread(y, dtype), own))
+    return *found, None if ref[2] is None else np.full(ref[2].shape, inf)
 
 
 @cross_entropy.exact

@@ -37,18 +37,19 @@ def cross_entropy_vjp(
     labels: Int[A, "*batch"],
     lse: Float32[A, "*batch"],
     d_loss: Float32[A, "*batch"],
+    lse_low: Float32[A, "*batch"] | None = None,
     *,
     ignore_index: Annotated[int, Range(-(2**31), 2**31 - 1, typical=(-100, 0))] = -100,
     label_smoothing: Annotated[float, Range(0.0, 1.0, typical=(0.0, 0.1))] = 0.0,
     z_loss: Annotated[float, Range(0.0, typical=(0.0, 1e-4))] = 0.0,
 ) -> CrossEntropyVjpOut:
-    """d_logits_j = d_loss [p_j (1 + 2 z lse) - (1 - e) [j = t] - e / n], p = exp(logits - lse), in float32.
+    """d_logits_j = d_loss [p_j (1 + 2 z lse) - (1 - e) [j = t] - e / n], p = exp(min(logits - lse - lse_low, 0)).
 
-    With t the label, e = label_smoothing and z = z_loss; in float64 for float64.
+    With t the label, e = label_smoothing and z = z_loss; in float32, in float64 for float64.
 
     Args:
       logits, labels, ignore_index, label_smoothing, z_loss: what cross_entropy was given.
-      lse: (*batch), what it found; d_loss: (*batch), the cotangent of its loss.
+      lse, lse_low: (*batch), what it found, lse_low None being 0; d_loss: (*batch), the cotangent of its loss.
 
     Returns:
       d_logits: the shape and dtype of logits, 0 in rows that are ignored. An infinite lse makes p 0, and NaN beside a
@@ -57,11 +58,17 @@ def cross_entropy_vjp(
     raise NotImplementedError
 
 
+def apart_of(x: np.ndarray, lse: np.ndarray, low: np.ndarray | None) -> np.ndarray:
+    """x - lse - lse_low of logits x, (*batch, n)."""
+    apart = x - lse[..., None]
+    return np.asarray(apart if low is None else apart - low[..., None])
+
+
 class Bracket(NamedTuple):
     """What d_loss meets, (*batch, n).
 
     Attributes:
-      value; err: how far it may be off. p; d: |x - lse|, 0 where p is. w: 1 + 2 z |lse|, (*batch, 1). hit: the target's
+      value; err: how far it may be off. p; d: |x - lse - lse_low|, 0 where p is. w: 1 + 2 z |lse|, (*batch, 1). hit: the target's
         share at each class. g: d_loss, (*batch, 1). counted: whether a row takes part, (*batch, 1).
     """
 
@@ -78,8 +85,9 @@ class Bracket(NamedTuple):
     def of(cls, call: Call) -> Bracket:
         x, labels, lse, g = (call.arrays[name] for name in ("logits", "labels", "lse", "d_loss"))
         e, z, n, unit = call.options["label_smoothing"], call.options["z_loss"], call.dims["n"], units(call)
-        p = np.exp(x - lse[..., None])
-        d = np.where(p > 0, magnitude(x - lse[..., None]), 0.0)
+        apart = apart_of(x, lse, call.arrays["lse_low"])
+        p = np.exp(np.minimum(apart, 0.0))
+        d = np.where(p > 0, magnitude(apart), 0.0)
         w = (1 + 2 * z * magnitude(lse))[..., None]
         hit = (1 - e) * (np.arange(n) == labels[..., None]) + e / n
         value = p * (1 + 2 * z * lse if z else np.ones(lse.shape))[..., None] - hit
@@ -94,15 +102,15 @@ class Bracket(NamedTuple):
 
 @cross_entropy_vjp.tolerance
 def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The bound of d_logits, with d = x - lse, W = 1 + 2 z |lse|, hit = (1 - e) [j = t] + e / n and
+    """The bound of d_logits, with d = x - lse - lse_low, W = 1 + 2 z |lse|, hit = (1 - e) [j = t] + e / n and
     :class:`portakern.spec.tolerance.Units`:
 
         B = E (1 + U) + U |d_logits| + eta
         E = |d_loss| [p W (5u |d| + ex + 6u) + 4u hit + 3u |bracket| + tau (3 + W)] + tau (|bracket| + 1)
 
-    d rounds by u of itself and is then the argument of exp, which errs by 4u of that and ex; W is two products and a
+    d rounds by u of itself, twice, and is then the argument of exp, which errs by 3u of that and ex; W is two products and a
     sum, and meets p; the target's share is a sum or a quotient that is rounded; two differences and the product with
-    d_loss are 3u of the bracket. lse is taken as it was saved.
+    d_loss are 3u of the bracket. lse and lse_low are taken as they were saved.
 
     Nothing is promised where d_loss W reaches 2^127, or p W, which is at most W where lse is that of the row but not
     where it is another's, nor where an infinite d_loss meets a bracket that may be of either sign.

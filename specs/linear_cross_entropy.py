@@ -13,8 +13,8 @@ from portakern.spec.dtypes import DTYPES
 from portakern.spec.options import Range
 from portakern.spec.tolerance import abs_matmul, format_of, magnitude, rounded, units
 from portakern.specs._rows import plant
-from portakern.specs.cross_entropy import LABELS, Parts, cross_entropy, with_ignored
-from portakern.specs.cross_entropy_vjp import Bracket, cross_entropy_vjp
+from portakern.specs.cross_entropy import LABELS, LowSaved, Parts, cross_entropy, low_bound, with_ignored
+from portakern.specs.cross_entropy_vjp import Bracket, apart_of, cross_entropy_vjp
 from portakern.specs.logsumexp import Weights
 from portakern.specs.matmul import matmul
 
@@ -35,6 +35,7 @@ class LinearCrossEntropyOut(NamedTuple):
     require=(LABELS,),
     positive=("n", "d"),
     returns={"lse": "return_lse", "slope": "return_slope"},
+    saved=LowSaved,
     apart=("batch",),
     vjp="linear_cross_entropy_vjp",
     autocast="lower",
@@ -62,7 +63,7 @@ def linear_cross_entropy(
 
     The slope of a row is the gradient of its loss with respect to h,
 
-        sum_j b_j weight_j        b_j = p_j (1 + 2 z lse) - (1 - e) [j = t] - e / n        p = exp(x - lse)
+        sum_j b_j weight_j        b_j = p_j (1 + 2 z lse) - (1 - e) [j = t] - e / n        p = exp(min(x - lse, 0))
 
     with t the label, e = label_smoothing and z = z_loss. It needs the logits of its row and no other's, so that it is
     taken where these are at hand, and the gradient needs no second look: it is slope times the loss's cotangent.
@@ -143,9 +144,9 @@ class Logits(NamedTuple):
         """The call of cross_entropy on them."""
         return self._call(call, cross_entropy, {"logits": self.x, "labels": self.labels}, wants)
 
-    def brackets(self, call: Call, lse: np.ndarray, d_loss: np.ndarray) -> Call:
+    def brackets(self, call: Call, lse: np.ndarray, d_loss: np.ndarray, low: np.ndarray | None = None) -> Call:
         """The call of cross_entropy_vjp on them."""
-        arrays = {"logits": self.x, "labels": self.labels, "lse": lse, "d_loss": d_loss}
+        arrays = {"logits": self.x, "labels": self.labels, "lse": lse, "d_loss": d_loss, "lse_low": low}
         return self._call(call, cross_entropy_vjp, arrays, ("d_logits",))
 
     def _call(self, call: Call, of: Any, arrays: dict[str, Any], wants: tuple[str, ...]) -> Call:
@@ -178,21 +179,21 @@ def wider(base: np.ndarray, more: np.ndarray, ref: np.ndarray) -> np.ndarray:
     return base + np.where(np.isnan(more), inf, more)
 
 
-def bracket_error(call: Call, at: Logits, of: Call, b: np.ndarray, shift: np.ndarray, most: float) -> np.ndarray:
+def bracket_error(call: Call, at: Logits, of: Call, b: np.ndarray, shift: np.ndarray) -> np.ndarray:
     """How far the brackets b that a kernel multiplies may be off, (rows, n), where its logits are.
 
     cross_entropy_vjp's own bound, to which comes that p is exp of a difference which is off by err + ``shift``, as far
-    as lse is off; no p is more than ``most`` too large. Where a logit may not be finite, or p overflow, as it may with
-    an lse that is another row's, p may be no number.
+    as lse is off; no p exceeds 1. Where a logit may not be finite, p may be no number.
     """
     (own,) = measured(of, "bound", b)
     lse, z = of.arrays["lse"][:, None], call.options["z_loss"]
     g, w = magnitude(of.arrays["d_loss"])[:, None], 1 + 2 * z * magnitude(lse)
     theta = at.err + shift[:, None]
-    p = np.exp(at.x - lse)
-    moved = np.minimum(np.exp(at.x - lse + theta) - p, most)
+    apart = apart_of(at.x, of.arrays["lse"], of.arrays["lse_low"])
+    p = np.exp(np.minimum(apart, 0.0))
+    moved = np.exp(np.minimum(apart + theta, 0.0)) - p
     moved = np.where(np.isposinf(theta), inf, np.where(np.isnan(moved), 0.0, moved))
-    far = (at.x - lse < inf) & ((p + moved) * w >= units(call).huge)  # p may overflow before d_loss meets it
+    far = (apart < inf) & ((p + moved) * w >= units(call).huge)  # p w may overflow before d_loss meets it
     more = moved * w + (2 * z * shift[:, None] * (magnitude(p) + moved) if z else 0.0)
     more = SLACK * (1 + units(call).U) * np.where(g > 0, g * more, 0.0)
     return np.where(at.counted[:, None], np.where(far, inf, wider(own, more, b)), 0.0)
@@ -216,7 +217,7 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """The bounds, from those of matmul (B_x of a logit, K = d), cross_entropy and cross_entropy_vjp at the exact logits
     x, with :class:`portakern.spec.tolerance.Units` and p = exp(x - lse):
 
-        lse:   B_lse  + s R                     R = log sum_j p_j exp(B_xj)
+        lse:   B_lse  + s R                     R = log sum_j p_j exp(B_xj);  lse_low: 3 times that
         loss:  B_loss + s [R (1 + 2 z |lse| + z R) + (1 - e) B_xt + e mean B_x]
         slope: B_c    + (1 + U) sum_j E_j |weight_j|
         E_j = B_bj + s (1 + U) [D_j (1 + 2 z |lse|) + 2 z S (p_j + D_j)]
@@ -224,7 +225,7 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     A logit is one product, stored in hidden's dtype, and lse moves by no more than R where each moves by its bound (the
     mean of exp is at most its largest, and at least 1 over that of the inverse). B_b has what storing the brackets b
     costs; p is exp of x - lse, whose parts are off by B_x and S = R + B_lse, so that it grows by D = p exp(B_x + S) - p
-    at most, and by 1 at most, since it is taken with the lse of the very logits. B_c is matmul's for brackets as large
+    at most, and never beyond 1. B_c is matmul's for brackets as large
     as they may be, K = n. s = ``SLACK``.
     """
     with np.errstate(all="ignore"):
@@ -232,29 +233,28 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         z, e = call.options["z_loss"], call.options["label_smoothing"]
         rise = at.rise()
         exact = cross_entropy_outputs(call, at)
-        own = measured(at.losses(call), "bound", *exact)
+        own = measured(at.losses(call), "bound", *exact, None)
         hit = np.take_along_axis(at.err, np.clip(at.labels, 0, call.dims["n"] - 1)[:, None], -1)[:, 0]
         of_loss = rise * (1 + 2 * z * magnitude(exact[1]) + z * rise) + (1 - e) * hit
         of_loss = of_loss + e * at.err.mean(-1) if e else of_loss
         found: list[Any] = [
             np.where(at.counted, wider(base, SLACK * np.nan_to_num(more, nan=inf), y), 0.0)
-            for base, more, y in zip(own, (of_loss, rise), exact, strict=True)
+            for base, more, y in zip(own[:2], (of_loss, rise), exact, strict=True)
         ]
         if ref[2] is not None:
             shift = rise + np.where(np.isfinite(exact[1]), own[1], 0.0)
             of = at.brackets(call, exact[1], np.ones(len(rise)))
             b = bracket_values(of)
-            err = bracket_error(call, at, of, b, shift, most=1.0)
+            err = bracket_error(call, at, of, b, shift)
             found.append(of_brackets(call, b, err, call.arrays["weight"], ref[2].reshape(-1, call.dims["d"])))
-        return shaped(ref, found)
+        else:
+            found.append(None)
+        return shaped(ref, [*found, low_bound(call, exact[1], np.where(at.counted, found[1], 0.0))])
 
 
 def shaped(ref: tuple[Any, ...], found: list[Any]) -> tuple[Any, ...]:
     """What is known of rows in the shapes of the outputs, None for one that is not wanted."""
-    return tuple(
-        None if y is None else each.reshape(y.shape)
-        for y, each in zip(ref, (*found, *[None] * (len(ref) - len(found))), strict=True)
-    )
+    return tuple(None if y is None else each.reshape(y.shape) for y, each in zip(ref, found, strict=True))
 
 
 def cross_entropy_outputs(call: Call, at: Logits) -> tuple[np.ndarray, np.ndarray]:
@@ -276,8 +276,8 @@ def bracket_variance(call: Call, at: Logits, of: Call, b: np.ndarray) -> tuple[n
     follow in proportion (``LINEAR``)."""
     h, w = rows_of(call), call.arrays["weight"].T
     (own,) = measured(of, "spread", b)
-    lse = of.arrays["lse"][:, None]
-    p = np.exp(at.x - lse) * (1 + 2 * call.options["z_loss"] * lse)
+    lse, apart = of.arrays["lse"][:, None], apart_of(at.x, of.arrays["lse"], of.arrays["lse_low"])
+    p = np.exp(np.minimum(apart, 0.0)) * (1 + 2 * call.options["z_loss"] * lse)
     s_x = of_matmul(call, "spread", h, w, at.x)
     of_x = magnitude(of.arrays["d_loss"][:, None] * p * s_x) ** 2
     of_x = np.where(s_x.max(-1, keepdims=True) > LINEAR, inf, of_x)
@@ -334,10 +334,10 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         of = at.brackets(call, exact[1], np.ones(len(h)))
         b, share = bracket_values(of), Weights.of(at.x, -1).p
         of_x = of_matmul(call, "spread", h, w.T, at.x) ** 2
-        own = measured(at.losses(call), "spread", *exact)
+        own = measured(at.losses(call), "spread", *exact, None)
         found: list[Any] = [
             np.where(at.counted, np.sqrt(s**2 + (magnitude(a) ** 2 * of_x).sum(-1)), 0.0)
-            for s, a in zip(own, (b, share), strict=True)
+            for s, a in zip(own[:2], (b, share), strict=True)
         ]
         if ref[2] is not None:
             rounds, moved = bracket_variance(call, at, of, b)
@@ -351,7 +351,9 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
             whole = product**2 + room(call, b) * (rounds @ w2 + np.maximum(about, 0.0) + shared)
             unknown = unknown | (np.abs(alike(call, b, share) @ w) > np.sqrt(whole) / 4)
             found.append(np.where(unknown, inf, np.sqrt(whole)))
-        return shaped(ref, found)
+        else:
+            found.append(None)
+        return shaped(ref, [*found, np.full(len(h), inf)])
 
 
 @linear_cross_entropy.exact
@@ -360,7 +362,8 @@ def exact(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     ignored = call.arrays["labels"] == call.options["ignore_index"]
     finite = bool(np.isfinite(call.arrays["weight"]).all())
     whole = None if ref[2] is None else np.broadcast_to(ignored[..., None] & finite, ref[2].shape)
-    return *(None if y is None else ignored for y in ref[:2]), whole
+    loss, lse, low = (None if y is None else ignored for y in (ref[0], ref[1], ref[3]))
+    return loss, lse, whole, low
 
 
 @linear_cross_entropy.edge(dims={"n": (2, 140), "d": (1, 40)}, options={"return_slope": True})

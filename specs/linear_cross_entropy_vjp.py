@@ -56,6 +56,7 @@ def linear_cross_entropy_vjp(
     lse: Float32[A, "*batch"],
     slope: Float[A, "*batch d"],
     d_loss: Float32[A, "*batch"],
+    lse_low: Float32[A, "*batch"] | None = None,
     *,
     ignore_index: Annotated[int, Range(-(2**31), 2**31 - 1, typical=(-100, 0))] = -100,
     label_smoothing: Annotated[float, Range(0.0, 1.0, typical=(0.0, 0.1))] = 0.0,
@@ -73,7 +74,7 @@ def linear_cross_entropy_vjp(
 
     Args:
       hidden, weight, labels, ignore_index, label_smoothing, z_loss, precision: what linear_cross_entropy was given.
-      lse, slope: what it found; d_loss: (*batch), the cotangent of its loss.
+      lse, slope, lse_low: what it found, lse_low None being 0; d_loss: (*batch), the cotangent of its loss.
 
     Returns:
       d_hidden: the shape and dtype of hidden, 0 in rows that are ignored; d_weight: those of weight, to which an
@@ -85,7 +86,8 @@ def linear_cross_entropy_vjp(
 
 def brackets(call: Call, at: Logits) -> tuple[Call, np.ndarray]:
     """The call of cross_entropy_vjp whose gradient meets hidden, and its values: d_loss b, (rows, n)."""
-    of = at.brackets(call, call.arrays["lse"].reshape(-1), call.arrays["d_loss"].reshape(-1))
+    lse, d_loss, low = (call.arrays[name] for name in ("lse", "d_loss", "lse_low"))
+    of = at.brackets(call, lse.reshape(-1), d_loss.reshape(-1), None if low is None else low.reshape(-1))
     return of, bracket_values(of)
 
 
@@ -111,7 +113,7 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         if ref[1] is not None:
             at = Logits.of(call)
             of, b = brackets(call, at)
-            err = bracket_error(call, at, of, b, np.zeros(len(b)), most=inf)
+            err = bracket_error(call, at, of, b, np.zeros(len(b)))
             found[1] = of_brackets(call, b.T, err.T, rows_of(call), ref[1])
     return tuple(found)
 

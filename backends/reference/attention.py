@@ -35,16 +35,16 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray, np.nda
             p = np.exp(s - np.where(m == -np.inf, 0.0, m))
             l = p.sum(-1, keepdims=True)
             o[b, :, h] = weighted_sum(p, s != -np.inf, v[b, :, h // group]) / np.where(l == 0, 1.0, l)
-            lse[b, h], low[b, h] = log_sum(call, m[:, 0], l[:, 0])
+            lse[b, h], low[b, h] = sum_in_two(call, m[:, 0], np.log(l[:, 0]))
     return o, lse if "lse" in call.wants else None, low if "lse_low" in call.wants else None
 
 
-def log_sum(call: Call, m: np.ndarray, l: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(m + log l, what storing that as float32 rounds away; as float64 in a float64 call), 0 where it is not finite.
+def sum_in_two(call: Call, m: np.ndarray, log: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(lse, lse_low) of the maximum m and log l: their sum, and what storing it as float32 (float64 in a float64 call)
+    rounds away; 0 where the sum is not finite.
 
     Two numbers, since the sum alone holds no log l beside an m of 1e17, in float64 neither.
     """
-    log = np.log(l)
     total = m + log
     stored = rounded(total, "float64" if call.dtype == "float64" else "float32").astype(np.float64)
     return total, np.where(np.isfinite(stored), (m - stored) + log, 0.0)

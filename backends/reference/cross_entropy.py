@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from portakern.backends.reference import BACKEND
+from portakern.backends.reference.attention import sum_in_two
 from portakern.core.call import Call
 
 
@@ -25,10 +26,10 @@ def cross_entropy(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray | N
         m = x.max(-1)
         m = np.where(np.isinf(m), 0.0, m)
         log = np.log(np.exp(x - m[..., None]).sum(-1))
-        loss, lse = log + (1 - e) * (m - at), m + log
+        loss, (lse, low) = log + (1 - e) * (m - at), sum_in_two(call, m, log)
         loss = loss + e * (m - x.sum(-1) / n) if e else loss
         loss = loss + z * lse**2 if z else loss
-    found = {"loss": loss, "lse": lse}
+    found = {"loss": loss, "lse": lse, "lse_low": low}
     return tuple(
         np.where(labels == ignored, 0.0, found[o.name]) if o.name in call.wants else None for o in call.spec.outputs
     )

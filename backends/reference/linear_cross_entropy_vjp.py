@@ -19,13 +19,15 @@ def linear_cross_entropy_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[np.
     b is the derivative of a row's loss by its logits, with lse as it was saved. Rows that are ignored have a d_hidden
     of 0, and 0 for d_loss b.
     """
-    h, w, labels, lse, slope = (call.arrays[name] for name in ("hidden", "weight", "labels", "lse", "slope"))
+    h, w, labels, slope = (call.arrays[name] for name in ("hidden", "weight", "labels", "slope"))
+    lse, low = call.arrays["lse"], call.arrays["lse_low"]
+    low = np.zeros(lse.shape) if low is None else low
     g, counted = call.arrays["d_loss"][..., None], (labels != call.options["ignore_index"])[..., None]
     d_hidden = d_weight = None
     with np.errstate(all="ignore"):
         if "d_hidden" in call.wants:
             d_hidden = np.where(counted, g * slope, 0.0)
         if "d_weight" in call.wants:
-            d_x = np.where(counted, g * brackets(call, h @ w.T, lse), 0.0)
+            d_x = np.where(counted, g * brackets(call, h @ w.T, lse, low), 0.0)
             d_weight = d_x.reshape(-1, call.dims["n"]).T @ h.reshape(-1, call.dims["d"])
     return d_hidden, d_weight

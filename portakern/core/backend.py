@@ -375,7 +375,7 @@ class Implementation:
         the first time that a call of a form comes."""
         out = self.fn(call, tiling)
         if not isinstance(out, tuple) or len(out) != len(call.spec.outputs):
-            outputs.count(self, call, out)
+            out = outputs.counted(self, call, out)
         if not self.ours and not self.backend.oracle:
             out = outputs.wanted(call, out)
             form = outputs.form(call) if call.concrete else None  # traced: it is compiled once, and looked at then

@@ -318,6 +318,8 @@ class _Writer:
 
     def when(self, o: Output) -> str | None:
         """The condition on which an output is wanted; None for always."""
+        if o.saved:
+            return "False"
         if o.wanted_by:
             return o.wanted_by
         optional = {a.name for a in self.spec.arrays if a.optional}

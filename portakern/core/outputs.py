@@ -13,16 +13,23 @@ if TYPE_CHECKING:
     from portakern.core.backend import Implementation
     from portakern.core.call import Call
 
-__all__ = ["count", "exact", "form", "look", "wanted"]
+__all__ = ["counted", "exact", "form", "look", "wanted"]
 
 
-def count(impl: Implementation, call: Call, outputs: Any) -> None:
-    """TypeError unless there is a tuple with a place for every output: a bare array would be taken apart along its
-    first axis."""
-    if not isinstance(outputs, tuple) or len(outputs) != len(call.spec.outputs):
+def counted(impl: Implementation, call: Call, outputs: Any) -> tuple[Any, ...]:
+    """The outputs, one for each that the spec has; TypeError unless there is a tuple with a place for every one that
+    callers are shown: a bare array would be taken apart along its first axis. What an implementation lacks of those
+    that are saved for gradients is zeros, where it is wanted."""
+    spec = call.spec
+    if isinstance(outputs, tuple) and len(spec.shown) <= len(outputs) < len(spec.outputs):
+        lacks = [o.name for o in spec.outputs[len(outputs) :]]
+        forms, device = call.outputs, call.device
+        return *outputs, *(call.framework.full(*forms[n], 0.0, device) if n in call.wants else None for n in lacks)
+    if not isinstance(outputs, tuple) or len(outputs) != len(spec.outputs):
         got = f"{len(outputs)} outputs" if isinstance(outputs, tuple) else f"a {type(outputs).__name__}"
-        names = ", ".join(o.name for o in call.spec.outputs)
+        names = ", ".join(o.name for o in spec.shown)
         raise TypeError(f"{_who(impl)} returned {got}; expected a tuple with every output of the spec: ({names},)")
+    return outputs
 
 
 def wanted(call: Call, outputs: tuple[Any, ...]) -> tuple[Any, ...]:

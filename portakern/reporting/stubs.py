@@ -82,8 +82,8 @@ def _arrays() -> Iterator[str]:
 
 def _result(spec: Spec[Any]) -> Iterator[str]:
     """The named tuple of an op's outputs, where any call returns it."""
-    if spec.is_vjp or len(spec.outputs) > 1:
-        fields = (f"    {o.name}: {'T | None' if _may_miss(spec, o) else 'T'}\n" for o in spec.outputs)
+    if spec.is_vjp or len(spec.shown) > 1:
+        fields = (f"    {o.name}: {'T | None' if _may_miss(spec, o) else 'T'}\n" for o in spec.shown)
         yield f"class {spec.result.__name__}(NamedTuple, Generic[T]):\n{''.join(fields)}"
 
 
@@ -91,7 +91,7 @@ def _may_miss(spec: Spec[Any], output: Output) -> bool:
     """Whether an output may be None in a named tuple that a call returns without naming what it wants."""
     if spec.is_vjp:
         return any(a.optional and a.name == output.gradient_of for a in spec.arrays)
-    return output.wanted_by is not None and not (lone_output(spec) and len(spec.outputs) == 2)
+    return output.wanted_by is not None and not (lone_output(spec) and len(spec.shown) == 2)
 
 
 # ------------------------------------------------------------------------------------------------------- ops and calls
@@ -108,11 +108,11 @@ def _ways(spec: Spec[Any]) -> list[Way]:
     if spec.is_vjp:
         wants = _type(signature(spec).parameters["wants"].annotation)
         return [Way({"wants": "None = None"}, f"{result}[{{}}]"), Way({"wants": wants}, f"{result}[{{}} | None]")]
-    if len(spec.outputs) == 1:
+    if len(spec.shown) == 1:
         return [Way({}, "{}")]
-    asking = [o.wanted_by for o in spec.outputs if o.wanted_by]
+    asking = [o.wanted_by for o in spec.shown if o.wanted_by]
     if lone is None:  # several outputs always, or none but what options ask for
-        return [Way({}, f"{result}[{{}}]" if len(spec.outputs) > len(asking) else f"{{0}} | {result}[{{0}}]")]
+        return [Way({}, f"{result}[{{}}]" if len(spec.shown) > len(asking) else f"{{0}} | {result}[{{0}}]")]
     none = Way({name: _literal(spec, name, False) for name in asking}, "{}")
     return [
         none,

@@ -17,7 +17,7 @@ from portakern.spec.parts import ArrayArg, Dim, Output, Sample
 if TYPE_CHECKING:
     from portakern.spec.declare import Spec
 
-__all__ = ["arguments", "check_aliases", "check_declaration", "check_sample", "leader", "outputs"]
+__all__ = ["arguments", "check_aliases", "check_declaration", "check_sample", "leader", "outputs", "saved_outputs"]
 
 
 def arguments(
@@ -88,6 +88,14 @@ def outputs(
             )
         )
     return tuple(found)
+
+
+def saved_outputs(op: str, saved: type | None) -> tuple[Output, ...]:
+    """The outputs that only the gradient op reads, from the fields of a named tuple."""
+    if saved is None:
+        return ()
+    found = outputs(op, typing.get_type_hints(saved, include_extras=True), {}, {}, {})
+    return tuple(replace(o, saved=True) for o in found)
 
 
 def leader(arrays: Sequence[ArrayArg]) -> ArrayArg:

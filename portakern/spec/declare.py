@@ -32,6 +32,7 @@ from portakern.spec.annotations import (
     check_sample,
     leader,
     outputs,
+    saved_outputs,
 )
 from portakern.spec.dtypes import FLOATS
 from portakern.spec.options import Option
@@ -104,6 +105,11 @@ class Spec(Generic[P]):
     @property
     def doc(self) -> str:
         return inspect.cleandoc(self.fn.__doc__ or "")
+
+    @property
+    def shown(self) -> tuple[Output, ...]:
+        """The outputs that callers are shown: all but those that are saved for the gradient alone."""
+        return tuple(o for o in self.outputs if not o.saved)
 
     @property
     def dims(self) -> tuple[str, ...]:
@@ -256,6 +262,7 @@ def spec(
     masks: Sequence[str] = (),
     apart: Sequence[str] | Callable[[Mapping[str, Any], Sequence[str]], Sequence[str]] = (),
     vjp: str | None = None,
+    saved: type | None = None,
     autocast: Literal["lower", "float32"] | None = None,
     typical: Mapping[str, Any] | None = None,
 ) -> Callable[[Callable[P, Any]], Spec[P]]:
@@ -295,6 +302,8 @@ def spec(
         gives there on all of them. An axis that an option names is none. Or what gives them, from the options and the
         outputs that are wanted. Large calls are then compared in part.
       vjp: the name of the op that computes gradients (see :mod:`portakern.core.gradients`).
+      saved: a named tuple of outputs that come after the others and that the gradient op alone reads, as optional
+        arguments: a forward call makes them where a gradient is needed, and no caller is shown them.
       autocast: what torch.autocast makes of the float arguments, float64 apart: "lower" casts them to its dtype, as it
         does for matrix products, "float32" to that, as for reductions on accelerators (on CPUs it leaves those alone);
         None leaves them alone.
@@ -312,7 +321,10 @@ def spec(
             fn=fn,
             arrays=arrays,
             options=options,
-            outputs=outputs(fn.__name__, results, result_dtype or {}, returns or {}, aliases or {}),
+            outputs=(
+                *outputs(fn.__name__, results, result_dtype or {}, returns or {}, aliases or {}),
+                *saved_outputs(fn.__name__, saved),
+            ),
             result=hints["return"],
             dtypes=leader(arrays).dtypes,
             tiling=types.MappingProxyType(dict(tiling)),

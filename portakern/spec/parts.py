@@ -175,7 +175,8 @@ class Output:
     the bool option that asks for it.
 
     ``gradient_of``: the input of the forward op whose gradient it is (an output called ``d_x`` is that of x);
-    ``alias_of``: the input over which it may be written, and whose shape and dtype it has."""
+    ``alias_of``: the input over which it may be written, and whose shape and dtype it has; ``saved``: only the gradient
+    op reads it, no caller is shown it, and an implementation that has none of it gives None."""
 
     name: str
     dims: tuple[Dim, ...]
@@ -184,6 +185,7 @@ class Output:
     wanted_by: str | None
     gradient_of: str | None
     alias_of: str | None = None
+    saved: bool = False
 
     @property
     def shape(self) -> str:

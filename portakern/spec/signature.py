@@ -34,7 +34,7 @@ def signature(spec: Spec[Any]) -> inspect.Signature:
 
 def lone_output(spec: Spec[Any]) -> Output | None:
     """The output that a call returns by itself, outside the named tuple, unless options ask for more; None for none."""
-    always = [o for o in spec.outputs if o.wanted_by is None]
+    always = [o for o in spec.shown if o.wanted_by is None]
     return always[0] if len(always) == 1 and not spec.is_vjp else None
 
 
@@ -43,7 +43,7 @@ def _returned(spec: Spec[Any]) -> Any:
     if lone is None:
         return spec.result
     array = typing.get_type_hints(spec.result)[lone.name]
-    return array if len(spec.outputs) == 1 else array | spec.result
+    return array if len(spec.shown) == 1 else array | spec.result
 
 
 @functools.cache

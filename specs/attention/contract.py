@@ -40,6 +40,12 @@ Softcap = Annotated[float, Range(0.0, 1e30, open=True, typical=(2.0, 30.0))]
 class AttentionOut(NamedTuple):
     o: Float[A, "batch q_len kv_heads*group dv"]
     lse: Float32[A, "batch kv_heads*group q_len"]
+
+
+class AttentionSaved(NamedTuple):
+    """What rounding took from lse: the log-sum-exp is lse + lse_low to twice the precision, and lse_low 0 where lse is
+    not finite. At scores near 1e8 the spacing of float32 is 8, and exp(s - lse) off by a factor of up to e^4."""
+
     lse_low: Float32[A, "batch kv_heads*group q_len"]
 
 
@@ -51,7 +57,8 @@ def work(call: Call, depth: int) -> float:
 
 @spec(
     tiling=TILING,
-    returns={"lse": "return_lse", "lse_low": "return_lse_low"},
+    returns={"lse": "return_lse"},
+    saved=AttentionSaved,
     or_float32=("bias",),
     masks=("bias",),
     positive=POSITIVE,
@@ -91,7 +98,6 @@ def attention(
     softcap: Softcap | None = None,
     precision: Literal["ieee", "tf32"] = "ieee",
     return_lse: bool = False,
-    return_lse_low: bool = False,
 ) -> AttentionOut:
     """o = softmax(softcap(scale q k^T) + bias, masked) v, one row at a time and never storing the scores.
 
@@ -113,14 +119,10 @@ def attention(
       precision: for float32 operands, as in matmul, but that "ieee" may err by 8 units of roundoff in a product, as
         three products of 10 bits do; so either has tf32's range.
       return_lse: also return the log-sum-exp.
-      return_lse_low: also return what rounding took from lse, which the gradients read.
 
     Returns:
       o: (batch, q_len, kv_heads*group, dv), q's dtype; with return_lse also lse: (batch, kv_heads*group, q_len),
-      float32, natural log. A row that may see no key is zeros, its lse -inf. With return_lse_low also lse_low, of lse's
-      shape and dtype: the log-sum-exp is lse + lse_low to twice the precision of float32. At scores near 1e8 the spacing
-      of float32 is 8, and exp(s - lse) would be off by a factor of up to e^4; exp(s - lse - lse_low) is the weight that
-      the forward pass gave the key. lse_low is 0 where lse is not finite.
+      float32, natural log. A row that may see no key is zeros, its lse -inf.
     """
     raise NotImplementedError
 

@@ -119,7 +119,7 @@ def _results(spec: Spec[Any]) -> list[str]:
     """Return what :class:`portakern.api.Op` would: the only output that is wanted by itself, else all, None for an
     unwanted one."""
     optional = {a.name for a in spec.arrays if a.optional}
-    conditions = {o.name: o.wanted_by for o in spec.outputs}
+    conditions = {o.name: o.wanted_by for o in spec.shown}
     if spec.is_vjp:
         given = {o.name: f"{o.gradient_of} is not None" if o.gradient_of in optional else "True" for o in spec.outputs}
         conditions = {
