@@ -191,7 +191,7 @@ def bracket_error(call: Call, at: Logits, of: Call, b: np.ndarray, shift: np.nda
     theta = at.err + shift[:, None]
     apart = apart_of(at.x, of.arrays["lse"], of.arrays["lse_low"])
     p = np.exp(np.minimum(apart, 0.0))
-    moved = np.exp(np.minimum(apart + theta, 0.0)) - p
+    moved = np.maximum(np.exp(np.minimum(apart + theta, 0.0)) - p, p * -np.expm1(-theta))
     moved = np.where(np.isposinf(theta), inf, np.where(np.isnan(moved), 0.0, moved))
     far = (apart < inf) & ((p + moved) * w >= units(call).huge)  # p w may overflow before d_loss meets it
     more = moved * w + (2 * z * shift[:, None] * (magnitude(p) + moved) if z else 0.0)
@@ -224,8 +224,8 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 
     A logit is one product, stored in hidden's dtype, and lse moves by no more than R where each moves by its bound (the
     mean of exp is at most its largest, and at least 1 over that of the inverse). B_b has what storing the brackets b
-    costs; p is exp of x - lse, whose parts are off by B_x and S = R + B_lse, so that it grows by D = p exp(B_x + S) - p
-    at most, and never beyond 1. B_c is matmul's for brackets as large
+    costs; p is exp of x - lse, whose parts are off by B_x and S = R + B_lse, so that it moves by D at most: to
+    p exp(B_x + S), but never beyond 1, or to p exp(-B_x - S). B_c is matmul's for brackets as large
     as they may be, K = n. s = ``SLACK``.
     """
     with np.errstate(all="ignore"):

@@ -46,11 +46,11 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def cross_entropy_kernel(x, labels, loss, lse, rows, rows_inner, n, ignored, x_outer, x_inner, x_n,
+def cross_entropy_kernel(x, labels, loss, lse, low, rows, rows_inner, n, ignored, x_outer, x_inner, x_n,
                          block_rows: tl.constexpr, block_n: tl.constexpr, tail: tl.constexpr, tiles: tl.constexpr,
                          deep: tl.constexpr, acc_dtype: tl.constexpr, even: tl.constexpr, z: tl.constexpr,
                          flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
-    """lse may be None. even: the share e of the target that all classes divide."""
+    """lse and low, for lse_low, may be None. even: the share e of the target that all classes divide."""
     n = aligned(n, unit)
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
     label = tl.load(labels + row, mask=row < rows, other=ignored).to(tl.int64)
@@ -69,11 +69,11 @@ def cross_entropy_kernel(x, labels, loss, lse, rows, rows_inner, n, ignored, x_o
     else:
         m, l, total = of_long_rows(x_row, x_n, n, row_ok, block_n, deep, even > 0, acc_dtype)
 
-    write_losses(loss, lse, row, row < rows, x_at, x_n, label, counted, m, l, total, n, acc_dtype, even, z)
+    write_losses(loss, lse, low, row, row < rows, x_at, x_n, label, counted, m, l, total, n, acc_dtype, even, z)
 
 
 @triton.jit
-def cross_entropy_columns_kernel(x, labels, loss, lse, m, l, lanes, n, ignored, x_group, x_lane, x_n,
+def cross_entropy_columns_kernel(x, labels, loss, lse, low, m, l, lanes, n, ignored, x_group, x_lane, x_n,
                                  row_group, row_lane,
                                  block_rows: tl.constexpr, block_n: tl.constexpr, parts: tl.constexpr,
                                  deep: tl.constexpr, acc_dtype: tl.constexpr, even: tl.constexpr, z: tl.constexpr,
@@ -106,14 +106,14 @@ def cross_entropy_columns_kernel(x, labels, loss, lse, m, l, lanes, n, ignored, 
         sums = tree_sum(tl.exp(t[0] - finite_or_zero(top)))
         if even > 0:
             total = tree_sum(tl.where(step < n, t[0], 0.0))
-    write_losses(loss, lse, row, inside, x_row, x_n, label, counted, top, sums, total, n, acc_dtype, even, z)
+    write_losses(loss, lse, low, row, inside, x_row, x_n, label, counted, top, sums, total, n, acc_dtype, even, z)
 
 
 @triton.jit
-def write_losses(loss, lse, row, there, x_at, x_n, label, counted, m, l, total, n,
+def write_losses(loss, lse, low, row, there, x_at, x_n, label, counted, m, l, total, n,
                  acc_dtype: tl.constexpr, even: tl.constexpr, z: tl.constexpr):  # fmt: skip
     """The loss and the lse of rows that begin at ``x_at``, with the maximum m, l and the sum ``total`` of each; of the
-    first only where e is above 0. lse may be None."""
+    first only where e is above 0. lse and low may be None."""
     # A label that is no class is not followed: its logit is NaN.
     is_class = (label >= 0) & (label < n)
     at = tl.load(x_at + label * x_n, mask=counted & is_class, other=float("nan")).to(acc_dtype)
@@ -125,8 +125,15 @@ def write_losses(loss, lse, row, there, x_at, x_n, label, counted, m, l, total, 
     if z > 0:
         out += z * (shift + log) * (shift + log)
     tl.store(loss + row, tl.where(counted, out, 0.0).to(loss.dtype.element_ty), mask=there)
-    if lse is not None:
-        tl.store(lse + row, tl.where(counted, shift + log, 0.0).to(lse.dtype.element_ty), mask=there)
+    if lse is not None or low is not None:
+        total = shift + log
+        if lse is not None:
+            tl.store(lse + row, tl.where(counted, total, 0.0).to(lse.dtype.element_ty), mask=there)
+        if low is not None:  # what rounding took from the sum: Knuth, volume 2, section 4.2.2, theorem B
+            added = total - shift
+            rest = (shift - (total - added)) + (log - added)
+            rest = tl.where(counted & (tl.abs(total) < float("inf")), rest, 0.0)
+            tl.store(low + row, rest.to(low.dtype.element_ty), mask=there)
 
 
 @BACKEND.implements(
@@ -134,27 +141,28 @@ def write_losses(loss, lse, row, there, x_at, x_n, label, counted, m, l, total, 
 )
 def cross_entropy(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     x = call.arrays["logits"]
-    loss, lse = (numbers(call, x) if name in call.wants else None for name in ("loss", "lse"))
-    losses_into(call, x, in_order(call, call.arrays["labels"]), loss, lse, tiling)  # small: a number a row
-    return loss, lse
+    loss, lse, low = (numbers(call, x) if name in call.wants else None for name in ("loss", "lse", "lse_low"))
+    losses_into(call, x, in_order(call, call.arrays["labels"]), loss, (lse, low), tiling)  # small: a number a row
+    return loss, lse, low
 
 
 def losses_into(
-    call: Call, x: torch.Tensor, labels: torch.Tensor, loss: torch.Tensor | None, lse: torch.Tensor | None,
-    tiling: Mapping[str, int],
+    call: Call, x: torch.Tensor, labels: torch.Tensor, loss: torch.Tensor | None,
+    lse: tuple[torch.Tensor | None, torch.Tensor | None], tiling: Mapping[str, int],
 ) -> None:  # fmt: skip
-    """Write the loss and the lse of each row of logits x, of a call with this op's options. Contiguous labels."""
+    """Write the loss, and lse and lse_low, of each row of logits x, of a call with this op's options. Contiguous
+    labels."""
     n, beside = x.shape[-1], side_by_side(x, x.ndim - 1)
     (x,), rows = walk_rows(x.ndim - 1, x)
     known = {"even": call.options["label_smoothing"], "z": call.options["z_loss"], "acc_dtype": accumulator(call.dtype)}
     if beside:
         strips = strips_of(call, rows._replace(strides=rows.strides[:1]), n, tiling)  # no result has such rows
         m, l = sum_parts(call, strips, n, x)
-        launch(cross_entropy_columns_kernel, strips.programs // max(strips.parts, 1), call, x, labels, loss, lse, m, l,
+        launch(cross_entropy_columns_kernel, strips.programs // max(strips.parts, 1), call, x, labels, loss, *lse, m, l,
                strips.lanes, n, call.options["ignore_index"], *strips.strides[0], *strips.numbers, **known,
                **strips.constants)  # fmt: skip
         return
-    launch(cross_entropy_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, labels, loss, lse, rows.height,
+    launch(cross_entropy_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, labels, loss, *lse, rows.height,
            rows.inner, n, call.options["ignore_index"], *rows.strides[0], **known, **walked(call, n, tiling),
            **rows.known(call.dtype))  # fmt: skip
 

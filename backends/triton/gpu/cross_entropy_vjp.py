@@ -1,8 +1,8 @@
 """Gradient of the cross entropy of logits with integer labels, over the last axis of any strided view.
 
-    d_x_j = d_loss [p_j (1 + 2 z lse) - (1 - e) [j = t] - e / n]        p = exp(x - lse)
+    d_x_j = d_loss [p_j (1 + 2 z lse) - (1 - e) [j = t] - e / n]        p = exp(min(x - lse - lse_low, 0))
 
-lse was saved, so that no element waits for another: a program owns a tile of ``block_rows`` rows by ``block_n``
+lse and lse_low were saved, so that no element waits for another: a program owns a tile of ``block_rows`` rows by ``block_n``
 elements of each, and what an ignored row holds counts nowhere. Long rows that lie one after another are one row. Where
 rows lie side by side, logits are read along memory and the gradient is written along its own. e and z are known to the
 compiler.
@@ -35,10 +35,12 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def gradient(t, is_label, log_sum, g, counted, classes, even: tl.constexpr, z: tl.constexpr, acc_dtype: tl.constexpr):
+def gradient(t, is_label, log_sum, low, g, counted, classes, even: tl.constexpr, z: tl.constexpr,
+             acc_dtype: tl.constexpr):  # fmt: skip
     """By logits t of rows, those that are ``counted``. None for what is the same everywhere: g that is 1, no label
     among t, all rows counted."""
-    p = exp_or_zero(t - log_sum)
+    apart = (t - log_sum) - low
+    p = exp_or_zero(tl.where(apart > 0.0, 0.0, apart))
     if z > 0:
         p = product(p, tl.broadcast_to(1.0 + 2.0 * z * log_sum, p.shape))  # in a row as where two meet
     if is_label is not None:
@@ -53,26 +55,35 @@ def gradient(t, is_label, log_sum, g, counted, classes, even: tl.constexpr, z: t
 
 
 @triton.jit
-def of_row(labels, lse, d_loss, row, there, ignored, acc_dtype: tl.constexpr):
-    """A row's label, whether it counts, its lse, and its cotangent, 1 where there is none."""
+def of_row(labels, lse, low, d_loss, row, there, ignored, acc_dtype: tl.constexpr):
+    """A row's label, whether it counts, its lse and lse_low, and its cotangent, 1 where there is none."""
     label = tl.load(labels + row, mask=there, other=ignored).to(tl.int64)
-    log_sum = tl.load(lse + row, mask=there, other=0.0).to(acc_dtype)
+    log_sum, rest = log_sum_of(lse, low, row, there, acc_dtype)
     if d_loss is not None:
         g = tl.load(d_loss + row, mask=there, other=0.0).to(acc_dtype)
     else:  # a tuple that is returned holds no None where JAX's programs are compiled; compilers drop a factor of 1
         g = tl.full(row.shape, 1.0, acc_dtype)
-    return label, label != ignored, log_sum, g
+    return label, label != ignored, log_sum, rest, g
 
 
 @triton.jit
-def within_a_row(x, labels, lse, d_loss, d_x, begin, row, ignored, classes, width: tl.constexpr,
+def log_sum_of(lse, low, row, there, acc_dtype: tl.constexpr):
+    """lse of rows, and lse_low, which is 0 where there is none."""
+    rest = tl.zeros(row.shape, acc_dtype)
+    if low is not None:
+        rest = tl.load(low + row, mask=there, other=0.0).to(acc_dtype)
+    return tl.load(lse + row, mask=there, other=0.0).to(acc_dtype), rest
+
+
+@triton.jit
+def within_a_row(x, labels, lse, low, d_loss, d_x, begin, row, ignored, classes, width: tl.constexpr,
                  acc_dtype: tl.constexpr, even: tl.constexpr, z: tl.constexpr):  # fmt: skip
     """A tile of one row that counts, whose label is elsewhere."""
     at = begin + tl.arange(0, width)
     row = row + tl.arange(0, 1)
-    _, _, log_sum, g = of_row(labels, lse, d_loss, row, row >= 0, ignored, acc_dtype)
+    _, _, log_sum, low, g = of_row(labels, lse, low, d_loss, row, row >= 0, ignored, acc_dtype)
     t = tl.load(x + at).to(acc_dtype)
-    out = gradient(t, None, log_sum, g, None, classes, even, z, acc_dtype)
+    out = gradient(t, None, log_sum, low, g, None, classes, even, z, acc_dtype)
     tl.store(d_x + at, out.to(d_x.dtype.element_ty))
 
 
@@ -83,14 +94,16 @@ def column(at, width: tl.constexpr):
 
 
 @triton.jit
-def where_rows_meet(x, labels, lse, d_loss, d_x, begin, row, rows, n, ignored, first, classes, width: tl.constexpr,
+def where_rows_meet(x, labels, lse, low, d_loss, d_x, begin, row, rows, n, ignored, first, classes, width: tl.constexpr,
                     acc_dtype: tl.constexpr, even: tl.constexpr, z: tl.constexpr, vector: tl.constexpr):  # fmt: skip
     """A tile of any two rows, but what the last whole vector of all leaves."""
     row = row + tl.arange(0, 1)
     border = (row + 1) * n - begin
     limit = tl.minimum(rows * n - begin, width).to(tl.int32) // vector * vector
-    label, counted, log_sum, g = of_row(labels, lse, d_loss, row, row < rows, ignored, acc_dtype)
-    label_2, counted_2, log_sum_2, g_2 = of_row(labels, lse, d_loss, row + 1, row + 1 < rows, ignored, acc_dtype)
+    label, counted, log_sum, rest, g = of_row(labels, lse, low, d_loss, row, row < rows, ignored, acc_dtype)
+    label_2, counted_2, log_sum_2, rest_2, g_2 = of_row(
+        labels, lse, low, d_loss, row + 1, row + 1 < rows, ignored, acc_dtype
+    )
     hit, hit_2 = column(label - first + border - n, width), column(label_2 - first + border, width)
     border = tl.minimum(border, width).to(tl.int32)
     col = tl.arange(0, width)
@@ -99,26 +112,26 @@ def where_rows_meet(x, labels, lse, d_loss, d_x, begin, row, rows, n, ignored, f
     read = inside & ((counted & (at < border)) | (counted_2 & (at + vector > border)))
     t = tl.load(x + begin + col, mask=read, other=float("-inf")).to(acc_dtype)
     is_label = col == tl.where(own, hit, hit_2)
-    out = gradient(t, is_label, tl.where(own, log_sum, log_sum_2), tl.where(own, g, g_2),
+    out = gradient(t, is_label, tl.where(own, log_sum, log_sum_2), tl.where(own, rest, rest_2), tl.where(own, g, g_2),
                    tl.where(own, counted, counted_2), classes, even, z, acc_dtype)  # fmt: skip
     tl.store(d_x + begin + col, out.to(d_x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def behind_vectors(x, labels, lse, d_loss, d_x, rows, n, ignored, first, classes, acc_dtype: tl.constexpr,
+def behind_vectors(x, labels, lse, low, d_loss, d_x, rows, n, ignored, first, classes, acc_dtype: tl.constexpr,
                    even: tl.constexpr, z: tl.constexpr, vector: tl.constexpr, edges: tl.constexpr):  # fmt: skip
     """The elements behind the last whole vector of all rows; ``edges``: the threads, of which few have one."""
     at = rows * n // vector * vector + tl.arange(0, edges)
     there = at < rows * n
     row = rows - 1 + tl.arange(0, 1)
-    label, counted, log_sum, g = of_row(labels, lse, d_loss, row, row >= 0, ignored, acc_dtype)
+    label, counted, log_sum, rest, g = of_row(labels, lse, low, d_loss, row, row >= 0, ignored, acc_dtype)
     t = tl.load(x + at, mask=there & counted, other=float("-inf")).to(acc_dtype)
-    out = gradient(t, at - row * n == label - first, log_sum, g, counted, classes, even, z, acc_dtype)
+    out = gradient(t, at - row * n == label - first, log_sum, rest, g, counted, classes, even, z, acc_dtype)
     tl.store(d_x + at, out.to(d_x.dtype.element_ty), mask=there)
 
 
 @triton.jit
-def cross_entropy_vjp_long_kernel(x, labels, lse, d_loss, start, d_x, rows, n, ignored, first, classes,
+def cross_entropy_vjp_long_kernel(x, labels, lse, low, d_loss, start, d_x, rows, n, ignored, first, classes,
                                   width: tl.constexpr, acc_dtype: tl.constexpr, even: tl.constexpr, z: tl.constexpr,
                                   vector: tl.constexpr, edges: tl.constexpr):  # fmt: skip
     """Rows that lie one after another, of ``width`` elements or more, are one row: a tile begins at a multiple of its
@@ -132,17 +145,17 @@ def cross_entropy_vjp_long_kernel(x, labels, lse, d_loss, start, d_x, rows, n, i
     label = tl.load(labels + row).to(tl.int64)
     hit = label - first + row * n - begin
     if (begin + width <= (row + 1) * n) & (label != ignored) & ((hit < 0) | (hit >= width)):
-        within_a_row(x, labels, lse, d_loss, d_x, begin, row, ignored, classes, width, acc_dtype, even, z)
+        within_a_row(x, labels, lse, low, d_loss, d_x, begin, row, ignored, classes, width, acc_dtype, even, z)
     else:
-        where_rows_meet(x, labels, lse, d_loss, d_x, begin, row, rows, n, ignored, first, classes, width, acc_dtype,
+        where_rows_meet(x, labels, lse, low, d_loss, d_x, begin, row, rows, n, ignored, first, classes, width, acc_dtype,
                         even, z, vector)  # fmt: skip
     if begin + width >= rows * n:
-        behind_vectors(x, labels, lse, d_loss, d_x, rows, n, ignored, first, classes, acc_dtype, even, z, vector,
+        behind_vectors(x, labels, lse, low, d_loss, d_x, rows, n, ignored, first, classes, acc_dtype, even, z, vector,
                        edges)  # fmt: skip
 
 
 @triton.jit
-def cross_entropy_vjp_kernel(x, labels, lse, d_loss, start, d_x, rows, rows_inner, n, steps, ignored, first, classes,
+def cross_entropy_vjp_kernel(x, labels, lse, low, d_loss, start, d_x, rows, rows_inner, n, steps, ignored, first, classes,
                              x_outer, x_inner, x_n,
                              block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
                              even: tl.constexpr, z: tl.constexpr, beside: tl.constexpr, flat: tl.constexpr,
@@ -158,7 +171,7 @@ def cross_entropy_vjp_kernel(x, labels, lse, d_loss, start, d_x, rows, rows_inne
     label = tl.load(labels + row, mask=row_ok, other=ignored).to(tl.int64)
     counted = (row_ok & (label != ignored))[:, None]
     label, row_ok = label[:, None] - first, row_ok[:, None]
-    log_sum = tl.load(lse + row, mask=row < rows, other=0.0).to(acc_dtype)[:, None]
+    log_sum, rest = log_sum_of(lse, low, row, row < rows, acc_dtype)
     if d_loss is not None:
         g = tl.load(d_loss + row, mask=row < rows, other=0.0).to(acc_dtype)[:, None]
     else:
@@ -166,7 +179,7 @@ def cross_entropy_vjp_kernel(x, labels, lse, d_loss, start, d_x, rows, rows_inne
     x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None]
     read = row_ok if beside else counted
     t = tl.load(x_row + col * x_n, mask=read & (col < n), other=float("-inf")).to(acc_dtype)
-    out = gradient(t, col == label, log_sum, g, counted, classes, even, z, acc_dtype)
+    out = gradient(t, col == label, log_sum[:, None], rest[:, None], g, counted, classes, even, z, acc_dtype)
     tl.store(d_x + (row * n)[:, None] + col, out.to(d_x.dtype.element_ty), mask=row_ok & (col < n))
 
 
@@ -215,18 +228,20 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
 def cross_entropy_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     x = call.arrays["logits"]
     labels, lse, d_loss = (in_order(call, call.arrays[name]) for name in ("labels", "lse", "d_loss"))
+    low = None if call.arrays["lse_low"] is None else in_order(call, call.arrays["lse_low"])
     d_x = result_like(x, call, "d_logits")
-    gradient_into(call, x, labels, lse, d_loss, d_x, tiling, 0, call.dims["n"])
+    gradient_into(call, x, labels, (lse, low), d_loss, d_x, tiling, 0, call.dims["n"])
     return (d_x,)
 
 
 def gradient_into(
-    call: Call, x: torch.Tensor, labels: torch.Tensor, lse: torch.Tensor, d_loss: torch.Tensor | None,
-    d_x: torch.Tensor, tiling: Mapping[str, int], first: int, classes: int, start: torch.Tensor | None = None,
+    call: Call, x: torch.Tensor, labels: torch.Tensor, lse: tuple[torch.Tensor, torch.Tensor | None],
+    d_loss: torch.Tensor | None, d_x: torch.Tensor, tiling: Mapping[str, int], first: int, classes: int,
+    start: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write the gradient by logits x, those from class ``first`` on of ``classes``, of a call with this op's options.
-    d_x is contiguous, as are the numbers of rows, and may be x itself; no d_loss means ones. ``start``: one int32 that
-    is added to first, where it is not known before the launch."""
+    ``lse``: with lse_low, or None for that. d_x is contiguous, as are the numbers of rows, and may be x itself; no
+    d_loss means ones. ``start``: one int32 that is added to first, where it is not known before the launch."""
     n, beside = x.shape[-1], side_by_side(x, x.ndim - 1)
     (x,), rows = walk_rows(x.ndim - 1, x)
     tile, known = blocks(tiling), rows.known(call.dtype)
@@ -237,11 +252,11 @@ def gradient_into(
     width, vector = tile["block_rows"] * tile["block_n"], 16 // numpy_dtype(call.dtype).itemsize
     ignored = call.options["ignore_index"]
     if rows.strides[0] == rows.strides[1] and n >= width >= vector and not beside:
-        launch(cross_entropy_vjp_long_kernel, cdiv(rows.height * n, width), call, x, labels, lse, d_loss, start, d_x,
+        launch(cross_entropy_vjp_long_kernel, cdiv(rows.height * n, width), call, x, labels, *lse, d_loss, start, d_x,
                rows.height, n, ignored, first, classes, **forms, width=width, vector=vector,
                edges=max(vector, tile["num_warps"] * lanes(call.target.arch)))  # fmt: skip
         return
     steps = cdiv(n, tile["block_n"])
-    launch(cross_entropy_vjp_kernel, cdiv(rows.height, tile["block_rows"]) * steps, call, x, labels, lse, d_loss, start,
+    launch(cross_entropy_vjp_kernel, cdiv(rows.height, tile["block_rows"]) * steps, call, x, labels, *lse, d_loss, start,
            d_x, rows.height, rows.inner, n, steps, ignored, first, classes, *rows.strides[0], **forms,
            block_rows=tile["block_rows"], block_n=tile["block_n"], beside=beside, **known)  # fmt: skip

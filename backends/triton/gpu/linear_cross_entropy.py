@@ -108,25 +108,27 @@ def in_chunks(call: Call, tiling: Mapping[str, int], multiply: Product) -> tuple
     hidden, labels, n, d = flat(call, "hidden", "labels", "n", "d")
     weight, rows = call.arrays["weight"], prod(call.dims["batch"])
     wide = torch_dtype("float64" if call.dtype == "float64" else "float32")
-    # The slope needs the lse, whether or not the caller does.
-    made = {"loss": "loss" in call.wants, "lse": {"lse", "slope"} & {*call.wants}}
-    loss, lse = (fresh((rows,), wide, hidden.device) if wanted else None for wanted in made.values())
+    # The slope needs lse and lse_low, whether or not the caller does.
+    made = ({"loss"}, {"lse", "slope"}, {"lse_low", "slope"})
+    loss, lse, low = (fresh((rows,), wide, hidden.device) if of & {*call.wants} else None for of in made)
     slope = fresh((rows, d), hidden.dtype, hidden.device) if "slope" in call.wants else None
     walk, back = walks_of(call)
     chunk = min(tiling["chunk_rows"], rows)
     room = scratch(hidden, chunk, n)
 
-    def piece(first: int, start: Any, h: Any, t: Any, own_loss: Any, own_lse: Any, own_slope: Any) -> None:
+    def piece(
+        first: int, start: Any, h: Any, t: Any, own_loss: Any, own_lse: Any, own_low: Any, own_slope: Any
+    ) -> None:
         x = room(h.shape[0], n)
         multiply(call, h, weight.mT, x)
-        losses.losses_into(call, x, t, own_loss, own_lse, walk)
+        losses.losses_into(call, x, t, own_loss, (own_lse, own_low), walk)
         if slope is not None:
             b = overwritten(x)
-            brackets.gradient_into(call, x, t, own_lse, None, b, back, 0, n)
+            brackets.gradient_into(call, x, t, (own_lse, own_low), None, b, back, 0, n)
             multiply(call, b, weight, own_slope)
 
-    in_parts(rows, chunk, piece, (hidden, labels), (loss, lse, slope))
-    found: dict[str, Any] = {"loss": loss, "lse": lse, "slope": slope}
+    in_parts(rows, chunk, piece, (hidden, labels), (loss, lse, low, slope))
+    found: dict[str, Any] = {"loss": loss, "lse": lse, "slope": slope, "lse_low": low}
     shapes = call.outputs
     return tuple(found[o.name].reshape(shapes[o.name][0]) if o.name in call.wants else None for o in call.spec.outputs)
 

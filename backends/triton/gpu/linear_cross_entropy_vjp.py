@@ -105,7 +105,10 @@ def in_chunks(call: Call, tiling: Mapping[str, int], multiply: Product) -> tuple
 def weight_gradient(call: Call, tiling: Mapping[str, int], multiply: Product) -> Any:
     hidden, labels, n = flat(call, "hidden", "labels", "n")
     weight, rows = call.arrays["weight"], hidden.shape[0]
-    lse, d_loss = (in_order(call, call.arrays[name]).reshape(-1) for name in ("lse", "d_loss"))
+    lse, d_loss, low = (
+        None if call.arrays[name] is None else in_order(call, call.arrays[name]).reshape(-1)
+        for name in ("lse", "d_loss", "lse_low")
+    )
     chunk = min(tiling["chunk_n"], n)
     d_weight = fresh(weight.shape, weight.dtype, weight.device)
     room = scratch(hidden, rows, chunk)
@@ -116,7 +119,7 @@ def weight_gradient(call: Call, tiling: Mapping[str, int], multiply: Product) ->
         x = room(rows, length)
         multiply(call, hidden, w.mT, x)
         d_x, walk = overwritten(x), bracketing(call, length)
-        brackets.gradient_into(call, x, labels, lse, d_loss, d_x, walk, first, n, start)
+        brackets.gradient_into(call, x, labels, (lse, low), d_loss, d_x, walk, first, n, start)
         multiply(call, d_x.mT, hidden, own)
 
     in_parts(n, chunk, piece, (weight,), (d_weight,))

@@ -219,10 +219,33 @@ def shrunk(m, under):
 
 @gluon.jit
 def log_sum(l, m, scores):
-    """As ``log_sum`` of ``gpu/_split.py``."""
+    """As ``log_sum`` of ``gpu/_split.py``, with an instruction that is never fused for the selection there."""
     factor, offset = origin(m, scores)
     exact = factor == scores.rate
-    return gl.fma(gl.where(exact, offset, m), gl.where(exact, 0.6931471805599453, scores.unit), gl.log(l))
+    of, log = gl.where(exact, offset, m), gl.log(l)
+    natural = gl.where(exact, scores.natural, scores.unit)
+    product = gl.inline_asm_elementwise(
+        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [of, natural], gl.float32, is_pure=True, pack=1
+    )
+    rest = gl.fma(of, gl.where(exact, scores.natural_low, scores.unit_low), gl.fma(of, natural, -product))
+    total = product + log
+    added = total - product
+    rest += (product - (total - added)) + (log - added)
+    rest = gl.where(gl.abs(total) < float("inf"), rest, 0.0)
+    high = total + rest
+    return high, gl.where(gl.abs(high) < float("inf"), rest - (high - total), 0.0)
+
+
+@gluon.jit
+def store_log_sum(lse, low, at, state, scores, ok):
+    """Write lse and lse_low of rows to their places, each unless it is None."""
+    if lse is not None or low is not None:
+        l, m = state
+        total, rest = log_sum(l, m, scores)
+        if lse is not None:
+            gl.store(lse + at, total, mask=ok)
+        if low is not None:
+            gl.store(low + at, rest, mask=ok)
 
 
 @gluon.jit
@@ -366,7 +389,7 @@ def attend(turn, unit, first, last, q, q_empty, k_tiles, v_tiles, full, empty, m
 
 @gluon.jit
 def consumer(
-    GROUP: gl.constexpr, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, full, empty, mine, theirs, o, lse,
+    GROUP: gl.constexpr, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, full, empty, mine, theirs, o, lse, low,
     scores, window, work, plan: gl.constexpr,
 ):  # fmt: skip
     """Four warps that own 64 queries of each tile of this program."""
@@ -406,10 +429,8 @@ def consumer(
         if plan.o_in_q:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(GROUP), count=1)
-        if lse is not None:
-            i = mine_top + gl.arange(0, ROWS, row_s)
-            at = lse + head.to(gl.int64) * work.q_len + i
-            gl.store(at, log_sum(l, m, scores), mask=i < work.q_len)
+        i = mine_top + gl.arange(0, ROWS, row_s)
+        store_log_sum(lse, low, head.to(gl.int64) * work.q_len + i, (l, m), scores, i < work.q_len)
         count += 1
         index, back = following(index, back, work, left, right)
     tma.store_wait(0)
@@ -482,10 +503,10 @@ def producer(
 
 @gluon.jit(do_not_specialize=list(Work._fields))
 def attention_flash_kernel(
-    q, k, v, o, lse, scores, window, tiles, ahead, tiles_q, together, heads, group, all_heads, q_len, kv_len, chunk,
+    q, k, v, o, lse, low, scores, window, tiles, ahead, tiles_q, together, heads, group, all_heads, q_len, kv_len, chunk,
     plan: gl.constexpr,
 ):  # fmt: skip
-    """o, and lse unless that is None. q, k, v, o: described, (batch, length, heads, d). From ``tiles`` on: ``Work``,
+    """o, and lse and low (lse_low) unless these are None. q, k, v, o: described, (batch, length, heads, d). From ``tiles`` on: ``Work``,
     whose numbers are handed over one by one, as in a tuple Triton would compile the kernel for what divides them."""
     work = Work(tiles, ahead, tiles_q, together, heads, group, all_heads, q_len, kv_len, chunk)
     dtype: gl.constexpr = q.dtype
@@ -517,18 +538,18 @@ def attention_flash_kernel(
     if consumers == 2:
         gl.warp_specialize([
             (consumer, (0, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, full, empty, turns.index(0),
-                        turns.index(1), o, lse, scores, window, work, plan)),
+                        turns.index(1), o, lse, low, scores, window, work, plan)),
             (consumer, (1, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, full, empty, turns.index(1),
-                        turns.index(0), o, lse, scores, window, work, plan)),
+                        turns.index(0), o, lse, low, scores, window, work, plan)),
             (producer, (q_tiles, k_tiles, v_tiles, q_full, q_empty, full, empty, q, k, v, window, work, plan)),
         ], [4, 1], [plan.registers, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (0, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, full, empty, turns.index(0),
-                        turns.index(1), o, lse, scores, window, work, plan)),
+                        turns.index(1), o, lse, low, scores, window, work, plan)),
             (consumer, (1, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, full, empty, turns.index(1),
-                        turns.index(0), o, lse, scores, window, work, plan)),
+                        turns.index(0), o, lse, low, scores, window, work, plan)),
             (consumer, (2, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, full, empty, turns.index(1),
-                        turns.index(0), o, lse, scores, window, work, plan)),
+                        turns.index(0), o, lse, low, scores, window, work, plan)),
             (producer, (q_tiles, k_tiles, v_tiles, q_full, q_empty, full, empty, q, k, v, window, work, plan)),
         ], [4, 4, 1], [plan.registers, plan.registers, 24])  # fmt: skip

@@ -1,7 +1,7 @@
 """The kernel of attention's gradients for Hopper: warps that copy, warps that compute (Dao 2023, FlashAttention-2,
 algorithm 2; Shah et al. 2024, FlashAttention-3, whose division of labour it has).
 
-    s = cap(scale q k^T)    P = exp(s - lse)    D = P (d_o v^T - delta) cap'(s)    delta = rowsum(d_o o) - d_lse
+    s = cap(scale q k^T)    P = exp(min(s - lse, 0))    D = P (d_o v^T - delta) cap'(s)    delta = rowsum(d_o o) - d_lse
     d_q = scale D k         d_k = scale D^T q   d_v = P^T d_o
 
 One kernel, launched twice, on two sides in turn. The rows of one side are a program's own (*home*), 64 to a group of
@@ -58,25 +58,28 @@ class Plan(NamedTuple):
 
 class Tiles(NamedTuple):
     """Tiles of a side in shared memory, with the barriers that say when they are there and when they are done with.
-    shift and delta: numbers of queries that come by, a line a tile."""
+    shift, low and delta: numbers of queries that come by, a line a tile."""
 
     first: Any
     second: Any
     shift: Any
+    low: Any
     delta: Any
     full: Any
     empty: Any
 
 
 class Sides(NamedTuple):
-    """Arrays in memory, described: (batch, length, heads, d or dv); the gradients None that nobody wants. shift, which
-    is lse log2(e), and delta of queries: (heads of all batch entries, pitch), described where queries come by."""
+    """Arrays in memory, described: (batch, length, heads, d or dv); the gradients None that nobody wants. shift + low,
+    which is lse in units of log2(e), and delta of queries: (heads of all batch entries, pitch), described where queries
+    come by."""
 
     home_first: Any
     home_second: Any
     guest_first: Any
     guest_second: Any
     shift: Any
+    low: Any
     delta: Any
     d_first: Any
     d_second: Any
@@ -84,7 +87,7 @@ class Sides(NamedTuple):
 
 class Work(NamedTuple):
     """The tiles of a call, as ``_flash.Work`` has them, with rows at home for queries and guests for keys. ``heads``,
-    ``all_heads``: at home. ``pitch``: of a line of shift and delta."""
+    ``all_heads``: at home. ``pitch``: of a line of shift, low and delta."""
 
     tiles: int
     tiles_q: int
@@ -99,7 +102,7 @@ class Work(NamedTuple):
 
 class Own(NamedTuple):
     """What a group of four warps owns: its rows at home in shared memory; what each sees, and what all see, of guests;
-    their shift and delta where they are queries."""
+    their shift, low and delta where they are queries."""
 
     first: Any
     second: Any
@@ -107,12 +110,13 @@ class Own(NamedTuple):
     all_lo: Any
     all_hi: Any
     shift: Any
+    low: Any
     delta: Any
 
 
 @gluon.jit
 def statistic_of(own, guest, stage, by_key: gl.constexpr, mma: gl.constexpr):
-    """Shift or delta of the queries of a tile: rows at home have theirs in registers, guests in shared memory."""
+    """Shift, low or delta of the queries of a tile: rows at home have theirs in registers, guests in shared memory."""
     if by_key:
         return guest.index(stage).load(mma)
     else:
@@ -120,12 +124,14 @@ def statistic_of(own, guest, stage, by_key: gl.constexpr, mma: gl.constexpr):
 
 
 @gluon.jit
-def weights_of(dots, shift, start, cols, own, scores):
-    """(P, P cap'(s)) of a tile of dot products. shift: lse log2(e), for P is 2^(s log2(e) - shift)."""
+def weights_of(dots, shift, low, start, cols, own, scores):
+    """(P, P cap'(s)) of a tile of dot products, P = 2^min(s rate - shift - low, 0). The score is the number that it was
+    in the forward pass, and what was subtracted there is in shift and low: no rounding takes P from what it was."""
     t = dots
     if scores.softcap is not None:
         t = tanh(dots * scores.pre)
-    p = gl.exp2(gl.fma(t, scores.rate, -shift.broadcast_to(t.shape)))
+    apart = gl.fma(t, scores.rate, -shift.broadcast_to(t.shape)) - low
+    p = gl.exp2(gl.where(apart > 0.0, 0.0, apart))
     if (start < own.all_lo) | (start + dots.shape[1] > own.all_hi):
         p = gl.where(seen_pairs(start, cols, own.limits), p, 0.0)
     sloped = p
@@ -181,8 +187,9 @@ def walk(unit, first, last, steps, own, guests, d_first, d_second, scores, plan:
         if plan.want_first:
             d_p = warpgroup_mma(own.second, guest_second.permute((1, 0)), zeros, use_acc=False, is_async=True)
         shift = statistic_of(own.shift, guests.shift, stage, plan.by_key, mma)
+        low = statistic_of(own.low, guests.low, stage, plan.by_key, mma)
         dots = warpgroup_mma_wait(1 if plan.want_first else 0, deps=[dots])
-        p, sloped = weights_of(dots, shift, start, cols, own, scores)
+        p, sloped = weights_of(dots, shift, low, start, cols, own, scores)
         if plan.want_second:
             p16 = gl.convert_layout(p.to(own.first.dtype), left_second)
             d_second = warpgroup_mma(p16, guest_second, d_second, is_async=True)
@@ -218,8 +225,9 @@ def walk_ahead(unit, first, last, steps, own, guests, d_first, d_second, scores,
     dots = warpgroup_mma(own.first, guests.first.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     d_p = warpgroup_mma(own.second, guests.second.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     shift = statistic_of(own.shift, guests.shift, stage, plan.by_key, mma)
+    low = statistic_of(own.low, guests.low, stage, plan.by_key, mma)
     dots = warpgroup_mma_wait(1, deps=[dots])
-    p, sloped = weights_of(dots, shift, start, cols, own, scores)
+    p, sloped = weights_of(dots, shift, low, start, cols, own, scores)
     d_p = warpgroup_mma_wait(0, deps=[d_p])
     delta = statistic_of(own.delta, guests.delta, stage, plan.by_key, mma)
     d = score_gradients(sloped, d_p, delta, start, cols, own)
@@ -236,8 +244,9 @@ def walk_ahead(unit, first, last, steps, own, guests, d_first, d_second, scores,
         d_second = warpgroup_mma(p16, guests.second.index(before), d_second, is_async=True)
         d_first = warpgroup_mma(d16, guests.first.index(before), d_first, is_async=True)
         shift = statistic_of(own.shift, guests.shift, stage, plan.by_key, mma)
+        low = statistic_of(own.low, guests.low, stage, plan.by_key, mma)
         dots = warpgroup_mma_wait(3, deps=[dots])
-        p, sloped = weights_of(dots, shift, start, cols, own, scores)
+        p, sloped = weights_of(dots, shift, low, start, cols, own, scores)
         d_p = warpgroup_mma_wait(2, deps=[d_p])
         delta = statistic_of(own.delta, guests.delta, stage, plan.by_key, mma)
         d = score_gradients(sloped, d_p, delta, start, cols, own)
@@ -276,14 +285,15 @@ def consumer(GROUP: gl.constexpr, home, guests, sides, scores, scale, window, wo
         top, head, first, last, steps = guests_of(index, work, left, right, rows, block, plan.by_key)
         mine = top + GROUP * ROWS
         limits, all_lo, all_hi = reach(mine + work.kv_len - work.q_len, work, left, right, row)
-        shift, delta = None, None
+        shift, low, delta = None, None, None
         if not plan.by_key:
             i = mine + gl.arange(0, ROWS, row)
             line = head.to(gl.int64) * work.pitch
             shift = gl.load(sides.shift + line + i, mask=i < work.q_len, other=0.0)[:, None]
+            low = gl.load(sides.low + line + i, mask=i < work.q_len, other=0.0)[:, None]
             delta = gl.load(sides.delta + line + i, mask=i < work.q_len, other=0.0)[:, None]
         mbarrier.wait(home.full.index(GROUP), count & 1)
-        own = Own(home_first, home_second, limits, all_lo, all_hi, shift, delta)
+        own = Own(home_first, home_second, limits, all_lo, all_hi, shift, low, delta)
         d_first = gl.zeros([ROWS, block_d], gl.float32, mma_first)
         d_second = gl.zeros([ROWS, block_dv], gl.float32, mma_second)
         if plan.ahead:
@@ -338,12 +348,13 @@ def producer(home, guests, sides, window, work, plan: gl.constexpr):
             stage = unit % stages
             full = guests.full.index(stage)
             mbarrier.wait(guests.empty.index(stage), ((unit // stages) & 1) ^ 1)
-            mbarrier.expect(full, block * row_bytes + (8 * block if plan.by_key else 0))
+            mbarrier.expect(full, block * row_bytes + (12 * block if plan.by_key else 0))
             load_tile(sides.guest_first, [b, start, guest, 0], full, boxed(guests.first.index(stage), box))
             load_tile(sides.guest_second, [b, start, guest, 0], full, boxed(guests.second.index(stage), box))
             if plan.by_key:
                 line = b * work.heads * work.group + guest
                 load_tile(sides.shift, [line, start], full, guests.shift.index(stage))
+                load_tile(sides.low, [line, start], full, guests.low.index(stage))
                 load_tile(sides.delta, [line, start], full, guests.delta.index(stage))
             unit += 1
             if plan.by_key:
@@ -362,24 +373,25 @@ def tiles_of(dtype: gl.constexpr, count: gl.constexpr, rows: gl.constexpr, plan:
     first = gl.allocate_shared_memory(dtype, [count, rows, plan.block_d], tile)
     second = gl.allocate_shared_memory(dtype, [count, rows, plan.block_dv], tile)
     shift = gl.allocate_shared_memory(gl.float32, [count, 1, rows], line)
+    low = gl.allocate_shared_memory(gl.float32, [count, 1, rows], line)
     delta = gl.allocate_shared_memory(gl.float32, [count, 1, rows], line)
     full = gl.allocate_shared_memory(gl.int64, [count, 1], bar)
     empty = gl.allocate_shared_memory(gl.int64, [count, 1], bar)
     for i in gl.static_range(count):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=readers)
-    return Tiles(first, second, shift, delta, full, empty)
+    return Tiles(first, second, shift, low, delta, full, empty)
 
 
 @gluon.jit(do_not_specialize=list(Work._fields))
 def attention_vjp_gradients_kernel(
-    home_first, home_second, guest_first, guest_second, shift, delta, d_first, d_second, scores, scale, window,
+    home_first, home_second, guest_first, guest_second, shift, low, delta, d_first, d_second, scores, scale, window,
     tiles, tiles_q, together, heads, group, all_heads, q_len, kv_len, pitch, plan: gl.constexpr,
 ):  # fmt: skip
     """d_first and d_second, scaled, of rows at home: see ``Sides``, and ``Work`` for numbers, which come one by one:
     those of a tuple would be compiled in where they are 1, and again where they are multiples of 16."""
     work = Work(tiles, tiles_q, together, heads, group, all_heads, q_len, kv_len, pitch)
-    sides = Sides(home_first, home_second, guest_first, guest_second, shift, delta, d_first, d_second)
+    sides = Sides(home_first, home_second, guest_first, guest_second, shift, low, delta, d_first, d_second)
     dtype: gl.constexpr = home_first.dtype
     home = tiles_of(dtype, plan.consumers, ROWS, plan, 1)
     guests = tiles_of(dtype, plan.stages, plan.block, plan, plan.consumers)

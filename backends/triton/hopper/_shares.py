@@ -35,12 +35,12 @@ from portakern.backends.triton.hopper._flash import (
     fetch_first,
     fetch_others,
     lane_sums,
-    log_sum,
     merge,
     reach,
     risen,
     seen_scores,
     span_of,
+    store_log_sum,
     weights_under,
 )
 from portakern.backends.triton.hopper._warps import load_tile
@@ -260,7 +260,7 @@ def attend_few(
 
 @gluon.jit
 def consumer(
-    q_tile, k_tiles, v_tiles, q_full, q_empty, full, empty, parts, statistics, o, lse, scores, window, work,
+    q_tile, k_tiles, v_tiles, q_full, q_empty, full, empty, parts, statistics, o, lse, low, scores, window, work,
     plan: gl.constexpr, heads: gl.constexpr, rows: gl.constexpr,
 ):  # fmt: skip
     """Four warps that walk the chunks of this program."""
@@ -295,16 +295,16 @@ def consumer(
                 acc, l, m = acc_part, l_part, m_part
         # All four warps have issued the last products, and so read their queries.
         mbarrier.arrive(q_empty, count=1)
-        leave((acc, l, m), b, h, of, parts, statistics, o, lse, scores, work, heads, row_s, row_o)
+        leave((acc, l, m), b, h, of, parts, statistics, o, lse, low, scores, work, heads, row_s, row_o)
 
 
 @gluon.jit
 def leave(
-    state, b, h, share, parts, statistics, o, lse, scores, work, heads: gl.constexpr, row_s: gl.constexpr,
+    state, b, h, share, parts, statistics, o, lse, low, scores, work, heads: gl.constexpr, row_s: gl.constexpr,
     row_o: gl.constexpr,
 ):  # fmt: skip
-    """Write the state of a chunk, or o, and lse unless that is None, from the state of all keys: as ``store_rows`` of
-    the portable kernel does."""
+    """Write the state of a chunk, or o, and lse and low unless these are None, from the state of all keys: as
+    ``store_rows`` of the portable kernel does."""
     acc, l, m = state
     rows: gl.constexpr = acc.shape[0]
     block_dv: gl.constexpr = acc.shape[1]
@@ -320,8 +320,7 @@ def leave(
         inverse = 1.0 / gl.where(l == 0.0, 1.0, l)
         out = acc * gl.convert_layout(inverse, row_o)[:, None]
         gl.store(o + (at_o * work.dv)[:, None] + column[None, :], out.to(o.dtype.element_ty), mask=ok)
-        if lse is not None:
-            gl.store(lse + at_lse, log_sum(l, m, scores), mask=there_s)
+        store_log_sum(lse, low, at_lse, (l, m), scores, there_s)
 
 
 @gluon.jit
@@ -338,12 +337,12 @@ def row_at(b, h, share, work, row: gl.constexpr, heads: gl.constexpr, rows: gl.c
 
 @gluon.jit(do_not_specialize=list(Shares._fields))
 def attention_shares_kernel(
-    q, k, v, parts, statistics, o, lse, scores, window, groups, chunks, kv_heads, group, q_len, kv_len, chunk, dv,
+    q, k, v, parts, statistics, o, lse, low, scores, window, groups, chunks, kv_heads, group, q_len, kv_len, chunk, dv,
     plan: gl.constexpr, heads: gl.constexpr, rows: gl.constexpr,
 ):  # fmt: skip
     """The state of each chunk: parts, (batch, heads, q_len, chunks, dv), and statistics, (.., 2), l and m; or, where
-    parts is None, o, (batch, q_len, heads, dv), and lse, (batch, heads, q_len), unless that is None: then ``chunks`` is
-    1, or a program takes all of them (``plan.chunked``).
+    parts is None, o, (batch, q_len, heads, dv), and lse and low, (batch, heads, q_len), unless these are None: then
+    ``chunks`` is 1, or a program takes all of them (``plan.chunked``).
 
     q: described, (batch, kv_heads, q_len, group, d), in boxes of ``heads`` heads, the least power of two that holds a
     group, and of ``rows`` rows in all; k, v: described, (batch, kv_len, kv_heads, d). From ``groups`` on: ``Shares``.
@@ -369,7 +368,7 @@ def attention_shares_kernel(
         gdc_launch_dependents()  # the merger may take its places, and waits there for the end of all programs
     gl.warp_specialize([
         (consumer, (q_tile.index(0), k_tiles, v_tiles, q_bars.index(0), q_bars.index(1), full, empty, parts, statistics,
-                    o, lse, scores, window, work, plan, heads, rows)),
+                    o, lse, low, scores, window, work, plan, heads, rows)),
         (producer, (q_tile.index(0), k_tiles, v_tiles, q_bars.index(0), q_bars.index(1), full, empty, q, k, v, window,
                     work, plan, heads)),
     ], [1], [24])  # fmt: skip

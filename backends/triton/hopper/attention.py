@@ -24,7 +24,7 @@ from portakern.backends.triton.gpu._heads import Scores
 from portakern.backends.triton.gpu._split import chunk_length, chunks_of_a_tile, seen_keys, worth_spreading
 from portakern.backends.triton.hopper._flash import Plan, Work, attention_flash_kernel
 from portakern.backends.triton.hopper._shares import HALF, Shares, attention_shares_kernel
-from portakern.backends.triton.launch import GLUON, cdiv, launch, shared_limit, torch_dtype
+from portakern.backends.triton.launch import GLUON, cdiv, launch, shared_limit
 from portakern.backends.triton.layout import contiguous_strides, fresh, pow2_at_least
 from portakern.core.backend import Drawn
 from portakern.spec import Count
@@ -121,24 +121,20 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     if shares is None and few_queries(call, tiling):
         return portable.attention(call, tiling)
     plan = plan_of(call, tiling)
-    batch, q_len, kv_len = dims["batch"], dims["q_len"], dims["kv_len"]
-    heads = dims["kv_heads"] * dims["group"]
+    q_len, kv_len = dims["q_len"], dims["kv_len"]
     q, k, v = (movable(call.arrays[n]) for n in "qkv")
-    o, lse = fresh((batch, q_len, heads, dims["dv"]), q.dtype, q.device), None
-    if "lse" in call.wants:
-        lse = fresh((batch, heads, q_len), torch_dtype(call.outputs["lse"][1]), q.device)
-
+    o, lse, low = portable.results(call, q)
     scores = Scores.of(call)
     left, right = portable._band(options["is_causal"], options["window"], q_len + kv_len)
     if shares is not None:
-        by_shares(call, tiling, plan, (q, k, v), (o, lse), scores, (left, right), *shares)
-        return (o, lse)
+        by_shares(call, tiling, plan, (q, k, v), (o, lse, low), scores, (left, right), *shares)
+        return o, lse, low
     work, programs = work_of(call, tiling, plan.consumers * QUERIES, (left, right), processors(q.device))
     described = (tiled(q, QUERIES, plan.block_d), tiled(k, plan.block_kv, plan.block_d),
                  tiled(v, plan.block_kv, plan.block_dv), tiled(o, QUERIES, plan.block_dv))  # fmt: skip
-    launch(attention_flash_kernel, programs, call, *described, lse, scores, (left, right), *work,
+    launch(attention_flash_kernel, programs, call, *described, lse, low, scores, (left, right), *work,
            plan=plan, num_warps=4, maxnreg=REGISTERS[plan.consumers][1])  # fmt: skip
-    return (o, lse)
+    return o, lse, low
 
 
 def few_queries(call: Call, tiling: Mapping[str, int]) -> bool:
@@ -189,7 +185,7 @@ def rows_of(call: Call) -> int:
 
 
 def by_shares(
-    call: Call, tiling: Mapping[str, int], plan: Plan, arrays: tuple[Any, ...], out: tuple[Any, Any], scores: Scores,
+    call: Call, tiling: Mapping[str, int], plan: Plan, arrays: tuple[Any, ...], out: tuple[Any, Any, Any], scores: Scores,
     window: tuple[int | None, int | None], chunks: int, walks: bool,
 ) -> None:  # fmt: skip
     """Each group of heads by a program that ``walks`` its chunks; or each chunk of keys by itself, and then, where
@@ -205,7 +201,7 @@ def by_shares(
     if chunks > 1 and not walks:
         parts = fresh((batch, heads, q_len, chunks, dv), torch.float32, q.device)
         statistics = fresh((batch, heads, q_len, chunks, 2), torch.float32, q.device)
-        written = None, None
+        written = None, None, None
     work = Shares(groups, chunks, kv_heads, group, q_len, dims["kv_len"], chunk, dv)
     programs = evenly(groups if walks else groups * chunks, processors(q.device))
     launch(attention_shares_kernel, programs, call, by_group(q, group, plan.block_d),

@@ -32,7 +32,7 @@ from portakern.backends.triton.launch import GLUON, cdiv, launch, shared_limit, 
 from portakern.backends.triton.layout import fresh, pow2_at_least
 from portakern.core.backend import Drawn
 from portakern.spec import Count
-from portakern.specs._exponents import LARGEST
+from portakern.specs._exponents import LARGEST, two_parts
 from portakern.specs.attention import over_cap, scale_of, score_unit
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def plans(call: Call, tiling: Mapping[str, int]) -> dict[tuple[str, ...], Plan]:
 def shared_bytes(plan: Plan) -> int:
     """Shared memory that the kernel takes."""
     rows = plan.consumers * QUERIES + plan.stages * plan.block
-    return rows * (2 * (plan.block_d + plan.block_dv) + 8 * plan.by_key) + BARRIERS
+    return rows * (2 * (plan.block_d + plan.block_dv) + 12 * plan.by_key) + BARRIERS
 
 
 def held(call: Call, plan: Plan) -> int:
@@ -124,12 +124,14 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     return None
 
 
-def scores_of(call: Call) -> Scores:
-    """From dot products to weights, which are measured from lse: in the unit of the scores, of either sign."""
+def scores_of(call: Call) -> tuple[Scores, tuple[float, float]]:
+    """From dot products to weights: a score in its unit, of either sign, ``rate`` times which is the exponent, as in the
+    forward pass; and by how much, in two parts, lse is multiplied to be in units of the exponent, by the very rate that
+    float32 holds."""
     scale, softcap = scale_of(call), call.options["softcap"]
-    if softcap is None:
-        return Scores(None, None, scale * LOG2E)
-    return Scores(over_cap(scale, softcap), softcap, softcap * LOG2E)
+    pre, unit = (None, scale) if softcap is None else (over_cap(scale, softcap), softcap)
+    rate, _ = two_parts(unit * LOG2E)
+    return Scores(pre, softcap, rate), two_parts(rate / unit if unit else LOG2E)
 
 
 DRAWN = Drawn(("bias", "q_segment_ids", "kv_segment_ids"), {"d": 8, "dv": 8}, {})
@@ -144,8 +146,8 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
         name: fresh(shape, torch_dtype(dtype), q.device) if name in call.wants else None
         for name, (shape, dtype) in call.outputs.items()
     }
-    statistics = portable.statistics(call, o, d_o, 4, LOG2E)
-    scale, scores = scale_of(call), scores_of(call)
+    scale, (scores, rate) = scale_of(call), scores_of(call)
+    statistics = portable.statistics(call, o, d_o, rate, 4)
     left, right = _band(options["is_causal"], options["window"], dims["q_len"] + dims["kv_len"])
     for wants, plan in plans(call, tiling).items():
         first, second = (out.get(n) if n in wants else None for n in (("d_k", "d_v") if plan.by_key else ("d_q", "")))

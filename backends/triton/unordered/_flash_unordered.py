@@ -1,7 +1,7 @@
 """The kernel of attention's gradients for Hopper in five products (Dao 2023, FlashAttention-2, algorithm 2; Shah et al.
 2024, FlashAttention-3, section 3 and its backward pass):
 
-    s = cap(scale q k^T)    P = exp(s - lse)    D = P (d_o v^T - delta) cap'(s)    delta = rowsum(d_o o) - d_lse
+    s = cap(scale q k^T)    P = exp(min(s - lse, 0))    D = P (d_o v^T - delta) cap'(s)    delta = rowsum(d_o o) - d_lse
     d_q = scale D k         d_k = scale D^T q   d_v = P^T d_o
 
 The two launches of ``hopper/_flash_gradients.py`` compute s and d_o v^T twice, once for d_q and once for d_k and d_v.
@@ -120,18 +120,19 @@ def fold_tile(GROUP: gl.constexpr, follows: gl.constexpr, turn, start, before, o
         q, d_o = guests.first.index(stage).slice(n * 64, 64), guests.second.index(stage).slice(n * 64, 64)
         dots = warpgroup_mma(own.first, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
         shift = guests.shift.index(stage).slice(n * 64, 64, 1).load(mma)
+        low = guests.low.index(stage).slice(n * 64, 64, 1).load(mma)
         if follows and n == 0:
             mbarrier.wait(parts.there.index(buffer ^ 1), filled ^ buffer ^ 1)
             d_q = query_gradients(GROUP, buffer ^ 1, home.first, parts, plan)
             dots = warpgroup_mma_wait(2, deps=[dots])
-            p, sloped = weights_of(dots, shift, start, cols, own, scores)
+            p, sloped = weights_of(dots, shift, low, start, cols, own, scores)
             d_q = warpgroup_mma_wait(0, deps=[d_q])
             add_to_memory(GROUP, sums, parts, d_q, before, plan)
             d_p = warpgroup_mma(own.second, d_o.permute((1, 0)), zeros, use_acc=False, is_async=True)
         else:
             d_p = warpgroup_mma(own.second, d_o.permute((1, 0)), zeros, use_acc=False, is_async=True)
             dots = warpgroup_mma_wait(1, deps=[dots])
-            p, sloped = weights_of(dots, shift, start + n * 64, cols, own, scores)
+            p, sloped = weights_of(dots, shift, low, start + n * 64, cols, own, scores)
         p16 = gl.convert_layout(p.to(q.dtype), left_second)
         d_second = warpgroup_mma(p16, d_o, d_second, is_async=True)
         d_p = warpgroup_mma_wait(1, deps=[d_p])
@@ -221,7 +222,7 @@ def walk_behind(GROUP: gl.constexpr, turn, place, last, steps, own, home, guests
 @gluon.jit
 def reach_of_keys(first, work, left, right, row: gl.constexpr):
     """As ``reach``, of the keys from ``first`` on. Those that are not there are seen by no query: they are 0, of which
-    a query's weight is 2^-shift. That may be infinite, and infinity times their 0 would be added to its d_q."""
+    a query may have a weight, and a d_o that is infinite would make NaN of it in d_q."""
     limits, all_lo, all_hi = reach(first + work.kv_len - work.q_len, work, left, right, row)
     lo, hi = limits
     lo = gl.where(first + gl.arange(0, ROWS, row) < work.q_len, lo, work.kv_len)
@@ -253,7 +254,7 @@ def consumer(GROUP: gl.constexpr, home, guests, parts, sides, sums, scores, scal
         limits, all_lo, all_hi = reach_of_keys(mine, work, left, right, gl.SliceLayout(1, mma))
         for g in gl.static_range(GROUPS):
             mbarrier.wait(home.full.index(g), count & 1)
-        own = Own(home_first, home_second, limits, all_lo, all_hi, None, None)
+        own = Own(home_first, home_second, limits, all_lo, all_hi, None, None, None)
         d_first = gl.zeros([ROWS, block_d], gl.float32, mma_first)
         d_second = gl.zeros([ROWS, block_dv], gl.float32, mma_second)
         place = head * work.group, first
@@ -283,14 +284,14 @@ def consumer(GROUP: gl.constexpr, home, guests, parts, sides, sums, scores, scal
 
 @gluon.jit(do_not_specialize=list(Work._fields))
 def attention_vjp_unordered_kernel(
-    k, v, q, d_o, shift, delta, d_k, d_v, sums, scores, scale, window, tiles, tiles_q, together, heads, group,
+    k, v, q, d_o, shift, low, delta, d_k, d_v, sums, scores, scale, window, tiles, tiles_q, together, heads, group,
     all_heads, q_len, kv_len, pitch, plan: gl.constexpr,
 ):  # fmt: skip
     """d_k and d_v, scaled, and D k added to ``sums``, float32, described: (heads of all batch entries, pitch, 1,
     block_d). The other arguments are those of ``attention_vjp_gradients_kernel`` with keys at home; d_k and d_v may be
     None."""
     work = Work(tiles, tiles_q, together, heads, group, all_heads, q_len, kv_len, pitch)
-    sides = Sides(k, v, q, d_o, shift, delta, d_k, d_v)
+    sides = Sides(k, v, q, d_o, shift, low, delta, d_k, d_v)
     dtype: gl.constexpr = k.dtype
     block: gl.constexpr = plan.block
     bar: gl.constexpr = mbarrier.MBarrierLayout()

@@ -15,7 +15,6 @@ from triton.experimental.gluon import language as gl
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.descriptors import describe
 from portakern.backends.triton.gpu import attention_vjp as portable
-from portakern.backends.triton.gpu._heads import LOG2E
 from portakern.backends.triton.gpu.attention import _band, key
 from portakern.backends.triton.hopper import attention_vjp as ordered
 from portakern.backends.triton.hopper._flash_gradients import Plan, Work
@@ -98,8 +97,8 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     }
     pitch = cdiv(q_len, LINE) * LINE
     sums = fresh((batch, heads, pitch, plan.block_d), torch.float32, q.device)
-    statistics = portable.statistics(call, o, d_o, LINE, LOG2E, sums)
-    scale, scores = scale_of(call), ordered.scores_of(call)
+    scale, (scores, rate) = scale_of(call), ordered.scores_of(call)
+    statistics = portable.statistics(call, o, d_o, rate, LINE, sums)
     left, right = _band(options["is_causal"], options["window"], q_len + kv_len)
     tiles_home = cdiv(kv_len, KEYS)
     tiles = tiles_home * kv_heads * batch

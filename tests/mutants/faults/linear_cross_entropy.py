@@ -15,8 +15,9 @@ FAULTS = {
         Planted(
             "labels-of-the-first-chunk",
             "every chunk of rows has the labels of the first",
-            old="        losses.losses_into(call, x, t, own_loss, own_lse, walk)\n",
-            new="        t = labels[: h.shape[0]]\n        losses.losses_into(call, x, t, own_loss, own_lse, walk)\n",
+            old="        losses.losses_into(call, x, t, own_loss, (own_lse, own_low), walk)\n",
+            new="        t = labels[: h.shape[0]]\n"
+            "        losses.losses_into(call, x, t, own_loss, (own_lse, own_low), walk)\n",
             sample=True,
         ),
         Planted(
