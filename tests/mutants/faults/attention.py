@@ -93,8 +93,8 @@ FAULTS = {
         Planted(
             "lse-base-2",
             "the log-sum-exp takes its logarithm in base 2",
-            old="log_sum(l, m, scores)[:, None]",
-            new="(m * scores.unit + tl.log2(l))[:, None]",
+            old="tl.store(lse + at_lse, total[:, None], mask=ok)",
+            new="tl.store(lse + at_lse, (m * scores.unit + tl.log2(l))[:, None], mask=ok)",
         ),
         Planted(
             "segments-only-on-edges",

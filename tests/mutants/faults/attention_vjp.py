@@ -66,22 +66,22 @@ FAULTS = {
         Planted(
             "log2e-rounded",
             "exp is exp2 with log2(e) of five digits",
-            old="1.4426950408889634",
-            new="1.4427",
+            old="apart) * scores.rate)",
+            new="apart) * (scores.rate * 1.0000034))",
             small=True,
         ),
         Planted(
             "log2e-before-lse",
             "scores and lse take log2(e)'s factor before their difference, by which the largest overflow",
-            old="(s - shift) * 1.4426950408889634",
-            new="s * 1.4426950408889634 - shift * 1.4426950408889634",
+            old="apart = (s - shift) - low",
+            new="apart = (s * 1.4426950408889634 - shift * 1.4426950408889634) * 0.6931471805599453 - low",
             small=True,
         ),
         Planted(
             "no-minus-inf-guard",
             "a row that sees no key keeps its lse of -inf",
-            old='tl.store(shift + at, tl.where(unseen, float("inf"), l)',
-            new="tl.store(shift + at, l",
+            old='tl.store(shift + at, tl.where(unseen, float("inf"), high)',
+            new="tl.store(shift + at, high",
             small=True,
         ),
         Planted(

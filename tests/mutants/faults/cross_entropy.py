@@ -31,8 +31,8 @@ FAULTS = {
         Planted(
             "ignored-counted",
             "the lse of an ignored row is what masked lanes make of it",
-            old="tl.where(counted, shift + log, 0.0)",
-            new="shift + log",
+            old="tl.where(counted, total, 0.0)",
+            new="total",
         ),
         Planted(
             "z-of-the-maximum",

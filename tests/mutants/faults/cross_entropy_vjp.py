@@ -9,8 +9,8 @@ FAULTS = {
         Planted(
             "p-rounded",
             "p is rounded to 16 bits before the target is subtracted",
-            old="p = exp_or_zero(t - log_sum)",
-            new="p = exp_or_zero(t - log_sum).to(tl.float16).to(acc_dtype)",
+            old="p = exp_or_zero(tl.where(apart > 0.0, 0.0, apart))",
+            new="p = exp_or_zero(tl.where(apart > 0.0, 0.0, apart)).to(tl.float16).to(acc_dtype)",
             sample=True,
             small=True,
         ),

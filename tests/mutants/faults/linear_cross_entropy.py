@@ -23,14 +23,14 @@ FAULTS = {
         Planted(
             "target-one-class-on",
             "the slope has the target at the class before the label",
-            old="own_lse, None, b, back, 0, n)",
-            new="own_lse, None, b, back, 1, n)",
+            old="(own_lse, own_low), None, b, back, 0, n)",
+            new="(own_lse, own_low), None, b, back, 1, n)",
         ),
         Planted(
             "smoothing-of-a-class-more",
             "what all classes share in the slope is divided among one more",
-            old="own_lse, None, b, back, 0, n)",
-            new="own_lse, None, b, back, 0, n + 1)",
+            old="(own_lse, own_low), None, b, back, 0, n)",
+            new="(own_lse, own_low), None, b, back, 0, n + 1)",
             small=True,
         ),
     ],
