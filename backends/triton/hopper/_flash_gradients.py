@@ -16,6 +16,10 @@ they stand in registers. While the matrix unit works on dP the weights P are com
 What a program sums up is its alone, in float32 registers, in an order that never changes: nothing is added atomically,
 and the same call has the same bits each time. Seven products are computed where one kernel with ordered additions to
 d_q would do with five.
+
+lse is shift + low, and low is next to nothing where lse is near 0. Where a row of a tile of queries has an lse far from
+0, which a ``flag`` says of ``plan.flagged`` queries, P is corrected for what shift lacks and kept below 1; elsewhere one
+branch is all that it costs. (Done to every P, it took 10 to 25 % of the gradients' time on an H100.)
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ class Plan(NamedTuple):
     ``by_key``: keys are at home, and d_k and d_v are summed; else d_q. ``consumers`` groups of 64 rows at home; tiles
     of ``block`` guests, of block_d and block_dv columns, ``stages`` of them on their way. ``ahead``: the products of a
     tile are computed beside the weights of the next. ``want_first``, ``want_second``: which of d_first and d_second
-    are. registers: of a consumer's threads."""
+    are. registers: of a consumer's threads. ``flagged``: queries of which there is a flag."""
 
     by_key: bool
     consumers: int
@@ -54,40 +58,42 @@ class Plan(NamedTuple):
     want_first: bool
     want_second: bool
     registers: int
+    flagged: int
 
 
 class Tiles(NamedTuple):
     """Tiles of a side in shared memory, with the barriers that say when they are there and when they are done with.
-    shift, low and delta: numbers of queries that come by, a line a tile."""
+    shift and delta: numbers of queries that come by, a line a tile."""
 
     first: Any
     second: Any
     shift: Any
-    low: Any
     delta: Any
     full: Any
     empty: Any
 
 
 class Sides(NamedTuple):
-    """Arrays in memory, described: (batch, length, heads, d or dv); the gradients None that nobody wants. shift + low,
-    which is lse in units of log2(e), and delta of queries: (heads of all batch entries, pitch), described where queries
-    come by."""
+    """Arrays in memory, described: (batch, length, heads, d or dv); the gradients None that nobody wants. shift, which
+    is lse log2(e), and delta of queries: (heads of all batch entries, pitch), described where queries come by. low,
+    what shift lacks, of that shape, and the flags, (heads of all batch entries, a flag for ``plan.flagged`` queries),
+    are not described: they are seldom read."""
 
     home_first: Any
     home_second: Any
     guest_first: Any
     guest_second: Any
     shift: Any
-    low: Any
     delta: Any
+    low: Any
+    flags: Any
     d_first: Any
     d_second: Any
 
 
 class Work(NamedTuple):
     """The tiles of a call, as ``_flash.Work`` has them, with rows at home for queries and guests for keys. ``heads``,
-    ``all_heads``: at home. ``pitch``: of a line of shift, low and delta."""
+    ``all_heads``: at home. ``pitch``: of a line of shift and delta."""
 
     tiles: int
     tiles_q: int
@@ -102,7 +108,8 @@ class Work(NamedTuple):
 
 class Own(NamedTuple):
     """What a group of four warps owns: its rows at home in shared memory; what each sees, and what all see, of guests;
-    their shift, low and delta where they are queries."""
+    their shift, delta, low and whether one of them is flagged, where they are queries; else the memory of ``low`` and
+    ``flags``. low of queries: where it begins, and how many there are."""
 
     first: Any
     second: Any
@@ -110,13 +117,14 @@ class Own(NamedTuple):
     all_lo: Any
     all_hi: Any
     shift: Any
-    low: Any
     delta: Any
+    low: Any
+    flags: Any
 
 
 @gluon.jit
 def statistic_of(own, guest, stage, by_key: gl.constexpr, mma: gl.constexpr):
-    """Shift, low or delta of the queries of a tile: rows at home have theirs in registers, guests in shared memory."""
+    """Shift or delta of the queries of a tile: rows at home have theirs in registers, guests in shared memory."""
     if by_key:
         return guest.index(stage).load(mma)
     else:
@@ -124,14 +132,54 @@ def statistic_of(own, guest, stage, by_key: gl.constexpr, mma: gl.constexpr):
 
 
 @gluon.jit
-def weights_of(dots, shift, low, start, cols, own, scores):
-    """(P, P cap'(s)) of a tile of dot products, P = 2^min(s rate - shift - low, 0). The score is the number that it was
-    in the forward pass, and what was subtracted there is in shift and low: no rounding takes P from what it was."""
+def any_flag(flags, line, start, queries: gl.constexpr, length, plan: gl.constexpr):
+    """Whether one of so many ``queries`` from ``start`` on of a line is flagged."""
+    each = (length + plan.flagged - 1) // plan.flagged
+    at = flags + line.to(gl.int64) * each + start // plan.flagged
+    if queries <= plan.flagged:
+        return gl.load(at, mask=start < length, other=0) != 0
+    else:
+        count: gl.constexpr = queries // plan.flagged
+        i = gl.arange(0, count, gl.BlockedLayout([count], [32], [4], [0]))
+        return gl.max(gl.load(at + i, mask=start // plan.flagged + i < each, other=0).to(gl.int32), 0) != 0
+
+
+@gluon.jit
+def far_of(own, line, start, work, plan: gl.constexpr):
+    """Whether a query of a tile has an lse far from 0: of those at home it is known, guests of a ``line`` are asked."""
+    if plan.by_key:
+        return any_flag(own.flags, line, start, plan.block, work.kv_len, plan)
+    else:
+        return own.flags
+
+
+@gluon.jit
+def low_of(own, line, start, like, cols, work, by_key: gl.constexpr):
+    """What shift lacks of the queries of a tile; 0 but where lse is far from 0."""
+    if by_key:
+        at = own.low + line.to(gl.int64) * work.pitch + start + cols
+        return gl.load(at, mask=start + cols < work.kv_len, other=0.0)[None, :]
+    else:
+        low, left = own.low
+        i = gl.arange(0, ROWS, gl.SliceLayout(1, like.type.layout))
+        return gl.load(low + i, mask=i < left, other=0.0)[:, None]
+
+
+@gluon.jit
+def weights_of(dots, shift, far, place, cols, own, scores, work, by_key: gl.constexpr):
+    """(P, P cap'(s)) of a tile of dot products. shift: lse log2(e), for P is 2^(s log2(e) - shift). place: (line, first
+    guest). far: whether a query has an lse far from 0: the score is the number that it was in the forward pass, so that
+    with what shift lacks P is what it was."""
+    line, start = place
     t = dots
     if scores.softcap is not None:
         t = tanh(dots * scores.pre)
-    apart = gl.fma(t, scores.rate, -shift.broadcast_to(t.shape)) - low
-    p = gl.exp2(gl.where(apart > 0.0, 0.0, apart))
+    apart = gl.fma(t, scores.rate, -shift.broadcast_to(t.shape))
+    if far:
+        low = low_of(own, line, start, t, cols, work, by_key).broadcast_to(t.shape)
+        apart -= low
+        apart = gl.where((low != 0.0) & (apart > 0.0), 0.0, apart)
+    p = gl.exp2(apart)
     if (start < own.all_lo) | (start + dots.shape[1] > own.all_hi):
         p = gl.where(seen_pairs(start, cols, own.limits), p, 0.0)
     sloped = p
@@ -171,15 +219,26 @@ def after(start, first, last, block: gl.constexpr):
 
 
 @gluon.jit
-def walk(unit, first, last, steps, own, guests, d_first, d_second, scores, plan: gl.constexpr,
+def next_tile(place, first, last, block: gl.constexpr):
+    """The place (line, first guest) after one: after a head's last, the next head's first."""
+    line, start = place
+    following = after(start, first, last, block)
+    return line + gl.where(following > start, 0, 1), following
+
+
+@gluon.jit
+def walk(unit, line, first, last, steps, own, guests, d_first, d_second, scores, work, plan: gl.constexpr,
          mma: gl.constexpr, left_first: gl.constexpr, left_second: gl.constexpr):  # fmt: skip
-    """(d_first, d_second, unit) after all guests of a tile at home."""
+    """(d_first, d_second, unit) after all guests of a tile at home, of which the first have their numbers in a
+    ``line``."""
     block: gl.constexpr = plan.block
     stages: gl.constexpr = plan.stages
     zeros = gl.zeros([ROWS, block], gl.float32, mma)
     cols = gl.arange(0, block, gl.SliceLayout(0, mma))
-    start = first
+    place = line, first
     for _ in range(steps):
+        start = place[1]
+        far = far_of(own, place[0], start, work, plan)
         stage = unit % stages
         mbarrier.wait(guests.full.index(stage), (unit // stages) & 1)
         guest_first, guest_second = guests.first.index(stage), guests.second.index(stage)
@@ -187,9 +246,8 @@ def walk(unit, first, last, steps, own, guests, d_first, d_second, scores, plan:
         if plan.want_first:
             d_p = warpgroup_mma(own.second, guest_second.permute((1, 0)), zeros, use_acc=False, is_async=True)
         shift = statistic_of(own.shift, guests.shift, stage, plan.by_key, mma)
-        low = statistic_of(own.low, guests.low, stage, plan.by_key, mma)
         dots = warpgroup_mma_wait(1 if plan.want_first else 0, deps=[dots])
-        p, sloped = weights_of(dots, shift, low, start, cols, own, scores)
+        p, sloped = weights_of(dots, shift, far, place, cols, own, scores, work, plan.by_key)
         if plan.want_second:
             p16 = gl.convert_layout(p.to(own.first.dtype), left_second)
             d_second = warpgroup_mma(p16, guest_second, d_second, is_async=True)
@@ -207,36 +265,38 @@ def walk(unit, first, last, steps, own, guests, d_first, d_second, scores, plan:
             d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])
         give_back(guests.empty.index(stage), plan.by_key)
         unit += 1
-        start = after(start, first, last, block)
+        place = next_tile(place, first, last, block)
     return d_first, d_second, unit
 
 
 @gluon.jit
-def walk_ahead(unit, first, last, steps, own, guests, d_first, d_second, scores, plan: gl.constexpr,
+def walk_ahead(unit, line, first, last, steps, own, guests, d_first, d_second, scores, work, plan: gl.constexpr,
                mma: gl.constexpr, left_first: gl.constexpr, left_second: gl.constexpr):  # fmt: skip
     """As ``walk``, with the last two products of a tile beside the weights of the next."""
     block: gl.constexpr = plan.block
     stages: gl.constexpr = plan.stages
     zeros = gl.zeros([ROWS, block], gl.float32, mma)
     cols = gl.arange(0, block, gl.SliceLayout(0, mma))
-    start = first
+    place = line, first
+    far = far_of(own, line, first, work, plan)
     stage = unit % stages
     mbarrier.wait(guests.full.index(stage), (unit // stages) & 1)
     dots = warpgroup_mma(own.first, guests.first.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     d_p = warpgroup_mma(own.second, guests.second.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     shift = statistic_of(own.shift, guests.shift, stage, plan.by_key, mma)
-    low = statistic_of(own.low, guests.low, stage, plan.by_key, mma)
     dots = warpgroup_mma_wait(1, deps=[dots])
-    p, sloped = weights_of(dots, shift, low, start, cols, own, scores)
+    p, sloped = weights_of(dots, shift, far, place, cols, own, scores, work, plan.by_key)
     d_p = warpgroup_mma_wait(0, deps=[d_p])
     delta = statistic_of(own.delta, guests.delta, stage, plan.by_key, mma)
-    d = score_gradients(sloped, d_p, delta, start, cols, own)
+    d = score_gradients(sloped, d_p, delta, first, cols, own)
     p16 = gl.convert_layout(p.to(own.first.dtype), left_second)
     d16 = gl.convert_layout(d.to(own.first.dtype), left_first)
     for _ in range(1, steps):
         before = stage
         unit += 1
-        start = after(start, first, last, block)
+        place = next_tile(place, first, last, block)
+        start = place[1]
+        far = far_of(own, place[0], start, work, plan)
         stage = unit % stages
         mbarrier.wait(guests.full.index(stage), (unit // stages) & 1)
         dots = warpgroup_mma(own.first, guests.first.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -244,9 +304,8 @@ def walk_ahead(unit, first, last, steps, own, guests, d_first, d_second, scores,
         d_second = warpgroup_mma(p16, guests.second.index(before), d_second, is_async=True)
         d_first = warpgroup_mma(d16, guests.first.index(before), d_first, is_async=True)
         shift = statistic_of(own.shift, guests.shift, stage, plan.by_key, mma)
-        low = statistic_of(own.low, guests.low, stage, plan.by_key, mma)
         dots = warpgroup_mma_wait(3, deps=[dots])
-        p, sloped = weights_of(dots, shift, low, start, cols, own, scores)
+        p, sloped = weights_of(dots, shift, far, place, cols, own, scores, work, plan.by_key)
         d_p = warpgroup_mma_wait(2, deps=[d_p])
         delta = statistic_of(own.delta, guests.delta, stage, plan.by_key, mma)
         d = score_gradients(sloped, d_p, delta, start, cols, own)
@@ -285,23 +344,23 @@ def consumer(GROUP: gl.constexpr, home, guests, sides, scores, scale, window, wo
         top, head, first, last, steps = guests_of(index, work, left, right, rows, block, plan.by_key)
         mine = top + GROUP * ROWS
         limits, all_lo, all_hi = reach(mine + work.kv_len - work.q_len, work, left, right, row)
-        shift, low, delta = None, None, None
+        shift, delta, low, flags, line = None, None, sides.low, sides.flags, head * work.group
         if not plan.by_key:
-            i = mine + gl.arange(0, ROWS, row)
-            line = head.to(gl.int64) * work.pitch
-            shift = gl.load(sides.shift + line + i, mask=i < work.q_len, other=0.0)[:, None]
-            low = gl.load(sides.low + line + i, mask=i < work.q_len, other=0.0)[:, None]
-            delta = gl.load(sides.delta + line + i, mask=i < work.q_len, other=0.0)[:, None]
+            i, at = mine + gl.arange(0, ROWS, row), head.to(gl.int64) * work.pitch
+            shift = gl.load(sides.shift + at + i, mask=i < work.q_len, other=0.0)[:, None]
+            delta = gl.load(sides.delta + at + i, mask=i < work.q_len, other=0.0)[:, None]
+            low = low + at + mine, work.q_len - mine
+            flags = any_flag(flags, head, mine, ROWS, work.q_len, plan)
         mbarrier.wait(home.full.index(GROUP), count & 1)
-        own = Own(home_first, home_second, limits, all_lo, all_hi, shift, low, delta)
+        own = Own(home_first, home_second, limits, all_lo, all_hi, shift, delta, low, flags)
         d_first = gl.zeros([ROWS, block_d], gl.float32, mma_first)
         d_second = gl.zeros([ROWS, block_dv], gl.float32, mma_second)
         if plan.ahead:
-            d_first, d_second, unit = walk_ahead(unit, first, last, steps, own, guests, d_first, d_second, scores, plan,
-                                                 mma, left_first, left_second)  # fmt: skip
+            d_first, d_second, unit = walk_ahead(unit, line, first, last, steps, own, guests, d_first, d_second, scores,
+                                                 work, plan, mma, left_first, left_second)  # fmt: skip
         else:
-            d_first, d_second, unit = walk(unit, first, last, steps, own, guests, d_first, d_second, scores, plan,
-                                           mma, left_first, left_second)  # fmt: skip
+            d_first, d_second, unit = walk(unit, line, first, last, steps, own, guests, d_first, d_second, scores, work,
+                                           plan, mma, left_first, left_second)  # fmt: skip
         b, h = head // work.heads, head % work.heads
         # The rows at home are not read any more: their gradients leave by way of their memory.
         if plan.want_first:
@@ -348,13 +407,12 @@ def producer(home, guests, sides, window, work, plan: gl.constexpr):
             stage = unit % stages
             full = guests.full.index(stage)
             mbarrier.wait(guests.empty.index(stage), ((unit // stages) & 1) ^ 1)
-            mbarrier.expect(full, block * row_bytes + (12 * block if plan.by_key else 0))
+            mbarrier.expect(full, block * row_bytes + (8 * block if plan.by_key else 0))
             load_tile(sides.guest_first, [b, start, guest, 0], full, boxed(guests.first.index(stage), box))
             load_tile(sides.guest_second, [b, start, guest, 0], full, boxed(guests.second.index(stage), box))
             if plan.by_key:
                 line = b * work.heads * work.group + guest
                 load_tile(sides.shift, [line, start], full, guests.shift.index(stage))
-                load_tile(sides.low, [line, start], full, guests.low.index(stage))
                 load_tile(sides.delta, [line, start], full, guests.delta.index(stage))
             unit += 1
             if plan.by_key:
@@ -373,25 +431,24 @@ def tiles_of(dtype: gl.constexpr, count: gl.constexpr, rows: gl.constexpr, plan:
     first = gl.allocate_shared_memory(dtype, [count, rows, plan.block_d], tile)
     second = gl.allocate_shared_memory(dtype, [count, rows, plan.block_dv], tile)
     shift = gl.allocate_shared_memory(gl.float32, [count, 1, rows], line)
-    low = gl.allocate_shared_memory(gl.float32, [count, 1, rows], line)
     delta = gl.allocate_shared_memory(gl.float32, [count, 1, rows], line)
     full = gl.allocate_shared_memory(gl.int64, [count, 1], bar)
     empty = gl.allocate_shared_memory(gl.int64, [count, 1], bar)
     for i in gl.static_range(count):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=readers)
-    return Tiles(first, second, shift, low, delta, full, empty)
+    return Tiles(first, second, shift, delta, full, empty)
 
 
 @gluon.jit(do_not_specialize=list(Work._fields))
 def attention_vjp_gradients_kernel(
-    home_first, home_second, guest_first, guest_second, shift, low, delta, d_first, d_second, scores, scale, window,
-    tiles, tiles_q, together, heads, group, all_heads, q_len, kv_len, pitch, plan: gl.constexpr,
+    home_first, home_second, guest_first, guest_second, shift, delta, low, flags, d_first, d_second, scores, scale,
+    window, tiles, tiles_q, together, heads, group, all_heads, q_len, kv_len, pitch, plan: gl.constexpr,
 ):  # fmt: skip
     """d_first and d_second, scaled, of rows at home: see ``Sides``, and ``Work`` for numbers, which come one by one:
     those of a tuple would be compiled in where they are 1, and again where they are multiples of 16."""
     work = Work(tiles, tiles_q, together, heads, group, all_heads, q_len, kv_len, pitch)
-    sides = Sides(home_first, home_second, guest_first, guest_second, shift, low, delta, d_first, d_second)
+    sides = Sides(home_first, home_second, guest_first, guest_second, shift, delta, low, flags, d_first, d_second)
     dtype: gl.constexpr = home_first.dtype
     home = tiles_of(dtype, plan.consumers, ROWS, plan, 1)
     guests = tiles_of(dtype, plan.stages, plan.block, plan, plan.consumers)

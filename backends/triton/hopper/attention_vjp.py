@@ -56,7 +56,7 @@ def plans(call: Call, tiling: Mapping[str, int]) -> dict[tuple[str, ...], Plan]:
     if keys:
         both = Plan(True, tiling["consumers"], tiling["block_q"], block_d, block_dv, tiling["num_stages"],
                     bool(tiling["ahead"] and len(keys) == 2), "d_k" in keys, "d_v" in keys,
-                    REGISTERS[tiling["consumers"]][0])  # fmt: skip
+                    REGISTERS[tiling["consumers"]][0], portable.flagged(call.dims["dv"]))  # fmt: skip
         if block_d + block_dv <= 256:
             found[keys] = both
         else:  # registers do not hold the two sums beside each other
@@ -64,14 +64,14 @@ def plans(call: Call, tiling: Mapping[str, int]) -> dict[tuple[str, ...], Plan]:
     if "d_q" in call.wants:
         found["d_q",] = Plan(False, tiling["dq_consumers"], tiling["dq_block_kv"], block_d, block_dv,
                              tiling["dq_stages"], False, True, False,
-                             REGISTERS[tiling["dq_consumers"]][0])  # fmt: skip
+                             REGISTERS[tiling["dq_consumers"]][0], portable.flagged(call.dims["dv"]))  # fmt: skip
     return found
 
 
 def shared_bytes(plan: Plan) -> int:
     """Shared memory that the kernel takes."""
     rows = plan.consumers * QUERIES + plan.stages * plan.block
-    return rows * (2 * (plan.block_d + plan.block_dv) + 12 * plan.by_key) + BARRIERS
+    return rows * (2 * (plan.block_d + plan.block_dv) + 8 * plan.by_key) + BARRIERS
 
 
 def held(call: Call, plan: Plan) -> int:
@@ -147,7 +147,7 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
         for name, (shape, dtype) in call.outputs.items()
     }
     scale, (scores, rate) = scale_of(call), scores_of(call)
-    statistics = portable.statistics(call, o, d_o, rate, 4)
+    shift, low, flags, delta = portable.statistics(call, o, d_o, rate, 4)
     left, right = _band(options["is_causal"], options["window"], dims["q_len"] + dims["kv_len"])
     for wants, plan in plans(call, tiling).items():
         first, second = (out.get(n) if n in wants else None for n in (("d_k", "d_v") if plan.by_key else ("d_q", "")))
@@ -159,15 +159,15 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
         all_heads = heads * dims["batch"]
         tiles = tiles_home * all_heads
         work = Work(tiles, tiles_home, 1 if window == (None, None) else TOGETHER, heads, dims["group"], all_heads,
-                    home_len, guest_len, statistics[0].shape[-1])  # fmt: skip
+                    home_len, guest_len, shift.shape[-1])  # fmt: skip
         programs = min(tiles, processors(q.device)) if window == (None, None) else tiles
         described = [tiled(x, rows, columns)
                      for arrays, rows in ((home, QUERIES), (guests, plan.block))
                      for x, columns in zip(arrays, (plan.block_d, plan.block_dv), strict=True)]  # fmt: skip
-        told = [lines(x, plan.block) if plan.by_key else x for x in statistics]
+        told = [lines(x, plan.block) if plan.by_key else x for x in (shift, delta)]
         sums = [None if x is None else tiled(x, QUERIES, columns)
                 for x, columns in ((first, plan.block_d), (second, plan.block_dv))]  # fmt: skip
-        launch(attention_vjp_gradients_kernel, programs, call, *described, *told, *sums, scores, scale, window, *work,
+        launch(attention_vjp_gradients_kernel, programs, call, *described, *told, low, flags, *sums, scores, scale, window, *work,
                plan=plan, num_warps=4, maxnreg=REGISTERS[plan.consumers][1])  # fmt: skip
     return tuple(out.values())
 

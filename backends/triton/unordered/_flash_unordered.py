@@ -43,8 +43,9 @@ from portakern.backends.triton.hopper._flash_gradients import (
     Own,
     Sides,
     Work,
-    after,
+    any_flag,
     guests_of,
+    next_tile,
     producer,
     score_gradients,
     tiles_of,
@@ -105,34 +106,35 @@ def add_to_memory(GROUP: gl.constexpr, sums, parts, d_q, place, plan: gl.constex
 
 
 @gluon.jit
-def fold_tile(GROUP: gl.constexpr, follows: gl.constexpr, turn, start, before, own, home, guests, parts, sums, d_first,
-              d_second, scores, plan: gl.constexpr, mma: gl.constexpr, left_first: gl.constexpr,
+def fold_tile(GROUP: gl.constexpr, follows: gl.constexpr, turn, place, before, own, home, guests, parts, sums, d_first,
+              d_second, scores, work, plan: gl.constexpr, mma: gl.constexpr, left_first: gl.constexpr,
               left_second: gl.constexpr):  # fmt: skip
     """(d_k, d_v) with a tile of queries, 64 at a time of the ``block`` that come together, their last products on the
     way; D is put where the other group sees it. ``follows``: beside its first weights d_q of the tile ``before`` is
     computed and added."""
     stage, phase, buffer, filled = turn
+    line, start = place
     zeros = gl.zeros([ROWS, 64], gl.float32, mma)
     cols = gl.arange(0, 64, gl.SliceLayout(0, mma))
     several: gl.constexpr = plan.block // 64
+    far = any_flag(own.flags, line, start, plan.block, work.kv_len, plan)
     mbarrier.wait(guests.full.index(stage), phase)
     for n in gl.static_range(several):
         q, d_o = guests.first.index(stage).slice(n * 64, 64), guests.second.index(stage).slice(n * 64, 64)
         dots = warpgroup_mma(own.first, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
         shift = guests.shift.index(stage).slice(n * 64, 64, 1).load(mma)
-        low = guests.low.index(stage).slice(n * 64, 64, 1).load(mma)
         if follows and n == 0:
             mbarrier.wait(parts.there.index(buffer ^ 1), filled ^ buffer ^ 1)
             d_q = query_gradients(GROUP, buffer ^ 1, home.first, parts, plan)
             dots = warpgroup_mma_wait(2, deps=[dots])
-            p, sloped = weights_of(dots, shift, low, start, cols, own, scores)
+            p, sloped = weights_of(dots, shift, far, place, cols, own, scores, work, True)
             d_q = warpgroup_mma_wait(0, deps=[d_q])
             add_to_memory(GROUP, sums, parts, d_q, before, plan)
             d_p = warpgroup_mma(own.second, d_o.permute((1, 0)), zeros, use_acc=False, is_async=True)
         else:
             d_p = warpgroup_mma(own.second, d_o.permute((1, 0)), zeros, use_acc=False, is_async=True)
             dots = warpgroup_mma_wait(1, deps=[dots])
-            p, sloped = weights_of(dots, shift, low, start + n * 64, cols, own, scores)
+            p, sloped = weights_of(dots, shift, far, (line, start + n * 64), cols, own, scores, work, True)
         p16 = gl.convert_layout(p.to(q.dtype), left_second)
         d_second = warpgroup_mma(p16, d_o, d_second, is_async=True)
         d_p = warpgroup_mma_wait(1, deps=[d_p])
@@ -157,24 +159,16 @@ def next_turn(turn, stages: gl.constexpr):
 
 
 @gluon.jit
-def next_tile(place, first, last, block: gl.constexpr):
-    """The place after one: after a head's last, the next head's first."""
-    head, start = place
-    following = after(start, first, last, block)
-    return head + gl.where(following > start, 0, 1), following
-
-
-@gluon.jit
 def walk(GROUP: gl.constexpr, turn, place, last, steps, own, home, guests, parts, sums, d_first, d_second, scores,
-         plan: gl.constexpr, mma: gl.constexpr, left_first: gl.constexpr, left_second: gl.constexpr):  # fmt: skip
+         work, plan: gl.constexpr, mma: gl.constexpr, left_first: gl.constexpr, left_second: gl.constexpr):  # fmt: skip
     """(d_k, d_v, turn) after all queries that see the keys at home, from ``place`` on. A group waits at each tile for
     the other one's D."""
     block: gl.constexpr = plan.block
     stages: gl.constexpr = plan.stages
     _, first = place
     for _ in range(steps):
-        d_first, d_second = fold_tile(GROUP, False, turn, place[1], place, own, home, guests, parts, sums, d_first,
-                                      d_second, scores, plan, mma, left_first, left_second)  # fmt: skip
+        d_first, d_second = fold_tile(GROUP, False, turn, place, place, own, home, guests, parts, sums, d_first,
+                                      d_second, scores, work, plan, mma, left_first, left_second)  # fmt: skip
         stage, _, buffer, filled = turn
         mbarrier.wait(parts.there.index(buffer), filled)
         d_q = query_gradients(GROUP, buffer, home.first, parts, plan)
@@ -189,23 +183,23 @@ def walk(GROUP: gl.constexpr, turn, place, last, steps, own, home, guests, parts
 
 @gluon.jit
 def walk_behind(GROUP: gl.constexpr, turn, place, last, steps, own, home, guests, parts, sums, d_first, d_second,
-                scores, plan: gl.constexpr, mma: gl.constexpr, left_first: gl.constexpr,
+                scores, work, plan: gl.constexpr, mma: gl.constexpr, left_first: gl.constexpr,
                 left_second: gl.constexpr):  # fmt: skip
     """As ``walk``, with d_q of a tile computed beside the weights of the next, so that no group waits for what the
     other has just begun."""
     block: gl.constexpr = plan.block
     stages: gl.constexpr = plan.stages
     _, first = place
-    d_first, d_second = fold_tile(GROUP, False, turn, first, place, own, home, guests, parts, sums, d_first, d_second,
-                                  scores, plan, mma, left_first, left_second)  # fmt: skip
+    d_first, d_second = fold_tile(GROUP, False, turn, place, place, own, home, guests, parts, sums, d_first, d_second,
+                                  scores, work, plan, mma, left_first, left_second)  # fmt: skip
     d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])
     mbarrier.arrive(guests.empty.index(turn[0]), count=1)
     turn = next_turn(turn, stages)
     before = place
     place = next_tile(place, first, last, block)
     for _ in range(1, steps):
-        d_first, d_second = fold_tile(GROUP, True, turn, place[1], before, own, home, guests, parts, sums, d_first,
-                                      d_second, scores, plan, mma, left_first, left_second)  # fmt: skip
+        d_first, d_second = fold_tile(GROUP, True, turn, place, before, own, home, guests, parts, sums, d_first,
+                                      d_second, scores, work, plan, mma, left_first, left_second)  # fmt: skip
         d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])
         mbarrier.arrive(guests.empty.index(turn[0]), count=1)
         turn = next_turn(turn, stages)
@@ -222,7 +216,7 @@ def walk_behind(GROUP: gl.constexpr, turn, place, last, steps, own, home, guests
 @gluon.jit
 def reach_of_keys(first, work, left, right, row: gl.constexpr):
     """As ``reach``, of the keys from ``first`` on. Those that are not there are seen by no query: they are 0, of which
-    a query may have a weight, and a d_o that is infinite would make NaN of it in d_q."""
+    a query's weight is 2^-shift. That may be large, and a d_o that is infinite would make NaN of it in its d_q."""
     limits, all_lo, all_hi = reach(first + work.kv_len - work.q_len, work, left, right, row)
     lo, hi = limits
     lo = gl.where(first + gl.arange(0, ROWS, row) < work.q_len, lo, work.kv_len)
@@ -254,17 +248,17 @@ def consumer(GROUP: gl.constexpr, home, guests, parts, sides, sums, scores, scal
         limits, all_lo, all_hi = reach_of_keys(mine, work, left, right, gl.SliceLayout(1, mma))
         for g in gl.static_range(GROUPS):
             mbarrier.wait(home.full.index(g), count & 1)
-        own = Own(home_first, home_second, limits, all_lo, all_hi, None, None, None)
+        own = Own(home_first, home_second, limits, all_lo, all_hi, None, None, sides.low, sides.flags)
         d_first = gl.zeros([ROWS, block_d], gl.float32, mma_first)
         d_second = gl.zeros([ROWS, block_dv], gl.float32, mma_second)
         place = head * work.group, first
         if plan.ahead:
             d_first, d_second, turn = walk_behind(GROUP, turn, place, last, steps, own, home, guests, parts, sums,
-                                                  d_first, d_second, scores, plan, mma, left_first,
+                                                  d_first, d_second, scores, work, plan, mma, left_first,
                                                   left_second)  # fmt: skip
         else:
             d_first, d_second, turn = walk(GROUP, turn, place, last, steps, own, home, guests, parts, sums, d_first,
-                                           d_second, scores, plan, mma, left_first, left_second)  # fmt: skip
+                                           d_second, scores, work, plan, mma, left_first, left_second)  # fmt: skip
         mbarrier.arrive(parts.done, count=1)
         mbarrier.wait(parts.done, count & 1)
         # The rows at home are not read any more: their gradients leave by way of their memory.
@@ -284,14 +278,14 @@ def consumer(GROUP: gl.constexpr, home, guests, parts, sides, sums, scores, scal
 
 @gluon.jit(do_not_specialize=list(Work._fields))
 def attention_vjp_unordered_kernel(
-    k, v, q, d_o, shift, low, delta, d_k, d_v, sums, scores, scale, window, tiles, tiles_q, together, heads, group,
+    k, v, q, d_o, shift, delta, low, flags, d_k, d_v, sums, scores, scale, window, tiles, tiles_q, together, heads, group,
     all_heads, q_len, kv_len, pitch, plan: gl.constexpr,
 ):  # fmt: skip
     """d_k and d_v, scaled, and D k added to ``sums``, float32, described: (heads of all batch entries, pitch, 1,
     block_d). The other arguments are those of ``attention_vjp_gradients_kernel`` with keys at home; d_k and d_v may be
     None."""
     work = Work(tiles, tiles_q, together, heads, group, all_heads, q_len, kv_len, pitch)
-    sides = Sides(k, v, q, d_o, shift, low, delta, d_k, d_v)
+    sides = Sides(k, v, q, d_o, shift, delta, low, flags, d_k, d_v)
     dtype: gl.constexpr = k.dtype
     block: gl.constexpr = plan.block
     bar: gl.constexpr = mbarrier.MBarrierLayout()

@@ -44,7 +44,8 @@ def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
     """What the kernel is compiled for."""
     columns = pow2_at_least(max(call.dims["d"], call.dims["dv"]), 64)
     return Plan(True, GROUPS.value, tiling["block_q"], columns, columns, tiling["num_stages"],
-                bool(tiling["behind"]), True, True, REGISTERS[GROUPS.value][0])  # fmt: skip
+                bool(tiling["behind"]), True, True, REGISTERS[GROUPS.value][0],
+                portable.flagged(call.dims["dv"]))  # fmt: skip
 
 
 def shared_bytes(plan: Plan) -> int:
@@ -98,7 +99,7 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     pitch = cdiv(q_len, LINE) * LINE
     sums = fresh((batch, heads, pitch, plan.block_d), torch.float32, q.device)
     scale, (scores, rate) = scale_of(call), ordered.scores_of(call)
-    statistics = portable.statistics(call, o, d_o, rate, LINE, sums)
+    shift, low, flags, delta = portable.statistics(call, o, d_o, rate, LINE, sums)
     left, right = _band(options["is_causal"], options["window"], q_len + kv_len)
     tiles_home = cdiv(kv_len, KEYS)
     tiles = tiles_home * kv_heads * batch
@@ -108,11 +109,11 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     described = [tiled(x, rows, columns) for x, rows, columns in (
         (k, QUERIES, plan.block_d), (v, QUERIES, plan.block_dv), (q, plan.block, plan.block_d),
         (d_o, plan.block, plan.block_dv))]  # fmt: skip
-    told = [ordered.lines(x, plan.block) for x in statistics]
+    told = [ordered.lines(x, plan.block) for x in (shift, delta)]
     results = [None if (x := out[n]) is None else tiled(x, QUERIES, columns)
                for n, columns in (("d_k", plan.block_d), ("d_v", plan.block_dv))]  # fmt: skip
     launch(attention_vjp_unordered_kernel, min(tiles, processors(q.device)) if seen_by_all else tiles, call,
-           *described, *told, *results, by_halves(sums), scores, scale, (right, left), *work,
+           *described, *told, low, flags, *results, by_halves(sums), scores, scale, (right, left), *work,
            plan=plan, num_warps=4, maxnreg=REGISTERS[GROUPS.value][1])  # fmt: skip
     rows = 4096 // plan.block_d
     tiles_q = cdiv(q_len, rows)
