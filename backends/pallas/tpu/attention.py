@@ -1,7 +1,7 @@
 """Softmax attention on TPUs, o = softmax(scale q k^T) v, never holding a whole row of scores.
 
 q: (batch, q_len, kv_heads*group, d), k: (batch, kv_len, kv_heads, d), v: (batch, kv_len, kv_heads, dv)
--> o: (batch, q_len, kv_heads*group, dv), lse: (batch, kv_heads*group, q_len).
+-> o: (batch, q_len, kv_heads*group, dv), lse and lse_low: (batch, kv_heads*group, q_len).
 
 One step takes a block of rows against a few blocks of keys. Rows are queries, those of the heads of a group beside
 each other, so that keys are read once for all of them (with a bias a head has its own). The grid is (batch, heads or
@@ -9,7 +9,8 @@ kv_heads, row blocks, key blocks), key blocks in order. m is the running maximum
 - m) and acc the sum of exp(s - m) v, all float32 in VMEM; a block that raises m scales l and acc down by exp(m_old -
 m_new); the last step writes acc / l. m and l are repeated along the 128 lanes of a register: a column would be stored
 and read with masks and permutes. Scores and m stay in the unit in which they arise (``score_unit``), and only their
-difference is brought to natural units.
+difference is brought to natural units. The log-sum-exp, m + log l, is computed as two numbers (``_two.py``), which
+gradients read.
 
 Where one sequence and one group are all, two cores share the row blocks, in an order that gives both as much of a band
 (`dealt`).
@@ -40,6 +41,7 @@ from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas._band import Band, both, dealt
+from portakern.backends.pallas._two import UnitOf, in_two
 from portakern.backends.pallas.common import (
     Blocks,
     Refs,
@@ -93,9 +95,14 @@ def grains(call: Call) -> tuple[int, int]:
     It is sublanes, but lanes where lse, segment ids or a bias have that axis last.
     """
     rows, segments = sublanes(call.arrays["q"].dtype), call.arrays["q_segment_ids"] is not None
-    of_q = LANES if segments or "lse" in call.wants else rows
+    of_q = LANES if segments or saved(call) else rows
     of_kv = LANES if segments or call.arrays["bias"] is not None else rows
     return of_q, of_kv
+
+
+def saved(call: Call) -> list[str]:
+    """What is written of the log-sum-exp."""
+    return [name for name in ("lse", "lse_low") if name in call.wants]
 
 
 def together(call: Call) -> int:
@@ -230,34 +237,39 @@ def may_share(call: Call) -> bool:
 
 
 class Scores(NamedTuple):
-    """How scores come of dots: what multiplies a dot, the softcap, and the unit in which the scores then stand.
+    """How scores come of dots: what multiplies a dot, whether its tanh is taken and what multiplies that, None for
+    nothing, and the unit in which the scores then stand.
 
-    ``score_unit`` of the spec says why they are kept in that unit.
+    ``score_unit`` of the spec says why they are kept in that unit. ``settle``: whether they are rounded before a bias is
+    added, as interpreted calls need it that take their maximum, or measure from it (`settled`).
     """
 
     pre: float | None
-    softcap: float | None
+    capped: bool
+    factor: float | None
     unit: float
+    settle: bool
 
     @classmethod
     def of(cls, call: Call) -> Scores:
-        pre, unit = score_unit(call)
-        return cls(pre, call.options["softcap"], unit)
+        (pre, unit), softcap = score_unit(call), call.options["softcap"]
+        return cls(pre, softcap is not None, None if call.arrays["bias"] is None else softcap, unit, call.interpret)
 
-    def from_dots(self, s: Any, bias: Any, settle: bool = False) -> tuple[Any, Any]:
-        """(the scores of a block of dots s, the tanh of its softcap), the latter None where there is no softcap.
+    @classmethod
+    def of_gradients(cls, call: Call) -> Scores:
+        pre, factor, unit = UnitOf.gradients(call)
+        return cls(pre, call.options["softcap"] is not None, factor, unit, call.interpret)
 
-        ``settle`` rounds the scores before the bias is added, as interpreted calls that take their maximum need it
-        (`settled`).
-        """
+    def from_dots(self, s: Any, bias: Any) -> tuple[Any, Any]:
+        """(the scores of a block of dots s, the tanh of its softcap), the latter None where there is no softcap."""
         tanh = None
         if self.pre is not None:
             s = s * self.pre
-        if self.softcap is not None:
+        if self.capped:
             s = tanh = jnp.tanh(s)
-        if self.softcap is not None and bias is not None:
-            s = s * self.softcap
-        if settle:
+        if self.factor is not None:
+            s = s * self.factor
+        if self.settle:
             s = settled(s)
         return (s if bias is None else s + bias), tanh
 
@@ -365,10 +377,11 @@ class Step(NamedTuple):
 
 
 def kernel(
-    ref: Refs, *, band: Band, order: Callable[[Any], Any], bkv: int, pieces: int, scores: Scores, interpreted: bool
-) -> None:
+    ref: Refs, *, band: Band, order: Callable[[Any], Any], bkv: int, pieces: int, scores: Scores, saved: list[str],
+    interpreted: bool,
+) -> None:  # fmt: skip
     """A step holds band.block_kv keys, which it takes bkv at a time, and on the band's edge its rows in ``pieces``.
-    ``order``: which block of rows stands at a place of the grid."""
+    ``order``: which block of rows stands at a place of the grid. ``saved``: what the rows of ``lse`` are."""
     i, step = order(step_along(2)), step_along(3)
     first, last = band.span(i)
     j = first + step
@@ -381,7 +394,7 @@ def kernel(
 
     def add(ref: Refs, keys: Band, i: Any, j: Any, edge: bool) -> None:
         bias = ref.bias[...].astype(jnp.float32) if "bias" in ref else None
-        s, _ = scores.from_dots(dot(ref.q[...], ref.k[...], (1, 1)), bias, settle=interpreted)
+        s, _ = scores.from_dots(dot(ref.q[...], ref.k[...], (1, 1)), bias)
         visible = visible_pairs(ref, keys, i, j, edge)
         if visible is not None:
             s = jnp.where(visible, s, -jnp.inf)
@@ -409,12 +422,14 @@ def kernel(
         total = across(l, ref.acc.shape[1])
         ref.o[...] = jnp.where(total == 0, 0.0, ref.acc[...] / total).astype(ref.o.dtype)
         if "lse" in ref:
-            lse = jnp.where(l == 0, -jnp.inf, ref.m[...] * scores.unit + jnp.log(l))
-            ref.lse[...] = lse[:, :1].T
+            numbers = dict(zip(("lse", "lse_low"), in_two(ref.m[...], None, scores.unit, jnp.log(l)), strict=True))
+            numbers["lse"] = jnp.where(l == 0, -jnp.inf, numbers["lse"])
+            for row, name in enumerate(saved):
+                ref.lse[row : row + 1, :] = numbers[name][:, :1].T
 
 
 @BACKEND.implements("attention", key=key, fit=fit, supports=supports)
-def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Array | None]:
+def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
     batch, q_len, heads, d = call.arrays["q"].shape
     dv, dtype, shared = call.dims["dv"], call.arrays["q"].dtype, together(call)
     heads, rows, of_keys = heads // shared, q_len * shared, call.dims["group"] // shared
@@ -436,8 +451,10 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Arr
 
     inputs = Operands(call, shared).at(bq, band.block_kv, query, key)
     outputs: Blocks = {"o": (jax.ShapeDtypeStruct((batch, heads, rows, dv), dtype), head_blocks(bq, dv, written))}
-    if "lse" in call.wants:
-        outputs["lse"] = (jax.ShapeDtypeStruct((batch, heads, 1, rows), jnp.float32), row_blocks(1, bq, written))
+    numbers = saved(call)
+    if numbers:
+        form = jax.ShapeDtypeStruct((batch, heads, len(numbers), rows), jnp.float32)
+        outputs["lse"] = (form, row_blocks(len(numbers), bq, written))
     steps = band.steps()
     pairs = batch * heads * rows * min(call.dims["kv_len"], steps * band.block_kv)
     found = launch(
@@ -449,6 +466,7 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Arr
             bkv=bkv,
             pieces=pieces_of(call, bq, bkv),
             scores=Scores.of(call),
+            saved=numbers,
             interpreted=call.interpret,
         ),
         "portakern_attention",
@@ -464,7 +482,8 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Arr
             bytes_accessed=dtype.itemsize * (batch * heads * rows * (d + dv) + pairs // bq * (d + dv)),
         ),
     )
-    lse = None
-    if "lse" in found:
-        lse = jnp.swapaxes(found["lse"].reshape(batch, heads, q_len, shared), 2, 3).reshape(batch, -1, q_len)
-    return from_heads(found["o"], shared), lse
+    of_rows = {
+        name: jnp.swapaxes(found["lse"][:, :, row].reshape(batch, heads, q_len, shared), 2, 3).reshape(batch, -1, q_len)
+        for row, name in enumerate(numbers)
+    }
+    return from_heads(found["o"], shared), of_rows.get("lse"), of_rows.get("lse_low")

@@ -1,11 +1,11 @@
 """Gradients of attention on TPUs, the scores recomputed block by block from q, k and lse and never stored.
 
-    t = tanh(scale q k^T / c), s = c t + bias, P = exp(s - lse);  without a softcap s = scale q k^T + bias
+    t = tanh(scale q k^T / c), s = c t + bias, P = exp(min(s - lse, 0));  without a softcap s = scale q k^T + bias
     Delta = rowsum(d_o * o) - d_lse;  dS = P (d_o v^T - Delta);  D = dS (1 - t^2), without a softcap dS
     d_q = scale D k;  d_k = scale D^T q;  d_v = P^T d_o;  d_bias = dS
 
 q: (batch, q_len, kv_heads*group, d), k: (batch, kv_len, kv_heads, d), v: (batch, kv_len, kv_heads, dv),
-o and d_o: (batch, q_len, kv_heads*group, dv), lse and d_lse: (batch, kv_heads*group, q_len).
+o and d_o: (batch, q_len, kv_heads*group, dv), lse, lse_low and d_lse: (batch, kv_heads*group, q_len).
 d_k and d_v are summed over the group, d_bias over the axes along which bias has an extent of 1.
 
 `at_once` makes d_q, d_k and d_v, with five products for a pair of blocks: d_q is summed while the keys go by, and d_k
@@ -13,8 +13,11 @@ and d_v stay in VMEM, all of them, until the last query was there. Where VMEM do
 wanted, there are two kernels with seven products. Each kernel is the only owner of what it sums, in float32 in VMEM and
 in the order of the grid, so that nothing is added atomically.
 
-`by_row` writes lse and Delta as two rows of one array, with lse = inf for queries that saw no key: their P is 0. The
-others read them. The grid of `by_query` (d_q) is (batch, heads, query blocks, key blocks); that of `by_key` (d_k,
+lse is two numbers, lse + lse_low, and scores are kept in the unit of the forward pass (`UnitOf`): so a score is the
+number that it was there, and P the weight that its key had, however large scores are.
+
+`by_row` writes three rows of one array: the two numbers of lse in the scores' unit, and Delta. The first is inf for
+queries that saw no key: their P is 0. The others read them. The grid of `by_query` (d_q) is (batch, heads, query blocks, key blocks); that of `by_key` (d_k,
 d_v) is (batch, kv_heads, key blocks, group, query blocks); that of `by_bias` (d_bias) has a place for each block of
 bias, and inside it what that block is broadcast over. `by_query` holds scores as (queries, keys), the others as (keys,
 queries): P and D are always the left factor of the next product as they stand, with the axis that it sums last. The
@@ -42,6 +45,7 @@ from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas._band import Band
+from portakern.backends.pallas._two import in_two
 from portakern.backends.pallas.common import Blocks, Refs, block, padded, quotient, row_block, step_along, within
 from portakern.backends.pallas.tpu._chip import LANES, dot, launch, vmem_limit, whole_lanes
 from portakern.backends.pallas.tpu._heads import (
@@ -54,6 +58,7 @@ from portakern.backends.pallas.tpu._heads import (
     row_blocks,
 )
 from portakern.backends.pallas.tpu.attention import Scores, grains, key, refused, visible_pairs
+from portakern.backends.pallas.tpu.softmax import exponential
 from portakern.core.call import Call
 from portakern.spec import Count
 from portakern.specs.attention import scale_of
@@ -125,17 +130,21 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
 
 # The kernels
 
+SHIFT, LOW, DELTA = (slice(row, row + 1) for row in range(3))
+"""What the rows of ``of_rows`` are: the two numbers of lse, and Delta."""
 
-def by_row(ref: Refs) -> None:
-    """lse and Delta of a block of queries."""
+
+def by_row(ref: Refs, *, unit: float) -> None:
+    """lse of a block of queries as two numbers of so many natural ``unit``s, and Delta."""
     products = ref.d_o[...].astype(jnp.float32) * ref.o[...].astype(jnp.float32)
     delta = jnp.sum(products, axis=1, keepdims=True).T
     if "d_lse" in ref:
         delta = delta - ref.d_lse[...]
-    lse = ref.lse[...]
-    unseen = lse == -jnp.inf
-    ref.lse_delta[0:1, :] = jnp.where(unseen, jnp.inf, lse)
-    ref.lse_delta[1:2, :] = jnp.where(unseen, 0.0, delta)
+    unseen = ref.lse[...] == -jnp.inf
+    lse, low = in_two(ref.lse[...], ref.lse_low[...] if "lse_low" in ref else None, 1.0 / unit, None)
+    ref.of_rows[SHIFT, :] = jnp.where(unseen, jnp.inf, lse)
+    ref.of_rows[LOW, :] = low
+    ref.of_rows[DELTA, :] = jnp.where(unseen, 0.0, delta)
 
 
 def by_query(ref: Refs, *, band: Band, scores: Scores, scale: float) -> None:
@@ -151,8 +160,8 @@ def by_query(ref: Refs, *, band: Band, scores: Scores, scale: float) -> None:
     def add(edge: bool) -> None:
         k, bias = ref.k[...], ref.bias[...].astype(jnp.float32) if "bias" in ref else None
         visible = visible_pairs(ref, band, i, j, edge)
-        lse, delta = ref.lse_delta[0:1, :].T, ref.lse_delta[1:2, :].T
-        p, slope = weights(scores, dot(ref.q[...], k, (1, 1)), bias, lse, visible)
+        shift, low, delta = (ref.of_rows[row, :].T for row in (SHIFT, LOW, DELTA))
+        p, slope = weights(scores, dot(ref.q[...], k, (1, 1)), bias, (shift, low), visible)
         d_s = selected(visible, p * (dot(ref.d_o[...], ref.v[...], (1, 1)) - delta))
         d_dot = d_s if slope is None else selected(visible, d_s * slope)
         keys = within(k, 0, j * band.block_kv, band.kv_len) if edge else k
@@ -189,7 +198,7 @@ def by_key(ref: Refs, *, band: Band, scores: Scores, scale: float) -> None:
         if "v_acc" in ref:
             ref.v_acc[...] += dot(p.astype(d_o.dtype), d_o, (1, 0))
         if "k_acc" in ref:
-            d_s = selected(visible, p * (dot(ref.v[...], d_o, (1, 1)) - ref.lse_delta[1:2, :]))
+            d_s = selected(visible, p * (dot(ref.v[...], d_o, (1, 1)) - ref.of_rows[DELTA, :]))
             d_dot = d_s if slope is None else selected(visible, d_s * slope)
             ref.k_acc[...] += dot(d_dot.astype(q.dtype), q, (1, 0))
 
@@ -229,7 +238,7 @@ def at_once(ref: Refs, *, band: Band, turned: Band, scores: Scores, scale: float
             k = within(k, 0, j * band.block_kv, band.kv_len)
         keys = pl.ds(j * band.block_kv, band.block_kv)
         ref.v_acc[keys, :] += dot(p.astype(d_o.dtype), d_o, (1, 0))
-        d_s = selected(visible, p * (dot(ref.v[...], d_o, (1, 1)) - ref.lse_delta[1:2, :]))
+        d_s = selected(visible, p * (dot(ref.v[...], d_o, (1, 1)) - ref.of_rows[DELTA, :]))
         d_dot = (d_s if slope is None else selected(visible, d_s * slope)).astype(q.dtype)
         ref.k_acc[keys, :] += dot(d_dot, q, (1, 0))
         ref.q_acc[...] += dot(d_dot, k, (0, 0))
@@ -261,7 +270,7 @@ def by_bias(ref: Refs, *, band: Band, scores: Scores, one_row: bool) -> None:
 
     def add(edge: bool) -> None:
         visible, p, _ = weights_by_key(ref, band, scores, j, i, edge)
-        d_s = selected(visible, p * (dot(ref.v[...], ref.d_o[...], (1, 1)) - ref.lse_delta[1:2, :]))
+        d_s = selected(visible, p * (dot(ref.v[...], ref.d_o[...], (1, 1)) - ref.of_rows[DELTA, :]))
         ref.acc[...] += jnp.sum(d_s, axis=1, keepdims=True) if one_row else d_s
 
     band.visit(j, i, (first <= i) & (i <= last), add)
@@ -273,18 +282,19 @@ def by_bias(ref: Refs, *, band: Band, scores: Scores, one_row: bool) -> None:
         ref.d_bias[...] = ref.acc[...].T.astype(ref.d_bias.dtype)
 
 
-def weights(scores: Scores, dots: Any, bias: Any, lse: Any, visible: Any) -> tuple[Any, Any]:
-    """P of a block of dots, and the slope of its softcap (None: 1)."""
-    s, tanh = scores.from_dots(dots, bias)
+def weights(scores: Scores, dots: Any, bias: Any, lse: tuple[Any, Any], visible: Any) -> tuple[Any, Any]:
+    """P of a block of dots, and the slope of its softcap (None: 1). ``lse``: as `by_row` writes it."""
+    (s, tanh), (shift, low) = scores.from_dots(dots, bias), lse
     slope = None if tanh is None else 1 - tanh * tanh
-    return selected(visible, jnp.exp((s if scores.unit == 1.0 else s * scores.unit) - lse)), slope
+    return selected(visible, exponential(jnp.minimum((s - shift) - low, 0.0), scores.unit)), slope
 
 
 def weights_by_key(ref: Refs, band: Band, scores: Scores, j: Any, i: Any, edge: bool) -> tuple[Any, Any, Any]:
     """(which pairs are visible, P, the slope) of key block j, as rows, and query block i."""
     bias = ref.bias[...].astype(jnp.float32).T if "bias" in ref else None
     visible = visible_pairs(ref, band, j, i, edge, by_key=True)
-    return visible, *weights(scores, dot(ref.k[...], ref.q[...], (1, 1)), bias, ref.lse_delta[0:1, :], visible)
+    lse = ref.of_rows[SHIFT, :], ref.of_rows[LOW, :]
+    return visible, *weights(scores, dot(ref.k[...], ref.q[...], (1, 1)), bias, lse, visible)
 
 
 def selected(visible: Any, x: Any) -> Any:
@@ -296,27 +306,29 @@ def selected(visible: Any, x: Any) -> Any:
 
 
 class Saved(Operands):
-    """What every gradient reads: the forward pass's operands, the cotangent d_o, and lse and Delta of every query."""
+    """What every gradient reads: the forward pass's operands, the cotangent d_o, and what `by_row` says of
+    every query."""
 
     def __init__(self, call: Call) -> None:
         super().__init__(call)
         self.d_o = by_head(call.arrays["d_o"])
-        self.lse_delta = row_statistics(call, self.d_o)
+        self.of_rows = row_statistics(call, self.d_o)
 
     def at(self, bq: int, bkv: int, query: Place, key: Place) -> Blocks:
         # Each block of queries becomes a row of its own, since bq need not be a multiple of the lanes along which
         # queries lie here.
-        batch, heads, _, q_len = self.lse_delta.shape
-        lse_delta = jnp.pad(self.lse_delta, ((0, 0), (0, 0), (0, 0), (0, -q_len % bq))).reshape(batch, heads, 2, -1, bq)
-        a_block = pl.BlockSpec((None, None, None, 2, bq), lambda *step: (*query(*step), 0, 0))
+        batch, heads, number, q_len = self.of_rows.shape
+        padding = (0, 0), (0, 0), (0, 0), (0, -q_len % bq)
+        of_rows = jnp.pad(self.of_rows, padding).reshape(batch, heads, number, -1, bq)
+        a_block = pl.BlockSpec((None, None, None, number, bq), lambda *step: (*query(*step), 0, 0))
         return super().at(bq, bkv, query, key) | {
             "d_o": (self.d_o, head_blocks(bq, self.d_o.shape[3], query)),
-            "lse_delta": (jnp.swapaxes(lse_delta, 2, 3), a_block),
+            "of_rows": (jnp.swapaxes(of_rows, 2, 3), a_block),
         }
 
 
 def row_statistics(call: Call, d_o: jax.Array) -> jax.Array:
-    """(batch, heads, 2, q_len): lse and Delta of every query.
+    """(batch, heads, 3, q_len): what `by_row` says of every query.
 
     A kernel, because XLA's sums on a host have bits that depend on how many rows there are.
     """
@@ -328,12 +340,13 @@ def row_statistics(call: Call, d_o: jax.Array) -> jax.Array:
 
     by_rows = head_blocks(rows, dv, place)
     inputs: Blocks = {"o": (by_head(call.arrays["o"]), by_rows), "d_o": (d_o, by_rows)}
-    for name in ("lse", "d_lse"):
+    for name in ("lse", "lse_low", "d_lse"):
         if call.arrays[name] is not None:
             inputs[name] = (call.arrays[name][:, :, None], row_blocks(1, rows, place))
-    form = jax.ShapeDtypeStruct((batch, heads, 2, q_len), jnp.float32)
-    outputs: Blocks = {"lse_delta": (form, row_blocks(2, rows, place))}
-    return launched(call, by_row, (batch, heads, pl.cdiv(q_len, rows)), 0, inputs, outputs)["lse_delta"]
+    form = jax.ShapeDtypeStruct((batch, heads, 3, q_len), jnp.float32)
+    outputs: Blocks = {"of_rows": (form, row_blocks(3, rows, place))}
+    kernel = partial(by_row, unit=Scores.of_gradients(call).unit)
+    return launched(call, kernel, (batch, heads, pl.cdiv(q_len, rows)), 0, inputs, outputs)["of_rows"]
 
 
 def turned(band: Band, q_len: int) -> Band:
@@ -391,7 +404,7 @@ def query_gradient(call: Call, tiling: Mapping[str, int], saved: Saved) -> dict[
     form = jax.ShapeDtypeStruct((batch, heads, q_len, d), call.arrays["q"].dtype)
     found = launched(
         call,
-        partial(by_query, band=band, scores=Scores.of(call), scale=scale_of(call)),
+        partial(by_query, band=band, scores=Scores.of_gradients(call), scale=scale_of(call)),
         grid=(batch, heads, pl.cdiv(q_len, bq), band.steps()),
         in_order=1,
         inputs=saved.at(bq, bkv, query, key),
@@ -427,7 +440,7 @@ def key_gradients(call: Call, tiling: Mapping[str, int], saved: Saved) -> dict[s
             depth += width
     found = launched(
         call,
-        partial(by_key, band=band, scores=Scores.of(call), scale=scale_of(call)),
+        partial(by_key, band=band, scores=Scores.of_gradients(call), scale=scale_of(call)),
         grid=(batch, kv_heads, pl.cdiv(kv_len, bkv), group, band.steps()),
         in_order=2,
         inputs=saved.at(bq, bkv, query, key),
@@ -459,7 +472,7 @@ def all_gradients(call: Call, tiling: Mapping[str, int], saved: Saved) -> dict[s
     outputs: Blocks = {"d_q": (jax.ShapeDtypeStruct((batch, heads, q_len, d), dtype), head_blocks(bq, d, query))}
     for name, array in (("d_k", saved.heads["k"]), ("d_v", saved.heads["v"])):
         outputs[name] = (jax.ShapeDtypeStruct(array.shape, dtype), head_blocks(keys, array.shape[3], every_key))
-    of_keys, scores = turned(band, q_len)._replace(rows=kv_len), Scores.of(call)
+    of_keys, scores = turned(band, q_len)._replace(rows=kv_len), Scores.of_gradients(call)
     found = launched(
         call,
         partial(at_once, band=band, turned=of_keys, scores=scores, scale=scale_of(call)),
@@ -494,7 +507,7 @@ def bias_gradient(call: Call, tiling: Mapping[str, int], saved: Saved) -> dict[s
     form = jax.ShapeDtypeStruct(bias.shape, bias.dtype)
     return launched(
         call,
-        partial(by_bias, band=band, scores=Scores.of(call), one_row=one_row),
+        partial(by_bias, band=band, scores=Scores.of_gradients(call), one_row=one_row),
         grid=(*of_bias, *summed),
         in_order=3,
         inputs=saved.at(bq, bkv, query, key),

@@ -3,7 +3,7 @@
     loss = log l + (1 - e) (m - x_t) + e (m - mean x) + z lse^2        lse = m + log l
     m = max_j x_j, or 0 where that is infinite        l = sum_j exp(x_j - m)        t: the row's label
 
-logits x: (*batch, n), labels: (*batch) -> loss, lse: (*batch). The grid is (row blocks, 1, n blocks), see `Walk`. Each
+logits x: (*batch, n), labels: (*batch) -> loss, lse, lse_low: (*batch), of which the last is what rounding takes from lse. The grid is (row blocks, 1, n blocks), see `Walk`. Each
 step merges a block into the running maximum m of a row and the sum l of exp(x - m), and takes the label's logit where
 it comes by; the last one puts the loss together. A row that is ignored is read and not used.
 
@@ -25,6 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas._two import added
 from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.tpu._rows import Held, Walk, launched
 from portakern.backends.pallas.tpu.layernorm import in_walks, walk_of
@@ -69,7 +70,9 @@ def kernel(ref: Refs, *, walk: Walk, ignored: int, even: float, z: float) -> Non
             loss += z * jnp.square(shift + log)
         is_class = (labels >= 0) & (labels < walk.n)
         loss = jnp.where(is_class, walk.turned(loss), jnp.nan)  # a label that is no class was not met
-        for name, found in (("loss", loss), ("lse", walk.turned(shift + log))):
+        lse, low = added(shift, log)
+        low = jnp.where(jnp.abs(lse) < jnp.inf, low, 0.0)
+        for name, found in (("loss", loss), ("lse", walk.turned(lse)), ("lse_low", walk.turned(low))):
             if name in ref:
                 getattr(ref, name)[...] = jnp.where(labels == ignored, 0.0, found)
 

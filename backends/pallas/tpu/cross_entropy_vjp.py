@@ -1,9 +1,9 @@
 """Gradient of the cross entropy of logits with integer labels on TPUs, along the last axis.
 
-    d_x_j = d_loss [p_j (1 + 2 z lse) - (1 - e) [j = t] - e / n]        p = exp(x - lse)
+    d_x_j = d_loss [p_j (1 + 2 z lse) - (1 - e) [j = t] - e / n]        p = exp(min(x - lse - lse_low, 0))
 
-logits x: (*batch, n), labels, lse, d_loss: (*batch) -> d_logits: (*batch, n). The grid is (row blocks, 1, n blocks),
-see `Walk`; lse was saved, so that no element waits for another. A row that is ignored is read and not used.
+logits x: (*batch, n), labels, lse, lse_low, d_loss: (*batch) -> d_logits: (*batch, n). The grid is (row blocks, 1, n blocks),
+see `Walk`; lse and lse_low were saved, so that no element waits for another. A row that is ignored is read and not used.
 
 block_rows: rows a block holds; block_n: elements of each row a block holds.
 
@@ -33,7 +33,10 @@ def kernel(ref: Refs, *, walk: Walk, ignored: int, even: float, z: float, classe
     _, step = walk.sweep_and_step()
     x, labels = ref.x[...].astype(jnp.float32), ref.labels[...]
     lse, g = walk.turned(ref.lse[...]), walk.turned(ref.d_loss[...])
-    p = jnp.exp(x - lse)
+    apart = x - lse
+    if "lse_low" in ref:
+        apart -= walk.turned(ref.lse_low[...])
+    p = jnp.exp(jnp.minimum(apart, 0.0))
     if z:
         p *= 1.0 + 2.0 * z * lse
     p -= jnp.where(is_label(labels, x, walk, step), 1.0 - even, 0.0)
@@ -51,7 +54,8 @@ def cross_entropy_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]
 def gradient(call: Call, tiling: Mapping[str, int], classes: int) -> tuple[jax.Array]:
     """The gradient by the logits of n of so many classes, by whose places among them the labels go."""
     x, walk = call.arrays["logits"], walk_of(call, tiling)._replace(sweeps=1)
-    of_rows = {name: call.arrays[name].astype(jnp.float32) for name in ("lse", "d_loss")}
+    names = [name for name in ("lse", "lse_low", "d_loss") if call.arrays[name] is not None]
+    of_rows = {name: call.arrays[name].astype(jnp.float32) for name in names}
     of_rows["labels"] = call.arrays["labels"].astype(jnp.int32)
     found = launched(
         call,

@@ -1,9 +1,9 @@
 """Cross entropy of the logits of a linear layer on TPUs, a chunk of rows at a time.
 
-    x = h weight^T        loss, lse = those of cross_entropy        slope = b weight
-    b_j = exp(x_j - lse) (1 + 2 z lse) - (1 - e) [j = t] - e / n
+    x = h weight^T        loss, lse, lse_low = those of cross_entropy        slope = b weight
+    b_j = exp(min(x_j - lse - lse_low, 0)) (1 + 2 z lse) - (1 - e) [j = t] - e / n
 
-hidden h: (*batch, d), weight: (n, d), labels t, loss, lse: (*batch), slope: (*batch, d). One chunk after the
+hidden h: (*batch, d), weight: (n, d), labels t, loss, lse, lse_low: (*batch), slope: (*batch, d). One chunk after the
 other, in a loop of XLA's, ``chunk_rows`` rows have their logits in memory, in hidden's dtype: matmul makes them,
 cross_entropy and its gradient b read them, and matmul meets b. No row sees another, so that chunks change no bit.
 
@@ -94,7 +94,7 @@ def refused(call: Call, rows: int, n: int, d: int) -> str | None:
     return (
         products.supports(*inner(call, products, makes, x, x))
         or along_rows(*inner(call, losses, dims, x, labels), held=losses.HELD)
-        or along_rows(*inner(call, brackets, dims, x, labels, numbers, numbers), held=brackets.HELD)
+        or along_rows(*inner(call, brackets, dims, x, labels, numbers, numbers, numbers), held=brackets.HELD)
     )
 
 
@@ -111,13 +111,12 @@ def linear_cross_entropy(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Arr
     def piece(h: Any, t: Any) -> tuple[Any, ...]:
         x = multiply(call, h, weight.T)
         dims = {"batch": t.shape, "n": n}
-        loss, lse = losses.cross_entropy(*inner(call, losses, dims, x, t))
+        loss, lse, low = losses.cross_entropy(*inner(call, losses, dims, x, t))
         if not sloped:
-            return loss, lse
-        (b,) = brackets.cross_entropy_vjp(*inner(call, brackets, dims, x, t, lse, jnp.ones_like(lse)))
-        return loss, lse, multiply(call, b, weight)
+            return loss, lse, low
+        (b,) = brackets.cross_entropy_vjp(*inner(call, brackets, dims, x, t, lse, jnp.ones_like(lse), low))
+        return loss, lse, low, multiply(call, b, weight)
 
-    found = dict(
-        zip(("loss", "lse", "slope"), one_after_another(piece, tiling["chunk_rows"], hidden, labels), strict=False)
-    )
+    names = ("loss", "lse", "lse_low", "slope")
+    found = dict(zip(names, one_after_another(piece, tiling["chunk_rows"], hidden, labels), strict=False))
     return tuple(found[n].reshape(shape) if n in call.wants else None for n, (shape, _) in call.outputs.items())

@@ -2,7 +2,7 @@
 
     d_hidden = d_loss slope        d_weight_j = sum over rows of d_loss b_j h
 
-hidden h, slope: (*batch, d), weight: (n, d), labels, lse, d_loss: (*batch) -> d_hidden: (*batch, d), d_weight: (n, d).
+hidden h, slope: (*batch, d), weight: (n, d), labels, lse, lse_low, d_loss: (*batch) -> d_hidden: (*batch, d), d_weight: (n, d).
 One chunk after the other, in a loop of XLA's, the logits of all rows for ``chunk_n`` classes are in memory, in hidden's
 dtype: matmul makes them, the gradient of cross_entropy makes d_loss b of them, and matmul takes the sum over all rows,
 so that it is rounded once. d_hidden is one walk over the slope (`Walk`), in which no element waits for another.
@@ -57,7 +57,7 @@ def linear_cross_entropy_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax
 
 def scaling(call: Call) -> tuple[Call, Mapping[str, int]]:
     """The rows of the slope as those of logits, and the tiling of their gradient, which reads and writes as much."""
-    names = ("slope", "labels", "lse", "d_loss")
+    names = ("slope", "labels", "lse", "d_loss", "lse_low")
     dims = {"batch": call.dims["batch"], "n": call.dims["d"]}
     return inner(call, brackets, dims, *(call.arrays[name] for name in names))
 
@@ -92,14 +92,16 @@ def weight_gradient(call: Call, tiling: Mapping[str, int]) -> jax.Array:
     hidden = call.arrays["hidden"].reshape(-1, call.dims["d"])
     counted = call.arrays["labels"] != call.options["ignore_index"]
     labels = jnp.where(counted, call.arrays["labels"].astype(jnp.int32), NONE).reshape(-1)
-    lse, d_loss = (call.arrays[name].reshape(-1) for name in ("lse", "d_loss"))
+    lse, d_loss, low = (
+        None if call.arrays[name] is None else call.arrays[name].reshape(-1) for name in ("lse", "d_loss", "lse_low")
+    )
     among = call.replace(options={**call.options, "ignore_index": NONE})
 
     def piece(w: Any, classes: Any) -> tuple[jax.Array]:
         """``classes``: those of these rows of weight."""
         x = multiply(call, hidden, w.T)
         here = jnp.where(labels == NONE, NONE, labels - classes[0])
-        of, tiles = inner(among, brackets, {"batch": labels.shape, "n": len(w)}, x, here, lse, d_loss)
+        of, tiles = inner(among, brackets, {"batch": labels.shape, "n": len(w)}, x, here, lse, d_loss, low)
         (d_x,) = brackets.gradient(of, tiles, n)
         return (multiply(call, d_x.T, hidden),)
 

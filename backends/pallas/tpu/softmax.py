@@ -77,12 +77,15 @@ def online_step(m_old: Any, x: Any, axis: int, unit: float = 1.0) -> tuple[Any, 
     m = jnp.maximum(m_old, jnp.max(x, axis=axis, keepdims=True))
     origin = origin_of(m)
     below, fallen = x - (origin if axis == 0 else across(origin, x.shape[1])), m_old - origin
+    return m, exponential(below, unit), exponential(fallen, unit)
+
+
+def exponential(x: Any, unit: float) -> Any:
+    """exp(unit * x)."""
     rate = unit * math.log2(math.e)  # one product instead of the unit's and that of exp itself
     if unit != 1.0 and rate <= float(jnp.finfo(jnp.float32).max):
-        return m, jnp.exp2(below * rate), jnp.exp2(fallen * rate)
-    if unit != 1.0:
-        below, fallen = below * unit, fallen * unit
-    return m, jnp.exp(below), jnp.exp(fallen)
+        return jnp.exp2(x * rate)
+    return jnp.exp(x if unit == 1.0 else x * unit)
 
 
 def kernel(ref: Refs, *, strip: Strip) -> Phases:
