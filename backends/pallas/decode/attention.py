@@ -1,8 +1,8 @@
 """Attention of few queries on Hopper, as decoding has it, by shares of the keys: o = softmax(scale q k^T) v.
 
 q: (batch, q_len, kv_heads*group, d), k: (batch, kv_len, kv_heads, d), v: (batch, kv_len, kv_heads, dv)
--> o: (batch, q_len, kv_heads*group, dv), lse: (batch, kv_heads*group, q_len). Heads are up to 256 wide, and a group has
-up to 64 queries.
+-> o: (batch, q_len, kv_heads*group, dv), lse and lse_low: (batch, kv_heads*group, q_len). Heads are up to 256 wide, and
+a group has up to 64 queries.
 
 The queries of all heads of a group are the rows of one tile, so that their keys are read once: row r is query
 r // group of head r % group. The keys are cut into shares of whole tiles, as ``gpu._flash`` says. A block walks a share
@@ -237,8 +237,11 @@ def combine(ref: Refs, *, plan: Packed, group: int) -> None:
     inverse = 1.0 / jnp.where(total.l == 0.0, 1.0, total.l)
     for column, acc in zip(columns, total.acc, strict=True):
         store(ref.o.at[batch, query, head, pl.ds(column, THREADS)], (acc * inverse).astype(plan.dtype))
-    if "lse" in ref:
-        ref.lse[batch, head, query] = plan.scores.lse(total.l, total.m)
+    wanted = [name for name in gpu.LOG_SUM if name in ref]
+    if wanted:
+        numbers = plan.scores.log_sum(total.l, total.m)
+        for name in wanted:
+            getattr(ref, name)[batch, head, query] = numbers[name]
 
 
 def _each(x: Any) -> Any:
@@ -247,7 +250,7 @@ def _each(x: Any) -> Any:
 
 
 @BACKEND.implements("attention", key=key, supports=supports, knobs=gpu.KNOBS, copies=copies, drawn=DRAWN)
-def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Array | None]:
+def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
     plan, dims = plan_of(call, tiling), call.dims
     of_shares, wide = (plan.batch, plan.heads, plan.shares), padded(plan.dv, THREADS)
     known = launch(
@@ -271,8 +274,8 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Arr
     )
     heads = dims["kv_heads"] * dims["group"]
     outputs = {"o": jax.ShapeDtypeStruct((plan.batch, dims["q_len"], heads, wide), plan.dtype)}
-    if "lse" in call.wants:
-        outputs["lse"] = jax.ShapeDtypeStruct((plan.batch, heads, dims["q_len"]), jnp.float32)
+    form = jax.ShapeDtypeStruct((plan.batch, heads, dims["q_len"]), jnp.float32)
+    outputs |= dict.fromkeys(gpu.saved(call), form)
     found = launch(
         call,
         partial(combine, plan=plan, group=dims["group"]),
@@ -283,4 +286,4 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Arr
         scratch={},
         approximate=True,
     )
-    return found["o"][..., : plan.dv], found.get("lse")
+    return found["o"][..., : plan.dv], *(found.get(name) for name in gpu.LOG_SUM)

@@ -1,6 +1,6 @@
 """The gradient of attention's bias on Hopper: dS, summed over what bias is broadcast over.
 
-    s = c tanh(scale q k^T / c) + bias, P = exp(s - lse);  without a softcap s = scale q k^T + bias
+    s = c tanh(scale q k^T / c) + bias, P = exp(min(s - lse, 0));  without a softcap s = scale q k^T + bias
     Delta = rowsum(d_o * o) - d_lse;  dS = P (d_o v^T - Delta);  d_bias = dS where a pair sees each other, else 0
 
 bias and d_bias: (batch or 1, heads or 1, q_len or 1, kv_len), and the others as in ``attention_vjp.py``. bias comes
@@ -261,7 +261,7 @@ def _places(plan: BiasPlan, block: Block, consumer: Any, part: int) -> tuple[Any
 
 
 def bring_queries(ref: Refs, tile: Tile, count: Any, stages: Any, step: Any) -> None:
-    """Bring the queries of a turn's step, with lse and Delta, to the next buffer. count: steps before."""
+    """Bring the queries of a turn's step, with their ``NUMBERS``, to the next buffer. count: steps before."""
     buffer, (head, i) = lax.rem(count, stages), tile.place(step)
     arrived = ref.queries_arrived.at[buffer]
     pl.when(count >= stages)(lambda: plgpu.barrier_wait(ref.queries_free.at[buffer]))
@@ -321,7 +321,7 @@ def add(
         for acc, (rows, columns), parts in zip(accumulators, sides, pairs.parts, strict=True):
             for part in range(parts):
                 issue_product(acc, rows.tiled.at[here, warpgroup, part], columns.tiled.at[there, part], transposed=True)
-        lse, delta = (
+        *lse, delta = (
             plgpu.load(ref.numbers.at[buffer, n, warpgroup], layout=ROW, optimized=False) for n in range(len(NUMBERS))
         )
         head, i = tile.place(step)
@@ -385,7 +385,7 @@ def write_row(ref: Refs, plan: BiasPlan, warpgroup: Any, block: Block, sums: tup
 
 
 def bias_gradient(call: Call, tiling: Mapping[str, int], inputs: Mapping[str, jax.Array]) -> jax.Array:
-    """d_bias. inputs: among others q, k, v and d_o as the copy engine takes them, lse and Delta."""
+    """d_bias. inputs: among others q, k, v and d_o as the copy engine takes them, and ``NUMBERS``."""
     plan = bias_plan(call, tiling)
     pairs, (of_first, of_second), width = plan.pairs, plan.pairs.parts, _width(plan)
     bias = padded_rows(call.arrays["bias"], width)

@@ -49,8 +49,8 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 REGISTERS = {1: (PRODUCER_REGISTERS, CONSUMER_REGISTERS), 2: (PRODUCER_REGISTERS, CONSUMER_REGISTERS), 3: (24, 160)}
 """The same, by the number of consumers of forward."""
 
-LSE_BYTES = ALIGNED
-"""Shared memory for what is written of lse, which is less."""
+LSE_BYTES = 2 * ALIGNED
+"""Shared memory for what is written of lse and lse_low, which is less."""
 
 SHARES = {"splits": Count(1, 64), "chunk": PowerOfTwo(64, 1 << 20)}
 """Knobs: the shares of the keys that a query sees, at most, and one more where they begin within one; keys of a share

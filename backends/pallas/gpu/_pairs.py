@@ -1,7 +1,10 @@
 """What gradients of attention on Hopper are computed from: pairs of queries and keys, tile by tile.
 
-    t = tanh(scale q k^T / c), s = c t + bias, P = exp(s - lse);  without a softcap s = scale q k^T + bias
+    t = tanh(scale q k^T / c), s = c t + bias, P = exp(min(s - lse, 0));  without a softcap s = scale q k^T + bias
     Delta = rowsum(d_o * o) - d_lse;  dS = P (d_o v^T - Delta);  D = dS (1 - t^2), without a softcap dS
+
+lse is two numbers, lse + lse_low, and scores are kept in the unit of the forward pass (``_two.UnitOf``): so P is the
+weight that a key had there, however large scores are.
 
 How the pairs are cut into tiles and in which order these come by, P and D of a tile, and which of its pairs see each
 other. What is made of them the kernels say: ``attention_vjp.py`` those of q, k and v, ``_bias_gradient.py`` the bias's.
@@ -10,7 +13,7 @@ other. What is made of them the kernels say: ``attention_vjp.py`` those of q, k 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import e, log2
 from typing import Any, NamedTuple
@@ -23,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import nvvm
 
 from portakern.backends.pallas._band import Band, both
+from portakern.backends.pallas._two import UnitOf, in_two
 from portakern.backends.pallas.common import Refs, padded, quotient
 from portakern.backends.pallas.gpu import _rows
 from portakern.backends.pallas.gpu._chip import aligned
@@ -31,7 +35,8 @@ from portakern.backends.pallas.gpu._rows import Formula, Walk, Weights
 from portakern.backends.pallas.gpu.attention import extended, tanh
 from portakern.backends.pallas.tpu._heads import words
 from portakern.core.call import Call
-from portakern.specs.attention import scale_of, score_unit
+from portakern.specs._exponents import two_parts
+from portakern.specs.attention import scale_of
 
 CONSUMERS, ROWS = 2, 64
 """Warpgroups that compute, and rows at home of each: those of one instruction of the tensor cores."""
@@ -39,8 +44,8 @@ CONSUMERS, ROWS = 2, 64
 SLOTS = 2
 """Buffers for what a consumer writes: one is filled while the other is on its way."""
 
-NUMBERS = "lse", "delta"
-"""What a query brings along."""
+NUMBERS = "shift", "low", "delta"
+"""What a query brings along: the two numbers of lse, and Delta."""
 
 Place = tuple[Any, "Tile", Any, Any, bool]
 """Where a tile of scores is: its warpgroup, the rows at home, the head and the tile of guests; and whether the band may
@@ -68,7 +73,8 @@ class Plan(NamedTuple):
       wants: the gradients. home, guest: the sides. batch, heads: of the rows at home; group: query heads of a key head.
       by_query: whether queries are at home. d, dv, stages, dtype, interpret: as the call and the tiling have them.
       band: which guests a row at home sees, in tiles of ``ROWS`` and of guests.
-      pre, softcap, unit: how scores come of dots (``score_unit``). scale: of d_q and d_k.
+      pre, capped, factor, unit: how scores come of dots: what multiplies a dot, whether its tanh is taken and what
+        multiplies that, and the unit of the score. scale: of d_q and d_k.
       rows: of a tile at home.
     """
 
@@ -84,7 +90,8 @@ class Plan(NamedTuple):
     stages: int
     band: Band
     pre: float | None
-    softcap: float | None
+    capped: bool
+    factor: float | None
     unit: float
     scale: float
     dtype: Any
@@ -121,7 +128,7 @@ class Plan(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, int, int]:
-        """The buffers of lse and Delta that come by beside queries. Queries at home have theirs in registers."""
+        """The buffers of ``NUMBERS`` that come by beside queries. Queries at home have theirs in registers."""
         return (0 if self.by_query else self.stages), len(NUMBERS), self.guest.tile
 
     def inner(self, tile: Tile, together: int = 1) -> tuple[Any, Any]:
@@ -205,7 +212,7 @@ def plan_of(call: Call, tiling: Mapping[str, int], wants: tuple[str, ...]) -> Pl
     if not by_query:
         first, last = (None if bound is None else -bound for bound in (band.last, band.first))
         band = Band(first, last, dims["q_len"], ROWS, guest.tile)
-    pre, unit = score_unit(call)
+    pre, factor, unit = UnitOf.gradients(call)
     return Plan(
         wants,
         home,
@@ -219,7 +226,8 @@ def plan_of(call: Call, tiling: Mapping[str, int], wants: tuple[str, ...]) -> Pl
         tiling["stages"],
         band,
         pre,
-        call.options["softcap"],
+        call.options["softcap"] is not None,
+        factor,
         unit,
         scale_of(call),
         jnp.dtype(call.dtype),
@@ -261,24 +269,31 @@ def after_reading(interpret: bool) -> None:
 
 
 def read_number(ref: Refs, buffer: Any, i: int) -> Any:
-    """lse or Delta of the queries that have come."""
+    """One of ``NUMBERS`` of the queries that have come."""
     return plgpu.load(ref.numbers.at[buffer, i], layout=COLUMN, optimized=False)
 
 
-def weights(ref: Refs, plan: Plan, place: Place, lse: Any, dots: Any, bias: Any = None) -> tuple[Any, Any]:
+def weights(ref: Refs, plan: Plan, place: Place, lse: Sequence[Any], dots: Any, bias: Any = None) -> tuple[Any, Any]:
     """P of a tile of dots, whether or not pairs see each other, and t where there is a softcap. Under a bias, which may
     be all that numbers hold for a whole row, the difference comes before the factor by which both would overflow.
-    bias: the tile's, where it need not be read."""
+    Elsewhere that product and the difference are one operation, as in the forward pass. lse: its two numbers
+    (`statistics`). bias: the tile's, where it need not be read."""
     _, tile, head, _, _ = place
     x = dots if plan.pre is None else dots * plan.pre
-    t = None if plan.softcap is None else tanh(x)
+    t = tanh(x) if plan.capped else None
     s = x if t is None else t
+    s = s if plan.factor is None else s * plan.factor
+    shift, low = (beside(plan, number, s.shape) for number in lse)
     if bias is None and "bias" in ref:
         bias = bias_of(ref, plan, tile, tile.head if plan.by_query else head, *places(plan, place))
     if bias is not None:
-        s = (s if plan.softcap is None else s * plan.softcap) + bias
-        return jnp.exp2((s - beside(plan, lse, s.shape)) * log2(e)), t
-    return jnp.exp2(s * (plan.unit * log2(e)) - beside(plan, lse, s.shape)), t
+        return jnp.exp2(jnp.minimum(((s + bias) - shift) - low, 0.0) * log2(e)), t
+    return jnp.exp2(jnp.minimum((s * rate_of(plan.unit) - shift) - low, 0.0)), t
+
+
+def rate_of(unit: float) -> float:
+    """What float32 holds of the factor that takes scores in this unit to exponents of 2."""
+    return two_parts(unit * log2(e))[0]
 
 
 def slopes(plan: Plan, delta: Any, p: Any, t: Any, d_p: Any) -> Any:
@@ -338,8 +353,9 @@ def zeros(columns: int) -> Any:
 
 
 def statistics(call: Call) -> dict[str, jax.Array]:
-    """lse, as an exponent of 2 where there is no bias, and Delta of every query, (batch, heads, q_len or more). lse is
-    inf for queries that saw no key, and for those that are not there: their P is 0."""
+    """``NUMBERS`` of every query, (batch, heads, q_len or more): lse as two numbers, of natural units where there is a
+    bias, and elsewhere of those in which scores are exponents of 2; and Delta. The first is inf for queries that saw no
+    key, and for those that are not there: their P is 0."""
     batch, q_len, heads, dv = call.arrays["o"].shape
     of_rows = [call.arrays[name].reshape(-1, dv) for name in ("o", "d_o")]
     tiling = _rows.default_tiling(dv, call.dtype, arrays=2)
@@ -348,15 +364,14 @@ def statistics(call: Call) -> dict[str, jax.Array]:
     delta = jnp.swapaxes(told[0, : batch * q_len * heads].reshape(batch, q_len, heads), 1, 2)
     if call.arrays["d_lse"] is not None:
         delta = delta - call.arrays["d_lse"]
-    lse = call.arrays["lse"]
-    unseen = lse == -jnp.inf
+    unit = UnitOf.gradients(call).unit
+    factor = 1.0 if call.arrays["bias"] is not None else rate_of(unit) / unit
+    shift, low = in_two(call.arrays["lse"], call.arrays["lse_low"], factor, None)
+    unseen = call.arrays["lse"] == -jnp.inf
     whole = padded(q_len, CONSUMERS * ROWS)
-    lse = jnp.pad(
-        jnp.where(unseen, jnp.inf, lse * (log2(e) if call.arrays["bias"] is None else 1.0)),
-        [(0, 0), (0, 0), (0, whole - q_len)],
-        constant_values=jnp.inf,
-    )
-    return {"lse": lse, "delta": extended(jnp.where(unseen, 0.0, delta), 2, whole)}
+    lacking = [(0, 0), (0, 0), (0, whole - q_len)]
+    shift = jnp.pad(jnp.where(unseen, jnp.inf, shift), lacking, constant_values=jnp.inf)
+    return {"shift": shift, "low": extended(low, 2, whole), "delta": extended(jnp.where(unseen, 0.0, delta), 2, whole)}
 
 
 def masks(call: Call, plan: Plan) -> dict[str, jax.Array]:

@@ -1,7 +1,7 @@
 """Softmax attention on Hopper, o = softmax(scale q k^T) v, never holding a whole row of scores.
 
 q: (batch, q_len, kv_heads*group, d), k: (batch, kv_len, kv_heads, d), v: (batch, kv_len, kv_heads, dv)
--> o: (batch, q_len, kv_heads*group, dv), lse: (batch, kv_heads*group, q_len). Heads are up to 256 wide.
+-> o: (batch, q_len, kv_heads*group, dv), lse and lse_low: (batch, kv_heads*group, q_len). Heads are up to 256 wide.
 
 m is the running maximum of a query's scores, l the sum of exp(s - m) and acc the sum of exp(s - m) v, in registers.
 Scores of keys i and products with values i - 1 are issued to the tensor cores together; the maxima of the scores are
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from math import e, log, log2
+from math import e, log2
 from typing import Any, NamedTuple
 
 import jax
@@ -40,6 +40,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas._band import Band, both
+from portakern.backends.pallas._two import in_two
 from portakern.backends.pallas.common import Refs, padded, quotient
 from portakern.backends.pallas.gpu import _chip
 from portakern.backends.pallas.gpu._awaited import finished, in_registers
@@ -76,7 +77,7 @@ from portakern.backends.pallas.gpu._flash import (
 from portakern.backends.pallas.tpu._heads import words
 from portakern.core.call import Call
 from portakern.spec import Count
-from portakern.specs._exponents import below_overflow, exponents
+from portakern.specs._exponents import below_overflow, exponents, two_parts
 from portakern.specs.attention import score_unit
 
 KNOBS = {"stages": Count(2, 8), **SHARES}
@@ -122,12 +123,18 @@ class Scores(NamedTuple):
         factor, offset = under
         return jnp.exp2(jnp.where(m == -jnp.inf, m, m * factor) - offset)
 
-    def lse(self, l: Any, m: Any) -> Any:
-        """m + log l in natural units. A compiler could fuse either product with the sum: selections stand between."""
-        factor, offset = self.origin(m)
-        first = jnp.where(factor == exponents(self.unit).rate, offset * log(2.0), m * self.unit)
-        return first + jnp.where(l == 0.0, -jnp.inf, jnp.log(l))
+    def log_sum(self, l: Any, m: Any) -> dict[str, Any]:
+        """m + log l in natural units, as two numbers by name: what was subtracted from scores, which is m factor as it
+        rounds, and the rate is a number of float32."""
+        rate, beyond, _ = exponents(self.unit)
+        log = jnp.where(l == 0.0, -jnp.inf, jnp.log(l))
+        rounded = in_two(self.origin(m)[1], None, self.unit / two_parts(rate)[0], log)
+        exact = in_two(m, None, self.unit, log)
+        found = (jnp.where(jnp.abs(m) < beyond, a, b) for a, b in zip(rounded, exact, strict=True))
+        return dict(zip(LOG_SUM, found, strict=True))
 
+
+LOG_SUM = "lse", "lse_low"
 
 THREE = 192
 """Queries of a block where heads are up to 64 wide: three consumers have room in registers, if nothing but a band is
@@ -198,9 +205,14 @@ def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
     if bias is not None and ((bias.shape[2] > 1 and bias.shape[2] % tiles[0]) or bias.shape[3] % tiles[1]):
         found.append(f"bias is padded to whole tiles of {tiles[0]} x {tiles[1]}")
     written = _lse_length(plan)
-    if "lse" in call.wants and written != call.dims["q_len"]:
+    if saved(call) and written != call.dims["q_len"]:
         found.append(f"lse is cut from {written} queries to {call.dims['q_len']}")
     return "; ".join(found) or None
+
+
+def saved(call: Call) -> list[str]:
+    """What is written of the log-sum-exp."""
+    return [name for name in LOG_SUM if name in call.wants]
 
 
 def _lse_length(plan: Plan) -> int:
@@ -441,11 +453,16 @@ def same_segment(ref: Refs, tile: Tile, rows: Any, keys: Any, shape: tuple[int, 
 def write(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, acc: tuple[Any, ...], l: Any, m: Any) -> None:
     """o = acc / l and lse = m + log l. A row that saw no key has l = 0: zeros, and -inf."""
     rows = pl.ds(tile.row + warpgroup * QUERIES, QUERIES)
-    if "lse" in ref:
+    wanted = [name for name in LOG_SUM if name in ref]
+    if wanted:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        ref.lse_rows[warpgroup] = plan.scores.lse(l, m)
+        found = plan.scores.log_sum(l, m)
+        for i, name in enumerate(wanted):
+            ref.lse_rows[i, warpgroup] = found[name]
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(ref.lse_rows.at[warpgroup], ref.lse.at[tile.batch, tile.head, rows])
+        for i, name in enumerate(wanted):
+            there = getattr(ref, name).at[tile.batch, tile.head, rows]
+            plgpu.copy_smem_to_gmem(ref.lse_rows.at[i, warpgroup], there)
     inverse = 1.0 / jnp.where(l == 0.0, 1.0, l)
     for part, (slot, leaving) in enumerate(in_slots(len(acc), plan.slots)):
         plgpu.wait_smem_to_gmem(leaving, wait_read_only=True)
@@ -472,16 +489,17 @@ def _unseen() -> Any:
 
 
 @BACKEND.implements("attention", key=key, supports=supports, knobs=KNOBS, copies=copies)
-def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Array | None]:
+def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
     plan = plan_of(call, tiling)
     wide, dtype = whole_pieces(plan.dv, plan.dtype), plan.dtype
     outputs = {"o": jax.ShapeDtypeStruct((plan.batch, plan.q_len, plan.heads, wide), dtype)}
     sums = (plan.consumers, plan.parts[1], QUERIES, PART) if plan.joins else None
     scratch = rings(plan, written=Swizzled((plan.consumers, plan.slots, QUERIES, PART), dtype, sums))
-    if "lse" in call.wants:
-        lse_form = (plan.batch, plan.heads, _lse_length(plan))
-        outputs["lse"] = jax.ShapeDtypeStruct(lse_form, jnp.float32)
-        scratch["lse_rows"] = plgpu.SMEM((plan.consumers, QUERIES), jnp.float32)
+    numbers = saved(call)
+    if numbers:
+        form = jax.ShapeDtypeStruct((plan.batch, plan.heads, _lse_length(plan)), jnp.float32)
+        outputs |= dict.fromkeys(numbers, form)
+        scratch["lse_rows"] = plgpu.SMEM((len(numbers), plan.consumers, QUERIES), jnp.float32)
     ids = call.arrays["q_segment_ids"], call.arrays["kv_segment_ids"]
     rows, keys = padded(plan.q_len, plan.consumers * QUERIES), padded(plan.band.kv_len, plan.block_kv)
     inputs = whole_tiles(call.arrays["bias"], ids, rows, keys)
@@ -499,4 +517,4 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, jax.Arr
         approximate=True,
         across_warps=False,
     )
-    return found["o"][..., : plan.dv], found["lse"][..., : plan.q_len] if "lse" in found else None
+    return found["o"][..., : plan.dv], *(found[name][..., : plan.q_len] if name in found else None for name in LOG_SUM)

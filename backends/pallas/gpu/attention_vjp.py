@@ -1,12 +1,12 @@
 """Gradients of attention on Hopper, the scores recomputed tile by tile from q, k and lse and never stored.
 
-    t = tanh(scale q k^T / c), s = c t + bias, P = exp(s - lse);  without a softcap s = scale q k^T + bias
+    t = tanh(scale q k^T / c), s = c t + bias, P = exp(min(s - lse, 0));  without a softcap s = scale q k^T + bias
     Delta = rowsum(d_o * o) - d_lse;  dS = P (d_o v^T - Delta);  D = dS (1 - t^2), without a softcap dS
     d_q = scale D k;  d_k = scale D^T q;  d_v = P^T d_o
 
 q: (batch, q_len, kv_heads*group, d), k: (batch, kv_len, kv_heads, d), v: (batch, kv_len, kv_heads, dv),
-o and d_o: (batch, q_len, kv_heads*group, dv), lse and d_lse: (batch, kv_heads*group, q_len). Heads are up to 256 wide.
-d_k and d_v are summed over the group. d_bias has a kernel of its own (`_bias_gradient`).
+o and d_o: (batch, q_len, kv_heads*group, dv), lse, lse_low and d_lse: (batch, kv_heads*group, q_len). Heads are up to 256
+wide. d_k and d_v are summed over the group. d_bias has a kernel of its own (`_bias_gradient`).
 
 A first kernel sums Delta (`_rows`). Then one kernel runs twice, on two sides in turn: the rows of one side are a
 block's own, 64 to a warpgroup, and stay in shared memory; tiles of the other side come by through a ring of buffers, as
@@ -202,7 +202,9 @@ def produce(ref: Refs, plan: Plan, tile: Tile) -> None:
             bring(array, buffers.copied.at[buffer], ref.arrived.at[buffer])
         for i, name in enumerate(() if plan.by_query else NUMBERS):
             there = getattr(ref, name).at[tile.batch, head, rows]
-            plgpu.copy_gmem_to_smem(there, ref.numbers.at[buffer, i], (ref.arrived, ref.told)[i].at[buffer])
+            plgpu.copy_gmem_to_smem(
+                there, ref.numbers.at[buffer, i], (ref.told if name == "delta" else ref.arrived).at[buffer]
+            )
 
     @pl.loop(jnp.maximum(tile.steps - plan.stages, 0), tile.steps)
     def _(step: Any) -> None:  # every arrival at a barrier is waited for once
@@ -240,7 +242,7 @@ def add(
     ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, numbers: tuple[Any, ...], cut: bool, step: Any,
     sums: tuple[Any, ...],
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The sums with what one tile of guests adds. numbers: lse and Delta of queries at home. cut: whether some pair may
+    """The sums with what one tile of guests adds. numbers: ``NUMBERS`` of queries at home. cut: whether some pair may
     not see each other, by causality or a window, or as one lies beyond the end."""
     buffer = lax.rem(step, jnp.int32(plan.stages))
     place = warpgroup, tile, *tile.place(step), cut
@@ -277,10 +279,11 @@ def at_once(
 ) -> None:
     """P and D of a tile when all its dots are there, then all products with them."""
     dots = [finished(acc, later=0) for acc in found]
-    p, t = weights(ref, plan, place, numbers[0], dots[0])
+    *lse, delta = numbers
+    p, t = weights(ref, plan, place, lse, dots[0])
     if not plan.by_query:
         plgpu.barrier_wait(ref.told.at[buffer])
-    d_dot = [slopes(plan, numbers[1], p, t, d_p) for d_p in dots[1:]]
+    d_dot = [slopes(plan, delta, p, t, d_p) for d_p in dots[1:]]
     p, *d_dot = kept(ref, plan, place, 0.0, p, *d_dot)
     for name in plan.wants:
         multiply(name, p if name == "d_v" else d_dot[0])
@@ -291,13 +294,14 @@ def in_turns(
 ) -> None:
     """P beside the products dP, and D beside those with P. Pairs that do not see each other have a P of -0, which no
     exponential is: by that D knows them, whatever their dP holds."""
-    p, t = weights(ref, plan, place, numbers[0], finished(found[0], later=sum(plan.parts[1 : len(found)])))
+    *lse, delta = numbers
+    p, t = weights(ref, plan, place, lse, finished(found[0], later=sum(plan.parts[1 : len(found)])))
     (p,) = kept(ref, plan, place, -0.0, p)
     if not plan.by_query:
         plgpu.barrier_wait(ref.told.at[buffer])  # and a basic block ends, over which no wait for products moves
     later = multiply("d_v", p) if "d_v" in plan.wants else 0
     for acc in found[1:]:
-        d_dot = slopes(plan, numbers[1], p, t, finished(acc, later=later))
+        d_dot = slopes(plan, delta, p, t, finished(acc, later=later))
         if place[-1] or "q_ids" in ref:
             d_dot = jnp.where(lax.bitcast_convert_type(p, jnp.int32) == UNSEEN, 0.0, d_dot)
         for name in plan.wants:
@@ -327,7 +331,7 @@ def gradients(call: Call, plan: Plan, inputs: Mapping[str, jax.Array]) -> dict[s
     rows, arrivals, numbers = plan.guest.tile, of_first + of_second, {}
     if not plan.by_query:
         arrivals, numbers = (
-            arrivals + 1,
+            arrivals + len(NUMBERS) - 1,
             {
                 "numbers": plgpu.SMEM(plan.numbers, jnp.float32),
                 "told": plgpu.Barrier(num_arrivals=1, num_barriers=plan.stages),

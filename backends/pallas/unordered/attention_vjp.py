@@ -1,11 +1,12 @@
 """Gradients of attention on Hopper in one pass over the scores, with d_q added up in memory:
 
-    t = tanh(scale q k^T / c), s = c t + bias, P = exp(s - lse);  without a softcap s = scale q k^T + bias
+    t = tanh(scale q k^T / c), s = c t + bias, P = exp(min(s - lse, 0));  without a softcap s = scale q k^T + bias
     Delta = rowsum(d_o * o) - d_lse;  dS = P (d_o v^T - Delta);  D = dS (1 - t^2), without a softcap dS
     d_q = scale D k;  d_k = scale D^T q;  d_v = P^T d_o
 
 q: (batch, q_len, kv_heads*group, d), k: (batch, kv_len, kv_heads, d), v: (batch, kv_len, kv_heads, dv),
-o and d_o: (batch, q_len, kv_heads*group, dv), lse and d_lse: (batch, kv_heads*group, q_len). Heads are up to 128 wide.
+o and d_o: (batch, q_len, kv_heads*group, dv), lse, lse_low and d_lse: (batch, kv_heads*group, q_len). Heads are up to 128
+wide.
 
 ``gpu/attention_vjp.py`` runs one kernel twice, and so computes the scores and d_o v^T twice: seven products. Here the
 run for d_k and d_v, with 128 keys at home and queries that come by, computes d_q besides: five products. What these
@@ -62,6 +63,7 @@ from portakern.backends.pallas.gpu._chip import (
 from portakern.backends.pallas.gpu._flash import COLUMN, PART, anew
 from portakern.backends.pallas.gpu._pairs import (
     CONSUMERS,
+    NUMBERS,
     ROWS,
     SLOTS,
     Place,
@@ -115,7 +117,7 @@ class Added(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, int, int]:
-        """The buffers of lse and Delta, and one of 0, 1, 2 ... for each consumer."""
+        """The buffers of ``NUMBERS``, and one of 0, 1, 2 ... for each consumer."""
         stages, of_query, rows = self.plan.numbers
         return stages + 1, of_query, rows
 
@@ -239,8 +241,9 @@ def fold_tile(ref: Refs, how: Added, where: tuple[Any, ...], dots: Any, d_ps: An
         issue_product(dots, ref.home_first.tiled.at[here, part], queries.at[buffer, part], transposed=True)
     for part in range(of_second):
         issue_product(d_ps, ref.home_second.tiled.at[here, part], d_o.at[buffer, part], transposed=True)
-    p, t = weights(ref, plan, place, partial(read_number, ref, buffer, 0), finished(dots, later=0))
-    d = slopes(plan, partial(read_number, ref, buffer, 1), p, t, finished(d_ps, later=0))
+    *lse, delta = (partial(read_number, ref, buffer, i) for i in range(len(NUMBERS)))
+    p, t = weights(ref, plan, place, lse, finished(dots, later=0))
+    d = slopes(plan, delta, p, t, finished(d_ps, later=0))
     p, d = kept(ref, how, place, p, d)
     for part in range(of_second):
         issue_product(totals[of_first + part], p.astype(plan.dtype), d_o.at[buffer, part])
@@ -360,7 +363,7 @@ def launched(call: Call, how: Added, inputs: Mapping[str, Any]) -> dict[str, jax
             "numbers": plgpu.SMEM(how.numbers, jnp.float32),
             "told": plgpu.Barrier(num_arrivals=1, num_barriers=plan.stages),
             "home_arrived": plgpu.Barrier(num_arrivals=of_first + of_second, num_barriers=CONSUMERS),
-            "arrived": plgpu.Barrier(num_arrivals=of_first + of_second + 1, num_barriers=plan.stages),
+            "arrived": plgpu.Barrier(num_arrivals=of_first + of_second + len(NUMBERS) - 1, num_barriers=plan.stages),
             "free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=plan.stages),
             "there": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=2),
         },
