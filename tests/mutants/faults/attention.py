@@ -336,13 +336,13 @@ FAULTS = {
             "bias-after-mask",
             "the bias is added after the masks, so that a NaN there is added to -inf",
             old=(
-                "bias, settle=interpreted)\n"
+                "(1, 1)), bias)\n"
                 "        visible = visible_pairs(ref, keys, i, j, edge)\n"
                 "        if visible is not None:\n"
                 "            s = jnp.where(visible, s, -jnp.inf)\n"
             ),
             new=(
-                "None if bias is None else jnp.zeros_like(bias), settle=interpreted)\n"
+                "(1, 1)), None if bias is None else jnp.zeros_like(bias))\n"
                 "        visible = visible_pairs(ref, keys, i, j, edge)\n"
                 "        if visible is not None:\n"
                 "            s = jnp.where(visible, s, -jnp.inf)\n"
@@ -375,9 +375,9 @@ FAULTS = {
         Planted(
             "scale-of-padded-d",
             "the default scale comes from the head dimension rounded up to 8",
-            old="        pre, unit = score_unit(call)\n",
+            old='        (pre, unit), softcap = score_unit(call), call.options["softcap"]\n',
             new=(
-                "        pre, unit = score_unit(call)\n"
+                '        (pre, unit), softcap = score_unit(call), call.options["softcap"]\n'
                 '        unit *= (call.dims["d"] / (-(-call.dims["d"] // 8) * 8)) ** 0.5\n'
             ),
             small=True,
@@ -552,8 +552,8 @@ FAULTS = {
         Planted(
             "lse-without-unit",
             "lse has the maximum in the unit of the scores",
-            old="plan.scores.lse(total.l, total.m)",
-            new="total.m + jnp.log(total.l)",
+            old="numbers = plan.scores.log_sum(total.l, total.m)",
+            new='numbers = {"lse": total.m + jnp.log(total.l), "lse_low": 0.0 * total.m}',
         ),
     ],
 }

@@ -206,7 +206,7 @@ FAULTS = {
             "no-minus-inf-guard",
             "a row that sees no key keeps its lse of -inf",
             old="jnp.where(unseen, jnp.inf, lse)",
-            new="lse",
+            new="ref.lse[...]",
             small=True,
         ),
         Planted(

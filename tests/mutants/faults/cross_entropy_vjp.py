@@ -70,8 +70,8 @@ FAULTS = {
         Planted(
             "p-rounded",
             "p is rounded to the result's dtype before the target is subtracted",
-            old="p = jnp.exp(x - lse)",
-            new="p = jnp.exp(x - lse).astype(ref.d_x.dtype).astype(jnp.float32)",
+            old="p = jnp.exp(jnp.minimum(apart, 0.0))",
+            new="p = jnp.exp(jnp.minimum(apart, 0.0)).astype(ref.d_x.dtype).astype(jnp.float32)",
             small=True,
         ),
         Planted(

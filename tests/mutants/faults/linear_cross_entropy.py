@@ -44,8 +44,8 @@ FAULTS = {
         Planted(
             "lse-rounded",
             "the slope is taken with an lse that is rounded to the dtype of the logits",
-            old="dims, x, t, lse, jnp.ones_like(lse))",
-            new="dims, x, t, lse.astype(x.dtype).astype(lse.dtype), jnp.ones_like(lse))",
+            old="dims, x, t, lse, jnp.ones_like(lse), low)",
+            new="dims, x, t, lse.astype(x.dtype).astype(lse.dtype), jnp.ones_like(lse), low)",
         ),
     ],
 }
