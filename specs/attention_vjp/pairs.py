@@ -75,10 +75,11 @@ class Pairs(NamedTuple):
     With L = lse + lse_low, the exponent s - L errs by e, with ds the error of a score as in attention, but without the
     share of the maximum:
 
-        e = ds + 4u |s - L| + 16 u^2 |lse| + ex
+        e = ds + 4u |s - L| + u min(|lse|, 512) + 16 u^2 |lse| + ex
 
-    that is two differences and a product with log2(e), a rounded constant; what two float32 numbers lose of L in another
-    unit (a kernel may keep scores in units of the scale, and L with them); exp. P is at most 1, so that it moves by
+    that is two differences and a product with log2(e), a rounded constant; lse_low, which a kernel may leave out where
+    lse is near 0; what two float32 numbers lose of L in another unit (a kernel may keep scores in units of the scale,
+    and L with them); exp. P is at most 1, so that it moves by
 
         g = min(P (exp(e) - 1), max(P, 1 - P) + ex)
 
@@ -125,7 +126,8 @@ class Pairs(NamedTuple):
         may, lse = np.concatenate([allowed(call, head.b)] * len(heads)), head.statistic("lse")
         seen = may & (s != -inf) & (lse != -inf)
         apart = (s - lse) - head.statistic("lse_low")
-        e = ds + 4 * u * np.abs(apart) + 16 * u**2 * np.abs(lse) + unit.ex
+        size = np.abs(lse)
+        e = ds + 4 * u * np.abs(apart) + u * np.minimum(size, 512) + 16 * u**2 * size + unit.ex
         P = np.exp(np.minimum(apart, 0.0))
         g = np.where(e < 1, P * np.expm1(e), np.exp(np.minimum(e + apart, 700)))
         g = np.minimum(g, np.maximum(P, 1 - P) + unit.ex)
@@ -137,7 +139,7 @@ class Pairs(NamedTuple):
         F = E * (J + dJ) + np.abs(dS) * dJ + 2 * u * (np.abs(D) + E) + unit.tau
 
         limit, infinite = min(format_of(call.dtype).overflow, unit.huge), _infinite(head)
-        broken = large | infinite | (lse >= unit.huge) | (s == inf)
+        broken = large | infinite | (lse >= unit.huge) | (s == inf) | (apart > e)
         nan_P = np.isnan(s) | np.isnan(lse)
         nan, hidden = nan_P | nan_a, may & ~seen
         wild_P = seen & ~nan_P & (broken | (P + g >= limit)) | hidden & (large | infinite | nan_P)
