@@ -97,8 +97,8 @@ class Strides(NamedTuple):
 
 class Plan(NamedTuple):
     """What a kernel is compiled for: the extents of its tiles, whether their columns reach past the head dimensions,
-    how it multiplies and adds, which of d_k and d_v somebody wants, whether the rows of a tile are of all query heads
-    that share a key head (see ``rows_of``), and of how many queries gradients have a flag (``any_flag``)."""
+    how it multiplies and adds, which of d_k and d_v somebody wants, and whether the rows of a tile are of all query
+    heads that share a key head (see ``rows_of``)."""
 
     block_q: int
     block_kv: int
@@ -111,7 +111,6 @@ class Plan(NamedTuple):
     want_k: bool = False
     want_v: bool = False
     packed: bool = False
-    flagged: int = 0
 
 
 class Keys(NamedTuple):

@@ -6,8 +6,7 @@
 
 with s_ij = cap(t_ij) + bias_ij, t = scale q.k and cap'(t) = 1 - tanh(t / c)^2 (1 without a softcap); p and d_bias are 0
 at masked pairs. lse is two numbers, lse and lse_low, and scores are kept in the unit of the forward pass: so s - lse is
-what it was there, and p the weight that a key had, however large s is. Where lse is near 0, lse_low is next to nothing
-and left out: the kernel of the statistics flags runs of queries of which one has an lse far from 0 (``limit``).
+what it was there, and p the weight that a key had, however large s is.
 
 Every sum has one owner, so nothing is added atomically and a result has the same bits on every run. The kernel of the
 statistics writes delta and lse. A program of the one of d_k and d_v owns block_kv keys of one key head and walks, head
@@ -65,8 +64,7 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 AT_ONCE = 4096  # elements of o for a program of attention_vjp_statistics_kernel
-LIMIT = {"float16": 512.0, "bfloat16": 512.0, "float32": 32.0, "float64": 0.0}
-"""|lse| from which on its low part is minded: below, half a unit in its last place is 2^-16 and 2^-20."""
+FLAGS = tl.constexpr(8)  # of a head's queries are a multiple of so many, of which a power of two is read at once
 KNOBS = {
     "num_warps": Tile(1, 16),
     "num_stages": Count(1, 8),
@@ -89,28 +87,14 @@ class Queries(NamedTuple):
     dv_ok: Any
     shift: Any
     low: Any
-    flags: Any
     delta: Any
     q_len: Any
 
 
 @triton.jit
-def any_flag(flags, line, start, queries: tl.constexpr, length, flagged: tl.constexpr):
-    """Whether one of so many ``queries`` from ``start`` on of a line is flagged; a flag is of ``flagged`` of them."""
-    each = (length + flagged - 1) // flagged
-    at = flags + tl.cast(line, tl.int64) * each + start // flagged
-    if queries <= flagged:
-        return tl.load(at, mask=start < length, other=0) != 0
-    else:
-        i = tl.arange(0, queries // flagged)
-        return tl.max(tl.load(at + i, mask=start // flagged + i < each, other=0).to(tl.int32), 0) != 0
-
-
-@triton.jit
-def weights(a, b, shift, low, far, bias, allowed, scores, plan: tl.constexpr):
-    """(p, t) of a tile of scores a b^T; ``allowed`` None: every pair is. ``shift`` + ``low``: lse in the scores' unit;
-    ``far``: whether low is to be minded. The difference comes before the factor ``rate``, by which the largest scores
-    would overflow."""
+def weights(a, b, shift, low, bias, allowed, scores, plan: tl.constexpr):
+    """(p, t) of a tile of scores a b^T; ``allowed`` None: every pair is. ``shift`` + ``low``: lse in the scores' unit.
+    The difference comes before the factor ``rate``, by which the largest scores would overflow."""
     t = product(a, tl.trans(b), None, plan)
     if scores.pre is not None:
         t = t * scores.pre
@@ -121,10 +105,7 @@ def weights(a, b, shift, low, far, bias, allowed, scores, plan: tl.constexpr):
         s = s * scores.unit
     if bias is not None:
         s = s + bias
-    apart = s - shift
-    if far:
-        apart -= low
-        apart = tl.where((low != 0.0) & (apart > 0.0), 0.0, apart)
+    apart = tl.minimum((s - shift) - low, 0.0, propagate_nan=tl.PropagateNan.ALL)
     p = tl.exp2(apart * scores.rate)
     if allowed is not None:
         p = tl.where(allowed, p, 0.0)
@@ -151,7 +132,7 @@ def attention_vjp_statistics_kernel(
 ):  # fmt: skip
     """delta = sum(o d_o) - d_lse and shift + low = (lse + lse_low) (rate + rate_low), what scores are measured from in
     their unit; all (batch, heads, pitch), where pitch >= q_len. low is 0, and only there, where |lse| is below
-    ``limit``; flags, (batch, heads, tiles), say where one of ``rows`` queries is not so. sums: memory of the queries'
+    ``limit``; flags, (batch, heads, ``FLAGS``), unless that is None, say where one of ``rows`` queries is not so. sums: memory of the queries'
     ``columns`` each that is set to 0, (batch, heads, pitch, columns), or None.
 
     A row that sees no key gets shift = inf, so that its p is 0, and delta = 0. To be compiled without contraction:
@@ -184,7 +165,12 @@ def attention_vjp_statistics_kernel(
     tl.store(shift + at, tl.where(unseen, float("inf"), high), mask=i_ok)
     far = i_ok & (tl.abs(l) >= limit) & (tl.abs(high) < float("inf"))
     tl.store(low + at, tl.where(far, tl.where(rest == 0.0, 1e-30, rest), 0.0), mask=i_ok)
-    tl.store(flags + (batch * heads + head) * tiles + tile, tl.max(far.to(tl.int32), 0).to(tl.int8))
+    if flags is not None:
+        pitch_of_flags = tl.cdiv(tiles, FLAGS) * FLAGS
+        line, i = flags + (batch * heads + head) * pitch_of_flags, tl.arange(0, FLAGS)
+        if tile == tiles - 1:  # what several flags that are read at once have behind the last
+            tl.store(line + tiles + i, tl.zeros([FLAGS], tl.int8), mask=tiles + i < pitch_of_flags)
+        tl.store(line + tile, tl.max(far.to(tl.int32), 0).to(tl.int8))
     tl.store(delta + at, tl.where(unseen, 0.0, total), mask=i_ok)
     if sums is not None:
         zeros = tl.full([rows, columns], 0.0, tl.float32)
@@ -215,8 +201,7 @@ def visit_queries(state, own, queries, pairs, scores, first, last, edge: tl.cons
 
         shift_i = load_tile(queries.shift + i, i_ok, i_ok, edge, False)[None, :]
         low_i = load_tile(queries.low + i, i_ok, i_ok, edge, False)[None, :]
-        far = any_flag(queries.flags, 0, start, plan.block_q, queries.q_len, plan.flagged)
-        p, t = weights(k_tile, q_tile, shift_i, low_i, far, bias_tile, allowed, scores, plan)
+        p, t = weights(k_tile, q_tile, shift_i, low_i, bias_tile, allowed, scores, plan)
         if plan.want_v:
             dv = product(p.to(d_o_tile.dtype), d_o_tile, dv, plan)
         if plan.want_k:
@@ -228,7 +213,7 @@ def visit_queries(state, own, queries, pairs, scores, first, last, edge: tl.cons
 
 @triton.jit
 def attention_vjp_d_k_d_v_kernel(
-    q, k, v, d_o, shift, low, flags, delta, bias, q_segments, kv_segments, d_k, d_v, scores, scale, window, tiles,
+    q, k, v, d_o, shift, low, delta, bias, q_segments, kv_segments, d_k, d_v, scores, scale, window, tiles,
     extents, strides, d_o_strides, plan: tl.constexpr,
 ):  # fmt: skip
     """A tile of block_kv rows of d_k and of d_v, of those that ``plan`` wants."""
@@ -264,8 +249,7 @@ def attention_vjp_d_k_d_v_kernel(
         q_of = q + (batch * q_b + head * q_h) + dd.to(tl.int64) * q_d
         do_of = d_o + (batch * do_b + head * do_h) + ddv.to(tl.int64) * do_d
         rows = (batch * heads + head) * q_len
-        told = flags + (batch * heads + head) * tl.cdiv(q_len, plan.flagged)
-        queries = Queries(q_of, q_s, d_ok, do_of, do_s, dv_ok, shift + rows, low + rows, told, delta + rows, q_len)
+        queries = Queries(q_of, q_s, d_ok, do_of, do_s, dv_ok, shift + rows, low + rows, delta + rows, q_len)
         bias_of = None
         if bias is not None:
             bias_of = bias + (batch * bias_b + head * bias_h) + col * bias_s
@@ -283,7 +267,7 @@ def attention_vjp_d_k_d_v_kernel(
 @triton.jit
 def visit_keys(dq, own, keys, pairs, scores, first, last, edge: tl.constexpr, plan: tl.constexpr):
     """Add the keys from ``first`` to ``last`` to dq. ``edge``: a pair may lie outside [lo, hi)."""
-    q_tile, d_o_tile, shift_i, low_i, far, delta_i = own
+    q_tile, d_o_tile, shift_i, low_i, delta_i = own
     for start in range(first, last, plan.block_kv):
         j = start + tl.arange(0, plan.block_kv)
         j_ok, col = j < keys.kv_len, j.to(tl.int64)
@@ -299,7 +283,7 @@ def visit_keys(dq, own, keys, pairs, scores, first, last, edge: tl.constexpr, pl
             same = tl.load(pairs.segments + col * pairs.segment_step, mask=j_ok, other=0)[None, :] == pairs.segment
             allowed = allowed & same if edge else same
 
-        p, t = weights(q_tile, k_tile, shift_i, low_i, far, bias_tile, allowed, scores, plan)
+        p, t = weights(q_tile, k_tile, shift_i, low_i, bias_tile, allowed, scores, plan)
         _, ds = score_gradients(p, t, d_o_tile, v_tile, delta_i, allowed, scores, plan)
         dq = product(ds.to(k_tile.dtype), k_tile, dq, plan)
     return dq
@@ -307,7 +291,7 @@ def visit_keys(dq, own, keys, pairs, scores, first, last, edge: tl.constexpr, pl
 
 @triton.jit
 def attention_vjp_d_q_kernel(
-    q, k, v, d_o, shift, low, flags, delta, bias, q_segments, kv_segments, d_q, scores, scale, window, tiles, extents,
+    q, k, v, d_o, shift, low, delta, bias, q_segments, kv_segments, d_q, scores, scale, window, tiles, extents,
     strides, d_o_strides, plan: tl.constexpr,
 ):  # fmt: skip
     """A tile of block_q rows of d_q."""
@@ -324,8 +308,7 @@ def attention_vjp_d_q_kernel(
     low_i = tl.load(low + at, mask=i_ok, other=0.0)
 
     acc = tl.full([plan.block_q, plan.block_d], 0.0, plan.acc_dtype)
-    far = any_flag(flags, batch * extents.heads + head, tile * plan.block_q, plan.block_q, extents.q_len, plan.flagged)
-    own = q_tile, d_o_tile, shift_i, low_i, far, delta_i
+    own = q_tile, d_o_tile, shift_i, low_i, delta_i
     place = tile, head, head // extents.group, batch
     operands = k, v, bias, q_segments, kv_segments
     acc = over_keys(visit_keys, acc, own, place, operands, strides, scores, window, extents, plan)
@@ -336,7 +319,7 @@ def attention_vjp_d_q_kernel(
 
 @triton.jit
 def attention_vjp_d_bias_kernel(
-    q, k, v, d_o, shift, low, flags, delta, bias, q_segments, kv_segments, d_bias, scores, window, tiles, bias_tiles_q,
+    q, k, v, d_o, shift, low, delta, bias, q_segments, kv_segments, d_bias, scores, window, tiles, bias_tiles_q,
     bias_heads, sum_batches, sum_heads, extents, strides, d_o_strides, one_row: tl.constexpr, plan: tl.constexpr,
 ):  # fmt: skip
     """A tile of the bias gradient: the sum over ``sum_batches`` batch entries, ``sum_heads`` heads and, with
@@ -379,8 +362,7 @@ def attention_vjp_d_bias_kernel(
             low_i = tl.load(low + at, mask=i_ok, other=0.0)
             bias_at = bias + (batch * bias_b + head * bias_h) + (row * bias_q + col[None, :] * bias_s)
             bias_tile = load_tile(bias_at, i_ok, j_ok[None, :], True, True).to(plan.acc_dtype)
-            far = any_flag(flags, batch * heads + head, start, plan.block_q, q_len, plan.flagged)
-            p, t = weights(q_tile, k_tile, shift_i, low_i, far, bias_tile, allowed, scores, plan)
+            p, t = weights(q_tile, k_tile, shift_i, low_i, bias_tile, allowed, scores, plan)
             acc += score_gradients(p, t, d_o_tile, v_tile, delta_i, allowed, scores, plan)[0]
 
     of_bias = bias_batch.to(tl.int64) * bias_heads + bias_head
@@ -476,22 +458,25 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
 
 
 def statistics(
-    call: Call, o: torch.Tensor, d_o: torch.Tensor, rate: tuple[float, float], multiple: int = 1,
+    call: Call, o: torch.Tensor, d_o: torch.Tensor, rate: tuple[float, float], multiple: int = 1, limit: float = 0.0,
     sums: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:  # fmt: skip
     """(shift, low, flags, delta) of ``attention_vjp_statistics_kernel``: pitch is q_len, or the next multiple of so
-    many. rate: in two parts, what lse is multiplied by. sums: what it sets to 0."""
+    many. rate: in two parts, what lse is multiplied by. limit: the |lse| from which on there is a low, and a flag; 0:
+    always, and there are no flags. sums: what it sets to 0."""
     lse, d_lse, lse_low = (call.arrays[name] for name in ("lse", "d_lse", "lse_low"))
     batch, q_len, heads, dv = o.shape
     block_dv, pitch, rows = padded(dv), cdiv(q_len, multiple) * multiple, flagged(dv)
     shift, low, delta = (fresh((batch, heads, pitch), lse.dtype, o.device) for _ in range(3))
     tiles = cdiv(q_len, rows)
-    flags = fresh((batch, heads, tiles), torch_dtype("int8"), o.device)
+    flags = (
+        fresh((batch, heads, cdiv(tiles, FLAGS.value) * FLAGS.value), torch_dtype("int8"), o.device) if limit else None
+    )
     strides = (None if x is None else x.stride() for x in (o, d_o, lse, d_lse, lse_low))
     launch(attention_vjp_statistics_kernel, tiles * heads * batch, call, o, d_o, lse, d_lse, lse_low, shift, low, flags,
            delta, sums, tiles, heads, q_len, pitch, dv, *rate, *strides, rows=rows, block_dv=block_dv,
            columns=0 if sums is None else sums.shape[-1], acc_dtype=accumulator(call.dtype),
-           limit=LIMIT[call.dtype], enable_fp_fusion=False)  # fmt: skip
+           limit=limit, enable_fp_fusion=False)  # fmt: skip
     return shift, low, flags, delta
 
 
@@ -512,18 +497,18 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     kv_len, dv, group, acc_dtype = dims["kv_len"], dims["dv"], dims["group"], accumulator(call.dtype)
     block_d, block_dv = padded(d), padded(dv)
     scores, rate = Scores.of_gradients(call)
-    shift, low, flags, delta = statistics(call, o, d_o, rate)
+    shift, low, _, delta = statistics(call, o, d_o, rate)
     out = {
         name: fresh(shape, torch_dtype(dtype), q.device) if name in wants else None
         for name, (shape, dtype) in call.outputs.items()
     }
     scale = scale_of(call)
-    given = q, k, v, d_o, shift, low, flags, delta, bias, *segments
+    given = q, k, v, d_o, shift, low, delta, bias, *segments
     window = _band(options["is_causal"], options["window"], q_len + kv_len)
     extents = Extents(heads, group, q_len, kv_len, d, dv)
     strides = strides_of(q, k, v, bias, segments, (batch, heads, q_len, kv_len)), d_o.stride()
     plan = Plan(tiling["block_q"], tiling["block_kv"], block_d, block_dv, block_d != d, block_dv != dv,
-                precision_of(call, tiling), acc_dtype, flagged=flagged(dv))  # fmt: skip
+                precision_of(call, tiling), acc_dtype)  # fmt: skip
     how, tiles_kv = compiler_options(tiling), cdiv(kv_len, plan.block_kv)
     if "d_k" in wants or "d_v" in wants:
         programs, own = tiles_kv * dims["kv_heads"] * batch, plan._replace(want_k="d_k" in wants, want_v="d_v" in wants)

@@ -36,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from portakern.backends.triton.gpu.attention_vjp import FLAGS
 from portakern.backends.triton.hopper._flash import ROWS, boxed, reach, seen_pairs, span_of, tanh, tile_at
 from portakern.backends.triton.hopper._warps import give_back, load_tile, store_tile
 
@@ -134,14 +135,17 @@ def statistic_of(own, guest, stage, by_key: gl.constexpr, mma: gl.constexpr):
 @gluon.jit
 def any_flag(flags, line, start, queries: gl.constexpr, length, plan: gl.constexpr):
     """Whether one of so many ``queries`` from ``start`` on of a line is flagged."""
-    each = (length + plan.flagged - 1) // plan.flagged
-    at = flags + line.to(gl.int64) * each + start // plan.flagged
-    if queries <= plan.flagged:
+    each: gl.constexpr = plan.flagged * FLAGS
+    at = flags + line.to(gl.int64) * ((length + each - 1) // each * FLAGS) + start // plan.flagged
+    several: gl.constexpr = max(queries // plan.flagged, 1)
+    if several == 1:
         return gl.load(at, mask=start < length, other=0) != 0
+    elif several == 2:
+        return gl.load(at.to(gl.pointer_type(gl.int16)), mask=start < length, other=0) != 0
+    elif several == 4:
+        return gl.load(at.to(gl.pointer_type(gl.int32)), mask=start < length, other=0) != 0
     else:
-        count: gl.constexpr = queries // plan.flagged
-        i = gl.arange(0, count, gl.BlockedLayout([count], [32], [4], [0]))
-        return gl.max(gl.load(at + i, mask=start // plan.flagged + i < each, other=0).to(gl.int32), 0) != 0
+        return gl.load(at.to(gl.pointer_type(gl.int64)), mask=start < length, other=0) != 0
 
 
 @gluon.jit
@@ -175,13 +179,13 @@ def weights_of(dots, shift, far, place, cols, own, scores, work, by_key: gl.cons
     if scores.softcap is not None:
         t = tanh(dots * scores.pre)
     apart = gl.fma(t, scores.rate, -shift.broadcast_to(t.shape))
-    if far:
-        low = low_of(own, line, start, t, cols, work, by_key).broadcast_to(t.shape)
-        apart -= low
-        apart = gl.where((low != 0.0) & (apart > 0.0), 0.0, apart)
+    if far | (start < own.all_lo) | (start + dots.shape[1] > own.all_hi):
+        if far:
+            low = low_of(own, line, start, t, cols, work, by_key).broadcast_to(t.shape)
+            apart -= low
+            apart = gl.where((low != 0.0) & (apart > 0.0), 0.0, apart)
+        apart = gl.where(seen_pairs(start, cols, own.limits), apart, float("-inf"))
     p = gl.exp2(apart)
-    if (start < own.all_lo) | (start + dots.shape[1] > own.all_hi):
-        p = gl.where(seen_pairs(start, cols, own.limits), p, 0.0)
     sloped = p
     if scores.softcap is not None:
         sloped = p * (1.0 - t * t)

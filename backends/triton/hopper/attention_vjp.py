@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 SPARE = 30  # registers of a consumer's thread for addresses and counters
+FAR = 512.0  # |lse| from which on lse_low is minded: below, half a unit in the last place is 2^-16
 KNOBS = {
     **portable.KNOBS,
     "consumers": Count(2, 3),
@@ -147,7 +148,7 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
         for name, (shape, dtype) in call.outputs.items()
     }
     scale, (scores, rate) = scale_of(call), scores_of(call)
-    shift, low, flags, delta = portable.statistics(call, o, d_o, rate, 4)
+    shift, low, flags, delta = portable.statistics(call, o, d_o, rate, 4, FAR)
     left, right = _band(options["is_causal"], options["window"], dims["q_len"] + dims["kv_len"])
     for wants, plan in plans(call, tiling).items():
         first, second = (out.get(n) if n in wants else None for n in (("d_k", "d_v") if plan.by_key else ("d_q", "")))

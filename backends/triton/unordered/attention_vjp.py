@@ -99,7 +99,7 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     pitch = cdiv(q_len, LINE) * LINE
     sums = fresh((batch, heads, pitch, plan.block_d), torch.float32, q.device)
     scale, (scores, rate) = scale_of(call), ordered.scores_of(call)
-    shift, low, flags, delta = portable.statistics(call, o, d_o, rate, LINE, sums)
+    shift, low, flags, delta = portable.statistics(call, o, d_o, rate, LINE, ordered.FAR, sums)
     left, right = _band(options["is_causal"], options["window"], q_len + kv_len)
     tiles_home = cdiv(kv_len, KEYS)
     tiles = tiles_home * kv_heads * batch
