@@ -282,7 +282,7 @@ class AttentionOp(Op):
           scale: None is 1/sqrt(d).
           softcap: c: scores become c tanh(s/c), before the bias.
           precision: for float32 operands, as in matmul, but that "ieee" may err by 8 units of roundoff in a product, as
-            three products of 10 bits do.
+            three products of 10 bits do; so either has tf32's range.
           return_lse: also return the log-sum-exp.
 
         Returns:
@@ -395,6 +395,7 @@ class AttentionVjpOp(Op):
         q_segment_ids: Array | None = None,
         kv_segment_ids: Array | None = None,
         d_lse: Array | None = None,
+        lse_low: Array | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -410,7 +411,7 @@ class AttentionVjpOp(Op):
         the softcap:
 
             t = tanh(scale q k^T / c), s = c t + bias;  without a softcap s = scale q k^T + bias
-            P = exp(s - lse),  Delta = rowsum(d_o * o) - d_lse,  dS = P (d_o v^T - Delta)
+            P = exp(min(s - lse - lse_low, 0)),  Delta = rowsum(d_o * o) - d_lse,  dS = P (d_o v^T - Delta)
             D = dS (1 - t^2);  without a softcap D = dS
 
         and from these
@@ -421,16 +422,17 @@ class AttentionVjpOp(Op):
 
         At pairs that causal, window or segments mask, P and dS are 0, whatever lse, d_o, v and the rest hold there:
         select
-        after the arithmetic. A row with lse = -inf saw no key: its P is 0. Where bias = -inf, P is 0 as exp gives it. o
-        and
-        lse are taken as they are, rounded. Where a bias of finfo.min throughout makes lse so low that lse log2(e)
-        overflows, P is from 0 to 1, never NaN: NaN there would reach every key. NaN and inf reach what they meet at
-        allowed
-        pairs. 0 in P or D times a q, k or d_o that is NaN or inf, inside a tile, may be NaN; beyond an extent never.
+        after the arithmetic. A row with lse = -inf saw no key: its P is 0. Where bias = -inf, P is 0 as exp gives it.
+        o, lse
+        and lse_low are taken as they are, rounded. No P exceeds 1, however far rounding moves a score above lse: where
+        scores are large that is by whole numbers. Nothing is promised of a pair whose score is above lse by more than
+        that:
+        it is the lse of other scores. NaN and inf reach what they meet at allowed pairs. 0 in P or D times a q,
+        k or d_o that is NaN or inf, inside a tile, may be NaN; beyond an extent never.
 
         Args:
           q, k, v, bias, q_segment_ids, kv_segment_ids, is_causal, window, scale, softcap, precision: as in attention.
-          o, lse: what attention returned.
+          o, lse, lse_low: what attention returned; lse_low None is 0.
           d_o, d_lse: cotangents of o (its dtype) and lse (float32); d_lse None is 0.
 
         Returns:
@@ -451,6 +453,7 @@ class AttentionVjpOp(Op):
         q_segment_ids: Array | None = None,
         kv_segment_ids: Array | None = None,
         d_lse: Array | None = None,
+        lse_low: Array | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -472,6 +475,7 @@ class AttentionVjpOp(Op):
         q_segment_ids: NDArray[Any] | None = None,
         kv_segment_ids: NDArray[Any] | None = None,
         d_lse: NDArray[Any] | None = None,
+        lse_low: NDArray[Any] | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -493,6 +497,7 @@ class AttentionVjpOp(Op):
         q_segment_ids: NDArray[Any] | None = None,
         kv_segment_ids: NDArray[Any] | None = None,
         d_lse: NDArray[Any] | None = None,
+        lse_low: NDArray[Any] | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -608,6 +613,7 @@ class CrossEntropyVjpOp(Op):
         labels: Array,
         lse: Array,
         d_loss: Array,
+        lse_low: Array | None = None,
         *,
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
@@ -615,13 +621,13 @@ class CrossEntropyVjpOp(Op):
         wants: None = None,
         overwrite: Literal["logits"] | Iterable[Literal["logits"]] | None = None,
     ) -> CrossEntropyVjpOut[Array]:
-        """d_logits_j = d_loss [p_j (1 + 2 z lse) - (1 - e) [j = t] - e / n], p = exp(logits - lse), in float32.
+        """d_logits_j = d_loss [p_j (1 + 2 z lse) - (1 - e) [j = t] - e / n], p = exp(min(logits - lse - lse_low, 0)).
 
-        With t the label, e = label_smoothing and z = z_loss; in float64 for float64.
+        With t the label, e = label_smoothing and z = z_loss; in float32, in float64 for float64.
 
         Args:
           logits, labels, ignore_index, label_smoothing, z_loss: what cross_entropy was given.
-          lse: (*batch), what it found; d_loss: (*batch), the cotangent of its loss.
+          lse, lse_low: (*batch), what it found, lse_low None being 0; d_loss: (*batch), the cotangent of its loss.
 
         Returns:
           d_logits: the shape and dtype of logits, 0 in rows that are ignored. An infinite lse makes p 0, and NaN beside
@@ -635,6 +641,7 @@ class CrossEntropyVjpOp(Op):
         labels: Array,
         lse: Array,
         d_loss: Array,
+        lse_low: Array | None = None,
         *,
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
@@ -649,6 +656,7 @@ class CrossEntropyVjpOp(Op):
         labels: NDArray[Any],
         lse: NDArray[Any],
         d_loss: NDArray[Any],
+        lse_low: NDArray[Any] | None = None,
         *,
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
@@ -663,6 +671,7 @@ class CrossEntropyVjpOp(Op):
         labels: NDArray[Any],
         lse: NDArray[Any],
         d_loss: NDArray[Any],
+        lse_low: NDArray[Any] | None = None,
         *,
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
@@ -1003,7 +1012,7 @@ class LinearCrossEntropyOp(Op):
 
         The slope of a row is the gradient of its loss with respect to h,
 
-            sum_j b_j weight_j        b_j = p_j (1 + 2 z lse) - (1 - e) [j = t] - e / n        p = exp(x - lse)
+            sum_j b_j weight_j        b_j = p_j (1 + 2 z lse) - (1 - e) [j = t] - e / n        p = exp(min(x - lse, 0))
 
         with t the label, e = label_smoothing and z = z_loss. It needs the logits of its row and no other's, so that it
         is
@@ -1138,6 +1147,7 @@ class LinearCrossEntropyVjpOp(Op):
         lse: Array,
         slope: Array,
         d_loss: Array,
+        lse_low: Array | None = None,
         *,
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
@@ -1159,7 +1169,7 @@ class LinearCrossEntropyVjpOp(Op):
 
         Args:
           hidden, weight, labels, ignore_index, label_smoothing, z_loss, precision: what linear_cross_entropy was given.
-          lse, slope: what it found; d_loss: (*batch), the cotangent of its loss.
+          lse, slope, lse_low: what it found, lse_low None being 0; d_loss: (*batch), the cotangent of its loss.
 
         Returns:
           d_hidden: the shape and dtype of hidden, 0 in rows that are ignored; d_weight: those of weight, to which an
@@ -1176,6 +1186,7 @@ class LinearCrossEntropyVjpOp(Op):
         lse: Array,
         slope: Array,
         d_loss: Array,
+        lse_low: Array | None = None,
         *,
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
@@ -1193,6 +1204,7 @@ class LinearCrossEntropyVjpOp(Op):
         lse: NDArray[Any],
         slope: NDArray[Any],
         d_loss: NDArray[Any],
+        lse_low: NDArray[Any] | None = None,
         *,
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
@@ -1210,6 +1222,7 @@ class LinearCrossEntropyVjpOp(Op):
         lse: NDArray[Any],
         slope: NDArray[Any],
         d_loss: NDArray[Any],
+        lse_low: NDArray[Any] | None = None,
         *,
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
@@ -1376,7 +1389,8 @@ class MatmulOp(Op):
           a: (*batch, m, k); b: (*batch, k, n). The leading axes broadcast as NumPy's do.
           precision: for float32 operands: "ieee" keeps every product exact to float32, "tf32" lets the matrix unit keep
             10
-            bits of each operand.
+            bits of each operand, of which the largest, from 2^128 - 2^116 on, then may be infinite: what they are
+            multiplied with is not promised.
           out_dtype: dtype of c; None: that of a and b.
 
         Returns:

@@ -24,7 +24,9 @@ def measure(record, arrays, options=None, got=None, **how):
     bounds = call.spec.bound(as_float64(call), ref)
     got = record.simulate(*arrays, **{**options, **how}) if got is None else got
     worst = {}
-    for (output, (shape, dtype)), y, exact, limit in zip(call.outputs.items(), got, ref, bounds, strict=True):
+    for (output, (shape, dtype)), y, exact, limit in zip(
+        call.outputs.items(), every(call, got), ref, bounds, strict=True
+    ):
         assert (exact is None) == (limit is None) == (output not in call.wants)
         if exact is not None:
             assert limit.shape == exact.shape == shape and limit.dtype == exact.dtype == np.float64
@@ -33,12 +35,17 @@ def measure(record, arrays, options=None, got=None, **how):
     return worst
 
 
+def every(call, got):
+    """What a simulated kernel gives, with None for what is saved for gradients alone, which these do not compute."""
+    return (*got, *[None] * (len(call.spec.outputs) - len(got)))
+
+
 def simulated(name, arrays, options, truncates=False, **how):
     """What a simulated kernel stores; float32 results, and those that truncation is no fault of, as they are."""
     call = op(name).bind(*arrays, **options)
     store = truncate if truncates else lambda y, dtype: y.astype(numpy_dtype(dtype))
     got = record(name).simulate(*arrays, **{**options, **how})
-    kept = zip(got, call.outputs.items(), strict=True)
+    kept = zip(every(call, got), call.outputs.items(), strict=True)
     return [store(y, dtype) if dtype != "float32" else y for y, (n, (_, dtype)) in kept if n in call.wants]
 
 
@@ -65,7 +72,8 @@ def differentiated(r, sample, dtype="float64"):
     arrays = sample.arrays(r.op, dtype)
     options = {n: v for n, v in sample.options.items() if r.spec.option(n).kind != "dtype"}
     options |= {o.wanted_by: True for o in r.spec.outputs if o.wanted_by}
-    outputs = dict(zip(wired.forward.result._fields, oracle(op(r.op).bind(**arrays, **options)), strict=True))
+    call = wired.training(op(r.op).bind(**arrays, **options))
+    outputs = dict(zip((o.name for o in r.spec.outputs), oracle(call), strict=True))
     cotangents = {n: rng.standard_normal(outputs[n].shape) for n in wired.cotangents}
     given = {n: (arrays | outputs)[n] for n in (*wired.inputs, *wired.saves(options)) if n in arrays or n in outputs}
     given |= {argument: cotangents[n] for n, argument in wired.cotangents.items()}

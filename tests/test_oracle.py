@@ -20,7 +20,9 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 
 def run(name, *arrays, **given):
-    return oracle(op(name).bind(*arrays, **given))
+    """The outputs that callers are shown."""
+    call = op(name).bind(*arrays, **given)
+    return oracle(call)[: len(call.spec.shown)]
 
 
 # --- every op ---

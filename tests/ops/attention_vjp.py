@@ -1,6 +1,6 @@
 """The gradients of attention from q, k, v, o, lse and the cotangents of o and lse.
 
-With P = exp(S - lse) and Delta = sum d_o o - d_lse: dS = P (d_o v^T - Delta), d_q = dS k scale, d_k = dS^T q scale and
+With P = exp(min(S - lse, 0)) and Delta = sum d_o o - d_lse: dS = P (d_o v^T - Delta), d_q = dS k scale, d_k = dS^T q scale and
 d_v = P^T d_o.
 """
 
@@ -72,7 +72,8 @@ def simulate(*arrays, block_q=16, block_kv=16, ftz=False, drop=None, factor=1.0,
                 s, slope = cap * t, F(1) if "slope" in forget else F(1) - t * t
             if bias is not None:
                 s = s + np.broadcast_to(bias, (batch, heads, q_len, kv_len))[b, h][rows, keys].astype(F)
-            p = np.exp2(s * log2e - row[rows]) if base2 else np.exp(s - row[rows])
+            apart = np.minimum((s * log2e if base2 else s) - row[rows], F(0))
+            p = np.exp2(apart) if base2 else np.exp(apart)
             ds = flush(p, ftz) * (dot(gt, vt.T) - (0 if "delta" in forget else delta[rows]))
             p, ds, capped = (np.where(here, flush(x, ftz), F(0)) for x in (p, ds, ds * slope))
             stored_p, stored_ds = store(p, truncate_p), store(capped, truncate_ds)

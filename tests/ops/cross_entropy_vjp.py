@@ -1,4 +1,4 @@
-"""d_logits = d_loss [p (1 + 2 z lse) - (1 - e) [j = t] - e / n], p = exp(logits - lse)."""
+"""d_logits = d_loss [p (1 + 2 z lse) - (1 - e) [j = t] - e / n], p = exp(min(logits - lse, 0))."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from tests.ops.cross_entropy import with_labels
 from tests.ops.record import Fault, GradientRecord, Hiding, Near, Sample
 
 
-def simulate(logits, labels, lse, d_loss, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, *, ftz=False, base2=True,
-             inside=False, low=None, factor=1.0, off=0, all_rows=False, plain=False):  # fmt: skip
+def simulate(logits, labels, lse, d_loss, lse_low=None, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, *,
+             ftz=False, base2=True, inside=False, low=None, factor=1.0, off=0, all_rows=False, plain=False):  # fmt: skip
     """``inside``: e / n joins the target first; ``low``: p kept in a narrower dtype; ``off``: the label's neighbour is
     hit; ``plain``: z is left out."""
     acc, n = accumulator(logits), logits.shape[-1]
     x, g, s = (flush(a.astype(acc), ftz) for a in (logits, d_loss[..., None], lse[..., None]))
-    e, z, d = acc(label_smoothing), acc(0 if plain else z_loss), x - s
+    e, z = acc(label_smoothing), acc(0 if plain else z_loss)
+    d = np.minimum((x - s) - (acc(0) if lse_low is None else lse_low[..., None].astype(acc)), acc(0))
     p = through(flush(np.exp2(d * acc(np.log2(np.e))) if base2 else np.exp(d), ftz), low)
     p = p * (acc(1) + acc(2) * z * s) if z else p
     hit = np.where(np.arange(n) == (labels[..., None] + off) % n, acc(1) - e, acc(0))

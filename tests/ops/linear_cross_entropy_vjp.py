@@ -10,15 +10,15 @@ from tests.ops.linear_cross_entropy import arrays_of, logits_of, product
 from tests.ops.record import Fault, GradientRecord, Hiding, Near, Sample
 
 
-def simulate(hidden, weight, labels, lse, slope, d_loss, ignore_index=-100, label_smoothing=0.0, z_loss=0.0,
-             precision="ieee", *, stored=True, ftz=False, block=32, tail=True, low=None, cut=False, halves=False,
+def simulate(hidden, weight, labels, lse, slope, d_loss, lse_low=None, ignore_index=-100, label_smoothing=0.0,
+             z_loss=0.0, precision="ieee", *, stored=True, ftz=False, block=32, tail=True, low=None, cut=False, halves=False,
              of_sum=None, scaled=1.0, **how):  # fmt: skip
     """``halves``: d_weight is the sum of two products that are rounded first; ``of_sum``: kept in a narrower dtype as
     it is added up; ``scaled``: d_hidden; the others are those of the forward op and of cross_entropy_vjp."""
     acc, precision = accumulator(hidden), "tf32" if cut else precision
     x = logits_of(hidden, weight, precision, stored, block=block, ftz=ftz)
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
-    (d_x,) = cross_entropy_vjp.simulate(x, labels, lse, d_loss, **options, ftz=ftz, low=low, **how)
+    (d_x,) = cross_entropy_vjp.simulate(x, labels, lse, d_loss, lse_low, **options, ftz=ftz, low=low, **how)
     d_x, rows = (a.reshape(-1, a.shape[-1]) for a in (through(d_x, hidden.dtype).astype(hidden.dtype), hidden))
     sums = {"block": block, "ftz": ftz, "tail": tail, "low": of_sum}
     if halves:
