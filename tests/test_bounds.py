@@ -132,10 +132,10 @@ def test_float32_faults_that_a_bound_four_times_as_wide_would_miss(name):
     for seed in range(4):
         arrays, options = r.near.arrays(np.random.default_rng(seed)), r.near.options
         got = r.simulate(*arrays, **options, **r.near.plant)
-        off = [r.near.off.get(o.name, 0.0) for o in r.spec.outputs]
+        off = [r.near.off.get(o.name, 0.0) for o in r.spec.shown]
         got = [y if y is None else y * np.float32(1 + e) for y, e in zip(got, off, strict=True)]
         worst = measure(r, arrays, options, got)
-        assert worst.keys() == {o.name for o in r.spec.outputs}
+        assert worst.keys() == {o.name for o in r.spec.shown}
         assert min(worst.values()) > 1 and max(worst.values()) < 4, worst
 
 
