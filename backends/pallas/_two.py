@@ -75,8 +75,8 @@ class UnitOf(NamedTuple):
     Of units that are next to nothing it is 1, since log l would be too large a number of them, and of huge ones a part
     of them is a power of 2 in the scores, since their inverse would be too small a number.
 
-    pre: what multiplies a dot first, and factor: what multiplies its tanh, None for nothing; unit: the factor that takes
-    scores to natural units.
+    pre: what multiplies a dot first, and factor: what multiplies its tanh, None for nothing; unit: the factor that
+    takes scores to natural units.
     """
 
     pre: float | None

@@ -5,8 +5,8 @@
     d_q = scale D k;  d_k = scale D^T q;  d_v = P^T d_o
 
 q: (batch, q_len, kv_heads*group, d), k: (batch, kv_len, kv_heads, d), v: (batch, kv_len, kv_heads, dv),
-o and d_o: (batch, q_len, kv_heads*group, dv), lse, lse_low and d_lse: (batch, kv_heads*group, q_len). Heads are up to 256
-wide. d_k and d_v are summed over the group. d_bias has a kernel of its own (`_bias_gradient`).
+o and d_o: (batch, q_len, kv_heads*group, dv), lse, lse_low and d_lse: (batch, kv_heads*group, q_len). Heads are up
+to 256 wide. d_k and d_v are summed over the group. d_bias has a kernel of its own (`_bias_gradient`).
 
 A first kernel sums Delta (`_rows`). Then one kernel runs twice, on two sides in turn: the rows of one side are a
 block's own, 64 to a warpgroup, and stay in shared memory; tiles of the other side come by through a ring of buffers, as

@@ -240,8 +240,8 @@ class Scores(NamedTuple):
     """How scores come of dots: what multiplies a dot, whether its tanh is taken and what multiplies that, None for
     nothing, and the unit in which the scores then stand.
 
-    ``score_unit`` of the spec says why they are kept in that unit. ``settle``: whether they are rounded before a bias is
-    added, as interpreted calls need it that take their maximum, or measure from it (`settled`).
+    ``score_unit`` of the spec says why they are kept in that unit. ``settle``: whether they are rounded before a bias
+    is added, as interpreted calls need it that take their maximum, or measure from it (`settled`).
     """
 
     pre: float | None

@@ -17,13 +17,13 @@ lse is two numbers, lse + lse_low, and scores are kept in the unit of the forwar
 number that it was there, and P the weight that its key had, however large scores are.
 
 `by_row` writes three rows of one array: the two numbers of lse in the scores' unit, and Delta. The first is inf for
-queries that saw no key: their P is 0. The others read them. The grid of `by_query` (d_q) is (batch, heads, query blocks, key blocks); that of `by_key` (d_k,
-d_v) is (batch, kv_heads, key blocks, group, query blocks); that of `by_bias` (d_bias) has a place for each block of
-bias, and inside it what that block is broadcast over. `by_query` holds scores as (queries, keys), the others as (keys,
-queries): P and D are always the left factor of the next product as they stand, with the axis that it sums last. The
-forward pass's `Band` says which blocks meet, and, turned over, which query blocks see a key block; others are not
-visited, nor fetched, unless bias has a row for each query. Arrays are read as (batch, heads, len, d), for the reason
-that ``_heads.py`` gives.
+queries that saw no key: their P is 0. The others read them. The grid of `by_query` (d_q) is (batch, heads, query
+blocks, key blocks); that of `by_key` (d_k, d_v) is (batch, kv_heads, key blocks, group, query blocks); that of
+`by_bias` (d_bias) has a place for each block of bias, and inside it what that block is broadcast over. `by_query` holds
+scores as (queries, keys), the others as (keys, queries): P and D are always the left factor of the next product as they
+stand, with the axis that it sums last. The forward pass's `Band` says which blocks meet, and, turned over, which query
+blocks see a key block; others are not visited, nor fetched, unless bias has a row for each query. Arrays are read as
+(batch, heads, len, d), for the reason that ``_heads.py`` gives.
 
 block_q, block_kv: the queries and keys of one step, in all kernels. A step holds a few float32 arrays of block_q x
 block_kv. kernels: 1 or 2, those of d_q, d_k and d_v.

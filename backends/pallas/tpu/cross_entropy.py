@@ -3,9 +3,10 @@
     loss = log l + (1 - e) (m - x_t) + e (m - mean x) + z lse^2        lse = m + log l
     m = max_j x_j, or 0 where that is infinite        l = sum_j exp(x_j - m)        t: the row's label
 
-logits x: (*batch, n), labels: (*batch) -> loss, lse, lse_low: (*batch), of which the last is what rounding takes from lse. The grid is (row blocks, 1, n blocks), see `Walk`. Each
-step merges a block into the running maximum m of a row and the sum l of exp(x - m), and takes the label's logit where
-it comes by; the last one puts the loss together. A row that is ignored is read and not used.
+logits x: (*batch, n), labels: (*batch) -> loss, lse, lse_low: (*batch), of which the last is what rounding takes from
+lse. The grid is (row blocks, 1, n blocks), see `Walk`. Each step merges a block into the running maximum m of a row and
+the sum l of exp(x - m), and takes the label's logit where it comes by; the last one puts the loss together. A row that
+is ignored is read and not used.
 
 block_rows: rows a block holds; block_n: elements of each row a block holds.
 

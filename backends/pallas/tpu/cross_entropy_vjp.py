@@ -2,8 +2,9 @@
 
     d_x_j = d_loss [p_j (1 + 2 z lse) - (1 - e) [j = t] - e / n]        p = exp(min(x - lse - lse_low, 0))
 
-logits x: (*batch, n), labels, lse, lse_low, d_loss: (*batch) -> d_logits: (*batch, n). The grid is (row blocks, 1, n blocks),
-see `Walk`; lse and lse_low were saved, so that no element waits for another. A row that is ignored is read and not used.
+logits x: (*batch, n), labels, lse, lse_low, d_loss: (*batch) -> d_logits: (*batch, n). The grid is (row blocks, 1, n
+blocks), see `Walk`; lse and lse_low were saved, so that no element waits for another. A row that is ignored is read and
+not used.
 
 block_rows: rows a block holds; block_n: elements of each row a block holds.
 

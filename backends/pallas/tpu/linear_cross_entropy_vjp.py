@@ -2,7 +2,8 @@
 
     d_hidden = d_loss slope        d_weight_j = sum over rows of d_loss b_j h
 
-hidden h, slope: (*batch, d), weight: (n, d), labels, lse, lse_low, d_loss: (*batch) -> d_hidden: (*batch, d), d_weight: (n, d).
+hidden h, slope: (*batch, d), weight: (n, d), labels, lse, lse_low, d_loss: (*batch) -> d_hidden: (*batch, d),
+d_weight: (n, d).
 One chunk after the other, in a loop of XLA's, the logits of all rows for ``chunk_n`` classes are in memory, in hidden's
 dtype: matmul makes them, the gradient of cross_entropy makes d_loss b of them, and matmul takes the sum over all rows,
 so that it is rounded once. d_hidden is one walk over the slope (`Walk`), in which no element waits for another.

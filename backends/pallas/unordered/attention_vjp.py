@@ -5,8 +5,8 @@
     d_q = scale D k;  d_k = scale D^T q;  d_v = P^T d_o
 
 q: (batch, q_len, kv_heads*group, d), k: (batch, kv_len, kv_heads, d), v: (batch, kv_len, kv_heads, dv),
-o and d_o: (batch, q_len, kv_heads*group, dv), lse, lse_low and d_lse: (batch, kv_heads*group, q_len). Heads are up to 128
-wide.
+o and d_o: (batch, q_len, kv_heads*group, dv), lse, lse_low and d_lse: (batch, kv_heads*group, q_len). Heads are up
+to 128 wide.
 
 ``gpu/attention_vjp.py`` runs one kernel twice, and so computes the scores and d_o v^T twice: seven products. Here the
 run for d_k and d_v, with 128 keys at home and queries that come by, computes d_q besides: five products. What these
