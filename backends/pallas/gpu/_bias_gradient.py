@@ -286,24 +286,23 @@ def consume(ref: Refs, plan: BiasPlan, warpgroup: Any, block: Block) -> None:
         return sums
 
     sums = tuple(zeros(plan.pairs.guest.tile) for _ in plan.parts)
-    for visit, first, after in visits_of(plan, block):
+    for visit, first, after in visits_of(plan, block, ref.far[0] != 0):
         sums = lax.fori_loop(first, after, partial(of_turn, visit), sums)
     (write_row if plan.one_row else write)(ref, plan, warpgroup, block, sums)
 
 
-def visits_of(plan: BiasPlan, block: Block) -> list[tuple[Callable[..., Any], Any, Any]]:
+def visits_of(plan: BiasPlan, block: Block, far: Any) -> list[tuple[Callable[..., Any], Any, Any]]:
     """How the tiles of queries of a turn are visited, ``visit(tile, fold, sums)``, from one turn on and before another.
-    Where a turn has one, the band cuts through it in all turns or in none: as a choice within a turn, that spilled."""
+    Where a turn has one, the band cuts through it in all turns or in none: as a choice within a turn, that spilled.
+    ``far``: all are cut (`is_far`)."""
 
     def heads(cut: bool, tile: Tile, fold: Fold, sums: tuple[Any, ...]) -> tuple[Any, ...]:
         return lax.fori_loop(0, tile.steps, partial(fold, cut), sums)
 
     if plan.one_row:
-        return [(partial(walk, plan.visits), 0, block.turns)]
-    if not plan.pairs.band.has_edges:
-        return [(partial(heads, False), 0, block.turns)]
-    begin, end = plan.visits.inner(plan.turn(block, jnp.int32(0)))
-    inside = jnp.where(begin < end, block.turns, 0)
+        return [(partial(walk, plan.visits, far=far), 0, block.turns)]
+    begin, end = plan.visits.inner(plan.turn(block, jnp.int32(0))) if plan.pairs.band.has_edges else (0, 1)
+    inside = jnp.where(far, 0, jnp.where(begin < end, block.turns, 0))
     return [(partial(heads, False), 0, inside), (partial(heads, True), inside, block.turns)]
 
 
@@ -327,7 +326,7 @@ def add(
         head, i = tile.place(step)
         at_home = tile._replace(head=head, row=i * QUERIES)
         first = quotient(tile.row, pairs.guest.tile)
-        places = [(warpgroup, at_home, head, first + n, cut and pairs.band.has_edges) for n in range(len(plan.parts))]
+        places = [(warpgroup, at_home, head, first + n, cut) for n in range(len(plan.parts))]
         dots = finished(accumulators[0], later=pairs.parts[1])
         p = [
             weights(ref, pairs, place, lse, dots[:, keys], bias_of(ref, plan, warpgroup, n))[0]
@@ -391,7 +390,11 @@ def bias_gradient(call: Call, tiling: Mapping[str, int], inputs: Mapping[str, ja
     bias = padded_rows(call.arrays["bias"], width)
     rows, keys = (padded(call.dims[name], QUERIES) for name in ("q_len", "kv_len"))
     # A number of turns that compilers know they know too much (``anew``).
-    more = {"bias": bias, "turns": jnp.full((1,), plan.turns, jnp.int32)} | segments(call, rows, keys)
+    more = {
+        "far": jnp.max(inputs["far"]).reshape(1),
+        "bias": bias,
+        "turns": jnp.full((1,), plan.turns, jnp.int32),
+    } | segments(call, rows, keys)
     buffers, of_bias = scratch_of(plan)
     arrivals = CONSUMERS * (of_first + of_second + len(NUMBERS))
     found = launch(

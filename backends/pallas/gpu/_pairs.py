@@ -4,7 +4,9 @@
     Delta = rowsum(d_o * o) - d_lse;  dS = P (d_o v^T - Delta);  D = dS (1 - t^2), without a softcap dS
 
 lse is two numbers, lse + lse_low, and scores are kept in the unit of the forward pass (``_two.UnitOf``): so P is the
-weight that a key had there, however large scores are.
+weight that a key had there, however large scores are. Where lse is near 0 its second number is next to nothing and is
+left out: heads are marked of which a query has an lse far from 0, and only their tiles, and those that masks cut
+through, take the way on which it is minded.
 
 How the pairs are cut into tiles and in which order these come by, P and D of a tile, and which of its pairs see each
 other. What is made of them the kernels say: ``attention_vjp.py`` those of q, k and v, ``_bias_gradient.py`` the bias's.
@@ -47,12 +49,16 @@ SLOTS = 2
 NUMBERS = "shift", "low", "delta"
 """What a query brings along: the two numbers of lse, and Delta."""
 
+LIMIT, LEAST = 512.0, 1e-30
+"""|lse| from which on its second number is minded, since half a unit in the last place of the first is 2^-16 below; and
+what stands for a 0 that is minded."""
+
 Place = tuple[Any, "Tile", Any, Any, bool]
-"""Where a tile of scores is: its warpgroup, the rows at home, the head and the tile of guests; and whether the band may
-cut through it."""
+"""Where a tile of scores is: its warpgroup, the rows at home, the head and the tile of guests; and whether it is
+``cut``: whether the band may cut through it, or lse be far from 0."""
 
 Fold = Callable[[bool, Any, tuple[Any, ...]], tuple[Any, ...]]
-"""Sums with what a turn adds, which the band may cut through."""
+"""Sums with what a turn adds, which may be cut."""
 
 
 class Side(NamedTuple):
@@ -235,13 +241,16 @@ def plan_of(call: Call, tiling: Mapping[str, int], wants: tuple[str, ...]) -> Pl
     )
 
 
-def walk(plan: Plan, tile: Tile, fold: Fold, sums: tuple[Any, ...], together: int = 1) -> tuple[Any, ...]:
+def walk(plan: Plan, tile: Tile, fold: Fold, sums: tuple[Any, ...], far: Any, together: int = 1) -> tuple[Any, ...]:
     """``fold(cut, turn, sums)`` over all guests, so many tiles ``together``: of each head those on borders of the band,
-    those inside, where nothing has to be ``cut``, and those on borders."""
+    those inside, where nothing has to be ``cut``, and those on borders. ``far``: all are cut (`is_far`)."""
     turns, each = (lax.div(n, jnp.int32(together)) for n in (tile.steps, tile.span))
     if plan.band.inside(*map(jnp.int32, (0, 0))) is True:
-        return lax.fori_loop(0, turns, partial(fold, False), sums)
+        near = jnp.where(far, 0, turns)
+        sums = lax.fori_loop(0, near, partial(fold, False), sums)
+        return lax.fori_loop(near, turns, partial(fold, True), sums)
     begin, end = plan.inner(tile, together)
+    end = jnp.where(far, begin, end)
 
     def of_head(head: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
         base = head * each
@@ -268,6 +277,11 @@ def after_reading(interpret: bool) -> None:
         _fence()
 
 
+def is_far(ref: Refs, plan: Plan, tile: Tile) -> Any:
+    """Whether some query of a key head has an lse far from 0."""
+    return ref.far[tile.batch, tile.guest if plan.by_query else tile.head] != 0
+
+
 def read_number(ref: Refs, buffer: Any, i: int) -> Any:
     """One of ``NUMBERS`` of the queries that have come."""
     return plgpu.load(ref.numbers.at[buffer, i], layout=COLUMN, optimized=False)
@@ -276,19 +290,27 @@ def read_number(ref: Refs, buffer: Any, i: int) -> Any:
 def weights(ref: Refs, plan: Plan, place: Place, lse: Sequence[Any], dots: Any, bias: Any = None) -> tuple[Any, Any]:
     """P of a tile of dots, whether or not pairs see each other, and t where there is a softcap. Under a bias, which may
     be all that numbers hold for a whole row, the difference comes before the factor by which both would overflow.
-    Elsewhere that product and the difference are one operation, as in the forward pass. lse: its two numbers
-    (`statistics`). bias: the tile's, where it need not be read."""
-    _, tile, head, _, _ = place
+    Elsewhere that product and the difference are one operation, as in the forward pass. lse: its two numbers. bias: the
+    tile's, where it need not be read."""
+    _, tile, head, _, cut = place
     x = dots if plan.pre is None else dots * plan.pre
     t = tanh(x) if plan.capped else None
     s = x if t is None else t
     s = s if plan.factor is None else s * plan.factor
-    shift, low = (beside(plan, number, s.shape) for number in lse)
     if bias is None and "bias" in ref:
         bias = bias_of(ref, plan, tile, tile.head if plan.by_query else head, *places(plan, place))
-    if bias is not None:
-        return jnp.exp2(jnp.minimum(((s + bias) - shift) - low, 0.0) * log2(e)), t
-    return jnp.exp2(jnp.minimum((s * rate_of(plan.unit) - shift) - low, 0.0)), t
+    shift = beside(plan, lse[0], s.shape)
+    apart = s * rate_of(plan.unit) - shift if bias is None else (s + bias) - shift
+    if cut:
+        apart = corrected(apart, beside(plan, lse[1], s.shape))
+    return jnp.exp2(apart if bias is None else apart * log2(e)), t
+
+
+def corrected(apart: Any, low: Any) -> Any:
+    """How far scores lie from lse, its second number ``low`` minded. It is 0 of queries whose lse is near 0, and of no
+    others: no score of the others is above. So no bit depends on which way a tile takes."""
+    below = apart - low
+    return jnp.where((low != 0.0) & (below > 0.0), 0.0, below)
 
 
 def rate_of(unit: float) -> float:
@@ -322,6 +344,8 @@ def kept(ref: Refs, plan: Plan, place: Place, unseen: float, *tiles: Any) -> tup
     if not cut:
         return tiles
     seen = plan.band.allowed(quotient(tile.row, ROWS) + warpgroup, j)
+    if seen is None:
+        return tiles
     return tuple(jnp.where(seen, x, unseen) for x in tiles)
 
 
@@ -353,9 +377,10 @@ def zeros(columns: int) -> Any:
 
 
 def statistics(call: Call) -> dict[str, jax.Array]:
-    """``NUMBERS`` of every query, (batch, heads, q_len or more): lse as two numbers, of natural units where there is a
-    bias, and elsewhere of those in which scores are exponents of 2; and Delta. The first is inf for queries that saw no
-    key, and for those that are not there: their P is 0."""
+    """What is known of queries. ``shift`` and ``low``, (batch, heads, q_len or more): lse as two numbers, of natural
+    units where there is a bias, and elsewhere of those in which scores are exponents of 2; the second is 0 where lse is
+    near 0. The first is inf for queries that saw no key, and for those that are not there: their P is 0. ``far``,
+    (batch, kv_heads): whether some lse is not near 0. ``delta``."""
     batch, q_len, heads, dv = call.arrays["o"].shape
     of_rows = [call.arrays[name].reshape(-1, dv) for name in ("o", "d_o")]
     tiling = _rows.default_tiling(dv, call.dtype, arrays=2)
@@ -367,11 +392,15 @@ def statistics(call: Call) -> dict[str, jax.Array]:
     unit = UnitOf.gradients(call).unit
     factor = 1.0 if call.arrays["bias"] is not None else rate_of(unit) / unit
     shift, low = in_two(call.arrays["lse"], call.arrays["lse_low"], factor, None)
+    far = (jnp.abs(call.arrays["lse"]) >= LIMIT) & (jnp.abs(shift) < jnp.inf)
+    low = jnp.where(far, jnp.where(low == 0.0, LEAST, low), 0.0)
     unseen = call.arrays["lse"] == -jnp.inf
     whole = padded(q_len, CONSUMERS * ROWS)
     lacking = [(0, 0), (0, 0), (0, whole - q_len)]
     shift = jnp.pad(jnp.where(unseen, jnp.inf, shift), lacking, constant_values=jnp.inf)
-    return {"shift": shift, "low": extended(low, 2, whole), "delta": extended(jnp.where(unseen, 0.0, delta), 2, whole)}
+    delta = extended(jnp.where(unseen, 0.0, delta), 2, whole)
+    of_heads = jnp.any(far.reshape(batch, call.dims["kv_heads"], -1), axis=2).astype(jnp.int32)
+    return {"far": of_heads, "shift": shift, "low": extended(low, 2, whole), "delta": delta}
 
 
 def masks(call: Call, plan: Plan) -> dict[str, jax.Array]:

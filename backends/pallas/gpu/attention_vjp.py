@@ -70,6 +70,7 @@ from portakern.backends.pallas.gpu._pairs import (
     Plan,
     Tile,
     after_reading,
+    is_far,
     kept,
     masks,
     plan_of,
@@ -202,9 +203,8 @@ def produce(ref: Refs, plan: Plan, tile: Tile) -> None:
             bring(array, buffers.copied.at[buffer], ref.arrived.at[buffer])
         for i, name in enumerate(() if plan.by_query else NUMBERS):
             there = getattr(ref, name).at[tile.batch, head, rows]
-            plgpu.copy_gmem_to_smem(
-                there, ref.numbers.at[buffer, i], (ref.told if name == "delta" else ref.arrived).at[buffer]
-            )
+            arrived = ref.told if name == "delta" else ref.arrived
+            plgpu.copy_gmem_to_smem(there, ref.numbers.at[buffer, i], arrived.at[buffer])
 
     @pl.loop(jnp.maximum(tile.steps - plan.stages, 0), tile.steps)
     def _(step: Any) -> None:  # every arrival at a barrier is waited for once
@@ -220,7 +220,7 @@ def consume(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile) -> None:
         plgpu.load(getattr(ref, name).at[tile.batch, tile.head, rows], layout=ROW, optimized=False)
         for name in (NUMBERS if plan.by_query else ())
     )
-    sums = walk(plan, tile, partial(add, ref, plan, warpgroup, tile, numbers), none)
+    sums = walk(plan, tile, partial(add, ref, plan, warpgroup, tile, numbers), none, is_far(ref, plan, tile))
     write(ref, ref.written, plan, warpgroup, tile, sums)
 
 
@@ -243,7 +243,7 @@ def add(
     sums: tuple[Any, ...],
 ) -> tuple[Any, ...]:  # fmt: skip
     """The sums with what one tile of guests adds. numbers: ``NUMBERS`` of queries at home. cut: whether some pair may
-    not see each other, by causality or a window, or as one lies beyond the end."""
+    not see each other, by causality or a window, or as one lies beyond the end, or some lse be far from 0."""
     buffer = lax.rem(step, jnp.int32(plan.stages))
     place = warpgroup, tile, *tile.place(step), cut
     plgpu.barrier_wait(ref.arrived.at[buffer])

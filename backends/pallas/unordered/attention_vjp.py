@@ -69,6 +69,7 @@ from portakern.backends.pallas.gpu._pairs import (
     Place,
     Plan,
     Tile,
+    is_far,
     masks,
     places,
     plan_of,
@@ -179,7 +180,7 @@ def consume(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, *, how: Added) ->
     for c in range(CONSUMERS):
         plgpu.barrier_wait(ref.home_arrived.at[c])
     none = tuple(zeros(PART) for _ in range(sum(plan.sums.values())))
-    sums = walk(plan, tile, partial(fold, ref, how, warpgroup, tile), none, how.together)
+    sums = walk(plan, tile, partial(fold, ref, how, warpgroup, tile), none, is_far(ref, plan, tile), how.together)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     ordered.write(ref, ref.leaving, plan, warpgroup, tile, sums)
 
