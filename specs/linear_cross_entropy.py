@@ -113,7 +113,7 @@ def of_matmul(call: Call, measure: str, a: np.ndarray, b: np.ndarray, c: np.ndar
     return found
 
 
-def measured(of: Call, measure: str, *outputs: np.ndarray) -> tuple[np.ndarray, ...]:
+def measured(of: Call, measure: str, *outputs: np.ndarray | None) -> tuple[np.ndarray, ...]:
     """What the ``measure`` ("bound" or "spread") of a call's op says of its outputs."""
     found: tuple[np.ndarray, ...] = getattr(of.spec, measure)(of, outputs)
     return found
