@@ -270,6 +270,15 @@ BAD_INPUT = {
         [*CHECK, "--case", CASE + ',"tiling":{"block_n":"a"}}'],
         "the case's tiling is {'block_n': 'a'}; expected",
     ),
+    "a tile": (
+        [*CHECK, "--case", CASE + ',"tiling":{"nope":1}}'],
+        "the case's tiling has 'nope'; expected names among block",
+    ),
+    "arrays that are one": (
+        [*CHECK, "--case", CASE + ',"same":["x","y"]}'],
+        "the case's same is ['x', 'y']; expected a",
+    ),
+    "too many cases": ([*CHECK, "--max-examples", "9" * 20], "check: max_examples is 99999999999999999999; expected a"),
     "no file": ([*CHECK, "--json", "/dev/null/x/y"], "check: --json is /dev/null/x/y, which cannot be written: "),
     "a folder": ([*CHECK, "--json", "/"], "check: --json is /, which cannot be written: it is a folder"),
     "one dtype of two": (
@@ -284,6 +293,11 @@ BAD_INPUT = {
     "an op to compile": (["compile", "conv", "--target", "sm_90"], "op 'conv' is unknown"),
     "results": (["report", "--add", "/nowhere.json"], "/nowhere.json: cannot be read: No such file"),
 }
+
+
+def test_a_case_may_have_another_implementations_knobs():
+    case = CASE + ',"tiling":{"num_warps":4,"block_n":128}}'
+    assert testing.replay("softmax", case, backend="reference").passed
 
 
 @pytest.mark.parametrize("name", BAD_INPUT)

@@ -8,6 +8,7 @@ import pytest
 
 import portakern as pk
 from portakern.core.framework import convert, frameworks
+from portakern.spec.dtypes import numpy_dtype
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 jax = pytest.importorskip("jax", reason="jax is not installed")
@@ -207,3 +208,18 @@ def test_saved_tensors_can_be_resized_after_a_gradient():
     pk.op("layernorm")(x, w).sum().backward()
     for tensor in (w, x, w.grad, x.grad):
         tensor.data.resize_(16)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton", "pallas"])
+def test_fields_of_packed_records_are_read(backend):
+    """Their strides are no multiples of an element, and none of them may be aligned."""
+    for name in ("float32", "float64", "bfloat16"):
+        element = numpy_dtype(name)
+        records = np.zeros((3, 5), np.dtype([("tag", np.int8), ("x", element)]))
+        records["x"] = np.linspace(-1, 1, 15).reshape(3, 5)
+        for field in (records["x"], records["x"][:, ::-1], records["x"].T):
+            assert field.strides[0] % element.itemsize or field.strides[1] % element.itemsize
+            if backend == "pallas" and name == "float64":
+                continue  # JAX has none
+            call = pk.op("softmax", backend=backend)
+            np.testing.assert_array_equal(call(field).astype(float), call(np.array(field, order="C")).astype(float))

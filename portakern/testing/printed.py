@@ -69,9 +69,9 @@ def _case(spec: Spec[Any], raw: dict[str, Any]) -> Case:
     tiling, wider, edge = raw.get("tiling", {}), raw.get("wider", []), raw.get("edge", "")
     right = isinstance(tiling, dict) and all(type(n) is int for n in tiling.values())
     _expect(spec, "tiling", tiling, right, "an object of whole numbers by tile")
-    _expect(
-        spec, "wider", wider, isinstance(wider, list) and all(n in arrays for n in wider), "a list of arrays' names"
-    )
+    for name, given in (("wider", wider), ("same", raw.get("same", []))):
+        right = isinstance(given, list) and all(n in arrays for n in given)
+        _expect(spec, name, given, right, "a list of arrays' names")
     regime = raw.get("regime", "normal")
     _expect(spec, "regime", regime, regime in [*REGIMES], f"one of {', '.join(REGIMES)}")
     _expect(spec, "edge", edge, edge in ["", *edges(spec)], f"one of {', '.join(edges(spec))}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -14,7 +15,7 @@ from portakern.core import ending, registry
 from portakern.core.backend import Backend
 from portakern.core.failing import Ended, kind_of
 from portakern.core.framework import advised
-from portakern.errors import NotEmulatedError, SpecError, UnsupportedError
+from portakern.errors import NotEmulatedError, SpecError, UnavailableError, UnsupportedError
 from portakern.spec import Edge, Spec
 from portakern.spec.options import shown
 from portakern.testing import printed
@@ -165,6 +166,10 @@ def _shown(subject: Subject, asked: Asked) -> Report:
         return check_subject(subject, replace(asked, progress=line))
 
 
+MOST_EXAMPLES = 1_000_000
+"""Cases of one check, which lists them before it begins."""
+
+
 @dataclass(frozen=True)
 class Asked:
     """What somebody wants checked of a subject: the arguments of :func:`check` that do not say what is checked."""
@@ -187,6 +192,14 @@ class Asked:
     progress: Callable[[int], None] | None = None
     until: float | None = None
     """As of time.time(): no case begins after it, whenever the first one did."""
+
+    def __post_init__(self) -> None:
+        n = self.max_examples
+        if type(n) is not int or not 0 <= n <= MOST_EXAMPLES:
+            raise SpecError(
+                f"check: max_examples is {shown(n)}; expected a whole number up to {MOST_EXAMPLES}: run it again with "
+                "another seed for more"
+            )
 
     def limits_of(self, subject: Subject) -> Limits:
         """What the subject can be asked of that."""
@@ -629,6 +642,7 @@ def replay_subject(
     spec = subject.spec
     if isinstance(case, str):
         case = printed.read(spec, case)
+        _refuse_unknown_tiles(subject, case)
     asked, excused = asking(spec, edges, promises)
     report = Report(spec.name, subject.name, 0, asked=asked)
     work = _Work(subject, Limits(arguments=subject.arguments), 0, report, False, None, excused)
@@ -637,6 +651,24 @@ def replay_subject(
     if failure:
         report.fail(failure)
     return report
+
+
+def _refuse_unknown_tiles(subject: Subject, case: Case | LawCase) -> None:
+    """SpecError for a tile or knob of a case that no implementation of the op has. Those of others than the subject,
+    where the case was found, are left out when it is tried here."""
+    spec, left = subject.spec, [n for n in case.tiling if n not in subject.tiles] if isinstance(case, Case) else []
+    known = {**spec.tiling, **subject.tiles}
+    if all(name in known for name in left):
+        return
+    for b in (*registry.backends().values(), *registry.peers().values()):
+        for family in b.having(spec.name):
+            with contextlib.suppress(UnavailableError):
+                known |= getattr(b.implementation(spec.name, family), "knobs", {})
+    for name in left:
+        if name not in known:
+            raise SpecError(
+                f"{spec.name}: the case's tiling has {name!r}; expected names among {', '.join(known) or '(it has none)'}"
+            )
 
 
 def _ways(spec: Spec[Any], layouts: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -357,10 +357,10 @@ def _bits(d: DTypeInfo) -> str:
 
 
 def _for_torch(array: np.ndarray) -> np.ndarray:
-    """The same memory in a form that torch takes without a word: it has no negative strides, and warns on read-only
-    arrays (which no backend writes to)."""
-    if any(s < 0 for s in array.strides):
-        return array.copy()
+    """The same memory in a form that torch takes without a word: it has no negative strides, nor any between two
+    elements, which fields of packed records have, and warns on read-only arrays (which no backend writes to)."""
+    if any(s < 0 or s % array.itemsize for s in array.strides):
+        return array.copy(order="C")
     return array if array.flags.writeable else np.asarray(_Writable(array))
 
 
