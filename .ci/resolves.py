@@ -59,7 +59,7 @@ def resolve(uv: str, wish: Wish, python: str, cache: str) -> tuple[bool, str]:
     done = subprocess.run(
         [
             uv, "pip", "compile", "--no-config", "--quiet", "--no-header", "--no-annotate", "--only-binary=:all:",
-            "--default-index=https://pypi.org/simple", f"--cache-dir={cache}",
+            f"--cache-dir={cache}",
             f"--python-version={PATCH.get(python, python)}", f"--python-platform={wish.platform}",
             *options, str(ROOT / "pyproject.toml"),
         ],

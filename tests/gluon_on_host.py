@@ -253,8 +253,10 @@ def store_wait(outstanding: int) -> None:
 
 
 class Pointer:
-    def __init__(self, flat: torch.Tensor, at: Any = 0) -> None:
-        self.flat, self.at = flat, at
+    """``several``: how many elements beside each other are read as one number, which is 0 where all are."""
+
+    def __init__(self, flat: torch.Tensor, at: Any = 0, several: int = 1) -> None:
+        self.flat, self.at, self.several = flat, at, several
         self.dtype = types.SimpleNamespace(element_ty=flat.dtype)
 
     def __add__(self, step: Any) -> Pointer:
@@ -263,8 +265,15 @@ class Pointer:
     def __getitem__(self, key: Any) -> Pointer:
         return Pointer(self.flat, self.at[key])
 
+    def to(self, dtype: torch.dtype) -> Pointer:
+        return Pointer(self.flat, self.at, dtype.itemsize // self.flat.itemsize)
 
-def load(pointer: Pointer, mask: torch.Tensor, other: float) -> torch.Tensor:
+
+def load(pointer: Pointer, mask: Any, other: float) -> Any:
+    if not isinstance(mask, torch.Tensor):  # one number
+        here = pointer.flat[pointer.at : pointer.at + pointer.several]
+        assert not mask or len(here) == pointer.several, "read behind the end"
+        return Scalar(here.any()) if mask else Scalar(other)
     return torch.where(mask, pointer.flat[torch.where(mask, pointer.at, 0)], other)
 
 
@@ -349,7 +358,8 @@ def _language(program: int, programs: int) -> types.SimpleNamespace:
     return types.SimpleNamespace(
         NVMMADistributedLayout=nothing, NVMMASharedLayout=nothing, DotOperandLayout=nothing, SliceLayout=nothing,
         BlockedLayout=nothing, DistributedLinearLayout=nothing, to_tensor=Scalar,
-        float32=torch.float32, int64=torch.int64, int32=torch.int32, constexpr=lambda x: x,
+        float32=torch.float32, int64=torch.int64, int32=torch.int32, int16=torch.int16, constexpr=lambda x: x,
+        pointer_type=lambda dtype: dtype,
         program_id=lambda axis: Scalar(program), num_programs=lambda axis: programs,
         arange=lambda a, b, layout: torch.arange(a, b), static_range=range, cdiv=lambda a, b: -(-a // b),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),

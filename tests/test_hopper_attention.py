@@ -116,7 +116,7 @@ def test_every_role_meets_the_bound(name):
     call, ran = bound(*shape, **options), []
     with recording(partial(on_the_host, ran=ran)):
         outputs = VARIANT.run(call, tiling_of(call, **named))
-    shares = testing.compare_call(call, [call.framework.to_numpy(x) for x in outputs])
+    shares = testing.compare_call(call, [call.framework.to_numpy(x) for x in outputs if x is not None])
     assert max(shares.values()) <= 1
     assert ran == kernels
 
@@ -133,7 +133,7 @@ def test_a_query_alone_has_the_bits_that_it_has_among_others(tiling, keys, few, 
     arrays = {**call.arrays, "q": call.arrays["q"][:, -few:].contiguous()}
     last = call.replace(arrays=arrays, dims={**call.dims, "q_len": few})
     with recording(partial(on_the_host, ran=ran)):
-        o, lse = VARIANT.run(call, tiling_of(call, **tiling))
+        o, lse, _ = VARIANT.run(call, tiling_of(call, **tiling))
         o_alone, lse_alone = VARIANT.run(last, tiling_of(last, shares=shares, **tiling))
     assert ran == [*FLASH, *(SHARES if keys > 1024 and shares == 2 else SHARES[:1])]
     assert torch.equal(o_alone, o[:, -few:]) and torch.equal(lse_alone, lse[:, :, -few:])
