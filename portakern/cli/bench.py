@@ -32,6 +32,15 @@ EveryPeer = Annotated[
     ),
 ]
 
+RowsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--json",
+        metavar="[FILE]",
+        help="Write the rows here too, as they come; what is there is not timed. Alone, or with -, print them.",
+    ),
+]
+
 
 @app.command()
 def bench(
@@ -61,14 +70,7 @@ def bench(
     jobs: Annotated[
         int | None, typer.Option(min=0, help="Processes that compile ahead; 0: none. A core less than there are.")
     ] = None,
-    json_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            metavar="[FILE]",
-            help="Write the rows here too, as they come; what is there is not timed. Alone, or with -, print them.",
-        ),
-    ] = None,
+    json_file: RowsFile = None,
     fresh: Annotated[bool, typer.Option(help="Time again what stands in the file of --json.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw the plots into this folder.")] = None,
     every_peer: EveryPeer = False,

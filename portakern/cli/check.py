@@ -28,6 +28,11 @@ from portakern.errors import SpecError
 Where = tuple[str | None, str | None, str | None]
 """A platform, a profile, and the architecture that it stands in for."""
 
+Budget = Annotated[
+    float | None,
+    typer.Option(min=1, help="Seconds after which no more cases, or laws, are begun; all run when not named."),
+]
+
 
 @app.command()
 def check(
@@ -58,9 +63,7 @@ def check(
         typer.Option(help="Hold to what is promised beyond the bounds: bits that stay the same, memory of its own."),
     ] = True,
     jobs: Annotated[int, typer.Option(min=1, help="Processes to share the work.")] = 1,
-    budget: Annotated[
-        float | None, typer.Option(min=1, help="Seconds after which no more cases are begun; all run when not named.")
-    ] = None,
+    budget: Budget = None,
     case: Annotated[str | None, typer.Option(help="Run one case again, as a failure printed it.")] = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -70,10 +73,9 @@ def check(
 
     start = time.perf_counter()
     chosen = ops or list(registry.loadable())
-    named = backend or [r["backend"] for r in inventory.backends() if r["available"]]
     json_file = json_into(context, "check", json_file)
     check_device("check", device)
-    named = _having(profile, named) if backend is None and profile is not None else named
+    named = backend or _having(profile, [r["backend"] for r in inventory.backends() if r["available"]])
     _check_asked(chosen, named, dtype)
     errors_only(context)  # that interpreters are slow is said by the table
     asked: dict[str, Any] = {"device": device, "profile": profile, "target": target, "promises": promises}
@@ -91,10 +93,8 @@ def check(
     _show_reports(reports, ended)
     if json_file:
         _write(json_file, reports, subjects, (device, profile, target), round(time.perf_counter() - start, 1))
-    if ended is not None:
-        raise ended
-    if not all(r.passed for r in reports):
-        raise typer.Exit(1)
+    if ended is not None or not all(r.passed for r in reports):
+        raise ended or typer.Exit(1)
 
 
 def _checked(
@@ -124,12 +124,14 @@ def _checked(
             return e.reports, e.by
 
 
-def _having(profile: str, backends: list[str]) -> list[str]:
-    """Those of the backends that have a profile, where none is named.
+def _having(profile: str | None, backends: list[str]) -> list[str]:
+    """Those of the backends that have a profile; all of them where none is named.
 
     Raises:
       SpecError: none has it.
     """
+    if profile is None:
+        return backends
     known = {b: registry.backend(b).profile_names() for b in backends}
     having = [b for b, names in known.items() if profile in names]
     if not having:

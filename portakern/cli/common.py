@@ -37,6 +37,7 @@ __all__ = [
     "hypothesis_into_cache",
     "json_into",
     "main",
+    "may_write",
     "out",
     "print_indented",
     "print_json",
@@ -151,6 +152,12 @@ def json_into(context: typer.Context, command: str, file: Path | None) -> Path |
     out.stderr = True
     context.call_on_close(shown)
     return made
+
+
+def may_write(command: str, file: Path | None) -> None:
+    """SpecError where the file of --json cannot be written, before the work that goes into it."""
+    if file is not None and str(file) != PRINTED:
+        check_writable(command, file)
 
 
 def print_json(command: str, file: Path | None, data: Any) -> bool:

@@ -12,12 +12,11 @@ from rich.table import Table
 
 from portakern import results
 from portakern.cli.common import (
-    PRINTED,
     JsonFile,
     app,
     check_dtypes,
-    check_writable,
     err,
+    may_write,
     out,
     print_indented,
     print_json,
@@ -60,8 +59,7 @@ def compile_(
 
     names = list(targets.HARDWARE) if every else target or []
     _check_asked(ops, target, every, dtype, backend, variant, shape)
-    if json_file and str(json_file) != PRINTED:
-        check_writable("compile", json_file)
+    may_write("compile", json_file)
     start = time.perf_counter()
     found = compiling.jobs_for(
         ops or list(registry.loadable()), names, dtype or ["bfloat16", "float32"], backend, quick, variant,

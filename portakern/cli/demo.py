@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
-from portakern.cli.common import PRINTED, JsonFile, app, check_writable, err, errors_only, out, print_json
+from portakern.cli.common import JsonFile, app, err, errors_only, may_write, out, print_json
 
 
 @app.command()
@@ -22,8 +22,7 @@ def demo(
     from portakern.examples.minilm import demo as minilm
 
     errors_only(context)
-    if json_file and str(json_file) != PRINTED:
-        check_writable("demo", json_file)
+    may_write("demo", json_file)
     with Progress(TextColumn("{task.description}"), TimeElapsedColumn(), console=err, transient=True) as bar:
         task = bar.add_task("loading the model", total=None)
         result = minilm.run(backend or None, progress=lambda text: bar.update(task, description=text))

@@ -152,8 +152,8 @@ def known(b: Backend) -> bool:
 
 def register(b: Backend) -> Backend:
     """Make a backend known by its name in this process. Calls that name no backend are served as before. A backend of
-    the same name that the same module, script or notebook registered before is replaced, since a cell may run again; ops
-    that were made with that one keep it.
+    the same name that the same module, script or notebook registered before is replaced, since a cell may run again;
+    ops that were made with that one keep it.
 
     Raises:
       SpecError: the name is taken by somebody else, it claims to be a second oracle, or nothing says which of its

@@ -26,9 +26,9 @@ UNFINISHED, NOT_RUN, REFUSED, MOSTLY_REFUSED = "unfinished", "not run", "refused
 
 LEAST, HALF = 1 / 7, 1 / 2
 """Shares of the cases that were compared and not refused: with less than LEAST no check passes, with less than HALF the
-verdict says so. Every second case is of the first dtype and at most four dtypes share the others: what takes any one of
-its op's dtypes alone, and of that all, is compared on about a sixth or more. The kernels here that refuse most by what they
-declare, for head dimensions that are no multiple of 8, are compared on 48 %."""
+verdict says so. Every second case is of the first dtype and at most three dtypes share the others: what takes any one
+of its op's dtypes alone, and of that all, is compared on about a sixth or more. The kernels here that refuse most by
+what they declare, for head dimensions that are no multiple of 8, are compared on 48 %."""
 
 MOST = sys.float_info.max
 

@@ -175,7 +175,8 @@ def backend_subject(
         + (f", profile {profile}" if profile else ""),
         lawful=not b.peer, overwrites=bool(spec.aliases) and not fw.immutable and (impl.overwrites or b.oracle),
         emulated=standing_for is not None, drawn=impl.drawn,
-        unordered=impl.unordered, fresh=functools.partial(other_memory, fw), variant=named or "", variants=tuple(f.name for f in b.having(spec.name)) if named else (),
+        unordered=impl.unordered, fresh=functools.partial(other_memory, fw), variant=named or "",
+        variants=tuple(f.name for f in b.having(spec.name)) if named else (),
     )  # fmt: skip
 
 

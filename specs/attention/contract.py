@@ -27,8 +27,8 @@ MOST_HEADS = 128
 """Key heads of the widest models; a kernel for more is nobody's, and a sequence is often longer."""
 HEADS_BEHIND_THE_SEQUENCE = Rule(
     lambda call: call.dims["kv_heads"] <= MOST_HEADS or max(call.dims["q_len"], call.dims["kv_len"]) > MOST_HEADS,
-    f"more than {MOST_HEADS} key heads and at most {MOST_HEADS} queries and keys look like PyTorch's layout (batch, heads, "
-    "sequence, d); here q, k and v are (batch, sequence, heads, d): pass q.transpose(1, 2), or call "
+    f"more than {MOST_HEADS} key heads and at most {MOST_HEADS} queries and keys look like PyTorch's layout (batch, "
+    "heads, sequence, d); here q, k and v are (batch, sequence, heads, d): pass q.transpose(1, 2), or call "
     "portakern.torch.scaled_dot_product_attention",
 )
 
