@@ -234,7 +234,7 @@ def test_a_gradient_that_nobody_wants_is_not_computed():
 
 
 @compiles
-@pytest.mark.parametrize(("d", "wants", "spilled"), [(64, ("d_k", "d_v"), 0), (128, ("d_q",), 0)])
+@pytest.mark.parametrize(("d", "wants", "spilled"), [(64, ("d_k", "d_v"), 0), (128, ("d_q",), 8)])
 def test_they_compile_for_hopper_and_products_do_not_wait(d, wants, spilled):
     call = bound(4, 4096, 8, 4, 4096, d, device="meta", is_causal=True).replace(wants=wants)
     built = FAMILY.load_compiler().build(VARIANT, call, tiling_of(call))
