@@ -431,7 +431,8 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     arrays, dims, options = call.arrays, call.dims, call.options
     q, k, v, bias = arrays["q"], arrays["k"], arrays["v"], arrays["bias"]
     segments = arrays["q_segment_ids"], arrays["kv_segment_ids"]
-    k, v = _head_dim_innermost(k), _head_dim_innermost(v)
+    if not call.interpret:
+        k, v = _head_dim_innermost(k), _head_dim_innermost(v)
     plan, how = rows_plan(call, tiling)
     batch, q_len, heads, dv = dims["batch"], dims["q_len"], dims["kv_heads"] * dims["group"], dims["dv"]
     o, lse, low = results(call, q)

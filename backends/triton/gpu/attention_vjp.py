@@ -491,7 +491,8 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     q, k, v, bias, d_o = arrays["q"], arrays["k"], arrays["v"], arrays["bias"], arrays["d_o"]
     o = arrays["o"]
     segments = arrays["q_segment_ids"], arrays["kv_segment_ids"]
-    q, k, v, o, d_o = (_head_dim_innermost(x) for x in (q, k, v, o, d_o))
+    if not call.interpret:
+        q, k, v, o, d_o = (_head_dim_innermost(x) for x in (q, k, v, o, d_o))
     batch, q_len, heads, d = q.shape
     kv_len, dv, group, acc_dtype = dims["kv_len"], dims["dv"], dims["group"], accumulator(call.dtype)
     block_d, block_dv = padded(d), padded(dv)
