@@ -69,7 +69,8 @@ def judged(
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder, "judged.json")
         command = [
-            sys.executable, "-m", "portakern", "judge", str(file), "--problem", str(file), "--device", device, "--seconds", f"{seconds:g}",
+            sys.executable, "-m", "portakern", "judge", str(file), "--problem", str(file), "--device", device,
+            "--seconds", f"{seconds:g}",
             "--memory", "48", "--call-seconds", "60", "--json", str(told), *(["--whole"] if whole else []),
             *more,
         ]  # fmt: skip

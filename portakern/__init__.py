@@ -9,7 +9,8 @@ import sys
 
 if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
     # Python puts the folder that somebody is in before all libraries. Of ``python -m portakern`` it goes, before
-    # anything is imported: a typer.py of a candidate that is to be judged would run there. The script has no such place.
+    # anything is imported: a typer.py of a candidate that is to be judged would run there. The script has no such
+    # place.
     _target = sys.orig_argv[len(sys.orig_argv) - len(sys.argv)]
     if (_target.partition("m")[2] if _target.startswith("-") else _target) in ("portakern", "portakern.cli"):
         del sys.path[0]

@@ -8,7 +8,8 @@ import unicodedata
 __all__ = ["printable"]
 
 UNSAFE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
-"""Categories of what a terminal obeys, hides or turns round: controls, formats (directions of text, zero widths), halves
+"""Categories of what a terminal obeys, hides or turns round: controls, formats (directions of text, zero widths),
+halves
 of characters, characters that are none, and separators of lines."""
 
 COMMAND = re.compile(r"(?:^|(?<=\s)):(?=:)|#(?=#\w*\[)", re.MULTILINE)

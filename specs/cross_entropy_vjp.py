@@ -68,7 +68,8 @@ class Bracket(NamedTuple):
     """What d_loss meets, (*batch, n).
 
     Attributes:
-      value; err: how far it may be off. p; d: |x - lse - lse_low|, 0 where p is. w: 1 + 2 z |lse|, (*batch, 1). hit: the target's
+      value; err: how far it may be off. p; d: |x - lse - lse_low|, 0 where p is. w: 1 + 2 z |lse|, (*batch, 1). hit:
+      the target's
         share at each class. g: d_loss, (*batch, 1). counted: whether a row takes part, (*batch, 1).
     """
 
@@ -108,7 +109,8 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         B = E (1 + U) + U |d_logits| + eta
         E = |d_loss| [p W (5u |d| + ex + 6u) + 4u hit + 3u |bracket| + tau (3 + W)] + tau (|bracket| + 1)
 
-    d rounds by u of itself, twice, and is then the argument of exp, which errs by 3u of that and ex; W is two products and a
+    d rounds by u of itself, twice, and is then the argument of exp, which errs by 3u of that and ex; W is two
+    products and a
     sum, and meets p; the target's share is a sum or a quotient that is rounded; two differences and the product with
     d_loss are 3u of the bracket. lse and lse_low are taken as they were saved.
 

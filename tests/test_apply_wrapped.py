@@ -35,7 +35,8 @@ def ops_in(run):
     return result, found
 
 
-# ------------------------------------------------------------------------------------------------- forwards that are there
+# ------------------------------------------------------------------------------------------------- forwards that are
+# there
 def scaled(module):
     theirs = module.forward
     module.forward = lambda *args, **kwargs: 1.5 * theirs(*args, **kwargs)
@@ -284,7 +285,8 @@ def test_hooks_of_state_dicts_stay():
     assert called == ["saved", "saved", "loaded"]
 
 
-# ------------------------------------------------------------------------------------------------- what is replaced later
+# ------------------------------------------------------------------------------------------------- what is replaced
+# later
 class Doubled(torch.nn.Module):
     def forward(self, x):
         return 2 * x

@@ -1,4 +1,5 @@
-"""The judge against what comes over the pipe, and against what is asked wrongly: it never falls over, and prints nothing
+"""The judge against what comes over the pipe, and against what is asked wrongly: it never falls over, and prints
+nothing
 that a terminal or a log obeys."""
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ ANY = st.recursive(
 TOLD = st.fixed_dictionaries(
     {},
     optional={
-        "outputs": ANY | st.lists(st.fixed_dictionaries({}, optional={n: st.just(v) | ANY for n, v in RIGHT_REPLY.items()})),
+        "outputs": ANY | st.lists(st.fixed_dictionaries({}, optional={n: st.just(v) | ANY for n,
+        v in RIGHT_REPLY.items()})),
         "error": ANY, "type": ANY, "text": ANY, "parameters": ANY, "inputs": ANY, "walls": ANY,
     },
 )  # fmt: skip

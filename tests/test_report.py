@@ -44,7 +44,8 @@ from portakern.testing import subject
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE = "NVIDIA H100 80GB HBM3"
 TIME = {
-    "op": "softmax", "dtype": "bfloat16", "call": "softmax(bfloat16; shape=(4096, 4096), axis=1)", "tiling": {"block_n": 4096}, "us": 40.0,
+    "op": "softmax", "dtype": "bfloat16", "call": "softmax(bfloat16; shape=(4096, 4096), axis=1)",
+    "tiling": {"block_n": 4096}, "us": 40.0,
     "bytes": 67108864, "flops": 83886080, "floor_us": 20.0, "peers": {"torch": 50.0}, "checked": True,
 }  # fmt: skip
 

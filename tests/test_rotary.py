@@ -41,7 +41,8 @@ BETWEEN = [0.5, 1.5, 1000.25, -3.75, 131072.125, 1e-3, -1e-9, 0.0]
 
 @pytest.mark.parametrize(
     ("positions", "dtype"),
-    [(BETWEEN, None), *((BETWEEN, d) for d in ("float64", "float32", "float16")), ([-5, -1, 3, 2**31 - 1, -(2**31)], "int64"),
+    [(BETWEEN, None), *((BETWEEN, d) for d in ("float64", "float32", "float16")), ([-5, -1, 3, 2**31 - 1,
+    -(2**31)], "int64"),
      ([-5, 100], "int8"), ([2**32 - 1, 2**31], "uint32")],
 )  # fmt: skip
 def test_positions_are_what_they_are_in_jax(positions, dtype):

@@ -516,7 +516,8 @@ SAID = [
     "backend 'exits': exits:BACKEND (rival 0.1) left out: cannot be loaded: it called sys.exit(3)",
     "backend 'raises': raises:BACKEND (rival 0.1) left out: cannot be loaded: ZeroDivisionError: division by zero",
     "backend 'no_family': no_family:BACKEND (rival 0.1) left out: cannot be loaded: OSError: no driver",
-    "backend 'no_order': no_order:BACKEND (rival 0.1) left out: cannot be loaded: backend 'no_order': nothing says which "
+    "backend 'no_order': no_order:BACKEND (rival 0.1) left out: cannot be loaded: backend 'no_order': nothing "
+    "says which "
     "of its families 'one' and 'two' is tried first",
     "backend 'no_package': raises.ops cannot be imported, and is left out: ZeroDivisionError",
     "scale_up on no_module left out: UnavailableError: backend 'no_module' cannot run here: modules.scale_up called",

@@ -16,7 +16,8 @@ def linear_cross_entropy(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndar
     """With x = hidden weight^T: loss = log l + (1 - e) (m - x_t) + e (m - mean x) + z lse^2 and slope = b weight.
 
     hidden: (*batch, d), weight: (n, d), labels t: (*batch) -> loss, lse: (*batch), slope: (*batch, d). m = max x, or 0
-    where that is infinite, l = sum exp(x - m), lse = m + log l, b_j = exp(min(x_j - lse, 0)) (1 + 2 z lse) - (1 - e) [j = t] -
+    where that is infinite, l = sum exp(x - m), lse = m + log l, b_j = exp(min(x_j - lse, 0)) (1 + 2 z lse) - (1 - e)
+    [j = t] -
     e / n; terms of a factor 0 are left out. All are 0 in ignored rows, b and not slope. No product is left out.
     """
     w, labels = call.arrays["weight"], call.arrays["labels"]

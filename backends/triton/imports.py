@@ -12,8 +12,10 @@ __all__ = ["check_compiled", "compiled"]
 
 @contextmanager
 def compiled() -> Iterator[None]:
-    """While inside, ``@triton.jit`` makes kernels that can be compiled, whatever TRITON_INTERPRET says: that variable is
-    how people run kernels of their own on a CPU. Each call of portakern's chooses by its arrays, and interprets what was
+    """While inside, ``@triton.jit`` makes kernels that can be compiled, whatever TRITON_INTERPRET says: that variable
+    is
+    how people run kernels of their own on a CPU. Each call of portakern's chooses by its arrays, and interprets what
+    was
     made to be compiled."""
     from triton import knobs
 
@@ -30,7 +32,8 @@ def check_compiled() -> None:
 
     if not isinstance(tl.sum, JITFunction):
         raise UnavailableError(
-            "TRITON_INTERPRET was set when triton was imported: Triton's own functions are interpreted in this process, "
+            "TRITON_INTERPRET was set when triton was imported: Triton's own functions are interpreted in this "
+            "process, "
             "and no kernel that calls them can be compiled; unset TRITON_INTERPRET and start the process anew, or pass "
             "CPU tensors"
         )

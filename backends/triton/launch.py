@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 __all__ = [
-    "GLUON", "MAX_GRID", "RECORDERS", "TILE_REGISTERS", "accumulator", "cdiv", "compiler_options", "dot_precision", "held",
+    "GLUON", "MAX_GRID", "RECORDERS", "TILE_REGISTERS", "accumulator", "cdiv", "compiler_options", "dot_precision",
+    "held",
     "lanes", "launch", "recording", "refuse_common", "refuse_over", "shared_limit", "tmem_columns", "torch_dtype",
 ]  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Calls that are timed on other values each time, and whose results are held to what those values give.
 
-A kernel that gave what it gave before would be the fastest of all. So before each call, outside of its clock, the values
+A kernel that gave what it gave before would be the fastest of all. So before each call, outside of its clock, the
+values
 of its arrays change places along a dimension whose indices do not see each other: the result is then what it was, in
 those places. It is compared when the clock has stopped.
 """

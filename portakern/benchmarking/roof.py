@@ -51,7 +51,8 @@ def ceiling(call: Call, rates: Mapping[str, float]) -> Ceiling | None:
 
 
 def floor(call: Call, rates: Mapping[str, float]) -> float:
-    """Microseconds that no call can take less than, whatever units it uses and whichever dtypes it computes in: products
+    """Microseconds that no call can take less than, whatever units it uses and whichever dtypes it computes in:
+    products
     at the best rate of all that were measured (float32's may be several of a narrower dtype), but for dtypes of 8 bits,
     whose rates were not; the wanted outputs written, and every array read, but of an op that may leave some unread."""
     fastest = max((r for n, r in rates.items() if n != COPY), default=0.0)

@@ -276,7 +276,8 @@ class Trial:
         """DeviceLost where somebody put others in place of what times are read from."""
         for name in dict.fromkeys(name for run in runs for name in run.instruments.replaced()):
             raise DeviceLost(
-                f"bench: {name} is no longer what times are read from: code of one of {', '.join(c.name for c in self.among)} "
+                f"bench: {name} is no longer what times are read from: code of one of "
+                f"{', '.join(c.name for c in self.among)} "
                 "put another in its place, and no time of this process counts; the rows before it are kept"
             )
 

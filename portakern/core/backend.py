@@ -236,7 +236,8 @@ def in_order(backend: str, families: Sequence[Family]) -> tuple[Family, ...]:
                 first[g.name].add(f.name)
             elif not g.narrower(f):
                 raise SpecError(
-                    f"backend {backend!r}: nothing says which of its families {f.name!r} and {g.name!r} is tried first; "
+                    f"backend {backend!r}: nothing says which of its families {f.name!r} and {g.name!r} is "
+                    f"tried first; "
                     f"where that is {f.name!r}, write Family(..., before=({g.name!r},)) in {f.package}"
                 )
     said = _all_before(backend, first)

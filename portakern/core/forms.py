@@ -23,7 +23,8 @@ Form = tuple[Any, ...]
 @functools.cache
 def reader(spec: Spec[Any]) -> Callable[..., tuple[Form | None, dict[str, Any]]]:
     """A function that takes an op's arguments and gives their form, and the arrays by name; None for the form where
-    arrays are of a framework whose calls have none, one of them is not in its memory as it is, or somebody steps in. Last in
+    arrays are of a framework whose calls have none, one of them is not in its memory as it is, or somebody steps in.
+    Last in
     a form is which arrays want a
     gradient, False where none gets one.
 

@@ -64,7 +64,8 @@ HOST_CLOCK = "host"
 
 
 HOST_BEYOND, DEVICE_BEYOND = 32.0, 1.25
-"""Of :attr:`Instruments.beyond_roof`. Of 2,119 results of the H100 and H200 the fastest right call took 1 / 1.14 of what
+"""Of :attr:`Instruments.beyond_roof`. Of 2,119 results of the H100 and H200 the fastest right call took 1 / 1.14 of
+what
 a copy at its best allowed: it only reads, and a copy also turns memory round to write."""
 
 

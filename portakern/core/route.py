@@ -109,7 +109,8 @@ def _checked_tiling(spec: Spec[Any], tiling: Any, backend: Backend | None) -> di
 
 
 def routes(call: Call, choice: Choice) -> tuple[Route, ...] | None:
-    """Who may serve calls like this one, in the order in which they are tried; None while their arrays have no device."""
+    """Who may serve calls like this one, in the order in which they are tried; None while their arrays have no
+    device."""
     known = choice.found.get((call.framework, call.device))
     if known is not None:
         return known

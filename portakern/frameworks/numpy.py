@@ -93,7 +93,8 @@ def _refuse_cut(op: str, name: str, array: np.memmap[Any, Any]) -> None:
     end = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY + len(mapped)
     if mapped.size() < end:
         raise SpecError(
-            f"{op}: {name} is mapped from the first {end} bytes of a file that has {mapped.size()} now: {array.filename}; "
+            f"{op}: {name} is mapped from the first {end} bytes of a file that has {mapped.size()} now: "
+            f"{array.filename}; "
             "map it anew, or pass numpy.array(...), a copy made before the file was cut"
         )
 

@@ -302,8 +302,7 @@ def spec(
         gives there on all of them. An axis that an option names is none. Or what gives them, from the options and the
         outputs that are wanted. Large calls are then compared in part.
       vjp: the name of the op that computes gradients (see :mod:`portakern.core.gradients`).
-      saved: a named tuple of outputs that come after the others and that the gradient op alone reads, as optional
-        arguments: a forward call makes them where a gradient is needed, and no caller is shown them.
+      saved: a named tuple of further outputs, which the gradient op alone reads, as optional arguments.
       autocast: what torch.autocast makes of the float arguments, float64 apart: "lower" casts them to its dtype, as it
         does for matrix products, "float32" to that, as for reductions on accelerators (on CPUs it leaves those alone);
         None leaves them alone.

@@ -149,7 +149,8 @@ def _axes(shape: Sequence[int], dims: Sequence[Dim], call: Call) -> Iterator[tup
 
 
 def turned(call: Call, name: str, axis: int, shift: int) -> dict[str, Any]:
-    """Dimension -> its indices, of a variadic one for each axis, with those along one axis turned round by ``shift``: an
+    """Dimension -> its indices, of a variadic one for each axis, with those along one axis turned round by ``shift``:
+    an
     array at them has the values of this one in other places, and so has what a call gives of it."""
     whole = [np.arange(e) for e in extents_of(call, name)]
     whole[axis] = np.roll(whole[axis], -shift)

@@ -667,7 +667,8 @@ def _refuse_unknown_tiles(subject: Subject, case: Case | LawCase) -> None:
     for name in left:
         if name not in known:
             raise SpecError(
-                f"{spec.name}: the case's tiling has {name!r}; expected names among {', '.join(known) or '(it has none)'}"
+                f"{spec.name}: the case's tiling has {name!r}; expected names among "
+                f"{', '.join(known) or '(it has none)'}"
             )
 
 

@@ -28,7 +28,8 @@ class Source:
     """Choices in turn: those of ``seed``, or those that are given and then nothing but 0.
 
     Attributes:
-      seed: of the choices that are not given; choices: those that were made; seed_of_values: what the arrays of a case are drawn from, which does not shrink.
+      seed: of the choices that are not given; choices: those that were made; seed_of_values: what the arrays of a
+      case are drawn from, which does not shrink.
     """
 
     def __init__(self, seed: int, given: Sequence[int] | None = None) -> None:

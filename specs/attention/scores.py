@@ -86,7 +86,8 @@ def score_unit(call: Call) -> tuple[float | None, float]:
     Scaled first, a product may be fused into the difference and not into m, and an ulp of a score of 1e10 is 1024.
     ``exponents`` (specs/_exponents.py) has a way to fuse it all the same.
 
-    Gradients keep scores in the same unit, and lse in it, so that a score is the number that it was in the forward pass.
+    Gradients keep scores in the same unit, and lse in it, so that a score is the number that it was in the forward
+    pass.
     """
     scale, softcap = call.options["scale"], call.options["softcap"]
     scale = call.dims["d"] ** -0.5 if scale is None else scale

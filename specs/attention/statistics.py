@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 @attention.sigma
 def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """RMS errors of o and lse; of lse_low nothing is said. The symbols are those of the bound; kappa = KAPPA u, P = p / l.
+    """RMS errors of o and lse; of lse_low nothing is said. The symbols are those of the bound; kappa = KAPPA u, P = p
+    / l.
 
     f is the RMS error of one score apart from its neighbours, and (x, y) are a dot's coefficients (``dot_spread``):
 

@@ -1,6 +1,7 @@
 """The gradients of attention from q, k, v, o, lse and the cotangents of o and lse.
 
-With P = exp(min(S - lse, 0)) and Delta = sum d_o o - d_lse: dS = P (d_o v^T - Delta), d_q = dS k scale, d_k = dS^T q scale and
+With P = exp(min(S - lse, 0)) and Delta = sum d_o o - d_lse: dS = P (d_o v^T - Delta), d_q = dS k scale, d_k = dS^T q
+scale and
 d_v = P^T d_o.
 """
 

@@ -10,7 +10,8 @@ from tests.ops.record import Fault, GradientRecord, Hiding, Near, Sample
 
 
 def simulate(logits, labels, lse, d_loss, lse_low=None, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, *,
-             ftz=False, base2=True, inside=False, low=None, factor=1.0, off=0, all_rows=False, plain=False):  # fmt: skip
+             ftz=False, base2=True, inside=False, low=None, factor=1.0, off=0, all_rows=False,
+             plain=False):  # fmt: skip
     """``inside``: e / n joins the target first; ``low``: p kept in a narrower dtype; ``off``: the label's neighbour is
     hit; ``plain``: z is left out."""
     acc, n = accumulator(logits), logits.shape[-1]

@@ -126,13 +126,15 @@ def score_gradients(p, t, a, b, delta, allowed, scores, plan: tl.constexpr):
 
 @triton.jit
 def attention_vjp_statistics_kernel(
-    o, d_o, lse, d_lse, lse_low, shift, low, flags, delta, sums, tiles, heads, q_len, pitch, dv, rate, rate_low, o_strides,
+    o, d_o, lse, d_lse, lse_low, shift, low, flags, delta, sums, tiles, heads, q_len, pitch, dv, rate, rate_low,
+    o_strides,
     d_o_strides, lse_strides, d_lse_strides, low_strides, rows: tl.constexpr, block_dv: tl.constexpr,
     columns: tl.constexpr, acc_dtype: tl.constexpr, limit: tl.constexpr,
 ):  # fmt: skip
     """delta = sum(o d_o) - d_lse and shift + low = (lse + lse_low) (rate + rate_low), what scores are measured from in
     their unit; all (batch, heads, pitch), where pitch >= q_len. low is 0, and only there, where |lse| is below
-    ``limit``; flags, (batch, heads, ``FLAGS``), unless that is None, say where one of ``rows`` queries is not so. sums: memory of the queries'
+    ``limit``; flags, (batch, heads, ``FLAGS``), unless that is None, say where one of ``rows`` queries is not so.
+    sums: memory of the queries'
     ``columns`` each that is set to 0, (batch, heads, pitch, columns), or None.
 
     A row that sees no key gets shift = inf, so that its p is 0, and delta = 0. To be compiled without contraction:

@@ -2,7 +2,8 @@
 
     d_x_j = d_loss [p_j (1 + 2 z lse) - (1 - e) [j = t] - e / n]        p = exp(min(x - lse - lse_low, 0))
 
-lse and lse_low were saved, so that no element waits for another: a program owns a tile of ``block_rows`` rows by ``block_n``
+lse and lse_low were saved, so that no element waits for another: a program owns a tile of ``block_rows`` rows by
+``block_n``
 elements of each, and what an ignored row holds counts nowhere. Long rows that lie one after another are one row. Where
 rows lie side by side, logits are read along memory and the gradient is written along its own. e and z are known to the
 compiler.
@@ -147,7 +148,8 @@ def cross_entropy_vjp_long_kernel(x, labels, lse, low, d_loss, start, d_x, rows,
     if (begin + width <= (row + 1) * n) & (label != ignored) & ((hit < 0) | (hit >= width)):
         within_a_row(x, labels, lse, low, d_loss, d_x, begin, row, ignored, classes, width, acc_dtype, even, z)
     else:
-        where_rows_meet(x, labels, lse, low, d_loss, d_x, begin, row, rows, n, ignored, first, classes, width, acc_dtype,
+        where_rows_meet(x, labels, lse, low, d_loss, d_x, begin, row, rows, n, ignored, first, classes, width,
+        acc_dtype,
                         even, z, vector)  # fmt: skip
     if begin + width >= rows * n:
         behind_vectors(x, labels, lse, low, d_loss, d_x, rows, n, ignored, first, classes, acc_dtype, even, z, vector,
@@ -155,7 +157,8 @@ def cross_entropy_vjp_long_kernel(x, labels, lse, low, d_loss, start, d_x, rows,
 
 
 @triton.jit
-def cross_entropy_vjp_kernel(x, labels, lse, low, d_loss, start, d_x, rows, rows_inner, n, steps, ignored, first, classes,
+def cross_entropy_vjp_kernel(x, labels, lse, low, d_loss, start, d_x, rows, rows_inner, n, steps, ignored, first,
+classes,
                              x_outer, x_inner, x_n,
                              block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
                              even: tl.constexpr, z: tl.constexpr, beside: tl.constexpr, flat: tl.constexpr,
@@ -257,6 +260,7 @@ def gradient_into(
                edges=max(vector, tile["num_warps"] * lanes(call.target.arch)))  # fmt: skip
         return
     steps = cdiv(n, tile["block_n"])
-    launch(cross_entropy_vjp_kernel, cdiv(rows.height, tile["block_rows"]) * steps, call, x, labels, *lse, d_loss, start,
+    launch(cross_entropy_vjp_kernel, cdiv(rows.height, tile["block_rows"]) * steps, call, x, labels, *lse, d_loss,
+    start,
            d_x, rows.height, rows.inner, n, steps, ignored, first, classes, *rows.strides[0], **forms,
            block_rows=tile["block_rows"], block_n=tile["block_n"], beside=beside, **known)  # fmt: skip

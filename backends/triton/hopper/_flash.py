@@ -503,10 +503,12 @@ def producer(
 
 @gluon.jit(do_not_specialize=list(Work._fields))
 def attention_flash_kernel(
-    q, k, v, o, lse, low, scores, window, tiles, ahead, tiles_q, together, heads, group, all_heads, q_len, kv_len, chunk,
+    q, k, v, o, lse, low, scores, window, tiles, ahead, tiles_q, together, heads, group, all_heads, q_len, kv_len,
+    chunk,
     plan: gl.constexpr,
 ):  # fmt: skip
-    """o, and lse and low (lse_low) unless these are None. q, k, v, o: described, (batch, length, heads, d). From ``tiles`` on: ``Work``,
+    """o, and lse and low (lse_low) unless these are None. q, k, v, o: described, (batch, length, heads, d). From
+    ``tiles`` on: ``Work``,
     whose numbers are handed over one by one, as in a tuple Triton would compile the kernel for what divides them."""
     work = Work(tiles, ahead, tiles_q, together, heads, group, all_heads, q_len, kv_len, chunk)
     dtype: gl.constexpr = q.dtype

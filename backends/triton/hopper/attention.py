@@ -185,7 +185,8 @@ def rows_of(call: Call) -> int:
 
 
 def by_shares(
-    call: Call, tiling: Mapping[str, int], plan: Plan, arrays: tuple[Any, ...], out: tuple[Any, Any, Any], scores: Scores,
+    call: Call, tiling: Mapping[str, int], plan: Plan, arrays: tuple[Any, ...], out: tuple[Any, Any, Any],
+    scores: Scores,
     window: tuple[int | None, int | None], chunks: int, walks: bool,
 ) -> None:  # fmt: skip
     """Each group of heads by a program that ``walks`` its chunks; or each chunk of keys by itself, and then, where

@@ -126,7 +126,8 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
 
 
 def scores_of(call: Call) -> tuple[Scores, tuple[float, float]]:
-    """From dot products to weights: a score in its unit, of either sign, ``rate`` times which is the exponent, as in the
+    """From dot products to weights: a score in its unit, of either sign, ``rate`` times which is the exponent, as in
+    the
     forward pass; and by how much, in two parts, lse is multiplied to be in units of the exponent, by the very rate that
     float32 holds."""
     scale, softcap = scale_of(call), call.options["softcap"]
@@ -168,7 +169,8 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
         told = [lines(x, plan.block) if plan.by_key else x for x in (shift, delta)]
         sums = [None if x is None else tiled(x, QUERIES, columns)
                 for x, columns in ((first, plan.block_d), (second, plan.block_dv))]  # fmt: skip
-        launch(attention_vjp_gradients_kernel, programs, call, *described, *told, low, flags, *sums, scores, scale, window, *work,
+        launch(attention_vjp_gradients_kernel, programs, call, *described, *told, low, flags, *sums, scores, scale,
+        window, *work,
                plan=plan, num_warps=4, maxnreg=REGISTERS[plan.consumers][1])  # fmt: skip
     return tuple(out.values())
 

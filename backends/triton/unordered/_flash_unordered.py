@@ -278,7 +278,8 @@ def consumer(GROUP: gl.constexpr, home, guests, parts, sides, sums, scores, scal
 
 @gluon.jit(do_not_specialize=list(Work._fields))
 def attention_vjp_unordered_kernel(
-    k, v, q, d_o, shift, delta, low, flags, d_k, d_v, sums, scores, scale, window, tiles, tiles_q, together, heads, group,
+    k, v, q, d_o, shift, delta, low, flags, d_k, d_v, sums, scores, scale, window, tiles, tiles_q, together, heads,
+    group,
     all_heads, q_len, kv_len, pitch, plan: gl.constexpr,
 ):  # fmt: skip
     """d_k and d_v, scaled, and D k added to ``sums``, float32, described: (heads of all batch entries, pitch, 1,

@@ -60,8 +60,10 @@ class TorchInstruments(Instruments):
         if self.on_gpu:
             events, cuda = torch.cuda.Event, torch.cuda
             theirs = {
-                "torch.cuda.Event": events, "torch.cuda.synchronize": cuda.synchronize, "torch.cuda._sleep": cuda._sleep,
-                **{f"torch.cuda.Event.{n}": getattr(events, n) for n in ("record", "query", "synchronize", "elapsed_time")},
+                "torch.cuda.Event": events, "torch.cuda.synchronize": cuda.synchronize,
+                "torch.cuda._sleep": cuda._sleep,
+                **{f"torch.cuda.Event.{n}": getattr(events, n) for n in ("record", "query", "synchronize",
+                "elapsed_time")},
             }  # fmt: skip
             found += [name for name, fn in theirs.items() if not _of_torch(fn)]
         return found

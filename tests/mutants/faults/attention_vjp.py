@@ -66,15 +66,15 @@ FAULTS = {
         Planted(
             "log2e-rounded",
             "exp is exp2 with log2(e) of five digits",
-            old="apart) * scores.rate)",
-            new="apart) * (scores.rate * 1.0000034))",
+            old="apart * scores.rate)",
+            new="apart * (scores.rate * 1.0000034))",
             small=True,
         ),
         Planted(
             "log2e-before-lse",
             "scores and lse take log2(e)'s factor before their difference, by which the largest overflow",
-            old="apart = (s - shift) - low",
-            new="apart = (s * 1.4426950408889634 - shift * 1.4426950408889634) * 0.6931471805599453 - low",
+            old="tl.minimum((s - shift) - low,",
+            new="tl.minimum((s * 1.4426950408889634 - shift * 1.4426950408889634) * 0.6931471805599453 - low,",
             small=True,
         ),
         Planted(
