@@ -18,14 +18,14 @@ __all__ = ["Registered", "register_attention", "somebodys"]
 def register_attention(name: str = "portakern", backend: str | None = None) -> None:
     """Let models of transformers be built with ``attn_implementation=name``.
 
-    Masks come as for its "sdpa". What a model hands to attention and the op does not have is refused by name.
+    Masks come as for its "sdpa", and are always made for models that have none. What a model hands to attention and the op does not have is refused by name.
 
     Args:
       name: what models ask for; a name that is registered already is given this meaning.
       backend: who must serve them; None: chosen from the arrays.
     """
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    from transformers.masking_utils import AttentionMaskInterface
 
     op = kept_op("attention", backend)
 
@@ -46,7 +46,7 @@ def register_attention(name: str = "portakern", backend: str | None = None) -> N
         """query: (batch, heads, length, head dim); key, value with fewer heads -> (batch, length, heads, head dim)."""
         refuse(name, dropout, attention_mask, others)
         length, keys = query.shape[2], key.shape[2]
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        causal = getattr(module, "is_causal", leaves_out_masks(module)) if is_causal is None else is_causal
         causal = bool(causal) and attention_mask is None and length > 1
         window: tuple[int | None, int | None] | None = None
         if causal:  # aligned at the top left, where the op aligns at the bottom right; later keys are past every query
@@ -67,7 +67,37 @@ def register_attention(name: str = "portakern", backend: str | None = None) -> N
         return op(q, k, v, bias, window=window, scale=scaling, softcap=softcap), None
 
     AttentionInterface.register(name, attend)
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(name, made_mask)
+
+
+def leaves_out_masks(module: Any) -> bool:
+    """Whether a module that gets no mask may be meant to see what came before alone: so are those of models for which
+    transformers' "sdpa" is served, and no others. One that has no config is taken at its word."""
+    config = getattr(module, "config", None)
+    return config is None or has_sdpa(type(config))
+
+
+@torch.compiler.assume_constant_result
+def has_sdpa(kind: type) -> bool:
+    """Whether transformers has its attention "sdpa" for models of a class of configs: attention of these says itself
+    whether it is causal, so that a mask that says no more is left out. Others are only right with their masks."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    try:
+        found = MODEL_MAPPING[kind]
+    except KeyError:
+        return False
+    models = found if isinstance(found, (tuple, list)) else (found,)
+    return all(model._supports_sdpa for model in models)
+
+
+def made_mask(*args: Any, config: Any = None, **others: Any) -> torch.Tensor | None:
+    """transformers' mask for "sdpa", of models without which it is never left out."""
+    from transformers.masking_utils import sdpa_mask
+
+    if not has_sdpa(type(config)):
+        others |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return sdpa_mask(*args, config=config, **others)
 
 
 class Registered:

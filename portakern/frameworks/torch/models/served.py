@@ -27,7 +27,6 @@ __all__ = [
     "Remade",
     "Served",
     "expected",
-    "followed",
     "has_plain_parameters",
     "is_bare",
     "onlookers",
@@ -73,7 +72,11 @@ class Served:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
-        function = self.function if type(module).forward is self.theirs else followed(module)
+        if type(module).forward is self.theirs:
+            return self.function(module, *args, **kwargs)
+        if vars(module).get("forward") is not self:
+            return self.function(module, *args, **kwargs)
+        function = _found(module) if torch.compiler.is_compiling() else self.followed()
         return function(module, *args, **kwargs)
 
     def __getstate__(self) -> Any:
@@ -99,9 +102,23 @@ class Served:
             setattr(other, name, getattr(self, name))
         return other
 
+    def followed(self) -> Callable[..., Any]:
+        """What serves the module, whose class may have come to another forward: fully_shard gives it a class of its
+        own, which wraps the forward of its layer again. Another forward than that is somebody's, and serves itself. What
+        somebody took from the module before, and calls, stays what it was, as a bound method does."""
+        own: Any = type(self.module).forward
+        if own is self.theirs or vars(self.module).get("forward") is not self:
+            return self.function
+        if inspect.unwrap(own) is not inspect.unwrap(self.theirs):
+            found: Callable[..., Any] = own
+            return found
+        if own not in self.others:
+            self.others[own] = rewrapped(own, self.heart)
+        return self.others[own]
+
     def why_not(self) -> str:
         """Why the module's own forward runs now, in words; "" where this serves it."""
-        if followed(self.module) is type(self.module).forward:
+        if self.followed() is type(self.module).forward:
             return f"{type(self.module).__name__}.forward was replaced since"
         return "" if self.unless is None else self.unless(self.module)
 
@@ -120,19 +137,10 @@ class Served:
 
 
 @torch.compiler.assume_constant_result
-def followed(module: nn.Module) -> Callable[..., Any]:
-    """What serves a module whose class came to another forward: fully_shard gives it a class of its own, which wraps
-    the forward of its layer again. Another forward than that is somebody's, and serves itself."""
-    own: Any = type(module).forward
-    served = next(value for value in vars(module).values() if isinstance(value, Served) and value.module is module)
-    if own is served.theirs:
-        return served.function
-    if inspect.unwrap(own) is not inspect.unwrap(served.theirs):
-        found: Callable[..., Any] = own
-        return found
-    if own not in served.others:
-        served.others[own] = rewrapped(own, served.heart)
-    return served.others[own]
+def _found(module: nn.Module) -> Callable[..., Any]:
+    """What ``followed`` finds, looked up once while torch.compile traces."""
+    served: Served = vars(module)["forward"]
+    return served.followed()
 
 
 class Remade:
