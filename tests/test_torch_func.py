@@ -61,7 +61,8 @@ def test_maps_over_no_sample(r, key):
         call = pk.op(r.op, backend=backend)
         f = lambda *a: results(call(**dict(zip(given, a, strict=True)), **mapped.sample.options))  # noqa: B023, E731
         # 0 + x, with which sum() begins, is an error of PyTorch's for no sample
-        g = torch.func.grad(lambda *a: functools.reduce(torch.add, [y.pow(2).sum() for y in f(*a)]), every)  # noqa: B023
+        total = lambda *a: functools.reduce(torch.add, [y.pow(2).sum() for y in f(*a)])  # noqa: B023, E731
+        g = torch.func.grad(total, every)
         for transformed in (f, g):
             some = torch.func.vmap(transformed, in_dims)(*given.values())
             found = torch.func.vmap(transformed, in_dims)(*none)
