@@ -423,7 +423,8 @@ class AttentionVjpOp(Op):
         At pairs that causal, window or segments mask, P and dS are 0, whatever lse, d_o, v and the rest hold there:
         select
         after the arithmetic. A row with lse = -inf saw no key: its P is 0. Where bias = -inf, P is 0 as exp gives it.
-        o, lse
+        o,
+        lse
         and lse_low are taken as they are, rounded. No P exceeds 1, however far rounding moves a score above lse: where
         scores are large that is by whole numbers. Nothing is promised of a pair whose score is above lse by more than
         that:

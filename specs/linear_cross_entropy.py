@@ -194,6 +194,7 @@ def bracket_error(call: Call, at: Logits, of: Call, b: np.ndarray, shift: np.nda
     moved = np.maximum(np.exp(np.minimum(apart + theta, 0.0)) - p, p * -np.expm1(-theta))
     moved = np.where(np.isposinf(theta), inf, np.where(np.isnan(moved), 0.0, moved))
     far = (apart < inf) & ((p + moved) * w >= units(call).huge)  # p w may overflow before d_loss meets it
+    far |= apart > theta + 1e-2  # the lse of other logits: nothing is promised of what exceeds it
     more = moved * w + (2 * z * shift[:, None] * (magnitude(p) + moved) if z else 0.0)
     more = SLACK * (1 + units(call).U) * np.where(g > 0, g * more, 0.0)
     return np.where(at.counted[:, None], np.where(far, inf, wider(own, more, b)), 0.0)
