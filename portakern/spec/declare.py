@@ -290,11 +290,8 @@ def spec(
         ``overwrite=``, the names of such inputs. No other input is written to, and none where nobody asks. An
         implementation that can says so (``implements(..., overwrites=True)``) and asks each call
         (:meth:`portakern.core.call.Call.overwritten`); on any other such a call is refused.
-      also: output of a gradient op -> further inputs of the forward op whose gradient it is: in a sum of two terms,
-        that of one is that of the other. Whoever differentiates gets one array for all of them.
-      passes: input of the forward op -> the cotangent, an argument of a gradient op, that is its gradient as it is:
-        that of a term added last. No output stands for it, nothing is computed, and whoever differentiates gets the
-        cotangent.
+      also: output of a gradient op -> further inputs of the forward op whose gradient it is, as in a sum of terms.
+      passes: input of the forward op -> the cotangent that is its gradient as it is, so that no output stands for it.
       reads: optional argument of a gradient op, saved by the forward call -> under which options it is read. Elsewhere
         it must be absent, and the forward call neither computes nor keeps it.
       masks: additive masks among the arrays, whose -inf hides a pair.

@@ -18,7 +18,8 @@ __all__ = ["Registered", "register_attention", "somebodys"]
 def register_attention(name: str = "portakern", backend: str | None = None) -> None:
     """Let models of transformers be built with ``attn_implementation=name``.
 
-    Masks come as for its "sdpa", and are always made for models that have none. What a model hands to attention and the op does not have is refused by name.
+    Masks come as for its "sdpa", and are always made for models that have none. What a model hands to attention and
+    the op does not have is refused by name.
 
     Args:
       name: what models ask for; a name that is registered already is given this meaning.

@@ -104,7 +104,8 @@ class Served:
 
     def followed(self) -> Callable[..., Any]:
         """What serves the module, whose class may have come to another forward: fully_shard gives it a class of its
-        own, which wraps the forward of its layer again. Another forward than that is somebody's, and serves itself. What
+        own, which wraps the forward of its layer again. Another forward than that is somebody's, and serves itself.
+        What
         somebody took from the module before, and calls, stays what it was, as a bound method does."""
         own: Any = type(self.module).forward
         if own is self.theirs or vars(self.module).get("forward") is not self:
