@@ -83,3 +83,40 @@ def differentiated(r, sample, dtype="float64"):
         cotangents,
         op(wired.vjp).bind(**given, **{n: options[n] for n in wired.options if n in options}),
     )
+
+
+class InOrder(np.ndarray):
+    """An array whose sums, means and products, and those of all that is computed from it, add one term after the
+    other."""
+
+    def sum(self, axis=None, dtype=None, out=None, keepdims=False, **_):
+        x = np.asarray(self)
+        axes = range(x.ndim) if axis is None else np.atleast_1d(axis)
+        for i in axes:
+            last = [slice(None)] * x.ndim
+            last[i] = slice(-1, None)
+            x = np.add.accumulate(x, i, dtype=dtype)[tuple(last)] if x.shape[i] else x.sum(i, dtype, keepdims=True)
+        return (x if keepdims else x.squeeze(tuple(axes))).view(InOrder)
+
+    def mean(self, axis=None, dtype=None, out=None, keepdims=False, **_):
+        terms = self.size if axis is None else np.prod([self.shape[i] for i in np.atleast_1d(axis)])
+        return self.sum(axis, dtype, keepdims=keepdims) / self.dtype.type(terms)
+
+    def __matmul__(self, other):
+        a, b = np.asarray(self), np.asarray(other)
+        if b.ndim < 2:
+            return (a * b).view(InOrder).sum(-1)
+        total = np.zeros((), np.result_type(a, b))
+        for k in range(b.shape[-2]):
+            total = total + a[..., :, k, None] * b[..., k, None, :]
+        return np.asarray(total).view(InOrder)
+
+    def __rmatmul__(self, other):
+        return np.asarray(other).view(InOrder) @ self
+
+
+def in_order(name, arrays, options, **how):
+    """:func:`simulated`, but that every sum runs one term after the other."""
+    return [
+        np.asarray(y) for y in simulated(name, [a if a is None else a.view(InOrder) for a in arrays], options, **how)
+    ]

@@ -191,14 +191,15 @@ def test_sums_in_another_order_break_a_promise_and_are_right_where_nobody_made_i
     how = {**HOW, "shapes": [{"x": (24, 4096)}], "max_examples": 12}
     report = pk.check("softmax", fn=one_term_after_the_other, **how)
     assert (report.outcome, report.failures[0].which) == ("broke a promise", "sums"), report.failures
-    assert "typical errors are " in report.failures[0].what
+    assert "elements are out of bounds" in report.failures[0].what
     for promises in (("inputs", "kept"), False):
         report = pk.check("softmax", fn=one_term_after_the_other, **how, promises=promises)
         assert report.outcome == "right", report.failures
         assert pk.check("softmax", fn=a_term_short, **how, promises=promises).outcome == "wrong"
     case = testing.Case("float32", {"x": (24, 4096)}, seed=1)
-    assert testing.replay("softmax", case, fn=one_term_after_the_other).outcome == "broke a promise"
-    assert testing.replay("softmax", case, fn=one_term_after_the_other, promises=False).passed
+    assert testing.replay("softmax", case, fn=one_term_after_the_other).passed  # by its bounds, and random as any sum's
+    case = testing.Case("float32", {"x": (24, 4096)}, regime="constant", seed=1)
+    assert testing.replay("softmax", case, fn=one_term_after_the_other).passed
 
 
 def begins_at_the_bias(x, weight, bias):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import numpy as np
@@ -14,8 +15,8 @@ from portakern.core.oracle import as_float64, oracle
 from portakern.core.targets import Target
 from portakern.spec.dtypes import numpy_dtype
 from portakern.spec.tolerance import units
-from portakern.testing.statistics import judge, largest_right, room
-from tests.measuring import evidence, simulated
+from portakern.testing.statistics import any_order, judge, largest_right
+from tests.measuring import evidence, in_order, simulated
 from tests.ops import record, records
 from tests.ops._shared import BF16, draw, pick
 from tests.ops.record import DTYPES
@@ -55,6 +56,26 @@ def test_right_simulated_kernels_pass(name, dtype):
         if dtype == "float64" and most == 0.0:
             continue  # the oracle's own operations, in their own precision
         assert most >= (0.15 if dtype == "float64" else least), f"sigma is slack: four times less would still pass: {z}"
+
+
+@every_op
+def test_right_kernels_that_add_one_term_after_the_other_pass(name):
+    r = record(name)
+    for dtype, seed in itertools.product(("float32", "bfloat16"), range(6)):
+        regime, rng = ("normal", "wide")[seed % 2], np.random.default_rng([seed, 5])
+        arrays, options = r.large_case(rng, dtype, regime)
+        how = pick(rng, [v for v in r.variants if "ftz" not in v])
+        for output, (e, _) in evidence(name, arrays, options, partial(in_order, **how), regime).items():
+            assert not e.reasons, (dtype, seed, output, how, e)
+
+
+@pytest.mark.parametrize(("name", "rows"), [("layernorm", 3), ("rmsnorm", 3), ("softmax", 3), ("logsumexp", 90)])
+def test_long_rows_whose_sums_run_in_order_pass(name, rows):
+    """Their errors are a random walk of as many steps as there are terms; a sum of blocks walks a 25th of them."""
+    for seed in range(12):
+        arrays = (draw(np.random.default_rng([seed, 7]), (rows, 4096), "float32"),)
+        for output, (e, worst) in evidence(name, arrays, {}, in_order).items():
+            assert e.applies and not e.reasons and worst < 1, (seed, output, e)
 
 
 def served(backend, platform, name, arrays, options, regime):
@@ -252,11 +273,14 @@ def test_compiled_matrix_units_round_unlike_numpy():
 
 
 def test_sums_in_any_order_are_one_draw_for_all_that_does_not_see_each_other():
-    """The chain is that of a loop over the row; the fewer rows, the more one of them may err."""
+    """The chain is that of a loop over the row; the fewer rows, the more one of them may err. What each element does by
+    itself has no room."""
     rows = op("softmax").bind
     call = rows(np.zeros((4, 2, 4096), np.float32))
-    assert units(call).chain(4096) == 160 and room(call) == 1
-    loose = call.replace(any_order=True)
-    assert units(loose).chain(4096) == 4096 and room(loose) == np.sqrt(2)
-    along = rows(np.zeros((4, 2, 4096), np.float32), axis=0).replace(any_order=True)
-    assert room(along) == np.sqrt(1 + 8 / 8192)
+    assert units(call).chain(4096) == 160 and units(call.replace(any_order=True)).chain(4096) == 4096
+    own, order = np.full(3, 2.0), np.full(3, np.hypot(2.0, 3.0))
+    assert any_order(call, own, own) == pytest.approx(own)
+    assert any_order(call, own, order) == pytest.approx(np.hypot(own, 3 * np.sqrt(2)))
+    along = rows(np.zeros((4, 2, 4096), np.float32), axis=0)
+    assert any_order(along, own, order) == pytest.approx(np.hypot(own, 3 * np.sqrt(1 + 8 / 8192)))
+    assert np.isinf(any_order(call, np.full(3, np.inf), np.full(3, np.inf))).all()

@@ -4,8 +4,8 @@ A bound holds for the worst case, which a sum of a thousand roundings never meet
 tenth of it passes. The spec's ``sigma`` is the RMS error of random rounding at each element. In units of it a right
 kernel's errors have an RMS of 1 at most (``z``), are a few sigma at most (``largest``), and point away from 0 as often
 as towards it (``bias``), which truncation in place of rounding does not. Under tf32, which may cut operands, errors may
-lean. Where integers are small enough for every partial sum to be exact, no error is right at all (the spec's
-``exact``).
+lean. Sums may run in any order (:func:`any_order`). Where integers are small enough for every partial sum to be exact,
+no error is right at all (the spec's ``exact``).
 """
 
 from __future__ import annotations
@@ -52,16 +52,19 @@ def largest_right(n: int) -> float:
     return 10 + 1.5 * float(np.log10(n))
 
 
-def room(call: Call) -> float:
-    """What Z is multiplied by: 1, or sqrt(1 + 8 / M) where sums may run in any order.
+def any_order(call: Call, sigma: np.ndarray, loose: np.ndarray) -> np.ndarray:
+    """sigma where sums may run in any order: sigma^2 + (loose^2 - sigma^2) (1 + 8 / M).
 
-    The error of a sum that runs one term after the other outweighs what its elements do by themselves, and is one draw
-    for all of them: 8 / M makes room for what the M parts of a call that do not see each other may draw."""
-    if not call.any_order:
-        return 1.0
+    Args:
+      sigma: of sums as portakern's kernels add them up; loose: of sums that run one term after the other.
+
+    What such an order brings is one draw for all elements of a sum; 8 / M makes room for what the M parts of a call
+    that do not see each other may draw. What each element does by itself, as its last rounding, gets none."""
     names = apart(call.spec, call.options, call.wants)
     parts = math.prod(e for n in names for i, e in enumerate(extents_of(call, n)) if not along(call, n, i))
-    return math.sqrt(1 + 8 / max(parts, 1))
+    with np.errstate(invalid="ignore"):
+        more = np.maximum(loose**2 - sigma**2, 0.0)
+    return np.asarray(np.hypot(sigma, np.sqrt(more * (1 + 8 / max(parts, 1)))))
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,8 @@ def examine(
     if call.degenerate:
         return {name: Evidence() for name in call.wants}
     with np.errstate(all="ignore"):
-        spreads: Sequence[Any] = spec.spread(call, tuple(refs)) if spec.spread and regime in RANDOM else nothing
+        spread = spec.spread if regime in RANDOM else None
+        spreads: Sequence[Any] = spread(call.replace(any_order=False), tuple(refs)) if spread else nothing
         forced: Sequence[Any] = spec.forced(call, tuple(refs)) if spec.forced else nothing
     wanted = [i for i, o in enumerate(spec.outputs) if o.name in call.wants]
     seen = {}
@@ -108,7 +112,11 @@ def examine(
         unbiased = DTYPES[dtype].floating and DTYPES[dtype].bits <= 16 and not units(call).tf32
         evidence = Evidence()
         if spreads[i] is not None:
-            evidence = judge(got, refs[i], bounds[i], spreads[i], unbiased=unbiased, most=Z * room(call))
+            evidence = judge(got, refs[i], bounds[i], spreads[i], unbiased=unbiased)
+        if evidence.reasons and spread is not None:
+            with np.errstate(all="ignore"):
+                loose = spread(call.replace(any_order=True), tuple(refs))[i]
+            evidence = judge(got, refs[i], bounds[i], any_order(call, spreads[i], loose), unbiased=unbiased)
         wrong = 0 if forced[i] is None else int(np.sum(forced[i] & (got != rounded(refs[i], dtype))))
         if wrong:
             evidence = replace(
@@ -122,13 +130,10 @@ def examine(
     return seen
 
 
-def judge(
-    got: np.ndarray, ref: np.ndarray, bound: np.ndarray, sigma: np.ndarray, *, unbiased: bool, most: float = Z
-) -> Evidence:
+def judge(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, sigma: np.ndarray, *, unbiased: bool) -> Evidence:
     """Judge an output that lies within its bound. Only for values of the RANDOM regimes.
 
-    ``unbiased``: rounding to a 16-bit output outweighs every other error, so that errors may not lean; ``most``: the
-    greatest z that is right.
+    ``unbiased``: rounding to a 16-bit output outweighs every other error, so that errors may not lean.
 
     Elements count where reference, result, bound and sigma are finite and sigma is positive. Results whose values
     repeat, such as those of a broadcast row or of a row that one term dominates, are no more evidence than one copy:
@@ -150,8 +155,8 @@ def judge(
         float(np.mean(np.sign(ref[use]) * error)),
     )
     reasons = []
-    if z > most:
-        reasons.append(f"typical errors are {z:.2f} times those of random rounding; at most {most:.3g} are right")
+    if z > Z:
+        reasons.append(f"typical errors are {z:.2f} times those of random rounding; at most {Z:.3g} are right")
     if largest > largest_right(error.size):
         reasons.append(
             f"the largest error is {largest:.1f} times that of random rounding; at most "
