@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 from portakern.backends.triton.descriptors import At, elsewhere, raw
+from portakern.core import codegen
 
 __all__ = ["Go", "direct"]
 
@@ -106,9 +107,7 @@ def _writer(
         f"        launch({', '.join(words)})",
         "    return go",
     ]
-    written: dict[str, Any] = {}
-    exec(compile("\n".join(lines), "<launch>", "exec"), written)  # the text derives from numbers and _form's words
-    made: Callable[..., Go] = written["make"]
+    made: Callable[..., Go] = codegen.written("launch", "\n".join(lines), {}, "make")
     return made
 
 

@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 from portakern.backends.triton.descriptors import base_of, describes, mend_rounding
 from portakern.backends.triton.imports import check_compiled
 from portakern.backends.triton.leaks import leaking_products
+from portakern.core import codegen
 
 __all__ = ["Handles", "current_device", "current_stream", "learn", "refuse_leaks", "small", "watched", "write_launcher"]
 
@@ -142,8 +143,8 @@ def write_launcher(
         "_inside": _inside, "_on": torch.cuda.device, "_current": current_device, "_stream": current_stream,
         "_knobs": knobs, **{f"_{p.name}": p.default for p in kernel.params if p.has_default},
     }  # fmt: skip
-    exec(compile(_source(kernel, args, constexprs, hip), f"<launcher of {kernel.__name__}>", "exec"), env)
-    written: Callable[..., Handles | None] = env["_launcher"]
+    title, source = f"launcher of {kernel.__name__}", _source(kernel, args, constexprs, hip)
+    written: Callable[..., Handles | None] = codegen.written(title, source, env, "_launcher")
     return written
 
 

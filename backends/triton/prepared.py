@@ -15,6 +15,7 @@ from portakern.backends.triton.descriptors import bare, base_of, elsewhere, is_d
 from portakern.backends.triton.direct import direct
 from portakern.backends.triton.launch import RECORDERS, launch
 from portakern.backends.triton.tape import TAPES
+from portakern.core import codegen
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -99,7 +100,6 @@ def make(kernel, grid, call, numbers, constexprs, rest, device, described, curre
         go(current_stream(device), {", ".join(at.get(n, "None") for n in names)})
     return prepared
 """
-    written: dict[str, Any] = {}
-    exec(compile(text, f"<prepared launch on {len(there)} tensors>", "exec"), dict(KNOWN), written)
-    made: Callable[..., Callable[..., None]] = written["make"]
+    title = f"prepared launch on {len(there)} tensors"
+    made: Callable[..., Callable[..., None]] = codegen.written(title, text, KNOWN, "make")
     return made

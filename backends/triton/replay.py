@@ -20,6 +20,7 @@ from portakern.backends.triton import launcher
 from portakern.backends.triton.descriptors import base_of, is_descriptor
 from portakern.backends.triton.prepared import prepare
 from portakern.backends.triton.tape import TAPES, Tape
+from portakern.core import codegen
 
 if TYPE_CHECKING:
     from portakern.core.backend import Implementation
@@ -216,8 +217,7 @@ def _writer(shape: _Shape) -> Callable[..., Run]:
     lines += [*(f"        {line}" for line in body), f"        return ({returned})", "    return replay"]
     env: dict[str, Any] = {"empty_like": torch.empty_like, "empty_strided": torch.empty_strided, "quick_on": _quick_on}
     env |= {"deterministic": torch._C._get_deterministic_algorithms, "as_strided": torch.as_strided}
-    exec(compile("\n".join(lines), "<replay>", "exec"), env)  # the text derives from the spec's names and numbers alone
-    make: Callable[..., Run] = env["make"]
+    make: Callable[..., Run] = codegen.written("replay", "\n".join(lines), env, "make")
     return make
 
 

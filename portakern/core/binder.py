@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from portakern.core import refusals
+from portakern.core import codegen, refusals
 from portakern.core.call import Call
 from portakern.core.framework import BY_TYPE, DTYPE_NAME, framework_of
 from portakern.core.observe import doubt
@@ -84,8 +84,7 @@ def _unreadable(spec: Spec[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any
 def binder(spec: Spec[Any]) -> Callable[..., Call]:
     """Compile ``spec``'s signature into a function from its arguments to a :class:`Call`."""
     source, env = _Writer(spec).write()
-    exec(compile(source, f"<binder of {spec.name}>", "exec"), env)  # the text derives from the spec alone
-    bind: Callable[..., Call] = env["bind"]
+    bind: Callable[..., Call] = codegen.written(f"binder of {spec.name}", source, env, "bind")
     bind.__doc__ = spec.doc
     return bind
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from math import copysign
 from typing import Any
 
+from portakern.core import codegen
 from portakern.core.framework import BY_TYPE, frameworks
 from portakern.spec import ArrayArg, Spec
 
@@ -55,8 +56,7 @@ def reader(spec: Spec[Any]) -> Callable[..., tuple[Form | None, dict[str, Any]]]
             f"        return ({', '.join([*parts, *options])}, seen), {{{arrays}}}",
         ]
     text = "\n".join([*lines, "    return None, {}"])
-    exec(compile(text, f"<form of {spec.name}>", "exec"), env)  # the text derives from spec and frameworks alone
-    read: Callable[..., tuple[Form | None, dict[str, Any]]] = env["read"]
+    read: Callable[..., tuple[Form | None, dict[str, Any]]] = codegen.written(f"form of {spec.name}", text, env, "read")
     return read
 
 

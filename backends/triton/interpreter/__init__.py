@@ -31,6 +31,7 @@ from portakern.backends.triton.descriptors import base_of, is_descriptor
 from portakern.backends.triton.interpreter.described import Described
 from portakern.backends.triton.interpreter.functions import OVERRIDES
 from portakern.backends.triton.interpreter.values import PROGRAM, SEMANTIC, Block, bound, pointer, scalar
+from portakern.core import codegen
 
 __all__ = ["run"]
 
@@ -181,8 +182,7 @@ def _rewritten(fn: Callable[..., Any]) -> Callable[..., Any]:
     used = _names(code)
     scope = {name: _translated(value) for name, value in fn.__globals__.items() if name in used}
     scope |= {"range": OVERRIDES[id(range)], "_assigned": _assigned}
-    exec(code, scope)
-    found: Callable[..., Any] = scope[fn.__name__]
+    found: Callable[..., Any] = codegen.executed(code, scope, fn.__name__)
     return found
 
 

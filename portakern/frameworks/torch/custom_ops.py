@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from portakern.core import registry
+from portakern.core import codegen, registry
 from portakern.core.backend import Backend
 from portakern.core.binder import unchecked
 from portakern.core.call import Call
@@ -87,10 +87,7 @@ def _write(spec: Spec[Any], routing: tuple[tuple[str, str], ...]) -> Callable[..
     else:
         lines.append(f"    {', '.join(o.name for o in spec.outputs)} = {call}")
         lines += _results(spec)
-    exec(
-        compile("\n".join(lines), f"<staged {spec.name}>", "exec"), env
-    )  # the text derives from the spec, and from names that registries hold
-    written: Callable[..., Any] = env[spec.name]
+    written: Callable[..., Any] = codegen.written(f"staged {spec.name}", "\n".join(lines), env, spec.name)
     return written
 
 

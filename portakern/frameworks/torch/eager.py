@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from portakern.core import codegen
 from portakern.core.binder import unchecked
 from portakern.core.call import Call
 from portakern.core.forms import Form, reader
@@ -189,8 +190,7 @@ class _Again(Step):
         )
         env: dict[str, Any] = {"read": backward.read, "plans": backward.choice.plans, "options": self.options}
         env |= {"wants": wants, "over": over}
-        exec(compile(text, f"<gradients of {self.spec.name}>", "exec"), env)  # the text derives from specs alone
-        way: Way = env["way"]
+        way: Way = codegen.written(f"gradients of {self.spec.name}", text, env, "way")
         return way
 
 

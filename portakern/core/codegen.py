@@ -1,0 +1,71 @@
+"""Functions from text that this library writes, with the text at hand for tracebacks, debuggers and
+``inspect.getsource``.
+
+:mod:`linecache` is given the lines under a name in angle brackets and without a time of modification, so that its
+``checkcache`` keeps them, as ``dataclasses`` and ``attrs`` do. They go when the last function of that text goes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import threading
+import weakref
+from collections.abc import Mapping
+from types import CodeType
+from typing import Any
+
+__all__ = ["executed", "written"]
+
+
+def written(title: str, source: str, names: Mapping[str, Any], function: str) -> Any:
+    """The function called ``function`` that ``source`` defines.
+
+    Args:
+      title: what it is, as in "binder of softmax": its file in tracebacks is ``<binder of softmax>``, or
+        ``<binder of softmax-1>`` where a function of other text has that name.
+      source: the text of a module. It runs: write it from specs, types and numbers alone.
+      names: what the text names, beside Python's own.
+    """
+    text = _registered(title, source)
+    # compiled each time: functions with globals of their own that share one code object get in each other's way, as
+    # CPython keeps in the code where it found a global
+    return executed(compile(source, text.file, "exec"), {**names, "__portakern_text__": text}, function)
+
+
+def executed(code: CodeType, scope: dict[str, Any], function: str) -> Any:
+    """The function called ``function`` that a module's code defines, run in ``scope``."""
+    exec(code, scope)
+    return scope[function]
+
+
+class _Text:
+    """A text that linecache knows as ``file``; the globals of the functions that it defines hold this object."""
+
+    def __init__(self, file: str, source: str) -> None:
+        self.file, self.source = file, source
+        self.entry = len(source), None, source.splitlines(keepends=True), file
+
+
+_lock = threading.RLock()  # reentrant: the garbage collector may run _forget within it
+_texts: weakref.WeakValueDictionary[str, _Text] = weakref.WeakValueDictionary()
+"""File -> the text that some function still has."""
+
+
+def _registered(title: str, source: str) -> _Text:
+    with _lock:
+        for file in itertools.chain([f"<{title}>"], (f"<{title}-{n}>" for n in itertools.count(1))):
+            text = _texts.get(file)
+            if text is None and file not in linecache.cache:
+                text = _texts[file] = _Text(file, source)
+                weakref.finalize(text, _forget, file, text.entry).atexit = False
+            if text is not None and text.source == source:
+                linecache.cache[file] = text.entry  # again: somebody may have emptied linecache
+                return text
+    raise AssertionError("itertools.count ends")
+
+
+def _forget(file: str, entry: tuple[Any, ...]) -> None:
+    with _lock:
+        if linecache.cache.get(file) is entry:
+            del linecache.cache[file]
