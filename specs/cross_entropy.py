@@ -57,7 +57,7 @@ def cross_entropy(
     logits: Float[A, "*batch n"],
     labels: Int[A, "*batch"],
     *,
-    ignore_index: Annotated[int, Range(-(2**31), 2**31 - 1, typical=(-100, 0))] = -100,
+    ignore_index: Annotated[int, Range(-(2**31), 2**31 - 1, typical=(-100, 0, -1))] = -100,
     label_smoothing: Annotated[float, Range(0.0, 1.0, typical=(0.0, 0.1))] = 0.0,
     z_loss: Annotated[float, Range(0.0, typical=(0.0, 1e-4))] = 0.0,
     return_lse: bool = False,

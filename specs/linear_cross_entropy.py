@@ -49,7 +49,7 @@ def linear_cross_entropy(
     weight: Float[A, "n d"],
     labels: Int[A, "*batch"],
     *,
-    ignore_index: Annotated[int, Range(-(2**31), 2**31 - 1, typical=(-100, 0))] = -100,
+    ignore_index: Annotated[int, Range(-(2**31), 2**31 - 1, typical=(-100, 0, -1))] = -100,
     label_smoothing: Annotated[float, Range(0.0, 1.0, typical=(0.0, 0.1))] = 0.0,
     z_loss: Annotated[float, Range(0.0, typical=(0.0, 1e-4))] = 0.0,
     precision: Literal["ieee", "tf32"] = "ieee",

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -23,7 +24,7 @@ from tests.ops import forward_records
 
 
 def softmax_float32(x, axis=-1):
-    x = x.astype(np.float32)
+    x = x.astype(np.float64 if x.dtype == np.float64 else np.float32)
     with np.errstate(all="ignore"):
         e = np.exp(np.moveaxis(x - x.max(axis, keepdims=True, initial=-np.inf), axis, -1))
         e = np.ascontiguousarray(e)  # along other axes NumPy adds one after the other, and not pairwise
@@ -180,7 +181,7 @@ def test_functions_of_other_frameworks():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     report = pk.check(
         "softmax",
-        fn=lambda x, axis=-1: torch.softmax(x.float(), axis).to(x.dtype).contiguous(),
+        fn=lambda x, axis=-1: torch.softmax(x.double(), axis).to(x.dtype).contiguous(),
         framework="torch",
         device="cpu",
         max_examples=30,
@@ -232,7 +233,7 @@ def test_limits_hold():
         return np.matmul(a.astype(np.float64), b.astype(np.float64)).astype(a.dtype)
 
     with np.errstate(all="ignore"):
-        pk.check("matmul", fn=spy, max_examples=40, dtypes=["float32"], limits=Limits(elements=50))
+        pk.check("matmul", fn=spy, max_examples=40, dtypes=["float32"], limits=Limits(elements=50), promises=False)
     assert seen and max(np.prod(s) for pair in seen for s in pair) <= 50
 
 
@@ -254,7 +255,7 @@ def test_a_variant_that_takes_few_calls_is_drawn_those():
         return pk.check("matmul", backend=some, max_examples=20, promises=False)
 
     before, report = report_of(), report_of(drawn=Drawn(("precision",), {"k": 8}, {"n": 9}, {"m": 2}))
-    assert before.passed and report.passed
+    assert not before.failures and not report.failures
     assert before.refused.total() > 10 >= report.refused.total()  # half of the 20 are edges
     assert report.concessions == ("beside edges, no precision, k a multiple of 8, n at least 9, m at most 2",)
 
@@ -347,7 +348,7 @@ def wrong_in_whole_tiles(x, *, axis=-1):
 
 
 KEPT = {
-    "by the identity of its argument": (same_result_for_the_same_object, "negated in place", "bounds"),
+    "by the identity of its argument": (same_result_for_the_same_object, " in place", "bounds"),
     "from the third call with a shape on": (replayed, "", "bounds"),  # of one case or of several
     "in one buffer": (one_buffer, "shares memory: the second overwrites the first's", "promises"),
     "wrong where a row fills whole tiles": (wrong_in_whole_tiles, "permitted error", "bounds"),
@@ -379,7 +380,7 @@ def test_one_array_may_stand_for_several():
 
 def rows_by_blas(x, *, axis=-1):
     """A row alone is added up in another order than among others, as a library does that picks a kernel by size."""
-    x64 = np.moveaxis(x.astype(np.float32), axis, -1)
+    x64 = np.moveaxis(x.astype(np.float64 if x.dtype == np.float64 else np.float32), axis, -1)
     with np.errstate(all="ignore"):
         e = np.ascontiguousarray(np.exp(x64 - x64.max(-1, keepdims=True, initial=-np.inf)))
         reverse = np.ascontiguousarray(e[..., ::-1])  # which NumPy adds pairwise too
@@ -473,8 +474,10 @@ def drawn(op, examples, **options):
 
 def test_dtypes_have_fixed_shares():
     for seed, op in enumerate([r.op for r in forward_records()][::4]):
-        count = {d: [c.dtype for c in drawn(op, 80, seed=seed)].count(d) for d in ("float32", "float16", "bfloat16")}
-        assert sum(count.values()) == 80 and 34 <= count["float32"] <= 46 and min(count.values()) >= 14, count
+        count = Counter(c.dtype for c in drawn(op, 80, seed=seed))
+        wide = count.pop("float64")
+        assert sum(count.values()) + wide == 80 and 34 <= count["float32"] <= 46 and min(count.values()) >= 13, count
+        assert 4 <= wide <= 12
     assert {c.dtype for c in drawn("softmax", 40, dtypes=["float64"])} == {"float64"}
 
 
@@ -485,7 +488,11 @@ def test_sizes_that_people_use_are_drawn():
     assert {6} <= {len(c.shapes["x"]) for c in softmax} and {6} <= {len(c.shapes["a"]) for c in matmul}
     longest = [max(c.shapes[name][axis] for c in attention) for name, axis in (("k", 1), ("q", 2), ("q", 3))]
     assert longest[0] >= 1024 and longest[1] >= 48 and longest[2] >= 128, longest
-    assert max(np.prod(s) for c in (*softmax, *attention, *matmul) for s in c.shapes.values()) <= 2**15
+    sizes = [np.prod(s) for c in (*softmax, *attention, *matmul) for s in c.shapes.values()]
+    assert max(sizes) <= 2**18 and max(rows) >= 32000, "vocabularies"
+    free = [c for c in (*softmax, *attention, *matmul) if not c.edge]
+    few = [c for c in free if max(map(np.prod, c.shapes.values())) <= 16]
+    assert len(few) < 0.07 * len(free) and len({c.seed for c in softmax}) == len(softmax), len(few)
 
 
 def test_options_reach_the_ends_of_their_ranges():

@@ -284,3 +284,16 @@ def test_sums_in_any_order_are_one_draw_for_all_that_does_not_see_each_other():
     along = rows(np.zeros((4, 2, 4096), np.float32), axis=0)
     assert any_order(along, own, order) == pytest.approx(np.hypot(own, 3 * np.sqrt(1 + 8 / 8192)))
     assert np.isinf(any_order(call, np.full(3, np.inf), np.full(3, np.inf))).all()
+
+
+def test_errors_that_digits_repeat_are_one_draw():
+    """A row times one number rounds alike wherever its elements have the same digits: of bfloat16's there are 128."""
+    from portakern.testing import replay
+
+    case = '{"dtype":"bfloat16","shapes":{"x":[1,2,4160]},"regime":"normal","seed":585302433}'
+
+    def rmsnorm(x, *, eps=1e-6):
+        wide = x.astype(np.float64)
+        return (wide / np.sqrt(np.square(wide).mean(-1, keepdims=True) + eps)).astype(x.dtype)
+
+    assert not replay("rmsnorm", case, fn=rmsnorm).failures

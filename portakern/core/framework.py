@@ -8,6 +8,7 @@ package.
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import importlib
 import pkgutil
@@ -68,6 +69,7 @@ class Framework:
       embeds: platforms for which machine code can be a part of the library's programs (:meth:`embed`).
       environment: variables that change what is computed, or by what: a line that makes a call again names those that
         are set. advice: text of an error that a library of kernels raises -> what to do about it.
+      reverses: strides of its arrays may be negative.
       records: calls may be recorded instead of run (:meth:`interposes`), which every op asks about before it binds its
         arguments.
     """
@@ -75,6 +77,7 @@ class Framework:
     name: str
     title: str
     wrapper: str
+    reverses = False
     hallmark = ""
     twins: Mapping[str, str] = MappingProxyType({})
     host_only = False
@@ -138,6 +141,10 @@ class Framework:
         """While inside, a function that the library compiles as it is called is compiled for every form of call: no
         number of forms makes it run uncompiled, in silence."""
         return nullcontext()
+
+    def ways(self) -> Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
+        """Other ways in which people call a function, in words: what makes of it one that is called so."""
+        return {"on another thread": _on_another_thread}
 
     def contiguous(self, array: Any) -> bool:
         """Whether elements lie in row-major order without gaps."""
@@ -293,6 +300,14 @@ class Framework:
     def cast(self, spec: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments as the library casts them."""
         return args, kwargs
+
+
+def _on_another_thread(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            return pool.submit(fn, *args, **kwargs).result()
+
+    return called
 
 
 def strided_view(memory: np.ndarray, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,9 +19,20 @@ if TYPE_CHECKING:
 __all__ = ["FRAMEWORK"]
 
 
+def _read_only(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def shut(value: Any) -> Any:
+        if not isinstance(value, np.ndarray):
+            return value
+        view = value.view()
+        view.flags.writeable = False
+        return view
+
+    return lambda *args, **kwargs: fn(*map(shut, args), **{n: shut(v) for n, v in kwargs.items()})
+
+
 class NumPy(Framework):
     name, title, wrapper = "numpy", "NumPy", "numpy.asarray"
-    host_only = True
+    host_only = reverses = True
     device = staticmethod(lambda array: "cpu")
 
     def load(self) -> Any:
@@ -41,6 +52,9 @@ class NumPy(Framework):
 
     def abstract(self, shape: tuple[int, ...], dtype: str, strides: Sequence[int] | None = None) -> Any:
         return np.broadcast_to(np.zeros((), numpy_dtype(dtype)), shape)  # one element, stretched
+
+    def ways(self) -> Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
+        return {**super().ways(), "on arrays that nobody may write to": _read_only}
 
     def contiguous(self, array: Any) -> bool:
         return bool(array.flags.c_contiguous)

@@ -20,7 +20,7 @@ from portakern.errors import SpecError
 from portakern.spec import ArrayArg, Edge, Spec
 from portakern.spec.dtypes import ANY_INDEX, DTYPES, numpy_dtype
 from portakern.spec.parts import ValuesFn
-from portakern.testing.layouts import LAYOUTS, Buffer
+from portakern.testing.layouts import LAYOUTS, REPEATS, Buffer
 from portakern.testing.regimes import EACH_ALONE, REGIMES
 from portakern.testing.sizes import one_form
 
@@ -105,8 +105,8 @@ class Case:
         with np.errstate(over="ignore", invalid="ignore"):
             arrays = {n: _spread(values[n].astype(numpy_dtype(self.dtype_of(a))), s) for n, (a, s) in drawn.items()}
         if forward and saved:  # a repeated index is so before anything is computed
-            repeats = [n for n, layout in self.layouts.items() if layout == "expanded" and n in drawn]
-            arrays |= {n: np.array(LAYOUTS["expanded"](arrays[n]).view()) for n in repeats}
+            repeats = {n: layout for n, layout in self.layouts.items() if layout in REPEATS and n in drawn}
+            arrays |= {n: np.array(LAYOUTS[layout](arrays[n]).view()) for n, layout in repeats.items()}
             arrays |= _forward_outputs(forward, arrays, self.options, saved)
         laid = {n: LAYOUTS[self.layouts.get(n, "contiguous")](arrays[n]) for n in given}
         return laid | dict.fromkeys(self.same, laid[self.same[0]]) if self.same else laid

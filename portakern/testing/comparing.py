@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from portakern.spec import Spec
 from portakern.spec.dtypes import DTYPES, numpy_dtype
 from portakern.testing.cases import Case, generators
 from portakern.testing.evidence import source_of_nan
-from portakern.testing.layouts import Buffer, same_bits
+from portakern.testing.layouts import REPEATS, Buffer, same_bits
 from portakern.testing.parts import Part, part_call, repeated
 from portakern.testing.report import Report
 from portakern.testing.subject import Subject
@@ -36,6 +36,13 @@ from portakern.testing.verdict import (
 )
 
 __all__ = ["run_case"]
+
+
+RENEWED = 1 << 30
+"""The bit of a case's seed that makes its values others."""
+
+WAYS = 10
+"""Of so many cases one is called in each other way that people have."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +194,25 @@ class Trial:
                 )
         return [self.part.taken(n, v) for n, v in zip(call.wants, held.values, strict=True)]
 
+    def otherwise(self, first: Held, call: Call) -> None:
+        """Now and then the call once more in another way that people have: it is as right there."""
+        ways = self.subject.ways
+        turn = self.case.seed >> 4
+        if not ways or turn % WAYS >= len(ways) or call.degenerate:
+            return
+        words, way = [*ways.items()][turn % WAYS]
+        run, self.run = self.run, way(self.run)
+        try:
+            found = self.hold(self.called(), call, self.arrays)
+        finally:
+            self.run = run
+        if found.same(first):
+            return
+        try:
+            self.compare(found, call)
+        except Broken as e:
+            raise e.after(words, "way", f"right, but for calls {words}") from None
+
     def again(self, before: Held, call: Call, arrays: Mapping[str, Any]) -> Held:
         """The call once more: the same bits in other memory, and what came before left alone."""
         after = self.hold(self.called(), call, arrays)
@@ -246,7 +272,7 @@ class Trial:
         A kernel that keeps results by an array's identity, by a shape, or from its n-th call on, gives old ones here.
         """
         name = _changeable(self.subject.spec, self.case)
-        if name is None:
+        if (name is None or self.case.seed >> 8 & 1) and (self.renewed(first) or name is None):
             return
         b = self.buffers[name]
         negated = Buffer(-b.memory, b.shape, b.strides, b.offset)
@@ -268,6 +294,40 @@ class Trial:
             self.negate(name)
             self.now_buffers = self.buffers if turn % 2 == 0 else buffers
             self.again(first if turn % 2 == 0 else second, self.reference if turn % 2 == 0 else other, self.arrays)
+
+    def renewed(self, first: Held) -> bool:
+        """Every input takes other values where it lies, integers and what the forward op saved too, and the call is
+        made a third time. A kernel that keeps what it read of any of them gives old results. Whether it could be."""
+        spec, case = self.subject.spec, self.case
+        kinds = {a.name: case.dtype_of(a) for a in spec.arrays if a.name in case.shapes}
+        case = replace(case, seed=case.seed ^ RENEWED, dtypes=kinds)
+        if self.part.chosen or {*REPEATS} & {*case.layouts.values()} or not case.obeys(spec):
+            return False
+        buffers = case.buffers(spec)
+        other = self.bound(buffers)
+        if [b.strides for b in buffers.values()] != [b.strides for b in self.buffers.values()]:
+            return False
+        for name, b in buffers.items():
+            self.write(name, b.view())
+        self.now_buffers = buffers
+        second = self.hold(self.called(), other, self.arrays)
+        try:
+            self.compare(second, other)
+        except Broken as e:
+            kept = ("kept", "the result of an earlier call was kept") if second.same(first) else ()
+            raise e.after("after every input took other values in place", *kept) from None
+        self.apart(first, second, other)
+        self.untouched(self.arrays, other)
+        return True
+
+    def write(self, name: str, values: np.ndarray) -> None:
+        """Other values in an argument, where it lies if arrays change."""
+        given = self.fw.from_numpy(np.array(values), self.subject.device)
+        if self.fw.immutable:
+            self.arrays = {**self.arrays, name: given}
+        else:
+            self.fw.write(self.arrays[name], given)
+        self.now[name] = np.array(self.fw.to_numpy(self.arrays[name])).astype(values.dtype, copy=False)
 
     def over(self, first: Held | None) -> None:
         """The call once more, its results written over inputs: the same bits, there, and nothing else is changed. What
@@ -378,6 +438,8 @@ def _held(trial: Trial, got: Any, report: Report) -> None:
     if not kept:
         trial.arrays = trial.place()
     trial.again(first, call, trial.arrays)
+    if kept:
+        trial.otherwise(first, call)
     if trial.untouched(trial.arrays, call) and kept and case.then:
         trial.changed(first)
     if subject.overwrites:
@@ -395,7 +457,7 @@ def _changeable(spec: Spec[Any], case: Case) -> str | None:
     free = [
         a.name
         for a in spec.arrays
-        if a.name in case.shapes and a.name not in fixed and case.layouts.get(a.name) != "expanded"
+        if a.name in case.shapes and a.name not in fixed and case.layouts.get(a.name) not in REPEATS
         and DTYPES[case.dtype_of(a)].floating and DTYPES[case.dtype_of(a)].bits > 8
     ]  # fmt: skip
     return free[case.seed % len(free)] if free else None
@@ -405,5 +467,5 @@ def _random_regime(spec: Spec[Any], case: Case) -> str:
     """The regime whose values the case holds; none where they were planted, repeated, or made by a generator."""
     made = generators(spec, registry.forward_of(spec) if spec.is_vjp else None)
     shaped = any(a.name in made and a.name in case.shapes and a.follows for a in spec.arrays)
-    special = case.edge or case.masks or case.same or "expanded" in case.layouts.values() or shaped
+    special = case.edge or case.masks or case.same or {*REPEATS} & {*case.layouts.values()} or shaped
     return "" if special else case.regime

@@ -34,9 +34,10 @@ TELLING = (
 
 
 class Turn(NamedTuple):
-    """What does not come from what Hypothesis draws, of one case: its dtype, and where shapes are given its shapes, its
+    """What is not drawn, of one case: its dtype, and where shapes are given its shapes, its
     regime ("": any) and what follows its call (None: any); of an edge that wants the smallest tiles, how many times
-    those (0: any); of an edge that gives an extent to an option's axis, whether that is not the last (False: any)."""
+    those (0: any); of an edge that gives an extent to an option's axis, whether that is not the last (False: any);
+    of a case on no edge which kind of extents it has (a key of KINDS, "": any)."""
 
     dtype: str
     shapes: Shapes | None = None
@@ -44,6 +45,7 @@ class Turn(NamedTuple):
     then: str | None = None
     times: int = 0
     across: bool = False
+    kind: str = ""
 
 
 def checked_shapes(

@@ -10,7 +10,7 @@ import numpy as np
 
 from portakern.core.framework import strided_view
 
-__all__ = ["DRAWN", "LAYOUTS", "Buffer", "row_major", "same_bits"]
+__all__ = ["DRAWN", "LAYOUTS", "REPEATS", "Buffer", "row_major", "same_bits"]
 
 Shape = tuple[int, ...]
 
@@ -103,6 +103,32 @@ def _expanded(values: np.ndarray) -> Buffer:
     return Buffer(one.memory, values.shape, tuple(0 if i == axis else s for i, s in enumerate(one.strides)), 0)
 
 
+def _stepped(values: np.ndarray) -> Buffer:
+    return _embed(values, tuple(range(values.ndim)), (0,) * values.ndim, 3, 2)
+
+
+def _beside(values: np.ndarray) -> Buffer:
+    """Rows of one of three arrays that lie beside each other, as q, k and v of one product do."""
+    n = values.shape[-1] if values.ndim else 0
+    return _embed(values, tuple(range(values.ndim)), (*(0 for _ in values.shape[:-1]), 2 * n)[: values.ndim], 1, n)
+
+
+def _reversed(values: np.ndarray) -> Buffer:
+    """Every axis walked from its end."""
+    b = _embed(np.flip(values), tuple(range(values.ndim)), (0,) * values.ndim, 1, 0)
+    if not values.size:
+        return b
+    end = sum((n - 1) * s for n, s in zip(b.shape, b.strides, strict=True))
+    return Buffer(b.memory, b.shape, tuple(-s for s in b.strides), b.offset + end)
+
+
+def _uniform(values: np.ndarray) -> Buffer:
+    """One number for all elements, by strides of 0, as the cotangent of a sum is."""
+    if not values.size:
+        return _contiguous(values)
+    return Buffer(np.array(values, order="C").reshape(-1)[:1].copy(), values.shape, (0,) * values.ndim, 0)
+
+
 LAYOUTS: dict[str, Callable[[np.ndarray], Buffer]] = {
     "contiguous": _contiguous,
     "transposed": _transposed,
@@ -111,9 +137,16 @@ LAYOUTS: dict[str, Callable[[np.ndarray], Buffer]] = {
     "swapped": _swapped,
     "expanded": _expanded,
     "shifted": _shifted,
+    "stepped": _stepped,
+    "beside": _beside,
+    "uniform": _uniform,
+    "reversed": _reversed,
 }
 """How an array lies in memory."""
 
-DRAWN = tuple(name for name in LAYOUTS if name != "shifted")
+REPEATS = ("expanded", "uniform")
+"""Those in which elements share memory."""
+
+DRAWN = tuple(name for name in LAYOUTS if name not in ("shifted", "reversed"))
 """Those that are drawn unless others are named: what is shifted asks of a kernel that takes contiguous arrays alone
-what is sliced asks of the others."""
+what is sliced asks of the others; and what is reversed, where a library has negative strides."""

@@ -24,11 +24,11 @@ from portakern.testing.cases import edges as edges_of
 from portakern.testing.comparing import run_case
 from portakern.testing.fixed import Turn, checked_shapes, fits, turns_of
 from portakern.testing.laws import LawCase, NotTaken, run_law
-from portakern.testing.layouts import LAYOUTS
+from portakern.testing.layouts import DRAWN, LAYOUTS
 from portakern.testing.progress import Line, interactive
 from portakern.testing.regimes import VALUE_REGIMES
 from portakern.testing.report import Failure, Report
-from portakern.testing.sizes import Limits
+from portakern.testing.sizes import KINDS, Limits
 from portakern.testing.source import Rejected, Source, shrunk
 from portakern.testing.strategies import case_of, drawn, dtypes_of, turns
 from portakern.testing.subject import (
@@ -58,9 +58,16 @@ __all__ = [
 EDGE_EXAMPLES = 5
 FILL = 2**20  # elements of an array that keeps a large GPU busy
 INTERPRETED = 256  # programs of a call where one runs after the other, for some of them tens of milliseconds each
+INTERPRETED_LENGTH = 4160  # of its longest extent: what no tile holds
 EMULATED = Limits(elements=2048, flops=5e5, tile_volume=2**13)
 FREE_RUN = 25  # free cases of a run: parts of a check that may go to different processes
 TIMED = 5  # of which, where the time may be up, so many come before others
+FREE = (
+    "normal", "wide", "special", "normal", "very_negative", "large_mean", "normal", "near_overflow", "integers",
+    "normal", "spikes", "constant", "subnormal",
+)  # fmt: skip
+"""How values of free cases are drawn, one after the other; thirteen, so that every dtype and every kind of extents
+meets each."""
 RUNS = 1000  # of a check, and cases of a run, at most: numbers that cases are drawn from lie so far apart
 
 
@@ -207,17 +214,20 @@ class Asked:
         limits = self.limits or (EMULATED if subject.emulated else Limits(fill=FILL if compiled else 0))
         fixed = {**limits.options, **_checked(subject.spec, self.options or {})}
         one_by_one = subject.interpret or subject.emulated
+        served = [d for d in subject.spec.dtypes if d not in subject.lacks]
+        layouts = (*limits.layouts, "reversed") if {*limits.layouts} == {*DRAWN} else limits.layouts
         return replace(
             limits,
-            dtypes=tuple(self.dtypes or limits.dtypes),
+            dtypes=tuple(self.dtypes or limits.dtypes or served),
             arguments=subject.arguments if limits.arguments is None else limits.arguments,
             always=limits.always | subject.always,
-            programs=limits.programs or (INTERPRETED if one_by_one else 0),
+            programs=limits.programs or (0 if compiled else INTERPRETED),
+            longest=min(limits.longest, INTERPRETED_LENGTH) if one_by_one else limits.longest,
             drawn=subject.drawn,
             options=fixed,
             empty=limits.empty and self.empty,
             one_dtype=limits.one_dtype or self.one_dtype,
-            layouts=_ways(subject.spec, self.layouts) or limits.layouts,
+            layouts=_ways(subject.spec, self.layouts) or (layouts if subject.framework.reverses else limits.layouts),
             shapes=limits.shapes if self.shapes is None else checked_shapes(subject.spec, self.shapes, fixed),
         )
 
@@ -227,6 +237,8 @@ def check_subject(subject: Subject, asked: Asked) -> Report:
     spec, limits = subject.spec, asked.limits_of(subject)
     kinds, excused = asking(spec, asked.edges, asked.promises)
     told = conceded(spec, limits, excused, subject.unordered)
+    if not (asked.dtypes or (asked.limits and asked.limits.dtypes)):
+        told = (*told, *(f"no case is {dtype}: {why}" for dtype, why in subject.lacks.items() if dtype in spec.dtypes))
     report = Report(spec.name, subject.name, asked.seed, asked=kinds, concessions=told)
     report.visits[subject.name] = _visits(subject, limits, excused)
     start = time.perf_counter()
@@ -458,19 +470,27 @@ class _Work:
         """A case of less choices that fails in the same way, and how; None where there is none."""
         if not self.shrink:
             return None
-        spec, known = self.subject.spec, getattr(error, "kind", None)
+        spec, known, turn = self.subject.spec, getattr(error, "kind", None), run.turns[place]
 
-        def fails(choices: Sequence[int]) -> tuple[Case, Exception] | None:
-            less = Source(source.seed, choices)
+        def fails(turn: Turn, choices: Sequence[int] | None) -> tuple[Case, Exception] | None:
+            source.begin(choices)
             try:
-                case = case_of(less, spec, self.limits, self.subject.tiles, run.edge, run.turns[place], run.fills)
+                case = case_of(source, spec, self.limits, self.subject.tiles, run.edge, turn, run.fills)
             except Rejected:
                 return None
             found = self.outcome(case)
             same = type(found) is type(error) and getattr(found, "kind", None) == known
             return (case, found) if found is not None and same else None
 
-        return shrunk(source.choices, fails)
+        first = None
+        if turn.kind and turn.shapes is None:  # does it need such extents, or such values?
+            plain = turn._replace(kind="odd")
+            for other in (plain._replace(regime="normal"), plain, turn):
+                if first := fails(other, None):
+                    turn = other
+                    break
+        choices = [*source.choices]
+        return shrunk(choices, lambda less: fails(turn, less)) or first
 
 
 Piece = tuple[int, Run, Sequence[int]]
@@ -530,6 +550,7 @@ def _plan(spec: Spec[Any], limits: Limits, max_examples: int, only: Sequence[str
         if name not in known:
             raise SpecError(f"check({spec.name!r}): edge {name!r} is unknown; expected one of {', '.join(known)}")
     corners = [e for e in known.values() if (only is None or e.name in only) and _reachable(e, spec, limits)]
+    corners.sort(key=_last)  # of few cases those on edges where most mistakes show
     if only is not None and not corners:
         raise SpecError(
             f"check({spec.name!r}): what is checked takes no case on {' or '.join(map(repr, only))}; name other edges"
@@ -549,9 +570,17 @@ def _plan(spec: Spec[Any], limits: Limits, max_examples: int, only: Sequence[str
     ]
     filling = min(free, -(-max_examples // 3)) if limits.fill else 0
     for count, fills in ((filling, True), (free - filling, False)):
-        order = [*map(Turn, turns(dtypes, count))]
+        order = [
+            Turn(d, regime=FREE[i % len(FREE)], kind=KINDS[i % len(KINDS)]) for i, d in enumerate(turns(dtypes, count))
+        ]
         runs += [Run(None, order[i : i + FREE_RUN], fills) for i in range(0, count, FREE_RUN)]
     return runs
+
+
+def _last(edge: Edge) -> int:
+    """0, or more for an edge that few mistakes need."""
+    small = any(hi <= 1 for _, hi in edge.dims.values())
+    return 2 * any(hi == 0 for _, hi in edge.dims.values()) + small + bool(edge.same)
 
 
 def _on_edge(dtype: str, visit: int | None) -> Turn:

@@ -11,11 +11,10 @@ from portakern.core import registry
 from portakern.core.backend import ANY, Drawn
 from portakern.core.call import shape_of
 from portakern.spec import ArrayArg, Edge, Spec
-from portakern.spec.dtypes import DTYPES
 from portakern.testing.layouts import DRAWN
 from portakern.testing.source import Source
 
-__all__ = ["EXTENTS", "Limits", "at_least_1", "drawn_dims", "filling_dims", "one_form", "shrink_to_fit"]
+__all__ = ["EXTENTS", "KINDS", "Limits", "at_least_1", "drawn_dims", "filling_dims", "one_form", "shrink_to_fit"]
 
 EXTENTS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 64, 65, 127, 128, 129, 130, 200, 257, 300, 513)
 """Of small cases: on both sides of what tiles and vectors hold."""
@@ -25,6 +24,12 @@ WIDTHS = (96, 192, 320, 384, 640, 768, 1000, 1280, 1536, 3072)
 
 POWERS = tuple(1 << e for e in range(3, 13))
 """And powers of two, with their neighbours."""
+
+LONG = (4099, 4160, 5000, 8193, 16500, 32000, 33000, 50257, 65537, 128256, 151936, 262144)
+"""And beyond: rows, keys and vocabularies longer than a kernel's longest tile, and than 16 bits count."""
+
+HUGE = 2**18
+"""Elements of the largest array with such an extent."""
 
 FEW = (1, 2, 3, 4, 6)
 LONGEST = 4096
@@ -46,8 +51,9 @@ class Limits:
       used: elements of the largest array in a case of the sizes that people use, which has few other long extents; 0:
         no such case, as where ``elements`` is less than the default.
       programs: that a kernel is at least made of, one for each index along what no tile covers, such as heads; 0: any.
+      longest: the longest extent that people have, in a case of one such extent.
       fill: elements of the largest array, at least, in a third of all cases, so that they fill a chip; 0: no such case.
-      dtypes: the op's; arguments: those that the implementation takes, None: all of the spec's.
+      dtypes: the op's, empty: all that it has; arguments: those that the implementation takes, None: all of the spec's.
       layouts: how arrays may lie in memory (keys of LAYOUTS).
       shapes: the calls' shapes, array -> shape, where they are not drawn; empty: they are.
       always: arguments that are given in every call, because the implementation has no default for them.
@@ -59,12 +65,13 @@ class Limits:
     elements: int = 4096
     flops: float = 2e6
     tile_volume: int = 2**18
-    dtypes: Sequence[str] = tuple(d for d in DTYPES if d != "float64")
+    dtypes: Sequence[str] = ()
     arguments: frozenset[str] | None = None
     layouts: Sequence[str] = DRAWN
     shapes: Sequence[Mapping[str, tuple[int, ...]]] = ()
     used: int = 2**15
     programs: int = 0
+    longest: int = max(LONG)
     fill: int = 0
     always: frozenset[str] = frozenset()
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -80,19 +87,27 @@ def _variadic(spec: Spec[Any]) -> set[str]:
     return {d.factors[0] for a in spec.arrays for d in a.dims if d.variadic}
 
 
-KIND = ("odd",) * 7 + ("used",) * 4 + ("rank",)
+KINDS = ("used", "odd", "odd", "long", "used", "odd", "rank", "odd", "used", "odd", "used")
+"""What extents the free cases of a check have, one after the other; eleven, so that every dtype meets each."""
 
 
-def drawn_dims(source: Source, spec: Spec[Any], edge: Edge, limits: Limits) -> tuple[dict[str, Any], tuple[str, ...]]:
+def drawn_dims(
+    source: Source, spec: Spec[Any], edge: Edge, limits: Limits, kind: str = ""
+) -> tuple[dict[str, Any], tuple[str, ...]]:
     """(dimension -> extent, which dimensions keep theirs while others give way).
 
     Beside an edge's own extents, most cases are small and odd. Of the others, some have one or two extents as people
-    have them and few elements along the rest, and some as many axes as anybody's arrays.
+    have them and few elements along the rest, some one that is longer than that, and some as many axes as anybody's
+    arrays. ``kind``: one of KINDS; empty: any.
     """
-    kind = "odd" if edge.name else source.of(KIND)
-    if kind == "used" and limits.used > limits.elements >= Limits.elements:
-        return _used(source, spec)
+    kind = "odd" if edge.name else kind or source.of(KINDS)
+    if kind in ("used", "long") and limits.used > limits.elements >= Limits.elements:
+        return _used(source, spec, limits, kind == "long")
     dims = _odd(source, spec, edge, limits)
+    if kind == "odd" and not edge.name and 0 < _product(dims) <= 16 and source.below(8):
+        name = source.of(list(dims))  # of few elements most calls are alike
+        extent = source.of(EXTENTS[5:])
+        dims[name] = extent if isinstance(dims[name], int) else (*dims[name][:-1], extent)
     if kind == "rank":
         beside = min((len(a.dims) - 1 for a in spec.arrays for d in a.dims if d.variadic), default=0)
         for name in _variadic(spec):
@@ -100,19 +115,23 @@ def drawn_dims(source: Source, spec: Spec[Any], edge: Edge, limits: Limits) -> t
     return dims, ()
 
 
-def _used(source: Source, spec: Spec[Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _used(source: Source, spec: Spec[Any], limits: Limits, long: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
     longest = _longest(spec)
-    likely = [n for n in spec.dims for _ in range(3 if longest[n] >= LONGEST else 1)]
-    kept = dict.fromkeys((source.of(likely), source.of(likely)))
+    most = [n for n in spec.dims if longest[n] >= LONGEST]
+    beyond = [e for e in LONG if e <= limits.longest]
+    long = long and bool(most and beyond)
+    few = (1, 2) if long else FEW
+    likely = [n for n in spec.dims for _ in range(3 if n in most else 1)]
+    kept = dict.fromkeys((source.of(most),) if long else (source.of(likely), source.of(likely)))
     dims: dict[str, Any] = {}
     for name in spec.dims:
-        used = _extent(source, longest[name]) if name in kept else None
+        used = None if name not in kept else source.of(beyond) if long else _extent(source, longest[name])
         if name in _variadic(spec):
-            rest = [source.of(FEW) for _ in range(source.integer(0, 2))]
+            rest = [source.of(few) for _ in range(source.integer(0, 2))]
             place = source.of((len(rest), 0))  # rows of that length, or so many
             dims[name] = (*rest[:place], used, *rest[place:]) if used else tuple(rest)
         else:
-            dims[name] = used or source.of(FEW)
+            dims[name] = used or source.of(few)
     return _with_an_axis(source, spec, dims), tuple(kept)
 
 
@@ -210,7 +229,13 @@ def shrink_to_fit(
     """Halve the largest extent until the arrays, the work and the programs fit; one that the edge bounds from below, or
     that is to be kept, only while another cannot give; the first of these last."""
     elements = max(limits.used, limits.elements) if kept else limits.elements
+    if any(_widest(dims[n]) > LONGEST for n in kept):
+        elements = max(elements, HUGE)
     alone = _alone(spec) if limits.programs else ()
+    floor = {n: edge.dims[n][0] if n in edge.dims and not isinstance(dims[n], tuple) else 1 for n in spec.dims}
+    work = max(limits.flops / 4, min(64.0 * math.prod(map(at_least_1, floor.values())), limits.flops))
+    if limits.elements >= Limits.elements:  # what the edge is about has room
+        elements = max(elements, min(2 * _largest(spec, given, floor), limits.used))
 
     def too_many() -> bool:
         return math.prod(math.prod(e) if isinstance(e := dims[n], tuple) else e for n in alone) > limits.programs > 0
@@ -226,7 +251,7 @@ def shrink_to_fit(
             *(o.dims for o in spec.outputs if o.gradient_of is None or o.gradient_of in {a.name for a in given}),
         ]
         sizes = [math.prod(shape_of(s, full)) for s in shapes]
-        return max(sizes) > elements or math.prod(extents) > limits.flops / 4
+        return max(sizes) > elements or math.prod(extents) > work
 
     while (big := too_big()) or too_many():
         name = max(
@@ -245,6 +270,13 @@ def shrink_to_fit(
         else:
             dims[name] = (extent + 1) // 2
     return dims
+
+
+def _largest(spec: Spec[Any], given: Sequence[ArrayArg], dims: Mapping[str, int]) -> int:
+    """Elements of the largest argument where runs of axes are one."""
+    full = {n: (e,) if n in _variadic(spec) else e for n, e in dims.items()}
+    full |= dict.fromkeys(spec.drops, (1,))
+    return max((math.prod(shape_of(a.dims, full)) for a in given), default=1)
 
 
 def _alone(spec: Spec[Any]) -> tuple[str, ...]:
@@ -275,6 +307,10 @@ def one_form(spec: Spec[Any], names: Sequence[str], dims: Mapping[str, Any]) -> 
                 least = min(found[ours[0]], found[theirs[0]]) if alone else 1
                 found |= dict.fromkeys((*ours, *theirs), least)
     return found
+
+
+def _product(dims: Mapping[str, Any]) -> int:
+    return math.prod(math.prod(e) if isinstance(e, tuple) else e for e in dims.values())
 
 
 def at_least_1(extent: int) -> int:

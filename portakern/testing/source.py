@@ -34,7 +34,11 @@ class Source:
 
     def __init__(self, seed: int, given: Sequence[int] | None = None) -> None:
         self.seed = seed
-        self._random = random.Random(seed)  # its random() gives the same numbers in every version of Python
+        self.begin(given)
+
+    def begin(self, given: Sequence[int] | None = None) -> None:
+        """Choose anew, from the start."""
+        self._random = random.Random(self.seed)  # its random() gives the same numbers in every version of Python
         self.seed_of_values = self._number(2**31)
         self._given = None if given is None else iter(given)
         self.choices: list[int] = []

@@ -18,6 +18,7 @@ from portakern.spec.dtypes import DTYPES
 from portakern.spec.options import HUGE, TINY, Option, Range
 from portakern.testing.cases import Case, generators
 from portakern.testing.fixed import Turn
+from portakern.testing.layouts import REPEATS
 from portakern.testing.regimes import MASK_REGIMES, VALUE_REGIMES
 from portakern.testing.sizes import Limits, at_least_1, drawn_dims, filling_dims, one_form, shrink_to_fit
 from portakern.testing.source import Rejected, Source
@@ -129,7 +130,7 @@ def _shaped(
     if fills:
         dims = filling_dims(source, spec, given, limits)
     else:
-        wide, kept = drawn_dims(source, spec, edge, limits)
+        wide, kept = drawn_dims(source, spec, edge, limits, turn.kind)
         dims = shrink_to_fit(spec, given, wide, limits, edge, kept)
     dims = {n: e if isinstance(e, tuple) else drawn.extent(n, e) for n, e in dims.items()}
     if edge.same:
@@ -146,8 +147,8 @@ def _drawn(limits: Limits, edge: Edge) -> Drawn:
     return ANY if edge.name else limits.drawn
 
 
-THEN = ("",) * 34 + ("changed",) * 5 + ("often",)
-"""What follows a call that was made twice: mostly nothing, for each call takes its time."""
+THEN = ("",) * 9 + ("changed",) * 4 + ("often",)
+"""What follows a call that was made twice: often nothing, for each call takes its time."""
 
 ALIASES = {"half": "float16", "fp": "float", "bf": "bfloat", "f": "float", "i": "int", "u": "uint", "single": "float32",
            "double": "float64"}  # fmt: skip
@@ -160,6 +161,8 @@ def dtypes_of(spec: Spec[Any], limits: Limits) -> list[str]:
     Raises:
       SpecError: a name that is none of a dtype, or none that the op has.
     """
+    if not limits.dtypes:
+        return [*spec.dtypes]
     for name in limits.dtypes:
         if name not in DTYPES:
             meant = _meant(name)
@@ -188,6 +191,8 @@ def turns(dtypes: Sequence[str], count: int, first: int = 0) -> list[str]:
     """The dtypes of so many cases, one after the other: every second case has the first of them, where rounding hides
     least, and the others share the rest; ``first`` says where in that round they begin."""
     lead, *others = dtypes
+    wide = [d for d in others if DTYPES[d].bits > 32]  # what few people run has a smaller share
+    others = [d for d in others if d not in wide] * (2 if wide else 1) + wide
     round_ = [d for other in others for d in (lead, other)] or [lead]
     return [round_[(first + i) % len(round_)] for i in range(count)]
 
@@ -200,11 +205,16 @@ def _layouts(source: Source, spec: Spec[Any], given: Sequence[ArrayArg], limits:
     """How the arrays lie in memory, of those that are not left as they come."""
     forward = registry.forward_of(spec) if spec.is_vjp else None
     made = {*generators(spec, forward), *(o.name for o in (forward.outputs if forward else ()))}
+    cotangents = {f"d_{o.name}" for o in (forward.outputs if forward else ())}
     found = {}
     for a in given:
         if {*limits.layouts} != {"contiguous"} and source.yes():
             # repeating index 0 would undo what is planted, or made to fit
-            kinds = sorted(k for k in limits.layouts if not (k == "expanded" and (edge.plant or a.name in made)))
+            kinds = sorted(k for k in limits.layouts if not (k in REPEATS and (edge.plant or a.name in made)))
+            if "uniform" in kinds and len(kinds) > 1 and not source.yes(2 if a.name in cotangents else 12):
+                kinds.remove("uniform")
+            elif "uniform" in kinds:
+                kinds = ["uniform"]
             found[a.name] = source.of(kinds)
     if edge.same:
         found |= dict.fromkeys(edge.same, found.get(edge.same[0], "contiguous"))
@@ -219,7 +229,7 @@ def _options(
     found = {o.name: fixed[o.name] for o in spec.options if o.name in fixed and fixed[o.name] != o.default}
     for o in spec.options:
         if o.name not in fixed and limits.takes(o.name) and o.name not in absent and source.yes():
-            value = _option_value(source, o, shapes)
+            value = _option_value(source, o, shapes, 10 if edge.name else 6)
             if value != o.default:
                 found[o.name] = value
     return found
@@ -378,19 +388,20 @@ def _wants(
     return {"wants": tuple(sorted(source.some(names)))}
 
 
-def _option_value(source: Source, o: Option, shapes: Mapping[str, tuple[int, ...]]) -> Any:
-    """A value that an option takes: half of them usual, the others anywhere in its range and at its ends."""
+def _option_value(source: Source, o: Option, shapes: Mapping[str, tuple[int, ...]], one_in: int) -> Any:
+    """A value that an option takes: most usual, one in so many at an end of its range and one anywhere in it. On an
+    edge fewer, where a scale of 1e30 leaves nothing of what it is about."""
     if o.axis_of:
         ndim = len(shapes[o.axis_of])
         return source.integer(-ndim, ndim - 1)
     if o.range is None:
         return source.of(o.choices)
-    kind = source.below(4)
-    if o.choices and kind < 2:
+    kind = source.below(one_in)
+    if o.choices and kind < one_in - 2:
         return source.of(o.choices)
     if o.kind == "float":
-        return _anywhere(source, o.range) if kind == 2 else source.of(_ends(o.range))
-    ends = [e for e in (0, 1, 2**20) if e in o.range] or [*o.choices] or [o.default]
+        return _anywhere(source, o.range) if kind == one_in - 2 else source.of(_ends(o.range))
+    ends = [e for e in (0, 1, 2**20, -1, -5) if e in o.range] or [*o.choices] or [o.default]
     if o.kind == "tuple":
         return tuple(source.of((None, *ends)) for _ in next(filter(None, o.choices)))
     return source.of(ends)

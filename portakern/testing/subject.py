@@ -10,12 +10,13 @@ import re
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from portakern.api import op
 from portakern.core import registry, tilings
 from portakern.core.backend import ANY, Backend, Drawn, Implementation
+from portakern.core.binder import bind
 from portakern.core.call import Call
 from portakern.core.failing import Ended
 from portakern.core.framework import Framework, frameworks
@@ -23,13 +24,18 @@ from portakern.core.route import to_framework
 from portakern.core.targets import HOST, Target
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.spec import Spec, Tile
+from portakern.spec.dtypes import DTYPES
 from portakern.spec.options import shown
 from portakern.testing.cases import Case
 from portakern.testing.evidence import other_memory
 from portakern.testing.fixed import with_shape
 from portakern.testing.layouts import DRAWN
 from portakern.testing.sizes import Limits
+from portakern.testing.source import Rejected
+from portakern.testing.strategies import drawn
 from portakern.testing.verdict import KINDS, PROMISES, Broken
+
+PROBES = 5
 
 __all__ = ["Subject", "asking", "backend_subject", "backend_variants", "conceded", "environment", "function_subject"]
 
@@ -56,6 +62,8 @@ class Subject:
       unordered: outputs whose bits may change from one call to the next, with the reason: no promise of bits is theirs.
       fresh: a context in which memory that is handed out for outputs like these holds numbers, where that can be.
       variant: which of its backend's ``variants`` of the op it is; "" and none of a function.
+      lacks: dtypes of more than 32 bits that it is not asked, with the reason: most accelerators have none.
+      ways: other ways in which people call it (:meth:`portakern.core.framework.Framework.ways`).
       remote: whether it runs in a process of its own, so that any other exception than what is told of that is a
         mistake here.
     """
@@ -79,6 +87,8 @@ class Subject:
     emulated: bool = False
     drawn: Drawn = ANY
     unordered: Mapping[str, str] = field(default_factory=dict)
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    ways: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = field(default_factory=dict)
     remote: bool = False
     fresh: Callable[[tuple[Any, ...]], AbstractContextManager[None]] = lambda like: nullcontext()
     variant: str = ""
@@ -175,9 +185,55 @@ def backend_subject(
         + (f", profile {profile}" if profile else ""),
         lawful=not b.peer, overwrites=bool(spec.aliases) and not fw.immutable and (impl.overwrites or b.oracle),
         emulated=standing_for is not None, drawn=impl.drawn,
-        unordered=impl.unordered, fresh=functools.partial(other_memory, fw), variant=named or "",
+        unordered=impl.unordered, lacks=_unserved(spec, fw, impl, target, interpret),
+        fresh=functools.partial(other_memory, fw), variant=named or "",
         variants=tuple(f.name for f in b.having(spec.name)) if named else (),
     )  # fmt: skip
+
+
+def _unserved(
+    spec: Spec[Any],
+    fw: Framework,
+    impl: Implementation | None = None,
+    target: Target = HOST,
+    interpret: bool = False,
+) -> dict[str, str]:
+    """Dtypes of more than 32 bits that an array library does not hold, or an implementation does not take, with the
+    reason."""
+    found = {}
+    for dtype in (d for d in spec.dtypes if DTYPES[d].bits > 32):
+        if fw.held(dtype) != dtype:
+            found[dtype] = f"{fw.title} holds {dtype} as {fw.held(dtype)} here"
+        elif (
+            impl is not None and not impl.backend.oracle and (why := _refusal(spec, fw, impl, dtype, target, interpret))
+        ):
+            found[dtype] = why
+    return found
+
+
+def _refusal(
+    spec: Spec[Any], fw: Framework, impl: Implementation, dtype: str, target: Target, interpret: bool
+) -> str | None:
+    """Why an implementation does not take a dtype: what it says of a small call that it takes in the op's first dtype.
+    None where it takes that, or none was drawn."""
+    takes = None if impl.takes is None else impl.takes(spec) | {"wants"}
+    limits = Limits(elements=256, arguments=takes, empty=False, drawn=impl.drawn, layouts=("contiguous",))
+
+    def said(case: Case, dtype: str) -> str | None:
+        case = replace(case, dtype=dtype, dtypes={}, wider=())
+        call = bind(spec, **{n: b.view() for n, b in case.buffers(spec).items()}, **case.options)
+        call.target, call.interpret = target, interpret
+        call = call if fw.host_only else to_framework(call, fw)
+        return "empty" if call.degenerate else impl.supports(call, tilings.default(impl, call).tiling)
+
+    for seed in range(PROBES):
+        try:
+            case, _ = drawn(seed, spec, limits, {})
+        except Rejected:
+            return None
+        if said(case, spec.dtypes[0]) is None:
+            return said(case, dtype)
+    return None
 
 
 def environment(fw: Framework) -> str:
@@ -258,6 +314,8 @@ def function_subject(spec: Spec[Any], fn: Callable[..., Any] | None, framework: 
         reproduce=_python_line(spec, "fn=...", {"framework": framework, "device": device}, fw),
         name=f"{_name_of(fn)} on {fw.target(found)}",
         always=always,
+        lacks=_unserved(spec, fw),
+        ways=fw.ways(),
         overwrites=bool(spec.aliases) and not fw.immutable and "overwrite" in (arguments or ()),
         fresh=getattr(fn, "fresh", None) or functools.partial(other_memory, fw),
     )  # fmt: skip

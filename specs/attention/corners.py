@@ -18,6 +18,7 @@ from portakern.specs.attention.planting import (
     odd_bias_of_hidden_keys,
     rows_masked_by_bias,
     rows_of_a_low_bias,
+    segments,
     show_one_key,
     some,
 )
@@ -230,3 +231,36 @@ def steep_softcap(arrays, rng, options):
 def nan_bias_at_masked_pairs(arrays, rng, options):
     """The mask selects last: what a masked pair's bias holds leaves no trace."""
     odd_bias_of_hidden_keys(arrays, rng)
+
+
+# --- as people run it ---
+
+LONE = {"absent": ("bias", *SEGMENTS)}
+
+
+@attention.edge(
+    dims={"q_len": (2, 5), "kv_len": (257, 257), "d": (65, 80)}, options={"is_causal": True, "window": None}, **LONE
+)
+def causal_with_odd_heads_and_one_key_beyond(arrays, rng, options):
+    """Heads that end in a tile of 16, and a key in a tile of its own behind tiles of 128 and 256."""
+
+
+@attention.edge(
+    dims={"q_len": (2, 2), "kv_len": (2, 140)}, options={"is_causal": True, "window": None}, absent=SEGMENTS
+)
+def two_causal_queries(arrays, rng, options):
+    """As few queries as there are masked ones: the first does not see the last key."""
+
+
+@attention.edge(dims={"q_len": (1, 40), "kv_len": (130, 200), "d": (128, 128)}, options={"is_causal": True}, **LONE)
+def causal_heads_of_128(arrays, rng, options):
+    """The heads of most models, causal over more keys than a tile has."""
+
+
+@attention.edge(dims={"q_len": (1, 1), "kv_len": (769, 1030)}, options={"is_causal": False, "window": None}, **LONE)
+def decoding_over_many_keys(arrays, rng, options):
+    """One query: a kernel splits the keys, and the last share is ragged."""
+
+
+attention.values("q_segment_ids")(segments)
+attention.values("kv_segment_ids")(segments)

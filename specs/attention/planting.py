@@ -10,6 +10,24 @@ SEGMENTS = ("q_segment_ids", "kv_segment_ids")
 NOBODY = 9  # a segment that only those have who shall see nothing, or not be seen
 
 
+TABLES = (
+    (0, 1, 2, 3),
+    (0, 1, 2, 3),
+    (0, 256, 512, 768),  # one in 8 bits
+    (2**24, 2**24 + 1, 2**24 + 2, 2**24 + 3),  # two and two in float32
+    (-7, -5, -2, 0),
+    (-300, -1, 4, 2**24 + 1),
+)
+"""What segments are called."""
+
+
+def segments(rng, shape, dims, options):
+    """A few segments, in order or not; of queries and keys alike, as both have the same extents."""
+    turn = sum(n for n in dims.values() if isinstance(n, int))
+    ids = rng.integers(0, 4, shape)
+    return np.take(TABLES[turn // 2 % len(TABLES)], np.sort(ids, -1) if turn % 2 else ids)
+
+
 def some(rng: np.random.Generator, n: int) -> np.ndarray:
     """A few positions below n, at least one."""
     return rng.choice(n, max(1, n // 4), replace=False)

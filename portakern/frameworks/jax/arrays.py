@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -61,6 +61,21 @@ def refuse_forked() -> None:
             "would wait for them for ever. Start processes by 'spawn' or 'forkserver' (multiprocessing.get_context, "
             "DataLoader(multiprocessing_context=...)), fork before JAX is used, or name a backend that needs no JAX"
         )
+
+
+def _under_jit(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that cannot be traced is called as it was."""
+    jax = sys.modules["jax"]
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        arrays = {n: v for n, v in kwargs.items() if isinstance(v, jax.Array)}
+        others = {n: v for n, v in kwargs.items() if n not in arrays}
+        try:
+            return jax.jit(lambda args, arrays: fn(*args, **arrays, **others))(args, arrays)
+        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
+            return fn(*args, **kwargs)
+
+    return called
 
 
 class Jax(Framework):
@@ -140,6 +155,9 @@ class Jax(Framework):
         refuse_forked()
         self.check_fits(array)
         return jax.device_put(array, device if device is not None else jax.local_devices(backend="cpu")[0])
+
+    def ways(self) -> Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
+        return {**super().ways(), "under jax.jit": _under_jit}
 
     def held(self, dtype: str) -> str:
         return str(self.load().dtypes.canonicalize_dtype(numpy_dtype(dtype)).name)

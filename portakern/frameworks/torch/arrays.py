@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,37 @@ def _spoil(torch: Any) -> None:
     if torch.cuda.is_initialized():
         kept += [torch.full_like(k, float("nan"), device="cuda") for k in kept]
     del kept
+
+
+def _in_inference_mode(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with sys.modules["torch"].inference_mode():
+            return fn(*args, **kwargs)
+
+    return called
+
+
+def _with_gradients(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The same memory in tensors that autograd watches. A function that reads it through another library says that it
+    cannot, and is called as it was."""
+    torch = sys.modules["torch"]
+
+    def watched(value: Any) -> Any:
+        able = isinstance(value, torch.Tensor) and value.dtype.is_floating_point and value.dtype.itemsize > 1
+        return value.detach().requires_grad_() if able else value
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            found = fn(*map(watched, args), **{n: watched(v) for n, v in kwargs.items()})
+        except RuntimeError as e:
+            if "requires grad" not in str(e):
+                raise
+            return fn(*args, **kwargs)
+        several = found if isinstance(found, tuple | list) else (found,)
+        outputs = tuple(y.detach() if isinstance(y, torch.Tensor) else y for y in several)
+        return outputs if isinstance(found, tuple | list) else outputs[0]
+
+    return called
 
 
 class Torch(Framework):
@@ -134,6 +165,13 @@ class Torch(Framework):
         limits = ("recompile_limit", "accumulated_recompile_limit")
         found: AbstractContextManager[None] = config.patch({n: FORMS for n in limits if hasattr(config, n)})
         return found
+
+    def ways(self) -> Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
+        return {
+            **super().ways(),
+            "in inference mode": _in_inference_mode,
+            "on tensors that require gradients": _with_gradients,
+        }
 
     def contiguous(self, array: Any) -> bool:
         return bool(array.is_contiguous())
