@@ -155,7 +155,7 @@ def error(call: Call, flushes: float = 1.0) -> np.ndarray:
         r, xh = 1 / np.sqrt(row.v), np.abs(row.centred) / np.sqrt(row.v)
         err = w * row.normalised_error(r, xh, unit, flushes) + 2 * unit.u * (b + xh * w) + unit.tau * (xh + 2)
         overflows = (row.size >= unit.huge) | (n * row.var >= unit.huge) | (xh * w + b >= unit.huge) | np.isinf(w)
-        return np.where((row.low <= 0) | (np.isfinite(row.size) & overflows), np.inf, err)
+        return np.where((row.low <= 0) | (np.isfinite(x).all(-1, keepdims=True) & overflows), np.inf, err)
 
 
 @layernorm.sigma

@@ -568,3 +568,24 @@ def test_a_models_own_rounding_is_an_option_of_the_spec():
     assert not report.passed and report.verdicts["bounds"] is False
     with pytest.raises(pk.SpecError, match="rounding is 'twice'; expected one of 'once', 'before_weight'"):
         pk.check("rmsnorm", options={"rounding": "twice"}, **how)
+
+
+@pytest.mark.parametrize("op", registry.ops())
+def test_the_oracle_is_right_in_float64(op):
+    """Its bound is a number where float64 itself overflows, and no law compares the bits that BLAS leaves unrounded."""
+    report = pk.check(op, backend="reference", dtypes=["float64"], max_examples=60, seed=3)
+    assert report.passed and not report.laws, report.failures
+
+
+def writing_nothing(x, *, axis=-1):
+    y = softmax_float32(x, axis=axis).astype(x.dtype)
+    x[...] = x
+    return y
+
+
+def test_what_fails_in_another_way_alone_is_told_with_that_way():
+    report = pk.check("softmax", fn=writing_nothing, max_examples=60, shrink=False)
+    (failure,) = report.failures
+    assert (failure.kind, failure.which) == ("promises", "ways"), failure
+    assert "on arrays that nobody may write to: raised ValueError: assignment destination is read-only" in failure.what
+    assert pk.check("softmax", fn=writing_nothing, max_examples=60, promises=False).passed

@@ -204,14 +204,18 @@ class Trial:
         run, self.run = self.run, way(self.run)
         try:
             found = self.hold(self.called(), call, self.arrays)
-        finally:
-            self.run = run
-        if found.same(first):
-            return
-        try:
-            self.compare(found, call)
+            if not found.same(first):
+                self.compare(found, call)
+        except BrokenPromise as e:
+            raise e.after(words) from None
         except Broken as e:
             raise e.after(words, "way", f"right, but for calls {words}") from None
+        except UnsupportedError:
+            raise
+        except Exception as e:
+            self.breaks("ways", f"{words}: raised {type(e).__name__}: {e}")
+        finally:
+            self.run = run
 
     def again(self, before: Held, call: Call, arrays: Mapping[str, Any]) -> Held:
         """The call once more: the same bits in other memory, and what came before left alone."""

@@ -17,6 +17,7 @@ from portakern.core.failing import Ended, kind_of
 from portakern.core.framework import advised
 from portakern.errors import NotEmulatedError, SpecError, UnavailableError, UnsupportedError
 from portakern.spec import Edge, Spec
+from portakern.spec.dtypes import DTYPES
 from portakern.spec.options import shown
 from portakern.testing import printed
 from portakern.testing.cases import Case
@@ -59,6 +60,7 @@ EDGE_EXAMPLES = 5
 FILL = 2**20  # elements of an array that keeps a large GPU busy
 INTERPRETED = 256  # programs of a call where one runs after the other, for some of them tens of milliseconds each
 INTERPRETED_LENGTH = 4160  # of its longest extent: what no tile holds
+INTERPRETED_USED = 2**14  # elements of its largest array
 EMULATED = Limits(elements=2048, flops=5e5, tile_volume=2**13)
 FREE_RUN = 25  # free cases of a run: parts of a check that may go to different processes
 TIMED = 5  # of which, where the time may be up, so many come before others
@@ -223,6 +225,7 @@ class Asked:
             always=limits.always | subject.always,
             programs=limits.programs or (0 if compiled else INTERPRETED),
             longest=min(limits.longest, INTERPRETED_LENGTH) if one_by_one else limits.longest,
+            used=min(limits.used, INTERPRETED_USED) if one_by_one else limits.used,
             drawn=subject.drawn,
             options=fixed,
             empty=limits.empty and self.empty,
@@ -258,11 +261,17 @@ def check_subject(subject: Subject, asked: Asked) -> Report:
 
 def _visits(subject: Subject, limits: Limits, excused: Collection[str]) -> Visits:
     """What there is to meet, of which nothing was yet."""
-    lawful = subject.lawful and not limits.shapes and not {BrokenPromise.kind, "laws"} & {*excused}
+    lawful = not limits.shapes and not {BrokenPromise.kind, "laws"} & {*excused} and bool(_lawful(subject, limits))
     there = contract(
         subject.spec, limits.takes, lawful, limits.empty, limits.layouts, bool(subject.tiles), subject.variants
     )
     return Visits(there, {"variants": {subject.variant}} if subject.variant else {})
+
+
+def _lawful(subject: Subject, limits: Limits) -> list[str]:
+    """The dtypes in which it is held to laws: where an oracle's float64 is not rounded, its library's order shows."""
+    there = dtypes_of(subject.spec, limits) if subject.lawful else []
+    return [d for d in there if not (subject.oracle and DTYPES[d].bits > 32)]
 
 
 def with_rest(subject: Subject, asked: Asked, found: Report | None) -> Report:
@@ -349,7 +358,8 @@ class _Work:
         part, parts = shard
         numbered = [*enumerate(runs)][part::parts]
         each = max(1, min(EDGE_EXAMPLES, max((len(run.turns) for run in runs if run.edge), default=1)))
-        laws = [*enumerate(self.subject.spec.laws if with_laws and self.subject.lawful else ())][part::parts]
+        with_laws = with_laws and bool(_lawful(self.subject, self.limits))
+        laws = [*enumerate(self.subject.spec.laws if with_laws else ())][part::parts]
         timed = min(self.limit, self.until) < math.inf and not self.limits.shapes
         whole: list[Piece] = [(number, run, range(len(run.turns))) for number, run in numbered]
         first, rest = _most_telling(numbered) if timed else (whole, [])
@@ -365,7 +375,7 @@ class _Work:
     def instances(self, law: str, count: int, number: int) -> None:
         """Every other instance is of the first dtype, float32 where there is one: 16 bits hide most differences. Which
         of the others comes first differs from law to law. One that is refused makes room for the next."""
-        dtypes, i = list(dtypes_of(self.subject.spec, self.limits)), 0
+        dtypes, i = _lawful(self.subject, self.limits), 0
         while i < count and dtypes:
             if self.over:
                 self.report.missed[f"law {law}"] += count - i

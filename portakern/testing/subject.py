@@ -52,6 +52,7 @@ class Subject:
       tiles: the names and ranges that a tiling may set.
       arguments: the arguments that it takes; None: all. always: those without a default there, which every call gives.
       lawful: whether it is held to the spec's laws: somebody else's kernel behind a backend never promised them.
+      oracle: whether it is what others are compared with.
       accepts: whether a refusal with this text is one that the backend declares.
       context: what its cases run in: the profile that was named.
       reproduce: ``reproduce(case)``, a line that runs a case again: for a shell, or for Python where a new process
@@ -83,6 +84,7 @@ class Subject:
     name: str
     always: frozenset[str] = frozenset()
     lawful: bool = True
+    oracle: bool = False
     overwrites: bool = False
     emulated: bool = False
     drawn: Drawn = ANY
@@ -183,8 +185,8 @@ def backend_subject(
         name=f"{b.name} on {target} ({how})"
         + (f", variant {named}" if named else "")
         + (f", profile {profile}" if profile else ""),
-        lawful=not b.peer, overwrites=bool(spec.aliases) and not fw.immutable and (impl.overwrites or b.oracle),
-        emulated=standing_for is not None, drawn=impl.drawn,
+        lawful=not b.peer, oracle=b.oracle, emulated=standing_for is not None, drawn=impl.drawn,
+        overwrites=bool(spec.aliases) and not fw.immutable and (impl.overwrites or b.oracle),
         unordered=impl.unordered, lacks=_unserved(spec, fw, impl, target, interpret),
         fresh=functools.partial(other_memory, fw), variant=named or "",
         variants=tuple(f.name for f in b.having(spec.name)) if named else (),

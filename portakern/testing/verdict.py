@@ -42,6 +42,7 @@ PROMISES = {
     "overwrite": "a result that is wanted over an input lies there, in the same bits, and nothing else is written to",
     "kept": "a later call neither hands out the memory of an earlier result nor writes to it",
     "contiguous": "outputs are contiguous",
+    "ways": "a call works on another thread too, on arrays that nobody may write to, and as a library's users make it",
     "same_bits": "the same call gives the same bits again",
     "sums": "a sum of n terms is a chain of n / 32 + 32 at most, and what is added to it comes last",
     "laws": "what the spec says of two calls, to the bit: a row alone and among others",
