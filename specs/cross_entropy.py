@@ -126,6 +126,16 @@ class Parts(NamedTuple):
         """The sum of the magnitudes of the terms."""
         return np.abs(self.log) + np.abs(self.target) + np.abs(self.even) + self.square
 
+    def in_order(self, call: Call) -> np.ndarray:
+        """What a loss may be off by that is lse - (1 - e) x_t - e mean x: see the bound. 0 where no kernel that ran
+        may add its terms so."""
+        unit, e = units(call), call.options["label_smoothing"]
+        if not unit.any_order:
+            return np.zeros(self.log.shape)
+        label = magnitude((1 - e) * (self.lse - self.log) - self.target)
+        rest = 2 * label + magnitude(self.lse) * (1 + (unit.chain(call.dims["n"]) + 3) * e) if e else 0.0
+        return np.asarray(unit.u * (magnitude(self.lse) + rest))
+
     def log_error(self, unit: Units, n: int) -> np.ndarray:
         """How far log l may be off: see logsumexp's bound, of which this is all but the addition of m."""
         share = 4 * unit.u * self.weights.entropy[..., 0] + unit.ex + (unit.chain(n) + 2) * unit.u
@@ -149,7 +159,14 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     E_l is what logsumexp's bound has for log l; T = (1 - e) (m - x_t), V = e (m - mean x), Z = z lse^2, c_N = chain(n).
     The label's logit is exact: T is a difference, a factor and a product, and so is V, with the sum and the quotient of
     the mean before it; Z has lse twice. Three additions put them together. Where the label is the largest logit by far,
-    T is 0 and the loss as exact as log l is near 1: taken as lse - x_t it would have lost u |lse|.
+    T is 0 and the loss as exact as log l is near 1.
+
+    Taken as lse - x_t it would have lost u |lse|. That is another order of the same terms, as optax has it
+    (``softmax_cross_entropy_with_integer_labels``): right where what ran never promised one, and then E of loss has
+
+        u |lse| + [u (2 (1 - e) |x_t| + |lse|) + (c_N + 3) u e |lse|]
+
+    besides, of which the bracket is there with smoothing: a product and a partial sum, and each class's x - lse.
 
     Nothing is promised where a difference m - x_t, the sum of |x| that a mean is made of, or lse^2 reaches 2^127. An
     ignored row is 0.
@@ -160,6 +177,7 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         of_log, z, e = part.log_error(unit, n), call.options["z_loss"], call.options["label_smoothing"]
         of_lse, lse = of_log + unit.u * np.abs(part.lse), np.abs(part.lse)
         err = of_log + 3 * unit.u * np.abs(part.target) + 3 * unit.u * part.size() + 4 * unit.tau
+        err = err + part.in_order(call)
         if e:
             err = err + (unit.chain(n) + 3) * unit.u * e * part.mean + 3 * unit.u * np.abs(part.even)
         if z:
@@ -190,7 +208,8 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         of lse:  store^2 + s_l^2 + k^2 lse^2,  s_l^2 what logsumexp has for log l
         of loss: store^2 + (1 + 2 z lse)^2 s_l^2 + 3 k^2 (T^2 + V^2 + 2 Z^2 + loss^2) + e^2 s^2(mean x)
 
-    s^2(mean x) is ``mean_variance``; store the RMS error of storing (``store_spread``).
+    s^2(mean x) is ``mean_variance``; store the RMS error of storing (``store_spread``). In any order KAPPA of what the
+    bound has for that comes to the loss.
     """
     n, unit = call.dims["n"], units(call)
     k2, z, e = (KAPPA * unit.u) ** 2, call.options["z_loss"], call.options["label_smoothing"]
@@ -200,7 +219,7 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         own = (w.p**2 * (w.d**2 + 1)).sum(-1)
         of_log = (unit.u * entropy) ** 2 + (unit.ex / 4) ** 2 + k2 * (unit.chain(n) / 3 + own + 2 + 2 * part.log**2)
         loss2 = part.target**2 + part.even**2 + 2 * part.square**2 + part.size() ** 2
-        variance = (1 + 2 * z * part.lse) ** 2 * of_log + 3 * k2 * loss2
+        variance = (1 + 2 * z * part.lse) ** 2 * of_log + 3 * k2 * loss2 + (KAPPA * part.in_order(call)) ** 2
         if e:
             variance = variance + e**2 * mean_variance(x, -1, unit.chain(n), k2)[..., 0]
         spreads = [np.where(part.counted, np.sqrt(v), 0.0) for v in (variance, of_log + k2 * part.lse**2)]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import portakern as pk
+from portakern import testing
 from portakern.core.oracle import as_float64, oracle
 from portakern.spec.tolerance import compare
 from portakern.specs import geglu
@@ -85,3 +86,74 @@ def test_erf_of_every_library_is_within_what_the_bound_of_gelu_has_for_it(monkey
     assert max(shares().values()) < 1, shares()
     monkeypatch.setattr(geglu, "ERF", geglu.ERF / 2)
     assert max(shares().values()) > 1, shares()
+
+
+def logits_of(x, labels, ignore_index):
+    """x in the accumulator's dtype, its labels' logits, and which rows count."""
+    counted = labels != ignore_index
+    return wide(x), wide(x).gather(-1, torch.where(counted, labels, 0).long()[..., None])[..., 0], counted
+
+
+def lse_less_the_label(logits, labels, *, ignore_index=-100, label_smoothing=0.0):
+    """As optax has it: softmax_cross_entropy_with_integer_labels; and what smoothing is in these terms."""
+    x, at, counted = logits_of(logits, labels, ignore_index)
+    loss = torch.logsumexp(x, -1) - (1 - label_smoothing) * at
+    loss = loss - label_smoothing * x.mean(-1) if label_smoothing else loss
+    return torch.where(counted, loss, torch.zeros((), dtype=x.dtype)).contiguous()
+
+
+def of_an_lse_of_20_bits(logits, labels, *, ignore_index=-100):
+    x, at, counted = logits_of(logits, labels, ignore_index)
+    lse = torch.logsumexp(x, -1)
+    short = (lse.float().view(torch.int32) & -16).view(torch.float32).to(x.dtype)
+    return torch.where(counted, short - at, torch.zeros((), dtype=x.dtype))
+
+
+def of_pytorch(logits, labels, *, ignore_index=-100, label_smoothing=0.0):
+    x, how = wide(logits), {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": "none"}
+    return F.cross_entropy(x.reshape(-1, x.shape[-1]), labels.reshape(-1).long(), **how).reshape(labels.shape)
+
+
+def of_linear(hidden, weight, labels, *, ignore_index=-100):
+    return lse_less_the_label(torch.matmul(hidden, weight.T), labels, ignore_index=ignore_index)
+
+
+def held(op, fn, seed, framework="torch", **how):
+    return pk.check(op, fn=fn, framework=framework, max_examples=100, seed=seed, shrink=False, **how)
+
+
+@pytest.mark.parametrize(
+    ("op", "fn", "dtypes"),
+    [
+        ("cross_entropy", lse_less_the_label, None),
+        ("cross_entropy", of_pytorch, None),
+        ("linear_cross_entropy", of_linear, ["float32"]),
+    ],
+    ids=["lse - x_t", "PyTorch", "of a product"],
+)
+def test_losses_of_libraries_are_right(op, fn, dtypes):
+    report = held(op, fn, 0, dtypes=dtypes, edges=False, promises=False)
+    assert report.passed, report.failures
+
+
+def test_the_loss_of_optax_is_right():
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    jnp = jax.numpy
+
+    def optax(logits, labels, *, ignore_index=-100):
+        x, counted = logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), labels != ignore_index
+        at = jnp.take_along_axis(x, jnp.where(counted, labels, 0)[..., None], -1)[..., 0]
+        return jnp.where(counted, jax.nn.logsumexp(x, -1) - at, 0)
+
+    x = 4e4 + np.random.default_rng(0).standard_normal((64, 40))
+    case = testing.Case("float32", {"logits": x.shape, "labels": (64,)}, regime="large_mean")
+    assert testing.replay("cross_entropy", case, fn=optax, framework="jax", promises=False).passed
+    assert testing.replay("cross_entropy", case, fn=optax, framework="jax").outcome == "broke a promise"
+
+
+def test_portakerns_own_losses_promise_to_keep_what_an_lse_has_lost():
+    report = held("cross_entropy", lse_less_the_label, 0, dtypes=["float32"])
+    assert (report.outcome, report.failures[0].which) == ("broke a promise", "sums"), report.failures
+    assert "what cancels first" in str(report.failures[0])
+    for promises in (True, False):
+        assert held("cross_entropy", of_an_lse_of_20_bits, 0, dtypes=["float32"], promises=promises).outcome == "wrong"

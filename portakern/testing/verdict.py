@@ -44,7 +44,7 @@ PROMISES = {
     "contiguous": "outputs are contiguous",
     "ways": "a call works on another thread too, on arrays that nobody may write to, and as a library's users make it",
     "same_bits": "the same call gives the same bits again",
-    "sums": "a sum of n terms is a chain of n / 32 + 32 at most, and what is added to it comes last",
+    "sums": "a sum of n terms is a chain of n / 32 + 32 at most, what is added to it comes last, what cancels first",
     "laws": "what the spec says of two calls, to the bit: a row alone and among others",
 }
 """What portakern's own kernels promise beyond the bounds: name -> in words. Without ``sums`` bounds are those of sums
