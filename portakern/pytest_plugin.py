@@ -15,7 +15,12 @@ if TYPE_CHECKING:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Which cases are drawn, for all tests that do not say it themselves."""
     group = parser.getgroup("portakern", "conformance of kernels (portakern)")
-    group.addoption("--portakern-examples", type=int, metavar="N", help="cases of each conformance test (default: 60)")
+    group.addoption(
+        "--portakern-examples",
+        type=int,
+        metavar="N",
+        help="cases of each conformance test (default: as many as portakern check draws)",
+    )
     group.addoption(
         "--portakern-seed", type=int, action="append", metavar="N", help="which cases; may be repeated (default: 0)"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 import portakern as pk
 from portakern import testing
+from portakern.defaults import EXAMPLES
 
 ROOT = Path(__file__).parent.parent
 MINE = """
@@ -74,3 +76,23 @@ def test_what_conformance_does_not_know_is_named():
 def test_the_plugin_imports_nothing_before_it_is_asked():
     code = "import sys, portakern.pytest_plugin; assert not {'numpy', 'hypothesis'} & {*sys.modules}"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_every_entrance_draws_as_many_cases(monkeypatch):
+    """One that says nothing: a function, the command line, a test."""
+    from typer.main import get_command
+
+    from portakern.cli import app
+    from portakern.judging.judgement import judge
+
+    named = {
+        n: inspect.signature(f).parameters["max_examples"].default for n, f in (("check", pk.check), ("judge", judge))
+    }
+    for name in named:
+        (option,) = (o for o in get_command(app).commands[name].params if o.name == "max_examples")
+        assert option.default == named[name] == EXAMPLES
+    asked = []
+    monkeypatch.setattr("portakern.testing.suite.cases_of", lambda subject, asks: asked.append(asks.max_examples) or [])
+    testing.conformance("softmax", backend="reference").portakern_conformance.cases(None, None)
+    assert asked == [EXAMPLES]
+    assert not re.search(r"default: \d", (ROOT / "portakern" / "pytest_plugin.py").read_text().split("seed")[0])

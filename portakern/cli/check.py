@@ -23,6 +23,7 @@ from portakern.cli.common import (
     show_table,
 )
 from portakern.core import ending, registry
+from portakern.defaults import EXAMPLES
 from portakern.errors import SpecError
 
 Where = tuple[str | None, str | None, str | None]
@@ -45,7 +46,7 @@ def check(
     variant: Annotated[
         str | None, typer.Option(help="Only this variant of the backend; each that runs there when not named.")
     ] = None,
-    max_examples: Annotated[int, typer.Option(min=1, help="Cases an op and variant.")] = 150,
+    max_examples: Annotated[int, typer.Option(min=1, help="Cases an op and variant.")] = EXAMPLES,
     seed: Annotated[int, typer.Option(min=0, help="Which cases.")] = 0,
     device: Annotated[
         str | None, typer.Option(help="cpu (interpreters), cuda, rocm or tpu; the best here when not named.")

@@ -21,6 +21,7 @@ from portakern.cli.common import (
     print_indented,
 )
 from portakern.core import registry
+from portakern.defaults import EXAMPLES
 from portakern.errors import SpecError
 from portakern.files import write_atomically
 from portakern.printable import printable
@@ -79,7 +80,7 @@ def judge(
     edges: Annotated[bool, typer.Option(help="NaN and infinities lead where the formula leads them.")] = True,
     framework: Framework = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, rocm or tpu.")] = "cpu",
-    max_examples: Annotated[int, typer.Option(min=1, help="Cases.")] = 150,
+    max_examples: Annotated[int, typer.Option(min=1, help="Cases.")] = EXAMPLES,
     seed: Annotated[int | None, typer.Option(min=0, help="Which cases; others each time when not named.")] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="From the first case on, after which none begins.")] = 15.0,
     call_seconds: Annotated[float, typer.Option(min=0.1, help="For one call, after which it hangs.")] = 30.0,

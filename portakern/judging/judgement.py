@@ -19,6 +19,7 @@ from portakern.core import registry
 from portakern.core.failing import Ended
 from portakern.core.framework import advised, frameworks
 from portakern.core.targets import HOST, Target
+from portakern.defaults import EXAMPLES
 from portakern.errors import SpecError, UnavailableError
 from portakern.judging.hashing import IMPORTED, Hashes, hashes
 from portakern.judging.mapping import Place, parse
@@ -94,7 +95,7 @@ def judge(
     options: Mapping[str, Any] | None = None,
     edges: bool = True,
     promises: bool | Collection[str] = PROMISES,
-    max_examples: int = 150,
+    max_examples: int = EXAMPLES,
     seed: int | None = None,
     seconds: float = 15.0,
     bounds: Bounds | None = None,

@@ -15,6 +15,7 @@ from portakern.core import ending, registry
 from portakern.core.backend import Backend
 from portakern.core.failing import Ended, kind_of
 from portakern.core.framework import advised
+from portakern.defaults import EXAMPLES
 from portakern.errors import NotEmulatedError, SpecError, UnavailableError, UnsupportedError
 from portakern.spec import Edge, Spec
 from portakern.spec.dtypes import DTYPES
@@ -83,7 +84,7 @@ def check(
     device: str | None = None,
     dtypes: Sequence[str] | None = None,
     only: Sequence[str] | None = None,
-    max_examples: int = 150,
+    max_examples: int = EXAMPLES,
     seed: int = 0,
     limits: Limits | None = None,
     profile: str | None = None,
@@ -185,7 +186,7 @@ class Asked:
 
     dtypes: Sequence[str] | None = None
     only: Sequence[str] | None = None
-    max_examples: int = 150
+    max_examples: int = EXAMPLES
     seed: int = 0
     limits: Limits | None = None
     shapes: Sequence[Mapping[str, Sequence[int]]] | None = None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from portakern.core.backend import Backend
+from portakern.defaults import EXAMPLES
 from portakern.errors import SpecError
 from portakern.spec import Spec
 from portakern.testing.cases import Case
@@ -16,8 +17,6 @@ from portakern.testing.runner import Asked, cases_of, replay_subject, subject_of
 from portakern.testing.subject import Subject
 
 __all__ = ["Conformance", "conformance"]
-
-EXAMPLES = 60
 
 WHAT = ("backend", "variant", "fn", "framework", "device", "profile", "target")
 """Arguments of :func:`portakern.check` that say what is checked; the others say on which cases."""
@@ -79,7 +78,7 @@ def conformance(
 
     Args:
       op, fn, backend: as of :func:`portakern.check`.
-      examples: cases; None: as the command line says, 60 where it says nothing. seed: which ones.
+      examples: cases; None: as the command line says, as many as a check draws where it says nothing. seed: which ones.
       how: any other arguments of :func:`portakern.check` but those that shape a report.
 
     Raises:
