@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 import portakern as pk
-from portakern.core import registry, remembered
+from portakern.core import observe, registry, remembered
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 fn = torch.nn.functional
 
-from portakern.frameworks.torch import custom_ops  # noqa: E402
+import portakern.torch as twin  # noqa: E402
+from portakern.frameworks.torch import custom_ops, memory  # noqa: E402
 from tests import test_torch  # noqa: E402
 from tests.ops import records  # noqa: E402
 from tests.test_torch import FORWARD, IDS, QKV, f64, tensors  # noqa: E402
@@ -469,3 +470,66 @@ def test_a_compiled_function_makes_an_op_of_a_spec():
     assert torch.allclose(f(x)[0], torch.softmax(x, -1)[0])
     with pytest.raises(Exception, match=r"backend \('x',\) is unknown"):
         compiled(lambda x: pk.op("softmax", backend=("x",))(x))(x)
+
+
+# ------------------------------------------------------------- what is traced of the twins and of swapped() on any torch
+X, Q, LABELS = torch.randn(4, 8), torch.randn(1, 2, 4, 8), torch.tensor([3, 0, 7, 1])
+MASK, COS = torch.ones(4, 4).tril() > 0, X[None]
+TWINS = {
+    "softmax": lambda x: twin.softmax(x, -1, dtype=torch.float64, backend="triton"),
+    "logsumexp": lambda x: twin.logsumexp(x, (0, 1), keepdim=True, backend="triton"),
+    "cross_entropy": lambda x: twin.cross_entropy(x, LABELS, label_smoothing=0.1, backend="triton"),
+    "linear_cross_entropy": lambda x: twin.linear_cross_entropy(x, X, LABELS % 4, backend="triton"),
+    "layer_norm": lambda x: twin.layer_norm(x, (4, 8), backend="triton"),
+    "rms_norm": lambda x: twin.rms_norm(x, (8,), X[0], backend="triton"),
+    "matmul": lambda x: twin.matmul(x, X[0], backend="triton"),
+    "matmul into out": lambda x: twin.matmul(x, X.T, out=torch.empty(4, 4), backend="triton"),
+    "attention": lambda x: twin.scaled_dot_product_attention(Q * x[0], Q, Q, is_causal=True, backend="triton"),
+    "attention with a mask": lambda x: twin.scaled_dot_product_attention(Q * x[0], Q, Q, MASK, backend="triton"),
+    "attention with a bias": lambda x: twin.scaled_dot_product_attention(Q * x[0], Q, Q, X[:, :4], backend="triton"),
+    "apply_rotary_pos_emb": lambda x: twin.apply_rotary_pos_emb(Q * x[0], Q, COS, COS, backend="triton")[0],
+}
+SWAPPED = {
+    "softmax by NumPy's name": lambda x: torch.softmax(x, axis=-1),
+    "a product of einsum's": lambda x: torch.einsum("ij,kj->ik", x, X),
+    "einsum that is no product": lambda x: torch.einsum("ij->j", x),
+    "attention with a mask": lambda x: fn.scaled_dot_product_attention(Q * x[0], Q, Q, MASK),
+    "refused: weights of classes": lambda x: fn.cross_entropy(x, LABELS, weight=X[0] ** 2),
+}
+DOUBTFUL = torch.zeros(1, 4, 200, 8)  # the layout of PyTorch's attention, which is another than the op's
+
+
+@pytest.fixture
+def strict(monkeypatch):
+    """Dynamo meets no logger, and no class of tensors was looked at before."""
+    from torch._dynamo.variables import misc
+
+    def met(self, value, **kwargs):
+        raise AssertionError(f"{value} is traced")
+
+    monkeypatch.setattr(misc.LoggingLoggerVariable, "__init__", met)
+    monkeypatch.setattr(observe, "_said", set())
+    kept = memory.READABLE.copy()
+    memory.READABLE.clear()
+    yield
+    memory.READABLE.update(kept)
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_twin_is_one_graph_whatever_ran_before(strict, name):
+    torch.testing.assert_close(compiled(TWINS[name])(X), TWINS[name](X))
+
+
+@pytest.mark.parametrize("name", SWAPPED)
+def test_a_swapped_function_is_one_graph_whoever_serves_it(strict, name):
+    def run(x):
+        with twin.swapped(backend="triton", otherwise="torch"):
+            return SWAPPED[name](x)
+
+    torch.testing.assert_close(compiled(run)(X), SWAPPED[name](X))
+
+
+def test_a_doubtful_call_is_one_graph_and_says_so(strict, caplog):
+    run = pk.op("attention", backend="triton")
+    assert compiled(lambda x: run(x, x, x))(DOUBTFUL).shape == DOUBTFUL.shape
+    assert "look like PyTorch's layout" in caplog.text

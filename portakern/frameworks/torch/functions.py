@@ -532,8 +532,8 @@ def into(name: str, out: Tensor | None, result: Tensor) -> Tensor:
         raise SpecError(f"{name}: out cannot take part in a gradient; leave it out")
     if out.shape != result.shape:
         out.resize_(result.shape)
-    else:
-        readable(name, "out", out)  # not to write to memory that was given back
+    elif not torch.compiler.is_compiling():
+        readable(name, "out", out)  # not to write to memory that was given back; a traced tensor has none
     return out.copy_(result)
 
 

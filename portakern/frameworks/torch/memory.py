@@ -7,14 +7,25 @@ own (a lazily negated view), or memory that was given back while the tensor stay
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from portakern.errors import SpecError, UnsupportedError
 
-__all__ = ["OFFSETS", "READABLE", "begins", "materialised", "readable", "unreadable"]
+__all__ = ["OFFSETS", "READABLE", "assumed", "begins", "materialised", "readable", "unreadable"]
 
 OFFSETS = 1 << 40
 """Bytes that no offset into a storage reaches: an address beyond is in memory that is there."""
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def assumed(fn: F) -> F:
+    """What torch.compiler.assume_constant_result does, for a module that must not import torch: dynamo calls ``fn``
+    while it traces, and takes the result for a constant."""
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
 
 
 def begins(array: Any) -> int:
@@ -93,6 +104,7 @@ def _waited(array: Any) -> Any:
     return sys.modules["torch"].ops.aten._unsafe_view.default(array, array.shape)
 
 
+@assumed  # traced, torch.Tensor's own methods are not what they are
 def unreadable(kind: type) -> str | None:
     """Why the memory of tensors of a class may not be what they are, in words; None where it is.
 

@@ -168,8 +168,8 @@ def einsum(*args: Any, backend: str | None = None) -> Tensor:
         raise Elsewhere(f"einsum: {equation!r} sums over no index of which both operands have more than one element")
     if any(i not in result for i in rows + columns):
         raise Elsewhere(f"einsum: {equation!r} sums over an index of one operand alone")
-    outer, k = [sizes[i] for i in batch], math.prod(sizes[i] for i in summed)
-    m, n = (math.prod(sizes[i] for i in some) for some in (rows, columns))
+    outer, k = [sizes[i] for i in batch], math.prod([sizes[i] for i in summed])
+    m, n = [math.prod([sizes[i] for i in some]) for some in (rows, columns)]  # lists: dynamo takes no generator here
     a = _arranged(a, left, batch + rows + summed, sizes).reshape(*outer, m, k)
     b = _arranged(b, right, batch + summed + columns, sizes).reshape(*outer, k, n)
     order = batch + rows + columns

@@ -19,6 +19,7 @@ from portakern.core.backend import Backend
 from portakern.core.binder import binder, misfit
 from portakern.core.route import Choice
 from portakern.errors import UnsupportedError
+from portakern.frameworks.torch.memory import assumed
 from portakern.spec import Spec
 
 __all__ = ["FOUND", "Kept", "constant", "keep", "prepare", "stage"]
@@ -51,12 +52,6 @@ class _Found:
 FOUND = _Found()
 
 
-def _constant(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch.compiler.assume_constant_result does, for a module that must not import torch."""
-    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return fn
-
-
 def _object(address: int) -> Any:
     """The object there, which the function that is traced holds."""
     return ctypes.cast(address, ctypes.py_object).value
@@ -84,7 +79,7 @@ def constant(given: Any) -> tuple[bool, Any]:
     return (True, id(given)) if isinstance(given, (Spec, Backend)) else (False, given)
 
 
-@_constant
+@assumed
 def prepare(make: Callable[..., Op], *args: tuple[bool, Any]) -> str:
     """Make the op that a traced function asks for, of what :func:`constant` made of its arguments; its attribute of
     ``FOUND``."""
@@ -94,7 +89,7 @@ def prepare(make: Callable[..., Op], *args: tuple[bool, Any]) -> str:
     return name
 
 
-@_constant
+@assumed
 def stage(key: str, given: int, named: tuple[str, ...]) -> None:
     """Put the function that stands for the ops called ``key`` in a graph under that name.
 

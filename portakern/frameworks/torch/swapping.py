@@ -198,6 +198,8 @@ class swapped(TorchFunctionMode):
             elif isinstance(func, HigherOrderOperator) or func in _entering:
                 return self._passed_over(func, args, kwargs)
             return func(*args, **kwargs)
+        if compiling:  # where a misfit of names, which is mended below, ends the trace
+            kwargs = _renamed(kwargs)
         try:
             result = swap.twin(*args, backend=self.backend, **kwargs)
         except (SpecError, UnsupportedError, TypeError, products.Elsewhere) as e:
@@ -208,27 +210,28 @@ class swapped(TorchFunctionMode):
 
     def _unserved(self, func: Any, swap: Swap, e: Exception, args: Any, kwargs: dict[str, Any]) -> Any:
         """What becomes of a call that the twin did not serve."""
-        name = _name(func)
+        name, why = _name(func), _words(e)
         if isinstance(e, products.Elsewhere):
-            _count(self.elsewhere, (name, str(e)))
+            _count(self.elsewhere, (name, why))
             return func(*args, **kwargs)
         if isinstance(e, TypeError) and not isinstance(e, SpecError):
-            renamed = {ALIASES.get(k, k): v for k, v in kwargs.items()}
+            renamed = _renamed(kwargs)
             if renamed.keys() != kwargs.keys():
                 return self.__torch_function__(func, (), args, renamed)
             try:
                 inspect.signature(swap.twin).bind(*args, **kwargs)
             except TypeError as misfit:
-                e = SpecError(f"{name}: {misfit}; expected arguments of PyTorch's signature: {_parameters(swap.twin)}")
+                why = f"{name}: {misfit}; expected arguments of PyTorch's signature: {_parameters(swap.twin)}"
+                e = SpecError(why)
             else:
                 raise e
-        _count(self.refused, (name, str(e)))
+        _count(self.refused, (name, why))
         if self.otherwise == "torch":
-            if self.refused.get((name, str(e))) == 1:
-                _say(name, str(e))
+            if self.refused.get((name, why)) == 1:
+                _say(name, why)
             return func(*args, **kwargs)
         if func in OPERATORS and isinstance(e, TypeError):
-            raise ValueError(str(e)) from e
+            raise ValueError(why) from e
         raise e
 
     def _passed_over(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -270,6 +273,16 @@ class swapped(TorchFunctionMode):
                     f"  {key[0]} {n}: {key[1]}" if key else f"  {n} for more reasons" for key, n in counts.items()
                 ]
         return "\n".join(lines + _others(self.others))
+
+
+def _renamed(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keywords by PyTorch's own names."""
+    return {ALIASES.get(k, k): v for k, v in kwargs.items()}
+
+
+def _words(e: Exception) -> str:
+    """What an exception says; torch 2.11 traces no ``str`` of one."""
+    return str(e.args[0]) if e.args else ""
 
 
 def _parameters(twin: Callable[..., Any]) -> str:
