@@ -67,6 +67,17 @@ def any_order(call: Call, sigma: np.ndarray, loose: np.ndarray) -> np.ndarray:
     return np.asarray(np.hypot(sigma, np.sqrt(more * (1 + 8 / max(parts, 1)))))
 
 
+def absorbed(call: Call, refs: Sequence[Any], output: int) -> np.ndarray:
+    """What comes to sigma where the terms of a sum lie far apart and it runs one term after the other.
+
+    Terms below half a spacing of what was added up before them are lost, each by all of itself and all alike: that is
+    no random walk, and only the bound knows how far it goes. It is the share of the bound that the order has."""
+    assert call.spec.bound is not None
+    any_way, shared = (call.spec.bound(call.replace(any_order=loose), tuple(refs))[output] for loose in (True, False))
+    with np.errstate(invalid="ignore"):
+        return np.asarray(np.nan_to_num(any_way - shared, nan=0.0) / Z)
+
+
 @dataclass(frozen=True)
 class Evidence:
     """The errors of one output in units of sigma.
@@ -116,7 +127,10 @@ def examine(
         if evidence.reasons and spread is not None:
             with np.errstate(all="ignore"):
                 loose = spread(call.replace(any_order=True), tuple(refs))[i]
-            evidence = judge(got, refs[i], bounds[i], any_order(call, spreads[i], loose), unbiased=unbiased)
+                loose = any_order(call, spreads[i], loose)
+                if regime == "wide":
+                    loose = np.hypot(loose, absorbed(call, refs, i))
+            evidence = judge(got, refs[i], bounds[i], loose, unbiased=unbiased)
         wrong = 0 if forced[i] is None else int(np.sum(forced[i] & (got != rounded(refs[i], dtype))))
         if wrong:
             evidence = replace(
