@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from portakern.compiling.build import Build
-from portakern.compiling.matrix import lower
 from portakern.core import registry
 from portakern.core.backend import Backend
 from portakern.core.binder import bind, binder, unbound, unchecked
 from portakern.core.call import Call
-from portakern.core.explain import explain
 from portakern.core.forms import Form, reader
 from portakern.core.framework import frameworks
 from portakern.core.observe import OBSERVERS
@@ -21,6 +18,9 @@ from portakern.core.route import Choice
 from portakern.core.serve import Plan, call_through, plan
 from portakern.spec import Spec
 from portakern.spec.signature import described, signature
+
+if TYPE_CHECKING:
+    from portakern.compiling.build import Build
 
 __all__ = ["Op", "op"]
 
@@ -203,10 +203,14 @@ class Op:
           what the compiler made: ``.ok`` or ``.reason``, ``.kernels`` with registers, spills, on-chip memory and matrix
           instructions, and ``.assembly``; for TPUs ``.least``, the cycles of a run that nothing was run for.
         """
+        from portakern.compiling.matrix import lower  # a tool: a call loads none
+
         return lower(unchecked(self.spec, *args, **kwargs), self.choice, target, cycles=cycles)
 
     def explain(self, *args: Any, **kwargs: Any) -> str:
         """Which implementation would serve this call, with which tiling from where, and why not the others.
 
         Nothing runs."""
+        from portakern.core.explain import explain
+
         return explain(self.bind(*args, **kwargs), self.choice)

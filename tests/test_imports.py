@@ -1,5 +1,6 @@
 """Importing portakern is cheap and brings in no accelerator framework."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -33,3 +34,26 @@ def test_public_names_resolve():
     for name in pk.__all__:
         assert getattr(pk, name) is not None
     assert set(pk.__all__) <= set(dir(pk))
+
+
+CALLED = """
+import json, sys
+import numpy as np
+import portakern as pk
+pk.op("softmax", backend="reference")(np.ones((2, 3), "float32"))
+print(json.dumps(sorted(m for m in sys.modules if m.partition(".")[0] == "portakern")))
+"""
+TOOLS = (
+    "benchmarking", "cli", "compiling", "core.explain", "examples", "inventory", "judging", "processes", "profiling",
+    "reporting", "results", "sources", "testing", "tuning",
+)  # fmt: skip
+"""What a call needs none of, under ``portakern``."""
+
+
+def test_a_call_loads_no_tool():
+    done = subprocess.run([sys.executable, "-c", CALLED], capture_output=True, text=True, check=True)
+    loaded = json.loads(done.stdout)
+    tools = [f"portakern.{name}" for name in TOOLS]
+    assert all(importlib.util.find_spec(tool) for tool in tools), "a tool of the list is gone"
+    assert [m for m in loaded if any(m == tool or m.startswith(tool + ".") for tool in tools)] == []
+    assert len(loaded) <= 65, "more modules for one call: is each of them needed for it?"
