@@ -424,6 +424,21 @@ def softmax_by(add: Callable[[np.ndarray], np.ndarray]) -> Callable[..., Any]:
     return fn
 
 
+def in_order(x: np.ndarray) -> np.ndarray:
+    """Sums of the last axis, one term after the other."""
+    return np.cumsum(x, -1, dtype=x.dtype)[..., -1:] if x.shape[-1] else x.sum(-1, keepdims=True)
+
+
+def layernorm_in_order(x: Any, weight: Any = None, bias: Any = None, *, eps: float = 1e-5) -> Any:
+    kind = np.float64 if x.dtype == np.float64 else np.float32
+    with np.errstate(all="ignore"):
+        rows, n = x.astype(kind), kind(x.shape[-1])
+        d = rows - in_order(rows) / n
+        y = d / np.sqrt(in_order(d * d) / n + kind(eps))
+        y = y if weight is None else y * weight.astype(kind)
+        return np.array(y if bias is None else y + bias.astype(kind), x.dtype, order="C")
+
+
 def matmul_by(product: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Callable[..., Any]:
     def fn(a: Any, b: Any) -> Any:
         kind = np.float64 if a.dtype == np.float64 else np.float32
@@ -441,6 +456,8 @@ def split_k(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 RIGHT: dict[str, tuple[str, Callable[..., Any], bool]] = {
     "pairwise sums": ("softmax", softmax_by(pairwise), True),
     "Kahan sums": ("softmax", softmax_by(kahan), True),
+    "sums in order: softmax": ("softmax", softmax_by(in_order), False),
+    "sums in order: layernorm": ("layernorm", layernorm_in_order, False),
     "sums in reverse": ("softmax", softmax_by(lambda e: pairwise(e[..., ::-1])), True),
     "float64 inside: softmax": ("softmax", softmax, True),
     "float64 inside: layernorm": ("layernorm", layernorm, True),
