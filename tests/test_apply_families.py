@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 import portakern as pk
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-transformers = pytest.importorskip(
-    "transformers", reason="transformers is not installed: pip install 'portakern[demo]'"
-)
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[demo]'")
 
 import portakern.torch  # noqa: E402
 

@@ -14,6 +14,7 @@ from jaxtyping import Float
 import portakern as pk
 from portakern.core import registry
 from portakern.core.binder import bind
+from portakern.core.framework import frameworks
 from portakern.core.oracle import degenerate_outputs, oracle, rounded, rounded_oracle
 from portakern.spec import Range, spec
 from portakern.spec.tolerance import round_to, units
@@ -178,6 +179,24 @@ def test_compiled_functions_are_checked_as_compiled_code(factor):
     assert report.passed == (factor == 1), report.failures
     if factor == 1:
         assert ran[0] >= 2 * report.examples, "every call ran compiled code, but those that are empty"
+
+
+def test_memory_is_poisoned_after_a_compiled_function_was_checked():
+    """Compiled functions are poisoned for in a weaker way; the next function, which is not compiled, is not."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+
+    def softmax(x):
+        return torch.softmax(x.double(), -1).to(x.dtype).contiguous()
+
+    def fills_nothing(x):
+        return torch.empty(x.shape, dtype=x.dtype)
+
+    torch.compiler.reset()
+    compiled = torch.compile(softmax, backend="eager", dynamic=True)
+    assert pk.check("softmax", fn=compiled, framework="torch", max_examples=3, shrink=False).passed
+    fw = frameworks()["torch"]
+    with fw.poisoned(fills_nothing):
+        assert fills_nothing(torch.ones(9)).isnan().all()
 
 
 # --- options ---

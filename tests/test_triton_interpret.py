@@ -31,8 +31,7 @@ x = torch.randn(3, 5, requires_grad=True)
 twins.softmax(x, -1, backend="triton")[:, 0].sum().backward()
 all_close(x.grad, torch.autograd.grad(torch.softmax(x, -1)[:, 0].sum(), x)[0])
 now("after a call")
-for op in ("attention", "cross_entropy_vjp", "layernorm", "matmul", "rope"):  # what calls Triton's own functions, and
-not
+for op in ("attention", "cross_entropy_vjp", "layernorm", "matmul", "rope"):  # some call functions of Triton's library
     arrays, options = testing.sample_arrays(op, next(iter(testing.samples(op))), dtype="float32", framework="torch")
     found = [pk.op(op, backend="triton")(**arrays, **options) for _ in range(3)]
     theirs = pk.op(op, backend="reference")(**arrays, **options)

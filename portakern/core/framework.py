@@ -133,8 +133,13 @@ class Framework:
         except SpecError:
             return False
 
-    def poisoned(self) -> AbstractContextManager[None]:
-        """While inside, fresh uninitialised arrays hold NaN, where the library can do that."""
+    def poisoned(self, caller: object = None) -> AbstractContextManager[None]:
+        """While inside, fresh uninitialised arrays hold NaN, where the library can do that.
+
+        Args:
+          caller: what is called inside, again and again: of a function that the library compiles, memory is poisoned in
+            a way that does not have it compiled once more. An object that can be hashed and weakly referenced.
+        """
         return nullcontext()
 
     def compiled_each(self) -> AbstractContextManager[None]:

@@ -76,7 +76,7 @@ class Host:
             wholes[a["name"]] = whole
         for a in ask["same"]:
             arrays[a[0]] = arrays[a[1]]
-        with fw.poisoned() if ask["poison"] else contextlib.nullcontext():
+        with fw.poisoned(self) if ask["poison"] else contextlib.nullcontext():
             outputs = self.candidate.call(arrays, ask["options"], ask["forms"])
         told: list[dict[str, Any]] = []
         payload: list[Any] = []

@@ -17,7 +17,7 @@ from portakern.spec.parts import ArrayArg, Dim, Output, Sample
 if TYPE_CHECKING:
     from portakern.spec.declare import Spec
 
-__all__ = ["arguments", "check_aliases", "check_declaration", "check_sample", "leader", "outputs", "saved_outputs"]
+__all__ = ["arguments", "check_aliases", "check_declaration", "check_sample", "leader", "outputs"]
 
 
 def arguments(
@@ -70,8 +70,10 @@ def outputs(
     dtype_options: Mapping[str, str],
     wanted_by: Mapping[str, str],
     aliases: Mapping[str, str],
+    saved: type | None = None,
 ) -> tuple[Output, ...]:
-    """The outputs from the annotations of their fields; the others are as of :func:`portakern.spec.spec`."""
+    """The outputs from the annotations of their fields, and behind them those of ``saved``; the others are as of
+    :func:`portakern.spec.spec`."""
     found = []
     for name, hint in results.items():
         named = _named(op, name, hint)
@@ -87,15 +89,10 @@ def outputs(
                 name, _dims(hint), dtype, dtype_options.get(name), wanted_by.get(name), gradient_of, aliases.get(name)
             )
         )
+    if saved is not None:
+        more = outputs(op, typing.get_type_hints(saved, include_extras=True), {}, {}, {})
+        found += [replace(o, saved=True) for o in more]
     return tuple(found)
-
-
-def saved_outputs(op: str, saved: type | None) -> tuple[Output, ...]:
-    """The outputs that only the gradient op reads, from the fields of a named tuple."""
-    if saved is None:
-        return ()
-    found = outputs(op, typing.get_type_hints(saved, include_extras=True), {}, {}, {})
-    return tuple(replace(o, saved=True) for o in found)
 
 
 def leader(arrays: Sequence[ArrayArg]) -> ArrayArg:

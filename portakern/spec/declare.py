@@ -32,7 +32,6 @@ from portakern.spec.annotations import (
     check_sample,
     leader,
     outputs,
-    saved_outputs,
 )
 from portakern.spec.dtypes import FLOATS
 from portakern.spec.options import Option
@@ -317,10 +316,7 @@ def spec(
             fn=fn,
             arrays=arrays,
             options=options,
-            outputs=(
-                *outputs(fn.__name__, results, result_dtype or {}, returns or {}, aliases or {}),
-                *saved_outputs(fn.__name__, saved),
-            ),
+            outputs=outputs(fn.__name__, results, result_dtype or {}, returns or {}, aliases or {}, saved),
             result=hints["return"],
             dtypes=leader(arrays).dtypes,
             tiling=types.MappingProxyType(dict(tiling)),

@@ -408,7 +408,7 @@ def run_case(subject: Subject, case: Case, report: Report, excused: Collection[s
     trial = Trial(subject, case, excused)
     _call, fw = trial.reference, subject.framework
     try:
-        with fw.poisoned():
+        with fw.poisoned(subject.run):
             got = trial.called()
     except NotEmulatedError as e:
         report.refuse(e)

@@ -77,7 +77,7 @@ def _again(trial: Trial, changed: Mapping[str, Buffer], poisoned: bool = True) -
         if not poisoned:
             result = trial.called()
         else:
-            with fw.poisoned():
+            with fw.poisoned(trial.subject.run):
                 result = trial.called()
         outputs = (o for o in (result if isinstance(result, tuple) else (result,)) if o is not None)
         return [np.array(fw.to_numpy(o)) for o in outputs]

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakSet
 
 import numpy as np
 
@@ -110,7 +111,8 @@ class Torch(Framework):
         }
     )
     device = staticmethod(lambda array: array.device)
-    _compiled_inside = False
+    _compiled: ClassVar[WeakSet[object]] = WeakSet()
+    """What compiled its own functions where memory was poisoned."""
 
     def load(self) -> Any:
         torch = load_library("torch", "triton")
@@ -141,9 +143,9 @@ class Torch(Framework):
         return [torch.device("cuda", i) for i in range(torch.cuda.device_count())] + [torch.device("cpu")]
 
     @contextmanager
-    def poisoned(self) -> Iterator[None]:
+    def poisoned(self, caller: object = None) -> Iterator[None]:
         torch = self.load()
-        if self._compiled_inside:
+        if caller in self._compiled:
             _spoil(torch)
             yield
             return
@@ -156,7 +158,8 @@ class Torch(Framework):
         finally:
             torch.set_deterministic_debug_mode(before)
             # torch.compile compiles once more for another mode, up to a limit, and then no longer
-            self._compiled_inside = _graphs() > graphs
+            if caller is not None and _graphs() > graphs:
+                self._compiled.add(caller)
 
     def compiled_each(self) -> AbstractContextManager[None]:
         config = sys.modules.get("torch._dynamo.config")
