@@ -33,7 +33,8 @@ def of_sum(call: Call) -> Call:
 def normed(call: Call, total: np.ndarray) -> Call:
     """The call of the norm on a sum."""
     given = None if call.given is None else {**call.given, "x": call.dtype}
-    return call.replace(arrays={**call.arrays, "x": total}, given=given)
+    off = {"x": call.off["residual_out"]} if "residual_out" in call.off else {}
+    return call.replace(arrays={**call.arrays, "x": total}, given=given, off=off)
 
 
 def sum_bound(call: Call, total: np.ndarray | None) -> np.ndarray | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import numpy as np
 
 
@@ -14,6 +16,12 @@ def silence_all_but_one(rng: np.random.Generator, cotangents: np.ndarray) -> Non
     """Zeros in all rows but one: the first, the middle or the last."""
     rows = cotangents.reshape(-1, cotangents.shape[-1])
     rows[np.arange(len(rows)) != rng.choice([0, len(rows) // 2, len(rows) - 1])] = 0
+
+
+def share_of_root(size: np.ndarray, moved: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """By which share of itself v^-1/2 moves where v is size^2 and a constant, and size moves by so much."""
+    low = v - np.square(size) + np.square(np.maximum(size - moved, 0.0))
+    return np.where(low > 0, np.sqrt(v / low) - 1, inf)
 
 
 def mean_variance(values: np.ndarray, axis: int, longest: float, k2: float) -> np.ndarray:

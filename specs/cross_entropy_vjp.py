@@ -12,7 +12,7 @@ from portakern.spec import Tile, spec
 from portakern.spec.options import Range
 from portakern.spec.tolerance import KAPPA, Units, magnitude, round_to, store_spread, units
 from portakern.specs._rows import plant
-from portakern.specs.cross_entropy import LABELS
+from portakern.specs.cross_entropy import LABELS, Parts
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -64,6 +64,12 @@ def apart_of(x: np.ndarray, lse: np.ndarray, low: np.ndarray | None) -> np.ndarr
     return np.asarray(apart if low is None else apart - low[..., None])
 
 
+def sum_error(call: Call, unit: Units) -> np.ndarray:
+    """How far lse + lse_low of a forward call may be off, (*batch): what log l is, and what two numbers lose of it."""
+    part = Parts.of(call)
+    return np.asarray(part.log_error(unit, call.dims["n"]) + 16 * unit.u**2 * magnitude(part.lse))
+
+
 class Bracket(NamedTuple):
     """What d_loss meets, (*batch, n).
 
@@ -93,6 +99,10 @@ class Bracket(NamedTuple):
         hit = (1 - e) * (np.arange(n) == labels[..., None]) + e / n
         value = p * (1 + 2 * z * lse if z else np.ones(lse.shape))[..., None] - hit
         err = magnitude(p) * w * (5 * unit.u * d + unit.ex + 6 * unit.u) + 4 * unit.u * hit + unit.tau * (3 + w)
+        if "lse" in call.off:
+            off, shift = (np.nan_to_num(a, nan=inf)[..., None] for a in (call.off["lse"], sum_error(call, unit)))
+            moved = np.minimum(p * np.expm1(np.minimum(shift, 700.0)), np.maximum(p, 1 - p))
+            err = err * (1 + np.minimum(shift, 1)) + moved * w + (2 * z * off * (p + moved) if z else 0.0)
         return cls(value, err, p, d, w, hit, g[..., None], (labels != call.options["ignore_index"])[..., None])
 
     def overflows(self, unit: Units) -> np.ndarray:
@@ -112,7 +122,9 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     d rounds by u of itself, twice, and is then the argument of exp, which errs by 3u of that and ex; W is two
     products and a
     sum, and meets p; the target's share is a sum or a quotient that is rounded; two differences and the product with
-    d_loss are 3u of the bracket. lse and lse_low are taken as they were saved.
+    d_loss are 3u of the bracket. lse and lse_low are taken as they were saved; where they may be off, so that their sum
+    is by s (:func:`sum_error`), p moves by m = min(p (e^s - 1), max(p, 1 - p)), the bracket by m W, and by 2 z (p + m)
+    times what lse is off by.
 
     Nothing is promised where d_loss W reaches 2^127, or p W, which is at most W where lse is that of the row but not
     where it is another's, nor where an infinite d_loss meets a bracket that may be of either sign.

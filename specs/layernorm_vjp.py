@@ -12,7 +12,7 @@ from portakern.spec import Tile, spec
 from portakern.spec.options import Range
 from portakern.spec.tolerance import KAPPA, magnitude, units
 from portakern.specs._gradients import doubled, each_alone, row_alone, stored_bounds, stored_spreads
-from portakern.specs._rows import mean_variance, numbers_of_few_digits, plant, silence_all_but_one
+from portakern.specs._rows import mean_variance, numbers_of_few_digits, plant, share_of_root, silence_all_but_one
 from portakern.specs.layernorm import Moments
 
 if TYPE_CHECKING:
@@ -79,6 +79,12 @@ class Rows(NamedTuple):
         n, unit = call.dims["n"], units(call)
         x, g = (call.arrays[name].reshape(-1, n) for name in ("x", "d_y"))
         row = Moments.of(x, call.options["eps"], unit)
+        if "x" in call.off:
+            off = call.off["x"].reshape(-1, n)
+            off = off + off.sum(1, keepdims=True) / n  # of x - mean x
+            moved = np.sqrt(np.square(off).sum(1, keepdims=True) / n)
+            rho = row.rho + share_of_root(np.sqrt(row.var), moved, row.v) * (1 + row.rho)
+            row = row._replace(delta=row.delta + off, rho=rho)
         r = 1 / np.sqrt(row.v)
         xh = row.centred * r
         dxh = row.normalised_error(r, np.abs(xh), unit)
@@ -107,6 +113,8 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         d_x:      E = r (1 + rho) [dh + d1 + X d2 + dxh |c2| + 4u (|h| + |c1| + d1 + X (|c2| + d2)) + 2 tau] + rho |d_x|
         d_weight: E = sum |d_y| dxh + (M + 3) u sum |d_y| X + tau sum (|d_y| + X + 1)
         d_bias:   E = (M + 1) u sum |d_y| + M tau
+
+    Where x may be off by o, x - mean x is by o + mean o, and rho has the share by which that moves r more.
 
     Nothing is promised of a row where layernorm promises nothing (all of d_weight takes part in it), or where r times
     the terms of d_x, or a sum, reach 2^127. An infinite h or d_y gives infinities and NaN by the sign of xh: nothing is

@@ -152,7 +152,7 @@ class Logits(NamedTuple):
     def _call(self, call: Call, of: Any, arrays: dict[str, Any], wants: tuple[str, ...]) -> Call:
         options = {o.name: call.options.get(o.name, o.default) for o in of.options}
         dims = {"batch": self.labels.shape, "n": self.x.shape[1]}
-        return call.replace(spec=of, arrays=arrays, options=options, dims=dims, wants=wants, given=None)
+        return call.replace(spec=of, arrays=arrays, options=options, dims=dims, wants=wants, given=None, off={})
 
     def rise(self) -> np.ndarray:
         """How far lse may move as each logit moves by its ``err``, (rows,): log sum p exp(err), +inf where one of those

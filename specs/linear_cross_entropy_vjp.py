@@ -98,7 +98,8 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         d_hidden: E = u |d_hidden| + tau (|slope| + |d_loss| + 1)
         d_weight: matmul's, K the number of rows, for d_loss b as large as they may be, and sum E_b |h| beside it
 
-    E_b is a bracket's there, for S = 0: lse is taken as it was saved.
+    E_b is a bracket's there, for S = 0: lse is taken as it was saved. Where it may be off, S is what it is off by, and
+    d_hidden has |d_loss| times what slope is off by more.
     """
     unit = units(call)
     found: list[Any] = [None, None]
@@ -106,6 +107,7 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         g, slope = call.arrays["d_loss"][..., None], call.arrays["slope"]
         if ref[0] is not None:
             err = unit.u * magnitude(ref[0]) + unit.tau * (magnitude(slope) + magnitude(g) + 1)
+            err = err + (1 + 2 * unit.u) * np.where(g != 0, magnitude(g) * call.off.get("slope", 0.0), 0.0)
             small = [(x != 0) & (np.abs(x) < unit.tau) for x in (g, slope)]
             err = np.where((np.isinf(slope) & small[0]) | (np.isinf(g) & small[1]), inf, err)
             err = np.where(counted(call), err, 0.0)
@@ -113,7 +115,7 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         if ref[1] is not None:
             at = Logits.of(call)
             of, b = brackets(call, at)
-            err = bracket_error(call, at, of, b, np.zeros(len(b)))
+            err = bracket_error(call, at, of, b, np.zeros(len(b)) + np.reshape(call.off.get("lse", 0.0), -1))
             found[1] = of_brackets(call, b.T, err.T, rows_of(call), ref[1])
     return tuple(found)
 

@@ -12,7 +12,7 @@ from portakern.spec import Tile, spec
 from portakern.spec.options import Range
 from portakern.spec.tolerance import KAPPA, magnitude, rounded, rounding_error, units
 from portakern.specs._gradients import doubled, each_alone, row_alone, stored_bounds, stored_spreads
-from portakern.specs._rows import mean_variance, plant, silence_all_but_one
+from portakern.specs._rows import mean_variance, plant, share_of_root, silence_all_but_one
 from portakern.specs.rmsnorm import normalised_error, root, root_spread, rounds
 
 if TYPE_CHECKING:
@@ -60,6 +60,16 @@ def rmsnorm_vjp(
     raise NotImplementedError
 
 
+def moved_by(call: Call, v: np.ndarray) -> tuple[np.ndarray | float, np.ndarray | float]:
+    """How far x may be off, (rows, n), and by which share of itself that moves r = v^-1/2, (rows, 1), +inf where v may
+    be 0. sqrt(v - eps), the root mean square of x, moves by that of the difference at most."""
+    if "x" not in call.off:
+        return 0.0, 0.0
+    off = call.off["x"].reshape(-1, call.dims["n"])
+    moved = np.sqrt(np.square(off).sum(1, keepdims=True) / call.dims["n"])
+    return off, share_of_root(np.sqrt(np.maximum(v - call.options["eps"], 0.0)), moved, v)
+
+
 class Rows(NamedTuple):
     """The call by rows of n, (rows, n) or (rows, 1).
 
@@ -88,7 +98,9 @@ class Rows(NamedTuple):
         xh = x * r
         w = np.ones(1) if call.arrays["weight"] is None else call.arrays["weight"]
         h, unit, narrow = g * w, units(call), rounds(call)
-        met, dxh = xh, normalised_error(call, xh, r, rho)
+        off, share = moved_by(call, 1 / r**2)
+        rho, unsure = rho + share * (1 + rho), unsure | np.isinf(share)
+        met, dxh = xh, normalised_error(call, xh, r, rho) + r * (1 + rho) * off
         dmet, dh = dxh, unit.u * magnitude(h) + unit.tau * (magnitude(g) + magnitude(w) + 1)
         if narrow:
             dmet, met = rounding_error(xh, dxh, narrow), rounded(xh, narrow).astype(np.float64)
@@ -118,6 +130,8 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     Where rounding is "before_weight", h is the rounded one, dh what its rounding makes of u |h| + lost
     (:func:`portakern.spec.tolerance.rounding_error`), and d2 has dh X in place of (u |h| + lost) X; in d_weight, xh and
     dxh are those of the rounded one.
+
+    Where x may be off by o, rho has the share by which that moves r (:func:`moved_by`) more, and dxh r (1 + rho) o.
 
     Nothing is promised of a row where rmsnorm promises nothing (all of d_weight takes part in it), or where h, r times
     the terms of d_x, or a sum of |h xh|, |h x| or |d_y xh| reaches 2^127. An infinite h or d_y gives infinities and NaN

@@ -64,6 +64,9 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     2u (|d_y| + |Delta|) |y| at most. flushed: subnormal elements are read as 0, each next to the other factor, and
     results become 0.
 
+    Where y is off by o, |y| + o stands for |y|, Delta is off by s = sum o |d_y|, and E has o (|d_y - Delta| + s) + |y| s
+    more.
+
     Nothing is promised where sum |y d_y|, |d_y| + |Delta| or its product with y reach 2^127, and where an infinity
     meets a subnormal, or is in y itself.
     """
@@ -71,9 +74,13 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     with np.errstate(all="ignore"):
         (delta, size, _), n = _delta(call), y.shape[axis]
         tiny_y = (y != 0) & (np.abs(y) < unit.tau)
-        y, g, apart = magnitude(y), magnitude(g), magnitude(g) + np.abs(delta)
+        off = call.off.get("y", 0.0)
+        shift = (off * magnitude(g)).sum(axis, keepdims=True)
+        moved = off * (magnitude(g - delta) + shift) + magnitude(y) * shift
+        size = size + shift
+        y, g, apart = magnitude(y) + off, magnitude(g), magnitude(g) + np.abs(delta) + shift
         lost = y * (unit.tau * (y + g + 2)).sum(axis, keepdims=True) + unit.tau * (apart + 1)
-        err = y * ((unit.chain(n) + 2) * unit.u * size + 2 * unit.u * apart) + lost
+        err = y * ((unit.chain(n) + 2) * unit.u * size + 2 * unit.u * apart) + lost + moved
         unsure = np.isinf(call.arrays["y"]) | (np.isinf(call.arrays["d_y"]) & tiny_y)
         overflows = (size >= unit.huge) | (np.isfinite(delta) & (apart * np.maximum(1, y) >= unit.huge))
         overflows = overflows | (np.isinf(delta) & tiny_y)

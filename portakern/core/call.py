@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from portakern.core.framework import DTYPE_NAME, Framework
@@ -11,6 +12,8 @@ from portakern.core.targets import HOST, Target
 from portakern.spec import Dim, Output, Spec
 
 __all__ = ["Call", "dropped_dims", "shape_of"]
+
+EXACT: Mapping[str, Any] = MappingProxyType({})
 
 
 class Call:
@@ -31,6 +34,8 @@ class Call:
       given: array name -> dtype name before the arrays were widened for the oracle; None: they are as they were given.
       degenerate: an output extent or a reduced extent is 0, so that no kernel runs.
       over: names of the arrays that results are written over, as the caller asked (:meth:`overwritten`).
+      off: argument name -> how far its values may be off, for the bound of a gradient whose forward call computed them;
+        an argument that is not there is exact.
     """
 
     __slots__ = (
@@ -44,6 +49,7 @@ class Call:
         "framework",
         "given",
         "interpret",
+        "off",
         "options",
         "over",
         "spec",
@@ -78,6 +84,7 @@ class Call:
         self.concrete = True
         self.given: dict[str, str] | None = None
         self.over: tuple[str, ...] = ()
+        self.off: Mapping[str, Any] = EXACT
 
     def overwritten(self, output: str) -> Any:
         """The array over which an output is written: contiguous, and in memory that no other argument shares. None:

@@ -185,10 +185,16 @@ def _bound_o(call, unit, row, v, o):
 
 
 def _bound_lse(call, unit, row):
-    """B_lse of one head, (q_len,). However large the errors, lse moves by no more than the largest that counts."""
+    """B_lse of one head, (q_len,)."""
     lse = (row.m + np.log(row.l))[:, 0]
+    err = sum_error(row) + np.where(row.n[:, 0] == 0, 0.0, 4 * unit.u * (np.abs(row.m[:, 0]) + np.abs(lse)))
+    return round_to(err, lse, "float64" if call.dtype == "float64" else "float32")
+
+
+def sum_error(row: Rows) -> np.ndarray:
+    """E_lse of one head, (q_len,), without the additions of m. However large the errors, lse moves by no more than the
+    largest that counts."""
     largest = np.where(row.d - row.ds < 745, row.ds, 0).max(1)
     moved = np.maximum(np.log1p(row.g.sum(1) / row.l[:, 0]), np.log(row.l / row.least)[:, 0])
-    err = np.where(largest > 1, largest, moved) + row.steps[:, 0] + 4 * unit.u * (np.abs(row.m[:, 0]) + np.abs(lse))
-    err = np.where(row.overflows[:, 0], inf, np.where(row.n[:, 0] == 0, 0.0, err))
-    return round_to(err, lse, "float64" if call.dtype == "float64" else "float32")
+    err = np.where(largest > 1, largest, moved) + row.steps[:, 0]
+    return np.where(row.overflows[:, 0], inf, np.where(row.n[:, 0] == 0, 0.0, err))

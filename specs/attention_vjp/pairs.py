@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from portakern.spec.tolerance import Units, abs_matmul, format_of
-from portakern.specs.attention.bounds import Scores
+from portakern.specs.attention.bounds import Rows, Scores, sum_error
 from portakern.specs.attention.scores import allowed, scale_of, units_of
 
 if TYPE_CHECKING:
@@ -45,7 +45,11 @@ class KeyHead(NamedTuple):
 
     def queries(self, name):
         """(group*q_len, extent) of q, o or d_o."""
-        x = self.call.arrays[name][self.b, :, self.heads]
+        return self.of(self.call.arrays[name])
+
+    def of(self, array):
+        """(group*q_len, extent) of an array like q or o."""
+        x = array[self.b, :, self.heads]
         return x.swapaxes(0, 1).reshape(-1, x.shape[2])
 
     def by_query(self, x):
@@ -83,7 +87,8 @@ class Pairs(NamedTuple):
 
         g = min(P (exp(e) - 1), max(P, 1 - P) + ex)
 
-    at most: here nothing divides by a sum of P.
+    at most: here nothing divides by a sum of P. Where L may be off, e has attention's E_lse more, without what rounding
+    takes from lse; where o may be, da has sum |d_o| times that.
 
     The difference a = dP - Delta moves by da, and dS = P a by E:
 
@@ -127,7 +132,7 @@ class Pairs(NamedTuple):
         seen = may & (s != -inf) & (lse != -inf)
         apart = (s - lse) - head.statistic("lse_low")
         size = np.abs(lse)
-        e = ds + 4 * u * np.abs(apart) + u * np.minimum(size, 512) + 16 * u**2 * size + unit.ex
+        e = ds + 4 * u * np.abs(apart) + u * np.minimum(size, 512) + 16 * u**2 * size + unit.ex + _of_sums(head)
         P = np.exp(np.minimum(apart, 0.0))
         g = np.where(e < 1, P * np.expm1(e), np.exp(np.minimum(e + apart, 700)))
         g = np.minimum(g, np.maximum(P, 1 - P) + unit.ex)
@@ -149,6 +154,14 @@ class Pairs(NamedTuple):
         return cls(seen, s, P, g, a, dS, E, J, D, F, nan, nan_P, wild, wild_P)
 
 
+def _of_sums(head: KeyHead) -> np.ndarray | float:
+    """How far lse + lse_low of a forward call may be off, (group*q_len, 1)."""
+    if "lse" not in head.call.off:
+        return 0.0
+    rows = (Rows.of(head.call, head.unit, head.b, h) for h in range(head.heads.start, head.heads.stop))
+    return np.concatenate([sum_error(row) for row in rows])[:, None]
+
+
 def _differences(head: KeyHead) -> tuple[Any, ...]:
     """a = dP - Delta, of finite operands, and its da; where it holds NaN; where it holds inf or sums may overflow."""
     unit, u, dv = head.unit, head.unit.u, head.call.dims["dv"]
@@ -164,7 +177,9 @@ def _differences(head: KeyHead) -> tuple[Any, ...]:
     operands = np.abs(d_o).sum(1, keepdims=True) * 2 + np.abs(o).sum(1, keepdims=True) + np.abs(v).sum(1)
     of_delta = (dv + 3) * products + 2 * np.abs(d_lse) + np.abs(dP) + np.abs(delta)
     da = ((dv + 6) * u + unit.tf32) * size + u * of_delta + (unit.flush * operands + 2 * dv * unit.tau)
-    overflows = (size >= unit.huge) | (products >= unit.huge) | (np.abs(d_lse) >= unit.huge)
+    if "o" in head.call.off:
+        da = da + (np.abs(d_o) * head.of(head.call.off["o"])).sum(1, keepdims=True)
+    overflows = (size >= unit.huge) | (products >= unit.huge) | (np.abs(d_lse) >= unit.huge) | ~np.isfinite(da)
     return dP - delta, da, nan, overflows | infinite
 
 

@@ -273,13 +273,15 @@ def _backward(
     some = {n: d for n, d in zip(static.wants, cotangents, strict=True) if not isinstance(d, SymbolicZero)}
     if not some:
         return (None,) * len(static.given)
+    required = {a.name for a in wired.vjp.arrays if not a.optional}
     for name, cotangent in zip(static.wants, cotangents, strict=True):
         if name in some and name not in wired.cotangents:
             raise UnsupportedError(
                 f"{wired.vjp.name} takes no cotangent of {name}; cut the graph behind it with jax.lax.stop_gradient"
             )
-        if name in some or not next(a.optional for a in wired.vjp.arrays if a.name == wired.cotangents[name]):
-            given[wired.cotangents[name]] = some[name] if name in some else jnp.zeros(cotangent.shape, cotangent.dtype)
+        argument = wired.cotangents.get(name)
+        if argument is not None and (name in some or argument in required):
+            given[argument] = some[name] if name in some else jnp.zeros(cotangent.shape, cotangent.dtype)
     options = {n: v for n, v in static.options if n in wired.options}
     gradients: dict[str, Any] = {}
     if saved.wants:

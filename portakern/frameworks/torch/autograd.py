@@ -101,7 +101,7 @@ class Step:
         ctx.set_materialize_grads(False)
         if self.wiring is not None:  # the same for each call of a form
             named = dict(zip(self.wants, outputs, strict=True)) | dict(zip(self.names, arrays, strict=True))
-            self.saved = [n for n in self.wiring.inputs + self.wiring.outputs if n in named]
+            self.saved = [n for n in self.wiring.inputs + self.wiring.saves(self.options) if n in named]
             self.forms = [(o.shape, o.dtype) for o in outputs]
             ctx.save_for_backward(*(named[n] for n in self.saved))
 

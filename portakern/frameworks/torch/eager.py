@@ -132,7 +132,7 @@ class _Again(Step):
         super().__init__(spec, names, *others)
         assert self.wiring is not None
         given = {n: i for i, n in reversed([*enumerate((*names, *self.wants))])}
-        self.saved = [n for n in self.wiring.inputs + self.wiring.outputs if n in given]
+        self.saved = [n for n in self.wiring.inputs + self.wiring.saves(self.options) if n in given]
         self.places = [given[n] for n in self.saved]
         self.ways: dict[tuple[Any, ...], Way] = {}
 

@@ -1,0 +1,114 @@
+"""Gradients as users call them: what forward and backward together may err by.
+
+A gradient op is held to its formula on what the forward call saved. Held together, they are held to the derivative of
+the forward's formula: the gradient op's oracle in float64 on what the forward's oracle saves unrounded. The bound is the
+gradient op's own there, told how far what is saved may be off by the forward's (:attr:`portakern.core.call.Call.off`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from portakern.core import registry
+from portakern.core.binder import bind
+from portakern.core.call import Call
+from portakern.core.gradients import wiring
+from portakern.core.oracle import as_float64, oracle, rounded
+from portakern.spec import Spec
+from portakern.spec.tolerance import format_of
+
+__all__ = ["Whole", "cotangents_of", "fraction", "whole_gradients"]
+
+
+class Whole(NamedTuple):
+    """The gradient with respect to one input: exact, in float64, and how far one in the op's dtype may be off."""
+
+    exact: np.ndarray
+    bound: np.ndarray
+
+
+def cotangents_of(spec: Spec[Any], rng: np.random.Generator, call: Call) -> dict[str, np.ndarray]:
+    """Random cotangents by output, of all that the gradient takes some of and the caller is shown."""
+    wired, outputs = wiring(spec), call.outputs
+    shown = {o.name for o in spec.shown}
+    return {
+        n: rounded(rng.standard_normal(outputs[n][0]), outputs[n][1])
+        for n in wired.cotangents
+        if n in call.wants and n in shown
+    }
+
+
+def whole_gradients(
+    op: str, given: Mapping[str, np.ndarray], options: Mapping[str, Any], cotangents: Mapping[str, np.ndarray]
+) -> dict[str, Whole]:
+    """By input, its gradient and the bound of that.
+
+    Args:
+      op: the forward op; given, options: its call. cotangents: output -> array, of its dtype.
+    """
+    spec = registry.find_spec(op)
+    wired, call = wiring(spec), bind(spec, **given, **options)
+    forward = wired.training(call)
+    if call.degenerate:  # what is reduced over nothing is a constant
+        shapes = {n: np.zeros(given[n].shape) for n in wired.gradients if n in given}
+        return {n: Whole(zeros, zeros) for n, zeros in shapes.items()}
+    wide = as_float64(forward)
+    names = [o.name for o in spec.outputs]
+    exact = dict(zip(names, oracle(forward), strict=True))
+    if exact.get("lse_low") is not None:
+        exact["lse_low"] = _rest(call, wide, names.index("lse_low"))
+    with np.errstate(all="ignore"):
+        assert spec.bound is not None
+        off = dict(zip(names, spec.bound(wide, tuple(exact[n] for n in names)), strict=True))
+    saved = [n for n in wired.saves(call.options) if exact.get(n) is not None]
+    backward = _backward(wired, call, forward, exact, saved, cotangents)
+    backward = backward.replace(off={n: _off(exact[n], off[n], forward.outputs[n][1]) for n in saved})
+    found = oracle(backward)
+    with np.errstate(all="ignore"):
+        assert wired.vjp.bound is not None
+        bounds = wired.vjp.bound(backward, found)
+    outputs = [o.name for o in wired.vjp.outputs]
+    both = {n: Whole(e, b) for n, e, b in zip(outputs, found, bounds, strict=True) if e is not None}
+    both |= {n: Whole(a, np.zeros(a.shape)) for n, a in backward.arrays.items() if n.startswith("d_") and a is not None}
+    return {name: both[output] for name, output in wired.gradients.items() if output in both}
+
+
+def _rest(call: Call, wide: Call, place: int) -> np.ndarray:
+    """What float64 lacks of lse."""
+    arrays = {n: a for n, a in wide.arrays.items() if a is not None}
+    double = wiring(call.spec).training(bind(call.spec, **arrays, **call.options))
+    return np.asarray(oracle(double)[place])
+
+
+def _off(exact: np.ndarray, bound: np.ndarray, dtype: str) -> np.ndarray:
+    """How far a saved array may be off: its bound, by none where it is no number, by anything where storing it may give
+    an infinity."""
+    with np.errstate(all="ignore"):
+        beyond = np.isfinite(exact) & (np.abs(exact) + bound >= format_of(dtype).overflow)
+    return np.where(np.isnan(bound), 0.0, np.where(beyond, np.inf, bound))
+
+
+def _backward(
+    wired: Any, call: Call, forward: Call, exact: Mapping[str, Any], saved: list[str], cotangents: Mapping[str, Any]
+) -> Call:
+    """The gradient's call in float64 on what is exact, with the dtypes that it has where it is not."""
+    arrays = {n: call.arrays[n] for n in wired.inputs if call.arrays[n] is not None}
+    arrays |= {n: rounded(exact[n], forward.outputs[n][1]) for n in saved}
+    arrays |= {argument: cotangents[n] for n, argument in wired.cotangents.items() if n in cotangents}
+    bound = as_float64(bind(wired.vjp, **arrays, **{n: call.options[n] for n in wired.options}))
+    return bound.replace(arrays={**bound.arrays, **{n: exact[n] for n in saved}})
+
+
+def fraction(whole: Whole, got: np.ndarray) -> float:
+    """The largest share of its bound that a gradient is off by; inf where NaN or an infinity is not what it is."""
+    end, got = np.finfo(got.dtype).max if got.dtype.kind == "f" else 2.0**127, np.asarray(got, np.float64)
+    bound = np.where(np.isnan(whole.bound), np.inf, whole.bound)
+    with np.errstate(all="ignore"):
+        off = np.abs(got - whole.exact)
+        same = (got == whole.exact) | (np.isnan(got) & np.isnan(whole.exact))
+        same |= np.isinf(got) & (np.sign(got) == np.sign(whole.exact)) & (np.abs(whole.exact) + bound > end)
+        share = np.where(same | np.isinf(bound), 0.0, np.where(bound > 0, off / bound, np.inf))
+    return float(np.where(np.isnan(share), np.inf, share).max(initial=0.0))
