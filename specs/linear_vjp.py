@@ -94,8 +94,8 @@ class Cotangent(NamedTuple):
         d_y, unit = rows_of(call, "d_y"), units(call)
         if call.options["activation"] == "none":
             return cls(d_y, np.zeros(d_y.shape), np.zeros(d_y.shape))
-        z, off = rows_of(call, "pre"), np.reshape(call.off.get("pre", 0.0), -1)
-        off = off.reshape(d_y.shape) if off.size > 1 else np.zeros(d_y.shape) + off
+        z, off = rows_of(call, "pre"), np.broadcast_to(call.off.get("pre", 0.0), call.arrays["pre"].shape)
+        off = off.reshape(d_y.shape)
         if call.options["activation"] == "relu":
             # selected and not multiplied: what is stored is d_y itself, and what is subnormal may be lost
             err = np.where(np.isfinite(d_y) & (np.abs(d_y) < unit.eta), unit.eta, 0.0)

@@ -64,8 +64,8 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     2u (|d_y| + |Delta|) |y| at most. flushed: subnormal elements are read as 0, each next to the other factor, and
     results become 0.
 
-    Where y is off by o, |y| + o stands for |y|, Delta is off by s = sum o |d_y|, and E has o (|d_y - Delta| + s) + |y| s
-    more.
+    Where y is off by o, |y| + o stands for |y|, Delta is off by s = sum o |d_y|, and E has
+    o (|d_y - Delta| + s) + |y| s more.
 
     Nothing is promised where sum |y d_y|, |d_y| + |Delta| or its product with y reach 2^127, and where an infinity
     meets a subnormal, or is in y itself.

@@ -16,7 +16,7 @@ from portakern import testing
 from portakern.core.binder import bind
 from portakern.testing.whole import cotangents_of, fraction, whole_gradients
 from tests.ops import forward_records
-from tests.whole import DRAWN, cases, gradients, worst
+from tests.whole import DRAWN, NARROW, cases, gradients, worst
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 BACKENDS = ("reference", "triton", "pallas")
@@ -51,13 +51,14 @@ def test_samples_and_corners_are_within_the_bound_of_both(op, backend):
     assert len({edge for edge, _, _ in drawn} - {DRAWN}) > 12 / some
     for edge, of, case in drawn:
         found = worst(op, of, case, backend=backend, framework="torch", device="cpu")
-        assert found is not None and found[0] <= 1, (edge, of.name, found, case.to_json())
+        refused = found is None and case.dtype == "float64"  # which tf32 is none of
+        assert refused or found[0] <= 1, (edge, of.name, found, case.to_json())
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_corners_are_within_the_bound_in_jax(op):
     pytest.importorskip("jax")
-    for edge, of, case in list(cases(op, 2))[::4]:
+    for edge, of, case in list(cases(op, 2, NARROW))[::4]:
         found = worst(op, of, case, backend="reference", framework="jax", device="cpu")
         assert found is not None and found[0] <= 1, (edge, of.name, found, case.to_json())
 

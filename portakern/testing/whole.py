@@ -1,8 +1,9 @@
 """Gradients as users call them: what forward and backward together may err by.
 
-A gradient op is held to its formula on what the forward call saved. Held together, they are held to the derivative of
-the forward's formula: the gradient op's oracle in float64 on what the forward's oracle saves unrounded. The bound is the
-gradient op's own there, told how far what is saved may be off by the forward's (:attr:`portakern.core.call.Call.off`).
+A gradient op is held to its formula on what the forward call saved. Both together are held to the derivative of the
+forward's formula: the gradient op's oracle in float64, on what the forward's oracle saves unrounded. The bound is the
+gradient op's own, told by the forward op's how far what is saved may be off
+(:attr:`portakern.core.call.Call.off`).
 """
 
 from __future__ import annotations
