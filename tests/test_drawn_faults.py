@@ -8,7 +8,11 @@ import portakern as pk
 from tests.mutants.drawn import FAULTS, found, kernel
 
 SLOW = ("attention", "attention_vjp", "linear_cross_entropy", "linear_cross_entropy_vjp", "cross_entropy_vjp")
-FEW = [f for f in FAULTS if f.op not in SLOW][::2] + [f for f in FAULTS if f.kind == "precision"][1:]
+HELD_OUT = "unseen"
+FEW = [f for f in FAULTS if f.op not in SLOW and not f.kind.startswith(HELD_OUT)][::2]
+FEW += [f for f in FAULTS if f.kind == "precision"][1:] + [
+    f for f in FAULTS if f.op not in SLOW and f.kind.startswith(HELD_OUT)
+][::3]
 EDGES = ("causal_with_odd_heads_and_one_key_beyond", "two_causal_queries", "causal_heads_of_128")
 MASKED = [f for f in FAULTS if f.kind == "attention" and f.op in ("attention", "attention_vjp")]
 
@@ -27,7 +31,8 @@ def test_edges_of_attention_as_people_run_it_find_their_faults(fault):
 
 
 def test_there_are_several_of_each_kind():
-    assert {f.kind for f in FAULTS} == {f.kind for f in (*FEW, *MASKED)} and len(FAULTS) > 80
+    seen = {f.kind for f in FAULTS if not f.kind.startswith(HELD_OUT)}
+    assert seen <= {f.kind for f in (*FEW, *MASKED)} and sum(f.kind.startswith(HELD_OUT) for f in FAULTS) >= 60
 
 
 @pytest.mark.parametrize("op", ["softmax", "cross_entropy_vjp", "rmsnorm", "matmul"])

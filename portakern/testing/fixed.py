@@ -37,7 +37,8 @@ class Turn(NamedTuple):
     """What is not drawn, of one case: its dtype, and where shapes are given its shapes, its
     regime ("": any) and what follows its call (None: any); of an edge that wants the smallest tiles, how many times
     those (0: any); of an edge that gives an extent to an option's axis, whether that is not the last (False: any);
-    of a case on no edge which kind of extents it has (a key of KINDS, "": any)."""
+    of a case on no edge which kind of extents it has (one of KINDS, "": any), and how many of the kind came before
+    (None: any number)."""
 
     dtype: str
     shapes: Shapes | None = None
@@ -46,6 +47,7 @@ class Turn(NamedTuple):
     times: int = 0
     across: bool = False
     kind: str = ""
+    nth: int | None = None
 
 
 def checked_shapes(

@@ -92,17 +92,18 @@ KINDS = ("used", "odd", "odd", "long", "used", "odd", "rank", "odd", "used", "od
 
 
 def drawn_dims(
-    source: Source, spec: Spec[Any], edge: Edge, limits: Limits, kind: str = ""
+    source: Source, spec: Spec[Any], edge: Edge, limits: Limits, kind: str = "", nth: int | None = None
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """(dimension -> extent, which dimensions keep theirs while others give way).
 
     Beside an edge's own extents, most cases are small and odd. Of the others, some have one or two extents as people
     have them and few elements along the rest, some one that is longer than that, and some as many axes as anybody's
-    arrays. ``kind``: one of KINDS; empty: any.
+    arrays. ``kind``: one of KINDS; empty: any; ``nth``: how many of that kind came before (None: any number), for one
+    dimension after the other is long, or as people have it.
     """
     kind = "odd" if edge.name else kind or source.of(KINDS)
     if kind in ("used", "long") and limits.used > limits.elements >= Limits.elements:
-        return _used(source, spec, limits, kind == "long")
+        return _used(source, spec, limits, kind == "long", nth)
     dims = _odd(source, spec, edge, limits)
     if kind == "odd" and not edge.name and 0 < _product(dims) <= 16 and source.below(8):
         name = source.of(list(dims))  # of few elements most calls are alike
@@ -115,19 +116,27 @@ def drawn_dims(
     return dims, ()
 
 
-def _used(source: Source, spec: Spec[Any], limits: Limits, long: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _used(
+    source: Source, spec: Spec[Any], limits: Limits, long: bool, nth: int | None
+) -> tuple[dict[str, Any], tuple[str, ...]]:
     longest = _longest(spec)
     most = [n for n in spec.dims if longest[n] >= LONGEST]
     beyond = [e for e in LONG if e <= limits.longest]
     long = long and bool(most and beyond)
     few = (1, 2) if long else FEW
     likely = [n for n in spec.dims for _ in range(3 if n in most else 1)]
-    kept = dict.fromkeys((source.of(most),) if long else (source.of(likely), source.of(likely)))
+    among = most if long else list(spec.dims)
+    turn = source.of(most if long else likely) if nth is None else among[nth % len(among)]
+    kept = dict.fromkeys((turn,) if long else (source.of(likely), turn))
+    if long and len(beyond) > 1:  # vocabularies in every second round of dimensions
+        half, second = len(beyond) // 2, source.yes() if nth is None else nth // len(among) % 2 > 0
+        beyond = beyond[:half] if second else beyond[half:]
     dims: dict[str, Any] = {}
     for name in spec.dims:
         used = None if name not in kept else source.of(beyond) if long else _extent(source, longest[name])
         if name in _variadic(spec):
-            rest = [source.of(few) for _ in range(source.integer(0, 2))]
+            ranks = (1, 2) if long and not used else (1, 1, 2, 2, 0)
+            rest = [source.of(few) for _ in range(source.of(ranks))]
             place = source.of((len(rest), 0))  # rows of that length, or so many
             dims[name] = (*rest[:place], used, *rest[place:]) if used else tuple(rest)
         else:

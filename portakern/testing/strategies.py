@@ -130,7 +130,7 @@ def _shaped(
     if fills:
         dims = filling_dims(source, spec, given, limits)
     else:
-        wide, kept = drawn_dims(source, spec, edge, limits, turn.kind)
+        wide, kept = drawn_dims(source, spec, edge, limits, turn.kind, turn.nth)
         dims = shrink_to_fit(spec, given, wide, limits, edge, kept)
     dims = {n: e if isinstance(e, tuple) else drawn.extent(n, e) for n, e in dims.items()}
     if edge.same:
@@ -390,10 +390,11 @@ def _wants(
 
 def _option_value(source: Source, o: Option, shapes: Mapping[str, tuple[int, ...]], one_in: int) -> Any:
     """A value that an option takes: most usual, one in so many at an end of its range and one anywhere in it. On an
-    edge fewer, where a scale of 1e30 leaves nothing of what it is about."""
+    edge fewer, where a scale of 1e30 leaves nothing of what it is about. An axis is often the longest."""
     if o.axis_of:
-        ndim = len(shapes[o.axis_of])
-        return source.integer(-ndim, ndim - 1)
+        shape = shapes[o.axis_of]
+        anywhere = source.integer(-len(shape), len(shape) - 1)
+        return shape.index(max(shape)) if source.yes() else anywhere
     if o.range is None:
         return source.of(o.choices)
     kind = source.below(one_in)
