@@ -171,8 +171,8 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         E_P of the first form = u (2 |g| n + ERF / 2 + P),  n = exp(-g^2 / 2) / sqrt(2 pi)
         E_P of the tanh form  = P [(1 - P) (11u |t| + ex) + 5u] + 2u |2 P - 1|
 
-    erf errs by ``ERF`` u, and 1 + erf has lost what P is below -5, as 1 + tanh has; 1 / (1 + exp(-t)) has not. Two products
-    follow. tau: what flushes of P, of gate and of up, each next to what it is multiplied with, and a gelu that
+    erf errs by ``ERF`` u, and 1 + erf has lost what P is below -5, as 1 + tanh has; 1 / (1 + exp(-t)) has not. Two
+    products follow. tau: what flushes of P, of gate and of up, each next to what it is multiplied with, and a gelu that
     is subnormal.
 
     Nothing is promised where an infinite up meets a gelu that may become 0.
