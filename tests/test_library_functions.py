@@ -1,5 +1,5 @@
-"""Functions of PyTorch and JAX that people write as kernels are right: they stay within bounds and typical errors. Where
-they lead NaN and infinities, and whose bits they keep, is another matter."""
+"""Functions of PyTorch and JAX that people write as kernels are right: they stay within bounds and typical errors.
+Where they lead NaN and infinities, and whose bits they keep, is another matter."""
 
 from __future__ import annotations
 
