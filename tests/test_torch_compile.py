@@ -472,7 +472,7 @@ def test_a_compiled_function_makes_an_op_of_a_spec():
         compiled(lambda x: pk.op("softmax", backend=("x",))(x))(x)
 
 
-# ------------------------------------------------------------- what is traced of the twins and of swapped() on any torch
+# --- what is traced of the twins and of swapped(), on any torch ---
 X, Q, LABELS = torch.randn(4, 8), torch.randn(1, 2, 4, 8), torch.tensor([3, 0, 7, 1])
 MASK, COS = torch.ones(4, 4).tril() > 0, X[None]
 TWINS = {

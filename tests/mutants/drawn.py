@@ -179,7 +179,8 @@ for _op, _name in (
 for _op, _name in (("softmax", "x"), ("layernorm", "x"), ("matmul", "b"), ("attention", "k")):
     where(_op, "layouts", f"a negative stride of {_name}", lambda c, a, n=_name: any(s < 0 for s in a[n].strides))
     where(_op, "layouts", f"every third element of {_name}",
-          lambda c, a, n=_name: a[n].ndim > 0 and a[n].shape[-1] > 1 and a[n].strides[-1] == 3 * a[n].itemsize)  # fmt: skip
+          lambda c, a, n=_name: a[n].ndim > 0 and a[n].shape[-1] > 1
+          and a[n].strides[-1] == 3 * a[n].itemsize)  # fmt: skip
 where("attention", "layouts", "q, k and v beside each other", lambda c, a: a["k"].shape[1] > 1 and a["k"].size
       and a["k"].strides[-1] == a["k"].itemsize and a["k"].shape[-1] > 1
       and a["k"].strides[-2] == 3 * a["k"].shape[-1] * a["k"].itemsize)  # fmt: skip
