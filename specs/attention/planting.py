@@ -13,7 +13,7 @@ NOBODY = 9  # a segment that only those have who shall see nothing, or not be se
 TABLES = (
     (0, 1, 2, 3),
     (0, 1, 2, 3),
-    (0, 256, 512, 768),  # one in 8 bits
+    (0, 256, 2**16, 3 * 2**16 + 256),  # one in 8 bits, two and two in 16
     (2**24, 2**24 + 1, 2**24 + 2, 2**24 + 3),  # two and two in float32
     (-7, -5, -2, 0),
     (-300, -1, 4, 2**24 + 1),
