@@ -95,8 +95,8 @@ def _swapped(values: np.ndarray) -> Buffer:
 
 
 def _expanded(values: np.ndarray) -> Buffer:
-    """The first axis longer than 1 repeated by a stride of 0, so its values become those of index 0: of a matrix not the
-    last, and of a vector its only one."""
+    """The first axis longer than 1 repeated by a stride of 0, so its values become those of index 0: of a matrix not
+    the last, and of a vector its only one."""
     if values.ndim == 1:
         return _uniform(values)
     axis = next((i for i, n in enumerate(values.shape[:-1]) if n > 1), None)

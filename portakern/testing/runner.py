@@ -587,8 +587,8 @@ def _plan(spec: Spec[Any], limits: Limits, max_examples: int, only: Sequence[str
 
 
 def _free(dtype: str, i: int) -> Turn:
-    """The turn of the i-th free case. Most long ones have normal values: for sums that overflow nothing is promised, and
-    next to the few that are large all others vanish."""
+    """The turn of the i-th free case. Most long ones have normal values: for sums that overflow nothing is promised,
+    and next to the few that are large all others vanish."""
     rounds, place = divmod(i, len(KINDS))
     kind = KINDS[place]
     nth = rounds * KINDS.count(kind) + KINDS[:place].count(kind)

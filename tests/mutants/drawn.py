@@ -333,7 +333,8 @@ where("rmsnorm", "unseen long", "more than 4,100 rows",
       lambda c, a: a["x"].ndim > 1 and a["x"].size // max(a["x"].shape[-1], 1) > 4100)  # fmt: skip
 for _op in ("softmax", "logsumexp"):
     where(_op, "unseen long", "more than 1,000 elements along an axis that is not the last",
-          lambda c, a: c.options["axis"] not in (-1, a["x"].ndim - 1) and a["x"].shape[c.options["axis"]] > 1000)  # fmt: skip
+          lambda c, a: c.options["axis"] not in (-1, a["x"].ndim - 1)
+          and a["x"].shape[c.options["axis"]] > 1000)  # fmt: skip
 
 for _op in ("attention", "attention_vjp"):
     for _what, _condition in {
