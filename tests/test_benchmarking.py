@@ -746,7 +746,7 @@ def test_the_command_writes_rows_that_can_be_read(tmp_path):
     assert {r["contender"] for r in read.rows} == {"triton", "torch"} and read.device == "host CPU"
     assert read.extra["rates"]["copy"] > 0 and "liger" in read.extra["absent"]
     assert read.extra["took"].keys() == {r["call"] for r in read.rows} and min(read.extra["took"].values()) >= 0
-    assert "seconds of the dearest calls: " in found.output
+    assert "seconds of the slowest calls: " in found.output
 
 
 def test_an_op_that_is_named_is_timed_with_its_gradients():

@@ -83,7 +83,9 @@ def by_a_rounded_reciprocal(x, weight=None, bias=None, *, eps=1e-5):
 def test_the_checker_finds_a_mean_that_is_no_number_of_a_constant_row():
     assert abs(float(by_a_rounded_reciprocal(np.full((1, 7), 1e6, np.float32))[0, 0])) > 0.9
     for seed in range(4):
-        report = pk.check("layernorm", fn=by_a_rounded_reciprocal, max_examples=30, seed=seed, shrink=False)
+        report = pk.check(
+            "layernorm", fn=by_a_rounded_reciprocal, max_examples=40, dtypes=["float32"], seed=seed, shrink=False
+        )
         assert [f for f in report.failures if "constant" in f.what or "constant" in f.case], (seed, report)
 
 

@@ -31,10 +31,11 @@ def forget():
 
 
 def numpy_softmax(call, tiling):
-    x, axis = call.arrays["x"].astype(np.float32), call.options["axis"]
+    x, axis = call.arrays["x"], call.options["axis"]
+    x = x.astype(np.result_type(x.dtype, np.float32) if x.dtype.kind == "f" else np.float32)
     with np.errstate(all="ignore"):
         e = np.exp(x - x.max(axis, keepdims=True))
-        total = e.sum(axis, keepdims=True, dtype=np.float64).astype(np.float32)
+        total = e.sum(axis, keepdims=True, dtype=np.float64).astype(x.dtype)
         return (np.ascontiguousarray(e / total).astype(call.arrays["x"].dtype),)
 
 
@@ -363,7 +364,7 @@ PLUG_IN = {
         def scale_up(call, tiling):
             x = call.arrays["x"]
             with np.errstate(all="ignore"):
-                return (np.ascontiguousarray(x.astype(np.float32) * np.float32(call.options["by"])).astype(x.dtype),)
+                return (np.ascontiguousarray(x.astype(np.float64) * call.options["by"]).astype(x.dtype),)
     """,
     "theirs-1.2.dist-info/METADATA": "Metadata-Version: 2.1\nName: theirs\nVersion: 1.2\n",
     "theirs-1.2.dist-info/entry_points.txt": (

@@ -330,7 +330,7 @@ class _Rows:
         out.print(f"seconds: {spent}", markup=False, highlight=False, soft_wrap=True)
         dearest = "; ".join(f"{call} {s:.1f}" for call, s in [*_rounded(self.took()).items()][:DEAREST])
         if dearest:
-            out.print(f"seconds of the dearest calls: {dearest}", markup=False, highlight=False, soft_wrap=True)
+            out.print(f"seconds of the slowest calls: {dearest}", markup=False, highlight=False, soft_wrap=True)
         for name, why in self.absent.items():
             out.print(f"{name} takes no part: {why}", markup=False, highlight=False, soft_wrap=True)
         for subjects, outcome in self.outcomes.items():

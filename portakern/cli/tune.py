@@ -235,7 +235,7 @@ def _show(found: Sequence[Any], refused: Sequence[tuple[Any, str]], left: int, l
         tables = dict.fromkeys(str(table_of(f.group.place, ship)) for f in kept)
         say(
             f"kept {len(kept)} of {len(found)}"
-            + (f" in {', '.join(tables)}" if tables else ": nothing is better than what is shipped")
+            + (f" in {', '.join(tables)}" if tables else ": none of what was tried is faster than what is shipped")
         )
     if left:
         say(f"the time is over: {left} keys are left; the same command goes on with them")

@@ -33,7 +33,7 @@ NOTES = (
     f"Counted from {link('benchmarks/results')}, gradients too. Compiled: ahead of time, typical calls. Interpreted, "
     "simulated (a stricter interpreter), emulated (machine code, in an emulator, [not on "
     "hardware](docs/how-to/amd-and-intel.md#without-the-hardware)) and run: every element of every drawn case was held "
-    f'to a derived error bound. "{NO}" where no kept result says so.'
+    f'to a derived error bound. "{NO}" means that no stored result covers it.'
 )
 
 
@@ -93,7 +93,7 @@ def reach(kept: Kept) -> str:
             )
     shown = table(COLUMNS, body, words=len(COLUMNS))
     devices = sorted({r.device for r in found if r.how == "compiled" and not r.profile} | {r.device for _, r in timed})
-    where = f"There: {', '.join(devices)}. " if devices else ""
+    where = f"Run and timed on: {', '.join(devices)}. " if devices else ""
     return "\n\n".join([shown, *([AGED] if STALE in shown else []), where + NOTES])
 
 

@@ -15,7 +15,7 @@ __all__ = ["AGED", "STALE", "changed", "footnote"]
 
 Row = Mapping[str, Any]
 STALE = "†"
-AGED = f"{STALE} the sources of what was measured, ours or a peer's binding, have changed since."
+AGED = f"{STALE} stale: the sources of what was measured (portakern's kernel, or the call of a peer) have changed."
 
 
 def changed(row: Row, root: Path) -> bool:

@@ -410,16 +410,15 @@ def run_case(subject: Subject, case: Case, report: Report, excused: Collection[s
     try:
         with fw.poisoned(subject.run):
             got = trial.called()
+        _held(trial, got, report)
     except NotEmulatedError as e:
         report.refuse(e)
         return
-    except UnsupportedError as e:
+    except UnsupportedError as e:  # of the first call, or of one with other values in the same arrays
         if not subject.accepts(str(e)):
             raise Refused(f"refused, and the backend does not declare it among its refusals: {e}") from e
         report.refuse(e)
         return
-    try:
-        _held(trial, got, report)
     except Broken as e:
         e.tiling = trial.ran_with
         raise
