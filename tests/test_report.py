@@ -568,7 +568,7 @@ def test_what_ran_where_is_counted(tree, monkeypatch):
         f"1 of 2 ops, 200 cases, 100 an op, **failed**: matmul | 1 of 2 ops{STALE} |"
     )
     assert jax_there == "| NVIDIA GPUs | pallas | no | no | no | no | no | no |"  # whether or not it is installed
-    assert AGED in reach.reach(kept) and f"\nThere: {DEVICE}. Counted" in reach.reach(kept)
+    assert AGED in reach.reach(kept) and f"\nRun and timed on: {DEVICE}. Counted" in reach.reach(kept)
     assert amd == (
         "| AMD GPUs | triton | 1 of 2 ops, 1 architecture | all 2 ops, 200 cases, 100 an op | no | "
         "1 of 2 ops, 100 cases, 100 an op | no | no |"
