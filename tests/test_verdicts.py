@@ -180,7 +180,7 @@ def test_where_a_nan_came_from_is_told_by_calls_over_other_memory(fn, which):
 
 def test_a_line_that_reproduces_names_what_is_set_in_the_environment(monkeypatch):
     pytest.importorskip("torch")
-    pytest.importorskip("triton")  # imported where the variable is set, it would be interpreted in all tests that follow
+    pytest.importorskip("triton")  # imported while the variable is set, it would be interpreted in later tests too
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     report = pk.check("softmax", fn=zero_by_zero, framework="torch", max_examples=3, shrink=False)
     assert "  # in a process with " in report.failures[0].reproduce
