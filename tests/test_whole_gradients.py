@@ -63,6 +63,18 @@ def test_corners_are_within_the_bound_in_jax(op):
         assert found is not None and found[0] <= 1, (edge, of.name, found, case.to_json())
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_a_gradient_that_is_off_by_a_thousandth_is_outside(op):
+    spec = pk.op(op).spec
+    case = testing.sample_case(op, next(iter(testing.samples(op))), dtype="float32")
+    given = {n: np.array(b.view()) for n, b in case.buffers(spec).items()}
+    call = bind(spec, **given, **case.options)
+    whole = whole_gradients(op, given, case.options, cotangents_of(spec, np.random.default_rng(0), call))
+    for name, found in whole.items():
+        assert fraction(found, (found.exact * (1 + 2.0**-10)).astype(np.float32)) > 1, name
+        assert fraction(found, found.exact.astype(np.float32)) <= 1, name
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_an_output_that_the_gradient_does_not_read_may_be_asked_for(framework):
     """linear's pre without an activation is no input of its gradient, and its cotangent is none."""
