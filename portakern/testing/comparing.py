@@ -285,15 +285,7 @@ class Trial:
         if any(r.values for r in other.spec.require) and broken_rule(as_float64(other)):
             return
         self.negate(name)
-        self.now_buffers = buffers
-        second = self.hold(self.called(), other, self.arrays)
-        try:
-            self.compare(second, other)
-        except Broken as e:
-            kept = ("kept", "the result of an earlier call was kept") if second.same(first) else ()
-            raise e.after(f"after {name} was negated in place", *kept) from None
-        self.apart(first, second, other)
-        self.untouched(self.arrays, other)
+        second = self.on_others(first, other, buffers, f"after {name} was negated in place")
         for turn in range(4 if self.case.then == "often" else 0):
             self.negate(name)
             self.now_buffers = self.buffers if turn % 2 == 0 else buffers
@@ -313,16 +305,21 @@ class Trial:
             return False
         for name, b in buffers.items():
             self.write(name, b.view())
-        self.now_buffers = buffers
+        self.on_others(first, other, buffers, "after every input took other values in place")
+        return True
+
+    def on_others(self, first: Held, other: Call, buffers: Mapping[str, Buffer], when: str) -> Held:
+        """The call on the values that its arrays hold now; ``when``: since what, in words."""
+        self.now_buffers = {**buffers}
         second = self.hold(self.called(), other, self.arrays)
         try:
             self.compare(second, other)
         except Broken as e:
             kept = ("kept", "the result of an earlier call was kept") if second.same(first) else ()
-            raise e.after("after every input took other values in place", *kept) from None
+            raise e.after(when, *kept) from None
         self.apart(first, second, other)
         self.untouched(self.arrays, other)
-        return True
+        return second
 
     def write(self, name: str, values: np.ndarray) -> None:
         """Other values in an argument, where it lies if arrays change."""
