@@ -10,6 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from portakern.specs.attention.contract import attention
+from portakern.specs.attention.corners import (
+    causal_heads_of_128,
+    causal_with_odd_heads_and_one_key_beyond,
+    two_causal_queries,
+)
 from portakern.specs.attention.planting import (
     SEGMENTS,
     blind_queries,
@@ -21,7 +27,6 @@ from portakern.specs.attention.planting import (
     queries_and_keys_apart,
     rows_masked_by_bias,
     rows_of_a_low_bias,
-    segments,
     show_one_key,
 )
 from portakern.specs.attention.scores import allowed
@@ -305,27 +310,5 @@ def segments_alone(arrays, rng, options):
 
 # --- as people run it ---
 
-LONE = {"absent": ("bias", *SEGMENTS)}
-
-
-@attention_vjp.edge(
-    dims={"q_len": (2, 5), "kv_len": (257, 257), "d": (65, 80)}, options={"is_causal": True, "window": None}, **LONE
-)
-def causal_with_odd_heads_and_one_key_beyond(arrays, rng, options):
-    """Heads that end in a tile of 16, and a key in a tile of its own behind tiles of 128 and 256."""
-
-
-@attention_vjp.edge(
-    dims={"q_len": (2, 2), "kv_len": (2, 140)}, options={"is_causal": True, "window": None}, absent=SEGMENTS
-)
-def two_causal_queries(arrays, rng, options):
-    """As few queries as there are masked ones: the first does not see the last key."""
-
-
-@attention_vjp.edge(dims={"q_len": (1, 40), "kv_len": (130, 200), "d": (128, 128)}, options={"is_causal": True}, **LONE)
-def causal_heads_of_128(arrays, rng, options):
-    """The heads of most models, causal over more keys than a tile has."""
-
-
-attention_vjp.values("q_segment_ids")(segments)
-attention_vjp.values("kv_segment_ids")(segments)
+for shared in (causal_with_odd_heads_and_one_key_beyond, two_causal_queries, causal_heads_of_128):
+    attention_vjp.edges[shared.__name__] = attention.edges[shared.__name__]
