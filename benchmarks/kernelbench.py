@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from portakern import judging
+from portakern.tools import judge
 
 __all__ = ["NEAR", "judged", "known", "left_out"]
 
@@ -47,7 +47,7 @@ NEAR = {
 
 def known() -> dict[str, Any]:
     """The problems that ``portakern judge`` knows by their file's name, in their order."""
-    table = tomllib.loads((Path(judging.__file__).parent / "problems.toml").read_text())
+    table = tomllib.loads((Path(judge.__file__).parent / "problems.toml").read_text())
     return dict(sorted(table.items(), key=lambda item: number(item[0])))
 
 

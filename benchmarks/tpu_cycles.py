@@ -40,13 +40,13 @@ import tpu_programs
 from tpu_programs import BLOCKS, CASES, LIKED, PEERS, Program
 
 from portakern import results
-from portakern.benchmarking.suites import parse_shape
-from portakern.compiling import cache, forms
 from portakern.core import registry, targets
 from portakern.core.backend import Backend, Family, Implementation
 from portakern.core.call import Call
 from portakern.files import cache_folder, write_atomically
-from portakern.tuning.asked import Asked, of_op
+from portakern.tools.bench.suites import parse_shape
+from portakern.tools.compile import cache, forms
+from portakern.tools.tune.asked import Asked, of_op
 
 OURS: Program = ("ours", ())
 TIMEOUT = 240.0
@@ -132,7 +132,7 @@ class Asking:
         of this package after its tiling and its kernels' text as well. What else the package holds may change."""
         backend, family = pallas()
         hardware, compiler = targets.find(self.target), family.load_compiler()
-        readers = [family.compiler or "", "portakern.compiling.build"]
+        readers = [family.compiler or "", "portakern.tools.compile.build"]
         what = [
             self.target, self.case, CASES[self.case], self.who, self.blocks, compiler.versions(hardware),
             repr(hardware), cache.digest(readers, within=[readers[0].rpartition(".")[0]]),

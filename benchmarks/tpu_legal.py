@@ -38,9 +38,6 @@ import jax
 
 from portakern import results, sources
 from portakern.backends.pallas.tpu._chip import estimates
-from portakern.compiling import cache, forms, pool
-from portakern.compiling.build import Build
-from portakern.compiling.pool import Job
 from portakern.core import registry, targets, tilings
 from portakern.core.backend import Family, Implementation
 from portakern.core.call import Call
@@ -48,7 +45,10 @@ from portakern.core.framework import frameworks
 from portakern.core.targets import Hardware
 from portakern.errors import SpecError, UnsupportedError
 from portakern.spec import Spec
-from portakern.tuning.space import Space, space_of
+from portakern.tools.compile import cache, forms, pool
+from portakern.tools.compile.build import Build
+from portakern.tools.compile.pool import Job
+from portakern.tools.tune.space import Space, space_of
 
 BACKEND = "pallas"
 DTYPES = ("bfloat16", "float32")

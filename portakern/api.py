@@ -20,7 +20,7 @@ from portakern.spec import Spec
 from portakern.spec.signature import described, signature
 
 if TYPE_CHECKING:
-    from portakern.compiling.build import Build
+    from portakern.tools.compile.build import Build
 
 __all__ = ["Op", "op"]
 
@@ -203,7 +203,7 @@ class Op:
           what the compiler made: ``.ok`` or ``.reason``, ``.kernels`` with registers, spills, on-chip memory and matrix
           instructions, and ``.assembly``; for TPUs ``.least``, the cycles of a run that nothing was run for.
         """
-        from portakern.compiling.matrix import lower  # a tool: a call loads none
+        from portakern.tools.compile.matrix import lower  # a tool: a call loads none
 
         return lower(unchecked(self.spec, *args, **kwargs), self.choice, target, cycles=cycles)
 

@@ -8,12 +8,12 @@ import torch
 
 import portakern as pk
 from portakern import testing
-from portakern.compiling.pool import Pool
 from portakern.core import registry
 from portakern.spec import Tile
-from portakern.tuning.asked import of_op
-from portakern.tuning.run import Told, groups_of, tune
-from portakern.tuning.tuner import Plan
+from portakern.tools.compile.pool import Pool
+from portakern.tools.tune.asked import of_op
+from portakern.tools.tune.run import Told, groups_of, tune
+from portakern.tools.tune.tuner import Plan
 
 
 def within_bound(op, outputs, *args, **options):

@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 
 import portakern as pk
-from portakern.benchmarking import fresh
-from portakern.benchmarking.contenders import Contender, ready
-from portakern.benchmarking.fresh import Fresh, turning
-from portakern.benchmarking.inputs import for_gradient, make
-from portakern.benchmarking.plan import Plan
-from portakern.benchmarking.roof import floor
-from portakern.benchmarking.rows import impossible
-from portakern.benchmarking.run import run
-from portakern.benchmarking.suites import TimedCase
-from portakern.benchmarking.timing import Times
-from portakern.benchmarking.trial import DeviceLost
-from portakern.benchmarking.verdicts import Judge
 from portakern.core import registry
 from portakern.core.framework import frameworks
 from portakern.core.instruments import replaced_clocks
+from portakern.tools.bench import fresh
+from portakern.tools.bench.contenders import Contender, ready
+from portakern.tools.bench.fresh import Fresh, turning
+from portakern.tools.bench.inputs import for_gradient, make
+from portakern.tools.bench.plan import Plan
+from portakern.tools.bench.roof import floor
+from portakern.tools.bench.rows import impossible
+from portakern.tools.bench.run import run
+from portakern.tools.bench.suites import TimedCase
+from portakern.tools.bench.timing import Times
+from portakern.tools.bench.trial import DeviceLost
+from portakern.tools.bench.verdicts import Judge
 
 CASE = TimedCase("mine", "softmax", "float32", {"shape": (64, 400)})
 
@@ -258,7 +258,7 @@ def test_what_is_faster_than_the_roof_is_an_error():
 
 
 def test_a_row_that_is_faster_than_the_roof_has_no_time(monkeypatch):
-    monkeypatch.setattr("portakern.benchmarking.roof.measure", lambda *args: {"copy": 1e3})
+    monkeypatch.setattr("portakern.tools.bench.roof.measure", lambda *args: {"copy": 1e3})
     found = row(softmax)
     assert (found["verdict"], "median_us" in found) == ("failed", False) and "measured roof allows" in found["why"]
 

@@ -24,35 +24,35 @@ from typer.testing import CliRunner
 
 import portakern as pk
 from portakern import results, sources
-from portakern.benchmarking import suites
-from portakern.benchmarking import trial as of_case
-from portakern.benchmarking.ahead import Ahead
-from portakern.benchmarking.behind import Behind
-from portakern.benchmarking.contenders import together
-from portakern.benchmarking.floor import TAKE, Seat, open_floor
-from portakern.benchmarking.foresight import Foresight, foreseeing
-from portakern.benchmarking.hands import HANDS, Another, Here, hands
-from portakern.benchmarking.inputs import for_gradient, make
-from portakern.benchmarking.plan import Plan
-from portakern.benchmarking.resuming import Earlier
-from portakern.benchmarking.roof import ceiling, moved
-from portakern.benchmarking.rows import held_against, said
-from portakern.benchmarking.run import Helped, run
-from portakern.benchmarking.suites import TimedCase
-from portakern.benchmarking.timing import CallFailed, interleaved
-from portakern.benchmarking.trial import DeviceLost, Trial, Visit, visit
-from portakern.benchmarking.verdicts import Judge
-from portakern.benchmarking.warming import ENVIRONMENT, warming
 from portakern.cli import app
 from portakern.cli import bench as command
 from portakern.cli.bench import _parts
-from portakern.compiling.forms import abstract_call, bound_form
 from portakern.core import registry
 from portakern.core.framework import frameworks, host_framework
 from portakern.core.instruments import Instruments, Stopwatch
 from portakern.core.targets import HOST, Target
 from portakern.errors import SpecError
 from portakern.processes import pool
+from portakern.tools.bench import suites
+from portakern.tools.bench import trial as of_case
+from portakern.tools.bench.ahead import Ahead
+from portakern.tools.bench.behind import Behind
+from portakern.tools.bench.contenders import together
+from portakern.tools.bench.floor import TAKE, Seat, open_floor
+from portakern.tools.bench.foresight import Foresight, foreseeing
+from portakern.tools.bench.hands import HANDS, Another, Here, hands
+from portakern.tools.bench.inputs import for_gradient, make
+from portakern.tools.bench.plan import Plan
+from portakern.tools.bench.resuming import Earlier
+from portakern.tools.bench.roof import ceiling, moved
+from portakern.tools.bench.rows import held_against, said
+from portakern.tools.bench.run import Helped, run
+from portakern.tools.bench.suites import TimedCase
+from portakern.tools.bench.timing import CallFailed, interleaved
+from portakern.tools.bench.trial import DeviceLost, Trial, Visit, visit
+from portakern.tools.bench.verdicts import Judge
+from portakern.tools.bench.warming import ENVIRONMENT, warming
+from portakern.tools.compile.forms import abstract_call, bound_form
 
 ROOT = Path(__file__).resolve().parents[1]
 CASE = TimedCase("mine", "softmax", "float32", {"shape": (6, 40)})
@@ -130,7 +130,7 @@ def test_the_backend_of_most_ops_makes_the_calls(monkeypatch):
     more = backend("more", numpy_softmax)
     more.implements("layernorm")(lambda call, tiling: ())
     assert together([backend("mine", numpy_softmax), more], "cpu") == [[more, registry.backend("mine")]]
-    monkeypatch.setattr("portakern.benchmarking.contenders._ops", None)  # which loads every spec
+    monkeypatch.setattr("portakern.tools.bench.contenders._ops", None)  # which loads every spec
     assert together([more], "cpu") == [[more]]
 
 
@@ -237,7 +237,7 @@ def test_of_a_large_sum_some_is_compared(monkeypatch):
     library = frameworks()["numpy"]
     inputs = for_gradient(make(case, library, "cpu"), {})
     whole = {e.name: e for e in Judge(inputs).expect(Target("cpu"), False)}
-    monkeypatch.setattr("portakern.benchmarking.verdicts.MOST", 300)
+    monkeypatch.setattr("portakern.tools.bench.verdicts.MOST", 300)
     some = Judge(inputs)
     part = {e.name: e for e in some.expect(Target("cpu"), False)}
     (rows,) = part["d_weight"].chosen["n"]
@@ -335,7 +335,7 @@ def test_what_compiles_ahead_keeps_it_where_whoever_times_looks(monkeypatch):
         given.append(environment)
         yield None
 
-    monkeypatch.setattr("portakern.benchmarking.warming.pool", processes)
+    monkeypatch.setattr("portakern.tools.bench.warming.pool", processes)
     plan = Plan([], [registry.backend("torch")], [], "cpu")
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     with triton.knobs.cache.scope(), warming(plan, 1):
@@ -434,7 +434,7 @@ class Waits:
 
 def test_a_case_that_does_not_end_ends_the_run(monkeypatch):
     """As a kernel does that waits for itself: nothing but the end of its process ends it."""
-    monkeypatch.setattr("portakern.benchmarking.run.ENDLESS", 0.1)
+    monkeypatch.setattr("portakern.tools.bench.run.ENDLESS", 0.1)
     plan, kept = Plan([CASE], [registry.backend("triton")], [], "cpu", rounds=2), []
     with pytest.raises(DeviceLost, match=r"the process that timed softmax float32 of mine has ended \(it was killed\)"):
         run(plan, lambda found, case: kept.append(case), helped=Helped(hands=[Waits()]))
@@ -592,7 +592,7 @@ def test_a_device_that_does_not_answer_ends_the_run(monkeypatch):
     def lost(self, result):
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr("portakern.benchmarking.roof.measure", lambda instruments, recorder, rounds: {})
+    monkeypatch.setattr("portakern.tools.bench.roof.measure", lambda instruments, recorder, rounds: {})
     monkeypatch.setattr(Instruments, "wait", lost)
     with pytest.raises(DeviceLost, match=r"mine left the device unusable on softmax.* --against"):
         timed(backend("mine", failing))
@@ -791,7 +791,7 @@ def test_a_table_is_completed_by_several_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "fingerprint", lambda op, *a: "another" if op == "softmax" else real(op, *a))
     three = [*results.read(file).rows]
     with monkeypatch.context() as over:
-        over.setattr("portakern.benchmarking.run._Run._seconds", lambda self: -1.0)
+        over.setattr("portakern.tools.bench.run._Run._seconds", lambda self: -1.0)
         before = file.read_text()
         done, shown, _ = again("--no-gradients", "--plot", tmp_path / "plots")
     assert not done and "the budget ended before 1 calls" in shown and "calls stand in" in shown

@@ -21,9 +21,6 @@ from typer.testing import CliRunner
 import portakern as pk
 from portakern import inventory, results, sources, testing
 from portakern.cli import app, main
-from portakern.compiling import cache
-from portakern.compiling import matrix as compiling
-from portakern.compiling.build import Build, Kernel
 from portakern.core import observe as watching
 from portakern.core import registry, serve, tilings
 from portakern.core.backend import Backend, Family
@@ -31,6 +28,9 @@ from portakern.core.oracle import as_float64
 from portakern.core.targets import Target
 from portakern.files import write_atomically
 from portakern.testing import parallel, runner
+from portakern.tools.compile import cache
+from portakern.tools.compile import matrix as compiling
+from portakern.tools.compile.build import Build, Kernel
 
 run = CliRunner().invoke
 

@@ -19,13 +19,13 @@ from typer.testing import CliRunner
 
 import portakern as pk
 from portakern import cli, results
-from portakern.benchmarking import suites
-from portakern.compiling import cache, forms, pool
-from portakern.compiling import matrix as compiling
-from portakern.compiling.build import Build, Compiled, Kernel
-from portakern.compiling.worker import one_line, reason
 from portakern.core import registry, targets
 from portakern.errors import SpecError, UnsupportedError
+from portakern.tools.bench import suites
+from portakern.tools.compile import cache, forms, pool
+from portakern.tools.compile import matrix as compiling
+from portakern.tools.compile.build import Build, Compiled, Kernel
+from portakern.tools.compile.worker import one_line, reason
 from tests.ops import record, records
 
 LINUX = platform.system() == "Linux"

@@ -83,7 +83,7 @@ def test_every_entrance_draws_as_many_cases(monkeypatch):
     from typer.main import get_command
 
     from portakern.cli import app
-    from portakern.judging.judgement import judge
+    from portakern.tools.judge.judgement import judge
 
     named = {
         n: inspect.signature(f).parameters["max_examples"].default for n, f in (("check", pk.check), ("judge", judge))

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import portakern as pk
-from portakern.benchmarking.contenders import one_clock
-from portakern.benchmarking.plan import Plan
-from portakern.benchmarking.run import run
-from portakern.benchmarking.suites import TimedCase
-from portakern.benchmarking.timing import device_times, interleaved
 from portakern.core import registry, tilings
 from portakern.core.framework import frameworks
+from portakern.tools.bench.contenders import one_clock
+from portakern.tools.bench.plan import Plan
+from portakern.tools.bench.run import run
+from portakern.tools.bench.suites import TimedCase
+from portakern.tools.bench.timing import device_times, interleaved
 from tests.gpu import Gpu, tuned_beside_a_wrong_kernel, within_bound, worst_of_far_strides, worst_past_2_31
 from tests.ops import records
 

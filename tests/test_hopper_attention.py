@@ -27,7 +27,7 @@ from portakern.backends.triton.gpu._split import chunk_length  # noqa: E402
 from portakern.backends.triton.hopper import _flash, _shares  # noqa: E402
 from portakern.backends.triton.hopper import attention as hopper  # noqa: E402
 from portakern.backends.triton.launch import recording  # noqa: E402
-from portakern.tuning.space import space_of  # noqa: E402
+from portakern.tools.tune.space import space_of  # noqa: E402
 from tests import gluon_on_host as host  # noqa: E402
 
 BACKEND = registry.backend("triton")

@@ -44,8 +44,8 @@ pk.op("softmax", backend="reference")(np.ones((2, 3), "float32"))
 print(json.dumps(sorted(m for m in sys.modules if m.partition(".")[0] == "portakern")))
 """
 TOOLS = (
-    "benchmarking", "cli", "compiling", "core.explain", "examples", "inventory", "judging", "processes", "profiling",
-    "reporting", "results", "sources", "testing", "tuning",
+    "cli", "core.explain", "examples", "inventory", "judging", "processes", "reporting", "results", "sources",
+    "testing", "tools",
 )  # fmt: skip
 """What a call needs none of, under ``portakern``."""
 

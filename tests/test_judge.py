@@ -30,10 +30,11 @@ if sys.platform != "linux":
     pytest.skip("the judge walls candidates in with what Linux has", allow_module_level=True)
 
 from portakern.core.targets import Target
-from portakern.judging import Bounds, hashing, judge, judgement
-from portakern.judging.mapping import parse
-from portakern.judging.walls import WALLS
+from portakern.judging import Bounds, judge
 from portakern.testing.fixed import cut_to
+from portakern.tools.judge import hashing, judgement
+from portakern.tools.judge.mapping import parse
+from portakern.tools.judge.walls import WALLS
 
 ROOT = Path(__file__).parent.parent
 ZEROS = """
@@ -505,7 +506,7 @@ def test_a_function_is_right_and_what_was_conceded_is_told(tmp_path):
 
 def test_a_device_that_does_not_begin_behind_the_walls_ends_with_their_names_and_what_to_do(tmp_path, monkeypatch):
     """The judge reaches it; the candidate's process has none here."""
-    monkeypatch.setattr("portakern.judging.judgement._target", lambda library, device: Target("cuda", "sm_90"))
+    monkeypatch.setattr("portakern.tools.judge.judgement._target", lambda library, device: Target("cuda", "sm_90"))
     with pytest.raises(pk.UnavailableError, match=r"numpy reaches the cuda .*, files\).* --without files"):
         judged(tmp_path, NUMPY_RIGHT, device="cuda")
 
@@ -744,11 +745,11 @@ def test_the_command_says_the_verdict_and_runs_a_case_again(tmp_path):
 
 
 def test_problems_that_are_known_bring_their_op_and_mapping(tmp_path):
-    from portakern.judging.judgement import _of_a_problem
+    from portakern.tools.judge.judgement import _of_a_problem
 
     assert _of_a_problem("36_RMSNorm_", None, None)[0] == "rmsnorm"
     assert _of_a_problem("36_RMSNorm_", "softmax", None) == ("softmax", "", {})
-    known = tomllib.loads((ROOT / "portakern/judging/problems.toml").read_text())
+    known = tomllib.loads((ROOT / "portakern/tools/judge/problems.toml").read_text())
     for row in known.values():
         spec = registry.find_spec(row["op"])
         names = ([a.name for a in spec.arrays], [o.name for o in spec.outputs], [o.name for o in spec.options])
@@ -847,7 +848,7 @@ def test_the_command_keeps_the_memory_that_it_has():
 
 def test_a_device_whose_first_array_fails_is_not_reached_and_its_words_are_told(monkeypatch):
     from portakern.core.framework import host_framework
-    from portakern.judging.host import Host
+    from portakern.tools.judge.host import Host
 
     def fails(*args):
         raise RuntimeError("OS call failed")
@@ -916,7 +917,7 @@ import torch
 _rand = torch.rand
 torch.rand = lambda *s, **k: _rand(1, 1, **k)
 
-import portakern.judging.adapters as adapters
+import portakern.tools.judge.adapters as adapters
 adapters.Candidate.described = lambda self: {"parameters": None, "inputs": [{"shape": [1, 1], "dtype": "float16"}]}
 adapters.inputs_of = lambda path: [{"shape": [1, 1], "dtype": "float16"}]
 

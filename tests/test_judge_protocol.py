@@ -33,10 +33,11 @@ from portakern.printable import printable
 if sys.platform != "linux":
     pytest.skip("the judge walls candidates in with what Linux has", allow_module_level=True)
 
-from portakern.judging import Bounds, judge, wire
-from portakern.judging.process import Process
-from portakern.judging.remote import Remote, signature_of
+from portakern.judging import Bounds, judge
 from portakern.testing.verdict import Broken
+from portakern.tools.judge import wire
+from portakern.tools.judge.process import Process
+from portakern.tools.judge.remote import Remote, signature_of
 
 ROOT = Path(__file__).parent.parent
 RIGHT = """
@@ -274,7 +275,8 @@ def test_what_the_judge_takes_for_an_element_is_enough():
     """The estimate that calls are refused by, against what a call of a long row takes."""
     code = """
         import re, tempfile, pathlib
-        from portakern.judging import judge, judgement
+        from portakern.judging import judge
+        from portakern.tools.judge import judgement
         file = pathlib.Path(tempfile.mkdtemp(), "mine.py")
         file.write_text({right!r})
         status = pathlib.Path("/proc/self/status")

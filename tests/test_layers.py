@@ -81,11 +81,14 @@ def test_no_import_runs_in_a_circle():
     assert circles(graph(modules())) == []
 
 
-def rooms(edges: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The same graph between the folders of ``portakern/`` (a module there counts as one)."""
+def room(name: str) -> str:
+    """The folder that a module stands in: a tool is one."""
+    parts = name.split(".")
+    return ".".join(parts[: 3 if parts[1:2] == ["tools"] else 2])
 
-    def room(name: str) -> str:
-        return ".".join(name.split(".")[:2])
+
+def rooms(edges: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The same graph between the folders of ``portakern/`` and ``portakern/tools/`` (a module there counts as one)."""
 
     found: dict[str, set[str]] = {}
     for name, others in edges.items():

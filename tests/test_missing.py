@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 import portakern as pk
 from portakern import install, inventory
 from portakern.cli import app
-from portakern.compiling import forms, worker
 from portakern.core import registry, targets
 from portakern.core.backend import Backend, Family, Need
-from portakern.tuning.place import places
+from portakern.tools.compile import forms, worker
+from portakern.tools.tune.place import places
 
 WHY = "its kernels for sm_90 need jax >= 99 (which takes Python 9), and jax 0.10 is installed"
 

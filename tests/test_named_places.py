@@ -43,11 +43,11 @@ def test_modules_that_are_named_are_there():
     }
     assert len(named) > 100
     assert sorted((where, name) for where, name in named if not resolves(name, known)) == []
-    assert not resolves("portakern.compiling.calls", known) and not resolves("portakern.nothing.here", known)
+    assert not resolves("portakern.tools.compile.calls", known) and not resolves("portakern.nothing.here", known)
 
 
 def test_modules_that_a_package_lists_are_there():
-    """Two that no longer were stood in that of ``portakern.compiling``."""
+    """Two that no longer were stood in that of ``portakern.tools.compile``."""
     known = modules()
     listed = {
         (name, module)
@@ -56,7 +56,7 @@ def test_modules_that_a_package_lists_are_there():
         for group in re.findall(r"\(((?:``\w+``(?:,\s)?)+)\)", text)
         for module in re.findall(r"\w+", group)
     }
-    assert ("portakern.compiling", "cache") in listed
+    assert ("portakern.tools.compile", "cache") in listed
     assert {(name, module) for name, module in listed if f"{name}.{module}" not in known} == set()
 
 

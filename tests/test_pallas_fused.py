@@ -21,11 +21,11 @@ import jax.numpy as jnp  # noqa: E402
 import portakern as pk  # noqa: E402
 from portakern import testing  # noqa: E402
 from portakern.backends.pallas.fused import layernorm_vjp  # noqa: E402
-from portakern.compiling import forms  # noqa: E402
 from portakern.core import targets, tilings  # noqa: E402
 from portakern.core.framework import frameworks  # noqa: E402
 from portakern.core.targets import Target  # noqa: E402
 from portakern.errors import UnsupportedError  # noqa: E402
+from portakern.tools.compile import forms  # noqa: E402
 
 OPS = [op for op in registry.ops() if PALLAS.where(op, FAMILY)]
 each_op = pytest.mark.parametrize("op", OPS)

@@ -33,7 +33,6 @@ from portakern import testing  # noqa: E402
 from portakern.backends.pallas import _band  # noqa: E402
 from portakern.backends.pallas.gpu import _chip, _flash, _rows, attention, matmul, matmul_vjp  # noqa: E402
 from portakern.backends.pallas.gpu.toolchain import compiler  # noqa: E402
-from portakern.compiling import forms  # noqa: E402
 from portakern.core import targets, tilings  # noqa: E402
 from portakern.core.binder import unchecked  # noqa: E402
 from portakern.core.call import shape_of  # noqa: E402
@@ -41,6 +40,7 @@ from portakern.core.framework import frameworks  # noqa: E402
 from portakern.core.targets import Target  # noqa: E402
 from portakern.errors import SpecError, UnsupportedError  # noqa: E402
 from portakern.testing.subject import backend_subject  # noqa: E402
+from portakern.tools.compile import forms  # noqa: E402
 from tests.drawing import cases  # noqa: E402
 from tests.ops import record  # noqa: E402
 

@@ -297,10 +297,10 @@ def test_whatever_peer_takes_a_call_is_a_contender(gradient, expected):
     """And what it runs is the op's own work: of gradients the backward pass alone."""
     for name in ("triton", "torch", "jax"):
         needs(name)
-    from portakern.benchmarking import contenders as among
-    from portakern.benchmarking.plan import Plan
-    from portakern.benchmarking.suites import TimedCase
-    from portakern.benchmarking.trial import Stand, Trial
+    from portakern.tools.bench import contenders as among
+    from portakern.tools.bench.plan import Plan
+    from portakern.tools.bench.suites import TimedCase
+    from portakern.tools.bench.trial import Stand, Trial
 
     dims = {"batch": 1, "q_len": 6, "kv_len": 6, "kv_heads": 2, "group": 1, "d": 8, "dv": 8}
     case = TimedCase("mine", "attention", "float32", dims, gradient=gradient)

@@ -12,15 +12,15 @@ from typer.testing import CliRunner
 
 import portakern as pk
 from portakern import results
-from portakern.benchmarking.contenders import here
-from portakern.benchmarking.roof import Ceiling
 from portakern.cli import app
-from portakern.compiling.build import Build, Kernel, occupancy, residents
 from portakern.core import registry, targets
 from portakern.core.instruments import Instruments
 from portakern.core.targets import Target
-from portakern.profiling import counters, facts, run, subject
-from portakern.profiling.counters import Counted, NotCounted, parse
+from portakern.tools.bench.contenders import here
+from portakern.tools.bench.roof import Ceiling
+from portakern.tools.compile.build import Build, Kernel, occupancy, residents
+from portakern.tools.profile import counters, facts, run, subject
+from portakern.tools.profile.counters import Counted, NotCounted, parse
 
 LAUNCH = '"{}","4321","python3.11","127.0.0.1","{}","1","7","(128, 1, 1)","(132, 1, 1)","0","9.0"'
 HEAD = (
@@ -211,7 +211,7 @@ def looked_at(asked, monkeypatch):
 
 
 def test_a_profile_has_every_source_and_keeps_its_form(looked_at, tmp_path):
-    ncu = stand_in(tmp_path, "print(RAW) if sys.argv[-3:-1] == ['-m', 'portakern.profiling.subject'] else None")
+    ncu = stand_in(tmp_path, "print(RAW) if sys.argv[-3:-1] == ['-m', 'portakern.tools.profile.subject'] else None")
     found = looked_at(ncu)
     assert found.absent == {} and found.kernels[0].bound == "device memory, 91 % of the peak"
     sources = {fact.source for fact in [*found.facts, *found.kernels[0].facts]}

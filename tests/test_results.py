@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from portakern import results, sources
-from portakern.compiling import matrix
-from portakern.compiling.build import Build, Kernel
 from portakern.results import ResultError
 from portakern.testing import Report
 from portakern.testing.report import Failure
+from portakern.tools.compile import matrix
+from portakern.tools.compile.build import Build, Kernel
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "benchmarks" / "results").glob("*.json"))

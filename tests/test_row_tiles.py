@@ -7,8 +7,8 @@ import pytest
 import portakern as pk
 from portakern import testing
 from portakern.backends.triton import BACKEND
-from portakern.compiling import forms
 from portakern.core import registry, targets
+from portakern.tools.compile import forms
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")

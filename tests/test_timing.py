@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from portakern.benchmarking import contenders
-from portakern.benchmarking.timing import WARM_UP, device_times, interleaved
 from portakern.core.framework import frameworks
 from portakern.core.instruments import HOSTED, Instruments, Sample, Stopwatch
 from portakern.errors import UnavailableError
 from portakern.frameworks.jax import timing as jax_timing
 from portakern.frameworks.torch import timing as torch_timing
+from portakern.tools.bench import contenders
+from portakern.tools.bench.timing import WARM_UP, device_times, interleaved
 
 
 @pytest.mark.parametrize("name", ["numpy", "torch", "jax"])

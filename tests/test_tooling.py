@@ -23,7 +23,7 @@ import pytest
 
 import portakern
 from portakern import install
-from tests.test_layers import graph, modules
+from tests.test_layers import graph, modules, room
 
 ROOT = Path(__file__).resolve().parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -59,9 +59,10 @@ ROOMS_WITH_TOOLS = {
     "portakern.cli",
     "portakern.testing",
     "portakern.judging",
-    "portakern.benchmarking",
-    "portakern.profiling",
-    "portakern.tuning",
+    "portakern.tools.judge",
+    "portakern.tools.bench",
+    "portakern.tools.profile",
+    "portakern.tools.tune",
     "portakern.reporting",
 }
 
@@ -70,8 +71,8 @@ def test_ops_need_nothing_that_only_checking_and_printing_need() -> None:
     """No import, lazy ones counted, leads from an op to a tool or to a folder that needs one."""
     assert not requirements(PYPROJECT["project"]["dependencies"]) & TOOLS
     files = {n: f for n, f in modules().items() if not n.startswith(("portakern.examples", "portakern.__main__"))}
-    kernels = {n: f for n, f in files.items() if ".".join(n.split(".")[:2]) not in ROOMS_WITH_TOOLS}
-    assert {"portakern.api", "portakern.compiling.matrix", "portakern.backends.triton.gpu.softmax"} <= set(kernels)
+    kernels = {n: f for n, f in files.items() if room(n) not in ROOMS_WITH_TOOLS}
+    assert {"portakern.api", "portakern.tools.compile.matrix", "portakern.backends.triton.gpu.softmax"} <= set(kernels)
     back = {n: found for n, others in graph(files).items() if n in kernels and (found := others - set(kernels))}
     assert back == {}
     pattern = re.compile(rf"^\s*(?:from|import) (?:{'|'.join(sorted(TOOLS))})\b", re.MULTILINE)

@@ -26,13 +26,13 @@ from portakern.backends.pallas._band import Band, dealt
 from portakern.backends.pallas.common import block, even_block, quotient
 from portakern.backends.pallas.tpu import _chip
 from portakern.backends.pallas.tpu.toolchain import static
-from portakern.compiling.build import Build, Kernel
-from portakern.compiling.forms import bound_form, named_form, typical_form
 from portakern.core import registry, targets, tilings
 from portakern.core.framework import frameworks
 from portakern.core.targets import Target
 from portakern.errors import UnsupportedError
 from portakern.frameworks.jax import tracing
+from portakern.tools.compile.build import Build, Kernel
+from portakern.tools.compile.forms import bound_form, named_form, typical_form
 
 CODE = """= control target key start
 LH: loop header

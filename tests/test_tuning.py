@@ -27,24 +27,24 @@ from typer.testing import CliRunner
 import portakern as pk
 from portakern import cli, results
 from portakern.cli import tune as tune_command
-from portakern.compiling.build import Build, Kernel
-from portakern.compiling.pool import Pool
 from portakern.core import observe, registry, targets, tilings
 from portakern.core.tilings import Row
 from portakern.errors import SpecError, UnavailableError
 from portakern.reporting.tuned import searched
 from portakern.spec import Tile
-from portakern.tuning import apart, judges, static, store
-from portakern.tuning import search as searches
-from portakern.tuning.asked import of_op
-from portakern.tuning.drawn import draw, families
-from portakern.tuning.journal import Journal
-from portakern.tuning.place import places
-from portakern.tuning.run import Told, groups_of
-from portakern.tuning.run import tune as tune_groups
-from portakern.tuning.search import Climb, OptunaSearch, Whole, search
-from portakern.tuning.space import Space, frozen, space_of
-from portakern.tuning.tuner import Plan, _form_call, _opening, row_of
+from portakern.tools.compile.build import Build, Kernel
+from portakern.tools.compile.pool import Pool
+from portakern.tools.tune import apart, judges, static, store
+from portakern.tools.tune import search as searches
+from portakern.tools.tune.asked import of_op
+from portakern.tools.tune.drawn import draw, families
+from portakern.tools.tune.journal import Journal
+from portakern.tools.tune.place import places
+from portakern.tools.tune.run import Told, groups_of
+from portakern.tools.tune.run import tune as tune_groups
+from portakern.tools.tune.search import Climb, OptunaSearch, Whole, search
+from portakern.tools.tune.space import Space, frozen, space_of
+from portakern.tools.tune.tuner import Plan, _form_call, _opening, row_of
 
 SECONDS = {32: 0.004, 64: 0.002, 128: 0.0}
 """How long the kernel of these tests takes, by its only tile, beside the little that it does."""
@@ -430,9 +430,9 @@ def test_a_candidate_that_never_ends_costs_its_seconds_and_not_the_run(own_cache
     (made / "entry_points.txt").write_text("[portakern.backends]\nhanging = hanging:BACKEND\n")
     script = textwrap.dedent("""
         import time
-        from portakern.tuning import apart, run
+        from portakern.tools.tune import apart, run
         from tests import test_tuning as t
-        from portakern.compiling.pool import Pool
+        from portakern.tools.compile.pool import Pool
 
         def main():
             apart.worthwhile = lambda asked, place: True  # as on a GPU
@@ -681,7 +681,7 @@ def test_a_space_is_legal_and_ends_where_a_tile_covers_its_extent():
     (place,) = places(spec, "sm_90", "triton", "gpu")
     groups = groups_of([of_op(spec, "bfloat16", {"m": 40, "n": 4096, "k": 4096})], "sm_90", "triton", "gpu")
     assert groups[0].key == {"products": "16-bit", "aligned": True, "n": 4096, "k": 4096}
-    from portakern.compiling.forms import bound_form
+    from portakern.tools.compile.forms import bound_form
 
     call = bound_form(spec, groups[0].asked[0].form, place.framework, place.target)
     found = space_of(spec, place.impl, [call], tilings.shipped(place.impl, call))
@@ -753,7 +753,7 @@ def test_the_next_key_is_compiled_while_one_is_judged(monkeypatch):
 
     registered(watched)
     first, second = asked()[0], asked(shape=(4, 50))[0]
-    for module in ("portakern.tuning.ahead", "portakern.tuning.judges"):
+    for module in ("portakern.tools.tune.ahead", "portakern.tools.tune.judges"):
         monkeypatch.setattr(f"{module}.launches_find_it", lambda place: True)
         monkeypatch.setattr(f"{module}.survey", survey)
     found, left, _ = tuned(asked=[first, second])
@@ -773,7 +773,7 @@ def test_runs_of_several_threads_share_a_pool(monkeypatch):
         busy.discard(worker)
         return job
 
-    monkeypatch.setattr("portakern.compiling.pool._Worker.serve", serve)
+    monkeypatch.setattr("portakern.tools.compile.pool._Worker.serve", serve)
     with Pool(2, 10) as pool, ThreadPoolExecutor(3) as threads:
         runs = [[f"job {i} of {run}" for i in range(4)] for run in range(3)]
         found = list(threads.map(lambda jobs: list(pool.run(jobs)), runs))

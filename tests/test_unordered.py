@@ -10,13 +10,13 @@ import pytest
 
 import portakern as pk
 from portakern import testing
-from portakern.benchmarking import contenders
 from portakern.core import registry, route, targets, tilings
 from portakern.core.backend import Backend
 from portakern.core.binder import unchecked
 from portakern.core.explain import explain
 from portakern.testing.laws import LawCase, run_law
 from portakern.testing.verdict import BrokenPromise
+from portakern.tools.bench import contenders
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")

@@ -18,10 +18,10 @@ from portakern.core import registry
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 
 if TYPE_CHECKING:
-    from portakern.benchmarking.plan import Plan
-    from portakern.benchmarking.resuming import Earlier
-    from portakern.benchmarking.run import Outcome
-    from portakern.benchmarking.suites import TimedCase
+    from portakern.tools.bench.plan import Plan
+    from portakern.tools.bench.resuming import Earlier
+    from portakern.tools.bench.run import Outcome
+    from portakern.tools.bench.suites import TimedCase
 
 
 EveryPeer = Annotated[
@@ -79,7 +79,7 @@ def bench(
     exit status 1 if a result of the backend is wrong.
     """
     start = time.perf_counter()
-    from portakern.benchmarking import warming
+    from portakern.tools.bench import warming
 
     for name, value in warming.ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -87,9 +87,9 @@ def bench(
     check_device("bench", device)
     _check_asked(ops, suite, shape, dtype, plot, [*(backend or ()), *(against or ())])
     errors_only(context)
-    from portakern.benchmarking.contenders import absent, against_named, together
-    from portakern.benchmarking.plan import Plan
-    from portakern.benchmarking.resuming import Earlier, read
+    from portakern.tools.bench.contenders import absent, against_named, together
+    from portakern.tools.bench.plan import Plan
+    from portakern.tools.bench.resuming import Earlier, read
 
     earlier = read(json_file, device == "cpu") if json_file and not fresh else Earlier()
     subjects = [registry.backend(b) for b in backend] if backend else _compiling_here(device)
@@ -112,12 +112,12 @@ def _measure(plan: Plan, jobs: int | None, found: _Rows) -> None:
     """Time, while other processes compile ahead where kernels are compiled."""
     if not plan.cases:
         return
-    from portakern.benchmarking.contenders import here
-    from portakern.benchmarking.foresight import foreseeing
-    from portakern.benchmarking.hands import hands
-    from portakern.benchmarking.run import Helped, run
-    from portakern.benchmarking.trial import DeviceLost
-    from portakern.benchmarking.warming import warming
+    from portakern.tools.bench.contenders import here
+    from portakern.tools.bench.foresight import foreseeing
+    from portakern.tools.bench.hands import hands
+    from portakern.tools.bench.run import Helped, run
+    from portakern.tools.bench.trial import DeviceLost
+    from portakern.tools.bench.warming import warming
 
     framework, device, target = here(plan.lead, plan.device)
     names = " and ".join(b.name for b in plan.subjects)
@@ -153,7 +153,7 @@ def _check_asked(
     backends: list[str],
 ) -> None:
     """What is wrong with what was asked for, before anything runs."""
-    from portakern.benchmarking import suites
+    from portakern.tools.bench import suites
 
     for name in ops or ():
         registry.find_spec(name)
@@ -173,7 +173,7 @@ def _check_asked(
 
 def _compiling_here(device: str | None) -> list[Any]:
     """The backends that compile for an accelerator here; UnsupportedError lists why none does."""
-    from portakern.benchmarking.contenders import ELSE, here
+    from portakern.tools.bench.contenders import ELSE, here
 
     found, why = [], []
     for b in registry.backends().values():
@@ -199,7 +199,7 @@ def _cases(
 ) -> list[TimedCase]:
     """The cases in the order in which they are timed. On a CPU, whose interpreters are slow, samples unless a suite is
     named; what is typical of an op that stands in no suite."""
-    from portakern.benchmarking import suites
+    from portakern.tools.bench import suites
 
     if shape:
         given = [suites.parse_shape(text) for text in shape]

@@ -21,9 +21,9 @@ from portakern.cli.common import (
     print_indented,
     print_json,
 )
-from portakern.compiling.build import CYCLES
 from portakern.core import registry, targets
 from portakern.errors import SpecError, UnsupportedError
+from portakern.tools.compile.build import CYCLES
 
 
 @app.command("compile")
@@ -53,9 +53,9 @@ def compile_(
     """Compile ops, forward and backward, for hardware that need not be here, and say what each kernel takes of it, for
     TPUs in cycles too; exit status 1 if any cannot be.
     """
-    from portakern.benchmarking.suites import parse_shape
-    from portakern.compiling import forms
-    from portakern.compiling import matrix as compiling
+    from portakern.tools.bench.suites import parse_shape
+    from portakern.tools.compile import forms
+    from portakern.tools.compile import matrix as compiling
 
     names = list(targets.HARDWARE) if every else target or []
     _check_asked(ops, target, every, dtype, backend, variant, shape)

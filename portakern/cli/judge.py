@@ -91,8 +91,8 @@ def judge(
 ) -> None:
     """Judge a kernel in a process of its own; exit status 0 where it is right, 1 where it is not."""
     hypothesis_into_cache()
-    from portakern.judging import Bounds
-    from portakern.judging import judge as judge_file
+    from portakern.tools.judge.judgement import judge as judge_file
+    from portakern.tools.judge.process import Bounds
 
     if op is not None:
         registry.find_spec(op)
@@ -127,7 +127,7 @@ def _keep_memory() -> None:
 
 
 def _bytes(gib: float) -> int:
-    from portakern.judging.process import within
+    from portakern.tools.judge.process import within
 
     within("--memory, GiB", gib, 0.1, 2**20)
     return int(gib * 2**30)
@@ -142,7 +142,7 @@ def _split(candidate: str) -> tuple[str, str | None]:
 
 
 def _extents(text: str) -> dict[str, tuple[int, ...]]:
-    from portakern.benchmarking.suites import parse_shape
+    from portakern.tools.bench.suites import parse_shape
 
     found = {}
     for name, value in parse_shape(text, "judge: --shapes", "x=64x39321 or a=64x32,b=32x8").items():
@@ -179,7 +179,7 @@ def show(judged: Any) -> None:
         print_indented(f"on the inputs that {Path(judged.problem).name} names")
     for conceded in r.told:
         print_indented(f"conceded: {conceded}")
-    from portakern.judging.walls import WALLS
+    from portakern.tools.judge.walls import WALLS
 
     for name in [w for w in WALLS if w not in judged.walls]:
         print_indented(f"not walled in: {WALLS[name]}")

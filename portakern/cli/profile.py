@@ -13,8 +13,8 @@ from portakern.core import registry
 from portakern.errors import UnavailableError, UnsupportedError
 
 if TYPE_CHECKING:
-    from portakern.profiling.facts import Fact
-    from portakern.profiling.run import Profile
+    from portakern.tools.profile.facts import Fact
+    from portakern.tools.profile.run import Profile
 
 
 @app.command()
@@ -38,8 +38,8 @@ def profile(
     """Say what bounds each kernel of a call: the device's counters where they may be read, times, the spec's bytes and
     operations against the measured roof, and what the machine code takes.
     """
-    from portakern.benchmarking.suites import parse_shape
-    from portakern.benchmarking.warming import ENVIRONMENT
+    from portakern.tools.bench.suites import parse_shape
+    from portakern.tools.bench.warming import ENVIRONMENT
 
     registry.find_spec(op)
     check_dtypes("profile", [dtype])
@@ -49,8 +49,8 @@ def profile(
     errors_only(context)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    from portakern.profiling import run
-    from portakern.profiling.subject import Asked
+    from portakern.tools.profile import run
+    from portakern.tools.profile.subject import Asked
 
     asked = Asked(op, dtype, parse_shape(shape) if shape else {}, backend, variant)
     if target:

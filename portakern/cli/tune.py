@@ -74,10 +74,10 @@ def tune(
     """Search legal tilings, and keep the best: by device time, or by what a compiler tells of a chip that is not here.
     What is wrong is never kept. A run that was ended goes on where it was. Exit status 1 where a wrong result was seen.
     """
-    from portakern.compiling.pool import Pool
-    from portakern.tuning.run import groups_of
-    from portakern.tuning.run import tune as tune_groups
-    from portakern.tuning.tuner import Plan
+    from portakern.tools.compile.pool import Pool
+    from portakern.tools.tune.run import groups_of
+    from portakern.tools.tune.run import tune as tune_groups
+    from portakern.tools.tune.tuner import Plan
 
     json_file = json_into(context, "tune", json_file)
     _check_asked(dtype, bool(loss), bool(ops or suite or shape or ship))
@@ -124,7 +124,7 @@ def _seconds(text: str | None) -> float:
 
 
 def _drawn(families: Sequence[str], draws: int, seed: int, dtypes: list[str] | None) -> list[Any]:
-    from portakern.tuning.drawn import draw
+    from portakern.tools.tune.drawn import draw
 
     return [a for family in families for a in draw(family, draws, seed, dtypes or [DTYPE])]
 
@@ -134,8 +134,8 @@ def _asked(
 ) -> list[Any]:
     """The calls of suites, of the ops that are named too, some of each first; else the ops' typical calls, or those in
     shapes."""
-    from portakern.benchmarking.suites import cases_of, in_order, parse_shape
-    from portakern.tuning.asked import Asked, of_op
+    from portakern.tools.bench.suites import cases_of, in_order, parse_shape
+    from portakern.tools.tune.asked import Asked, of_op
 
     if suites:
         if shapes:
@@ -158,7 +158,7 @@ class _Told:
     def __init__(
         self, bar: Progress, keys: int, refused: list[tuple[Any, str]], file: Path | None, start: float, seed: int
     ) -> None:
-        from portakern.tuning.run import Told
+        from portakern.tools.tune.run import Told
 
         self.bar, self.refused_so_far, self.file, self.start, self.seed = bar, refused, file, start, seed
         self.keys = keys
@@ -185,7 +185,7 @@ class _Told:
 
 
 def _write(file: Path, found: Sequence[Any], start: float, seed: int, left: int) -> None:
-    from portakern.tuning.run import rows_of
+    from portakern.tools.tune.run import rows_of
 
     measured = {f.group.place.chip for f in found if f.group.place.is_here and f.group.place.target.platform != "cpu"}
     device, command = ", ".join(sorted(measured)) or results.HOST_CPU, results.command_line("portakern", file)
@@ -200,7 +200,7 @@ def _write(file: Path, found: Sequence[Any], start: float, seed: int, left: int)
 
 
 def _show(found: Sequence[Any], refused: Sequence[tuple[Any, str]], left: int, loss: bool, ship: bool) -> None:
-    from portakern.tuning.run import table_of
+    from portakern.tools.tune.run import table_of
 
     rows = [r for f in found for r in f.rows]
     for r in rows:

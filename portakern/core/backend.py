@@ -25,8 +25,8 @@ from portakern.errors import SpecError, UnavailableError
 from portakern.spec import Spec, Tile
 
 if TYPE_CHECKING:
-    from portakern.compiling.build import Compiled
     from portakern.core.call import Call
+    from portakern.tools.compile.build import Compiled
 
 __all__ = ["ANY", "Backend", "Compiler", "Drawn", "Family", "Implementation", "Need", "Profile", "Tiling"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from portakern.compiling.build import CYCLES, FOLLOWED, Kernel
 from portakern.core import registry, targets
 from portakern.reporting.kept import Kept, known_targets, source
 from portakern.reporting.markdown import NONE, fold, table
+from portakern.tools.compile.build import CYCLES, FOLLOWED, Kernel
 
 __all__ = ["cycles", "matrix", "resources", "roofs", "tilings"]
 

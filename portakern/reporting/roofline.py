@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from portakern.benchmarking.roof import unit_of
-from portakern.compiling import forms
 from portakern.core import registry, targets
 from portakern.core.binder import unchecked
 from portakern.core.targets import Hardware
 from portakern.errors import SpecError
 from portakern.reporting.kept import Kept, chip, known_targets
 from portakern.spec.dtypes import numpy_dtype
+from portakern.tools.bench.roof import unit_of
+from portakern.tools.compile import forms
 
 __all__ = ["Point", "Work", "heatmap", "plots", "roofline", "work"]
 

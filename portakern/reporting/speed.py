@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from portakern.benchmarking import suites
-from portakern.benchmarking.rows import FAR_BEHIND
 from portakern.files import write_atomically
 from portakern.reporting import plots as drawing
 from portakern.reporting.kept import Kept, source
 from portakern.reporting.markdown import NONE, fold, table
 from portakern.reporting.staleness import STALE, changed, footnote
+from portakern.tools.bench import suites
+from portakern.tools.bench.rows import FAR_BEHIND
 
 __all__ = ["best_of_each_call", "draw_into", "figures", "ratios", "speed"]
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portakern import install
-from portakern.compiling.build import Compiled, Kernel, occupancy
 from portakern.core import targets
 from portakern.core.targets import Hardware
+from portakern.tools.compile.build import Compiled, Kernel, occupancy
 
 if TYPE_CHECKING:
     from portakern.core.backend import Implementation

@@ -29,12 +29,12 @@ from typing import TYPE_CHECKING, Any
 from portakern import install
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.tpu.family import FAMILY
-from portakern.compiling import cache
-from portakern.compiling.build import Compiled, Kernel
-from portakern.compiling.forms import form_of
 from portakern.core import targets
 from portakern.core.targets import Hardware, Target
 from portakern.errors import UnsupportedError
+from portakern.tools.compile import cache
+from portakern.tools.compile.build import Compiled, Kernel
+from portakern.tools.compile.forms import form_of
 
 if TYPE_CHECKING:
     from portakern.backends.pallas.tpu.toolchain.static import Region, Walk
@@ -288,7 +288,7 @@ def _estimate(call: Call, tiling: Mapping[str, int], names: list[str]) -> dict[s
             "LIBTPU_INIT_ARGS": f"{FROM_HBM} --xla_jf_dump_static_llo_profile_to={folder}",
             "PORTAKERN_LOG": os.devnull,
         }
-        command = [sys.executable, "-m", "portakern.compiling.worker", BACKEND.name, call.target.arch]
+        command = [sys.executable, "-m", "portakern.tools.compile.worker", BACKEND.name, call.target.arch]
         quiet = subprocess.DEVNULL
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, text=True, env=os.environ | variables

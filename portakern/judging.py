@@ -1,0 +1,11 @@
+"""The judge: a kernel that somebody else, or a program, wrote, held to an op's contract from outside of its process.
+
+>>> from portakern.judging import judge
+>>> judge("candidate.py", "softmax", shapes=[{"x": (64, 39321)}]).report.outcome
+'wrong'
+"""
+
+from portakern.tools.judge.judgement import Judged, judge
+from portakern.tools.judge.process import Bounds
+
+__all__ = ["Bounds", "Judged", "judge"]

@@ -1,0 +1,41 @@
+"""What a run is to time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from portakern.core.backend import Backend
+from portakern.tools.bench.suites import TimedCase
+from portakern.tools.bench.timing import ROUNDS
+
+__all__ = ["Plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be timed.
+
+    Attributes:
+      cases: in the order of their importance, in which they are timed as they are ready. subjects: whose variants are
+      measured, the one first in whose library's arrays the calls are made; against: the peers.
+      device: the platform, None: the best that the first subject compiles for here.
+      rounds: samples of each contender, at most. seconds: no case is begun after so many; None: all are.
+      every_peer: time those too that calls of a suite have shown to be far behind.
+    """
+
+    cases: Sequence[TimedCase]
+    subjects: Sequence[Backend]
+    against: Sequence[Backend]
+    device: str | None = None
+    rounds: int = ROUNDS
+    seconds: float | None = None
+    every_peer: bool = False
+
+    def rounds_of(self, case: TimedCase) -> int:
+        """Samples of each contender of a case."""
+        return self.rounds if case.rounds is None else min(self.rounds, case.rounds)
+
+    @property
+    def lead(self) -> Backend:
+        return self.subjects[0]

@@ -1,0 +1,177 @@
+"""A run: every case with all its contenders, by this process or by several that take turns on the device."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from typing import Any
+
+from portakern.tools.bench.ahead import Ahead
+from portakern.tools.bench.behind import Behind
+from portakern.tools.bench.foresight import Foresight
+from portakern.tools.bench.hands import Asked, Hand, Measured, alone
+from portakern.tools.bench.plan import Plan
+from portakern.tools.bench.rows import Row
+from portakern.tools.bench.spent import Spent
+from portakern.tools.bench.suites import TimedCase
+from portakern.tools.bench.trial import DeviceLost, Told
+
+__all__ = ["Helped", "Outcome", "run"]
+
+
+@dataclass
+class Outcome:
+    """``rows``: one a contender and call; ``rates``: the measured roof; ``left_out``: cases that time did not reach;
+    ``unserved``: (case, why) of those that arrays could not be made for; ``spent``: where the seconds went;
+    ``behind``: which peers were far behind; ``took``: call -> the seconds that it cost."""
+
+    rows: list[Row] = field(default_factory=list)
+    rates: dict[str, float] = field(default_factory=dict)
+    left_out: list[TimedCase] = field(default_factory=list)
+    unserved: list[tuple[TimedCase, str]] = field(default_factory=list)
+    spent: Spent = field(default_factory=Spent)
+    behind: Behind = field(default_factory=Behind)
+    took: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Helped:
+    """What other processes do meanwhile: ``foresight`` of what is expected, compiling ``ahead``, and ``hands`` that
+    time; without any, this process does."""
+
+    foresight: Foresight | None = None
+    ahead: Ahead = field(default_factory=Ahead)
+    hands: Sequence[Hand] = ()
+
+    def next(self, cases: Sequence[TimedCase], seconds: float = math.inf) -> TimedCase:
+        """The first of these of which all is done that others do; where there is none within ``seconds``, nor within
+        those that a visit is waited for, one that was visited, or the very first."""
+        end = time.monotonic() + min(seconds, self.ahead.longest)
+        while (done := self._done(cases)) is None and (left := end - time.monotonic()) > 0:
+            wait(self.pending(cases), left, FIRST_COMPLETED)
+        return self.ahead.next(cases if done is None else [done])
+
+    def ready(self, cases: Sequence[TimedCase]) -> TimedCase | None:
+        """The first of these of which all is done that others do, if there is one."""
+        done = self._done(cases)
+        return None if done is None else self.ahead.next([done])
+
+    def pending(self, cases: Sequence[TimedCase]) -> list[Future[Any]]:
+        """What others are still to do."""
+        return [*self.ahead.pending(cases), *(self.foresight.pending(cases) if self.foresight else [])]
+
+    def told(self, case: TimedCase) -> Told:
+        """What others found out of a case, once."""
+        return Told(self.foresight.expected(case) if self.foresight else None, self.ahead.foreseen(case))
+
+    def _done(self, cases: Sequence[TimedCase]) -> TimedCase | None:
+        known = (c for c in cases if self.foresight is None or self.foresight.is_ready(c))
+        return next((c for c in known if self.ahead.is_ready(c)), None)
+
+
+def run(
+    plan: Plan,
+    done: Callable[[Outcome, TimedCase], None],
+    start: float | None = None,
+    helped: Helped = Helped(),
+) -> Outcome:
+    """Carry a plan out. ``done`` is called after each case with all that is known by then.
+
+    ``start``: when the plan's seconds began, in ``time.perf_counter``'s time; None: now. ``helped``: by what other
+    processes do meanwhile.
+
+    Raises:
+      DeviceLost: the device is unusable; what was measured before was handed to ``done``.
+    """
+    now = time.perf_counter()
+    start = now if start is None else start
+    found, hands = Outcome(spent=Spent({"before the first call": now - start})), list(helped.hands)
+    found.behind.every = plan.every_peer
+    hands = hands or alone(plan, helped.ahead)
+    with found.spent.on("the roof, and loading" if helped.hands else "the roof"):
+        found.rates = hands[0].roof().result()
+    return _Run(plan, done, start, helped, found, hands).carried_out()
+
+
+ENDLESS = 300.0
+"""Seconds in which something ends, or nothing is going to: ten times what the dearest case takes."""
+
+
+class _Run:
+    """What is left of a plan, and who is at what."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        done: Callable[[Outcome, TimedCase], None],
+        start: float,
+        helped: Helped,
+        found: Outcome,
+        hands: list[Hand],
+    ) -> None:
+        self.plan, self.done, self.start, self.helped, self.found = plan, done, start, helped, found
+        self.left, self.idle = list(plan.cases), hands
+        self.busy: dict[Future[Measured], tuple[Hand, TimedCase]] = {}
+        self.calls = set[str]()
+
+    def carried_out(self) -> Outcome:
+        while self.left or self.busy:
+            while self.left and self.idle and self._begun():
+                pass
+            if self.busy:
+                finished, _ = wait([*self.busy, *self._others()], ENDLESS, FIRST_COMPLETED)
+                for hand, _ in self.busy.values() if not finished else ():
+                    hand.end()
+                for future in [f for f in self.busy if f in finished]:
+                    self._take(future)
+        return self.found
+
+    def _others(self) -> list[Future[Any]]:
+        """What else to wait for: where somebody is idle, what will be ready to be timed."""
+        return self.helped.pending(self.left) if self.idle else []
+
+    def _seconds(self) -> float:
+        """Those that are left in which a case may begin."""
+        return math.inf if self.plan.seconds is None else self.start + self.plan.seconds - time.perf_counter()
+
+    def _begun(self) -> bool:
+        """Whether a case was given to whoever is idle. Nobody waits for one while another is timed."""
+        helped, found = self.helped, self.found
+        with found.spent.on("waiting for compilers"):
+            case = helped.ready(self.left) if self.busy else helped.next(self.left, self._seconds())
+        if self._seconds() < 0:  # it was waited for until the end
+            found.left_out, self.left = self.left, []
+            return False
+        if case is None:
+            return False
+        self.left, hand = [other for other in self.left if other is not case], self.idle.pop(0)
+        asked = Asked(case, helped.told(case), found.behind, frozenset(self.calls), found.rates)
+        self.busy[hand.time(asked)] = hand, case
+        return True
+
+    def _take(self, future: Future[Measured]) -> None:
+        """Take in what became of a case."""
+        hand, case = self.busy.pop(future)
+        try:
+            measured = future.result()
+        except BrokenProcessPool as e:
+            raise DeviceLost(
+                f"bench: the process that timed {case.timed} {case.dtype} of {case.suite} has ended ({e}); the rows "
+                "before it are kept"
+            ) from e
+        found = self.found
+        self.idle.append(hand)
+        found.spent.take(measured.seconds)
+        if measured.unserved is not None:
+            found.unserved.append((case, measured.unserved))
+        elif measured.call not in self.calls:  # options of two forward calls may be none of their gradients'
+            self.calls.add(measured.call)
+            found.behind.note(case, measured.rows)
+            found.rows += measured.rows
+            found.took[measured.call] = measured.took
+        self.helped.ahead.end()
+        self.done(found, case)

@@ -1,0 +1,284 @@
+"""The judge's side of a candidate's process: it is started, asked, watched, and ended.
+
+Everything that comes out of the process is bytes that the candidate may have written itself. They are taken for outputs
+of the form that was asked for, or for the words of a failure, and for nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import select
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from portakern.core.failing import Ended
+from portakern.core.targets import HOST
+from portakern.errors import SpecError, UnavailableError
+from portakern.printable import printable
+from portakern.processes import SHARING
+from portakern.tools.judge import wire
+from portakern.tools.judge.wire import HEADER, Output
+
+__all__ = ["Bounds", "Process", "within"]
+
+PIPE = 1 << 20
+"""Bytes that a reply's pipe holds: Linux gives 65536, of which a large output needs hundreds."""
+
+KINDS = ("refused", "memory", "crashed")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a candidate may take: ``seconds`` for one call, ``load_seconds`` to be imported, ``memory`` bytes of all its
+    processes, ``processes`` of them, ``file_bytes`` in one file, what it prints included; ``without``: walls by name
+    (:data:`portakern.tools.judge.walls.WALLS`) that are not raised, where a device cannot be reached behind them."""
+
+    seconds: float = 30.0
+    load_seconds: float = 120.0
+    memory: int = 8 << 30
+    processes: int = 256
+    file_bytes: int = 64 << 20
+    without: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        within("seconds of a call", self.seconds, 1e-3, 1e6)
+        within("load_seconds", self.load_seconds, 1e-3, 1e6)
+        within("bytes of memory", self.memory, 1 << 20, 1 << 50, whole=True)
+        within("processes", self.processes, 1, 1 << 22, whole=True)
+        within("file_bytes", self.file_bytes, 1 << 10, 1 << 50, whole=True)
+
+
+def within(what: str, value: Any, least: float, most: float, whole: bool = False) -> None:
+    """SpecError where what somebody asked for is no number, or none of this range."""
+    number = type(value) is int or (type(value) is float and not whole and math.isfinite(value))
+    if not number or not least <= value <= most:
+        kind = "a whole number" if whole else "a number"
+        shown = printable(repr(value) if type(value) is not int or value.bit_length() < 999 else "a longer number")[:60]
+        raise SpecError(f"judge: {what}: {shown}; expected {kind} from {least:g} to {most:g}")
+
+
+class Process:
+    """A candidate's process, on a device of an array library's. It starts while the judge goes on to something else:
+    both may have the library to import, and a driver to begin."""
+
+    def __init__(self, bounds: Bounds, framework: str, platform: str) -> None:
+        if sys.platform != "linux":
+            raise UnavailableError("portakern judge walls a candidate in with what Linux has; run it on Linux")
+        self.bounds = bounds
+        self.folder = tempfile.TemporaryDirectory(prefix="portakern-judge-", ignore_cleanup_errors=True)
+        self.log = os.open(Path(self.folder.name, "printed"), os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        self.memory = os.memfd_create("portakern-inputs")
+        ours_in, theirs_out = os.pipe()
+        theirs_in, ours_out = os.pipe()
+        self.replies, self.requests = ours_in, ours_out
+        with contextlib.suppress(OSError):  # as much as the system lets a user have
+            fcntl.fcntl(ours_in, fcntl.F_SETPIPE_SZ, PIPE)
+        cpu = int(bounds.load_seconds + 3600)
+        space = bounds.memory + (8 << 30) if platform == HOST.platform else 0  # a driver maps more than there is
+        limits = json.dumps([space, cpu, bounds.file_bytes, [*bounds.without]])
+        command = [sys.executable, "-P", "-m", "portakern.tools.judge.host", str(theirs_in), str(theirs_out),
+                   str(self.memory), self.folder.name, limits]  # fmt: skip
+        self.popen = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=self.log, stderr=subprocess.STDOUT, cwd=self.folder.name,
+            env=_environment(self.folder.name), start_new_session=True, pass_fds=(theirs_in, theirs_out, self.memory),
+        )  # fmt: skip
+        os.close(theirs_in)
+        os.close(theirs_out)
+        os.set_blocking(self.replies, False)
+        self.walls: list[str] = []
+        self.why = ""  # the device that it was to begin did not
+        with contextlib.suppress(OSError):  # what has ended already is told by :meth:`begun`
+            self._send({"do": "begin", "framework": framework, "device": platform})  # the pipe holds it till it is read
+
+    def begun(self) -> bool:
+        """Wait until it has raised its walls and imported the library, before the candidate; whether it reaches such a
+        device behind them."""
+        with self.or_ended():
+            self.walls = [str(w) for w in self._reply(self.bounds.load_seconds).get("walls", ())]
+            told = self._reply(self.bounds.load_seconds)
+            self.why = wire.words(told, "why", 300)
+            return told.get("reached") is True
+
+    def load(self, ask: Mapping[str, Any]) -> list[tuple[str, str, bool]] | None:
+        """Import the candidate; its parameters (:func:`portakern.tools.judge.wire.parameters`)."""
+        with self.or_ended():
+            self._send({"do": "load", **ask})
+            return wire.parameters(self._reply(self.bounds.load_seconds))
+
+    def inputs(self, file: str) -> list[wire.Input]:
+        """What ``get_inputs`` of a file names. A process that is asked this never has a candidate."""
+        with self.or_ended():
+            self._send({"do": "inputs", "file": file})
+            return wire.inputs(self._reply(self.bounds.load_seconds))
+
+    def call(
+        self, ask: Mapping[str, Any], memories: Sequence[np.ndarray], most: int
+    ) -> tuple[list[Output], list[np.ndarray] | None]:
+        """One call on these memories, of which each lies at a multiple of 64 bytes. They hold afterwards what the
+        candidate left there. ``most``: bytes of outputs.
+
+        Returns:
+          what is told of each output, and its bytes; None where they are of another form, which needs no values.
+        """
+        at, places = 0, []
+        with self.or_ended():
+            for m in memories:
+                places.append(at)
+                at += -(-m.nbytes // 64) * 64
+            os.ftruncate(self.memory, max(at, 1))
+            for place, m in zip(places, memories, strict=True):
+                _write(self.memory, m, place)
+            self._send({"do": "call", **ask, "bytes": at})
+            until = time.monotonic() + self.bounds.seconds
+            told = wire.outputs(self._reply(self.bounds.seconds))
+            sizes = [o.size for o in told if not o.kind]
+            payload = None
+            if sum(sizes) <= most:
+                payload = [self._take(n, until, self.bounds.seconds) for n in sizes]
+            for place, m in zip(places, memories, strict=True):
+                _read(self.memory, m, place)
+            return told, payload
+
+    def end(self) -> None:
+        """End the process and all that it started."""
+        with contextlib.suppress(OSError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait()
+        for fd in (self.replies, self.requests, self.memory):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        with contextlib.suppress(OSError, RecursionError):  # folders as deep as a candidate likes
+            self.folder.cleanup()
+
+    @contextlib.contextmanager
+    def or_ended(self) -> Iterator[None]:
+        """Whatever a reply is not, is an end of the process: Ended says which."""
+        try:
+            yield
+        except (Ended, MemoryError):  # the memory is the judge's own: a reply takes no more than was asked for
+            raise
+        except Exception as e:
+            raise Ended("crashed", self._how(e)) from None
+
+    def printed(self, limit: int = 600) -> str:
+        """The end of what the candidate printed, of the file that was opened before it ran: by its name another may lie
+        there."""
+        size = os.fstat(self.log).st_size
+        said = os.pread(self.log, limit, max(0, size - limit)).decode(errors="replace").strip()
+        return printable(said, lines=True)
+
+    def _how(self, error: Exception) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self.popen.wait(1.0)
+            number = -code if code < 0 else code - 128
+            name = f"signal {signal.Signals(number).name}" if number in {*signal.Signals} else f"status {code}"
+            said = self.printed()
+            return f"its process ended with {name}" + (f"; the last that it printed: {said}" if said else "")
+        return f"its process gave a reply that is none: {type(error).__name__}: {printable(error)[:200]}"
+
+    def _send(self, ask: Mapping[str, Any]) -> None:
+        text = json.dumps(ask).encode()
+        whole, until = memoryview(struct.pack("<Q", len(text)) + text), time.monotonic() + self.bounds.seconds
+        os.set_blocking(self.requests, False)
+        while whole:
+            if not select.select((), (self.requests,), (), max(until - time.monotonic(), 0))[1]:
+                raise Ended("hung", f"it took no request for {self.bounds.seconds:g} s")
+            whole = whole[os.write(self.requests, whole) :]
+
+    def _reply(self, seconds: float) -> dict[str, Any]:
+        """The header of a reply. Ended where it tells of an exception."""
+        until = time.monotonic() + seconds
+        size = struct.unpack("<Q", self._take(8, until, seconds).data)[0]
+        if size > HEADER:
+            raise ValueError(f"a header of {size} bytes")
+        told = wire.header(self._take(size, until, seconds).tobytes())
+        if "error" in told:
+            kind = told["error"] if told["error"] in KINDS else "crashed"
+            raise Ended(kind, f"raised {wire.words(told, 'type', 80)}: {wire.words(told, 'text', 2000)}")
+        return told
+
+    def _take(self, count: int, until: float, seconds: float) -> np.ndarray:
+        """So many bytes of a reply, while the process stays within its bounds."""
+        found, at = np.empty(count, np.uint8), 0
+        while at < count:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise Ended("hung", f"no result within {seconds:g} s")
+            if not select.select((self.replies,), (), (), min(left, 0.2))[0]:
+                self._watch()
+                continue
+            some = os.readv(self.replies, [found[at : at + PIPE].data])
+            if not some:
+                raise EOFError
+            at += some
+        return found
+
+    def _watch(self) -> None:
+        tree = list(_tree(self.popen.pid))
+        if len(tree) > self.bounds.processes:
+            raise Ended("crashed", f"it started {len(tree)} processes; {self.bounds.processes} are allowed")
+        used = sum(map(_resident, tree))
+        if used > self.bounds.memory:
+            raise Ended(
+                "memory", f"it used {used / 2**30:.1f} GiB of memory; {self.bounds.memory / 2**30:g} are allowed"
+            )
+
+
+def _environment(folder: str) -> dict[str, str]:
+    """What a candidate's process needs of ours, with all folders to write to in its own."""
+    kept = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "LANG", "CUDA_HOME", "CUDA_VISIBLE_DEVICES",
+            "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "JAX_PLATFORMS", "TRITON_INTERPRET",
+            "SYSTEMROOT")  # fmt: skip
+    own = ("HOME", "TMPDIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME",
+           "CUDA_CACHE_PATH", "PORTAKERN_CACHE")  # fmt: skip
+    given = {name: os.environ[name] for name in kept if name in os.environ}
+    return {**given, **dict.fromkeys(own, folder), **SHARING, "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def _write(fd: int, m: np.ndarray, at: int) -> None:
+    raw = memoryview(m.view(np.uint8).reshape(-1).data)
+    while raw:
+        done = os.pwrite(fd, raw[: 1 << 26], at)
+        raw, at = raw[done:], at + done
+
+
+def _read(fd: int, m: np.ndarray, at: int) -> None:
+    """The bytes are copied: memory that a candidate may cut short is not mapped here."""
+    raw = memoryview(m.view(np.uint8).reshape(-1).data)
+    while raw:
+        done = os.preadv(fd, [raw[: 1 << 26]], at)
+        if not done:
+            raise ValueError("the inputs' memory was cut")
+        raw, at = raw[done:], at + done
+
+
+def _tree(root: int) -> Iterator[int]:
+    """A process and all below it."""
+    yield root
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{root}/task"):
+            with contextlib.suppress(OSError):
+                for child in Path(f"/proc/{root}/task/{thread}/children").read_text().split():
+                    yield from _tree(int(child))
+
+
+def _resident(pid: int) -> int:
+    """Bytes of a process's own, with its share of what it shares."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("Pss:")).split()[1])
+    return 0

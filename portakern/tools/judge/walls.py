@@ -1,0 +1,140 @@
+"""What stands between a candidate's process and everything else (Linux): raised before the candidate is imported, by
+the process itself, and never taken down.
+
+Each wall is named; one that the system does not let stand is left out of what :func:`raise_walls` says, and so of the
+report: nothing is taken for granted that was not built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import struct
+import sys
+from collections.abc import Collection, Iterator
+
+__all__ = ["WALLS", "raise_walls"]
+
+WALLS = {
+    "session": "a session and process group of its own, and a signal that kills it when the judge ends",
+    "limits": "limits on address space, on processor time, on the size of files, on core dumps",
+    "privileges": "no new privileges, and a user namespace in which it has none over others",
+    "processes": "a process namespace: no signal reaches the judge, and what it started ends with it",
+    "network": "a network namespace without interfaces",
+    "files": "files may be read, and written in its own folder alone (Landlock)",
+}
+
+MS_REC, MS_PRIVATE = 0x4000, 0x40000
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = (
+    0x00020000, 0x08000000, 0x10000000, 0x20000000, 0x40000000,
+)  # fmt: skip
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+
+
+def raise_walls(
+    folder: str, memory: int, cpu_seconds: int, file_bytes: int, without: Collection[str] = ()
+) -> list[str]:
+    """Raise what can be raised, in this process, which goes on as one that is walled in; the names of those that stand.
+
+    Args:
+      folder: where files may be written; memory: bytes of address space, 0 for no limit (GPUs map more than they use);
+      cpu_seconds, file_bytes: of the whole process, of one file; without: walls that somebody left out by name.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    standing = []
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    standing.append("session")
+    standing += [name for name, stands in _namespaces(libc, without).items() if stands]
+    for kind, limit in (
+        (resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, cpu_seconds), (resource.RLIMIT_FSIZE, file_bytes),
+        *(((resource.RLIMIT_AS, memory),) if memory else ()),
+    ) * ("limits" not in without):  # fmt: skip
+        hard = resource.getrlimit(kind)[1]
+        least = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (least, least))
+    standing += ["limits"] if "limits" not in without else []
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if "files" not in without and _landlock(libc, folder):
+        standing.append("files")
+    return [name for name in WALLS if name in standing]
+
+
+def _namespaces(libc: ctypes.CDLL, without: Collection[str]) -> dict[str, bool]:
+    """Leave the judge's namespaces. The process that returns is the second in its own: the first waits for it, and when
+    that ends the kernel ends all others."""
+    user, group = os.getuid(), os.getgid()
+    stands = {"privileges": "privileges" not in without and libc.unshare(CLONE_NEWUSER) == 0}
+    if stands["privileges"]:
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+            with contextlib.suppress(OSError), open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+    stands["network"] = "network" not in without and libc.unshare(CLONE_NEWNET | CLONE_NEWIPC) == 0
+    stands["processes"] = "processes" not in without and libc.unshare(CLONE_NEWPID) == 0
+    own_mounts = stands["processes"] and libc.unshare(CLONE_NEWNS) == 0
+    _wait_for_a_child(libc)  # with the namespace it is the first there, which the kernel shields from signals
+    if stands["processes"]:
+        if own_mounts and libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0:
+            libc.mount(b"proc", b"/proc", b"proc", 0, None)  # of its own processes alone; a container may forbid it
+        _wait_for_a_child(libc)
+    return stands
+
+
+def _wait_for_a_child(libc: ctypes.CDLL) -> None:
+    """Fork; the child returns, and this process ends as the child does."""
+    child = os.fork()
+    if child == 0:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        return
+    os.closerange(3, 256)  # the ends of pipes: the judge is to see them close
+    for ended, status in iter(lambda: os.waitpid(-1, 0), (0, 0)):
+        if ended == child:
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)
+
+
+# Landlock, linux/landlock.h: what a ruleset handles is forbidden but where a rule allows it
+
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
+EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
+ALL_BY_VERSION = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
+TRUNCATE, IOCTL = 1 << 14, 1 << 15
+SCOPED = 3  # from version 6 on: no abstract sockets of others, no signals to them
+
+
+def _landlock(libc: ctypes.CDLL, folder: str) -> bool:
+    version = libc.syscall(CREATE_RULESET, None, 0, 1)
+    if version < 1:
+        return False
+    every = ALL_BY_VERSION[min(version, 5)]
+    scoped = struct.pack("QQQ", every, 0, SCOPED)
+    attributes = scoped if version >= 6 else scoped[:8]
+    ruleset = libc.syscall(CREATE_RULESET, attributes, len(attributes), 0)
+    if ruleset < 0:
+        return False
+    reading = EXECUTE | READ_FILE | READ_DIR
+    devices = reading | WRITE_FILE | TRUNCATE | IOCTL  # what opens a file to write to it may cut it first
+    for path, allowed in _rules(folder, every, reading, devices):
+        parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        rule = struct.pack("=Qi", allowed & every, parent)
+        done = libc.syscall(ADD_RULE, ruleset, 1, rule, 0)
+        os.close(parent)
+        if done != 0:
+            return False
+    done = libc.syscall(RESTRICT_SELF, ruleset, 0)
+    os.close(ruleset)
+    return bool(done == 0)
+
+
+def _rules(folder: str, every: int, reading: int, devices: int) -> Iterator[tuple[str, int]]:
+    yield "/", reading
+    yield folder, every
+    for path, allowed in (("/dev", devices), ("/dev/shm", every), ("/proc/self", devices)):  # a GPU is a device
+        if os.path.isdir(path):
+            yield path, allowed
+
+
+if sys.platform != "linux":  # pragma: no cover
+    raise ImportError("portakern.tools.judge.walls needs Linux")
