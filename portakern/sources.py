@@ -1,37 +1,39 @@
 """What a result was measured of: the commit, and a hash of the sources that decide it.
 
-The hash is of an implementation's module, of the modules of backends and specs that it imports, directly or not, of its
-op's spec, of what launches its kernels, and of the rows that the shipped tables of tilings have for it. Comments,
-docstrings and blank lines do not count. A result whose hash is no longer that of the source is another program's.
+The hash is of syntax (:mod:`portakern.syntax`): of an implementation, of its op's spec, of what launches its kernels, of
+every statement of backends and specs that these name, directly or not, and of the rows that the shipped tables of
+tilings have for it. The names of modules, functions, variables and parameters do not count, nor do comments and
+docstrings. A result whose hash is no longer that of the source is another program's.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import hashlib
-import io
 import json
 import subprocess
-import tokenize
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 
 import portakern
+from portakern import syntax
 from portakern.core import registry, tilings
 from portakern.core.backend import Backend, Family
 from portakern.core.targets import Target
 from portakern.errors import SpecError
+from portakern.syntax import Keyword, Module, Ref, Statement
 
-__all__ = ["code", "commit", "files", "fingerprint", "imports", "root", "unchanging"]
+__all__ = ["commit", "files", "fingerprint", "root", "trees", "unchanging"]
 
 HERE = "portakern"
 TOPS = ("portakern.backends", registry.SPECS)
-_known: ContextVar[dict[tuple[object, ...], str] | None] = ContextVar(
-    "hashes of sources that do not change", default=None
-)
+ROUNDS = 3  # how far a statement's hash sees: with 0, two functions called in each other's place would go unseen
+Place = tuple[str, int]
+"""A statement: its module, and its number there."""
+
+_known: ContextVar[dict[object, object] | None] = ContextVar("sources that do not change", default=None)
 
 
 def root() -> Path:
@@ -75,12 +77,14 @@ def fingerprint(
     module = backend.where(op, families[0]) if families else None
     if module is None or not files(place, module):
         return None
-    known, key = _known.get(), (place, op, module, families[0].replays, target)
+    known = _known.get()
     if known is None:
-        return _hashed(place, op, families[0], module, target)
+        return _hashed(_Tree(place), op, families[0], module, target)
+    key = (place, op, module, families[0].replays, target)
     if key not in known:
-        known[key] = _hashed(place, op, families[0], module, target)
-    return known[key]
+        tree = known.setdefault(place, _Tree(place))
+        known[key] = _hashed(tree, op, families[0], module, target)  # type: ignore[arg-type]
+    return str(known[key])
 
 
 @contextlib.contextmanager
@@ -96,36 +100,14 @@ def unchanging() -> Iterator[None]:
         _known.reset(token)
 
 
-def _hashed(place: Path, op: str, family: Family, module: str, target: Target) -> str:
-    launch = [family.replays.partition(":")[0]] if family.replays else []
-    of_gradients = registry.find_spec(op)
-    forward = registry.forward_of(of_gradients) if of_gradients.is_vjp else None
-    specs = [f"{registry.SPECS}.{s}" for s in (op, *([forward.name] if forward else ()))]
-    text = [code(f) for f in sorted(_reached(place, [module, *launch, *specs]))]
-    package = module.rpartition(".")[0]
-    folder = place.joinpath(*package.split(".")).parent / "tuned"
-    for table in tilings.tables_for(target):
-        try:
-            rows = tilings.shipped_rows(folder, table, op, package.rpartition(".")[2])
-        except SpecError:  # a wrong table is the tables' own matter
-            continue
-        text.append(json.dumps([[table, dict(r.key), dict(r.tiling)] for r in rows], sort_keys=True))
-    return hashlib.sha256("\f".join(text).encode()).hexdigest()[:16]
+def trees(paths: Iterable[Path]) -> str:
+    """The hash of all statements of files, whatever the files are called."""
+    read = [syntax.read(HERE, f.read_text(encoding="utf-8")) for f in paths]
+    return _digest(sorted(_digest(map(_last_name, s.tokens)) for m in read for s in m.statements))
 
 
-def _reached(place: Path, modules: Iterable[str]) -> set[Path]:
-    """The files of modules, all of a package's, and of what they import among backends and specs."""
-    queue, found = list(modules), set[Path]()
-    seen = whole = set(queue)
-    while queue:
-        module = queue.pop()
-        # a package that was not asked for stands for its __init__.py alone
-        own = files(place, module) if module in whole else files(place, module)[:1]
-        found.update(own)
-        new = {name for file in own for top in TOPS for name in imports(file, top)} - seen
-        seen = seen | new
-        queue += sorted(new)
-    return found
+def _last_name(token: str | Ref | Keyword) -> str:
+    return token if isinstance(token, str) else token.path.rpartition(".")[2] if isinstance(token, Ref) else token.name
 
 
 def files(place: Path, module: str) -> list[Path]:
@@ -137,39 +119,127 @@ def files(place: Path, module: str) -> list[Path]:
     return [file] if file.is_file() else sorted(path.glob("*.py")) if (path / "__init__.py").is_file() else []
 
 
-def imports(file: Path, top: str) -> set[str]:
-    """Modules under ``top`` that a file names anywhere in its imports."""
-    return {n for n in _imported(file.read_text(encoding="utf-8")) if n == top or n.startswith(top + ".")}
+def _digest(texts: Iterable[str]) -> str:
+    return hashlib.sha256("\f".join(texts).encode()).hexdigest()[:16]
 
 
-@functools.lru_cache(1024)  # by their text, as files of one name change, and those of another checkout are the same
-def _imported(source: str) -> frozenset[str]:
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names.update(a.name for a in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names |= {node.module, *(f"{node.module}.{a.name}" for a in node.names)}
-    return frozenset(names)
+def _hashed(tree: _Tree, op: str, family: Family, module: str, target: Target) -> str:
+    of_gradients = registry.find_spec(op)
+    forward = registry.forward_of(of_gradients) if of_gradients.is_vjp else None
+    specs = [of_gradients, *([forward] if forward else [])]
+    roots = tree.implementing(module, [s.name for s in specs])
+    roots += tree.find(family.replays.replace(":", "."))[0] if family.replays else []
+    homes = set[str]()
+    for s in specs:
+        roots += tree.find(f"{s.fn.__module__}.{s.name}")[0]
+        homes |= tree.beside(s.fn.__module__)
+    text = sorted(tree.hashes(tree.reached(roots, homes)))
+    package = module.rpartition(".")[0]
+    folder = tree.root.joinpath(*package.split(".")).parent / "tuned"
+    for table in tilings.tables_for(target):
+        try:
+            rows = tilings.shipped_rows(folder, table, op, package.rpartition(".")[2])
+        except SpecError:  # a wrong table is the tables' own matter
+            continue
+        text.append(json.dumps([[table, dict(r.key), dict(r.tiling)] for r in rows], sort_keys=True))
+    return _digest(text)
 
 
-def code(file: Path) -> str:
-    """A file without comments, docstrings, blank lines and what hangs behind lines."""
-    return _code(file.read_text(encoding="utf-8"))
+class _Tree:
+    """The statements of a checkout's modules, and which of them name which."""
 
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.file, self.module = functools.cache(self._file), functools.cache(self._module)
+        self.find, self.added = functools.cache(self._find), functools.cache(self._added)
 
-@functools.lru_cache(1024)
-def _code(source: str) -> str:
-    lines = source.splitlines()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            line, column = token.start
-            lines[line - 1] = lines[line - 1][:column]
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
-            node
-        ):
-            first = node.body[0]
-            for i in range(first.lineno - 1, first.end_lineno or first.lineno):
-                lines[i] = ""
-    return "\n".join(line.rstrip() for line in lines if line.strip())
+    def _file(self, name: str) -> Path | None:
+        """The file of a module; of a package, its ``__init__.py``."""
+        path = self.root.joinpath(*name.split("."))
+        return next((f for f in (path.with_suffix(".py"), path / "__init__.py") if f.is_file()), None)
+
+    def _module(self, name: str) -> Module:
+        file = self.file(name)
+        assert file is not None
+        return syntax.read(name, file.read_text(encoding="utf-8"))
+
+    def _find(self, path: str) -> tuple[list[Place], str]:
+        """The statements that define what a path names, none outside backends and specs; and what tells it from what
+        else they define."""
+        names = path.split(".")
+        held = next((i for i in range(len(names), 0, -1) if self.file(".".join(names[:i]))), 0)
+        name, rest = ".".join(names[:held]), names[held:]
+        if not f"{name}.".startswith(tuple(f"{top}." for top in TOPS)):
+            return [], ".".join(rest)
+        if not rest:
+            return self.every(name), ""
+        module = self.module(name)
+        if rest[0] in module.names:
+            found = [(name, n) for n in module.names[rest[0]]]
+            return found, ".".join([str(self.statement(found[0]).binds.index(rest[0])), *rest[1:]])
+        elsewhere = module.imported.get(rest[0])
+        return self.find(".".join([elsewhere, *rest[1:]])) if elsewhere else ([], ".".join(rest))
+
+    def every(self, name: str) -> list[Place]:
+        return [(name, n) for n in range(len(self.module(name).statements))] if self.file(name) else []
+
+    def statement(self, at: Place) -> Statement:
+        return self.module(at[0]).statements[at[1]]
+
+    def implementing(self, name: str, ops: list[str]) -> list[Place]:
+        """What a module has for the first of ``ops``: what is registered under its name; or what has the name of one of
+        them, as a library's function has; or all of the module."""
+        every = self.every(name)
+        registered = [at for at in every if ops[0] in self.statement(at).calls]
+        called = [at for op in ops for at in every if op in self.statement(at).binds]
+        return registered or called or every
+
+    def beside(self, name: str) -> set[str]:
+        """The modules of a spec: that one, and where specs have a package for it, all in it."""
+        package = name.rpartition(".")[0]
+        return {name} if package in TOPS else {f"{package}.{f.stem}" for f in files(self.root, package)}
+
+    def reached(self, roots: Iterable[Place], homes: set[str]) -> set[Place]:
+        """What statements name, from ``roots`` on, and what adds to any of that in its own module or in ``homes``."""
+        queue, found = list(roots), set[Place]()
+        while queue:
+            at = queue.pop()
+            if at not in found:
+                found.add(at)
+                queue += [to for t in self.statement(at).tokens if isinstance(t, Ref) for to in self.find(t.path)[0]]
+                queue += [to for name in {at[0], *homes} for to in self.added(name).get(at, ())]
+        return found
+
+    def _added(self, name: str) -> dict[Place, list[Place]]:
+        """Statement -> those of a module that register with what it defines, or change it."""
+        found: dict[Place, list[Place]] = {}
+        for at in self.every(name):
+            for path in self.statement(at).adds_to:
+                for to in self.find(path)[0]:
+                    found.setdefault(to, []).append(at)
+        return found
+
+    def hashes(self, among: Iterable[Place]) -> list[str]:
+        """A hash of each statement and of what it names, and these name, ``ROUNDS`` deep."""
+        before = dict.fromkeys(among, "")
+        for _ in range(ROUNDS + 1):
+            before = {at: self.hashed(self.statement(at), before) for at in before}
+        return [*before.values()]
+
+    def hashed(self, s: Statement, before: dict[Place, str]) -> str:
+        """A hash of a statement, in which what it names stands as its own hash."""
+        seen: dict[object, int] = {}
+        text = []
+        for t in s.tokens:
+            if isinstance(t, Ref):
+                to, rest = self.find(t.path)
+                number = seen.setdefault(tuple(to) or rest, len(seen))
+                text.append(f"{number} {[before[at] for at in to]} {rest}")
+            else:
+                text.append(self.keyword(t) if isinstance(t, Keyword) else t)
+        return _digest(text)
+
+    def keyword(self, k: Keyword) -> str:
+        """An argument by name as its place among the parameters of what takes it, where that is known."""
+        takes = (self.statement(at).params for path in k.functions for at in self.find(path)[0])
+        return next((str(p.index(k.name)) for p in takes if k.name in p), k.name)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import re
-import shutil
 import signal
 import sys
 import threading
@@ -662,58 +661,6 @@ def test_the_roof_of_a_call():
     found = ceiling(call, {"copy": 49152e9, "float32": 2 * 64**3 * 1e6, "tf32": 1e18})
     assert (found.limit, found.us) == ("float32", pytest.approx(1.0))
     assert ceiling(call, {}) is None
-
-
-def test_sources_are_read_of_what_cannot_be_imported_here_too():
-    """Else a result of Hopper's Pallas kernels would not be told from one of others by a process with an older JAX."""
-    pallas, hopper = registry.backend("pallas"), Target("cuda", "sm_90")
-    assert sources.fingerprint("matmul", pallas, "gpu", hopper) is not None
-    assert sources.fingerprint("softmax", pallas, None, hopper) is not None
-    assert sources.fingerprint("softmax", pallas, "decode", hopper) is None
-
-
-# ------------------------------------------------------------------------------------------------------------ sources
-def test_the_hash_of_sources_follows_code_and_not_comments(tmp_path):
-    shutil.copytree(ROOT / "portakern", tmp_path / "portakern", ignore=shutil.ignore_patterns("__pycache__"))
-    triton, target = registry.backend("triton"), Target("cuda", "sm_90")
-
-    def now(op="softmax", variant=None):
-        return sources.fingerprint(op, triton, variant, target, tmp_path)
-
-    first, other = now(), now("matmul", "gpu")
-    assert first == sources.fingerprint("softmax", triton, None, target) and first != other
-    folder = tmp_path / "portakern" / "backends" / "triton"
-    kernel = folder / "gpu" / "softmax.py"
-    text = kernel.read_text()
-    kernel.write_text(text.replace('"""Softmax over one axis', '"""Another\n\nsoftmax over one axis') + "\n# a word\n")
-    assert now() == first
-    kernel.write_text(text + "\nX = 1\n")
-    assert now() != first and now("matmul", "gpu") == other
-    with sources.unchanging():
-        while_made = now()
-        kernel.write_text(text)
-        assert now() == while_made != first
-    assert now() == first
-    for changed, whose in (
-        (folder / "launch.py", "softmax"),  # what the kernel imports
-        (folder / "replay.py", "softmax"),  # what launches it
-        (tmp_path / "portakern" / "specs" / "_rows.py", "softmax"),
-    ):
-        before, text = now(whose), changed.read_text()
-        changed.write_text(text + "\nX = 1\n")
-        assert now(whose) != before, changed
-        changed.write_text(text)
-    table = folder / "tuned" / "sm_90.json"
-    data = json.loads(table.read_text())
-    for rows in data["ops"]["matmul"].values():  # of each variant
-        tiled = next(r for r in rows if "tiling" in r)
-        tiled["tiling"] = {n: 2 * v for n, v in tiled["tiling"].items()}
-    table.write_text(json.dumps(data))
-    from portakern.core import tilings
-
-    tilings.forget()
-    assert now("matmul", "gpu") != other and now() == first
-    tilings.forget()
 
 
 def test_a_row_names_what_it_measured():

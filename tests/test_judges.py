@@ -319,9 +319,9 @@ def test_sources_of_a_verdict_are_its_rules_and_its_subjects(tmp_path):
         )
     subjects = [*corpus.subjects().values()]
 
-    def differ(file, text):
+    def differ(file, text, instead=""):
         before = (tmp_path / file).read_text()
-        (tmp_path / file).write_text(before + text)
+        (tmp_path / file).write_text(before.replace(instead, text) if instead else before + text)
         stale._of.cache_clear()
         with sources.unchanging():
             of_rules = {n for n in rules() if stale.of_rule(n) != stale.of_rule(n, tmp_path)}
@@ -332,7 +332,7 @@ def test_sources_of_a_verdict_are_its_rules_and_its_subjects(tmp_path):
     assert differ("benchmarks/judges/rules/gpu_mode.py", "\n# more words\n") == (set(), set())
     assert differ("benchmarks/judges/rules/gpu_mode.py", "\nMORE = 1\n") == ({"gpu-mode"}, set())
     assert differ("portakern/testing/verdict.py", "\nMORE = 1\n") == ({"portakern"}, set())
-    of_rules, ops = differ("backends/reference/rmsnorm.py", "\nMORE = 1\n")
+    of_rules, ops = differ("backends/reference/rmsnorm.py", "2 / np.sqrt", "1 / np.sqrt")
     assert not of_rules and ("cheats", "rmsnorm") in ops and not {op for _, op in ops} & {"softmax", "matmul"}
     of_rules, ops = differ("benchmarks/judges/corpus/cheats.py", "\nMORE = 1\n")
     assert not of_rules and {group for group, _ in ops} == {"cheats"}

@@ -2,7 +2,7 @@
 
 A verdict is a rule's on a subject. A rule is its module and what all rules share; portakern's is its checker too. A
 subject is the module that makes it, the record and the planted faults of its op, the op's spec and its formula, and of
-a fault in a shipped kernel the op's kernels. Comments and docstrings do not count.
+a fault in a shipped kernel the op's kernels. Comments, docstrings and the names of files do not count.
 """
 
 from __future__ import annotations
@@ -57,6 +57,6 @@ def _of(group: str, op: str, place: Path) -> str:
 
 def _hash(paths: Iterable[str | Path], place: Path) -> str:
     """The hash of files, and of all Python in folders."""
-    every = [f for p in paths for f in (sorted((place / p).rglob("*.py")) if (place / p).is_dir() else [place / p])]
-    text = [f"{f.relative_to(place)}\f{sources.code(f)}" for f in every]
-    return hashlib.sha256("\f".join(text).encode()).hexdigest()[:16]
+    return sources.trees(
+        f for p in paths for f in (sorted((place / p).rglob("*.py")) if (place / p).is_dir() else [place / p])
+    )

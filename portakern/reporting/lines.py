@@ -13,7 +13,7 @@ from pathlib import Path
 from portakern.core import registry
 from portakern.reporting.kept import Kept
 from portakern.reporting.markdown import NONE, table
-from portakern.sources import code, files, imports
+from portakern.sources import files
 
 __all__ = ["code_lines", "lines", "ops", "written"]
 
@@ -54,7 +54,7 @@ def _shared(root: Path, ops: set[str], top: str) -> set[Path]:
         # a package that is no op stands for its __init__.py alone
         mine = files(root, module) if module in ops else files(root, module)[:1]
         found.update(mine)
-        new = {name for file in mine for name in imports(file, top)} - seen
+        new = {name for file in mine for name in _imports(file, top)} - seen
         seen |= new
         queue += sorted(new)
     return found - own
@@ -66,7 +66,7 @@ def ops(root: Path) -> list[str]:
 
 
 def _text(root: Path, module: str) -> list[str]:
-    return [line.strip() for file in files(root, module) for line in code(file).splitlines()]
+    return [line.strip() for file in files(root, module) for line in _code(file).splitlines()]
 
 
 def written(kept: Kept) -> dict[str, dict[str, tuple[int, int]]]:
@@ -131,3 +131,41 @@ def lines(kept: Kept) -> str:
         "\n\nLines of code: no blank lines, comments or docstrings. What they share: the modules beside them that "
         f"they import, and no other column. Modules that several columns import: {several or NONE}."
     )
+
+
+def _imports(file: Path, top: str) -> set[str]:
+    """Modules under ``top`` that a file names anywhere in its imports."""
+    return {n for n in _imported(file.read_text(encoding="utf-8")) if n == top or n.startswith(top + ".")}
+
+
+@functools.lru_cache(1024)
+def _imported(source: str) -> frozenset[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names.update(a.name for a in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {node.module, *(f"{node.module}.{a.name}" for a in node.names)}
+    return frozenset(names)
+
+
+def _code(file: Path) -> str:
+    """A file without comments, docstrings, blank lines and what hangs behind lines."""
+    return _bare(file.read_text(encoding="utf-8"))
+
+
+@functools.lru_cache(1024)
+def _bare(source: str) -> str:
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            line, column = token.start
+            lines[line - 1] = lines[line - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
+            node
+        ):
+            first = node.body[0]
+            for i in range(first.lineno - 1, first.end_lineno or first.lineno):
+                lines[i] = ""
+    return "\n".join(line.rstrip() for line in lines if line.strip())

@@ -19,7 +19,8 @@ AGED = f"{STALE} stale: the sources of what was measured (portakern's kernel, or
 
 
 def changed(row: Row, root: Path) -> bool:
-    """Whether the sources that a row measured are others in a checkout; no row knows that of somebody else's."""
+    """Whether the sources that a row measured are others in a checkout, or gone; no row knows that of somebody
+    else's."""
     if not row.get("sources") or not row.get("target"):
         return False
     platform, _, arch = row["target"].partition(" ")
@@ -28,7 +29,7 @@ def changed(row: Row, root: Path) -> bool:
         now = sources.fingerprint(row["op"], backend, row.get("variant"), Target(platform, arch), root)
     except (SpecError, UnavailableError):
         return False
-    return now is not None and now != row["sources"]
+    return now != row["sources"]
 
 
 def footnote(rows: Iterable[Row], root: Path) -> str:
