@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing.context import SpawnContext, SpawnProcess
@@ -58,11 +58,16 @@ class _Workers(SpawnContext):
 
 
 @contextmanager
-def pool(jobs: int, environment: Mapping[str, str], nice: int = 0) -> Iterator[ProcessPoolExecutor]:
-    """``jobs`` new processes with more in their environment, which leave the cores to others by so much. They end with
-    the block, also where an exception leaves it, that of a signal among them."""
+def pool(
+    jobs: int, environment: Mapping[str, str], nice: int = 0, begin: Callable[..., None] | None = None, *given: Any
+) -> Iterator[ProcessPoolExecutor]:
+    """``jobs`` new processes with more in their environment, which leave the cores to others by so much, and call
+    ``begin`` with what is ``given`` first. They end with the block, also where an exception leaves it, that of a signal
+    among them."""
     workers = _Workers()
-    made = ProcessPoolExecutor(jobs, mp_context=workers, initializer=_begin, initargs=(dict(environment), nice))
+    made = ProcessPoolExecutor(
+        jobs, mp_context=workers, initializer=_begin, initargs=(dict(environment), nice, begin, given)
+    )
     try:
         yield made
     finally:
@@ -96,8 +101,8 @@ def _told_later() -> Iterator[None]:
 
 
 @contextmanager
-def stopped(processes: ProcessPoolExecutor) -> Iterator[None]:
-    """While inside, a pool's processes stand still wherever they are, and go on afterwards; where a system has no
+def stopped(processes: Sequence[int]) -> Iterator[None]:
+    """While inside, processes of these ids stand still wherever they are, and go on afterwards; where a system has no
     signal for that, they work on. After :data:`LONGEST` seconds they go on in any case, which is logged."""
     if not hasattr(signal, "SIGSTOP"):
         yield
@@ -120,14 +125,13 @@ def stopped(processes: ProcessPoolExecutor) -> Iterator[None]:
         _send(processes, signal.SIGCONT)
 
 
-def _send(processes: ProcessPoolExecutor, number: int) -> None:
-    for process in list((processes._processes or {}).values()):
-        with suppress(ProcessLookupError, ValueError):  # it has ended, or was closed
-            if process.is_alive() and process.pid is not None:
-                os.kill(process.pid, number)
+def _send(processes: Sequence[int], number: int) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):  # it has ended
+            os.kill(process, number)
 
 
-def _begin(environment: dict[str, str], nice: int) -> None:
+def _begin(environment: dict[str, str], nice: int, begin: Callable[..., None] | None, given: Sequence[Any]) -> None:
     os.environ.update(environment)
     if hasattr(os, "nice"):
         os.nice(nice)
@@ -136,3 +140,5 @@ def _begin(environment: dict[str, str], nice: int) -> None:
         parent = multiprocessing.parent_process()
         if parent is not None and os.getppid() != parent.pid:  # it ended before this was asked for
             os._exit(1)
+    if begin is not None:
+        begin(*given)

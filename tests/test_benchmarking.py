@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import re
 import signal
 import sys
@@ -34,14 +35,12 @@ from portakern.errors import SpecError
 from portakern.processes import pool
 from portakern.tools.bench import suites
 from portakern.tools.bench import trial as of_case
-from portakern.tools.bench.ahead import Ahead
-from portakern.tools.bench.behind import Behind
+from portakern.tools.bench.background import ENVIRONMENT, WORKERS, Background, WarmUp, references, warm_up
 from portakern.tools.bench.contenders import together
-from portakern.tools.bench.floor import TAKE, Seat, open_floor
-from portakern.tools.bench.foresight import Foresight, foreseeing
-from portakern.tools.bench.hands import HANDS, Another, Here, hands
 from portakern.tools.bench.inputs import for_gradient, make
+from portakern.tools.bench.lock import DeviceLock
 from portakern.tools.bench.plan import Plan
+from portakern.tools.bench.pruning import Pruned
 from portakern.tools.bench.resuming import Earlier
 from portakern.tools.bench.roof import ceiling, moved
 from portakern.tools.bench.rows import held_against, said
@@ -50,7 +49,7 @@ from portakern.tools.bench.suites import TimedCase
 from portakern.tools.bench.timing import CallFailed, interleaved
 from portakern.tools.bench.trial import DeviceLost, Trial, Visit, visit
 from portakern.tools.bench.verdicts import Judge
-from portakern.tools.bench.warming import ENVIRONMENT, warming
+from portakern.tools.bench.workers import Here, Worker, workers
 from portakern.tools.compile.forms import abstract_call, bound_form
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -270,15 +269,14 @@ def test_what_other_processes_expect_is_what_this_one_would(tmp_path):
     saves = TimedCase("mine", "softmax", "float32", {"shape": (6, 40)}, gradient=True)
     library, target = frameworks()["numpy"], Target("cuda", "sm_90")
     inputs = for_gradient(make(sums, library, "cpu"), {})
-    with foreseeing([sums, saves], target, 1) as foresight:
-        assert len(foresight._futures) == 1  # what softmax saves is known on the device alone
-        wait(foresight._futures.values())
-        ahead = foresight.judge(sums, inputs)
-        assert ahead.known and not foresight.judge(saves, inputs).known
+    with references([sums, saves], target, 1) as expected:
+        assert len(expected._futures) == 1  # what softmax saves is known on the device alone
+        wait(expected._futures.values())
+        ahead = Judge(inputs, known={(target, False): expected.take(sums)})
+        assert ahead.known[target, False] and expected.take(saves) is expected.take(sums) is None
     for a, b in zip(ahead.expect(target, False), Judge(inputs).expect(target, False), strict=True):
         assert a.name == b.name and np.array_equal(a.exact, b.exact) and np.array_equal(a.bound, b.bound)
     assert {e.name: e.exact.shape for e in ahead.expect(target, False)}["d_weight"] == (512,)
-    assert Foresight(target, {}).judge(sums, inputs).known == {}
 
 
 def test_what_gradients_are_is_computed_where_their_inputs_are_made(monkeypatch):
@@ -288,17 +286,17 @@ def test_what_gradients_are_is_computed_where_their_inputs_are_made(monkeypatch)
     torch = registry.backend("torch")
     plan = Plan([case], [torch], [], "cpu", rounds=2)
     seen = visit(plan, case)
-    assert seen.foreseen.known and "what is expected" in seen.seconds
-    assert visit(plan, CASE).foreseen is None and visit(plan, case, lambda: True).foreseen is None
+    assert seen.of_saved.known and "what is expected" in seen.seconds
+    assert visit(plan, CASE).of_saved is None and visit(plan, case, lambda: True).of_saved is None
     future: Future = Future()
     future.set_result(seen)
-    helped = Helped(None, Ahead({id(case): future}))
+    helped = Helped(warm=WarmUp({id(case): future}))
     computed, compute = [], Judge._compute
     monkeypatch.setattr(Judge, "_compute", lambda self, *a: computed.append(self) or compute(self, *a))
     assert {r["verdict"] for r in run(plan, lambda f, c: None, helped=helped).rows} == {"right"} and not computed
     future = Future()
-    future.set_result(seen._replace(foreseen=seen.foreseen._replace(saved="other")))
-    helped = Helped(None, Ahead({id(case): future}))
+    future.set_result(seen._replace(of_saved=seen.of_saved._replace(saved="other")))
+    helped = Helped(warm=WarmUp({id(case): future}))
     assert {r["verdict"] for r in run(plan, lambda f, c: None, helped=helped).rows} == {"right"}
     assert len(computed) == 2  # what was saved, and the gradients
 
@@ -312,16 +310,17 @@ def test_cases_are_visited_ahead_by_other_processes():
     before, peers = multiprocessing.active_children(), [registry.backend("torch"), registry.backend("jax")]
     none = TimedCase("mine", "softmax", "float32", {})
     plan = Plan([CASE, none], [triton, pallas], peers, "cpu")
-    with warming(plan, 1) as ahead:
-        assert ahead.visited == {"triton", "pallas", "torch"}  # XLA times what it compiles
-        assert Helped(ahead=ahead).next([none]) is none  # which is no call: whoever times it says so
-        assert Helped(ahead=ahead).next([CASE]) is CASE
-        assert {"arrays", "triton", "pallas", "torch"} == set(ahead.seconds) and min(ahead.seconds.values()) >= 0
-        assert ahead.is_ready(CASE) and ahead.is_ready(none)
+    with warm_up(plan, 1) as warm:
+        helped = Helped(warm=warm)
+        assert warm.visited == {"triton", "pallas", "torch"}  # XLA times what it compiles
+        assert helped.next([none]) is none  # which is no call: whoever times it says so
+        assert helped.next([CASE]) is CASE and warm.is_ready(CASE) and warm.is_ready(none)
+        assert helped.computed(CASE) == helped.computed(none) == (None, None)
+        assert {"arrays", "triton", "pallas", "torch"} == set(helped.visits) and min(helped.visits.values()) >= 0
     assert multiprocessing.active_children() == before
-    with warming(plan, 0) as ahead:
-        assert Helped(ahead=ahead).next([none, CASE]) is none
-        assert not ahead.visited and not ahead.seconds
+    with warm_up(plan, 0) as warm:
+        assert Helped(warm=warm).next([none, CASE]) is none
+        assert not warm.visited and not Helped(warm=warm).visits
 
 
 def test_what_compiles_ahead_keeps_it_where_whoever_times_looks(monkeypatch):
@@ -330,17 +329,17 @@ def test_what_compiles_ahead_keeps_it_where_whoever_times_looks(monkeypatch):
     given = []
 
     @contextmanager
-    def processes(jobs, environment, nice):
+    def processes(jobs, environment, nice, begin):
         given.append(environment)
         yield None
 
-    monkeypatch.setattr("portakern.tools.bench.warming.pool", processes)
+    monkeypatch.setattr("portakern.tools.bench.background.pool", processes)
     plan = Plan([], [registry.backend("torch")], [], "cpu")
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    with triton.knobs.cache.scope(), warming(plan, 1):
+    with triton.knobs.cache.scope(), warm_up(plan, 1):
         assert given[0]["TRITON_CACHE_DIR"] == triton.knobs.cache.dir == ENVIRONMENT["TRITON_CACHE_DIR"]
     monkeypatch.setenv("TRITON_CACHE_DIR", "mine")
-    with warming(plan, 1):
+    with warm_up(plan, 1):
         assert given[1]["TRITON_CACHE_DIR"] == "mine" and given[1].keys() > ENVIRONMENT.keys()
 
 
@@ -350,50 +349,61 @@ def state(pid):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process's state in /proc")
+def join(device, number):
+    device.join(number)
+    held[:] = [device]
+
+
+held = []
+"""Of another process, the device that it joined."""
+
+
+def hold(seconds):
+    """Hold a device for so long; the seconds that this process was stopped for by then."""
+    with held[0].held():
+        time.sleep(seconds)
+    return time.perf_counter() - held[0].clock()
+
+
 def test_processes_stand_still_while_a_clock_is_read(monkeypatch, caplog):
-    """All but whoever has the floor, which are told how long that was; whoever waits for one that stands still does not
-    wait for ever."""
-    with pool(1, {}) as mine, pool(1, {}) as other, open_floor({0: mine, 1: other}, lambda: True) as floor:
-        waiting = [p.submit(time.sleep, 60) for p in (mine, other)]
-        own, another = (next(iter(p._processes)) for p in (mine, other))
-        while not all(f.running() for f in waiting):
-            time.sleep(0.01)
-        seats = [Seat(floor.address, n) for n in (0, 1)]
-        apart = [time.perf_counter() - seat.clock() for seat in seats]
-        with seats[0].alone():
-            assert state(another) == "T" and state(own) != "T"
-            second = threading.Thread(target=seats[1]._ask, args=(TAKE,))
-            second.start()
+    """All but whoever holds the device, which are told how long that was; whoever waits for one that stands still does
+    not wait for ever."""
+    device = DeviceLock(2, 1)
+    device.join(0)
+    with pool(1, {}, 0, join, device, 1) as timing, pool(1, {}, 0, device.join) as visiting:
+        own, another = (p.submit(os.getpid).result() for p in (timing, visiting))
+        with device.held():
+            assert state(own) == state(another) == "T" and not device.case_ready.is_set()
             time.sleep(0.2)
-            assert state(own) != "T"  # the second waits for its turn
-        second.join()
-        assert state(own) == "T" and state(another) != "T"
-        seats[1]._connection.close()  # a process that ends has no turn any more
-        while state(own) == "T":
+        device._pids[0] = 0  # the next is not to stop this process
+        waiting = timing.submit(hold, 1.0)
+        while state(another) != "T":
             time.sleep(0.01)
-        with seats[0].alone():
-            pass
-        third = Seat(floor.address, 1)
-        assert apart == pytest.approx([0, 0], abs=0.05) and third.enough()
-        assert time.perf_counter() - third.clock() > 0.2 and time.perf_counter() - seats[0].clock() > 0.05
+        assert state(own) != "T" and time.perf_counter() - device.clock() < 0.01
+        assert waiting.result() > 0.2 and state(another) != "T"
         monkeypatch.setattr("portakern.processes.LONGEST", 0.2)
-        with caplog.at_level("WARNING", "portakern"), seats[0].alone():
+        device.number = 0
+        with caplog.at_level("WARNING", "portakern"), device.held():
             while state(another) == "T":
                 time.sleep(0.01)
         assert "were stopped for 0.2 s, and go on" in caplog.text
+        device.forget()
+        with device.held():
+            assert state(own) == "T" and state(another) != "T"
 
 
 def test_no_case_is_waited_for_longer_than_is_said():
     case, other = CASE, TimedCase("mine", "softmax", "float16", {"shape": (6, 40)})
     visits = {id(c): Future() for c in (case, other)}
     visits[id(case)].set_running_or_notify_cancel()
-    ahead, start = Ahead(visits, None, frozenset(), 0.1), time.monotonic()
-    assert Helped(ahead=ahead).ready([case, other]) is None and Helped(ahead=ahead).next([case, other]) is case
-    assert 0.1 <= time.monotonic() - start < 10 and not ahead.seconds
+    helped, start = Helped(warm=WarmUp(visits, longest=0.1)), time.monotonic()
+    assert helped.ready([case, other]) is None and helped.next([case, other]) is case
+    assert 0.1 <= time.monotonic() - start < 10
+    assert helped.computed(case) == (None, None) and not helped.visits
 
 
 def test_several_processes_time_what_one_would():
-    """Each has the floor while it reads a clock. A call that two of them were given at once stands in one row."""
+    """Each holds the device while it reads a clock. A call that two of them were given at once stands in one row."""
     triton, torch = registry.backend("triton"), registry.backend("torch")
     if triton.unavailable() or torch.unavailable():
         pytest.skip(triton.unavailable() or torch.unavailable())
@@ -401,18 +411,18 @@ def test_several_processes_time_what_one_would():
     cases = [CASE, replace(CASE, suite="another"), replace(CASE, gradient=True), none]
     plan, told = Plan(cases, [triton], [torch], "cpu", rounds=2), []
     before = multiprocessing.active_children()
-    with warming(plan, 1) as ahead, hands(plan, ahead) as timing:
-        assert len(timing) == HANDS
-        outcome = run(plan, lambda found, case: told.append(case), helped=Helped(None, ahead, timing))
-        assert not ahead.processes._processes  # there was nothing left to visit
+    with warm_up(plan, 1) as warm, workers(plan, warm) as timing:
+        assert len(timing) == WORKERS
+        outcome = run(plan, lambda found, case: told.append(case), helped=Helped(Background(), warm, timing))
+        assert not warm.processes._processes and not any(warm.device._pids[WORKERS:])  # nothing was left to visit
     assert multiprocessing.active_children() == before and len(told) == 4
     found = {(r["op"], r["contender"]): r for r in outcome.rows}
     assert len(found) == len(outcome.rows) == 4 and {r["verdict"] for r in outcome.rows} == {"right"}
     assert all(r["median_us"] > 0 and r["first_s"] >= 0 for r in outcome.rows)
     assert [case for case, _ in outcome.unserved] == [none] and outcome.rates and len(outcome.took) == 2
     assert {"timing", "verdicts", "first calls of triton"} < outcome.spent.seconds.keys()
-    with warming(plan, 0) as ahead, hands(plan, ahead) as timing:
-        assert [type(hand) for hand in timing] == [Here]
+    with warm_up(plan, 0) as warm, workers(plan, warm) as timing:
+        assert [type(worker) for worker in timing] == [Here]
 
 
 class Waits:
@@ -436,17 +446,17 @@ def test_a_case_that_does_not_end_ends_the_run(monkeypatch):
     monkeypatch.setattr("portakern.tools.bench.run.ENDLESS", 0.1)
     plan, kept = Plan([CASE], [registry.backend("triton")], [], "cpu", rounds=2), []
     with pytest.raises(DeviceLost, match=r"the process that timed softmax float32 of mine has ended \(it was killed\)"):
-        run(plan, lambda found, case: kept.append(case), helped=Helped(hands=[Waits()]))
+        run(plan, lambda found, case: kept.append(case), helped=Helped(workers=[Waits()]))
     assert not kept
 
 
 def test_a_process_that_times_can_be_ended():
     with pool(1, {}) as processes:
-        hand = Another(processes, "nowhere", 0, None, ("", [], []), frozenset())
-        with pytest.raises(FileNotFoundError):
-            hand.roof()
+        worker = Worker(processes, None, (["nobody"], []), frozenset())
+        with pytest.raises(SpecError, match="nobody"):
+            worker.roof()
         future = processes.submit(time.sleep, 60)
-        hand.end()
+        worker.end()
         with pytest.raises(BrokenProcessPool):
             future.result()
 
@@ -484,16 +494,17 @@ def test_cases_are_timed_as_they_are_ready():
     """In the order of their importance those that were visited, or are to be visited by nobody; then whichever is."""
     cases = [replace(CASE, dims={"shape": (i,)}) for i in range(4)]
     first, second, third = (Future() for _ in range(3))
-    ahead = Ahead(dict(zip(map(id, cases), (first, second, third), strict=False)), None, frozenset(), 5.0)
+    helped = Helped(warm=WarmUp(dict(zip(map(id, cases), (first, second, third), strict=False)), longest=5.0))
     first.set_running_or_notify_cancel()
     second.set_running_or_notify_cancel()
     third.set_result(Visit({"torch": 2.0}))
-    assert Helped(ahead=ahead).next(cases) is cases[2] and ahead.seconds == {"torch": 2.0}
-    assert Helped(ahead=ahead).next(cases[:2] + cases[3:]) is cases[3]
+    assert helped.next(cases) is cases[2] and not helped.computed(cases[2]).of_saved
+    assert helped.visits == {"torch": 2.0}
+    assert helped.next(cases[:2] + cases[3:]) is cases[3]
     timer = threading.Timer(0.05, second.set_exception, [ValueError("a compiler ended")])
     timer.start()
     start = time.monotonic()
-    assert Helped(ahead=ahead).next(cases[:2]) is cases[1]
+    assert helped.next(cases[:2]) is cases[1]
     assert not first.done() and time.monotonic() - start < 4
     timer.join()
 
@@ -505,8 +516,7 @@ def test_what_nobody_works_on_any_more_is_timed_first():
     oracle.set_running_or_notify_cancel()
     visited: Future = Future()
     visited.set_running_or_notify_cancel()
-    foresight = Foresight(Target("cpu"), {id(cases[0]): oracle})
-    helped = Helped(foresight, Ahead({id(cases[1]): visited}, None, frozenset(), 0.05))
+    helped = Helped(Background({id(cases[0]): oracle}), WarmUp({id(cases[1]): visited}, longest=0.05))
     assert helped.next(cases) is cases[2]
     assert helped.next(cases[:2]) is cases[0]  # it was visited, and the other was not
     visited.set_result(Visit({}))
@@ -561,24 +571,24 @@ def test_who_was_far_behind_stays_so_in_a_file_that_is_continued():
 
 def test_who_is_far_behind_is_so_on_every_call_before():
     """Of one suite, op and dtype; a peer that was close once is timed on."""
-    behind = Behind()
+    pruned = Pruned()
 
     def rows(ratio, verdict="right"):
         return [{"contender": "peer", "subject": False, "verdict": verdict, "ratio": ratio}]
 
-    behind.note(CASE, rows(0.4))
-    assert behind.why(CASE, "peer", False) is None  # one call says too little
-    behind.note(CASE, rows(None, "refused"))
-    assert behind.why(CASE, "peer", False) is None
-    behind.note(CASE, rows(None, "failed"))
-    assert behind.why(CASE, "peer", False) == (
+    pruned.note(CASE, rows(0.4))
+    assert pruned.why(CASE, "peer", False) is None  # one call says too little
+    pruned.note(CASE, rows(None, "refused"))
+    assert pruned.why(CASE, "peer", False) is None
+    pruned.note(CASE, rows(None, "failed"))
+    assert pruned.why(CASE, "peer", False) == (
         "not timed: 2.5 to 2.5 times the best peer's time on 1, no right result on 1 of 2 calls of the suite before"
     )
-    assert behind.why(CASE, "peer", True) is None and behind.why(CASE, "other", False) is None
+    assert pruned.why(CASE, "peer", True) is None and pruned.why(CASE, "other", False) is None
     for other in (replace(CASE, suite="s"), replace(CASE, dtype="float16"), replace(CASE, gradient=True)):
-        assert behind.why(other, "peer", False) is None
-    behind.note(CASE, rows(0.6))
-    assert behind.why(CASE, "peer", False) is None
+        assert pruned.why(other, "peer", False) is None
+    pruned.note(CASE, rows(0.6))
+    assert pruned.why(CASE, "peer", False) is None
 
 
 def test_a_budget_says_what_it_left_out():

@@ -79,9 +79,9 @@ def bench(
     exit status 1 if a result of the backend is wrong.
     """
     start = time.perf_counter()
-    from portakern.tools.bench import warming
+    from portakern.tools.bench.background import ENVIRONMENT
 
-    for name, value in warming.ENVIRONMENT.items():
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     json_file = json_into(context, "bench", json_file)
     check_device("bench", device)
@@ -112,12 +112,11 @@ def _measure(plan: Plan, jobs: int | None, found: _Rows) -> None:
     """Time, while other processes compile ahead where kernels are compiled."""
     if not plan.cases:
         return
+    from portakern.tools.bench.background import references, warm_up
     from portakern.tools.bench.contenders import here
-    from portakern.tools.bench.foresight import foreseeing
-    from portakern.tools.bench.hands import hands
     from portakern.tools.bench.run import Helped, run
     from portakern.tools.bench.trial import DeviceLost
-    from portakern.tools.bench.warming import warming
+    from portakern.tools.bench.workers import workers
 
     framework, device, target = here(plan.lead, plan.device)
     names = " and ".join(b.name for b in plan.subjects)
@@ -126,7 +125,7 @@ def _measure(plan: Plan, jobs: int | None, found: _Rows) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         Progress(*columns, console=err, transient=True) as bar,
-        foreseeing(plan.cases, target, (cores + 2) // 3) as foresight,  # of a sum over rows each takes up to 15 GB
+        references(plan.cases, target, (cores + 2) // 3) as expected,  # of a sum over rows each takes up to 15 GB
     ):
         task = bar.add_task("compiling the first call", total=len(plan.cases))
 
@@ -134,10 +133,11 @@ def _measure(plan: Plan, jobs: int | None, found: _Rows) -> None:
             found.take(names, outcome)
             bar.update(task, advance=1, description=f"{case.timed} {case.dtype}: {found.last()}"[:60])
 
-        with warming(plan, cores if shared else 0) as ahead, hands(plan, ahead) as timing:
-            found.ahead = ahead.seconds
+        with warm_up(plan, cores if shared else 0) as warm, workers(plan, warm) as timing:
+            helped = Helped(expected, warm, timing)
+            found.ahead = helped.visits
             try:
-                found.take(names, run(plan, done, found.start, Helped(foresight, ahead, timing)))
+                found.take(names, run(plan, done, found.start, helped))
             except DeviceLost as e:
                 found.show()
                 err.print(str(e), style="red", markup=False, highlight=False, soft_wrap=True)

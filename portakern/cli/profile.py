@@ -38,8 +38,8 @@ def profile(
     """Say what bounds each kernel of a call: the device's counters where they may be read, times, the spec's bytes and
     operations against the measured roof, and what the machine code takes.
     """
+    from portakern.tools.bench.background import ENVIRONMENT
     from portakern.tools.bench.suites import parse_shape
-    from portakern.tools.bench.warming import ENVIRONMENT
 
     registry.find_spec(op)
     check_dtypes("profile", [dtype])

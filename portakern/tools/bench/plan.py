@@ -1,15 +1,18 @@
-"""What a run is to time."""
+"""What a run is to time, and where its seconds went."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from portakern.core.backend import Backend
 from portakern.tools.bench.suites import TimedCase
 from portakern.tools.bench.timing import ROUNDS
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "Spent"]
 
 
 @dataclass(frozen=True)
@@ -39,3 +42,27 @@ class Plan:
     @property
     def lead(self) -> Backend:
         return self.subjects[0]
+
+
+class Spent:
+    """Seconds by what they went into; of what runs inside of something else, to the inner alone. ``before``: those
+    that went before anybody counted; ``clock``: seconds, of wall-clock time where nothing is said."""
+
+    def __init__(
+        self, before: Mapping[str, float] | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float, before or {})
+        self.clock = clock
+        self._inner = [0.0]
+
+    @contextmanager
+    def on(self, what: str) -> Iterator[None]:
+        """Count the block under ``what``, however it ends."""
+        start = self.clock()
+        self._inner.append(0.0)
+        try:
+            yield
+        finally:
+            whole = self.clock() - start
+            self.seconds[what] += whole - self._inner.pop()
+            self._inner[-1] += whole

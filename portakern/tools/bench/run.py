@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any
 
-from portakern.tools.bench.ahead import Ahead
-from portakern.tools.bench.behind import Behind
-from portakern.tools.bench.foresight import Foresight
-from portakern.tools.bench.hands import Asked, Hand, Measured, alone
-from portakern.tools.bench.plan import Plan
+from portakern.tools.bench.background import Background, WarmUp
+from portakern.tools.bench.plan import Plan, Spent
+from portakern.tools.bench.pruning import Pruned
 from portakern.tools.bench.rows import Row
-from portakern.tools.bench.spent import Spent
 from portakern.tools.bench.suites import TimedCase
-from portakern.tools.bench.trial import DeviceLost, Told
+from portakern.tools.bench.trial import Computed, DeviceLost, Stand
+from portakern.tools.bench.verdicts import Expected
+from portakern.tools.bench.workers import Here, Measured, Request, Worker
 
 __all__ = ["Helped", "Outcome", "run"]
 
@@ -27,50 +27,48 @@ __all__ = ["Helped", "Outcome", "run"]
 class Outcome:
     """``rows``: one a contender and call; ``rates``: the measured roof; ``left_out``: cases that time did not reach;
     ``unserved``: (case, why) of those that arrays could not be made for; ``spent``: where the seconds went;
-    ``behind``: which peers were far behind; ``took``: call -> the seconds that it cost."""
+    ``pruned``: which peers were far behind; ``took``: call -> the seconds that it cost."""
 
     rows: list[Row] = field(default_factory=list)
     rates: dict[str, float] = field(default_factory=dict)
     left_out: list[TimedCase] = field(default_factory=list)
     unserved: list[tuple[TimedCase, str]] = field(default_factory=list)
     spent: Spent = field(default_factory=Spent)
-    behind: Behind = field(default_factory=Behind)
+    pruned: Pruned = field(default_factory=Pruned)
     took: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Helped:
-    """What other processes do meanwhile: ``foresight`` of what is expected, compiling ``ahead``, and ``hands`` that
-    time; without any, this process does."""
+    """What other processes do meanwhile: compute ``references``, ``warm`` up compilers' caches, and ``workers`` that
+    time; without any, this process does. ``visits``: the seconds of the visits that were used."""
 
-    foresight: Foresight | None = None
-    ahead: Ahead = field(default_factory=Ahead)
-    hands: Sequence[Hand] = ()
+    references: Background[list[Expected]] = field(default_factory=Background)
+    warm: WarmUp = field(default_factory=WarmUp)
+    workers: Sequence[Worker] = ()
+    visits: Counter[str] = field(default_factory=Counter)
 
     def next(self, cases: Sequence[TimedCase], seconds: float = math.inf) -> TimedCase:
         """The first of these of which all is done that others do; where there is none within ``seconds``, nor within
         those that a visit is waited for, one that was visited, or the very first."""
-        end = time.monotonic() + min(seconds, self.ahead.longest)
-        while (done := self._done(cases)) is None and (left := end - time.monotonic()) > 0:
+        end = time.monotonic() + min(seconds, self.warm.longest)
+        while (done := self.ready(cases)) is None and (left := end - time.monotonic()) > 0:
             wait(self.pending(cases), left, FIRST_COMPLETED)
-        return self.ahead.next(cases if done is None else [done])
+        return done or next((c for c in cases if self.warm.is_ready(c)), cases[0])
 
     def ready(self, cases: Sequence[TimedCase]) -> TimedCase | None:
         """The first of these of which all is done that others do, if there is one."""
-        done = self._done(cases)
-        return None if done is None else self.ahead.next([done])
+        return next((c for c in cases if self.references.is_ready(c) and self.warm.is_ready(c)), None)
 
     def pending(self, cases: Sequence[TimedCase]) -> list[Future[Any]]:
         """What others are still to do."""
-        return [*self.ahead.pending(cases), *(self.foresight.pending(cases) if self.foresight else [])]
+        return [*self.warm.pending(cases), *self.references.pending(cases)]
 
-    def told(self, case: TimedCase) -> Told:
+    def computed(self, case: TimedCase) -> Computed:
         """What others found out of a case, once."""
-        return Told(self.foresight.expected(case) if self.foresight else None, self.ahead.foreseen(case))
-
-    def _done(self, cases: Sequence[TimedCase]) -> TimedCase | None:
-        known = (c for c in cases if self.foresight is None or self.foresight.is_ready(c))
-        return next((c for c in known if self.ahead.is_ready(c)), None)
+        visit = self.warm.take(case)
+        self.visits.update(visit.seconds if visit else {})
+        return Computed(self.references.take(case), visit.of_saved if visit else None)
 
 
 def run(
@@ -89,12 +87,11 @@ def run(
     """
     now = time.perf_counter()
     start = now if start is None else start
-    found, hands = Outcome(spent=Spent({"before the first call": now - start})), list(helped.hands)
-    found.behind.every = plan.every_peer
-    hands = hands or alone(plan, helped.ahead)
-    with found.spent.on("the roof, and loading" if helped.hands else "the roof"):
-        found.rates = hands[0].roof().result()
-    return _Run(plan, done, start, helped, found, hands).carried_out()
+    found = Outcome(spent=Spent({"before the first call": now - start}), pruned=Pruned(plan.every_peer))
+    workers = [*helped.workers] or [Here(Stand(plan, visited=helped.warm.visited))]
+    with found.spent.on("the roof, and loading" if helped.workers else "the roof"):
+        found.rates = workers[0].roof().result()
+    return _Run(plan, done, start, helped, found, workers).carried_out()
 
 
 ENDLESS = 300.0
@@ -111,11 +108,11 @@ class _Run:
         start: float,
         helped: Helped,
         found: Outcome,
-        hands: list[Hand],
+        workers: list[Worker],
     ) -> None:
         self.plan, self.done, self.start, self.helped, self.found = plan, done, start, helped, found
-        self.left, self.idle = list(plan.cases), hands
-        self.busy: dict[Future[Measured], tuple[Hand, TimedCase]] = {}
+        self.left, self.idle = list(plan.cases), workers
+        self.busy: dict[Future[Measured], tuple[Worker, TimedCase]] = {}
         self.calls = set[str]()
 
     def carried_out(self) -> Outcome:
@@ -124,8 +121,8 @@ class _Run:
                 pass
             if self.busy:
                 finished, _ = wait([*self.busy, *self._others()], ENDLESS, FIRST_COMPLETED)
-                for hand, _ in self.busy.values() if not finished else ():
-                    hand.end()
+                for worker, _ in self.busy.values() if not finished else ():
+                    worker.end()
                 for future in [f for f in self.busy if f in finished]:
                     self._take(future)
         return self.found
@@ -148,14 +145,14 @@ class _Run:
             return False
         if case is None:
             return False
-        self.left, hand = [other for other in self.left if other is not case], self.idle.pop(0)
-        asked = Asked(case, helped.told(case), found.behind, frozenset(self.calls), found.rates)
-        self.busy[hand.time(asked)] = hand, case
+        self.left, worker = [other for other in self.left if other is not case], self.idle.pop(0)
+        request = Request(case, helped.computed(case), found.pruned, frozenset(self.calls), found.rates)
+        self.busy[worker.time(request)] = worker, case
         return True
 
     def _take(self, future: Future[Measured]) -> None:
         """Take in what became of a case."""
-        hand, case = self.busy.pop(future)
+        worker, case = self.busy.pop(future)
         try:
             measured = future.result()
         except BrokenProcessPool as e:
@@ -164,14 +161,15 @@ class _Run:
                 "before it are kept"
             ) from e
         found = self.found
-        self.idle.append(hand)
-        found.spent.take(measured.seconds)
+        self.idle.append(worker)
+        for what, seconds in measured.seconds.items():
+            found.spent.seconds[what] += seconds
         if measured.unserved is not None:
             found.unserved.append((case, measured.unserved))
         elif measured.call not in self.calls:  # options of two forward calls may be none of their gradients'
             self.calls.add(measured.call)
-            found.behind.note(case, measured.rows)
+            found.pruned.note(case, measured.rows)
             found.rows += measured.rows
             found.took[measured.call] = measured.took
-        self.helped.ahead.end()
+        self.helped.warm.end()
         self.done(found, case)

@@ -15,12 +15,12 @@ from portakern.core.route import Choice, routes
 from portakern.core.serve import serve
 from portakern.core.targets import Target
 from portakern.errors import UnsupportedError
-from portakern.tools.bench.behind import Behind
 from portakern.tools.bench.contenders import Contender, Entry, Refused, contenders, here, ready
 from portakern.tools.bench.deadline import within
 from portakern.tools.bench.fresh import Fresh, Stale
 from portakern.tools.bench.inputs import Inputs, for_gradient, make
-from portakern.tools.bench.plan import Plan
+from portakern.tools.bench.plan import Plan, Spent
+from portakern.tools.bench.pruning import Pruned
 from portakern.tools.bench.rows import (
     FAILED,
     FAR_BEHIND,
@@ -35,13 +35,12 @@ from portakern.tools.bench.rows import (
     started,
     timed,
 )
-from portakern.tools.bench.spent import Spent
 from portakern.tools.bench.suites import TimedCase
 from portakern.tools.bench.timing import CallFailed, Times, interleaved
 from portakern.tools.bench.verdicts import Expected, Judge, Known, Verdict
 from portakern.tools.compile.worker import one_line, reason
 
-__all__ = ["FIRST_CALL", "DeviceLost", "Foreseen", "Stand", "Told", "Trial", "Visit", "of_gradient", "visit"]
+__all__ = ["FIRST_CALL", "Computed", "DeviceLost", "OfSaved", "Stand", "Trial", "Visit", "of_gradient", "visit"]
 
 FIRST_CALL = 40.0
 """Seconds that a contender's first call may take, its compiler included: some compilers do not come back."""
@@ -54,7 +53,7 @@ class DeviceLost(RuntimeError):
     """A kernel left the device unusable for this process."""
 
 
-class Foreseen(NamedTuple):
+class OfSaved(NamedTuple):
     """What a visit learned of gradients that need what a forward op saved: ``saved``: the mark of that, which was found
     right; ``known``: what is expected of gradients of just that."""
 
@@ -67,15 +66,15 @@ class Visit(NamedTuple):
     of it where only a device tells its inputs."""
 
     seconds: dict[str, float]
-    foreseen: Foreseen | None = None
+    of_saved: OfSaved | None = None
 
 
-class Told(NamedTuple):
+class Computed(NamedTuple):
     """What other processes found out of a case: ``expected``: what it gives, where its arrays follow from a seed;
-    ``foreseen``: the same where they do not. None: nothing."""
+    ``of_saved``: the same where they do not. None: nothing."""
 
     expected: list[Expected] | None = None
-    foreseen: Foreseen | None = None
+    of_saved: OfSaved | None = None
 
 
 @dataclass
@@ -127,7 +126,7 @@ def visit(plan: Plan, case: TimedCase, enough: Callable[[], bool] = lambda: Fals
     if not (case.gradient and wiring(case.forward).outputs):
         return Visit(spent.seconds)  # other processes know what is expected, and need no device
     with spent.on("what is expected"):
-        return Visit(spent.seconds, trial.foreseen(runs))
+        return Visit(spent.seconds, trial.of_saved(runs))
 
 
 def of_gradient(forward: Inputs, lead: Backend, right: Callable[[Inputs], bool] = lambda inputs: False) -> Inputs:
@@ -154,9 +153,11 @@ def of_gradient(forward: Inputs, lead: Backend, right: Callable[[Inputs], bool] 
 class Trial:
     """One case, at a stand."""
 
-    def __init__(self, stand: Stand, case: TimedCase, told: Told | None = None, behind: Behind | None = None) -> None:
-        self.stand, self.case, self.behind, plan = stand, case, behind or Behind(), stand.plan
-        expected, foreseen = told or Told()
+    def __init__(
+        self, stand: Stand, case: TimedCase, computed: Computed | None = None, pruned: Pruned | None = None
+    ) -> None:
+        self.stand, self.case, self.pruned, plan = stand, case, pruned or Pruned(), stand.plan
+        expected, of_saved = computed or Computed()
         self.framework, self.device, self.target = here(plan.lead, plan.device)
         with stand.spent.on("arrays"):
             forward = make(case, self.framework, self.device)
@@ -164,9 +165,9 @@ class Trial:
         known: Known = {} if expected is None else {(self.target, False): expected}
 
         def right(inputs: Inputs) -> bool:
-            if foreseen is None or foreseen.saved != inputs.mark(self.saves):
+            if of_saved is None or of_saved.saved != inputs.mark(self.saves):
                 return False
-            known.update(foreseen.known)
+            known.update(of_saved.known)
             return True
 
         with stand.spent.on("what gradients need"):
@@ -175,11 +176,11 @@ class Trial:
         self.call = said(case, self.inputs.call)
         self.among = contenders(self.inputs.spec, plan.subjects, plan.against, self.target)
 
-    def foreseen(self, runs: Iterable[tuple[Target, bool]]) -> Foreseen:
+    def of_saved(self, runs: Iterable[tuple[Target, bool]]) -> OfSaved:
         """What is expected of gradients that need what a forward op saved, where they run."""
         for target, interpret in runs:
             self.judge.expect(target, interpret)
-        return Foreseen(self.inputs.mark(self.saves), self.judge.known)
+        return OfSaved(self.inputs.mark(self.saves), self.judge.known)
 
     def rows(self) -> list[Row]:
         found: dict[str, Row] = {}
@@ -208,7 +209,7 @@ class Trial:
     ) -> None:
         """Take in the contender's row, and its entry if it is right."""
         name, row = contender.name, started(self.case, self.inputs.call, contender, self.target)
-        if far := self.behind.why(self.case, name, contender.subject):
+        if far := self.pruned.why(self.case, name, contender.subject):
             found[name] = settled(row, FAR_BEHIND, far)
             return
         try:

@@ -10,7 +10,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from portakern.core.targets import HOST
-from portakern.tools.bench.foresight import Foresight, foreseeing
+from portakern.tools.bench.background import Background, references
+from portakern.tools.bench.verdicts import Expected
 from portakern.tools.compile.build import Build
 from portakern.tools.compile.pool import Pool
 from portakern.tools.tune.apart import Apart, calling_apart
@@ -34,9 +35,9 @@ class Ahead:
     """Compiles for keys that are judged later."""
 
     def __init__(
-        self, plan: Plan, pool: Pool, foresight: Foresight | None, apart: Apart, worker: ThreadPoolExecutor
+        self, plan: Plan, pool: Pool, expected: Background[list[Expected]], apart: Apart, worker: ThreadPoolExecutor
     ) -> None:
-        self.plan, self.pool, self.foresight, self.apart, self.worker = plan, pool, foresight, apart, worker
+        self.plan, self.pool, self.expected, self.apart, self.worker = plan, pool, expected, apart, worker
         self.ended = threading.Event()
         self._futures: dict[str, Future[Built]] = {}
 
@@ -54,7 +55,7 @@ class Ahead:
 
         self.apart.begin(asked, group.place, asked is group.asked[0])
         apart = partial(self.apart.refused, asked, group.place)
-        known = Known(self.foresight, built, apart, partial(self.apart.yields, asked))
+        known = Known(self.expected, built, apart, partial(self.apart.yields, asked))
         return bench_of(asked, group.place, self.pool, known)
 
     def _compiled(self, group: Group) -> Built:
@@ -76,7 +77,7 @@ def working_ahead(groups: Sequence[Group], plan: Plan, pool: Pool) -> Iterator[A
     here = [g for g in groups if g.place.is_here and not g.place.interpret]
     cases = [a.case for g in here for a in g.asked]
     with (
-        foreseeing(cases, here[0].place.target if here else HOST, len(pool.workers) // SHARE if here else 0) as known,
+        references(cases, here[0].place.target if here else HOST, len(pool.workers) // SHARE if here else 0) as known,
         calling_apart(pool.timeout) as apart,
         ThreadPoolExecutor(AHEAD) as worker,
     ):

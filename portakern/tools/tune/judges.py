@@ -18,13 +18,13 @@ from portakern.core.call import Call
 from portakern.core.failing import kind_of
 from portakern.core.targets import HOST
 from portakern.errors import SpecError
+from portakern.tools.bench.background import Background
 from portakern.tools.bench.contenders import served
-from portakern.tools.bench.foresight import Foresight
 from portakern.tools.bench.inputs import Inputs, make
 from portakern.tools.bench.suites import TimedCase
 from portakern.tools.bench.timing import device_times
 from portakern.tools.bench.trial import of_gradient
-from portakern.tools.bench.verdicts import Judge
+from portakern.tools.bench.verdicts import Expected, Judge
 from portakern.tools.compile.build import Build
 from portakern.tools.compile.forms import abstract_call
 from portakern.tools.compile.pool import Job, Pool
@@ -69,12 +69,12 @@ class Bench(Protocol):
 
 @dataclass(frozen=True)
 class Known:
-    """What others found of a call before it is judged: ``foresight`` of its results; ``built``, waited for
+    """What others found of a call before it is judged: ``expected``: its results; ``built``, waited for
     when it is called: tiling -> what its compiler said; ``apart``: why a tiling must not be called in this process, or
     None, by another that calls it first; ``yields``: has that other give back the memory that it holds of the device,
     and says whether it held any."""
 
-    foresight: Foresight | None = None
+    expected: Background[list[Expected]] = field(default_factory=Background)
     built: Callable[[], Mapping[Key, Build]] = dict
     apart: Callable[[Tiling], str | None] = lambda tiling: None
     yields: Callable[[], bool] = lambda: False
@@ -191,7 +191,8 @@ class DeviceBench:
     def __init__(self, asked: Asked, place: Place, pool: Pool, known: Known = Known()) -> None:
         self.asked, self.place, self.pool, self.known = asked, place, pool, known
         self.inputs = self._with_room(lambda: inputs_of(asked, place))
-        self.judge = known.foresight.judge(asked.case, self.inputs) if known.foresight else Judge(self.inputs)
+        expected = known.expected.take(asked.case)
+        self.judge = Judge(self.inputs, known={(place.target, False): expected} if expected is not None else {})
         self.judge.expect(place.target, place.interpret)
         self.call = self.inputs.call.replace(target=place.target, interpret=place.interpret)
         self.metric, self.unit = "device time", "us"

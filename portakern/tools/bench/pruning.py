@@ -1,4 +1,4 @@
-"""Peers that calls of a suite have shown to be far behind, which are not timed on all the others."""
+"""Pruned baselines: peers that calls of a suite have shown to be far behind, which are not timed on the others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from portakern.tools.bench.rows import FAILED, RIGHT, WRONG, Row
 from portakern.tools.bench.suites import TimedCase
 
-__all__ = ["Behind"]
+__all__ = ["Pruned"]
 
 CALLS = 2
 """Calls of a suite that a peer is timed on in any case."""
@@ -22,7 +22,7 @@ Key = tuple[str, str, str, str]
 
 
 @dataclass
-class Behind:
+class Pruned:
     """How far each peer was behind the best on the calls of a suite, an op and a dtype; inf where it was wrong, or did
     not come to an end. ``every``: nobody is left out for that."""
 

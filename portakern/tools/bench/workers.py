@@ -1,0 +1,188 @@
+"""Who times cases: this process, or several others, of which each is alone with the device while it reads a clock.
+
+Most of what a case takes is no timing: arrays are made, results held to their bounds, programs traced again. While one
+process is at that, another has the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from portakern.core import registry
+from portakern.core.framework import frameworks
+from portakern.errors import SpecError, UnsupportedError
+from portakern.processes import pool
+from portakern.tools.bench import roof
+from portakern.tools.bench.background import WORKERS, WarmUp, shared
+from portakern.tools.bench.contenders import here, one_clock
+from portakern.tools.bench.lock import DeviceLock
+from portakern.tools.bench.plan import Plan, Spent
+from portakern.tools.bench.pruning import Pruned
+from portakern.tools.bench.rows import Row
+from portakern.tools.bench.suites import TimedCase
+from portakern.tools.bench.trial import Computed, Stand, Trial, visit
+
+__all__ = ["Here", "Measured", "Request", "Worker", "workers"]
+
+
+class Request(NamedTuple):
+    """A case to time, with what other processes found out of it, the pruned baselines, the calls that were timed, and
+    the measured roof."""
+
+    case: TimedCase
+    computed: Computed
+    pruned: Pruned
+    calls: frozenset[str]
+    rates: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """``call``: in words; ``rows``: none of a call that was timed before; ``unserved``: why arrays cannot be made for
+    it; ``seconds``: where they went; ``took``: all of them."""
+
+    call: str = ""
+    rows: list[Row] = field(default_factory=list)
+    unserved: str | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    took: float = 0.0
+
+
+class Worker:
+    """A process that times one case after another. ``request``: what :func:`_ready` takes."""
+
+    def __init__(self, process: ProcessPoolExecutor, *request: Any) -> None:
+        self.process, self.readied = process, process.submit(_ready, *request)
+
+    def roof(self) -> Future[dict[str, float]]:
+        """The limits of the device, measured."""
+        self.readied.result()
+        return self.process.submit(_roof)
+
+    def time(self, request: Request) -> Future[Measured]:
+        """Time a case. Of the errors that come out of the future, DeviceLost ends the run."""
+        if self.readied.done():
+            self.readied.result()
+        return self.process.submit(_measured, request)
+
+    def end(self) -> None:
+        """Stop, whatever it is at: a kernel that waits for itself keeps its process for ever."""
+        for process in list((self.process._processes or {}).values()):
+            process.kill()
+
+
+class Here(Worker):
+    """This process, which is at it until a case is timed, and at nothing while anybody waits."""
+
+    def __init__(self, stand: Stand) -> None:
+        self.stand = stand
+
+    def roof(self) -> Future[dict[str, float]]:
+        future: Future[dict[str, float]] = Future()
+        future.set_result(_roof(self.stand))
+        return future
+
+    def time(self, request: Request) -> Future[Measured]:
+        future: Future[Measured] = Future()
+        try:
+            future.set_result(_measured(request, self.stand))
+        except Exception as e:
+            future.set_exception(e)
+        return future
+
+    def end(self) -> None:
+        pass
+
+
+@contextmanager
+def workers(plan: Plan, warm: WarmUp, several: int = WORKERS) -> Iterator[list[Worker]]:
+    """``several`` processes that time the cases of a plan, and end with the block; this one where ``warm`` visits
+    nothing, as on a device that no two processes can share."""
+    device = warm.device
+    if device is None or several < 1:
+        yield [Here(Stand(plan, visited=warm.visited))]
+        return
+    visits = warm.pending(plan.cases)
+    for future in visits:
+        future.add_done_callback(lambda _: device.case_ready.set())
+    if len(visits) < len(plan.cases):
+        device.case_ready.set()
+    names = [b.name for b in plan.subjects], [b.name for b in plan.against]
+    bare = replace(plan, subjects=(), against=())
+    with ExitStack() as ends:
+        begun = [ends.enter_context(pool(1, shared(several), 0, _join, device, n)) for n in range(several)]
+        yield [Worker(process, bare, names, warm.visited) for process in begun]
+
+
+_device: list[DeviceLock] = []
+_stand: list[Stand] = []
+"""Of a process that times, those that it has."""
+
+
+def _join(device: DeviceLock, number: int) -> None:
+    device.join(number)
+    _device[:] = [device]
+
+
+def _ready(bare: Plan, names: tuple[list[str], list[str]], visited: frozenset[str]) -> None:
+    """Have a stand, and load what first calls will need."""
+    subjects, against = ([registry.backend(n) for n in group] for group in names)
+    (device,) = _device
+    plan = replace(bare, subjects=subjects, against=against)
+    _stand[:] = [Stand(plan, quiet=device.held, visited=visited, clock=device.clock, shared=True)]
+    _load(plan, visited, device)
+
+
+def _load(plan: Plan, visited: frozenset[str], device: DeviceLock) -> None:
+    """Load in this process what the first call of each op has its libraries load, some of which take ten seconds, until
+    any case was visited: a case of each op, those of the fewest dimensions first, whose kernels compile the fastest."""
+    for name in {b.framework for b in (*plan.subjects, *plan.against) if b.unavailable() is None}:
+        with suppress(Exception):  # who needs it will meet this again, and say it
+            frameworks()[name].load()
+            frameworks()[name].devices()
+    others = [b for b in (*plan.subjects[1:], *plan.against) if b.name in visited]
+    plan = replace(plan, subjects=plan.subjects[:1], against=others)
+    for case in sorted({c.timed: c for c in reversed(plan.cases)}.values(), key=lambda c: len(c.dims)):
+        if device.case_ready.is_set():
+            return
+        with suppress(Exception):
+            visit(plan, case, device.case_ready.is_set)
+
+
+def _roof(stand: Stand | None = None) -> dict[str, float]:
+    stand = stand or _stand[0]
+    _clocked(stand)
+    framework, device, _ = here(stand.plan.lead, stand.plan.device)
+    with stand.quiet():
+        return roof.measure(framework.instruments(device), stand.recorder, stand.plan.rounds)
+
+
+def _clocked(stand: Stand) -> None:
+    """Find the one clock of all contenders, once."""
+    if stand.recorder is None:
+        stand.recorder = one_clock((*stand.plan.subjects, *stand.plan.against), stand.plan.device)
+
+
+def _measured(request: Request, stand: Stand | None = None) -> Measured:
+    stand = stand or _stand[0]
+    _clocked(stand)
+    stand.rates, stand.spent = request.rates, Spent(clock=stand.clock)
+    begun = stand.clock()
+    try:
+        call, rows = _rows(stand, request)
+    except (SpecError, UnsupportedError) as e:
+        return Measured(unserved=str(e), seconds=stand.spent.seconds)
+    finally:
+        if stand.shared:  # what a library keeps for its next call is missing elsewhere
+            framework, device, _ = here(stand.plan.lead, stand.plan.device)
+            framework.instruments(device).release()
+    return Measured(call, rows, None, stand.spent.seconds, stand.clock() - begun)
+
+
+def _rows(stand: Stand, request: Request) -> tuple[str, list[Row]]:
+    """The call in words, and its rows where it was not timed before; no array is left behind."""
+    trial = Trial(stand, request.case, request.computed, request.pruned)
+    return trial.call, [] if trial.call in request.calls else trial.rows()
