@@ -44,9 +44,8 @@ from portakern.core import registry, targets
 from portakern.core.backend import Backend, Family, Implementation
 from portakern.core.call import Call
 from portakern.files import cache_folder, write_atomically
-from portakern.tools.bench.suites import parse_shape
+from portakern.tools.bench import suites
 from portakern.tools.compile import cache, forms
-from portakern.tools.tune.asked import Asked, of_op
 
 OURS: Program = ("ours", ())
 TIMEOUT = 240.0
@@ -152,8 +151,8 @@ class Asking:
         (op, dtype, dims), (backend, family) = CASES[self.case], pallas()
         spec, impl = registry.find_spec(op), backend.implementation(op, family)
         assert impl is not None
-        asked: Asked = of_op(spec, dtype, parse_shape(dims))
-        return impl, *forms.abstract_call(spec, impl, asked.form, targets.find(self.target), {})
+        (case,) = suites.asked(op, suites.parse_shape(dims), [dtype], gradients=False)
+        return impl, *forms.abstract_call(spec, impl, case.form, targets.find(self.target), {})
 
 
 def pallas() -> tuple[Backend, Family]:

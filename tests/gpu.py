@@ -8,10 +8,9 @@ import torch
 
 import portakern as pk
 from portakern import testing
-from portakern.core import registry
 from portakern.spec import Tile
+from portakern.tools.bench.suites import asked
 from portakern.tools.compile.pool import Pool
-from portakern.tools.tune.asked import of_op
 from portakern.tools.tune.run import Told, groups_of, tune
 from portakern.tools.tune.tuner import Plan
 
@@ -94,9 +93,9 @@ def tuned_beside_a_wrong_kernel(platform, shape):
         knobs={"rows_at_once": Tile(32, 128)},
     )(softmax)  # fmt: skip
     pk.register(backend)
-    asked = [of_op(registry.find_spec("softmax"), "float32", {"shape": shape})]
+    cases = [*asked("softmax", {"shape": shape}, ["float32"], gradients=False)]
     told = Told(lambda progress: None, lambda finding: None, lambda group, why: None)
     with Pool(1, 10) as pool:
-        (finding,), left = tune(groups_of(asked, platform, "seeded", None), Plan(), pool, told)
+        (finding,), left = tune(groups_of(cases, platform, "seeded", None), Plan(), pool, told)
     assert not left
     return finding

@@ -14,7 +14,7 @@ from portakern.cli import app
 from portakern.core import registry, targets
 from portakern.core.backend import Backend, Family, Need
 from portakern.tools.compile import forms, worker
-from portakern.tools.tune.place import places
+from portakern.tools.tune.target import tune_targets
 
 WHY = "its kernels for sm_90 need jax >= 99 (which takes Python 9), and jax 0.10 is installed"
 
@@ -72,11 +72,11 @@ def test_a_compiler_whose_packages_are_missing_is_a_reason_and_no_crash(monkeypa
     built = worker.build(spec, triton, family, hardware, forms.typical_form(spec, "float32", {}), {})
     assert not built.ok and "no_such_module not installed; " in str(built.reason)
     with pytest.raises(pk.UnavailableError, match="tune: backend 'triton' cannot run here: no_such_module not"):
-        places(spec, "sm_90", "triton", None)
+        tune_targets(spec, "sm_90", "triton", None)
 
 
 def test_a_target_that_tune_refuses_is_not_among_those_that_it_offers():
     pytest.importorskip("torch", reason="torch is not installed: pip install -e '.[triton]'")
     with pytest.raises(pk.UnsupportedError, match="'triton' has no softmax for v6e; name a --target, one of ") as e:
-        places(registry.find_spec("softmax"), "v6e", "triton", None)
+        tune_targets(registry.find_spec("softmax"), "v6e", "triton", None)
     assert " v6e," not in str(e.value).partition("one of ")[2]

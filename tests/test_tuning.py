@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -15,7 +16,7 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,18 +33,18 @@ from portakern.core.tilings import Row
 from portakern.errors import SpecError, UnavailableError
 from portakern.reporting.tuned import searched
 from portakern.spec import Tile
+from portakern.tools.bench import suites
 from portakern.tools.compile.build import Build, Kernel
 from portakern.tools.compile.pool import Pool
-from portakern.tools.tune import apart, judges, static, store
+from portakern.tools.tune import isolation, judges, static, store
 from portakern.tools.tune import search as searches
-from portakern.tools.tune.asked import of_op
-from portakern.tools.tune.drawn import draw, families
 from portakern.tools.tune.journal import Journal
-from portakern.tools.tune.place import places
 from portakern.tools.tune.run import Told, groups_of
 from portakern.tools.tune.run import tune as tune_groups
+from portakern.tools.tune.sampled import draw, families
 from portakern.tools.tune.search import Climb, OptunaSearch, Whole, search
 from portakern.tools.tune.space import Space, frozen, space_of
+from portakern.tools.tune.target import tune_targets
 from portakern.tools.tune.tuner import Plan, _form_call, _opening, row_of
 
 SECONDS = {32: 0.004, 64: 0.002, 128: 0.0}
@@ -83,6 +84,11 @@ def registered(fn=softmax, refuse=None, **knobs):
     )(fn)
     pk.register(backend)
     return backend
+
+
+def of_op(spec, dtype, given):
+    (case,) = suites.asked(spec.name, given, [dtype], gradients=False)
+    return case
 
 
 def asked(**dims):
@@ -233,7 +239,7 @@ def test_candidates_of_a_search_that_did_not_end_are_not_judged_again(own_cache)
         return softmax(call, tiling)
 
     registered(slow)
-    journals: list[Journal] = []
+    kinds: list[str] = []
     over = SimpleNamespace(now=False)
 
     class Hurried(Plan):
@@ -245,16 +251,15 @@ def test_candidates_of_a_search_that_did_not_end_are_not_judged_again(own_cache)
 
     def note(self, kind, name, value):
         original(self, kind, name, value)
-        journals.append(self)
+        kinds.append(kind)
         over.now = over.now or kind == "judged"
 
     plan = Hurried(batch=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Journal, "note", note)
         tuned(plan)
-    assert journals[0].get("found", "x") is None
-    judged = [name for kind, name in journals[0]._known if kind == "judged"]
-    assert len(judged) == 1, "the time was over after the first"
+    assert "found" not in kinds
+    assert sum(kind == "judged" for kind in kinds) == 1, "the time was over after the first"
     calls.clear()
     over.now = False
     (finding,), _, _ = tuned(Hurried())
@@ -350,13 +355,13 @@ def test_a_candidate_is_blamed_for_its_own_end_alone(own_cache, monkeypatch, cap
     registered()
     (group,) = groups_of(asked(), "cpu", "mine", None)
     made = [Scripted(*does) for does in processes]
-    monkeypatch.setattr(apart, "worthwhile", lambda asked, place: True)
-    monkeypatch.setattr(apart, "pool", lambda jobs, told: nullcontext(made.pop(0)))
+    monkeypatch.setattr(isolation, "worthwhile", lambda case, on: True)
+    monkeypatch.setattr(isolation, "pool", lambda jobs, told: nullcontext(made.pop(0)))
     monkeypatch.setattr(observe, "_said", set())
-    with apart.calling_apart(1) as calling:
-        calling.begin(group.asked[0], group.place)
-        assert calling.refused(group.asked[0], group.place, {"rows_at_once": 64}) == expected
-        assert not made and (expected or calling.refused(group.asked[0], group.place, {"rows_at_once": 32}) is None)
+    with closing(isolation.Isolated(1)) as calling:
+        calling.begin(group.cases[0], group.on)
+        assert calling.refused(group.cases[0], group.on, {"rows_at_once": 64}) == expected
+        assert not made and (expected or calling.refused(group.cases[0], group.on, {"rows_at_once": 32}) is None)
     heard = caplog.text
     assert (said in heard and heard.count("are called in this process first") == 1) if said else not heard
 
@@ -385,7 +390,7 @@ def test_memory_that_another_process_holds_is_no_fault_of_a_candidate(own_cache,
     monkeypatch.setattr(judges, "make", arrays)
     held[:] = [False, when == "arrays"]
     with Pool(1, 10) as pool:
-        bench = judges.bench_of(group.asked[0], group.place, pool, judges.Known(yields=yields))
+        bench = judges.bench_of(group.cases[0], group.on, pool, judges.Known(yields=yields))
         held[:] = [when == "check"] * 2
         assert bench.refused([{"rows_at_once": 64}]) == {}
         held[:] = [when == "times"] * 2
@@ -430,15 +435,15 @@ def test_a_candidate_that_never_ends_costs_its_seconds_and_not_the_run(own_cache
     (made / "entry_points.txt").write_text("[portakern.backends]\nhanging = hanging:BACKEND\n")
     script = textwrap.dedent("""
         import time
-        from portakern.tools.tune import apart, run
+        from portakern.tools.tune import isolation, run
         from tests import test_tuning as t
         from portakern.tools.compile.pool import Pool
 
         def main():
-            apart.worthwhile = lambda asked, place: True  # as on a GPU
-            apart.SECONDS = 2.0
-            began, real = [], apart.pool
-            apart.pool = lambda jobs, told: began.append(jobs) or real(jobs, told)
+            isolation.worthwhile = lambda case, on: True  # as on a GPU
+            isolation.SECONDS = 2.0
+            began, real = [], isolation.pool
+            isolation.pool = lambda jobs, told: began.append(jobs) or real(jobs, told)
             groups = run.groups_of(t.asked() + t.asked(shape=(5, 40)), "cpu", "hanging", None)
             told = run.Told(lambda p: None, lambda f: None, lambda g, why: print(why))
             with Pool(1, 1) as pool:
@@ -465,22 +470,26 @@ def test_a_candidate_that_never_ends_costs_its_seconds_and_not_the_run(own_cache
         ran = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=100, cwd=root,
                              env=environment)  # fmt: skip
         assert ran.stdout.splitlines() == [f"{{'rows_at_once': 16}} {processes} True", *expected], ran.stderr
-        (journal,) = (own_cache / "tuning").glob("*.jsonl")
-        lines = journal.read_text().splitlines(keepends=True)
-        journal.write_text("".join(line for line in lines if '"found"' not in line))
+        (journal,) = (own_cache / "tuning").glob("*.sqlite")
+        with closing(sqlite3.connect(journal)) as database, database:
+            assert database.execute("DELETE FROM notes WHERE kind = 'found'").rowcount == 1
 
 
-def test_of_a_line_that_is_half_there_nothing_is_believed():
-    journal = Journal(["a"])
-    journal.note("judged", "one", {"ratio": 0.5})
-    journal.close()
-    with open(journal.path, "ab") as f:
-        f.write(b'{"kind": "judged", "name": "two", "val')
-    again = Journal(["a"])
-    assert again.get("judged", "one") == {"ratio": 0.5} and again.get("judged", "two") is None
-    again.note("judged", "three", 1)
-    again.close()
-    assert Journal(["a"]).get("judged", "three") == 1 and Journal(["b"]).get("judged", "three") is None
+def test_a_journal_is_one_of_its_own_and_holds_what_several_note(own_cache):
+    one, other = Journal(["a"]), Journal(["a"])
+    one.note("judged", "one", {"ratio": 0.5})
+    other.note("judged", "two", 1)
+    other.note("judged", "one", {"ratio": 0.25})
+    for journal in (one, other, Journal(["a"])):
+        assert journal.get("judged", "one") == {"ratio": 0.25} and journal.get("judged", "two") == 1
+        journal.close()
+    assert Journal(["b"]).get("judged", "two") is None and Journal(["a"], fresh=True).get("judged", "two") is None
+    one.path.write_text("my notes " * 100)
+    with pytest.raises(
+        SpecError, match=r"tune: the journal .*\.sqlite cannot be used: file is not a database; --fresh"
+    ):
+        Journal(["a"])
+    assert Journal(["a"], fresh=True).get("judged", "two") is None
 
 
 # ------------------------------------------------------------------------------------------------------------- tables
@@ -639,7 +648,7 @@ def test_a_chip_without_its_compiler_is_refused_once(monkeypatch):
     family = registry.backends()["pallas"].families[0]
     monkeypatch.setattr(family.load_compiler(), "unavailable", lambda hardware: f"nothing compiles for {hardware.name}")
     with pytest.raises(UnavailableError, match=r"^tune: nothing compiles for v5e$"):
-        places(registry.find_spec("softmax"), "v5e", None, None)
+        tune_targets(registry.find_spec("softmax"), "v5e", None, None)
 
 
 def test_without_optuna_a_large_space_says_what_to_do(monkeypatch):
@@ -667,7 +676,7 @@ def test_a_space_holds_what_is_shipped():
     spec = registry.find_spec("attention")
     one = of_op(spec, "bfloat16", {"q_len": 1, "kv_len": 8192, "d": 128, "dv": 128})
     (group,) = groups_of([one], "sm_90", "triton", "hopper")
-    opening = _opening(group, Plan("climb"), [_form_call(one, group.place)])
+    opening = _opening(group, Plan("climb"), [_form_call(one, group.on)])
     (shipped,) = opening.shipped
     assert shipped["block_q"] > 1 and opening.space.legal(shipped)
     assert opening.space.values["block_q"] == (16, shipped["block_q"])
@@ -678,13 +687,13 @@ def test_a_space_holds_what_is_shipped():
 def test_a_space_is_legal_and_ends_where_a_tile_covers_its_extent():
     pytest.importorskip("triton", reason="triton is not installed")
     spec = registry.find_spec("matmul")
-    (place,) = places(spec, "sm_90", "triton", "gpu")
+    (on,) = tune_targets(spec, "sm_90", "triton", "gpu")
     groups = groups_of([of_op(spec, "bfloat16", {"m": 40, "n": 4096, "k": 4096})], "sm_90", "triton", "gpu")
     assert groups[0].key == {"products": "16-bit", "aligned": True, "n": 4096, "k": 4096}
     from portakern.tools.compile.forms import bound_form
 
-    call = bound_form(spec, groups[0].asked[0].form, place.framework, place.target)
-    found = space_of(spec, place.impl, [call], tilings.shipped(place.impl, call))
+    call = bound_form(spec, groups[0].cases[0].form, on.framework, on.target)
+    found = space_of(spec, on.impl, [call], tilings.shipped(on.impl, call))
     assert found.values["block_m"] == (16, 32, 64, 128), "64 covers 40, and 128 is shipped"
     big = {"block_m": 64, "block_n": 1024, "block_k": 1024, "num_warps": 8, "num_stages": 3, "group": 8}
     assert not found.legal(big) and found.legal({**big, "block_n": 128, "block_k": 64})
@@ -737,10 +746,10 @@ def test_the_next_key_is_compiled_while_one_is_judged(monkeypatch):
     """A launch finds what was compiled ahead; nothing is compiled twice."""
     compiled, judging, overlapped = [], threading.Event(), []
 
-    def survey(asked, place, pool, tilings, quick=True):
+    def survey(case, on, pool, tilings, quick=True):
         for tiling in tilings:
-            compiled.append((asked.text, frozen(tiling)))
-            if asked.text == second.text:
+            compiled.append((case.text, frozen(tiling)))
+            if case.text == second.text:
                 overlapped.append(judging.wait(30))  # while the first key is judged
             yield frozen(tiling), Build("softmax", "forward", "float32", "cpu", "mine", ok=True)
 
@@ -753,8 +762,8 @@ def test_the_next_key_is_compiled_while_one_is_judged(monkeypatch):
 
     registered(watched)
     first, second = asked()[0], asked(shape=(4, 50))[0]
-    for module in ("portakern.tools.tune.ahead", "portakern.tools.tune.judges"):
-        monkeypatch.setattr(f"{module}.launches_find_it", lambda place: True)
+    for module in ("portakern.tools.tune.precompile", "portakern.tools.tune.judges"):
+        monkeypatch.setattr(f"{module}.launches_find_it", lambda on: True)
         monkeypatch.setattr(f"{module}.survey", survey)
     found, left, _ = tuned(asked=[first, second])
     assert [f.best for f in found] == [{"rows_at_once": 64}] * 2 and not left
@@ -789,7 +798,7 @@ def test_keys_come_in_the_order_of_their_calls():
     backend.implements(other, key=lambda call: {"n": call.dims["axis"]}, tiling=lambda call: {"rows_at_once": 32},
                        knobs={"rows_at_once": Tile(32, 128)})(softmax)  # fmt: skip
     calls = [of_op(registry.find_spec(op), "float32", {"shape": (4, n)}) for n in lengths for op in ops]
-    found = [(g.asked[0].spec.name, g.key["n"]) for g in groups_of(calls, "cpu", "mine", None)]
+    found = [(g.cases[0].timed, g.key["n"]) for g in groups_of(calls, "cpu", "mine", None)]
     assert found == [(op, n) for n in lengths for op in ops]
 
 
@@ -799,14 +808,14 @@ def test_an_op_without_a_key_does_not_end_the_tuning_of_others(caplog):
     registered().implements(keyless, knobs={"rows_at_once": Tile(32, 128)})(softmax)
     (tabled,) = asked()
     calls = [of_op(registry.find_spec(keyless), "float32", {"shape": (4, 40)}), tabled]
-    assert [g.asked for g in groups_of(calls, "cpu", "mine", None)] == [(tabled,)]
+    assert [g.cases for g in groups_of(calls, "cpu", "mine", None)] == [(tabled,)]
     assert f"{keyless} on mine declares no key" in caplog.text
 
 
 def test_calls_of_one_key_are_judged_together():
     registered()
     calls = asked(shape=(4, 40)) + asked(shape=(9, 40)) + asked(shape=(4, 48))
-    assert [len(g.asked) for g in groups_of(calls, "cpu", "mine", None)] == [2, 1]
+    assert [len(g.cases) for g in groups_of(calls, "cpu", "mine", None)] == [2, 1]
     found, _, _ = tuned(asked=calls)
     assert [len(f.rows) for f in found] == [2, 1] and len({f.rows[0]["call"] for f in found}) == 2
 

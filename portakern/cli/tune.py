@@ -124,7 +124,7 @@ def _seconds(text: str | None) -> float:
 
 
 def _drawn(families: Sequence[str], draws: int, seed: int, dtypes: list[str] | None) -> list[Any]:
-    from portakern.tools.tune.drawn import draw
+    from portakern.tools.tune.sampled import draw
 
     return [a for family in families for a in draw(family, draws, seed, dtypes or [DTYPE])]
 
@@ -134,14 +134,13 @@ def _asked(
 ) -> list[Any]:
     """The calls of suites, of the ops that are named too, some of each first; else the ops' typical calls, or those in
     shapes."""
-    from portakern.tools.bench.suites import cases_of, in_order, parse_shape
-    from portakern.tools.tune.asked import Asked, of_op
+    from portakern.tools.bench.suites import asked, cases_of, in_order, parse_shape
 
     if suites:
         if shapes:
             raise SpecError("tune: --shape changes an op's typical call, and --suite brings its own: give one of them")
         cases = in_order([c for name in suites for c in cases_of(name, dtypes)])
-        found = [Asked(c) for c in cases if not ops or c.timed in ops]
+        found = [c for c in cases if not ops or c.timed in ops]
         if not found:
             raise SpecError(f"tune: no call of {', '.join(suites)} is of {', '.join(ops or ['any op'])}")
         return found
@@ -149,7 +148,7 @@ def _asked(
     specs = [registry.find_spec(name) for name in ops or registry.loadable()]
     if not ops:
         specs = [s for s in specs if s.typical or s.is_vjp]
-    return [of_op(s, d, g) for s in specs for g in given for d in dtypes or [DTYPE] if d in s.dtypes]
+    return [c for s in specs for g in given for c in asked(s.name, g, dtypes or [DTYPE], gradients=False)]
 
 
 class _Told:
@@ -167,9 +166,9 @@ class _Told:
         self.all = Told(self.progress, self.found, self.refused)
 
     def progress(self, p: Any) -> None:
-        place = p.group.place
+        on = p.group.on
         best = ", ".join(f"{n}={v}" for n, v in p.best.items())
-        text = f"{place.impl.op} for {place.target}: {p.tried} tried, best {p.ratio:.2f} of the shipped ({best})"
+        text = f"{on.impl.op} for {on.target}: {p.tried} tried, best {p.ratio:.2f} of the shipped ({best})"
         self.bar.update(self.task, description=text)
 
     def found(self, finding: Any) -> None:
@@ -185,11 +184,9 @@ class _Told:
 
 
 def _write(file: Path, found: Sequence[Any], start: float, seed: int, left: int) -> None:
-    from portakern.tools.tune.run import rows_of
-
-    measured = {f.group.place.chip for f in found if f.group.place.is_here and f.group.place.target.platform != "cpu"}
+    measured = {f.group.on.chip for f in found if f.group.on.is_here and f.group.on.target.platform != "cpu"}
     device, command = ", ".join(sorted(measured)) or results.HOST_CPU, results.command_line("portakern", file)
-    rows = {tuple(r[n] for n in results.BENCHMARKS["tune"].key): r for r in rows_of(found)}
+    rows = {tuple(r[n] for n in results.BENCHMARKS["tune"].key): r for f in found for r in f.rows}
     seconds = round(time.perf_counter() - start, 1)
     results.write(
         file,
@@ -215,12 +212,12 @@ def _show(found: Sequence[Any], refused: Sequence[tuple[Any, str]], left: int, l
     for finding in found:
         for key, why in finding.wrong.items():
             tiles = ", ".join(f"{n}={v}" for n, v in key)
-            say(f"WRONG, and never kept: {finding.group.place.impl.op} with {tiles}: {why}", style="red")
+            say(f"WRONG, and never kept: {finding.group.on.impl.op} with {tiles}: {why}", style="red")
         for key, why in finding.fatal.items():
             tiles = ", ".join(f"{n}={v}" for n, v in key)
-            say(f"NOT RUN AGAIN: {finding.group.place.impl.op} with {tiles} {why}", style="red")
+            say(f"NOT RUN AGAIN: {finding.group.on.impl.op} with {tiles} {why}", style="red")
     for group, why in refused:
-        say(f"left out: {group.place.impl.op}: {why}", style="red")
+        say(f"left out: {group.on.impl.op}: {why}", style="red")
     if not found:
         why = (
             "no call has a key"
@@ -232,7 +229,7 @@ def _show(found: Sequence[Any], refused: Sequence[tuple[Any, str]], left: int, l
         say(f"nothing was searched: {why}", style="red")
     elif not loss:
         kept = [f for f in found if f.best is not None]
-        tables = dict.fromkeys(str(table_of(f.group.place, ship)) for f in kept)
+        tables = dict.fromkeys(str(table_of(f.group.on, ship)) for f in kept)
         say(
             f"kept {len(kept)} of {len(found)}"
             + (f" in {', '.join(tables)}" if tables else ": none of what was tried is faster than what is shipped")

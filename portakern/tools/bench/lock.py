@@ -1,4 +1,4 @@
-"""The lock of a device that several processes use: whoever holds it is alone with the device, the others are stopped."""
+"""The lock of a device that several processes use: who holds it is alone with the device, the others are stopped."""
 
 from __future__ import annotations
 

@@ -21,9 +21,11 @@ A suite is a TOML file of the folder ``suites``, named like it::
 from __future__ import annotations
 
 import itertools
+import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +84,20 @@ class TimedCase:
         return vjp if self.gradient and vjp else self.op
 
     @property
+    def spec(self) -> Spec[Any]:
+        """Of the op that is timed."""
+        return registry.find_spec(self.timed)
+
+    @property
+    def text(self) -> str:
+        """The same for the same call, in any process."""
+        parts = [self.timed, self.dtype, self.dims, self.options, self.given, self.layouts]
+        return json.dumps(parts, sort_keys=True, default=str)
+
+    @cached_property
     def form(self) -> Form:
         """The call that is timed, without arrays; every array is contiguous in it."""
-        spec = registry.find_spec(self.timed)
+        spec = self.spec
         options = {n: v for n, v in self.options.items() if n in {o.name for o in spec.options}}
         optional = {a.name: a.name in self.given for a in self.forward.arrays if a.optional}
         given = {
@@ -258,7 +271,7 @@ def in_order(cases: Sequence[TimedCase]) -> list[TimedCase]:
     has some of each."""
     unique: dict[str, TimedCase] = {}
     for c in cases:
-        unique.setdefault(repr((c.timed, c.dtype, c.dims, c.options, c.given, c.layouts)), c)
+        unique.setdefault(c.text, c)
     ranked = sorted(unique.values(), key=lambda c: c.rank)
     found: list[TimedCase] = []
     for _, equal in itertools.groupby(ranked, key=lambda c: c.rank):

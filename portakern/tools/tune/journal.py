@@ -1,69 +1,48 @@
-"""What a tuner has found so far, a line an event, so that one that is killed continues where it was.
-
-Lines are appended whole, and each is on the disk before the next thing is tried; of a last line that is only half there
-nothing is believed. Several tuners may write to one journal.
-"""
+"""What a tuner has found so far, in a database of SQLite, so that one that is killed continues where it was: each note
+is on the disk before the next thing is tried. Several tuners may write to one journal."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
+import sqlite3
+from contextlib import suppress
 from typing import Any
 
+from portakern.errors import SpecError
 from portakern.files import cache_folder
 
 __all__ = ["Journal"]
 
 
 class Journal:
-    """Values by (kind, name), kept in a file. ``about``: everything that they depend on."""
+    """Values by (kind, name), kept in a file. ``about``: everything that they depend on.
+
+    Raises:
+      SpecError: there is such a file, and it is no journal.
+    """
 
     def __init__(self, about: Any, fresh: bool = False) -> None:
         digest = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:32]
-        self.path = cache_folder() / "tuning" / f"{digest}.jsonl"
+        self.path = cache_folder() / "tuning" / f"{digest}.sqlite"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if fresh:
             self.path.unlink(missing_ok=True)
-        self._known: dict[tuple[str, str], Any] = {}
-        self._running: dict[str, tuple[int, int]] = {}
-        torn = self._read()
-        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        if torn:
-            os.write(self._file, b"\n")
-
-    def _read(self) -> bool:
-        """Take in what is there; whether the last line is only half there."""
+        self._database = sqlite3.connect(self.path, timeout=60, isolation_level=None)
         try:
-            text = self.path.read_bytes()
-        except FileNotFoundError:
-            return False
-        for line in text.split(b"\n"):
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                event = json.loads(line)
-                self._take(str(event["kind"]), str(event["name"]), event["value"])
-        return bool(text) and not text.endswith(b"\n")
-
-    def _take(self, kind: str, name: str, value: Any) -> None:
-        if kind == "begin":
-            pid, among = value
-            self._running[name] = int(pid), int(among)
-        elif kind == "end":
-            self._running.pop(name, None)
-        else:
-            self._known[kind, name] = value
+            self._database.execute("CREATE TABLE IF NOT EXISTS notes (kind, name, value, PRIMARY KEY (kind, name))")
+        except sqlite3.DatabaseError as e:
+            raise SpecError(f"tune: the journal {self.path} cannot be used: {e}; --fresh begins another") from None
 
     def get(self, kind: str, name: str) -> Any:
         """What was noted last, or None."""
-        return self._known.get((kind, name))
+        row = self._database.execute("SELECT value FROM notes WHERE kind = ? AND name = ?", (kind, name)).fetchone()
+        return json.loads(row[0]) if row else None
 
     def note(self, kind: str, name: str, value: Any) -> None:
         """Keep a value."""
-        self._take(kind, name, value)
-        line = json.dumps({"kind": kind, "name": name, "value": value})
-        os.write(self._file, line.encode() + b"\n")
-        os.fsync(self._file)
+        self._database.execute("REPLACE INTO notes VALUES (?, ?, ?)", (kind, name, json.dumps(value)))
 
     def begin(self, name: str, among: int = 1) -> None:
         """Note that something is about to be tried, one of so many at once, that might end this process."""
@@ -71,25 +50,22 @@ class Journal:
 
     def end(self, name: str) -> None:
         """Note that it did not."""
-        self.note("end", name, None)
+        self._database.execute("DELETE FROM notes WHERE kind = 'begin' AND name = ?", (name,))
 
     def fatal(self, name: str) -> int:
         """Among how many things a process that is no more was trying this when it ended; 0: it was not."""
-        pid, among = self._running.get(name, (os.getpid(), 0))
+        pid, among = self.get("begin", name) or (os.getpid(), 0)
         return among if pid != os.getpid() and not _alive(pid) else 0
 
     def close(self) -> None:
         """Let go of the file."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._database.close()
 
 
 def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    with suppress(PermissionError):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
     return True

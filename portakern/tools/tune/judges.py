@@ -1,8 +1,8 @@
 """How good a tiling is: by device time where the target is here, by what its compiler tells where it is not.
 
 A bench is one call, ready to be judged. Asked for some tilings it says which do not count, and why: the compiler
-refuses them, dies of them or never ends, the kernel never ends (``apart``), the implementation raises, or the result is
-not within its bounds. Of the others it gives scores, less being better, which can be compared with each other and with
+refuses them, dies of them or never ends, the kernel never ends (``isolation``), the implementation raises, or the
+result is not within its bounds. Of the others it gives scores, less being better, which can be compared with each other and with
 nothing else: times of one round of turns, or figures of one model.
 """
 
@@ -28,10 +28,9 @@ from portakern.tools.bench.verdicts import Expected, Judge
 from portakern.tools.compile.build import Build
 from portakern.tools.compile.forms import abstract_call
 from portakern.tools.compile.pool import Job, Pool
-from portakern.tools.tune.asked import Asked
-from portakern.tools.tune.place import Place
 from portakern.tools.tune.space import Tiling, frozen
 from portakern.tools.tune.static import Model, model_of
+from portakern.tools.tune.target import TuneTarget
 
 __all__ = [
     "ROUNDS", "Bench", "DeviceBench", "Effort", "Known", "StaticBench", "bench_of", "called", "inputs_of",
@@ -69,44 +68,44 @@ class Bench(Protocol):
 
 @dataclass(frozen=True)
 class Known:
-    """What others found of a call before it is judged: ``expected``: its results; ``built``, waited for
-    when it is called: tiling -> what its compiler said; ``apart``: why a tiling must not be called in this process, or
-    None, by another that calls it first; ``yields``: has that other give back the memory that it holds of the device,
-    and says whether it held any."""
+    """What others found of a call before it is judged: ``expected``: its results; ``built``, waited for when it is called:
+    tiling -> what its compiler said; ``isolated``: why a tiling must not be called in this process, or None, by another
+    that calls it first; ``yields``: has that other give back the memory that it holds of the device, and says whether
+    it held any."""
 
     expected: Background[list[Expected]] = field(default_factory=Background)
     built: Callable[[], Mapping[Key, Build]] = dict
-    apart: Callable[[Tiling], str | None] = lambda tiling: None
+    isolated: Callable[[Tiling], str | None] = lambda tiling: None
     yields: Callable[[], bool] = lambda: False
 
 
-def bench_of(asked: Asked, place: Place, pool: Pool, known: Known = Known()) -> DeviceBench | StaticBench:
+def bench_of(case: TimedCase, on: TuneTarget, pool: Pool, known: Known = Known()) -> DeviceBench | StaticBench:
     """The bench of a call.
 
     Raises:
       UnsupportedError: the implementation refuses the call under its own default.
     """
-    return DeviceBench(asked, place, pool, known) if place.is_here else StaticBench(asked, place, pool)
+    return DeviceBench(case, on, pool, known) if on.is_here else StaticBench(case, on, pool)
 
 
 def survey(
-    asked: Asked, place: Place, pool: Pool, tilings: Sequence[Tiling], quick: bool = True
+    case: TimedCase, on: TuneTarget, pool: Pool, tilings: Sequence[Tiling], quick: bool = True
 ) -> Iterator[tuple[Key, Build]]:
     """What the compiler says of each tiling, in processes of their own, as it comes: of a target that is not here, all
     that it has to say; else what a launch finds then."""
-    assert place.hardware is not None
-    way = "survey" if place.is_here or not launches_find_it(place) else "build"
-    parts = asked.spec, place.backend, place.family, place.hardware, asked.form
+    assert on.hardware is not None
+    way = "survey" if on.is_here or not launches_find_it(on) else "build"
+    parts = case.spec, on.backend, on.family, on.hardware, case.form
     jobs = {Job(*parts, tiling=dict(t), quick=quick, way=way): t for t in tilings}
     for job, built in pool.run([*jobs]):
         yield frozen(jobs[job]), built
 
 
-def launches_find_it(place: Place) -> bool:
-    """Whether what the place's compiler makes ahead of time lies where a launch finds it."""
-    if place.interpret or place.hardware is None or place.family.compiler is None:
+def launches_find_it(on: TuneTarget) -> bool:
+    """Whether what its compiler makes ahead of time lies where a launch finds it."""
+    if on.interpret or on.hardware is None or on.family.compiler is None:
         return False
-    return bool(getattr(place.family.load_compiler(), "LAUNCHES_FIND_IT", False))
+    return bool(getattr(on.family.load_compiler(), "LAUNCHES_FIND_IT", False))
 
 
 # -------------------------------------------------------------------------------------------------------------- static
@@ -116,8 +115,8 @@ def launches_find_it(place: Place) -> bool:
 class StaticBench:
     """A call for a chip that is not here."""
 
-    asked: Asked
-    place: Place
+    case: TimedCase
+    on: TuneTarget
     pool: Pool
     call: Call = field(init=False)
     metric: str = field(init=False, default="")
@@ -126,25 +125,25 @@ class StaticBench:
     _model: Model | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        assert self.place.hardware is not None
-        spec, impl = self.asked.spec, self.place.impl
-        self.call, _ = abstract_call(spec, impl, self.asked.form, self.place.hardware, {})
+        assert self.on.hardware is not None
+        spec, impl = self.case.spec, self.on.impl
+        self.call, _ = abstract_call(spec, impl, self.case.form, self.on.hardware, {})
 
     def build(self, tilings: Sequence[Tiling]) -> None:
         new = [t for t in tilings if frozen(t) not in self._built]
-        self._built |= dict(survey(self.asked, self.place, self.pool, new))
+        self._built |= dict(survey(self.case, self.on, self.pool, new))
 
     def refused(self, tilings: Sequence[Tiling]) -> dict[Key, str]:
         self.build(tilings)
-        asked = [frozen(t) for t in tilings]
-        return {key: self._built[key].reason or "it gave no reason" for key in asked if not self._built[key].ok}
+        keys = [frozen(t) for t in tilings]
+        return {key: self._built[key].reason or "it gave no reason" for key in keys if not self._built[key].ok}
 
     def scores(self, tilings: Sequence[Tiling], effort: Effort) -> dict[Key, float]:
         self.build(tilings)
         built = {frozen(t): self._built[frozen(t)] for t in tilings}
         model = self.model(next(iter(built.values())))
         if effort and model.estimates:
-            longer = dict(survey(self.asked, self.place, self.pool, tilings, quick=False))
+            longer = dict(survey(self.case, self.on, self.pool, tilings, quick=False))
             if all(b.ok and model.estimated(b) for b in longer.values()):  # of two kinds of figures one is compared
                 built = longer
         return {key: model.score(b, dict(key)) for key, b in built.items()}
@@ -152,25 +151,24 @@ class StaticBench:
     def model(self, built: Build) -> Model:
         """What scores are made of; every call of a bench has the same."""
         if self._model is None:
-            assert self.place.hardware is not None
-            self._model = model_of(built, self.place.hardware, self.call)
+            assert self.on.hardware is not None
+            self._model = model_of(built, self.on.hardware, self.call)
             self.metric, self.unit = self._model.metric, self._model.unit
         return self._model
 
     def rehearsed(self, tiling: Tiling) -> str | None:
         """Why a tiling gives wrong results in the interpreter of its kernels, on a call that has two tiles a dimension
         at most; None where it gives right ones, or where the kernels have no interpreter."""
-        place = self.place
-        if not place.family.interprets or place.impl.compiled_alone:
+        on = self.on
+        if not on.family.interprets or on.impl.compiled_alone:
             return None
-        framework = place.framework
+        framework = on.framework
         device = next(d for d in framework.devices() if framework.target(d).platform == HOST.platform)
-        here = replace(place, target=HOST, device=device, interpret=True, hardware=None)
-        spec, case = self.asked.spec, self.asked.case
-        tiles = {t.of: tiling[n] for n, t in spec.tiling.items() if t.of and n in tiling}
-        dims = {n: _least(extent, tiles.get(n)) for n, extent in case.dims.items()}
+        here = replace(on, target=HOST, device=device, interpret=True, hardware=None)
+        tiles = {t.of: tiling[n] for n, t in self.case.spec.tiling.items() if t.of and n in tiling}
+        dims = {n: _least(extent, tiles.get(n)) for n, extent in self.case.dims.items()}
         try:
-            return DeviceBench(Asked(TimedCase(**{**vars(case), "dims": dims})), here, self.pool).wrong(tiling)
+            return DeviceBench(replace(self.case, dims=dims), here, self.pool).wrong(tiling)
         except SpecError as e:  # what it is for the chip, it is not here: a tiling that the smaller call cannot have
             return f"cannot be rehearsed: {e}"
 
@@ -188,13 +186,13 @@ def _least(extent: Any, tile: int | None) -> Any:
 class DeviceBench:
     """A call on a device that is here, with its values, and its oracle computed once."""
 
-    def __init__(self, asked: Asked, place: Place, pool: Pool, known: Known = Known()) -> None:
-        self.asked, self.place, self.pool, self.known = asked, place, pool, known
-        self.inputs = self._with_room(lambda: inputs_of(asked, place))
-        expected = known.expected.take(asked.case)
-        self.judge = Judge(self.inputs, known={(place.target, False): expected} if expected is not None else {})
-        self.judge.expect(place.target, place.interpret)
-        self.call = self.inputs.call.replace(target=place.target, interpret=place.interpret)
+    def __init__(self, case: TimedCase, on: TuneTarget, pool: Pool, known: Known = Known()) -> None:
+        self.case, self.on, self.pool, self.known = case, on, pool, known
+        self.inputs = self._with_room(lambda: inputs_of(case, on))
+        expected = known.expected.take(case)
+        self.judge = Judge(self.inputs, known={(on.target, False): expected} if expected is not None else {})
+        self.judge.expect(on.target, on.interpret)
+        self.call = self.inputs.call.replace(target=on.target, interpret=on.interpret)
         self.metric, self.unit = "device time", "us"
         self._known: dict[Key, str | None] = {}
         self._built: set[Key] = set()
@@ -211,47 +209,47 @@ class DeviceBench:
         self.build(new)
         for tiling in new:
             if frozen(tiling) not in self._known:
-                self._known[frozen(tiling)] = self.known.apart(tiling) or self.wrong(tiling)
+                self._known[frozen(tiling)] = self.known.isolated(tiling) or self.wrong(tiling)
         return {key: why for t in tilings if (why := self._known[key := frozen(t)]) is not None}
 
     def _compiled(self, tilings: Sequence[Tiling]) -> dict[Key, Build]:
         """What compilers ahead of time say, where a launch finds what they made."""
-        if not tilings or not launches_find_it(self.place):
+        if not tilings or not launches_find_it(self.on):
             return {}
         ahead = self.known.built()
         found = {frozen(t): ahead[frozen(t)] for t in tilings if frozen(t) in ahead}
-        return found | dict(survey(self.asked, self.place, self.pool, [t for t in tilings if frozen(t) not in found]))
+        return found | dict(survey(self.case, self.on, self.pool, [t for t in tilings if frozen(t) not in found]))
 
     def wrong(self, tiling: Tiling) -> str | None:
         """Why a tiling does not count: it raises, or leaves the bounds. Outputs are poisoned before."""
-        framework = self.place.framework
+        framework = self.on.framework
         try:
             outputs = self._with_room(lambda: self._poisoned(tiling))
         except Exception as e:
             if sticky(e):
                 raise
             return f"raised {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
-        verdict = self.judge.verdict(framework, outputs, self.place.target, self.place.interpret)
+        verdict = self.judge.verdict(framework, outputs, self.on.target, self.on.interpret)
         errors = ", ".join(f"{name} {worst:.3g} times its bound" for name, worst in verdict.errors.items() if worst > 1)
         return None if verdict.right else f"wrong: {verdict.why}{f' ({errors})' if errors else ''}"
 
     def scores(self, tilings: Sequence[Tiling], effort: Effort) -> dict[Key, float]:
         runs = {str(i): partial(self._run, t) for i, t in enumerate(tilings)}
-        times = self._with_room(lambda: device_times(runs, self.place.framework, self.place.device, ROUNDS[effort]))
+        times = self._with_room(lambda: device_times(runs, self.on.framework, self.on.device, ROUNDS[effort]))
         return {frozen(t): times[str(i)].median_us for i, t in enumerate(tilings)}
 
     def rehearsed(self, tiling: Tiling) -> str | None:
         return None  # it was held to the oracle before it was timed
 
     def _run(self, tiling: Tiling) -> tuple[Any, ...]:
-        return called(self.inputs, self.place, tiling)
+        return called(self.inputs, self.on, tiling)
 
     def _poisoned(self, tiling: Tiling) -> tuple[Any, ...]:
         """The outputs, all there, in memory that held NaN."""
-        framework = self.place.framework
+        framework = self.on.framework
         with framework.poisoned():
             outputs = self._run(tiling)
-        framework.instruments(self.place.device).wait(outputs)
+        framework.instruments(self.on.device).wait(outputs)
         return outputs
 
     def _with_room(self, run: Callable[[], Result]) -> Result:
@@ -262,14 +260,14 @@ class DeviceBench:
             reason = e.__cause__ or e  # of one that failed while it was timed
             if kind_of(reason) != "memory" or not self.known.yields():
                 raise
-        self.place.framework.instruments(self.place.device).release()
+        self.on.framework.instruments(self.on.device).release()
         return run()
 
 
-def called(inputs: Inputs, place: Place, tiling: Tiling) -> tuple[Any, ...]:
+def called(inputs: Inputs, on: TuneTarget, tiling: Tiling) -> tuple[Any, ...]:
     """The outputs of a call as a user makes it who names the tiling."""
-    named = place.family.name if len(place.backend.families) > 1 else None
-    return served(_op(inputs.spec, place.backend, named, frozen(tiling)), inputs.call)()
+    named = on.family.name if len(on.backend.families) > 1 else None
+    return served(_op(inputs.spec, on.backend, named, frozen(tiling)), inputs.call)()
 
 
 _ops: dict[Any, Any] = {}
@@ -293,8 +291,7 @@ def sticky(error: Exception) -> bool:
     )
 
 
-def inputs_of(asked: Asked, place: Place) -> Inputs:
+def inputs_of(case: TimedCase, on: TuneTarget) -> Inputs:
     """The arrays of a call; of a gradient those that the forward op of the same backend saves."""
-    case = asked.case
-    forward = make(case, place.framework, place.device)
-    return of_gradient(forward, place.backend, lambda inputs: True) if case.gradient else forward
+    forward = make(case, on.framework, on.device)
+    return of_gradient(forward, on.backend, lambda inputs: True) if case.gradient else forward

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,12 +12,12 @@ from typing import Any
 from portakern.core import tilings
 from portakern.core.observe import say
 from portakern.errors import SpecError, UnsupportedError
+from portakern.tools.bench.suites import TimedCase
 from portakern.tools.compile.pool import Pool
 from portakern.tools.tune import store
-from portakern.tools.tune.ahead import AHEAD, working_ahead
-from portakern.tools.tune.asked import Asked
 from portakern.tools.tune.journal import Journal
-from portakern.tools.tune.place import Place, places
+from portakern.tools.tune.precompile import AHEAD, precompiling
+from portakern.tools.tune.target import TuneTarget, tune_targets
 from portakern.tools.tune.tuner import Finding, Group, Plan, Progress, grouped, row_of, tune_group
 
 __all__ = ["Told", "groups_of", "table_of", "tune"]
@@ -34,7 +34,7 @@ class Told:
 
 
 def groups_of(
-    asked: Sequence[Asked],
+    cases: Sequence[TimedCase],
     target: str | None,
     backend: str | None,
     variant: str | None,
@@ -43,18 +43,18 @@ def groups_of(
     """The keys to tune, of every variant of every op, in the order in which the first call of each stands. ``tell``:
     why an implementation has none."""
     found: list[Group] = []
-    known: dict[str, list[Place]] = {}
-    for a in asked:
-        if a.spec.name not in known:
-            known[a.spec.name] = places(a.spec, target, backend, variant)
+    known: dict[str, list[TuneTarget]] = {}
+    for case in cases:
+        if case.timed not in known:
+            known[case.timed] = tune_targets(case.spec, target, backend, variant)
     for op, where in known.items():
-        for place in where:
+        for on in where:
             try:
-                found += grouped([a for a in asked if a.spec.name == op], place)
+                found += grouped([case for case in cases if case.timed == op], on)
             except UnsupportedError as e:
                 tell(str(e))
-    order = {id(a): i for i, a in enumerate(asked)}
-    return sorted(found, key=lambda group: order[id(group.asked[0])])
+    order = {id(case): i for i, case in enumerate(cases)}
+    return sorted(found, key=lambda group: order[id(group.cases[0])])
 
 
 def tune(
@@ -80,7 +80,7 @@ def tune(
     found: list[Finding] = []
     journals: dict[Any, Journal] = {}
     try:
-        with working_ahead(groups, plan, pool) as ahead:
+        with precompiling(groups, plan, pool) as ahead:
             for i, group in enumerate(groups):
                 if plan.over:
                     return found, len(groups) - i
@@ -111,10 +111,10 @@ def _share(plan: Plan, keys: int) -> Plan:
 
 
 def _journal(known: dict[Any, Journal], group: Group, plan: Plan, fresh: bool) -> Journal:
-    place = group.place
+    on = group.on
     about = [
-        place.backend.name, place.family.name, str(place.target), place.chip, place.versions(), place.impl.op,
-        plan.search, plan.tries, plan.seed, plan.last, plan.rehearse, _sources(place),
+        on.backend.name, on.family.name, str(on.target), on.chip, on.versions(), on.impl.op,
+        plan.search, plan.tries, plan.seed, plan.last, plan.rehearse, _sources(on),
     ]  # fmt: skip
     key = repr(about)
     if key not in known:
@@ -122,36 +122,30 @@ def _journal(known: dict[Any, Journal], group: Group, plan: Plan, fresh: bool) -
     return known[key]
 
 
-def _sources(place: Place) -> list[str]:
+def _sources(on: TuneTarget) -> list[str]:
     """A digest of what the results depend on: the kernel, its spec, and all that they import."""
     from portakern.tools.compile import cache
 
-    module = place.backend.where(place.impl.op, place.family) or ""
+    module = on.backend.where(on.impl.op, on.family) or ""
     return [cache.digest([module, "portakern.tools.tune.static"])]
 
 
 def _keep(finding: Finding, ship: bool) -> None:
-    place = finding.group.place
-    path = table_of(place, ship)
-    package, _, _ = place.impl.fn.__module__.rpartition(".")  # of a module that lies in none the variant is ""
-    store.keep(path, place.impl.op, package.rpartition(".")[2], [row_of(finding, place.chip)])
+    on = finding.group.on
+    path = table_of(on, ship)
+    package, _, _ = on.impl.fn.__module__.rpartition(".")  # of a module that lies in none the variant is ""
+    store.keep(path, on.impl.op, package.rpartition(".")[2], [row_of(finding, on.chip)])
 
 
-def table_of(place: Place, ship: bool) -> Path:
-    """The table that a place's rows go to.
+def table_of(on: TuneTarget, ship: bool) -> Path:
+    """The table that its rows go to.
 
     Raises:
       SpecError: it ships with no package that can be written to.
     """
     if not ship:
-        return tilings.own_table(place.backend.name, place.target)
-    folder = tilings.shipped_folder(place.impl.fn.__module__.rpartition(".")[0])
+        return tilings.own_table(on.backend.name, on.target)
+    folder = tilings.shipped_folder(on.impl.fn.__module__.rpartition(".")[0])
     if folder is None or not folder.is_dir():
-        raise SpecError(f"tune: --ship: backend {place.backend.name!r} ships no tables: it has no folder 'tuned'")
-    return folder.resolve() / f"{place.target.arch or place.target.platform}.json"
-
-
-def rows_of(found: Sequence[Finding]) -> Iterator[dict[str, Any]]:
-    """The rows of a file of results."""
-    for finding in found:
-        yield from finding.rows
+        raise SpecError(f"tune: --ship: backend {on.backend.name!r} ships no tables: it has no folder 'tuned'")
+    return folder.resolve() / f"{on.target.arch or on.target.platform}.json"

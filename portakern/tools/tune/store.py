@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -106,26 +108,9 @@ def text_of(table: Mapping[str, Any]) -> str:
 
 
 def _row_text(entry: Mapping[str, Any]) -> str:
-    """A row on one line, or on as many as keep within the width; a line ends between members."""
-    if len(json.dumps(entry)) <= WIDTH:
-        return json.dumps(entry)
-    lines, line = [], "{"
-    for piece in _pieces(entry):
-        if len(line) > 1 and len(line) + len(piece) > WIDTH:
-            lines.append(line.rstrip())
-            line = " "
-        line += piece + " "
-    return "\n   ".join([*lines, line.rstrip()])
-
-
-def _pieces(entry: Mapping[str, Any]) -> Iterator[str]:
-    """The members of an object, those of objects within it apart, with what follows or surrounds each."""
-    for i, (name, value) in enumerate(entry.items()):
-        after = "," if i + 1 < len(entry) else "}"
-        if not isinstance(value, dict) or not value or len(json.dumps(value)) <= WIDTH // 2:
-            yield f"{json.dumps(name)}: {json.dumps(value)}{after}"
-            continue
-        first, *rest = _pieces(value)
-        yield f"{json.dumps(name)}: {{{first}" + ("" if rest else after)
-        for j, piece in enumerate(rest):
-            yield piece + (after if j + 1 == len(rest) else "")
+    """A row on one line, or on as many as keep within the width; a line ends between members, and not in a short
+    object."""
+    text = json.dumps(entry)
+    for kept in (r'"(?:[^"\\]|\\.)*"(?:: )?', r"\{[^{}]{,53}\}"):
+        text = re.sub(kept, lambda found: found[0].replace(" ", "\0"), text)
+    return "\n    ".join(textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False)).replace("\0", " ")

@@ -20,14 +20,14 @@ from portakern.core import tilings
 from portakern.core.call import Call
 from portakern.core.tilings import Row
 from portakern.errors import SpecError, UnsupportedError
+from portakern.tools.bench.suites import TimedCase
 from portakern.tools.compile.forms import bound_form
 from portakern.tools.tune import store
-from portakern.tools.tune.asked import Asked
 from portakern.tools.tune.journal import Journal
 from portakern.tools.tune.judges import Bench
-from portakern.tools.tune.place import Place
 from portakern.tools.tune.search import Search, search
 from portakern.tools.tune.space import Space, Tiling, frozen, space_of
+from portakern.tools.tune.target import TuneTarget
 
 __all__ = ["Finding", "Group", "Plan", "Progress", "first_tilings", "grouped", "row_of", "tune_group"]
 
@@ -70,14 +70,14 @@ class Plan:
 class Group(NamedTuple):
     """Calls that find their tiling under one key."""
 
-    place: Place
+    on: TuneTarget
     key: Mapping[str, Any]
-    asked: tuple[Asked, ...]
+    cases: tuple[TimedCase, ...]
 
     @property
     def text(self) -> str:
         """The same in any process."""
-        return "\n".join(a.text for a in self.asked)
+        return "\n".join(a.text for a in self.cases)
 
 
 @dataclass
@@ -115,31 +115,31 @@ class Progress(NamedTuple):
     ratio: float
 
 
-def grouped(asked: Sequence[Asked], place: Place) -> list[Group]:
+def grouped(cases: Sequence[TimedCase], on: TuneTarget) -> list[Group]:
     """Calls by key, in the order in which the keys came.
 
     Raises:
       UnsupportedError: the implementation declares no key, so that it has no table.
     """
-    found: dict[Any, tuple[Mapping[str, Any], list[Asked]]] = {}
-    for a in asked:
-        key = _key(a, place)
+    found: dict[Any, tuple[Mapping[str, Any], list[TimedCase]]] = {}
+    for a in cases:
+        key = _key(a, on)
         found.setdefault((a.spec.name, repr(dict(key))), (key, []))[1].append(a)
-    return [Group(place, key, tuple(calls)) for key, calls in found.values()]
+    return [Group(on, key, tuple(calls)) for key, calls in found.values()]
 
 
-def _key(asked: Asked, place: Place) -> Mapping[str, Any]:
-    if place.impl.key is None:
+def _key(case: TimedCase, on: TuneTarget) -> Mapping[str, Any]:
+    if on.impl.key is None:
         raise UnsupportedError(
-            f"tune: {place.impl.op} on {place.backend.name} declares no key, so that no table could hold its tilings: "
+            f"tune: {on.impl.op} on {on.backend.name} declares no key, so that no table could hold its tilings: "
             "give it key= in implements()"
         )
-    return dict(place.impl.key(_form_call(asked, place)))
+    return dict(on.impl.key(_form_call(case, on)))
 
 
-def _form_call(asked: Asked, place: Place) -> Call:
+def _form_call(case: TimedCase, on: TuneTarget) -> Call:
     """The call on arrays of one element, stretched: its form, for keys and for what is shipped."""
-    return bound_form(asked.spec, asked.form, place.framework, place.target, place.interpret)
+    return bound_form(case.spec, case.form, on.framework, on.target, on.interpret)
 
 
 class _Opening(NamedTuple):
@@ -153,22 +153,22 @@ class _Opening(NamedTuple):
 
 def _opening(group: Group, plan: Plan, calls: Sequence[Call]) -> _Opening:
     """The beginning of a search; ``calls``: the group's, with or without their arrays."""
-    impl = group.place.impl
+    impl = group.on.impl
     shipped = [dict(tilings.shipped(impl, c)) for c in calls]
-    space = space_of(group.asked[0].spec, impl, calls, shipped[0])
+    space = space_of(group.cases[0].spec, impl, calls, shipped[0])
     return _Opening(shipped, space, search(plan.search, space, _seeds(group, shipped[0], space), plan.seed))
 
 
 def first_tilings(group: Group, plan: Plan) -> list[Tiling]:
     """What the search of a key will have compiled first."""
-    begun = _opening(group, plan, [_form_call(a, group.place) for a in group.asked])
+    begun = _opening(group, plan, [_form_call(a, group.on) for a in group.cases])
     first = begun.hunt.ask(min(plan.batch, plan.tries))
     return [dict(key) for key in dict.fromkeys(map(frozen, (*begun.shipped, *first)))]
 
 
 def _seeds(group: Group, shipped: Tiling, space: Space) -> Iterator[Tiling]:
     """Where to begin: what is shipped, and what any table has for this op."""
-    impl, names = group.place.impl, set(space.values)
+    impl, names = group.on.impl, set(space.values)
     yield shipped
     for path in tilings.files(impl.fn.__module__.rpartition(".")[0], impl.backend.name):
         try:
@@ -180,7 +180,7 @@ def _seeds(group: Group, shipped: Tiling, space: Space) -> Iterator[Tiling]:
 
 
 def tune_group(
-    group: Group, plan: Plan, benches: Callable[[Asked], Bench], journal: Journal, tell: Callable[[Progress], None]
+    group: Group, plan: Plan, benches: Callable[[TimedCase], Bench], journal: Journal, tell: Callable[[Progress], None]
 ) -> Finding:
     """Search the tilings of a key. What an earlier run found, or was killed by, is taken from the journal.
 
@@ -192,7 +192,7 @@ def tune_group(
     kept = journal.get("found", group.text)
     if kept is not None:
         return Finding(group, kept["rows"], kept["best"], {}, kept["tried"])
-    trial = _Trial(group, plan, [benches(a) for a in group.asked], journal)
+    trial = _Trial(group, plan, [benches(a) for a in group.cases], journal)
     done = trial.search(tell)
     finding = trial.finish()
     if done:
@@ -282,7 +282,7 @@ class _Trial:
     def _trying(self, tilings: Sequence[Tiling]) -> Iterator[None]:
         """While inside, the journal says that candidates are tried on a device. It goes on to say so where an error
         ends the run, which the next run would meet again; where somebody ends it, they are not why."""
-        names = [self._name(t) for t in tilings] if self.group.place.is_here else []
+        names = [self._name(t) for t in tilings] if self.group.on.is_here else []
         for name in names:
             self.journal.begin(name, len(names))
         failed = False
@@ -355,14 +355,14 @@ class _Trial:
 
     def _row(self, i: int, keep: Tiling | None) -> dict[str, Any]:
         """A call's row: what is shipped against the best that was found for this very call."""
-        bench, asked, shipped, scores = self.benches[i], self.group.asked[i], self.shipped[i], self.final[i]
+        bench, case, shipped, scores = self.benches[i], self.group.cases[i], self.shipped[i], self.final[i]
         best = min(scores, key=lambda k: scores[k])
         default, least = scores[frozen(shipped)], scores[best]
-        place = self.group.place
+        on = self.group.on
         return {
-            "op": asked.spec.name, "family": asked.case.suite, "dtype": asked.case.dtype, "call": repr(bench.call),
-            "target": str(place.target.arch or place.target.platform), "backend": place.backend.name,
-            "variant": place.family.name, "metric": bench.metric, "unit": bench.unit,
+            "op": case.spec.name, "family": case.suite, "dtype": case.dtype, "call": repr(bench.call),
+            "target": str(on.target.arch or on.target.platform), "backend": on.backend.name,
+            "variant": on.family.name, "metric": bench.metric, "unit": bench.unit,
             "default": _rounded(default), "best": _rounded(least),
             "default_tiling": dict(shipped), "best_tiling": dict(best),
             "kept_tiling": dict(keep) if keep else dict(shipped), "loss": round(default / least - 1, 4),
@@ -387,15 +387,15 @@ def _rounded(value: float) -> float:
 def row_of(finding: Finding, device: str) -> Row:
     """The table's row of a finding whose best is to be kept."""
     assert finding.best is not None
-    place, first = finding.group.place, finding.rows[0]
+    on, first = finding.group.on, finding.rows[0]
     before, after = math.prod(r["default"] for r in finding.rows), 1.0
     for row in finding.rows:
         after *= row["best"]
     gain = (before / after) ** (1 / len(finding.rows))
-    how = f"measured on {device}" if place.is_here else f"{first['metric']}, not run"
+    how = f"measured on {device}" if on.is_here else f"{first['metric']}, not run"
     calls = f"{len(finding.rows)} calls" if len(finding.rows) > 1 else first["call"]
     source = f"{how}: {first['best']:g} {first['unit']}, before {first['default']:g}, {gain:.2f} times as good; {calls}"
-    made = {"versions": place.versions(), "date": datetime.date.today().isoformat()}
-    made |= {"device": device} if place.is_here else {}
+    made = {"versions": on.versions(), "date": datetime.date.today().isoformat()}
+    made |= {"device": device} if on.is_here else {}
     key = dict(finding.group.key)
     return Row(store.name_of(key), key, finding.best, source, "", made)

@@ -22,7 +22,6 @@ from portakern.core.targets import HOST
 from portakern.errors import SpecError
 from portakern.tools.bench.suites import TimedCase
 from portakern.tools.compile.forms import bound_form
-from portakern.tools.tune.asked import Asked
 
 __all__ = ["draw", "families"]
 
@@ -38,7 +37,7 @@ def families() -> Mapping[str, Any]:
     return found
 
 
-def draw(family: str, count: int, seed: int, dtypes: Sequence[str]) -> list[Asked]:
+def draw(family: str, count: int, seed: int, dtypes: Sequence[str]) -> list[TimedCase]:
     """So many calls of a family, the same for the same seed.
 
     Raises:
@@ -48,7 +47,7 @@ def draw(family: str, count: int, seed: int, dtypes: Sequence[str]) -> list[Aske
         raise SpecError(f"tune: family {family!r} is unknown; expected one of {', '.join(families())}")
     rule = families()[family]
     rng = random.Random(f"{family} {seed}")
-    found: list[Asked] = []
+    found: list[TimedCase] = []
     for _ in range(ATTEMPTS):
         entry = rule["ops"][len(found) % len(rule["ops"])]
         values = _values(entry.get("dims", {}), rng)
@@ -61,17 +60,16 @@ def draw(family: str, count: int, seed: int, dtypes: Sequence[str]) -> list[Aske
             family, op, own[len(found) % len(own)], values, options, tuple(entry.get("given", ())),
             gradient=bool(entry.get("gradient")),
         )  # fmt: skip
-        asked = Asked(case)
-        if _fits(asked, rule):
-            found.append(asked)
+        if _fits(case, rule):
+            found.append(case)
         if len(found) == count:
             return found
     raise SpecError(f"tune: family {family!r} gives no {count} calls within its own limits; widen them in {FILE.name}")
 
 
-def _fits(asked: Asked, rule: Mapping[str, Any]) -> bool:
-    call = bound_form(asked.spec, asked.form, host_framework(), HOST)
-    shapes = [shape for shape, _, _ in asked.form["arrays"].values()] + [s for s, _ in call.outputs.values()]
+def _fits(case: TimedCase, rule: Mapping[str, Any]) -> bool:
+    call = bound_form(case.spec, case.form, host_framework(), HOST)
+    shapes = [shape for shape, _, _ in case.form["arrays"].values()] + [s for s, _ in call.outputs.values()]
     elements = max(math.prod(s) for s in shapes)
     return elements <= rule["most_elements"] and call.flops <= rule["most_flops"]
 

@@ -11,11 +11,9 @@ are not seen beside what the others' work changes. On a GPU it was not measured.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from contextlib import ExitStack
 
 from portakern.core import registry
 from portakern.core.observe import say
@@ -23,12 +21,11 @@ from portakern.core.targets import HOST
 from portakern.processes import SHARING, pool, unsaid
 from portakern.tools.bench.inputs import Inputs
 from portakern.tools.bench.suites import TimedCase
-from portakern.tools.tune.asked import Asked
 from portakern.tools.tune.judges import called, inputs_of, launches_find_it, sticky
-from portakern.tools.tune.place import Place, places
 from portakern.tools.tune.space import Tiling
+from portakern.tools.tune.target import TuneTarget, tune_targets
 
-__all__ = ["Apart", "calling_apart"]
+__all__ = ["Isolated"]
 
 SECONDS = 20.0
 """What a first call may take, beside its compilation: a kernel takes milliseconds, to load it some more."""
@@ -37,16 +34,7 @@ BEGINNING = 300.0
 """What the process may take to begin and to make a call's arrays."""
 
 
-class _Who(NamedTuple):
-    """A call and who serves it, as another process finds them."""
-
-    case: TimedCase
-    target: str
-    backend: str
-    variant: str
-
-
-class Apart:
+class Isolated:
     """The process that calls candidates first. ``compiling``: seconds that a compilation may take."""
 
     def __init__(self, compiling: float) -> None:
@@ -56,23 +44,22 @@ class Apart:
         self._made: dict[str, Future[None]] = {}
         self._unable: set[str] = set()
 
-    def begin(self, asked: Asked, place: Place, anew: bool = False) -> None:
+    def begin(self, case: TimedCase, on: TuneTarget, anew: bool = False) -> None:
         """Have the arrays of a call made there, while this process makes its own. ``anew``: the calls before are done
         with."""
         if anew:
             self._made.clear()
-        if asked.text in self._made or asked.text in self._unable or not worthwhile(asked, place):
+        if case.text in self._made or case.text in self._unable or not worthwhile(case, on):
             return
-        target = str(place.target.arch or place.target.platform)
-        who = _Who(asked.case, target, place.backend.name, place.family.name)
+        who = str(on.target.arch or on.target.platform), on.backend.name, on.family.name
         try:
             try:
-                self._made[asked.text] = self._living().submit(_prepare, asked.text, who, anew)
+                self._made[case.text] = self._living().submit(_prepare, case, who, anew)
             except BrokenProcessPool:  # it ended while nobody asked it for anything, as a system short of memory has it
-                self.end()
-                self._made[asked.text] = self._living().submit(_prepare, asked.text, who, anew)
+                self.close()
+                self._made[case.text] = self._living().submit(_prepare, case, who, anew)
         except (OSError, BrokenProcessPool) as e:
-            self._give_up(asked, f"no other could be begun ({type(e).__name__}: {e})")
+            self._give_up(case, f"no other could be begun ({type(e).__name__}: {e})")
 
     def _living(self) -> ProcessPoolExecutor:
         """The process, a new one where there is none."""
@@ -80,19 +67,19 @@ class Apart:
             self._process = self._stack.enter_context(pool(1, unsaid(SHARING)))
         return self._process
 
-    def _give_up(self, asked: Asked, why: str) -> None:
+    def _give_up(self, case: TimedCase, why: str) -> None:
         """Leave the candidates of a call to this process, which is said."""
-        self._unable.add(asked.text)
-        self.end()
-        say(f"portakern: tune: candidates of {asked.case.timed} are called in this process first, where one that never "
+        self._unable.add(case.text)
+        self.close()
+        say(f"portakern: tune: candidates of {case.timed} are called in this process first, where one that never "
             f"ends would end the run: {why}")  # fmt: skip
 
-    def refused(self, asked: Asked, place: Place, tiling: Tiling) -> str | None:
+    def refused(self, case: TimedCase, on: TuneTarget, tiling: Tiling) -> str | None:
         """Why a candidate must not be called in this process; None where it ended there, whatever it gave."""
-        future = self._called(asked, place, tiling) or self._called(asked, place, tiling)
+        future = self._called(case, on, tiling) or self._called(case, on, tiling)
         if future is None:
             return None
-        found = launches_find_it(place) and not asked.case.layouts
+        found = launches_find_it(on) and not case.layouts
         seconds = SECONDS if found else SECONDS + self.compiling
         try:
             said = future.result(seconds)
@@ -101,81 +88,70 @@ class Apart:
         except BrokenProcessPool:
             said = "died: the process that called it ended"
         if said is not None:
-            self.end()
+            self.close()
         return said
 
-    def _called(self, asked: Asked, place: Place, tiling: Tiling) -> Future[str | None] | None:
+    def _called(self, case: TimedCase, on: TuneTarget, tiling: Tiling) -> Future[str | None] | None:
         """The call of a candidate, begun; None where there is no process to call it, or none any more."""
-        self.begin(asked, place)
-        if asked.text not in self._made or self._process is None:
+        self.begin(case, on)
+        if case.text not in self._made or self._process is None:
             return None
         try:
             wait(self._made.values(), BEGINNING)  # those of other calls too: they would disturb who is timed next
-            self._made[asked.text].result(0)
+            self._made[case.text].result(0)
         except Exception as e:
-            self._give_up(asked, f"another could not make the call ({type(e).__name__}: {e})")
+            self._give_up(case, f"another could not make the call ({type(e).__name__}: {e})")
             return None
         try:
-            return self._process.submit(_call, asked.text, dict(tiling))
+            return self._process.submit(_call, case.text, dict(tiling))
         except BrokenProcessPool:  # it ended after the candidate before, which had counted
-            self.end()
+            self.close()
             return None
 
-    def yields(self, asked: Asked) -> bool:
+    def yields(self, case: TimedCase) -> bool:
         """Give back the memory that the process holds of the device, since that of this one ran out; whether there was
         a process."""
         if self._process is None:
             return False
-        self._give_up(asked, "there is no room on the device for a second process")
+        self._give_up(case, "there is no room on the device for a second process")
         return True
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End the process, whatever it is at; another takes its place when one is needed."""
         self._stack.close()
         self._process = None
         self._made.clear()
 
 
-def worthwhile(asked: Asked, place: Place) -> bool:
+def worthwhile(case: TimedCase, on: TuneTarget) -> bool:
     """Whether a call is on a device that another process can use too, by a backend that it finds."""
-    if not place.is_here or place.interpret or place.target.platform == HOST.platform:
+    if not on.is_here or on.interpret or on.target.platform == HOST.platform:
         return False
-    shared = place.framework.instruments(place.device).shared
-    return shared and registry.importable(asked.spec, place.backend)
-
-
-@contextmanager
-def calling_apart(compiling: float) -> Iterator[Apart]:
-    """Who calls candidates first, until the context ends."""
-    apart = Apart(compiling)
-    try:
-        yield apart
-    finally:
-        apart.end()
+    shared = on.framework.instruments(on.device).shared
+    return shared and registry.importable(case.spec, on.backend)
 
 
 # --------------------------------------------------------------------------------------------------- in that process
 
-_held: dict[str, tuple[Place, Inputs]] = {}
+_held: dict[str, tuple[TuneTarget, Inputs]] = {}
 """The calls that candidates are of, all of one key."""
 
 
-def _prepare(name: str, who: _Who, anew: bool) -> None:
-    """Make a call's arrays; ``anew``: those of the calls before are let go."""
+def _prepare(case: TimedCase, who: tuple[str, str, str], anew: bool) -> None:
+    """Make a call's arrays, for a target, a backend and a variant; ``anew``: those of the calls before are let go."""
     if anew:
         _held.clear()
-    asked = Asked(who.case)
-    (place, *_) = places(asked.spec, who.target, who.backend, who.variant)
-    _held[name] = place, inputs_of(asked, place)
+    (on, *_) = tune_targets(case.spec, *who)
+    _held[case.text] = on, inputs_of(case, on)
 
 
 def _call(name: str, tiling: dict[str, int]) -> str | None:
     """Why whoever calls a candidate can do nothing more with the device; None where it ended, with or without an
     error: its results, and what it raises, are judged elsewhere."""
-    place, inputs = _held[name]
+    on, inputs = _held[name]
     try:
-        outputs = called(inputs, place, tiling)
-        place.framework.instruments(place.device).wait(outputs)
+        outputs = called(inputs, on, tiling)
+        on.framework.instruments(on.device).wait(outputs)
     except Exception as e:
         return f"spoilt the device: {str(e).splitlines()[0]}" if sticky(e) else None
     return None

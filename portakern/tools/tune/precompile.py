@@ -6,20 +6,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 
 from portakern.core.targets import HOST
 from portakern.tools.bench.background import Background, references
+from portakern.tools.bench.suites import TimedCase
 from portakern.tools.bench.verdicts import Expected
 from portakern.tools.compile.build import Build
 from portakern.tools.compile.pool import Pool
-from portakern.tools.tune.apart import Apart, calling_apart
-from portakern.tools.tune.asked import Asked
+from portakern.tools.tune.isolation import Isolated
 from portakern.tools.tune.judges import Bench, Key, Known, bench_of, launches_find_it, survey
 from portakern.tools.tune.tuner import Group, Plan, first_tilings
 
-__all__ = ["AHEAD", "Ahead", "working_ahead"]
+__all__ = ["AHEAD", "Precompiler", "precompiling"]
 
 AHEAD = 2
 """Keys that are compiled for while one is judged: of one alone, compilers would wait for the slowest candidate."""
@@ -31,57 +31,62 @@ Built = Mapping[str, Mapping[Key, Build]]
 """By call and tiling what its compiler said."""
 
 
-class Ahead:
+class Precompiler:
     """Compiles for keys that are judged later."""
 
     def __init__(
-        self, plan: Plan, pool: Pool, expected: Background[list[Expected]], apart: Apart, worker: ThreadPoolExecutor
+        self,
+        plan: Plan,
+        pool: Pool,
+        expected: Background[list[Expected]],
+        isolated: Isolated,
+        worker: ThreadPoolExecutor,
     ) -> None:
-        self.plan, self.pool, self.expected, self.apart, self.worker = plan, pool, expected, apart, worker
+        self.plan, self.pool, self.expected, self.isolated, self.worker = plan, pool, expected, isolated, worker
         self.ended = threading.Event()
         self._futures: dict[str, Future[Built]] = {}
 
     def begin(self, group: Group) -> None:
         """Have the first candidates of a key compiled, where a launch then finds them."""
-        if launches_find_it(group.place) and group.place.is_here and group.text not in self._futures:
+        if launches_find_it(group.on) and group.on.is_here and group.text not in self._futures:
             self._futures[group.text] = self.worker.submit(self._compiled, group)
 
-    def bench(self, group: Group, asked: Asked) -> Bench:
+    def bench(self, group: Group, case: TimedCase) -> Bench:
         """The bench of a call of a key, which knows what was done for it."""
         future = self._futures.get(group.text)
 
         def built() -> Mapping[Key, Build]:
-            return future.result()[asked.text] if future is not None else {}
+            return future.result()[case.text] if future is not None else {}
 
-        self.apart.begin(asked, group.place, asked is group.asked[0])
-        apart = partial(self.apart.refused, asked, group.place)
-        known = Known(self.expected, built, apart, partial(self.apart.yields, asked))
-        return bench_of(asked, group.place, self.pool, known)
+        self.isolated.begin(case, group.on, case is group.cases[0])
+        isolated = partial(self.isolated.refused, case, group.on)
+        known = Known(self.expected, built, isolated, partial(self.isolated.yields, case))
+        return bench_of(case, group.on, self.pool, known)
 
     def _compiled(self, group: Group) -> Built:
-        found: dict[str, dict[Key, Build]] = {a.text: {} for a in group.asked}
+        found: dict[str, dict[Key, Build]] = {a.text: {} for a in group.cases}
         with suppress(Exception):  # whatever it is, who judges the key will meet it again, and say it
             first = first_tilings(group, self.plan)
-            for asked in group.asked:
-                for key, built in survey(asked, group.place, self.pool, first):
-                    found[asked.text][key] = built
+            for case in group.cases:
+                for key, built in survey(case, group.on, self.pool, first):
+                    found[case.text][key] = built
                     if self.ended.is_set():
                         return found
         return found
 
 
 @contextmanager
-def working_ahead(groups: Sequence[Group], plan: Plan, pool: Pool) -> Iterator[Ahead]:
+def precompiling(groups: Sequence[Group], plan: Plan, pool: Pool) -> Iterator[Precompiler]:
     """Work ahead for keys of one run; what is not finished at its end is left. The pool compiles; of what is expected a
     process for every :data:`SHARE` of its own computes ahead."""
-    here = [g for g in groups if g.place.is_here and not g.place.interpret]
-    cases = [a.case for g in here for a in g.asked]
+    here = [g for g in groups if g.on.is_here and not g.on.interpret]
+    cases = [case for g in here for case in g.cases]
     with (
-        references(cases, here[0].place.target if here else HOST, len(pool.workers) // SHARE if here else 0) as known,
-        calling_apart(pool.timeout) as apart,
+        references(cases, here[0].on.target if here else HOST, len(pool.workers) // SHARE if here else 0) as known,
+        closing(Isolated(pool.timeout)) as isolated,
         ThreadPoolExecutor(AHEAD) as worker,
     ):
-        ahead = Ahead(plan, pool, known, apart, worker)
+        ahead = Precompiler(plan, pool, known, isolated, worker)
         try:
             yield ahead
         finally:

@@ -15,11 +15,11 @@ from portakern.install import installed
 from portakern.spec import Spec
 from portakern.tools.compile import forms
 
-__all__ = ["Place", "places"]
+__all__ = ["TuneTarget", "tune_targets"]
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class TuneTarget:
     """Where an implementation runs.
 
     Attributes:
@@ -62,7 +62,7 @@ class Place:
         return {name: version.partition("+")[0] for name, version in found.items()}
 
 
-def places(spec: Spec[Any], target: str | None, backend: str | None, variant: str | None) -> list[Place]:
+def tune_targets(spec: Spec[Any], target: str | None, backend: str | None, variant: str | None) -> list[TuneTarget]:
     """The variants of an op that are to be tuned: of the backend that is named, else of portakern's own for the target.
 
     ``target``: an architecture, a platform, or None for the best device here.
@@ -103,13 +103,13 @@ def _later(among: list[Backend], target: str | None) -> list[str]:
     return [why for b in among for why in forms.uncompiled([hardware], b)] if hardware else []
 
 
-def _no_compiler(place: Place) -> str | None:
-    """What must be installed to compile for a place that is not here; None where that is there."""
-    assert place.hardware is not None
-    return place.family.load_compiler().unavailable(place.hardware)
+def _no_compiler(on: TuneTarget) -> str | None:
+    """What must be installed to compile for a target that is not here; None where that is there."""
+    assert on.hardware is not None
+    return on.family.load_compiler().unavailable(on.hardware)
 
 
-def _of(b: Backend, spec: Spec[Any], target: str | None, variant: str | None) -> Iterator[Place]:
+def _of(b: Backend, spec: Spec[Any], target: str | None, variant: str | None) -> Iterator[TuneTarget]:
     framework = frameworks()[b.framework]
     try:
         framework.load()
@@ -122,14 +122,14 @@ def _of(b: Backend, spec: Spec[Any], target: str | None, variant: str | None) ->
             impl = b.implementation(spec.name, family) if b.where(spec.name, family) else None
             if impl is not None and impl.uninterpreted(interpret) is None:
                 hardware = targets.HARDWARE.get(at.arch) or (targets.family(at.arch) if at.arch else None)
-                yield Place(impl, framework, at, device, interpret, hardware)
+                yield TuneTarget(impl, framework, at, device, interpret, hardware)
     if chosen or target in (None, HOST.platform):
         return
     hardware = _hardware(target)
     for _, family in forms.compilers(spec.name, hardware, b, variant):
         impl = b.implementation(spec.name, family)
         if impl is not None:
-            yield Place(impl, framework, hardware.target, None, False, hardware)
+            yield TuneTarget(impl, framework, hardware.target, None, False, hardware)
 
 
 def _hardware(name: str | None) -> Hardware:
