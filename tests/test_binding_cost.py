@@ -1,6 +1,7 @@
 """The host cost of a call, as the benchmark that lands measures it."""
 
 import importlib.util
+import time
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,28 @@ def benchmark():
     return module
 
 
+def plain(q, k, v, **options):
+    """A function that looks at each of its arguments once: a microsecond of Python on this machine, as busy as it is."""
+    given = {"q": q, "k": k, "v": v}
+    return tuple((name, x.shape, x.dtype) for name, x in given.items()), {**given, **options}
+
+
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 def test_binding_is_cheap_and_remembers_nothing(framework):
+    """A call costs 10 us, 13 times the function above; beside other programs both take twice as long."""
     if framework == "torch":
         pytest.importorskip("torch", reason="torch is not installed")
-    rows = []
-    while len(rows) < 4 and (not rows or rows[-1]["best_us"] > 10):  # a loaded machine's caches are not one's own
-        rows.append(benchmark().measure(framework, 20_000))
-    assert rows[-1]["best_us"] <= 20, rows  # the best batch says what the code costs
-    assert rows[-1]["grown_bytes"] < 20_000
+    binding = benchmark()
+    assert binding.measure(framework, 4000)["grown_bytes"] < 20_000
+    q, keys = binding.inputs(framework)
+
+    def seconds(call, n=300):
+        start = time.thread_time()
+        for k in keys[:n]:
+            call(q, k, k, is_causal=True)
+        return time.thread_time() - start
+
+    op = binding.stub_op(framework, q)
+    rounds = [(seconds(op), seconds(plain)) for _ in range(40)]
+    ours, theirs = (min(each) for each in zip(*rounds, strict=True))  # the best round says what the code costs
+    assert ours <= 20 * theirs, (ours, theirs)

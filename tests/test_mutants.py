@@ -43,10 +43,15 @@ def test_the_table_is_large_and_spread():
     assert planted == kernels and len(SAMPLE) >= 9 and all(f.sample for f in FAULTS if f.edge)
 
 
-@pytest.mark.parametrize("name", BY_NAME)
-def test_every_fault_still_fits_its_kernel(name):
-    needs(BY_NAME[name])
-    ast.parse(harness.mutated_source(BY_NAME[name]))
+def test_every_fault_still_fits_its_kernel():
+    """Those of kernels that nothing here can import as well."""
+    unfit = {}
+    for fault in FAULTS:
+        try:
+            ast.parse(harness.mutated_source(fault))
+        except (AssertionError, SyntaxError) as e:
+            unfit[fault.name] = str(e)
+    assert unfit == {}
 
 
 def test_a_mutant_leaves_the_shipped_backend_alone():
@@ -66,7 +71,8 @@ def test_a_mutant_leaves_the_shipped_backend_alone():
 def test_a_planted_fault_is_caught(name):
     fault = BY_NAME[name]
     needs(fault)
-    found = harness.catch(fault, seed=0, device="cpu", max_examples=200, only=fault.edge and [fault.edge])
+    seed, examples = fault.at
+    found = harness.catch(fault, seed, "cpu", max_examples=examples, only=fault.edge and [fault.edge])
     assert found["caught"], found
 
 

@@ -30,6 +30,7 @@ class Planted:
       gpu: it may also run compiled on a GPU: it touches no memory outside its arguments there.
       sample: it is among those that the test suite plants; ``python -m tests.mutants`` plants all.
       edge: that shows it, where few others do: the test suite visits no other to find it.
+      at: the seed and the number of examples with which the test suite finds it; laws come after the last example.
       within: the module beside the op's own that holds the text, and from which the op's own imports it.
     """
 
@@ -42,6 +43,7 @@ class Planted:
     gpu: bool = True
     sample: bool = False
     edge: str | None = None
+    at: tuple[int, int] = (0, 200)
     within: str | None = None
 
 

@@ -14,6 +14,7 @@ FAULTS = {
             small=True,
             sample=True,
             edge="certain_rows",
+            at=(0, 20),
         ),
         Planted(
             "long-row-not-rescaled",

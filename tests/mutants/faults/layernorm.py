@@ -123,8 +123,8 @@ FAULTS = {
         Planted(
             "mean-of-a-whole-chunk",
             "the mean of a last, shorter chunk is taken over a whole one",
-            old="axis=1) / walk.counted(start)[1]\n",
-            new="axis=1) / walk.chunk\n",
+            old="walk.counted(start)[1] if at else",
+            new="walk.chunk if at else",
         ),
         Planted(
             "eps-outside",

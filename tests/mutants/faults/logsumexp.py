@@ -59,6 +59,7 @@ FAULTS = {
             small=True,
             sample=True,
             edge="infinities_in_later_tiles",
+            at=(0, 20),
         ),
     ],
     "pallas": [
@@ -96,6 +97,7 @@ FAULTS = {
             small=True,
             sample=True,
             edge="infinite_elements",
+            at=(2, 200),
         ),
         Planted(
             "written-after-the-first-step",
