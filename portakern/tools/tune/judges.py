@@ -2,8 +2,8 @@
 
 A bench is one call, ready to be judged. Asked for some tilings it says which do not count, and why: the compiler
 refuses them, dies of them or never ends, the kernel never ends (``isolation``), the implementation raises, or the
-result is not within its bounds. Of the others it gives scores, less being better, which can be compared with each other and with
-nothing else: times of one round of turns, or figures of one model.
+result is not within its bounds. Of the others it gives scores, less being better, which can be compared with each
+other and with nothing else: times of one round of turns, or figures of one model.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class Bench(Protocol):
 
 @dataclass(frozen=True)
 class Known:
-    """What others found of a call before it is judged: ``expected``: its results; ``built``, waited for when it is called:
-    tiling -> what its compiler said; ``isolated``: why a tiling must not be called in this process, or None, by another
-    that calls it first; ``yields``: has that other give back the memory that it holds of the device, and says whether
-    it held any."""
+    """What others found of a call before it is judged: ``expected``: its results; ``built``, waited for when it is
+    called: tiling -> what its compiler said; ``isolated``: why a tiling must not be called in this process, or None, by
+    another that calls it first; ``yields``: has that other give back the memory that it holds of the device, and says
+    whether it held any."""
 
     expected: Background[list[Expected]] = field(default_factory=Background)
     built: Callable[[], Mapping[Key, Build]] = dict
