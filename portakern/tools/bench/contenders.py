@@ -30,7 +30,6 @@ __all__ = [
     "here",
     "one_clock",
     "ready",
-    "served",
     "together",
 ]
 
@@ -188,7 +187,7 @@ def ready(contender: Contender, inputs: Inputs) -> Entry:
     except (UnsupportedError, UnavailableError, SpecError) as e:
         raise Refused(str(e).partition("cannot: ")[2] or str(e)) from e
     prepared = getattr(route.impl.fn, "prepared", None)
-    return Entry(contender, prepared(call) if prepared else served(chosen, call), call, dict(tiling))
+    return Entry(contender, prepared(call) if prepared else Served(chosen, call), call, dict(tiling))
 
 
 def _crossed(inputs: Inputs, framework: Framework) -> Call:
@@ -214,8 +213,3 @@ class Served:
     def __call__(self) -> tuple[Any, ...]:
         result = self.chosen(**self.arrays, **self.options)
         return tuple(o for o in result if o is not None) if isinstance(result, tuple) else (result,)
-
-
-def served(chosen: Any, call: Call) -> Served:
-    """The call as a user makes it of an op, which gives the wanted outputs."""
-    return Served(chosen, call)

@@ -63,108 +63,88 @@ class Job:
         )
 
 
-@dataclass
-class _Process:
-    """A worker that stays for jobs of one backend and target, of whatever variants want the same environment."""
-
-    backend: str
-    target: str
-    environment: Mapping[str, str]
-    scratch: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="portakern-compile-")))
-
-    def __post_init__(self) -> None:
-        variables = {n: v.replace("{scratch}", str(self.scratch)) for n, v in self.environment.items()}
-        self.log = self.scratch / "log"
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "portakern.tools.compile.worker", self.backend, self.target], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-            env={**os.environ, "PORTAKERN_LOG": str(self.log), **variables}, start_new_session=True,
-        )  # fmt: skip
-
-    def ask(self, job: Job, timeout: float) -> Build | str:
-        """The answer, or how the process ended."""
-        process = self.process
-        assert process.stdin is not None and process.stdout is not None
-        request: dict[str, Any] = {
-            "op": job.spec.name,
-            "variant": job.family.name,
-            "tiling": dict(job.tiling),
-            "form": job.form,
-        }
-        request |= {"assembly": job.assembly, "way": job.way}
-        try:
-            process.stdin.write(json.dumps(request) + "\n")
-            process.stdin.flush()
-        except BrokenPipeError:
-            return self.death()
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            if not selector.select(timeout):
-                return f"no answer in {timeout:.0f} s"
-        answer = process.stdout.readline()
-        return Build.from_dict(json.loads(answer)) if answer.endswith("\n") else self.death()
-
-    def death(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(10)
-        status = self.process.poll()
-        how = (
-            f"died of {signal.Signals(-status).name}"
-            if status is not None and status < 0
-            else f"ended with status {status}"
-        )
-        said = self.log.read_text(errors="replace")[-4000:] if self.log.exists() else ""
-        return f"the compiler {how}" + (f": {one_line(said[said.find(chr(10)) + 1 :] or said)}" if said.strip() else "")
-
-    def kill(self) -> None:
-        if self.process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)  # the group is this worker's own: it started a session
-
-    def close(self) -> None:
-        self.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
-        shutil.rmtree(self.scratch, ignore_errors=True)
-
-
 def home(job: Job) -> tuple[str, str, Mapping[str, str]]:
     """Backend, target and environment of the process that may compile a job."""
     return job.backend.name, job.hardware.name, job.family.load_compiler().environment(job.hardware, job.quick)
 
 
 class _Worker:
-    """One after the other, the processes that serve the jobs of one thread."""
+    """One after the other, the processes that serve the jobs of one thread: one stays for jobs of one backend and
+    target, of whatever variants want the same environment."""
 
     def __init__(self, variables: Mapping[str, str] = MappingProxyType({})) -> None:
-        self.process: _Process | None = None
         self.variables = variables
+        self.home: tuple[str, str, Mapping[str, str]] | None = None
+        self.process: subprocess.Popen[str] | None = None
 
     def serve(self, job: Job, timeout: float) -> Build:
         start = time.perf_counter()
         backend, target, environment = home(job)
         wanted = backend, target, {**environment, **self.variables}
-        if self.process is None or wanted != (self.process.backend, self.process.target, self.process.environment):
+        if self.process is None or wanted != self.home:
             self.close()
-            self.process = _Process(*wanted)
-        answer = self.process.ask(job, timeout)
+            self.process = self._begun(*wanted)
+            self.home = wanted
+        answer = self._asked(self.process, job, timeout)
         if isinstance(answer, Build):
             return answer
         self.close()
         return job.failed(answer, time.perf_counter() - start)
 
+    def _begun(self, backend: str, target: str, environment: Mapping[str, str]) -> subprocess.Popen[str]:
+        self.scratch = Path(tempfile.mkdtemp(prefix="portakern-compile-"))
+        self.log = self.scratch / "log"
+        variables = {n: v.replace("{scratch}", str(self.scratch)) for n, v in environment.items()}
+        return subprocess.Popen(
+            [sys.executable, "-m", "portakern.tools.compile.worker", backend, target], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env={**os.environ, "PORTAKERN_LOG": str(self.log), **variables}, start_new_session=True,
+        )  # fmt: skip
+
+    def _asked(self, process: subprocess.Popen[str], job: Job, timeout: float) -> Build | str:
+        """The answer, or how the process ended."""
+        assert process.stdin is not None and process.stdout is not None
+        request = {"op": job.spec.name, "variant": job.family.name, "tiling": dict(job.tiling), "form": job.form,
+                   "assembly": job.assembly, "way": job.way}  # fmt: skip
+        try:
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            return self._death(process)
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            if not selector.select(timeout):
+                return f"no answer in {timeout:.0f} s"
+        answer = process.stdout.readline()
+        return Build.from_dict(json.loads(answer)) if answer.endswith("\n") else self._death(process)
+
+    def _death(self, process: subprocess.Popen[str]) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        status = process.poll()
+        signalled = status is not None and status < 0
+        how = f"died of {signal.Signals(-(status or 0)).name}" if signalled else f"ended with status {status}"
+        said = self.log.read_text(errors="replace")[-4000:] if self.log.exists() else ""
+        return f"the compiler {how}" + (f": {one_line(said[said.find(chr(10)) + 1 :] or said)}" if said.strip() else "")
+
     def stop(self) -> None:
-        """End what runs, from another thread."""
-        if self.process is not None:
-            self.process.kill()
+        """End what runs, from another thread too."""
+        process = self.process
+        if process is not None and process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the group is this worker's own: it started a session
 
     def close(self) -> None:
-        if self.process is not None:
-            self.process.close()
-            self.process = None
+        self.stop()
+        process, self.process = self.process, None
+        if process is None:
+            return
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        shutil.rmtree(self.scratch, ignore_errors=True)
 
 
 class Pool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from portakern.api import op
 from portakern.core.call import Call
@@ -19,7 +19,7 @@ from portakern.core.failing import kind_of
 from portakern.core.targets import HOST
 from portakern.errors import SpecError
 from portakern.tools.bench.background import Background
-from portakern.tools.bench.contenders import served
+from portakern.tools.bench.contenders import Served
 from portakern.tools.bench.inputs import Inputs, make
 from portakern.tools.bench.suites import TimedCase
 from portakern.tools.bench.timing import device_times
@@ -46,26 +46,6 @@ Effort = int
 """0: screening; 1: the last few."""
 
 
-class Bench(Protocol):
-    """A call that tilings are judged on. ``metric``, ``unit``: what a score is, in words; ``call``: the bound call."""
-
-    metric: str
-    unit: str
-    call: Call
-
-    def build(self, tilings: Sequence[Tiling]) -> None:
-        """Have tilings compiled beside each other, where that is done before they are called."""
-
-    def refused(self, tilings: Sequence[Tiling]) -> dict[Key, str]:
-        """The tilings that do not count, each with the reason."""
-
-    def scores(self, tilings: Sequence[Tiling], effort: Effort) -> dict[Key, float]:
-        """Scores of tilings that count."""
-
-    def rehearsed(self, tiling: Tiling) -> str | None:
-        """Why a tiling that is about to be kept gives wrong results, as far as that was not seen yet."""
-
-
 @dataclass(frozen=True)
 class Known:
     """What others found of a call before it is judged: ``expected``: its results; ``built``, waited for when it is
@@ -79,7 +59,7 @@ class Known:
     yields: Callable[[], bool] = lambda: False
 
 
-def bench_of(case: TimedCase, on: TuneTarget, pool: Pool, known: Known = Known()) -> DeviceBench | StaticBench:
+def bench_of(case: TimedCase, on: TuneTarget, pool: Pool, known: Known = Known()) -> Bench:
     """The bench of a call.
 
     Raises:
@@ -113,7 +93,7 @@ def launches_find_it(on: TuneTarget) -> bool:
 
 @dataclass
 class StaticBench:
-    """A call for a chip that is not here."""
+    """A call for a chip that is not here. ``metric``, ``unit``: what a score is, in words; ``call``: the bound call."""
 
     case: TimedCase
     on: TuneTarget
@@ -130,21 +110,26 @@ class StaticBench:
         self.call, _ = abstract_call(spec, impl, self.case.form, self.on.hardware, {})
 
     def build(self, tilings: Sequence[Tiling]) -> None:
+        """Have tilings compiled beside each other."""
         new = [t for t in tilings if frozen(t) not in self._built]
         self._built |= dict(survey(self.case, self.on, self.pool, new))
 
     def refused(self, tilings: Sequence[Tiling]) -> dict[Key, str]:
+        """The tilings that do not count, each with the reason."""
         self.build(tilings)
         keys = [frozen(t) for t in tilings]
         return {key: self._built[key].reason or "it gave no reason" for key in keys if not self._built[key].ok}
 
     def scores(self, tilings: Sequence[Tiling], effort: Effort) -> dict[Key, float]:
+        """Scores of tilings that count."""
         self.build(tilings)
         built = {frozen(t): self._built[frozen(t)] for t in tilings}
         model = self.model(next(iter(built.values())))
         if effort and model.estimates:
             longer = dict(survey(self.case, self.on, self.pool, tilings, quick=False))
-            if all(b.ok and model.estimated(b) for b in longer.values()):  # of two kinds of figures one is compared
+            if all(
+                b.ok and all(k.cycles is not None for k in b.kernels) for b in longer.values()
+            ):  # of two kinds of figures one is compared
                 built = longer
         return {key: model.score(b, dict(key)) for key, b in built.items()}
 
@@ -184,7 +169,8 @@ def _least(extent: Any, tile: int | None) -> Any:
 
 
 class DeviceBench:
-    """A call on a device that is here, with its values, and its oracle computed once."""
+    """A call on a device that is here, with its values, and its oracle computed once. It is asked as a
+    :class:`StaticBench` is."""
 
     def __init__(self, case: TimedCase, on: TuneTarget, pool: Pool, known: Known = Known()) -> None:
         self.case, self.on, self.pool, self.known = case, on, pool, known
@@ -264,10 +250,14 @@ class DeviceBench:
         return run()
 
 
+Bench = DeviceBench | StaticBench
+"""A call that tilings are judged on."""
+
+
 def called(inputs: Inputs, on: TuneTarget, tiling: Tiling) -> tuple[Any, ...]:
     """The outputs of a call as a user makes it who names the tiling."""
     named = on.family.name if len(on.backend.families) > 1 else None
-    return served(_op(inputs.spec, on.backend, named, frozen(tiling)), inputs.call)()
+    return Served(_op(inputs.spec, on.backend, named, frozen(tiling)), inputs.call)()
 
 
 _ops: dict[Any, Any] = {}

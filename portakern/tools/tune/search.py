@@ -1,4 +1,8 @@
-"""In which order tilings are tried: all of them where they are few, else where a search leads."""
+"""In which order tilings are tried: all of them where they are few, else where a search leads.
+
+A search is asked (``ask``) for tilings that were not tried yet, none when it has ended, and told (``tell``) how good
+they were: less is better, None for one that does not count.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import importlib.util
 import math
 import random
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from portakern import install
 from portakern.errors import SpecError, UnavailableError
@@ -18,15 +22,6 @@ SMALL = 160
 """Legal tilings up to which all are tried."""
 
 KINDS = ("auto", "all", "climb", "optuna")
-
-
-class Search(Protocol):
-    """``ask`` for tilings that were not tried yet, none when the search has ended; ``tell`` how good they were: less is
-    better, None for one that does not count."""
-
-    def ask(self, count: int) -> list[dict[str, int]]: ...
-
-    def tell(self, scores: Sequence[tuple[Tiling, float | None]]) -> None: ...
 
 
 def search(kind: str, space: Space, seeds: Iterable[Tiling], seed: int = 0) -> Search:
@@ -165,3 +160,6 @@ class OptunaSearch:
                 self.study.tell(trial, state=self.states.FAIL)
             else:
                 self.study.tell(trial, math.log(score))  # half the time is as good a step from any time
+
+
+Search = Whole | Climb | OptunaSearch
