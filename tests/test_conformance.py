@@ -29,7 +29,7 @@ def test_within_bounds(op, backend, device, half):
     compiled_anew = registry.backend(backend).framework == "jax" and device == "cpu"
     examples = 10 if compiled_anew else 28
     # interpreters: a program after the other, of which the 65th shows nothing that the 64 before it did not; rows of
-    # thousands come by in Pallas's in tests/test_long_rows.py
+    # many thousands come by in Pallas's in tests/test_tpu_rows.py
     limits = testing.Limits(used=2**13, programs=64) if device == "cpu" else None
     if compiled_anew:
         limits = testing.Limits(elements=2**11, used=2**12, programs=64)

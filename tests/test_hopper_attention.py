@@ -121,9 +121,9 @@ def test_every_role_meets_the_bound(name):
     assert ran == kernels
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tiling, keys, few, shares", [
-    ({}, 2100, 14, 2), ({"chunk": 256}, 2100, 8, 2), ({}, 900, 14, 2), ({}, 900, 5, 3), ({"chunk": 256}, 2100, 8, 3),
+@pytest.mark.parametrize("tiling, keys, few, shares, dtype", [
+    ({}, 2100, 14, 2, torch.bfloat16), ({"chunk": 256}, 2100, 8, 2, torch.float16), ({}, 900, 14, 2, torch.float16),
+    ({}, 900, 5, 3, torch.bfloat16), ({"chunk": 256}, 2100, 8, 3, torch.bfloat16),
 ])  # fmt: skip
 def test_a_query_alone_has_the_bits_that_it_has_among_others(tiling, keys, few, shares, dtype):
     """In chunks that have programs of their own those of a walk over all chunks, and in one that is the whole. Rows are

@@ -116,7 +116,7 @@ DRAWN = testing.Limits(dtypes=("float32", "bfloat16"), layouts=("contiguous",), 
 
 
 @pytest.mark.parametrize("op", [op for op in pk.ops() if "pallas" in inventory.having(op)])
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(data=st.data())
 def test_every_op_lowers_for_tpu_and_vmaps_on_drawn_cases(op, data):
     import jax.export

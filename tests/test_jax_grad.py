@@ -15,8 +15,9 @@ import portakern as pk
 jax = pytest.importorskip("jax", reason="jax is not installed")
 import jax.numpy as jnp  # noqa: E402
 
-from tests.ops import forward_records, record  # noqa: E402
+from tests.ops import of_each_kind, record  # noqa: E402
 from tests.ops._shared import results  # noqa: E402
+from tests.ops.record import ForwardRecord  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +35,8 @@ def normal(*shape, dtype=jnp.float32):
     return jnp.asarray(RNG.standard_normal(shape), dtype)
 
 
-FORWARD = [r for r in forward_records() if r.spec.vjp]
-every_op = pytest.mark.parametrize("r", FORWARD, ids=lambda r: r.op)
+FORWARD = [r for r in of_each_kind() if isinstance(r, ForwardRecord) and r.spec.vjp]
+every_kind = pytest.mark.parametrize("r", FORWARD, ids=lambda r: r.op)
 
 
 def compared(r, seed=0):
@@ -60,7 +61,7 @@ def plain_gradients(op):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@every_op
+@every_kind
 def test_gradients_are_those_of_plain_jax(r, backend):
     arrays, options, _ = compared(r)
     every = r.differentiable(r.compared)
@@ -87,7 +88,7 @@ def plain_gradients_under_vmap(op):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@every_op
+@every_kind
 def test_vmap_of_gradients_with_shared_arrays(r, backend):
     grads, total, arrays = gradients_under_vmap(r, pk.op(r.op, backend=backend))
     close((grads(*arrays), total(*arrays)), plain_gradients_under_vmap(r.op))
@@ -126,7 +127,7 @@ def test_checkpoint_recomputes(backend):
     close(jax.grad(jax.checkpoint(loss), (0, 1, 2))(*arrays), jax.grad(loss_of(plain, options), (0, 1, 2))(*arrays))
 
 
-@every_op
+@every_kind
 def test_gradients_export_for_one_platform(r):
     import jax.export
 

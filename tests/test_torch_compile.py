@@ -20,7 +20,7 @@ fn = torch.nn.functional
 import portakern.torch as twin  # noqa: E402
 from portakern.frameworks.torch import custom_ops, memory  # noqa: E402
 from tests import test_torch  # noqa: E402
-from tests.ops import records  # noqa: E402
+from tests.ops import of_each_kind, records  # noqa: E402
 from tests.test_torch import FORWARD, IDS, QKV, f64, tensors  # noqa: E402
 from tests.test_torch_func import loop  # noqa: E402
 
@@ -52,12 +52,12 @@ def custom(r, key):
 
 
 CHOSEN = [pytest.param(*p.values, {}, id=f"{p.id}-chosen") for p in SMALL]
-ROUTED = [pytest.param(r, next(iter(r.small)), {"backend": "triton"}, id=f"{r.op}-triton") for r in records().values()]
+ROUTED = [pytest.param(r, next(iter(r.small)), {"backend": "triton"}, id=f"{r.op}-triton") for r in of_each_kind()]
 
 
 @pytest.mark.parametrize(("r", "key", "routing"), CHOSEN + ROUTED)
 def test_opcheck(r, key, routing):
-    """Every sample where the backend is chosen, and a call of each op whose backend and tiling are named."""
+    """Every sample where the backend is chosen, and a call of each kind whose backend and tiling are named."""
     pytest.importorskip("expecttest", reason="expecttest is not installed, which torch.library.opcheck imports")
     op, arrays, options = custom(r, key)
     if routing:  # a tiling is a string of the tiles' names
@@ -108,7 +108,7 @@ def test_later_calls_of_a_form_are_not_bound_again(r, monkeypatch):
         assert turn < 2 or len(served) == before  # the first tensor of a process is not known for one
 
 
-@pytest.mark.parametrize(("r", "key"), test_torch.SMALL)
+@pytest.mark.parametrize(("r", "key"), [p for p in test_torch.SMALL if p.values[0] in of_each_kind()])
 def test_gradcheck_of_the_custom_ops(r, key):
     op, arrays, options = custom(r, key)
     options = {n: v for n, v in options.items() if r.spec.option(n).kind != "dtype"}

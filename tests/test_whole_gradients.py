@@ -3,7 +3,7 @@
 A gradient op is held to its formula on what the forward call saved. That what is saved can carry the gradient shows
 only where both run: on every corner of an op and of its gradient, on samples, on drawn calls, and where scores and
 logits are large. ``python -m tests.whole`` runs more of the same. The derivative is the gradient's oracle in float64 on
-what the forward's oracle saves unrounded; test_vjp_bounds.py holds that to finite differences and to PyTorch.
+what the forward's oracle saves unrounded; test_vjp_bounds.py holds that to finite differences.
 """
 
 from __future__ import annotations

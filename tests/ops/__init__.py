@@ -10,7 +10,7 @@ import pkgutil
 
 from tests.ops.record import ForwardRecord, GradientRecord, OpRecord
 
-__all__ = ["forward_records", "gradient_records", "record", "records"]
+__all__ = ["forward_records", "gradient_records", "of_each_kind", "record", "records"]
 
 
 @functools.cache
@@ -30,3 +30,19 @@ def forward_records() -> list[ForwardRecord]:
 
 def gradient_records() -> list[GradientRecord]:
     return [r for r in records().values() if isinstance(r, GradientRecord)]
+
+
+def of_each_kind() -> list[OpRecord]:
+    """The first record of each kind of signature, for what frameworks do with a call whatever its op computes: forward
+    or gradient, with optional arrays, with integer arrays, with outputs that an option asks for, with several."""
+    kinds = {
+        (
+            r.spec.is_vjp,
+            any(a.optional for a in r.spec.arrays),
+            bool(r.spec.generators),
+            any(o.wanted_by for o in r.spec.outputs),
+            len(r.spec.outputs) > 1,
+        ): r
+        for r in reversed(records().values())
+    }
+    return list(kinds.values())[::-1]

@@ -203,7 +203,7 @@ class OpRecord:
         those faults.
       least_z: output -> how near typical errors come to sigma in 16 bits, of outputs of which some are stored in
         float32.
-      small: calls of a few elements: for finite differences, torch's ``gradcheck`` and ``opcheck``.
+      small: calls of a few elements: for finite differences and torch's ``opcheck``.
       usual: calls as a test suite would make them, for the mutants.
       extents: dimension -> a small extent, of every dimension of the spec.
       rows: the arrays of a call on rows of one length (None: the op is not of rows, or has one number a row among its
@@ -252,8 +252,7 @@ class ForwardRecord(OpRecord):
       formula_tolerance: (relative, absolute).
       in_torch, in_jax: the op in plain torch and JAX operations, from arrays and options.
       compared: one call of a moderate size, for comparisons with plain torch and JAX.
-      derived: more calls for which PyTorch's float64 derivative and finite differences tell the gradient, beside
-        ``small``.
+      derived: more calls for which finite differences tell the gradient, beside ``small``.
       lowered: calls to lower for TPU.
       mapped: calls under ``torch.func.vmap``.
       wrong: what users get wrong -> a call, and what its message says.
