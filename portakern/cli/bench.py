@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from portakern import results
-from portakern.cli.common import app, check_device, check_dtypes, err, errors_only, json_into, out
+from portakern.cli.common import app, check_device, check_dtypes, err, errors_only, json_into, out, progress_bar, say
 from portakern.core import registry
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 
@@ -79,10 +78,9 @@ def bench(
     exit status 1 if a result of the backend is wrong.
     """
     start = time.perf_counter()
-    from portakern.tools.bench.background import ENVIRONMENT
+    from portakern.tools.bench.background import set_environment
 
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    set_environment()
     json_file = json_into(context, "bench", json_file)
     check_device("bench", device)
     _check_asked(ops, suite, shape, dtype, plot, [*(backend or ()), *(against or ())])
@@ -101,9 +99,7 @@ def bench(
     found.absent |= absent(named)
     for measured in together(subjects, device):
         _measure(found.left(Plan(cases, measured, named, device, rounds, budget, every_peer)), jobs, found)
-    found.show()
-    if plot:
-        found.draw(plot)
+    found.show(plot)
     if found.wrong():
         raise typer.Exit(1)
 
@@ -122,9 +118,8 @@ def _measure(plan: Plan, jobs: int | None, found: _Rows) -> None:
     names = " and ".join(b.name for b in plan.subjects)
     cores = (max((os.cpu_count() or 2) - 1, 1) if jobs is None else jobs) if target.platform != "cpu" else 0
     shared = framework.instruments(device).shared
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
-        Progress(*columns, console=err, transient=True) as bar,
+        progress_bar() as bar,
         references(plan.cases, target, (cores + 2) // 3) as expected,  # of a sum over rows each takes up to 15 GB
     ):
         task = bar.add_task("compiling the first call", total=len(plan.cases))
@@ -140,7 +135,7 @@ def _measure(plan: Plan, jobs: int | None, found: _Rows) -> None:
                 found.take(names, run(plan, done, found.start, helped))
             except DeviceLost as e:
                 found.show()
-                err.print(str(e), style="red", markup=False, highlight=False, soft_wrap=True)
+                say(str(e), style="red", to=err)
                 raise typer.Exit(1) from None
 
 
@@ -304,51 +299,45 @@ class _Rows:
     def wrong(self) -> bool:
         return any(r["subject"] and r["verdict"] in ("wrong", "failed") for r in self.holding)
 
-    def show(self) -> None:
+    def show(self, plots: Path | None = None) -> None:
+        """Print it, and draw it into a folder where one is named."""
         if self.hold:
-            text = f"{len(self.hold)} calls stand in {self.file}, and were not timed again; --fresh times them"
-            out.print(text, markup=False, highlight=False, soft_wrap=True)
+            say(f"{len(self.hold)} calls stand in {self.file}, and were not timed again; --fresh times them")
         if self.file and (gone := self.gone()):
             names = ", ".join(f"{name} of {n} calls" for name, n in gone.items())
-            text = (
-                f"{self.file} no longer has the times of {names}: a call's are of one run; --against names them again"
-            )
-            out.print(text, markup=False, highlight=False, soft_wrap=True)
+            say(f"{self.file} no longer has the times of {names}: a call's are of one run; --against names them again")
         if self.file and (aged := len(self.rows) - len(self.holding)):
-            text = f"{aged} rows of {self.file} are of other sources than today's, and were not come to"
-            out.print(text, markup=False, highlight=False, soft_wrap=True)
+            say(f"{aged} rows of {self.file} are of other sources than today's, and were not come to")
         calls: dict[str, list[dict[str, Any]]] = {}
         for row in self.holding:
             calls.setdefault(row["call"], []).append(row)
         for call, rows in calls.items():
-            out.print(call, style="bold", markup=False, highlight=False, soft_wrap=True)
+            say(call, style="bold")
             for row in sorted(rows, key=lambda r: (r.get("median_us") is None, r.get("median_us") or 0.0)):
                 style = "red" if row["verdict"] in ("wrong", "failed") else "bold" if row["subject"] else ""
                 for line in _lines(row, out.width):
-                    out.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+                    say(line, style=style)
         spent = ", ".join(f"{what} {s:.0f}" for what, s in self.seconds().items() if s >= NOTED)
-        out.print(f"seconds: {spent}", markup=False, highlight=False, soft_wrap=True)
+        say(f"seconds: {spent}")
         dearest = "; ".join(f"{call} {s:.1f}" for call, s in [*_rounded(self.took()).items()][:DEAREST])
         if dearest:
-            out.print(f"seconds of the slowest calls: {dearest}", markup=False, highlight=False, soft_wrap=True)
+            say(f"seconds of the slowest calls: {dearest}")
         for name, why in self.absent.items():
-            out.print(f"{name} takes no part: {why}", markup=False, highlight=False, soft_wrap=True)
+            say(f"{name} takes no part: {why}")
         for subjects, outcome in self.outcomes.items():
             rates = ", ".join(_rate(n, r) for n, r in outcome.rates.items())
-            out.print(f"the roof on the device of {subjects}, measured: {rates}", highlight=False, soft_wrap=True)
+            say(f"the roof on the device of {subjects}, measured: {rates}")
             for case, why in outcome.unserved:
-                what = f"{case.timed} {case.dtype} of {case.suite} cannot be timed: {why}"
-                out.print(what, style="red", markup=False, highlight=False, soft_wrap=True)
+                say(f"{case.timed} {case.dtype} of {case.suite} cannot be timed: {why}", style="red")
             if outcome.left_out:
                 names = ", ".join(dict.fromkeys(f"{c.timed} of {c.suite}" for c in outcome.left_out))
                 text = f"the budget ended before {len(outcome.left_out)} calls: {names}; --budget gives more seconds"
-                out.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+                say(text, style="yellow")
+        if plots:
+            from portakern.reporting import speed
 
-    def draw(self, folder: Path) -> None:
-        from portakern.reporting import speed
-
-        for path in speed.draw_into(folder, self.record(self.holding)):
-            out.print(f"wrote {path}", markup=False, highlight=False)
+            for path in speed.draw_into(plots, self.record(self.holding)):
+                out.print(f"wrote {path}", markup=False, highlight=False)
 
 
 def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.cells import cell_len
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand
@@ -41,6 +42,8 @@ __all__ = [
     "out",
     "print_indented",
     "print_json",
+    "progress_bar",
+    "say",
     "show_table",
 ]
 
@@ -171,6 +174,17 @@ def print_json(command: str, file: Path | None, data: Any) -> bool:
     check_writable(command, file)
     write_atomically(file, text)
     return False
+
+
+def say(text: str, style: str | None = None, to: Console = out) -> None:
+    """A line that is not folded, and in which nothing is obeyed."""
+    to.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def progress_bar() -> Progress:
+    """How far a command is, on standard error while it runs."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=err, transient=True)
 
 
 def show_table(title: str, columns: list[str], rows: list[list[str]]) -> None:

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.measure import Measurement
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from portakern import results
@@ -20,6 +19,8 @@ from portakern.cli.common import (
     out,
     print_indented,
     print_json,
+    progress_bar,
+    say,
 )
 from portakern.core import registry, targets
 from portakern.errors import SpecError, UnsupportedError
@@ -70,15 +71,8 @@ def compile_(
         what = f"no backend compiles {', '.join(ops or ['any op'])} for {', '.join(names)}"
         raise UnsupportedError(f"compile: {'; '.join((what, *later))}")
     for why in later if variant is None else ():
-        err.print(f"not compiled: {why}", markup=False, highlight=False, soft_wrap=True)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=err,
-        transient=True,
-    ) as bar:
+        say(f"not compiled: {why}", to=err)
+    with progress_bar() as bar:
         task = bar.add_task("compiling", total=len(found))
 
         def done(built: compiling.Build) -> None:
@@ -95,7 +89,7 @@ def compile_(
 def _tell_refusal(job: Any, why: str) -> None:
     """What is not compiled, since another variant takes it."""
     text = f"not compiled: {job.spec.name} by {job.backend.name}/{job.family.name} for {job.hardware.name}: {why}"
-    err.print(text, markup=False, highlight=False, soft_wrap=True)
+    say(text, to=err)
 
 
 def _check_asked(
@@ -154,18 +148,12 @@ def _show_builds(built: list[Any]) -> None:
     for b in built:
         if b.least:
             said = f"{b.call or b.op} for {b.target}: {b.least:.0f} cycles, not run"
-            out.print(said, markup=False, highlight=False, soft_wrap=True)
+            say(said)
     if any(b.least for b in built):
         print_indented(f"cycles: {CYCLES}")
     for b in built:
         if not b.ok:
-            out.print(
-                f"{b.op} {b.dtype} for {b.target}: {b.reason}",
-                style="red",
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
+            say(f"{b.op} {b.dtype} for {b.target}: {b.reason}", style="red")
     out.print(f"{sum(b.ok for b in built)} of {len(built)} compile and fit")
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from portakern import results
-from portakern.cli.common import JsonFile, app, check_dtypes, errors_only, json_into, out, print_indented, show_table
+from portakern.cli.common import JsonFile, app, check_dtypes, errors_only, json_into, print_indented, say, show_table
 from portakern.core import registry
 from portakern.errors import UnavailableError, UnsupportedError
 
@@ -38,7 +37,7 @@ def profile(
     """Say what bounds each kernel of a call: the device's counters where they may be read, times, the spec's bytes and
     operations against the measured roof, and what the machine code takes.
     """
-    from portakern.tools.bench.background import ENVIRONMENT
+    from portakern.tools.bench.background import set_environment
     from portakern.tools.bench.suites import parse_shape
 
     registry.find_spec(op)
@@ -47,8 +46,7 @@ def profile(
         registry.backend(backend).check_variant(variant)
     json_file = json_into(context, "profile", json_file)
     errors_only(context)
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    set_environment()
     from portakern.tools.profile import run
     from portakern.tools.profile.subject import Asked
 
@@ -69,9 +67,7 @@ def profile(
 
 def _show(found: Profile) -> None:
     who = f"{found.backend}, variant {found.variant}" if found.variant else found.backend
-    out.print(
-        f"{found.call} on {found.target.arch} by {who}", style="bold", markup=False, highlight=False, soft_wrap=True
-    )
+    say(f"{found.call} on {found.target.arch} by {who}", style="bold")
     show_table("the call", ["what", "", "from"], _cells(found.facts))
     for kernel in found.kernels:
         times = f" x{kernel.launches}" if kernel.launches > 1 else ""

@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from portakern import results
-from portakern.cli.common import JsonFile, app, check_dtypes, err, errors_only, json_into, out, show_table
+from portakern.cli.common import JsonFile, app, check_dtypes, errors_only, json_into, progress_bar, say, show_table
 from portakern.core import registry
 from portakern.errors import SpecError
 
 DTYPE = "bfloat16"
-BARS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 
 
 Ops = Annotated[list[str] | None, typer.Argument(help="Ops to tune; all when neither op nor suite is named.")]
@@ -93,7 +92,7 @@ def tune(
     plan = Plan(search, tries, max(16, jobs), seed=seed, last=last, rehearse=not loss,
                 deadline=time.monotonic() + seconds)  # fmt: skip
     refused: list[tuple[Any, str]] = []
-    with Pool(jobs, timeout) as pool, Progress(*BARS, console=err, transient=True) as bar:
+    with Pool(jobs, timeout) as pool, progress_bar() as bar:
         told = _Told(bar, len(groups), refused, json_file, start, seed)
         found, left = tune_groups(groups, plan, pool, told.all, ship=ship, write=not loss, fresh=fresh)
     for why in dict.fromkeys(keyless):
@@ -252,8 +251,3 @@ def _show_losses(rows: Sequence[Any]) -> None:
     show_table("Loss", heads, [[*k, *figures([r for r in tried if kind(r) == k])] for k in kinds])
     if len(tried) < len(rows):
         say(f"{len(rows) - len(tried)} calls had no time: nothing else than what is shipped was tried")
-
-
-def say(text: str, style: str | None = None) -> None:
-    """A line that is not folded."""
-    out.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

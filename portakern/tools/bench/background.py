@@ -27,7 +27,7 @@ from portakern.tools.bench.suites import TimedCase
 from portakern.tools.bench.trial import FIRST_CALL, Visit, visit
 from portakern.tools.bench.verdicts import Expected, Judge
 
-__all__ = ["ENVIRONMENT", "WORKERS", "Background", "WarmUp", "references", "shared", "warm_up"]
+__all__ = ["ENVIRONMENT", "WORKERS", "Background", "WarmUp", "references", "set_environment", "shared", "warm_up"]
 
 T = TypeVar("T")
 
@@ -45,6 +45,13 @@ ENVIRONMENT = {
     "TRITON_CACHE_DIR": str(Path(os.environ.get("TRITON_HOME", Path.home()), ".triton", "cache")),
 }
 """What a process that times is to have in its environment before it loads a library, where its user says nothing."""
+
+
+def set_environment() -> None:
+    """Have what a process that times is to have, before it loads a library."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
 
 AHEAD = {"OMP_NUM_THREADS": "1", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
 """What else a process that compiles ahead is to have: one core, and memory that it does not keep. That takes time where
