@@ -1,8 +1,8 @@
 """Prove that the linters see.
 
-In a copy of the tree, plant one forbidden import and one type error under backends/ and demand that each is reported;
+In a copy of the tree, plant forbidden imports and type errors and demand that each is reported;
 and demand that ruff, mypy and import-linter each read as many files as there are. The packages under portakern/ are
-partly symlinks, which a tool can skip in silence: then it reports success on a handful of files.
+partly symlinks, which a tool can skip in silence: then it reports success on a handful of files. maint/ is read too.
 """
 
 from __future__ import annotations
@@ -35,6 +35,17 @@ FORBIDDEN_IMPORT = (
     "import portakern.backends.pallas  # noqa: F401\n",
     "portakern.backends.triton.planted_import",
 )
+UPWARD_IMPORT = (
+    "portakern/planted_import.py",
+    "import maint.report  # noqa: F401\n",
+    "portakern.planted_import",
+)
+MAINTAINERS_ERROR = (
+    "maint/planted_type_error.py",
+    'answer: int = "forty-two"\n',
+    "planted_type_error.py:1: error: Incompatible types in assignment",
+)
+MYPY = ["mypy", "-p", "portakern", "-p", "maint"]
 TYPE_ERROR = (
     "backends/reference/planted_type_error.py",
     'answer: int = "forty-two"\n',
@@ -59,16 +70,16 @@ def main() -> int:
 
 def _all_files_read(tree: Path) -> Iterator[str]:
     """What is wrong with the number of files that each tool read."""
-    package = len({p.resolve() for p in _python_files(tree / "portakern", follow=True)})
+    package = len({p.resolve() for f in ("portakern", "maint") for p in _python_files(tree / f, follow=True)})
     everything = len({p.resolve() for p in _python_files(tree, follow=False)})
     linked = sum(len(list(_python_files(tree / folder, follow=False))) for folder in ("specs", "backends", "examples"))
     if not 0 < linked < package:
         yield (
-            f"portakern/ holds {package} files, and specs/, backends/ and examples/ {linked}: "
+            f"portakern/ and maint/ hold {package} files, and specs/, backends/ and examples/ {linked}: "
             "are the symlinks in place?"
         )
     for tool, count, pattern, expected in (
-        ("mypy", ["mypy", "-p", "portakern"], r"(?:in|checked) (\d+) source files?", package),
+        ("mypy", [*MYPY], r"(?:in|checked) (\d+) source files?", package),
         ("import-linter", ["lint-imports"], r"Analyzed (\d+) files", package),
         ("ruff", ["ruff", "check", "--show-files", "."], None, everything),
     ):
@@ -84,7 +95,9 @@ def _plants_reported(tree: Path) -> Iterator[str]:
     """What was planted and not reported."""
     for (path, text, report), command in (
         (FORBIDDEN_IMPORT, ["lint-imports"]),
-        (TYPE_ERROR, ["mypy", "-p", "portakern"]),
+        (UPWARD_IMPORT, ["lint-imports"]),
+        (MAINTAINERS_ERROR, MYPY),
+        (TYPE_ERROR, MYPY),
     ):
         (tree / path).write_text(text, encoding="utf-8")
         status, output = _run(tree, *command)

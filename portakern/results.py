@@ -136,13 +136,6 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         {"wall_seconds": "number", "ok": "count", "of": "count", "limits": "object"},
         {"kernels": _KERNEL},
     ),
-    "times": Benchmark(
-        ("op", "dtype", "call"),
-        {"op": "text", "dtype": "text", "call": "text", "tiling": "integers", "us": "number", "bytes": "count",
-         "flops": "count", "floor_us": "number", "peers": "numbers",
-         "checked": "flag"},
-        {"wall_seconds": "number?"},
-    ),
     "tune": Benchmark(
         ("op", "dtype", "call", "target", "backend", "variant"),
         {"op": "text", "family": "text", "dtype": "text", "call": "text", "target": "text", "backend": "text",
@@ -259,6 +252,11 @@ class Result:
     rows: Sequence[Mapping[str, Any]]
     extra: Mapping[str, Any]
     commit: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What the run is called."""
+        return self.file.name
 
     def key(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
         """What a row measured."""

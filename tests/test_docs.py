@@ -172,9 +172,9 @@ def test_sections_come_by_their_headings(maker) -> None:
     with pytest.raises(LookupError, match="x.md has no section #no-heading; expected one of a, b-c, d, e"):
         sections.section(text, "no-heading", "x.md")
     page = '<!-- include: README.md#portakern to "**What runs where" -->'
-    assert "pip install -c" in sections.included(page, root, "docs", lambda text, folder: text)
+    assert "pip install -c" in sections.included(page, root, "docs", lambda text, folder: text, str)
     with pytest.raises(LookupError, match="'not there' stands there 0 times"):
-        sections.included(page.replace("**What runs where", "not there"), root, "docs", lambda text, folder: text)
+        sections.included(page.replace("**What runs where", "not there"), root, "docs", lambda text, folder: text, str)
 
 
 OWN = [page for page in PAGES if "<!-- include: README.md" in (DOCS / page).read_text(encoding="utf-8")]
@@ -188,7 +188,10 @@ def test_a_page_runs_with_the_sections_that_it_shows(page: str, maker, monkeypat
         pytest.importorskip(framework, reason=f"{framework} is not installed")
     monkeypatch.setattr(registry, "_registered", {})  # one section registers a backend
     text = re.sub(r"^<!-- include: (?!README).*-->$", "", (DOCS / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
-    assert pages.run(DOCS / page, text=maker("sections").included(text, ROOT, "docs", lambda piece, folder: piece)) > 1
+    assert (
+        pages.run(DOCS / page, text=maker("sections").included(text, ROOT, "docs", lambda piece, folder: piece, str))
+        > 1
+    )
 
 
 def test_lists_are_nested_as_python_markdown_reads_them(maker) -> None:

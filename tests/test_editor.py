@@ -23,10 +23,10 @@ from jaxtyping import Float
 from typer.testing import CliRunner
 
 import portakern as pk
+from maint import report, stub
 from portakern.cli import app
 from portakern.core import registry
 from portakern.core.framework import frameworks
-from portakern.reporting import checkout, stubs
 from portakern.spec import spec
 from portakern.spec.signature import signature
 
@@ -119,20 +119,20 @@ def test_the_version_from_a_shell():
 
 # ----------------------------------------------------------------------------------------------------------- the stub
 def test_the_stub_is_up_to_date():
-    text = (ROOT / stubs.FILE).read_text(encoding="utf-8")
-    assert text == stubs.stub(), f"a spec changed; run: {checkout.COMMAND}"
-    assert checkout.COMMAND in text.splitlines()[0]
+    text = (ROOT / stub.FILE).read_text(encoding="utf-8")
+    assert text == stub.stub(), f"a spec changed; run: {report.COMMAND}"
+    assert report.COMMAND in text.splitlines()[0]
     assert max(map(len, text.splitlines())) <= 120
 
 
 def test_report_tells_of_a_stub_that_was_changed_and_mends_it(tmp_path):
     """Where there are neither pages nor results, the stub is all that there is to make."""
-    (tmp_path / checkout.FOLDER).mkdir(parents=True)
+    (tmp_path / report.FOLDER).mkdir(parents=True)
     (tmp_path / "portakern").mkdir()
-    (tmp_path / stubs.FILE).write_text("# mine\n")
-    assert checkout.update(tmp_path) == [tmp_path / stubs.FILE]
-    assert (tmp_path / stubs.FILE).read_text() == stubs.stub()
-    assert checkout.stale(tmp_path) == []
+    (tmp_path / stub.FILE).write_text("# mine\n")
+    assert report.update(tmp_path) == [tmp_path / stub.FILE]
+    assert (tmp_path / stub.FILE).read_text() == stub.stub()
+    assert report.stale(tmp_path) == []
 
 
 # ------------------------------------------------------------------------------------------------------- type checkers
@@ -330,13 +330,13 @@ def ends(x: Float[Any, "n"], *, low: bool = False, high: bool = True) -> ThreeOu
 )
 def test_outputs_on_demand(declared, returns, fields, ways):
     made = spec(tiling={}, flops=lambda call: 0.0, returns=returns)(declared)
-    (result,) = stubs._result(made)
+    (result,) = stub._result(made)
     assert [line.strip() for line in result.splitlines()[1:]] == fields
-    assert {", ".join(f"{n}: {t}" for n, t in w.narrowed.items()): w.returns for w in stubs._ways(made)} == ways
+    assert {", ".join(f"{n}: {t}" for n, t in w.narrowed.items()): w.returns for w in stub._ways(made)} == ways
 
 
 def test_only_our_own_ops_stand_in_the_stub():
-    named = re.findall(r'which: Literal\["(\w+)"\]', stubs.stub())
+    named = re.findall(r'which: Literal\["(\w+)"\]', stub.stub())
     assert named == [n for n in registry.ops() if registry.find_spec(n).fn.__module__.startswith("portakern.specs.")]
 
 

@@ -44,7 +44,7 @@ pk.op("softmax", backend="reference")(np.ones((2, 3), "float32"))
 print(json.dumps(sorted(m for m in sys.modules if m.partition(".")[0] == "portakern")))
 """
 TOOLS = (
-    "cli", "core.explain", "examples", "inventory", "judging", "processes", "reporting", "results", "sources",
+    "cli", "core.explain", "examples", "inventory", "judging", "processes", "results", "sources",
     "testing", "tools",
 )  # fmt: skip
 """What a call needs none of, under ``portakern``."""

@@ -16,45 +16,26 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
+from maint import compiled, judges, lines, markdown, plots, reach, timed
+from maint import report as reporting
+from maint.kept import AGED, STALE, Kept, chip
+from portakern import sources
 from portakern.cli import app
 from portakern.core import registry, targets
-from portakern.reporting import (
-    agreement,
-    beside,
-    checkout,
-    compiled,
-    judges,
-    legal,
-    lines,
-    losses,
-    markdown,
-    measured,
-    plots,
-    reach,
-    roofline,
-    speed,
-    tuned,
-    verdict,
-)
-from portakern.reporting.kept import Kept, chip
-from portakern.reporting.staleness import AGED, STALE
 from portakern.results import ResultError
 from portakern.testing import subject
+from portakern.tools.bench import agreement
+from portakern.tools.bench import plots as bench_plots
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE = "NVIDIA H100 80GB HBM3"
-TIME = {
-    "op": "softmax", "dtype": "bfloat16", "call": "softmax(bfloat16; shape=(4096, 4096), axis=1)",
-    "tiling": {"block_n": 4096}, "us": 40.0,
-    "bytes": 67108864, "flops": 83886080, "floor_us": 20.0, "peers": {"torch": 50.0}, "checked": True,
-}  # fmt: skip
-
-
-PAGE_ONE = ("reach", "verdict", "losses")  # of PORTING.md
+CALL = {"op": "softmax", "way": "op", "median_us": 40.0, "best_us": 39.5, "worst_us": 44.0}
+"""A row of benchmarks/launch.py."""
+PAGE_ONE = ("reach", "ports", "speeds")  # of PORTING.md
 ABSENT = {"quack": "quack not installed; run: pip install quack-kernels"}
 
 
-def timed(contender, us, q_len=1024, **changes):
+def bench(contender, us, q_len=1024, **changes):
     """A row of `portakern bench`: attention, by a backend of ours or by a peer."""
     subject, call = contender == "triton", f"attention(bfloat16; batch=2, q_len={q_len}, is_causal=True); with bias"
     times = {
@@ -71,15 +52,19 @@ def timed(contender, us, q_len=1024, **changes):
     }  # fmt: skip
 
 
-NO_TIME = dict.fromkeys(timed("torch", 1.0).keys() & {"median_us", "best_us", "worst_us", "host_us", "share", "ratio"})
+NO_TIME = dict.fromkeys(bench("torch", 1.0).keys() & {"median_us", "best_us", "worst_us", "host_us", "share", "ratio"})
 BENCH = [
-    timed("triton", 100.0, best_peer="torch", ratio=0.5, sources="f" * 16),
-    timed("torch", 50.0, best_peer="torch", ratio=1.0),
-    timed("jax", 0.0, **NO_TIME, verdict="wrong", error=2.74),
-    timed("liger", 0.0, **NO_TIME, verdict="refused", error=None, why="it has no attention"),
-    timed("triton", 300.0, 2048, best_peer="torch", ratio=1.5),
-    timed("torch", 450.0, 2048, best_peer="torch", ratio=1.0),
+    bench("triton", 100.0, best_peer="torch", ratio=0.5, sources="f" * 16),
+    bench("torch", 50.0, best_peer="torch", ratio=1.0),
+    bench("jax", 0.0, **NO_TIME, verdict="wrong", error=2.74),
+    bench("liger", 0.0, **NO_TIME, verdict="refused", error=None, why="it has no attention"),
+    bench("triton", 300.0, 2048, best_peer="torch", ratio=1.5),
+    bench("torch", 450.0, 2048, best_peer="torch", ratio=1.0),
 ]
+
+
+def launched(*rows, **extra):
+    return run_of("launch", rows or [CALL], graphs=[], **extra)
 
 
 def run_of(benchmark, rows, device=DEVICE, date="2026-03-01", **extra):
@@ -129,17 +114,16 @@ def tree(tmp_path):
             limits={"sm_90": {"shared": 64}, "v5e": {"vmem": 2**21}},
         ),
     )
-    put(kept, "times-h100.json", run_of("times", [TIME]))
+    put(kept, "launch-h100.json", launched())
     put(kept, "bench.json", run_of("bench", BENCH, wall_seconds=9, rates={"copy": 3e12}, absent=ABSENT, left_out=[]))
     marks = "".join(
         f"## {name}\n\n<!-- portakern report: {name} -->\n<!-- end: {name} -->\n\n"
-        for name in checkout.TABLES
+        for name in reporting.TABLES
         if name not in PAGE_ONE
     )
     first = [f"<!-- portakern report: {name} -->\n<!-- end: {name} -->\n" for name in PAGE_ONE]
     (root / "PORTING.md").write_text("\n".join(["# Title\n", *first]))
-    (root / "RESULTS.md").write_text("# Title\n\n" + marks + "The end.\n")
-    (root / "README.md").write_text("No marks here.\n")
+    (root / "README.md").write_text("# Title\n\n" + marks + "The end.\n")
     skip = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "portakern", root / "portakern", ignore=skip)
     return root
@@ -157,8 +141,8 @@ def fresh(tree, drawn):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install -e '.[demo]'")
     for path, text in drawn.items():
         put_text(tree / path, text)
-    checkout.update(tree)
-    drawn.update({p.relative_to(tree): p.read_text() for p in (tree / checkout.PLOTS).iterdir()})
+    reporting.update(tree)
+    drawn.update({p.relative_to(tree): p.read_text() for p in (tree / reporting.PLOTS).iterdir()})
     return tree
 
 
@@ -180,21 +164,22 @@ def content(root: Path) -> dict[str, bytes]:
 
 
 def test_the_report_of_this_checkout_is_up_to_date():
-    assert [f"{s.path.relative_to(ROOT)}: {s.what}" for s in checkout.stale(ROOT)] == [], f"run: {checkout.COMMAND}"
+    assert [f"{s.path.relative_to(ROOT)}: {s.what}" for s in reporting.stale(ROOT)] == [], f"run: {reporting.COMMAND}"
 
 
 def test_every_table_has_its_place_in_this_checkout():
+    """On a page that keeps it, or on one that gets it when the site is built."""
     there = {
-        name
-        for page in checkout.PAGES
-        for name in markdown.pieces((ROOT / page).read_text(encoding="utf-8"), ROOT / page)
+        n for page in reporting.PAGES for n in markdown.pieces((ROOT / page).read_text(encoding="utf-8"), ROOT / page)
     }
-    assert there == set(checkout.TABLES)
+    for page in (ROOT / "docs").rglob("*.md"):
+        there |= {*re.findall(r"^<!-- table: (\w+) -->$", page.read_text(encoding="utf-8"), re.MULTILINE)}
+    assert there == set(reporting.TABLES)
 
 
 # -------------------------------------------------------------------------------------------------- making and checking
 def test_tables_show_the_results(fresh):
-    pieces = markdown.pieces((fresh / "RESULTS.md").read_text(), fresh / "RESULTS.md")
+    pieces = markdown.pieces((fresh / "README.md").read_text(), fresh / "README.md")
     assert "| `softmax` | bfloat16 | triton | ok | ok | – |" in pieces["matrix"]
     assert (
         "| `matmul` | bfloat16 | triton | **no** (1) | – | ok |\n" in pieces["matrix"]
@@ -205,13 +190,9 @@ def test_tables_show_the_results(fresh):
     assert "| sm_90 | H100 SXM5 80 GB | 1 of 2 | 0 | 0 | 50% | 50% |" in pieces["resources"]
     assert "| `softmax` | bfloat16 | triton | sm_90, gfx942 | `block_n=4096` |" in pieces["tilings"]
     assert "| `matmul` | bfloat16 | 2,000 |" in pieces["cycles"]
-    assert (
-        f"**{DEVICE}**" in pieces["times"]
-        and "| `softmax` | bfloat16 | shape=(4096, 4096), axis=1 | torch 50 | 40 | 20 | 50% |" in pieces["times"]
-    )
-    assert pieces["errors"].startswith("No conformance run is kept yet") and pieces["launch"].startswith(
-        "Nothing was measured yet"
-    )
+    assert f"**{DEVICE}**" in pieces["launch"] and "| `softmax` | 40.0 |" in pieces["launch"]
+    assert pieces["errors"].startswith("No conformance run is kept yet")
+    assert pieces["steps"].startswith("No step was timed yet")
     fast = pieces["speed"]
     assert "| `attention` | 2 | 1.00 | 0.50 | 1.50 | 50% | 0 |" in fast
     call = "| bfloat16 | batch=2, q_len=1024, causal; with bias | triton | torch 50, jax wrong, 2.74 × its bound |"
@@ -219,53 +200,48 @@ def test_tables_show_the_results(fresh):
     assert "† its sources have changed since it was measured (1 in all)." in fast and "liger" not in fast
     assert "Took no part: quack (quack not installed)." in fast
     assert "| sm_90 | H100 SXM5 80 GB | 3,350 |" in pieces["roofs"]
-    told = markdown.pieces((fresh / "PORTING.md").read_text(), fresh / "PORTING.md")["verdict"]
+    told = markdown.pieces((fresh / "PORTING.md").read_text(), fresh / "PORTING.md")["speeds"]
     (line,) = (line for line in told.splitlines() if line.startswith("| `attention` |"))
-    assert line.endswith(" | 1.00 (0.50 to 1.50)† | – | not run |") and AGED in told
-    assert " | not timed | – | not run |" in told.partition("| `softmax` |")[2].partition("\n")[0]
-    assert "| `softmax` | " in pieces["lines"] and (fresh / "README.md").read_text() == "No marks here.\n"
+    assert line.endswith(" | 1.00 (0.50 to 1.50)† | – |") and AGED in told
+    assert "| `softmax` | " in pieces["lines"]
     for plot in (fresh / "docs" / "plots").iterdir():
         assert (
             ElementTree.parse(plot).getroot().tag.endswith("svg") and "Verdana, Arial, sans-serif" in plot.read_text()
         )
     assert [p.name for p in sorted((fresh / "docs" / "plots").iterdir())] == [
-        "attention-memory.svg",
-        "attention-rate.svg",
-        "errors.svg",
         "glance.svg",
         "heatmap.svg",
         "roofline-sm_90.svg",
-        "speed.svg",
     ]
 
 
 def test_two_generations_have_the_same_bytes(fresh):
     before = content(fresh)
-    assert checkout.stale(fresh) == [] and checkout.update(fresh) == []
+    assert reporting.stale(fresh) == [] and reporting.update(fresh) == []
     for path in (fresh / "docs" / "plots").iterdir():
         path.unlink()
-    (fresh / "RESULTS.md").write_text((fresh / "RESULTS.md").read_text().replace("| `softmax` |", "| `hardmax` |"))
-    assert len(checkout.update(fresh)) == 8
+    (fresh / "README.md").write_text((fresh / "README.md").read_text().replace("| `softmax` |", "| `hardmax` |"))
+    assert len(reporting.update(fresh)) == 4
     assert content(fresh) == before
 
 
 def test_what_was_changed_by_hand_is_named(fresh):
-    page, plot = fresh / "RESULTS.md", fresh / "docs" / "plots" / "roofline-sm_90.svg"
+    page, plot = fresh / "README.md", fresh / "docs" / "plots" / "roofline-sm_90.svg"
     assert report(fresh, "--check").exit_code == 0
-    page.write_text(page.read_text().replace("| 40 | 20 |", "| 30 | 20 |").replace("The end.", "The prose may change."))
+    page.write_text(page.read_text().replace("| 40.0 |", "| 30.0 |").replace("The end.", "The prose may change."))
     plot.write_text(plot.read_text().replace("H100", "H200"))
     (fresh / "docs" / "plots" / "heatmap.svg").unlink()
     before = content(fresh)
     said = report(fresh, "--check")
     assert said.exit_code == 1 and content(fresh) == before
     assert said.output.splitlines() == [
-        "RESULTS.md: table 'times' is stale or was changed by hand; run: portakern report",
+        "README.md: table 'launch' is stale or was changed by hand; run: portakern report",
         "docs/plots/heatmap.svg: is missing; run: portakern report",
         "docs/plots/roofline-sm_90.svg: was changed by hand; run: portakern report",
     ]
     mended = report(fresh)
     assert mended.exit_code == 0 and mended.output.splitlines() == [
-        "wrote RESULTS.md",
+        "wrote README.md",
         "wrote docs/plots/heatmap.svg",
         "wrote docs/plots/roofline-sm_90.svg",
     ]
@@ -280,18 +256,19 @@ def test_results_that_change_make_tables_and_plots_stale(fresh):
     (fresh / "benchmarks" / "results" / "bench.json").unlink()
     gone = "shows what is no longer among the results"
     assert {
-        s.what.removesuffix(" is stale or was changed by hand") for s in checkout.stale(fresh) if s.path.suffix == ".md"
-    } == {f"table {name!r}" for name in (*PAGE_ONE, "matrix", "resources", "tilings", "cycles", "speed")}
-    assert {s.path.name: s.what for s in checkout.stale(fresh) if s.path.suffix == ".svg"} == {
-        "heatmap.svg": "is stale",
-        "roofline-sm_90.svg": "is stale",  # bench had measured more
-        **dict.fromkeys(("attention-memory.svg", "attention-rate.svg", "errors.svg", "glance.svg", "speed.svg"), gone),
+        s.what.removesuffix(" is stale or was changed by hand")
+        for s in reporting.stale(fresh)
+        if s.path.suffix == ".md"
+    } == {
+        f"table {name!r}" for name in ("reach", "speeds", "losses", "matrix", "resources", "tilings", "cycles", "speed")
     }
-    checkout.update(fresh)
-    assert sorted(p.name for p in (fresh / "docs" / "plots").iterdir()) == [
-        "heatmap.svg",
-        "roofline-sm_90.svg",
-    ] and not checkout.stale(fresh)
+    assert {s.path.name: s.what for s in reporting.stale(fresh) if s.path.suffix == ".svg"} == {
+        "heatmap.svg": "is stale",
+        "roofline-sm_90.svg": gone,
+        "glance.svg": gone,
+    }
+    reporting.update(fresh)
+    assert [p.name for p in (fresh / "docs" / "plots").iterdir()] == ["heatmap.svg"] and not reporting.stale(fresh)
 
 
 @pytest.mark.parametrize(
@@ -299,33 +276,33 @@ def test_results_that_change_make_tables_and_plots_stale(fresh):
     [
         (
             "<!-- portakern report: matrix -->\n",
-            "RESULTS.md, line 1: <!-- portakern report: matrix --> has no end; expected <!-- end: matrix --> below it",
+            "README.md, line 1: <!-- portakern report: matrix --> has no end; expected <!-- end: matrix --> below it",
         ),
-        ("a\n<!-- end: matrix -->\n", "RESULTS.md, line 2: <!-- end: matrix --> ends nothing; no mark is open there"),
+        ("a\n<!-- end: matrix -->\n", "README.md, line 2: <!-- end: matrix --> ends nothing; no mark is open there"),
         (
-            "<!-- portakern report: matrix -->\n<!-- end: times -->\n",
-            "RESULTS.md, line 2: <!-- end: times --> ends nothing; expected <!-- end: matrix -->",
+            "<!-- portakern report: matrix -->\n<!-- end: launch -->\n",
+            "README.md, line 2: <!-- end: launch --> ends nothing; expected <!-- end: matrix -->",
         ),
         (
-            "<!-- portakern report: matrix -->\n<!-- portakern report: times -->\n",
+            "<!-- portakern report: matrix -->\n<!-- portakern report: launch -->\n",
             (
-                "RESULTS.md, line 2: <!-- portakern report: times --> stands inside 'matrix'; expected <!-- end: "
+                "README.md, line 2: <!-- portakern report: launch --> stands inside 'matrix'; expected <!-- end: "
                 "matrix --> before it"
             ),
         ),
         (
             "<!-- portakern report: haste -->\n<!-- end: haste -->\n",
-            "RESULTS.md: there is no table 'haste'; expected one of reach, verdict, ",
+            "README.md: there is no table 'haste'; expected one of reach, ports, ",
         ),
     ],
 )
 def test_marks_that_do_not_pair(tree, page, message):
-    (tree / "RESULTS.md").write_text(page)
-    for command in (checkout.stale, checkout.update):
+    (tree / "README.md").write_text(page)
+    for command in (reporting.stale, reporting.update):
         with pytest.raises(ResultError) as e:
             command(tree)
         assert str(e.value).startswith(message)
-    assert (tree / "RESULTS.md").read_text() == page and not (tree / "docs").exists()
+    assert (tree / "README.md").read_text() == page and not (tree / "docs").exists()
 
 
 def test_elsewhere_than_in_a_checkout(tmp_path):
@@ -337,14 +314,28 @@ def test_elsewhere_than_in_a_checkout(tmp_path):
     )
 
 
+def test_a_wheel_says_that_it_needs_a_checkout_and_compares_without(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "root", lambda: tmp_path)
+    said = CliRunner().invoke(app, ["report", "--check"])
+    assert str(said.exception) == (
+        f"portakern report works on a checkout of portakern, and {tmp_path} has no maint/report.py; run it in a checkout "
+        "(report --compare FIRST SECOND needs none)"
+    )
+    files = (
+        benched(tmp_path, "first.json", BENCH),
+        benched(tmp_path, "second.json", [{**r, "host_us": 9.0} for r in BENCH]),
+    )
+    done = CliRunner().invoke(app, ["report", "--compare", *map(str, files)])
+    assert done.exit_code == 0 and "2 of 2 ratios of ours are within 5%" in done.output, done.output
+
+
 def test_without_matplotlib_nothing_is_half_done(tree, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     before = content(tree)
     said = report(tree)
     assert (
         str(said.exception)
-        == "the plots of portakern report need matplotlib, which is not installed; "
-        "in a checkout of portakern run: pip install -e '.[plots]'"
+        == "plots need matplotlib, which is not installed; in a checkout of portakern run: pip install -e '.[plots]'"
         and content(tree) == before
     )
     assert report(tree, "--check").exit_code == 1  # checking draws nothing
@@ -352,25 +343,24 @@ def test_without_matplotlib_nothing_is_half_done(tree, monkeypatch):
 
 # --------------------------------------------------------------------------------------------------------------- adding
 def test_a_new_run_is_taken_in(fresh, tmp_path):
-    rows = [{"op": "softmax", "way": "op", "median_us": 7.0, "best_us": 6.5, "worst_us": 9.0}]
-    said = report(fresh, "--add", put(tmp_path, "Launch H100.json", run_of("launch", rows, graphs=[])))
+    said = report(fresh, "--add", put(tmp_path, "Launch B200.json", launched(device="NVIDIA B200")))
     assert said.exit_code == 0, said.output
-    assert said.output.splitlines() == [f"launch-h100.json is new: launch on {DEVICE}, 1 row", "wrote RESULTS.md"]
-    assert "| `softmax` | 7.0 |" in (fresh / "RESULTS.md").read_text() and checkout.stale(fresh) == []
+    assert said.output.splitlines() == ["launch-b200.json is new: launch on NVIDIA B200, 1 row", "wrote README.md"]
+    assert "**NVIDIA B200**" in (fresh / "README.md").read_text() and reporting.stale(fresh) == []
 
 
 def test_a_newer_run_replaces(fresh, tmp_path):
-    file = put(tmp_path, "other.json", run_of("times", [{**TIME, "us": 25.0}], date="2026-03-02"))
+    file = put(tmp_path, "other.json", launched({**CALL, "median_us": 25.0}, date="2026-03-02"))
     said = report(fresh, "--add", file)
     assert (
         said.output.splitlines()[0]
-        == f"times-h100.json is replaced: times on {DEVICE} of 2026-03-01, 1 row, by that of 2026-03-02, 1 row"
+        == f"launch-h100.json is replaced: launch on {DEVICE} of 2026-03-01, 1 row, by that of 2026-03-02, 1 row"
     )
-    assert "| torch 50 | 25 | 20 | 80% |" in (fresh / "RESULTS.md").read_text() and checkout.stale(fresh) == []
+    assert "| `softmax` | 25.0 |" in (fresh / "README.md").read_text() and reporting.stale(fresh) == []
     assert sorted(p.name for p in (fresh / "benchmarks" / "results").iterdir()) == [
         "bench.json",
         "compile-matrix.json",
-        "times-h100.json",
+        "launch-h100.json",
     ]
 
 
@@ -382,14 +372,14 @@ def benched(folder, name, rows, device=DEVICE):
 def test_two_runs_are_held_against_each_other(tmp_path):
     """Ratios of ours by the size of the call, times of all, and each ratio that differs by more than runs may."""
     first = [
-        timed("triton", 100.0, best_peer="torch", ratio=0.5), timed("torch", 50.0, ratio=1.0),
-        timed("triton", 8.0, 64, best_peer="torch", ratio=1.0), timed("torch", 8.0, 64, ratio=1.0),
-        timed("jax", 60.0, ratio=0.8), timed("liger", 0.0, **NO_TIME, verdict="refused", why="it has no attention"),
+        bench("triton", 100.0, best_peer="torch", ratio=0.5), bench("torch", 50.0, ratio=1.0),
+        bench("triton", 8.0, 64, best_peer="torch", ratio=1.0), bench("torch", 8.0, 64, ratio=1.0),
+        bench("jax", 60.0, ratio=0.8), bench("liger", 0.0, **NO_TIME, verdict="refused", why="it has no attention"),
     ]  # fmt: skip
     second = [
-        timed("triton", 103.0, best_peer="torch", ratio=0.49), timed("torch", 50.5, ratio=1.0),
-        timed("triton", 10.0, 64, best_peer="torch", ratio=0.8), timed("torch", 8.0, 64, ratio=1.0, host_us=31.0),
-        timed("jax", 0.0, **NO_TIME, verdict="far behind", why="not timed"), first[-1],
+        bench("triton", 103.0, best_peer="torch", ratio=0.49), bench("torch", 50.5, ratio=1.0),
+        bench("triton", 10.0, 64, best_peer="torch", ratio=0.8), bench("torch", 8.0, 64, ratio=1.0, host_us=31.0),
+        bench("jax", 0.0, **NO_TIME, verdict="far behind", why="not timed"), first[-1],
     ]  # fmt: skip
     files = benched(tmp_path, "first.json", first), benched(tmp_path, "second.json", second)
     found = agreement.agreement(*files)
@@ -406,8 +396,8 @@ def test_two_runs_are_held_against_each_other(tmp_path):
 
 
 def test_runs_that_agree_end_with_status_0(tmp_path):
-    rows = [timed("triton", 100.0, ratio=0.5), timed("torch", 50.0, ratio=1.0)]
-    again = [timed("triton", 101.0, ratio=0.5), timed("torch", 50.0, ratio=1.0)]
+    rows = [bench("triton", 100.0, ratio=0.5), bench("torch", 50.0, ratio=1.0)]
+    again = [bench("triton", 101.0, ratio=0.5), bench("torch", 50.0, ratio=1.0)]
     first, second = benched(tmp_path, "first.json", rows), benched(tmp_path, "second.json", again)
     said = CliRunner().invoke(app, ["report", "--compare", str(first), str(second)])
     assert said.exit_code == 0 and "1 of 1 ratios of ours are within 5%" in said.output, said.output
@@ -425,20 +415,20 @@ def test_runs_that_agree_end_with_status_0(tmp_path):
     ],
 )
 def test_what_two_runs_do_not_share_is_told(tmp_path, changes, told):
-    rows = [timed("triton", 100.0, ratio=0.5), timed("triton", 300.0, 2048, ratio=0.5)]
-    again = [timed("triton", 100.0, ratio=0.5) | changes, timed("triton", 301.0, 2048, ratio=0.5)]
+    rows = [bench("triton", 100.0, ratio=0.5), bench("triton", 300.0, 2048, ratio=0.5)]
+    again = [bench("triton", 100.0, ratio=0.5) | changes, bench("triton", 301.0, 2048, ratio=0.5)]
     files = benched(tmp_path, "first.json", rows), benched(tmp_path, "second.json", again)
     said = CliRunner().invoke(app, ["report", "--compare", *map(str, files)])
     assert told in said.output and said.exit_code == ("wrong" in told)
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path):
-    first = benched(tmp_path, "first.json", [timed("triton", 100.0, ratio=0.5)])
-    other = benched(tmp_path, "other.json", [timed("triton", 100.0, ratio=0.5)], "NVIDIA B200")
+    first = benched(tmp_path, "first.json", [bench("triton", 100.0, ratio=0.5)])
+    other = benched(tmp_path, "other.json", [bench("triton", 100.0, ratio=0.5)], "NVIDIA B200")
     with pytest.raises(ResultError, match="it ran on NVIDIA B200, and .*first.json on NVIDIA H100 80GB HBM3"):
         agreement.agreement(first, other)
-    times = put(tmp_path, "times.json", run_of("times", [TIME]))
-    with pytest.raises(ResultError, match="it holds results of times; expected those of portakern bench"):
+    times = put(tmp_path, "launch.json", launched())
+    with pytest.raises(ResultError, match="it holds results of launch; expected those of portakern bench"):
         agreement.agreement(first, times)
     refused = CliRunner().invoke(app, ["report", "--check", "--compare", str(first), str(first)])
     assert "leave out --check" in str(refused.exception)
@@ -454,10 +444,10 @@ def test_losses_of_what_is_shipped_stand_by_target_and_family(tree):
         }  # fmt: skip
 
     kept = Kept.of(tree)
-    assert "Nothing was tuned yet" in tuned.tuned(kept)
+    assert "Nothing was tuned yet" in timed.tuned(kept)
     rows = [row("a", 10.0), row("b", 9.5), row("c", 8.0), row("d", 10.0, 1), row("e", 10.0, 1, ended=True)]
     put(tree / "benchmarks" / "results", "tune.json", run_of("tune", rows, wall_seconds=60, seed=0, left=2))
-    text = tuned.tuned(Kept.of(tree))
+    text = timed.tuned(Kept.of(tree))
     assert "| sm_90 | rows | triton, gpu | 4 | 9 | 2.6% | 25.0% | 2 | 1 | 1.071 | 1 |" in text
     assert "time did not reach, whose calls have no row: tune.json 2." in text
 
@@ -465,13 +455,13 @@ def test_losses_of_what_is_shipped_stand_by_target_and_family(tree):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (run_of("times", []), "'rows' is empty; expected a row for each thing measured"),
-        (run_of("times", [{**TIME, "gbps": 3}]), "'rows[0].gbps' is unknown; expected op, dtype, call"),
-        (run_of("times", [TIME], note=""), "'note' is unknown; expected wall_seconds"),
+        (run_of("launch", [], graphs=[]), "'rows' is empty; expected a row for each thing measured"),
+        (launched({**CALL, "gbps": 3}), "'rows[0].gbps' is unknown; expected op, way"),
+        (launched(note=""), "'note' is unknown; expected graphs"),
         (
-            run_of("times", [TIME]),
+            launched(),
             (
-                "its date is 2026-03-01, and benchmarks/results/times-h100.json holds times on NVIDIA H100 80GB "
+                "its date is 2026-03-01, and benchmarks/results/launch-h100.json holds launch on NVIDIA H100 80GB "
                 "HBM3 of 2026-03-01; expected a later one"
             ),
         ),
@@ -483,16 +473,16 @@ def test_losses_of_what_is_shipped_stand_by_target_and_family(tree):
             ),
         ),
         (
-            run_of("times", [TIME], "NVIDIA B200"),
+            launched(device="NVIDIA B200"),
             (
-                "benchmarks/results/times-h100.json is another run's: times on NVIDIA H100 80GB HBM3; give the "
+                "benchmarks/results/launch-h100.json is another run's: launch on NVIDIA H100 80GB HBM3; give the "
                 "file another name"
             ),
         ),
     ],
 )
 def test_a_bad_file_is_refused_and_changes_nothing(fresh, tmp_path, data, message):
-    before, file = content(fresh), put(tmp_path, "times-h100.json", data)
+    before, file = content(fresh), put(tmp_path, "launch-h100.json", data)
     said = report(fresh, "--add", file)
     assert isinstance(said.exception, ResultError) and str(said.exception).startswith(f"{file}: {message}"), (
         said.exception
@@ -501,11 +491,9 @@ def test_a_bad_file_is_refused_and_changes_nothing(fresh, tmp_path, data, messag
 
 
 def test_replace_takes_it_all_the_same(fresh, tmp_path):
-    file = put(
-        tmp_path, "times.json", run_of("times", [{**TIME, "call": "softmax(bfloat16; n=2)"}, {**TIME, "us": 30.0}])
-    )
-    assert report(fresh, "--add", file, "--replace").output.splitlines()[0].startswith("times-h100.json is replaced: ")
-    assert "| 30 | 20 |" in (fresh / "RESULTS.md").read_text()
+    file = put(tmp_path, "launch.json", launched({**CALL, "op": "matmul"}, {**CALL, "median_us": 30.0}))
+    assert report(fresh, "--add", file, "--replace").output.splitlines()[0].startswith("launch-h100.json is replaced: ")
+    assert "| `softmax` | 30.0 |" in (fresh / "README.md").read_text()
     assert (
         str(report(fresh, "--add", file, "--check").exception)
         == "report: --check writes nothing, and --add does; give one of them"
@@ -513,19 +501,15 @@ def test_replace_takes_it_all_the_same(fresh, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------------ what is counted
-def test_the_verdict_tells_of_failures_and_of_16_bits_apart(tree):
-    """The worst output of an op counts; a wrong call hides no speed behind it; float32 has a column of its own."""
-    results = tree / "benchmarks" / "results"
-    fine = timed("triton", 80.0, 4096, dtype="float32", error=0.125, best_peer="torch", ratio=1.25)
-    wrong = {**timed("triton", 0.0, op="softmax"), **NO_TIME, "verdict": "wrong", "error": 7.0}
+def test_the_table_of_speeds_tells_of_failures_and_of_float32_apart(tree):
+    """A wrong call hides no speed behind it; float32 has a column of its own."""
+    fine = bench("triton", 80.0, 4096, dtype="float32", error=0.125, best_peer="torch", ratio=1.25)
+    wrong = {**bench("triton", 0.0, op="softmax"), **NO_TIME, "verdict": "wrong", "error": 7.0}
     rest = {"wall_seconds": 9, "rates": {"copy": 3e12}, "absent": {}, "left_out": []}
-    put(results, "bench.json", run_of("bench", [fine, wrong], **rest))
-    kept = Kept.of(tree)
-    checked = {"op": "attention", "subject": "triton", "worst": {"o": 0.5, "lse": 2.5}, "passed": False}
-    run = dataclasses.replace(kept.results[0], benchmark="conformance", device=DEVICE, rows=(checked,))
-    told = verdict.verdict(dataclasses.replace(kept, results=(*kept.results, run)))
-    assert " | 1.25 | 0.12 | **failed**, 2.500 | not run |" in told.partition("| `attention` |")[2].partition("\n")[0]
-    assert " | **wrong** | – | not run | not run |" in told.partition("| `softmax` |")[2].partition("\n")[0]
+    put(tree / "benchmarks" / "results", "bench.json", run_of("bench", [fine, wrong], **rest))
+    told = timed.speeds(Kept.of(tree))
+    assert told.partition("| `attention` |")[2].startswith(" 1.25 | 0.12 |\n")
+    assert told.partition("| `softmax` |")[2].startswith(" **wrong** | – |\n")
 
 
 def checked_on(subject, op="softmax", passed=True, **more):
@@ -612,24 +596,25 @@ def test_reach_reads_what_the_checker_calls_its_subjects(profile):
 
 def test_losses_are_said_from_the_worst(tree):
     """Slower on any call is slower; a wrong result and what stands beside no peer are told too; the host's time."""
-    quick = timed("triton", 40.0, op="softmax", best_peer="liger", ratio=1.25)
-    wrong = {**timed("triton", 0.0, 4096, op="softmax"), **NO_TIME, "verdict": "wrong", "error": 7.0}
-    even = timed("triton", 100.0, op="rmsnorm", best_peer="torch", ratio=0.98)
+    quick = bench("triton", 40.0, op="softmax", best_peer="liger", ratio=1.25)
+    wrong = {**bench("triton", 0.0, 4096, op="softmax"), **NO_TIME, "verdict": "wrong", "error": 7.0}
+    even = bench("triton", 100.0, op="rmsnorm", best_peer="torch", ratio=0.98)
     rest = {"wall_seconds": 9, "rates": {"copy": 3e12}, "absent": {}, "left_out": []}
     put(tree / "benchmarks" / "results", "bench.json", run_of("bench", [*BENCH, quick, wrong, even], **rest))
     ways = {"op": 12.0, "torch": 10.0, "op, forward and backward": 30.0, "torch, forward and backward": 20.0}
     host = [
         {"op": op, "way": w, "median_us": us * n}
-        for n, op in enumerate(["softmax", "another"], 1)
+        for n, op in enumerate(["rope", "another"], 1)
         for w, us in ways.items()
     ]
-    told = losses.losses(with_rows(Kept.of(tree), "launch", host, DEVICE))
+    (tree / "benchmarks" / "results" / "launch-h100.json").unlink()
+    told = timed.losses(with_rows(Kept.of(tree), "launch", host, DEVICE))
     assert f"Time over the best peer's, {DEVICE}; what differs by less than 3% counts as the same:" in told
     assert "* slower: `attention` on 1 of 2 calls, at most 2.00 (bfloat16, beside torch)." in told
     assert "* the same: `rmsnorm`." in told and "* faster: `softmax` 0.80." in told
     assert "* **wrong**: `softmax` bfloat16." in told and "* timed beside no peer: `matmul`." in told
     assert f"function, {DEVICE}: 1.20 times forward, 1.50 times with" in " ".join(told.split())
-    assert losses.losses(dataclasses.replace(Kept.of(tree), results=())) == "Nothing was timed yet."
+    assert timed.losses(dataclasses.replace(Kept.of(tree), results=())) == "Nothing was timed yet."
 
 
 def test_an_estimate_that_cannot_be_true_is_not_shown(tree):
@@ -665,7 +650,7 @@ def test_kernels_stand_beside_the_best_of_others(tree):
     unknown = alone | {"target": "v5e", "ours": {"why": "the compiler's process ended"}}
     rows = [row, slow, alone, unknown]
     put(kept, "tpu-cycles.json", run_of("tpu-cycles", rows, "host CPU", wall_seconds=120.0))
-    told = beside.beside(Kept.of(tree))
+    told = compiled.beside(Kept.of(tree))
     assert "| case | v5e | v6e |" in told and "| a call | 50 + 7 (**1.20** xla) | 41 (1.02 flash) |" in told
     assert "| another | – | 41 |" in told and "1 of 4 are behind" in told and "2 minutes" in told
 
@@ -682,24 +667,24 @@ def test_tilings_that_a_compiler_took_stand_by_op_and_target(tree):
         row("softmax", "v5e", refused=[bad], tilings=31, large=0, least=None, median=None),
     ]
     put(tree / "benchmarks" / "results", "tpu-legal.json", run_of("tpu-legal", rows, "host CPU", wall_seconds=1.0))
-    told = legal.legal(Kept.of(tree))
+    told = compiled.legal(Kept.of(tree))
     assert "431 tilings, 1 of them refused by libtpu" in told and "4 minutes" in told and f"* {bad}" in told
     assert "| op | v4 | v5e | v6e | estimates |" in told
     assert "| `matmul` | 200 (99%) | – | 200 (99%) | 1.01, 1.20 |" in told
     assert "| `softmax` | – | 31 (99%, **1 refused**) | – | – |" in told and STALE not in told
     rows[0] |= {"backend": "pallas", "variant": "tpu", "sources": "0" * 16}
     put(tree / "benchmarks" / "results", "tpu-legal.json", run_of("tpu-legal", rows, "host CPU", wall_seconds=1.0))
-    told = legal.legal(Kept.of(tree))
+    told = compiled.legal(Kept.of(tree))
     assert f"| `matmul` | 200 (99%) | – | 200 (99%){STALE} |" in told and "(1 in all)" in told
 
 
 def test_a_figure_names_the_commit_that_it_was_measured_at(tree):
-    file = tree / "benchmarks" / "results" / "times-h100.json"
+    file = tree / "benchmarks" / "results" / "launch-h100.json"
     data = json.loads(file.read_text())
     shown = [r.file.name for r in Kept.of(tree).results]
-    assert "times-h100.json" in shown and f": 2026-03-01, {DEVICE}" in measured.times(Kept.of(tree))
+    assert "launch-h100.json" in shown and f": 2026-03-01, {DEVICE}" in timed.launch(Kept.of(tree))
     file.write_text(json.dumps({**data, "commit": "0123456789ab+"}))
-    assert f": 2026-03-01 at 0123456789ab+, {DEVICE}" in measured.times(Kept.of(tree))
+    assert f": 2026-03-01 at 0123456789ab+, {DEVICE}" in timed.launch(Kept.of(tree))
 
 
 def test_what_is_said_never_to_have_run_is_in_no_kept_result():
@@ -753,7 +738,7 @@ def test_lines_that_a_port_has_alone(tmp_path, monkeypatch):
 def test_lines_are_those_of_the_source_and_no_file_counts_twice(monkeypatch):
     """Pallas on Hopper was left out of the table wherever jax was too old to import it, and what a column shares was
     all that it imports, which several columns did of the same files."""
-    kept = Kept(Path(lines.__file__).resolve().parents[2], ())
+    kept = Kept(ROOT, ())
     monkeypatch.setattr(lines, "ops", lambda root: ["softmax", "matmul"])
     shown, written = lines.lines(kept), lines.written(kept)
     assert {"pallas.gpu", "pallas.tpu", "triton.gpu", "triton.hopper"} <= set(written["matmul"])
@@ -780,13 +765,10 @@ def test_lines_of_code():
 
 
 def test_the_newest_of_several_runs_is_shown(tree):
-    put(
-        tree / "benchmarks" / "results",
-        "times-2.json",
-        run_of("times", [{**TIME, "us": 30.0}, {**TIME, "dtype": "float32"}], date="2026-04-01"),
-    )
-    shown = {row["dtype"]: (row["us"], r.file.name) for row, r in Kept.of(tree).rows("times")}
-    assert shown == {"bfloat16": (30.0, "times-2.json"), "float32": (40.0, "times-2.json")}
+    more = launched({**CALL, "median_us": 30.0}, {**CALL, "op": "matmul"}, date="2026-02-01")
+    put(tree / "benchmarks" / "results", "launch-2.json", more)
+    shown = {row["op"]: (row["median_us"], r.name) for row, r in Kept.of(tree).rows("launch")}
+    assert shown == {"softmax": (40.0, "launch-h100.json"), "matmul": (40.0, "launch-2.json")}
 
 
 @pytest.mark.parametrize(
@@ -805,32 +787,32 @@ def test_chips_are_known_by_their_makers_names(device, name):
 
 
 def test_where_an_op_lies_under_the_roof(tree):
-    data = roofline.roofline(Kept.of(tree), targets.find("sm_90"))
+    data = plots.roofline(Kept.of(tree), targets.find("sm_90"))
     (point,), h = data["points"], targets.find("sm_90")
     assert (
         point["intensity"] == 5 * 4096**2 / (2 * 2 * 4096**2)
         and point["by_memory"]
         and point["bound"] == pytest.approx(1.25 * h.bandwidth)
     )
-    assert point["share"] == pytest.approx(83886080 / 40e-6 / point["bound"])
-    assert len(data["measured"]) == 2  # and of bench's two calls, which are one work, one point
-    other = roofline.roofline(Kept.of(tree), targets.find("v5e"))
+    assert point["share"] is None  # nobody timed it
+    assert len(data["measured"]) == 1  # of bench's two calls, which are one work, one point
+    other = plots.roofline(Kept.of(tree), targets.find("v5e"))
     assert not other["measured"] and other["points"][0]["op"] == "matmul" and not other["points"][0]["by_memory"]
 
 
 def test_a_call_lies_under_the_roof_of_its_own_products_and_is_no_other_call(tree):
     """A tf32 product takes as many operations and bytes as that in float32, and lies under another roof."""
-    known = roofline.work("matmul", "float32")
+    known = plots.work("matmul", "float32")
     same = {"op": "matmul", "dtype": "float32", "flops": known.flops, "bytes": known.bytes}
     rows = [
-        timed("triton", us, **same, call=f"matmul(float32; batch=(), m=4096, k=4096, n=4096{more})")
+        bench("triton", us, **same, call=f"matmul(float32; batch=(), m=4096, k=4096, n=4096{more})")
         for us, more in ((3000.0, ""), (400.0, ", precision='tf32'"))
     ]
     kept = tree / "benchmarks" / "results"
     put(kept, "bench.json", run_of("bench", rows, wall_seconds=9, rates={"copy": 3e12}, absent={}, left_out=[]))
     built_for = run_of("compile-matrix", [built("matmul", "sm_90", "float32")], wall_seconds=1, ok=1, of=1, limits={})
     put(kept, "compile-matrix-more.json", built_for)
-    data = roofline.roofline(Kept.of(tree), targets.find("sm_90"))
+    data = plots.roofline(Kept.of(tree), targets.find("sm_90"))
     h = targets.find("sm_90")
     (point,) = [p for p in data["points"] if p["op"] == "matmul" and p["dtype"] == "float32"]
     assert point["share"] == pytest.approx(known.flops / 3000e-6 / h.flops["float32"])
@@ -842,7 +824,7 @@ def test_a_call_lies_under_the_roof_of_its_own_products_and_is_no_other_call(tre
 def test_a_plot_of_times_shows_one_device():
     """A bar or a curve of two devices compares what nobody measured."""
     faster = [{**r, "median_us": r["median_us"] / 3, "flop_rate": 10**15, "ratio": 9.0} for r in BENCH[:2]]
-    found = speed._figures({"another GPU": faster, DEVICE: BENCH}, [])
+    found = bench_plots._figures({"another GPU": faster, DEVICE: BENCH})
     assert [b["ratio"] for b in found["speed.svg"]["bars"]] == [0.5, 1.5]
     (panel,) = found["attention-rate.svg"]["panels"].values()
     assert panel["triton"] == [[1024, 600 * 10**12], [2048, 600 * 10**12]]
@@ -850,35 +832,25 @@ def test_a_plot_of_times_shows_one_device():
 
 
 def test_a_figure_for_strangers_shows_one_device(tree):
-    data = speed._glance({"a GPU": BENCH[:2], DEVICE: BENCH})
+    data = plots.glance({"a GPU": BENCH[:2], DEVICE: BENCH})
     assert data["title"] == DEVICE and [p["x"] for p in data["speeds"]] == [0.5, 1.5]
     assert sorted(p["x"] for p in data["errors"] if not p["subject"]) == [0.25, 0.25, 2.74]
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install -e '.[demo]'")
-    drawn = plots.draw(data)
+    drawn = plots.drawn(data)
     assert f">Measured on {DEVICE}<" in drawn and ">attention<" in drawn and "portakern, bf16" in drawn
-    assert "glance.svg" not in speed.figures(dataclasses.replace(Kept.of(tree), results=()))
+    assert "glance.svg" not in plots.plots(dataclasses.replace(Kept.of(tree), results=()))
 
 
 def test_what_a_plot_says_is_not_rounded():
     """Coordinates are; the figures that a reader reads are not."""
-    assert plots._shortened('<path d="M 1.23456 -0.0004"/><text x="0.001">0.001, 12.3456</text>') == (
+    assert bench_plots._shortened('<path d="M 1.23456 -0.0004"/><text x="0.001">0.001, 12.3456</text>') == (
         '<path d="M 1.23 -0"/><text x="0">0.001, 12.3456</text>'
     )
 
 
-def test_what_was_tuned_is_drawn():
-    rows = [
-        {"op": "matmul", "target": "sm_90", "dtype": "bfloat16", "default": 10.0 + i, "best": 10.0} for i in range(3)
-    ]
-    data = speed._figures({}, rows)
-    assert list(data) == ["tuned.svg"] and len(data["tuned.svg"]["points"]) == 3
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install -e '.[demo]'")
-    assert "sm_90, 3 calls" in plots.draw(data["tuned.svg"])
-
-
 def test_calls_are_short_where_their_op_and_dtype_stand_beside_them():
     call = "attention(bfloat16; batch=4, q_len=64, kv_heads=4, kv_len=64, is_causal=True); q swapped"
-    assert speed._short(call) == "batch=4, q_len=64, kv_heads=4, kv_len=64, causal; q swapped"
+    assert bench_plots.call_without_op(call) == "batch=4, q_len=64, kv_heads=4, kv_len=64, causal; q swapped"
 
 
 # -------------------------------------------------------------------------------------------------------------- judges

@@ -63,7 +63,6 @@ ROOMS_WITH_TOOLS = {
     "portakern.tools.bench",
     "portakern.tools.profile",
     "portakern.tools.tune",
-    "portakern.reporting",
 }
 
 
@@ -256,7 +255,6 @@ def test_the_source_distribution_holds_what_its_texts_speak_of(source_distributi
         "constraints.txt",
         "CHANGELOG.md",
         "PORTING.md",
-        "RESULTS.md",
         "CONTRIBUTING.md",
         "LICENSE",
         "README.md",

@@ -31,7 +31,6 @@ from portakern.cli import tune as tune_command
 from portakern.core import observe, registry, targets, tilings
 from portakern.core.tilings import Row
 from portakern.errors import SpecError, UnavailableError
-from portakern.reporting.tuned import searched
 from portakern.spec import Tile
 from portakern.tools.bench import suites
 from portakern.tools.compile.build import Build, Kernel
@@ -39,6 +38,7 @@ from portakern.tools.compile.pool import Pool
 from portakern.tools.tune import isolation, judges, static, store
 from portakern.tools.tune import search as searches
 from portakern.tools.tune.journal import Journal
+from portakern.tools.tune.losses import searched
 from portakern.tools.tune.run import Told, groups_of
 from portakern.tools.tune.run import tune as tune_groups
 from portakern.tools.tune.sampled import draw, families

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from maint.markdown import NONE, table
 from portakern.core.targets import HARDWARE, Hardware
-from portakern.reporting.markdown import NONE, table
 
 SAYS = """# Hardware
 

@@ -24,7 +24,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 AT_THE_ROOT = {
     "PORTING.md": "reference/porting.md",
-    "RESULTS.md": "reference/results.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
@@ -57,7 +56,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         (Path(config.docs_dir) / f.src_uri, f.content_string) for f in files.documentation_pages() if not f.generated_by
     ]
     texts += [(ROOT / name, (ROOT / name).read_text(encoding="utf-8")) for name in (*AT_THE_ROOT, "README.md")]
-    texts += [(ROOT / operations.NOMINAL, text) for text in made.values()]
+    texts += [(ROOT / operations.NOMINAL, text) for text in (*made.values(), *operations.tables(ROOT).values())]
     for uri, content in repository.pages(ROOT, texts, HERE).items():
         if isinstance(content, Path):
             files.append(File.generated(config, uri, abs_src_path=str(content)))
@@ -74,7 +73,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     def relink(text: str, folder: str) -> str:
         return repository.relinked(text, page.file.src_uri, folder, ROOT, HERE)
 
-    return dialect.adapted(sections.included(markdown, ROOT, _folder(page.file.src_uri), relink))
+    def table(name: str) -> str:
+        return operations.tables(ROOT)[name]
+
+    folder = _folder(page.file.src_uri)
+    return dialect.adapted(sections.included(markdown, ROOT, folder, relink, table))
 
 
 def _folder(uri: str) -> str:

@@ -5,17 +5,18 @@ was measured.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from maint.kept import Kept
+from maint.markdown import table
+from maint.report import TABLES
 from portakern import inventory, sources
 from portakern.core import registry
-from portakern.reporting.checkout import TABLES
-from portakern.reporting.kept import Kept
-from portakern.reporting.markdown import table
 from portakern.spec import Spec
 from portakern.spec.signature import signature
 
@@ -29,7 +30,6 @@ TITLES: Mapping[str, tuple[str, str] | None] = {
     "faults": ("Planted faults", "mutants"),
     "machine_faults": ("Faults in machine code", "machine_faults"),
     "speed": ("Speed", "bench"),
-    "times": ("Times", "times"),
     "matrix": ("Where it compiles", "compile-matrix"),
     "resources": ("What it takes of each target", "compile-matrix"),
     "tilings": ("Default tilings", "compile-matrix"),
@@ -39,7 +39,8 @@ TITLES: Mapping[str, tuple[str, str] | None] = {
     "judges": None,
     "kernelbench": None,
     "reach": None,
-    "verdict": None,
+    "ports": None,
+    "speeds": None,
     "losses": None,
     "tuned": None,
     "roofs": None,
@@ -57,6 +58,14 @@ def navigation() -> Iterator[dict[str, str]]:
     """Where the pages stand among the others."""
     yield {"All ops": f"{FOLDER}/index.md"}
     yield from ({name: f"{FOLDER}/{name}.md"} for name in registry.ops())
+
+
+@functools.cache
+@sources.unchanging()
+def tables(root: Path) -> dict[str, str]:
+    """Every table of a checkout, by its name."""
+    kept = Kept.of(root)
+    return {name: make(kept) for name, make in TABLES.items()}
 
 
 @sources.unchanging()

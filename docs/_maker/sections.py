@@ -3,7 +3,9 @@
     <!-- include: README.md#gradients -->
     <!-- include: README.md#gradients from "In JAX they work" to "mesh =" -->
 
-The path starts at the root of the repository. A section is what stands under its heading, up to the next heading of
+    <!-- table: speeds -->
+
+The path starts at the root of the repository. A table is one that ``maint.report`` makes of what is kept. A section is what stands under its heading, up to the next heading of
 its level; without ``#`` it is the whole text. ``from`` is where it starts instead, ``to`` what it ends before.
 """
 
@@ -17,25 +19,30 @@ from markdown.extensions.toc import slugify
 from repository import CODE
 
 INCLUDE = re.compile(
+    r"^<!-- table: (?P<table>\w+) -->$|"
     r'^<!-- include: (?P<path>[^\s#]+)(?:#(?P<anchor>[\w-]+))?(?: from "(?P<start>.+?)")?(?: to "(?P<end>.+?)")? -->$',
     re.MULTILINE,
 )
 HEADING = re.compile(r"^(#+) (.+)$", re.MULTILINE)
 
 
-def included(text: str, root: Path, own: str, relink: Callable[[str, str], str]) -> str:
+def included(text: str, root: Path, own: str, relink: Callable[[str, str], str], table: Callable[[str], str]) -> str:
     """The text with sections in the places of the comments that name them. ``relink(text, folder)`` mends the links of
-    a text whose links start from a folder of the repository, which is ``own`` for this one.
+    a text whose links start from a folder of the repository, which is ``own`` for this one. ``table(name)`` is the text
+    of a table.
 
     Raises:
       LookupError: a text has no such section, or a section lacks what it should start from or end before.
     """
     found, last = [], 0
     for match in INCLUDE.finditer(text):
-        whole = (root / match["path"]).read_text(encoding="utf-8")
-        piece = section(whole, match["anchor"], match["path"]) if match["anchor"] else whole
-        piece = _cut(piece, match["start"], match["end"], match[0])
-        found += [relink(text[last : match.start()], own), relink(piece, match["path"].rpartition("/")[0]).strip("\n")]
+        if match["table"]:
+            piece, folder = table(match["table"]), ""
+        else:
+            whole, folder = (root / match["path"]).read_text(encoding="utf-8"), match["path"].rpartition("/")[0]
+            piece = section(whole, match["anchor"], match["path"]) if match["anchor"] else whole
+            piece = _cut(piece, match["start"], match["end"], match[0])
+        found += [relink(text[last : match.start()], own), relink(piece, folder).strip("\n")]
         last = match.end()
     return "".join([*found, relink(text[last:], own)])
 

@@ -334,9 +334,9 @@ class _Rows:
                 text = f"the budget ended before {len(outcome.left_out)} calls: {names}; --budget gives more seconds"
                 say(text, style="yellow")
         if plots:
-            from portakern.reporting import speed
+            from portakern.tools.bench.plots import draw_into
 
-            for path in speed.draw_into(plots, self.record(self.holding)):
+            for path in draw_into(plots, self.record(self.holding)):
                 out.print(f"wrote {path}", markup=False, highlight=False)
 
 

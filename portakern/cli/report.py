@@ -1,14 +1,18 @@
-"""``portakern report``: tables, plots and the stub, made from results and source; and whether two runs agree."""
+"""``portakern report``: whether two runs agree; and in a checkout, tables, plots and the stub, made from results and
+source by ``maint``, which the wheel does not hold."""
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from portakern import sources
 from portakern.cli.common import app, out, show_table
-from portakern.errors import SpecError
+from portakern.errors import SpecError, UnavailableError
 
 TwoRuns = Annotated[
     tuple[Path, Path] | None,
@@ -42,9 +46,7 @@ def report(
         Path | None, typer.Option(help="The checkout; the one that portakern runs from when not given.")
     ] = None,
 ) -> None:
-    """Make the tables of PORTING.md, RESULTS.md and README.md, the plots of docs/plots and the stub of editors."""
-    from portakern.reporting import checkout
-
+    """Make the tables of PORTING.md and README.md, the plots of docs/plots and the stub of editors."""
     if compare and (check or add or replace):
         raise SpecError("report: --compare writes nothing, and looks at no table; leave out --check, --add, --replace")
     if compare:
@@ -52,13 +54,14 @@ def report(
         return
     if check and add:
         raise SpecError("report: --check writes nothing, and --add does; give one of them")
-    where = checkout.checkout(root)
+    made = _maint()
+    where = made.checkout(root)
     if add:
-        out.print(checkout.add(where, add, replace), markup=False, highlight=False, soft_wrap=True)
+        out.print(made.add(where, add, replace), markup=False, highlight=False, soft_wrap=True)
     if check:
-        for s in (found := checkout.stale(where)):
+        for s in (found := made.stale(where)):
             out.print(
-                f"{s.path.relative_to(where)}: {s.what}; run: {checkout.COMMAND}",
+                f"{s.path.relative_to(where)}: {s.what}; run: {made.COMMAND}",
                 style="red",
                 markup=False,
                 highlight=False,
@@ -68,7 +71,7 @@ def report(
             raise typer.Exit(1)
         out.print("every table, plot and stub is up to date", highlight=False)
         return
-    changed = checkout.update(where)
+    changed = made.update(where)
     for path in changed:
         out.print(
             f"wrote {path.relative_to(where)}" if path.exists() else f"removed {path.relative_to(where)}",
@@ -80,9 +83,22 @@ def report(
         out.print("every table and plot is up to date", highlight=False)
 
 
+def _maint() -> Any:
+    """What makes the report: a package of the checkout that portakern runs from."""
+    here = sources.root()
+    if not (here / "maint" / "report.py").is_file():
+        raise UnavailableError(
+            f"portakern report works on a checkout of portakern, and {here} has no maint/report.py; run it in a "
+            "checkout (report --compare FIRST SECOND needs none)"
+        )
+    if str(here) not in sys.path:
+        sys.path.append(str(here))
+    return importlib.import_module("maint.report")
+
+
 def _compare(first: Path, second: Path) -> None:
     """Say how far two runs agree."""
-    from portakern.reporting.agreement import HEADS, WITHIN, agreement
+    from portakern.tools.bench.agreement import HEADS, WITHIN, agreement
 
     def say(text: str, style: str | None = None) -> None:
         out.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

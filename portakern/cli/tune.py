@@ -240,7 +240,7 @@ def _show(found: Sequence[Any], refused: Sequence[tuple[Any, str]], left: int, l
 def _show_losses(rows: Sequence[Any]) -> None:
     """Median and worst of each family, or suite, and target, and what tuning gains, of the calls for which anything was
     tried."""
-    from portakern.reporting.tuned import figures, searched
+    from portakern.tools.tune.losses import figures, searched
 
     def kind(row: Any) -> tuple[str, str]:
         return row["target"], row["family"]

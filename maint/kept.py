@@ -1,4 +1,4 @@
-"""The results that a checkout keeps, and words about where a figure comes from."""
+"""The results that a checkout keeps, words about where a figure comes from, and whether it is stale."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from portakern import results
-from portakern.core import targets
-from portakern.reporting.markdown import link
+from maint.markdown import link
+from portakern import results, sources
+from portakern.core import registry, targets
+from portakern.core.targets import Target
+from portakern.errors import SpecError, UnavailableError
 from portakern.results import Result
 
-__all__ = ["FOLDER", "Kept", "chip", "known_targets", "set_of", "source"]
+__all__ = ["AGED", "FOLDER", "STALE", "Kept", "Row", "changed", "chip", "footnote", "known_targets", "set_of", "source"]
 
+Row = Mapping[str, Any]
 FOLDER = "benchmarks/results"
+STALE = "†"
+AGED = f"{STALE} stale: the sources of what was measured (portakern's kernel, or the call of a peer) have changed."
 CORE = {
     "portakern",
     "python",
@@ -46,7 +51,7 @@ class Kept:
         """
         newest: dict[Any, tuple[Mapping[str, Any], Result]] = {}
         found = [(row, r) for r in self.results if r.benchmark == benchmark for row in r.rows]
-        for row, r in sorted(found, key=lambda x: (x[0].get("date") or x[1].date, x[1].file.name)):
+        for row, r in sorted(found, key=lambda x: (x[0].get("date") or x[1].date, x[1].name)):
             key = (r.device, *r.key(row))
             if key not in newest or not _stands(newest[key][0], row):
                 newest[key] = row, r
@@ -63,7 +68,7 @@ def _stands(before: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
 def source(used: Iterable[Result]) -> str:
     """A line that says which runs a table shows."""
     lines = []
-    for r in sorted(set_of(used), key=lambda r: r.file.name):
+    for r in sorted(set_of(used), key=lambda r: r.name):
         versions = ", ".join(f"{n} {v}" for n, v in r.environment.items() if v and n not in CORE)
         run = " ".join([r.date, *_commits(r)])
         lines.append(
@@ -80,7 +85,7 @@ def _commits(run: Result) -> list[str]:
 
 def set_of(used: Iterable[Result]) -> list[Result]:
     """Each run once."""
-    return list({r.file: r for r in used}.values())
+    return list({(r.file, r.name): r for r in used}.values())
 
 
 def chip(device: str) -> str | None:
@@ -98,3 +103,23 @@ def known_targets(names: Iterable[str]) -> list[str]:
     """Targets in the order of the table of hardware, and behind them those that it lacks."""
     wanted = set(names)
     return [t for t in targets.HARDWARE if t in wanted] + sorted(wanted - set(targets.HARDWARE))
+
+
+def changed(row: Row, root: Path) -> bool:
+    """Whether the sources that a row measured are others in a checkout, or gone; no row knows that of somebody
+    else's."""
+    if not row.get("sources") or not row.get("target"):
+        return False
+    platform, _, arch = row["target"].partition(" ")
+    try:
+        backend = registry.backend(row["backend"])
+        now = sources.fingerprint(row["op"], backend, row.get("variant"), Target(platform, arch), root)
+    except (SpecError, UnavailableError):
+        return False
+    return now != row["sources"]
+
+
+def footnote(rows: Iterable[Row], root: Path) -> str:
+    """What the mark means, where any row has it."""
+    count = sum(changed(r, root) for r in rows)
+    return f"{STALE} its sources have changed since it was measured ({count} in all)." if count else ""

@@ -11,60 +11,42 @@ from pathlib import Path
 from typing import Any
 
 import portakern
+from maint import checked, compiled, judges, lines, markdown, plots, reach, stub, timed
+from maint.kept import FOLDER, Kept
 from portakern import install, results, sources
 from portakern.files import write_atomically
-from portakern.reporting import (
-    beside,
-    charts,
-    compiled,
-    judges,
-    legal,
-    lines,
-    losses,
-    markdown,
-    measured,
-    plots,
-    reach,
-    roofline,
-    speed,
-    steps,
-    stubs,
-    style,
-    tuned,
-    verdict,
-)
-from portakern.reporting.kept import FOLDER, Kept
 from portakern.results import Result, ResultError
+from portakern.tools.bench import plots as bench_plots
 
 __all__ = ["COMMAND", "PAGES", "PLOTS", "TABLES", "Stale", "add", "checkout", "stale", "update"]
 
 COMMAND = "portakern report"
-PAGES = ("PORTING.md", "RESULTS.md", "README.md")
+PAGES = ("PORTING.md", "README.md")
 PLOTS = "docs/plots"
 TABLES: Mapping[str, Callable[[Kept], str]] = {
     "reach": reach.reach,
-    "verdict": verdict.verdict,
-    "losses": losses.losses,
+    "ports": lines.ports,
+    "speeds": timed.speeds,
+    "losses": timed.losses,
     "matrix": compiled.matrix,
     "resources": compiled.resources,
     "tilings": compiled.tilings,
     "cycles": compiled.cycles,
-    "beside": beside.beside,
-    "legal": legal.legal,
-    "errors": measured.errors,
+    "beside": compiled.beside,
+    "legal": compiled.legal,
+    "errors": checked.errors,
     "roofs": compiled.roofs,
-    "speed": speed.speed,
-    "steps": steps.steps,
-    "times": measured.times,
-    "launch": measured.launch,
-    "tuned": tuned.tuned,
-    "emulated": measured.emulated,
-    "faults": measured.faults,
+    "speed": timed.speed,
+    "steps": timed.steps,
+    "launch": timed.launch,
+    "tuned": timed.tuned,
+    "emulated": checked.emulated,
+    "faults": checked.faults,
     "judges": judges.judges,
     "kernelbench": judges.references,
-    "machine_faults": measured.machine_faults,
-    "found": measured.found,
-    "soundness": measured.soundness,
+    "machine_faults": checked.machine_faults,
+    "found": checked.found,
+    "soundness": checked.soundness,
     "lines": lines.lines,
 }
 """What may stand between marks, by name."""
@@ -118,7 +100,7 @@ def _shows(data: Mapping[str, Any]) -> str:
     """Of what a plot shows and of the code that draws it; not of its bytes, which may change with the plotting
     library.
     """
-    drawn_by = "".join(Path(str(m.__file__)).read_text(encoding="utf-8") for m in (plots, charts, style))
+    drawn_by = "".join(Path(str(m.__file__)).read_text(encoding="utf-8") for m in (plots, bench_plots))
     return _digest(json.dumps(data, sort_keys=True) + drawn_by)
 
 
@@ -143,7 +125,7 @@ def _fault(path: Path, data: Mapping[str, Any]) -> str | None:
 
 def _plot_faults(kept: Kept) -> Iterator[tuple[Path, str, Mapping[str, Any] | None]]:
     """(file, what is wrong with it, what it should show: None where there should be no such file)."""
-    folder, wanted = kept.root / PLOTS, {**roofline.plots(kept), **speed.figures(kept)}
+    folder, wanted = kept.root / PLOTS, plots.plots(kept)
     for name, data in wanted.items():
         fault = _fault(folder / name, data)
         if fault:
@@ -154,8 +136,8 @@ def _plot_faults(kept: Kept) -> Iterator[tuple[Path, str, Mapping[str, Any] | No
 
 
 def _stale_stub(root: Path) -> Iterator[Stale]:
-    path = root / stubs.FILE
-    if not path.is_file() or path.read_text(encoding="utf-8") != stubs.stub():
+    path = root / stub.FILE
+    if not path.is_file() or path.read_text(encoding="utf-8") != stub.stub():
         yield Stale(path, "is not what the specs say, or was changed by hand")
 
 
@@ -177,13 +159,13 @@ def stale(root: Path) -> list[Stale]:
 def update(root: Path) -> list[Path]:
     """Make anew what is not up to date; the files that changed. What is drawn is drawn before anything is written."""
     kept = Kept.of(root)
-    new: dict[Path, str | None] = {s.path: stubs.stub() for s in _stale_stub(root)}
+    new: dict[Path, str | None] = {s.path: stub.stub() for s in _stale_stub(root)}
     for page, text, there in _pages(root):
         made = markdown.replace(text, _tables(kept, there), page)
         if made != text:
             new[page] = made
     for path, _, data in _plot_faults(kept):
-        new[path] = None if data is None else _sealed(plots.draw(dict(data)), data)
+        new[path] = None if data is None else _sealed(plots.drawn(data), data)
     for path, content in new.items():
         if content is None:
             path.unlink()

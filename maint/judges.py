@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
-from portakern.reporting.kept import Kept, set_of, source
-from portakern.reporting.markdown import NONE, fold, table
+from maint.kept import Kept, Row, set_of, source
+from maint.markdown import NONE, fold, table
 
 __all__ = ["judges", "references"]
 
-Row = Mapping[str, Any]
 GROUPS = {
     "cheats": "cheats",
     "functions": "faults in functions",

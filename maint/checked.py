@@ -1,20 +1,16 @@
-"""Tables of what was run: errors as fractions of the bound, times, host time a call, planted faults."""
+"""Tables of what was checked: errors as shares of the bound, machine code in an emulator, faults that were planted."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-from portakern.reporting.kept import Kept, set_of, source
-from portakern.reporting.markdown import NONE, table
-from portakern.reporting.staleness import STALE, changed, footnote
+from maint.kept import STALE, Kept, Row, changed, footnote, set_of, source
+from maint.markdown import NONE, by_device, table
 from portakern.results import EMULATED, HOST_CPU, Result
 
-__all__ = ["emulated", "errors", "faults", "found", "launch", "machine_faults", "soundness", "times"]
-
-Row = Mapping[str, Any]
+__all__ = ["emulated", "errors", "faults", "found", "machine_faults", "soundness"]
 
 
 def errors(kept: Kept) -> str:
@@ -135,80 +131,6 @@ def _some(n: int, what: str) -> str:
     return f"{n} {what}{'' if n == 1 else 's'}"
 
 
-def _by_device(rows: Sequence[tuple[Row, Result]], render: Callable[[list[Row]], str]) -> str:
-    """One rendering for each device, with its name above it."""
-    devices = dict.fromkeys(r.device for _, r in rows)
-    return "\n\n".join(f"**{d}**\n\n{render([row for row, r in rows if r.device == d])}" for d in devices)
-
-
-def times(kept: Kept) -> str:
-    """Measured times beside the least time that the chip's rates allow, and beside other people's kernels."""
-    rows = kept.rows("times")
-    if not rows:
-        return "No times of this older form are kept."
-
-    def render(mine: list[Row]) -> str:
-        lines = []
-        for r in sorted(mine, key=lambda r: (r["op"], r["dtype"])):
-            peers = ", ".join(f"{name} {_us(us)}" for name, us in sorted(r["peers"].items(), key=lambda x: x[1]))
-            share = f"{r['floor_us'] / r['us']:.0%}" if r["us"] else NONE
-            lines.append(
-                [f"`{r['op']}`", r["dtype"], _inside(r["call"]), peers or NONE, _us(r["us"]), _us(r["floor_us"]), share]
-            )
-        return table(["op", "dtype", "call", "others, µs", "µs", "floor, µs", "floor / time"], lines, words=4)
-
-    unchecked = dict.fromkeys(f"`{row['op']}` {row['dtype']}" for row, _ in rows if not row["checked"])
-    notes = (
-        "Floor: the larger of bytes over the bandwidth and operations over the peak rate of "
-        "[targets.py](portakern/core/targets.py), every array touched once."
-    )
-    if unchecked:
-        notes += f" Not compared with another kernel's result before it was timed: {', '.join(unchecked)}."
-    return "\n\n".join([_by_device(rows, render), notes, source(r for _, r in rows)])
-
-
-def _inside(call: str) -> str:
-    """A call without its op and dtype, which have columns of their own."""
-    inner = call.partition("(")[2].removesuffix(")") or call
-    return inner.partition("; ")[2] or inner
-
-
-def _us(value: float | None) -> str:
-    return NONE if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-
-def launch(kept: Kept) -> str:
-    """Host time of one eager call, by the way of calling."""
-    rows = kept.rows("launch")
-    if not rows:
-        return (
-            "Nothing was measured yet: `python benchmarks/launch.py --json FILE` on a GPU, and `portakern report "
-            "--add FILE`."
-        )
-
-    def render(mine: list[Row]) -> str:
-        found: dict[str, dict[str, float]] = {}
-        for row in mine:
-            found.setdefault(row["op"], {})[row["way"]] = row["median_us"]
-        tables = []
-        for ways in dict.fromkeys(
-            tuple(us) for us in found.values()
-        ):  # what is called in the same ways stands together
-            lines = [[f"`{op}`", *(f"{t:.1f}" for t in us.values())] for op, us in found.items() if tuple(us) == ways]
-            tables.append(table(["op", *ways], lines))
-        return "\n\n".join(tables)
-
-    graphs = [g for r in set_of(r for _, r in rows) for g in r.extra["graphs"]]
-    wrong = [f"{g['op']} {g['dtype']}" for g in graphs if g["wrong"]]
-    said = f"{len(graphs)} calls captured in a graph, their inputs changed, replayed: " + (
-        f"not the eager call's bits: {', '.join(wrong)}." if wrong else "the eager call's bits."
-    )
-    notes = "Microseconds of host time a call, median; [launch.py](benchmarks/launch.py) says what each way is." + (
-        f" {said}" if graphs else ""
-    )
-    return "\n\n".join([_by_device(rows, render), notes, source(r for _, r in rows)])
-
-
 def soundness(kept: Kept) -> str:
     """What the sanitizer said of compiled kernels, and what became of calls drawn at random."""
     lines, used = [], []
@@ -261,7 +183,7 @@ def faults(kept: Kept) -> str:
     rows = kept.rows("mutants")
     if not rows:
         return "No faults were planted yet: `python -m tests.mutants --json FILE`, and `portakern report --add FILE`."
-    text = [_by_device(rows, _fault_table)]
+    text = [by_device(rows, _fault_table)]
     for run in set_of(r for _, r in rows):
         done, _, planned = str(run.extra["tasks"]).partition(" of ")
         if done != planned:

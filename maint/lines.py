@@ -6,16 +6,19 @@ import ast
 import difflib
 import functools
 import io
+import statistics
+import textwrap
 import tokenize
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
+from maint.kept import Kept
+from maint.markdown import NONE, table
 from portakern.core import registry
-from portakern.reporting.kept import Kept
-from portakern.reporting.markdown import NONE, table
 from portakern.sources import files
 
-__all__ = ["code_lines", "lines", "ops", "written"]
+__all__ = ["code_lines", "lines", "ops", "ports", "written"]
 
 SILENT = {
     tokenize.COMMENT,
@@ -91,6 +94,31 @@ def written(kept: Kept) -> dict[str, dict[str, tuple[int, int]]]:
 
 def _backend(package: str) -> str:
     return package.rpartition("backends.")[2].partition(".")[0]
+
+
+def ports(kept: Kept) -> str:
+    """A line an op: the lines of each port, and how many are its own."""
+    found = written(kept)
+    columns = list(dict.fromkeys(port for there in found.values() for port in there))
+    body = [[f"`{op}`", *(_share(there.get(port)) for port in columns)] for op, there in found.items()]
+    notes = "Lines: code of the op's own module, and the share of it that no other backend's module of the op has. "
+    return table(["op", *columns], body) + "\n\n" + textwrap.fill(notes + _alone(found), 118)
+
+
+def _alone(written: Mapping[str, Mapping[str, tuple[int, int]]]) -> str:
+    """How much of a port is its own: of the median one, and of the one with the least."""
+    shares = [(own / n, op, port) for op, there in written.items() for port, (n, own) in there.items() if n]
+    if not shares:
+        return ""
+    least, op, port = min(shares)
+    return (
+        f"Half of the ports have at least {statistics.median(s for s, _, _ in shares):.0%} of their lines to "
+        f"themselves; the least, {least:.0%}, has {port}'s `{op}`."
+    )
+
+
+def _share(found: tuple[int, int] | None) -> str:
+    return NONE if found is None or not found[0] else f"{found[0]} ({found[1] / found[0]:.0%})"
 
 
 def lines(kept: Kept) -> str:

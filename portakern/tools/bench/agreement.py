@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from portakern import results
-from portakern.reporting.markdown import NONE
 from portakern.results import ResultError
 
 __all__ = ["HEADS", "WITHIN", "Agreement", "Pair", "agreement"]
 
 Row = Mapping[str, Any]
+NONE = "–"  # a cell about which nothing is known
 WITHIN = 0.05
 """What two runs may differ by."""
 

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from maint import lines
+from maint.kept import AGED, STALE, Kept, Row, changed
+from maint.markdown import link, table
 from portakern.core import registry, targets
 from portakern.core.backend import Backend
 from portakern.core.targets import Target
-from portakern.reporting import lines
-from portakern.reporting.kept import Kept
-from portakern.reporting.markdown import link, table
-from portakern.reporting.staleness import AGED, STALE, changed
 from portakern.results import Result
 
 __all__ = ["Ran", "ran", "reach"]
 
-Row = Mapping[str, Any]
 MACHINES = {"cuda": "NVIDIA GPUs", "rocm": "AMD GPUs", "tpu": "TPUs", "cpu": "CPUs"}
 SUBJECT = re.compile(
     r"(?P<backend>\S+) on (?P<target>[^(]+) \((?P<how>\w+)\)"

@@ -5,12 +5,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from portakern.results import ResultError
+from portakern.results import Result, ResultError
 
-__all__ = ["NONE", "fold", "link", "pieces", "replace", "table"]
+__all__ = ["NONE", "by_device", "fold", "link", "pieces", "replace", "table"]
 
 NONE = "–"  # a cell about which nothing is known
 MARK = re.compile(r"^<!-- (portakern report|end): (.*?) -->$", re.MULTILINE)
@@ -27,6 +28,14 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1)
 def fold(summary: str, text: str) -> str:
     """Text that a reader opens."""
     return f"<details><summary>{summary}</summary>\n\n{text}\n\n</details>"
+
+
+def by_device(
+    rows: Sequence[tuple[Mapping[str, Any], Result]], render: Callable[[list[Mapping[str, Any]]], str]
+) -> str:
+    """One rendering for each device, with its name above it."""
+    devices = dict.fromkeys(r.device for _, r in rows)
+    return "\n\n".join(f"**{d}**\n\n{render([row for row, r in rows if r.device == d])}" for d in devices)
 
 
 def link(path: str) -> str:
