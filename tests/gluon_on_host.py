@@ -10,8 +10,6 @@ products do in shared memory is an error. Layouts and registers are not looked a
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
 import itertools
 import math
 import random
@@ -19,7 +17,6 @@ import threading
 import time
 import types
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -400,19 +397,6 @@ MBARRIER = types.SimpleNamespace(
     arrive=lambda barrier, count=1, pred=True: barrier._step(count, 0) if pred else None,
     expect=lambda barrier, bytes: barrier._step(1, bytes),
 )
-
-
-def faulty(module: types.ModuleType, old: str, new: str, folder: Path) -> types.ModuleType:
-    """A module like this one but for a text in its source."""
-    source = inspect.getsource(module)
-    assert old in source
-    file = folder / "faulty.py"
-    file.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location("faulty", file)
-    assert spec is not None and spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
 
 
 def launched(kernel: Any, modules: list[Any], grid: int, args: Sequence[Any], **constexprs: Any) -> None:

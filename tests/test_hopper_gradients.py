@@ -117,54 +117,16 @@ def test_the_plain_walk_meets_the_bound():
     assert worst(call, ahead=0, dq_block_kv=64) <= 1
 
 
-FAULTS = {
-    "a buffer is handed back while it is read": (
-        "causal",
-        "        mbarrier.wait(guests.full.index(stage), (unit // stages) & 1)\n        dots",
-        "        mbarrier.wait(guests.full.index(stage), (unit // stages) & 1)\n"
-        "        mbarrier.arrive(guests.empty.index(before), count=1)\n        dots",
-    ),
-    "dP is taken before it is there": ("causal", "wait(1 if plan.want_second else 0, deps=[d_p]", "wait(2, deps=[d_p]"),
-    "statistics are not waited for": ("causal", " + (8 * block if plan.by_key else 0)", ""),
-    "statistics are fetched over some that threads read": (
-        "causal",
-        "give_back(guests.empty.index(before), plan.by_key)",
-        "give_back(guests.empty.index(before), False)",
-    ),
-    "gradients leave before they are seen to be written": (
-        "causal",
-        "            fence_async_shared()\n            store_tile(sides.d_second",
-        "            store_tile(sides.d_second",
-    ),
-    "rows at home are fetched over gradients that leave": (
-        "programs that stay",
-        "mbarrier.wait(home.empty.index(g), (count & 1) ^ 1)",
-        "0",
-    ),
-    "one head's queries come by for all of its group": ("causal", "guest, guest + 1)", "guest, guest)"),
-    "a head's first queries are left out": (
-        "causal",
-        "where(start < last, start, first)",
-        "where(start < last, start, first + block)",
-    ),
-    "a tile at the edge is taken for one that all see": (
-        "causal",
-        "(start < own.all_lo) | (start + d",
-        "(start > start + d",
-    ),
-    "no slope of the softcap": ("band", "sloped = p * (1.0 - t * t)", "sloped = p"),
-    "scale is left out": ("wide", "(d_first * scale)", "d_first"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_found(fault, tmp_path, monkeypatch):
-    monkeypatch.setattr(host, "PATIENCE", 2.0)
-    case, old, new = FAULTS[fault]
-    module = host.faulty(_flash_gradients, old, new, tmp_path)
+def finds_on_host(module, case):
+    """Whether a kernel's module with a fault in it shows that on the host: see tests/mutants/faults."""
     shape, more = CASES[case]
-    with pytest.raises((testing.Broken, AssertionError, TimeoutError)):
-        worst(bound(*shape, **more), module)
+    try:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(hopper, "processors", lambda device: 2)
+            patched.setattr(host, "PATIENCE", 2.0)
+            return worst(bound(*shape, **more), module) > 1
+    except (testing.Broken, AssertionError, TimeoutError):
+        return True
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ from tests.mutants import harness  # noqa: E402
 from tests.mutants.faults import FAULTS  # noqa: E402
 
 BY_NAME = {f.name: f for f in FAULTS}
-SAMPLE = [f.name for f in FAULTS if f.sample]
+SAMPLE = [f.name for f in FAULTS if f.sample and f.case is None]
+ON_HOST = [f.name for f in FAULTS if f.case is not None]
 SAMPLED = {f.home: f for f in FAULTS if f.sample and not registry.find_spec(f.op).is_vjp}
 
 
@@ -30,7 +31,7 @@ def needs(fault):
 def test_the_table_is_large_and_spread():
     """Every op has faults in the kernels that serve every machine, and in all or none of a variant's for some."""
     assert len(FAULTS) >= 28 and len(BY_NAME) == len(FAULTS) and sum(f.small for f in FAULTS) >= 10
-    planted = {(f.backend, f.family, f.op) for f in FAULTS}
+    planted = {(f.backend, f.family, f.op) for f in FAULTS if f.case is None}
     families = {(backend, family) for backend, family, _ in planted}
     kernels = {
         (b.name, family, op)
@@ -40,7 +41,7 @@ def test_the_table_is_large_and_spread():
         for op in registry.ops()
         if b.where(op, family)
     }
-    assert planted == kernels and len(SAMPLE) >= 9 and all(f.sample for f in FAULTS if f.edge)
+    assert planted == kernels and len(SAMPLE) >= 9 and all(f.sample for f in FAULTS if f.edge or f.case)
 
 
 def test_every_fault_still_fits_its_kernel():
@@ -74,6 +75,13 @@ def test_a_planted_fault_is_caught(name):
     seed, examples = fault.at
     found = harness.catch(fault, seed, "cpu", max_examples=examples, only=fault.edge and [fault.edge])
     assert found["caught"], found
+
+
+@pytest.mark.parametrize("name", ON_HOST)
+def test_a_fault_is_found_where_the_host_runs_the_threads(name):
+    fault = BY_NAME[name]
+    needs(fault)
+    assert harness.found_on_host(fault)
 
 
 @pytest.mark.parametrize("home", SAMPLED)

@@ -113,60 +113,22 @@ def test_keys_that_are_not_there_give_a_query_nothing():
             assert worst(call.replace(arrays={**call.arrays, "q": q, "k": k, "o": o, "lse": lse}), behind=behind) <= 1
 
 
-FAULTS = {
-    "D is read before both groups have put it there": (
-        "causal", "        mbarrier.wait(parts.there.index(buffer), filled)\n", ""
-    ),
-    "D of the tile before is read before both groups have put it there": (
-        "behind", "            mbarrier.wait(parts.there.index(buffer ^ 1), filled ^ buffer ^ 1)\n", ""
-    ),
-    "D of the last tile is read before both groups have put it there": (
-        "behind", "\n    mbarrier.wait(parts.there.index(buffer ^ 1), filled ^ buffer ^ 1)\n", "\n"
-    ),
-    "a tile's d_q is left out": ("causal", "\n        add_to_memory(GROUP, sums, parts, d_q, place, plan)\n", "\n"),
-    "the last tile's d_q is left out": ("behind", "\n    add_to_memory(GROUP, sums, parts, d_q, before, plan)\n", "\n"),
-    "one buffer for all tiles": ("causal", "phase, buffer ^ 1, filled ^ buffer", "phase, buffer, filled"),
-    "one buffer for all tiles, behind": ("behind", "phase, buffer ^ 1, filled ^ buffer", "phase, buffer, filled"),
-    "a group's keys leave while the other reads them": ("programs that stay, wide",
-        "        mbarrier.wait(parts.done, count & 1)\n", ""),
-    "queries are handed back while products read them": (
-        "causal",
-        "        d_q = query_gradients(GROUP, buffer, ",
-        "        mbarrier.arrive(guests.empty.index(stage), count=1)\n        d_q = query_gradients(GROUP, buffer, ",
-    ),
-    "queries are handed back while products behind read them": (
-        "behind",
-        "        d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])\n"
-        "        mbarrier.arrive(guests.empty.index(turn[0]), count=1)\n",
-        "        mbarrier.arrive(guests.empty.index(turn[0]), count=1)\n"
-        "        d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])\n",
-    ),
-    "both groups compute the first columns": ("causal", "slice(GROUP * 64, 64, 1)", "slice(0, 64, 1)"),
-    "both groups compute the first queries": ("causal, narrow", "(buffer * 2 + GROUP)", "(buffer * 2)"),
-    "one group's keys are left out": ("causal", "use_acc=g > 0", "use_acc=False"),
-    "all heads of a group add to the first": ("causal", "place = next_tile(place, first, last, block)",
-        "place = place[0], next_tile(place, first, last, block)[1]"),
-    "the first tile's place for all": ("causal", "add_to_memory(GROUP, sums, parts, d_q, place, plan)",
-        "add_to_memory(GROUP, sums, parts, d_q, (place[0], first), plan)"),
-    "the first tile's place for all, behind": ("behind", "        before = place\n", ""),
-    "a sum's tile is written over before it has left": ("causal",
-        "    tma.store_wait(0)  # what was in this tile before has left\n", ""),
-    "scale is left out": ("narrow values", "(d_first * scale)", "d_first"),
-    "the phase of a buffer never changes": ("causal", "buffer ^ 1, filled ^ buffer", "buffer ^ 1, filled"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_found(fault, tmp_path, monkeypatch):
-    monkeypatch.setattr(host, "PATIENCE", 0.7)
-    case, old, new = FAULTS[fault]
-    module = host.faulty(_flash_unordered, old, new, tmp_path)
+def finds_on_host(module, case):
+    """Whether a kernel's module with a fault in it shows that on the host, whichever group is late: see
+    tests/mutants/faults."""
     shape, more = CASES["causal" if case == "behind" else case]
     named = {"behind": 1} if case == "behind" else {}
-    with pytest.raises((testing.Broken, AssertionError, TimeoutError)):
-        for group in (0, 1):
-            monkeypatch.setattr(host, "LATE", {group: 5e-3})
-            worst(bound(*shape, **more), module, **named)
+    try:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(unordered, "processors", lambda device: 2)
+            patched.setattr(host, "PATIENCE", 0.7)
+            for group in (0, 1):
+                patched.setattr(host, "LATE", {group: 5e-3})
+                if worst(bound(*shape, **more), module, **named) > 1:
+                    return True
+    except (testing.Broken, AssertionError, TimeoutError):
+        return True
+    return False
 
 
 SM_90 = targets.find("sm_90").target

@@ -12,16 +12,16 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-import portakern as pk
 from portakern.core import registry
 from portakern.core.binder import bind
 from portakern.core.oracle import degenerate_outputs, rounded_oracle
+from tests.mutants.functions import Planted, found
 
-__all__ = ["FAULTS", "Fault", "found"]
+__all__ = ["FAULTS", "kernel"]
 
 Arrays = dict[str, Any]
 Changed = Callable[[Any, Arrays, Arrays], None]
@@ -30,16 +30,7 @@ Read = Callable[[Any, Arrays, dict[str, Any]], None]
 """(the call, its arrays, its options) -> nothing: changes what the kernel reads; arrays are copies."""
 
 
-class Fault(NamedTuple):
-    """A function that is wrong; ``make`` gives a new one, with no memory of calls."""
-
-    op: str
-    kind: str
-    what: str
-    make: Callable[[], Callable[..., Any]]
-
-
-FAULTS: list[Fault] = []
+FAULTS: list[Planted] = []
 
 
 def outputs_of(call: Any) -> Arrays:
@@ -71,11 +62,11 @@ def kernel(op: str, read: Read | None = None, changed: Changed | None = None) ->
 
 
 def reads(op: str, kind: str, what: str, read: Read) -> None:
-    FAULTS.append(Fault(op, kind, what, lambda: kernel(op, read)))
+    FAULTS.append(Planted(op, kind, what, lambda: kernel(op, read), ""))
 
 
 def gives(op: str, kind: str, what: str, changed: Changed) -> None:
-    FAULTS.append(Fault(op, kind, what, lambda: kernel(op, None, changed)))
+    FAULTS.append(Planted(op, kind, what, lambda: kernel(op, None, changed), ""))
 
 
 def off(outputs: Arrays) -> None:
@@ -236,7 +227,7 @@ def keeping(op: str, names: tuple[str, ...], kind: str = "kept") -> None:
 
         return fn
 
-    FAULTS.append(Fault(op, kind, f"{' and '.join(names)} by identity", make))
+    FAULTS.append(Planted(op, kind, f"{' and '.join(names)} by identity", make, ""))
 
 
 keeping("cross_entropy", ("labels",))
@@ -411,24 +402,17 @@ where(
 where("layernorm", "unseen ways", "what nobody may write to", lambda c, a: not a["x"].flags.writeable)
 
 
-def found(fault: Fault, seed: int, examples: int) -> bool:
-    """Whether a check finds a fault."""
-    with np.errstate(all="ignore"):
-        report = pk.check(fault.op, fn=fault.make(), max_examples=examples, seed=seed, shrink=False)
-    return bool(report.failures)
-
-
 def study(counts: list[int], seeds: int, only: str = "") -> Iterator[str]:
     """Lines of a table: kind, faults, and how many are found on every seed, and altogether, in so many cases."""
     every: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for fault in FAULTS:
-        if only and not (fault.kind.startswith(only) or fault.op == only):
+        if only and not (fault.group.startswith(only) or fault.op == only):
             continue
         for count in counts:
             caught = sum(found(fault, seed, count) for seed in range(seeds))
-            every[fault.kind][count].append(caught)
+            every[fault.group][count].append(caught)
             if count == counts[-1] and caught < seeds:
-                yield f"missed on {seeds - caught} of {seeds} at {count}: {fault.op}: {fault.kind}: {fault.what}"
+                yield f"missed on {seeds - caught} of {seeds} at {count}: {fault.op}: {fault.group}: {fault.what}"
     yield "| kind | faults | " + " | ".join(f"{c} cases" for c in counts) + " |"
     for kind, by in every.items():
         cells = (f"{sum(c == seeds for c in by[n])} ({sum(by[n]) / seeds:.1f})" for n in counts)

@@ -66,7 +66,8 @@ def attention(q: Any, k: Any, v: Any, *, is_causal: bool = False, scale: float |
 
 
 class Planted(NamedTuple):
-    """A fault: ``make()`` gives the function with it, in the state of a new process. ``kind`` is what it breaks."""
+    """A fault: ``make()`` gives the function with it, in the state of a new process. ``kind`` is what it breaks, empty
+    where it may break anything."""
 
     op: str
     group: str
@@ -470,22 +471,19 @@ RIGHT: dict[str, tuple[str, Callable[..., Any], bool]] = {
 """Name -> (op, function, whether it keeps the promises: a BLAS picks a kernel by size)."""
 
 
-def found(fault: Planted, seed: int, examples: int = EXAMPLES) -> tuple[str, ...]:
-    """The kinds of what a check says of a fault; empty where it passes."""
+def found(fault: Planted, seed: int, examples: int = EXAMPLES) -> bool:
+    """Whether a check says of a fault what it breaks."""
     with np.errstate(all="ignore"):
         report = pk.check(fault.op, fn=fault.make(), max_examples=examples, seed=seed, shrink=False)
-    return tuple(f.kind for f in report.failures)
+    return bool(report.failures) and (not fault.kind or fault.kind in {f.kind for f in report.failures})
 
 
 def main() -> int:
     start, missed = time.process_time(), 0
     for fault in PLANTED:
-        kinds = [found(fault, seed) for seed in range(5)]
-        caught = sum(fault.kind in k for k in kinds)
+        caught = sum(found(fault, seed) for seed in range(5))
         missed += caught < 5
-        print(
-            f"{caught} of 5  {fault.op} {fault.group}: {fault.what}" + ("" if caught == 5 else f"  {kinds}"), flush=True
-        )
+        print(f"{caught} of 5  {fault.op} {fault.group}: {fault.what}", flush=True)
     for name, (op, fn, keeps) in RIGHT.items():
         reports = [pk.check(op, fn=fn, max_examples=EXAMPLES, seed=s, promises=keeps, shrink=False) for s in range(5)]
         wrong = [str(f) for r in reports for f in r.failures]

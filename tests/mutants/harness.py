@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import importlib
 import importlib.util
 import shutil
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -32,7 +34,7 @@ from tests.ops import record
 
 from .faults import Fault
 
-__all__ = ["beside_flat", "catch", "checked", "error_on_ordinary_data", "mutant", "mutated_source"]
+__all__ = ["beside_flat", "catch", "checked", "error_on_ordinary_data", "found_on_host", "mutant", "mutated_source"]
 
 FLAT = 1e-2  # rtol and atol of the usual test
 UNBUILT = (
@@ -80,7 +82,7 @@ def _source(fault: Fault, module: str) -> str:
     return Path(found.origin).read_text(encoding="utf-8")
 
 
-def _loaded(name: str, source: str, **names: Any) -> None:
+def _loaded(name: str, source: str, **names: Any) -> ModuleType:
     """A module of this name and source, that has these names before it runs."""
     path = _folder() / f"{name.rpartition('.')[2]}.py"
     path.write_text(source, encoding="utf-8")
@@ -90,6 +92,18 @@ def _loaded(name: str, source: str, **names: Any) -> None:
     vars(module).update(names)
     sys.modules[name] = module
     spec.loader.exec_module(module)
+    return module
+
+
+ON_HOST = {"triton/hopper": "tests.test_hopper_gradients", "triton/unordered": "tests.test_unordered"}
+"""Home -> the tests whose ``finds_on_host`` runs a module of Gluon's kernels on a case of theirs."""
+
+
+def found_on_host(fault: Fault) -> bool:
+    """Whether a kernel with the fault in it shows that where the host runs its threads."""
+    name = "mutant_" + "".join(c if c.isalnum() else "_" for c in fault.name)
+    module = _loaded(name, mutated_source(fault))
+    return bool(importlib.import_module(ON_HOST[fault.home]).finds_on_host(module, fault.case))
 
 
 @cache

@@ -95,7 +95,7 @@ def kernels() -> Iterator[Subject]:
     """A fixed part of the faults in shipped kernels, run by Triton's and Pallas's interpreters: those that the tests
     plant."""
     for fault in FAULTS:
-        if not fault.sample or fault.lacks():
+        if not fault.sample or fault.case or fault.lacks():
             continue
 
         def asked(fault: Fault = fault) -> Mapping[str, Any]:

@@ -31,6 +31,8 @@ class Planted:
       sample: it is among those that the test suite plants; ``python -m tests.mutants`` plants all.
       edge: that shows it, where few others do: the test suite visits no other to find it.
       at: the seed and the number of examples with which the test suite finds it; laws come after the last example.
+      case: of a kernel whose threads the host runs, the call that shows it there; the test suite plants all of these,
+        and ``python -m tests.mutants``, which draws its calls, none.
       within: the module beside the op's own that holds the text, and from which the op's own imports it.
     """
 
@@ -44,6 +46,7 @@ class Planted:
     sample: bool = False
     edge: str | None = None
     at: tuple[int, int] = (0, 200)
+    case: str | None = None
     within: str | None = None
 
 

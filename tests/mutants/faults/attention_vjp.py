@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tests.mutants.faults import Planted
+
+
+def on_host(within: str, faults: dict[str, tuple[Any, ...]]) -> list[Planted]:
+    """Of Gluon's kernels, whose threads the host runs: what it is -> the case that shows it, text and replacement, and
+    how often the text occurs where that is more than once."""
+    return [
+        Planted(
+            what.replace(" ", "-"), what, old, new, times=int(*times or (1,)), sample=True, case=case, within=within
+        )
+        for what, (case, old, new, *times) in faults.items()
+    ]
+
 
 FAULTS = {
     "triton": [
@@ -427,4 +441,125 @@ FAULTS = {
             gpu=False,  # heads of values may be wider
         ),
     ],
+    "triton/hopper": on_host(
+        "_flash_gradients",
+        {
+            "a buffer is handed back while it is read": (
+                "causal",
+                "        mbarrier.wait(guests.full.index(stage), (unit // stages) & 1)\n        dots",
+                "        mbarrier.wait(guests.full.index(stage), (unit // stages) & 1)\n"
+                "        mbarrier.arrive(guests.empty.index(before), count=1)\n        dots",
+            ),
+            "dP is taken before it is there": (
+                "causal",
+                "wait(1 if plan.want_second else 0, deps=[d_p]",
+                "wait(2, deps=[d_p]",
+            ),
+            "statistics are not waited for": ("causal", " + (8 * block if plan.by_key else 0)", ""),
+            "statistics are fetched over some that threads read": (
+                "causal",
+                "give_back(guests.empty.index(before), plan.by_key)",
+                "give_back(guests.empty.index(before), False)",
+            ),
+            "gradients leave before they are seen to be written": (
+                "causal",
+                "            fence_async_shared()\n            store_tile(sides.d_second",
+                "            store_tile(sides.d_second",
+            ),
+            "rows at home are fetched over gradients that leave": (
+                "programs that stay",
+                "mbarrier.wait(home.empty.index(g), (count & 1) ^ 1)",
+                "0",
+            ),
+            "one head's queries come by for all of its group": ("causal", "guest, guest + 1)", "guest, guest)"),
+            "a head's first queries are left out": (
+                "causal",
+                "where(start < last, start, first)",
+                "where(start < last, start, first + block)",
+            ),
+            "a tile at the edge is taken for one that all see": (
+                "causal",
+                "(start < own.all_lo) | (start + d",
+                "(start > start + d",
+                2,
+            ),
+            "no slope of the softcap": ("band", "sloped = p * (1.0 - t * t)", "sloped = p"),
+            "scale is left out": ("wide", "(d_first * scale)", "d_first"),
+        },
+    ),
+    "triton/unordered": on_host(
+        "_flash_unordered",
+        {
+            "D is read before both groups have put it there": (
+                "causal",
+                "        mbarrier.wait(parts.there.index(buffer), filled)\n",
+                "",
+            ),
+            "D of the tile before is read before both groups have put it there": (
+                "behind",
+                "            mbarrier.wait(parts.there.index(buffer ^ 1), filled ^ buffer ^ 1)\n",
+                "",
+            ),
+            "D of the last tile is read before both groups have put it there": (
+                "behind",
+                "\n    mbarrier.wait(parts.there.index(buffer ^ 1), filled ^ buffer ^ 1)\n",
+                "\n",
+            ),
+            "a tile's d_q is left out": (
+                "causal",
+                "\n        add_to_memory(GROUP, sums, parts, d_q, place, plan)\n",
+                "\n",
+            ),
+            "the last tile's d_q is left out": (
+                "behind",
+                "\n    add_to_memory(GROUP, sums, parts, d_q, before, plan)\n",
+                "\n",
+            ),
+            "one buffer for all tiles": ("causal", "phase, buffer ^ 1, filled ^ buffer", "phase, buffer, filled"),
+            "one buffer for all tiles, behind": (
+                "behind",
+                "phase, buffer ^ 1, filled ^ buffer",
+                "phase, buffer, filled",
+            ),
+            "a group's keys leave while the other reads them": (
+                "programs that stay, wide",
+                "        mbarrier.wait(parts.done, count & 1)\n",
+                "",
+            ),
+            "queries are handed back while products read them": (
+                "causal",
+                "        d_q = query_gradients(GROUP, buffer, ",
+                "        mbarrier.arrive(guests.empty.index(stage), count=1)\n        d_q = query_gradients(GROUP, buffer, ",
+            ),
+            "queries are handed back while products behind read them": (
+                "behind",
+                "        d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])\n"
+                "        mbarrier.arrive(guests.empty.index(turn[0]), count=1)\n",
+                "        mbarrier.arrive(guests.empty.index(turn[0]), count=1)\n"
+                "        d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])\n",
+            ),
+            "both groups compute the first columns": ("causal", "slice(GROUP * 64, 64, 1)", "slice(0, 64, 1)"),
+            "both groups compute the first queries": ("causal, narrow", "(buffer * 2 + GROUP)", "(buffer * 2)"),
+            "one group's keys are left out": ("causal", "use_acc=g > 0", "use_acc=False"),
+            "all heads of a group add to the first": (
+                "causal",
+                "place = next_tile(place, first, last, block)",
+                "place = place[0], next_tile(place, first, last, block)[1]",
+                3,
+            ),
+            "the first tile's place for all": (
+                "causal",
+                "add_to_memory(GROUP, sums, parts, d_q, place, plan)",
+                "add_to_memory(GROUP, sums, parts, d_q, (place[0], first), plan)",
+            ),
+            "the first tile's place for all, behind": ("behind", "        before = place\n", ""),
+            "a sum's tile is written over before it has left": (
+                "causal",
+                "    tma.store_wait(0)  # what was in this tile before has left\n",
+                "",
+            ),
+            "scale is left out": ("narrow values", "(d_first * scale)", "d_first"),
+            "the phase of a buffer never changes": ("causal", "buffer ^ 1, filled ^ buffer", "buffer ^ 1, filled"),
+        },
+    ),
 }
