@@ -111,7 +111,7 @@ def drawn_dims(
         dims[name] = extent if isinstance(dims[name], int) else (*dims[name][:-1], extent)
     if kind == "rank":
         beside = min((len(a.dims) - 1 for a in spec.arrays for d in a.dims if d.variadic), default=0)
-        for name in _variadic(spec):
+        for name in (n for n in spec.dims if n in _variadic(spec)):  # a set has another order in each process
             dims[name] = tuple(source.of((1, 2, 3)) for _ in range(RANK - beside))
     return dims, ()
 
