@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from portakern._typed import op as op  # a stub: op by op, what api.op returns and what its calls take
     from portakern.api import Op as Op
     from portakern.core.backend import Backend as Backend
+    from portakern.core.call import Call as Call
     from portakern.core.observe import observe as observe
     from portakern.core.registry import backends as backends
     from portakern.core.registry import ops as ops
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "Backend": "core.backend",
+    "Call": "core.call",
     "Op": "api",
     "Report": "testing",
     "backends": "core.registry",
@@ -46,6 +48,7 @@ _LAZY = {
 
 __all__ = [
     "Backend",
+    "Call",
     "Op",
     "Report",
     "SpecError",

@@ -27,6 +27,8 @@ DOCS = ROOT / "docs"
 TUTORIAL = DOCS / "tutorial"
 PAGES = sorted(p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md") if any(pages.blocks(p.read_text())))
 
+TUTORIAL_CODE = sorted(p.relative_to(ROOT).as_posix() for p in TUTORIAL.rglob("*.py"))
+
 
 def forget() -> None:
     """What the registry found in entry points."""
@@ -53,6 +55,7 @@ def package(monkeypatch: pytest.MonkeyPatch):
     for b in pk.backends().values():
         for at in [at for at, made in b._found.items() if made.fn.__module__.partition(".")[0] == project["name"]]:
             del b._found[at]
+        b._elsewhere.pop("center", None)
     for name in [n for n in sys.modules if n.partition(".")[0] == project["name"]]:
         del sys.modules[name]
     monkeypatch.undo()
@@ -128,7 +131,7 @@ def test_the_planted_mistake_is_found(package: object, tmp_path: Path, monkeypat
     whole = Path(importlib.import_module("centering.on_triton").__file__ or "").read_text(encoding="utf-8")
     file = tmp_path / "on_triton.py"
     file.write_text(edited(shown['diff title="centering/on_triton.py"'], whole), encoding="utf-8")
-    monkeypatch.setattr(sys.modules["centering"], "on_triton", loaded("centering.on_triton", file))
+    loaded("centering.on_triton", file)  # which registers its function in the place of the package's
     report = pk.check("center", backend="triton", device="cpu", max_examples=12)
     said = f"{report.verdict}\n{report.failures[0].op}: {report.failures[0].what}\n"
     pages.check_printed(shown['text title="what the checker says"'], said, "the planted mistake")
@@ -140,6 +143,19 @@ def loaded(name: str, file: Path) -> ModuleType:
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     return module
+
+
+PUBLIC = re.compile(r"portakern(\.(torch|jax|errors|testing|spec(\.\w+)?|backends\.\w+\.lib))?")
+"""Modules that people outside of this repository import from: every one has its page under reference/."""
+
+
+@pytest.mark.parametrize("text", ["CONTRIBUTING.md", *(f"docs/{p}" for p in PAGES), *TUTORIAL_CODE], ids=str)
+def test_what_readers_are_told_to_import_is_public(text: str) -> None:
+    code = (ROOT / text).read_text(encoding="utf-8")
+    if text.endswith(".md"):
+        code = "\n".join(m["body"] for m in pages.FENCE.finditer(code) if m["head"].startswith("python"))
+    lines = (re.match(r"\s*(?:from|import) (portakern[\w.]*)", line) for line in code.splitlines())
+    assert [m[1] for m in lines if m and not PUBLIC.fullmatch(m[1])] == []
 
 
 @pytest.fixture

@@ -54,8 +54,13 @@ for op in ("attention", "layernorm_vjp", "logsumexp_vjp"):
 
 def test_a_seed_names_the_same_cases_in_every_process():
     first, second = (
-        subprocess.run([sys.executable, "-c", code + LISTED], capture_output=True, text=True, check=True,
-                       env={**os.environ, "PYTHONHASHSEED": order}).stdout
+        subprocess.run(
+            [sys.executable, "-c", code + LISTED],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONHASHSEED": order},
+        ).stdout
         for order, code in (("0", ""), ("1", "import fractions, decimal, email, portakern.cli\nMORE = 987654321\n"))
     )
     assert first == second and len({*first.splitlines()}) > 100

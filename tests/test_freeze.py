@@ -6,7 +6,7 @@ import pytest
 
 from tests import freeze
 
-OPS = [op for op in freeze.kept("choices")]
+OPS = [*freeze.kept("choices")]
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -4,6 +4,7 @@ other people's attention kernels.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import importlib
 import json
@@ -155,6 +156,49 @@ def test_an_op_from_elsewhere_is_registered_once_for_a_machine():
         finally:
             for family in backend.families:
                 backend._found.pop((family.package, "from_elsewhere"), None)
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """``write(name, text)``: a module that the package of an op from elsewhere has."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield lambda name, text: (tmp_path / f"{name}.py").write_text(text)
+    for name in [p.stem for p in tmp_path.glob("*.py")]:
+        sys.modules.pop(name, None)
+
+
+def test_a_module_that_is_named_for_an_op_is_imported_when_a_call_needs_it(elsewhere):
+    backend = pk.Backend("mine", framework="numpy")
+    elsewhere("holds_softmax", """
+import builtins
+import numpy as np
+def softmax(call, tiling):
+    e = np.exp(call.arrays["x"] - call.arrays["x"].max(-1, keepdims=True))
+    return (e / e.sum(-1, keepdims=True),)
+builtins.backend_of_the_test.implements("softmax")(softmax)
+""")  # fmt: skip
+    backend.implemented_in("softmax", "holds_softmax")
+    assert [backend.where("softmax", f) for f in backend.families] == ["holds_softmax"]
+    assert "holds_softmax" not in sys.modules
+    builtins.backend_of_the_test = backend
+    try:
+        assert np.allclose(pk.op("softmax", backend=backend)(np.zeros((2, 4), np.float32)), 0.25)
+    finally:
+        del builtins.backend_of_the_test
+    with pytest.raises(pk.SpecError, match="softmax on backend 'mine' is taken by holds_softmax; other cannot"):
+        backend.implemented_in("softmax", "other")
+    with pytest.raises(pk.SpecError, match=r"taken by portakern.backends.triton.gpu.softmax; mine cannot have it too"):
+        pk.backends()["triton"].implemented_in("softmax", "mine")
+
+
+def test_a_module_that_is_named_for_an_op_and_registers_none_is_refused(elsewhere):
+    backend = pk.Backend("mine", framework="numpy")
+    elsewhere("holds_nothing", "")
+    backend.implemented_in("softmax", "holds_nothing")
+    with pytest.raises(
+        pk.SpecError, match=r"holds_nothing, which is to hold softmax on backend 'mine', registers none"
+    ):
+        pk.op("softmax", backend=backend)(np.zeros((2, 4), np.float32))
 
 
 def test_backends_are_declared_right():

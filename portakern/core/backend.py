@@ -181,10 +181,10 @@ class Family:
         """None, or what must be installed before its kernels can be imported."""
         return " and ".join(filter(None, (need.missing() for need in self.needs))) or None
 
-    def load(self, op: str) -> None:
-        """Import the module of an op."""
+    def load(self, op: str, module: str | None = None) -> None:
+        """Import the module of an op; None: the one of its name in the family's package."""
         with _load(self.imports)() if self.imports else nullcontext():
-            importlib.import_module(f"{self.package}.{op}")
+            importlib.import_module(module or f"{self.package}.{op}")
 
     def load_replays(self) -> Callable[..., Any] | None:
         """The function that learns to serve calls of a form."""
@@ -431,6 +431,7 @@ class Backend:
     auto: bool = field(default=False, init=False)
     standing_for: Target | None = field(default=None, init=False, repr=False)
     _found: dict[tuple[str, str], Implementation] = field(default_factory=dict, init=False, repr=False)
+    _elsewhere: dict[str, str] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(
         self,
@@ -534,7 +535,7 @@ class Backend:
             for family in () if own else self.families:
                 there = self.where(op, family)
                 before = self._found.get((family.package, op))
-                if there and not (before and _same_place(before.fn, fn)):
+                if there and not (_same_place(before.fn, fn) if before else there == self._elsewhere.get(op)):
                     raise SpecError(
                         f"{op} on backend {self.name!r} is taken by {there}; "
                         f"{fn.__module__}.{fn.__qualname__} needs a backend of its own: pk.Backend(...)"
@@ -549,6 +550,22 @@ class Backend:
             return fn
 
         return register
+
+    def implemented_in(self, op: str, module: str) -> None:
+        """Say which module holds this backend's ``op``, of an op that is declared outside of the backend's package.
+
+        The module is imported when a call first needs it, and registers its function with :meth:`implements`: a
+        package so names its Triton kernels without importing Triton.
+
+        Raises:
+          SpecError: another module has the op already.
+        """
+        for family in self.families:
+            there = self.where(op, family)
+            if there not in (None, module):
+                raise SpecError(f"{op} on backend {self.name!r} is taken by {there}; {module} cannot have it too")
+        self._elsewhere[op] = module
+        forget()
 
     def _broadest(self) -> list[Family]:
         """The fewest families that together serve every platform, and interpret what any does: those for all
@@ -597,6 +614,8 @@ class Backend:
         found = self._found.get((family.package, op))
         if found:
             return found.fn.__module__
+        if op in self._elsewhere and family in self._broadest():
+            return self._elsewhere[op]
         if family.package == IN_PROCESS:
             return None
         try:
@@ -617,11 +636,17 @@ class Backend:
         if (family.package, op) not in self._found and self.where(op, family) is not None:
             self.check_available(family.stages is not None)
             try:
-                family.load(op)
+                family.load(op, self._elsewhere.get(op))
             except SystemExit as e:  # of a module, and not of the program that asked for it
+                module = self.where(op, family)
                 raise UnavailableError(
-                    f"backend {self.name!r} cannot run here: {family.package}.{op} called sys.exit when it was imported"
+                    f"backend {self.name!r} cannot run here: {module} called sys.exit when it was imported"
                 ) from e
+            if op in self._elsewhere and (family.package, op) not in self._found:
+                raise SpecError(
+                    f"{self._elsewhere[op]}, which is to hold {op} on backend {self.name!r}, registers none: decorate "
+                    f"its function with @pk.backends()[{self.name!r}].implements({op!r})"
+                )
         return self._found.get((family.package, op))
 
     def lacking(self, target: Target | None = None) -> tuple[str, ...]:

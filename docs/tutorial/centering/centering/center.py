@@ -1,10 +1,10 @@
-"""Rows about their mean: what the op is, its oracle, and who else serves it."""
+"""Rows about their mean: what the op is, its oracle, and which modules hold its kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from math import inf, prod
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import Float
@@ -12,9 +12,6 @@ from jaxtyping import Float
 import portakern as pk
 from portakern.spec import Tile, spec
 from portakern.spec.tolerance import magnitude, round_to, units
-
-if TYPE_CHECKING:
-    from portakern.core.call import Call
 
 # --8<-- [start:signature]
 A = TypeVar("A")
@@ -48,7 +45,7 @@ def center(x: Float[A, "*batch n"]) -> CenterOut:
 
 # --8<-- [start:bound]
 @center.tolerance
-def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
+def bound(call: pk.Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """B = E (1 + U) + U |y| + eta,  E = u (c_N + 6) mean|x| + u |y| + 4 tau,  c_N = chain(N)
 
     The sum of N terms errs by c_N u sum|x| at most, whatever their signs, and its quotient by N (2 ulp) by another 4u
@@ -103,7 +100,7 @@ center.sample("rows", dims={"batch": (3,), "n": 5})
 
 # --8<-- [start:oracle]
 @pk.backends()["reference"].implements("center")
-def oracle(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray]:
+def oracle(call: pk.Call, tiling: Mapping[str, int]) -> tuple[np.ndarray]:
     x = call.arrays["x"]
     with np.errstate(all="ignore"):
         return (x - x.sum(-1, keepdims=True) / x.shape[-1],)
@@ -113,46 +110,18 @@ def oracle(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray]:
 
 
 # --8<-- [start:backends]
-def row_tiles(call: Call) -> dict[str, int]:
+pk.backends()["triton"].implemented_in("center", "centering.on_triton")
+pk.backends()["pallas"].implemented_in("center", "centering.on_pallas")
+
+
+def row_tiles(call: pk.Call) -> dict[str, int]:
     """A formula of n alone, so that a row has the same bits whatever stands beside it."""
     return {"block_rows": 16, "block_n": min(max(1 << (call.dims["n"] - 1).bit_length(), 128), 1024)}
 
 
-def gpu_tiles(call: Call) -> dict[str, int]:
-    return {**row_tiles(call), "num_warps": 8}
-
-
-def key(call: Call) -> dict[str, str | int]:
+def key(call: pk.Call) -> dict[str, str | int]:
     """What the best tiling depends on; tables of tuned tilings are looked up by it."""
     return {"dtype": call.dtype, "n": call.dims["n"]}
-
-
-def fits_a_gpu(call: Call, tiling: Mapping[str, int]) -> str | None:
-    from portakern.backends.triton.launch import refuse_tile
-
-    return refuse_tile(call, tiling, prod(call.dims["batch"]))
-
-
-def fits_a_tpu(call: Call, tiling: Mapping[str, int]) -> str | None:
-    from centering import on_pallas
-
-    return on_pallas.refused(call, tiling)
-
-
-@pk.backends()["triton"].implements(
-    "center", key=key, tiling=gpu_tiles, supports=fits_a_gpu, knobs={"num_warps": Tile(1, 32)}
-)
-def triton(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    from centering import on_triton  # imports torch and triton, which a caller without them does not need
-
-    return on_triton.center(call, tiling)
-
-
-@pk.backends()["pallas"].implements("center", key=key, tiling=row_tiles, supports=fits_a_tpu)
-def pallas(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    from centering import on_pallas
-
-    return on_pallas.center(call, tiling)
 
 
 # --8<-- [end:backends]

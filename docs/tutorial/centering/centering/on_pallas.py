@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from portakern.backends.pallas.common import Refs
-from portakern.backends.pallas.tpu._rows import Held, Walk, launched
-from portakern.core.call import Call
+import portakern as pk
+from centering.center import key, row_tiles
+from portakern.backends.pallas.lib import Held, Refs, Walk, launched
 
 HELD = Held(streamed=2, computed=2)  # x and y come and go, and a block of each is computed with
 
@@ -35,17 +35,18 @@ def kernel(ref: Refs, *, walk: Walk) -> None:
         ref.y[...] = (ref.x[...].astype(jnp.float32) - ref.total[...] / walk.n).astype(ref.y.dtype)
 
 
-def walk_of(call: Call, tiling: Mapping[str, int]) -> Walk:
+def walk_of(call: pk.Call, tiling: Mapping[str, int]) -> Walk:
     """The rows of x, however many axes they lie along, and as XLA lays them out."""
     return Walk.along_last(call, tiling, (*call.dims["batch"], call.dims["n"]))
 
 
-def refused(call: Call, tiling: Mapping[str, int]) -> str | None:
+def refused(call: pk.Call, tiling: Mapping[str, int]) -> str | None:
     """Why a TPU cannot walk like this, or None."""
     return walk_of(call, tiling).refused(call, tiling, HELD)
 
 
-def center(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
+@pk.backends()["pallas"].implements("center", key=key, tiling=row_tiles, supports=refused)
+def center(call: pk.Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     x = call.arrays["x"]
     found = launched(
         call,

@@ -7,16 +7,25 @@ write its result. The second time it comes from cache.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from math import prod
+from typing import Any
 
 import triton
 import triton.language as tl
 
-from portakern.backends.triton.launch import accumulator, cdiv, launch
-from portakern.backends.triton.layout import aligned, fresh_like, row_start, walk_rows
-
-if TYPE_CHECKING:
-    from portakern.core.call import Call
+import portakern as pk
+from centering.center import key, row_tiles
+from portakern.backends.triton.lib import (
+    accumulator,
+    aligned,
+    cdiv,
+    fresh_like,
+    launch,
+    refuse_tile,
+    row_start,
+    walk_rows,
+)
+from portakern.spec import Tile
 
 
 @triton.jit
@@ -40,7 +49,17 @@ def center_kernel(x, y, rows, rows_inner, n, x_outer, x_inner, x_n,
         tl.store(y_row + (start + col), (t - mean[:, None]).to(y.dtype.element_ty), mask=ok)
 
 
-def center(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+def tiles(call: pk.Call) -> dict[str, int]:
+    return {**row_tiles(call), "num_warps": 8}
+
+
+def refused(call: pk.Call, tiling: Mapping[str, int]) -> str | None:
+    """Why a program cannot hold such a tile, or None."""
+    return refuse_tile(call, tiling, prod(call.dims["batch"]))
+
+
+@pk.backends()["triton"].implements("center", key=key, tiling=tiles, supports=refused, knobs={"num_warps": Tile(1, 32)})
+def center(call: pk.Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     x, n = call.arrays["x"], call.dims["n"]
     y = fresh_like(x)
     (x,), rows = walk_rows(x.ndim - 1, x)
