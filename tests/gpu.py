@@ -11,8 +11,8 @@ from portakern import testing
 from portakern.spec import Tile
 from portakern.tools.bench.suites import asked
 from portakern.tools.compile.pool import Pool
-from portakern.tools.tune.run import Told, groups_of, tune
-from portakern.tools.tune.tuner import Plan
+from portakern.tools.tune.run import Callbacks, groups_of, tune
+from portakern.tools.tune.tuner import SearchPlan
 
 
 def within_bound(op, outputs, *args, **options):
@@ -94,8 +94,8 @@ def tuned_beside_a_wrong_kernel(platform, shape):
     )(softmax)  # fmt: skip
     pk.register(backend)
     cases = [*asked("softmax", {"shape": shape}, ["float32"], gradients=False)]
-    told = Told(lambda progress: None, lambda finding: None, lambda group, why: None)
+    told = Callbacks(lambda progress: None, lambda finding: None, lambda group, why: None)
     with Pool(1, 10) as pool:
-        (finding,), left = tune(groups_of(cases, platform, "seeded", None), Plan(), pool, told)
+        (finding,), left = tune(groups_of(cases, platform, "seeded", None), SearchPlan(), pool, told)
     assert not left
     return finding

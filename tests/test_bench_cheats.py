@@ -17,7 +17,7 @@ from portakern.tools.bench import fresh
 from portakern.tools.bench.contenders import Contender, ready
 from portakern.tools.bench.fresh import Fresh, turning
 from portakern.tools.bench.inputs import for_gradient, make
-from portakern.tools.bench.plan import Plan
+from portakern.tools.bench.plan import BenchPlan
 from portakern.tools.bench.roof import floor
 from portakern.tools.bench.rows import impossible
 from portakern.tools.bench.run import run
@@ -43,7 +43,7 @@ def softmax(x, axis):
 def row(fn, framework="numpy", rounds=6, case=CASE, name="mine"):
     made = pk.Backend(name, framework=framework)
     made.implements("softmax")(lambda call, tiling: (fn(call.arrays["x"], call.options["axis"]),))
-    outcome = run(Plan([case], [pk.register(made)], [], "cpu", rounds=rounds), lambda found, case: None)
+    outcome = run(BenchPlan([case], [pk.register(made)], [], "cpu", rounds=rounds), lambda found, case: None)
     return outcome.rows[0]
 
 

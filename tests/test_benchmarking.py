@@ -39,7 +39,7 @@ from portakern.tools.bench.background import ENVIRONMENT, WORKERS, Background, W
 from portakern.tools.bench.contenders import together
 from portakern.tools.bench.inputs import for_gradient, make
 from portakern.tools.bench.lock import DeviceLock
-from portakern.tools.bench.plan import Plan
+from portakern.tools.bench.plan import BenchPlan
 from portakern.tools.bench.pruning import Pruned
 from portakern.tools.bench.resuming import Earlier
 from portakern.tools.bench.roof import ceiling, moved
@@ -75,7 +75,7 @@ def backend(name, fn, peer=False, **kwargs):
 
 
 def timed(subject, *against, case=CASE):
-    outcome = run(Plan([case], [subject], against, "cpu", rounds=2), lambda found, case: None)
+    outcome = run(BenchPlan([case], [subject], against, "cpu", rounds=2), lambda found, case: None)
     return {r["contender"]: r for r in outcome.rows}
 
 
@@ -109,7 +109,7 @@ def test_an_interpreters_time_is_held_against_nothing():
     assert "ratio" not in ours and peer["ratio"] == 1
     pytest.importorskip("triton", reason="triton is not installed")
     triton = registry.backend("triton")
-    rows = run(Plan([CASE], [triton], [], "cpu", rounds=2), lambda found, case: None).rows
+    rows = run(BenchPlan([CASE], [triton], [], "cpu", rounds=2), lambda found, case: None).rows
     assert all(r["interpreted"] for r in rows if r["backend"] == "triton")
     words = _parts(next(r for r in rows if r["backend"] == "triton"))
     assert "an interpreter's time, which tells of no device" in words and not any("roof" in w for w in words)
@@ -119,7 +119,7 @@ def test_backends_that_are_measured_together_are_no_peers_of_each_other():
     """Peers are timed once beside both, and a slow peer is the best one though the other backend is faster."""
     slow = backend("slow", lambda x, axis: [numpy_softmax(x, axis) for _ in range(50)].pop(), peer=True)
     both = [backend("mine", numpy_softmax), backend("another", numpy_softmax)]
-    rows = run(Plan([CASE], both, [slow], "cpu", rounds=2), lambda found, case: None).rows
+    rows = run(BenchPlan([CASE], both, [slow], "cpu", rounds=2), lambda found, case: None).rows
     assert [(r["contender"], r["subject"]) for r in rows] == [("mine", True), ("another", True), ("slow", False)]
     assert {r["best_peer"] for r in rows} == {"slow"} and all(r["first_s"] >= 0 for r in rows)
 
@@ -189,7 +189,7 @@ def test_who_refuses_is_listed_with_its_reason():
 
 def test_a_call_that_takes_long_has_fewer_samples():
     """A suite says so; a plan of fewer still has its own, and such a row is not timed again for having few."""
-    plan = Plan([case := replace(CASE, rounds=3)], [backend("mine", numpy_softmax)], [], "cpu")
+    plan = BenchPlan([case := replace(CASE, rounds=3)], [backend("mine", numpy_softmax)], [], "cpu")
     outcome = run(plan, lambda found, case: None)
     assert [r["rounds"] for r in outcome.rows] == [3] and plan.rounds_of(CASE) == plan.rounds
     assert replace(plan, rounds=2).rounds_of(case) == 2
@@ -257,7 +257,7 @@ def test_gradients_are_timed_on_what_a_right_forward_op_saved():
     rows = timed(triton, registry.backend("torch"), case=case)
     assert rows["triton"]["op"] == "softmax_vjp" and {r["verdict"] for r in rows.values()} == {"right"}
     wrong = backend("wrong", lambda x, axis: x + 1)
-    outcome = run(Plan([case], [wrong], [], "cpu", rounds=2), lambda found, case: None)
+    outcome = run(BenchPlan([case], [wrong], [], "cpu", rounds=2), lambda found, case: None)
     assert not outcome.rows
     assert "softmax, which saves for its gradients, is wrong: 240 of 240" in outcome.unserved[0][1]
 
@@ -284,7 +284,7 @@ def test_what_gradients_are_is_computed_where_their_inputs_are_made(monkeypatch)
     that over if it saved the same."""
     case = TimedCase("mine", "softmax", "float32", {"shape": (6, 40)}, gradient=True)
     torch = registry.backend("torch")
-    plan = Plan([case], [torch], [], "cpu", rounds=2)
+    plan = BenchPlan([case], [torch], [], "cpu", rounds=2)
     seen = visit(plan, case)
     assert seen.of_saved.known and "what is expected" in seen.seconds
     assert visit(plan, CASE).of_saved is None and visit(plan, case, lambda: True).of_saved is None
@@ -309,7 +309,7 @@ def test_cases_are_visited_ahead_by_other_processes():
         pytest.skip(triton.unavailable() or pallas.unavailable())
     before, peers = multiprocessing.active_children(), [registry.backend("torch"), registry.backend("jax")]
     none = TimedCase("mine", "softmax", "float32", {})
-    plan = Plan([CASE, none], [triton, pallas], peers, "cpu")
+    plan = BenchPlan([CASE, none], [triton, pallas], peers, "cpu")
     with warm_up(plan, 1) as warm:
         helped = Helped(warm=warm)
         assert warm.visited == {"triton", "pallas", "torch"}  # XLA times what it compiles
@@ -334,7 +334,7 @@ def test_what_compiles_ahead_keeps_it_where_whoever_times_looks(monkeypatch):
         yield None
 
     monkeypatch.setattr("portakern.tools.bench.background.pool", processes)
-    plan = Plan([], [registry.backend("torch")], [], "cpu")
+    plan = BenchPlan([], [registry.backend("torch")], [], "cpu")
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     with triton.knobs.cache.scope(), warm_up(plan, 1):
         assert given[0]["TRITON_CACHE_DIR"] == triton.knobs.cache.dir == ENVIRONMENT["TRITON_CACHE_DIR"]
@@ -409,7 +409,7 @@ def test_several_processes_time_what_one_would():
         pytest.skip(triton.unavailable() or torch.unavailable())
     none = TimedCase("mine", "softmax", "float32", {})
     cases = [CASE, replace(CASE, suite="another"), replace(CASE, gradient=True), none]
-    plan, told = Plan(cases, [triton], [torch], "cpu", rounds=2), []
+    plan, told = BenchPlan(cases, [triton], [torch], "cpu", rounds=2), []
     before = multiprocessing.active_children()
     with warm_up(plan, 1) as warm, workers(plan, warm) as timing:
         assert len(timing) == WORKERS
@@ -444,7 +444,7 @@ class Waits:
 def test_a_case_that_does_not_end_ends_the_run(monkeypatch):
     """As a kernel does that waits for itself: nothing but the end of its process ends it."""
     monkeypatch.setattr("portakern.tools.bench.run.ENDLESS", 0.1)
-    plan, kept = Plan([CASE], [registry.backend("triton")], [], "cpu", rounds=2), []
+    plan, kept = BenchPlan([CASE], [registry.backend("triton")], [], "cpu", rounds=2), []
     with pytest.raises(DeviceLost, match=r"the process that timed softmax float32 of mine has ended \(it was killed\)"):
         run(plan, lambda found, case: kept.append(case), helped=Helped(workers=[Waits()]))
     assert not kept
@@ -540,7 +540,7 @@ def test_a_peer_that_is_far_behind_is_timed_on_two_calls_of_a_suite():
     far = backend("far", slower(0.02), peer=True)
     wrong = backend("wrong", lambda x, axis: x + 1, peer=True)
     cases = [replace(CASE, dims={"shape": (6, n)}) for n in (40, 41, 42)] + [replace(CASE, suite="another")]
-    plan = Plan(cases, [mine], [best, far, wrong], "cpu", rounds=2)
+    plan = BenchPlan(cases, [mine], [best, far, wrong], "cpu", rounds=2)
     verdicts, asked = {}, []
     for row in run(plan, lambda found, case: asked.append(case)).rows:
         verdicts.setdefault(row["contender"], []).append(row["verdict"])
@@ -561,7 +561,7 @@ def test_a_peer_that_is_far_behind_is_timed_on_two_calls_of_a_suite():
 def test_who_was_far_behind_stays_so_in_a_file_that_is_continued():
     mine, far = backend("mine", numpy_softmax), backend("far", lambda x, axis: x + 1, peer=True)
     cases = [replace(CASE, dims={"shape": (6, n)}) for n in (40, 41, 42)]
-    plan, kept = Plan(cases, [mine], [far], "cpu", rounds=2), {}
+    plan, kept = BenchPlan(cases, [mine], [far], "cpu", rounds=2), {}
     for row in run(plan, lambda found, case: None).rows:
         kept.setdefault((row["call"], row["target"]), []).append(row)
     assert [r["verdict"] for rows in kept.values() for r in rows if not r["subject"]] == ["wrong"] * 2 + ["far behind"]
@@ -593,7 +593,9 @@ def test_who_is_far_behind_is_so_on_every_call_before():
 
 def test_a_budget_says_what_it_left_out():
     cases = [CASE, TimedCase("mine", "softmax", "float16", {"shape": (3, 5)})]
-    outcome = run(Plan(cases, [backend("mine", numpy_softmax)], [], "cpu", 2, seconds=0.0), lambda found, case: None)
+    outcome = run(
+        BenchPlan(cases, [backend("mine", numpy_softmax)], [], "cpu", 2, seconds=0.0), lambda found, case: None
+    )
     assert outcome.left_out == cases and not outcome.rows
 
 

@@ -11,7 +11,7 @@ import portakern as pk
 from portakern.core import registry, tilings
 from portakern.core.framework import frameworks
 from portakern.tools.bench.contenders import one_clock
-from portakern.tools.bench.plan import Plan
+from portakern.tools.bench.plan import BenchPlan
 from portakern.tools.bench.run import run
 from portakern.tools.bench.suites import TimedCase
 from portakern.tools.bench.timing import device_times, interleaved
@@ -156,7 +156,7 @@ def test_contenders_of_two_libraries_are_timed_beside_each_other():
     peers = [registry.backend("torch"), wrong]
     if registry.backend("jax").unavailable() is None and jax_has_a_gpu():
         peers.append(registry.backend("jax"))
-    plan = Plan([case], [registry.backend("triton")], peers, rounds=5)
+    plan = BenchPlan([case], [registry.backend("triton")], peers, rounds=5)
     clock = one_clock((*plan.subjects, *plan.against), plan.device)
     outcome = run(plan, lambda found, case: None)
     rows = {r["contender"]: r for r in outcome.rows}

@@ -298,14 +298,14 @@ def test_whatever_peer_takes_a_call_is_a_contender(gradient, expected):
     for name in ("triton", "torch", "jax"):
         needs(name)
     from portakern.tools.bench import contenders as among
-    from portakern.tools.bench.plan import Plan
+    from portakern.tools.bench.plan import BenchPlan
     from portakern.tools.bench.suites import TimedCase
-    from portakern.tools.bench.trial import Stand, Trial
+    from portakern.tools.bench.trial import TimingContext, Trial
 
     dims = {"batch": 1, "q_len": 6, "kv_len": 6, "kv_heads": 2, "group": 1, "d": 8, "dv": 8}
     case = TimedCase("mine", "attention", "float32", dims, gradient=gradient)
     asked = among.against_named(["torch", "sdpa_flash", "flex_attention", "jax", "jax_cudnn", "quack"])
-    trial = Trial(Stand(Plan([case], [registry.backend("triton")], asked, "cpu")), case)
+    trial = Trial(TimingContext(BenchPlan([case], [registry.backend("triton")], asked, "cpu")), case)
     entries = {}
     for c in trial.among:
         try:

@@ -189,7 +189,7 @@ class Told(Instruments):
 
 @pytest.fixture
 def asked():
-    return subject.Asked("softmax", "float32", {"shape": (8, 16)}, "reference")
+    return subject.ProfileRequest("softmax", "float32", {"shape": (8, 16)}, "reference")
 
 
 @pytest.fixture
@@ -255,7 +255,7 @@ def test_the_process_that_is_counted_makes_the_call_twice(asked, monkeypatch):
             order.append("end")
 
     monkeypatch.setattr(subject, "marked", Marks)
-    monkeypatch.setattr(subject.Asked, "made", lambda self: (
+    monkeypatch.setattr(subject.ProfileRequest, "made", lambda self: (
         SimpleNamespace(run=lambda: order.append(self), instruments=SimpleNamespace(wait=lambda result: None)), None
     ))  # fmt: skip
     subject.main(subject.command(asked)[-1])
@@ -289,7 +289,7 @@ def test_what_a_device_ran_is_told_by_pytorchs_profiler(monkeypatch):
 
 def test_gradients_are_called_for_what_their_forward_op_saves(monkeypatch):
     monkeypatch.setattr(subject, "here", lambda b, device: here(b, "cpu"))
-    entry, target = subject.Asked("softmax_vjp", "float32", {"shape": (8, 16)}, "reference").made()
+    entry, target = subject.ProfileRequest("softmax_vjp", "float32", {"shape": (8, 16)}, "reference").made()
     assert entry.call.spec is registry.find_spec("softmax_vjp") and target.platform == "cpu"
     assert entry.run()[0].shape == (8, 16)
 

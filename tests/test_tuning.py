@@ -35,17 +35,17 @@ from portakern.spec import Tile
 from portakern.tools.bench import suites
 from portakern.tools.compile.build import Build, Kernel
 from portakern.tools.compile.pool import Pool
-from portakern.tools.tune import isolation, judges, static, store
+from portakern.tools.tune import benches, isolation, static, store
 from portakern.tools.tune import search as searches
 from portakern.tools.tune.journal import Journal
 from portakern.tools.tune.losses import searched
-from portakern.tools.tune.run import Told, groups_of
+from portakern.tools.tune.run import Callbacks, groups_of
 from portakern.tools.tune.run import tune as tune_groups
 from portakern.tools.tune.sampled import draw, families
 from portakern.tools.tune.search import Climb, OptunaSearch, Whole, search
 from portakern.tools.tune.space import Space, frozen, space_of
 from portakern.tools.tune.target import tune_targets
-from portakern.tools.tune.tuner import Plan, _form_call, _opening, row_of
+from portakern.tools.tune.tuner import SearchPlan, _form_call, _opening, row_of
 
 SECONDS = {32: 0.004, 64: 0.002, 128: 0.0}
 """How long the kernel of these tests takes, by its only tile, beside the little that it does."""
@@ -98,9 +98,9 @@ def asked(**dims):
 def tuned(plan=None, **options):
     told = SimpleNamespace(progress=[], found=[], refused=[])
     groups = groups_of(options.pop("asked", asked()), "cpu", "mine", None)
-    into = Told(told.progress.append, told.found.append, lambda group, why: told.refused.append(why))
+    into = Callbacks(told.progress.append, told.found.append, lambda group, why: told.refused.append(why))
     with Pool(1, 10) as pool:
-        found, left = tune_groups(groups, plan or Plan(), pool, into, **options)
+        found, left = tune_groups(groups, plan or SearchPlan(), pool, into, **options)
     return found, left, told
 
 
@@ -242,7 +242,7 @@ def test_candidates_of_a_search_that_did_not_end_are_not_judged_again(own_cache)
     kinds: list[str] = []
     over = SimpleNamespace(now=False)
 
-    class Hurried(Plan):
+    class Hurried(SearchPlan):
         @property
         def over(self):
             return over.now
@@ -273,7 +273,7 @@ def test_what_ended_the_process_is_not_tried_again(own_cache):
             if tiling["rows_at_once"] == 64 and sys.argv[1] == "1": os.kill(os.getpid(), signal.SIGKILL)
             return t.softmax(call, tiling)
         t.registered(deadly)
-        (found,), _, _ = t.tuned(t.Plan(batch=1))
+        (found,), _, _ = t.tuned(t.SearchPlan(batch=1))
         print(found.best, found.refused.get((("rows_at_once", 64),)))
     """)
     ended = [
@@ -380,17 +380,17 @@ def test_memory_that_another_process_holds_is_no_fault_of_a_candidate(own_cache,
         before, held[:] = held[1], [False, False]
         return before
 
-    def arrays(*given, real=judges.make):
+    def arrays(*given, real=benches.make):
         if held[1]:
             raise MemoryError("CUDA out of memory")
         return real(*given)
 
     registered(hungry)
     (group,) = groups_of(asked(), "cpu", "mine", None)
-    monkeypatch.setattr(judges, "make", arrays)
+    monkeypatch.setattr(benches, "make", arrays)
     held[:] = [False, when == "arrays"]
     with Pool(1, 10) as pool:
-        bench = judges.bench_of(group.cases[0], group.on, pool, judges.Known(yields=yields))
+        bench = benches.bench_of(group.cases[0], group.on, pool, benches.Precomputed(yields=yields))
         held[:] = [when == "check"] * 2
         assert bench.refused([{"rows_at_once": 64}]) == {}
         held[:] = [when == "times"] * 2
@@ -445,10 +445,10 @@ def test_a_candidate_that_never_ends_costs_its_seconds_and_not_the_run(own_cache
             began, real = [], isolation.pool
             isolation.pool = lambda jobs, told: began.append(jobs) or real(jobs, told)
             groups = run.groups_of(t.asked() + t.asked(shape=(5, 40)), "cpu", "hanging", None)
-            told = run.Told(lambda p: None, lambda f: None, lambda g, why: print(why))
+            told = run.Callbacks(lambda p: None, lambda f: None, lambda g, why: print(why))
             with Pool(1, 1) as pool:
                 start = time.perf_counter()
-                (found,), _ = run.tune(groups, t.Plan(), pool, told)
+                (found,), _ = run.tune(groups, t.SearchPlan(), pool, told)
             print(found.best, len(began), time.perf_counter() - start < 60)
             for key, why in sorted(found.fatal.items()):
                 print(dict(key)["rows_at_once"], why)
@@ -676,7 +676,7 @@ def test_a_space_holds_what_is_shipped():
     spec = registry.find_spec("attention")
     one = of_op(spec, "bfloat16", {"q_len": 1, "kv_len": 8192, "d": 128, "dv": 128})
     (group,) = groups_of([one], "sm_90", "triton", "hopper")
-    opening = _opening(group, Plan("climb"), [_form_call(one, group.on)])
+    opening = _opening(group, SearchPlan("climb"), [_form_call(one, group.on)])
     (shipped,) = opening.shipped
     assert shipped["block_q"] > 1 and opening.space.legal(shipped)
     assert opening.space.values["block_q"] == (16, shipped["block_q"])
@@ -762,7 +762,7 @@ def test_the_next_key_is_compiled_while_one_is_judged(monkeypatch):
 
     registered(watched)
     first, second = asked()[0], asked(shape=(4, 50))[0]
-    for module in ("portakern.tools.tune.precompile", "portakern.tools.tune.judges"):
+    for module in ("portakern.tools.tune.precompile", "portakern.tools.tune.benches"):
         monkeypatch.setattr(f"{module}.launches_find_it", lambda on: True)
         monkeypatch.setattr(f"{module}.survey", survey)
     found, left, _ = tuned(asked=[first, second])
@@ -839,7 +839,7 @@ def test_each_call_is_held_against_its_own_best(own_cache):
 def test_a_call_that_is_begun_with_has_one_batch_tried():
     """However little its share of the time is: that nothing was tried would be no loss of nothing."""
 
-    class Hurried(Plan):
+    class Hurried(SearchPlan):
         @property
         def over(self):
             return next(over)
@@ -885,7 +885,7 @@ def test_losses_of_calls_that_had_no_time_are_not_shown(own_cache, monkeypatch):
 
 def test_what_the_time_does_not_reach_is_counted():
     registered()
-    found, left, _ = tuned(Plan(deadline=time.monotonic() - 1))
+    found, left, _ = tuned(SearchPlan(deadline=time.monotonic() - 1))
     assert not found and left == 1
 
 

@@ -17,7 +17,7 @@ from portakern.core import registry
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 
 if TYPE_CHECKING:
-    from portakern.tools.bench.plan import Plan
+    from portakern.tools.bench.plan import BenchPlan
     from portakern.tools.bench.resuming import Earlier
     from portakern.tools.bench.run import Outcome
     from portakern.tools.bench.suites import TimedCase
@@ -86,7 +86,7 @@ def bench(
     _check_asked(ops, suite, shape, dtype, plot, [*(backend or ()), *(against or ())])
     errors_only(context)
     from portakern.tools.bench.contenders import absent, against_named, together
-    from portakern.tools.bench.plan import Plan
+    from portakern.tools.bench.plan import BenchPlan
     from portakern.tools.bench.resuming import Earlier, read
 
     earlier = read(json_file, device == "cpu") if json_file and not fresh else Earlier()
@@ -98,13 +98,13 @@ def bench(
     named = [b for b in against_named(against) if b not in subjects]
     found.absent |= absent(named)
     for measured in together(subjects, device):
-        _measure(found.left(Plan(cases, measured, named, device, rounds, budget, every_peer)), jobs, found)
+        _measure(found.left(BenchPlan(cases, measured, named, device, rounds, budget, every_peer)), jobs, found)
     found.show(plot)
     if found.wrong():
         raise typer.Exit(1)
 
 
-def _measure(plan: Plan, jobs: int | None, found: _Rows) -> None:
+def _measure(plan: BenchPlan, jobs: int | None, found: _Rows) -> None:
     """Time, while other processes compile ahead where kernels are compiled."""
     if not plan.cases:
         return
@@ -245,7 +245,7 @@ class _Rows:
         """Of those, what holds."""
         return [r for r in self.rows if (r["call"], r["target"]) in self.hold] + self.timed
 
-    def left(self, plan: Plan) -> Plan:
+    def left(self, plan: BenchPlan) -> BenchPlan:
         """The plan without the cases whose rows an earlier run found."""
         plan, stay = self.earlier.left(plan)
         self.hold &= stay.keys()

@@ -48,9 +48,9 @@ def profile(
     errors_only(context)
     set_environment()
     from portakern.tools.profile import run
-    from portakern.tools.profile.subject import Asked
+    from portakern.tools.profile.subject import ProfileRequest
 
-    asked = Asked(op, dtype, parse_shape(shape) if shape else {}, backend, variant)
+    asked = ProfileRequest(op, dtype, parse_shape(shape) if shape else {}, backend, variant)
     if target:
         found = run.ahead(asked, target)
     else:

@@ -76,7 +76,7 @@ def tune(
     from portakern.tools.compile.pool import Pool
     from portakern.tools.tune.run import groups_of
     from portakern.tools.tune.run import tune as tune_groups
-    from portakern.tools.tune.tuner import Plan
+    from portakern.tools.tune.tuner import SearchPlan
 
     json_file = json_into(context, "tune", json_file)
     _check_asked(dtype, bool(loss), bool(ops or suite or shape or ship))
@@ -89,7 +89,7 @@ def tune(
         for t in (target or [None])  # type: ignore[list-item]
         for g in groups_of(asked, t, backend, variant, keyless.append)
     ]
-    plan = Plan(search, tries, max(16, jobs), seed=seed, last=last, rehearse=not loss,
+    plan = SearchPlan(search, tries, max(16, jobs), seed=seed, last=last, rehearse=not loss,
                 deadline=time.monotonic() + seconds)  # fmt: skip
     refused: list[tuple[Any, str]] = []
     with Pool(jobs, timeout) as pool, progress_bar() as bar:
@@ -156,13 +156,13 @@ class _Told:
     def __init__(
         self, bar: Progress, keys: int, refused: list[tuple[Any, str]], file: Path | None, start: float, seed: int
     ) -> None:
-        from portakern.tools.tune.run import Told
+        from portakern.tools.tune.run import Callbacks
 
         self.bar, self.refused_so_far, self.file, self.start, self.seed = bar, refused, file, start, seed
         self.keys = keys
         self.task = bar.add_task("tuning", total=keys)
         self.found_so_far: list[Any] = []
-        self.all = Told(self.progress, self.found, self.refused)
+        self.all = Callbacks(self.progress, self.found, self.refused)
 
     def progress(self, p: Any) -> None:
         on = p.group.on

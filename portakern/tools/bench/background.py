@@ -22,7 +22,7 @@ from portakern.files import cache_folder
 from portakern.processes import SHARING, pool
 from portakern.tools.bench.inputs import for_gradient, make
 from portakern.tools.bench.lock import DeviceLock
-from portakern.tools.bench.plan import Plan
+from portakern.tools.bench.plan import BenchPlan
 from portakern.tools.bench.suites import TimedCase
 from portakern.tools.bench.trial import FIRST_CALL, Visit, visit
 from portakern.tools.bench.verdicts import Expected, Judge
@@ -122,7 +122,7 @@ def shared(several: int) -> dict[str, str]:
 
 
 @contextmanager
-def warm_up(plan: Plan, jobs: int) -> Iterator[WarmUp]:
+def warm_up(plan: BenchPlan, jobs: int) -> Iterator[WarmUp]:
     """Visit the plan's cases with ``jobs`` processes, which stand still while a clock is read, and end with the
     context.
 
@@ -144,7 +144,7 @@ def warm_up(plan: Plan, jobs: int) -> Iterator[WarmUp]:
 
 
 def _visit(lead: str, others: list[str], device: str | None, case: TimedCase) -> Visit:
-    plan = Plan([case], [registry.backend(lead)], [registry.backend(n) for n in others], device)
+    plan = BenchPlan([case], [registry.backend(lead)], [registry.backend(n) for n in others], device)
     return visit(plan, case)
 
 

@@ -12,11 +12,11 @@ from portakern.core.backend import Backend
 from portakern.tools.bench.suites import TimedCase
 from portakern.tools.bench.timing import ROUNDS
 
-__all__ = ["Plan", "Spent"]
+__all__ = ["BenchPlan", "Spent"]
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     """What is to be timed.
 
     Attributes:

@@ -11,14 +11,14 @@ from portakern.core import registry
 from portakern.core.framework import host_framework
 from portakern.errors import SpecError
 from portakern.tools.bench.contenders import contenders, here
-from portakern.tools.bench.plan import Plan
+from portakern.tools.bench.plan import BenchPlan
 from portakern.tools.bench.rows import FAR_BEHIND, Row, said
 from portakern.tools.bench.suites import TimedCase
 from portakern.tools.compile.forms import bound_form
 
 __all__ = ["Earlier", "read"]
 
-Place = tuple[str, str]
+CallKey = tuple[str, str]
 """A call and a target, in words."""
 
 
@@ -26,13 +26,13 @@ Place = tuple[str, str]
 class Earlier:
     """Rows by call and target, and what else a file of results keeps of the runs that it is made of."""
 
-    rows: Mapping[Place, list[Row]] = field(default_factory=dict)
+    rows: Mapping[CallKey, list[Row]] = field(default_factory=dict)
     rates: Mapping[str, float] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     seconds_ahead: Mapping[str, float] = field(default_factory=dict)
     wall_seconds: float = 0.0
 
-    def left(self, plan: Plan) -> tuple[Plan, dict[Place, list[Row]]]:
+    def left(self, plan: BenchPlan) -> tuple[BenchPlan, dict[CallKey, list[Row]]]:
         """The plan without the cases whose rows still hold, and the rows that stay: theirs, and those of calls that the
         plan does not have."""
         stay, left = dict(self.rows), []
@@ -43,11 +43,11 @@ class Earlier:
                 stay.pop(place, None)
         return (replace(plan, cases=left), stay) if self.rows else (plan, stay)
 
-    def _place(self, plan: Plan, case: TimedCase) -> Place:
+    def _place(self, plan: BenchPlan, case: TimedCase) -> CallKey:
         spec, (_, _, target) = registry.find_spec(case.timed), here(plan.lead, plan.device)
         return said(case, bound_form(spec, case.form, host_framework(), target)), str(target)
 
-    def _holds(self, plan: Plan, case: TimedCase, rows: Sequence[Row]) -> bool:
+    def _holds(self, plan: BenchPlan, case: TimedCase, rows: Sequence[Row]) -> bool:
         """Whether nothing in a case's rows is other than in those that would be found now: whoever takes part now did,
         with as many samples and as a subject or not, and of nobody have the sources changed. Who was far behind stays
         so, unless every peer is asked for."""
@@ -83,7 +83,7 @@ def read(file: Path, on_cpu: bool) -> Earlier:
     if (found.benchmark, found.device) != ("bench", device) or others:
         what = f"{found.benchmark} on {found.device}" + (f" with {', '.join(others)}" if others else "")
         raise SpecError(f"bench: {file} holds results of {what}, which this run on {device} cannot continue; {INSTEAD}")
-    rows: dict[Place, list[Row]] = {}
+    rows: dict[CallKey, list[Row]] = {}
     for row in found.rows:
         rows.setdefault((row["call"], row["target"]), []).append(dict(row))
     kept = {n: found.extra.get(n) or {} for n in ("rates", "seconds", "seconds_ahead")}

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from portakern.tools.bench.background import Background, WarmUp
-from portakern.tools.bench.plan import Plan, Spent
+from portakern.tools.bench.plan import BenchPlan, Spent
 from portakern.tools.bench.pruning import Pruned
 from portakern.tools.bench.rows import Row
 from portakern.tools.bench.suites import TimedCase
-from portakern.tools.bench.trial import Computed, DeviceLost, Stand
+from portakern.tools.bench.trial import Computed, DeviceLost, TimingContext
 from portakern.tools.bench.verdicts import Expected
-from portakern.tools.bench.workers import Here, Measured, Request, Worker
+from portakern.tools.bench.workers import Here, Measured, TimeRequest, Worker
 
 __all__ = ["Helped", "Outcome", "run"]
 
@@ -72,7 +72,7 @@ class Helped:
 
 
 def run(
-    plan: Plan,
+    plan: BenchPlan,
     done: Callable[[Outcome, TimedCase], None],
     start: float | None = None,
     helped: Helped = Helped(),
@@ -88,7 +88,7 @@ def run(
     now = time.perf_counter()
     start = now if start is None else start
     found = Outcome(spent=Spent({"before the first call": now - start}), pruned=Pruned(plan.every_peer))
-    workers = [*helped.workers] or [Here(Stand(plan, visited=helped.warm.visited))]
+    workers = [*helped.workers] or [Here(TimingContext(plan, visited=helped.warm.visited))]
     with found.spent.on("the roof, and loading" if helped.workers else "the roof"):
         found.rates = workers[0].roof().result()
     return _Run(plan, done, start, helped, found, workers).carried_out()
@@ -103,7 +103,7 @@ class _Run:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: BenchPlan,
         done: Callable[[Outcome, TimedCase], None],
         start: float,
         helped: Helped,
@@ -146,7 +146,7 @@ class _Run:
         if case is None:
             return False
         self.left, worker = [other for other in self.left if other is not case], self.idle.pop(0)
-        request = Request(case, helped.computed(case), found.pruned, frozenset(self.calls), found.rates)
+        request = TimeRequest(case, helped.computed(case), found.pruned, frozenset(self.calls), found.rates)
         self.busy[worker.time(request)] = worker, case
         return True
 

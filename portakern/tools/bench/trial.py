@@ -19,7 +19,7 @@ from portakern.tools.bench.contenders import Contender, Entry, Refused, contende
 from portakern.tools.bench.deadline import within
 from portakern.tools.bench.fresh import Fresh, Stale
 from portakern.tools.bench.inputs import Inputs, for_gradient, make
-from portakern.tools.bench.plan import Plan, Spent
+from portakern.tools.bench.plan import BenchPlan, Spent
 from portakern.tools.bench.pruning import Pruned
 from portakern.tools.bench.rows import (
     FAILED,
@@ -40,7 +40,7 @@ from portakern.tools.bench.timing import CallFailed, Times, interleaved
 from portakern.tools.bench.verdicts import Expected, Judge, Known, Verdict
 from portakern.tools.compile.worker import one_line, reason
 
-__all__ = ["FIRST_CALL", "Computed", "DeviceLost", "OfSaved", "Stand", "Trial", "Visit", "of_gradient", "visit"]
+__all__ = ["FIRST_CALL", "Computed", "DeviceLost", "OfSaved", "TimingContext", "Trial", "Visit", "of_gradient", "visit"]
 
 FIRST_CALL = 40.0
 """Seconds that a contender's first call may take, its compiler included: some compilers do not come back."""
@@ -78,7 +78,7 @@ class Computed(NamedTuple):
 
 
 @dataclass
-class Stand:
+class TimingContext:
     """Where cases are timed.
 
     Attributes:
@@ -89,7 +89,7 @@ class Stand:
       shared: whether it stands still at all.
     """
 
-    plan: Plan
+    plan: BenchPlan
     rates: dict[str, float] = field(default_factory=dict)
     recorder: Recorder | None = None
     spent: Spent = field(default_factory=Spent)
@@ -104,18 +104,18 @@ class Stand:
         return FIRST_CALL * (STILL if self.shared else 1)
 
 
-def visit(plan: Plan, case: TimedCase, enough: Callable[[], bool] = lambda: False) -> Visit:
+def visit(plan: BenchPlan, case: TimedCase, enough: Callable[[], bool] = lambda: False) -> Visit:
     """Run every contender of a case once, and time nothing: kernels are compiled, and their compilers' caches on disk
     know them; and compute what is expected where that needs a device. ``enough``: asked before each contender, whether
     to leave out the others, and what is expected."""
-    spent, stand, runs = Spent(), Stand(plan, shared=True), dict[tuple[Target, bool], None]()
+    spent, context, runs = Spent(), TimingContext(plan, shared=True), dict[tuple[Target, bool], None]()
     with spent.on("arrays"):
-        trial = Trial(stand, case)
+        trial = Trial(context, case)
     for contender in trial.among:
         if enough():
             return Visit(spent.seconds)
         try:
-            with spent.on(contender.backend.name), within(stand.patience):
+            with spent.on(contender.backend.name), within(context.patience):
                 entry = ready(contender, trial.inputs)
                 entry.instruments.wait(entry.run())
             runs[entry.call.target, entry.call.interpret] = None
@@ -151,15 +151,15 @@ def of_gradient(forward: Inputs, lead: Backend, right: Callable[[Inputs], bool] 
 
 
 class Trial:
-    """One case, at a stand."""
+    """One case with all its contenders."""
 
     def __init__(
-        self, stand: Stand, case: TimedCase, computed: Computed | None = None, pruned: Pruned | None = None
+        self, context: TimingContext, case: TimedCase, computed: Computed | None = None, pruned: Pruned | None = None
     ) -> None:
-        self.stand, self.case, self.pruned, plan = stand, case, pruned or Pruned(), stand.plan
+        self.context, self.case, self.pruned, plan = context, case, pruned or Pruned(), context.plan
         expected, of_saved = computed or Computed()
         self.framework, self.device, self.target = here(plan.lead, plan.device)
-        with stand.spent.on("arrays"):
+        with context.spent.on("arrays"):
             forward = make(case, self.framework, self.device)
         self.saves = sorted(wiring(forward.spec).saves(forward.call.options)) if case.gradient else []
         known: Known = {} if expected is None else {(self.target, False): expected}
@@ -170,7 +170,7 @@ class Trial:
             known.update(of_saved.known)
             return True
 
-        with stand.spent.on("what gradients need"):
+        with context.spent.on("what gradients need"):
             self.inputs = of_gradient(forward, plan.lead, right) if case.gradient else forward
         self.judge = Judge(self.inputs, known=known)
         self.call = said(case, self.inputs.call)
@@ -186,17 +186,17 @@ class Trial:
         found: dict[str, Row] = {}
         right: dict[str, tuple[Entry, tuple[Any, ...]]] = {}
         for contender in self.among:
-            if contender.backend.name in self.stand.visited:
-                self._try(contender, found, right, self.stand.patience)
-        with self.stand.quiet():
+            if contender.backend.name in self.context.visited:
+                self._try(contender, found, right, self.context.patience)
+        with self.context.quiet():
             for contender in self.among:
-                if contender.backend.name not in self.stand.visited:
+                if contender.backend.name not in self.context.visited:
                     self._try(contender, found, right, FIRST_CALL)
-            with self.stand.spent.on("timing"):
+            with self.context.spent.on("timing"):
                 times = self._times(right, found)
         for name, result in times.items():
             entry, before = right[name]
-            with self.stand.spent.on("second looks"):
+            with self.context.spent.on("second looks"):
                 found[name] = self._settled(found[name], entry, before, result)
         return held_against([found[c.name] for c in self.among])
 
@@ -228,18 +228,18 @@ class Trial:
     def _tried(self, contender: Contender, patience: float) -> tuple[Entry, tuple[Any, ...], Verdict, float]:
         """The contender's first result, in memory that held NaN, what is to be said of it and of inputs that it did not
         leave alone, and the seconds that the first call took, its compilers included."""
-        with self.stand.spent.on(f"first calls of {contender.backend.name}"), within(patience):
+        with self.context.spent.on(f"first calls of {contender.backend.name}"), within(patience):
             entry = ready(contender, self.inputs)
             framework, instruments = entry.framework, entry.instruments
             given = {n: a for n, a in entry.call.arrays.items() if a is not None and not framework.immutable}
             before = {n: framework.copy(a) for n, a in given.items()}
             wanted = entry.call.wants
             instruments.soil(form for n, form in entry.call.outputs.items() if n in wanted)
-            start = self.stand.clock()
+            start = self.context.clock()
             outputs = tuple(entry.run())
             instruments.wait(outputs)
-            seconds = self.stand.clock() - start
-        with self.stand.spent.on("verdicts"):
+            seconds = self.context.clock() - start
+        with self.context.spent.on("verdicts"):
             for name, array in given.items():
                 if not instruments.same(array, before[name]):
                     instruments.put(array, before[name])
@@ -256,9 +256,9 @@ class Trial:
         runs = {n: Fresh(entry, before, self.judge, working) for n, (entry, before) in right.items()}
         try:
             while runs:
-                watches = {n: r.instruments.stopwatch(r, self.stand.recorder) for n, r in runs.items()}
+                watches = {n: r.instruments.stopwatch(r, self.context.recorder) for n, r in runs.items()}
                 try:
-                    times = interleaved(watches, self.stand.plan.rounds_of(self.case))
+                    times = interleaved(watches, self.context.plan.rounds_of(self.case))
                     self._check_clocks(runs.values())
                     return times
                 except CallFailed as e:
@@ -293,9 +293,9 @@ class Trial:
                 why = f"right at first; after it was timed: {verdict.why}"
                 return {**judged(row, verdict, entry.tiling, row["first_s"]), "why": why, "verdict": WRONG}
         del after
-        if too_fast := impossible(entry.call, times, self.stand.rates, entry.instruments.beyond_roof):
+        if too_fast := impossible(entry.call, times, self.context.rates, entry.instruments.beyond_roof):
             return settled(row, FAILED, too_fast)
-        return timed(row, times, entry.call, self.stand.rates, entry.instruments.peak_bytes(entry.run))
+        return timed(row, times, entry.call, self.context.rates, entry.instruments.peak_bytes(entry.run))
 
     def _still_there(self, contender: Contender) -> None:
         """DeviceLost where the device does not answer after a failure."""

@@ -19,16 +19,16 @@ from portakern.tools.bench import roof
 from portakern.tools.bench.background import WORKERS, WarmUp, shared
 from portakern.tools.bench.contenders import here, one_clock
 from portakern.tools.bench.lock import DeviceLock
-from portakern.tools.bench.plan import Plan, Spent
+from portakern.tools.bench.plan import BenchPlan, Spent
 from portakern.tools.bench.pruning import Pruned
 from portakern.tools.bench.rows import Row
 from portakern.tools.bench.suites import TimedCase
-from portakern.tools.bench.trial import Computed, Stand, Trial, visit
+from portakern.tools.bench.trial import Computed, TimingContext, Trial, visit
 
-__all__ = ["Here", "Measured", "Request", "Worker", "workers"]
+__all__ = ["Here", "Measured", "TimeRequest", "Worker", "workers"]
 
 
-class Request(NamedTuple):
+class TimeRequest(NamedTuple):
     """A case to time, with what other processes found out of it, the pruned baselines, the calls that were timed, and
     the measured roof."""
 
@@ -62,7 +62,7 @@ class Worker:
         self.readied.result()
         return self.process.submit(_roof)
 
-    def time(self, request: Request) -> Future[Measured]:
+    def time(self, request: TimeRequest) -> Future[Measured]:
         """Time a case. Of the errors that come out of the future, DeviceLost ends the run."""
         if self.readied.done():
             self.readied.result()
@@ -77,18 +77,18 @@ class Worker:
 class Here(Worker):
     """This process, which is at it until a case is timed, and at nothing while anybody waits."""
 
-    def __init__(self, stand: Stand) -> None:
-        self.stand = stand
+    def __init__(self, context: TimingContext) -> None:
+        self.context = context
 
     def roof(self) -> Future[dict[str, float]]:
         future: Future[dict[str, float]] = Future()
-        future.set_result(_roof(self.stand))
+        future.set_result(_roof(self.context))
         return future
 
-    def time(self, request: Request) -> Future[Measured]:
+    def time(self, request: TimeRequest) -> Future[Measured]:
         future: Future[Measured] = Future()
         try:
-            future.set_result(_measured(request, self.stand))
+            future.set_result(_measured(request, self.context))
         except Exception as e:
             future.set_exception(e)
         return future
@@ -98,12 +98,12 @@ class Here(Worker):
 
 
 @contextmanager
-def workers(plan: Plan, warm: WarmUp, several: int = WORKERS) -> Iterator[list[Worker]]:
+def workers(plan: BenchPlan, warm: WarmUp, several: int = WORKERS) -> Iterator[list[Worker]]:
     """``several`` processes that time the cases of a plan, and end with the block; this one where ``warm`` visits
     nothing, as on a device that no two processes can share."""
     device = warm.device
     if device is None or several < 1:
-        yield [Here(Stand(plan, visited=warm.visited))]
+        yield [Here(TimingContext(plan, visited=warm.visited))]
         return
     visits = warm.pending(plan.cases)
     for future in visits:
@@ -118,7 +118,7 @@ def workers(plan: Plan, warm: WarmUp, several: int = WORKERS) -> Iterator[list[W
 
 
 _device: list[DeviceLock] = []
-_stand: list[Stand] = []
+_context: list[TimingContext] = []
 """Of a process that times, those that it has."""
 
 
@@ -127,16 +127,16 @@ def _join(device: DeviceLock, number: int) -> None:
     _device[:] = [device]
 
 
-def _ready(bare: Plan, names: tuple[list[str], list[str]], visited: frozenset[str]) -> None:
-    """Have a stand, and load what first calls will need."""
+def _ready(bare: BenchPlan, names: tuple[list[str], list[str]], visited: frozenset[str]) -> None:
+    """Have a context, and load what first calls will need."""
     subjects, against = ([registry.backend(n) for n in group] for group in names)
     (device,) = _device
     plan = replace(bare, subjects=subjects, against=against)
-    _stand[:] = [Stand(plan, quiet=device.held, visited=visited, clock=device.clock, shared=True)]
+    _context[:] = [TimingContext(plan, quiet=device.held, visited=visited, clock=device.clock, shared=True)]
     _load(plan, visited, device)
 
 
-def _load(plan: Plan, visited: frozenset[str], device: DeviceLock) -> None:
+def _load(plan: BenchPlan, visited: frozenset[str], device: DeviceLock) -> None:
     """Load in this process what the first call of each op has its libraries load, some of which take ten seconds, until
     any case was visited: a case of each op, those of the fewest dimensions first, whose kernels compile the fastest."""
     for name in {b.framework for b in (*plan.subjects, *plan.against) if b.unavailable() is None}:
@@ -152,37 +152,37 @@ def _load(plan: Plan, visited: frozenset[str], device: DeviceLock) -> None:
             visit(plan, case, device.case_ready.is_set)
 
 
-def _roof(stand: Stand | None = None) -> dict[str, float]:
-    stand = stand or _stand[0]
-    _clocked(stand)
-    framework, device, _ = here(stand.plan.lead, stand.plan.device)
-    with stand.quiet():
-        return roof.measure(framework.instruments(device), stand.recorder, stand.plan.rounds)
+def _roof(context: TimingContext | None = None) -> dict[str, float]:
+    context = context or _context[0]
+    _clocked(context)
+    framework, device, _ = here(context.plan.lead, context.plan.device)
+    with context.quiet():
+        return roof.measure(framework.instruments(device), context.recorder, context.plan.rounds)
 
 
-def _clocked(stand: Stand) -> None:
+def _clocked(context: TimingContext) -> None:
     """Find the one clock of all contenders, once."""
-    if stand.recorder is None:
-        stand.recorder = one_clock((*stand.plan.subjects, *stand.plan.against), stand.plan.device)
+    if context.recorder is None:
+        context.recorder = one_clock((*context.plan.subjects, *context.plan.against), context.plan.device)
 
 
-def _measured(request: Request, stand: Stand | None = None) -> Measured:
-    stand = stand or _stand[0]
-    _clocked(stand)
-    stand.rates, stand.spent = request.rates, Spent(clock=stand.clock)
-    begun = stand.clock()
+def _measured(request: TimeRequest, context: TimingContext | None = None) -> Measured:
+    context = context or _context[0]
+    _clocked(context)
+    context.rates, context.spent = request.rates, Spent(clock=context.clock)
+    begun = context.clock()
     try:
-        call, rows = _rows(stand, request)
+        call, rows = _rows(context, request)
     except (SpecError, UnsupportedError) as e:
-        return Measured(unserved=str(e), seconds=stand.spent.seconds)
+        return Measured(unserved=str(e), seconds=context.spent.seconds)
     finally:
-        if stand.shared:  # what a library keeps for its next call is missing elsewhere
-            framework, device, _ = here(stand.plan.lead, stand.plan.device)
+        if context.shared:  # what a library keeps for its next call is missing elsewhere
+            framework, device, _ = here(context.plan.lead, context.plan.device)
             framework.instruments(device).release()
-    return Measured(call, rows, None, stand.spent.seconds, stand.clock() - begun)
+    return Measured(call, rows, None, context.spent.seconds, context.clock() - begun)
 
 
-def _rows(stand: Stand, request: Request) -> tuple[str, list[Row]]:
+def _rows(context: TimingContext, request: TimeRequest) -> tuple[str, list[Row]]:
     """The call in words, and its rows where it was not timed before; no array is left behind."""
-    trial = Trial(stand, request.case, request.computed, request.pruned)
+    trial = Trial(context, request.case, request.computed, request.pruned)
     return trial.call, [] if trial.call in request.calls else trial.rows()

@@ -28,7 +28,7 @@ from portakern.testing.report import Failure, Report
 from portakern.testing.runner import Asked, check_subject, replay_subject
 from portakern.testing.subject import Subject, environment, function_subject
 from portakern.tools.judge.hashing import IMPORTED, Hashes, hashes
-from portakern.tools.judge.mapping import Place, parse
+from portakern.tools.judge.mapping import Slot, parse
 from portakern.tools.judge.process import Bounds, Process, within
 from portakern.tools.judge.remote import Remote, signature_of
 from portakern.tools.judge.wire import Input
@@ -205,7 +205,7 @@ class _Candidate:
     form: str
     library: str
     target: Target
-    places: Mapping[str, Place]
+    places: Mapping[str, Slot]
     fixed: Mapping[str, Any]
     line: Callable[[str], str]
     inputs: Sequence[Input] = ()
@@ -485,7 +485,7 @@ def _shapes(
     spec: Spec[Any],
     shapes: Sequence[Mapping[str, Sequence[int]]] | None,
     theirs: Mapping[str, Sequence[int]],
-    places: Mapping[str, Place],
+    places: Mapping[str, Slot],
     fixed: Mapping[str, Any],
 ) -> Sequence[Mapping[str, Sequence[int]]]:
     """The calls' shapes in the op's terms, with the optional arrays that were mapped."""

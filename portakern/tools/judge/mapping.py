@@ -21,7 +21,7 @@ import numpy as np
 
 from portakern.errors import SpecError
 
-__all__ = ["Place", "Views", "parse"]
+__all__ = ["Slot", "Views", "parse"]
 
 VIEW = re.compile(r"\.(?P<name>mT|movedim|flatten)(?:\((?P<args>[-\d, ]*)\))?$")
 ITEM = re.compile(r"\s*(?P<name>\w+)\s*=\s*(?P<value>(?:[^,()]|\([^()]*\))*)\s*(?:,|$)")
@@ -63,7 +63,7 @@ class Views:
 
 
 @dataclass(frozen=True)
-class Place:
+class Slot:
     """Where an argument goes: ``position`` or ``keyword`` of the candidate's call, or ``parameter`` of its module; none
     of them, of an output: it is returned."""
 
@@ -75,13 +75,13 @@ class Place:
 
 def parse(
     text: str, arrays: Sequence[str], outputs: Sequence[str], options: Sequence[str]
-) -> tuple[Mapping[str, Place], Mapping[str, Any]]:
+) -> tuple[Mapping[str, Slot], Mapping[str, Any]]:
     """(name -> its place, of arrays, outputs and options that are handed over; option -> its value in every call).
 
     Raises:
       SpecError: what is no such mapping, in words.
     """
-    places: dict[str, Place] = {}
+    places: dict[str, Slot] = {}
     fixed: dict[str, Any] = {}
     at = 0
     while at < len(text):
@@ -91,7 +91,7 @@ def parse(
         at, name, value = item.end(), item["name"], item["value"].strip()
         if name in options:
             if value.startswith("@"):
-                places[name] = Place(keyword=value[1:])
+                places[name] = Slot(keyword=value[1:])
             else:
                 fixed[name] = _literal(name, value)
         elif name in arrays or name in outputs:
@@ -101,7 +101,7 @@ def parse(
     return places, fixed
 
 
-def _place(name: str, value: str, returned: bool) -> Place:
+def _place(name: str, value: str, returned: bool) -> Slot:
     views, found = Views(), VIEW.search(value)
     if found:
         value = value[: found.start()]
@@ -110,13 +110,13 @@ def _place(name: str, value: str, returned: bool) -> Place:
         if len(args) != {"mT": 0, "movedim": 2, "flatten": 1}[found["name"]]:
             raise SpecError(f"judge: --map {name}: expected .mT, .movedim(from,to) or .flatten(first)")
     if re.fullmatch(r"\d+", value):
-        return Place(position=int(value), views=views)
+        return Slot(position=int(value), views=views)
     if re.fullmatch(r"@[\w.]+", value):
-        return Place(parameter=value[1:], views=views)
+        return Slot(parameter=value[1:], views=views)
     if re.fullmatch(r"\w+", value):
-        return Place(keyword=value, views=views)
+        return Slot(keyword=value, views=views)
     if value == "" and returned:
-        return Place(views=views)
+        return Slot(views=views)
     raise SpecError(f"judge: --map {name}={value!r}; expected a position, a name, or @parameter")
 
 

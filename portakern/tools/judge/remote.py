@@ -18,7 +18,7 @@ from portakern.spec.dtypes import DTYPES, numpy_dtype
 from portakern.testing.evidence import FILL
 from portakern.testing.layouts import BESIDE, same_bits
 from portakern.testing.verdict import LOOKS, Broken
-from portakern.tools.judge.mapping import Place
+from portakern.tools.judge.mapping import Slot
 from portakern.tools.judge.process import Process
 from portakern.tools.judge.wire import Output
 
@@ -39,7 +39,7 @@ class Remote:
         self,
         process: Process,
         spec: Spec[Any],
-        places: Mapping[str, Place],
+        places: Mapping[str, Slot],
         fixed: Mapping[str, Any],
         theirs: Mapping[str, Sequence[int]],
         signature: inspect.Signature,
@@ -206,7 +206,7 @@ def _where(memory: np.ndarray) -> tuple[int, int]:
     return memory.ctypes.data, memory.nbytes
 
 
-def signature_of(spec: Spec[Any], parameters: Any, places: Mapping[str, Place], who: str) -> inspect.Signature:
+def signature_of(spec: Spec[Any], parameters: Any, places: Mapping[str, Slot], who: str) -> inspect.Signature:
     """Which of the op's arguments a candidate takes: those that were mapped, else those that it names.
 
     Raises:

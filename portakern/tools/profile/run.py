@@ -19,7 +19,7 @@ from portakern.tools.compile.build import Build
 from portakern.tools.compile.matrix import lower
 from portakern.tools.profile import counters
 from portakern.tools.profile.facts import COMPILER, NCU, ROOF, SPEC, TIMES, Fact, Profiled, kernels_of, whole_of
-from portakern.tools.profile.subject import Asked, command
+from portakern.tools.profile.subject import ProfileRequest, command
 
 __all__ = ["Profile", "ahead", "here", "looked_at"]
 
@@ -66,7 +66,7 @@ class Profile:
         return [{**whole, **kernel.to_dict()} for kernel in self.kernels]
 
 
-def ahead(of: Asked, target: str) -> Profile:
+def ahead(of: ProfileRequest, target: str) -> Profile:
     """What a compiler and the spec say of a call on a chip that need not be here.
 
     Raises:
@@ -91,7 +91,7 @@ def ahead(of: Asked, target: str) -> Profile:
                    dict.fromkeys((TIMES, ROOF, NCU), why))  # fmt: skip
 
 
-def here(of: Asked, count: bool = True) -> Profile:
+def here(of: ProfileRequest, count: bool = True) -> Profile:
     """The call on the best device here that its backend compiles for: times, roof, the compiler's report, and, if
     ``count``, counters.
 
@@ -102,7 +102,7 @@ def here(of: Asked, count: bool = True) -> Profile:
     return looked_at(of, entry, target, count)
 
 
-def looked_at(of: Asked, entry: Entry, target: targets.Target, count: bool) -> Profile:
+def looked_at(of: ProfileRequest, entry: Entry, target: targets.Target, count: bool) -> Profile:
     """The profile of a call that was made ready on a device."""
     call, instruments = entry.call, entry.instruments
     absent: dict[str, str] = {}
@@ -128,7 +128,7 @@ def looked_at(of: Asked, entry: Entry, target: targets.Target, count: bool) -> P
                    absent)  # fmt: skip
 
 
-def _counted(of: Asked, target: targets.Target, absent: dict[str, str]) -> list[counters.Counted]:
+def _counted(of: ProfileRequest, target: targets.Target, absent: dict[str, str]) -> list[counters.Counted]:
     """The counters; why there are none goes to ``absent``."""
     ncu = counters.find()
     try:
@@ -142,7 +142,7 @@ def _counted(of: Asked, target: targets.Target, absent: dict[str, str]) -> list[
         return []
 
 
-def _report(entry: Entry, target: targets.Target, of: Asked, absent: dict[str, str]) -> Build | None:
+def _report(entry: Entry, target: targets.Target, of: ProfileRequest, absent: dict[str, str]) -> Build | None:
     choice = Choice(entry.contender.backend, of.variant, dict(entry.tiling))
     try:
         built = lower(entry.call, choice, target.arch)

@@ -21,11 +21,11 @@ from portakern.tools.bench.inputs import make
 from portakern.tools.bench.suites import TimedCase, asked
 from portakern.tools.bench.trial import of_gradient
 
-__all__ = ["Asked", "command", "main", "marked"]
+__all__ = ["ProfileRequest", "command", "main", "marked"]
 
 
 @dataclass(frozen=True)
-class Asked:
+class ProfileRequest:
     """A call to profile: the typical one of an op in a dtype, ``shape`` its other extents and options, and by whom it
     is to be served; None: by the first backend that compiles the op for a device here."""
 
@@ -100,7 +100,7 @@ def marked() -> Iterator[None]:
         driver.cuProfilerStop()
 
 
-def command(of: Asked) -> list[str]:
+def command(of: ProfileRequest) -> list[str]:
     """What runs the call in a process of its own."""
     return [sys.executable, "-m", "portakern.tools.profile.subject", json.dumps(asdict(of))]
 
@@ -109,7 +109,7 @@ def main(text: str) -> None:
     """Make the call twice: once unseen, as compilers run and memory is handed out in it, and once between marks."""
     asked_for = json.loads(text)
     shape = {n: tuple(v) if isinstance(v, list) else v for n, v in asked_for.pop("shape").items()}
-    entry, _ = Asked(**asked_for, shape=shape).made()
+    entry, _ = ProfileRequest(**asked_for, shape=shape).made()
     entry.instruments.wait(entry.run())
     with marked():
         entry.instruments.wait(entry.run())

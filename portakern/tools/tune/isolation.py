@@ -1,12 +1,8 @@
-"""Each candidate's first call on a device is made in another process, which lives on and serves many: one that never
-ends costs its seconds and that process, and one that reads memory where there is none spoils the device for that
-process alone. With it ends its context of the device, and what it had begun there. What ended there is called and timed
-here: a candidate that waits for ever at a later call still ends the run.
+"""Each candidate's first call on a device is made in another process, which lives on and serves many.
 
-It costs that process's beginning, once and after each that was killed, and one more call a candidate. On two cores
-that others used too, 60 candidates of softmax of 64 x 512 by Triton's interpreter took 36.1 and 35.6 s for 27.5 and
-27.0: 8.6 more, which is the beginning (8.1 and 8.9); their calls there, 40 ms of the 450 that a candidate takes in all,
-are not seen beside what the others' work changes. On a GPU it was not measured.
+One that never ends costs its seconds and that process, and one that reads memory where there is none spoils the device
+for that process alone. What ended there is called and timed here: a candidate that waits for ever at a later call still
+ends the run. It costs the process's beginning, once and after each that was killed, and one more call a candidate.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ from portakern.core.targets import HOST
 from portakern.processes import SHARING, pool, unsaid
 from portakern.tools.bench.inputs import Inputs
 from portakern.tools.bench.suites import TimedCase
-from portakern.tools.tune.judges import called, inputs_of, launches_find_it, sticky
+from portakern.tools.tune.benches import called, inputs_of, launches_find_it, sticky
 from portakern.tools.tune.space import Tiling
 from portakern.tools.tune.target import TuneTarget, tune_targets
 

@@ -15,9 +15,9 @@ from portakern.tools.bench.suites import TimedCase
 from portakern.tools.bench.verdicts import Expected
 from portakern.tools.compile.build import Build
 from portakern.tools.compile.pool import Pool
+from portakern.tools.tune.benches import Bench, Key, Precomputed, bench_of, launches_find_it, survey
 from portakern.tools.tune.isolation import Isolated
-from portakern.tools.tune.judges import Bench, Key, Known, bench_of, launches_find_it, survey
-from portakern.tools.tune.tuner import Group, Plan, first_tilings
+from portakern.tools.tune.tuner import Group, SearchPlan, first_tilings
 
 __all__ = ["AHEAD", "Precompiler", "precompiling"]
 
@@ -36,7 +36,7 @@ class Precompiler:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: SearchPlan,
         pool: Pool,
         expected: Background[list[Expected]],
         isolated: Isolated,
@@ -60,7 +60,7 @@ class Precompiler:
 
         self.isolated.begin(case, group.on, case is group.cases[0])
         isolated = partial(self.isolated.refused, case, group.on)
-        known = Known(self.expected, built, isolated, partial(self.isolated.yields, case))
+        known = Precomputed(self.expected, built, isolated, partial(self.isolated.yields, case))
         return bench_of(case, group.on, self.pool, known)
 
     def _compiled(self, group: Group) -> Built:
@@ -76,7 +76,7 @@ class Precompiler:
 
 
 @contextmanager
-def precompiling(groups: Sequence[Group], plan: Plan, pool: Pool) -> Iterator[Precompiler]:
+def precompiling(groups: Sequence[Group], plan: SearchPlan, pool: Pool) -> Iterator[Precompiler]:
     """Work ahead for keys of one run; what is not finished at its end is left. The pool compiles; of what is expected a
     process for every :data:`SHARE` of its own computes ahead."""
     here = [g for g in groups if g.on.is_here and not g.on.interpret]

@@ -18,13 +18,13 @@ from portakern.tools.tune import store
 from portakern.tools.tune.journal import Journal
 from portakern.tools.tune.precompile import AHEAD, precompiling
 from portakern.tools.tune.target import TuneTarget, tune_targets
-from portakern.tools.tune.tuner import Finding, Group, Plan, Progress, grouped, row_of, tune_group
+from portakern.tools.tune.tuner import Finding, Group, Progress, SearchPlan, grouped, row_of, tune_group
 
-__all__ = ["Told", "groups_of", "table_of", "tune"]
+__all__ = ["Callbacks", "groups_of", "table_of", "tune"]
 
 
 @dataclass(frozen=True)
-class Told:
+class Callbacks:
     """Who is told what: ``progress`` of a key's search, ``found`` of each that has ended, ``refused`` of a key whose
     calls are refused, with the reason."""
 
@@ -59,9 +59,9 @@ def groups_of(
 
 def tune(
     groups: Sequence[Group],
-    plan: Plan,
+    plan: SearchPlan,
     pool: Pool,
-    told: Told,
+    told: Callbacks,
     *,
     ship: bool = False,
     write: bool = True,
@@ -104,13 +104,13 @@ def tune(
     return found, 0
 
 
-def _share(plan: Plan, keys: int) -> Plan:
+def _share(plan: SearchPlan, keys: int) -> SearchPlan:
     """The plan for the first of so many keys: twice its part of the time that is left."""
     now = time.monotonic()
     return replace(plan, deadline=min(now + 2 * (plan.deadline - now) / keys, plan.deadline))
 
 
-def _journal(known: dict[Any, Journal], group: Group, plan: Plan, fresh: bool) -> Journal:
+def _journal(known: dict[Any, Journal], group: Group, plan: SearchPlan, fresh: bool) -> Journal:
     on = group.on
     about = [
         on.backend.name, on.family.name, str(on.target), on.chip, on.versions(), on.impl.op,

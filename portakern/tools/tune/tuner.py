@@ -23,13 +23,13 @@ from portakern.errors import SpecError, UnsupportedError
 from portakern.tools.bench.suites import TimedCase
 from portakern.tools.compile.forms import bound_form
 from portakern.tools.tune import store
+from portakern.tools.tune.benches import Bench
 from portakern.tools.tune.journal import Journal
-from portakern.tools.tune.judges import Bench
 from portakern.tools.tune.search import Search, search
 from portakern.tools.tune.space import Space, Tiling, frozen, space_of
 from portakern.tools.tune.target import TuneTarget
 
-__all__ = ["Finding", "Group", "Plan", "Progress", "first_tilings", "grouped", "row_of", "tune_group"]
+__all__ = ["Finding", "Group", "Progress", "SearchPlan", "first_tilings", "grouped", "row_of", "tune_group"]
 
 Key = tuple[tuple[str, int], ...]
 
@@ -44,7 +44,7 @@ TOLD = 24
 
 
 @dataclass(frozen=True)
-class Plan:
+class SearchPlan:
     """How to search.
 
     Attributes:
@@ -151,7 +151,7 @@ class _Opening(NamedTuple):
     hunt: Search
 
 
-def _opening(group: Group, plan: Plan, calls: Sequence[Call]) -> _Opening:
+def _opening(group: Group, plan: SearchPlan, calls: Sequence[Call]) -> _Opening:
     """The beginning of a search; ``calls``: the group's, with or without their arrays."""
     impl = group.on.impl
     shipped = [dict(tilings.shipped(impl, c)) for c in calls]
@@ -159,7 +159,7 @@ def _opening(group: Group, plan: Plan, calls: Sequence[Call]) -> _Opening:
     return _Opening(shipped, space, search(plan.search, space, _seeds(group, shipped[0], space), plan.seed))
 
 
-def first_tilings(group: Group, plan: Plan) -> list[Tiling]:
+def first_tilings(group: Group, plan: SearchPlan) -> list[Tiling]:
     """What the search of a key will have compiled first."""
     begun = _opening(group, plan, [_form_call(a, group.on) for a in group.cases])
     first = begun.hunt.ask(min(plan.batch, plan.tries))
@@ -180,7 +180,11 @@ def _seeds(group: Group, shipped: Tiling, space: Space) -> Iterator[Tiling]:
 
 
 def tune_group(
-    group: Group, plan: Plan, benches: Callable[[TimedCase], Bench], journal: Journal, tell: Callable[[Progress], None]
+    group: Group,
+    plan: SearchPlan,
+    benches: Callable[[TimedCase], Bench],
+    journal: Journal,
+    tell: Callable[[Progress], None],
 ) -> Finding:
     """Search the tilings of a key. What an earlier run found, or was killed by, is taken from the journal.
 
@@ -203,7 +207,7 @@ def tune_group(
 class _Trial:
     """The search of one key."""
 
-    def __init__(self, group: Group, plan: Plan, benches: list[Bench], journal: Journal) -> None:
+    def __init__(self, group: Group, plan: SearchPlan, benches: list[Bench], journal: Journal) -> None:
         self.group, self.plan, self.benches, self.journal = group, plan, benches, journal
         self.shipped, self.space, self.hunt = _opening(group, plan, [b.call for b in benches])
         self.ratios: dict[Key, float] = {}

@@ -33,7 +33,7 @@ from portakern.tools.tune.static import Model, model_of
 from portakern.tools.tune.target import TuneTarget
 
 __all__ = [
-    "ROUNDS", "Bench", "DeviceBench", "Effort", "Known", "StaticBench", "bench_of", "called", "inputs_of",
+    "ROUNDS", "Bench", "DeviceBench", "Effort", "Precomputed", "StaticBench", "bench_of", "called", "inputs_of",
     "launches_find_it", "sticky", "survey",
 ]  # fmt: skip
 
@@ -47,7 +47,7 @@ Effort = int
 
 
 @dataclass(frozen=True)
-class Known:
+class Precomputed:
     """What others found of a call before it is judged: ``expected``: its results; ``built``, waited for when it is
     called: tiling -> what its compiler said; ``isolated``: why a tiling must not be called in this process, or None, by
     another that calls it first; ``yields``: has that other give back the memory that it holds of the device, and says
@@ -59,7 +59,7 @@ class Known:
     yields: Callable[[], bool] = lambda: False
 
 
-def bench_of(case: TimedCase, on: TuneTarget, pool: Pool, known: Known = Known()) -> Bench:
+def bench_of(case: TimedCase, on: TuneTarget, pool: Pool, known: Precomputed = Precomputed()) -> Bench:
     """The bench of a call.
 
     Raises:
@@ -172,7 +172,7 @@ class DeviceBench:
     """A call on a device that is here, with its values, and its oracle computed once. It is asked as a
     :class:`StaticBench` is."""
 
-    def __init__(self, case: TimedCase, on: TuneTarget, pool: Pool, known: Known = Known()) -> None:
+    def __init__(self, case: TimedCase, on: TuneTarget, pool: Pool, known: Precomputed = Precomputed()) -> None:
         self.case, self.on, self.pool, self.known = case, on, pool, known
         self.inputs = self._with_room(lambda: inputs_of(case, on))
         expected = known.expected.take(case)
