@@ -373,7 +373,7 @@ def test_processes_stand_still_while_a_clock_is_read(monkeypatch, caplog):
     with pool(1, {}, 0, join, device, 1) as timing, pool(1, {}, 0, device.join) as visiting:
         own, another = (p.submit(os.getpid).result() for p in (timing, visiting))
         with device.held():
-            assert state(own) == state(another) == "T" and not device.case_ready.is_set()
+            assert state(own) == state(another) == "T" and not device.case_ready.value
             time.sleep(0.2)
         device._pids[0] = 0  # the next is not to stop this process
         waiting = timing.submit(hold, 1.0)

@@ -22,13 +22,14 @@ class DeviceLock:
     at most so many, never hold it.
 
     Attributes:
-      case_ready: is set when there is something to do that is of more use than to get ready.
+      case_ready: its ``value`` is 1 when there is something to do that is of more use than to get ready.
     """
 
     def __init__(self, workers: int, others: int) -> None:
         spawn = multiprocessing.get_context("spawn")
         self.workers, self.number = workers, -1
-        self._turn, self._next, self.case_ready = spawn.Lock(), spawn.Value("i", workers), spawn.Event()
+        self._turn, self._next = spawn.Lock(), spawn.Value("i", workers)
+        self.case_ready = spawn.RawValue("b", 0)  # without a lock, which a process that is stopped could hold
         self._pids, self._stood = spawn.RawArray("i", workers + others), spawn.RawArray("d", workers + others)
 
     def join(self, number: int | None = None) -> None:

@@ -58,7 +58,7 @@ def short(dtype: str) -> str:
     return dtype.replace("bfloat", "bf").replace("float", "f")
 
 
-# --------------------------------------------------------------------------------------------------------- what is shown
+# -------------------------------------------------------------------------------------------------------- what is shown
 def contenders(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[Row]]:
     """(op, dtype, call) -> its contenders."""
     found: dict[tuple[str, str, str], list[Row]] = {}

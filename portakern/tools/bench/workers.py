@@ -106,10 +106,9 @@ def workers(plan: BenchPlan, warm: WarmUp, several: int = WORKERS) -> Iterator[l
         yield [Here(TimingContext(plan, visited=warm.visited))]
         return
     visits = warm.pending(plan.cases)
+    device.case_ready.value = len(visits) < len(plan.cases)
     for future in visits:
-        future.add_done_callback(lambda _: device.case_ready.set())
-    if len(visits) < len(plan.cases):
-        device.case_ready.set()
+        future.add_done_callback(lambda _: setattr(device.case_ready, "value", 1))
     names = [b.name for b in plan.subjects], [b.name for b in plan.against]
     bare = replace(plan, subjects=(), against=())
     with ExitStack() as ends:
@@ -146,10 +145,10 @@ def _load(plan: BenchPlan, visited: frozenset[str], device: DeviceLock) -> None:
     others = [b for b in (*plan.subjects[1:], *plan.against) if b.name in visited]
     plan = replace(plan, subjects=plan.subjects[:1], against=others)
     for case in sorted({c.timed: c for c in reversed(plan.cases)}.values(), key=lambda c: len(c.dims)):
-        if device.case_ready.is_set():
+        if device.case_ready.value:
             return
         with suppress(Exception):
-            visit(plan, case, device.case_ready.is_set)
+            visit(plan, case, lambda: bool(device.case_ready.value))
 
 
 def _roof(context: TimingContext | None = None) -> dict[str, float]:

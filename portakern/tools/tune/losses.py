@@ -21,10 +21,12 @@ def searched(row: Row, left: int | None = None) -> bool:
 
 
 def figures(rows: Sequence[Row]) -> list[str]:
-    """Calls, tilings tried, losses, how many lie beyond both limits, and the gain as a geometric mean, of rows that were searched."""
+    """Calls, tilings tried, losses, how many lie beyond both limits, and the gain as a geometric mean, of rows
+    that were searched."""
     losses = [r["loss"] for r in rows]
     beyond = [sum(loss > most for loss in losses) for most in (SMALL, MOST)]
     return [
         str(len(rows)), f"{statistics.median(r['tried'] for r in rows):g}", f"{statistics.median(losses):.1%}",
-        f"{max(losses):.1%}", *map(str, beyond), f"{statistics.geometric_mean(r['default'] / r['best'] for r in rows):.3f}",
+        f"{max(losses):.1%}", *map(str, beyond),
+        f"{statistics.geometric_mean(r['default'] / r['best'] for r in rows):.3f}",
     ]  # fmt: skip
