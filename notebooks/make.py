@@ -60,7 +60,7 @@ class Place:
     metadata: dict[str, Any]
 
 
-CHECKING = {"portakern": [0], "hypothesis": [6], "typer": [0], "rich": [13], "matplotlib": [3]}
+CHECKING = {"portakern": [0], "typer": [0], "rich": [13], "matplotlib": [3]}
 JAX = {"jax": [0, 10], "jaxlib": [0, 10]}
 COLAB = {
     "upload": "or upload a wheel of it, by the folder sign on the left",

@@ -20,7 +20,7 @@ from portakern.spec import Spec
 __all__ = ["backends", "doctor", "environment", "having", "ops", "peers", "show"]
 
 HOST_CPU = "host CPU"  # the device of a run that used no accelerator
-PACKAGES = ("numpy", "ml_dtypes", "jaxtyping", "hypothesis", "torch", "triton", "jax", "jaxlib", "libtpu")
+PACKAGES = ("numpy", "ml_dtypes", "jaxtyping", "torch", "triton", "jax", "jaxlib", "libtpu")
 
 
 def ops() -> list[dict[str, Any]]:

@@ -8,7 +8,8 @@ import pytest
 import portakern as pk
 from portakern import inventory, testing
 from portakern.core import registry
-from portakern.testing.runner import INTERPRETED, Asked, cases_of, subject_of
+from portakern.testing.check_options import INTERPRETED, CheckOptions
+from portakern.testing.runner import cases_of, subject_of
 from tests.places import places
 
 
@@ -46,7 +47,7 @@ def test_interpreters_are_given_no_call_of_thousands_of_heads(op, backend):
         pytest.skip(why)
     subject = subject_of(op, backend, device="cpu")
     for seed in (0, 1):
-        asked = Asked(max_examples=14, seed=seed, limits=testing.Limits(used=2**13))
+        asked = CheckOptions(max_examples=14, seed=seed, limits=testing.Limits(used=2**13))
         drawn = [c.form(subject.spec).dims for c in cases_of(subject, asked) if isinstance(c, testing.Case)]
         assert max(d["batch"] * d["kv_heads"] for d in drawn) <= INTERPRETED
 

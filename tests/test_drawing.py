@@ -44,10 +44,11 @@ def by_oracle(op):
 
 LISTED = """
 import sys
-from portakern.testing.runner import Asked, cases_of, subject_of
+from portakern.testing.check_options import CheckOptions
+from portakern.testing.runner import cases_of, subject_of
 NUMBERS = [123456789, 0.7312345, "a constant of a module that is loaded"]
 for op in ("attention", "layernorm_vjp", "logsumexp_vjp"):
-    for case in cases_of(subject_of(op, backend="reference"), Asked(max_examples=120, seed=7)):
+    for case in cases_of(subject_of(op, backend="reference"), CheckOptions(max_examples=120, seed=7)):
         print(case.to_json())
 """
 
@@ -74,9 +75,10 @@ def test_what_is_drawn_does_not_depend_on_how_much():
 
 
 def listed(op, examples, seed=0, **how):
-    from portakern.testing.runner import Asked, cases_of, subject_of
+    from portakern.testing.check_options import CheckOptions
+    from portakern.testing.runner import cases_of, subject_of
 
-    cases = cases_of(subject_of(op, backend="reference"), Asked(max_examples=examples, seed=seed, **how))
+    cases = cases_of(subject_of(op, backend="reference"), CheckOptions(max_examples=examples, seed=seed, **how))
     return [c for c in cases if isinstance(c, Case)]
 
 

@@ -18,7 +18,7 @@ from portakern.core.backend import Profile
 from portakern.core.oracle import rounded_oracle
 from portakern.core.targets import Target
 from portakern.errors import NotEmulatedError
-from portakern.testing import runner
+from portakern.testing import check_options
 from portakern.testing.subject import backend_subject
 
 pytest.importorskip("torch")
@@ -215,7 +215,7 @@ def test_what_is_not_emulated_is_counted_apart():
 
 
 def test_emulated_cases_are_small():
-    assert runner.EMULATED.elements < testing.Limits.elements and not runner.EMULATED.fill
+    assert check_options.EMULATED.elements < testing.Limits.elements and not check_options.EMULATED.fill
 
 
 def test_what_a_launch_adds_to_the_arguments_is_known_or_refused_by_name():

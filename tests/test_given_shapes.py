@@ -9,7 +9,7 @@ import pytest
 import portakern as pk
 from portakern import testing
 from portakern.core import registry
-from portakern.testing import runner
+from portakern.testing import check_options, runner
 from portakern.testing.fixed import TELLING
 from portakern.testing.layouts import BESIDE
 from portakern.testing.regimes import VALUE_REGIMES
@@ -310,7 +310,7 @@ def test_right_needs_every_regime_and_edge_once_and_no_more():
 
 
 def test_the_first_ten_cases_on_ordinary_calls_meet_every_regime():
-    limits = runner.Asked(shapes=[{"x": (4, 40)}], dtypes=["float32"], max_examples=60)
+    limits = check_options.CheckOptions(shapes=[{"x": (4, 40)}], dtypes=["float32"], max_examples=60)
     subject = runner.subject_of(registry.find_spec("softmax"), None, None, right, "numpy", None, None, None)
     listed = [c for c in runner.cases_of(subject, limits) if not c.edge]
     assert [c.regime for c in listed[:2]] == ["normal", "wide"] and {c.regime for c in listed[:10]} == {*TELLING}

@@ -17,7 +17,6 @@ from portakern.cli.common import (
     check_dtypes,
     err,
     errors_only,
-    hypothesis_into_cache,
     json_into,
     out,
     show_table,
@@ -69,7 +68,6 @@ def check(
     json_file: JsonFile = None,
 ) -> None:
     """Check implementations against the float64 oracle; exit status 1 if any leaves its error bound."""
-    hypothesis_into_cache()
     from portakern import testing
 
     start = time.perf_counter()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import os
 import sys
 import tempfile
 import textwrap
@@ -23,7 +22,7 @@ from typer.core import TyperCommand
 from portakern import __version__, results, signals
 from portakern.core import ending, registry, targets
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
-from portakern.files import cache_folder, write_atomically
+from portakern.files import write_atomically
 from portakern.printable import printable
 from portakern.spec.dtypes import DTYPES
 
@@ -35,7 +34,6 @@ __all__ = [
     "check_writable",
     "err",
     "errors_only",
-    "hypothesis_into_cache",
     "json_into",
     "main",
     "may_write",
@@ -249,11 +247,6 @@ def check_dtypes(command: str, names: list[str] | None) -> None:
     for name in names or ():
         if name not in DTYPES:
             raise SpecError(f"{command}: --dtype is {name!r}; expected one of {', '.join(DTYPES)}")
-
-
-def hypothesis_into_cache() -> None:
-    """Have Hypothesis keep its files in the cache; it would make a folder of its own where the user is."""
-    os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(cache_folder() / "hypothesis"))
 
 
 def check_writable(command: str, file: Path) -> None:

@@ -15,7 +15,6 @@ from portakern.cli.common import (
     check_device,
     check_dtypes,
     errors_only,
-    hypothesis_into_cache,
     json_into,
     out,
     print_indented,
@@ -90,7 +89,6 @@ def judge(
     json_file: JsonFile = None,
 ) -> None:
     """Judge a kernel in a process of its own; exit status 0 where it is right, 1 where it is not."""
-    hypothesis_into_cache()
     from portakern.tools.judge.judgement import judge as judge_file
     from portakern.tools.judge.process import Bounds
 

@@ -5,17 +5,6 @@
 >>> check("attention", fn=my_kernel)            # any callable with the op's arguments, registered nowhere
 """
 
-import importlib.util
-
-from portakern import install
-from portakern.errors import UnavailableError
-
-if importlib.util.find_spec("hypothesis") is None:
-    raise UnavailableError(
-        f"the checker draws its cases with hypothesis, which is not installed; {install.command('check')} "
-        "(the extra cli brings the command line too; portakern.op works without)"
-    )
-
 from portakern.testing.audit import Audit, audit
 from portakern.testing.cases import Case, edges
 from portakern.testing.laws import Draw

@@ -9,8 +9,9 @@ from functools import reduce
 from typing import Any
 
 from portakern.processes import SHARING, pool, unsaid
+from portakern.testing.check_options import CheckOptions
 from portakern.testing.report import Report
-from portakern.testing.runner import Asked, check_subject, subject_of, with_rest
+from portakern.testing.runner import check_subject, subject_of, with_rest
 from portakern.testing.subject import Subject
 from portakern.testing.suite import WHAT
 
@@ -127,10 +128,10 @@ def _part(op: str, deadline: float | None, **options: Any) -> Report:
     return check_subject(*_of(op, {**options, "until": deadline}))
 
 
-def _of(op: str, options: Mapping[str, Any]) -> tuple[Subject, Asked]:
+def _of(op: str, options: Mapping[str, Any]) -> tuple[Subject, CheckOptions]:
     """What is checked, and what is asked of it, of arguments for both."""
     what = {n: v for n, v in options.items() if n in WHAT}
-    return subject_of(op, **what), Asked(**{n: v for n, v in options.items() if n not in WHAT})
+    return subject_of(op, **what), CheckOptions(**{n: v for n, v in options.items() if n not in WHAT})
 
 
 def _until(deadline: float | None, sharing: int) -> float | None:

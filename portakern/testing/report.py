@@ -62,7 +62,7 @@ class Report:
     Attributes:
       op, subject: what was checked, on what (backend, device, compiled or interpreted).
       seed: the seed of the run; examples: cases that ran and were compared, a wrong one counted once.
-      failures: broken cases, shrunk by Hypothesis, at most one of a kind, the gravest first; empty when none was found.
+      failures: broken cases, made small, at most one of a kind, the gravest first; empty when none was found.
       asked: what was held to: "promises" is missing where nobody asked for them.
       concessions: what was not asked of a function because it cannot be given it, in words.
       worst: output name -> largest error as a fraction of what is permitted, of failures too: inf where NaN or an

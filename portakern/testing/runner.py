@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from portakern.core import ending, registry
@@ -17,22 +17,21 @@ from portakern.core.framework import advised
 from portakern.core.observe import say
 from portakern.defaults import EXAMPLES
 from portakern.errors import NotEmulatedError, SpecError, UnavailableError, UnsupportedError
-from portakern.spec import Edge, Spec
+from portakern.spec import Spec
 from portakern.spec.dtypes import DTYPES
-from portakern.spec.options import shown
 from portakern.testing import printed
 from portakern.testing.cases import Case
-from portakern.testing.cases import edges as edges_of
+from portakern.testing.check_options import CheckOptions
 from portakern.testing.comparing import run_case
-from portakern.testing.fixed import Turn, checked_shapes, fits, turns_of
+from portakern.testing.fixed import Turn
 from portakern.testing.laws import LawCase, NotTaken, run_law
-from portakern.testing.layouts import DRAWN, LAYOUTS
+from portakern.testing.plan import EDGE_EXAMPLES, Run, plan
 from portakern.testing.progress import Line, interactive
 from portakern.testing.regimes import VALUE_REGIMES
 from portakern.testing.report import Failure, Report
-from portakern.testing.sizes import KINDS, Limits
+from portakern.testing.sizes import Limits
 from portakern.testing.source import Rejected, Source, shrunk
-from portakern.testing.strategies import case_of, drawn, dtypes_of, turns
+from portakern.testing.strategies import case_of, drawn, dtypes_of
 from portakern.testing.subject import (
     Subject,
     asking,
@@ -45,7 +44,6 @@ from portakern.testing.verdict import Broken, BrokenPromise, OtherEdges
 from portakern.testing.visits import Visits, contract
 
 __all__ = [
-    "Asked",
     "Failure",
     "Report",
     "cases_of",
@@ -57,20 +55,7 @@ __all__ = [
     "with_rest",
 ]
 
-EDGE_EXAMPLES = 5
-FILL = 2**20  # elements of an array that keeps a large GPU busy
-INTERPRETED = 256  # programs of a call where one runs after the other, for some of them tens of milliseconds each
-INTERPRETED_LENGTH = 4160  # of its longest extent: what no tile holds
-INTERPRETED_USED = 2**14  # elements of its largest array
-EMULATED = Limits(elements=2048, flops=5e5, tile_volume=2**13)
-FREE_RUN = 25  # free cases of a run: parts of a check that may go to different processes
 TIMED = 5  # of which, where the time may be up, so many come before others
-FREE = (
-    "normal", "wide", "special", "normal", "very_negative", "large_mean", "normal", "near_overflow", "integers",
-    "normal", "spikes", "constant", "subnormal",
-)  # fmt: skip
-"""How values of free cases are drawn, one after the other; thirteen, so that every dtype and every kind of extents
-meets each."""
 RUNS = 1000  # of a check, and cases of a run, at most: numbers that cases are drawn from lie so far apart
 
 
@@ -157,10 +142,8 @@ def check(
     spec = registry.find_spec(op) if isinstance(op, str) else op
     if not hasattr(seed, "__index__") or seed < 0:
         raise SpecError(f"check({spec.name!r}): seed is {seed!r}; expected a whole number >= 0")
-    asked = Asked(
-        dtypes, only, max_examples, seed, limits, shapes, layouts, options, empty, one_dtype, edges, promises, seconds,
-        shrink, shard, progress,
-    )  # fmt: skip
+    given = locals()
+    asked = CheckOptions(**{f.name: given[f.name] for f in fields(CheckOptions) if f.name in given})
     several = () if backend is None or variant is not None else backend_variants(spec, backend, device, profile, target)
     if backend is not None and len(several) > 1:
         every = (backend_subject(spec, backend, name, device, profile, target) for name in several)
@@ -168,7 +151,7 @@ def check(
     return _shown(subject_of(spec, backend, variant, fn, framework, device, profile, target), asked)
 
 
-def _shown(subject: Subject, asked: Asked) -> Report:
+def _shown(subject: Subject, asked: CheckOptions) -> Report:
     """Check, and show how far it is where somebody waits for it."""
     if asked.progress is not None or not interactive():
         return check_subject(subject, asked)
@@ -176,67 +159,7 @@ def _shown(subject: Subject, asked: Asked) -> Report:
         return check_subject(subject, replace(asked, progress=line))
 
 
-MOST_EXAMPLES = 1_000_000
-"""Cases of one check, which lists them before it begins."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What somebody wants checked of a subject: the arguments of :func:`check` that do not say what is checked."""
-
-    dtypes: Sequence[str] | None = None
-    only: Sequence[str] | None = None
-    max_examples: int = EXAMPLES
-    seed: int = 0
-    limits: Limits | None = None
-    shapes: Sequence[Mapping[str, Sequence[int]]] | None = None
-    layouts: str | Sequence[str] | None = None
-    options: Mapping[str, Any] | None = None
-    empty: bool = True
-    one_dtype: bool = False
-    edges: bool = True
-    promises: bool | Collection[str] = True
-    seconds: float | None = None
-    shrink: bool = True
-    shard: tuple[int, int] = (0, 1)
-    progress: Callable[[int], None] | None = None
-    until: float | None = None
-    """As of time.time(): no case begins after it, whenever the first one did."""
-
-    def __post_init__(self) -> None:
-        n = self.max_examples
-        if type(n) is not int or not 0 <= n <= MOST_EXAMPLES:
-            raise SpecError(
-                f"check: max_examples is {shown(n)}; expected a whole number up to {MOST_EXAMPLES}: run it again with "
-                "another seed for more"
-            )
-
-    def limits_of(self, subject: Subject) -> Limits:
-        """What the subject can be asked of that."""
-        compiled = not (subject.interpret or subject.emulated) and subject.target.platform != "cpu"
-        limits = self.limits or (EMULATED if subject.emulated else Limits(fill=FILL if compiled else 0))
-        fixed = {**limits.options, **_checked(subject.spec, self.options or {})}
-        one_by_one = subject.interpret or subject.emulated
-        served = [d for d in subject.spec.dtypes if d not in subject.lacks]
-        layouts = (*limits.layouts, "reversed") if {*limits.layouts} == {*DRAWN} else limits.layouts
-        return replace(
-            limits,
-            dtypes=tuple(self.dtypes or limits.dtypes or served),
-            arguments=subject.arguments if limits.arguments is None else limits.arguments,
-            always=limits.always | subject.always,
-            programs=limits.programs or (0 if compiled else INTERPRETED),
-            longest=min(limits.longest, INTERPRETED_LENGTH) if one_by_one else limits.longest,
-            used=min(limits.used, INTERPRETED_USED) if one_by_one else limits.used,
-            drawn=subject.drawn,
-            options=fixed,
-            empty=limits.empty and self.empty,
-            one_dtype=limits.one_dtype or self.one_dtype,
-            layouts=_ways(subject.spec, self.layouts) or (layouts if subject.framework.reverses else limits.layouts),
-            shapes=limits.shapes if self.shapes is None else checked_shapes(subject.spec, self.shapes, fixed),
-        )
-
-
-def check_subject(subject: Subject, asked: Asked) -> Report:
+def check_subject(subject: Subject, asked: CheckOptions) -> Report:
     """Check what is made of a backend or a function."""
     spec, limits = subject.spec, asked.limits_of(subject)
     kinds, excused = asking(spec, asked.edges, asked.promises)
@@ -275,7 +198,7 @@ def _lawful(subject: Subject, limits: Limits) -> list[str]:
     return [d for d in there if not (subject.oracle and DTYPES[d].bits > 32)]
 
 
-def with_rest(subject: Subject, asked: Asked, found: Report | None) -> Report:
+def with_rest(subject: Subject, asked: CheckOptions, found: Report | None) -> Report:
     """What a check found before it was interrupted, with all that it did not come to, laws too, as left out. None of
     that is drawn, which would take long: a case whose regime is not known yet is missed by each."""
     spec, limits = subject.spec, asked.limits_of(subject)
@@ -290,23 +213,13 @@ def with_rest(subject: Subject, asked: Asked, found: Report | None) -> Report:
     return found.merge(rest)
 
 
-def cases_of(subject: Subject, asked: Asked) -> list[Case | LawCase]:
+def cases_of(subject: Subject, asked: CheckOptions) -> list[Case | LawCase]:
     """The cases and instances of laws that :func:`check_subject` would try, of which none runs."""
     spec, limits = subject.spec, asked.limits_of(subject)
     excused = asking(spec, asked.edges, asked.promises)[1]
     work = _Listing(subject, limits, asked.seed, Report(spec.name, "", asked.seed), False, None, excused)
     work.all_of(asked)
     return work.listed
-
-
-@dataclass(frozen=True)
-class Run:
-    """Cases that are drawn together: on an edge or (None) on none. ``turns``: of one after the other;
-    ``fills``: with arrays that fill a chip."""
-
-    edge: Edge | None
-    turns: list[Turn]
-    fills: bool = False
 
 
 @dataclass
@@ -350,9 +263,9 @@ class _Work:
             self.report.left_out += 1
             self.report.missed.update([run.edge.name] if run.edge else [turn.regime] if turn.regime else VALUE_REGIMES)
 
-    def all_of(self, asked: Asked) -> None:
+    def all_of(self, asked: CheckOptions) -> None:
         """Carry out what is asked, or the part of it that is asked for."""
-        runs = _plan(self.subject.spec, self.limits, asked.max_examples, asked.only)
+        runs = plan(self.subject.spec, self.limits, asked.max_examples, asked.only)
         self.carry_out(runs, asked.only is None and not self.limits.shapes, asked.shard)
 
     def carry_out(self, runs: list[Run], with_laws: bool, shard: tuple[int, int]) -> None:
@@ -554,115 +467,6 @@ class _LeftOut(_Work):
         return None
 
 
-def _plan(spec: Spec[Any], limits: Limits, max_examples: int, only: Sequence[str] | None) -> list[Run]:
-    """The runs of a check. Every dtype has its share of an edge's cases and of the free ones."""
-    known, dtypes = edges_of(spec), dtypes_of(spec, limits)
-    for name in only or ():
-        if name not in known:
-            raise SpecError(f"check({spec.name!r}): edge {name!r} is unknown; expected one of {', '.join(known)}")
-    corners = [e for e in known.values() if (only is None or e.name in only) and _reachable(e, spec, limits)]
-    corners.sort(key=_last)  # of few cases those on edges where most mistakes show
-    if only is not None and not corners:
-        raise SpecError(
-            f"check({spec.name!r}): what is checked takes no case on {' or '.join(map(repr, only))}; name other edges"
-        )
-    if limits.shapes:
-        return _plan_of_shapes(spec, limits, max_examples, corners, only is None)
-    each = max(1, min(EDGE_EXAMPLES, max_examples // (2 * len(corners))))
-    if only is not None:
-        each = max(1, max_examples // len(corners))
-    visited = corners[: max_examples // (2 * each)] if only is None else corners
-    free = max_examples - each * len(visited) if only is None else 0
-    runs = [
-        # both sizes of small tiles by turns, so that whoever visits twice meets both on every seed, and rows that do
-        # not lie along memory, which kernels may walk in another way: of four visits each size both ways
-        Run(e, [_on_edge(d, i if each > 1 else None) for i, d in enumerate(turns(dtypes, each, turn))])
-        for turn, e in enumerate(visited)
-    ]
-    filling = min(free, -(-max_examples // 3)) if limits.fill else 0
-    for count, fills in ((filling, True), (free - filling, False)):
-        order = [_free(d, i) for i, d in enumerate(turns(dtypes, count))]
-        runs += [Run(None, order[i : i + FREE_RUN], fills) for i in range(0, count, FREE_RUN)]
-    return runs
-
-
-def _free(dtype: str, i: int) -> Turn:
-    """The turn of the i-th free case. Most long ones have normal values: for sums that overflow nothing is promised,
-    and next to the few that are large all others vanish."""
-    rounds, place = divmod(i, len(KINDS))
-    kind = KINDS[place]
-    nth = rounds * KINDS.count(kind) + KINDS[:place].count(kind)
-    normal = kind == "long" and nth % 5 < 4
-    return Turn(dtype, regime="normal" if normal else FREE[i % len(FREE)], kind=kind, nth=nth)
-
-
-def _last(edge: Edge) -> int:
-    """0, or more for an edge that few mistakes need."""
-    small = any(hi <= 1 for _, hi in edge.dims.values())
-    return 2 * any(hi == 0 for _, hi in edge.dims.values()) + small + bool(edge.same)
-
-
-def _on_edge(dtype: str, visit: int | None) -> Turn:
-    """The turn of an edge's visit, None for the only one."""
-    return Turn(dtype) if visit is None else Turn(dtype, times=1 + visit % 2, across=bool((visit + 1) // 2 % 2))
-
-
-def _plan_of_shapes(
-    spec: Spec[Any], limits: Limits, max_examples: int, corners: Sequence[Edge], free: bool
-) -> list[Run]:
-    """The runs of a check on given shapes: a regime and an edge in turn, each alone, so that whenever it is stopped
-    much was seen."""
-    dtypes = dtypes_of(spec, limits)
-    reach = [(e, [s for s in limits.shapes if fits(e, spec, s, limits.options)]) for e in corners]
-    reach = [(e, shapes) for e, shapes in reach if shapes]
-    if not free and not reach:
-        raise SpecError(
-            f"check({spec.name!r}): no call of the shapes is on {' or '.join(repr(e.name) for e in corners)}; name "
-            "other edges"
-        )
-    runs: list[Run] = []
-    regimes, visits = 0, 0
-    while len(runs) < max_examples:
-        on_edge = bool(reach) and (not free or bool(len(runs) % 2))
-        edge, shapes = reach[visits % len(reach)] if on_edge else (None, limits.shapes)
-        turn = visits // len(reach) + visits if on_edge else regimes
-        runs.append(Run(edge, [*turns_of(1, dtypes, shapes, edge, turn)]))
-        regimes, visits = regimes + (not on_edge), visits + on_edge
-    return runs
-
-
-def _checked(spec: Spec[Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as backends see them; SpecError where one is unknown or cannot have its value."""
-    found = {}
-    for name, value in options.items():
-        o = next((o for o in spec.options if o.name == name), None)
-        if o is None:
-            names = ", ".join(o.name for o in spec.options)
-            raise SpecError(f"check({spec.name!r}): options name {name!r}; expected some of {names or '(none)'}")
-        try:
-            found[name] = o.check(value)
-        except ValueError:
-            raise SpecError(f"check({spec.name!r}): {name} is {shown(value)}; expected {o.expected}") from None
-    return found
-
-
-def _reachable(edge: Edge, spec: Spec[Any], limits: Limits) -> bool:
-    """Whether calls within the limits can be on an edge."""
-    empty = any(hi == 0 for _, hi in edge.dims.values())
-    # of given shapes every edge is wanted, one whose options are the defaults too
-    defaults = {o.name: o.default for o in spec.options} if limits.shapes else {}
-    return (
-        all(limits.takes(name) for name in edge.given)
-        and all(
-            limits.takes(n) or n in limits.options or (n in defaults and defaults[n] == v)
-            for n, v in edge.options.items()
-        )
-        and all(limits.options.get(name, value) == value for name, value in edge.options.items())
-        and not limits.always & {*edge.absent}
-        and (limits.empty or not empty)
-    )
-
-
 def replay(
     op: str | Spec[Any],
     case: str | Case | LawCase,
@@ -726,17 +530,6 @@ def _refuse_unknown_tiles(subject: Subject, case: Case | LawCase) -> None:
         raise SpecError(
             f"{spec.name}: the case's tiling has {name!r}; expected names among {', '.join(known) or '(it has none)'}"
         )
-
-
-def _ways(spec: Spec[Any], layouts: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Layouts by name; SpecError for one that is none."""
-    names = (layouts,) if isinstance(layouts, str) else tuple(layouts or ())
-    for name in names:
-        if name not in LAYOUTS:
-            raise SpecError(
-                f"check({spec.name!r}): layout {shown(name)} is unknown; expected some of {', '.join(LAYOUTS)}"
-            )
-    return names
 
 
 def subject_of(

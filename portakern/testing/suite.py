@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from portakern.core.backend import Backend
@@ -12,14 +12,18 @@ from portakern.defaults import EXAMPLES
 from portakern.errors import SpecError
 from portakern.spec import Spec
 from portakern.testing.cases import Case
+from portakern.testing.check_options import CheckOptions
 from portakern.testing.laws import LawCase
-from portakern.testing.runner import Asked, cases_of, replay_subject, subject_of
+from portakern.testing.runner import cases_of, replay_subject, subject_of
 from portakern.testing.subject import Subject
 
 __all__ = ["Conformance", "conformance"]
 
 WHAT = ("backend", "variant", "fn", "framework", "device", "profile", "target")
 """Arguments of :func:`portakern.check` that say what is checked; the others say on which cases."""
+
+OF_A_REPORT = {"max_examples", "seed", "seconds", "shrink", "shard", "progress", "until"}
+"""Options of a check that a test has in its own words, or that shape a report."""
 
 
 @dataclass
@@ -41,7 +45,7 @@ class Conformance:
         found = []
         for seed in [self.seed] if self.seed is not None else seeds or [0]:
             how = {n: v for n, v in self.how.items() if n not in WHAT}
-            for i, case in enumerate(cases_of(self.subject, Asked(max_examples=count, seed=seed, **how))):
+            for i, case in enumerate(cases_of(self.subject, CheckOptions(max_examples=count, seed=seed, **how))):
                 about = case.law if isinstance(case, LawCase) else case.edge or case.regime
                 found.append((f"{seed}-{i:03}-{case.dtype}-{about}", case))
         return found
@@ -84,19 +88,7 @@ def conformance(
     Raises:
       SpecError: an argument that ``check`` does not have, or that makes no sense here.
     """
-    known = {
-        *WHAT,
-        "dtypes",
-        "only",
-        "limits",
-        "shapes",
-        "layouts",
-        "options",
-        "empty",
-        "one_dtype",
-        "edges",
-        "promises",
-    }
+    known = {*WHAT, *(f.name for f in fields(CheckOptions))} - OF_A_REPORT
     for name in how:
         if name not in known:
             raise SpecError(f"conformance({op!r}): {name!r} is none of {', '.join(sorted(known))}")

@@ -23,9 +23,10 @@ from portakern.defaults import EXAMPLES
 from portakern.errors import SpecError, UnavailableError
 from portakern.spec import Spec
 from portakern.testing import printed
+from portakern.testing.check_options import CheckOptions
 from portakern.testing.fixed import checked_shapes, cut_to, given_optional
 from portakern.testing.report import Failure, Report
-from portakern.testing.runner import Asked, check_subject, replay_subject
+from portakern.testing.runner import check_subject, replay_subject
 from portakern.testing.subject import Subject, environment, function_subject
 from portakern.tools.judge.hashing import IMPORTED, Hashes, hashes
 from portakern.tools.judge.mapping import Slot, parse
@@ -134,9 +135,9 @@ def judge(
         _check_inputs(path)
     line = _line(str(file), which, spec, map, problem, library, device, seed)
     fixed = {**fixed, **(options or {})}
-    asked = Asked(
-        dtypes, None, max_examples, seed, None, shapes, layouts, fixed, False, True, edges, promises, seconds,
-        shrink=False,
+    asked = CheckOptions(
+        dtypes=dtypes, max_examples=max_examples, seed=seed, shapes=shapes, layouts=layouts, options=fixed, empty=False,
+        one_dtype=True, edges=edges, promises=promises, seconds=seconds, shrink=False,
     )  # fmt: skip
     hashed = hashes(path, source)
     judged = Judged(Report(spec.name, "", seed), str(file), which, next(iter(hashed.files.values())), device, hashed)
@@ -164,7 +165,7 @@ def _note_start(judged: Judged, start: float) -> None:
 def _judged(
     candidate: _Candidate,
     process: Process,
-    asked: Asked,
+    asked: CheckOptions,
     terms: Mapping[str, str],
     whole: bool,
     case: str | None,
@@ -244,7 +245,7 @@ class _Candidate:
         subject = function_subject(spec, remote, "numpy", None)
         return replace(subject, target=self.target, remote=True, name=self.called, reproduce=self.line)
 
-    def on_its_shapes(self, asked: Asked, whole: bool) -> tuple[Asked, tuple[str, ...]]:
+    def on_its_shapes(self, asked: CheckOptions, whole: bool) -> tuple[CheckOptions, tuple[str, ...]]:
         """What is asked on the shapes that somebody named, or else those of the problem, cut to quick calls; and what a
         report says of what that leaves out."""
         spec, words = self.spec, tuple[str, ...]()
@@ -391,8 +392,8 @@ def _of_a_problem(
 
 
 def _on_its_terms(
-    asked: Asked, words: tuple[str, ...], terms: Mapping[str, str], target: Target
-) -> tuple[Asked, tuple[str, ...]]:
+    asked: CheckOptions, words: tuple[str, ...], terms: Mapping[str, str], target: Target
+) -> tuple[CheckOptions, tuple[str, ...]]:
     """What is asked, and what a report says of it, of a problem whose own reference, on an accelerator, takes no
     shifted arrays (``aligned``; unless somebody named a layout) or leads infinities elsewhere than the formula
     (``edges``)."""
