@@ -199,8 +199,9 @@ def test_hopper_walks_all_chunks_in_one_loop(d, spilled):
     assert not kernel.serialised and (kernel.spills or 0) <= spilled
 
 
-@pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize(("q_len", "shares", "weights"), [(1, 2, 32), (1, 3, 32), (12, 2, 64)])
+@pytest.mark.parametrize(
+    ("q_len", "shares", "weights", "d"), [(1, 2, 32, 64), (1, 3, 32, 128), (12, 2, 64, 64), (12, 2, 64, 128)]
+)
 def test_few_rows_are_one_a_thread_and_no_product_waits(d, q_len, shares, weights):
     """A thread has half as many weights of a tile where a group has up to 32 rows: of the loop's and of the last one.
     Beside them stand factors of what was summed before, one or two a tile, and two of a merger."""

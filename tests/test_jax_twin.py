@@ -44,7 +44,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("t, s", [(7, 7), (5, 11), (11, 5)])
+@pytest.mark.parametrize("t, s", [(5, 11), (11, 5)])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_values_gradients_and_residuals_are_those_of_jax(name, t, s):
     arrays, options = qkv(t, s), OPTIONS[name]
