@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ import portakern as pk
 from portakern.core import registry
 from portakern.spec import Spec
 
+ROOT = Path(__file__).resolve().parents[1]
 X = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
 MADE = {
     "plain": lambda: pk.op("softmax"),
@@ -100,7 +104,17 @@ def test_models_that_hold_ops_are_copied_and_saved(tmp_path):
 
 
 def test_jit_traces_equal_ops_once():
-    jax = pytest.importorskip("jax", reason="jax is not installed")
+    """In a process where nothing has used JAX before too: what portakern loads then changes nothing that JAX's caches
+    depend on."""
+    pytest.importorskip("jax", reason="jax is not installed")
+    code = "from tests.test_op_objects import traced_once; traced_once()"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    traced_once()
+
+
+def traced_once():
+    import jax
+
     traced = []
 
     def body(op, x):

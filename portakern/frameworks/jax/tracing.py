@@ -304,8 +304,11 @@ def _lowered(target: Target, exported: bool, *arrays: Any, static: _Static) -> t
     return out
 
 
-_named = jax.make_user_context(None)
-"""The architecture that :func:`lowered_for` names; JAX keeps what it traced and lowered under it apart."""
+@functools.cache
+def _named() -> Any:
+    """The architecture that :func:`lowered_for` names; JAX keeps what it traced and lowered under it apart. Made when
+    somebody names one: under a new context JAX traces everything again, what it is tracing now too."""
+    return jax.make_user_context(None)
 
 
 @contextmanager
@@ -321,7 +324,7 @@ def lowered_for(arch: str) -> Iterator[None]:
     Raises:
       SpecError: an unknown architecture.
     """
-    with _named(find(arch).name):
+    with _named()(find(arch).name):
         yield
 
 
@@ -330,7 +333,7 @@ def _target(platform: str, context: Any = None) -> Target:
     knows them, else that of this process's own, where they are of one kind. What is lowered for elsewhere is for the
     one that :func:`lowered_for` names, or for any.
     """
-    named = _named.value
+    named = _named().value if _named.cache_info().currsize else None
     if named is not None and find(named).platform == platform:
         return find(named).target
     framework = frameworks()["jax"]
