@@ -135,7 +135,7 @@ def _target_line(target: str, rows: list[Row], limits: Mapping[str, int]) -> lis
         target,
         targets.HARDWARE[target].product if target in targets.HARDWARE else "",
         f"{len(fitting)} of {len(rows)}",
-        *(str(sum(any(k[what] for k in r["kernels"]) for r in fitting)) for what in ("matrix", "spills")),
+        *(str(sum(any(k.get(what) for k in r["kernels"]) for r in fitting)) for what in ("matrix", "spills")),
         f"{max(shares):.0%}" if shares else NONE,
         f"{min(occupancies):.0%}" if occupancies else NONE,
     ]
@@ -212,7 +212,7 @@ def tilings(kept: Kept) -> str:
 def _whole_run(row: Row) -> float | None:
     """Cycles of the whole call, nothing run; None where the compiler does not tell them of every kernel."""
     hardware = targets.HARDWARE.get(row["target"])
-    kernels = [Kernel(**{n: v for n, v in k.items() if v is not None}) for k in row["kernels"]]
+    kernels = [Kernel("", **{n: v for n, v in k.items() if n != "name" and v is not None}) for k in row["kernels"]]
     found = [k.least(hardware) for k in kernels] if hardware else []
     return sum(f or 0.0 for f in found) if found and None not in found else None
 

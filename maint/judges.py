@@ -76,12 +76,20 @@ def _verdict(row: Row | None) -> str:
 
 
 def _judged(rows: Iterable[Row], rule: str) -> list[Row]:
-    return [r for r in rows if rule in r["seconds"] and rule not in r["silent"]]
+    return [r for r in rows if rule in r["seconds"] and r["said"].get(rule) != "silent"]
+
+
+def _rejects(rule: str, row: Row) -> bool:
+    return bool(row["said"].get(rule) == "rejected")
+
+
+def _passes(rule: str, row: Row) -> bool:
+    return row["said"].get(rule) in ("seen", "unseen")
 
 
 def _share(rows: Iterable[Row], rule: str) -> str:
     here = _judged(rows, rule)
-    return f"{sum(rule in r['rejected'] for r in here)} of {len(here)}" if here else NONE
+    return f"{sum(_rejects(rule, r) for r in here)} of {len(here)}" if here else NONE
 
 
 def _main(rows: Sequence[Row], rules: Sequence[Row]) -> str:
@@ -89,8 +97,8 @@ def _main(rows: Sequence[Row], rules: Sequence[Row]) -> str:
     lines = []
     for rule in rules:
         name = rule["name"]
-        seen = [r for r in wrong if r["passed"].get(name)]
-        missed = [r for r in wrong if name in r["passed"]]
+        seen = [r for r in wrong if r["said"].get(name) == "seen"]
+        missed = [r for r in wrong if _passes(name, r)]
         taken = [r["seconds"][name] for r in _judged(rows, name)]
         lines.append(
             [
@@ -120,7 +128,7 @@ def _kinds(rows: Sequence[Row], rules: Sequence[Row]) -> str:
 
     def passing(kind: str, rule: str) -> str:
         here = _judged((r for r in rows if r["kind"] == kind), rule)
-        return f"{sum(rule in r['passed'] for r in here)} of {len(here)}" if here else NONE
+        return f"{sum(_passes(rule, r) for r in here)} of {len(here)}" if here else NONE
 
     lines = [[kind, *(passing(kind, rule["name"]) for rule in rules)] for kind in kinds]
     return table(["passing", *(rule["title"] for rule in rules)], lines)
@@ -129,9 +137,7 @@ def _kinds(rows: Sequence[Row], rules: Sequence[Row]) -> str:
 def _alarms(rows: Sequence[Row], rules: Sequence[Row]) -> str:
     titles = {rule["name"]: rule["title"] for rule in rules}
     lines = [
-        [r["name"], ", ".join(titles[n] for n in titles if n in r["rejected"])]
-        for r in rows
-        if r["right"] and r["rejected"]
+        [r["name"], ", ".join(by)] for r in rows if r["right"] and (by := [titles[n] for n in titles if _rejects(n, r)])
     ]
     return table(["right, and rejected", "by"], lines, words=2) if lines else "None."
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from maint.markdown import link
-from portakern import results, sources
+from maint import store
+from maint.store import FOLDER, Row
+from portakern import sources
 from portakern.core import registry, targets
 from portakern.core.targets import Target
 from portakern.errors import SpecError, UnavailableError
@@ -17,8 +17,6 @@ from portakern.results import Result
 
 __all__ = ["AGED", "FOLDER", "STALE", "Kept", "Row", "changed", "chip", "footnote", "known_targets", "set_of", "source"]
 
-Row = Mapping[str, Any]
-FOLDER = "benchmarks/results"
 STALE = "†"
 AGED = f"{STALE} stale: the sources of what was measured (portakern's kernel, or the call of a peer) have changed."
 CORE = {
@@ -42,27 +40,11 @@ class Kept:
 
     @classmethod
     def of(cls, root: Path) -> Kept:
-        return cls(root, tuple(results.read_all(root / FOLDER)))
+        return cls(root, tuple(store.read(root / FOLDER)))
 
-    def rows(self, benchmark: str) -> list[tuple[Mapping[str, Any], Result]]:
-        """The rows of a benchmark with the run that each is of; of what several runs on one device measured, the
-        newest, but where an earlier one tried more cases of the same sources (:func:`_stands`). A row that an earlier
-        run left in a file has its own date.
-        """
-        newest: dict[Any, tuple[Mapping[str, Any], Result]] = {}
-        found = [(row, r) for r in self.results if r.benchmark == benchmark for row in r.rows]
-        for row, r in sorted(found, key=lambda x: (x[0].get("date") or x[1].date, x[1].name)):
-            key = (r.device, *r.key(row))
-            if key not in newest or not _stands(newest[key][0], row):
-                newest[key] = row, r
-        return list(newest.values())
-
-
-def _stands(before: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
-    """Whether an earlier row still says more than a later one, of as many drawn cases as its ``examples``: both are of
-    the same sources, and the later one found nothing in fewer cases."""
-    same = before.get("sources") is not None and before["sources"] == row.get("sources")
-    return same and bool(row.get("passed")) and row.get("examples", 0) < before.get("examples", 0)
+    def rows(self, benchmark: str) -> list[tuple[Row, Result]]:
+        """The rows of a benchmark with the run that each is of (:func:`maint.store.newest`)."""
+        return [*store.newest(r for r in self.results if r.benchmark == benchmark).values()]
 
 
 def source(used: Iterable[Result]) -> str:
@@ -72,7 +54,7 @@ def source(used: Iterable[Result]) -> str:
         versions = ", ".join(f"{n} {v}" for n, v in r.environment.items() if v and n not in CORE)
         run = " ".join([r.date, *_commits(r)])
         lines.append(
-            f"{link(f'{FOLDER}/{r.file.name}')}: {run}, {r.device}, {versions or 'no framework'}; `{r.command}`"
+            f"[{r.name}]({FOLDER}/{r.file.name}): {run}, {r.device}, {versions or 'no framework'}; `{r.command}`"
         )
     return "\n".join(f"<sub>{line}</sub>" + ("  " if i < len(lines) - 1 else "") for i, line in enumerate(lines))
 

@@ -155,7 +155,7 @@ def heatmap(kept: Kept) -> dict[str, Any]:
     order = ("fails", "spills", "fits")
     cells: dict[tuple[str, str, str], tuple[int, bool]] = {}
     for row, _ in kept.rows("compile-matrix"):
-        spills = any(k["spills"] for k in row["kernels"])
+        spills = any(k.get("spills") for k in row["kernels"])
         found = (0 if not row["ok"] else 1 if spills else 2, any(k["matrix"] for k in row["kernels"]))
         key = row["op"], row["dtype"], row["target"]
         cells[key] = max(found, cells.get(key, found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import portakern
-from maint import checked, compiled, judges, lines, markdown, plots, reach, stub, timed
+from maint import checked, compiled, judges, lines, markdown, plots, reach, store, stub, timed
 from maint.kept import FOLDER, Kept
 from portakern import install, results, sources
 from portakern.files import write_atomically
@@ -175,33 +176,30 @@ def update(root: Path) -> list[Path]:
 
 
 def add(root: Path, file: Path, replace: bool = False) -> str:
-    """Take a run made elsewhere into the results; what was done, in words. ResultError where the run is not fit for it,
-    and then nothing has changed.
+    """Take what is shown of a run made elsewhere into the results; what was done, in words. ResultError where the run is
+    not fit for it, and then nothing has changed.
     """
     new = results.read(file)
-    folder = root / FOLDER
-    same = [
-        r
-        for r in results.read_all(folder)
-        if (r.benchmark, r.device) == (new.benchmark, new.device) and r.keys & new.keys
-    ]
+    there = [r for r in store.read(root / FOLDER) if r.benchmark == new.benchmark]
+    same = [r for r in there if r.device == new.device and r.keys & new.keys]
     if len(same) > 1:
-        names = " and ".join(r.file.name for r in same)
+        names = " and ".join(r.name for r in same)
         raise ResultError(
             f"{file}: {names} of {FOLDER} hold what it measured on {new.device}; delete all but one of them first"
         )
     if same:
-        place, said = same[0].file, _replacing(same[0], new, replace)
+        name, said = same[0].name, _replacing(same[0], new, replace)
     else:
-        place = folder / (re.sub(r"[^a-z0-9]+", "-", file.stem.lower()).strip("-") + ".json")
-        said = f"{place.name} is new: {new.benchmark} on {new.device}, {_rows(new)}"
-        if place.exists():
-            other = results.read(place)
-            raise ResultError(
-                f"{file}: {FOLDER}/{place.name} is another run's: {other.benchmark} on {other.device}; give the file "
-                "another name"
-            )
-    write_atomically(place, file.read_text(encoding="utf-8"))
+        name = re.sub(r"[^a-z0-9]+", "-", file.stem.lower()).strip("-") + ".json"
+        said = f"{name} is new: {new.benchmark} on {new.device}, {_rows(new)}"
+        for other in there:
+            if other.name == name:
+                raise ResultError(
+                    f"{file}: {FOLDER} has another run of that name: {other.benchmark} on {other.device}; give the file "
+                    "another name"
+                )
+    kept = [*(r for r in there if r.name != name), store.shown(dataclasses.replace(new, name=name))]
+    store.write(root / FOLDER, new.benchmark, kept)
     return said
 
 
@@ -211,7 +209,7 @@ def _rows(run: Result) -> str:
 
 def _replacing(old: Result, new: Result, forced: bool) -> str:
     """What replacing a result does, in words; ResultError where it must not be."""
-    where = f"{FOLDER}/{old.file.name}"
+    where = f"{old.name} of {FOLDER}"
     lost = old.keys - new.keys
     if not forced and new.date <= old.date:
         raise ResultError(
@@ -226,6 +224,6 @@ def _replacing(old: Result, new: Result, forced: bool) -> str:
         )
     gone = f", {len(lost)} of which it does not have" if lost else ""
     return (
-        f"{old.file.name} is replaced: {new.benchmark} on {new.device} of {old.date}, {_rows(old)}{gone}, by that of "
+        f"{old.name} is replaced: {new.benchmark} on {new.device} of {old.date}, {_rows(old)}{gone}, by that of "
         f"{new.date}, {_rows(new)}"
     )

@@ -1,9 +1,10 @@
-"""Files of results: one JSON a run, all of one form, under ``benchmarks/results/`` of a checkout.
+"""Files of results: one JSON a run, all of one form.
 
     {"schema": 1, "benchmark": "...", "command": "...", "date": "YYYY-MM-DD", "device": "...", "environment": {...},
     "commit": "...", "rows": [{...}, ...], ...}
 
-What else a file holds, and what a row does, depends on its benchmark (:data:`BENCHMARKS`).
+What else a file holds, and what a row does, depends on its benchmark (:data:`BENCHMARKS`). A checkout keeps what is
+shown of it (``maint/store.py``).
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ __all__ = [
     "ResultError",
     "command_line",
     "read",
-    "read_all",
     "record",
     "write",
 ]
@@ -239,8 +239,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 
 @dataclass(frozen=True)
 class Result:
-    """One run, read and found right. ``extra``: what its benchmark keeps beside rows; ``file``: where it lies;
-    ``commit``: the checkout's that was run, with a + where files differed from it; None: nobody wrote it down.
+    """One run, read and found right. ``extra``: what its benchmark keeps beside rows; ``file``: where it lies,
+    which holds other runs too in a checkout; ``name``: of the file that the run wrote; ``commit``: the checkout's that was run, with a + where files differed from it; None: nobody wrote it down.
     """
 
     file: Path
@@ -252,11 +252,7 @@ class Result:
     rows: Sequence[Mapping[str, Any]]
     extra: Mapping[str, Any]
     commit: str | None = None
-
-    @property
-    def name(self) -> str:
-        """What the run is called."""
-        return self.file.name
+    name: str = ""
 
     def key(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
         """What a row measured."""
@@ -319,13 +315,8 @@ def read(path: Path) -> Result:
     extra = {n: v for n, v in data.items() if n not in HEADER}
     return Result(
         path, data["benchmark"], data["command"], data["date"], data["device"], data["environment"], data["rows"],
-        extra, data.get("commit"),
+        extra, data.get("commit"), path.name,
     )  # fmt: skip
-
-
-def read_all(folder: Path) -> list[Result]:
-    """Every result of a folder, by name of its file."""
-    return [read(path) for path in sorted(folder.glob("*.json"))]
 
 
 def problems(data: Any) -> Iterator[str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 import portakern as pk
+from maint import store
 from portakern import results
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -96,7 +97,7 @@ def test_losses_are_compared_seed_by_seed():
     luck = [1.0, 2.0, 3.0, 4.0]
     apart = train.compare({"portakern": [x + d for x, d in zip(luck, (1, -1, 1, 1), strict=True)], "torch": luck})
     assert apart["difference"] == 0.5 and apart["standard_error"] == 0.5 and apart["in_standard_errors"] == 1.0
-    kept = results.read(ROOT / "benchmarks" / "results" / "character-model-h100.json")
+    kept = next(r for r in store.read(ROOT / store.FOLDER) if r.benchmark == "character_model")
     ends = {who: [row["final"] for row in kept.rows if row["ops"] == who] for who in ("portakern", "torch")}
     again = train.compare(ends)
     assert again["mean"] == pytest.approx(kept.extra["mean"])

@@ -1,7 +1,6 @@
 """The comparison of rules that judge kernels: each rule does what its source says, portakern's finds every kind of
 cheat and leaves right kernels of unusual kinds alone. The whole is ``python -m benchmarks.judges``."""
 
-import json
 import logging
 import shutil
 import sys
@@ -27,10 +26,9 @@ from benchmarks.judges.rules import backendbench, gpuemu, portakern, rules  # no
 from benchmarks.judges.subject import Candidate, Subject  # noqa: E402
 from benchmarks.judges.working import Task, work  # noqa: E402
 from benchmarks.kernelbench import beside_earlier  # noqa: E402
+from maint import store  # noqa: E402
 from portakern import sources  # noqa: E402
 from portakern.results import read, record, write  # noqa: E402
-
-RESULTS = ROOT / "benchmarks" / "results" / "judges.json"
 
 
 # ---------------------------------------------------------------------------------------------- functions of the tests
@@ -339,10 +337,11 @@ def test_sources_of_a_verdict_are_its_rules_and_its_subjects(tmp_path):
 
 
 def test_what_is_kept_says_what_the_page_does():
-    rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
+    (run,) = (r for r in store.read(ROOT / store.FOLDER) if r.benchmark == "judges")
+    rows = run.rows
     assert {r["kind"] for r in rows} >= set(cheats.KINDS) and {r["group"] for r in rows} == set(corpus.GROUPS)
     assert not [r["name"] for r in rows if set(r["seconds"]) != set(rules())], "take the run up again with --resume"
-    caught = {(r["group"], r["name"]) for r in rows if "portakern" in r["rejected"]}
+    caught = {(r["group"], r["name"]) for r in rows if r["said"].get("portakern") == "rejected"}
     assert not [name for group, name in caught if group in ("unusual", "level 1")]
     missed = [r["name"] for r in rows if not r["right"] and (r["group"], r["name"]) not in caught]
     assert not missed

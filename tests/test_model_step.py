@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +15,7 @@ from benchmarks import model_step
 from maint import timed
 from maint.kept import Kept
 from portakern import results
+from tests.keeping import keep
 
 
 @pytest.mark.parametrize("stage", model_step.TURNS)
@@ -53,8 +53,7 @@ def test_who_fails_has_the_reason_and_the_others_go_on(monkeypatch):
 
 
 def test_the_command_writes_results_that_the_report_shows(tmp_path, capsys, monkeypatch):
-    file = tmp_path / "benchmarks" / "results" / "step.json"
-    file.parent.mkdir(parents=True)
+    file = tmp_path / "step.json"
     words = ["--device", "cpu", "--stages", "loss", "--rounds", "1"]
     monkeypatch.setattr("sys.argv", ["model_step", *words, "--json", str(file)])
     assert model_step.main() == 0
@@ -65,6 +64,7 @@ def test_the_command_writes_results_that_the_report_shows(tmp_path, capsys, monk
     assert run.extra["sizes"]["loss"] == "96 x 32 x 500"
     row = run.rows[0]
     assert row["contender"] == "portakern" and max(row["errors"].values()) < 1e-5
+    keep(tmp_path, "step.json", json.loads(file.read_text()))
     table = timed.steps(Kept.of(tmp_path))
     assert f"| `linear_cross_entropy` | portakern | {row['ms']:.1f} |" in table
 
@@ -77,8 +77,6 @@ def test_a_stage_that_ends_early_says_how(tmp_path):
 
 
 def test_the_report_shows_what_was_not_timed_and_sums_a_librarys_kernels(tmp_path):
-    folder = tmp_path / "benchmarks" / "results"
-    folder.mkdir(parents=True)
     rows = [
         {"stage": "eager", "contender": "liger", "why": "liger_kernel is not installed"},
         {"stage": "eager", "contender": "portakern", "ms": 20.0, "best_ms": 19.0, "worst_ms": 22.0, "peak_gib": 1.5,
@@ -86,7 +84,7 @@ def test_the_report_shows_what_was_not_timed_and_sums_a_librarys_kernels(tmp_pat
         {"stage": "eager", "contender": "torch", "ms": 30.0, "best_ms": 29.0, "worst_ms": 32.0, "peak_gib": 3.0},
     ]  # fmt: skip
     data = results.record("model-step", rows, command="x", sizes={"model": "m", "loss": "l"}, wall_seconds=1)
-    Path(folder, "a.json").write_text(json.dumps(data))
+    keep(tmp_path, "a.json", data)
     text = timed.steps(Kept.of(tmp_path))
     assert "| a Llama's step, eager | Liger | liger_kernel is not installed | – | – | – | – |" in text
     assert "| a Llama's step, eager | PyTorch | 30.0 | 29.0, 32.0 | 1.50 | 3.00 | – |" in text

@@ -26,6 +26,7 @@ from portakern.results import ResultError
 from portakern.testing import subject
 from portakern.tools.bench import agreement
 from portakern.tools.bench import plots as bench_plots
+from tests.keeping import keep
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE = "NVIDIA H100 80GB HBM3"
@@ -100,9 +101,8 @@ def tree(tmp_path):
         built("matmul", reason="takes | too much"),
         built("matmul", "v5e", on_chip={"vmem": 2**20}, cycles=2_000_000, issued=2_100_000),
     ]
-    kept = root / "benchmarks" / "results"
-    put(
-        kept,
+    keep(
+        root,
         "compile-matrix.json",
         run_of(
             "compile-matrix",
@@ -114,8 +114,8 @@ def tree(tmp_path):
             limits={"sm_90": {"shared": 64}, "v5e": {"vmem": 2**21}},
         ),
     )
-    put(kept, "launch-h100.json", launched())
-    put(kept, "bench.json", run_of("bench", BENCH, wall_seconds=9, rates={"copy": 3e12}, absent=ABSENT, left_out=[]))
+    keep(root, "launch-h100.json", launched())
+    keep(root, "bench.json", run_of("bench", BENCH, wall_seconds=9, rates={"copy": 3e12}, absent=ABSENT, left_out=[]))
     marks = "".join(
         f"## {name}\n\n<!-- portakern report: {name} -->\n<!-- end: {name} -->\n\n"
         for name in reporting.TABLES
@@ -249,11 +249,9 @@ def test_what_was_changed_by_hand_is_named(fresh):
 
 
 def test_results_that_change_make_tables_and_plots_stale(fresh):
-    file = fresh / "benchmarks" / "results" / "compile-matrix.json"
-    data = json.loads(file.read_text())
-    data["rows"] = [built(target="sm_90", spills=8)]
-    file.write_text(json.dumps(data))
-    (fresh / "benchmarks" / "results" / "bench.json").unlink()
+    more = run_of("compile-matrix", [built(target="sm_90", spills=8)], "host CPU", limits={})
+    keep(fresh, "compile-matrix.json", more)
+    (fresh / "benchmarks" / "results" / "bench.jsonl").unlink()
     gone = "shows what is no longer among the results"
     assert {
         s.what.removesuffix(" is stale or was changed by hand")
@@ -358,9 +356,9 @@ def test_a_newer_run_replaces(fresh, tmp_path):
     )
     assert "| `softmax` | 25.0 |" in (fresh / "README.md").read_text() and reporting.stale(fresh) == []
     assert sorted(p.name for p in (fresh / "benchmarks" / "results").iterdir()) == [
-        "bench.json",
-        "compile-matrix.json",
-        "launch-h100.json",
+        "bench.jsonl",
+        "compile-matrix.jsonl",
+        "launch.jsonl",
     ]
 
 
@@ -446,7 +444,7 @@ def test_losses_of_what_is_shipped_stand_by_target_and_family(tree):
     kept = Kept.of(tree)
     assert "Nothing was tuned yet" in timed.tuned(kept)
     rows = [row("a", 10.0), row("b", 9.5), row("c", 8.0), row("d", 10.0, 1), row("e", 10.0, 1, ended=True)]
-    put(tree / "benchmarks" / "results", "tune.json", run_of("tune", rows, wall_seconds=60, seed=0, left=2))
+    keep(tree, "tune.json", run_of("tune", rows, wall_seconds=60, seed=0, left=2))
     text = timed.tuned(Kept.of(tree))
     assert "| sm_90 | rows | triton, gpu | 4 | 9 | 2.6% | 25.0% | 2 | 1 | 1.071 | 1 |" in text
     assert "time did not reach, whose calls have no row: tune.json 2." in text
@@ -461,21 +459,21 @@ def test_losses_of_what_is_shipped_stand_by_target_and_family(tree):
         (
             launched(),
             (
-                "its date is 2026-03-01, and benchmarks/results/launch-h100.json holds launch on NVIDIA H100 80GB "
+                "its date is 2026-03-01, and launch-h100.json of benchmarks/results holds launch on NVIDIA H100 80GB "
                 "HBM3 of 2026-03-01; expected a later one"
             ),
         ),
         (
             run_of("compile-matrix", [built()], "host CPU", "2027-01-01", wall_seconds=1, ok=1, of=1, limits={}),
             (
-                "it lacks 3 of the 4 rows of benchmarks/results/compile-matrix.json, such as matmul, bfloat16, "
+                "it lacks 3 of the 4 rows of compile-matrix.json of benchmarks/results, such as matmul, bfloat16, "
                 "sm_90, triton; expected the whole run"
             ),
         ),
         (
             launched(device="NVIDIA B200"),
             (
-                "benchmarks/results/launch-h100.json is another run's: launch on NVIDIA H100 80GB HBM3; give the "
+                "benchmarks/results has another run of that name: launch on NVIDIA H100 80GB HBM3; give the "
                 "file another name"
             ),
         ),
@@ -506,7 +504,7 @@ def test_the_table_of_speeds_tells_of_failures_and_of_float32_apart(tree):
     fine = bench("triton", 80.0, 4096, dtype="float32", error=0.125, best_peer="torch", ratio=1.25)
     wrong = {**bench("triton", 0.0, op="softmax"), **NO_TIME, "verdict": "wrong", "error": 7.0}
     rest = {"wall_seconds": 9, "rates": {"copy": 3e12}, "absent": {}, "left_out": []}
-    put(tree / "benchmarks" / "results", "bench.json", run_of("bench", [fine, wrong], **rest))
+    keep(tree, "bench.json", run_of("bench", [fine, wrong], **rest))
     told = timed.speeds(Kept.of(tree))
     assert told.partition("| `attention` |")[2].startswith(" 1.25 | 0.12 |\n")
     assert told.partition("| `softmax` |")[2].startswith(" **wrong** | – |\n")
@@ -600,14 +598,14 @@ def test_losses_are_said_from_the_worst(tree):
     wrong = {**bench("triton", 0.0, 4096, op="softmax"), **NO_TIME, "verdict": "wrong", "error": 7.0}
     even = bench("triton", 100.0, op="rmsnorm", best_peer="torch", ratio=0.98)
     rest = {"wall_seconds": 9, "rates": {"copy": 3e12}, "absent": {}, "left_out": []}
-    put(tree / "benchmarks" / "results", "bench.json", run_of("bench", [*BENCH, quick, wrong, even], **rest))
+    keep(tree, "bench.json", run_of("bench", [*BENCH, quick, wrong, even], **rest))
     ways = {"op": 12.0, "torch": 10.0, "op, forward and backward": 30.0, "torch, forward and backward": 20.0}
     host = [
         {"op": op, "way": w, "median_us": us * n}
         for n, op in enumerate(["rope", "another"], 1)
         for w, us in ways.items()
     ]
-    (tree / "benchmarks" / "results" / "launch-h100.json").unlink()
+    (tree / "benchmarks" / "results" / "launch.jsonl").unlink()
     told = timed.losses(with_rows(Kept.of(tree), "launch", host, DEVICE))
     assert f"Time over the best peer's, {DEVICE}; what differs by less than 3% counts as the same:" in told
     assert "* slower: `attention` on 1 of 2 calls, at most 2.00 (bfloat16, beside torch)." in told
@@ -619,13 +617,11 @@ def test_losses_are_said_from_the_worst(tree):
 
 def test_an_estimate_that_cannot_be_true_is_not_shown(tree):
     """One far below what is issued missed a branch; beside one that nothing counts there is nothing to hold it to."""
-    file = tree / "benchmarks" / "results" / "compile-matrix.json"
-    data = json.loads(file.read_text())
 
     def told(*kernels):
         row = built("matmul", "v5e")
         row["kernels"] = [{**row["kernels"][0], **kernel} for kernel in kernels]
-        file.write_text(json.dumps({**data, "rows": [row]}))
+        keep(tree, "compile-matrix.json", run_of("compile-matrix", [row], "host CPU", limits={}))
         return compiled.cycles(Kept.of(tree))
 
     believed = {"cycles": 90_000, "issued": 100_000, "moved": 0}
@@ -640,7 +636,6 @@ def test_an_estimate_that_cannot_be_true_is_not_shown(tree):
 
 
 def test_kernels_stand_beside_the_best_of_others(tree):
-    kept = tree / "benchmarks" / "results"
     row = {
         "case": "a call", "op": "matmul", "dtype": "bfloat16", "target": "v6e", "xla": {}, "flash": {}, "splash": {},
         "ours": {"least": 41_000, "around": 0}, "over_xla": 0.4, "over_flash": 1.02, "over_splash": None,
@@ -649,7 +644,7 @@ def test_kernels_stand_beside_the_best_of_others(tree):
     alone = row | {"case": "another", "over_xla": None, "over_flash": None}
     unknown = alone | {"target": "v5e", "ours": {"why": "the compiler's process ended"}}
     rows = [row, slow, alone, unknown]
-    put(kept, "tpu-cycles.json", run_of("tpu-cycles", rows, "host CPU", wall_seconds=120.0))
+    keep(tree, "tpu-cycles.json", run_of("tpu-cycles", rows, "host CPU", wall_seconds=120.0))
     told = compiled.beside(Kept.of(tree))
     assert "| case | v5e | v6e |" in told and "| a call | 50 + 7 (**1.20** xla) | 41 (1.02 flash) |" in told
     assert "| another | – | 41 |" in told and "1 of 4 are behind" in told and "2 minutes" in told
@@ -666,24 +661,22 @@ def test_tilings_that_a_compiler_took_stand_by_op_and_target(tree):
         row("matmul", "v4", least=1.04, median=2.0, large=1),
         row("softmax", "v5e", refused=[bad], tilings=31, large=0, least=None, median=None),
     ]
-    put(tree / "benchmarks" / "results", "tpu-legal.json", run_of("tpu-legal", rows, "host CPU", wall_seconds=1.0))
+    keep(tree, "tpu-legal.json", run_of("tpu-legal", rows, "host CPU", wall_seconds=1.0))
     told = compiled.legal(Kept.of(tree))
     assert "431 tilings, 1 of them refused by libtpu" in told and "4 minutes" in told and f"* {bad}" in told
     assert "| op | v4 | v5e | v6e | estimates |" in told
     assert "| `matmul` | 200 (99%) | – | 200 (99%) | 1.01, 1.20 |" in told
     assert "| `softmax` | – | 31 (99%, **1 refused**) | – | – |" in told and STALE not in told
     rows[0] |= {"backend": "pallas", "variant": "tpu", "sources": "0" * 16}
-    put(tree / "benchmarks" / "results", "tpu-legal.json", run_of("tpu-legal", rows, "host CPU", wall_seconds=1.0))
+    keep(tree, "tpu-legal.json", run_of("tpu-legal", rows, "host CPU", wall_seconds=1.0))
     told = compiled.legal(Kept.of(tree))
     assert f"| `matmul` | 200 (99%) | – | 200 (99%){STALE} |" in told and "(1 in all)" in told
 
 
 def test_a_figure_names_the_commit_that_it_was_measured_at(tree):
-    file = tree / "benchmarks" / "results" / "launch-h100.json"
-    data = json.loads(file.read_text())
-    shown = [r.file.name for r in Kept.of(tree).results]
+    shown = [r.name for r in Kept.of(tree).results]
     assert "launch-h100.json" in shown and f": 2026-03-01, {DEVICE}" in timed.launch(Kept.of(tree))
-    file.write_text(json.dumps({**data, "commit": "0123456789ab+"}))
+    keep(tree, "launch-h100.json", launched(commit="0123456789ab+"))
     assert f": 2026-03-01 at 0123456789ab+, {DEVICE}" in timed.launch(Kept.of(tree))
 
 
@@ -766,7 +759,7 @@ def test_lines_of_code():
 
 def test_the_newest_of_several_runs_is_shown(tree):
     more = launched({**CALL, "median_us": 30.0}, {**CALL, "op": "matmul"}, date="2026-02-01")
-    put(tree / "benchmarks" / "results", "launch-2.json", more)
+    keep(tree, "launch-2.json", more)
     shown = {row["op"]: (row["median_us"], r.name) for row, r in Kept.of(tree).rows("launch")}
     assert shown == {"softmax": (40.0, "launch-h100.json"), "matmul": (40.0, "launch-2.json")}
 
@@ -808,10 +801,9 @@ def test_a_call_lies_under_the_roof_of_its_own_products_and_is_no_other_call(tre
         bench("triton", us, **same, call=f"matmul(float32; batch=(), m=4096, k=4096, n=4096{more})")
         for us, more in ((3000.0, ""), (400.0, ", precision='tf32'"))
     ]
-    kept = tree / "benchmarks" / "results"
-    put(kept, "bench.json", run_of("bench", rows, wall_seconds=9, rates={"copy": 3e12}, absent={}, left_out=[]))
+    keep(tree, "bench.json", run_of("bench", rows, wall_seconds=9, rates={"copy": 3e12}, absent={}, left_out=[]))
     built_for = run_of("compile-matrix", [built("matmul", "sm_90", "float32")], wall_seconds=1, ok=1, of=1, limits={})
-    put(kept, "compile-matrix-more.json", built_for)
+    keep(tree, "compile-matrix-more.json", built_for)
     data = plots.roofline(Kept.of(tree), targets.find("sm_90"))
     h = targets.find("sm_90")
     (point,) = [p for p in data["points"] if p["op"] == "matmul" and p["dtype"] == "float32"]
@@ -884,7 +876,7 @@ def test_the_table_of_judges_counts_what_was_judged(tree):
     ]
     rules = [a_rule("ours"), a_rule("theirs"), a_rule("filtered", cut=[], own=[])]
     run = run_of("judges", rows, "host CPU", tasks="12 of 14", wall_seconds=1, rules=rules, sources={})
-    put(tree / "benchmarks" / "results", "judges.json", run)
+    keep(tree, "judges.json", run)
     text = judges.judges(Kept.of(tree))
     assert "| Ours | 2 of 2 | 1 of 1 | – | – | – | 0 of 1 | 0.50 |" in text
     assert "| Theirs | 1 of 2 | 0 of 1 | – | – | 1 of 2 | 1 of 1 | 0.50 |" in text

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from maint import store
 from portakern import results, sources
 from portakern.results import ResultError
 from portakern.testing import Report
@@ -21,7 +22,6 @@ from portakern.tools.compile import matrix
 from portakern.tools.compile.build import Build, Kernel
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 ROW = {"op": "softmax", "way": "op", "median_us": 7.0, "best_us": 6.5, "worst_us": 9.0}
 RUN = {
     "schema": 1,
@@ -55,10 +55,37 @@ def changed(**new):
     return {k: v for k, v in data.items() if v is not None}
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda p: p.name)
-def test_every_result_that_is_kept_can_be_read(file):
-    run = results.read(file)
-    assert run.rows and len(run.keys) == len(run.rows)
+def test_what_is_kept_is_small_and_every_row_stands():
+    """Of all runs together no two rows measure one thing on one device; what a report does not show is not kept."""
+    kept = store.read(ROOT / store.FOLDER)
+    assert all(run.rows for run in kept) and len(kept) > 40
+    assert len(store.newest(kept)) == sum(len(run.rows) for run in kept)
+    assert sum(f.stat().st_size for f in (ROOT / store.FOLDER).iterdir()) < 1_000_000
+    assert {f.suffix for f in (ROOT / store.FOLDER).iterdir()} == {".jsonl"}
+
+
+def test_what_is_kept_comes_back_as_it_was(tmp_path):
+    """Objects in one order and in several, lists of them, texts like those above, what is absent."""
+    kernels = [{"launches": 1, "matrix": {"mma": 2}, "spills": None}, {"launches": 2, "registers": 30}]
+    row = {"dtype": "float32", "target": "sm_90", "backend": "triton", "variant": None, "ok": True, "reason": None}
+    rows = [
+        {**row, "op": "one", "tiling": {"a": 1, "b": 2}, "kernels": kernels, "seconds": 1.0},
+        {**row, "op": "two", "tiling": {"b": 2, "a": 1}, "kernels": [], "ok": False, "reason": "no"},
+        {**row, "op": "two", "dtype": "float16", "tiling": {}, "kernels": kernels[1:]},
+    ]
+    run = results.Result(
+        Path("x.json"), "compile-matrix", "c", "2026-01-01", "d", {}, rows, {"limits": {}}, None, "x.json"
+    )
+    store.write(tmp_path, "compile-matrix", [store.shown(run)])
+    (read,) = store.read(tmp_path)
+    expected = [{n: v for n, v in r.items() if n != "seconds"} for r in rows]
+    expected[0]["kernels"] = [{"launches": 1, "matrix": {"mma": 2}}, kernels[1]]
+    assert [{n: r.get(n) for n in e} for r, e in zip(read.rows, expected, strict=True)] == expected
+    assert [*read.rows[1]["tiling"]] == ["b", "a"] and (read.name, read.device) == ("x.json", "d")
+    assert len((tmp_path / "compile-matrix.jsonl").read_text().splitlines()) == 4
+    (tmp_path / "compile-matrix.jsonl").write_text("{}\n")
+    with pytest.raises(ResultError, match=r"compile-matrix.jsonl, line 1: is no line of kept results"):
+        store.read(tmp_path)
 
 
 def test_what_is_recorded_can_be_read(tmp_path):
@@ -81,7 +108,7 @@ def test_what_is_recorded_can_be_read(tmp_path):
         (changed(schema=2), "'schema' is 2; expected 1"),
         (
             changed(benchmark="lunch"),
-            "'benchmark' is \"lunch\"; expected one of conformance, compile-matrix, times, tune, bench, launch",
+            "'benchmark' is \"lunch\"; expected one of conformance, compile-matrix, tune, bench, launch",
         ),
         (changed(benchmark=["launch"]), "'benchmark' is [\"launch\"]; expected a text that is not empty"),
         (changed(date="31.1.2026"), "'date' is \"31.1.2026\"; expected a date like 2026-11-30"),

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from maint import store
 from portakern import results
 from portakern.api import op
 from portakern.backends.pallas._band import Band, dealt
@@ -721,9 +722,9 @@ def test_rows_of_many_elements_are_read_once(name, rows, n, block_rows):
 def test_every_kernel_that_ships_has_its_cycles_counted_on_every_chip():
     """By bundles times trips where libtpu gives no estimate: of v4, of windows of several heads (rope), of products,
     which are built without."""
-    kept = (Path(__file__).parent.parent / "benchmarks" / "results").glob("compile-matrix*.json")
+    kept = [run for run in store.read(Path(__file__).parent.parent / store.FOLDER) if run.benchmark == "compile-matrix"]
     chips = [name for name, hardware in targets.HARDWARE.items() if hardware.platform == "tpu"]
-    rows = [row for file in kept for row in results.read(file).rows if row["target"] in chips]
+    rows = [row for run in kept for row in run.rows if row["target"] in chips]
     cells = [(row["op"], row["dtype"], row["target"]) for row in rows]
     assert sorted(cells) == sorted(itertools.product(registry.ops(), ("bfloat16", "float32"), chips))
     assert [cell for cell, row in zip(cells, rows, strict=True) if not row["ok"]] == []

@@ -1,9 +1,9 @@
 """How well do the rules by which people judge kernels tell right from wrong? portakern's checker and eight harnesses'
 rules, over every planted fault, a corpus of cheats, and right kernels of unusual kinds.
 
-    python -m benchmarks.judges --jobs 2 --json benchmarks/results/judges.json
-    python -m benchmarks.judges --resume --json benchmarks/results/judges.json  # what the file lacks or has of others
-    python -m benchmarks.judges --stale --json benchmarks/results/judges.json   # how much that is; nothing runs
+    python -m benchmarks.judges --jobs 2 --json judges.json
+    python -m benchmarks.judges --resume --json judges.json  # what the file lacks or has of others
+    python -m benchmarks.judges --stale --json judges.json   # how much that is; nothing runs
     python -m benchmarks.judges --only cheats softmax --rules portakern kernelbench-float32
 """
 

@@ -1,6 +1,6 @@
 """Does ``pk.check`` find the faults planted in the shipped kernels, and do the kernels themselves pass?
 
-    python -m tests.mutants --jobs 16 --json benchmarks/results/mutants.json
+    python -m tests.mutants --jobs 16 --json mutants.json
     python -m tests.mutants --device cuda --jobs 4            # the Triton faults, compiled
     python -m tests.mutants --seeds 0 --only softmax --flat-seeds
 
