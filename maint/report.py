@@ -101,7 +101,7 @@ def _shows(data: Mapping[str, Any]) -> str:
     """Of what a plot shows and of the code that draws it; not of its bytes, which may change with the plotting
     library.
     """
-    drawn_by = "".join(Path(str(m.__file__)).read_text(encoding="utf-8") for m in (plots, bench_plots))
+    drawn_by = sources.trees(Path(str(m.__file__)) for m in (plots, bench_plots))
     return _digest(json.dumps(data, sort_keys=True) + drawn_by)
 
 
