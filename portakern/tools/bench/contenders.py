@@ -20,18 +20,9 @@ from portakern.testing import backend_variants
 from portakern.tools.bench.inputs import Inputs
 
 __all__ = [
-    "Contender",
-    "Entry",
-    "Refused",
-    "Served",
-    "absent",
-    "against_named",
-    "contenders",
-    "here",
-    "one_clock",
-    "ready",
-    "together",
-]
+    "Contender", "Entry", "Refused", "Served", "absent", "against_named", "contenders", "here", "one_clock",
+    "ready", "together",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -18,18 +18,9 @@ from portakern.tools.bench.timing import Times
 from portakern.tools.bench.verdicts import Verdict
 
 __all__ = [
-    "FAILED",
-    "FAR_BEHIND",
-    "REFUSED",
-    "RIGHT",
-    "WRONG",
-    "held_against",
-    "impossible",
-    "said",
-    "settled",
-    "started",
-    "timed",
-]
+    "FAILED", "FAR_BEHIND", "REFUSED", "RIGHT", "WRONG", "held_against", "impossible", "said", "settled",
+    "started", "timed",
+]  # fmt: skip
 
 RIGHT, WRONG, REFUSED, FAILED, FAR_BEHIND = "right", "wrong", "refused", "failed", "far behind"
 Row = dict[str, Any]
