@@ -15,7 +15,7 @@ from portakern.core.backend import Backend, Family
 from portakern.core.framework import frameworks
 from portakern.errors import UnavailableError
 from portakern.install import installed
-from portakern.spec import Spec
+from portakern.spec import Count, Spec
 
 __all__ = ["backends", "doctor", "environment", "having", "ops", "peers", "show"]
 
@@ -95,6 +95,7 @@ def show(op: str) -> dict[str, Any]:
         "values": [r.message for r in s.require if r.values],
         "samples": [*s.samples],
         "tiling": {n: [t.lo, t.hi] for n, t in s.tiling.items()},
+        "tilings": [row for b in registry.backends().values() for row in _tilings(s, b)],
         "empty": {d: {k: str(v) for k, v in values.items()} for d, values in s.empty.items()},
         "implementations": _implementations(op, registry.backends().values()),
         "peers": _implementations(op, registry.peers().values()),
@@ -111,6 +112,24 @@ def _implementations(op: str, among: Iterable[Backend]) -> list[dict[str, Any]]:
             found = None if module == "__main__" else importlib.util.find_spec(module)
             lines = len(Path(found.origin).read_text().splitlines()) if found and found.origin else 0
             rows.append({"backend": b.name, "variant": family.name, "module": module, "lines": lines} | _waits(family))
+    return rows
+
+
+def _tilings(s: Spec[Any], b: Backend) -> list[dict[str, Any]]:
+    """The tiles and launch knobs that each variant of a backend takes, where it can be imported here."""
+    rows = []
+    for family in b.having(s.name):
+        try:
+            impl = b.implementation(s.name, family)
+        except UnavailableError:
+            continue
+        if impl is None or b.oracle:
+            continue
+        for name, tile in {**s.tiling, **impl.knobs}.items():
+            kind = "whole numbers" if isinstance(tile, Count) else "powers of two"
+            values = f"{kind} {tile.lo} to {tile.hi}" if tile.hi - tile.lo > 3 else ", ".join(map(str, tile.values))
+            rows.append({"backend": b.name, "variant": family.name, "name": name, "values": values,
+                         "meaning": b.meanings.get(name, "")})  # fmt: skip
     return rows
 
 

@@ -438,3 +438,19 @@ def test_tilings_are_as_they_were_measured(op, arch, products):
                 key = {"products": products} | ({"aligned": True} if "matmul" in op else {"d": d, "size": size})
                 found = tilings._look_up(impl, call, key).tiling
                 assert tuple(v for n, v in found.items() if n not in ("chunk", "few_q")) == tiles, d
+
+
+@pytest.mark.parametrize("name", [n for n, b in pk.backends().items() if not b.oracle])
+def test_every_tile_and_knob_has_its_meaning(name):
+    """And nothing has one that no kernel takes."""
+    b, taken = pk.backends()[name], set()
+    for op in pk.ops():
+        for family in b.having(op):
+            try:
+                impl = b.implementation(op, family)
+            except pk.UnavailableError as e:
+                pytest.skip(str(e))
+            taken |= {*pk.op(op).spec.tiling, *impl.knobs}
+    assert taken - {*b.meanings} == set()
+    if not any(f.lacks() for f in b.declared):
+        assert {*b.meanings} - taken == set()

@@ -163,7 +163,13 @@ def _arguments(shown: dict[str, Any]) -> str:
             [f"`{d}` = 0", ", ".join(f"{o} = {v}" for o, v in values.items())] for d, values in shown["empty"].items()
         ]
         parts.append(table(["a reduced extent of 0", "gives"], rows, words=2))
-    return "\n\n".join([*parts, "## Tiles", table(["tile", "powers of two"], tiles, words=2)])
+    taken: dict[tuple[str, str, str], list[str]] = {}
+    for r in shown["tilings"]:
+        key = f"`{r['name']}`", r["values"], r["meaning"]
+        taken.setdefault(key, []).append(f"{r['backend']} {r['variant']}")
+    knobs = [[name, values, meaning, ", ".join(of)] for (name, values, meaning), of in taken.items()]
+    parts += ["## Tiles", table(["tile", "powers of two"], tiles, words=2)]
+    return "\n\n".join([*parts, table(["taken by kernels", "values", "meaning", "variants"], knobs, words=4)])
 
 
 def _bounds(s: Spec[Any]) -> str:

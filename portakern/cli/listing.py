@@ -80,6 +80,14 @@ def show(op: Annotated[str, typer.Argument(help="An op's name.")], json_file: Js
     for rule in info["values"]:
         out.print(f"Values: {rule}", markup=False, highlight=False, soft_wrap=True)
     show_table("Tiles", ["name", "powers of two"], [[n, f"{lo} to {hi}"] for n, (lo, hi) in info["tiling"].items()])
+    taken: dict[tuple[str, ...], list[str]] = {}
+    for r in info["tilings"]:
+        taken.setdefault((r["backend"], r["name"], r["values"], r["meaning"]), []).append(r["variant"])
+    show_table(
+        "Tilings",
+        ["backend", "name", "values", "meaning", "variants"],
+        [[*row, ", ".join(variants)] for row, variants in taken.items()],
+    )
     for title, rows in {"Implementations": info["implementations"], "Peers": info["peers"]}.items():
         show_table(title, ["backend", "module", "lines"], [[i["backend"], i["module"], str(i["lines"])] for i in rows])
     for i in info["implementations"]:

@@ -505,6 +505,15 @@ class Backend:
             raise SpecError(f"backend {self.name!r}: package {self.package!r} has no family: a folder with a family.py")
         return in_order(self.name, found)
 
+    @functools.cached_property
+    def meanings(self) -> Mapping[str, str]:
+        """What each tile and launch knob of its kernels means: ``MEANING`` of the module ``knobs`` in the backend's
+        package, which imports no framework. Empty where there is none."""
+        try:
+            return dict(importlib.import_module(f"{self.package}.knobs").MEANING) if self.package else {}
+        except ModuleNotFoundError:
+            return {}
+
     def implements(
         self,
         op: str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -14,7 +15,6 @@ from portakern.core import ending, registry
 from portakern.core.backend import Backend
 from portakern.core.failing import Ended, kind_of
 from portakern.core.framework import advised
-from portakern.core.observe import say
 from portakern.defaults import EXAMPLES
 from portakern.errors import NotEmulatedError, SpecError, UnavailableError, UnsupportedError
 from portakern.spec import Spec
@@ -509,27 +509,19 @@ def _refuse_unknown_tiles(subject: Subject, case: Case | LawCase) -> None:
     """SpecError for a tile or knob of a case that no implementation of the op has. Those of others than the subject,
     where the case was found, are left out when it is tried here."""
     spec, left = subject.spec, [n for n in case.tiling if n not in subject.tiles] if isinstance(case, Case) else []
-    known, absent = {**spec.tiling, **subject.tiles}, dict[str, None]()
+    known = {*spec.tiling, *subject.tiles}
     if all(name in known for name in left):
         return
     for b in registry.backends().values():
-        if any(f.lacks() and b.where(spec.name, f) for f in b.declared):
-            absent[b.name] = None
+        known |= {*b.meanings}  # of kernels too that cannot be imported here
         for family in b.having(spec.name):
-            try:
-                known |= getattr(b.implementation(spec.name, family), "knobs", {})
-            except UnavailableError:
-                absent[b.name] = None
-    for name in (n for n in left if n not in known):
-        if absent:
-            say(
-                f"portakern: {spec.name}: the case's tiling has {name!r}, which nothing that can be imported here has; "
-                f"it is left out ({', '.join(absent)} cannot be imported whole, and may have it)"
+            with contextlib.suppress(UnavailableError):
+                known |= {*getattr(b.implementation(spec.name, family), "knobs", {})}
+    for name in left:
+        if name not in known:
+            raise SpecError(
+                f"{spec.name}: the case's tiling has {name!r}; expected names among {', '.join(sorted(known))}"
             )
-            continue
-        raise SpecError(
-            f"{spec.name}: the case's tiling has {name!r}; expected names among {', '.join(known) or '(it has none)'}"
-        )
 
 
 def subject_of(
