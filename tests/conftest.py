@@ -80,3 +80,12 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
             f"{used:.0f} s of processor time, and its limit is {limit:.0f} s; expected a third: make it shorter"
         )
     return result
+
+
+@pytest.fixture
+def jax_on_the_host() -> Generator[None]:
+    """JAX's arrays live on the CPU, also on a machine with a GPU."""
+    import jax
+
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        yield

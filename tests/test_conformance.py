@@ -31,7 +31,8 @@ def test_within_bounds(op, backend, device, half):
     examples = 10 if compiled_anew else 28
     # interpreters: a program after the other, of which the 65th shows nothing that the 64 before it did not. Pallas's is
     # compiled for each case, and works on whole blocks; its long rows are those of several_* and tests/test_tpu_rows.py.
-    limits = testing.Limits(elements=2**11, used=2**12 if compiled_anew else 2**13, programs=64)
+    few, some = (2**10, 2**12) if compiled_anew else (2**11, 2**13)
+    limits = testing.Limits(elements=few, used=some, programs=64)
     limits = limits if device == "cpu" else None
     report = pk.check(op, backend=backend, device=device, max_examples=examples, shard=(half, 2), limits=limits)
     assert report.passed, "\n".join(map(str, report.failures))

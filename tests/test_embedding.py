@@ -46,11 +46,7 @@ CARRIES = embedding.jaxlib.version.__version_info__ >= embedding.CARRIES_CODE
 SM_90 = targets.find("sm_90")
 
 
-@pytest.fixture(autouse=True)
-def on_the_host():
-    """Arrays live on the CPU, also on a machine with a GPU."""
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        yield
+pytestmark = pytest.mark.usefixtures("jax_on_the_host")
 
 
 def normal(*shape, dtype=jnp.float32):

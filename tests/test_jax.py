@@ -20,12 +20,7 @@ from tests.ops._shared import results
 jax = pytest.importorskip("jax", reason="jax is not installed")
 import jax.numpy as jnp  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def on_the_host():
-    """Arrays live on the CPU, also on a machine with a GPU."""
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        yield
+pytestmark = pytest.mark.usefixtures("jax_on_the_host")
 
 
 RNG = np.random.default_rng(0)

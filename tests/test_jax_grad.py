@@ -19,12 +19,7 @@ from tests.ops import of_each_kind, record  # noqa: E402
 from tests.ops._shared import results  # noqa: E402
 from tests.ops.record import ForwardRecord  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def on_the_host():
-    """Arrays live on the CPU, also on a machine with a GPU, which Pallas does not serve yet."""
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        yield
+pytestmark = pytest.mark.usefixtures("jax_on_the_host")
 
 
 RNG = np.random.default_rng(5)

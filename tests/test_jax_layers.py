@@ -26,10 +26,7 @@ LINEN = (
 )
 
 
-@pytest.fixture(autouse=True)
-def on_the_host():
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        yield
+pytestmark = pytest.mark.usefixtures("jax_on_the_host")
 
 
 def qkv(dtype=jnp.float32):

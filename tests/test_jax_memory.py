@@ -23,11 +23,7 @@ FIRST = [(r.op, next(iter(testing.samples(r.op)))) for r in of_each_kind()]
 FORWARD = [(op, name) for op, name in FIRST if pk.op(op).spec.vjp]
 
 
-@pytest.fixture(autouse=True)
-def on_the_host():
-    """Arrays live on the CPU, also on a machine with a GPU."""
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        yield
+pytestmark = pytest.mark.usefixtures("jax_on_the_host")
 
 
 def drawn(op, name, framework="jax"):

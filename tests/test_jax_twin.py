@@ -12,12 +12,7 @@ import jax.numpy as jnp  # noqa: E402
 
 import portakern.jax as twin  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def on_the_host():
-    """Arrays live on the CPU, also on a machine with a GPU, which Pallas does not serve yet."""
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        yield
+pytestmark = pytest.mark.usefixtures("jax_on_the_host")
 
 
 RNG = np.random.default_rng(3)
