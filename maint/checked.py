@@ -21,26 +21,18 @@ def errors(kept: Kept) -> str:
             "No conformance run is kept yet: `portakern check --backend NAME --json FILE`, and `portakern report "
             "--add FILE`."
         )
-    columns = list(
-        dict.fromkeys(
-            (row["subject"], r.device) for row, r in sorted(rows, key=lambda x: (x[1].device, x[0]["subject"]))
-        )
-    )
-    found = {(row["op"], row["subject"], r.device): row for row, r in rows}
+    columns: dict[str, dict[str, Row]] = {}
+    for row, r in sorted(rows, key=lambda x: (x[1].device, x[0]["subject"])):
+        head = row["subject"] if r.device == HOST_CPU else f"{row['subject']}, {r.device}"
+        columns.setdefault(head, {})[row["op"]] = row
     lines = []
     for op in sorted({row["op"] for row, _ in rows}):
-        outputs = dict.fromkeys(o for (name, _, _), row in found.items() if name == op for o in row["worst"])
-        for output in outputs or [NONE]:
-            lines.append(
-                [f"`{op}`", output, *(_worst(found.get((op, *column)), output, kept.root) for column in columns)]
-            )
-    heads = [subject if device == HOST_CPU else f"{subject}, {device}" for subject, device in columns]
-    notes = [
-        f"- {head}: {_count(row for (_, *column), row in found.items() if tuple(column) == c)}"
-        for head, c in zip(heads, columns, strict=True)
-    ]
+        for output in dict.fromkeys(o for row, _ in rows if row["op"] == op for o in row["worst"]) or [NONE]:
+            worst = [_worst(there.get(op), output, kept.root) for there in columns.values()]
+            lines.append([f"`{op}`", output, *worst])
+    notes = [f"- {head}: {_count(there.values())}" for head, there in columns.items()]
     changes = footnote((row for row, _ in rows), kept.root)
-    text = [table(["op", "output", *heads], lines, words=2), changes, "\n".join(notes), source(r for _, r in rows)]
+    text = [table(["op", "output", *columns], lines, words=2), changes, "\n".join(notes), source(r for _, r in rows)]
     return "\n\n".join(t for t in text if t)
 
 
@@ -51,14 +43,14 @@ def emulated(kept: Kept) -> str:
         return (
             "Nothing was emulated yet: `python benchmarks/emulated.py --json FILE`, and `portakern report --add FILE`."
         )
-    dtypes = list(dict.fromkeys(_parts(cell)[0] for row, _ in rows for cell in row["cells"]))
+    dtypes = list(dict.fromkeys(cell.partition(" | ")[0] for row, _ in rows for cell in row["cells"]))
     lines = []
     for row, _ in sorted(rows, key=lambda x: (x[0]["op"], str(x[0]["target"]))):
-        by_dtype = Counter(dict.fromkeys(dtypes, 0))
-        default = 0
+        by_dtype, default = Counter(dict.fromkeys(dtypes, 0)), 0
         for cell, count in row["cells"].items():
-            by_dtype[_parts(cell)[0]] += count
-            default += count * (_parts(cell)[-1] == "default")
+            dtype, _, tiling = cell.partition(" | ")
+            by_dtype[dtype] += count
+            default += count * (tiling == "default")
         worst = f"{max(row['worst'].values(), default=0.0):.3f}" + STALE * changed(row, kept.root)
         lacking = sum((row.get("not_emulated") or {}).values())
         lines.append(
@@ -77,10 +69,6 @@ def emulated(kept: Kept) -> str:
     changes = footnote((row for row, _ in rows), kept.root)
     text = [table(heads, lines, words=2), changes, "\n".join([total, *said]), source(r for _, r in rows)]
     return "\n\n".join(t for t in text if t)
-
-
-def _parts(cell: str) -> list[str]:
-    return cell.split(" | ")
 
 
 def machine_faults(kept: Kept) -> str:
@@ -119,12 +107,11 @@ def _count(rows: Iterable[Row]) -> str:
     rows = list(rows)
     failed = [r["op"] for r in rows if not r["passed"]]
     laws = sum(sum(r["laws"].values()) for r in rows)
-    cases = (
+    ended = "failed: " + ", ".join(failed) if failed else "all within their bounds"
+    return (
         f"{sum(r['examples'] for r in rows):,} cases and {laws:,} instances of laws across calls, of "
-        f"{_some(len(rows), 'op')}"
+        f"{_some(len(rows), 'op')}, {ended}; {sum(r['seconds'] for r in rows):,.0f} s, summed over processes"
     )
-    seconds = f"{sum(r['seconds'] for r in rows):,.0f} s, summed over processes"
-    return f"{cases}, {'failed: ' + ', '.join(failed) if failed else 'all within their bounds'}; {seconds}"
 
 
 def _some(n: int, what: str) -> str:
@@ -192,18 +179,21 @@ def faults(kept: Kept) -> str:
                 "as caught on every seed that it met."
             )
     text.append(_slipping(rows))
-    missed = [(row, sum(bool(s.get("caught")) for s in row["seeds"].values())) for row, _ in rows if not _caught(row)]
-    if missed:
-        text.append(
-            "Not caught on every seed:\n"
-            + "\n".join(f"- `{row['name']}` ({n} of {len(row['seeds'])} seeds): {row['what']}" for row, n in missed)
-        )
-    broken = [k for r in set_of(r for _, r in rows) for k in r.extra["kernels"] if k.get("failed", True)]
-    if broken:
-        told = "\n".join(
-            f"- {k['backend']} `{k['op']}`, seed {k['seed']}: {k.get('error') or k.get('what')}" for k in broken
-        )
-        text.append(f"Seeds on which the kernel without any fault did not pass either:\n{told}")
+    missed = [
+        f"- `{row['name']}` ({sum(bool(s.get('caught')) for s in row['seeds'].values())} of {len(row['seeds'])} seeds): "
+        f"{row['what']}"
+        for row, _ in rows
+        if not _caught(row)
+    ]
+    text += ["\n".join(["Not caught on every seed:", *missed])] if missed else []
+    broken = [
+        f"- {k['backend']} `{k['op']}`, seed {k['seed']}: {k.get('error') or k.get('what')}"
+        for r in set_of(r for _, r in rows)
+        for k in r.extra["kernels"]
+        if k.get("failed", True)
+    ]
+    told = "Seeds on which the kernel without any fault did not pass either:"
+    text += ["\n".join([told, *broken])] if broken else []
     return "\n\n".join([*text, source(r for _, r in rows)])
 
 
@@ -212,10 +202,8 @@ def found(kept: Kept) -> str:
     rows = kept.rows("mutants")
     if not rows:
         return "Not measured yet."
-    seeds, most = (
-        max(len(row["seeds"]) for row, _ in rows),
-        max(s.get("examples", 0) for row, _ in rows for s in row["seeds"].values()),
-    )
+    seeds = max(len(row["seeds"]) for row, _ in rows)
+    most = max(s.get("examples", 0) for row, _ in rows for s in row["seeds"].values())
     caught = sum(_caught(row) for row, _ in rows)
     return (
         f"{caught} of {len(rows)} planted mistakes are found on every one of {seeds} seeds, the last of them by "
@@ -223,33 +211,24 @@ def found(kept: Kept) -> str:
     )
 
 
+FAULT_HEADS = [
+    "backend", "op", "faults", "caught on every seed", "err by less than 1e-2", "of these caught",
+    "slip through a flat 1e-2",
+]  # fmt: skip
+
+
 def _fault_table(rows: list[Row]) -> str:
     pairs = sorted({(r["backend"], r["op"]) for r in rows})
-    groups = [([b, f"`{op}`"], [r for r in rows if (r["backend"], r["op"]) == (b, op)]) for b, op in pairs] + [
-        (["**all**", ""], rows)
-    ]
+    groups = {(b, f"`{op}`"): [r for r in rows if (r["backend"], r["op"]) == (b, op)] for b, op in pairs}
     lines = []
-    for name, mine in groups:
-        small = [
-            r for r in mine if (r["small"] if r.get("max_error") is None else r["max_error"] < 1e-2)
-        ]  # as declared, where it was not measured
+    for name, mine in {**groups, ("**all**", ""): rows}.items():
+        # as declared, where it was not measured
+        small = [r for r in mine if (r["small"] if r.get("max_error") is None else r["max_error"] < 1e-2)]
         flat = [f["sees_at"] for r in mine for f in r["flat"].values() if "sees_at" in f]
-        lines.append([*name, str(len(mine)), str(sum(map(_caught, mine))), str(len(small)),
-                      str(sum(map(_caught, small))),
-                      f"{sum(f is None for f in flat) / len(flat):.0%}" if flat else "not run"])  # fmt: skip
-    return table(
-        [
-            "backend",
-            "op",
-            "faults",
-            "caught on every seed",
-            "err by less than 1e-2",
-            "of these caught",
-            "slip through a flat 1e-2",
-        ],
-        lines,
-        words=2,
-    )
+        caught = [sum(map(_caught, some)) for some in (mine, small)]
+        slip = f"{sum(f is None for f in flat) / len(flat):.0%}" if flat else "not run"
+        lines.append([*name, str(len(mine)), str(caught[0]), str(len(small)), str(caught[1]), slip])
+    return table(FAULT_HEADS, lines, words=2)
 
 
 def _slipping(rows: Sequence[tuple[Row, Result]]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from maint.kept import Kept, Row, set_of, source
 from maint.markdown import NONE, fold, table
@@ -34,7 +34,7 @@ def judges(kept: Kept) -> str:
     text += [
         fold("Cheats, by kind: how many of them a rule lets pass", _kinds(rows, rules)),
         fold("False alarms", _alarms(rows, rules)),
-        fold("The rules, and where they are published", _rules(rules)),
+        fold("The rules, and where they are published", "\n".join(f"* {_rule(rule)}" for rule in rules)),
         source([run]),
     ]
     return "\n\n".join(text)
@@ -95,28 +95,22 @@ def _share(rows: Iterable[Row], rule: str) -> str:
 def _main(rows: Sequence[Row], rules: Sequence[Row]) -> str:
     wrong = [r for r in rows if not r["right"]]
     lines = []
-    for rule in rules:
-        name = rule["name"]
+    for name, title in ((rule["name"], rule["title"]) for rule in rules):
         seen = [r for r in wrong if r["said"].get(name) == "seen"]
         missed = [r for r in wrong if _passes(name, r)]
         taken = [r["seconds"][name] for r in _judged(rows, name)]
-        lines.append(
-            [
-                rule["title"],
-                *(_share((r for r in wrong if r["group"] == g), name) for g in GROUPS),
-                f"{len(seen)} of {len(missed)}" if name != rules[0]["name"] else NONE,
-                _share((r for r in rows if r["right"]), name),
-                f"{statistics.median(taken):.2f}" if taken else NONE,
-            ]
-        )
+        caught = (_share((r for r in wrong if r["group"] == g), name) for g in GROUPS)
+        visible = f"{len(seen)} of {len(missed)}" if name != rules[0]["name"] else NONE
+        alarms = _share((r for r in rows if r["right"]), name)
+        lines.append([title, *caught, visible, alarms, f"{statistics.median(taken):.2f}" if taken else NONE])
     heads = ["rule", *(f"caught: {words}" for words in GROUPS.values())]
     return table([*heads, "visible among the missed", "false alarms", "seconds, median"], lines)
 
 
 def _explained(rows: Sequence[Row]) -> str:
-    right, wrong = [r for r in rows if r["right"]], [r for r in rows if not r["right"]]
+    right = sum(r["right"] for r in rows)
     return (
-        f"{len(wrong)} wrong functions and kernels, {len(right)} right ones. *Caught*: of those that the rule judges; "
+        f"{len(rows) - right} wrong functions and kernels, {right} right ones. *Caught*: of those that the rule judges; "
         "a rule does not judge what its harness drops, or what it has no samples for. *Visible among the missed*: of "
         "the wrong ones that the rule let pass, those of which some value that it looked at lies beyond the error that "
         "rounding can cause: its comparison let them pass, not its inputs. *False alarms*: right ones that it rejects."
@@ -142,27 +136,15 @@ def _alarms(rows: Sequence[Row], rules: Sequence[Row]) -> str:
     return table(["right, and rejected", "by"], lines, words=2) if lines else "None."
 
 
-def _rules(rules: Sequence[Row]) -> str:
-    return "\n".join(f"* {_rule(rule)}" for rule in rules)
-
-
 def _rule(rule: Row) -> str:
     by_commit: dict[tuple[str, str], list[str]] = {}
     for s in rule["sources"]:
         by_commit.setdefault((s["repository"], s["at"]), []).append(s["path"])
-    where = "; ".join(f"{repository}, {_listed(paths)}, {at[:12]}" for (repository, at), paths in by_commit.items())
-    own = _listed([f"`{op}`" for op in rule["own"]])
+    where = "; ".join(f"{repository}, {', '.join(paths)}, {at[:12]}" for (repository, at), paths in by_commit.items())
+    own = ", ".join(f"`{op}`" for op in rule["own"])
+    said = rule["rule"][:1].upper() + rule["rule"][1:]
     cut = f" Cut to a CPU's size: {'; '.join(rule['cut'])}." if rule["cut"] else ""
     return (
-        f"**{rule['title']}** ({where}). {_sentence(rule['rule'])} Inputs: {rule['inputs']}. Tasks of its own for "
+        f"**{rule['title']}** ({where}). {said}. Inputs: {rule['inputs']}. Tasks of its own for "
         f"{own or 'no op here'}.{cut}"
     )
-
-
-def _listed(words: Sequence[str]) -> str:
-    return ", ".join(words)
-
-
-def _sentence(text: str) -> str:
-    first: Callable[[str], str] = str.upper if text[:1].islower() else str
-    return f"{first(text[:1])}{text[1:]}."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from portakern.core.targets import Target
 from portakern.errors import SpecError, UnavailableError
 from portakern.results import Result
 
-__all__ = ["AGED", "FOLDER", "STALE", "Kept", "Row", "changed", "chip", "footnote", "known_targets", "set_of", "source"]
+__all__ = ["AGED", "FOLDER", "STALE", "Kept", "Row", "changed", "footnote", "known_targets", "set_of", "source"]
 
 STALE = "†"
 AGED = f"{STALE} stale: the sources of what was measured (portakern's kernel, or the call of a peer) have changed."
@@ -68,17 +67,6 @@ def _commits(run: Result) -> list[str]:
 def set_of(used: Iterable[Result]) -> list[Result]:
     """Each run once."""
     return list({(r.file, r.name): r for r in used}.values())
-
-
-def chip(device: str) -> str | None:
-    """The target whose product is the device of that name: the one that shares most words, a type number among them,
-    with the maker's name for it.
-    """
-    said = set(re.findall(r"\w+", device))
-    shared = {h.name: said & set(re.findall(r"\w+", h.product)) for h in targets.HARDWARE.values()}
-    numbered = {name: len(words) for name, words in shared.items() if any(c.isdigit() for word in words for c in word)}
-    best = [name for name, n in numbered.items() if n == max(numbered.values())]
-    return best[0] if len(best) == 1 else None
 
 
 def known_targets(names: Iterable[str]) -> list[str]:

@@ -9,8 +9,7 @@ import io
 import statistics
 import textwrap
 import tokenize
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from maint.kept import Kept
@@ -20,47 +19,27 @@ from portakern.sources import files
 
 __all__ = ["code_lines", "lines", "ops", "ports", "written"]
 
-SILENT = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENCODING,
-    tokenize.ENDMARKER,
-}
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+SILENT = {getattr(tokenize, n) for n in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER")}
+
+
+def code_lines(source: str) -> int:
+    """Lines on which code stands."""
+    return len(_code_lines(source))
 
 
 @functools.lru_cache(1024)  # several commands, or tables, in one process count the same text
-def code_lines(source: str) -> int:
-    """Lines on which code stands."""
+def _code_lines(source: str) -> set[int]:
+    """Their numbers: not blank, no comment, no docstring."""
     found: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in SILENT:
             found.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(source)):
-        if (
-            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-            and ast.get_docstring(node) is not None
-        ):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
             first = node.body[0]
             found.difference_update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
-    return len(found)
-
-
-def _shared(root: Path, ops: set[str], top: str) -> set[Path]:
-    """The other modules of a package that the modules of its ops import, directly or not."""
-    queue, seen, found = sorted(ops), set(ops), set[Path]()
-    own = {file for op in ops for file in files(root, op)}
-    while queue:
-        module = queue.pop()
-        # a package that is no op stands for its __init__.py alone
-        mine = files(root, module) if module in ops else files(root, module)[:1]
-        found.update(mine)
-        new = {name for file in mine for name in _imports(file, top)} - seen
-        seen |= new
-        queue += sorted(new)
-    return found - own
+    return found
 
 
 def ops(root: Path) -> list[str]:
@@ -69,7 +48,17 @@ def ops(root: Path) -> list[str]:
 
 
 def _text(root: Path, module: str) -> list[str]:
-    return [line.strip() for file in files(root, module) for line in _code(file).splitlines()]
+    """The lines of a module's code, without what hangs behind them."""
+    return [line for file in files(root, module) for line in _bare(file.read_text(encoding="utf-8"))]
+
+
+@functools.lru_cache(1024)
+def _bare(source: str) -> list[str]:
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            lines[token.start[0] - 1] = lines[token.start[0] - 1][: token.start[1]]
+    return [line for n in sorted(_code_lines(source)) if (line := lines[n - 1].strip())]
 
 
 def written(kept: Kept) -> dict[str, dict[str, tuple[int, int]]]:
@@ -124,76 +113,20 @@ def _share(found: tuple[int, int] | None) -> str:
 def lines(kept: Kept) -> str:
     """Op by backend, counted from the source as it is, whatever of it can be imported here. A file is counted once."""
     names = ops(kept.root)
-    specs = [f"{registry.SPECS}.{op}" for op in names]
-    columns: dict[str, tuple[str, dict[str, str]]] = {"spec": (registry.SPECS, dict(zip(names, specs, strict=True)))}
-    for b in registry.backends().values():
-        packages = sorted(
-            p for f in b.declared if (p := f.package) and b.auto and any(files(kept.root, f"{p}.{op}") for op in names)
-        )
-        top = min(packages, key=len, default="").rpartition(b.name)[0] + b.name
-        for p in packages:
-            columns[p.rpartition("backends.")[2]] = (
-                top,
-                {op: f"{p}.{op}" for op in names if files(kept.root, f"{p}.{op}")},
-            )
-
-    def count(among: set[Path]) -> str:
-        return str(sum(code_lines(f.read_text(encoding="utf-8")) for f in among)) if among else NONE
-
-    body = [
-        [
-            f"`{op}`",
-            *(count(set(files(kept.root, there[op])) if op in there else set()) for _, there in columns.values()),
-        ]
-        for op in names
-    ]
-    own = {f for _, there in columns.values() for module in there.values() for f in files(kept.root, module)}
-    shared = {name: _shared(kept.root, set(there.values()), top) - own for name, (top, there) in columns.items()}
-    times = Counter(file for found in shared.values() for file in found)
-    body.append(["what they share", *(count({f for f in found if times[f] == 1}) for found in shared.values())])
-    common: dict[str, set[Path]] = {}
-    for name, found in shared.items():
-        common.setdefault(_backend(columns[name][0]), set()).update(f for f in found if times[f] > 1)
-    several = ", ".join(f"{name} {count(among)}" for name, among in common.items() if among)
+    packages = {f.package for b in registry.backends().values() if b.auto for f in b.declared if f.package}
+    columns = {p.rpartition("backends.")[2]: p for p in sorted(packages)}
+    columns = {"spec": registry.SPECS} | {
+        head: p for head, p in columns.items() if any(files(kept.root, f"{p}.{op}") for op in names)
+    }
+    body = [[f"`{op}`", *(_count(files(kept.root, f"{p}.{op}")) for p in columns.values())] for op in names]
+    own = {f for p in columns.values() for op in names for f in files(kept.root, f"{p}.{op}")}
+    folders = dict.fromkeys(p if p == registry.SPECS else f"portakern.backends.{_backend(p)}" for p in columns.values())
+    beside = {f.rpartition(".")[2]: {*kept.root.joinpath(*f.split(".")).rglob("*.py")} - own for f in folders}
     return table(["op", *columns], body) + (
-        "\n\nLines of code: no blank lines, comments or docstrings. What they share: the modules beside them that "
-        f"they import, and no other column. Modules that several columns import: {several or NONE}."
+        "\n\nLines of code: no blank lines, comments or docstrings. Beside the modules of ops lie, for all of them, "
+        f"{', '.join(f'{_count(among)} in {name}' for name, among in beside.items())}."
     )
 
 
-def _imports(file: Path, top: str) -> set[str]:
-    """Modules under ``top`` that a file names anywhere in its imports."""
-    return {n for n in _imported(file.read_text(encoding="utf-8")) if n == top or n.startswith(top + ".")}
-
-
-@functools.lru_cache(1024)
-def _imported(source: str) -> frozenset[str]:
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names.update(a.name for a in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names |= {node.module, *(f"{node.module}.{a.name}" for a in node.names)}
-    return frozenset(names)
-
-
-def _code(file: Path) -> str:
-    """A file without comments, docstrings, blank lines and what hangs behind lines."""
-    return _bare(file.read_text(encoding="utf-8"))
-
-
-@functools.lru_cache(1024)
-def _bare(source: str) -> str:
-    lines = source.splitlines()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            line, column = token.start
-            lines[line - 1] = lines[line - 1][:column]
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
-            node
-        ):
-            first = node.body[0]
-            for i in range(first.lineno - 1, first.end_lineno or first.lineno):
-                lines[i] = ""
-    return "\n".join(line.rstrip() for line in lines if line.strip())
+def _count(among: Collection[Path]) -> str:
+    return str(sum(code_lines(f.read_text(encoding="utf-8")) for f in among)) if among else NONE

@@ -68,11 +68,14 @@ def reach(kept: Kept) -> str:
     ops, found = len(lines.ops(kept.root)), list(ran(kept))
     built = [row for row, _ in kept.rows("compile-matrix")]
     timed = [(row, r) for row, r in kept.rows("bench") if row["subject"] and row.get("median_us")]
+    known = {p: {t for t, h in targets.HARDWARE.items() if h.platform == p} for p in MACHINES}
     body = []
     for platform, machines in MACHINES.items():
         for b in registry.backends().values():
-            if not b.auto or b.oracle or platform not in _written_for(b):
+            written_for = {p for f in b.declared for p in f.platforms if f.compiler}  # whether or not they are here
+            if not b.auto or b.oracle or platform not in written_for:
                 continue
+            of_b = [x for x in timed if x[0]["backend"] == b.name]
             off = [r for r in found if r.backend == b.name and _meant_for(r, b, platform)]
             there = [r for r in found if r.backend == b.name and r.target.platform == platform]
             here = [r for r in there if r.how == "compiled"]
@@ -80,31 +83,18 @@ def reach(kept: Kept) -> str:
                 [
                     machines,
                     b.name,
-                    _compiled([r for r in built if r["backend"] == b.name and _platform(r["target"]) == platform], ops),
+                    _compiled([r for r in built if r["backend"] == b.name and r["target"] in known[platform]], ops),
                     _checked([r for r in off if r.how == "interpreted" and not r.profile], ops),
                     _checked([r for r in [*off, *here] if r.profile], ops),
                     _checked([r for r in there if r.how == "emulated"], ops),
                     _checked([r for r in here if not r.profile], ops),
-                    _timed([x for x in timed if x[0]["backend"] == b.name and _of(x[0], platform)], ops, kept.root),
+                    _timed([x for x in of_b if str(x[0].get("target")).startswith(platform)], ops, kept.root),
                 ]
             )
     shown = table(COLUMNS, body, words=len(COLUMNS))
     devices = sorted({r.device for r in found if r.how == "compiled" and not r.profile} | {r.device for _, r in timed})
     where = f"Run and timed on: {', '.join(devices)}. " if devices else ""
     return "\n\n".join([shown, *([AGED] if STALE in shown else []), where + NOTES])
-
-
-def _written_for(b: Backend) -> set[str]:
-    """The platforms that a backend's kernels are compiled for, whether or not they are there in this installation."""
-    return {p for f in b.declared for p in f.platforms if f.compiler}
-
-
-def _platform(target: str) -> str | None:
-    return targets.HARDWARE[target].platform if target in targets.HARDWARE else None
-
-
-def _of(row: Row, platform: str) -> bool:
-    return str(row.get("target")).partition(" ")[0] == platform
 
 
 def _meant_for(r: Ran, b: Backend, platform: str) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,10 +90,6 @@ def _pages(root: Path) -> Iterator[tuple[Path, str, dict[str, str]]]:
             yield page, text, there
 
 
-def _tables(kept: Kept, names: Iterable[str]) -> dict[str, str]:
-    return {name: TABLES[name](kept) + "\n" for name in names}
-
-
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -105,8 +102,9 @@ def _shows(data: Mapping[str, Any]) -> str:
     return _digest(json.dumps(data, sort_keys=True) + drawn_by)
 
 
-def _sealed(svg: str, data: Mapping[str, Any]) -> str:
+def _sealed(data: Mapping[str, Any]) -> str:
     """The SVG with a line that says what it shows and that nobody changed it since."""
+    svg = plots.drawn(data)
     head, rest = svg.split("\n", 1)
     return f"{head}\n<!-- portakern report: shows {_shows(data)}, is {_digest(svg)} -->\n{rest}"
 
@@ -124,49 +122,35 @@ def _fault(path: Path, data: Mapping[str, Any]) -> str | None:
     return None if seal[1] == _shows(data) else "is stale"
 
 
-def _plot_faults(kept: Kept) -> Iterator[tuple[Path, str, Mapping[str, Any] | None]]:
-    """(file, what is wrong with it, what it should show: None where there should be no such file)."""
-    folder, wanted = kept.root / PLOTS, plots.plots(kept)
-    for name, data in wanted.items():
-        fault = _fault(folder / name, data)
-        if fault:
-            yield folder / name, fault, data
-    for path in sorted(folder.glob("*.svg")):
-        if path.name not in wanted and SEAL.search(path.read_text(encoding="utf-8")):
-            yield path, "shows what is no longer among the results", None
-
-
-def _stale_stub(root: Path) -> Iterator[Stale]:
-    path = root / stub.FILE
+def _faults(root: Path) -> Iterator[tuple[Stale, Callable[[], str] | None]]:
+    """What is wrong, and what gives the file as it should be; None: there should be no such file."""
+    path, kept = root / stub.FILE, Kept.of(root)
     if not path.is_file() or path.read_text(encoding="utf-8") != stub.stub():
-        yield Stale(path, "is not what the specs say, or was changed by hand")
+        yield Stale(path, "is not what the specs say, or was changed by hand"), stub.stub
+    for page, text, there in _pages(root):
+        wanted = {name: TABLES[name](kept) + "\n" for name in there}
+        for name in (n for n in there if there[n] != wanted[n]):
+            made = functools.partial(markdown.replace, text, wanted, page)
+            yield Stale(page, f"table {name!r} is stale or was changed by hand"), made
+    folder, figures = root / PLOTS, plots.plots(kept)
+    for name, data in figures.items():
+        if fault := _fault(folder / name, data):
+            yield Stale(folder / name, fault), functools.partial(_sealed, data)
+    for path in sorted(folder.glob("*.svg")):
+        if path.name not in figures and SEAL.search(path.read_text(encoding="utf-8")):
+            yield Stale(path, "shows what is no longer among the results"), None
 
 
 @sources.unchanging()
 def stale(root: Path) -> list[Stale]:
     """All that the results and the source would have otherwise. Nothing is written, and nothing drawn."""
-    kept, found = Kept.of(root), [*_stale_stub(root)]
-    for page, _, there in _pages(root):
-        wanted = _tables(kept, there)
-        found += [
-            Stale(page, f"table {name!r} is stale or was changed by hand")
-            for name, text in there.items()
-            if text != wanted[name]
-        ]
-    return found + [Stale(path, fault) for path, fault, _ in _plot_faults(kept)]
+    return [fault for fault, _ in _faults(root)]
 
 
 @sources.unchanging()
 def update(root: Path) -> list[Path]:
     """Make anew what is not up to date; the files that changed. What is drawn is drawn before anything is written."""
-    kept = Kept.of(root)
-    new: dict[Path, str | None] = {s.path: stub.stub() for s in _stale_stub(root)}
-    for page, text, there in _pages(root):
-        made = markdown.replace(text, _tables(kept, there), page)
-        if made != text:
-            new[page] = made
-    for path, _, data in _plot_faults(kept):
-        new[path] = None if data is None else _sealed(plots.drawn(data), data)
+    new = {fault.path: make and make() for fault, make in _faults(root)}
     for path, content in new.items():
         if content is None:
             path.unlink()

@@ -94,7 +94,7 @@ KERNEL = (
     "launches", "registers", "spills", "on_chip", "occupancy", "matrix", "cycles", "issued", "moved", "cores",
     "serialised",
 )  # fmt: skip
-OURS = "bytes flops best_us worst_us host_us flop_rate byte_rate limit share best_peer ratio"
+OURS = "best_us worst_us host_us flop_rate byte_rate limit share best_peer ratio"
 SOURCE = "backend variant target sources"
 SHOWN: Mapping[str, Shown] = {
     "bench": Shown(f"subject verdict median_us {SOURCE} date error {OURS}", "absent left_out", made=_bench),
@@ -106,7 +106,7 @@ SHOWN: Mapping[str, Shown] = {
     "judges": Shown("right kind said seconds", "rules tasks", made=_judged),
     "kernelbench": Shown("commit verdict seconds cases whole", "left_out"),
     "mutants": Shown(
-        "backend seeds flat max_error what",
+        "backend seeds flat max_error small what",
         "tasks kernels",
         {
             "seeds": _each(_only("caught", "examples")),
@@ -136,15 +136,15 @@ def shown(run: Result) -> Result:
         raise ResultError(f"{run.file}: nothing shows {run.benchmark}; expected one of {', '.join(SHOWN)}")
     names = kept.columns(run.benchmark)
     rows = [
-        {n: kept.short.get(n, _same)(row[n]) for n in names if row.get(n) is not None}
+        {n: kept.short[n](row[n]) if n in kept.short else row[n] for n in names if row.get(n) is not None}
         for row in map(kept.made, run.rows)
     ]
-    extra = {n: kept.short.get(n, _same)(run.extra[n]) for n in kept.extra.split() if n in run.extra}
+    extra = {
+        n: kept.short[n](run.extra[n]) if n in kept.short else run.extra[n]
+        for n in kept.extra.split()
+        if n in run.extra
+    }
     return replace(run, rows=rows, extra=extra)
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def newest(runs: Iterable[Result]) -> dict[tuple[Any, ...], tuple[Row, Result]]:

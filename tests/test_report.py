@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from maint import compiled, judges, lines, markdown, plots, reach, timed
 from maint import report as reporting
-from maint.kept import AGED, STALE, Kept, chip
+from maint.kept import AGED, STALE, Kept
 from portakern import sources
 from portakern.cli import app
 from portakern.core import registry, targets
@@ -211,7 +211,6 @@ def test_tables_show_the_results(fresh):
     assert [p.name for p in sorted((fresh / "docs" / "plots").iterdir())] == [
         "glance.svg",
         "heatmap.svg",
-        "roofline-sm_90.svg",
     ]
 
 
@@ -221,12 +220,12 @@ def test_two_generations_have_the_same_bytes(fresh):
     for path in (fresh / "docs" / "plots").iterdir():
         path.unlink()
     (fresh / "README.md").write_text((fresh / "README.md").read_text().replace("| `softmax` |", "| `hardmax` |"))
-    assert len(reporting.update(fresh)) == 4
+    assert len(reporting.update(fresh)) == 3
     assert content(fresh) == before
 
 
 def test_what_was_changed_by_hand_is_named(fresh):
-    page, plot = fresh / "README.md", fresh / "docs" / "plots" / "roofline-sm_90.svg"
+    page, plot = fresh / "README.md", fresh / "docs" / "plots" / "glance.svg"
     assert report(fresh, "--check").exit_code == 0
     page.write_text(page.read_text().replace("| 40.0 |", "| 30.0 |").replace("The end.", "The prose may change."))
     plot.write_text(plot.read_text().replace("H100", "H200"))
@@ -237,13 +236,13 @@ def test_what_was_changed_by_hand_is_named(fresh):
     assert said.output.splitlines() == [
         "README.md: table 'launch' is stale or was changed by hand; run: portakern report",
         "docs/plots/heatmap.svg: is missing; run: portakern report",
-        "docs/plots/roofline-sm_90.svg: was changed by hand; run: portakern report",
+        "docs/plots/glance.svg: was changed by hand; run: portakern report",
     ]
     mended = report(fresh)
     assert mended.exit_code == 0 and mended.output.splitlines() == [
         "wrote README.md",
         "wrote docs/plots/heatmap.svg",
-        "wrote docs/plots/roofline-sm_90.svg",
+        "wrote docs/plots/glance.svg",
     ]
     assert report(fresh, "--check").exit_code == 0 and "The prose may change." in page.read_text()
 
@@ -262,7 +261,6 @@ def test_results_that_change_make_tables_and_plots_stale(fresh):
     }
     assert {s.path.name: s.what for s in reporting.stale(fresh) if s.path.suffix == ".svg"} == {
         "heatmap.svg": "is stale",
-        "roofline-sm_90.svg": gone,
         "glance.svg": gone,
     }
     reporting.update(fresh)
@@ -729,8 +727,8 @@ def test_lines_that_a_port_has_alone(tmp_path, monkeypatch):
 
 
 def test_lines_are_those_of_the_source_and_no_file_counts_twice(monkeypatch):
-    """Pallas on Hopper was left out of the table wherever jax was too old to import it, and what a column shares was
-    all that it imports, which several columns did of the same files."""
+    """Pallas on Hopper was left out of the table wherever jax was too old to import it, and files that several columns
+    import were counted in each."""
     kept = Kept(ROOT, ())
     monkeypatch.setattr(lines, "ops", lambda root: ["softmax", "matmul"])
     shown, written = lines.lines(kept), lines.written(kept)
@@ -762,55 +760,6 @@ def test_the_newest_of_several_runs_is_shown(tree):
     keep(tree, "launch-2.json", more)
     shown = {row["op"]: (row["median_us"], r.name) for row, r in Kept.of(tree).rows("launch")}
     assert shown == {"softmax": (40.0, "launch-h100.json"), "matmul": (40.0, "launch-2.json")}
-
-
-@pytest.mark.parametrize(
-    ("device", "name"),
-    [
-        (DEVICE, "sm_90"),
-        ("NVIDIA A100-SXM4-80GB", "sm_80"),
-        ("NVIDIA GeForce RTX 5090", "sm_120"),
-        ("AMD Instinct MI300X", "gfx942"),
-        ("host CPU", None),
-        ("a GPU", None),
-    ],
-)
-def test_chips_are_known_by_their_makers_names(device, name):
-    assert chip(device) == name
-
-
-def test_where_an_op_lies_under_the_roof(tree):
-    data = plots.roofline(Kept.of(tree), targets.find("sm_90"))
-    (point,), h = data["points"], targets.find("sm_90")
-    assert (
-        point["intensity"] == 5 * 4096**2 / (2 * 2 * 4096**2)
-        and point["by_memory"]
-        and point["bound"] == pytest.approx(1.25 * h.bandwidth)
-    )
-    assert point["share"] is None  # nobody timed it
-    assert len(data["measured"]) == 1  # of bench's two calls, which are one work, one point
-    other = plots.roofline(Kept.of(tree), targets.find("v5e"))
-    assert not other["measured"] and other["points"][0]["op"] == "matmul" and not other["points"][0]["by_memory"]
-
-
-def test_a_call_lies_under_the_roof_of_its_own_products_and_is_no_other_call(tree):
-    """A tf32 product takes as many operations and bytes as that in float32, and lies under another roof."""
-    known = plots.work("matmul", "float32")
-    same = {"op": "matmul", "dtype": "float32", "flops": known.flops, "bytes": known.bytes}
-    rows = [
-        bench("triton", us, **same, call=f"matmul(float32; batch=(), m=4096, k=4096, n=4096{more})")
-        for us, more in ((3000.0, ""), (400.0, ", precision='tf32'"))
-    ]
-    keep(tree, "bench.json", run_of("bench", rows, wall_seconds=9, rates={"copy": 3e12}, absent={}, left_out=[]))
-    built_for = run_of("compile-matrix", [built("matmul", "sm_90", "float32")], wall_seconds=1, ok=1, of=1, limits={})
-    keep(tree, "compile-matrix-more.json", built_for)
-    data = plots.roofline(Kept.of(tree), targets.find("sm_90"))
-    h = targets.find("sm_90")
-    (point,) = [p for p in data["points"] if p["op"] == "matmul" and p["dtype"] == "float32"]
-    assert point["share"] == pytest.approx(known.flops / 3000e-6 / h.flops["float32"])
-    mine = {m["dtype"]: m for m in data["measured"] if m["op"] == "matmul"}
-    assert {d: m["bound"] for d, m in mine.items()} == {d: h.flops[d] for d in ("float32", "tf32")}
-    assert mine["tf32"]["measured"] == pytest.approx(known.flops / 400e-6) and "tf32" in data["roofs"]
 
 
 def test_a_plot_of_times_shows_one_device():
