@@ -295,11 +295,11 @@ def legal(kept: Kept) -> str:
     found = kept.rows("tpu-legal")
     if not found:
         return "No tilings were tried yet: `python benchmarks/tpu_legal.py --target v6e --json FILE`."
-    rows = [{**r, "chip": r["target"], "target": str(targets.find(r["target"]).target)} for r, _ in found]
-    columns = known_targets(row["chip"] for row in rows)
+    rows = [row for row, _ in found]
+    columns = known_targets(row["target"] for row in rows)
     ops: dict[str, dict[str, Row]] = {}
     for row in rows:
-        ops.setdefault(row["op"], {})[row["chip"]] = row
+        ops.setdefault(row["op"], {})[row["target"]] = row
     lines = []
     for op, there in sorted(ops.items()):
         cells = [_took(there[t], kept.root) if t in there else NONE for t in columns]

@@ -14,7 +14,19 @@ from portakern.core.targets import Target
 from portakern.errors import SpecError, UnavailableError
 from portakern.results import Result
 
-__all__ = ["AGED", "FOLDER", "STALE", "Kept", "Row", "changed", "footnote", "known_targets", "set_of", "source"]
+__all__ = [
+    "AGED",
+    "FOLDER",
+    "STALE",
+    "Kept",
+    "Row",
+    "changed",
+    "fingerprint",
+    "footnote",
+    "known_targets",
+    "set_of",
+    "source",
+]
 
 STALE = "†"
 AGED = f"{STALE} stale: the sources of what was measured (portakern's kernel, or the call of a peer) have changed."
@@ -75,18 +87,22 @@ def known_targets(names: Iterable[str]) -> list[str]:
     return [t for t in targets.HARDWARE if t in wanted] + sorted(wanted - set(targets.HARDWARE))
 
 
+def fingerprint(row: Row, root: Path) -> str | None:
+    """The hash of what a row measured as it is in a checkout; None where it is there no more."""
+    chip, (platform, _, arch) = targets.HARDWARE.get(row["target"]), row["target"].partition(" ")
+    target = chip.target if chip else Target(platform, arch)
+    return sources.fingerprint(row["op"], registry.backend(row["backend"]), row.get("variant"), target, root)
+
+
 def changed(row: Row, root: Path) -> bool:
     """Whether the sources that a row measured are others in a checkout, or gone; no row knows that of somebody
     else's."""
     if not row.get("sources") or not row.get("target"):
         return False
-    platform, _, arch = row["target"].partition(" ")
     try:
-        backend = registry.backend(row["backend"])
-        now = sources.fingerprint(row["op"], backend, row.get("variant"), Target(platform, arch), root)
+        return fingerprint(row, root) != row["sources"]
     except (SpecError, UnavailableError):
         return False
-    return now != row["sources"]
 
 
 def footnote(rows: Iterable[Row], root: Path) -> str:

@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from maint import compiled, judges, lines, markdown, plots, reach, timed
+from maint import compiled, judges, lines, markdown, plots, reach, rehash, timed
 from maint import report as reporting
 from maint.kept import AGED, STALE, Kept
 from portakern import sources
@@ -837,3 +837,27 @@ def test_the_table_of_judges_counts_what_was_judged(tree):
 
 def test_without_a_run_of_judges_the_page_says_so(tree):
     assert "Not run yet" in judges.judges(Kept.of(tree))
+
+
+def test_results_that_a_new_name_made_stale_are_given_todays_hash(tree, tmp_path, monkeypatch, capsys):
+    """Those that were current before it, and no others; under the variant's new name too."""
+    now = {"softmax": "a" * 16, "matmul": "b" * 16}
+    monkeypatch.setattr(sources, "fingerprint", lambda op, backend, variant, target, root: now[op])
+    rows = [
+        bench("triton", 100.0, op="softmax", variant="old", sources="a" * 16) | {"contender": "triton/old"},
+        bench("triton", 100.0, op="matmul", sources="0" * 16),
+    ]
+    run = run_of("bench", rows, wall_seconds=9, rates={}, absent={}, left_out=[])
+    keep(tree, "bench.json", run)
+
+    def rehashed(*arguments):
+        monkeypatch.setattr("sys.argv", ["rehash", str(tmp_path / "current.json"), *arguments])
+        monkeypatch.setattr(rehash, "checkout", lambda: tree)
+        assert rehash.main() == 0
+        return capsys.readouterr().out
+
+    assert rehashed() == "1 of 2 rows are current\n"
+    now["softmax"] = "c" * 16
+    assert rehashed("--write", "--variant", "old=new") == "1 rows have today's hash\n"
+    found = {r["op"]: (r["contender"], r["variant"], r["sources"]) for r, _ in Kept.of(tree).rows("bench")}
+    assert found == {"softmax": ("triton/new", "new", "c" * 16), "matmul": ("triton", None, "0" * 16)}

@@ -90,7 +90,9 @@ def _content(path: str, root: Path) -> str | Path:
 
 def _folder(path: str, folder: Path) -> str:
     """The files of a folder, each a link, and the folders in it by name."""
-    names = sorted(p.name for p in folder.iterdir() if p.is_file() and p.suffix in {*LANGUAGES, ".md", ".json", ".svg"})
+    names = sorted(
+        p.name for p in folder.iterdir() if p.is_file() and p.suffix in {*LANGUAGES, ".md", ".json", ".jsonl", ".svg"}
+    )
     inner = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith(("_", ".")))
     return _page(path, "\n".join([*(f"* `{name}/`" for name in inner), *(f"* [{name}]({name})" for name in names)]))
 
