@@ -131,7 +131,7 @@ class Asking:
         of this package after its tiling and its kernels' text as well. What else the package holds may change."""
         backend, family = pallas()
         hardware, compiler = targets.find(self.target), family.load_compiler()
-        readers = [family.compiler or "", "portakern.tools.compile.build"]
+        readers = [family.compiler or "", "portakern.core.machine_code"]
         what = [
             self.target, self.case, CASES[self.case], self.who, self.blocks, compiler.versions(hardware),
             repr(hardware), cache.digest(readers, within=[readers[0].rpartition(".")[0]]),

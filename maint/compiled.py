@@ -10,7 +10,8 @@ from typing import Any
 from maint.kept import STALE, Kept, Row, changed, footnote, known_targets, source
 from maint.markdown import NONE, fold, table
 from portakern.core import registry, targets
-from portakern.tools.compile.build import CYCLES, FOLLOWED, Kernel
+from portakern.core.machine_code import FOLLOWED, Kernel
+from portakern.tools.compile.build import CYCLES
 
 __all__ = ["beside", "cycles", "legal", "matrix", "resources", "roofs", "tilings"]
 

@@ -24,13 +24,14 @@ from portakern.cli import app, main
 from portakern.core import observe as watching
 from portakern.core import registry, serve, tilings
 from portakern.core.backend import Backend
+from portakern.core.machine_code import Kernel
 from portakern.core.oracle import as_float64
 from portakern.core.targets import Target
 from portakern.files import write_atomically
 from portakern.testing import parallel, runner
 from portakern.tools.compile import cache
 from portakern.tools.compile import matrix as compiling
-from portakern.tools.compile.build import Build, Kernel
+from portakern.tools.compile.build import Build
 
 run = CliRunner().invoke
 

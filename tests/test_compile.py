@@ -20,11 +20,12 @@ from typer.testing import CliRunner
 import portakern as pk
 from portakern import cli, results
 from portakern.core import registry, targets
+from portakern.core.machine_code import Compiled, Kernel
 from portakern.errors import SpecError, UnsupportedError
 from portakern.tools.bench import suites
 from portakern.tools.compile import cache, forms, pool
 from portakern.tools.compile import matrix as compiling
-from portakern.tools.compile.build import Build, Compiled, Kernel
+from portakern.tools.compile.build import Build
 from portakern.tools.compile.worker import one_line, reason
 from tests.ops import record, records
 

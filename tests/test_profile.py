@@ -15,10 +15,11 @@ from portakern import results
 from portakern.cli import app
 from portakern.core import registry, targets
 from portakern.core.instruments import Instruments
+from portakern.core.machine_code import Kernel, occupancy, residents
 from portakern.core.targets import Target
 from portakern.tools.bench.contenders import here
 from portakern.tools.bench.roof import Ceiling
-from portakern.tools.compile.build import Build, Kernel, occupancy, residents
+from portakern.tools.compile.build import Build
 from portakern.tools.profile import counters, facts, run, subject
 from portakern.tools.profile.counters import Counted, NotCounted, parse
 

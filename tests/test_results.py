@@ -15,11 +15,12 @@ import pytest
 
 from maint import store
 from portakern import results, sources
+from portakern.core.machine_code import Kernel
 from portakern.results import ResultError
 from portakern.testing import Report
 from portakern.testing.report import Failure
 from portakern.tools.compile import matrix
-from portakern.tools.compile.build import Build, Kernel
+from portakern.tools.compile.build import Build
 
 ROOT = Path(__file__).resolve().parents[1]
 ROW = {"op": "softmax", "way": "op", "median_us": 7.0, "best_us": 6.5, "worst_us": 9.0}

@@ -29,10 +29,11 @@ from portakern.backends.pallas.tpu import _chip
 from portakern.backends.pallas.tpu.toolchain import static
 from portakern.core import registry, targets, tilings
 from portakern.core.framework import frameworks
+from portakern.core.machine_code import Kernel
 from portakern.core.targets import Target
 from portakern.errors import UnsupportedError
 from portakern.frameworks.jax import tracing
-from portakern.tools.compile.build import Build, Kernel
+from portakern.tools.compile.build import Build
 from portakern.tools.compile.forms import bound_form, named_form, typical_form
 
 CODE = """= control target key start

@@ -29,11 +29,12 @@ import portakern as pk
 from portakern import cli, results
 from portakern.cli import tune as tune_command
 from portakern.core import observe, registry, targets, tilings
+from portakern.core.machine_code import Kernel
 from portakern.core.tilings import Row
 from portakern.errors import SpecError, UnavailableError
 from portakern.spec import Tile
 from portakern.tools.bench import suites
-from portakern.tools.compile.build import Build, Kernel
+from portakern.tools.compile.build import Build
 from portakern.tools.compile.pool import Pool
 from portakern.tools.tune import benches, isolation, static, store
 from portakern.tools.tune import search as searches

@@ -22,8 +22,8 @@ from portakern.backends.triton import BACKEND
 from portakern.backends.triton.imports import check_compiled
 from portakern.backends.triton.leaks import leaking_products
 from portakern.core import targets
+from portakern.core.machine_code import Compiled, Kernel, occupancy
 from portakern.core.targets import Hardware
-from portakern.tools.compile.build import Compiled, Kernel, occupancy
 
 if TYPE_CHECKING:
     from portakern.core.backend import Implementation

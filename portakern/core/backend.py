@@ -26,7 +26,7 @@ from portakern.spec import Spec, Tile
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
-    from portakern.tools.compile.build import Compiled
+    from portakern.core.machine_code import Compiled
 
 __all__ = ["ANY", "Backend", "Compiler", "Drawn", "Family", "Implementation", "Need", "Profile", "Tiling"]
 

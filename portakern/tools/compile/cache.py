@@ -30,6 +30,7 @@ def key(job: Job) -> str:
         job.backend.where(job.spec.name, job.family) or "",
         job.family.compiler or "",
         job.spec.fn.__module__,
+        "portakern.core.machine_code",
         "portakern.tools.compile.build",
     ]
     what = {

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
+from portakern.core.machine_code import Kernel, residents
 from portakern.core.targets import Hardware
 from portakern.tools.bench.roof import Ceiling
-from portakern.tools.compile.build import Kernel, residents
 from portakern.tools.profile.counters import COUNTED, STALLS, Counted
 
 __all__ = ["COMPILER", "NCU", "NEAR", "ROOF", "SPEC", "TIMES", "Fact", "Profiled", "kernels_of", "whole_of"]

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from portakern import install
 from portakern.core import targets
+from portakern.core.machine_code import Compiled, Kernel, occupancy
 from portakern.core.targets import Hardware
-from portakern.tools.compile.build import Compiled, Kernel, occupancy
 
 if TYPE_CHECKING:
     from portakern.core.backend import Implementation

@@ -30,10 +30,10 @@ from portakern import install
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.tpu.family import FAMILY
 from portakern.core import targets
+from portakern.core.machine_code import Compiled, Kernel
 from portakern.core.targets import Hardware, Target
 from portakern.errors import UnsupportedError
 from portakern.tools.compile import cache
-from portakern.tools.compile.build import Compiled, Kernel
 from portakern.tools.compile.forms import form_of
 
 if TYPE_CHECKING:
