@@ -180,8 +180,8 @@ def faults(kept: Kept) -> str:
             )
     text.append(_slipping(rows))
     missed = [
-        f"- `{row['name']}` ({sum(bool(s.get('caught')) for s in row['seeds'].values())} of {len(row['seeds'])} seeds): "
-        f"{row['what']}"
+        f"- `{row['name']}` ({sum(bool(s.get('caught')) for s in row['seeds'].values())} of {len(row['seeds'])} "
+        f"seeds): {row['what']}"
         for row, _ in rows
         if not _caught(row)
     ]

@@ -35,7 +35,7 @@ def _by_op(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
     return found
 
 
-# -------------------------------------------------------------------------------------------------------------- verdicts
+# ------------------------------------------------------------------------------------------------------------- verdicts
 def matrix(kept: Kept) -> str:
     """Op and dtype by target: whether the typical call compiles and fits."""
     rows, said = _cells(kept)
@@ -95,7 +95,7 @@ def _verdict(row: Row | None, reasons: list[str]) -> str:
     return f"**no** ({reasons.index(reason) + 1})"
 
 
-# ------------------------------------------------------------------------------------------------------------- resources
+# ------------------------------------------------------------------------------------------------------------ resources
 TARGET_HEADS = [
     "target", "chip", "calls that fit", "with matrix instructions", "with spills", "on-chip memory, at most",
     "occupancy, at least",
@@ -186,7 +186,7 @@ def _details(rows: list[Row], limits: Mapping[str, Mapping[str, int]]) -> str:
     return table([CALL_HEADS[i] for i in used], [[line[i] for i in used] for line in lines], words=3)
 
 
-# --------------------------------------------------------------------------------------------------------------- tilings
+# -------------------------------------------------------------------------------------------------------------- tilings
 def tilings(kept: Kept) -> str:
     """The default tiles of each op's typical call, targets that share them together."""
     rows, said = _cells(kept)
@@ -209,7 +209,7 @@ def tilings(kept: Kept) -> str:
     return "\n\n".join([*folded, said])
 
 
-# ---------------------------------------------------------------------------------------------------------------- cycles
+# --------------------------------------------------------------------------------------------------------------- cycles
 def _whole_run(row: Row) -> float | None:
     """Cycles of the whole call, nothing run; None where the compiler does not tell them of every kernel."""
     hardware = targets.HARDWARE.get(row["target"])
@@ -280,7 +280,7 @@ def _beside_others(row: Row) -> str:
     return f"{text} ({f'**{ratios[best]:.2f}**' if ratios[best] > BEHIND else f'{ratios[best]:.2f}'} {best})"
 
 
-# -------------------------------------------------------------------------------------------- tilings that libtpu took
+# --------------------------------------------------------------------------------------------- tilings that libtpu took
 LEGAL_NOTES = (
     "Random calls with random tilings that `supports` accepts, compiled by libtpu, with no chip: how many, and in "
     "brackets how near one came to the limit, the largest share that a kernel took of the VMEM that it may take. "
@@ -328,7 +328,7 @@ def _estimates(rows: Sequence[Row]) -> str:
     return f"{min(row['least'] for row in known):.2f}, {statistics.median(medians):.2f}"
 
 
-# ----------------------------------------------------------------------------------------------------------------- roofs
+# ---------------------------------------------------------------------------------------------------------------- roofs
 def roofs(kept: Kept) -> str:
     """The published limits of every chip of the table: bandwidth, rates, and where one begins to bind before the
     other."""

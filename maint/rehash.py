@@ -1,5 +1,5 @@
-"""Give results the hash of today's sources where a change left what they measured as it was, and the hash says otherwise:
-where an option, a tile or a variant got another name.
+"""Give results the hash of today's sources where a change left what they measured as it was and the hash says
+otherwise: where an option, a tile or a variant got another name.
 
     python -m maint.rehash current.json                                  # before the change: what is current
     python -m maint.rehash current.json --write --variant gpu=portable   # afterwards

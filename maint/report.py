@@ -160,8 +160,8 @@ def update(root: Path) -> list[Path]:
 
 
 def add(root: Path, file: Path, replace: bool = False) -> str:
-    """Take what is shown of a run made elsewhere into the results; what was done, in words. ResultError where the run is
-    not fit for it, and then nothing has changed.
+    """Take what is shown of a run made elsewhere into the results; what was done, in words. ResultError where the run
+    is not fit for it, and then nothing has changed.
     """
     new = results.read(file)
     there = [r for r in store.read(root / FOLDER) if r.benchmark == new.benchmark]
@@ -179,8 +179,8 @@ def add(root: Path, file: Path, replace: bool = False) -> str:
         for other in there:
             if other.name == name:
                 raise ResultError(
-                    f"{file}: {FOLDER} has another run of that name: {other.benchmark} on {other.device}; give the file "
-                    "another name"
+                    f"{file}: {FOLDER} has another run of that name: {other.benchmark} on {other.device}; give the "
+                    "file another name"
                 )
     kept = [*(r for r in there if r.name != name), store.shown(dataclasses.replace(new, name=name))]
     store.write(root / FOLDER, new.benchmark, kept)

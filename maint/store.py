@@ -1,9 +1,8 @@
 """The results that a checkout keeps: of each run the rows and fields that a published table, plot or page reads.
 
-``benchmarks/results/<benchmark>.jsonl`` holds the runs of a benchmark, one after another: a line with what a run says of
-itself and its columns (:class:`Column`), then a line a row. ``"="`` is the text above it; what is absent at a row's end
-is null. What a run's own file holds beside
-that, such as the text of every failure, stays with who ran it.
+``benchmarks/results/<benchmark>.jsonl`` holds the runs of a benchmark, one after another: a line with what a run says
+of itself and its columns (:class:`Column`), then a line a row. ``"="`` is the text above it; what is absent at a row's
+end is null. What a run's own file holds beside that, such as the text of every failure, stays with who ran it.
 """
 
 from __future__ import annotations
@@ -243,7 +242,8 @@ def _decoded(columns: list[Column], values: list[Any], above: Row) -> Row:
 
 
 def write(folder: Path, benchmark: str, runs: Iterable[Result]) -> None:
-    """Write the runs of a benchmark, which are as :func:`shown`, without rows in whose place a newer one stands, and runs that have no others."""
+    """Write the runs of a benchmark, which are as :func:`shown`, without rows in whose place a newer one stands, and
+    without runs that have no others."""
     runs = sorted(runs, key=lambda r: r.name)
     stands = {id(row) for row, _ in newest(runs).values()}
     lines = []

@@ -90,7 +90,8 @@ def _summary(rows: Sequence[Row]) -> str:
 
 def _details(rows: Sequence[Row], root: Path) -> list[str]:
     heads = [
-        "dtype", "call", "by", "others, µs", "µs", "from, to", "host, µs", "rate", "of the roof", "of the best", "error",
+        "dtype", "call", "by", "others, µs", "µs", "from, to", "host, µs", "rate", "of the roof", "of the best",
+        "error",
     ]  # fmt: skip
     found = []
     for op in sorted({r["op"] for r in rows}):

@@ -314,8 +314,8 @@ def test_a_wheel_says_that_it_needs_a_checkout_and_compares_without(tmp_path, mo
     monkeypatch.setattr(sources, "root", lambda: tmp_path)
     said = CliRunner().invoke(app, ["report", "--check"])
     assert str(said.exception) == (
-        f"portakern report works on a checkout of portakern, and {tmp_path} has no maint/report.py; run it in a checkout "
-        "(report --compare FIRST SECOND needs none)"
+        f"portakern report works on a checkout of portakern, and {tmp_path} has no maint/report.py; run it in a "
+        "checkout (report --compare FIRST SECOND needs none)"
     )
     files = (
         benched(tmp_path, "first.json", BENCH),

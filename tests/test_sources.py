@@ -113,14 +113,14 @@ def test_where_a_function_lies_does_not_count(checkout):
         (RMSNORM, (r"/ n \+ eps", "/ n - eps"), "rmsnorm"),
         (RMSNORM, (r"static_range\(2\)", "static_range(3)"), "rmsnorm"),
         (RMSNORM, (r"row_ok, block_n, deep, acc_dtype\)", "row_ok, deep, block_n, acc_dtype)"), "rmsnorm"),
-        (f"{BACKENDS}/triton/gpu/_rows.py", (r"(def row_sum\(.*\n)", r"\1    # fmt: skip\n    tl.debug_barrier()\n"), "softmax"),
+        (f"{BACKENDS}/triton/gpu/_rows.py", (r"(def row_sum\(.*\n)", r"\1    tl.debug_barrier()\n"), "softmax"),
         (f"{BACKENDS}/triton/launch.py", (r"(def cdiv\(.*\n)", r"\1    a = 2\n"), "softmax"),
         (f"{BACKENDS}/triton/replay.py", (r"(def _place\(.*\n)", r"\1    a = 2\n"), "softmax"),
         ("portakern/specs/_rows.py", (r"(def plant\((.|\n)*?:\n)", r"\1    a = 2\n"), "softmax"),
         ("portakern/specs/rmsnorm.py", (r"] = 1e-6", "] = 1e-5"), "rmsnorm"),
         ("portakern/specs/rmsnorm.py", ("before_weight", "after_weight"), "rmsnorm"),
         ("portakern/specs/rmsnorm.py", (r"(def rmsnorm\(\n.*\n    )weight:", r"\1scale:"), "rmsnorm"),
-        ("portakern/specs/rmsnorm.py", (r"\Z", '\n\nrmsnorm.sample("more", dims={"batch": (2,), "n": 3})\n'), "rmsnorm"),
+        ("portakern/specs/rmsnorm.py", (r"\Z", '\nrmsnorm.sample("more", dims={"batch": (2,), "n": 3})\n'), "rmsnorm"),
     ],
 )  # fmt: skip
 def test_what_is_computed_counts(checkout, file, change, op):

@@ -182,7 +182,7 @@ def test_a_backend_refuses_to_be_imported_under_another_name(folder: str, tmp_pa
     assert done.returncode != 0 and f"portakern.backends{'.' + folder if folder else ''}" in done.stderr
 
 
-FOLDERS = ("portakern", "specs", "backends", "examples", "tests", "benchmarks", "docs", "notebooks", ".ci")
+FOLDERS = ("portakern", "specs", "backends", "examples", "tests", "benchmarks", "docs", "maint", "notebooks", ".ci")
 
 
 def sources() -> list[Path]:

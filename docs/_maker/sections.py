@@ -5,8 +5,9 @@
 
     <!-- table: speeds -->
 
-The path starts at the root of the repository. A table is one that ``maint.report`` makes of what is kept. A section is what stands under its heading, up to the next heading of
-its level; without ``#`` it is the whole text. ``from`` is where it starts instead, ``to`` what it ends before.
+The path starts at the root of the repository. A table is one that ``maint.report`` makes of what is kept. A section is
+what stands under its heading, up to the next heading of its level; without ``#`` it is the whole text. ``from`` is
+where it starts instead, ``to`` what it ends before.
 """
 
 from __future__ import annotations
