@@ -196,13 +196,7 @@ class Seen(Exception):
 
 
 def beside_flat(
-    op: str,
-    backend: str,
-    fault: Fault | None,
-    seed: int,
-    device: str,
-    max_examples: int,
-    variant: str | None = None,
+    op: str, backend: str, fault: Fault | None, seed: int, device: str, max_examples: int, variant: str | None = None
 ) -> dict[str, Any]:
     """The shipped kernel under a check and, on the very calls that the check makes, under
     ``assert_allclose(rtol=atol=1e-2)``: ``calls``, and the ``false_alarms`` among them. With a fault, ``sees_at``

@@ -60,13 +60,7 @@ FAULTS = {
             "        return kernel(ref, strip=strip._replace(walk=walk), **how)\n"
             "\n    run = partial(over,",
         ),
-        Planted(
-            "eps-ignored",
-            "eps is always 1e-6",
-            old='eps=call.options["eps"]',
-            new="eps=1e-6",
-            small=True,
-        ),
+        Planted("eps-ignored", "eps is always 1e-6", old='eps=call.options["eps"]', new="eps=1e-6", small=True),
         Planted(
             "rounding-ignored",
             "x r is never rounded before the weight",

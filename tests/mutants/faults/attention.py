@@ -476,10 +476,7 @@ FAULTS = {
             gpu=False,  # these values may not have arrived
         ),
         Planted(
-            "bias-of-first-head",
-            "all heads share the bias of the first",
-            old="tile.head if heads > 1 else 0",
-            new="0",
+            "bias-of-first-head", "all heads share the bias of the first", old="tile.head if heads > 1 else 0", new="0"
         ),
         Planted(
             "additive-segments",

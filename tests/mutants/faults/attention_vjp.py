@@ -54,10 +54,7 @@ FAULTS = {
             small=True,
         ),
         Planted(
-            "no-softcap-slope",
-            "the softcap's slope is left out",
-            old="ds = ds * (1.0 - t * t)",
-            new="ds = ds * 1.0",
+            "no-softcap-slope", "the softcap's slope is left out", old="ds = ds * (1.0 - t * t)", new="ds = ds * 1.0"
         ),
         Planted(
             "softcap-slope-in-bias",
@@ -66,17 +63,9 @@ FAULTS = {
             new="        ds = ds * (1.0 - t * t)\n        d_bias = ds\n",
         ),
         Planted(
-            "d-k-scale-off",
-            "d_k's scale is 0.3 % too large",
-            old="(dk_acc * scale)",
-            new="(dk_acc * (scale * 1.003))",
+            "d-k-scale-off", "d_k's scale is 0.3 % too large", old="(dk_acc * scale)", new="(dk_acc * (scale * 1.003))"
         ),
-        Planted(
-            "d-q-scale-twice",
-            "d_q is scaled twice",
-            old="(acc * scale)",
-            new="(acc * scale * scale)",
-        ),
+        Planted("d-q-scale-twice", "d_q is scaled twice", old="(acc * scale)", new="(acc * scale * scale)"),
         Planted(
             "log2e-rounded",
             "exp is exp2 with log2(e) of five digits",

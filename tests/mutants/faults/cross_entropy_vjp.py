@@ -15,11 +15,7 @@ FAULTS = {
             small=True,
         ),
         Planted(
-            "z-once",
-            "the derivative of lse^2 without its 2",
-            old="2.0 * z * log_sum",
-            new="z * log_sum",
-            small=True,
+            "z-once", "the derivative of lse^2 without its 2", old="2.0 * z * log_sum", new="z * log_sum", small=True
         ),
         Planted(
             "smoothing-over-tile",
@@ -29,10 +25,7 @@ FAULTS = {
             small=True,
         ),
         Planted(
-            "ignored-counted",
-            "an ignored row has its cotangent",
-            old="p = tl.where(counted, p, 0.0)",
-            new="p = p",
+            "ignored-counted", "an ignored row has its cotangent", old="p = tl.where(counted, p, 0.0)", new="p = p"
         ),
         Planted(
             "ragged-end-not-written",
@@ -60,13 +53,7 @@ FAULTS = {
         ),
     ],
     "pallas": [
-        Planted(
-            "z-once",
-            "the derivative of lse^2 without its 2",
-            old="2.0 * z * lse",
-            new="z * lse",
-            small=True,
-        ),
+        Planted("z-once", "the derivative of lse^2 without its 2", old="2.0 * z * lse", new="z * lse", small=True),
         Planted(
             "p-rounded",
             "p is rounded to the result's dtype before the target is subtracted",

@@ -78,13 +78,7 @@ FAULTS = {
             new="1 / (jnp.sqrt(ref.m2[...] / strip.n) + eps)",
             small=True,
         ),
-        Planted(
-            "eps-ignored",
-            "eps is always 1e-5",
-            old='eps=call.options["eps"])',
-            new="eps=1e-5)",
-            small=True,
-        ),
+        Planted("eps-ignored", "eps is always 1e-5", old='eps=call.options["eps"])', new="eps=1e-5)", small=True),
         Planted(
             "weight-as-x",
             "a float32 weight is rounded to x's dtype",
@@ -100,12 +94,7 @@ FAULTS = {
             small=True,
             sample=True,
         ),
-        Planted(
-            "between-blocks",
-            "the merge forgets that blocks differ in their means",
-            old=" + between\n",
-            new="\n",
-        ),
+        Planted("between-blocks", "the merge forgets that blocks differ in their means", old=" + between\n", new="\n"),
     ],
     "pallas/gpu": [
         Planted(

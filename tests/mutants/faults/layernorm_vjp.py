@@ -159,10 +159,7 @@ FAULTS = {
             new="tuple(terms[name] for",
         ),
         Planted(
-            "d-bias-of-xh",
-            "d_bias sums d_y xh, as d_weight does",
-            old='"d_bias": d_y}',
-            new='"d_bias": d_y * xh}',
+            "d-bias-of-xh", "d_bias sums d_y xh, as d_weight does", old='"d_bias": d_y}', new='"d_bias": d_y * xh}'
         ),
         Planted(
             "rows-of-the-first-block",

@@ -37,10 +37,7 @@ FAULTS = {
     ],
     "pallas": [
         Planted(
-            "open-at-0",
-            "relu has a slope of 1 at 0",
-            old="jnp.where(z <= 0, 0.0, d)",
-            new="jnp.where(z < 0, 0.0, d)",
+            "open-at-0", "relu has a slope of 1 at 0", old="jnp.where(z <= 0, 0.0, d)", new="jnp.where(z < 0, 0.0, d)"
         ),
         Planted(
             "forms-swapped",

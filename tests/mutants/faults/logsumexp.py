@@ -77,12 +77,7 @@ FAULTS = {
             new="step, -1e4)",
             small=True,
         ),
-        Planted(
-            "padding-counts",
-            "lanes beyond a row hold 0",
-            old="step, -jnp.inf)",
-            new="step, 0.0)",
-        ),
+        Planted("padding-counts", "lanes beyond a row hold 0", old="step, -jnp.inf)", new="step, 0.0)"),
         Planted(
             "l-not-rescaled",
             "the running sum keeps its unit when the maximum grows",

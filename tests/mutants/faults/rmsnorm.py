@@ -70,12 +70,7 @@ FAULTS = {
             new="",
             small=True,
         ),
-        Planted(
-            "padding-squared",
-            "what lies beyond a row counts",
-            old="x = walk.within(x, 0.0, start)\n",
-            new="",
-        ),
+        Planted("padding-squared", "what lies beyond a row counts", old="x = walk.within(x, 0.0, start)\n", new=""),
         Planted(
             "mean-over-the-chunk",
             "the squares are divided by the chunk's length and not by the row's",

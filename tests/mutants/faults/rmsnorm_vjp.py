@@ -107,6 +107,6 @@ FAULTS = {
             "d_weight sums d_y x",
             old="return narrowed(x * r, narrow)",
             new="return narrowed(x, narrow)",
-        ),
+        )
     ],
 }

@@ -62,10 +62,7 @@ FAULTS = {
             sample=True,
         ),
         Planted(
-            "one-sign",
-            "sin has the same sign for both numbers of a pair",
-            old="wide(-sin, sin,",
-            new="wide(sin, sin,",
+            "one-sign", "sin has the same sign for both numbers of a pair", old="wide(-sin, sin,", new="wide(sin, sin,"
         ),
         Planted(
             "first-table-for-all",

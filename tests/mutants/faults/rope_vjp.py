@@ -12,7 +12,7 @@ FAULTS = {
             old="transposed=True",
             new="transposed=False",
             sample=True,
-        ),
+        )
     ]
     for name in ("triton", "pallas")
 }

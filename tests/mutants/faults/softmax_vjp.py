@@ -94,10 +94,7 @@ FAULTS = {
             small=True,
         ),
         Planted(
-            "padding-summed",
-            "lanes beyond a row enter Delta",
-            old="walk.within(y * d_y, 0.0, start)",
-            new="y * d_y",
+            "padding-summed", "lanes beyond a row enter Delta", old="walk.within(y * d_y, 0.0, start)", new="y * d_y"
         ),
     ],
 }
