@@ -239,8 +239,12 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 
 @dataclass(frozen=True)
 class Result:
-    """One run, read and found right. ``extra``: what its benchmark keeps beside rows; ``file``: where it lies,
-    which holds other runs too in a checkout; ``name``: of the file that the run wrote; ``commit``: the checkout's that was run, with a + where files differed from it; None: nobody wrote it down.
+    """One run, read and found right.
+
+    Attributes:
+      file: where it lies; in a checkout other runs lie there too. name: of the file that the run wrote.
+      extra: what its benchmark keeps beside rows.
+      commit: the checkout's that was run, with a + where files differed from it; None: nobody wrote it down.
     """
 
     file: Path
