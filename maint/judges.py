@@ -112,8 +112,9 @@ def _explained(rows: Sequence[Row]) -> str:
     return (
         f"{len(rows) - right} wrong functions and kernels, {right} right ones. *Caught*: of those that the rule "
         "judges; a rule does not judge what its harness drops, or what it has no samples for. *Visible among the "
-        "missed*: of the wrong ones that the rule let pass, those of which some value that it looked at lies beyond the error that "
-        "rounding can cause: its comparison let them pass, not its inputs. *False alarms*: right ones that it rejects."
+        "missed*: of the wrong ones that the rule let pass, those of which some value that it looked at lies "
+        "beyond the error that rounding can cause: its comparison let them pass, not its inputs. *False alarms*: "
+        "right ones that it rejects."
     )
 
 
