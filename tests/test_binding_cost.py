@@ -17,7 +17,7 @@ def benchmark():
 
 
 def plain(q, k, v, **options):
-    """A function that looks at each of its arguments once: a microsecond of Python on this machine, as busy as it is."""
+    """A function that looks at each of its arguments once: a microsecond of Python here, as busy as it is."""
     given = {"q": q, "k": k, "v": v}
     return tuple((name, x.shape, x.dtype) for name, x in given.items()), {**given, **options}
 

@@ -29,8 +29,8 @@ def test_within_bounds(op, backend, device, half):
     in Pallas's interpreter. ``portakern check`` draws more."""
     compiled_anew = registry.backend(backend).framework == "jax" and device == "cpu"
     examples = 10 if compiled_anew else 28
-    # interpreters: a program after the other, of which the 65th shows nothing that the 64 before it did not. Pallas's is
-    # compiled for each case, and works on whole blocks; its long rows are those of several_* and tests/test_tpu_rows.py.
+    # interpreters run one program after the other, of which the 65th shows nothing that the 64 before it did not.
+    # Pallas's is compiled for each case, and works on whole blocks; long rows are those of several_* and test_tpu_rows.
     few, some = (2**10, 2**12) if compiled_anew else (2**11, 2**13)
     limits = testing.Limits(elements=few, used=some, programs=64)
     limits = limits if device == "cpu" else None

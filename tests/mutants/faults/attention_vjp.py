@@ -518,7 +518,8 @@ FAULTS = {
             "queries are handed back while products read them": (
                 "causal",
                 "        d_q = query_gradients(GROUP, buffer, ",
-                "        mbarrier.arrive(guests.empty.index(stage), count=1)\n        d_q = query_gradients(GROUP, buffer, ",
+                "        mbarrier.arrive(guests.empty.index(stage), count=1)\n"
+                "        d_q = query_gradients(GROUP, buffer, ",
             ),
             "queries are handed back while products behind read them": (
                 "behind",
