@@ -118,11 +118,13 @@ def test_several_tiles_race_for_nothing(op):
     """Where a race is an error, with tiles smaller than the extents: the rings of buffers are filled anew."""
     spec = registry.find_spec(op)
     edges = [f"several_{name}" for name, tile in spec.tiling.items() if tile.of]
-    drawn = (len(edges) + 1) * (2 if spec.is_vjp else 1)  # of wider cotangents products are refused
+    several = len(edges) == 2  # of heads, each of which takes a minute of processor time
+    drawn = (len(edges) + 1) * (2 if spec.is_vjp and not several else 1)  # of wider cotangents products are refused
+    limits = dataclasses.replace(LIMITS, elements=640) if several else LIMITS
     report = pk.check(
         op, backend="pallas", variant="gpu", device="cpu", profile="races", max_examples=drawn,
         only=edges,
-        dtypes=["bfloat16"], seed=1, limits=LIMITS, promises=False,
+        dtypes=["bfloat16"], seed=1, limits=limits, promises=False,
     )  # fmt: skip
     assert report.passed, "\n".join(map(str, report.failures))
     assert report.examples >= 1, report.refused
