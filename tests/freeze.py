@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import platform
+import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -44,10 +45,14 @@ def ops() -> list[str]:
 
 
 def here(backend: str) -> str:
-    """What bits depend on beside the sources: the processor, and the versions of what computes."""
+    """What bits depend on beside the sources: the processor, its instructions and how many there are, since NumPy and
+    BLAS choose their loops by these; and the versions of what computes."""
     needed = {"reference": ("numpy",), "triton": ("numpy", "triton", "torch"), "pallas": ("numpy", "jax", "jaxlib")}
-    chip = next((x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), "")
-    return " ".join([chip.partition(": ")[2] or platform.processor(), *(f"{n} {version(n)}" for n in needed[backend])])
+    told = dict(re.findall(r"^(model name|model|stepping|flags)\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M))
+    kind = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
+    return " ".join(
+        [told.get("model name", ""), kind, f"x {os.cpu_count()}", *(f"{n} {version(n)}" for n in needed[backend])]
+    )
 
 
 def bits_of(spec: Spec[Any], seed: int, backend: str) -> str:
