@@ -4,7 +4,6 @@ import json
 import re
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import given, settings
 import portakern as pk
 from portakern import testing
 from portakern.core import registry, serve
-from portakern.core.backend import Drawn
+from portakern.core.backend import Drawn, Profile
 from portakern.core.targets import Target
 from portakern.spec.dtypes import numpy_dtype
 from portakern.testing import Case, Limits
@@ -140,8 +139,7 @@ def test_the_line_for_a_function_names_its_framework():
 
 def test_the_line_for_a_backend_that_a_shell_finds_names_device_and_profile(monkeypatch):
     oracle = registry.backend("reference")
-    strict = replace(oracle.families[0], profiles={"strict": f"{__name__}:stricter"})
-    monkeypatch.setattr(oracle, "families", (strict,))
+    monkeypatch.setattr(oracle, "_profiles", {"strict": Profile(f"{__name__}:stricter")})  # kept once it was asked for
     monkeypatch.setattr(serve, "rounded_oracle", lambda call: (call.arrays["x"],))
     report = pk.check("softmax", backend="reference", device="cpu", profile="strict", max_examples=20)
     assert re.match(
