@@ -118,12 +118,12 @@ def _implementations(op: str, among: Iterable[Backend]) -> list[dict[str, Any]]:
 def _tilings(s: Spec[Any], b: Backend) -> list[dict[str, Any]]:
     """The tiles and launch knobs that each variant of a backend takes, where it can be imported here."""
     rows = []
-    for family in b.having(s.name):
+    for family in () if b.oracle else b.having(s.name):
         try:
             impl = b.implementation(s.name, family)
         except UnavailableError:
             continue
-        if impl is None or b.oracle:
+        if impl is None:
             continue
         for name, tile in {**s.tiling, **impl.knobs}.items():
             kind = "whole numbers" if isinstance(tile, Count) else "powers of two"

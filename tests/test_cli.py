@@ -297,6 +297,16 @@ BAD_INPUT = {
 }
 
 
+def test_another_ops_knob_is_refused_where_every_kernel_of_the_op_is_known(monkeypatch):
+    triton = registry.backend("triton")
+    if any(f.lacks() for f in triton.declared) or triton.unavailable():
+        pytest.skip(triton.unavailable() or "a variant of triton cannot be imported here")
+    known = {"reference": registry.backend("reference"), "triton": triton}
+    monkeypatch.setattr(registry, "backends", lambda: known)
+    with pytest.raises(pk.SpecError, match="the case's tiling has 'swapped'; expected names among"):
+        testing.replay("softmax", CASE + ',"tiling":{"swapped":1}}', backend="reference")
+
+
 def test_a_case_may_have_another_implementations_knobs():
     case = CASE + ',"tiling":{"num_warps":4,"block_n":128}}'
     assert testing.replay("softmax", case, backend="reference").passed

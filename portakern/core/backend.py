@@ -511,7 +511,9 @@ class Backend:
         package, which imports no framework. Empty where there is none."""
         try:
             return dict(importlib.import_module(f"{self.package}.knobs").MEANING) if self.package else {}
-        except ModuleNotFoundError:
+        except ModuleNotFoundError as e:
+            if e.name != f"{self.package}.knobs":
+                raise
             return {}
 
     def implements(

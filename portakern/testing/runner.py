@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
@@ -512,11 +511,15 @@ def _refuse_unknown_tiles(subject: Subject, case: Case | LawCase) -> None:
     known = {*spec.tiling, *subject.tiles}
     if all(name in known for name in left):
         return
-    for b in registry.backends().values():
-        known |= {*b.meanings}  # of kernels too that cannot be imported here
-        for family in b.having(spec.name):
-            with contextlib.suppress(UnavailableError):
-                known |= {*getattr(b.implementation(spec.name, family), "knobs", {})}
+    for b in (*registry.backends().values(), *registry.peers().values()):
+        for family in (f for f in b.declared if b.where(spec.name, f)):
+            try:
+                if family.lacks() is None:
+                    known |= {*getattr(b.implementation(spec.name, family), "knobs", {})}
+                    continue
+            except UnavailableError:
+                pass
+            known |= {*b.meanings}  # which of them this kernel has cannot be known here
     for name in left:
         if name not in known:
             raise SpecError(
