@@ -37,6 +37,7 @@ import portakern.torch as twins
 from portakern import results
 from portakern.core import remembered
 from portakern.core.call import dropped_dims, shape_of
+from portakern.core.gradients import wiring
 from portakern.spec import Spec
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, this folder alone is on the path
@@ -148,13 +149,24 @@ def launched(call: Callable[[], Any]) -> tuple[Any, int, tuple[Any, ...], dict[s
     return found
 
 
-def ways(name: str) -> dict[str, Callable[[], Any]]:
+def arrays_of(name: str, device: str) -> dict[str, torch.Tensor]:
+    """Random arrays in bfloat16 for the call of an op that is launched; labels are 0."""
+    spec, made = pk.op(name).spec, {}
+    for n, shape in record(name).launched.shapes.items():
+        if "bfloat16" in spec.argument(n).dtypes:
+            made[n] = torch.randn(*shape, device=device, dtype=torch.bfloat16)
+        else:
+            made[n] = torch.zeros(*shape, device=device, dtype=torch.int64)
+    return made
+
+
+def ways(name: str, device: str = "cuda") -> dict[str, Callable[[], Any]]:
     """What to time for one op: a name and a call without arguments."""
     from portakern.backends.triton import launch as launching
     from portakern.backends.triton import launcher as launchers
 
     call_of, op = record(name).launched, pk.op(name, backend="triton")
-    arrays = {n: torch.randn(*s, device="cuda", dtype=torch.bfloat16) for n, s in call_of.shapes.items()}
+    arrays = arrays_of(name, device)
     ours: Callable[[], Any] = lambda: op(*arrays.values(), **call_of.options)  # noqa: E731
     ours()
     kernel, grid, args, constexprs = launched(ours)
@@ -186,19 +198,23 @@ def ways(name: str) -> dict[str, Callable[[], Any]]:
     }
 
 
-def training(name: str) -> dict[str, Callable[[], Any]]:
+def training(name: str, device: str = "cuda") -> dict[str, Callable[[], Any]]:
     """What to time for one op forward and backward, gradients of all its arrays."""
     call_of, op = record(name).launched, pk.op(name, backend="triton")
-    arrays = {n: torch.randn(*s, device="cuda", dtype=torch.bfloat16) for n, s in call_of.shapes.items()}
-    ours = [a.detach().clone().requires_grad_() for a in arrays.values()]
+    arrays = arrays_of(name, device)
+    gradients = wiring(op.spec).gradients
+    ours = [a.clone().requires_grad_(n in gradients) for n, a in arrays.items()]
 
-    def step(call: Callable[[], torch.Tensor], among: list[Any]) -> Callable[[], Any]:
-        leaves = [x for x in among if isinstance(x, torch.Tensor)]
-        d_y = torch.randn_like(call())
+    def several(out: Any) -> list[torch.Tensor]:
+        return [y for y in (out if isinstance(out, tuple) else (out,)) if y is not None]
+
+    def step(call: Callable[[], Any], among: list[Any]) -> Callable[[], Any]:
+        leaves = [x for x in among if isinstance(x, torch.Tensor) and x.requires_grad]
+        cotangents = [torch.randn_like(y) for y in several(call())]
 
         def both() -> None:
             with torch.enable_grad():
-                torch.autograd.grad(call(), leaves, d_y)
+                torch.autograd.grad(several(call()), leaves, cotangents)
 
         return both
 
@@ -207,7 +223,9 @@ def training(name: str) -> dict[str, Callable[[], Any]]:
         return found
     theirs, given, options = torch_call(name, arrays)
     twin = getattr(twins, theirs.__name__)
-    args = [a.detach().clone().requires_grad_() if isinstance(a, torch.Tensor) else a for a in given]
+    args = [
+        a.detach().clone().requires_grad_(a.is_floating_point()) if isinstance(a, torch.Tensor) else a for a in given
+    ]
     return found | {
         "portakern.torch, forward and backward": step(lambda: twin(*args, **options), args),
         "torch, forward and backward": step(lambda: theirs(*args, **options), args),

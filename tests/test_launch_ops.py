@@ -13,6 +13,7 @@ from portakern.core import registry, targets
 from portakern.core.binder import unchecked
 from portakern.core.targets import Target
 from portakern.core.tilings import resolve
+from tests.ops import forward_records
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 triton = pytest.importorskip("triton", reason="triton is not installed")
@@ -47,6 +48,12 @@ def served_ops():
 def test_small_inputs_fit_every_op(name, optional):
     spec = pk.op(name).spec
     pk.op(name, backend="triton").bind(**benchmark().small_inputs(spec, "cpu", optional=optional))
+
+
+@pytest.mark.parametrize("name", [r.op for r in forward_records()])
+def test_what_is_timed_of_a_training_step_runs(name):
+    for step in benchmark().training(name, "cpu").values():
+        step()
 
 
 @pytest.mark.parametrize("name", served_ops())
