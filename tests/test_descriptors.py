@@ -1,6 +1,8 @@
 """Tensor descriptors on the launch path: keys, kept maps, replays, and tiles in the interpreter."""
 
+import concurrent.futures
 import importlib
+import threading
 import types
 
 import pytest
@@ -60,7 +62,17 @@ class Launched(list):
 
 
 @pytest.fixture
-def by_triton(monkeypatch):
+def bound(monkeypatch):
+    """The threads in which CUDA's runtime was called, each as often as it was."""
+    threads = []
+    event = types.SimpleNamespace(record=lambda: threads.append(threading.get_ident()))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(descriptors, "_thread", descriptors._Thread())
+    return threads
+
+
+@pytest.fixture
+def by_triton(monkeypatch, bound):
     """The kernels that went through Triton's own path."""
     monkeypatch.setattr(launcher, "current_device", lambda: -1)
     monkeypatch.setattr(launcher, "current_stream", lambda index: 77)
@@ -97,7 +109,27 @@ def flat(args):
     return [*most, *(last if isinstance(last, (list, tuple)) and last[0] != "map" else [last])]
 
 
-def test_maps_are_kept_by_address(monkeypatch):
+def in_a_thread(call):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: (call(), threading.get_ident())[1]).result()
+
+
+def test_every_thread_has_a_context_before_a_map_is_made_in_it(by_triton, bound):
+    """Backward runs in threads of autograd, whose first call of CUDA may be the driver's that makes a map."""
+    launch = lambda: launching.launch(moved, 3, Call, *pair(), 2, **OPTIONS)  # noqa: E731
+    launch()
+    mine = threading.get_ident()
+    assert bound == [mine]
+    other = in_a_thread(lambda: (launch(), launch()))
+    assert bound == [mine, other]
+    maps = descriptors.Maps(pair()[0], lambda described: [bound.copy(), *descriptors.Maps(described, None).rest])
+    third = in_a_thread(lambda: maps[MEMORY.data_ptr()])
+    assert bound == maps[MEMORY.data_ptr()] == [mine, other, third]
+    fourth = in_a_thread(lambda: direct._At(pair()[0])[MEMORY.data_ptr()])
+    assert bound == [mine, other, third, fourth]
+
+
+def test_maps_are_kept_by_address(monkeypatch, bound):
     """The launcher of the Triton that is installed is passed what Triton passes it, and a map is made once."""
     driver = importlib.import_module("triton.backends.nvidia.driver")
     made, seen = [], []

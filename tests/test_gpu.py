@@ -2,6 +2,7 @@
 elements, strides past 2^31.
 """
 
+import threading
 import time
 
 import numpy as np
@@ -203,6 +204,23 @@ def jax_has_a_gpu():
     import jax
 
     return jax.default_backend() == "gpu"
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_a_thread_may_call_the_driver_first(precision):
+    """A map of memory is made in a thread that has not called CUDA's runtime, as of autograd: it has no context."""
+    a, b, c, d = (normal(256, 256, dtype=torch.float32 if precision == "tf32" else torch.bfloat16) for _ in range(4))
+    matmul = pk.op("matmul", backend="triton", variant="hopper")
+    whole = matmul(a, b, precision=precision).clone()
+    matmul(b, a, precision=precision)  # the memory of its result is kept for the next
+    threaded = []
+    thread = threading.Thread(target=lambda: threaded.append(matmul(c, d, precision=precision)))
+    thread.start()
+    thread.join()
+    assert torch.equal(threaded[0], matmul(c, d, precision=precision)) and not torch.equal(threaded[0], whole)
 
 
 @pytest.mark.skipif(

@@ -10,16 +10,16 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-if TYPE_CHECKING:
-    import torch
-
 __all__ = [
-    "At", "Maps", "bare", "base_of", "describe", "describes", "elsewhere", "is_descriptor", "mend_rounding", "raw",
+    "At", "Maps", "bare", "base_of", "bind_thread", "describe", "describes", "elsewhere", "is_descriptor",
+    "mend_rounding", "raw",
 ]  # fmt: skip
 
 TFLOAT32 = 11
@@ -93,6 +93,24 @@ class At:
         return self.address
 
 
+class _Thread(threading.local):
+    bound = False
+
+
+_thread = _Thread()
+
+
+def bind_thread() -> None:
+    """Make the device's context current in this thread, in which a map is about to be made.
+
+    The driver makes maps in a thread's current context. PyTorch's threads of autograd have none until they first call
+    CUDA's runtime, which need not be before the first backward kernel: memory may come from the allocator's cache.
+    """
+    if not _thread.bound:
+        torch.cuda.Event().record()  # the runtime's first call in a thread; allowed while a graph is captured too
+        _thread.bound = True
+
+
 class Maps(dict[int, Any]):
     """Address -> the map of a descriptor's array that begins there, made when it is first asked for.
 
@@ -108,6 +126,7 @@ class Maps(dict[int, Any]):
     def __missing__(self, address: int) -> Any:
         if len(self) >= KEPT:
             self.clear()
+        bind_thread()
         made, *rest = self.encode(elsewhere(self.descriptor, At(address)))
         if rest != self.rest:
             raise RuntimeError(f"Triton passes {rest} of a descriptor after its map; expected {self.rest}")

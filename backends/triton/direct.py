@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from portakern.backends.triton.descriptors import At, elsewhere, raw
+from portakern.backends.triton.descriptors import At, bind_thread, elsewhere, raw
 from portakern.core import codegen
 
 __all__ = ["Go", "direct"]
@@ -79,6 +79,7 @@ class _At:
         self.descriptor = descriptor
 
     def __getitem__(self, address: int) -> Any:
+        bind_thread()
         return elsewhere(self.descriptor, At(address))
 
 

@@ -17,7 +17,7 @@ import torch
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from portakern.backends.triton.descriptors import base_of, describes, mend_rounding
+from portakern.backends.triton.descriptors import base_of, bind_thread, describes, mend_rounding
 from portakern.backends.triton.imports import check_compiled
 from portakern.backends.triton.leaks import leaking_products
 from portakern.core import codegen
@@ -65,6 +65,8 @@ def _by_triton(kernel: JITFunction[Any]) -> Callable[..., None]:
     def launcher(grid: int, *args: Any, **constexprs: Any) -> None:
         # Triton launches on the current device, whichever the arrays are on
         with torch.cuda.device(base_of(args[0]).device):
+            if any(describes(type(a)) for a in args):
+                bind_thread()
             mend_rounding(kernel, grid, args, constexprs)
             refuse_leaks(kernel.__name__, kernel[(grid,)](*args, **constexprs))
 
@@ -141,7 +143,7 @@ def write_launcher(
     env = {
         "_first": first, "_find": kept.get, "_watched": watched, "_kernel": kernel, "_widths": _widths,
         "_inside": _inside, "_on": torch.cuda.device, "_current": current_device, "_stream": current_stream,
-        "_knobs": knobs, **{f"_{p.name}": p.default for p in kernel.params if p.has_default},
+        "_knobs": knobs, "_bind_thread": bind_thread, **{f"_{p.name}": p.default for p in kernel.params if p.has_default},
     }  # fmt: skip
     title, source = f"launcher of {kernel.__name__}", _source(kernel, args, constexprs, hip)
     written: Callable[..., Handles | None] = codegen.written(title, source, env, "_launcher")
@@ -219,6 +221,7 @@ def _launcher(_grid, {passed}):
     if _current() != _device:
         with _on(_device):
             return _launcher(_grid, {passed})
+    {"_bind_thread()" if described else "pass"}
     _key = ({", ".join(key)})
     _kept = _find(_key)
     if _kept is None or _watched(_kernel):
