@@ -10,6 +10,7 @@ import portakern as pk
 from portakern.core import registry
 from portakern.core.oracle import as_float64, oracle
 from portakern.spec.tolerance import TF32_END
+from portakern.testing.statistics import examine
 from tests.measuring import measure
 from tests.ops import matmul as of_matmul
 from tests.ops import record
@@ -92,6 +93,25 @@ def test_near_overflow_a_copy_engine_is_right(name, on_a_copy_engine):
         arrays, options = record(name).case(rng, "float32", "near_overflow")
         found = fractions(name, arrays, {**options, "precision": "tf32"})
         assert max(found.values()) <= 1, (seed, found)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "ieee"])
+def test_no_exact_result_is_demanded_of_what_they_are_multiplied_with(precision):
+    """The slope of a row that is ignored is 0 times each weight: NaN where one became infinite."""
+    hidden, weight = np.ones((2, 64), np.float32), np.ones((1, 64), np.float32)
+    weight[0, 3] = TF32_END
+    call = pk.op("linear_cross_entropy").bind(
+        hidden, weight, np.array([-100, 0], np.int32), precision=precision, return_slope=True
+    )
+    call = as_float64(call)
+    refs = oracle(call)
+    bounds = call.spec.bound(call, refs)
+    names = [o.name for o in call.spec.outputs]
+    got = [np.array(refs[names.index(n)], np.float32) for n in call.wants]
+    slope = got[[n for n in names if n in call.wants].index("slope")]
+    assert not slope.any()
+    slope[:, 3] = np.nan
+    assert bool(examine(call, got, refs, bounds, "special")["slope"].reasons) == (precision == "ieee")
 
 
 def test_bounds_are_as_tight_as_ever_short_of_the_end(on_a_copy_engine):

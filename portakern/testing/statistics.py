@@ -106,7 +106,7 @@ def examine(
       outputs: the wanted outputs in the spec's order, as they were stored.
       refs, bounds: of every output of the spec, from the oracle and the spec's tolerance.
       regime: how the values were drawn; statistics are taken for those of RANDOM alone. Exact results are demanded
-        wherever the values force them.
+        wherever the values force them and the bound promises anything.
     """
     spec, nothing = call.spec, (None,) * len(refs)
     if call.degenerate:
@@ -131,13 +131,14 @@ def examine(
                 if regime == "wide":
                     loose = np.hypot(loose, absorbed(call, refs, i))
             evidence = judge(got, refs[i], bounds[i], loose, unbiased=unbiased)
-        wrong = 0 if forced[i] is None else int(np.sum(forced[i] & (got != rounded(refs[i], dtype))))
+        exact = None if forced[i] is None else forced[i] & np.isfinite(bounds[i])
+        wrong = 0 if exact is None else int(np.sum(exact & (got != rounded(refs[i], dtype))))
         if wrong:
             evidence = replace(
                 evidence,
                 reasons=(
                     *evidence.reasons,
-                    f"{wrong} of {np.sum(forced[i])} elements that no step can round are not exact",
+                    f"{wrong} of {np.sum(exact)} elements that no step can round are not exact",
                 ),
             )
         seen[name] = evidence
