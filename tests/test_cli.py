@@ -180,6 +180,27 @@ def test_check_leaves_nothing_in_the_folder_where_it_runs(tmp_path):
     assert ran.returncode == 0 and not list(here.iterdir()), ran.stderr
 
 
+def test_check_leaves_out_what_a_backend_lacks_on_a_device(monkeypatch):
+    """As Pallas lacks ops on Hopper that it has on TPUs, and says so; a pair that is named must be there."""
+    variants = testing.backend_variants
+
+    def on_a_gpu(spec, backend, *where):
+        if spec.name != "softmax":
+            raise pk.UnsupportedError(f"backend {backend!r} has no {spec.name} on a GPU")
+        return variants(spec, backend, *where)
+
+    monkeypatch.setattr(testing, "backend_variants", on_a_gpu)
+    monkeypatch.setattr(registry, "loadable", lambda: ("softmax", "rope"))
+    result = run(app, ["check", "--backend", "reference", "--max-examples", "3"])
+    assert result.exit_code == 0, result.output
+    assert "not checked: backend 'reference' has no rope on a GPU" in result.output and "passed" in result.output
+    named = run(app, ["check", "rope", "softmax", "--backend", "reference"])
+    assert named.exit_code and "has no rope on a GPU" in str(named.exception)
+    monkeypatch.setattr(registry, "loadable", lambda: ("rope",))
+    nothing = run(app, ["check", "--backend", "reference"])
+    assert nothing.exit_code and "has no rope on a GPU" in str(nothing.exception)
+
+
 def test_check_fails_with_a_line_that_reproduces(monkeypatch):
     from portakern.backends.reference import BACKEND
 

@@ -23,7 +23,7 @@ from portakern.cli.common import (
 )
 from portakern.core import ending, registry
 from portakern.defaults import EXAMPLES
-from portakern.errors import SpecError
+from portakern.errors import SpecError, UnsupportedError
 
 Where = tuple[str | None, str | None, str | None]
 """A platform, a profile, and the architecture that it stands in for."""
@@ -176,12 +176,16 @@ def _subjects(
 ) -> list[tuple[str, str, str | None]]:
     """(op, backend, variant) of all that is to be checked.
 
-    ``every``: not every backend has every op, and one that lacks it is left out; a pair that is named must be there.
-    So is a backend of somebody else's that cannot be asked, aloud.
+    ``every``: not every backend has every op, nor on every device, and one that lacks it is left out; a pair that is
+    named must be there. So is a backend of somebody else's that cannot be asked, aloud.
+
+    Raises:
+      UnsupportedError: nothing is left.
     """
     from portakern import testing
 
     found: list[tuple[str, str, str | None]] = []
+    lacking: list[UnsupportedError] = []
     for op, b in [(op, b) for b in backends for op in ops if not every or any(registry.backend(b).having(op))]:
         of = registry.backend(b)
         try:
@@ -189,11 +193,18 @@ def _subjects(
             for family in of.having(op) if not of.auto else ():
                 of.implementation(op, family)
         except Exception as e:  # somebody's module that cannot be imported, say
+            if every and isinstance(e, UnsupportedError):
+                lacking.append(e)
+                continue
             if not every or of.auto:
                 raise
             err.print(f"{op} on {b} left out: {type(e).__name__}: {e}", style="red", markup=False, highlight=False)
             continue
         found += [(op, b, v) for v in names]
+    for why in lacking:
+        err.print(f"not checked: {why}", markup=False, highlight=False, soft_wrap=True)
+    if lacking and not found:
+        raise lacking[0]
     return found
 
 

@@ -118,7 +118,7 @@ def backend_variants(
     _, target = _place(b, device, b.profile_target(profile, arch))
     names = [f.name for f, _ in b.families_for(target) if b.where(spec.name, f) is not None]
     if not names:
-        raise UnsupportedError(f"backend {b.name!r} has no {spec.name}")
+        raise UnsupportedError(f"backend {b.name!r} has no {spec.name} on {target}")
     return tuple(names)
 
 

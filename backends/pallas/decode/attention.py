@@ -237,11 +237,9 @@ def combine(ref: Refs, *, plan: Packed, group: int) -> None:
     inverse = 1.0 / jnp.where(total.l == 0.0, 1.0, total.l)
     for column, acc in zip(columns, total.acc, strict=True):
         store(ref.o.at[batch, query, head, pl.ds(column, THREADS)], (acc * inverse).astype(plan.dtype))
-    wanted = [name for name in gpu.LOG_SUM if name in ref]
-    if wanted:
-        numbers = plan.scores.log_sum(total.l, total.m)
-        for name in wanted:
-            getattr(ref, name)[batch, head, query] = numbers[name]
+    if "l" in ref:
+        ref.l[batch, head, query] = total.l
+        ref.m[batch, head, query] = total.m
 
 
 def _each(x: Any) -> Any:
@@ -275,7 +273,8 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, 
     heads = dims["kv_heads"] * dims["group"]
     outputs = {"o": jax.ShapeDtypeStruct((plan.batch, dims["q_len"], heads, wide), plan.dtype)}
     form = jax.ShapeDtypeStruct((plan.batch, heads, dims["q_len"]), jnp.float32)
-    outputs |= dict.fromkeys(gpu.saved(call), form)
+    # XLA makes lse of them: it takes the bits of numbers, which Mosaic takes of arrays alone (jax 0.11 and 0.12)
+    outputs |= dict.fromkeys(("l", "m") if gpu.saved(call) else (), form)
     found = launch(
         call,
         partial(combine, plan=plan, group=dims["group"]),
@@ -286,4 +285,5 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, 
         scratch={},
         approximate=True,
     )
-    return found["o"][..., : plan.dv], *(found.get(name) for name in gpu.LOG_SUM)
+    numbers = plan.scores.log_sum(found["l"], found["m"]) if gpu.saved(call) else {}
+    return found["o"][..., : plan.dv], *(numbers[name] if name in call.wants else None for name in gpu.LOG_SUM)
