@@ -3,7 +3,7 @@
 The hash is of syntax (:mod:`portakern.syntax`): of an implementation, of its op's spec, of what launches its kernels,
 of every statement of backends and specs that these name, directly or not, and of the rows that the shipped tables of
 tilings have for it. The names of modules, functions, variables and parameters do not count, nor do comments and
-docstrings. A result whose hash is no longer that of the source is another program's.
+docstrings, nor how often the same statement is written. A result whose hash is no longer that of the source is another program's.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _hashed(tree: _Tree, op: str, family: Family, module: str, target: Target) -
     for s in specs:
         roots += tree.find(f"{s.fn.__module__}.{s.name}")[0]
         homes |= tree.beside(s.fn.__module__)
-    text = sorted(tree.hashes(tree.reached(roots, homes)))
+    text = sorted(set(tree.hashes(tree.reached(roots, homes))))
     package = module.rpartition(".")[0]
     folder = tree.root.joinpath(*package.split(".")).parent / "tuned"
     for table in tilings.tables_for(target):

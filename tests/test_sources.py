@@ -106,6 +106,19 @@ def test_where_a_function_lies_does_not_count(checkout):
     (folder / "_lines.py").unlink()
 
 
+def test_how_often_a_statement_is_written_does_not_count(checkout):
+    """A helper, or a type variable, that two modules have may become one that they share."""
+    before, spec = checkout.now("rmsnorm"), "portakern/specs/rmsnorm.py"
+    plant = re.search(r"def plant\((.|\n)*?\n\n\n", (ROOT / "portakern/specs/_rows.py").read_text())[0]
+    own = plant.replace("def plant(", "def planted(")
+    checkout.edit(spec, (r"\nclass ", f"\n{own}class "), (r"\bplant\(rng, arrays", "planted(rng, arrays"))
+    assert checkout.now("rmsnorm") == before
+    checkout.edit(
+        spec, (r"\bplanted\((.*) np\.nan\)", r"plant(\1 np.nan)")
+    )  # one edge has another helper than the next
+    assert checkout.now("rmsnorm") == before
+
+
 @pytest.mark.parametrize(
     "file, change, op",
     [
