@@ -15,9 +15,10 @@ import pytest
 
 import portakern as pk
 from portakern import testing
-from portakern.core import registry, targets, tilings
+from portakern.core import registry, route, targets, tilings
 from portakern.core.binder import unchecked
 from portakern.core.call import Call
+from portakern.core.explain import explain
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
@@ -60,6 +61,12 @@ def bound(
 
 def tiling_of(call: Call, **named: int) -> Any:
     return tilings.resolve(VARIANT, call, named).tiling
+
+
+def run(call: Call, tiling: Any) -> Any:
+    """The outputs of whoever serves the call in the end."""
+    serving, tiling = VARIANT.serving(call, tiling)
+    return serving.run(call, tiling)
 
 
 def on_the_host(kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[str, Any], ran: list[str]) -> None:
@@ -115,7 +122,7 @@ def test_every_role_meets_the_bound(name):
     shape, options, named, kernels = CASES[name]
     call, ran = bound(*shape, **options), []
     with recording(partial(on_the_host, ran=ran)):
-        outputs = VARIANT.run(call, tiling_of(call, **named))
+        outputs = run(call, tiling_of(call, **named))
     shares = testing.compare_call(call, [call.framework.to_numpy(x) for x in outputs if x is not None])
     assert max(shares.values()) <= 1
     assert ran == kernels
@@ -133,8 +140,8 @@ def test_a_query_alone_has_the_bits_that_it_has_among_others(tiling, keys, few, 
     arrays = {**call.arrays, "q": call.arrays["q"][:, -few:].contiguous()}
     last = call.replace(arrays=arrays, dims={**call.dims, "q_len": few})
     with recording(partial(on_the_host, ran=ran)):
-        o, lse, _ = VARIANT.run(call, tiling_of(call, **tiling))
-        o_alone, lse_alone, _ = VARIANT.run(last, tiling_of(last, shares=shares, **tiling))
+        o, lse, _ = run(call, tiling_of(call, **tiling))
+        o_alone, lse_alone, _ = run(last, tiling_of(last, shares=shares, **tiling))
     assert ran == [*FLASH, *(SHARES if keys > 1024 and shares == 2 else SHARES[:1])]
     assert torch.equal(o_alone, o[:, -few:]) and torch.equal(lse_alone, lse[:, :, -few:])
 
@@ -149,7 +156,7 @@ def kernels_of(*calls: tuple[Call, Any]) -> dict[str, set[str]]:
 
     with recording(note):
         for call, tiling in calls:
-            VARIANT.run(call, tiling)
+            run(call, tiling)
     return found
 
 
@@ -161,7 +168,7 @@ def test_what_is_faster_is_the_default(monkeypatch):
         found: list[tuple[str, int]] = []
         call = bound(*shape, device="meta", **options)
         with recording(lambda kernel, grid, args, constexprs: found.append((kernel.__name__, grid))):
-            VARIANT.run(call, tiling_of(call))
+            run(call, tiling_of(call))
         return found[0]
 
     for batch, length in (32, 512), (16, 1024), (8, 2048), (4, 4096), (2, 8192):
@@ -270,3 +277,41 @@ def test_what_tanh_errs_by_leaves_room_in_the_bound():
         t = np.float32(1) - np.float32(2) * r.astype(np.float32)
         worst = max(worst, np.abs(t - np.tanh(x.astype(np.float64))).max())
     assert 4 * u < worst <= 8 * u
+
+
+def test_the_dispatch_names_the_portable_kernel_where_it_serves_few_queries():
+    """20 queries of 5 heads are more rows than are shared out. The tiling stays this variant's, and so do all bits."""
+    few, many = bound(1, 20, 1, 5, 1100, 64), bound(1, 200, 1, 5, 1100, 64)
+    for named in (None, "hopper"):
+        candidates = route.find_routes(BACKEND, few, few.target, named)
+        found, tiling = route.pick(candidates, few, {})
+        assert (found.impl.family.name, tiling) == ("gpu", tiling_of(few))
+        assert route.pick(candidates, many, {})[0].impl is VARIANT
+    of_gpu, _ = route.pick(route.find_routes(BACKEND, few, few.target, "gpu"), few, {})
+    assert tilings.resolve(of_gpu.impl, few, {}).tiling != tiling, "who names gpu has its own tiles"
+    ran: list[str] = []
+    with recording(partial(on_the_host, ran=ran)):
+        alone, among = found.run(few, tiling), [run(few, tiling_of(few)), of_gpu.impl.run(few, tiling)]
+    assert ran == ["attention_kernel", "attention_combine_kernel"] * 3
+    assert all(torch.equal(x, y) for other in among for x, y in zip(alone, other, strict=True) if x is not None)
+
+
+def test_who_asks_is_told_which_variant_leaves_a_call_to_which(monkeypatch):
+    call = bound(1, 20, 1, 5, 1100, 64, device="meta")
+    monkeypatch.setattr(type(call.framework), "target", lambda self, device: call.target)
+    for variant in (None, "hopper"):
+        told = explain(call, route.Choice(BACKEND, variant))
+        assert "implementation: portakern.backends.triton.gpu.attention" in told
+        named = " (named)" if variant else ""
+        assert f"variant hopper: leaves this call to gpu{named}\n" in told
+        assert "variant gpu: serves this call, which hopper leaves to it\n" in told
+        assert "consumers=2 (shipped sm_90: d to 64)" in told
+        assert "kernels: gpu.attention.attention_kernel, gpu.attention.attention_combine_kernel" in told
+
+
+@compiles
+def test_what_is_compiled_is_what_serves():
+    arrays = [torch.empty(s, dtype=torch.bfloat16) for s in ((1, 20, 5, 64), (1, 1100, 1, 64), (1, 1100, 1, 64))]
+    built = pk.op("attention", backend="triton", variant="hopper").lower(*arrays, target="sm_90")
+    assert built.ok and built.variant == "gpu" and built.tiling["consumers"] == 2
+    assert [k.name for k in built.kernels] == ["attention_kernel", "attention_combine_kernel"]

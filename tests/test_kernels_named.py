@@ -101,7 +101,8 @@ CALLS = {  # what a variant chooses by the form of a call
 def test_what_hopper_chooses_by_a_calls_form_is_named(name):
     make, expected = CALLS[name]
     impl, call = make()
-    tiling, launched = tilings.default(impl, call).tiling, []
+    impl, tiling = impl.serving(call, tilings.default(impl, call).tiling)
+    launched = []
     with recording(lambda kernel, *_: launched.append(listed.qualified(kernel))):
         impl.run(call, tiling)
         told = HOPPER.kernels(impl, call, tiling)

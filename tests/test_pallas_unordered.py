@@ -63,7 +63,8 @@ def gradients(shape, tiling=None, **more):
     call = call.replace(interpret=True)
     assert VARIANT.supports(call, resolved(call, tiling)) is None
     with PALLAS.profile("races"):
-        return call, jax.block_until_ready(VARIANT.run(call, resolved(call, tiling)))
+        serving, tiling = VARIANT.serving(call, resolved(call, tiling))
+        return call, jax.block_until_ready(serving.run(call, tiling))
 
 
 def resolved(call, tiling=None):
@@ -227,10 +228,10 @@ def test_short_queries_take_little_memory_for_sums(monkeypatch):
 def test_gradients_of_keys_alone_are_the_ordered_kernel_s():
     arrays = arrays_of(1, 70, 1, 1, 70, 64)
     call = pk.op("attention_vjp").bind(**arrays).replace(interpret=True, wants=("d_k", "d_v"))
-    found = VARIANT.run(call, resolved(call))
-    same = ordered.attention_vjp(call, resolved(call))
-    assert found[0] is None
-    assert all(jnp.array_equal(found[i], same[i]) for i in (1, 2))
+    serving, tiling = VARIANT.serving(call, resolved(call))
+    assert serving.family.name == "gpu" and serving.fn is ordered.attention_vjp and tiling == resolved(call)
+    assert VARIANT.serving(call.replace(wants=("d_q", "d_k")), tiling) == (VARIANT, tiling)
+    assert serving.run(call, tiling)[0] is None
 
 
 # --- compiled, with no GPU ---

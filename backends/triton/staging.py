@@ -47,7 +47,7 @@ def stage(impl: Implementation, embed: Embed) -> Implementation:
         what = [f"{sheet.places[s.to].dtype} {sheet.places[s.to].shape}" for s in copied(sheet.steps)]
         return f"gathered or cast before a kernel reads it: {', '.join(what)}" if what else None
 
-    key, fit = impl.key, impl.fit
+    key, fit, delegate = impl.key, impl.fit, impl.delegate
     return replace(
         impl,
         fn=fn,
@@ -55,6 +55,7 @@ def stage(impl: Implementation, embed: Embed) -> Implementation:
         supports=lambda call, tiling: unsupported(call.target) or impl.supports(outlined(call), tiling),
         key=None if key is None else lambda call: key(outlined(call)),
         fit=None if fit is None else lambda call, tiling: fit(outlined(call), tiling),
+        delegate=None if delegate is None else lambda call, tiling: delegate(outlined(call), tiling),
         copies=copies,
     )
 

@@ -21,7 +21,7 @@ from portakern.core.framework import Framework, frameworks
 from portakern.core.observe import say
 from portakern.core.remembered import Remembered, forget
 from portakern.core.targets import HOST, Hardware, Target, find
-from portakern.errors import SpecError, UnavailableError
+from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.spec import Spec, Tile
 
 if TYPE_CHECKING:
@@ -315,6 +315,8 @@ class Implementation:
         ``supports`` refuses the tilings in which it cannot.
       drawn: which calls the checker draws of a variant that takes few.
       compiled_alone: why its kernels run in no interpreter, in words, where those of its family do; None: they do.
+      delegate: ``delegate(call, tiling)`` of a call that it supports with this tiling: None where its own kernels serve
+        it; else the name of the variant of its backend that does, and the tiling that this one runs with.
       ahead: the dtypes in which it was measured to take no longer, with its gradients, than the functions of an array
         library that come to the same one after the other. Who would put it in their place asks
         (:func:`portakern.core.route.ahead`).
@@ -341,6 +343,7 @@ class Implementation:
     overwrites: bool = False
     drawn: Drawn = ANY
     compiled_alone: str | None = None
+    delegate: Callable[[Call, Tiling], tuple[str, Tiling] | None] | None = None
     ahead: tuple[str, ...] = ()
     unordered: Mapping[str, str] = field(default_factory=dict)
     _looked: Remembered[Any, bool] = field(default_factory=Remembered, init=False, repr=False)
@@ -370,6 +373,28 @@ class Implementation:
         if call.over and not (self.overwrites or self.backend.oracle):  # whose caller rounds, and writes, its results
             return "it writes no result over an input; leave overwrite out"
         return self.supports(call, tiling)
+
+    def serving(self, call: Call, tiling: Tiling) -> tuple[Implementation, Tiling]:
+        """The implementation whose kernels serve a call that this one supports with this tiling, and the tiling that they
+        run with: its own, or those of the variant to which it leaves the call (``delegate``).
+
+        Raises:
+          UnsupportedError: that variant refuses the call. SpecError: there is none of its name.
+        """
+        to = self.delegate(call, tiling) if self.delegate is not None else None
+        if to is None:
+            return self, tiling
+        variant, tiling = to
+        self.backend.check_variant(variant)
+        family = next(f for f in self.backend.families if f.name == variant)
+        impl = self.backend.implementation(self.op, family)
+        reason = impl.refuses(call, tiling) if impl is not None else f"it has no {self.op}"
+        if impl is None or reason:
+            raise UnsupportedError(
+                f"{call!r} on {call.target}: backend {self.backend.name!r} cannot: {self.family.name} leaves it to "
+                f"{variant}: {reason}"
+            )
+        return impl.serving(call, tiling)
 
     def run(self, call: Call, tiling: Tiling) -> tuple[Any, ...]:
         """``fn``, held to returning a tuple of the right length, and where others bring it to what is in that tuple,
@@ -531,6 +556,7 @@ class Backend:
         overwrites: bool = False,
         drawn: Drawn = ANY,
         compiled_alone: str | None = None,
+        delegate: Callable[[Call, Tiling], tuple[str, Tiling] | None] | None = None,
         ahead: tuple[str, ...] = (),
         unordered: Mapping[str, str] = MappingProxyType({}),
     ) -> Callable[[F], F]:
@@ -554,7 +580,7 @@ class Backend:
             for family in own or self._broadest():
                 made = Implementation(
                     self, family, op, fn, tiling, supports, knobs, key, fit, takes, copies, same_bits, overwrites,
-                    drawn, compiled_alone, ahead, unordered,
+                    drawn, compiled_alone, delegate, ahead, unordered,
                 )  # fmt: skip
                 self._found[family.package, op] = made
                 forget()  # ops that were made before serve their next call anew

@@ -8,8 +8,8 @@ from typing import Any
 
 from portakern.core import registry
 from portakern.core.call import Call
-from portakern.core.route import Choice, Route, choose, find_routes, pick, to_framework, why_not
-from portakern.core.tilings import attempt, resolve
+from portakern.core.route import Choice, Route, choose, find_routes, serving, taking, to_framework, why_not
+from portakern.core.tilings import attempt
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.spec import ArrayArg
 
@@ -67,13 +67,16 @@ def _plan(call: Call, choice: Choice, candidates: tuple[Route, ...]) -> list[str
     if call.degenerate:
         return [*lines, f"  implementation: {route.impl.fn.__module__}", "  plan: no kernel: an extent is 0"]
     tiling: Mapping[str, int] = {}
+    asked, sources = route, dict[str, str]()
     if not backend.oracle:
         if framework is not call.framework:
             inner = to_framework(inner, framework)
-        route, tiling = pick(candidates, inner, choice.tiling)
+        asked, resolved = taking(candidates, inner, choice.tiling)
+        sources = resolved.sources
+        route, tiling = serving(asked, inner, resolved.tiling)
     lines.append(f"  implementation: {route.impl.fn.__module__}")
     if len(backend.families) > 1:
-        lines += _variants(inner, choice, candidates, route)
+        lines += _variants(inner, choice, candidates, asked, route)
     if route.embedded:
         lines.append(
             f"  embedded: its machine code is a part of {framework.title}'s own program, without {backend.framework}"
@@ -81,8 +84,7 @@ def _plan(call: Call, choice: Choice, candidates: tuple[Route, ...]) -> list[str
     if framework is not call.framework:
         lines.append(f"  crossing: {call.framework.name} -> {framework.name} and back")
     if not backend.oracle:
-        sources = resolve(route.impl, inner, choice.tiling).sources
-        parts = (f"{name}={tiling[name]} ({source})" for name, source in sources.items())
+        parts = (f"{name}={tile} ({sources.get(name) or asked.impl.family.name})" for name, tile in tiling.items())
         lines.append(f"  tiling: {', '.join(parts) or 'none'}")
         lines += _kernels(route, inner, tiling)
         copied = route.impl.copies(inner, tiling) if route.impl.copies else None
@@ -99,17 +101,23 @@ def _kernels(route: Route, call: Call, tiling: Mapping[str, int]) -> list[str]:
     return [f"  kernels: {', '.join(told)}"] if counts else []
 
 
-def _variants(call: Call, choice: Choice, candidates: tuple[Route, ...], served: Route) -> list[str]:
-    """Every variant of the backend in their order, and why it is not the one that serves."""
-    of = {route.impl.family: route for route in candidates}
+def _variants(call: Call, choice: Choice, candidates: tuple[Route, ...], asked: Route, served: Route) -> list[str]:
+    """Every variant of the backend in their order, and why it is not the one that serves: ``served``, to which
+    ``asked`` left the call where that is another one."""
+    of, left = {route.impl.family: route for route in candidates}, asked.impl.family.name
     lines = []
     for family in served.impl.backend.families:
         route = of.get(family)
-        if route is served:
-            why = "serves this call" + (" (named)" if choice.variant == family.name else "")
+        named = " (named)" if choice.variant == family.name else ""
+        if family is served.impl.family:
+            why = (
+                f"serves this call{named}" if asked is served else f"serves this call, which {left} leaves to it{named}"
+            )
+        elif route is asked:
+            why = f"leaves this call to {served.impl.family.name}{named}"
         elif choice.variant == family.name:
             why = f"it has no {call.spec.name}, and serves its gradients"
-        elif choice.variant is not None and served.impl.family.name == choice.variant:
+        elif choice.variant is not None and left == choice.variant:
             why = "another variant was named"
         elif route is None:
             has = served.impl.backend.where(call.spec.name, family) is not None
@@ -120,7 +128,7 @@ def _variants(call: Call, choice: Choice, candidates: tuple[Route, ...], served:
             if has and served.embedded and family.compiles_for(call.target):
                 why = f"no part of {served.framework.title}'s programs: {family.unstaged}"
         else:
-            why = _reason(route, call, choice) or f"{served.impl.family.name} comes first"
+            why = _reason(route, call, choice) or f"{left} comes first"
         lines.append(f"  variant {family.name}: {why}")
     return lines
 

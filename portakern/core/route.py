@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from portakern.core import registry
@@ -17,14 +17,14 @@ from portakern.core.framework import Framework, convert, frameworks
 from portakern.core.observe import say
 from portakern.core.remembered import Remembered
 from portakern.core.targets import HOST, Target
-from portakern.core.tilings import resolve
+from portakern.core.tilings import Resolved, resolve
 from portakern.errors import SpecError, UnsupportedError
 from portakern.spec import Spec
 from portakern.spec.options import shown
 
 __all__ = [
     "Choice", "Route", "ahead", "choose", "find_routes", "gradient_choice", "has_gradient_alone", "pick", "routes",
-    "to_framework", "why_not",
+    "serving", "taking", "to_framework", "why_not",
 ]  # fmt: skip
 
 
@@ -248,13 +248,28 @@ def _has(b: Backend, op: str, families: Iterable[Family]) -> bool:
 
 
 def pick(candidates: tuple[Route, ...], call: Call, user: Mapping[str, int]) -> tuple[Route, Mapping[str, int]]:
+    """Who serves the call, and with which tiling: the first candidate that takes it, or the variant to which that leaves
+    it; UnsupportedError with every reason where none takes it."""
+    route, found = taking(candidates, call, user)
+    return serving(route, call, found.tiling)
+
+
+def serving(route: Route, call: Call, tiling: Mapping[str, int]) -> tuple[Route, Mapping[str, int]]:
+    """The route of the variant whose kernels serve a call that was taken, and their tiling."""
+    impl, tiling = route.impl.serving(call, tiling)
+    if impl is route.impl:
+        return route, tiling
+    return replace(route, impl=impl.family.staged(impl, route.framework) if route.embedded else impl), tiling
+
+
+def taking(candidates: tuple[Route, ...], call: Call, user: Mapping[str, int]) -> tuple[Route, Resolved]:
     """The first candidate that takes the call, and its tiling; UnsupportedError with every reason where none does."""
     if len(candidates) == 1:
-        return candidates[0], resolve(candidates[0].impl, call, user).tiling
+        return candidates[0], resolve(candidates[0].impl, call, user)
     reasons = []
     for route in candidates:
         try:
-            return route, resolve(route.impl, call, user).tiling
+            return route, resolve(route.impl, call, user)
         except (UnsupportedError, SpecError) as e:
             reasons.append(e)
     if all(isinstance(e, SpecError) for e in reasons):  # a tile that no variant has

@@ -98,10 +98,7 @@ def serve(call: Call, candidates: tuple[Route, ...], user: Mapping[str, int]) ->
         tiling = resolve(route.impl, call, user).tiling
         outputs = _written_over(call, _outputs_back(call, framework, rounded_oracle(call), copy=False))
     elif framework is call.framework:
-        if len(candidates) == 1:
-            tiling = resolve(route.impl, call, user).tiling
-        else:
-            route, tiling = pick(candidates, call, user)
+        route, tiling = pick(candidates, call, user)
         outputs = route.run(call, tiling)
         if call.over:
             framework.wrote([call.arrays[name] for name in call.over])

@@ -313,12 +313,14 @@ def kernel(ref: Refs, *, how: Added) -> None:
     ordered.kernel(ref, plan=how.plan, consumer_of=partial(consume, how=how), tile_of=how.tile)
 
 
-@BACKEND.implements(
-    "attention_vjp", key=ordered.key, supports=supports, knobs=KNOBS, copies=copies, unordered={"d_q": ADDED}
-)
+def delegate(call: Call, tiling: Mapping[str, int]) -> tuple[str, Mapping[str, int]] | None:
+    """Gradients without d_q have no sum that several blocks add to: they are the ordered kernel's."""
+    return None if "d_q" in call.wants else ("gpu", tiling)
+
+
+@BACKEND.implements("attention_vjp", key=ordered.key, supports=supports, knobs=KNOBS, copies=copies, delegate=delegate,
+                    unordered={"d_q": ADDED})  # fmt: skip
 def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
-    if "d_q" not in call.wants:
-        return ordered.attention_vjp(call, tiling)
     how, d = added(call, tiling), call.dims["d"]
     plan, batch, q_len = how.plan, call.dims["batch"], call.dims["q_len"]
     heads = call.dims["kv_heads"] * plan.group

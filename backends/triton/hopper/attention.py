@@ -1,8 +1,8 @@
 """Attention for Hopper's copy engine and asynchronous matrix unit, in 16 bits: see ``_flash``, and ``_shares`` for few
 queries.
 
-Calls of few queries go to the portable kernel with the tiling of here where a group of heads has more than 64 rows, or
-more than 32 and chunks of keys that are not worth a program each. All kernels add up the same numbers in the same
+Calls of few queries are left to the portable variant with the tiling of here (``delegate``) where a group of heads has
+more than 64 rows, or more than 32 and chunks of keys that are not worth a program each. All kernels add up the same numbers in the same
 order, so that a row's bits do not tell which it was.
 Everything that this variant does not take is refused by what decides bits anyway: dtypes, head dimensions, bias and
 segments. Gluon is compiled alone: nothing of this runs in the interpreter.
@@ -110,16 +110,19 @@ def least_chunk(call: Call) -> dict[str, int]:
     return {"chunk": 1024}
 
 
+def delegate(call: Call, tiling: Mapping[str, int]) -> tuple[str, Mapping[str, int]] | None:
+    """Few queries that are not shared out are the portable kernel's, with the tiling of here, on which bits depend."""
+    return ("gpu", tiling) if shares_of(call, tiling) is None and few_queries(call, tiling) else None
+
+
 DRAWN = Drawn(("bias", "q_segment_ids", "kv_segment_ids"), {"d": 8, "dv": 8}, {"q_len": QUERIES + 1})
 
 
 @BACKEND.implements("attention", tiling=least_chunk, key=portable.key, fit=portable.fit, supports=supports, knobs=KNOBS,
-                    drawn=DRAWN, compiled_alone=GLUON)  # fmt: skip
+                    delegate=delegate, drawn=DRAWN, compiled_alone=GLUON)  # fmt: skip
 def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     dims, options = call.dims, call.options
     shares = shares_of(call, tiling)
-    if shares is None and few_queries(call, tiling):
-        return portable.attention(call, tiling)
     plan = plan_of(call, tiling)
     q_len, kv_len = dims["q_len"], dims["kv_len"]
     q, k, v = (movable(call.arrays[n]) for n in "qkv")

@@ -83,11 +83,14 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     return ordered.supports(*without_d_q(call, tiling))
 
 
+def delegate(call: Call, tiling: Mapping[str, int]) -> tuple[str, Mapping[str, int]] | None:
+    """Gradients without d_q have no sum that several programs add to: they are the ordered kernel's."""
+    return None if "d_q" in call.wants else ("hopper", without_d_q(call, tiling)[1])
+
+
 @BACKEND.implements("attention_vjp", key=key, fit=fit, supports=supports, knobs=KNOBS, drawn=ordered.DRAWN,
-                    unordered={"d_q": ADDED})  # fmt: skip
+                    delegate=delegate, unordered={"d_q": ADDED})  # fmt: skip
 def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    if "d_q" not in call.wants:
-        return ordered.attention_vjp(*without_d_q(call, tiling))
     dims, options, plan = call.dims, call.options, plan_of(call, tiling)
     batch, q_len, kv_len, kv_heads, group = (dims[n] for n in ("batch", "q_len", "kv_len", "kv_heads", "group"))
     heads = kv_heads * group

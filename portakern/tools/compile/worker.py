@@ -51,7 +51,9 @@ def build(
         if impl is None:
             raise SpecError(f"backend {b.name!r} has no {spec.name} in its variant {family.name!r}")
         call, used = abstract_call(spec, impl, form, hardware, tiling)
-        result.call, result.tiling = repr(call), dict(used)
+        impl, used = impl.serving(call, used)
+        result.call, result.tiling, result.variant = repr(call), dict(used), impl.family.name
+        compiler = impl.family.load_compiler()
         compile_call = getattr(compiler, way, compiler.build)
         result.judge(compile_call(impl, call, used), hardware)
     except UnavailableError as e:
