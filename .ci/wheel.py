@@ -6,7 +6,7 @@ The wheel must hold every Python file and table of the package, and work where t
 from __future__ import annotations
 
 import os
-import pkgutil
+import re
 import subprocess
 import sys
 import zipfile
@@ -47,7 +47,8 @@ def main(scratch: Path) -> int:
     if on_disk - inside or not with_entry_points:
         print(f"FAILED: missing from the wheel: {sorted(on_disk - inside)}")
         return 1
-    ops = ",".join(m.name for m in pkgutil.iter_modules([str(ROOT / "specs")]) if not m.name.startswith("_"))
+    specs = [f.read_text(encoding="utf-8") for f in (ROOT / "specs").rglob("*.py")]
+    ops = ",".join(op for text in specs for op in re.findall(r"^@spec\((?:.|\n)*?^\)\ndef (\w+)", text, re.MULTILINE))
     site = str(scratch / "site")
     return subprocess.run(
         [sys.executable, "-c", SCRIPT, site, ops], cwd=scratch, env={**os.environ, "PYTHONPATH": site}, check=False

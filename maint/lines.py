@@ -44,7 +44,7 @@ def _code_lines(source: str) -> set[int]:
 
 def ops(root: Path) -> list[str]:
     """The ops whose specs lie in a checkout."""
-    return [op for op in registry.ops() if files(root, f"{registry.SPECS}.{op}")]
+    return [op for op, module in sorted(registry.own_modules().items()) if files(root, module)]
 
 
 def _text(root: Path, module: str) -> list[str]:
@@ -111,7 +111,8 @@ def _share(found: tuple[int, int] | None) -> str:
 
 
 def lines(kept: Kept) -> str:
-    """Op by backend, counted from the source as it is, whatever of it can be imported here. A file is counted once."""
+    """Op by backend, counted from the source as it is, whatever of it can be imported here. A file is counted once: a
+    spec, which declares an op and its gradient, in the op's row."""
     names = ops(kept.root)
     packages = {f.package for b in registry.backends().values() if b.auto for f in b.declared if f.package}
     columns = {p.rpartition("backends.")[2]: p for p in sorted(packages)}
@@ -123,7 +124,8 @@ def lines(kept: Kept) -> str:
     folders = dict.fromkeys(p if p == registry.SPECS else f"portakern.backends.{_backend(p)}" for p in columns.values())
     beside = {f.rpartition(".")[2]: {*kept.root.joinpath(*f.split(".")).rglob("*.py")} - own for f in folders}
     return table(["op", *columns], body) + (
-        "\n\nLines of code: no blank lines, comments or docstrings. Beside the modules of ops lie, for all of them, "
+        "\n\nLines of code: no blank lines, comments or docstrings. One spec holds an op and its gradient. Beside the "
+        "modules of ops lie, for all of them, "
         f"{', '.join(f'{_count(among)} in {name}' for name, among in beside.items())}."
     )
 

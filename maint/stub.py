@@ -13,12 +13,10 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import pkgutil
 import textwrap
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import import_module
 from inspect import Parameter
 from typing import Any, Literal, NamedTuple
 
@@ -62,13 +60,8 @@ ROUTING = (
 
 def stub() -> str:
     """The text of the stub: portakern's own ops, whatever else is installed."""
-    specs = [registry.find_spec(name) for name in _own_ops()]
+    specs = [registry.find_spec(name) for name in sorted(registry.own_modules())]
     return "\n".join([HEAD, *_arrays(), *(text for s in specs for text in (*_result(s), _typed_op(s))), _op(specs)])
-
-
-def _own_ops() -> list[str]:
-    found = pkgutil.iter_modules(import_module(registry.SPECS).__path__)
-    return sorted(m.name for m in found if not m.name.startswith("_"))
 
 
 # ------------------------------------------------------------------------------------------------- arrays and results

@@ -3,7 +3,8 @@
 The hash is of syntax (:mod:`portakern.syntax`): of an implementation, of its op's spec, of what launches its kernels,
 of every statement of backends and specs that these name, directly or not, and of the rows that the shipped tables of
 tilings have for it. The names of modules, functions, variables and parameters do not count, nor do comments and
-docstrings, nor how often the same statement is written. A result whose hash is no longer that of the source is another program's.
+docstrings, nor how often the same statement is written. A result whose hash is no longer that of the source is another
+program's.
 """
 
 from __future__ import annotations

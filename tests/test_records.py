@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-import portakern.specs
 from portakern.api import op
 from portakern.core import registry
+from portakern.spec import Spec
 from tests.ops import forward_records, records
 from tests.ops.record import ForwardRecord, GradientRecord
 
@@ -32,7 +32,7 @@ def modules(package):
     return found - {"family"}
 
 
-SHIPPED = {m.name for m in pkgutil.iter_modules(portakern.specs.__path__) if not m.name.startswith("_")}
+SHIPPED = set(registry.own_modules())
 BACKENDS = [b for b in registry.backends().values() if b.auto]
 HOMES = [(b, family) for b in BACKENDS for family in b.families]
 WHOLE = [(b, family) for b, family in HOMES if b.oracle or (family.interprets and not family.targets)]
@@ -42,6 +42,19 @@ in_homes = pytest.mark.parametrize(("b", "family"), HOMES, ids=[family.package f
 
 
 # --- records ---
+
+
+def test_a_module_of_specs_declares_an_op_and_its_gradient():
+    """What the registry knows without an import is what the modules declare: the op that the module is called after,
+    and the one that it names as its gradient."""
+    declared = {}
+    for module in dict.fromkeys(registry.own_modules().values()):
+        name = module.rpartition(".")[2]
+        specs = [s for s in vars(importlib.import_module(module)).values() if isinstance(s, Spec)]
+        own = [s for s in specs if f"{s.fn.__module__}.".startswith(f"{module}.")]
+        assert {s.name for s in own} <= {name, registry.find_spec(name).vjp} - {None}
+        declared |= {s.name: module for s in own}
+    assert declared == registry.own_modules()
 
 
 def test_every_op_has_its_record_and_every_record_its_op():

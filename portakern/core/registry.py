@@ -11,6 +11,7 @@ import pkgutil
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -32,6 +33,7 @@ __all__ = [
     "loadable",
     "ops",
     "oracle_backend",
+    "own_modules",
     "peers",
     "register",
 ]
@@ -222,14 +224,27 @@ def importable(spec: Spec[Any], b: Backend) -> bool:
 
 
 @functools.cache
+def own_modules() -> Mapping[str, str]:
+    """Each op of portakern's own -> the module that declares it: the one that is called like the op, and for a gradient
+    op that of its forward op. Texts are read and no module is imported."""
+    folder, found = Path(importlib.import_module(SPECS).__path__[0]), {}
+    for info in pkgutil.iter_modules([str(folder)]):
+        if not info.name.startswith("_"):
+            module, gradient = f"{SPECS}.{info.name}", f"{info.name}_vjp"
+            found[info.name] = module
+            file = folder / (f"{info.name}/__init__.py" if info.ispkg else f"{info.name}.py")
+            # vjp="softmax_vjp", or "attention_vjp" among a package's names
+            if f'"{gradient}"' in file.read_text(encoding="utf-8"):
+                found[gradient] = module
+    return MappingProxyType(found)
+
+
+@functools.cache
 def _spec_sources() -> Mapping[str, list[EntryPoint | str]]:
     """Op name -> where it is declared: a module of portakern's, or entry points of the ``portakern.specs`` group. More
     than one is a clash; nobody takes the name of one of portakern's.
     """
-    found: dict[str, list[EntryPoint | str]] = {}
-    for module in pkgutil.iter_modules(importlib.import_module(SPECS).__path__):
-        if not module.name.startswith("_"):
-            found[module.name] = [f"{SPECS}.{module.name}"]
+    found: dict[str, list[EntryPoint | str]] = {op: [module] for op, module in own_modules().items()}
     own = frozenset(found)
     for entry in sorted(entry_points(group=SPECS), key=lambda e: (e.name, e.value)):
         if entry.name in own:

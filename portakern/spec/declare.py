@@ -171,12 +171,12 @@ class Spec(Generic[P]):
 
     def edge(self, **where: Any) -> Callable[[F], F]:
         """Decorator: an :class:`Edge` named like the function, which plants its values; ``where`` holds Edge's other
-        attributes."""
+        attributes. The name of an edge or a law of a gradient op leaves out the function's ending ``_vjp``, by which
+        its module tells it from the forward op's."""
 
         def declare(plant: F) -> F:
-            self.edges[plant.__name__] = Edge(
-                plant.__name__, inspect.cleandoc(plant.__doc__ or ""), plant=plant, **where
-            )
+            name = self._short(plant)
+            self.edges[name] = Edge(name, inspect.cleandoc(plant.__doc__ or ""), plant=plant, **where)
             return plant
 
         return declare
@@ -185,8 +185,12 @@ class Spec(Generic[P]):
         """Decorator: ``fn(run, draw)`` asserts what any implementation obeys across calls. ``run(*arrays, **options)``
         calls it on NumPy arrays with its default tiling and gives NumPy arrays; ``draw`` is a
         :class:`portakern.testing.laws.Draw`."""
-        self.laws[fn.__name__] = fn
+        self.laws[self._short(fn)] = fn
         return fn
+
+    def _short(self, fn: Callable[..., Any]) -> str:
+        """A function's name, of a gradient op's without ``_vjp``."""
+        return fn.__name__.removesuffix("_vjp") if self.is_vjp else fn.__name__
 
     def values(self, name: str) -> Callable[[ValuesFn], ValuesFn]:
         """Decorator: ``fn(rng, shape, dims, options)`` makes the values of the array argument ``name``, for the checker
