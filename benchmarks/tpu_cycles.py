@@ -45,7 +45,7 @@ from portakern.core.backend import Backend, Family, Implementation
 from portakern.core.call import Call
 from portakern.files import cache_folder, write_atomically
 from portakern.tools.bench import suites
-from portakern.tools.compile import cache, forms
+from portakern.tools.compile import abstract, cache
 
 OURS: Program = ("ours", ())
 TIMEOUT = 240.0
@@ -152,7 +152,7 @@ class Asking:
         spec, impl = registry.find_spec(op), backend.implementation(op, family)
         assert impl is not None
         (case,) = suites.asked(op, suites.parse_shape(dims), [dtype], gradients=False)
-        return impl, *forms.abstract_call(spec, impl, case.form, targets.find(self.target), {})
+        return impl, *abstract.abstract_call(spec, impl, case.form, targets.find(self.target), {})
 
 
 def pallas() -> tuple[Backend, Family]:

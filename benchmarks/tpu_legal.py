@@ -45,7 +45,7 @@ from portakern.core.framework import frameworks
 from portakern.core.targets import Hardware
 from portakern.errors import SpecError, UnsupportedError
 from portakern.spec import Spec
-from portakern.tools.compile import cache, forms, pool
+from portakern.tools.compile import abstract, cache, pool
 from portakern.tools.compile.build import Build
 from portakern.tools.compile.pool import Job
 from portakern.tools.tune.space import Space, space_of
@@ -251,7 +251,7 @@ def drawn(name: str, hardware: Hardware, seed: int) -> Drawn:
     spec, place = registry.find_spec(name), f"{name} {hardware.name} {seed}"
     usual, at_limit = random.Random(place), random.Random(f"{place} at the limit")
     seen = set[str]()
-    for backend, of in [(b, f) for b, f in forms.compilers(name, hardware) if f.interprets]:
+    for backend, of in [(b, f) for b, f in abstract.compilers(name, hardware) if f.interprets]:
         impl = backend.implementation(name, of)
         assert impl is not None
         framework = frameworks()[backend.framework]
@@ -260,7 +260,7 @@ def drawn(name: str, hardware: Hardware, seed: int) -> Drawn:
             largest = len(seen) % TURN == 0 and missed < ATTEMPTS // 8
             rng = at_limit if largest else usual
             form, missed = form_drawn(spec, rng), missed + 1
-            call = form and forms.bound_form(spec, form, framework, hardware.target)
+            call = form and abstract.bound_form(spec, form, framework, hardware.target)
             tiling = tiling_drawn(spec, impl, call, rng, largest) if call else None
             this = json.dumps([form, tiling])
             if not form or not call or tiling is None or this in seen:
@@ -307,8 +307,8 @@ def form_drawn(spec: Spec[Any], rng: random.Random) -> dict[str, Any] | None:
         if o.choices and not o.axis_of and rng.random() < 0.25:
             others[o.name] = rng.choice(o.choices)
     try:
-        form = forms.typical_form(spec, rng.choice([d for d in DTYPES if d in spec.dtypes]), others)
-        forms.bound_form(spec, form, frameworks()["numpy"], targets.HOST)
+        form = abstract.typical_form(spec, rng.choice([d for d in DTYPES if d in spec.dtypes]), others)
+        abstract.bound_form(spec, form, frameworks()["numpy"], targets.HOST)
     except SpecError:
         return None
     return form

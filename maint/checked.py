@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from maint.kept import STALE, Kept, Row, changed, footnote, set_of, source
 from maint.markdown import NONE, by_device, table
+from maint.measurements import STALE, Kept, Row, changed, footnote, set_of, source
 from portakern.results import EMULATED, HOST_CPU, Result
 
 __all__ = ["emulated", "errors", "faults", "found", "machine_faults", "soundness"]

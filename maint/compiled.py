@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from maint.kept import STALE, Kept, Row, changed, footnote, known_targets, source
 from maint.markdown import NONE, fold, table
+from maint.measurements import STALE, Kept, Row, changed, footnote, known_targets, source
 from portakern.core import registry, targets
 from portakern.core.machine_code import FOLLOWED, Kernel
 from portakern.tools.compile.build import CYCLES

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 
-from maint.kept import Kept, Row, set_of, source
 from maint.markdown import NONE, fold, table
+from maint.measurements import Kept, Row, set_of, source
 
 __all__ = ["judges", "references"]
 

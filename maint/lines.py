@@ -12,8 +12,8 @@ import tokenize
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from maint.kept import Kept
 from maint.markdown import NONE, table
+from maint.measurements import Kept
 from portakern.core import registry
 from portakern.sources import files
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maint.kept import Kept, Row, known_targets
+from maint.measurements import Kept, Row, known_targets
 from portakern.tools.bench.plots import COLOURS, FAINT, INK, MARKERS, SOFT, best_of_each_call, draw, most_timed, short
 
 __all__ = ["drawn", "glance", "heatmap", "plots"]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from maint import store
-from maint.kept import Kept, changed, fingerprint
+from maint.measurements import Kept, changed, fingerprint
 from maint.report import checkout
 from portakern import sources
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import portakern
-from maint import checked, compiled, judges, lines, markdown, plots, reach, store, stub, timed
-from maint.kept import FOLDER, Kept
+from maint import checked, compiled, coverage, judges, lines, markdown, plots, store, stub, timed
+from maint.measurements import FOLDER, Kept
 from portakern import install, results, sources
 from portakern.files import write_atomically
 from portakern.results import Result, ResultError
@@ -26,7 +26,7 @@ COMMAND = "portakern report"
 PAGES = ("PORTING.md", "README.md")
 PLOTS = "docs/plots"
 TABLES: Mapping[str, Callable[[Kept], str]] = {
-    "reach": reach.reach,
+    "reach": coverage.reach,
     "ports": lines.ports,
     "speeds": timed.speeds,
     "losses": timed.losses,

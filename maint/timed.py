@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-from maint.kept import AGED, STALE, Kept, Row, changed, footnote, known_targets, set_of, source
 from maint.markdown import NONE, by_device, fold, table
+from maint.measurements import AGED, STALE, Kept, Row, changed, footnote, known_targets, set_of, source
 from portakern.results import Result
 from portakern.tools.bench.plots import best_of_each_call, call_without_op, contenders, right_and_timed
 from portakern.tools.bench.rows import FAR_BEHIND

@@ -10,12 +10,12 @@ from portakern.core import registry
 from portakern.core.backend import Backend
 from portakern.core.binder import bind, binder, unbound, unchecked
 from portakern.core.call import Call
-from portakern.core.forms import Form, reader
 from portakern.core.framework import frameworks
 from portakern.core.observe import OBSERVERS
 from portakern.core.remembered import Remembered
 from portakern.core.route import Choice
 from portakern.core.serve import Plan, call_through, plan
+from portakern.core.signatures import Form, reader
 from portakern.spec import Spec
 from portakern.spec.signature import described, signature
 

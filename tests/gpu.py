@@ -11,7 +11,7 @@ from portakern import testing
 from portakern.spec import Tile
 from portakern.tools.bench.suites import asked
 from portakern.tools.compile.pool import Pool
-from portakern.tools.tune.run import Callbacks, groups_of, tune
+from portakern.tools.tune.session import Callbacks, groups_of, tune
 from portakern.tools.tune.tuner import SearchPlan
 
 

@@ -20,7 +20,7 @@ from portakern.tools.bench.inputs import for_gradient, make
 from portakern.tools.bench.plan import BenchPlan
 from portakern.tools.bench.roof import floor
 from portakern.tools.bench.rows import impossible
-from portakern.tools.bench.run import run
+from portakern.tools.bench.session import run
 from portakern.tools.bench.suites import TimedCase
 from portakern.tools.bench.timing import Times
 from portakern.tools.bench.trial import DeviceLost

@@ -44,13 +44,13 @@ from portakern.tools.bench.pruning import Pruned
 from portakern.tools.bench.resuming import Earlier
 from portakern.tools.bench.roof import ceiling, moved
 from portakern.tools.bench.rows import held_against, said
-from portakern.tools.bench.run import Helped, run
+from portakern.tools.bench.session import Helped, run
 from portakern.tools.bench.suites import TimedCase
 from portakern.tools.bench.timing import CallFailed, interleaved
 from portakern.tools.bench.trial import DeviceLost, Trial, Visit, visit
 from portakern.tools.bench.verdicts import Judge
 from portakern.tools.bench.workers import Here, Worker, workers
-from portakern.tools.compile.forms import abstract_call, bound_form
+from portakern.tools.compile.abstract import abstract_call, bound_form
 
 ROOT = Path(__file__).resolve().parents[1]
 CASE = TimedCase("mine", "softmax", "float32", {"shape": (6, 40)})
@@ -443,7 +443,7 @@ class Waits:
 
 def test_a_case_that_does_not_end_ends_the_run(monkeypatch):
     """As a kernel does that waits for itself: nothing but the end of its process ends it."""
-    monkeypatch.setattr("portakern.tools.bench.run.ENDLESS", 0.1)
+    monkeypatch.setattr("portakern.tools.bench.session.ENDLESS", 0.1)
     plan, kept = BenchPlan([CASE], [registry.backend("triton")], [], "cpu", rounds=2), []
     with pytest.raises(DeviceLost, match=r"the process that timed softmax float32 of mine has ended \(it was killed\)"):
         run(plan, lambda found, case: kept.append(case), helped=Helped(workers=[Waits()]))
@@ -750,7 +750,7 @@ def test_a_table_is_completed_by_several_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "fingerprint", lambda op, *a: "another" if op == "softmax" else real(op, *a))
     three = [*results.read(file).rows]
     with monkeypatch.context() as over:
-        over.setattr("portakern.tools.bench.run._Run._seconds", lambda self: -1.0)
+        over.setattr("portakern.tools.bench.session._Run._seconds", lambda self: -1.0)
         before = file.read_text()
         done, shown, _ = again("--no-gradients", "--plot", tmp_path / "plots")
     assert not done and "the budget ended before 1 calls" in shown and "calls stand in" in shown

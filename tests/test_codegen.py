@@ -14,9 +14,9 @@ import pytest
 
 from portakern.core import codegen
 from portakern.core.binder import binder
-from portakern.core.forms import reader
 from portakern.core.framework import framework_of
 from portakern.core.registry import find_spec
+from portakern.core.signatures import reader
 
 ROOT = Path(__file__).parent.parent
 
@@ -115,7 +115,7 @@ def test_every_writer_of_functions_is_tried_here():
     for path in sources():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         users |= {path.stem for n in ast.walk(tree) if isinstance(n, ast.Attribute) and ast.unparse(n) == WRITTEN}
-    assert users == {"binder", "forms", "custom_ops", "eager", "replay", "prepared", "launcher", "direct"}
+    assert users == {"binder", "signatures", "custom_ops", "eager", "replay", "prepared", "launcher", "direct"}
     assert len(users) == len(WRITERS)
 
 

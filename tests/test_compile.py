@@ -23,7 +23,7 @@ from portakern.core import registry, targets
 from portakern.core.machine_code import Compiled, Kernel
 from portakern.errors import SpecError, UnsupportedError
 from portakern.tools.bench import suites
-from portakern.tools.compile import cache, forms, pool
+from portakern.tools.compile import abstract, cache, pool
 from portakern.tools.compile import matrix as compiling
 from portakern.tools.compile.build import Build
 from portakern.tools.compile.worker import one_line, reason
@@ -155,13 +155,13 @@ def test_reasons_are_one_line():
 # ------------------------------------------------------------------------------------------------- calls without arrays
 @pytest.mark.parametrize("name", registry.ops())
 def test_every_op_has_a_typical_call(name):
-    form = forms.typical_form(registry.find_spec(name), "bfloat16")
+    form = abstract.typical_form(registry.find_spec(name), "bfloat16")
     assert max(e for shape, _, _ in form["arrays"].values() for e in shape) == 4096
     assert all(o in {o.name for o in registry.find_spec(name).options} for o in form["options"])
 
 
 def test_a_gradient_op_takes_its_forward_s_call():
-    form = forms.typical_form(registry.find_spec("attention_vjp"), "float32")
+    form = abstract.typical_form(registry.find_spec("attention_vjp"), "float32")
     assert (
         form["options"] == {"is_causal": True}
         and form["arrays"]["lse"] == [[4, 16, 4096], "float32", None]
@@ -171,19 +171,19 @@ def test_a_gradient_op_takes_its_forward_s_call():
 
 def test_a_typical_call_keeps_what_it_has_besides_its_extents():
     spec = registry.find_spec("layernorm")
-    form = forms.typical_form(spec, "bfloat16", {"batch": (5,), "n": 7})
+    form = abstract.typical_form(spec, "bfloat16", {"batch": (5,), "n": 7})
     assert {*form["arrays"]} == {"x", "weight", "bias"} and form["arrays"]["weight"][0] == [7]
-    assert "weight" not in forms.typical_form(spec, "bfloat16", {"batch": (5,), "n": 7, "weight": False})["arrays"]
+    assert "weight" not in abstract.typical_form(spec, "bfloat16", {"batch": (5,), "n": 7, "weight": False})["arrays"]
     causal = {"batch": 1, "q_len": 8, "kv_heads": 1, "group": 1, "d": 16, "kv_len": 8, "dv": 16}
-    assert forms.typical_form(registry.find_spec("attention"), "float32", causal)["options"] == {"is_causal": True}
-    assert forms.named_form(registry.find_spec("attention"), "float32", causal)["options"] == {}
+    assert abstract.typical_form(registry.find_spec("attention"), "float32", causal)["options"] == {"is_causal": True}
+    assert abstract.named_form(registry.find_spec("attention"), "float32", causal)["options"] == {}
 
 
 def test_no_typical_call_is_said():
     spec = registry.find_spec("softmax")
     bare = type(spec)(**{**{n: getattr(spec, n) for n in spec.__dataclass_fields__}, "typical": {}})
     with pytest.raises(SpecError, match="declares no typical call; add typical="):
-        forms.typical_form(bare, "float32")
+        abstract.typical_form(bare, "float32")
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_a_shape_that_a_user_gives_is_one_or_is_refused_in_words(op, shape, expe
     """By whichever command: one that compiles, and those that time calls."""
     spec, given = registry.find_spec(op), suites.parse_shape(shape)
     timed = functools.partial(suites.asked, op, given, ["float32"], gradients=False)
-    for made in (lambda: forms.typical_form(spec, "float32", given), lambda: next(timed()).form):
+    for made in (lambda: abstract.typical_form(spec, "float32", given), lambda: next(timed()).form):
         if isinstance(expected, list):
             assert made()["arrays"]["x"][0] == expected
         else:
@@ -320,10 +320,10 @@ def compiled_gradients(op, options, wants):
     from portakern.backends.triton.launch import recording
 
     hardware, backend = targets.find("sm_90"), registry.backends()["triton"]
-    (family,) = (f for _, f in forms.compilers(op, hardware, backend))
+    (family,) = (f for _, f in abstract.compilers(op, hardware, backend))
     arrays = dict.fromkeys(("gate", "up", "d_y"), ((300,), "float32", None))
     impl = backend.implementation(op, family)
-    call, tiling = forms.abstract_call(
+    call, tiling = abstract.abstract_call(
         registry.find_spec(op),
         impl,
         {"arrays": arrays, "options": options, "wants": wants},
@@ -384,9 +384,9 @@ def test_what_follows_a_product_is_added_to_its_sum(k, given, target, tmp_path):
     shapes = {"x": (70, k), "weight": (40, k), given: {"bias": (40,), "residual": (70, 40)}[given]}
     form = {"arrays": {n: (s, "float32", None) for n, s in shapes.items()}, "options": {}, "wants": ("y",)}
     seen = []
-    for _, family in forms.compilers("linear", hardware, backend):
+    for _, family in abstract.compilers("linear", hardware, backend):
         impl = backend.implementation("linear", family)
-        call, tiling = forms.abstract_call(registry.find_spec("linear"), impl, form, hardware, {})
+        call, tiling = abstract.abstract_call(registry.find_spec("linear"), impl, form, hardware, {})
         with recording(lambda *launch: seen.append(launch)):
             impl.run(call, tiling)
     found = []
@@ -514,7 +514,7 @@ def test_recorded_launches_do_not_take_place():
     form = {"arrays": {"x": [[8, 64], "float32", [1, 8]]}, "options": {}, "wants": None}
     with recording(lambda *launch: seen.append(launch)):
         impl = b.implementation("softmax", b.families[-1])
-        call, tiling = forms.abstract_call(pk.op("softmax").spec, impl, form, targets.find("sm_90"), {})
+        call, tiling = abstract.abstract_call(pk.op("softmax").spec, impl, form, targets.find("sm_90"), {})
         (y,) = impl.run(call, tiling)
     assert len(seen) == 1 and y.is_meta and y.is_contiguous() and seen[0][1] > 0 and seen[0][2][0].stride() == (1, 8)
     assert isinstance(seen[0][2][0], torch.Tensor) and seen[0][3]["num_warps"] == tiling["num_warps"]
@@ -548,8 +548,8 @@ def test_the_vmem_of_a_tpu_kernel_is_known_to_the_byte_and_kept_by_program(tmp_p
     for name, value in compiler.environment(v5e, True).items():
         monkeypatch.setenv(name, value.replace("{scratch}", str(tmp_path)))
     monkeypatch.setenv("LIBTPU_INIT_ARGS", compiler.FROM_HBM)
-    form = forms.typical_form(registry.find_spec("matmul"), "float32", {"m": 512, "n": 512, "k": 512})
-    call, tiling = forms.abstract_call(registry.find_spec("matmul"), impl, form, v5e, {})
+    form = abstract.typical_form(registry.find_spec("matmul"), "float32", {"m": 512, "n": 512, "k": 512})
+    call, tiling = abstract.abstract_call(registry.find_spec("matmul"), impl, form, v5e, {})
     (kernel,) = compiler.memory(impl, call, tiling).kernels
     takes = kernel.on_chip["vmem"]
     assert 2**20 < takes < kernel.granted["vmem"] == v5e.scoped["vmem"]

@@ -15,7 +15,7 @@ from portakern.core.oracle import oracle
 from portakern.spec import spec
 from portakern.testing import Limits, threads
 from portakern.testing.layouts import Buffer
-from portakern.testing.parts import LARGE, Part, part_call, part_of, picked, pieces, repeated, taken
+from portakern.testing.sampled import LARGE, Part, part_call, part_of, picked, pieces, repeated, taken
 from portakern.testing.verdict import expected
 from tests.ops import forward_records
 
@@ -54,7 +54,7 @@ def test_a_third_of_the_cases_fill_a_chip(op):
 @pytest.mark.parametrize("op", [op for op in pk.ops() if registry.find_spec(op).apart])
 def test_the_oracle_of_a_part_is_a_part_of_the_oracle(op, monkeypatch):
     """What a spec says of dimensions that do not see each other, on its samples."""
-    monkeypatch.setattr("portakern.testing.parts.WORK", 1.0)  # a part as small as any
+    monkeypatch.setattr("portakern.testing.sampled.WORK", 1.0)  # a part as small as any
     spec = registry.find_spec(op)
     compared = 0
     for name in testing.samples(op):
@@ -173,7 +173,7 @@ MASKS = [
 @pytest.mark.parametrize("name", [op for op in pk.ops() if registry.find_spec(op).stretches])
 def test_a_stretch_of_a_masked_call_is_a_part_of_it(name, q_len, kv_len, options, monkeypatch):
     """What a spec says of stretches: the oracle and the bound there are the call's, and no bound is looser."""
-    monkeypatch.setattr("portakern.testing.parts.LARGE", 1)
+    monkeypatch.setattr("portakern.testing.sampled.LARGE", 1)
     spec = registry.find_spec(name)
     dims = {"batch": 2, "kv_heads": 2, "group": 2, "q_len": q_len, "kv_len": kv_len, "d": 8, "dv": 4}
     given = [a for a in spec.arrays if not a.optional]

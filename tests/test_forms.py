@@ -14,8 +14,8 @@ import portakern as pk
 from portakern import testing
 from portakern.core import registry, remembered, tilings
 from portakern.core.backend import Backend
-from portakern.core.forms import option_form
 from portakern.core.gradients import wiring
+from portakern.core.signatures import option_form
 from tests.ops import forward_records
 
 torch = pytest.importorskip("torch", reason="torch is not installed")

@@ -22,8 +22,8 @@ SHAPE = (24, 1025)
 @pytest.fixture(autouse=True)
 def soon_large(monkeypatch):
     """More elements than are compared one by one are few here."""
-    monkeypatch.setattr("portakern.testing.parts.LARGE", 20_000)
-    monkeypatch.setattr("portakern.testing.parts.WORK", 60_000)
+    monkeypatch.setattr("portakern.testing.sampled.LARGE", 20_000)
+    monkeypatch.setattr("portakern.testing.sampled.WORK", 60_000)
 
 
 HOW = {"shapes": [{"x": SHAPE}], "dtypes": ["float32"], "layouts": ["contiguous", "shifted"], "max_examples": 20}

@@ -13,7 +13,7 @@ from portakern.core import registry, tilings
 from portakern.core.framework import frameworks
 from portakern.tools.bench.contenders import one_clock
 from portakern.tools.bench.plan import BenchPlan
-from portakern.tools.bench.run import run
+from portakern.tools.bench.session import run
 from portakern.tools.bench.suites import TimedCase
 from portakern.tools.bench.timing import device_times, interleaved
 from tests.gpu import Gpu, tuned_beside_a_wrong_kernel, within_bound, worst_of_far_strides, worst_past_2_31

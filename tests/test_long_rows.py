@@ -6,7 +6,7 @@ import pytest
 import portakern as pk
 from portakern.backends.triton import BACKEND
 from portakern.core import registry, targets
-from portakern.tools.compile import forms
+from portakern.tools.compile import abstract
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
@@ -59,7 +59,7 @@ def launched(n, dtype="bfloat16", strides=None, **tiling):
     spec, impl = registry.find_spec("cross_entropy_vjp"), BACKEND.implementation("cross_entropy_vjp", PORTABLE)
     arrays = {a.name: [[5], "int64" if a.name == "labels" else "float32", [1]] for a in spec.arrays}
     arrays["logits"] = [[5, n], dtype, list(strides or (n, 1))]
-    call, used = forms.abstract_call(
+    call, used = abstract.abstract_call(
         spec, impl, {"arrays": arrays, "options": {}, "wants": None}, targets.find("sm_90"), tiling
     )
     found = []

@@ -13,7 +13,7 @@ from portakern import install, inventory
 from portakern.cli import app
 from portakern.core import registry, targets
 from portakern.core.backend import Backend, Family, Need
-from portakern.tools.compile import forms, worker
+from portakern.tools.compile import abstract, worker
 from portakern.tools.tune.target import tune_targets
 
 WHY = "its kernels for sm_90 need jax >= 99 (which takes Python 9), and jax 0.10 is installed"
@@ -67,9 +67,9 @@ def test_a_compiler_whose_packages_are_missing_is_a_reason_and_no_crash(monkeypa
     monkeypatch.setattr(triton, "requires", ("no_such_module",))
     monkeypatch.setattr(install, "version", missing)
     hardware, spec = targets.find("sm_90"), registry.find_spec("softmax")
-    ((_, family),) = [found for found in forms.compilers("softmax", hardware, triton) if not found[1].targets]
+    ((_, family),) = [found for found in abstract.compilers("softmax", hardware, triton) if not found[1].targets]
     assert set(family.load_compiler().versions(hardware).values()) == {"none"}
-    built = worker.build(spec, triton, family, hardware, forms.typical_form(spec, "float32", {}), {})
+    built = worker.build(spec, triton, family, hardware, abstract.typical_form(spec, "float32", {}), {})
     assert not built.ok and "no_such_module not installed; " in str(built.reason)
     with pytest.raises(pk.UnavailableError, match="tune: backend 'triton' cannot run here: no_such_module not"):
         tune_targets(spec, "sm_90", "triton", None)

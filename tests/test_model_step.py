@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import model_step
 from maint import timed
-from maint.kept import Kept
+from maint.measurements import Kept
 from portakern import results
 from tests.keeping import keep
 

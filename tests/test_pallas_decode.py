@@ -34,7 +34,7 @@ from portakern.core.route import Choice, find_routes  # noqa: E402
 from portakern.core.targets import Target  # noqa: E402
 from portakern.errors import UnsupportedError  # noqa: E402
 from portakern.testing.subject import backend_subject  # noqa: E402
-from portakern.tools.compile import forms  # noqa: E402
+from portakern.tools.compile import abstract  # noqa: E402
 from tests.drawing import cases  # noqa: E402
 
 HOPPER = Target("cuda", "sm_90")
@@ -62,7 +62,7 @@ def decoding(**tiling):
 
 def on_hopper(arrays, tiling, *, impl=IMPL, **options):
     call = pk.op("attention").bind(**arrays, **options)
-    call = forms.bound_form(call.spec, forms.form_of(call), frameworks()["jax"], HOPPER)
+    call = abstract.bound_form(call.spec, abstract.form_of(call), frameworks()["jax"], HOPPER)
     return call, tilings.resolve(impl, call, tiling).tiling
 
 

@@ -25,7 +25,7 @@ from portakern.core import targets, tilings  # noqa: E402
 from portakern.core.framework import frameworks  # noqa: E402
 from portakern.core.targets import Target  # noqa: E402
 from portakern.errors import UnsupportedError  # noqa: E402
-from portakern.tools.compile import forms  # noqa: E402
+from portakern.tools.compile import abstract  # noqa: E402
 
 OPS = [op for op in registry.ops() if PALLAS.where(op, FAMILY)]
 each_op = pytest.mark.parametrize("op", OPS)
@@ -100,7 +100,7 @@ def test_shorter_rows_have_more_blocks(n, of_block):
 )
 def test_what_is_refused_is_said(n, tiling, words):
     call = pk.op("layernorm_vjp").bind(**arrays_of("layernorm_vjp", 3, n))
-    call = forms.bound_form(call.spec, forms.form_of(call), frameworks()["jax"], Target("cuda", "sm_90"))
+    call = abstract.bound_form(call.spec, abstract.form_of(call), frameworks()["jax"], Target("cuda", "sm_90"))
     impl = PALLAS.implementation("layernorm_vjp", FAMILY)
     if words is None:
         assert tilings.resolve(impl, call, tiling).tiling["ring"] == 8

@@ -40,7 +40,7 @@ from portakern.core.framework import frameworks  # noqa: E402
 from portakern.core.targets import Target  # noqa: E402
 from portakern.errors import SpecError, UnsupportedError  # noqa: E402
 from portakern.testing.subject import backend_subject  # noqa: E402
-from portakern.tools.compile import forms  # noqa: E402
+from portakern.tools.compile import abstract  # noqa: E402
 from tests.drawing import cases  # noqa: E402
 from tests.ops import record  # noqa: E402
 
@@ -464,7 +464,7 @@ def test_waiting_for_one_that_is_done_is_an_error(monkeypatch):
 
 def call_on_hopper(op, arrays, **options):
     call = pk.op(op).bind(**arrays, **options)
-    return forms.bound_form(call.spec, forms.form_of(call), frameworks()["jax"], HOPPER)
+    return abstract.bound_form(call.spec, abstract.form_of(call), frameworks()["jax"], HOPPER)
 
 
 def resolved(op, tiling, arrays, **options):
@@ -575,7 +575,7 @@ def test_every_call_has_a_tiling_that_serves_it(op, dtype, rows, n):
             "dv": min(8 + n // 2, 256),
         }
     abstract = frameworks()["jax"].abstract
-    stored = {n: "float32" for n, (_, d, _) in forms.typical_form(spec, dtype)["arrays"].items() if d == "float32"}
+    stored = {n: "float32" for n, (_, d, _) in abstract.typical_form(spec, dtype)["arrays"].items() if d == "float32"}
     required = (a for a in spec.arrays if not a.optional)
     arrays = {a.name: abstract(shape_of(a.dims, dims), stored.get(a.name, dtype), None) for a in required}
     call = unchecked(spec, **arrays)
@@ -712,7 +712,7 @@ def read_early(ptx: str) -> list[str]:
 def test_what_it_takes_of_the_chip_is_told(op, monkeypatch, tmp_path):
     monkeypatch.setenv("PORTAKERN_CACHE", str(tmp_path))
     spec = registry.find_spec(op)
-    typical = forms.typical_form(spec, "bfloat16")["arrays"].items()
+    typical = abstract.typical_form(spec, "bfloat16")["arrays"].items()
     arrays = {n: jnp.zeros(shape, dtype) for n, (shape, dtype, _) in typical}
     built = on_gpu(op).lower(**arrays, target="sm_90")
     assert built.ok, built.reason
@@ -752,8 +752,8 @@ def test_shared_memory_is_estimated_as_mosaic_takes_it(variant, op, dims, tiling
         found.append(needed + _chip.BARRIER_BYTES + _chip.REDUCTION_BYTES * across_warps)
 
     impl = PALLAS.implementation(op, next(f for f in PALLAS.declared if f.name == variant))
-    form = forms.named_form(spec, "bfloat16", dims)
-    call, used = forms.abstract_call(spec, impl, form, targets.find("sm_90"), tiling)
+    form = abstract.named_form(spec, "bfloat16", dims)
+    call, used = abstract.abstract_call(spec, impl, form, targets.find("sm_90"), tiling)
     arrays = {name: x for name, x in call.arrays.items() if x is not None}
     for module in [m for m in sys.modules.values() if getattr(m, "over_shared", None) is _chip.over_shared]:
         monkeypatch.setattr(module, "over_shared", over_shared)
@@ -813,7 +813,7 @@ def test_a_kernel_is_the_same_program_wherever_in_a_process_it_is_lowered(monkey
     monkeypatch.delenv("MOSAIC_GPU_DUMP_TO", raising=False)
     spec = registry.find_spec("softmax")
     impl, hopper = PALLAS.implementation("softmax", FAMILY), targets.find("sm_90")
-    found = forms.abstract_call(spec, impl, forms.typical_form(spec, "bfloat16"), hopper, {})
+    found = abstract.abstract_call(spec, impl, abstract.typical_form(spec, "bfloat16"), hopper, {})
     first, again = (compiler.lowered(impl, *found).as_text() for _ in range(2))
     assert "mosaic_gpu" in first and first == again
 

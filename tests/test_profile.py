@@ -20,7 +20,7 @@ from portakern.core.targets import Target
 from portakern.tools.bench.contenders import here
 from portakern.tools.bench.roof import Ceiling
 from portakern.tools.compile.build import Build
-from portakern.tools.profile import counters, facts, run, subject
+from portakern.tools.profile import counters, facts, session, subject
 from portakern.tools.profile.counters import Counted, NotCounted, parse
 
 LAUNCH = '"{}","4321","python3.11","127.0.0.1","{}","1","7","(128, 1, 1)","(132, 1, 1)","0","9.0"'
@@ -197,7 +197,7 @@ def asked():
 def looked_at(asked, monkeypatch):
     """A function of ncu: the profile of a call that the oracle makes and that this machine passes off as a GPU's."""
     monkeypatch.setattr(subject, "here", lambda b, device: here(b, "cpu"))
-    monkeypatch.setattr(run, "lower", lambda call, choice, arch: Build(
+    monkeypatch.setattr(session, "lower", lambda call, choice, arch: Build(
         "softmax", "forward", "float32", arch, "triton", "gpu", ok=True, kernels=[CODE]
     ))  # fmt: skip
     entry, _ = asked.made()
@@ -206,7 +206,7 @@ def looked_at(asked, monkeypatch):
 
     def made(ncu, platform="cuda", arch="sm_90"):
         monkeypatch.setattr(counters, "find", lambda: ncu)
-        return run.looked_at(asked, entry, Target(platform, arch), True)
+        return session.looked_at(asked, entry, Target(platform, arch), True)
 
     return made
 
@@ -236,7 +236,7 @@ def test_a_kernel_that_no_compiler_here_made_is_kept_too(looked_at, monkeypatch,
     def refused(*of):
         raise pk.UnsupportedError("no backend compiles it ahead of time")
 
-    monkeypatch.setattr(run, "lower", refused)
+    monkeypatch.setattr(session, "lower", refused)
     found = looked_at(None)
     assert "no backend compiles it" in found.absent[facts.COMPILER] and found.variant is None
     file = tmp_path / "profile.json"

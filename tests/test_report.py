@@ -16,9 +16,9 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from maint import compiled, judges, lines, markdown, plots, reach, rehash, timed
+from maint import compiled, coverage, judges, lines, markdown, plots, rehash, timed
 from maint import report as reporting
-from maint.kept import AGED, STALE, Kept
+from maint.measurements import AGED, STALE, Kept
 from portakern import sources
 from portakern.cli import app
 from portakern.core import registry, targets
@@ -541,20 +541,20 @@ def test_what_ran_where_is_counted(tree, monkeypatch):
         [checked_on("triton on cuda sm_90 (compiled)"), checked_on("triton on cuda sm_90 (compiled)", "matmul", False)],
         DEVICE,
     )
-    said = [line for line in reach.reach(kept).splitlines() if line.startswith(("| NV", "| AMD", "| TPU"))]
+    said = [line for line in coverage.reach(kept).splitlines() if line.startswith(("| NV", "| AMD", "| TPU"))]
     jax_there, nvidia, amd, tpu = said
     assert nvidia == (
         "| NVIDIA GPUs | triton | 1 of 2 ops, 1 architecture | all 2 ops, 200 cases, 100 an op | no | no | "
         f"1 of 2 ops, 200 cases, 100 an op, **failed**: matmul | 1 of 2 ops{STALE} |"
     )
     assert jax_there == "| NVIDIA GPUs | pallas | no | no | no | no | no | no |"  # whether or not it is installed
-    assert AGED in reach.reach(kept) and f"\nRun and timed on: {DEVICE}. Counted" in reach.reach(kept)
+    assert AGED in coverage.reach(kept) and f"\nRun and timed on: {DEVICE}. Counted" in coverage.reach(kept)
     assert amd == (
         "| AMD GPUs | triton | 1 of 2 ops, 1 architecture | all 2 ops, 200 cases, 100 an op | no | "
         "1 of 2 ops, 100 cases, 100 an op | no | no |"
     )
     assert tpu == "| TPUs | pallas | no | no | 1 of 2 ops, 200 cases, 100 an op, **failed**: matmul | no | no | no |"
-    assert reach.reach(dataclasses.replace(kept, results=())).count("| no | no | no | no | no | no |") == 4
+    assert coverage.reach(dataclasses.replace(kept, results=())).count("| no | no | no | no | no | no |") == 4
 
 
 def test_few_cases_take_the_place_of_many_only_where_the_sources_are_others(tree):
@@ -567,7 +567,7 @@ def test_few_cases_take_the_place_of_many_only_where_the_sources_are_others(tree
             kept = with_rows(kept, "conformance", [checked_on(simulated, **row) for row in rows], "host CPU")
             last = dataclasses.replace(kept.results[-1], date=f"2030-01-0{day + 1}")
             kept = dataclasses.replace(kept, results=(*kept.results[:-1], last))
-        return next(line for line in reach.reach(kept).splitlines() if line.startswith("| TPU"))
+        return next(line for line in coverage.reach(kept).splitlines() if line.startswith("| TPU"))
 
     many, few = {"examples": 200, "sources": "a"}, {"examples": 12, "sources": "a"}
     other = {"op": "matmul", "examples": 12}
@@ -584,9 +584,9 @@ def test_reach_reads_what_the_checker_calls_its_subjects(profile):
     """Every installed backend's, as far as it runs here."""
     for b in (b for b in registry.backends().values() if b.auto and b.can_interpret() and not b.unavailable()):
         name = subject.backend_subject(registry.find_spec("softmax"), b, None, "cpu", None).name
-        said = reach.SUBJECT.fullmatch(name + (f", profile {profile}" if profile else ""))
+        said = coverage.SUBJECT.fullmatch(name + (f", profile {profile}" if profile else ""))
         assert said and said["backend"] == b.name and said["target"] == "cpu" and said["profile"] == profile, name
-    variant = reach.SUBJECT.fullmatch("triton on cuda sm_90 (compiled), variant hopper")
+    variant = coverage.SUBJECT.fullmatch("triton on cuda sm_90 (compiled), variant hopper")
     assert variant and variant.group("target", "how", "variant") == ("cuda sm_90", "compiled", "hopper")
 
 
@@ -681,7 +681,7 @@ def test_a_figure_names_the_commit_that_it_was_measured_at(tree):
 def test_what_is_said_never_to_have_run_is_in_no_kept_result():
     """Prose that a result makes untrue: where this fails, the page that it names has to say what is so now."""
     kept = Kept.of(ROOT)
-    ran = {r.target.platform for r in reach.ran(kept) if r.how == "compiled" and not r.profile}
+    ran = {r.target.platform for r in coverage.ran(kept) if r.how == "compiled" and not r.profile}
     ran |= {row["target"].partition(" ")[0] for row, _ in kept.rows("bench") if row["subject"]}
     by_jax = [b for b in registry.backends().values() if b.auto and b.framework == "jax"]
     served = {p for b in by_jax for f in b.declared for p in f.platforms}

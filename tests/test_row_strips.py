@@ -8,7 +8,7 @@ import portakern as pk
 from portakern import testing
 from portakern.backends.triton import BACKEND
 from portakern.core import registry, targets
-from portakern.tools.compile import forms
+from portakern.tools.compile import abstract
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
@@ -46,7 +46,7 @@ def launches(name, shape, axis, strides=None, dtype="bfloat16", arch="sm_90", ti
     form = {"arrays": {}, "options": {"axis": axis}, "wants": None}
     for array, extents in shapes(name, shape, axis).items():
         form["arrays"][array] = [extents, dtype, list(strides) if strides and len(extents) == len(shape) else None]
-    call, used = forms.abstract_call(spec, impl, form, targets.find(arch), tiling or {})
+    call, used = abstract.abstract_call(spec, impl, form, targets.find(arch), tiling or {})
     found = {}
     with recording(lambda kernel, grid, args, constants: found.update({kernel.__name__: constants | {"grid": grid}})):
         impl.run(call, used)

@@ -8,7 +8,7 @@ import portakern as pk
 from portakern import testing
 from portakern.backends.triton import BACKEND
 from portakern.core import registry, targets
-from portakern.tools.compile import forms
+from portakern.tools.compile import abstract
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
@@ -39,7 +39,7 @@ def launches(name, n, arch="sm_90", dtype="bfloat16", tiling=None):
         shape = shapes(name, n)[a.name]
         steps = [n, 1] if len(shape) == 2 else [1]
         form["arrays"][a.name] = [shape, a.dtypes[0] if dtype not in a.dtypes else dtype, steps]
-    call, used = forms.abstract_call(spec, impl, form, hardware, tiling or {})
+    call, used = abstract.abstract_call(spec, impl, form, hardware, tiling or {})
     found = {}
     with recording(lambda kernel, grid, args, constexprs: found.update({kernel.__name__: constexprs})):
         impl.run(call, used)
@@ -222,5 +222,5 @@ def test_results_are_not_written_over_a_row_of_which_several_threads_hold_a_numb
     spec, impl = registry.find_spec("softmax_vjp"), BACKEND.implementation("softmax_vjp", PORTABLE)
     form = {"arrays": {a: [[4, 200], "bfloat16", [200, 1]] for a in ("y", "d_y")}, "options": {}, "wants": None}
     with pytest.raises(pk.UnsupportedError, match="of a tile of 128 numbers 256 threads hold several copies"):
-        forms.abstract_call(spec, impl, form | {"over": ["d_y"]}, targets.find("sm_90"), call)
-    forms.abstract_call(spec, impl, form, targets.find("sm_90"), call)
+        abstract.abstract_call(spec, impl, form | {"over": ["d_y"]}, targets.find("sm_90"), call)
+    abstract.abstract_call(spec, impl, form, targets.find("sm_90"), call)

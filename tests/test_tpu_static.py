@@ -33,8 +33,8 @@ from portakern.core.machine_code import Kernel
 from portakern.core.targets import Target
 from portakern.errors import UnsupportedError
 from portakern.frameworks.jax import tracing
+from portakern.tools.compile.abstract import bound_form, named_form, typical_form
 from portakern.tools.compile.build import Build
-from portakern.tools.compile.forms import bound_form, named_form, typical_form
 
 CODE = """= control target key start
 LH: loop header

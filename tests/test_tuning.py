@@ -40,10 +40,10 @@ from portakern.tools.tune import benches, isolation, static, store
 from portakern.tools.tune import search as searches
 from portakern.tools.tune.journal import Journal
 from portakern.tools.tune.losses import searched
-from portakern.tools.tune.run import Callbacks, groups_of
-from portakern.tools.tune.run import tune as tune_groups
 from portakern.tools.tune.sampled import draw, families
 from portakern.tools.tune.search import Climb, OptunaSearch, Whole, search
+from portakern.tools.tune.session import Callbacks, groups_of
+from portakern.tools.tune.session import tune as tune_groups
 from portakern.tools.tune.space import Space, frozen, space_of
 from portakern.tools.tune.target import tune_targets
 from portakern.tools.tune.tuner import SearchPlan, _form_call, _opening, row_of
@@ -308,7 +308,7 @@ def test_of_candidates_that_were_timed_together_when_a_run_ended_each_is_judged_
     ended = [
         subprocess.run([sys.executable, "-c", script, n], capture_output=True, text=True, timeout=100) for n in runs
     ]
-    assert [run.returncode for run in ended] == [-signal.SIGKILL] * deaths + [0], ended[-1].stderr
+    assert [session.returncode for run in ended] == [-signal.SIGKILL] * deaths + [0], ended[-1].stderr
     said = {line.split()[0]: line.split(maxsplit=2)[1:] for line in ended[-1].stdout.splitlines()}
     assert said["128"] == ["False", "wrong"] and said["16"][1] == said["256"][1] == "False"
     blamed = ["False", "it was being tried when an earlier run ended"]
@@ -436,7 +436,7 @@ def test_a_candidate_that_never_ends_costs_its_seconds_and_not_the_run(own_cache
     (made / "entry_points.txt").write_text("[portakern.backends]\nhanging = hanging:BACKEND\n")
     script = textwrap.dedent("""
         import time
-        from portakern.tools.tune import isolation, run
+        from portakern.tools.tune import isolation, session
         from tests import test_tuning as t
         from portakern.tools.compile.pool import Pool
 
@@ -445,11 +445,11 @@ def test_a_candidate_that_never_ends_costs_its_seconds_and_not_the_run(own_cache
             isolation.SECONDS = 2.0
             began, real = [], isolation.pool
             isolation.pool = lambda jobs, told: began.append(jobs) or real(jobs, told)
-            groups = run.groups_of(t.asked() + t.asked(shape=(5, 40)), "cpu", "hanging", None)
-            told = run.Callbacks(lambda p: None, lambda f: None, lambda g, why: print(why))
+            groups = session.groups_of(t.asked() + t.asked(shape=(5, 40)), "cpu", "hanging", None)
+            told = session.Callbacks(lambda p: None, lambda f: None, lambda g, why: print(why))
             with Pool(1, 1) as pool:
                 start = time.perf_counter()
-                (found,), _ = run.tune(groups, t.SearchPlan(), pool, told)
+                (found,), _ = session.tune(groups, t.SearchPlan(), pool, told)
             print(found.best, len(began), time.perf_counter() - start < 60)
             for key, why in sorted(found.fatal.items()):
                 print(dict(key)["rows_at_once"], why)
@@ -691,7 +691,7 @@ def test_a_space_is_legal_and_ends_where_a_tile_covers_its_extent():
     (on,) = tune_targets(spec, "sm_90", "triton", "gpu")
     groups = groups_of([of_op(spec, "bfloat16", {"m": 40, "n": 4096, "k": 4096})], "sm_90", "triton", "gpu")
     assert groups[0].key == {"products": "16-bit", "aligned": True, "n": 4096, "k": 4096}
-    from portakern.tools.compile.forms import bound_form
+    from portakern.tools.compile.abstract import bound_form
 
     call = bound_form(spec, groups[0].cases[0].form, on.framework, on.target)
     found = space_of(spec, on.impl, [call], tilings.shipped(on.impl, call))

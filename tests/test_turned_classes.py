@@ -9,7 +9,7 @@ import portakern as pk
 from portakern import testing
 from portakern.backends.triton import BACKEND
 from portakern.core import registry, targets
-from portakern.tools.compile import forms
+from portakern.tools.compile import abstract
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
@@ -33,7 +33,7 @@ def called(name, shape, strides=None, dtype="bfloat16", arch="sm_90"):
     arrays = {a.name: [shape[:-1], "float32", None] for a in spec.arrays}
     arrays |= {"logits": [shape, dtype, strides], "labels": [shape[:-1], "int64", None]}
     form = {"arrays": arrays, "options": {}, "wants": None}
-    return impl, *forms.abstract_call(spec, impl, form, targets.find(arch), {})
+    return impl, *abstract.abstract_call(spec, impl, form, targets.find(arch), {})
 
 
 def launches(*args):

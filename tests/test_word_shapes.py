@@ -13,7 +13,7 @@ from portakern import inventory, testing
 from portakern.core import registry
 from portakern.core.binder import bind
 from portakern.spec.options import Axis
-from portakern.tools.compile.forms import typical_form
+from portakern.tools.compile.abstract import typical_form
 from tests import word_ops as ops
 from tests.word_kernels import (
     IN_PLACE,

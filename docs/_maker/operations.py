@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from maint.kept import Kept
 from maint.markdown import table
+from maint.measurements import Kept
 from maint.report import TABLES
 from portakern import inventory, sources
 from portakern.core import registry

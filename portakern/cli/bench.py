@@ -19,7 +19,7 @@ from portakern.errors import SpecError, UnavailableError, UnsupportedError
 if TYPE_CHECKING:
     from portakern.tools.bench.plan import BenchPlan
     from portakern.tools.bench.resuming import Earlier
-    from portakern.tools.bench.run import Outcome
+    from portakern.tools.bench.session import Outcome
     from portakern.tools.bench.suites import TimedCase
 
 
@@ -110,7 +110,7 @@ def _measure(plan: BenchPlan, jobs: int | None, found: _Rows) -> None:
         return
     from portakern.tools.bench.background import references, warm_up
     from portakern.tools.bench.contenders import here
-    from portakern.tools.bench.run import Helped, run
+    from portakern.tools.bench.session import Helped, run
     from portakern.tools.bench.trial import DeviceLost
     from portakern.tools.bench.workers import workers
 

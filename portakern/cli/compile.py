@@ -55,7 +55,7 @@ def compile_(
     TPUs in cycles too; exit status 1 if any cannot be.
     """
     from portakern.tools.bench.suites import parse_shape
-    from portakern.tools.compile import forms
+    from portakern.tools.compile import abstract
     from portakern.tools.compile import matrix as compiling
 
     names = list(targets.HARDWARE) if every else target or []
@@ -66,7 +66,7 @@ def compile_(
         ops or list(registry.loadable()), names, dtype or ["bfloat16", "float32"], backend, quick, variant,
         [parse_shape(text) for text in shape or []], _tell_refusal,
     )  # fmt: skip
-    later = forms.uncompiled(map(targets.find, names), registry.backend(backend) if backend else None)
+    later = abstract.uncompiled(map(targets.find, names), registry.backend(backend) if backend else None)
     if not found:
         what = f"no backend compiles {', '.join(ops or ['any op'])} for {', '.join(names)}"
         raise UnsupportedError(f"compile: {'; '.join((what, *later))}")

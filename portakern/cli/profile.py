@@ -13,7 +13,7 @@ from portakern.errors import UnavailableError, UnsupportedError
 
 if TYPE_CHECKING:
     from portakern.tools.profile.facts import Fact
-    from portakern.tools.profile.run import Profile
+    from portakern.tools.profile.session import Profile
 
 
 @app.command()
@@ -47,15 +47,15 @@ def profile(
     json_file = json_into(context, "profile", json_file)
     errors_only(context)
     set_environment()
-    from portakern.tools.profile import run
+    from portakern.tools.profile import session
     from portakern.tools.profile.subject import ProfileRequest
 
     asked = ProfileRequest(op, dtype, parse_shape(shape) if shape else {}, backend, variant)
     if target:
-        found = run.ahead(asked, target)
+        found = session.ahead(asked, target)
     else:
         try:
-            found = run.here(asked, counters)
+            found = session.here(asked, counters)
         except (UnsupportedError, UnavailableError) as e:
             raise type(e)(f"{e}; --target sm_90 says what can be said of a chip that is not here") from e
     if json_file:

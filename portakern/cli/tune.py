@@ -74,8 +74,8 @@ def tune(
     What is wrong is never kept. A run that was ended goes on where it was. Exit status 1 where a wrong result was seen.
     """
     from portakern.tools.compile.pool import Pool
-    from portakern.tools.tune.run import groups_of
-    from portakern.tools.tune.run import tune as tune_groups
+    from portakern.tools.tune.session import groups_of
+    from portakern.tools.tune.session import tune as tune_groups
     from portakern.tools.tune.tuner import SearchPlan
 
     json_file = json_into(context, "tune", json_file)
@@ -156,7 +156,7 @@ class _Told:
     def __init__(
         self, bar: Progress, keys: int, refused: list[tuple[Any, str]], file: Path | None, start: float, seed: int
     ) -> None:
-        from portakern.tools.tune.run import Callbacks
+        from portakern.tools.tune.session import Callbacks
 
         self.bar, self.refused_so_far, self.file, self.start, self.seed = bar, refused, file, start, seed
         self.keys = keys
@@ -196,7 +196,7 @@ def _write(file: Path, found: Sequence[Any], start: float, seed: int, left: int)
 
 
 def _show(found: Sequence[Any], refused: Sequence[tuple[Any, str]], left: int, loss: bool, ship: bool) -> None:
-    from portakern.tools.tune.run import table_of
+    from portakern.tools.tune.session import table_of
 
     rows = [r for f in found for r in f.rows]
     for r in rows:

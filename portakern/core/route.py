@@ -12,10 +12,10 @@ from typing import Any
 from portakern.core import registry
 from portakern.core.backend import Backend, Family, Implementation
 from portakern.core.call import Call
-from portakern.core.forms import Form
 from portakern.core.framework import Framework, convert, frameworks
 from portakern.core.observe import say
 from portakern.core.remembered import Remembered
+from portakern.core.signatures import Form
 from portakern.core.targets import HOST, Target
 from portakern.core.tilings import Resolved, resolve
 from portakern.errors import SpecError, UnsupportedError

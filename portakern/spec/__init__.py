@@ -2,8 +2,8 @@
 :mod:`portakern.spec.tolerance`."""
 
 from portakern.spec.declare import Spec, spec
+from portakern.spec.fields import ArrayArg, Count, Dim, Edge, Output, Rule, Sample, Tile, When
 from portakern.spec.options import Axis, DType, Range
-from portakern.spec.parts import ArrayArg, Count, Dim, Edge, Output, Rule, Sample, Tile, When
 
 __all__ = [
     "ArrayArg",

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from portakern.errors import SpecError
 from portakern.spec.dtypes import ANY_INDEX, DTYPES
+from portakern.spec.fields import ArrayArg, Dim, Output, Sample
 from portakern.spec.options import Option, option_from_annotation
-from portakern.spec.parts import ArrayArg, Dim, Output, Sample
 
 if TYPE_CHECKING:
     from portakern.spec.declare import Spec

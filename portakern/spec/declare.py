@@ -34,8 +34,8 @@ from portakern.spec.annotations import (
     outputs,
 )
 from portakern.spec.dtypes import FLOATS
+from portakern.spec.fields import ArrayArg, Edge, Output, Rule, Sample, Tile, ValuesFn, When
 from portakern.spec.options import Option
-from portakern.spec.parts import ArrayArg, Edge, Output, Rule, Sample, Tile, ValuesFn, When
 
 if TYPE_CHECKING:
     from portakern.core.call import Call

@@ -19,7 +19,7 @@ from portakern.core.oracle import BrokenRule, as_float64, broken_rule, degenerat
 from portakern.errors import SpecError
 from portakern.spec import ArrayArg, Edge, Spec
 from portakern.spec.dtypes import ANY_INDEX, DTYPES, numpy_dtype
-from portakern.spec.parts import ValuesFn
+from portakern.spec.fields import ValuesFn
 from portakern.testing.layouts import LAYOUTS, REPEATS, Buffer
 from portakern.testing.regimes import EACH_ALONE, REGIMES
 from portakern.testing.sizes import one_form

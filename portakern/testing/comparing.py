@@ -20,8 +20,8 @@ from portakern.spec.dtypes import DTYPES, numpy_dtype
 from portakern.testing.cases import Case, generators
 from portakern.testing.evidence import source_of_nan
 from portakern.testing.layouts import REPEATS, Buffer, same_bits
-from portakern.testing.parts import Part, part_call, repeated
 from portakern.testing.report import Report
+from portakern.testing.sampled import Part, part_call, repeated
 from portakern.testing.subject import Subject
 from portakern.testing.verdict import (
     LOOKS,

@@ -13,7 +13,7 @@ from portakern.errors import SpecError
 from portakern.spec import Edge, Spec
 from portakern.spec.options import shown
 from portakern.testing.cases import Case
-from portakern.testing.parts import along, apart, extents_of, places
+from portakern.testing.sampled import along, apart, extents_of, places
 
 __all__ = ["Turn", "checked_shapes", "cut_to", "fits", "given_optional", "turns_of", "with_shape"]
 

@@ -21,7 +21,7 @@ from portakern.core.call import Call
 from portakern.core.oracle import rounded
 from portakern.spec.dtypes import DTYPES
 from portakern.spec.tolerance import units
-from portakern.testing.parts import along, apart, extents_of
+from portakern.testing.sampled import along, apart, extents_of
 
 __all__ = ["RANDOM", "Evidence", "examine", "judge"]
 
@@ -131,8 +131,8 @@ def examine(
                 if regime == "wide":
                     loose = np.hypot(loose, absorbed(call, refs, i))
             evidence = judge(got, refs[i], bounds[i], loose, unbiased=unbiased)
-        exact = None if forced[i] is None else forced[i] & np.isfinite(bounds[i])
-        wrong = 0 if exact is None else int(np.sum(exact & (got != rounded(refs[i], dtype))))
+        exact = np.False_ if forced[i] is None else forced[i] & np.isfinite(bounds[i])
+        wrong = int(np.sum(exact & (got != rounded(refs[i], dtype))))
         if wrong:
             evidence = replace(
                 evidence,

@@ -14,7 +14,7 @@ from portakern.core.oracle import as_float64, degenerate_outputs, oracle
 from portakern.errors import SpecError
 from portakern.spec.tolerance import Comparison, compare
 from portakern.testing.likeness import Likeness, likeness
-from portakern.testing.parts import Part
+from portakern.testing.sampled import Part
 from portakern.testing.statistics import examine
 from portakern.testing.threads import one_thread
 

@@ -29,13 +29,13 @@ from portakern.core import codegen, registry
 from portakern.core.backend import Backend
 from portakern.core.binder import unchecked
 from portakern.core.call import Call
-from portakern.core.forms import Form, reader
 from portakern.core.gradients import wiring
 from portakern.core.observe import OBSERVERS
 from portakern.core.refusals import check_option
 from portakern.core.remembered import Remembered
 from portakern.core.route import Choice, routes
 from portakern.core.serve import Plan, plan, serve
+from portakern.core.signatures import Form, reader
 from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.torch import autograd
 from portakern.spec import Spec

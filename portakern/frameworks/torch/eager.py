@@ -11,11 +11,11 @@ import torch
 from portakern.core import codegen
 from portakern.core.binder import unchecked
 from portakern.core.call import Call
-from portakern.core.forms import Form, reader
 from portakern.core.gradients import Wiring
 from portakern.core.observe import OBSERVERS
 from portakern.core.route import Choice, routes
 from portakern.core.serve import plan, serve
+from portakern.core.signatures import Form, reader
 from portakern.frameworks.torch.autograd import (
     Arrays,
     Run,

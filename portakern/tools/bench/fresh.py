@@ -17,7 +17,7 @@ import numpy as np
 from portakern.core import registry
 from portakern.core.call import Call
 from portakern.testing.layouts import Buffer
-from portakern.testing.parts import along, apart, extents_of, places, turned
+from portakern.testing.sampled import along, apart, extents_of, places, turned
 from portakern.tools.bench.contenders import Entry, Served
 from portakern.tools.bench.verdicts import Judge
 

@@ -14,7 +14,7 @@ from portakern.tools.bench.contenders import contenders, here
 from portakern.tools.bench.plan import BenchPlan
 from portakern.tools.bench.rows import FAR_BEHIND, Row, said
 from portakern.tools.bench.suites import TimedCase
-from portakern.tools.compile.forms import bound_form
+from portakern.tools.compile.abstract import bound_form
 
 __all__ = ["Earlier", "read"]
 

@@ -34,7 +34,7 @@ from portakern.errors import SpecError
 from portakern.spec import Spec
 from portakern.testing.layouts import LAYOUTS
 from portakern.testing.samples import samples
-from portakern.tools.compile.forms import Form, extents, named_form, typical
+from portakern.tools.compile.abstract import Form, extents, named_form, typical
 
 __all__ = [
     "DTYPES", "SAMPLES", "TYPICAL", "Suite", "TimedCase", "asked", "cases_of", "each", "in_order", "names",

@@ -15,7 +15,7 @@ from portakern.core.targets import Target
 from portakern.spec import Spec
 from portakern.spec.dtypes import DTYPES, numpy_dtype
 from portakern.spec.tolerance import compare
-from portakern.testing.parts import part_call, picked, pieces, places
+from portakern.testing.sampled import part_call, picked, pieces, places
 from portakern.testing.verdict import expected
 from portakern.tools.bench.inputs import Inputs
 

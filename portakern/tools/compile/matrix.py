@@ -17,7 +17,7 @@ from portakern.core.backend import Backend, Family
 from portakern.core.call import Call
 from portakern.core.route import Choice
 from portakern.errors import SpecError, UnsupportedError
-from portakern.tools.compile import cache, forms, pool
+from portakern.tools.compile import abstract, cache, pool
 from portakern.tools.compile.build import Build
 from portakern.tools.compile.pool import Job
 from portakern.tools.compile.worker import build
@@ -44,9 +44,9 @@ def jobs_for(
     """
     b = None if backend is None else registry.backend(backend)
     hardware = [targets.find(t) for t in target_names]
-    found = forms.cells(list(ops), hardware, list(dtypes), b, variant)
+    found = abstract.cells(list(ops), hardware, list(dtypes), b, variant)
     jobs = [
-        Job(spec, of, family, h, forms.typical_form(spec, dtype, shape), quick=quick)
+        Job(spec, of, family, h, abstract.typical_form(spec, dtype, shape), quick=quick)
         for spec, of, family, h, dtype in found
         for shape in shapes or [{}]
     ]
@@ -76,7 +76,7 @@ def _refusal(job: Job) -> str | None:
     try:
         impl = job.backend.implementation(job.spec.name, job.family)
         if impl is not None:
-            forms.abstract_call(job.spec, impl, job.form, job.hardware, job.tiling)
+            abstract.abstract_call(job.spec, impl, job.form, job.hardware, job.tiling)
     except UnsupportedError as e:
         return str(e)
     except Exception:
@@ -156,20 +156,20 @@ def lower(
             f"{', '.join(targets.HARDWARE)}"
         )
     hardware = targets.find(name)
-    found = forms.compilers(call.spec.name, hardware, choice.backend, choice.variant)
+    found = abstract.compilers(call.spec.name, hardware, choice.backend, choice.variant)
     if not found:
         raise UnsupportedError(
             "; ".join(
                 (
                     f"{call.spec.name} on {hardware.target}: no backend compiles it ahead of time",
                     *([f"{choice.backend.name!r} was named"] if choice.backend else []),
-                    *forms.uncompiled([hardware], choice.backend),
+                    *abstract.uncompiled([hardware], choice.backend),
                 )
             )
         )
     if call.degenerate:
         raise UnsupportedError(f"{call!r}: an extent is 0, so that no kernel runs")
-    form = forms.form_of(call)
+    form = abstract.form_of(call)
     b, family = _first_that_takes(call, form, choice, found, hardware)
     job = Job(call.spec, b, family, hardware, form, choice.tiling, quick=not cycles, assembly=True)
     if registry.importable(call.spec, b):
@@ -179,7 +179,7 @@ def lower(
 
 
 def _first_that_takes(
-    call: Call, form: forms.Form, choice: Choice, found: list[tuple[Backend, Family]], hardware: targets.Hardware
+    call: Call, form: abstract.Form, choice: Choice, found: list[tuple[Backend, Family]], hardware: targets.Hardware
 ) -> tuple[Backend, Family]:
     """Of the variants of the first backend the one that would serve the call: the last, whose refusal is then told, if
     none would.

@@ -23,8 +23,8 @@ from typing import Any
 from portakern.core.backend import Backend, Family
 from portakern.core.targets import Hardware
 from portakern.spec import Spec
+from portakern.tools.compile.abstract import direction
 from portakern.tools.compile.build import Build
-from portakern.tools.compile.forms import direction
 from portakern.tools.compile.worker import one_line
 
 __all__ = ["Job", "Pool", "run"]

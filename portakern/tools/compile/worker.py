@@ -20,8 +20,8 @@ from portakern.core.route import Choice
 from portakern.core.targets import Hardware
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.spec import Spec
+from portakern.tools.compile.abstract import abstract_call, direction
 from portakern.tools.compile.build import Build
-from portakern.tools.compile.forms import abstract_call, direction
 
 __all__ = ["build", "main"]
 

@@ -25,8 +25,8 @@ from portakern.tools.bench.suites import TimedCase
 from portakern.tools.bench.timing import device_times
 from portakern.tools.bench.trial import of_gradient
 from portakern.tools.bench.verdicts import Expected, Judge
+from portakern.tools.compile.abstract import abstract_call
 from portakern.tools.compile.build import Build
-from portakern.tools.compile.forms import abstract_call
 from portakern.tools.compile.pool import Job, Pool
 from portakern.tools.tune.space import Tiling, frozen
 from portakern.tools.tune.static import Model, model_of

@@ -21,7 +21,7 @@ from portakern.core.framework import host_framework
 from portakern.core.targets import HOST
 from portakern.errors import SpecError
 from portakern.tools.bench.suites import TimedCase
-from portakern.tools.compile.forms import bound_form
+from portakern.tools.compile.abstract import bound_form
 
 __all__ = ["draw", "families"]
 

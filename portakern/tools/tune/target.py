@@ -13,7 +13,7 @@ from portakern.core.targets import HOST, Hardware, Target
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.install import installed
 from portakern.spec import Spec
-from portakern.tools.compile import forms
+from portakern.tools.compile import abstract
 
 __all__ = ["TuneTarget", "tune_targets"]
 
@@ -100,7 +100,7 @@ def tune_targets(spec: Spec[Any], target: str | None, backend: str | None, varia
 def _later(among: list[Backend], target: str | None) -> list[str]:
     """What must be installed before more is there to tune for a target that is named."""
     hardware = targets.HARDWARE.get(target or "")
-    return [why for b in among for why in forms.uncompiled([hardware], b)] if hardware else []
+    return [why for b in among for why in abstract.uncompiled([hardware], b)] if hardware else []
 
 
 def _no_compiler(on: TuneTarget) -> str | None:
@@ -126,7 +126,7 @@ def _of(b: Backend, spec: Spec[Any], target: str | None, variant: str | None) ->
     if chosen or target in (None, HOST.platform):
         return
     hardware = _hardware(target)
-    for _, family in forms.compilers(spec.name, hardware, b, variant):
+    for _, family in abstract.compilers(spec.name, hardware, b, variant):
         impl = b.implementation(spec.name, family)
         if impl is not None:
             yield TuneTarget(impl, framework, hardware.target, None, False, hardware)

@@ -21,7 +21,7 @@ from portakern.core.call import Call
 from portakern.core.tilings import Row
 from portakern.errors import SpecError, UnsupportedError
 from portakern.tools.bench.suites import TimedCase
-from portakern.tools.compile.forms import bound_form
+from portakern.tools.compile.abstract import bound_form
 from portakern.tools.tune import store
 from portakern.tools.tune.benches import Bench
 from portakern.tools.tune.journal import Journal

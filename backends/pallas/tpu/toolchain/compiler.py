@@ -34,7 +34,7 @@ from portakern.core.machine_code import Compiled, Kernel
 from portakern.core.targets import Hardware, Target
 from portakern.errors import UnsupportedError
 from portakern.tools.compile import cache
-from portakern.tools.compile.forms import form_of
+from portakern.tools.compile.abstract import form_of
 
 if TYPE_CHECKING:
     from portakern.backends.pallas.tpu.toolchain.static import Region, Walk

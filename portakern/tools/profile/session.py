@@ -14,7 +14,7 @@ from portakern.core.route import Choice
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.tools.bench import roof
 from portakern.tools.bench.contenders import Entry
-from portakern.tools.compile import forms
+from portakern.tools.compile import abstract
 from portakern.tools.compile.build import Build
 from portakern.tools.compile.matrix import lower
 from portakern.tools.profile import counters
@@ -74,13 +74,13 @@ def ahead(of: ProfileRequest, target: str) -> Profile:
     """
     hardware, case = targets.find(target), of.case
     named = registry.backend(of.backend) if of.backend else None
-    found = forms.compilers(of.op, hardware, named, of.variant)
+    found = abstract.compilers(of.op, hardware, named, of.variant)
     if not found:
-        who = "".join(f"; {why}" for why in forms.uncompiled([hardware], named))
+        who = "".join(f"; {why}" for why in abstract.uncompiled([hardware], named))
         who = f"; {of.backend!r} was named{who}" if named else who
         raise UnsupportedError(f"profile: no backend compiles {of.op} for {hardware.name} ahead of time{who}")
     framework = frameworks()[found[0][0].framework]
-    call = forms.bound_form(registry.find_spec(of.op), case.form, framework, hardware.target)
+    call = abstract.bound_form(registry.find_spec(of.op), case.form, framework, hardware.target)
     built = lower(call, Choice(named, of.variant), target)
     if not built.kernels:
         raise UnsupportedError(f"profile: {call!r} for {hardware.name}: {built.reason}")

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maint import lines
-from maint.kept import AGED, STALE, Kept, Row, changed
 from maint.markdown import link, table
+from maint.measurements import AGED, STALE, Kept, Row, changed
 from portakern.core import registry, targets
 from portakern.core.backend import Backend
 from portakern.core.targets import Target
