@@ -15,9 +15,9 @@ from portakern.core.targets import Target
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
-from portakern.backends.triton.gpu import _split as split  # noqa: E402
 from portakern.backends.triton.gpu import attention as portable  # noqa: E402
 from portakern.backends.triton.hopper import attention as hopper  # noqa: E402
+from portakern.backends.triton.lib import split_kv as split  # noqa: E402
 
 SM_90 = Target("cuda", "sm_90")
 SMALL = {"chunk": 32, "block_q": 32, "block_kv": 16}

@@ -24,10 +24,10 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
 from portakern.backends.triton import compiler, interpreter  # noqa: E402
-from portakern.backends.triton.gpu._split import chunk_length  # noqa: E402
 from portakern.backends.triton.hopper import _flash, _shares  # noqa: E402
 from portakern.backends.triton.hopper import attention as hopper  # noqa: E402
 from portakern.backends.triton.launch import recording  # noqa: E402
+from portakern.backends.triton.lib.split_kv import chunk_length  # noqa: E402
 from portakern.tools.tune.space import space_of  # noqa: E402
 from tests import gluon_on_host as host  # noqa: E402
 

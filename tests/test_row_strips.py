@@ -13,8 +13,8 @@ from portakern.tools.compile import abstract
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
-from portakern.backends.triton.gpu._columns import PARTS, side_by_side, tile_columns  # noqa: E402
 from portakern.backends.triton.launch import recording  # noqa: E402
+from portakern.backends.triton.lib.columns import PARTS, side_by_side, tile_columns  # noqa: E402
 
 (PORTABLE,) = (f for f in BACKEND.families if f.name == "gpu")
 LONG = 1100  # more than one tile, and a part that ends within its second

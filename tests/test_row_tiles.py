@@ -13,8 +13,8 @@ from portakern.tools.compile import abstract
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
-from portakern.backends.triton.gpu._rows import first_tile, kept, tile_rows  # noqa: E402
 from portakern.backends.triton.launch import recording  # noqa: E402
+from portakern.backends.triton.lib.rows import first_tile, kept, tile_rows  # noqa: E402
 
 (PORTABLE,) = (f for f in BACKEND.families if f.name == "gpu")
 ROWS = 3

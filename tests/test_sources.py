@@ -92,9 +92,9 @@ def test_where_a_function_lies_does_not_count(checkout):
     """A module gets another name, and a function moves from it into its caller's."""
     before = checkout.now("rmsnorm"), checkout.now("layernorm"), checkout.now("softmax")
     folder = checkout.root / BACKENDS / "triton" / "gpu"
-    (folder / "_rows.py").rename(folder / "_lines.py")
+    (folder.parent / "lib" / "rows.py").rename(folder / "_lines.py")
     for path in (checkout.root / BACKENDS / "triton").rglob("*.py"):
-        path.write_text(path.read_text().replace("triton.gpu._rows", "triton.gpu._lines"))
+        path.write_text(path.read_text().replace("triton.lib.rows", "triton.gpu._lines"))
     assert (checkout.now("rmsnorm"), checkout.now("layernorm"), checkout.now("softmax")) == before
     helpers, kernel = folder / "_lines.py", folder / "rmsnorm.py"
     moved = re.search(r"@triton\.jit\ndef row_sum\(.*?(?=\n\n\n)", helpers.read_text(), re.S)
@@ -126,7 +126,7 @@ def test_how_often_a_statement_is_written_does_not_count(checkout):
         (RMSNORM, (r"/ n \+ eps", "/ n - eps"), "rmsnorm"),
         (RMSNORM, (r"static_range\(2\)", "static_range(3)"), "rmsnorm"),
         (RMSNORM, (r"row_ok, block_n, deep, acc_dtype\)", "row_ok, deep, block_n, acc_dtype)"), "rmsnorm"),
-        (f"{BACKENDS}/triton/gpu/_rows.py", (r"(def row_sum\(.*\n)", r"\1    tl.debug_barrier()\n"), "softmax"),
+        (f"{BACKENDS}/triton/lib/rows.py", (r"(def row_sum\(.*\n)", r"\1    tl.debug_barrier()\n"), "softmax"),
         (f"{BACKENDS}/triton/launch.py", (r"(def cdiv\(.*\n)", r"\1    a = 2\n"), "softmax"),
         (f"{BACKENDS}/triton/replay.py", (r"(def _place\(.*\n)", r"\1    a = 2\n"), "softmax"),
         ("portakern/specs/_rows.py", (r"(def plant\((.|\n)*?:\n)", r"\1    a = 2\n"), "softmax"),

@@ -65,19 +65,18 @@ def mutated_source(fault: Fault) -> str:
     """The source of the module that holds the fault's text with the fault in it; AssertionError where the text is not
     there as often as the fault says.
     """
-    source = _source(fault, fault.within or fault.op)
+    source = _source(fault.module)
     seen = source.count(fault.old)
     assert seen == fault.times, (
-        f"{fault.name}: its text stands {seen} times in {fault.within or fault.op}, not {fault.times}; rewrite the "
+        f"{fault.name}: its text stands {seen} times in {fault.module}, not {fault.times}; rewrite the "
         "fault for the kernel as it is now"
     )
     assert fault.old != fault.new
     return source.replace(fault.old, fault.new)
 
 
-def _source(fault: Fault, module: str) -> str:
-    """Of a module beside the op's own."""
-    found = importlib.util.find_spec(f"{fault.family.package}.{module}")
+def _source(module: str) -> str:
+    found = importlib.util.find_spec(module)
     assert found is not None and found.origin is not None
     return Path(found.origin).read_text(encoding="utf-8")
 
@@ -119,9 +118,9 @@ def mutant(fault: Fault) -> Backend:
     # as if it lay beside the shipped module: it takes the same tables of tilings
     name = f"{fault.family.package}.mutant_" + fault.name.replace("-", "_")
     if fault.within:
-        beside = f"from {fault.family.package}.{fault.within} import"
+        beside = f"from {fault.module} import"
         _loaded(f"{name}_within", source)
-        source = _source(fault, fault.op)
+        source = _source(f"{fault.family.package}.{fault.op}")
         assert source.count(beside) == 1
         source = source.replace(beside, f"from {name}_within import")
     assert source.count(registration) == 1

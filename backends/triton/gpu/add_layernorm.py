@@ -20,11 +20,11 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._rows import centred, columns, told
 from portakern.backends.triton.gpu.add_rmsnorm import load_sum, sum_tiles
 from portakern.backends.triton.gpu.layernorm import default_tiling, join, key, scale_and_shift, supports
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh_like, result_like, row_start, walk_rows
+from portakern.backends.triton.lib.rows import centred, columns, told
 from portakern.spec import Tile
 
 if TYPE_CHECKING:

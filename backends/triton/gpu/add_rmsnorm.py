@@ -18,11 +18,11 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._rows import columns, row_sum, told
 from portakern.backends.triton.gpu.layernorm import default_tiling, key, narrowed, scale_and_shift, supports
 from portakern.backends.triton.gpu.rmsnorm import rounds_before
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh_like, result_like, row_start, walk_rows
+from portakern.backends.triton.lib.rows import columns, row_sum, told
 from portakern.spec import Tile
 
 if TYPE_CHECKING:

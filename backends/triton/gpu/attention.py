@@ -23,8 +23,19 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._band import band, fold, limits
-from portakern.backends.triton.gpu._heads import (
+from portakern.backends.triton.gpu.matmul import products
+from portakern.backends.triton.launch import (
+    accumulator,
+    cdiv,
+    compiler_options,
+    launch,
+    refuse_common,
+    shared_limit,
+    torch_dtype,
+)
+from portakern.backends.triton.layout import fresh, gathered, pow2_at_least
+from portakern.backends.triton.lib.band import band, fold, limits
+from portakern.backends.triton.lib.heads import (
     Extents,
     Keys,
     Pairs,
@@ -38,7 +49,7 @@ from portakern.backends.triton.gpu._heads import (
     rows_of,
     strides_of,
 )
-from portakern.backends.triton.gpu._split import (
+from portakern.backends.triton.lib.split_kv import (
     chunk_length,
     chunks_of_a_tile,
     cut,
@@ -49,17 +60,6 @@ from portakern.backends.triton.gpu._split import (
     store_part,
     worth_spreading,
 )
-from portakern.backends.triton.gpu.matmul import products
-from portakern.backends.triton.launch import (
-    accumulator,
-    cdiv,
-    compiler_options,
-    launch,
-    refuse_common,
-    shared_limit,
-    torch_dtype,
-)
-from portakern.backends.triton.layout import fresh, gathered, pow2_at_least
 from portakern.spec import Count, Tile
 from portakern.spec.dtypes import numpy_dtype
 
@@ -265,10 +265,10 @@ def attention_kernel(
     q, k, v, bias, q_segments, kv_segments, o, lse, low, parts, statistics, scores, window, tiles_q, chunk, chunks,
     extents, strides, plan: tl.constexpr,
 ):  # fmt: skip
-    """A tile of block_q rows of o, and of lse and low (lse_low) unless these are None. ``_heads`` says what the groups
+    """A tile of block_q rows of o, and of lse and low (lse_low) unless these are None. ``lib.heads`` says what the groups
     hold.
 
-    chunk: how many keys have a state of their own (``_split``), None for all. parts, statistics: None; or one chunk is
+    chunk: how many keys have a state of their own (``lib.split_kv``), None for all. parts, statistics: None; or one chunk is
     this program's, of ``chunks`` that its tile sees, and the chunk's state goes there.
     """
     _, right = window

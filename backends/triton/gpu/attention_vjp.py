@@ -16,7 +16,7 @@ broadcast. All three recompute p by ``weights`` and ds by ``score_gradients``. A
 in the forward pass tiles that masks empty are not visited, and only those on an edge pay for masking.
 
 A tile of scores is a b^T either way round: d_q has queries as rows; d_k and d_v have keys as rows, so that p^T and ds^T
-are what the next dots take. ``_heads`` says what the groups hold in which the kernels take their numbers.
+are what the next dots take. ``lib.heads`` says what the groups hold in which the kernels take their numbers.
 """
 
 from __future__ import annotations
@@ -28,20 +28,6 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._band import band, fold, limits
-from portakern.backends.triton.gpu._heads import (
-    Extents,
-    Pairs,
-    Plan,
-    Scores,
-    load_head,
-    load_tile,
-    precision_of,
-    product,
-    program,
-    strides_of,
-)
-from portakern.backends.triton.gpu._split import alike
 from portakern.backends.triton.gpu.attention import _band, _head_dim_innermost, key, over_keys, padded, tanh
 from portakern.backends.triton.launch import (
     accumulator,
@@ -55,6 +41,20 @@ from portakern.backends.triton.launch import (
     torch_dtype,
 )
 from portakern.backends.triton.layout import fresh
+from portakern.backends.triton.lib.band import band, fold, limits
+from portakern.backends.triton.lib.heads import (
+    Extents,
+    Pairs,
+    Plan,
+    Scores,
+    load_head,
+    load_tile,
+    precision_of,
+    product,
+    program,
+    strides_of,
+)
+from portakern.backends.triton.lib.split_kv import alike
 from portakern.spec import Count, Tile
 from portakern.specs.attention import scale_of
 

@@ -22,7 +22,11 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.copies import in_order
-from portakern.backends.triton.gpu._columns import (
+from portakern.backends.triton.gpu.logsumexp import maximum_and_sum
+from portakern.backends.triton.gpu.softmax import default_tiling, key, supports
+from portakern.backends.triton.launch import accumulator, cdiv, launch, torch_dtype
+from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
+from portakern.backends.triton.lib.columns import (
     begin,
     joined,
     load_block,
@@ -32,11 +36,7 @@ from portakern.backends.triton.gpu._columns import (
     sum_parts,
     tree_sum,
 )
-from portakern.backends.triton.gpu._rows import columns, finite_or_zero, load_tiles, of_long_rows, row_sum, walked
-from portakern.backends.triton.gpu.logsumexp import maximum_and_sum
-from portakern.backends.triton.gpu.softmax import default_tiling, key, supports
-from portakern.backends.triton.launch import accumulator, cdiv, launch, torch_dtype
-from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
+from portakern.backends.triton.lib.rows import columns, finite_or_zero, load_tiles, of_long_rows, row_sum, walked
 from portakern.spec import Tile
 
 if TYPE_CHECKING:

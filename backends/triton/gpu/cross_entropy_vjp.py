@@ -21,11 +21,11 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.copies import in_order
-from portakern.backends.triton.gpu._columns import product, side_by_side
-from portakern.backends.triton.gpu._rows import blocks, exp_or_zero, tile_of
 from portakern.backends.triton.gpu.softmax import key, lead
 from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, refuse_tile
 from portakern.backends.triton.layout import aligned, pow2_at_least, result_like, row_start, walk_rows
+from portakern.backends.triton.lib.columns import product, side_by_side
+from portakern.backends.triton.lib.rows import blocks, exp_or_zero, tile_of
 from portakern.spec import Tile
 from portakern.spec.dtypes import numpy_dtype
 

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._activations import C, K, erf_form
 from portakern.backends.triton.gpu.swiglu import KNOBS, fit, gated, key, open_share, product, supports
+from portakern.backends.triton.lib.activations import C, K, erf_form
 
 if TYPE_CHECKING:
     from portakern.core.call import Call

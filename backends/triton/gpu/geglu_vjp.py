@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._activations import C, K, erf_form, open_and_shut
 from portakern.backends.triton.gpu.swiglu import KNOBS, fit, key, supports
 from portakern.backends.triton.gpu.swiglu_vjp import gated_vjp, gradients
+from portakern.backends.triton.lib.activations import C, K, erf_form, open_and_shut
 
 if TYPE_CHECKING:
     from portakern.core.call import Call

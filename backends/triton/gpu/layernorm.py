@@ -21,7 +21,9 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._rows import (
+from portakern.backends.triton.launch import accumulator, cdiv, launch
+from portakern.backends.triton.layout import aligned, fresh_like, row_start, walk_rows
+from portakern.backends.triton.lib.rows import (
     centred,
     columns,
     load_columns,
@@ -31,8 +33,6 @@ from portakern.backends.triton.gpu._rows import (
     tile_rows,
     walked,
 )
-from portakern.backends.triton.launch import accumulator, cdiv, launch
-from portakern.backends.triton.layout import aligned, fresh_like, row_start, walk_rows
 from portakern.spec import Tile
 
 if TYPE_CHECKING:

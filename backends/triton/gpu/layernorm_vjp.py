@@ -22,7 +22,10 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._rows import (
+from portakern.backends.triton.gpu.layernorm import key
+from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, shared_limit, torch_dtype
+from portakern.backends.triton.layout import Rows, aligned, fresh, pow2_at_least, row_start, walk_rows
+from portakern.backends.triton.lib.rows import (
     blocks,
     centred,
     columns,
@@ -32,9 +35,6 @@ from portakern.backends.triton.gpu._rows import (
     row_sum,
     told,
 )
-from portakern.backends.triton.gpu.layernorm import key
-from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, shared_limit, torch_dtype
-from portakern.backends.triton.layout import Rows, aligned, fresh, pow2_at_least, row_start, walk_rows
 from portakern.spec import Tile
 
 if TYPE_CHECKING:

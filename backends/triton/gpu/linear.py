@@ -24,10 +24,10 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu import matmul as products
-from portakern.backends.triton.gpu._activations import activated
 from portakern.backends.triton.gpu.matmul import place, summed
 from portakern.backends.triton.launch import accumulator, cdiv, dot_precision, launch
 from portakern.backends.triton.layout import collapse, contiguous_strides, fresh, row_start
+from portakern.backends.triton.lib.activations import activated
 from portakern.spec import Count, Tile
 
 if TYPE_CHECKING:

@@ -25,10 +25,10 @@ from portakern.backends.triton.copies import in_order
 from portakern.backends.triton.gpu import cross_entropy as losses
 from portakern.backends.triton.gpu import cross_entropy_vjp as brackets
 from portakern.backends.triton.gpu import matmul as portable
-from portakern.backends.triton.gpu._rows import tile_rows
 from portakern.backends.triton.gpu.family import FAMILY
 from portakern.backends.triton.launch import refuse_tile, torch_dtype
 from portakern.backends.triton.layout import collapse, fresh
+from portakern.backends.triton.lib.rows import tile_rows
 from portakern.backends.triton.outline import Outline
 from portakern.backends.triton.parts import in_parts, scratch
 from portakern.core.registry import find_spec

@@ -24,7 +24,6 @@ import triton.language as tl
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.copies import in_order
 from portakern.backends.triton.gpu import cross_entropy_vjp as brackets
-from portakern.backends.triton.gpu._rows import tile_of
 from portakern.backends.triton.gpu.linear_cross_entropy import (
     Product,
     flat,
@@ -35,6 +34,7 @@ from portakern.backends.triton.gpu.linear_cross_entropy import (
 )
 from portakern.backends.triton.launch import accumulator, cdiv, launch, refuse_tile
 from portakern.backends.triton.layout import aligned, fresh, pow2_at_least, result_like, row_start, walk_rows
+from portakern.backends.triton.lib.rows import tile_of
 from portakern.backends.triton.parts import in_parts, scratch
 
 if TYPE_CHECKING:

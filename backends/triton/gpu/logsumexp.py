@@ -17,7 +17,10 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._columns import (
+from portakern.backends.triton.gpu.softmax import default_tiling, key, supports
+from portakern.backends.triton.launch import accumulator, cdiv, launch
+from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
+from portakern.backends.triton.lib.columns import (
     begin,
     joined,
     load_block,
@@ -27,7 +30,7 @@ from portakern.backends.triton.gpu._columns import (
     tree_sum,
     walk_strips,
 )
-from portakern.backends.triton.gpu._rows import (
+from portakern.backends.triton.lib.rows import (
     columns,
     finite_or_zero,
     load_tiles,
@@ -36,9 +39,6 @@ from portakern.backends.triton.gpu._rows import (
     row_sum,
     walked,
 )
-from portakern.backends.triton.gpu.softmax import default_tiling, key, supports
-from portakern.backends.triton.launch import accumulator, cdiv, launch
-from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
 from portakern.spec import Tile
 
 if TYPE_CHECKING:

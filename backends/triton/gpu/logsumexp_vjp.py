@@ -16,11 +16,11 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.copies import in_order
-from portakern.backends.triton.gpu._columns import side_by_side, sum_parts, walk_strips, weigh_strips
-from portakern.backends.triton.gpu._rows import columns, load_tiles, of_long_rows, walked, weigh_long_rows
 from portakern.backends.triton.gpu.softmax import default_tiling, exponentials, key, supports
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
+from portakern.backends.triton.lib.columns import side_by_side, sum_parts, walk_strips, weigh_strips
+from portakern.backends.triton.lib.rows import columns, load_tiles, of_long_rows, walked, weigh_long_rows
 from portakern.spec import Tile
 
 if TYPE_CHECKING:

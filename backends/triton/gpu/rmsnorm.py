@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._rows import columns, load_columns, load_tiles, places_of, row_sum, walked
 from portakern.backends.triton.gpu.layernorm import (
     default_tiling,
     key,
@@ -29,6 +28,7 @@ from portakern.backends.triton.gpu.layernorm import (
 )
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh_like, row_start, walk_rows
+from portakern.backends.triton.lib.rows import columns, load_columns, load_tiles, places_of, row_sum, walked
 from portakern.spec import Tile
 
 if TYPE_CHECKING:

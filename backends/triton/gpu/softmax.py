@@ -19,7 +19,9 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._columns import (
+from portakern.backends.triton.launch import accumulator, cdiv, launch
+from portakern.backends.triton.layout import aligned, fresh_like, row_start, walk_rows
+from portakern.backends.triton.lib.columns import (
     refuse_strips,
     side_by_side,
     sum_parts,
@@ -27,7 +29,7 @@ from portakern.backends.triton.gpu._columns import (
     walk_strips,
     weigh_strips,
 )
-from portakern.backends.triton.gpu._rows import (
+from portakern.backends.triton.lib.rows import (
     columns,
     load_tiles,
     of_long_rows,
@@ -38,8 +40,6 @@ from portakern.backends.triton.gpu._rows import (
     walked,
     weigh_long_rows,
 )
-from portakern.backends.triton.launch import accumulator, cdiv, launch
-from portakern.backends.triton.layout import aligned, fresh_like, row_start, walk_rows
 from portakern.spec import Tile
 
 if TYPE_CHECKING:

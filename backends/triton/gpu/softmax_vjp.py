@@ -15,7 +15,10 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._columns import (
+from portakern.backends.triton.gpu.softmax import default_tiling, key, supports
+from portakern.backends.triton.launch import accumulator, cdiv, launch
+from portakern.backends.triton.layout import aligned, result_like, row_start, walk_rows
+from portakern.backends.triton.lib.columns import (
     added,
     begin,
     load_block,
@@ -28,10 +31,7 @@ from portakern.backends.triton.gpu._columns import (
     tree_sum,
     walk_strips,
 )
-from portakern.backends.triton.gpu._rows import columns, load_tiles, row_sum, told
-from portakern.backends.triton.gpu.softmax import default_tiling, key, supports
-from portakern.backends.triton.launch import accumulator, cdiv, launch
-from portakern.backends.triton.layout import aligned, result_like, row_start, walk_rows
+from portakern.backends.triton.lib.rows import columns, load_tiles, row_sum, told
 from portakern.spec import Tile
 
 if TYPE_CHECKING:

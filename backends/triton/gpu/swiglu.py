@@ -18,8 +18,6 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._activations import open_and_shut
-from portakern.backends.triton.gpu._rows import tile_of
 from portakern.backends.triton.launch import accumulator, cdiv, launch, refuse_tile
 from portakern.backends.triton.layout import (
     Rows,
@@ -31,6 +29,8 @@ from portakern.backends.triton.layout import (
     row_start,
     rows_of,
 )
+from portakern.backends.triton.lib.activations import open_and_shut
+from portakern.backends.triton.lib.rows import tile_of
 from portakern.spec import Tile
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu._activations import open_and_shut
-from portakern.backends.triton.gpu._rows import tile_of
 from portakern.backends.triton.gpu.swiglu import KNOBS, fit, key, share, supports
 from portakern.backends.triton.launch import accumulator, launch
 from portakern.backends.triton.layout import aligned, result_like, row_start
+from portakern.backends.triton.lib.activations import open_and_shut
+from portakern.backends.triton.lib.rows import tile_of
 
 if TYPE_CHECKING:
     from portakern.core.call import Call

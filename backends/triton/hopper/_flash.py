@@ -7,7 +7,7 @@ the weights that they have read. Where there are two groups they take turns, so 
 beside the products of the other.
 
 Keys i and values i - 1 arrive under one barrier, as unit i of a walk over n tiles: unit 0 is keys alone, unit n values
-alone. Chunks of keys (``gpu/_split.py``) do not end the walk: the first scores of a chunk are issued beside the last
+alone. Chunks of keys (``lib/split_kv.py``) do not end the walk: the first scores of a chunk are issued beside the last
 products of the one before, whose state is then merged with the whole row's, and the chunk's first product begins its
 sum anew. The row's state stays in registers, two accumulators beside one tile of scores; at head dimensions beyond 128
 the compiler moves it to local memory, which is touched where chunks meet and nowhere else.
@@ -202,14 +202,14 @@ def seen_scores(s, start, cols, limits, all_lo, all_hi, scores):
 
 @gluon.jit
 def origin(m, scores):
-    """As ``origin`` of ``gpu/_split.py``."""
+    """As ``origin`` of ``lib/split_kv.py``."""
     factor = gl.where(gl.abs(m) < scores.beyond, scores.rate, scores.octave)
     return factor, gl.where(m == float("-inf"), 0.0, m * factor)
 
 
 @gluon.jit
 def shrunk(m, under):
-    """As ``shrunk`` of ``gpu/_split.py``, with an instruction that is never fused for the selection there."""
+    """As ``shrunk`` of ``lib/split_kv.py``, with an instruction that is never fused for the selection there."""
     factor, offset = under
     before = gl.inline_asm_elementwise(
         "mul.rn.f32 $0, $1, $2;", "=f,f,f", [m, factor], gl.float32, is_pure=True, pack=1
@@ -219,7 +219,7 @@ def shrunk(m, under):
 
 @gluon.jit
 def log_sum(l, m, scores):
-    """As ``log_sum`` of ``gpu/_split.py``, with an instruction that is never fused for the selection there."""
+    """As ``log_sum`` of ``lib/split_kv.py``, with an instruction that is never fused for the selection there."""
     factor, offset = origin(m, scores)
     exact = factor == scores.rate
     of, log = gl.where(exact, offset, m), gl.log(l)
@@ -265,7 +265,7 @@ def weights_under(s, under):
 
 @gluon.jit
 def merge(whole, acc_part, l_part, m_part, scores, row: gl.constexpr):
-    """As ``merge`` of ``gpu/_split.py``."""
+    """As ``merge`` of ``lib/split_kv.py``."""
     acc, l, m = whole
     m_new = gl.maximum(m, m_part)
     under = origin(m_new, scores)

@@ -20,12 +20,12 @@ from triton.experimental.gluon import language as gl
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.descriptors import describe
 from portakern.backends.triton.gpu import attention as portable
-from portakern.backends.triton.gpu._heads import Scores
-from portakern.backends.triton.gpu._split import chunk_length, chunks_of_a_tile, seen_keys, worth_spreading
 from portakern.backends.triton.hopper._flash import Plan, Work, attention_flash_kernel
 from portakern.backends.triton.hopper._shares import HALF, Shares, attention_shares_kernel
 from portakern.backends.triton.launch import GLUON, cdiv, launch, shared_limit
 from portakern.backends.triton.layout import contiguous_strides, fresh, pow2_at_least
+from portakern.backends.triton.lib.heads import Scores
+from portakern.backends.triton.lib.split_kv import chunk_length, chunks_of_a_tile, seen_keys, worth_spreading
 from portakern.core.backend import Drawn
 from portakern.spec import Count
 

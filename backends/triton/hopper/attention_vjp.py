@@ -16,7 +16,6 @@ from triton.experimental.gluon import language as gl
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.descriptors import describe
 from portakern.backends.triton.gpu import attention_vjp as portable
-from portakern.backends.triton.gpu._heads import LOG2E, Scores
 from portakern.backends.triton.gpu.attention import _band, key
 from portakern.backends.triton.hopper._flash_gradients import Plan, Work, attention_vjp_gradients_kernel
 from portakern.backends.triton.hopper.attention import (
@@ -30,6 +29,7 @@ from portakern.backends.triton.hopper.attention import (
 )
 from portakern.backends.triton.launch import GLUON, cdiv, launch, shared_limit, torch_dtype
 from portakern.backends.triton.layout import fresh, pow2_at_least
+from portakern.backends.triton.lib.heads import LOG2E, Scores
 from portakern.core.backend import Drawn
 from portakern.spec import Count
 from portakern.specs._exponents import LARGEST, two_parts

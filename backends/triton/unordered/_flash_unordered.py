@@ -37,7 +37,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from portakern.backends.triton.gpu._heads import program
 from portakern.backends.triton.hopper._flash import ROWS, boxed, reach
 from portakern.backends.triton.hopper._flash_gradients import (
     Own,
@@ -52,6 +51,7 @@ from portakern.backends.triton.hopper._flash_gradients import (
     weights_of,
 )
 from portakern.backends.triton.hopper._warps import store_tile
+from portakern.backends.triton.lib.heads import program
 
 
 @builtin

@@ -33,7 +33,8 @@ class Planted:
       at: the seed and the number of examples with which the test suite finds it; laws come after the last example.
       case: of a kernel whose threads the host runs, the call that shows it there; the test suite plants all of these,
         and ``python -m tests.mutants``, which draws its calls, none.
-      within: the module beside the op's own that holds the text, and from which the op's own imports it.
+      within: the module that holds the text, and from which the op's own imports it: one beside that, or of what the
+        families of the backend share, ``lib.<name>``.
     """
 
     name: str
@@ -70,6 +71,12 @@ class Fault(Planted):
         declared = registry.backend(self.backend).declared
         named = (f for f in declared if f.name == self.variant)
         return next(named if self.variant else (f for f in declared if f.interprets and not f.targets))
+
+    @property
+    def module(self) -> str:
+        """The module that holds the text."""
+        name, package = self.within or self.op, self.family.package
+        return f"{package.rpartition('.')[0] if name.startswith('lib.') else package}.{name}"
 
     def lacks(self) -> str | None:
         """None, or what must be installed before the kernel can be imported."""

@@ -11,14 +11,14 @@ FAULTS = {
             "lanes beyond a short row count in the variance",
             old="d = [tl.where(ok[i], t[i] - mean, 0.0) for i in (0, 1)[:tiles]]",
             new="d = [a - mean for a in t]",
-            within="_rows",
+            within="lib.rows",
         ),
         Planted(
             "mean-over-tile",
             "the mean divides by the tile's extent",
             old="mean = (rounded + rest / n)[:, None]",
             new="mean = (row_sum(t) / t[0].shape[1])[:, None]",
-            within="_rows",
+            within="lib.rows",
         ),
         Planted(
             "rows-of-x",

@@ -21,7 +21,7 @@ FAULTS = {
             "the sum of a long row is not rescaled where the maximum grows",
             old="tl.fma(l, exp_or_zero(tl.minimum(m - shift, 0.0)), found)",
             new="l + found",
-            within="_rows",
+            within="lib.rows",
         ),
         Planted(
             "mean-over-tiles",

@@ -16,7 +16,7 @@ FAULTS = {
             small=True,
             sample=True,
             edge="large_mean",
-            within="_rows",
+            within="lib.rows",
         ),
         Planted(
             "padding-in-variance",
@@ -24,7 +24,7 @@ FAULTS = {
             old="d = [tl.where(ok[i], t[i] - mean, 0.0) for i in (0, 1)[:tiles]]",
             new="d = [a - mean for a in t]",
             small=True,
-            within="_rows",
+            within="lib.rows",
         ),
         Planted(
             "eps-outside",
@@ -32,14 +32,14 @@ FAULTS = {
             old="tl.rsqrt(row_sum([a * a for a in d]) / n + eps)",
             new="(1.0 / (tl.sqrt(row_sum([a * a for a in d]) / n) + eps))",
             small=True,
-            within="_rows",
+            within="lib.rows",
         ),
         Planted(
             "mean-over-tile",
             "the mean divides by the tile's extent",
             old="mean = (rounded + rest / n)[:, None]",
             new="mean = (row_sum(t) / t[0].shape[1])[:, None]",
-            within="_rows",
+            within="lib.rows",
         ),
         Planted(
             "unbiased-variance",

@@ -20,7 +20,7 @@ FAULTS = {
                 "tl.rsqrt(tl.maximum(row_sum([a * a for a in t]) / n - (row_sum(t) / n) * (row_sum(t) / n), 0.0) + eps)"
             ),
             small=True,
-            within="_rows",
+            within="lib.rows",
         ),
         Planted(
             "padding-in-variance",
@@ -28,7 +28,7 @@ FAULTS = {
             old="d = [tl.where(ok[i], t[i] - mean, 0.0) for i in (0, 1)[:tiles]]",
             new="d = [a - mean for a in t]",
             small=True,
-            within="_rows",
+            within="lib.rows",
         ),
         Planted(
             "missing-rows-counted",

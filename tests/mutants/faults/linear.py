@@ -30,7 +30,7 @@ FAULTS = {
             "relu is a maximum, which makes 0 of NaN",
             old="return tl.where(z < 0, 0.0, z)",
             new="return tl.where(z > 0, z, 0.0)",
-            within="_activations",
+            within="lib.activations",
             small=True,
         ),
         Planted(

@@ -12,7 +12,7 @@ FAULTS = {
             old='return tl.where(tl.abs(m) == float("inf"), 0.0, m)',
             new='return tl.where(m == float("-inf"), 0.0, m)',
             small=True,
-            within="_rows",
+            within="lib.rows",
         ),
         Planted(
             "finite-padding",
@@ -27,14 +27,14 @@ FAULTS = {
             old="mask=row_ok & (a < n), other",
             new="mask=row_ok & (a < n - 1), other",
             small=True,
-            within="_rows",
+            within="lib.rows",
         ),
         Planted(
             "l-not-rescaled",
             "the running sum keeps its unit when the maximum grows",
             old="tl.fma(l, exp_or_zero(tl.minimum(m - shift, 0.0)), found)",
             new="l + found",
-            within="_rows",
+            within="lib.rows",
         ),
         Planted(
             "log2e-rounded",

@@ -11,7 +11,7 @@ FAULTS = {
             "all rows of a strip take the cotangent of its first",
             old="begin(g, group, lane, g_group",
             new="begin(g, group, lane - tl.arange(0, block_rows)[None, :], g_group",
-            within="_columns",
+            within="lib.columns",
         ),
         Planted(
             "no-minus-inf-guard",
@@ -19,7 +19,7 @@ FAULTS = {
             old="    shift = finite_or_zero(top)\n    found",
             new="    shift = top\n    found",
             small=True,
-            within="_rows",
+            within="lib.rows",
         ),
         Planted(
             "last-not-summed",
@@ -27,7 +27,7 @@ FAULTS = {
             old="mask=row_ok & (a < n), other",
             new="mask=row_ok & (a < n - 1), other",
             small=True,
-            within="_rows",
+            within="lib.rows",
         ),
         Planted(
             "one-cotangent",
@@ -49,7 +49,7 @@ FAULTS = {
             old="return top, tl.fma(l, exp_or_zero(tl.minimum(m - shift, 0.0)), found)",
             new="return top, tl.fma(l, exp_or_zero(tl.minimum(m - shift, 0.0)), found).to(tl.bfloat16).to(l.dtype)",
             small=True,
-            within="_rows",
+            within="lib.rows",
         ),
     ],
     "pallas": [

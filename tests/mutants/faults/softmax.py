@@ -14,7 +14,7 @@ FAULTS = {
                 "            halves = tl.reshape(t, [2, t.shape[0] // 2, t.shape[1]])\n"
                 "            t = tl.sum(halves, 0) if t.shape[0] > 2 else tl.max(halves, 0)"
             ),
-            within="_columns",
+            within="lib.columns",
         ),
         Planted(
             "part-cut",
@@ -22,14 +22,14 @@ FAULTS = {
             old="mask=(a < last) & inside, other",
             new="mask=(a < last - 1) & inside, other",
             small=True,
-            within="_columns",
+            within="lib.columns",
         ),
         Planted(
             "part-not-rescaled",
             "the sums of a part's places keep their units when they are added up",
             old="acc = product(acc, tl.exp(tl.minimum(top - finite_or_zero(highest), 0.0)))",
             new="acc = product(acc, tl.full(acc.shape, 1.0, acc_dtype))",
-            within="_columns",
+            within="lib.columns",
         ),
         Planted(
             "no-minus-inf-guard",
@@ -37,7 +37,7 @@ FAULTS = {
             old="    shift = finite_or_zero(top)\n    found",
             new="    shift = top\n    found",
             small=True,
-            within="_rows",
+            within="lib.rows",
         ),
         Planted(
             "finite-padding",
@@ -52,7 +52,7 @@ FAULTS = {
             old="mask=row_ok & (a < n), other",
             new="mask=row_ok & (a < n - 1), other",
             small=True,
-            within="_rows",
+            within="lib.rows",
         ),
         Planted(
             "log2e-rounded",
@@ -66,7 +66,7 @@ FAULTS = {
             "the running sum keeps its unit when the maximum grows",
             old="tl.fma(l, exp_or_zero(tl.minimum(m - shift, 0.0)), found)",
             new="l + found",
-            within="_rows",
+            within="lib.rows",
         ),
         Planted(
             "p-rounded-before-sum",
@@ -96,7 +96,7 @@ FAULTS = {
             "the sum of a row in two tiles is that of the first",
             old="        found += tl.sum(tiles[1], 1)",
             new="        found += 0.0 * tl.sum(tiles[1], 1)",
-            within="_rows",
+            within="lib.rows",
             sample=True,
         ),
         Planted(
@@ -105,7 +105,7 @@ FAULTS = {
             old="rest < n)",
             new="rest < n - 1)",
             small=True,
-            within="_rows",
+            within="lib.rows",
         ),
         Planted(
             "second-maximum-left-out",
@@ -113,7 +113,7 @@ FAULTS = {
             old="        found = tl.maximum(found, tl.max(tiles[1], 1))",
             new="        found = tl.maximum(found, found)",
             small=True,
-            within="_rows",
+            within="lib.rows",
         ),
     ],
     "pallas": [

@@ -11,7 +11,7 @@ FAULTS = {
             "s of a gate below 0 is 1 - 1 / (1 + exp(g)), and what is small is lost",
             old="low = e * high",
             new="low = 1.0 - high",
-            within="_activations",
+            within="lib.activations",
             small=True,
         ),
         Planted(
@@ -26,7 +26,7 @@ FAULTS = {
             "the exponent is clamped at -20",
             old="e = tl.exp(-tl.abs(g))",
             new="e = tl.exp(tl.maximum(-tl.abs(g), -20.0))",
-            within="_activations",
+            within="lib.activations",
             small=True,
         ),
         Planted(

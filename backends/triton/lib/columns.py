@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import triton
 import triton.language as tl
 
-from portakern.backends.triton.gpu._rows import finite_or_zero, running
 from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, refuse_tile, torch_dtype
 from portakern.backends.triton.layout import Rows, aligned, fresh, pow2_at_least, walk_rows
+from portakern.backends.triton.lib.rows import finite_or_zero, running
 from portakern.spec.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
