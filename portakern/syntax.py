@@ -135,11 +135,13 @@ class _Reader:
 
     def adds_to(self, node: ast.stmt, decorators: list[ast.expr]) -> Iterator[str]:
         """Where other statements of a module find what this one does: in an object whose method decorates it or is
-        called, or in the whole module."""
+        called, in what a function is given that is called and no more, or in the whole module."""
         owners = [d.func if isinstance(d, ast.Call) else d for d in decorators]
         if isinstance(node, ast.Expr):
             owners = [n.func for n in ast.walk(node) if isinstance(n, ast.Call)]
         refs = [self.path(d.value) for d in owners if isinstance(d, ast.Attribute)]
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and not refs:
+            refs = [r for a in node.value.args if isinstance(r := self.path(a), Ref)]
         yield from (r.path for r in refs if isinstance(r, Ref))
         targets = node.targets if isinstance(node, ast.Assign) else [node]
         plain = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AnnAssign) or all(

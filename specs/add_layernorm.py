@@ -1,19 +1,26 @@
-"""A residual added, and the layer normalisation of the sum over the last axis."""
+"""A residual added, the layer normalisation of the sum over the last axis, and the gradients of both.
+
+residual_out = x + residual, y = layernorm(residual_out), and d_x = d_residual_out + layernorm's d_x at residual_out.
+"""
 
 from __future__ import annotations
 
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
+import numpy as np
 from jaxtyping import Float
 
 from portakern.spec import Tile, spec
 from portakern.spec.options import Range
-from portakern.spec.tolerance import round_to
+from portakern.spec.tolerance import round_to, units
 from portakern.specs._added import (
     FLUSHES,
+    added_errors,
+    added_variances,
     cancelling,
     inherit,
+    normed,
     of_sum,
     opposed_infinities,
     rows_alone,
@@ -21,8 +28,11 @@ from portakern.specs._added import (
     sum_forced,
     sum_is_what_is_normed,
     sum_spread,
+    without_a_cotangent_of_the_sum,
 )
-from portakern.specs.layernorm import error, layernorm
+from portakern.specs._gradients import doubled, each_alone, row_alone, stored_bounds, stored_spreads
+from portakern.specs.layernorm import Rows, column_errors, d_x_error, error, layernorm, layernorm_vjp, variances
+from portakern.specs.layernorm import exact as exact_of_norm
 from portakern.specs.layernorm import sigma as sigma_of_norm
 
 if TYPE_CHECKING:
@@ -111,3 +121,112 @@ def scale_invariant(run, draw):
 add_layernorm.sample("rows", dims={"batch": (3,), "n": 5}, options={"eps": 1e-2}, given=("weight", "bias"))
 add_layernorm.sample("no_weight", dims={"batch": (2, 3), "n": 4}, given=("bias",))
 add_layernorm.sample("wider_weight", dims={"batch": (3,), "n": 5}, given=("weight",), wider=("weight",))
+
+
+# ---------------------------------------------------------------------------------------------------------- gradient
+class AddLayernormVjpOut(NamedTuple):
+    d_x: Float[A, "*batch n"]
+    d_weight: Float[A, "n"]
+    d_bias: Float[A, "n"]
+
+
+@spec(
+    tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 65536, of="n")},
+    or_float32=("weight", "bias"),
+    also={"d_x": ("residual",)},
+    typical={"batch": (4096,), "n": 4096, "weight": True, "bias": True, "d_residual_out": True},
+    apart=lambda options, wants: ("batch",) if set(wants) == {"d_x"} else (),
+    flops=lambda call: 19.0 * prod(call.dims["batch"]) * call.dims["n"],
+)
+def add_layernorm_vjp(
+    residual_out: Float[A, "*batch n"],
+    d_y: Float[A, "*batch n"],
+    weight: Float[A, "n"] | None = None,
+    bias: Float[A, "n"] | None = None,
+    d_residual_out: Float[A, "*batch n"] | None = None,
+    *,
+    eps: Annotated[float, Range(0.0, typical=(1e-5, 1e-12, 1e-2))] = 1e-5,
+) -> AddLayernormVjpOut:
+    """d_x = d_residual_out + the d_x of layernorm_vjp at residual_out, and its d_weight and d_bias, in float32.
+
+    Args:
+      residual_out: (*batch, n), the sum that add_layernorm returned; d_y, d_residual_out: the cotangents of what it
+        returned, the second None for zeros.
+      weight, bias, eps: as in add_layernorm.
+
+    Returns:
+      d_x: the gradient with respect to x and to residual, which are one, of the shape and dtype of residual_out;
+      d_weight, d_bias: as in layernorm_vjp.
+    """
+    raise NotImplementedError
+
+
+def norm_of(call: Call) -> tuple[Call, Rows, np.ndarray]:
+    """The call of layernorm_vjp, its rows, and the d_x that is added to."""
+    inner = normed(call, call.arrays["residual_out"])
+    row = Rows.of(inner)
+    h_mean, mean = (a.sum(1, keepdims=True) / call.dims["n"] for a in (row.h, row.h * row.xh))
+    return inner, row, (row.r * (row.h - h_mean - row.xh * mean)).reshape(inner.arrays["x"].shape)
+
+
+@add_layernorm_vjp.tolerance
+def bound_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
+    """d_weight and d_bias: layernorm_vjp's bound. d_x: its E, and of the sum with d_residual_out u |d_x| + tau more."""
+    with np.errstate(all="ignore"):
+        inner, row, of_norm = norm_of(call)
+        of_x = None if ref[0] is None else added_errors(call, d_x_error(inner, row, of_norm), of_norm)
+        return stored_bounds(call, ref, [of_x, *column_errors(units(call), row)])
+
+
+@add_layernorm_vjp.sigma
+def sigma_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
+    """That of layernorm_vjp, and of the sum (KAPPA u d_x)^2 more."""
+    with np.errstate(all="ignore"):
+        inner = normed(call, call.arrays["residual_out"])
+        return stored_spreads(call, ref, added_variances(call, ref, variances(inner)))
+
+
+@add_layernorm_vjp.exact
+def exact_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
+    """d_bias where it is in layernorm_vjp."""
+    return exact_of_norm(call, ref)
+
+
+inherit(add_layernorm_vjp, layernorm_vjp)
+
+
+@add_layernorm_vjp.edge(dims={"n": (1, 300)}, given=("d_residual_out",))
+def a_cotangent_of_the_sum_alone(arrays, rng, options):
+    """With zeros for d_y the other cotangent goes through, an inf and a NaN in it to their own elements."""
+    arrays["d_y"][...] = 0
+    arrays["d_residual_out"][rng.random(arrays["d_residual_out"].shape) < 0.1] = rng.choice([np.inf, np.nan])
+
+
+@add_layernorm_vjp.law
+def rows_are_independent(run, draw):
+    """A row of d_x alone has the same bits as among others."""
+    row_alone(run, draw, weighted=True)
+
+
+@add_layernorm_vjp.law
+def gradients_do_not_depend_on_which_are_wanted(run, draw):
+    """Each gradient, asked for alone, has the same bits."""
+    shape = draw.extent(1, 150), draw.extent(1, 30)
+    total, d_y, other = (draw.normal(*shape) for _ in range(3))
+    each_alone(
+        run, draw, ("d_x", "d_weight", "d_bias"), (total, d_y, draw.normal(shape[1]), draw.normal(shape[1]), other)
+    )
+
+
+@add_layernorm_vjp.law
+def powers_of_two_scale_exactly(run, draw):
+    """Cotangents that are doubled double every gradient, to the bit."""
+    shape = draw.extent(1, 150), draw.extent(2, 30)
+    total, d_y, weight, bias = draw.normal(*shape), draw.normal(*shape), draw.normal(shape[1]), draw.normal(shape[1])
+    doubled(lambda d_y: run(total, d_y, weight, bias, d_y), draw, ("d_x", "d_weight", "d_bias"), d_y)
+
+
+@add_layernorm_vjp.law
+def the_cotangents_add(run, draw):
+    """A cotangent of zeros for the sum is none, and one of the sum alone is its gradient, both to the bit."""
+    without_a_cotangent_of_the_sum(run, draw, weights=2)

@@ -1,4 +1,8 @@
-"""Root mean square normalisation over the last axis."""
+"""Root mean square normalisation over the last axis, and its gradients.
+
+With r = (mean(x^2) + eps)^-1/2, xh = x r and h = d_y weight: y = xh weight, and d_x = r (h - xh mean(h xh)),
+d_weight = sum of d_y xh.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,8 @@ from portakern.spec import Tile, spec
 from portakern.spec.dtypes import DTYPES
 from portakern.spec.options import Range
 from portakern.spec.tolerance import KAPPA, magnitude, round_to, rounded, rounding_error, store_spread, units
-from portakern.specs._rows import plant
+from portakern.specs._gradients import doubled, each_alone, row_alone, stored_bounds, stored_spreads
+from portakern.specs._rows import mean_variance, plant, share_of_root, silence_all_but_one
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -233,3 +238,290 @@ def a_weight_of_powers_of_two_scales_exactly(run, draw):
 rmsnorm.sample("rows", dims={"batch": (3,), "n": 5}, options={"eps": 1e-2}, given=("weight",))
 rmsnorm.sample("no_weight", dims={"batch": (2, 3), "n": 4})
 rmsnorm.sample("wider_weight", dims={"batch": (3,), "n": 5}, given=("weight",), wider=("weight",))
+
+
+# ---------------------------------------------------------------------------------------------------------- gradient
+class RmsnormVjpOut(NamedTuple):
+    d_x: Float[A, "*batch n"]
+    d_weight: Float[A, "n"]
+
+
+@spec(
+    tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 65536, of="n")},
+    or_float32=("weight",),
+    apart=lambda options, wants: ("batch",) if set(wants) == {"d_x"} else (),
+    flops=lambda call: 12.0 * prod(call.dims["batch"]) * call.dims["n"],
+)
+def rmsnorm_vjp(
+    x: Float[A, "*batch n"],
+    d_y: Float[A, "*batch n"],
+    weight: Float[A, "n"] | None = None,
+    *,
+    eps: Annotated[float, Range(0.0, typical=(1e-6, 1e-12, 1e-2))] = 1e-6,
+    rounding: Literal["once", "before_weight"] = "once",
+) -> RmsnormVjpOut:
+    """With r = (mean(x^2) + eps)^-1/2, xh = x r and h = d_y weight, in float32 (float64 for float64):
+
+    d_x = r (h - xh mean(h xh)) and d_weight = sum of d_y xh over all rows.
+
+    Args:
+      x: (*batch, n), as in rmsnorm; d_y: (*batch, n), the cotangent of its y.
+      weight: (n,), x's dtype or float32, as in rmsnorm.
+      eps: as in rmsnorm.
+      rounding: as in rmsnorm. "before_weight" takes the rounding for the identity, as autograd does: d_weight is the
+        sum of d_y times xh as it was rounded to x's dtype, and h, the cotangent of that, is rounded to x's dtype.
+
+    Returns:
+      d_x: the shape and dtype of x; d_weight: those of weight, None where that was not given.
+      An inf or NaN in a row of x makes its row of d_x NaN; the inf its column of d_weight, the NaN all of it. A NaN in
+      d_y its row of d_x and its column of d_weight. Guaranteed while a row's sums of x^2 and of |h x| are under 2^127
+      (2^1023 in float64).
+    """
+    raise NotImplementedError
+
+
+def moved_by(call: Call, v: np.ndarray) -> tuple[np.ndarray | float, np.ndarray | float]:
+    """How far x may be off, (rows, n), and by which share of itself that moves r = v^-1/2, (rows, 1), +inf where v may
+    be 0. sqrt(v - eps), the root mean square of x, moves by that of the difference at most."""
+    if "x" not in call.off:
+        return 0.0, 0.0
+    off = call.off["x"].reshape(-1, call.dims["n"])
+    moved = np.sqrt(np.square(off).sum(1, keepdims=True) / call.dims["n"])
+    return off, share_of_root(np.sqrt(np.maximum(v - call.options["eps"], 0.0)), moved, v)
+
+
+class Rows(NamedTuple):
+    """The call by rows of n, (rows, n) or (rows, 1).
+
+    Attributes:
+      g: d_y; x, h, xh, r: as in the contract; dxh: how far xh may be off.
+      rho: the share of itself by which r may be off; unsure: whether nothing is promised of a row (rmsnorm's ``root``).
+      met, dmet: xh as it meets d_y in d_weight, rounded or not, and how far that may be off; dh: how far h may be.
+    """
+
+    x: np.ndarray
+    g: np.ndarray
+    h: np.ndarray
+    xh: np.ndarray
+    dxh: np.ndarray
+    r: np.ndarray
+    rho: np.ndarray
+    unsure: np.ndarray
+    met: np.ndarray
+    dmet: np.ndarray
+    dh: np.ndarray
+
+    @classmethod
+    def of(cls, call: Call) -> Rows:
+        x, g = (call.arrays[name].reshape(-1, call.dims["n"]) for name in ("x", "d_y"))
+        r, rho, unsure = (a.reshape(-1, 1) for a in root(call))
+        xh = x * r
+        w = np.ones(1) if call.arrays["weight"] is None else call.arrays["weight"]
+        h, unit, narrow = g * w, units(call), rounds(call)
+        off, share = moved_by(call, 1 / r**2)
+        rho, unsure = rho + share * (1 + rho), unsure | np.isinf(share)
+        met, dxh = xh, normalised_error(call, xh, r, rho) + r * (1 + rho) * off
+        dmet, dh = dxh, unit.u * magnitude(h) + unit.tau * (magnitude(g) + magnitude(w) + 1)
+        if narrow:
+            dmet, met = rounding_error(xh, dxh, narrow), rounded(xh, narrow).astype(np.float64)
+            dh, h = rounding_error(h, dh, narrow), rounded(h, narrow).astype(np.float64)
+        return cls(x, g, h, xh, dxh, r, rho, unsure, met, np.nan_to_num(dmet), np.nan_to_num(dh))
+
+
+@rmsnorm_vjp.tolerance
+def bound_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Bounds of the gradients: each is B = E (1 + U) + U |value| + eta, U and eta of the gradient's own dtype.
+
+    xh errs by dxh and r by rho of itself, both as in rmsnorm's bound; u and tau are
+    :class:`portakern.spec.tolerance.Units`, w is weight, c_N = chain(n), and M the number of rows. With
+
+        X = |xh| + dxh,  c2 = mean(h xh),  lost = tau (|d_y| + |w| + 1), which is what flushes in h,
+
+    h = w d_y errs by dh = u |h| + lost, and c2 by d2: h, the products, their sum and the division (2 ulp); products h x
+    that r meets last may flush.
+
+        d2 = mean(|h| dxh + ((c_N + 6) u |h| + lost) X) + tau (1 + r)
+
+    And so the gradients, where sums are over the M rows, in any order:
+
+        d_x:      E = r (1 + rho) [dh + X d2 + dxh |c2| + 3u (|h| + X (|c2| + d2)) + 2 tau] + rho |d_x|
+        d_weight: E = sum |d_y| dxh + (M + 2) u sum |d_y| X + tau sum (|d_y| + X + 1)
+
+    Where rounding is "before_weight", h is the rounded one, dh what its rounding makes of u |h| + lost
+    (:func:`portakern.spec.tolerance.rounding_error`), and d2 has dh X in place of (u |h| + lost) X; in d_weight, xh and
+    dxh are those of the rounded one.
+
+    Where x may be off by o, rho has the share by which that moves r (:func:`moved_by`) more, and dxh r (1 + rho) o.
+
+    Nothing is promised of a row where rmsnorm promises nothing (all of d_weight takes part in it), or where h, r times
+    the terms of d_x, or a sum of |h xh|, |h x| or |d_y xh| reaches 2^127. An infinite h or d_y gives infinities and NaN
+    by the sign of xh: nothing is promised beside an x whose xh may flush.
+    """
+    with np.errstate(all="ignore"):
+        row = Rows.of(call)
+        of_x = None if ref[0] is None else d_x_error(call, row, ref[0])
+        return stored_bounds(call, ref, [of_x, d_weight_error(call, row)])
+
+
+def d_x_error(call: Call, row: Rows, d_x: np.ndarray) -> np.ndarray:
+    """E of d_x."""
+    unit, n, w = units(call), call.dims["n"], call.arrays["weight"]
+    w = np.ones(1) if w is None else w
+    u, tau, r, rho, dxh, dh = unit.u, unit.tau, row.r, row.rho, row.dxh, row.dh
+
+    def mean(values: np.ndarray) -> np.ndarray:
+        return values.sum(1, keepdims=True) / n
+
+    h, size, c2 = magnitude(row.h), np.abs(row.xh) + dxh, magnitude(mean(row.h * row.xh))
+    d2 = mean(h * dxh + ((unit.chain(n) + 5) * u * h + dh) * size) + tau * (1 + r)
+    terms = h + size * (c2 + d2)
+    inner = dh + size * d2 + dxh * c2 + 3 * u * terms + 2 * tau
+    err = r * (1 + rho) * inner + rho * np.abs(d_x.reshape(-1, n))
+
+    tiny_g, tiny_w = ((a != 0) & (np.abs(a) < tau) for a in (row.g, w))
+    ambiguous = (row.x != 0) & (np.abs(row.xh) <= dxh)
+    unsure = row.unsure | ((np.isinf(row.g) & tiny_w) | (np.isinf(w) & tiny_g)).any(1, keepdims=True)
+    unsure = unsure | (np.isinf(row.h).any(1, keepdims=True) & ambiguous.any(1, keepdims=True))
+    for factor in (size, magnitude(row.x)):
+        unsure = unsure | ((h * factor).sum(1, keepdims=True) >= unit.huge)
+    unsure = unsure | (h >= unit.huge).any(1, keepdims=True) | (np.maximum(r, 1) * terms >= unit.huge)
+    return np.where(unsure, inf, err).reshape(d_x.shape)
+
+
+def d_weight_error(call: Call, row: Rows) -> np.ndarray:
+    """E of d_weight."""
+    unit, g, size = units(call), magnitude(row.g), np.abs(row.met) + row.dmet
+    products = (g * size).sum(0)
+    err = (g * row.dmet).sum(0) + (g.shape[0] + 2) * unit.u * products + unit.tau * (g + size + 1).sum(0)
+    ambiguous = np.isinf(row.g) & (row.x != 0) & (np.abs(row.xh) <= row.dxh)
+    return np.where(row.unsure.any() | (products >= unit.huge) | ambiguous.any(0), inf, err)
+
+
+@rmsnorm_vjp.sigma
+def sigma_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
+    """RMS errors of the gradients, with the symbols of the bound and k = KAPPA u.
+
+    q is the variance of r's relative error (rmsnorm's ``root_spread``), one draw for a row. A mean errs by s^2
+    (``mean_variance``), where the longest chain of additions is c_N in a row and M in a column. c2 is one draw for a
+    row too: t^2 = (1 + 8/M) s^2 makes room for what M rows may draw. r stands once in r h and three times in r xh c2.
+
+        d_x:      store^2 + q (d_x - 2 r xh c2)^2 + r^2 [3 k^2 (h^2 + (xh c2)^2) + xh^2 t^2(h xh)]
+        d_weight: store^2 + sum (d_y xh)^2 (q + 2 k^2) + M^2 s^2(d_y xh)
+
+    are the variances, xh of d_weight as it meets d_y, store being the RMS error of storing (``store_spread``).
+    """
+    with np.errstate(all="ignore"):
+        return stored_spreads(call, ref, variances(call))
+
+
+def variances(call: Call) -> list[np.ndarray]:
+    """Those of :func:`sigma_vjp`, without storing."""
+    unit, n = units(call), call.dims["n"]
+    k2, q = (KAPPA * unit.u) ** 2, root_spread(call)
+    with np.errstate(all="ignore"):
+        row = Rows.of(call)
+        h, xh, rows = row.h, row.xh, row.g.shape[0]
+        pull = xh * ((h * xh).sum(1, keepdims=True) / n)
+        of_c2 = xh**2 * (1 + 8 / rows) * mean_variance(h * xh, 1, unit.chain(n), k2)
+        own = q * np.square(h - 3 * pull) + 3 * k2 * (h**2 + pull**2) + of_c2
+        terms = row.g * row.met
+        of_weight = np.square(terms).sum(0) * (q + 2 * k2) + rows**2 * mean_variance(terms, 0, rows, k2)[0]
+        if rounds(call):  # beside a tie a term may be another by a whole spacing, which is no matter of chance
+            of_weight = np.where(((row.dmet > 0) & (row.g != 0)).any(0), inf, of_weight)
+        return [(row.r**2 * own).reshape(call.arrays["x"].shape), of_weight]
+
+
+@rmsnorm_vjp.edge(dims={"n": (1, 300)})
+def nan_or_inf_in_a_row(arrays, rng, options):
+    """An inf or NaN in x makes its row of d_x NaN, and no other; the inf its column of d_weight, the NaN all of it."""
+    plant(rng, arrays["x"], rng.choice([np.nan, inf, -inf]))
+
+
+@rmsnorm_vjp.edge(dims={"n": (1, 300)})
+def nan_or_inf_in_cotangents(arrays, rng, options):
+    """A NaN in d_y makes its row of d_x and its column of d_weight NaN, and no other; an inf what arithmetic makes."""
+    plant(rng, arrays["d_y"], rng.choice([np.nan, inf]))
+
+
+@rmsnorm_vjp.edge(dims={"n": (1, 300)}, given=("weight",))
+def nan_in_a_weight_vjp(arrays, rng, options):
+    """NaN in weight makes d_x NaN and leaves d_weight alone."""
+    arrays["weight"][rng.integers(arrays["weight"].shape[0])] = np.nan
+
+
+@rmsnorm_vjp.edge(dims={"n": (1, 300)})
+def rows_of_zeros_vjp(arrays, rng, options):
+    """A row of zeros: eps alone scales its gradient, and it adds nothing to d_weight."""
+    arrays["x"][rng.random(arrays["x"].shape[:-1]) < 0.5] = 0
+
+
+@rmsnorm_vjp.edge(dims={"batch": (5, 7), "n": (2, 300)}, options={"eps": 0.0}, given=("weight",))
+def no_eps_vjp(arrays, rng, options):
+    """eps = 0 is allowed, also where a tile has rows to spare.
+
+    Those have no squares, and leave nothing in the sums over rows.
+    """
+
+
+@rmsnorm_vjp.edge(dims={"n": (1, 300)}, options={"eps": 1e-2})
+def rows_next_to_eps_vjp(arrays, rng, options):
+    """A mean of squares like eps: xh is shorter than the root of n, and d_x no longer orthogonal to x."""
+    arrays["x"] *= 0.1
+
+
+@rmsnorm_vjp.edge(dims={"n": (129, 300)})
+def padding_lanes(arrays, rng, options):
+    """Lanes beyond n, in rows and cotangents with a mean: counted in a sum they would add to it."""
+    arrays["x"] += 50
+    arrays["d_y"] += 3
+
+
+@rmsnorm_vjp.edge(dims={"n": (129, 513)}, smallest_tiles=True)
+def many_tiles_vjp(arrays, rng, options):
+    """Rows of several tiles, of which the last is ragged; each tile has its own size."""
+    arrays["x"] *= 2.0 ** (np.arange(arrays["x"].shape[-1]) // 128)
+
+
+@rmsnorm_vjp.edge(dims={"n": (1, 1)})
+def rows_of_one_element_vjp(arrays, rng, options):
+    """n = 1: y is a sign but for eps, and d_x what eps leaves of the difference."""
+
+
+@rmsnorm_vjp.edge(dims={"batch": (520, 700), "n": (1, 5)}, given=("weight",))
+def many_rows(arrays, rng, options):
+    """d_weight is a sum of several partial sums."""
+
+
+@rmsnorm_vjp.edge(dims={"batch": (257, 300), "n": (1, 12)}, given=("weight",), regime="constant", smallest_tiles=True)
+def many_rows_of_one_size(arrays, rng, options):
+    """Every row adds alike to d_weight: one that is dropped or counted twice shows."""
+    arrays["d_y"][...] = 1
+    arrays["x"][...] = 1
+
+
+@rmsnorm_vjp.edge(dims={"batch": (100, 300), "n": (2, 12)}, given=("weight",))
+def one_row_with_a_cotangent(arrays, rng, options):
+    """One row, the last of all or another, makes d_weight alone."""
+    silence_all_but_one(rng, arrays["d_y"])
+
+
+@rmsnorm_vjp.law
+def rows_are_independent_vjp(run, draw):
+    """A row of d_x alone has the same bits as among others."""
+    row_alone(run, draw, weighted=True)
+
+
+@rmsnorm_vjp.law
+def gradients_do_not_depend_on_which_are_wanted(run, draw):
+    """Each gradient, asked for alone, has the same bits."""
+    shape = draw.extent(1, 150), draw.extent(1, 30)
+    arrays = draw.normal(*shape), draw.normal(*shape), draw.normal(shape[1])
+    each_alone(run, draw, ("d_x", "d_weight"), arrays)
+
+
+@rmsnorm_vjp.law
+def powers_of_two_scale_exactly(run, draw):
+    """A cotangent that is doubled doubles both gradients, to the bit."""
+    shape = draw.extent(1, 150), draw.extent(2, 30)
+    x, d_y, weight = draw.normal(*shape), draw.normal(*shape), draw.normal(shape[1])
+    doubled(lambda d_y: run(x, d_y, weight), draw, ("d_x", "d_weight"), d_y)

@@ -111,7 +111,9 @@ def test_how_often_a_statement_is_written_does_not_count(checkout):
     before, spec = checkout.now("rmsnorm"), "portakern/specs/rmsnorm.py"
     plant = re.search(r"def plant\((.|\n)*?\n\n\n", (ROOT / "portakern/specs/_rows.py").read_text())[0]
     own = plant.replace("def plant(", "def planted(")
-    checkout.edit(spec, (r"\nclass ", f"\n{own}class "), (r"\bplant\(rng, arrays", "planted(rng, arrays"))
+    checkout.edit(
+        spec, (r"\nclass RmsnormOut", f"\n{own}class RmsnormOut"), (r"\bplant\(rng, arrays", "planted(rng, arrays")
+    )
     assert checkout.now("rmsnorm") == before
     checkout.edit(
         spec, (r"\bplanted\((.*) np\.nan\)", r"plant(\1 np.nan)")
@@ -143,6 +145,14 @@ def test_what_is_computed_counts(checkout, file, change, op):
     assert (checkout.now("swiglu") == other) == (
         file not in (f"{BACKENDS}/triton/launch.py", f"{BACKENDS}/triton/replay.py")
     )
+
+
+def test_a_gradient_does_not_count_for_its_forward_op_which_is_declared_beside_it(checkout):
+    forward, gradient = checkout.now("add_rmsnorm"), checkout.now("add_rmsnorm_vjp")
+    checkout.edit("portakern/specs/add_rmsnorm.py", (r"\ninherit\(add_rmsnorm_vjp, .*\n", "\n"), ("13.0 \\*", "14.0 *"))
+    assert checkout.now("add_rmsnorm") == forward and checkout.now("add_rmsnorm_vjp") != gradient
+    checkout.edit("portakern/specs/add_rmsnorm.py", (r"\ninherit\(add_rmsnorm, .*\n", "\n"))
+    assert checkout.now("add_rmsnorm") != forward
 
 
 def test_a_row_of_a_table_counts(checkout):

@@ -172,7 +172,7 @@ def test_inexact_integers_are_found():
     ],
 )
 def test_products_are_taken_in_the_dtype_that_holds_both(dtypes, product):
-    from portakern.specs.matmul_vjp import folded, product_dtype
+    from portakern.specs.matmul import folded, product_dtype
 
     rng = np.random.default_rng(0)
     a, b, d_c = (

@@ -26,7 +26,7 @@ from portakern.backends.pallas.tpu.matmul_vjp import batch_axes
 from portakern.core.binder import sibling
 from portakern.core.call import Call
 from portakern.core.registry import find_spec
-from portakern.specs.matmul_vjp import product_dtype
+from portakern.specs.matmul import product_dtype
 
 FACTORS = {"d_a": ("d_c", "b"), "d_b": ("a", "d_c")}
 LYING = {"d_a": ("b",), "d_b": ("a",)}

@@ -26,7 +26,7 @@ from portakern.core.binder import sibling
 from portakern.core.call import Call
 from portakern.core.registry import find_spec
 from portakern.specs.matmul import matmul as matmul_spec
-from portakern.specs.matmul_vjp import product_dtype
+from portakern.specs.matmul import product_dtype
 
 
 def batch_axes(call: Call, name: str) -> tuple[list[int], list[int]]:

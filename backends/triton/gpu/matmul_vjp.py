@@ -18,7 +18,7 @@ from portakern.backends.triton.launch import torch_dtype
 from portakern.core.binder import sibling
 from portakern.core.registry import find_spec
 from portakern.spec import Count, Tile
-from portakern.specs.matmul_vjp import product_dtype
+from portakern.specs.matmul import product_dtype
 
 if TYPE_CHECKING:
     import torch

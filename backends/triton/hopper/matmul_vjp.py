@@ -19,7 +19,7 @@ from portakern.backends.triton.gpu.matmul_vjp import product
 from portakern.backends.triton.hopper import matmul as forward
 from portakern.backends.triton.hopper.family import FAMILY
 from portakern.core.tilings import default
-from portakern.specs.matmul_vjp import product_dtype
+from portakern.specs.matmul import product_dtype
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
