@@ -383,6 +383,20 @@ def test_a_report_says_what_was_served_and_what_was_not_and_why():
     ]
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64])
+def test_what_torch_compile_traces_is_left_to_pytorch_too(dtype):
+    x = torch.ones(3, 3, dtype=dtype)
+
+    def product(x):
+        return torch.softmax((x @ x).real.float(), -1)
+
+    with swapped(otherwise="torch"):
+        compiled = torch.compile(product, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(x), product(x))
+    with swapped(), pytest.raises(Exception, match="expected one of float32, float16, bfloat16, float64: cast it"):
+        torch.compile(lambda x: x @ x, backend="eager")(x)
+
+
 def test_a_report_takes_no_more_memory_for_more_reasons(caplog):
     with swapped(otherwise="torch") as s:
         for n in range(1, 400):

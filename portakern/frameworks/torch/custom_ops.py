@@ -78,6 +78,12 @@ def _write(spec: Spec[Any], routing: tuple[tuple[str, str], ...]) -> Callable[..
     how = "".join(f", {name}={value!r}" for name, value in routing)
     call = f"custom_op({', '.join([a.name for a in spec.arrays] + options)}, wants={wants}{how})"
     lines = [f"def {spec.name}({', '.join(params)}):"]
+    env |= {"Tensor": torch.Tensor, "SpecError": SpecError}
+    for a in spec.arrays:  # here code that is traced can still catch it; of a custom op's own errors torch.compile dies
+        env[f"dtypes_{a.name}"] = tuple(getattr(torch, name) for name in a.dtypes)
+        expected = f"expected one of {', '.join(a.dtypes)}: cast it"
+        lines.append(f"    if isinstance({a.name}, Tensor) and {a.name}.dtype not in dtypes_{a.name}:")
+        lines.append(f"        raise SpecError(f'{spec.name}: {a.name} is {{{a.name}.dtype}}; {expected}')")
     for o in spec.options:
         if o.kind in ("bool", "float"):
             env |= {"PLAIN": _PLAIN, f"number_{o.name}": _number(spec, o)}
