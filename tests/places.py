@@ -1,10 +1,15 @@
 """Where kernels can run here: on a machine with an accelerator both compiled and interpreted."""
 
+import os
+
 import pytest
 
 from portakern.core import registry
 from portakern.core.framework import frameworks
 from portakern.core.targets import Target
+
+DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
+"""Whether many more cases are drawn."""
 
 
 def _devices(name):

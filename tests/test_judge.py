@@ -46,6 +46,20 @@ def softmax(x):
 QUICK = {"shapes": [{"x": (8, 100)}], "dtypes": ["float32"], "max_examples": 2, "seed": 0}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def read_once():
+    """A problem's text is read once, in a process of its own that imports torch, and not for each verdict."""
+    read, known = judgement._inputs_of, {}
+
+    def inputs_of(problem, bounds):
+        text = problem.read_text()
+        return known[text] if text in known else known.setdefault(text, read(problem, bounds))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(judgement, "_inputs_of", inputs_of)
+        yield
+
+
 def judged(folder, text, op="softmax", seconds=20.0, **how):
     file = folder / "candidate.py"
     file.write_text(textwrap.dedent(text))
@@ -802,12 +816,13 @@ def test_a_reference_that_leads_infinities_elsewhere_on_an_accelerator_may_do_so
     pytest.importorskip("torch", reason="torch is not installed")
     file = tmp_path / "97_ScaledDotProductAttention.py"
     file.write_text(textwrap.dedent(INFINITE))
-    assert judge(file, problem=file, layouts="contiguous").report.outcome == "other edges"
+    how = {"problem": file, "max_examples": 40}
+    assert judge(file, layouts="contiguous", **how).report.outcome == "other edges"
     monkeypatch.setattr(judgement, "HOST", Target("nowhere", ""))  # so that this one is no host
-    report = judge(file, problem=file).report
+    report = judge(file, **how).report
     assert report.outcome == "right" and any(c.startswith("NaN and infinities may") for c in report.concessions)
     file.write_text(textwrap.dedent(INFINITE.replace("o if k", "o * 1.01 if k")))
-    assert judge(file, problem=file).report.outcome == "wrong"
+    assert judge(file, **how).report.outcome == "wrong"
 
 
 def test_a_candidate_starts_while_the_judge_begins_the_device(tmp_path, monkeypatch):
@@ -985,18 +1000,19 @@ def test_the_hash_is_of_what_lies_beside_it_and_of_the_problem(tmp_path):
     os.mkfifo(folder / "pipe")
     text = NUMPY_RIGHT.replace("import numpy", "from parts.scale import factor\nimport numpy")
 
-    def one():
-        return judged(folder, text, problem=problem, max_examples=1)
+    first = judged(folder, text, problem=problem, max_examples=1)
 
-    first, again = one(), one()
+    def hashes():
+        return hashing.hashes(folder / "candidate.py", problem)
+
     assert [*first.hashes.files] == ["candidate.py", str(problem), "parts/scale.py", "table\\x1b[2J.bin"]
-    assert first.hashes == again.hashes and first.hashes.unhashed == 1
+    assert first.hashes == hashes() and first.hashes.unhashed == 1
     (folder / "parts" / "scale.py").write_text("factor = 2.0\n")
-    later = one()
-    assert later.sha256 == first.sha256 and later.hashes.all != first.hashes.all
-    assert later.hashes.changed(first.hashes) == ["parts/scale.py"]
+    later = hashes()
+    assert later.files["candidate.py"] == first.sha256 and later.all != first.hashes.all
+    assert later.changed(first.hashes) == ["parts/scale.py"]
     problem.write_text(PROBLEM + "\n")
-    assert one().hashes.changed(later.hashes) == [str(problem)]
+    assert hashes().changed(later) == [str(problem)]
     told = json.loads(json.dumps(first.to_dict()))["hashes"]
     assert told == {"files": first.hashes.files, "all": first.hashes.all, "unhashed": 1}
 
