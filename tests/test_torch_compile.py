@@ -57,12 +57,14 @@ ROUTED = [pytest.param(r, next(iter(r.small)), {"backend": "triton"}, id=f"{r.op
 
 @pytest.mark.parametrize(("r", "key", "routing"), CHOSEN + ROUTED)
 def test_opcheck(r, key, routing):
-    """Every sample where the backend is chosen, and a call of each kind whose backend and tiling are named."""
+    """Every sample where the backend is chosen, and a call of each kind whose backend and tiling are named. An op's
+    first sample is traced too: how the others are is the same."""
     pytest.importorskip("expecttest", reason="expecttest is not installed, which torch.library.opcheck imports")
     op, arrays, options = custom(r, key)
     if routing:  # a tiling is a string of the tiles' names
         routing = routing | {"tiling": ",".join(f"{tile}={t.values[1]}" for tile, t in r.spec.tiling.items())}
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    tests += ("test_aot_dispatch_dynamic",) if key == next(iter(r.small)) and not routing else ()
     done = torch.library.opcheck(op.default, arrays, options | routing, test_utils=tests)
     assert done == dict.fromkeys(tests, "SUCCESS")
 
@@ -178,7 +180,6 @@ def weights():
     ("compiler", "backend", "dynamic"),
     [
         ("aot_eager", "reference", False),
-        ("aot_eager", "triton", True),
         ("inductor", "triton", True),
     ],
 )
@@ -410,18 +411,12 @@ def test_selective_checkpointing_may_keep_an_op_s_result():
     assert runs == [softmax.spec.name, softmax.spec.vjp]
 
 
-def test_portakern_alone_imports_no_torch():
-    code = (
-        "import sys, portakern as pk; pk.op('softmax'); assert 'torch' not in sys.modules and "
-        "'portakern.autograd' not in sys.modules"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).returncode == 0
-
-
-def test_an_op_made_before_torch_was_imported_compiles():
+def test_an_op_is_made_without_torch_and_compiles_once_it_is_imported():
     code = """
+import sys
 import portakern as pk
 softmax = pk.op("softmax", backend="reference")
+assert not {"torch", "portakern.autograd"} & {*sys.modules}
 import torch
 x = torch.ones(2, 3)
 print(torch.equal(torch.compile(lambda x: softmax(x), fullgraph=True, backend="aot_eager")(x), torch.softmax(x, -1)))
