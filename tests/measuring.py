@@ -51,17 +51,24 @@ def simulated(name, arrays, options, truncates=False, **how):
 
 def evidence(name, arrays, options, kernel, regime="normal", target=None, interpret=True):
     """Output name -> (what the statistics say, the worst fraction of the bound)."""
+    return next(evidences(name, arrays, options, [kernel], regime, target, interpret))
+
+
+def evidences(name, arrays, options, kernels, regime="normal", target=None, interpret=True):
+    """:func:`evidence` of several kernels on one call."""
     call = op(name).bind(*arrays, **options)
     call = call.replace(target=target or call.target, interpret=interpret)
     refs = oracle(call)
-    bounds = call.spec.bound(as_float64(call), refs)
-    got = kernel(name, arrays, options)
-    found = examine(as_float64(call), got, refs, bounds, regime)
-    outputs = dict(zip(call.wants, got, strict=True))
-    return {
-        n: (e, compare(outputs[n], refs[i], bounds[i], call.outputs[n][1]).worst)
-        for i, (n, e) in enumerate(found.items())
-    }
+    wide = as_float64(call)
+    bounds = call.spec.bound(wide, refs)
+    for kernel in kernels:
+        got = kernel(name, arrays, options)
+        found = examine(wide, got, refs, bounds, regime)
+        outputs = dict(zip(call.wants, got, strict=True))
+        yield {
+            n: (e, compare(outputs[n], refs[i], bounds[i], call.outputs[n][1]).worst)
+            for i, (n, e) in enumerate(found.items())
+        }
 
 
 def differentiated(r, sample, dtype="float64"):
