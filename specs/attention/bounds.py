@@ -1,4 +1,4 @@
-"""How far rounding may move the results of attention."""
+"""How far rounding may move the results of attention and its gradients."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from portakern.spec.tolerance import abs_matmul, beyond_range, magnitude, round_to
-from portakern.specs.attention.contract import attention
-from portakern.specs.attention.scores import allowed, head_of_bias, scale_of, units_of
+from portakern.spec.tolerance import beyond_range, magnitude, round_to
+from portakern.specs._gradients import stored_bounds
+from portakern.specs.attention.contract import attention, attention_vjp
+from portakern.specs.attention.pairs import KeyHead, Pairs, Rows, sum_error
+from portakern.specs.attention.scores import scale_of, units_of
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -78,97 +80,6 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     return bound_o, None if lse is None else bound_lse, of_low
 
 
-class Rows(NamedTuple):
-    """The scores of one head and what they lead to, (q_len, kv_len), or (q_len, 1) for what a row has one of.
-
-    Attributes:
-      seen: which pairs are seen; n: how many keys a row sees.
-      m, d, ds, p, l, g: as in :func:`bound`; least: its l'; steps: its steps.
-      overflows: rows in which a score's terms may reach 2^127.
-    """
-
-    seen: np.ndarray
-    n: np.ndarray
-    m: np.ndarray
-    d: np.ndarray
-    ds: np.ndarray
-    p: np.ndarray
-    l: np.ndarray
-    g: np.ndarray
-    least: np.ndarray
-    steps: np.ndarray
-    overflows: np.ndarray
-
-    @classmethod
-    def of(cls, call, unit, b, h):
-        scores, may = Scores.of(call, unit, b, h), allowed(call, b)
-        seen = may & (scores.s != -inf)
-        m = np.where(seen, scores.s, -inf).max(1, keepdims=True, initial=-inf)
-        d = np.where(seen, m - scores.s, inf)
-        other_base = np.where(np.abs(m) >= 2.0**23, d, 0.0) if call.dtype != "float64" else 0.0
-        ds = np.where(seen, scores.ds + 6 * unit.u * d + unit.ex + other_base, 0)
-        p = np.exp(-d)
-        n = seen.sum(1, keepdims=True)
-        return cls(
-            seen=seen,
-            n=n,
-            m=m,
-            d=d,
-            ds=ds,
-            p=p,
-            l=p.sum(1, keepdims=True),
-            g=np.where(ds < 1, p * np.expm1(ds), np.exp(np.minimum(ds - d, 700))),
-            least=(p * np.exp(-ds)).sum(1, keepdims=True),
-            steps=unit.u * (np.minimum(20 * n, call.dims["kv_len"]) + 32),
-            overflows=(may & scores.overflows).any(1, keepdims=True),
-        )
-
-
-class Scores(NamedTuple):
-    """The scores of one head, (q_len, kv_len), and what rounding does to them before the maximum is subtracted.
-
-    Attributes:
-      s: the scores; ds: how far rounding may move them.
-      capped: how far it may move them up to the softcap, that is without the bias.
-      overflows: which of them may reach 2^127 on the way.
-    """
-
-    s: np.ndarray
-    ds: np.ndarray
-    capped: np.ndarray
-    overflows: np.ndarray
-
-    @classmethod
-    def of(cls, call, unit, b, h):
-        q, k = call.arrays["q"][b, :, h], call.arrays["k"][b, :, h // call.dims["group"]]
-        depth, u, scale, softcap = call.dims["d"], unit.u, scale_of(call), call.options["softcap"]
-        size = abs_matmul(q, k.T, unit)
-        s, ds = scale * (q @ k.T), ((depth + 6) * u + unit.tf32) * abs(scale) * size
-        operands = magnitude(q).sum(1, keepdims=True) + magnitude(k).sum(1)
-        ds += abs(scale) * (unit.flush * operands + depth * unit.tau) + unit.tau * size
-        if softcap is not None:
-            toward_0 = softcap * np.tanh((np.abs(s) - ds) / softcap)  # where tanh is steeper
-            s = softcap * np.tanh(s / softcap)
-            ds = np.abs(s) - toward_0 + 10 * u * softcap
-        capped = ds
-        if call.arrays["bias"] is not None:
-            bias = head_of_bias(call, b, h)
-            s, ds = s + bias, _with_bias(call, u, s + bias, ds, bias)
-        return cls(s, ds, capped, (size * max(1, abs(scale)) >= unit.huge) | (np.isfinite(s) & (s >= unit.huge)))
-
-
-def _with_bias(call, u, s, ds, bias):
-    """How far scores s may be off with their bias, which were off by ``ds`` before it was added: by 4u |bias| more, or
-    where that is large by what rounding the sum once may come to."""
-    rounded = ds + 4 * u * np.abs(bias)
-    far = (np.abs(bias) >= 2.0**20) & np.isfinite(s)
-    if call.dtype == "float64" or not far.any():
-        return rounded
-    at = np.where(far, s, 0.0)
-    once = [np.abs((at + way * np.where(far, ds, 0.0)).astype(np.float32).astype(np.float64) - at) for way in (1, -1)]
-    return np.where(far, np.minimum(rounded, np.maximum(*once)), rounded)
-
-
 def _bound_o(call, unit, row, v, o):
     """B_o of one head: v (kv_len, dv), o (q_len, dv)."""
     size, rounding = magnitude(v), unit.U + unit.tf32 + row.steps
@@ -191,10 +102,84 @@ def _bound_lse(call, unit, row):
     return round_to(err, lse, "float64" if call.dtype == "float64" else "float32")
 
 
-def sum_error(row: Rows) -> np.ndarray:
-    """E_lse of one head, (q_len,), without the additions of m. However large the errors, lse moves by no more than the
-    largest that counts."""
-    largest = np.where(row.d - row.ds < 745, row.ds, 0).max(1)
-    moved = np.maximum(np.log1p(row.g.sum(1) / row.l[:, 0]), np.log(row.l / row.least)[:, 0])
-    err = np.where(largest > 1, largest, moved) + row.steps[:, 0]
-    return np.where(row.overflows[:, 0], inf, np.where(row.n[:, 0] == 0, 0.0, err))
+# ---------------------------------------------------------------------------------------------------------- gradient
+@attention_vjp.tolerance
+def bound_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Bounds of the gradients, from those of P, dS and D at each pair that a row sees: g, E and F of :class:`Pairs`.
+
+    P, dS and D are those of the contract; u, U, tau, eta, flush, tf32 are :class:`portakern.spec.tolerance.Units`.
+
+    Into the products go P and D as the inputs' dtype, which moves P' = P + g and D' = |D| + F by
+
+        W_P = g + U P' + eta,  W = F + U D' + eta
+
+    A product over n seen pairs adds its own (n+8) u + tf32, and flushes:
+
+        E_q = |scale| [W |k| + ((n+8) u + tf32) (|D| + W) |k| + flush sum (|D| + W) + n tau]
+        E_k the same over the queries, with |q|;  E_v with W_P, P and |d_o|, and no scale
+        E_bias = sum E + (n+8) u sum (|dS| + E) over the pairs that an element of bias stands for
+
+    With E_x any of them, B = E_x (1 + U) + U |gradient| + eta.
+
+    +inf, beside where terms reach 2^127 (P and D also where they leave the range of the inputs' dtype) and where an
+    operand of float32 is beyond tf32's range, as in attention: where inf is met at a seen pair (inf times a weight that
+    may round to 0); at pairs that only bias masks, where what P = 0 multiplies is not finite; and where 0 in P or D, at
+    any pair that is not seen, multiplies a q, k or d_o that is not finite. NaN at a seen pair has no such excuse.
+    """
+    unit, scale, d_bias = units_of(call), abs(scale_of(call)), np.zeros(())
+    d_q, d_k, d_v = (np.zeros(call.arrays[n].shape) for n in ("q", "k", "v"))
+    sums = None if ref[3] is None else np.zeros((4, *ref[3].shape))
+    with np.errstate(all="ignore"):
+        for head in KeyHead.all_of(call):
+            pairs = Pairs.of(head)
+            D = _Weights(pairs.seen, pairs.D, pairs.F, pairs.nan, pairs.wild)
+            P = _Weights(pairs.seen, pairs.P, pairs.g, pairs.nan_P, pairs.wild_P)
+            d_q[head.b, :, head.heads] = head.by_query(_product(unit, D, head.keys("k"), scale))
+            d_k[head.b, :, head.kv_head] = _product(unit, D.T, head.queries("q"), scale)
+            d_v[head.b, :, head.kv_head] = _product(unit, P.T, head.queries("d_o"))
+            if sums is not None:
+                values = [pairs.E, np.abs(pairs.dS) + pairs.E, pairs.seen, pairs.wild]
+                head.add_to_bias(sums, np.stack(values))
+        if sums is not None:
+            err, total, n, wild = sums
+            d_bias = np.where((wild > 0) | (total >= unit.huge), inf, err + (n + 8) * unit.u * total)
+    return stored_bounds(call, ref, [d_q, d_k, d_v, d_bias])
+
+
+class _Weights(NamedTuple):
+    """What a product multiplies its other operand by, a row a result.
+
+    Attributes:
+      seen: which pairs count.
+      value: P or D; err: how far it may be off before it is rounded to the operands' dtype.
+      nan: where NaN enters it; wild: where nothing is promised of it.
+    """
+
+    seen: np.ndarray
+    value: np.ndarray
+    err: np.ndarray
+    nan: np.ndarray
+    wild: np.ndarray
+
+    @property
+    def T(self) -> _Weights:
+        return _Weights(*(x.T for x in self))
+
+
+def _product(unit, weights, other, scale=1.0):
+    """The error of ``scale weights @ other``."""
+    seen, value, err, nan, wild = weights
+    size, n = magnitude(other), seen.sum(1, keepdims=True)
+    moved = np.where(seen, err + unit.U * (np.abs(value) + err) + unit.eta, 0.0)
+    largest = np.abs(value) + moved
+    total = largest @ size
+    flushed = unit.flush * largest.sum(1, keepdims=True)
+    out = moved @ size + ((n + 8) * unit.u + unit.tf32) * total + flushed + n * unit.tau
+    met = _meet(~seen, ~np.isfinite(other)) | _meet(seen & ~nan, np.isinf(other))
+    unsure = wild.any(1, keepdims=True) | met | (total >= unit.huge) | beyond_range(other, unit, 0)
+    return np.where(unsure, inf, scale * out)
+
+
+def _meet(pairs, odd):
+    """Whether a row of ``pairs`` meets a column of ``odd``: the matrix product of two bools."""
+    return pairs.astype(float) @ odd > 0

@@ -1,4 +1,8 @@
-"""Corners of attention: calls that chance seldom draws, which the checker visits (:class:`portakern.spec.Edge`)."""
+"""Corners of attention and of its gradients: calls that chance seldom draws, which the checker visits.
+
+See :class:`portakern.spec.Edge`. For a gradient, what is planted are the forward call's arrays and the cotangents; o
+and lse follow.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from portakern.specs.attention.contract import attention
+from portakern.specs.attention.contract import attention, attention_vjp
 from portakern.specs.attention.planting import (
     SEGMENTS,
     blind_queries,
@@ -16,6 +20,7 @@ from portakern.specs.attention.planting import (
     infinite_queries,
     nan_queries,
     odd_bias_of_hidden_keys,
+    queries_and_keys_apart,
     rows_masked_by_bias,
     rows_of_a_low_bias,
     segments,
@@ -264,3 +269,284 @@ def decoding_over_many_keys(arrays, rng, options):
 
 attention.values("q_segment_ids")(segments)
 attention.values("kv_segment_ids")(segments)
+
+
+# ---------------------------------------------------------------------------------------------------------- gradient
+@attention_vjp.locate
+def mask_region_vjp(call: Call, output: str, index: tuple[int, ...]) -> str:
+    """Which keys the element's query sees, or which queries see its key."""
+    q_len, kv_len, b = call.dims["q_len"], call.dims["kv_len"], index[0]
+    if output == "d_bias":
+        at = f"query {index[2]}" if call.outputs["d_bias"][0][2] > 1 else f"the sum over {q_len} queries"
+        return f"{at} of {q_len}, key {index[3]} of {kv_len}"
+    i, pairs = index[1], allowed(call, b)
+    seen = np.flatnonzero(pairs[i] if output == "d_q" else pairs[:, i])
+    span = f", {seen[0]} to {seen[-1]}" if seen.size else ""
+    if output == "d_q":
+        return f"query {i} of {q_len} sees {seen.size} of {kv_len} keys{span}"
+    return f"key {i} of {kv_len} is seen by {seen.size} of {q_len} queries{span}"
+
+
+# --- rows that see nothing ---
+
+
+@attention_vjp.edge(given=("bias",))
+def rows_that_bias_masks_vjp(arrays, rng, options):
+    """A row whose bias is all -inf has no gradient and leaves none, in d_bias neither."""
+    rows_masked_by_bias(arrays, rng)
+
+
+@attention_vjp.edge(given=("bias",))
+def pairs_that_bias_masks(arrays, rng, options):
+    """bias = -inf at some keys: their d_bias is 0."""
+    bias = arrays["bias"]
+    bias[rng.random(bias.shape) < 0.4] = -inf
+
+
+@attention_vjp.edge(given=SEGMENTS)
+def rows_that_segments_mask_vjp(arrays, rng, options):
+    """A query of a segment that no key has, and a key that no query sees: zeros."""
+    queries_and_keys_apart(arrays, rng)
+
+
+@attention_vjp.edge(dims={"q_len": (20, 80), "kv_len": (1, 19)}, options={"is_causal": True}, absent=SEGMENTS)
+def more_queries_than_keys_vjp(arrays, rng, options):
+    """Causal masks are aligned at the bottom right: the first queries see nothing."""
+
+
+@attention_vjp.edge(dims={"q_len": (2, 140), "kv_len": (2, 140)}, given=("d_lse", *SEGMENTS), absent=("bias",))
+def nan_cotangent_of_a_masked_row(arrays, rng, options):
+    """NaN in d_o and d_lse of a row that sees nothing: its d_q is 0, and no other query or key of q and k feels it."""
+    rows = blind_queries(arrays, rng)
+    arrays["d_o"][:, rows], arrays["d_lse"][:, :, rows] = np.nan, np.nan
+
+
+# --- the mask's edge ---
+
+
+@attention_vjp.edge(dims={"q_len": (20, 80), "kv_len": (1, 140)}, options={"window": (2, 0), "is_causal": True})
+def narrow_windows_vjp(arrays, rng, options):
+    """A window of three keys: whole tiles are skipped, and rows may see none."""
+
+
+@attention_vjp.edge(
+    dims={"q_len": (20, 80), "kv_len": (100, 140)},
+    options={"window": (0, 0), "is_causal": False},
+    absent=SEGMENTS,
+    smallest_tiles=True,
+)
+def keys_that_no_query_sees(arrays, rng, options):
+    """More keys than queries and a window of one: the first keys' gradients are zeros that somebody has to write."""
+
+
+BAND = {"absent": ("bias", *SEGMENTS), "smallest_tiles": True}
+
+
+@attention_vjp.edge(dims={"q_len": (32, 32), "kv_len": (46, 46)}, options={"is_causal": True, "window": None}, **BAND)
+def causal_edge_at_a_tile_border_vjp(arrays, rng, options):
+    """The first query of a tile of 16 sees all but the last key of another."""
+
+
+@attention_vjp.edge(
+    dims={"q_len": (48, 48), "kv_len": (32, 32)}, options={"is_causal": False, "window": (None, 17)}, **BAND
+)
+def windows_open_to_the_left(arrays, rng, options):
+    """A right edge alone, beyond the diagonal by a tile.
+
+    The last query of a tile of 16 sees the first key of another, and no more of it.
+    """
+
+
+@attention_vjp.edge(
+    dims={"q_len": (48, 48), "kv_len": (48, 48)}, options={"is_causal": False, "window": (30, None)}, **BAND
+)
+def windows_open_to_the_right_vjp(arrays, rng, options):
+    """A left edge alone: the last query of a tile of 16 sees all but the first key of another."""
+
+
+@attention_vjp.edge(
+    dims={"q_len": (80, 80), "kv_len": (80, 80)}, options={"is_causal": False, "window": (30, 30)}, **BAND
+)
+def windows_of_several_tiles_vjp(arrays, rng, options):
+    """Both edges, with a whole tile of 16 between them: each just misses the corner of a tile."""
+
+
+@attention_vjp.edge(
+    dims={"q_len": (80, 80), "kv_len": (80, 80)}, options={"is_causal": False, "window": (17, 17)}, **BAND
+)
+def windows_that_reach_one_key_of_a_tile(arrays, rng, options):
+    """Both edges just reach the corner of a tile of 16.
+
+    16 queries see 50 keys, and those lie in 5 tiles, one more than 50 take.
+    """
+
+
+@attention_vjp.edge(
+    dims={"q_len": (256, 256), "kv_len": (256, 256)}, options={"is_causal": False, "window": (126, 126)}, **BAND
+)
+def window_corners_at_tile_corners_vjp(arrays, rng, options):
+    """For tiles of any power of two up to 128, both edges cut off one pair of a tile: of its last query the first key,
+    and of its first query the last."""
+
+
+# --- NaN and inf ---
+
+
+@attention_vjp.edge(dims={"q_len": (1, 70), "kv_len": (2, 140)}, given=SEGMENTS)
+def nan_in_masked_keys_vjp(arrays, rng, options):
+    """NaN in k and v at masked pairs never leaks into d_k, d_v or d_bias."""
+    hidden = hidden_keys(arrays, rng)
+    arrays["k"][:, hidden], arrays["v"][:, hidden] = np.nan, np.nan
+
+
+@attention_vjp.edge(dims={"q_len": (1, 70), "kv_len": (2, 140)}, given=SEGMENTS)
+def nan_in_masked_values(arrays, rng, options):
+    """NaN in v at masked pairs never leaks: dS is selected after the arithmetic, so that d_q stays whole too."""
+    hidden = hidden_keys(arrays, rng)
+    arrays["v"][:, hidden] = rng.choice([np.nan, inf])
+
+
+@attention_vjp.edge(dims={"q_len": (2, 140), "kv_len": (2, 140)}, options={"is_causal": True}, absent=SEGMENTS)
+def nan_in_the_last_value(arrays, rng, options):
+    """Under a causal mask only the last query sees the last key, so only its row is NaN, and what that row reaches."""
+    arrays["v"][:, -1] = np.nan
+
+
+@attention_vjp.edge(
+    dims={"q_len": (2, 140), "kv_len": (2, 140)},
+    options={"is_causal": True, "window": None},
+    absent=("bias", *SEGMENTS),
+)
+def nan_in_the_first_cotangents(arrays, rng, options):
+    """NaN in d_o of a row reaches the keys that it sees."""
+    arrays["d_o"][:, rng.integers(arrays["d_o"].shape[1])] = np.nan
+
+
+@attention_vjp.edge(dims={"q_len": (1, 70), "kv_len": (1, 140)})
+def nan_in_queries_vjp(arrays, rng, options):
+    """NaN in q makes its row's lse NaN: d_q, and the gradients of the keys that it sees."""
+    nan_queries(arrays, rng)
+
+
+@attention_vjp.edge(dims={"q_len": (1, 70), "kv_len": (1, 140)}, options={"softcap": None})
+def infinite_logits_vjp(arrays, rng, options):
+    """A +inf logit makes its row NaN, and the gradients of the keys that it sees."""
+    infinite_queries(arrays, rng)
+
+
+@attention_vjp.edge(dims={"q_len": (1, 70), "kv_len": (2, 140)}, given=("bias", *SEGMENTS))
+def nan_bias_at_masked_pairs_vjp(arrays, rng, options):
+    """The mask selects last: what a masked pair's bias holds leaves no trace."""
+    odd_bias_of_hidden_keys(arrays, rng)
+
+
+# --- scores far away ---
+
+
+@attention_vjp.edge(
+    dims={"q_len": (1, 70), "kv_len": (2, 140)},
+    given=SEGMENTS,
+    options={"scale": 1.0, "softcap": None},
+    absent=("bias",),
+)
+def logits_of_minus_1e5_vjp(arrays, rng, options):
+    """Logits near -1e5 beside fully masked rows stay as exact as lse: no finite mask value is that low."""
+    far_logits(arrays, rng)
+
+
+@attention_vjp.edge(dims={"kv_len": (2, 140)}, given=("bias",))
+def bias_of_finfo_min_vjp(arrays, rng, options):
+    """Rows of a bias of finfo.min weigh keys by anything from 0 to 1, never by NaN, which would reach every key."""
+    rows_of_a_low_bias(arrays, rng, low=-3.38e38)
+
+
+@attention_vjp.edge(dims={"kv_len": (2, 140)}, options={"softcap": 1.0, "scale": 0.3})
+def steep_softcap_vjp(arrays, rng, options):
+    """Scores on the bend of tanh, where its slope changes most."""
+
+
+@attention_vjp.edge(dims={"kv_len": (2, 140)}, options={"softcap": 2.0, "scale": 1.0})
+def flat_softcap(arrays, rng, options):
+    """Scores far beyond the cap: the slope is next to nothing, and 1 - t^2 of rounding."""
+    arrays["q"] *= 8
+
+
+# --- shapes and sums ---
+
+
+@attention_vjp.edge(
+    dims={"kv_len": (2, 140)}, given=SEGMENTS, options={"is_causal": False, "window": None}, absent=("bias", "d_lse")
+)
+def one_visible_key_vjp(arrays, rng, options):
+    """A row that sees one key does not depend on its score: d_q is next to 0, and d_v takes the whole d_o."""
+    show_one_key(arrays, rng)
+
+
+@attention_vjp.edge(dims={"group": (3, 8), "kv_heads": (2, 4), "d": (8, 48), "dv": (8, 48)})
+def many_query_heads_a_key_head_vjp(arrays, rng, options):
+    """d_k and d_v sum over the query heads h with h // group = their head.
+
+    No power of two matches the head dimensions.
+    """
+
+
+@attention_vjp.edge(
+    dims={"batch": (2, 3), "group": (1, 3), "q_len": (17, 40), "kv_len": (17, 40)}, given=("bias",), smallest_tiles=True
+)
+def gradients_of_a_bias(arrays, rng, options):
+    """d_bias sums over the axes along which bias is broadcast, across tiles, and over no others."""
+
+
+@attention_vjp.edge(
+    dims={"q_len": (33, 40), "kv_len": (2, 40)},
+    options={"is_causal": False, "window": None},
+    given=("bias",),
+    absent=SEGMENTS,
+    stretched={"bias": ("q_len",)},
+    smallest_tiles=True,
+)
+def a_bias_of_one_row(arrays, rng, options):
+    """Its gradient is a sum over all queries: those of several tiles, the last of them ragged."""
+
+
+@attention_vjp.edge(dims={"kv_len": (120, 140)}, regime="spikes")
+def one_hot_keys_at_tile_borders(arrays, rng, options):
+    """A dropped or repeated key or query shows as a missing or doubled spike."""
+    arrays["q"] *= 30
+
+
+@attention_vjp.edge(dims={"q_len": (120, 140), "kv_len": (1, 40)}, absent=("bias",))
+def one_hot_cotangents(arrays, rng, options):
+    """d_o of one query alone: a tile of queries that is dropped or met twice shows in d_k and d_v."""
+    keep = rng.integers(arrays["d_o"].shape[1]) if rng.random() < 0.5 else -1
+    kept = arrays["d_o"][:, keep].copy()
+    arrays["d_o"][...] = 0
+    arrays["d_o"][:, keep] = kept
+
+
+@attention_vjp.edge(dims={"q_len": (2, 70), "kv_len": (2, 70)}, given=("d_lse",))
+def only_lse_is_used(arrays, rng, options):
+    """d_o = 0 and d_lse not: d_q = scale d_lse P k, and d_v = 0."""
+    arrays["d_o"][...] = 0
+
+
+@attention_vjp.edge(
+    dims={"q_len": (128, 128), "kv_len": (128, 128)},
+    options={"is_causal": False, "window": None},
+    given=SEGMENTS,
+    absent=("bias",),
+)
+def segments_alone(arrays, rng, options):
+    """Segments count also where no other mask touches a tile, and no tile is ragged.
+
+    Some queries see no key, and some keys are seen by none.
+    """
+    queries_and_keys_apart(arrays, rng)
+
+
+# --- as people run it ---
+
+attention_vjp.edges.update(
+    (plant.__name__, attention.edges[plant.__name__])
+    for plant in (causal_with_odd_heads_and_one_key_beyond, two_causal_queries, causal_heads_of_128)
+)

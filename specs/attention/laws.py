@@ -1,4 +1,4 @@
-"""What holds between calls of attention, to the bit (see :meth:`portakern.spec.Spec.law`)."""
+"""What holds between calls of attention, and of its gradients, to the bit (see :meth:`portakern.spec.Spec.law`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import log
 import numpy as np
 
 from portakern.spec.tolerance import format_of
-from portakern.specs.attention.contract import attention
+from portakern.specs.attention.contract import attention, attention_vjp
 
 
 @attention.law
@@ -77,3 +77,119 @@ def equal_values_come_back(run, draw):
     o = run(q, k, v, scale=1.0)
     near = np.abs(o.astype(float) - 1) <= 1.25 * max(unit, 2.0**-16)
     draw.same_bits(near, np.ones_like(near), "whether o is 1 (1: yes)")
+
+
+# ---------------------------------------------------------------------------------------------------------- gradient
+def _draw(draw, batch, q_len, kv_len, heads, kv_heads, d):
+    """q, k, v, o, lse, d_o; o and lse as if from somewhere: gradients take them as they are. lse keeps P below 1."""
+    q, o, d_o = (draw.normal(batch, q_len, heads, d) for _ in range(3))
+    k, v = draw.normal(batch, kv_len, kv_heads, d), draw.normal(batch, kv_len, kv_heads, d)
+    lse = draw.rng.uniform(1, 2, (batch, heads, q_len)) + log(kv_len)
+    return q, k, v, o, lse.astype(np.float64 if draw.dtype == "float64" else np.float32), d_o
+
+
+def _same(draw, got, want, what):
+    for name, a, b in zip(("d_q", "d_k", "d_v"), got, want, strict=False):
+        draw.same_bits(a, b, f"{name} of {what}")
+
+
+@attention_vjp.law
+def linear_in_the_cotangents(run, draw):
+    """d_o and d_lse times a power of two: gradients times it, to the bit. float16 rounds D, which may be subnormal."""
+    arrays = _draw(draw, 1, draw.extent(1, 70), draw.extent(1, 90), 2, 1, draw.extent(4, 40))
+    if draw.dtype == "float16":
+        return
+    d_o, d_lse = arrays[5], draw.rng.standard_normal(arrays[4].shape).astype(arrays[4].dtype)
+    by = 2.0 ** draw.extent(1, 6)
+    many = run(
+        *arrays[:5], (d_o * d_o.dtype.type(by)).astype(d_o.dtype), None, None, None, d_lse * d_lse.dtype.type(by)
+    )
+    once = run(*arrays, None, None, None, d_lse)
+    want = tuple((x * x.dtype.type(by)).astype(x.dtype) for x in once[:3])
+    _same(draw, many, want, "cotangents times a power of two")
+
+
+@attention_vjp.law
+def no_cotangent_no_gradient(run, draw):
+    """d_o = 0: zeros, not what rounding makes of them."""
+    *arrays, d_o = _draw(draw, 1, draw.extent(1, 70), draw.extent(1, 90), 2, 2, draw.extent(4, 40))
+    bias = draw.normal(1, 2, 1, arrays[1].shape[1])
+    for name, x in zip(("d_q", "d_k", "d_v", "d_bias"), run(*arrays, d_o * 0, bias, softcap=3.0), strict=True):
+        draw.same_bits(np.abs(x), np.zeros_like(x), f"{name} of d_o = 0")
+
+
+@attention_vjp.law
+def equal_weights_add_up(run, draw):
+    """Cotangents of 1 make d_v the sum of P, within one rounding of P.
+
+    All P lie just below the next number of d_o's dtype, where cutting them leans most.
+    """
+    n, kv_len, unit = 2 ** draw.extent(0, 6), draw.extent(1, 90), format_of(draw.dtype).U
+    q, k, v, o, lse, d_o = _draw(draw, 1, n, kv_len, 1, 1, 8)
+    lse[...] = -log(0.5 + 0.95 * unit)  # unit is the distance of neighbours here
+    d_v = run(q * 0, k, v, o, lse, d_o * 0 + d_o.dtype.type(1))[2]
+    near = np.abs(d_v.astype(float) / (n * (0.5 + unit)) - 1) <= 1.25 * max(unit, 2.0**-16)
+    draw.same_bits(near, np.ones_like(near), "whether d_v is the sum (1: yes)")
+
+
+@attention_vjp.law
+def the_future_has_no_gradient(run, draw):
+    """Queries before a cut see no key behind it.
+
+    With cotangents for them alone, later keys and values get zeros, to the bit.
+    """
+    n = draw.extent(20, 120)
+    *arrays, d_o = _draw(draw, 1, n, n, 2, 1, draw.extent(4, 40))
+    cut = draw.extent(1, n - 1)
+    d_o[:, cut:] = 0
+    _, d_k, d_v, _ = run(*arrays, d_o, is_causal=True)
+    for name, x in (("d_k", d_k), ("d_v", d_v)):
+        draw.same_bits(
+            np.abs(x[:, cut:]), np.zeros_like(x[:, cut:]), f"{name} of keys that no query with a cotangent sees"
+        )
+
+
+@attention_vjp.law
+def causal_prefix_ignores_the_future_vjp(run, draw):
+    """What comes later changes no bit of an earlier query's gradient, on finite data."""
+    n, d = draw.extent(20, 120), draw.extent(4, 40)
+    q, k, v, *rest = _draw(draw, 1, n, n, 2, 1, d)
+    cut = draw.extent(1, n - 1)
+    later_k, later_v = k.copy(), v.copy()
+    later_k[:, cut:], later_v[:, cut:] = draw.normal(1, n - cut, 1, d), draw.normal(1, n - cut, 1, d)
+    got, want = run(q, later_k, later_v, *rest, is_causal=True)[0], run(q, k, v, *rest, is_causal=True)[0]
+    draw.same_bits(got[:, :cut], want[:, :cut], "d_q of a causal prefix after the future changed")
+
+
+@attention_vjp.law
+def heads_and_batches_are_independent_vjp(run, draw):
+    """One batch entry and one key head with its queries, alone, give the same bits as among others."""
+    q, k, v, o, lse, d_o = _draw(draw, 3, draw.extent(1, 70), draw.extent(1, 120), 4, 2, draw.extent(4, 40))
+    alone = run(q[1:2, :, 2:], k[1:2, :, 1:], v[1:2, :, 1:], o[1:2, :, 2:], lse[1:2, 2:], d_o[1:2, :, 2:])
+    among = run(q, k, v, o, lse, d_o)
+    _same(
+        draw,
+        alone,
+        (among[0][1:2, :, 2:], among[1][1:2, :, 1:], among[2][1:2, :, 1:]),
+        "one batch entry and key head alone",
+    )
+
+
+@attention_vjp.law
+def heads_may_change_places(run, draw):
+    """Heads in another order: the same gradients in that order, to the bit."""
+    arrays = _draw(draw, 1, draw.extent(1, 70), draw.extent(1, 120), 3, 3, draw.extent(4, 40))
+    order = draw.rng.permutation(3)
+    moved = run(*(x[:, order] if i == 4 else x[:, :, order] for i, x in enumerate(arrays)))
+    _same(draw, moved, [x[:, :, order] for x in run(*arrays)[:3]], "heads in another order")
+
+
+@attention_vjp.law
+def queries_are_independent_vjp(run, draw):
+    """The last queries alone: the same bits of d_q, as grouped heads and as repeated ones."""
+    q_len, kv_len, d = draw.extent(2, 120), draw.extent(1, 120), draw.extent(4, 40)
+    q, k, v, o, lse, d_o = _draw(draw, 1, q_len, kv_len, 2, 1, d)
+    last, among = draw.extent(1, q_len), run(q, k, v, o, lse, d_o)[0]
+    keys = np.repeat(k, 2, 2), np.repeat(v, 2, 2)
+    alone, *_ = run(q[:, -last:], *keys, o[:, -last:], lse[:, :, -last:], d_o[:, -last:])
+    draw.same_bits(alone, among[:, -last:], "d_q of the last queries alone")

@@ -1,15 +1,17 @@
-"""How far random rounding typically moves the results of attention."""
+"""How far random rounding typically moves the results of attention and its gradients."""
 
 from __future__ import annotations
 
 from math import inf, sqrt
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from portakern.spec.dtypes import numpy_dtype
 from portakern.spec.tolerance import KAPPA, dot_spread, store_spread, units
-from portakern.specs.attention.bounds import Rows
-from portakern.specs.attention.contract import attention
+from portakern.specs._gradients import stored_spreads
+from portakern.specs.attention.contract import attention, attention_vjp
+from portakern.specs.attention.pairs import KeyHead, Pairs, Rows, finite
 from portakern.specs.attention.scores import scale_of
 
 if TYPE_CHECKING:
@@ -102,3 +104,186 @@ def _lse_spread(call, unit, row, share, moved, lean, rest, lse):
     constants = unit.u**2 * (row.m[:, 0] ** 2 + entropy**2)
     variance = moved.sum(1) + (share * lean).sum(1) ** 2 + constants + rest
     return np.hypot(store_spread(lse, call.outputs["lse"][1]), np.sqrt(variance))
+
+
+# ---------------------------------------------------------------------------------------------------------- gradient
+ALIKE = 2.0**-6
+"""Values of P that are closer than this share of a unit in the last place are stored with errors that are alike."""
+
+DRAWS = 64
+"""How many errors of storing P have to be drawn, each for itself, for d_v to be evidence. Their mean, which every
+element of d_v shares, is at most 0.56 / sqrt(draws) in units of sigma: of 64 a quarter is 3.6 times that."""
+
+MOST = 2**17
+"""Pairs of a head, at most, among which values of P are counted: of more, those of rows that lie evenly apart."""
+
+
+@attention_vjp.sigma
+def sigma_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
+    """RMS errors in the bound's symbols, to first order.
+
+    kappa = KAPPA u, r = KAPPA U for 16-bit inputs and 0 for others, c_dv = ``chain(dv)``; (x, y) are the coefficients
+    of a dot whose number of products is that of the sum in question (``dot_spread``). f_c^2 is the variance of a score
+    up to the softcap c, as in attention.
+
+        f^2 = f_c^2 + kappa^2 (2 s^2 + 2 lse^2 + (s - lse)^2) + (ex/4)^2
+        w^2 = y d_o^2 @ v^2 + x dP^2 + kappa^2 a^2
+        z^2 = kappa^2 (c_dv sum(d_o o)^2 / 3 + (c_dv/6 + 1) sum (d_o o)^2 + Delta^2 + d_lse^2)
+
+    are the variances of s - lse at each pair by itself, of dP likewise, and of Delta, which is the same for a row.
+    They make those of dS, D and P at each pair by itself,
+
+        var_S = dS^2 (f^2 + 3 kappa^2) + P^2 w^2 + flushed
+        var_D = J^2 var_S + (r D)^2 + eta^2 / 3, with a softcap + dS^2 (4 t^2 f_c^2 / c^2 + kappa^2)
+        var_P = P^2 (f^2 + r^2) + eta^2 / 3 + flushed
+
+    where r and eta are of storing D and P in the inputs' dtype, and flushed = tau^2 (1 + a^2) / 3. And the gradients:
+
+        sigma_q^2 = store^2 + scale^2 [var_D @ k^2 + y D^2 @ k^2 + (2 kappa^2 + x) (D @ k)^2 + (z P J @ k)^2 + lean]
+
+    and so on, with (z P J)^2 added to var_D where rows are summed. lean: what leans one way in every term adds up
+    before it is squared, as in attention's lse: dots that are cut off by sqrt(x), log2(e) and scale by u s and u lse.
+
+    +inf where the first order fails: along rows and columns with an f of 2^-4 or more at a pair that counts. And of
+    d_v wherever P has few values, as where all scores are alike: 1/k of k keys is stored with one error, towards 0 or
+    away from it, and every element leans as that does.
+    """
+    unit, scale2 = units(call), scale_of(call) ** 2
+    d_q, d_k, d_v = (np.zeros(call.arrays[n].shape) for n in ("q", "k", "v"))
+    sums, d_bias, pairs_in_all = None if ref[3] is None else np.zeros((8, *ref[3].shape)), None, 0
+    storing = _Storing(call)
+    with np.errstate(all="ignore"):
+        for head in KeyHead.all_of(call):
+            pairs = Pairs.of(head)
+            spread = _Spread.of(head, pairs)
+            at, row_D = (head.b, slice(None), head.kv_head), spread.row * pairs.J
+            lean_D = [x * pairs.J for x in spread.lean_S]
+            by_query = _Noisy(pairs.D, spread.var_D, [*lean_D, row_D], spread.unknown)
+            by_key = _Noisy(pairs.D, spread.var_D + np.square(row_D), lean_D, spread.unknown).T
+            of_P = _Noisy(pairs.P, spread.var_P, [x * pairs.P for x in spread.lean], spread.unknown).T
+            d_q[head.b, :, head.heads] = head.by_query(scale2 * _product_spread(call, unit, by_query, head.keys("k")))
+            d_k[at] = scale2 * _product_spread(call, unit, by_key, head.queries("q"))
+            d_v[at] = _product_spread(call, unit, of_P, head.queries("d_o"))
+            storing.add(pairs.P, unit.U)
+            pairs_in_all += pairs.seen.size
+            if sums is not None:
+                values = [spread.unknown, spread.var_S + spread.row**2, np.square(pairs.dS), pairs.dS, *spread.lean_S]
+                head.add_to_bias(sums, np.stack(values))
+        if sums is not None:
+            c = unit.chain(pairs_in_all / ref[3].size)
+            rounding = (KAPPA * unit.u) ** 2 * (c / 3 * np.square(sums[3]) + c / 6 * sums[2])
+            d_bias = np.where(sums[0] > 0, inf, sums[1] + rounding + np.square(sums[4:]).sum(0))
+        return stored_spreads(call, ref, [d_q, d_k, d_v + (inf if storing.few else 0.0), d_bias])
+
+
+class _Storing:
+    """The errors of storing P in 16 bits, and how many draws they are: the inverse of the chance that two of them, each
+    as likely as its square is great, are alike; more, as errors are smaller than random ones. Heads are added until
+    there are enough."""
+
+    def __init__(self, call: Call) -> None:
+        self.dtype = numpy_dtype(call.dtype) if call.dtype in ("float16", "bfloat16") else None
+        self.values: np.ndarray = np.zeros(0)
+        self.squares: np.ndarray = np.zeros(0)
+        self.random, self.draws = 0.0, inf
+
+    @property
+    def few(self) -> bool:
+        return self.draws < DRAWS
+
+    def add(self, P: np.ndarray, U: float) -> None:
+        if self.dtype is None or (self.random and not self.few):
+            return
+        P = P[:: max(-(-P.size // MOST), 1)].ravel()
+        squares = np.square(P.astype(self.dtype).astype(np.float64) - P)
+        mantissa, exponent = np.frexp(P)
+        values = np.append(self.values, np.ldexp(np.round(mantissa / (U * ALIKE)), exponent))
+        self.values, inverse = np.unique(values, return_inverse=True)
+        self.squares = np.bincount(inverse, np.append(self.squares, squares), minlength=self.values.size)
+        self.random += (KAPPA * U) ** 2 * float(np.square(P).sum())
+        repeated = float(np.square(self.squares).sum())
+        self.draws = self.random * float(self.squares.sum()) / repeated if repeated else inf
+
+
+class _Spread(NamedTuple):
+    """Beside :class:`Pairs`, (group*q_len, kv_len).
+
+    Attributes:
+      var_S, var_D, var_P: the variances of dS, D and P at each pair by itself.
+      row: the RMS of what Delta, one draw for a row, moves dS by.
+      lean: shares of P that lean one way in all pairs; lean_S: the parts of dS that do.
+      unknown: pairs whose f is too large for the first order.
+    """
+
+    var_S: np.ndarray
+    var_D: np.ndarray
+    var_P: np.ndarray
+    row: np.ndarray
+    lean: tuple[np.ndarray, ...]
+    lean_S: tuple[np.ndarray, ...]
+    unknown: np.ndarray
+
+    @classmethod
+    def of(cls, head: KeyHead, pairs: Pairs) -> _Spread:
+        call, unit, kappa2, P2 = head.call, head.unit, (KAPPA * head.unit.u) ** 2, np.square(pairs.P)
+        spreads = (score_spread(call, unit, head.b, h) for h in range(head.heads.start, head.heads.stop))
+        of_c, cut = (np.concatenate(x) for x in zip(*spreads, strict=True))
+        lse = np.broadcast_to(head.statistic("lse"), pairs.seen.shape)
+        s, lse = (np.where(pairs.seen & np.isfinite(x), x, 0.0) for x in (pairs.s, lse))
+        f2 = of_c + kappa2 * (2 * s**2 + 2 * lse**2 + (s - lse) ** 2) + (unit.ex / 4) ** 2
+        dP, of_dP, of_delta = _difference_spread(head, pairs, kappa2)
+        var_S = np.square(pairs.dS) * (f2 + 3 * kappa2) + P2 * of_dP
+        # 1e-300: squares of smaller values are lost
+        flushed = np.where(pairs.seen, unit.tau**2 / 3 * (1 + np.square(pairs.a)) + 1e-300, 0.0)
+        stored = (KAPPA * unit.U) ** 2 if call.dtype in ("float16", "bfloat16") else 0.0
+        faint = np.where(pairs.seen, unit.eta**2 / 3, 0.0)
+        var_S, var_P = var_S + flushed, P2 * (f2 + stored) + faint + flushed
+        var_D = np.square(pairs.J) * var_S + stored * np.square(pairs.D) + faint
+        if (cap := call.options["softcap"]) is not None:
+            var_D = var_D + np.square(pairs.dS) * (4 * (1 - pairs.J) * of_c / cap**2 + kappa2)
+        lean = cut, unit.u * s, unit.u * lse
+        lean_S = *(pairs.dS * x for x in lean), sqrt(dot_spread(call, call.dims["dv"])[0]) * pairs.P * dP
+        unknown = pairs.seen & (pairs.P > 1e-40) & (f2 >= 2.0**-8)
+        return cls(var_S, var_D, var_P, pairs.P * np.sqrt(of_delta), lean, lean_S, unknown)
+
+
+def _difference_spread(head, pairs, kappa2):
+    """dP, its variance w^2 at each pair by itself, and z^2, the variance of Delta, which is one draw for a row."""
+    (x, y), c = dot_spread(head.call, head.call.dims["dv"]), head.unit.chain(head.call.dims["dv"])
+    operands = head.queries("d_o"), head.queries("o"), head.keys("v"), head.statistic("d_lse")
+    d_o, o, v, d_lse = (finite(a) for a in operands)
+    dP, products = d_o @ v.T, d_o * o
+    of_dP = y * np.square(d_o) @ np.square(v).T + x * dP**2 + kappa2 * np.square(pairs.a)
+    total, squares = products.sum(1, keepdims=True), np.square(products).sum(1, keepdims=True)
+    sums = c / 3 * total**2 + (c / 6 + 1) * squares
+    return dP, of_dP, kappa2 * (sums + (total - d_lse) ** 2 + np.square(d_lse))
+
+
+class _Noisy(NamedTuple):
+    """What a product multiplies its other operand by, a row a result.
+
+    Attributes:
+      value: P or D; variance: that of its error at each pair by itself.
+      lean: errors that lean one way along a row.
+      unknown: where the variance is not known.
+    """
+
+    value: np.ndarray
+    variance: np.ndarray
+    lean: list[np.ndarray]
+    unknown: np.ndarray
+
+    @property
+    def T(self) -> _Noisy:
+        return _Noisy(self.value.T, self.variance.T, [x.T for x in self.lean], self.unknown.T)
+
+
+def _product_spread(call, unit, weights, other):
+    """The variance of ``weights @ other``: of the weights, of the product's own rounding, of what leans one way."""
+    x, y = dot_spread(call, weights.value.shape[1])
+    other = finite(other)
+    squares, total = np.square(other), weights.value @ other
+    own = (x + 2 * (KAPPA * unit.u) ** 2) * np.square(total)
+    leaning = sum(np.square(a @ other) for a in weights.lean)
+    out = weights.variance @ squares + y * np.square(weights.value) @ squares + own + leaning
+    return np.where(weights.unknown.any(1, keepdims=True), inf, out)

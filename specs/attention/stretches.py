@@ -1,4 +1,6 @@
-"""Parts of a long call of attention, where a mask makes what a query sees depend on where it stands."""
+"""Parts of a long call of attention, where a mask makes what a query sees depend on where it stands, and of its
+gradients, where a weight follows from its query, its key and what was saved.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portakern.specs.attention.contract import attention
+from portakern.specs.attention.contract import attention, attention_vjp
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
+
 
 LONG = 16
 """Rows or keys of a stretch."""
@@ -69,3 +72,13 @@ def _stretch(call: Call, queries: tuple[int, int], keys: tuple[int, int]) -> Ite
     if all(edge is None or edge >= 0 for edge in window):
         options = {"is_causal": False, "window": None if window == (None, None) else window}
         yield {"q_len": np.arange(*queries), "kv_len": np.arange(*keys)}, options
+
+
+# ---------------------------------------------------------------------------------------------------------- gradient
+@attention_vjp.stretch
+def stretches_vjp(call: Call, rng: np.random.Generator) -> Iterator[Stretch]:
+    """d_q sums over keys, d_k and d_v over queries; d_bias has an element a pair, and is compared whole."""
+    if call.wants == ("d_q",):
+        yield from of_queries(call, rng)
+    elif call.wants in (("d_k",), ("d_v",)):
+        yield from of_keys(call, rng)

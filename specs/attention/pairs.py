@@ -1,4 +1,6 @@
-"""What rounding does to the pairs of queries and keys, of which all gradients of attention are sums."""
+"""What rounding does to the rows and scores of attention, and to the pairs of queries and keys, of which all its
+gradients are sums.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,114 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from portakern.spec.tolerance import Units, abs_matmul, format_of
-from portakern.specs.attention.bounds import Rows, Scores, sum_error
-from portakern.specs.attention.scores import allowed, scale_of, units_of
+from portakern.spec.tolerance import Units, abs_matmul, format_of, magnitude
+from portakern.specs.attention.scores import allowed, head_of_bias, scale_of, units_of
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
 
 
+class Rows(NamedTuple):
+    """The scores of one head and what they lead to, (q_len, kv_len), or (q_len, 1) for what a row has one of.
+
+    Attributes:
+      seen: which pairs are seen; n: how many keys a row sees.
+      m, d, ds, p, l, g: as in :func:`portakern.specs.attention.bounds.bound`; least: its l'; steps: its steps.
+      overflows: rows in which a score's terms may reach 2^127.
+    """
+
+    seen: np.ndarray
+    n: np.ndarray
+    m: np.ndarray
+    d: np.ndarray
+    ds: np.ndarray
+    p: np.ndarray
+    l: np.ndarray
+    g: np.ndarray
+    least: np.ndarray
+    steps: np.ndarray
+    overflows: np.ndarray
+
+    @classmethod
+    def of(cls, call, unit, b, h):
+        scores, may = Scores.of(call, unit, b, h), allowed(call, b)
+        seen = may & (scores.s != -inf)
+        m = np.where(seen, scores.s, -inf).max(1, keepdims=True, initial=-inf)
+        d = np.where(seen, m - scores.s, inf)
+        other_base = np.where(np.abs(m) >= 2.0**23, d, 0.0) if call.dtype != "float64" else 0.0
+        ds = np.where(seen, scores.ds + 6 * unit.u * d + unit.ex + other_base, 0)
+        p = np.exp(-d)
+        n = seen.sum(1, keepdims=True)
+        return cls(
+            seen=seen,
+            n=n,
+            m=m,
+            d=d,
+            ds=ds,
+            p=p,
+            l=p.sum(1, keepdims=True),
+            g=np.where(ds < 1, p * np.expm1(ds), np.exp(np.minimum(ds - d, 700))),
+            least=(p * np.exp(-ds)).sum(1, keepdims=True),
+            steps=unit.u * (np.minimum(20 * n, call.dims["kv_len"]) + 32),
+            overflows=(may & scores.overflows).any(1, keepdims=True),
+        )
+
+
+class Scores(NamedTuple):
+    """The scores of one head, (q_len, kv_len), and what rounding does to them before the maximum is subtracted.
+
+    Attributes:
+      s: the scores; ds: how far rounding may move them.
+      capped: how far it may move them up to the softcap, that is without the bias.
+      overflows: which of them may reach 2^127 on the way.
+    """
+
+    s: np.ndarray
+    ds: np.ndarray
+    capped: np.ndarray
+    overflows: np.ndarray
+
+    @classmethod
+    def of(cls, call, unit, b, h):
+        q, k = call.arrays["q"][b, :, h], call.arrays["k"][b, :, h // call.dims["group"]]
+        depth, u, scale, softcap = call.dims["d"], unit.u, scale_of(call), call.options["softcap"]
+        size = abs_matmul(q, k.T, unit)
+        s, ds = scale * (q @ k.T), ((depth + 6) * u + unit.tf32) * abs(scale) * size
+        operands = magnitude(q).sum(1, keepdims=True) + magnitude(k).sum(1)
+        ds += abs(scale) * (unit.flush * operands + depth * unit.tau) + unit.tau * size
+        if softcap is not None:
+            toward_0 = softcap * np.tanh((np.abs(s) - ds) / softcap)  # where tanh is steeper
+            s = softcap * np.tanh(s / softcap)
+            ds = np.abs(s) - toward_0 + 10 * u * softcap
+        capped = ds
+        if call.arrays["bias"] is not None:
+            bias = head_of_bias(call, b, h)
+            s, ds = s + bias, _with_bias(call, u, s + bias, ds, bias)
+        return cls(s, ds, capped, (size * max(1, abs(scale)) >= unit.huge) | (np.isfinite(s) & (s >= unit.huge)))
+
+
+def _with_bias(call, u, s, ds, bias):
+    """How far scores s may be off with their bias, which were off by ``ds`` before it was added: by 4u |bias| more, or
+    where that is large by what rounding the sum once may come to."""
+    rounded = ds + 4 * u * np.abs(bias)
+    far = (np.abs(bias) >= 2.0**20) & np.isfinite(s)
+    if call.dtype == "float64" or not far.any():
+        return rounded
+    at = np.where(far, s, 0.0)
+    once = [np.abs((at + way * np.where(far, ds, 0.0)).astype(np.float32).astype(np.float64) - at) for way in (1, -1)]
+    return np.where(far, np.minimum(rounded, np.maximum(*once)), rounded)
+
+
+def sum_error(row: Rows) -> np.ndarray:
+    """E_lse of one head, (q_len,), without the additions of m. However large the errors, lse moves by no more than the
+    largest that counts."""
+    largest = np.where(row.d - row.ds < 745, row.ds, 0).max(1)
+    moved = np.maximum(np.log1p(row.g.sum(1) / row.l[:, 0]), np.log(row.l / row.least)[:, 0])
+    err = np.where(largest > 1, largest, moved) + row.steps[:, 0]
+    return np.where(row.overflows[:, 0], inf, np.where(row.n[:, 0] == 0, 0.0, err))
+
+
+# ---------------------------------------------------------------------------------------------------------- gradient
 class KeyHead(NamedTuple):
     """One key head of a batch entry, and the group of query heads that reads it.
 
