@@ -549,8 +549,8 @@ FAULTS = {
         Planted(
             "lse-without-unit",
             "lse has the maximum in the unit of the scores",
-            old="numbers = plan.scores.log_sum(total.l, total.m)",
-            new='numbers = {"lse": total.m + jnp.log(total.l), "lse_low": 0.0 * total.m}',
+            old='plan.scores.log_sum(found["l"], found["m"])',
+            new='{"lse": found["m"] + jnp.log(found["l"]), "lse_low": 0.0 * found["m"]}',
         ),
     ],
 }
