@@ -22,12 +22,15 @@ def pairs(oracle=True):
                 yield pytest.param(backend, device, op, marks=place.marks, id=f"{place.id or backend}-{op}")
 
 
+def compiled_anew(backend, device):
+    """Whether a kernel is compiled for each case, as in Pallas's interpreter."""
+    return registry.backend(backend).framework == "jax" and device == "cpu"
+
+
 @pytest.mark.parametrize(("backend", "device", "op"), list(pairs()))
 def test_within_bounds(op, backend, device):
-    """Less where a kernel is compiled anew for each case, as in Pallas's interpreter. The deep profile and ``portakern
-    check`` draw more."""
-    compiled_anew = registry.backend(backend).framework == "jax" and device == "cpu"
-    examples = (6 if compiled_anew else 20) * (10 if DEEP else 1)
+    """The deep profile and ``portakern check`` draw more."""
+    examples = (6 if compiled_anew(backend, device) else 20) * (10 if DEEP else 1)
     # interpreters run one program after the other, of which the 33rd shows nothing that the 32 before it did not; long
     # rows are those of several_* and test_tpu_rows
     limits = testing.Limits(elements=2**10, programs=32) if device == "cpu" else None
@@ -112,8 +115,10 @@ def test_several_tiles_are_visited(backend, device, op):
     """
     spec = registry.find_spec(op)
     only = [f"several_{tile}" for tile, t in spec.tiling.items() if t.of]
-    report = pk.check(  # each edge with the smallest tiles and with twice those
-        op, backend=backend, device=device, max_examples=2 * len(only), only=only, dtypes=["float32"], seed=5
+    # each edge with the smallest tiles and with twice those; with some of either where a kernel is compiled anew
+    each = 1 if compiled_anew(backend, device) else 2
+    report = pk.check(
+        op, backend=backend, device=device, max_examples=each * len(only), only=only, dtypes=["float32"], seed=5
     )
     assert report.passed, report.failures
     for tile, t in spec.tiling.items():

@@ -27,7 +27,7 @@ from portakern.backends.triton.launch import recording  # noqa: E402
 from portakern.backends.triton.unordered import _flash_unordered  # noqa: E402
 from portakern.backends.triton.unordered import attention_vjp as unordered  # noqa: E402
 from tests import gluon_on_host as host  # noqa: E402
-from tests.test_hopper_gradients import bound, compiles  # noqa: E402
+from tests.test_hopper_gradients import bound, compiles, worst_share  # noqa: E402
 
 BACKEND = registry.backend("triton")
 (FAMILY,) = (f for f in BACKEND.families if f.name == "unordered")
@@ -68,10 +68,9 @@ def tiling_of(call: Any, **named: int) -> Any:
 
 
 def worst(call: Any, module: Any = _flash_unordered, **named: int) -> float:
-    """The largest share of its bound that the error of an element takes, in a run on the host."""
+    """:func:`worst_share` of a run on the host."""
     with recording(partial(on_the_host, module)):
-        outputs = VARIANT.run(call, tiling_of(call, **named))
-    return max(testing.compare_call(call, [call.framework.to_numpy(x) for x in outputs if x is not None]).values())
+        return worst_share(call, VARIANT.run(call, tiling_of(call, **named)))
 
 
 @pytest.mark.parametrize("name", CASES)
