@@ -15,8 +15,9 @@ from portakern.core.targets import Target
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
-from portakern.backends.triton.gpu import attention as portable  # noqa: E402
+from portakern.backends.triton.gpu import attention as kernels  # noqa: E402
 from portakern.backends.triton.hopper import attention as hopper  # noqa: E402
+from portakern.backends.triton.lib import attention as portable  # noqa: E402
 from portakern.backends.triton.lib import split_kv as split  # noqa: E402
 
 SM_90 = Target("cuda", "sm_90")
@@ -62,7 +63,8 @@ def test_a_program_a_chunk_or_one_for_all(shape, options, monkeypatch):
         launched.append(kernel is portable.attention_combine_kernel)
         return real(kernel, *args, **more)
 
-    monkeypatch.setattr(portable, "launch", counted)
+    for module in portable, kernels:
+        monkeypatch.setattr(module, "launch", counted)
     monkeypatch.setattr(portable, "worth_spreading", lambda *_: True)
     spread = pk.op("attention", backend="triton", tiling=SMALL)(q, k, v, return_lse=True, **options)
     assert any(launched), "no chunk had a program of its own"

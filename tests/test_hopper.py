@@ -18,9 +18,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from portakern.backends.triton import interpreter, replay  # noqa: E402
 from portakern.backends.triton import launch as launching  # noqa: E402
-from portakern.backends.triton.gpu import matmul as portable  # noqa: E402
 from portakern.backends.triton.hopper import _float32, _warps  # noqa: E402
 from portakern.backends.triton.hopper import matmul as products  # noqa: E402
+from portakern.backends.triton.lib import matmul as order_of_tiles  # noqa: E402
 from tests import gluon_on_host as host  # noqa: E402
 
 compiles = pytest.mark.skipif(
@@ -305,7 +305,7 @@ def on_host(module, folder):
 def test_warps_with_roles_meet_the_bound_in_other_ways(name, tmp_path, monkeypatch):
     """Where c leaves through the stages of the only tile, and float32 with a and b as they lie."""
     a, b, named = IN_OTHER_WAYS[name]
-    modules, launches = [on_host(_warps, tmp_path), on_host(_float32, tmp_path), portable], []
+    modules, launches = [on_host(_warps, tmp_path), on_host(_float32, tmp_path), order_of_tiles], []
 
     def on_the_host(kernel, grid, args, constexprs):
         launches.append(kernel.__name__)
@@ -337,7 +337,7 @@ def test_warps_with_roles_meet_the_bound(name, tmp_path, monkeypatch):
         if kernel.__name__ != "matmul_by_roles":
             return interpreter.run(kernel, grid, *args, **constexprs)
         known = {n: v for n, v in constexprs.items() if n not in ("num_warps",)}
-        return host.launched(kernel, [module, portable], grid, args, **known)
+        return host.launched(kernel, [module, order_of_tiles], grid, args, **known)
 
     monkeypatch.setattr(products, "MULTIPROCESSORS", 2)
     impl, call = bound("matmul", a, b)

@@ -306,7 +306,7 @@ def test_who_asks_is_told_which_variant_leaves_a_call_to_which(monkeypatch):
         assert f"variant hopper: leaves this call to gpu{named}\n" in told
         assert "variant gpu: serves this call, which hopper leaves to it\n" in told
         assert "consumers=2 (shipped sm_90: d to 64)" in told
-        assert "kernels: gpu.attention.attention_kernel, gpu.attention.attention_combine_kernel" in told
+        assert "kernels: gpu.attention.attention_kernel, lib.attention.attention_combine_kernel" in told
 
 
 @compiles

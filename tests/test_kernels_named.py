@@ -81,13 +81,13 @@ def product(m, n, k, dtype=torch.bfloat16, **options):
 CALLS = {  # what a variant chooses by the form of a call
     "many queries": (lambda: attention(4096, 4096), {"hopper._flash.attention_flash_kernel"}),
     "one query": (
-        lambda: attention(1, 8192), {"hopper._shares.attention_shares_kernel", "gpu.attention.attention_combine_kernel"}
+        lambda: attention(1, 8192), {"hopper._shares.attention_shares_kernel", "lib.attention.attention_combine_kernel"}
     ),
-    "few queries of many heads": (lambda: attention(40, 8192, group=4), {"gpu.attention."}),
+    "few queries of many heads": (lambda: attention(40, 8192, group=4), {"gpu.attention.", "lib.attention."}),
     "gradients": (
         lambda: on_hopper("attention_vjp", *[empty(1, 512, 4, 64)] * 4, empty(1, 4, 512, dtype=torch.float32),
                           empty(1, 512, 4, 64)),
-        {"gpu.attention_vjp.", "hopper._flash_gradients.attention_vjp_gradients_kernel"},
+        {"lib.attention_vjp.", "hopper._flash_gradients.attention_vjp_gradients_kernel"},
     ),
     "a large product": (lambda: product(4096, 4096, 4096), {"hopper._warps.matmul_by_roles"}),
     "few rows": (lambda: product(16, 4096, 4096), {"hopper.matmul.matmul_kernel"}),

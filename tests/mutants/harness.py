@@ -6,6 +6,7 @@ import atexit
 import copy
 import importlib
 import importlib.util
+import re
 import shutil
 import sys
 import tempfile
@@ -105,6 +106,19 @@ def found_on_host(fault: Fault) -> bool:
     return bool(importlib.import_module(ON_HOST[fault.home]).finds_on_host(module, fault.case))
 
 
+def _importing(mutated: str, module: str, source: str, name: str) -> str:
+    """A source that imports ``mutated`` in place of ``module``, itself or through copies of what the families share."""
+    direct = f"from {module} import"
+    found = source.replace(direct, f"from {mutated} import")
+    for shared in dict.fromkeys(re.findall(r"^from (portakern\.backends\.\w+\.lib\.\w+) import", source, re.M)):
+        if shared != module and direct in (between := _source(shared)):
+            own = f"{name}_{shared.rpartition('.')[2]}"
+            _loaded(own, _importing(mutated, module, between, name))
+            found = found.replace(f"from {shared} import", f"from {own} import")
+    assert found != source, f"{name}: nothing imports {module}"
+    return found
+
+
 @cache
 def mutant(fault: Fault) -> Backend:
     """A backend of its own, like the shipped one but for this op; the shipped backend stays as it is."""
@@ -118,11 +132,8 @@ def mutant(fault: Fault) -> Backend:
     # as if it lay beside the shipped module: it takes the same tables of tilings
     name = f"{fault.family.package}.mutant_" + fault.name.replace("-", "_")
     if fault.within:
-        beside = f"from {fault.module} import"
         _loaded(f"{name}_within", source)
-        source = _source(f"{fault.family.package}.{fault.op}")
-        assert source.count(beside) == 1
-        source = source.replace(beside, f"from {name}_within import")
+        source = _importing(f"{name}_within", fault.module, _source(f"{fault.family.package}.{fault.op}"), name)
     assert source.count(registration) == 1
     backend.implementation = partial(_beside, fault.op, backend, shipped)  # type: ignore[method-assign]
     _loaded(name, source.replace(registration, "\n"), BACKEND=backend)

@@ -10,7 +10,6 @@ as in swiglu.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import pi, sqrt
 from typing import TYPE_CHECKING, Any
 
 import triton
@@ -19,34 +18,13 @@ import triton.language as tl
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu.swiglu import KNOBS, fit, key, supports
 from portakern.backends.triton.gpu.swiglu_vjp import gated_vjp, gradients
-from portakern.backends.triton.lib.activations import C, K, erf_form, open_and_shut
+from portakern.backends.triton.lib.activations import (
+    of_erf_form,
+    of_tanh_form,
+)
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
-
-FAR = tl.constexpr(40.0)
-ROOT_2PI = tl.constexpr(1 / sqrt(2 * pi))
-
-
-@triton.jit
-def near(g):
-    """A gate that is kept within FAR; NaN stays."""
-    return tl.where(g > FAR, FAR, tl.where(g < -FAR, -FAR, g))
-
-
-@triton.jit
-def of_tanh_form(g):
-    """s(t) of a gate g, and the slope of g s."""
-    g = near(g)
-    s, q = open_and_shut(K * g * (1.0 + C * g * g))
-    return s, (s * (1.0 + K * g * (1.0 + 3.0 * C * g * g) * q))
-
-
-@triton.jit
-def of_erf_form(g):
-    """P of a gate g, and the slope of g P."""
-    p, g = erf_form(g), near(g)
-    return p, (p + g * (tl.exp(-0.5 * g * g) * ROOT_2PI))
 
 
 @triton.jit

@@ -23,8 +23,9 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu.layernorm import key
-from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, shared_limit, torch_dtype
+from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, shared_limit
 from portakern.backends.triton.layout import Rows, aligned, fresh, pow2_at_least, row_start, walk_rows
+from portakern.backends.triton.lib.column_sums import add_up, scratch
 from portakern.backends.triton.lib.rows import (
     blocks,
     centred,
@@ -38,11 +39,8 @@ from portakern.backends.triton.lib.rows import (
 from portakern.spec import Tile
 
 if TYPE_CHECKING:
-    import torch
-
     from portakern.core.call import Call
 
-SUMMED = 1024  # partial sums that one program of layernorm_vjp_sum_kernel adds up
 
 LONGER = {4096: (128, 1024), 8192: (0, 4096)}
 """First tile -> by how much a row of 16 bits may be longer to lie in two tiles, where it is not aligned and where it
@@ -161,27 +159,6 @@ def layernorm_vjp_kernel(d_y, x, weight, past, stats, d_x, d_weights, d_biases, 
             tl.store(d_biases + part * n + lane[i], tl.sum(b_sum[i], 0), mask=inside[i])
 
 
-@triton.jit
-def layernorm_vjp_sum_kernel(
-    a, b, a_sum, b_sum, count, n, tiles, summed: tl.constexpr, block_rows: tl.constexpr, block_n: tl.constexpr,
-    acc_dtype: tl.constexpr,
-):  # fmt: skip
-    """Sums over ``summed`` rows at a time of a and b, (count, n); b may be None."""
-    part, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
-    col = tile.to(tl.int64) * block_n + tl.arange(0, block_n)[None, :]
-    a_acc, b_acc = tl.zeros([block_rows, block_n], acc_dtype), tl.zeros([block_rows, block_n], acc_dtype)
-    first = part * summed
-    for start in range(first, min(first + summed, count), block_rows):
-        row = start + tl.arange(0, block_rows)[:, None]
-        ok = (row < count) & (col < n)
-        a_acc += tl.load(a + row * n + col, mask=ok, other=0.0)
-        if b is not None:
-            b_acc += tl.load(b + row * n + col, mask=ok, other=0.0)
-    tl.store(a_sum + part * n + col, tl.sum(a_acc, 0)[None, :].to(a_sum.dtype.element_ty), mask=col < n)
-    if b is not None:
-        tl.store(b_sum + part * n + col, tl.sum(b_acc, 0)[None, :].to(b_sum.dtype.element_ty), mask=col < n)
-
-
 def default_tiling(call: Call) -> dict[str, int]:
     """A formula of n, as softmax's.
 
@@ -272,25 +249,3 @@ def walk_beside(x: Any, d_y: Any, past: Any) -> tuple[tuple[Any, Any, Any], Rows
     """x, d_y and past, which may be None, and how to walk their rows."""
     tensors, rows = walk_rows(x.ndim - 1, x, d_y, *(() if past is None else (past,)))
     return (tensors[0], tensors[1], None if past is None else tensors[2]), rows
-
-
-def scratch(call: Call, *shape: int) -> torch.Tensor:
-    """A fresh tensor for sums, in the dtype that they are kept in."""
-    return fresh(shape, torch_dtype("float64" if call.dtype == "float64" else "float32"), call.arrays["d_y"].device)
-
-
-def add_up(call: Call, partial: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Gradients by name from (groups, n) partial sums of each, all of one shape."""
-    n, block_n, parts = call.dims["n"], 32, 0
-    while partial and parts != 1:
-        count = next(iter(partial.values())).shape[0]
-        parts, tiles = cdiv(count, SUMMED), cdiv(n, block_n)
-        sums = {
-            name: fresh((n,), torch_dtype(call.outputs[name][1]), p.device) if parts == 1 else scratch(call, parts, n)
-            for name, p in partial.items()
-        }
-        (a, b), (a_sum, b_sum) = ((*of.values(), None)[:2] for of in (partial, sums))
-        launch(layernorm_vjp_sum_kernel, parts * tiles, call, a, b, a_sum, b_sum, count, n, tiles, summed=SUMMED,
-               block_rows=64, block_n=block_n, acc_dtype=accumulator(call.dtype), num_warps=8)  # fmt: skip
-        partial = sums
-    return partial

@@ -24,31 +24,17 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu import matmul as products
-from portakern.backends.triton.gpu.matmul import place, summed
+from portakern.backends.triton.gpu.matmul import summed
 from portakern.backends.triton.launch import accumulator, cdiv, dot_precision, launch
 from portakern.backends.triton.layout import collapse, contiguous_strides, fresh, row_start
-from portakern.backends.triton.lib.activations import activated
+from portakern.backends.triton.lib.linear import finish
+from portakern.backends.triton.lib.matmul import place
 from portakern.spec import Count, Tile
 
 if TYPE_CHECKING:
     import torch
 
     from portakern.core.call import Call
-
-
-@triton.jit
-def finish(z, bias, bias_n, residual_at, y, pre, col, col_ok, at, ok, activation: tl.constexpr,
-           acc_dtype: tl.constexpr):  # fmt: skip
-    """What follows a tile z of the product: bias, activation, residual. at: where its elements stand in y and pre.
-    bias, residual_at and pre may be None."""
-    if bias is not None:
-        z += tl.load(bias + col * bias_n, mask=col_ok, other=0.0).to(acc_dtype)[None, :]
-    if pre is not None:
-        tl.store(pre + at, z.to(pre.dtype.element_ty), mask=ok)
-    f = activated(z, activation, y.dtype.element_ty.primitive_bitwidth == 16)
-    if residual_at is not None:
-        f += tl.load(residual_at, mask=ok, other=0.0).to(acc_dtype)
-    tl.store(y + at, f.to(y.dtype.element_ty), mask=ok)
 
 
 # Of a loop that is known to turn once Triton makes the product alone, which then begins at what is added to it, not at

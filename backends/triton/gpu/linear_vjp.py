@@ -12,151 +12,21 @@ The products are 4 rows n k operations; at 8192 x 4096 x 4096 in 16 bits on an H
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import triton
-import triton.language as tl
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu import layernorm_vjp as over_rows
 from portakern.backends.triton.gpu import linear_cross_entropy as products
-from portakern.backends.triton.gpu.geglu_vjp import of_erf_form, of_tanh_form
-from portakern.backends.triton.gpu.swiglu_vjp import of_silu
-from portakern.backends.triton.launch import accumulator, cdiv, launch, refuse_tile
-from portakern.backends.triton.layout import aligned, fresh, pow2_at_least, row_start, walk_rows
+from portakern.backends.triton.lib.linear_vjp import (
+    gradients,
+    supports,
+)
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
 
-Refused = Callable[[Any, int, int, int], "str | None"]
-"""(call, m, n, k): why a family's matmul does not take a product of these extents."""
 
-
-TILE, WARPS = 1024, 4  # elements of a walk's tile, and the warps that share it
-
-
-@triton.jit
-def times_slope(d, z, activation: tl.constexpr):
-    """d f'(z)."""
-    if activation == "relu":
-        return tl.where(z <= 0, 0.0, d)
-    elif activation == "gelu":
-        _, slope = of_erf_form(z)
-        return d * slope
-    elif activation == "gelu_tanh":
-        _, slope = of_tanh_form(z)
-        return d * slope
-    else:
-        _, slope = of_silu(z)
-        return d * slope
-
-
-@triton.jit
-def linear_cotangent_kernel(d_y, pre, d_z, sums, rows, rows_inner, group, tiles, n,
-                            d_y_outer, d_y_inner, d_y_n, pre_outer, pre_inner, pre_n,
-                            activation: tl.constexpr, block_rows: tl.constexpr, block_n: tl.constexpr,
-                            acc_dtype: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr,
-                            stages: tl.constexpr):  # fmt: skip
-    """d_z = d_y f'(pre) of this program's columns of a group of rows, and in sums, (groups, n), its sum over them.
-
-    pre and d_z are None where there is no activation; sums may be None."""
-    n = aligned(n, unit)
-    part, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
-    lane = tile.to(tl.int64) * block_n + tl.arange(0, block_n)
-    col, col_ok = lane[None, :], (lane < n)[None, :]
-    total = tl.zeros([block_rows, block_n], acc_dtype)
-    first = part * group
-    for start in tl.range(first, min(first + group, rows), block_rows, num_stages=stages):
-        row = start + tl.arange(0, block_rows)
-        ok = (row < rows)[:, None] & col_ok
-        d_y_row = row_start(d_y, row, rows_inner, d_y_outer, d_y_inner, flat, unit)[:, None]
-        d = tl.load(d_y_row + col * d_y_n, mask=ok, other=0.0)
-        found = d
-        if pre is not None:
-            pre_row = row_start(pre, row, rows_inner, pre_outer, pre_inner, flat, unit)[:, None]
-            z = tl.load(pre_row + col * pre_n, mask=ok, other=0.0)
-            found = times_slope(d.to(acc_dtype), z.to(acc_dtype), activation).to(d_y.dtype.element_ty)
-            tl.store(d_z + row[:, None] * n + col, found, mask=ok)
-        if sums is not None:
-            total += found.to(acc_dtype)
-    if sums is not None:
-        tl.store(sums + part * n + lane, tl.sum(total, 0), mask=lane < n)
-
-
-class Walk(NamedTuple):
-    """How programs share a walk over rows of n elements: tiles of block_rows x block_n, and ``group`` rows a program.
-
-    Attributes:
-      tiles: of a row; stages: tiles whose loads are under way.
-    """
-
-    block_rows: int
-    block_n: int
-    group: int
-    tiles: int
-    stages: int
-
-    @classmethod
-    def of(cls, call: Call) -> Walk:
-        """Tiles of 1024 elements, and groups of up to 64 of them where that leaves 512 programs, four for each of an
-        H100's multiprocessors: their sums are then a 50th of what is read and written."""
-        rows, n = prod(call.dims["batch"]), call.dims["n"]
-        block_n = pow2_at_least(n, 16, TILE)
-        block_rows, tiles = TILE // block_n, cdiv(n, block_n)
-        steps = min(64, max(1, rows * tiles // (block_rows * 512)))
-        stages = 4 if call.target.arch.startswith("sm_") and not call.interpret else 1
-        return cls(block_rows, block_n, block_rows * steps, tiles, stages)
-
-
-def refused(call: Call, m: int, n: int, k: int, of: Refused = products.refused) -> str | None:
-    return of(call.replace(arrays={"hidden": call.arrays["x"], "weight": call.arrays["weight"]}), m, n, k)
-
-
-def supports(call: Call, tiling: Mapping[str, int], of: Refused = products.refused) -> str | None:
-    rows, n, k = prod(call.dims["batch"]), call.dims["n"], call.dims["k"]
-    extents = {"d_x": (rows, k, n), "d_weight": (n, k, rows)}
-    reasons = [refused(call, *extents[name], of) for name in call.wants if name in extents]
-    walk = Walk.of(call)
-    tile = {"block_rows": walk.block_rows, "block_n": walk.block_n, "num_warps": WARPS}
-    reasons.append(refuse_tile(call, tile, cdiv(rows, walk.group) * walk.tiles))
-    return next(filter(None, reasons), None)
-
-
-@BACKEND.implements("linear_vjp", supports=supports)
+@BACKEND.implements("linear_vjp", supports=partial(supports, of=products.refused))
 def linear_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     return gradients(call, products.multiply)
-
-
-def gradients(call: Call, multiply: products.Product) -> tuple[Any, ...]:
-    weight, x = call.arrays["weight"], call.arrays["x"]
-    d_z, d_bias = cotangent(call)
-    d_x = fresh(x.shape, x.dtype, x.device) if "d_x" in call.wants else None
-    d_weight = fresh(weight.shape, weight.dtype, weight.device) if "d_weight" in call.wants else None
-    if d_x is not None:
-        multiply(call, d_z, weight, d_x.reshape(-1, x.shape[-1]))
-    if d_weight is not None:
-        multiply(call, d_z.mT, x.reshape(-1, x.shape[-1]), d_weight)
-    return d_x, d_weight, d_bias
-
-
-def cotangent(call: Call) -> tuple[Any, Any]:
-    """d_z by rows, which is d_y itself where there is no activation, and d_bias, if it is wanted."""
-    d_y, pre, n = call.arrays["d_y"], call.arrays["pre"], call.dims["n"]
-    bare, summed = call.options["activation"] == "none", "d_bias" in call.wants
-    pre = None if bare else pre
-    if bare and not summed:
-        return d_y.reshape(-1, n), None
-    tensors, rows = walk_rows(d_y.ndim - 1, d_y, *(() if bare else (pre,)))
-    d_y, pre = (*tensors, None)[:2]
-    d_z = None if bare else fresh((rows.height, n), d_y.dtype, d_y.device)
-    walk = Walk.of(call)
-    groups = cdiv(rows.height, walk.group)
-    sums = over_rows.scratch(call, groups, n) if summed else None
-    launch(linear_cotangent_kernel, groups * walk.tiles, call, d_y, pre, d_z, sums, rows.height, rows.inner, walk.group,
-           walk.tiles, n, *rows.strides[0], *rows.strides[1], activation=call.options["activation"],
-           block_rows=walk.block_rows, block_n=walk.block_n, acc_dtype=accumulator(call.dtype),
-           **rows.known(call.dtype), stages=walk.stages, num_warps=WARPS, enable_fp_fusion=False)  # fmt: skip
-    d_bias = over_rows.add_up(call, {"d_bias": sums})["d_bias"] if sums is not None else None
-    return (d_y.reshape(-1, n) if d_z is None else d_z), d_bias

@@ -34,23 +34,14 @@ from portakern.backends.triton.lib.rows import (
     columns,
     finite_or_zero,
     load_tiles,
+    maximum_and_sum,
     of_long_rows,
-    row_max,
-    row_sum,
     walked,
 )
 from portakern.spec import Tile
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
-
-
-@triton.jit
-def maximum_and_sum(t):
-    """m and l of rows that stay in registers, each of one number a row."""
-    m = row_max(t)
-    shift = finite_or_zero(m)[:, None]
-    return m, row_sum([tl.exp(a - shift) for a in t])
 
 
 @triton.jit

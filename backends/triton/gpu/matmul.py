@@ -28,21 +28,13 @@ from portakern.backends.triton.launch import (
     torch_dtype,
 )
 from portakern.backends.triton.layout import collapse, contiguous_strides, fresh, pow2_at_least
+from portakern.backends.triton.lib.matmul import place, products
 from portakern.spec import Count, Tile
 
 if TYPE_CHECKING:
     import torch
 
     from portakern.core.call import Call
-
-
-@triton.jit
-def place(tile, tiles_m, tiles_n, group: tl.constexpr):
-    """The row and the column of tiles of the ``tile``-th: ``group`` rows of tiles are finished column by column."""
-    first_m = tile // (group * tiles_n) * group
-    rest = tile % (group * tiles_n)
-    group_m = min(tiles_m - first_m, group)
-    return first_m + rest % group_m, rest // group_m
 
 
 @triton.jit
@@ -84,13 +76,6 @@ def matmul_kernel(a, b, c, m, n, k, tiles_m, tiles_n, steps_k, batch_inner,
                  block_m, block_n, block_k, acc_dtype, precision, whole_k)  # fmt: skip
     c_tile = c + (outer * c_outer + inner * c_inner) + (i[:, None] * c_m + j[None, :])
     tl.store(c_tile, acc.to(c.dtype.element_ty), mask=i_ok & j_ok)
-
-
-def products(call: Call, dtype: str) -> str:
-    """How products of ``dtype`` are taken, which decides what a tile costs: "16-bit", "tf32" or "ieee"."""
-    if dtype in ("float16", "bfloat16"):
-        return "16-bit"
-    return dot_precision(call if dtype == call.dtype else call.replace(dtype=dtype))
 
 
 def key(call: Call) -> dict[str, str | int]:

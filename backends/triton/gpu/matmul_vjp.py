@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu import matmul as forward
-from portakern.backends.triton.launch import torch_dtype
-from portakern.core.binder import sibling
-from portakern.core.registry import find_spec
+from portakern.backends.triton.lib.matmul import batch_axes, product, products
 from portakern.spec import Count, Tile
 from portakern.specs.matmul import product_dtype
 
@@ -24,29 +22,6 @@ if TYPE_CHECKING:
     import torch
 
     from portakern.core.call import Call
-
-
-def batch_axes(call: Call, name: str) -> tuple[list[int], list[int]]:
-    """The batch axes that a gradient keeps, and those over which it is summed: missing from it or of extent 1."""
-    rank, shape = len(call.dims["batch"]), call.outputs[name][0]
-    own = (1,) * (rank + 2 - len(shape)) + shape[:-2]
-    return [i for i, extent in enumerate(own) if extent != 1], [i for i, extent in enumerate(own) if extent == 1]
-
-
-def product(call: Call, name: str) -> Call:
-    """The call of matmul that gives a gradient: (*kept, i, K) times (*kept, K, j).
-
-    K is the summed batch axes and, innermost, n (d_a) or m (d_b).
-    """
-    rank, dtype = len(call.dims["batch"]), torch_dtype(product_dtype(call))
-    a, b, d_c = (x[(None,) * (rank + 2 - x.ndim)].to(dtype) for x in (call.arrays[n] for n in ("a", "b", "d_c")))
-    left, right = (d_c, b.mT) if name == "d_a" else (a.mT, d_c)
-    kept, summed = batch_axes(call, name)
-    left = left.permute(*kept, rank, *summed, rank + 1).reshape(*(left.shape[i] for i in kept), left.shape[-2], -1)
-    right = right.permute(*kept, *summed, rank, rank + 1).reshape(*(right.shape[i] for i in kept), -1, right.shape[-1])
-    return sibling(
-        call, find_spec("matmul"), left, right, precision=call.options["precision"], out_dtype=call.outputs[name][1]
-    )
 
 
 def reach(call: Call) -> int:
@@ -60,7 +35,7 @@ def reach(call: Call) -> int:
 
 def key(call: Call) -> dict[str, str | int]:
     """matmul's, of a product with this reach."""
-    extent, kind = reach(call), forward.products(call, product_dtype(call))
+    extent, kind = reach(call), products(call, product_dtype(call))
     return {"products": kind, "aligned": extent % 8 == 0, "n": extent, "k": extent}
 
 

@@ -20,10 +20,11 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu.layernorm import key, narrowed
-from portakern.backends.triton.gpu.layernorm_vjp import KNOBS, add_up, default_tiling, scratch, supports, walk_beside
+from portakern.backends.triton.gpu.layernorm_vjp import KNOBS, default_tiling, supports, walk_beside
 from portakern.backends.triton.gpu.rmsnorm import rounds_before
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh, row_start
+from portakern.backends.triton.lib.column_sums import add_up, scratch
 from portakern.backends.triton.lib.rows import blocks, columns, load_tiles, parts_of, row_sum
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from portakern.backends.triton import BACKEND
 from portakern.backends.triton.launch import accumulator, cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh_like, row_start, walk_rows
 from portakern.backends.triton.lib.columns import (
+    lead,
     refuse_strips,
     side_by_side,
     sum_parts,
@@ -99,12 +100,6 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     if side_by_side(x, axis):
         return refuse_strips(call, x, axis, tiling)
     return refuse_rows(call, tiling, x.shape[axis], prod(x.shape) // x.shape[axis])
-
-
-def lead(call: Call) -> tuple[Any, int]:
-    """The array whose rows are read, and the axis along which they lie: the last, where a call names none."""
-    x = call.arrays[call.spec.lead.name]
-    return x, call.options.get("axis", x.ndim - 1)
 
 
 @BACKEND.implements("softmax", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})

@@ -17,18 +17,11 @@ from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu.swiglu import KNOBS, fit, key, share, supports
 from portakern.backends.triton.launch import accumulator, launch
 from portakern.backends.triton.layout import aligned, result_like, row_start
-from portakern.backends.triton.lib.activations import open_and_shut
+from portakern.backends.triton.lib.activations import of_silu
 from portakern.backends.triton.lib.rows import tile_of
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
-
-
-@triton.jit
-def of_silu(g):
-    """s of a gate g, and the slope of g s."""
-    s, q = open_and_shut(g)
-    return s, (s * (1.0 + g * q))
 
 
 @triton.jit

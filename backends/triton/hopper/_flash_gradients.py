@@ -37,9 +37,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from portakern.backends.triton.gpu.attention_vjp import FLAGS
 from portakern.backends.triton.hopper._flash import ROWS, boxed, reach, seen_pairs, span_of, tanh, tile_at
 from portakern.backends.triton.hopper._warps import give_back, load_tile, store_tile
+from portakern.backends.triton.lib.attention_vjp import FLAGS
 
 
 class Plan(NamedTuple):

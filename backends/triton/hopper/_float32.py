@@ -22,7 +22,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from portakern.backends.triton.gpu.matmul import place
 from portakern.backends.triton.hopper._warps import (
     CONSUMER_REGISTERS,
     LOADER_REGISTERS,
@@ -33,6 +32,7 @@ from portakern.backends.triton.hopper._warps import (
     halves,
     loader,
 )
+from portakern.backends.triton.lib.matmul import place
 
 SLICE = gl.constexpr(8)  # of k: 32 bytes
 

@@ -30,8 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from portakern.backends.triton.gpu.matmul import place
 from portakern.backends.triton.lib.activations import activated
+from portakern.backends.triton.lib.matmul import place
 
 # Releases before 3.8 have these under longer names.
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared

@@ -19,11 +19,11 @@ from triton.experimental.gluon import language as gl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.descriptors import describe
-from portakern.backends.triton.gpu import attention as portable
 from portakern.backends.triton.hopper._flash import Plan, Work, attention_flash_kernel
 from portakern.backends.triton.hopper._shares import HALF, Shares, attention_shares_kernel
 from portakern.backends.triton.launch import GLUON, cdiv, launch, shared_limit
 from portakern.backends.triton.layout import contiguous_strides, fresh, pow2_at_least
+from portakern.backends.triton.lib import attention as shared
 from portakern.backends.triton.lib.heads import Scores
 from portakern.backends.triton.lib.split_kv import chunk_length, chunks_of_a_tile, seen_keys, worth_spreading
 from portakern.core.backend import Drawn
@@ -41,7 +41,7 @@ MERGER = 3.0  # tiles of keys that the merger of chunks takes as long as
 MOST_STAGES = 6  # of keys on their way to one group of rows
 BARRIERS = 1024  # bytes of shared memory that are set aside for them
 KNOBS = {
-    **portable.KNOBS,
+    **shared.KNOBS,
     "consumers": Count(2, 3),
     "stay": Count(0, 1),
     "shares": Count(0, 3),
@@ -94,7 +94,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
             f"{plan.stages} stages of {plan.block_kv} keys take {shared_bytes(plan)} bytes of shared memory; "
             f"{call.target.arch or 'sm_90'} has {shared_limit(call.target.arch)}"
         )
-    return portable.supports(call, tiling)
+    return shared.supports(call, tiling)
 
 
 def least_chunk(call: Call) -> dict[str, int]:
@@ -118,7 +118,7 @@ def delegate(call: Call, tiling: Mapping[str, int]) -> tuple[str, Mapping[str, i
 DRAWN = Drawn(("bias", "q_segment_ids", "kv_segment_ids"), {"d": 8, "dv": 8}, {"q_len": QUERIES + 1})
 
 
-@BACKEND.implements("attention", tiling=least_chunk, key=portable.key, fit=portable.fit, supports=supports, knobs=KNOBS,
+@BACKEND.implements("attention", tiling=least_chunk, key=shared.key, fit=shared.fit, supports=supports, knobs=KNOBS,
                     delegate=delegate, drawn=DRAWN, compiled_alone=GLUON)  # fmt: skip
 def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     dims, options = call.dims, call.options
@@ -126,9 +126,9 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     plan = plan_of(call, tiling)
     q_len, kv_len = dims["q_len"], dims["kv_len"]
     q, k, v = (movable(call.arrays[n]) for n in "qkv")
-    o, lse, low = portable.results(call, q)
+    o, lse, low = shared.results(call, q)
     scores = Scores.of(call)
-    left, right = portable._band(options["is_causal"], options["window"], q_len + kv_len)
+    left, right = shared.window_of(options["is_causal"], options["window"], q_len + kv_len)
     if shares is not None:
         by_shares(call, tiling, plan, (q, k, v), (o, lse, low), scores, (left, right), *shares)
         return o, lse, low
@@ -142,8 +142,8 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
 
 def few_queries(call: Call, tiling: Mapping[str, int]) -> bool:
     """Whether tiles of queries that are this variant's would be half empty, or too few to occupy a GPU."""
-    rows, _ = portable.rows_plan(call, tiling)
-    _, _, _, chunks = portable.programs_of(call, tiling, rows)
+    rows, _ = shared.rows_plan(call, tiling)
+    _, _, _, chunks = shared.programs_of(call, tiling, rows)
     return bool(chunks) or rows.packed or call.dims["q_len"] <= QUERIES
 
 
@@ -213,7 +213,7 @@ def by_shares(
            *written, scores, window, *work, plan=plan, heads=pow2_at_least(group), rows=rows, num_warps=4,
            maxnreg=REGISTERS[2][1])  # fmt: skip
     if parts is not None:
-        portable.combine(call, (parts, statistics), out, scores, follows=True)
+        shared.combine(call, (parts, statistics), out, scores, follows=True)
 
 
 def evenly(parts: int, processors: int) -> int:

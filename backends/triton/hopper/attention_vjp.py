@@ -15,8 +15,6 @@ from triton.experimental.gluon import language as gl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.descriptors import describe
-from portakern.backends.triton.gpu import attention_vjp as portable
-from portakern.backends.triton.gpu.attention import _band, key
 from portakern.backends.triton.hopper._flash_gradients import Plan, Work, attention_vjp_gradients_kernel
 from portakern.backends.triton.hopper.attention import (
     BARRIERS,
@@ -29,6 +27,8 @@ from portakern.backends.triton.hopper.attention import (
 )
 from portakern.backends.triton.launch import GLUON, cdiv, launch, shared_limit, torch_dtype
 from portakern.backends.triton.layout import fresh, pow2_at_least
+from portakern.backends.triton.lib import attention_vjp as shared
+from portakern.backends.triton.lib.attention import key, window_of
 from portakern.backends.triton.lib.heads import LOG2E, Scores
 from portakern.core.backend import Drawn
 from portakern.spec import Count
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 SPARE = 30  # registers of a consumer's thread for addresses and counters
 FAR = 512.0  # |lse| from which on lse_low is minded: below, half a unit in the last place is 2^-16
 KNOBS = {
-    **portable.KNOBS,
+    **shared.KNOBS,
     "consumers": Count(2, 3),
     "dq_consumers": Count(2, 3),
     "dq_stages": Count(1, 8),
@@ -57,7 +57,7 @@ def plans(call: Call, tiling: Mapping[str, int]) -> dict[tuple[str, ...], Plan]:
     if keys:
         both = Plan(True, tiling["consumers"], tiling["block_q"], block_d, block_dv, tiling["num_stages"],
                     bool(tiling["ahead"] and len(keys) == 2), "d_k" in keys, "d_v" in keys,
-                    REGISTERS[tiling["consumers"]][0], portable.flagged(call.dims["dv"]))  # fmt: skip
+                    REGISTERS[tiling["consumers"]][0], shared.flagged(call.dims["dv"]))  # fmt: skip
         if block_d + block_dv <= 256:
             found[keys] = both
         else:  # registers do not hold the two sums beside each other
@@ -65,7 +65,7 @@ def plans(call: Call, tiling: Mapping[str, int]) -> dict[tuple[str, ...], Plan]:
     if "d_q" in call.wants:
         found["d_q",] = Plan(False, tiling["dq_consumers"], tiling["dq_block_kv"], block_d, block_dv,
                              tiling["dq_stages"], False, True, False,
-                             REGISTERS[tiling["dq_consumers"]][0], portable.flagged(call.dims["dv"]))  # fmt: skip
+                             REGISTERS[tiling["dq_consumers"]][0], shared.flagged(call.dims["dv"]))  # fmt: skip
     return found
 
 
@@ -149,8 +149,8 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
         for name, (shape, dtype) in call.outputs.items()
     }
     scale, (scores, rate) = scale_of(call), scores_of(call)
-    shift, low, flags, delta = portable.statistics(call, o, d_o, rate, 4, FAR)
-    left, right = _band(options["is_causal"], options["window"], dims["q_len"] + dims["kv_len"])
+    shift, low, flags, delta = shared.statistics(call, o, d_o, rate, 4, FAR)
+    left, right = window_of(options["is_causal"], options["window"], dims["q_len"] + dims["kv_len"])
     for wants, plan in plans(call, tiling).items():
         first, second = (out.get(n) if n in wants else None for n in (("d_k", "d_v") if plan.by_key else ("d_q", "")))
         keys = (k, v), dims["kv_len"], dims["kv_heads"]

@@ -27,15 +27,15 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu.linear import finish
-from portakern.backends.triton.gpu.linear_cross_entropy import as_product
-from portakern.backends.triton.gpu.matmul import place
-from portakern.backends.triton.gpu.matmul import products as kind_of
 from portakern.backends.triton.hopper import matmul as products
 from portakern.backends.triton.hopper._scratch import Operand, operand
 from portakern.backends.triton.hopper.matmul import in_chunks
 from portakern.backends.triton.launch import accumulator, cdiv, dot_precision, launch, shared_limit
 from portakern.backends.triton.layout import fresh
+from portakern.backends.triton.lib.linear import finish
+from portakern.backends.triton.lib.linear_cross_entropy import as_product
+from portakern.backends.triton.lib.matmul import place
+from portakern.backends.triton.lib.matmul import products as kind_of
 
 if TYPE_CHECKING:
     import torch

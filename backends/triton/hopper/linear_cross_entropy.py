@@ -12,9 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu import linear_cross_entropy as portable
 from portakern.backends.triton.hopper import matmul as forward
 from portakern.backends.triton.hopper.family import FAMILY
+from portakern.backends.triton.lib import linear_cross_entropy as shared
 from portakern.core.tilings import default
 
 if TYPE_CHECKING:
@@ -39,20 +39,18 @@ def tiling_of(of: Call) -> tuple[Call, Mapping[str, int]]:
 
 def multiply(call: Call, a: Any, b: Any, c: Any) -> None:
     """c = a b."""
-    of = portable.as_product(call, a, b, a.shape[0], b.shape[1], a.shape[1])
+    of = shared.as_product(call, a, b, a.shape[0], b.shape[1], a.shape[1])
     forward.matmul(of, tiling_of(of)[1], c)
 
 
 def refused(call: Call, m: int, n: int, k: int) -> str | None:
     """Why matmul does not take a product of these extents."""
-    return forward.supports(
-        *tiling_of(portable.as_product(call, call.arrays["hidden"], call.arrays["weight"], m, n, k))
-    )
+    return forward.supports(*tiling_of(shared.as_product(call, call.arrays["hidden"], call.arrays["weight"], m, n, k)))
 
 
-supports = partial(portable.supports, refused=refused)
+supports = partial(shared.supports, refused=refused)
 
 
-@BACKEND.implements("linear_cross_entropy", key=portable.key, tiling=portable.default_tiling, supports=supports)
+@BACKEND.implements("linear_cross_entropy", key=shared.key, tiling=shared.default_tiling, supports=supports)
 def linear_cross_entropy(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    return portable.in_chunks(call, tiling, multiply)
+    return shared.in_chunks(call, tiling, multiply)

@@ -9,9 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu import linear_cross_entropy_vjp as portable
-from portakern.backends.triton.gpu.linear_cross_entropy import key
 from portakern.backends.triton.hopper.linear_cross_entropy import multiply, refused
+from portakern.backends.triton.lib import linear_cross_entropy_vjp as shared
+from portakern.backends.triton.lib.linear_cross_entropy import key
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 @BACKEND.implements(
     "linear_cross_entropy_vjp",
     key=key,
-    tiling=portable.default_tiling,
-    supports=partial(portable.supports, refused=refused),
+    tiling=shared.default_tiling,
+    supports=partial(shared.supports, refused=refused),
     overwrites=True,
 )
 def linear_cross_entropy_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    return portable.in_chunks(call, tiling, multiply)
+    return shared.in_chunks(call, tiling, multiply)

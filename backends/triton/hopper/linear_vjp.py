@@ -9,13 +9,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu import linear_vjp as portable
 from portakern.backends.triton.hopper.linear_cross_entropy import multiply, refused
+from portakern.backends.triton.lib import linear_vjp as shared
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
 
 
-@BACKEND.implements("linear_vjp", supports=partial(portable.supports, of=refused))
+@BACKEND.implements("linear_vjp", supports=partial(shared.supports, of=refused))
 def linear_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    return portable.gradients(call, multiply)
+    return shared.gradients(call, multiply)

@@ -32,7 +32,6 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.descriptors import describe
-from portakern.backends.triton.gpu.matmul import place, products
 from portakern.backends.triton.hopper._scratch import Operand, begins_off_lines, operand
 from portakern.backends.triton.launch import (
     MAX_GRID,
@@ -45,6 +44,7 @@ from portakern.backends.triton.launch import (
     torch_dtype,
 )
 from portakern.backends.triton.layout import collapse, fresh, pow2_at_least
+from portakern.backends.triton.lib.matmul import place, products
 from portakern.core import targets
 from portakern.spec import Count, Tile
 from portakern.spec.dtypes import numpy_dtype

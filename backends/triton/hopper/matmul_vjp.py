@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu.matmul import products
-from portakern.backends.triton.gpu.matmul_vjp import product
 from portakern.backends.triton.hopper import matmul as forward
 from portakern.backends.triton.hopper.family import FAMILY
+from portakern.backends.triton.lib.matmul import product, products
 from portakern.core.tilings import default
 from portakern.specs.matmul import product_dtype
 

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 
 K, C = tl.constexpr(2 * sqrt(2 / pi)), tl.constexpr(0.044715)
-ROOT_HALF = tl.constexpr(sqrt(0.5))
+ROOT_HALF, ROOT_2PI = tl.constexpr(sqrt(0.5)), tl.constexpr(1 / sqrt(2 * pi))
+FAR = tl.constexpr(40.0)
 RATE = tl.constexpr(-log2(e))
 C1, C3 = tl.constexpr(-log2(e) * K.value), tl.constexpr(-log2(e) * K.value * C.value)
 R0, R1, R2, R3, R4, R5, R6, R7 = (
@@ -84,3 +85,31 @@ def activated(z, activation: tl.constexpr, low: tl.constexpr):
         return z * sigmoid(z * RATE)
     else:
         return z
+
+
+@triton.jit
+def near(g):
+    """A gate that is kept within FAR; NaN stays."""
+    return tl.where(g > FAR, FAR, tl.where(g < -FAR, -FAR, g))
+
+
+@triton.jit
+def of_tanh_form(g):
+    """s(t) of a gate g, and the slope of g s."""
+    g = near(g)
+    s, q = open_and_shut(K * g * (1.0 + C * g * g))
+    return s, (s * (1.0 + K * g * (1.0 + 3.0 * C * g * g) * q))
+
+
+@triton.jit
+def of_erf_form(g):
+    """P of a gate g, and the slope of g P."""
+    p, g = erf_form(g), near(g)
+    return p, (p + g * (tl.exp(-0.5 * g * g) * ROOT_2PI))
+
+
+@triton.jit
+def of_silu(g):
+    """s of a gate g, and the slope of g s."""
+    s, q = open_and_shut(g)
+    return s, (s * (1.0 + g * q))

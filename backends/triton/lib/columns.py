@@ -22,7 +22,10 @@ import triton.language as tl
 
 from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, refuse_tile, torch_dtype
 from portakern.backends.triton.layout import Rows, aligned, fresh, pow2_at_least, walk_rows
-from portakern.backends.triton.lib.rows import finite_or_zero, running
+from portakern.backends.triton.lib.rows import (
+    finite_or_zero,
+    running,
+)
 from portakern.spec.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
@@ -296,3 +299,9 @@ def sum_parts(
            strips.chunk, *strips.strides[0], *strips.strides[0 if other is None else 1],
            acc_dtype=accumulator(call.dtype), **strips.constants)  # fmt: skip
     return m, total
+
+
+def lead(call: Call) -> tuple[Any, int]:
+    """The array whose rows are read, and the axis along which they lie: the last, where a call names none."""
+    x = call.arrays[call.spec.lead.name]
+    return x, call.options.get("axis", x.ndim - 1)

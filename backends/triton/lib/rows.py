@@ -301,3 +301,11 @@ def together(n: int, row: int, block_n: int, norm: bool) -> int:
     if odd and row == 1024:
         return 2 if norm else 1
     return pow2_at_least((1024 if odd or row == 512 else 2048) // row, 1, 16)
+
+
+@triton.jit
+def maximum_and_sum(t):
+    """m and l of rows that stay in registers, each of one number a row."""
+    m = row_max(t)
+    shift = finite_or_zero(m)[:, None]
+    return m, row_sum([tl.exp(a - shift) for a in t])

@@ -14,13 +14,13 @@ from triton.experimental.gluon import language as gl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.descriptors import describe
-from portakern.backends.triton.gpu import attention_vjp as portable
-from portakern.backends.triton.gpu.attention import _band, key
 from portakern.backends.triton.hopper import attention_vjp as ordered
 from portakern.backends.triton.hopper._flash_gradients import Plan, Work
 from portakern.backends.triton.hopper.attention import QUERIES, REGISTERS, TOGETHER, movable, processors, tiled
 from portakern.backends.triton.launch import cdiv, launch, shared_limit, torch_dtype
 from portakern.backends.triton.layout import fresh, pow2_at_least
+from portakern.backends.triton.lib import attention_vjp as shared
+from portakern.backends.triton.lib.attention import key, window_of
 from portakern.backends.triton.unordered._flash_unordered import (
     GROUPS,
     attention_vjp_unordered_kernel,
@@ -45,7 +45,7 @@ def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
     columns = pow2_at_least(max(call.dims["d"], call.dims["dv"]), 64)
     return Plan(True, GROUPS.value, tiling["block_q"], columns, columns, tiling["num_stages"],
                 bool(tiling["behind"]), True, True, REGISTERS[GROUPS.value][0],
-                portable.flagged(call.dims["dv"]))  # fmt: skip
+                shared.flagged(call.dims["dv"]))  # fmt: skip
 
 
 def shared_bytes(plan: Plan) -> int:
@@ -102,8 +102,8 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     pitch = cdiv(q_len, LINE) * LINE
     sums = fresh((batch, heads, pitch, plan.block_d), torch.float32, q.device)
     scale, (scores, rate) = scale_of(call), ordered.scores_of(call)
-    shift, low, flags, delta = portable.statistics(call, o, d_o, rate, LINE, ordered.FAR, sums)
-    left, right = _band(options["is_causal"], options["window"], q_len + kv_len)
+    shift, low, flags, delta = shared.statistics(call, o, d_o, rate, LINE, ordered.FAR, sums)
+    left, right = window_of(options["is_causal"], options["window"], q_len + kv_len)
     tiles_home = cdiv(kv_len, KEYS)
     tiles = tiles_home * kv_heads * batch
     seen_by_all = (left, right) == (None, None)

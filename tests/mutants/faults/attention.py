@@ -95,6 +95,7 @@ FAULTS = {
             "the log-sum-exp takes its logarithm in base 2",
             old="tl.store(lse + at_lse, total[:, None], mask=ok)",
             new="tl.store(lse + at_lse, (m * scores.unit + tl.log2(l))[:, None], mask=ok)",
+            within="lib.attention",
         ),
         Planted(
             "segments-only-on-edges",
@@ -163,6 +164,7 @@ FAULTS = {
             old="mask=ok & (ddv < dv))",
             new="mask=ok)",
             gpu=False,
+            within="lib.attention",
         ),
         Planted(
             "chunks-in-another-unit",
@@ -178,6 +180,7 @@ FAULTS = {
             "the last of the chunks that have programs of their own is left out of a row",
             old="row_ok & (chunk < chunks)",
             new="row_ok & (chunk < tl.maximum(chunks - 1, 1))",
+            within="lib.attention",
         ),
         Planted(
             "packed-rows-by-head",

@@ -15,6 +15,7 @@ FAULTS = {
             sample=True,
             edge="certain_rows",
             at=(0, 20),
+            within="lib.cross_entropy",
         ),
         Planted(
             "long-row-not-rescaled",
@@ -28,24 +29,28 @@ FAULTS = {
             "the mean of a row is over its tiles' extent",
             old="total / n",
             new="total / ((n + 127) // 128 * 128)",
+            within="lib.cross_entropy",
         ),
         Planted(
             "ignored-counted",
             "the lse of an ignored row is what masked lanes make of it",
             old="tl.where(counted, total, 0.0)",
             new="total",
+            within="lib.cross_entropy",
         ),
         Planted(
             "z-of-the-maximum",
             "z meets m^2 and not lse^2",
             old="z * (shift + log) * (shift + log)",
             new="z * shift * shift",
+            within="lib.cross_entropy",
         ),
         Planted(
             "smoothing-of-the-rest",
             "the label keeps the whole target beside what all classes share",
             old="log + (1.0 - even) * (shift - at)",
             new="log + (shift - at)",
+            within="lib.cross_entropy",
         ),
         Planted(
             "stride-forgotten",
@@ -53,6 +58,7 @@ FAULTS = {
             old="x_at + label * x_n",
             new="x_at + label",
             gpu=False,
+            within="lib.cross_entropy",
         ),
         Planted(
             "mean-of-the-last-tile",
@@ -61,12 +67,14 @@ FAULTS = {
             new="acc = t[i]",
             sample=True,
             edge="all_of_the_target_is_even",
+            within="lib.cross_entropy",
         ),
         Planted(
             "labels-of-other-groups",
             "rows in strips take the labels of the first group of them",
             old="group * row_group + lane * row_lane",
             new="lane * row_lane",
+            within="lib.cross_entropy",
         ),
     ],
     "pallas": [

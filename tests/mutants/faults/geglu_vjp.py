@@ -11,6 +11,7 @@ FAULTS = {
             "the slope has the cube's factor once",
             old="(1.0 + 3.0 * C * g * g)",
             new="(1.0 + C * g * g)",
+            within="lib.activations",
         ),
         Planted(
             "far-gates-as-they-are",
@@ -18,6 +19,7 @@ FAULTS = {
             old="return tl.where(g > FAR, FAR, tl.where(g < -FAR, -FAR, g))",
             new="return g",
             small=True,
+            within="lib.activations",
         ),
         Planted(
             "normal-of-the-gate",
@@ -25,6 +27,7 @@ FAULTS = {
             old="tl.exp(-0.5 * g * g)",
             new="tl.exp(-g * g)",
             sample=True,
+            within="lib.activations",
         ),
     ],
     "pallas": [

@@ -62,6 +62,7 @@ FAULTS = {
             old="ok = (row < count) & (col < n)",
             new="ok = (row < count - tl.minimum(count // 2, 1)) & (col < n)",
             small=True,
+            within="lib.column_sums",
         ),
         Planted(
             "d-weight-bfloat16",

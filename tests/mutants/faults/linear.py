@@ -12,6 +12,7 @@ FAULTS = {
             old="    f = activated(z, activation, y.dtype",
             new="    f = activated(z.to(y.dtype.element_ty).to(acc_dtype), activation, y.dtype",
             sample=True,
+            within="lib.linear",
         ),
         Planted(
             "bias-kept-twice",
@@ -24,6 +25,7 @@ FAULTS = {
                 "            twice = z\n"
                 "        tl.store(pre + at, twice.to("
             ),
+            within="lib.linear",
         ),
         Planted(
             "nan-closed",
@@ -52,6 +54,7 @@ FAULTS = {
             "every row of tiles has the biases of the first columns",
             old="tl.load(bias + col * bias_n",
             new="tl.load(bias + col % z.shape[1] * bias_n",
+            within="lib.linear",
         ),
     ],
     "pallas": [

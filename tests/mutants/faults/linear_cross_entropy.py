@@ -11,20 +11,23 @@ FAULTS = {
             "the last chunk of rows is left out where it is shorter",
             old="in_parts(rows, chunk, piece",
             new="in_parts(rows // chunk * chunk, chunk, piece",
+            within="lib.linear_cross_entropy",
         ),
         Planted(
             "labels-of-the-first-chunk",
             "every chunk of rows has the labels of the first",
-            old="        losses.losses_into(call, x, t, own_loss, (own_lse, own_low), walk)\n",
+            old="        losses_into(call, x, t, own_loss, (own_lse, own_low), walk)\n",
             new="        t = labels[: h.shape[0]]\n"
-            "        losses.losses_into(call, x, t, own_loss, (own_lse, own_low), walk)\n",
+            "        losses_into(call, x, t, own_loss, (own_lse, own_low), walk)\n",
             sample=True,
+            within="lib.linear_cross_entropy",
         ),
         Planted(
             "target-one-class-on",
             "the slope has the target at the class before the label",
             old="(own_lse, own_low), None, b, back, 0, n)",
             new="(own_lse, own_low), None, b, back, 1, n)",
+            within="lib.linear_cross_entropy",
         ),
         Planted(
             "smoothing-of-a-class-more",
@@ -32,6 +35,7 @@ FAULTS = {
             old="(own_lse, own_low), None, b, back, 0, n)",
             new="(own_lse, own_low), None, b, back, 0, n + 1)",
             small=True,
+            within="lib.linear_cross_entropy",
         ),
     ],
     "pallas": [

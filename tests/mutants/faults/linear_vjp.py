@@ -12,18 +12,21 @@ FAULTS = {
             old="tl.where(z <= 0, 0.0, d)",
             new="tl.where(z < 0, 0.0, d)",
             sample=True,
+            within="lib.linear_vjp",
         ),
         Planted(
             "forms-swapped",
             "the slope of the tanh form is that of erf",
             old="_, slope = of_tanh_form(z)",
             new="_, slope = of_erf_form(z)",
+            within="lib.linear_vjp",
         ),
         Planted(
             "bias-of-d-y",
             "d_bias adds up the cotangent of y",
             old="total += found.to(acc_dtype)",
             new="total += d.to(acc_dtype)",
+            within="lib.linear_vjp",
         ),
         Planted(
             "slope-rounded",
@@ -33,6 +36,7 @@ FAULTS = {
                 "(d.to(acc_dtype) * times_slope(tl.full(d.shape, 1.0, acc_dtype), z.to(acc_dtype), activation)"
                 ".to(tl.bfloat16).to(acc_dtype))"
             ),
+            within="lib.linear_vjp",
         ),
     ],
     "pallas": [

@@ -42,6 +42,7 @@ FAULTS = {
             old="row_sum([tl.exp(a - shift) for a in t])",
             new="row_sum([tl.exp2((a - shift) * 1.4427) for a in t])",
             small=True,
+            within="lib.rows",
         ),
         Planted(
             "log-rounded",

@@ -31,6 +31,7 @@ FAULTS = {
             old="min(tiles_m - first_m, group)",
             new="group",
             gpu=False,
+            within="lib.matmul",
         ),
         Planted(
             "group-clamped-once",
@@ -39,6 +40,7 @@ FAULTS = {
             new="min(tiles_m, group)",
             small=True,
             gpu=False,
+            within="lib.matmul",
         ),
         Planted(
             "acc-bfloat16",

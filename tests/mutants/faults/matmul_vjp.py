@@ -25,12 +25,14 @@ FAULTS = {
             "two summed batch axes are folded into the operands in different orders",
             old="right.permute(*kept, *summed, rank, rank + 1)",
             new="right.permute(*kept, *summed[::-1], rank, rank + 1)",
+            within="lib.matmul",
         ),
         Planted(
             "cotangent-as-a",
             "a wider d_c is rounded to a's dtype first",
             old="torch_dtype(product_dtype(call))\n    a, b",
             new="torch_dtype(call.dtype)\n    a, b",
+            within="lib.matmul",
         ),
         Planted(
             "tf32-for-ieee",
@@ -43,6 +45,7 @@ FAULTS = {
                 "    kept, summed = batch_axes(call, name)\n"
                 "    left ="
             ),
+            within="lib.matmul",
         ),
     ],
     "pallas": [

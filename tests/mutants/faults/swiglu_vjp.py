@@ -12,6 +12,7 @@ FAULTS = {
             old="(s * (1.0 + g * q))",
             new="(s * (1.0 + g * q)).to(tl.bfloat16).to(tl.float32)",
             sample=True,
+            within="lib.activations",
         ),
         Planted(
             "q-by-difference",
@@ -19,12 +20,14 @@ FAULTS = {
             old="s, q = open_and_shut(g)",
             new="s, q = open_and_shut(g)\n    q = 1.0 - s",
             small=True,
+            within="lib.activations",
         ),
         Planted(
             "slope-of-a-sigmoid",
             "the slope is that of a sigmoid times the gate, without the sigmoid itself",
             old="(s * (1.0 + g * q))",
             new="(s * g * q)",
+            within="lib.activations",
         ),
         Planted(
             "d-up-in-bfloat16",

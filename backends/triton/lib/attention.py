@@ -1,0 +1,262 @@
+"""Attention's forward pass: what decides tiles and programs, memory for its results, and the merger of chunks of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+
+from portakern.backends.triton.launch import (
+    accumulator,
+    cdiv,
+    compiler_options,
+    launch,
+    refuse_common,
+    shared_limit,
+    torch_dtype,
+)
+from portakern.backends.triton.layout import fresh, pow2_at_least
+from portakern.backends.triton.lib.heads import (
+    Plan,
+    Scores,
+    precision_of,
+)
+from portakern.backends.triton.lib.matmul import products
+from portakern.backends.triton.lib.split_kv import (
+    chunk_length,
+    chunks_of_a_tile,
+    log_sum,
+    merge,
+    worth_spreading,
+)
+from portakern.spec import Count, Tile
+from portakern.spec.dtypes import numpy_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+    from portakern.core.call import Call
+
+AT_ONCE = 1024  # elements of o for a program of attention_combine_kernel
+
+FEW_ROWS = 512  # so many rows at most have a program of attention_combine_kernel each
+
+AHEAD = tl.constexpr(8)  # parts that it reads before it needs the first of them
+
+KNOBS = {
+    "chunk": Tile(16, 1 << 20),
+    "whole": Tile(16, 1 << 20),
+    "most": Tile(1, 128),
+    "few_q": Tile(16, 128),
+    "few_stages": Count(1, 8),
+    "threefold": Count(0, 1),
+    "num_warps": Tile(1, 16),
+    "num_stages": Count(1, 8),
+    "matrix_instr_nonkdim": Tile(16, 32),
+}
+
+
+@triton.jit
+def store_rows(o, lse, low, state, at_o, at_lse, ok, scores, dv, block_dv: tl.constexpr):
+    """Rows of o, and of lse and low unless these are None, from the state of all their keys. ``at_o``, ``at_lse``:
+    where they are, in rows of o and in elements of lse, as columns."""
+    acc, l, m = state
+    ddv = tl.arange(0, block_dv)[None, :]
+    out = acc * (1.0 / tl.where(l == 0.0, 1.0, l))[:, None]  # l = 0: every key masked, and acc is 0 too
+    tl.store(o + at_o * dv + ddv, out.to(o.dtype.element_ty), mask=ok & (ddv < dv))
+    if lse is not None or low is not None:
+        total, rest = log_sum(l, m, scores)
+        if lse is not None:
+            tl.store(lse + at_lse, total[:, None], mask=ok)
+        if low is not None:
+            tl.store(low + at_lse, rest[:, None], mask=ok)
+
+
+@triton.jit(do_not_specialize=["chunks", "total"])
+def attention_combine_kernel(
+    parts, statistics, o, lse, low, scores, chunks, heads, q_len, total, dv,
+    rows: tl.constexpr, block_dv: tl.constexpr, acc_dtype: tl.constexpr, follows: tl.constexpr,
+):  # fmt: skip
+    """o, and lse and low unless these are None, of ``rows`` of the ``total`` rows, whose ``chunks`` parts are merged in
+    order.
+
+    parts: (batch, heads, q_len, chunks, dv); statistics: (batch, heads, q_len, chunks, 2), l and m. follows: launched
+    before the kernel that writes these has ended, for whose end it waits here.
+    """
+    if follows:
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
+    row_ok, ddv = row < total, tl.arange(0, block_dv)[None, :]
+    acc = tl.full([rows, block_dv], 0.0, acc_dtype)
+    l = tl.full([rows], 0.0, acc_dtype)
+    m = tl.full([rows], float("-inf"), acc_dtype)
+    for first in range(0, chunks, AHEAD):
+        read = ()
+        for ahead in tl.static_range(AHEAD):
+            chunk = first + ahead
+            at, ok = row * chunks + chunk, row_ok & (chunk < chunks)
+            acc_part = tl.load(parts + at[:, None] * dv + ddv, mask=ok[:, None] & (ddv < dv), other=0.0)
+            l_part = tl.load(statistics + at * 2, mask=ok, other=0.0)
+            m_part = tl.load(statistics + at * 2 + 1, mask=ok, other=float("-inf"))
+            read = read + ((acc_part, l_part, m_part),)  # type: ignore[assignment]
+        tl.debug_barrier()  # else each part is read when the one before is merged, and waited for
+        for ahead in tl.static_range(AHEAD):
+            acc, l, m = merge((acc, l, m), read[ahead], scores)
+    head, batch, query = row // q_len % heads, row // q_len // heads, row % q_len
+    at_o = ((batch * q_len + query) * heads + head)[:, None]
+    store_rows(o, lse, low, (acc, l, m), at_o, row[:, None], row_ok[:, None], scores, dv, block_dv)
+
+
+def padded(d: int) -> int:
+    """The tile extent that a head dimension takes: dots want powers of two, of at least 16."""
+    return pow2_at_least(d, 16)
+
+
+def head_tiles(call: Call) -> tuple[int, int]:
+    """The tile extents that d and dv take: ``padded``, but in 16 bits on Hopper alike up to 64, where rows of 128 bytes
+    begin.
+
+    A k and v that cannot be copied asynchronously (one stage, or rows that are no multiple of 4 bytes) take turns at
+    one address of shared memory. Where their tiles differ in layout, which rows of 32, 64 and 128 bytes do, ptxas 12.8,
+    which Triton 3.6 brings, forms addresses for the matrix unit from uniform registers that nothing wrote: products
+    past the first 16 keys read other memory, or leave shared memory. ptxas 12.9 is right (``undefined_registers``).
+    """
+    d, dv = padded(call.dims["d"]), padded(call.dims["dv"])
+    least = min(64, max(d, dv)) if call.target.arch == "sm_90" and call.dtype in ("float16", "bfloat16") else 0
+    return max(d, least), max(dv, least)
+
+
+def key(call: Call) -> dict[str, str | int]:
+    """Of the head dimensions, the dtype and the target alone, never of how many queries, heads or samples there are.
+
+    ``size``: bytes of an element, by which float64 is told from float32.
+    """
+    size = numpy_dtype(call.dtype).itemsize
+    return {"products": products(call, call.dtype), "d": max(call.dims["d"], call.dims["dv"]), "size": size}
+
+
+def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
+    """Fewer stages, then fewer keys at a time, where shared memory has no room: a bias takes some too."""
+    limit = shared_limit(call.target.arch)
+    if shared_bytes(call, tiling) <= limit:
+        return tiling
+    smaller = dict(tiling)
+    while smaller["num_stages"] > 1 and shared_bytes(call, smaller) > limit:
+        smaller["num_stages"] -= 1
+    while smaller["block_kv"] > 16 and shared_bytes(call, smaller) > limit:
+        smaller["block_kv"] //= 2
+    return smaller
+
+
+def shared_bytes(call: Call, tiling: Mapping[str, int]) -> int:
+    """Shared memory that the compiler gives this call: q, and a buffer a stage for each tile that the loop loads.
+
+    On AMD a stage is one buffer less, q passes through before the loop and p within it.
+    """
+    size, bias = (2 if call.dtype in ("float16", "bfloat16") else 4), call.arrays["bias"]
+    (d, dv), block_q, block_kv, stages = head_tiles(call), tiling["block_q"], tiling["block_kv"], tiling["num_stages"]
+    if call.target.arch.startswith("gfx"):
+        return max(block_q * d * size, max(1, stages - 1) * block_kv * (d + dv) * size + block_q * block_kv * size)
+    extra = 0 if bias is None else block_q * block_kv * bias.element_size()
+    extra += 0 if call.arrays["q_segment_ids"] is None else block_kv * 8
+    if precision_of(call, tiling) == "threefold":  # both parts of q, and of k or v in turn
+        parts = 2 * (block_q * d + block_kv * max(d, dv))
+        return (parts + (stages - 1) * block_kv * (d + dv)) * size + max(0, stages - 1) * extra
+    return (block_q * d + stages * block_kv * (d + dv)) * size + max(0, stages - 1) * extra
+
+
+def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+    dims, block_q, block_kv = call.dims, tiling["block_q"], tiling["block_kv"]
+    d, dv = head_tiles(call)
+    if dims["q_len"] + dims["kv_len"] > 1 << 30:
+        return "more than 2^30 queries and keys: positions are 32-bit here"
+    if max(block_q * block_kv, max(block_q, block_kv) * max(d, dv)) > 1 << 20:
+        return (
+            f"tiles of {block_q} x {block_kv} at head dimensions {dims['d']} and {dims['dv']} exceed Triton's limit "
+            "of 2^20 elements"
+        )
+    if not call.interpret:
+        shared, limit = shared_bytes(call, tiling), shared_limit(call.target.arch)
+        if shared > limit:
+            return (
+                f"tiles of {block_q} x {block_kv} with {tiling['num_stages']} stages take {shared} bytes of shared "
+                f"memory; {call.target.arch} has {limit}"
+            )
+    _, programs, _, _ = programs_of(call, tiling, rows_plan(call, tiling)[0])
+    return refuse_common(
+        call, tiling["num_warps"], programs, (f"a tile of {block_q} x {block_kv}", block_q * (dv + block_kv))
+    )
+
+
+def results(call: Call, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Memory for o, lse and lse_low; None for one of these that nobody wants."""
+    (shape, _), *rows = (call.outputs[name] for name in ("o", "lse", "lse_low"))
+    o = fresh(shape, q.dtype, q.device)
+    wanted = ("lse" in call.wants, "lse_low" in call.wants)
+    lse, low = (
+        fresh(extents, torch_dtype(dtype), q.device) if there else None
+        for (extents, dtype), there in zip(rows, wanted, strict=True)
+    )
+    return o, lse, low
+
+
+def combine(
+    call: Call, found: tuple[Any, Any], out: tuple[Any, Any, Any], scores: Scores, follows: bool = False
+) -> None:
+    """Merge the parts and statistics that were ``found`` into o, lse and lse_low. ``follows``: NVIDIA's, see the
+    kernel."""
+    batch, heads, q_len, chunks, dv = found[0].shape
+    total, block_dv = batch * heads * q_len, head_tiles(call)[1]
+    rows = max(1, AT_ONCE // block_dv) if total > FEW_ROWS else 1
+    launch(attention_combine_kernel, cdiv(total, rows), call, *found, *out, scores, chunks, heads, q_len, total,
+           dv, rows=rows, block_dv=block_dv, acc_dtype=accumulator(call.dtype), follows=follows,
+           num_warps=4, **({"launch_pdl": True, "maxnreg": 128} if follows else {}))  # fmt: skip
+
+
+def rows_plan(call: Call, tiling: Mapping[str, int]) -> tuple[Plan, dict[str, int]]:
+    """How a tile's rows are chosen and computed, and what the compiler is told.
+
+    A head whose queries do not fill a tile shares it with the other heads of its group; rows that are few altogether
+    take a tile of ``few_q``, with ``few_stages`` of keys on their way, or as many as there is room for. None of it
+    moves a bit of a row where a row of scores lies in as many lanes either way, which is why ``few_q`` stands in rows
+    of tables and has no formula.
+    """
+    dims, block_q, warps, stages = call.dims, tiling["block_q"], tiling["num_warps"], tiling["num_stages"]
+    packed = dims["group"] > 1 and dims["q_len"] < block_q
+    few = min(tiling.get("few_q", block_q), block_q)
+    if dims["q_len"] * (dims["group"] if packed else 1) <= few < block_q:
+        block_q, warps = few, min(warps, max(4, warps * few // block_q))
+        for more in range(stages + 1, tiling.get("few_stages", stages) + 1):
+            needed = shared_bytes(call, {**tiling, "block_q": few, "num_stages": more})
+            stages = more if needed <= shared_limit(call.target.arch) else stages
+    (block_d, block_dv), d, dv = head_tiles(call), dims["d"], dims["dv"]
+    plan = Plan(block_q, tiling["block_kv"], block_d, block_dv, block_d != d, block_dv != dv,
+                precision_of(call, tiling), accumulator(call.dtype), packed=packed)  # fmt: skip
+    return plan, compiler_options(tiling) | {"num_warps": warps, "num_stages": stages}
+
+
+def programs_of(call: Call, tiling: Mapping[str, int], plan: Plan) -> tuple[int, int, int | None, int | None]:
+    """(tiles of queries that a head has, or a group; programs; keys of a chunk, or None; chunks of a tile that have
+    programs of their own, or None)."""
+    dims, chunk = call.dims, chunk_length(call, tiling)
+    packed = dims["group"] if plan.packed else 1
+    tiles_q = cdiv(dims["q_len"] * packed, plan.block_q)
+    programs = tiles_q * dims["kv_heads"] * (dims["group"] // packed) * dims["batch"]
+    if chunk is None:
+        return tiles_q, programs, None, None
+    chunks = chunks_of_a_tile(call, chunk, min(dims["q_len"], cdiv(plan.block_q, packed) + 1))
+    if chunks > 1 and worth_spreading(call, programs, chunks):
+        return tiles_q, programs * chunks, chunk, chunks
+    return tiles_q, programs, chunk, None
+
+
+def window_of(
+    is_causal: bool, window: tuple[int | None, int | None] | None, enough: int
+) -> tuple[int | None, int | None]:
+    """Causal and window masks as one: how far left and right of its own place a query sees, None for all the way."""
+    left, right = window or (None, None)
+    if is_causal:
+        right = 0
+    return (None if left is None else min(left, enough)), (None if right is None else min(right, enough))
