@@ -13,7 +13,7 @@ from portakern.backends.triton.launch import (
 )
 from portakern.core.binder import sibling
 from portakern.core.registry import find_spec
-from portakern.specs.matmul_vjp import product_dtype
+from portakern.specs.matmul import product_dtype
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
