@@ -17,14 +17,12 @@ from portakern.specs._gradients import stored_bounds
 from portakern.specs.swiglu import (
     each_gradient_alone,
     elements_are_independent,
+    elements_are_independent_vjp,
     one_element,
     powers_of_two_scale_exactly,
+    powers_of_two_scale_exactly_vjp,
     several_ragged_tiles,
 )
-from portakern.specs.swiglu import elements_are_independent_vjp as elements_are_independent_vjp
-from portakern.specs.swiglu import one_element_vjp as one_element_vjp
-from portakern.specs.swiglu import powers_of_two_scale_exactly_vjp as powers_of_two_scale_exactly_vjp
-from portakern.specs.swiglu import several_ragged_tiles_vjp as several_ragged_tiles_vjp
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -391,8 +389,8 @@ def gates_without_a_slope(arrays, rng, options):
 
 
 # what the gradients of any gated product keep to, whatever its gate makes of a number
-geglu_vjp.edge(dims={"batch": (1, 1300)}, smallest_tiles=True)(several_ragged_tiles_vjp)
-geglu_vjp.edge(dims={"batch": (1, 1)})(one_element_vjp)
+geglu_vjp.edge(dims={"batch": (1, 1300)}, smallest_tiles=True)(several_ragged_tiles)
+geglu_vjp.edge(dims={"batch": (1, 1)})(one_element)
 geglu_vjp.law(elements_are_independent_vjp)
 geglu_vjp.law(each_gradient_alone)
 geglu_vjp.law(powers_of_two_scale_exactly_vjp)

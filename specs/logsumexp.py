@@ -308,11 +308,7 @@ def maximum_at_a_tile_border_vjp(arrays, rng, options):
     arrays["d_y"][...] = 1 + rng.random(arrays["d_y"].shape)
 
 
-@logsumexp_vjp.edge(dims={"shape": (300, 1030)})
-def rising_rows_vjp(arrays, rng, options):
-    """Every tile raises the maximum, so that every tile rescales the sum."""
-    rows = rows_of(arrays["x"], options)
-    rows[...] = np.linspace(-8, 8, rows.shape[-1])
+logsumexp_vjp.edge(dims={"shape": (300, 1030)})(rising_rows)
 
 
 @logsumexp_vjp.edge(dims={"shape": (300, 1030)}, smallest_tiles=True)

@@ -348,14 +348,10 @@ def closing_gates(arrays, rng, options):
     arrays["gate"][...] = rng.uniform(5, 20, arrays["gate"].shape)
 
 
-@swiglu_vjp.edge(dims={"batch": (1, 1300)}, smallest_tiles=True)
-def several_ragged_tiles_vjp(arrays, rng, options):
-    """The last element of the last tile counts as any other."""
+swiglu_vjp.edge(dims={"batch": (1, 1300)}, smallest_tiles=True)(several_ragged_tiles)
 
 
-@swiglu_vjp.edge(dims={"batch": (1, 1)})
-def one_element_vjp(arrays, rng, options):
-    """The smallest array."""
+swiglu_vjp.edge(dims={"batch": (1, 1)})(one_element)
 
 
 @swiglu_vjp.law

@@ -57,6 +57,16 @@ def test_a_module_of_specs_declares_an_op_and_its_gradient():
     assert declared == registry.own_modules()
 
 
+def test_edges_and_laws_of_a_gradient_have_names_of_their_own_and_no_ending():
+    """The ending ``_vjp`` tells functions of a module apart; messages and cases name edges as before."""
+    softmax_vjp, attention_vjp = registry.find_spec("softmax_vjp"), registry.find_spec("attention_vjp")
+    assert "rows_are_independent" in softmax_vjp.laws and "narrow_windows" in attention_vjp.edges
+    assert softmax_vjp.laws["rows_are_independent"] is not registry.find_spec("softmax").laws["rows_are_independent"]
+    specs = [registry.find_spec(name) for name in SHIPPED]
+    assert not [n for s in specs for n in (*s.edges, *s.laws) if n.endswith("_vjp")]
+    assert all(name == edge.name for s in specs for name, edge in s.edges.items())
+
+
 def test_every_op_has_its_record_and_every_record_its_op():
     assert set(registry.ops()) >= SHIPPED
     missing, unknown = SHIPPED - records().keys(), records().keys() - SHIPPED

@@ -721,7 +721,7 @@ def test_lines_that_a_port_has_alone(tmp_path, monkeypatch):
     class Backend:
         auto, declared = True, (Family("a/one", "x"), Family("a/two", "x"), Family("b", "x"), Family("oracle", None))
 
-    monkeypatch.setattr(lines.registry, "ops", lambda: ("some",))
+    monkeypatch.setattr(lines.registry, "own_modules", lambda: {"some": "portakern.specs.some"})
     monkeypatch.setattr(lines.registry, "backends", lambda: {"any": Backend})
     assert lines.written(Kept(tmp_path, ())) == {"some": {"a.one": (3, 1), "a.two": (1, 1), "b": (3, 1)}}
 
