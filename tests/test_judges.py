@@ -317,23 +317,34 @@ def test_sources_of_a_verdict_are_its_rules_and_its_subjects(tmp_path):
         )
     subjects = [*corpus.subjects().values()]
 
-    def differ(file, text, instead=""):
-        before = (tmp_path / file).read_text()
-        (tmp_path / file).write_text(before.replace(instead, text) if instead else before + text)
+    def told(place=None):
         stale._of.cache_clear()
         with sources.unchanging():
-            of_rules = {n for n in rules() if stale.of_rule(n) != stale.of_rule(n, tmp_path)}
-            ops = {(s.group, s.op) for s in subjects if stale.of_subject(s) != stale.of_subject(s, tmp_path)}
-        (tmp_path / file).write_text(before)
-        return of_rules, ops
+            return {n: stale.of_rule(n, place) for n in rules()}, {
+                (s.group, s.op): stale.of_subject(s, place) for s in subjects
+            }
 
-    assert differ("benchmarks/judges/rules/gpu_mode.py", "\n# more words\n") == (set(), set())
-    assert differ("benchmarks/judges/rules/gpu_mode.py", "\nMORE = 1\n") == ({"gpu-mode"}, set())
-    assert differ("portakern/testing/verdict.py", "\nMORE = 1\n") == ({"portakern"}, set())
-    of_rules, ops = differ("backends/reference/rmsnorm.py", "2 / np.sqrt", "1 / np.sqrt")
+    here = told()
+
+    def differ(texts):
+        """What differs with more at the end of files, or a text in place of another."""
+        before = {file: (tmp_path / file).read_text() for file in texts}
+        for file, text in texts.items():
+            more = before[file].replace(*text) if isinstance(text, tuple) else before[file] + text
+            (tmp_path / file).write_text(more)
+        there = told(tmp_path)
+        for file, text in before.items():
+            (tmp_path / file).write_text(text)
+        return [{n for n in ours if ours[n] != theirs[n]} for ours, theirs in zip(here, there, strict=True)]
+
+    rule, oracle = "benchmarks/judges/rules/gpu_mode.py", "backends/reference/rmsnorm.py"
+    of_rules, ops = differ({rule: "\n# more words\n", oracle: ("1 / np.sqrt", "2 / np.sqrt")})
     assert not of_rules and ("cheats", "rmsnorm") in ops and not {op for _, op in ops} & {"softmax", "matmul"}
-    of_rules, ops = differ("benchmarks/judges/corpus/cheats.py", "\nMORE = 1\n")
-    assert not of_rules and {group for group, _ in ops} == {"cheats"}
+    assert differ({rule: "\nMORE = 1\n"}) == [{"gpu-mode"}, set()]
+    of_rules, ops = differ(
+        {"portakern/testing/verdict.py": "\nMORE = 1\n", "benchmarks/judges/corpus/cheats.py": "\nMORE = 1\n"}
+    )
+    assert of_rules == {"portakern"} and {group for group, _ in ops} == {"cheats"}
 
 
 def test_what_is_kept_says_what_the_page_does():

@@ -13,6 +13,7 @@ from portakern import testing
 from portakern.core.oracle import as_float64, oracle
 from portakern.spec.tolerance import compare
 from portakern.specs import geglu
+from tests.places import DEEP
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 F = torch.nn.functional
@@ -53,7 +54,7 @@ TORCH = {"geglu": geglu_of, "geglu_vjp": geglu_vjp_of}
 @pytest.mark.parametrize("op", TORCH)
 @without_onednn
 def test_gelu_of_pytorch_is_right(op, onednn):
-    for seed in range(3):
+    for seed in range(10 if DEEP else 1):
         fn = TORCH[op](onednn)
         how = {"edges": False, "promises": False, "shrink": False, "dtypes": ["float32"]}
         report = pk.check(op, fn=fn, framework="torch", max_examples=100, seed=seed, **how)

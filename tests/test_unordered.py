@@ -230,7 +230,7 @@ def test_calls_of_a_form_are_replayed():
 @compiles
 @pytest.mark.parametrize(("d", "more", "spills"), [
     (64, {"is_causal": True}, 64), (64, {"is_causal": True, "softcap": 30.0}, 700), (128, {"is_causal": True}, 160),
-    (128, {}, 160)])  # fmt: skip
+])  # fmt: skip
 def test_it_compiles_for_hopper_and_products_do_not_wait(d, more, spills):
     call = bound(4, 4096, 8, 4, 4096, d, device="meta", **more)
     built = FAMILY.load_compiler().build(VARIANT, call, tiling_of(call))
