@@ -27,6 +27,7 @@ from portakern.backends.triton import compiler, interpreter  # noqa: E402
 from portakern.backends.triton.hopper import _flash, _shares  # noqa: E402
 from portakern.backends.triton.hopper import attention as hopper  # noqa: E402
 from portakern.backends.triton.launch import recording  # noqa: E402
+from portakern.backends.triton.lib import gluon  # noqa: E402
 from portakern.backends.triton.lib.split_kv import chunk_length  # noqa: E402
 from portakern.tools.tune.space import space_of  # noqa: E402
 from tests import gluon_on_host as host  # noqa: E402
@@ -34,7 +35,7 @@ from tests import gluon_on_host as host  # noqa: E402
 BACKEND = registry.backend("triton")
 (FAMILY,) = (f for f in BACKEND.families if f.name == "hopper")
 VARIANT = BACKEND.implementation("attention", FAMILY)
-MODULES = {"attention_flash_kernel": [_flash], "attention_shares_kernel": [_shares, _flash]}
+MODULES = {"attention_flash_kernel": [_flash, gluon], "attention_shares_kernel": [_shares, _flash, gluon]}
 compiles = pytest.mark.skipif(
     not (platform.system() == "Linux" and importlib.util.find_spec("triton")), reason="triton is made for Linux alone"
 )

@@ -21,9 +21,10 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
 from portakern.backends.triton import interpreter, replay  # noqa: E402
-from portakern.backends.triton.hopper import _flash, _flash_gradients  # noqa: E402
+from portakern.backends.triton.hopper import _flash_gradients  # noqa: E402
 from portakern.backends.triton.hopper import attention_vjp as hopper  # noqa: E402
 from portakern.backends.triton.launch import recording  # noqa: E402
+from portakern.backends.triton.lib import gluon, gluon_gradients  # noqa: E402
 from tests import gluon_on_host as host  # noqa: E402
 
 BACKEND = registry.backend("triton")
@@ -80,7 +81,7 @@ def on_the_host(module: Any, kernel: Any, grid: int, args: tuple[Any, ...], cons
         interpreter.run(kernel, grid, *args, **constexprs)
         return
 
-    host.launched(kernel, [module, _flash], grid, args, plan=constexprs["plan"])
+    host.launched(kernel, [module, _flash_gradients, gluon_gradients, gluon], grid, args, plan=constexprs["plan"])
 
 
 CASES = {

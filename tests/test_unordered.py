@@ -22,8 +22,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
 from portakern.backends.triton import interpreter, replay  # noqa: E402
-from portakern.backends.triton.hopper import _flash, _flash_gradients  # noqa: E402
 from portakern.backends.triton.launch import recording  # noqa: E402
+from portakern.backends.triton.lib import gluon, gluon_gradients  # noqa: E402
 from portakern.backends.triton.unordered import _flash_unordered  # noqa: E402
 from portakern.backends.triton.unordered import attention_vjp as unordered  # noqa: E402
 from tests import gluon_on_host as host  # noqa: E402
@@ -41,7 +41,7 @@ def on_the_host(module: Any, kernel: Any, grid: int, args: tuple[Any, ...], cons
     if kernel.__name__ != "attention_vjp_unordered_kernel":
         interpreter.run(kernel, grid, *args, **constexprs)
         return
-    host.launched(kernel, [module, _flash_gradients, _flash], grid, args, plan=constexprs["plan"])
+    host.launched(kernel, [module, gluon_gradients, gluon], grid, args, plan=constexprs["plan"])
 
 
 CASES = {

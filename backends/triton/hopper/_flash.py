@@ -30,12 +30,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from portakern.backends.triton.hopper._warps import load_tile, store_tile
-
-ROWS = gl.constexpr(64)  # of a group of four warps: what one instruction of the matrix unit takes
-
-# Release 3.9 gave it another name.
-_OLD = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinterpret"))
+from portakern.backends.triton.lib.gluon import (
+    ROWS,
+    boxed,
+    load_tile,
+    reach,
+    seen_pairs,
+    span_of,
+    store_tile,
+    tanh,
+    tile_at,
+)
 
 
 class Plan(NamedTuple):
@@ -73,30 +78,6 @@ class Work(NamedTuple):
 
 
 @gluon.jit
-def tanh(x):
-    """As ``tanh`` of the portable kernel: the quotient of 1 and a number from 1 on is this instruction's result there
-    too, but for what surrounds it for divisors beyond 2^126."""
-    r = gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + gl.exp2(x * 2.8853900817779268)], gl.float32, is_pure=True, pack=1
-    )
-    return 1.0 - 2.0 * r
-
-
-@gluon.jit
-def tile_at(index, work, right):
-    """(first tile of queries, batch entry and head as one number) of a tile. Where the last queries see most keys,
-    their tiles come first."""
-    section = index // (work.together * work.tiles_q)
-    rest = index - section * (work.together * work.tiles_q)
-    width = gl.minimum(work.together, work.all_heads - section * work.together)
-    tile = rest // width
-    head = section * work.together + rest - tile * width
-    if right is not None:
-        tile = work.tiles_q - 1 - tile
-    return tile, head
-
-
-@gluon.jit
 def following(index, back, work, left, right):
     """The tile that a program takes next, and whether it counts ``back`` from the last one.
 
@@ -113,42 +94,6 @@ def following(index, back, work, left, right):
 def there_is(index, back, work):
     """Whether a program has this tile to do."""
     return (index < work.ahead) != (back == 1)
-
-
-@gluon.jit
-def span_of(top, bottom, work, left, right, block: gl.constexpr):
-    """[first, last): the keys that places ``top`` to ``bottom`` see, from the border of a tile; never none."""
-    first, last = top * 0, top * 0 + work.kv_len
-    if left is not None:
-        first = gl.maximum(top - left, 0) // block * block
-    if right is not None:
-        last = gl.minimum(bottom + right + 1, work.kv_len)
-    first = gl.minimum(first, (work.kv_len - 1) // block * block)
-    return first, gl.maximum(last, first + 1)
-
-
-@gluon.jit
-def reach(top, work, left, right, row: gl.constexpr, heads: gl.constexpr = 1, rows: gl.constexpr = ROWS):
-    """What each of so many ``rows`` from place ``top`` on sees, as [lo, hi), and what all of them see. ``heads``: of
-    which each place has a row."""
-    place = top + gl.arange(0, rows, row) // heads
-    lo, hi = place * 0, place * 0 + work.kv_len
-    all_lo, all_hi = top * 0, top * 0 + work.kv_len
-    if left is not None:
-        lo, all_lo = place - left, top + (rows - 1) // heads - left
-    if right is not None:
-        hi = gl.minimum(place + right + 1, work.kv_len)
-        all_hi = gl.minimum(top + right + 1, work.kv_len)
-    return (lo, hi), all_lo, all_hi
-
-
-@gluon.jit
-def boxed(tile, layout: gl.constexpr):
-    """A tile in shared memory as the box (1, rows, 1, columns) that the copy engine moves."""
-    if _OLD:
-        return tile._reinterpret(tile.dtype, [1, tile.shape[0], 1, tile.shape[1]], layout)
-    else:
-        return tile.reinterpret(tile.dtype, [1, tile.shape[0], 1, tile.shape[1]], layout)
 
 
 @gluon.jit
@@ -175,16 +120,6 @@ def lane_sums(p):
 def beside(alpha, l):
     """A number for each row, as it lies beside the sums of the row's lanes."""
     return gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None].broadcast_to(l.shape)
-
-
-@gluon.jit
-def seen_pairs(start, cols, limits):
-    """Which of the columns from ``start`` on lie in each row's [lo, hi)."""
-    lo, hi = limits
-    # Bits 1 and 2 of a column tell lanes apart, the others are known when this is compiled: compared apart, columns are
-    # immediate operands, and no registers that are kept throughout the loop.
-    lane, known = (cols & 6)[None, :], (cols & 249)[None, :]
-    return (known >= (lo - start)[:, None] - lane) & (known < (hi - start)[:, None] - lane)
 
 
 @gluon.jit

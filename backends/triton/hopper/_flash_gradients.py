@@ -25,8 +25,6 @@ branch is all that it costs. (Done to every P, it took 10 to 25 % of the gradien
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -37,198 +35,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from portakern.backends.triton.hopper._flash import ROWS, boxed, reach, seen_pairs, span_of, tanh, tile_at
-from portakern.backends.triton.hopper._warps import give_back, load_tile, store_tile
-from portakern.backends.triton.lib.attention_vjp import FLAGS
-
-
-class Plan(NamedTuple):
-    """What the kernel is compiled for.
-
-    ``by_key``: keys are at home, and d_k and d_v are summed; else d_q. ``consumers`` groups of 64 rows at home; tiles
-    of ``block`` guests, of block_d and block_dv columns, ``stages`` of them on their way. ``ahead``: the products of a
-    tile are computed beside the weights of the next. ``want_first``, ``want_second``: which of d_first and d_second
-    are. registers: of a consumer's threads. ``flagged``: queries of which there is a flag."""
-
-    by_key: bool
-    consumers: int
-    block: int
-    block_d: int
-    block_dv: int
-    stages: int
-    ahead: bool
-    want_first: bool
-    want_second: bool
-    registers: int
-    flagged: int
-
-
-class Tiles(NamedTuple):
-    """Tiles of a side in shared memory, with the barriers that say when they are there and when they are done with.
-    shift and delta: numbers of queries that come by, a line a tile."""
-
-    first: Any
-    second: Any
-    shift: Any
-    delta: Any
-    full: Any
-    empty: Any
-
-
-class Sides(NamedTuple):
-    """Arrays in memory, described: (batch, length, heads, d or dv); the gradients None that nobody wants. shift, which
-    is lse log2(e), and delta of queries: (heads of all batch entries, pitch), described where queries come by. low,
-    what shift lacks, of that shape, and the flags, (heads of all batch entries, a flag for ``plan.flagged`` queries),
-    are not described: they are seldom read."""
-
-    home_first: Any
-    home_second: Any
-    guest_first: Any
-    guest_second: Any
-    shift: Any
-    delta: Any
-    low: Any
-    flags: Any
-    d_first: Any
-    d_second: Any
-
-
-class Work(NamedTuple):
-    """The tiles of a call, as ``_flash.Work`` has them, with rows at home for queries and guests for keys. ``heads``,
-    ``all_heads``: at home. ``pitch``: of a line of shift and delta."""
-
-    tiles: int
-    tiles_q: int
-    together: int
-    heads: int
-    group: int
-    all_heads: int
-    q_len: int
-    kv_len: int
-    pitch: int
-
-
-class Own(NamedTuple):
-    """What a group of four warps owns: its rows at home in shared memory; what each sees, and what all see, of guests;
-    their shift, delta, low and whether one of them is flagged, where they are queries; else the memory of ``low`` and
-    ``flags``. low of queries: where it begins, and how many there are."""
-
-    first: Any
-    second: Any
-    limits: Any
-    all_lo: Any
-    all_hi: Any
-    shift: Any
-    delta: Any
-    low: Any
-    flags: Any
-
-
-@gluon.jit
-def statistic_of(own, guest, stage, by_key: gl.constexpr, mma: gl.constexpr):
-    """Shift or delta of the queries of a tile: rows at home have theirs in registers, guests in shared memory."""
-    if by_key:
-        return guest.index(stage).load(mma)
-    else:
-        return own
-
-
-@gluon.jit
-def any_flag(flags, line, start, queries: gl.constexpr, length, plan: gl.constexpr):
-    """Whether one of so many ``queries`` from ``start`` on of a line is flagged."""
-    each: gl.constexpr = plan.flagged * FLAGS
-    at = flags + line.to(gl.int64) * ((length + each - 1) // each * FLAGS) + start // plan.flagged
-    several: gl.constexpr = max(queries // plan.flagged, 1)
-    if several == 1:
-        return gl.load(at, mask=start < length, other=0) != 0
-    elif several == 2:
-        return gl.load(at.to(gl.pointer_type(gl.int16)), mask=start < length, other=0) != 0
-    elif several == 4:
-        return gl.load(at.to(gl.pointer_type(gl.int32)), mask=start < length, other=0) != 0
-    else:
-        return gl.load(at.to(gl.pointer_type(gl.int64)), mask=start < length, other=0) != 0
-
-
-@gluon.jit
-def far_of(own, line, start, work, plan: gl.constexpr):
-    """Whether a query of a tile has an lse far from 0: of those at home it is known, guests of a ``line`` are asked."""
-    if plan.by_key:
-        return any_flag(own.flags, line, start, plan.block, work.kv_len, plan)
-    else:
-        return own.flags
-
-
-@gluon.jit
-def low_of(own, line, start, like, cols, work, by_key: gl.constexpr):
-    """What shift lacks of the queries of a tile; 0 but where lse is far from 0."""
-    if by_key:
-        at = own.low + line.to(gl.int64) * work.pitch + start + cols
-        return gl.load(at, mask=start + cols < work.kv_len, other=0.0)[None, :]
-    else:
-        low, left = own.low
-        i = gl.arange(0, ROWS, gl.SliceLayout(1, like.type.layout))
-        return gl.load(low + i, mask=i < left, other=0.0)[:, None]
-
-
-@gluon.jit
-def weights_of(dots, shift, far, place, cols, own, scores, work, by_key: gl.constexpr):
-    """(P, P cap'(s)) of a tile of dot products. shift: lse log2(e), for P is 2^(s log2(e) - shift). place: (line, first
-    guest). far: whether a query has an lse far from 0: the score is the number that it was in the forward pass, so that
-    with what shift lacks P is what it was."""
-    line, start = place
-    t = dots
-    if scores.softcap is not None:
-        t = tanh(dots * scores.pre)
-    apart = gl.fma(t, scores.rate, -shift.broadcast_to(t.shape))
-    if far | (start < own.all_lo) | (start + dots.shape[1] > own.all_hi):
-        if far:
-            low = low_of(own, line, start, t, cols, work, by_key).broadcast_to(t.shape)
-            apart -= low
-            apart = gl.where((low != 0.0) & (apart > 0.0), 0.0, apart)
-        apart = gl.where(seen_pairs(start, cols, own.limits), apart, float("-inf"))
-    p = gl.exp2(apart)
-    sloped = p
-    if scores.softcap is not None:
-        sloped = p * (1.0 - t * t)
-    return p, sloped
-
-
-@gluon.jit
-def score_gradients(sloped, d_p, delta, start, cols, own):
-    """D of a tile, from P cap'(s) and dP."""
-    d = sloped * (d_p - delta)
-    if (start < own.all_lo) | (start + d.shape[1] > own.all_hi):  # what a masked pair holds of dP may be NaN
-        d = gl.where(seen_pairs(start, cols, own.limits), d, 0.0)
-    return d
-
-
-@gluon.jit
-def guests_of(index, work, left, right, rows: gl.constexpr, block: gl.constexpr, by_key: gl.constexpr):
-    """(first row at home, batch entry and head as one number, first guest, last guest, tiles of guests)."""
-    tile, head = tile_at(index, work, right)
-    top = tile * rows
-    before = work.kv_len - work.q_len
-    bottom = gl.minimum(top + rows, work.q_len) - 1
-    first, last = span_of(top + before, bottom + before, work, left, right, block)
-    steps = (last - first + block - 1) // block
-    if by_key:
-        steps = steps * work.group
-    return top, head, first, last, steps
-
-
-@gluon.jit
-def after(start, first, last, block: gl.constexpr):
-    """Where the tile of guests after the one at ``start`` begins: after a head's last, at the next head's first."""
-    start += block
-    return gl.where(start < last, start, first)
-
-
-@gluon.jit
-def next_tile(place, first, last, block: gl.constexpr):
-    """The place (line, first guest) after one: after a head's last, the next head's first."""
-    line, start = place
-    following = after(start, first, last, block)
-    return line + gl.where(following > start, 0, 1), following
+from portakern.backends.triton.lib.gluon import (
+    ROWS,
+    boxed,
+    give_back,
+    reach,
+    store_tile,
+)
+from portakern.backends.triton.lib.gluon_gradients import (
+    Own,
+    Sides,
+    Work,
+    any_flag,
+    far_of,
+    guests_of,
+    next_tile,
+    producer,
+    score_gradients,
+    statistic_of,
+    tiles_of,
+    weights_of,
+)
 
 
 @gluon.jit
@@ -380,69 +207,6 @@ def consumer(GROUP: gl.constexpr, home, guests, sides, scores, scale, window, wo
         mbarrier.arrive(home.empty.index(GROUP), count=1)
         count += 1
         index += gl.num_programs(0)
-
-
-@gluon.jit
-def producer(home, guests, sides, window, work, plan: gl.constexpr):
-    """One warp that fetches what the consumers take, in their order."""
-    box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
-    block: gl.constexpr = plan.block
-    stages: gl.constexpr = plan.stages
-    consumers: gl.constexpr = plan.consumers
-    row_bytes: gl.constexpr = 2 * (plan.block_d + plan.block_dv)
-    rows: gl.constexpr = ROWS * plan.consumers
-    left, right = window
-    unit = 0
-    count = 0
-    index = gl.program_id(0)
-    while index < work.tiles:
-        top, head, first, last, steps = guests_of(index, work, left, right, rows, block, plan.by_key)
-        b, h = head // work.heads, head % work.heads
-        for g in gl.static_range(consumers):
-            mbarrier.wait(home.empty.index(g), (count & 1) ^ 1)
-            full = home.full.index(g)
-            mbarrier.expect(full, ROWS * row_bytes)
-            load_tile(sides.home_first, [b, top + g * ROWS, h, 0], full, boxed(home.first.index(g), box))
-            load_tile(sides.home_second, [b, top + g * ROWS, h, 0], full, boxed(home.second.index(g), box))
-        start = first
-        guest = h // work.group
-        if plan.by_key:
-            guest = h * work.group
-        for _ in range(steps):
-            stage = unit % stages
-            full = guests.full.index(stage)
-            mbarrier.wait(guests.empty.index(stage), ((unit // stages) & 1) ^ 1)
-            mbarrier.expect(full, block * row_bytes + (8 * block if plan.by_key else 0))
-            load_tile(sides.guest_first, [b, start, guest, 0], full, boxed(guests.first.index(stage), box))
-            load_tile(sides.guest_second, [b, start, guest, 0], full, boxed(guests.second.index(stage), box))
-            if plan.by_key:
-                line = b * work.heads * work.group + guest
-                load_tile(sides.shift, [line, start], full, guests.shift.index(stage))
-                load_tile(sides.delta, [line, start], full, guests.delta.index(stage))
-            unit += 1
-            if plan.by_key:
-                guest = gl.where(start + block < last, guest, guest + 1)
-            start = after(start, first, last, block)
-        count += 1
-        index += gl.num_programs(0)
-
-
-@gluon.jit
-def tiles_of(dtype: gl.constexpr, count: gl.constexpr, rows: gl.constexpr, plan: gl.constexpr, readers: gl.constexpr):
-    """``count`` buffers for so many rows of a side, which so many groups read."""
-    tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    line: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
-    first = gl.allocate_shared_memory(dtype, [count, rows, plan.block_d], tile)
-    second = gl.allocate_shared_memory(dtype, [count, rows, plan.block_dv], tile)
-    shift = gl.allocate_shared_memory(gl.float32, [count, 1, rows], line)
-    delta = gl.allocate_shared_memory(gl.float32, [count, 1, rows], line)
-    full = gl.allocate_shared_memory(gl.int64, [count, 1], bar)
-    empty = gl.allocate_shared_memory(gl.int64, [count, 1], bar)
-    for i in gl.static_range(count):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=readers)
-    return Tiles(first, second, shift, delta, full, empty)
 
 
 @gluon.jit(do_not_specialize=list(Work._fields))

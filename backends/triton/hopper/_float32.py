@@ -28,10 +28,10 @@ from portakern.backends.triton.hopper._warps import (
     PART,
     barriers,
     fetch,
-    give_back,
     halves,
     loader,
 )
+from portakern.backends.triton.lib.gluon import give_back
 from portakern.backends.triton.lib.matmul import place
 
 SLICE = gl.constexpr(8)  # of k: 32 bytes

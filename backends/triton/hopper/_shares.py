@@ -29,21 +29,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from portakern.backends.triton.hopper._flash import (
-    _OLD,
-    ROWS,
     beside,
     fetch_first,
     fetch_others,
     lane_sums,
     merge,
-    reach,
     risen,
     seen_scores,
-    span_of,
     store_log_sum,
     weights_under,
 )
-from portakern.backends.triton.hopper._warps import load_tile
+from portakern.backends.triton.lib.gluon import _OLD, ROWS, load_tile, reach, span_of
 
 HALF = gl.constexpr(32)  # rows of which each thread has one
 

@@ -31,11 +31,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from portakern.backends.triton.lib.activations import activated
+from portakern.backends.triton.lib.gluon import load_tile, store_tile
 from portakern.backends.triton.lib.matmul import place
-
-# Releases before 3.8 have these under longer names.
-load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 together = getattr(gl, "barrier", None) or gl.thread_barrier
 
@@ -94,16 +91,6 @@ def barriers(stages: gl.constexpr, readers: gl.constexpr):
         mbarrier.init(empty.index(stage), count=readers)
     fence_async_shared()  # copies arrive at them by the way that threads' writes take
     return full, empty
-
-
-@gluon.jit
-def give_back(empty, read: gl.constexpr):
-    """Have the copy engine fill a buffer again, which ``empty`` stands for. read: threads have read it themselves, not
-    products alone. What the engine writes comes by another way, where a fence alone keeps it behind what threads read:
-    see "Async proxy" in PTX's ISA."""
-    if read:
-        fence_async_shared()
-    mbarrier.arrive(empty, count=1)
 
 
 @gluon.jit

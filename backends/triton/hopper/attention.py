@@ -10,7 +10,6 @@ segments. Gluon is compiled alone: nothing of this runs in the interpreter.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -26,20 +25,17 @@ from portakern.backends.triton.layout import contiguous_strides, fresh, pow2_at_
 from portakern.backends.triton.lib import attention as shared
 from portakern.backends.triton.lib.heads import Scores
 from portakern.backends.triton.lib.split_kv import chunk_length, chunks_of_a_tile, seen_keys, worth_spreading
+from portakern.backends.triton.lib.tma import BARRIERS, QUERIES, REGISTERS, TOGETHER, movable, processors, tiled
 from portakern.core.backend import Drawn
 from portakern.spec import Count
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
 
-QUERIES = 64  # of a consumer
-TOGETHER = 8  # heads at most whose tiles are taken by turns where the last queries see most keys: their keys stay in L2
 BEGINNINGS = 1.7, 3.3  # tiles of keys that a tile's beginning takes as long as: of a program that stays, and a new one
-REGISTERS = {2: (240, 168), 3: (160, 128)}  # consumers -> registers of their threads, and of all threads at the start
 SATURATED = 48  # programs that read keys as fast as memory gives them
 MERGER = 3.0  # tiles of keys that the merger of chunks takes as long as
 MOST_STAGES = 6  # of keys on their way to one group of rows
-BARRIERS = 1024  # bytes of shared memory that are set aside for them
 KNOBS = {
     **shared.KNOBS,
     "consumers": Count(2, 3),
@@ -280,26 +276,3 @@ def stays(
         seen = min(seen, queries + left + (kv_len if right is None else right))
     here, anew = (min(seen, kv_len) / tiling["block_kv"] + beginning for beginning in BEGINNINGS)
     return cdiv(pairs, processors) * processors * here <= pairs * anew
-
-
-def movable(x: torch.Tensor) -> torch.Tensor:
-    """``x``, or a copy where the copy engine cannot move its rows: from odd addresses, or over odd strides."""
-    odd = [s % 8 or not s for s, extent in zip(x.stride()[:3], x.shape[:3], strict=True) if extent > 1]
-    if x.stride(3) == 1 and not any(odd) and x.data_ptr() % 16 == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def tiled(x: torch.Tensor, rows: int, columns: int) -> Any:
-    """(batch, length, heads, d) in tiles of so many rows of one head."""
-    strides = [
-        s if extent > 1 else of_a_copy
-        for s, extent, of_a_copy in zip(x.stride(), x.shape, contiguous_strides(x.shape), strict=True)
-    ]
-    return describe(x, x.shape, strides, (1, rows, 1, columns), gl.NVMMASharedLayout(128, 16, 4))
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    """How many multiprocessors a device has; an H100's where there is none."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

@@ -10,36 +10,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-from triton.experimental.gluon import language as gl
-
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.descriptors import describe
-from portakern.backends.triton.hopper._flash_gradients import Plan, Work, attention_vjp_gradients_kernel
-from portakern.backends.triton.hopper.attention import (
-    BARRIERS,
-    QUERIES,
-    REGISTERS,
-    TOGETHER,
-    movable,
-    processors,
-    tiled,
-)
-from portakern.backends.triton.launch import GLUON, cdiv, launch, shared_limit, torch_dtype
-from portakern.backends.triton.layout import fresh, pow2_at_least
+from portakern.backends.triton.hopper._flash_gradients import attention_vjp_gradients_kernel
+from portakern.backends.triton.launch import GLUON, cdiv, launch, torch_dtype
+from portakern.backends.triton.layout import fresh
 from portakern.backends.triton.lib import attention_vjp as shared
 from portakern.backends.triton.lib.attention import key, window_of
-from portakern.backends.triton.lib.heads import LOG2E, Scores
-from portakern.core.backend import Drawn
+from portakern.backends.triton.lib.attention_vjp_gluon import (
+    DRAWN,
+    FAR,
+    fit,
+    lines,
+    plans,
+    scores_of,
+    supports,
+)
+from portakern.backends.triton.lib.gluon_gradients import Work
+from portakern.backends.triton.lib.tma import QUERIES, REGISTERS, TOGETHER, movable, processors, tiled
 from portakern.spec import Count
-from portakern.specs._exponents import LARGEST, two_parts
-from portakern.specs.attention import over_cap, scale_of, score_unit
+from portakern.specs.attention import scale_of
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
 
-SPARE = 30  # registers of a consumer's thread for addresses and counters
-FAR = 512.0  # |lse| from which on lse_low is minded: below, half a unit in the last place is 2^-16
 KNOBS = {
     **shared.KNOBS,
     "consumers": Count(2, 3),
@@ -47,96 +40,6 @@ KNOBS = {
     "dq_stages": Count(1, 8),
     "ahead": Count(0, 1),
 }
-
-
-def plans(call: Call, tiling: Mapping[str, int]) -> dict[tuple[str, ...], Plan]:
-    """What the kernel is compiled for, for each launch, by the gradients that it computes."""
-    block_d, block_dv = (pow2_at_least(call.dims[n], 64) for n in ("d", "dv"))
-    found: dict[tuple[str, ...], Plan] = {}
-    keys = tuple(n for n in ("d_k", "d_v") if n in call.wants)
-    if keys:
-        both = Plan(True, tiling["consumers"], tiling["block_q"], block_d, block_dv, tiling["num_stages"],
-                    bool(tiling["ahead"] and len(keys) == 2), "d_k" in keys, "d_v" in keys,
-                    REGISTERS[tiling["consumers"]][0], shared.flagged(call.dims["dv"]))  # fmt: skip
-        if block_d + block_dv <= 256:
-            found[keys] = both
-        else:  # registers do not hold the two sums beside each other
-            found |= {(n,): both._replace(ahead=False, want_first=n == "d_k", want_second=n == "d_v") for n in keys}
-    if "d_q" in call.wants:
-        found["d_q",] = Plan(False, tiling["dq_consumers"], tiling["dq_block_kv"], block_d, block_dv,
-                             tiling["dq_stages"], False, True, False,
-                             REGISTERS[tiling["dq_consumers"]][0], shared.flagged(call.dims["dv"]))  # fmt: skip
-    return found
-
-
-def shared_bytes(plan: Plan) -> int:
-    """Shared memory that the kernel takes."""
-    rows = plan.consumers * QUERIES + plan.stages * plan.block
-    return rows * (2 * (plan.block_d + plan.block_dv) + 8 * plan.by_key) + BARRIERS
-
-
-def held(call: Call, plan: Plan) -> int:
-    """Registers of a consumer's thread for sums, two tiles of numbers, what is rounded of them beside products, and
-    the slopes of a softcap, of which a few are on their way to P."""
-    sums = plan.block_d * plan.want_first + plan.block_dv * plan.want_second
-    slopes = plan.block // 4 * (call.options["softcap"] is not None)
-    return sums // 2 + plan.block + plan.block // 2 * plan.ahead + slopes
-
-
-def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
-    """Smaller tiles where terms of the scores take registers beside them."""
-    smaller = dict(tiling)
-    for plan in plans(call, tiling).values():
-        while held(call, plan) > plan.registers - SPARE and plan.block > 32:
-            plan = plan._replace(block=plan.block // 2)
-        smaller["block_q" if plan.by_key else "dq_block_kv"] = plan.block
-    return smaller
-
-
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    dims = call.dims
-    if call.dtype not in ("float16", "bfloat16"):
-        return f"{call.dtype} goes to the portable kernel: this one is for float16 and bfloat16"
-    for name in ("bias", "q_segment_ids"):
-        if call.arrays[name] is not None:
-            return f"{name} goes to the portable kernel"
-    if score_unit(call)[1] > LARGEST:
-        return f"scale = {scale_of(call):g} goes to the portable kernel: its product with log2(e) overflows float32"
-    if dims["d"] % 8 or dims["dv"] % 8 or max(dims["d"], dims["dv"]) > 256:
-        return f"head dimensions {dims['d']} and {dims['dv']}: this kernel takes multiples of 8 up to 256"
-    for plan in plans(call, tiling).values():
-        if plan.block not in (32, 64, 128):
-            return f"tiles of {plan.block} rows: this kernel takes 32, 64 or 128"
-        if plan.ahead and plan.stages < 2:
-            return f"ahead = 1 with num_stages = {plan.stages}: the next tile arrives before this one's place is free"
-        if held(call, plan) > plan.registers - SPARE:
-            return (
-                f"tiles of {plan.block} rows at head dimensions {dims['d']} and {dims['dv']} need some "
-                f"{held(call, plan)} registers a thread for sums and scores; {plan.consumers} consumers have "
-                f"{plan.registers}"
-            )
-        if shared_bytes(plan) > shared_limit(call.target.arch):
-            return (
-                f"{plan.stages} stages of {plan.block} rows take {shared_bytes(plan)} bytes of shared memory; "
-                f"{call.target.arch or 'sm_90'} has {shared_limit(call.target.arch)}"
-            )
-    if dims["q_len"] + dims["kv_len"] > 1 << 30:
-        return "more than 2^30 queries and keys: positions are 32-bit here"
-    return None
-
-
-def scores_of(call: Call) -> tuple[Scores, tuple[float, float]]:
-    """From dot products to weights: a score in its unit, of either sign, ``rate`` times which is the exponent, as in
-    the
-    forward pass; and by how much, in two parts, lse is multiplied to be in units of the exponent, by the very rate that
-    float32 holds."""
-    scale, softcap = scale_of(call), call.options["softcap"]
-    pre, unit = (None, scale) if softcap is None else (over_cap(scale, softcap), softcap)
-    rate, _ = two_parts(unit * LOG2E)
-    return Scores(pre, softcap, rate), two_parts(rate / unit if unit else LOG2E)
-
-
-DRAWN = Drawn(("bias", "q_segment_ids", "kv_segment_ids"), {"d": 8, "dv": 8}, {})
 
 
 @BACKEND.implements("attention_vjp", key=key, fit=fit, supports=supports, knobs=KNOBS, drawn=DRAWN,
@@ -173,9 +76,3 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
         window, *work,
                plan=plan, num_warps=4, maxnreg=REGISTERS[plan.consumers][1])  # fmt: skip
     return tuple(out.values())
-
-
-def lines(x: torch.Tensor, length: int) -> Any:
-    """Numbers of queries in parts of lines."""
-    flat = x.view(-1, x.shape[-1])
-    return describe(flat, flat.shape, flat.stride(), (1, length), gl.NVMMASharedLayout(0, 32, 2))

@@ -37,8 +37,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from portakern.backends.triton.hopper._flash import ROWS, boxed, reach
-from portakern.backends.triton.hopper._flash_gradients import (
+from portakern.backends.triton.lib.gluon import ROWS, boxed, reach, store_tile
+from portakern.backends.triton.lib.gluon_gradients import (
     Own,
     Sides,
     Work,
@@ -50,7 +50,6 @@ from portakern.backends.triton.hopper._flash_gradients import (
     tiles_of,
     weights_of,
 )
-from portakern.backends.triton.hopper._warps import store_tile
 from portakern.backends.triton.lib.heads import program
 
 

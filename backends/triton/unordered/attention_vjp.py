@@ -14,13 +14,13 @@ from triton.experimental.gluon import language as gl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.descriptors import describe
-from portakern.backends.triton.hopper import attention_vjp as ordered
-from portakern.backends.triton.hopper._flash_gradients import Plan, Work
-from portakern.backends.triton.hopper.attention import QUERIES, REGISTERS, TOGETHER, movable, processors, tiled
 from portakern.backends.triton.launch import cdiv, launch, shared_limit, torch_dtype
 from portakern.backends.triton.layout import fresh, pow2_at_least
 from portakern.backends.triton.lib import attention_vjp as shared
+from portakern.backends.triton.lib import attention_vjp_gluon as ordered
 from portakern.backends.triton.lib.attention import key, window_of
+from portakern.backends.triton.lib.gluon_gradients import Plan, Work
+from portakern.backends.triton.lib.tma import QUERIES, REGISTERS, TOGETHER, movable, processors, tiled
 from portakern.backends.triton.unordered._flash_unordered import (
     GROUPS,
     attention_vjp_unordered_kernel,

@@ -447,7 +447,6 @@ FAULTS = {
                 "wait(1 if plan.want_second else 0, deps=[d_p]",
                 "wait(2, deps=[d_p]",
             ),
-            "statistics are not waited for": ("causal", " + (8 * block if plan.by_key else 0)", ""),
             "statistics are fetched over some that threads read": (
                 "causal",
                 "give_back(guests.empty.index(before), plan.by_key)",
@@ -458,6 +457,13 @@ FAULTS = {
                 "            fence_async_shared()\n            store_tile(sides.d_second",
                 "            store_tile(sides.d_second",
             ),
+            "scale is left out": ("wide", "(d_first * scale)", "d_first"),
+        },
+    )
+    + on_host(
+        "lib.gluon_gradients",
+        {
+            "statistics are not waited for": ("causal", " + (8 * block if plan.by_key else 0)", ""),
             "rows at home are fetched over gradients that leave": (
                 "programs that stay",
                 "mbarrier.wait(home.empty.index(g), (count & 1) ^ 1)",
@@ -476,7 +482,6 @@ FAULTS = {
                 2,
             ),
             "no slope of the softcap": ("band", "sloped = p * (1.0 - t * t)", "sloped = p"),
-            "scale is left out": ("wide", "(d_first * scale)", "d_first"),
         },
     ),
     "triton/unordered": on_host(

@@ -1,0 +1,100 @@
+"""What warp-specialized kernels in Gluon share: copies of tiles, buffers that are handed back, tiles of attention."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+)
+
+# Releases before 3.8 have these under longer names.
+load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+ROWS = gl.constexpr(64)  # of a group of four warps: what one instruction of the matrix unit takes
+
+# Release 3.9 gave it another name.
+_OLD = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+@gluon.jit
+def give_back(empty, read: gl.constexpr):
+    """Have the copy engine fill a buffer again, which ``empty`` stands for. read: threads have read it themselves, not
+    products alone. What the engine writes comes by another way, where a fence alone keeps it behind what threads read:
+    see "Async proxy" in PTX's ISA."""
+    if read:
+        fence_async_shared()
+    mbarrier.arrive(empty, count=1)
+
+
+@gluon.jit
+def tanh(x):
+    """As ``tanh`` of the portable kernel: the quotient of 1 and a number from 1 on is this instruction's result there
+    too, but for what surrounds it for divisors beyond 2^126."""
+    r = gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + gl.exp2(x * 2.8853900817779268)], gl.float32, is_pure=True, pack=1
+    )
+    return 1.0 - 2.0 * r
+
+
+@gluon.jit
+def tile_at(index, work, right):
+    """(first tile of queries, batch entry and head as one number) of a tile. Where the last queries see most keys,
+    their tiles come first."""
+    section = index // (work.together * work.tiles_q)
+    rest = index - section * (work.together * work.tiles_q)
+    width = gl.minimum(work.together, work.all_heads - section * work.together)
+    tile = rest // width
+    head = section * work.together + rest - tile * width
+    if right is not None:
+        tile = work.tiles_q - 1 - tile
+    return tile, head
+
+
+@gluon.jit
+def span_of(top, bottom, work, left, right, block: gl.constexpr):
+    """[first, last): the keys that places ``top`` to ``bottom`` see, from the border of a tile; never none."""
+    first, last = top * 0, top * 0 + work.kv_len
+    if left is not None:
+        first = gl.maximum(top - left, 0) // block * block
+    if right is not None:
+        last = gl.minimum(bottom + right + 1, work.kv_len)
+    first = gl.minimum(first, (work.kv_len - 1) // block * block)
+    return first, gl.maximum(last, first + 1)
+
+
+@gluon.jit
+def reach(top, work, left, right, row: gl.constexpr, heads: gl.constexpr = 1, rows: gl.constexpr = ROWS):
+    """What each of so many ``rows`` from place ``top`` on sees, as [lo, hi), and what all of them see. ``heads``: of
+    which each place has a row."""
+    place = top + gl.arange(0, rows, row) // heads
+    lo, hi = place * 0, place * 0 + work.kv_len
+    all_lo, all_hi = top * 0, top * 0 + work.kv_len
+    if left is not None:
+        lo, all_lo = place - left, top + (rows - 1) // heads - left
+    if right is not None:
+        hi = gl.minimum(place + right + 1, work.kv_len)
+        all_hi = gl.minimum(top + right + 1, work.kv_len)
+    return (lo, hi), all_lo, all_hi
+
+
+@gluon.jit
+def boxed(tile, layout: gl.constexpr):
+    """A tile in shared memory as the box (1, rows, 1, columns) that the copy engine moves."""
+    if _OLD:
+        return tile._reinterpret(tile.dtype, [1, tile.shape[0], 1, tile.shape[1]], layout)
+    else:
+        return tile.reinterpret(tile.dtype, [1, tile.shape[0], 1, tile.shape[1]], layout)
+
+
+@gluon.jit
+def seen_pairs(start, cols, limits):
+    """Which of the columns from ``start`` on lie in each row's [lo, hi)."""
+    lo, hi = limits
+    # Bits 1 and 2 of a column tell lanes apart, the others are known when this is compiled: compared apart, columns are
+    # immediate operands, and no registers that are kept throughout the loop.
+    lane, known = (cols & 6)[None, :], (cols & 249)[None, :]
+    return (known >= (lo - start)[:, None] - lane) & (known < (hi - start)[:, None] - lane)

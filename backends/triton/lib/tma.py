@@ -1,0 +1,40 @@
+"""Heads as Hopper's copy engine moves them, and what its programs have."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+
+from portakern.backends.triton.descriptors import describe
+from portakern.backends.triton.layout import contiguous_strides
+
+QUERIES = 64  # of a consumer
+TOGETHER = 8  # heads at most whose tiles are taken by turns where the last queries see most keys: their keys stay in L2
+REGISTERS = {2: (240, 168), 3: (160, 128)}  # consumers -> registers of their threads, and of all threads at the start
+BARRIERS = 1024  # bytes of shared memory that are set aside for them
+
+
+def movable(x: torch.Tensor) -> torch.Tensor:
+    """``x``, or a copy where the copy engine cannot move its rows: from odd addresses, or over odd strides."""
+    odd = [s % 8 or not s for s, extent in zip(x.stride()[:3], x.shape[:3], strict=True) if extent > 1]
+    if x.stride(3) == 1 and not any(odd) and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def tiled(x: torch.Tensor, rows: int, columns: int) -> Any:
+    """(batch, length, heads, d) in tiles of so many rows of one head."""
+    strides = [
+        s if extent > 1 else of_a_copy
+        for s, extent, of_a_copy in zip(x.stride(), x.shape, contiguous_strides(x.shape), strict=True)
+    ]
+    return describe(x, x.shape, strides, (1, rows, 1, columns), gl.NVMMASharedLayout(128, 16, 4))
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """How many multiprocessors a device has; an H100's where there is none."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
