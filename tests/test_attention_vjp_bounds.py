@@ -14,7 +14,7 @@ from portakern.api import op
 from portakern.core.oracle import as_float64, oracle
 from tests.measuring import evidence, simulated
 from tests.ops._shared import draw
-from tests.ops.attention_vjp import with_finfo_min, with_residuals
+from tests.ops.attention import with_finfo_min, with_residuals
 from tests.ops.record import DTYPES
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -48,7 +48,8 @@ def of_subject(s: Subject, place: Path | None = None) -> str:
 
 @functools.cache
 def _of(group: str, op: str, place: Path) -> str:
-    files = [*MADE_BY[group], "tests/ops/_shared.py", f"tests/ops/{op}.py"]
+    record = registry.own_modules()[op].rpartition(".")[2]  # of a gradient op, that of its forward op
+    files = [*MADE_BY[group], "tests/ops/_shared.py", f"tests/ops/{record}.py"]
     files += [f"tests/mutants/faults/{op}.py"] if group == "kernels" else []
     kernels = [b for b in registry.backends().values() if b.families_for(HOST)] if group == "kernels" else []
     found = [sources.fingerprint(op, b, None, HOST, place) for b in (registry.oracle_backend(), *kernels)]

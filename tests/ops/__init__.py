@@ -1,5 +1,5 @@
-"""One record an op, found by walking this folder: a module that does not begin with an underscore, and is called like
-an op, holds its ``RECORD``.
+"""A record of every op, found by walking this folder: a module that does not begin with an underscore, and is called
+like an op, holds its ``RECORD``, and that of its gradient, ``GRADIENT``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ __all__ = ["forward_records", "gradient_records", "of_each_kind", "record", "rec
 def records() -> dict[str, OpRecord]:
     """Op -> its record, in alphabetical order."""
     names = sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_") and m.name != "record")
-    return {name: importlib.import_module(f"{__name__}.{name}").RECORD for name in names}
+    modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
+    found = [r for m in modules for r in (m.RECORD, getattr(m, "GRADIENT", None)) if r]
+    return {r.op: r for r in sorted(found, key=lambda r: r.op)}
 
 
 def record(op: str) -> OpRecord:

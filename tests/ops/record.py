@@ -186,7 +186,7 @@ class OpRecord:
     """One op.
 
     Attributes:
-      op: its name, and that of the file.
+      op: its name. The file is called like it, or like its forward op.
       simulate: a kernel in NumPy in the order of the real ones, in the accumulator's type. It takes the call's arrays
         and options and gives a tuple of results before they are stored, None for one that is not wanted; further
         keywords make a right variant of it or plant a fault.
