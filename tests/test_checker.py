@@ -20,6 +20,7 @@ from portakern.testing.cases import LAYOUTS, REGIMES, edges
 from portakern.testing.subject import backend_subject
 from tests.drawing import cases
 from tests.ops import forward_records
+from tests.places import DEEP
 
 
 def softmax_float32(x, axis=-1):
@@ -571,7 +572,7 @@ def test_a_models_own_rounding_is_an_option_of_the_spec():
 @pytest.mark.parametrize("op", registry.ops())
 def test_the_oracle_is_right_in_float64(op):
     """Its bound is a number where float64 itself overflows, and no law compares the bits that BLAS leaves unrounded."""
-    report = pk.check(op, backend="reference", dtypes=["float64"], max_examples=60, seed=3)
+    report = pk.check(op, backend="reference", dtypes=["float64"], max_examples=60 if DEEP else 30, seed=3)
     assert report.passed and not report.laws, report.failures
 
 
