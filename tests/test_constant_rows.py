@@ -31,8 +31,7 @@ def constant(dtype, n, numbers=NUMBERS):
 
 
 @WAYS_NAMED
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", [1, 300, 1000])
+@pytest.mark.parametrize(("dtype", "n"), [("float32", 1), ("float32", 1000), ("float16", 300), ("bfloat16", 300)])
 def test_a_constant_row_is_its_bias_to_the_bit(backend, tiling, dtype, n):
     x, bias = constant(dtype, n), np.arange(n).astype(DTYPES[dtype])
     weight = np.linspace(-2, 2, n).astype(DTYPES[dtype])
@@ -47,7 +46,7 @@ def test_a_constant_row_is_its_bias_to_the_bit(backend, tiling, dtype, n):
 
 
 @WAYS_NAMED
-@pytest.mark.parametrize("n", [7, 300, 1000])
+@pytest.mark.parametrize("n", [7, 1000])
 def test_a_constant_row_has_no_variance_in_gradients(backend, tiling, n):
     """d_weight is 0, and eps alone scales d_x."""
     x = constant("float32", n, NUMBERS[:6])
