@@ -239,6 +239,13 @@ def product_dtype(call: Call) -> str:
     return dtypes.pop() if len(dtypes) == 1 else "float64" if "float64" in dtypes else "float32"
 
 
+def batch_axes(call: Call, name: str) -> tuple[list[int], list[int]]:
+    """The batch axes that a gradient keeps, and those over which it is summed: missing from it or of extent 1."""
+    rank, shape = len(call.dims["batch"]), call.outputs[name][0]
+    own = (1,) * (rank + 2 - len(shape)) + shape[:-2]
+    return [i for i, extent in enumerate(own) if extent != 1], [i for i, extent in enumerate(own) if extent == 1]
+
+
 def folded(call: Call, name: str) -> Call:
     """The matmul that gives ``name``: left (*kept, i, K) @ right (*kept, K, j) -> (*kept, i, j).
 

@@ -152,3 +152,15 @@ def settled(x: Any) -> Any:
     NaN are their own doubles.
     """
     return jnp.where(jnp.isfinite(x), x, x + x)
+
+
+def words(ids: jax.Array, number: int) -> jax.Array:
+    """(batch, len) segment ids as (batch, number, len) int32, the lowest word first: a TPU has no 64-bit integers.
+
+    Queries and keys are compared word by word, so that both sides have the same number of words: an int32 beside an
+    int64 gets the word that holds its sign.
+    """
+    if ids.dtype.itemsize == 8:
+        return jnp.moveaxis(lax.bitcast_convert_type(ids, jnp.int32), -1, 1)
+    low = ids.astype(jnp.int32)
+    return jnp.stack([low, low >> 31][:number], axis=1)

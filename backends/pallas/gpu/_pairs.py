@@ -29,13 +29,12 @@ from jaxlib.mlir.dialects import nvvm
 
 from portakern.backends.pallas._band import Band, both
 from portakern.backends.pallas._two import UnitOf, in_two
-from portakern.backends.pallas.common import Refs, padded, quotient
+from portakern.backends.pallas.common import Refs, padded, quotient, words
 from portakern.backends.pallas.gpu import _rows
 from portakern.backends.pallas.gpu._chip import aligned
 from portakern.backends.pallas.gpu._flash import COLUMN, PART, ROW, TILE
 from portakern.backends.pallas.gpu._rows import Formula, Walk, Weights
 from portakern.backends.pallas.gpu.attention import extended, tanh
-from portakern.backends.pallas.tpu._heads import words
 from portakern.core.call import Call
 from portakern.specs._exponents import two_parts
 from portakern.specs.attention import scale_of

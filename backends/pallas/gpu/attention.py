@@ -41,7 +41,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas._band import Band, both
 from portakern.backends.pallas._two import in_two
-from portakern.backends.pallas.common import Refs, padded, quotient
+from portakern.backends.pallas.common import Refs, padded, quotient, words
 from portakern.backends.pallas.gpu import _chip
 from portakern.backends.pallas.gpu._awaited import finished, in_registers
 from portakern.backends.pallas.gpu._chip import (
@@ -74,7 +74,6 @@ from portakern.backends.pallas.gpu._flash import (
     schedule,
     share_of,
 )
-from portakern.backends.pallas.tpu._heads import words
 from portakern.core.call import Call
 from portakern.spec import Count
 from portakern.specs._exponents import below_overflow, exponents, two_parts

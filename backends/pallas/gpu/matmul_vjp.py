@@ -22,11 +22,10 @@ import jax.numpy as jnp
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.gpu import matmul as forward
 from portakern.backends.pallas.gpu._chip import dtype_refused
-from portakern.backends.pallas.tpu.matmul_vjp import batch_axes
 from portakern.core.binder import sibling
 from portakern.core.call import Call
 from portakern.core.registry import find_spec
-from portakern.specs.matmul import product_dtype
+from portakern.specs.matmul import batch_axes, product_dtype
 
 FACTORS = {"d_a": ("d_c", "b"), "d_b": ("a", "d_c")}
 LYING = {"d_a": ("b",), "d_b": ("a",)}

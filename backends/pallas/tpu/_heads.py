@@ -13,10 +13,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
-from portakern.backends.pallas.common import Blocks
+from portakern.backends.pallas.common import Blocks, words
 from portakern.core.call import Call
 
 Place = Callable[..., tuple[Any, Any, Any]]
@@ -69,18 +68,6 @@ def from_heads(x: jax.Array, together: int = 1) -> jax.Array:
     batch, groups, rows, d = x.shape
     queries = jnp.swapaxes(x.reshape(batch, groups, rows // together, together, d), 1, 2)
     return queries.reshape(batch, rows // together, groups * together, d)
-
-
-def words(ids: jax.Array, number: int) -> jax.Array:
-    """(batch, len) segment ids as (batch, number, len) int32, the lowest word first: a TPU has no 64-bit integers.
-
-    Queries and keys are compared word by word, so that both sides have the same number of words: an int32 beside an
-    int64 gets the word that holds its sign.
-    """
-    if ids.dtype.itemsize == 8:
-        return jnp.moveaxis(lax.bitcast_convert_type(ids, jnp.int32), -1, 1)
-    low = ids.astype(jnp.int32)
-    return jnp.stack([low, low >> 31][:number], axis=1)
 
 
 def head_blocks(length: int, d: int, at: Place) -> pl.BlockSpec:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu import matmul as forward
-from portakern.backends.triton.lib.matmul import batch_axes, product, products
+from portakern.backends.triton.lib.matmul import product, products
 from portakern.spec import Count, Tile
-from portakern.specs.matmul import product_dtype
+from portakern.specs.matmul import batch_axes, product_dtype
 
 if TYPE_CHECKING:
     import torch

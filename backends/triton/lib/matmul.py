@@ -13,7 +13,7 @@ from portakern.backends.triton.launch import (
 )
 from portakern.core.binder import sibling
 from portakern.core.registry import find_spec
-from portakern.specs.matmul import product_dtype
+from portakern.specs.matmul import batch_axes, product_dtype
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -33,13 +33,6 @@ def products(call: Call, dtype: str) -> str:
     if dtype in ("float16", "bfloat16"):
         return "16-bit"
     return dot_precision(call if dtype == call.dtype else call.replace(dtype=dtype))
-
-
-def batch_axes(call: Call, name: str) -> tuple[list[int], list[int]]:
-    """The batch axes that a gradient keeps, and those over which it is summed: missing from it or of extent 1."""
-    rank, shape = len(call.dims["batch"]), call.outputs[name][0]
-    own = (1,) * (rank + 2 - len(shape)) + shape[:-2]
-    return [i for i, extent in enumerate(own) if extent != 1], [i for i, extent in enumerate(own) if extent == 1]
 
 
 def product(call: Call, name: str) -> Call:
