@@ -182,23 +182,23 @@ def test_check_leaves_nothing_in_the_folder_where_it_runs(tmp_path):
 
 def test_check_leaves_out_what_a_backend_lacks_on_a_device(monkeypatch):
     """As Pallas lacks ops on Hopper that it has on TPUs, and says so; a pair that is named must be there."""
-    variants = testing.backend_variants
+    variants, (there, lacking) = testing.backend_variants, pk.ops()[:2]
 
     def on_a_gpu(spec, backend, *where):
-        if spec.name != "softmax":
+        if spec.name == lacking:
             raise pk.UnsupportedError(f"backend {backend!r} has no {spec.name} on a GPU")
         return variants(spec, backend, *where)
 
     monkeypatch.setattr(testing, "backend_variants", on_a_gpu)
-    monkeypatch.setattr(registry, "loadable", lambda: ("softmax", "rope"))
+    monkeypatch.setattr(registry, "loadable", lambda: (there, lacking))
     result = run(app, ["check", "--backend", "reference", "--max-examples", "3"])
     assert result.exit_code == 0, result.output
-    assert "not checked: backend 'reference' has no rope on a GPU" in result.output and "passed" in result.output
-    named = run(app, ["check", "rope", "softmax", "--backend", "reference"])
-    assert named.exit_code and "has no rope on a GPU" in str(named.exception)
-    monkeypatch.setattr(registry, "loadable", lambda: ("rope",))
+    assert f"not checked: backend 'reference' has no {lacking} on a GPU" in result.output and "passed" in result.output
+    named = run(app, ["check", lacking, there, "--backend", "reference"])
+    assert named.exit_code and f"has no {lacking} on a GPU" in str(named.exception)
+    monkeypatch.setattr(registry, "loadable", lambda: (lacking,))
     nothing = run(app, ["check", "--backend", "reference"])
-    assert nothing.exit_code and "has no rope on a GPU" in str(nothing.exception)
+    assert nothing.exit_code and f"has no {lacking} on a GPU" in str(nothing.exception)
 
 
 def test_check_fails_with_a_line_that_reproduces(monkeypatch):

@@ -143,7 +143,8 @@ def write_launcher(
     env = {
         "_first": first, "_find": kept.get, "_watched": watched, "_kernel": kernel, "_widths": _widths,
         "_inside": _inside, "_on": torch.cuda.device, "_current": current_device, "_stream": current_stream,
-        "_knobs": knobs, "_bind_thread": bind_thread, **{f"_{p.name}": p.default for p in kernel.params if p.has_default},
+        "_knobs": knobs, "_bind_thread": bind_thread,
+        **{f"_{p.name}": p.default for p in kernel.params if p.has_default},
     }  # fmt: skip
     title, source = f"launcher of {kernel.__name__}", _source(kernel, args, constexprs, hip)
     written: Callable[..., Handles | None] = codegen.written(title, source, env, "_launcher")
