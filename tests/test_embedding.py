@@ -27,7 +27,7 @@ from jax import export as jax_export  # noqa: E402
 import portakern as pk  # noqa: E402
 import portakern.jax  # noqa: E402
 from portakern import testing  # noqa: E402
-from portakern.backends.triton import outline, parts, staging  # noqa: E402
+from portakern.backends.triton import chunked, outline, staging  # noqa: E402
 from portakern.backends.triton.compiler import specialised  # noqa: E402
 from portakern.backends.triton.launch import launch  # noqa: E402
 from portakern.backends.triton.layout import contiguous_strides  # noqa: E402
@@ -235,7 +235,7 @@ def row_by_row(sheet, x, w):
             launch(twice, 1, GPU_CALL, array, again, n=16)
         launch(add_rows, 1, GPU_CALL, part, twofold, start, own, rows=part.shape[0], n=16, first=first)
 
-    parts.in_parts(x.shape[0], 2, piece, (x,), (made,))
+    chunked.in_parts(x.shape[0], 2, piece, (x,), (made,))
     return made
 
 
@@ -269,7 +269,7 @@ def test_in_a_loop_nothing_from_before_is_written_to():
             launch(twice, 1, GPU_CALL, part, own, n=16)
             launch(add_up, 1, GPU_CALL, part, outside, n=16)
 
-        parts.in_parts(x.shape[0], 1, piece, (x,), (made,))
+        chunked.in_parts(x.shape[0], 1, piece, (x,), (made,))
         return made
 
     said = ""

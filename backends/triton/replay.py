@@ -1,7 +1,7 @@
 """What an implementation did for one call, to be done again for calls of its form, without asking again what to do.
 
-An implementation only allocates and launches, and decides from a call's form (:mod:`portakern.core.signatures`), never from
-values, on which grid and with which numbers. So :func:`learn` runs it once while a :class:`Tape` notes what it
+An implementation only allocates and launches, and decides from a call's form (:mod:`portakern.core.signatures`), never
+from values, on which grid and with which numbers. So :func:`learn` runs it once while a :class:`Tape` notes what it
 allocates and launches, and writes that down as straight-line code. What it cannot account for, such as a gathered copy,
 is left to the implementation.
 """

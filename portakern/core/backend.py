@@ -375,8 +375,8 @@ class Implementation:
         return self.supports(call, tiling)
 
     def serving(self, call: Call, tiling: Tiling) -> tuple[Implementation, Tiling]:
-        """The implementation whose kernels serve a call that this one supports with this tiling, and the tiling that they
-        run with: its own, or those of the variant to which it leaves the call (``delegate``).
+        """The implementation whose kernels serve a call that this one supports with this tiling, and the tiling that
+        they run with: its own, or those of the variant to which it leaves the call (``delegate``).
 
         Raises:
           UnsupportedError: that variant refuses the call. SpecError: there is none of its name.

@@ -62,8 +62,8 @@ class Framework:
       immutable: its arrays never change, so that none may share memory that somebody else may write to; donates: in
         words, how its users give an array's memory to a result instead.
       form: Python for all of an array ``{x}`` that decides how a call is served, as the elements of a tuple; empty: no
-        call's form is remembered (:mod:`portakern.core.signatures`). watched: Python for whether it may want a gradient.
-        there: Python for whether the
+        call's form is remembered (:mod:`portakern.core.signatures`). watched: Python for whether it may want a
+        gradient. there: Python for whether the
         memory of an array that is here holds its values; it may name the ``{framework}``. Empty: it always does.
       resizes: its arrays can be given other memory in place, which they must own alone.
       embeds: platforms for which machine code can be a part of the library's programs (:meth:`embed`).

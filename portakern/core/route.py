@@ -248,8 +248,8 @@ def _has(b: Backend, op: str, families: Iterable[Family]) -> bool:
 
 
 def pick(candidates: tuple[Route, ...], call: Call, user: Mapping[str, int]) -> tuple[Route, Mapping[str, int]]:
-    """Who serves the call, and with which tiling: the first candidate that takes it, or the variant to which that leaves
-    it; UnsupportedError with every reason where none takes it."""
+    """Who serves the call, and with which tiling: the first candidate that takes it, or the variant to which that
+    leaves it; UnsupportedError with every reason where none takes it."""
     route, found = taking(candidates, call, user)
     return serving(route, call, found.tiling)
 

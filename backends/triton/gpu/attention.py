@@ -232,11 +232,11 @@ def attention_kernel(
     q, k, v, bias, q_segments, kv_segments, o, lse, low, parts, statistics, scores, window, tiles_q, chunk, chunks,
     extents, strides, plan: tl.constexpr,
 ):  # fmt: skip
-    """A tile of block_q rows of o, and of lse and low (lse_low) unless these are None. ``lib.heads`` says what the groups
-    hold.
+    """A tile of block_q rows of o, and of lse and low (lse_low) unless these are None. ``lib.heads`` says what the
+    groups hold.
 
-    chunk: how many keys have a state of their own (``lib.split_kv``), None for all. parts, statistics: None; or one chunk is
-    this program's, of ``chunks`` that its tile sees, and the chunk's state goes there.
+    chunk: how many keys have a state of their own (``lib.split_kv``), None for all. parts, statistics: None; or one
+    chunk is this program's, of ``chunks`` that its tile sees, and the chunk's state goes there.
     """
     _, right = window
     owners, step = extents.heads, 1

@@ -2,8 +2,8 @@
 queries.
 
 Calls of few queries are left to the portable variant with the tiling of here (``delegate``) where a group of heads has
-more than 64 rows, or more than 32 and chunks of keys that are not worth a program each. All kernels add up the same numbers in the same
-order, so that a row's bits do not tell which it was.
+more than 64 rows, or more than 32 and chunks of keys that are not worth a program each. All kernels add up the same
+numbers in the same order, so that a row's bits do not tell which it was.
 Everything that this variant does not take is refused by what decides bits anyway: dtypes, head dimensions, bias and
 segments. Gluon is compiled alone: nothing of this runs in the interpreter.
 """

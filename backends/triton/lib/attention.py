@@ -1,4 +1,4 @@
-"""Attention's forward pass: what decides tiles and programs, memory for its results, and the merger of chunks of keys."""
+"""Attention's forward pass: what decides tiles and programs, memory for results, and the merger of chunks of keys."""
 
 from __future__ import annotations
 

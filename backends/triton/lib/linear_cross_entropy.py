@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from portakern.backends.triton.chunked import in_parts, scratch
 from portakern.backends.triton.copies import in_order
 from portakern.backends.triton.launch import refuse_tile, torch_dtype
 from portakern.backends.triton.layout import collapse, fresh
@@ -13,7 +14,6 @@ from portakern.backends.triton.lib.cross_entropy import losses_into
 from portakern.backends.triton.lib.cross_entropy_vjp import gradient_into, tile_brackets
 from portakern.backends.triton.lib.rows import tile_rows
 from portakern.backends.triton.outline import Outline
-from portakern.backends.triton.parts import in_parts, scratch
 from portakern.core.registry import find_spec
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Gradients of the cross entropy of the logits of a linear layer, classes at a time, by whichever products a variant has."""
+"""Gradients of the cross entropy of a linear layer's logits, classes at a time, by whichever products a variant has."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import triton
 import triton.language as tl
 
+from portakern.backends.triton.chunked import in_parts, scratch
 from portakern.backends.triton.copies import in_order
 from portakern.backends.triton.launch import accumulator, cdiv, launch, refuse_tile
 from portakern.backends.triton.layout import aligned, fresh, pow2_at_least, result_like, row_start, walk_rows
 from portakern.backends.triton.lib.cross_entropy_vjp import gradient_into, tile_brackets
 from portakern.backends.triton.lib.linear_cross_entropy import Product, Refused, flat, overwritten
 from portakern.backends.triton.lib.rows import tile_of
-from portakern.backends.triton.parts import in_parts, scratch
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
