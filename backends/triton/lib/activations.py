@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 
 K, C = tl.constexpr(2 * sqrt(2 / pi)), tl.constexpr(0.044715)
-ROOT_HALF, ROOT_2PI = tl.constexpr(sqrt(0.5)), tl.constexpr(1 / sqrt(2 * pi))
+ROOT_HALF = tl.constexpr(sqrt(0.5))
+ROOT_2PI = tl.constexpr(1 / sqrt(2 * pi))
 FAR = tl.constexpr(40.0)
 RATE = tl.constexpr(-log2(e))
 C1, C3 = tl.constexpr(-log2(e) * K.value), tl.constexpr(-log2(e) * K.value * C.value)
