@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 
 from portakern.backends.triton.lib.activations import activated
-
-if TYPE_CHECKING:
-    pass
 
 
 @triton.jit
