@@ -9,7 +9,7 @@ import io
 import statistics
 import textwrap
 import tokenize
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from maint.markdown import NONE, table
@@ -66,12 +66,13 @@ def written(kept: Kept) -> dict[str, dict[str, tuple[int, int]]]:
     order.
 
     A port is a package of kernels that a compiler takes; the oracle is none. Variants of one backend share what they
-    like.
+    like; what several have of an op lies in ``lib``, a column of its own.
     """
-    packages = [f.package for b in registry.backends().values() if b.auto for f in b.declared if f.compiler]
+    compiled = [f.package for b in registry.backends().values() if b.auto for f in b.declared if f.compiler]
+    packages = _with_lib(p for p in compiled if p)
     found: dict[str, dict[str, tuple[int, int]]] = {}
     for op in ops(kept.root):
-        texts = {p: text for p in packages if p and (text := _text(kept.root, f"{p}.{op}"))}
+        texts = {p: text for p in packages if (text := _text(kept.root, f"{p}.{op}"))}
         found[op] = {}
         for p, text in texts.items():
             others = [other for q, other in texts.items() if _backend(q) != _backend(p)]
@@ -79,6 +80,12 @@ def written(kept: Kept) -> dict[str, dict[str, tuple[int, int]]]:
             shared = {i for pair in pairs for m in pair.get_matching_blocks() for i in range(m.b, m.b + m.size)}
             found[op][p.rpartition("backends.")[2]] = len(text), len(text) - len(shared)
     return found
+
+
+def _with_lib(packages: Iterable[str]) -> list[str]:
+    """These packages, and of each backend the one that its families share modules of."""
+    found = [*packages]
+    return list(dict.fromkeys([*found, *(f"{p.rpartition('.')[0]}.lib" for p in found)]))
 
 
 def _backend(package: str) -> str:
@@ -90,7 +97,10 @@ def ports(kept: Kept) -> str:
     found = written(kept)
     columns = list(dict.fromkeys(port for there in found.values() for port in there))
     body = [[f"`{op}`", *(_share(there.get(port)) for port in columns)] for op, there in found.items()]
-    notes = "Lines: code of the op's own module, and the share of it that no other backend's module of the op has. "
+    notes = (
+        "Lines: code of the op's own module, and the share of it that no other backend's module of the op has; lib: of "
+        "the module that variants of a backend share. "
+    )
     return table(["op", *columns], body) + "\n\n" + textwrap.fill(notes + _alone(found), 118)
 
 
@@ -115,7 +125,7 @@ def lines(kept: Kept) -> str:
     spec, which declares an op and its gradient, in the op's row."""
     names = ops(kept.root)
     packages = {f.package for b in registry.backends().values() if b.auto for f in b.declared if f.package}
-    columns = {p.rpartition("backends.")[2]: p for p in sorted(packages)}
+    columns = {p.rpartition("backends.")[2]: p for p in _with_lib(sorted(packages))}
     columns = {"spec": registry.SPECS} | {
         head: p for head, p in columns.items() if any(files(kept.root, f"{p}.{op}") for op in names)
     }

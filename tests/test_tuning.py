@@ -308,7 +308,7 @@ def test_of_candidates_that_were_timed_together_when_a_run_ended_each_is_judged_
     ended = [
         subprocess.run([sys.executable, "-c", script, n], capture_output=True, text=True, timeout=100) for n in runs
     ]
-    assert [session.returncode for run in ended] == [-signal.SIGKILL] * deaths + [0], ended[-1].stderr
+    assert [run.returncode for run in ended] == [-signal.SIGKILL] * deaths + [0], ended[-1].stderr
     said = {line.split()[0]: line.split(maxsplit=2)[1:] for line in ended[-1].stdout.splitlines()}
     assert said["128"] == ["False", "wrong"] and said["16"][1] == said["256"][1] == "False"
     blamed = ["False", "it was being tried when an earlier run ended"]
