@@ -574,10 +574,10 @@ def test_every_call_has_a_tiling_that_serves_it(op, dtype, rows, n):
             "d": min(n, 256),
             "dv": min(8 + n // 2, 256),
         }
-    abstract = frameworks()["jax"].abstract
+    array_of = frameworks()["jax"].abstract
     stored = {n: "float32" for n, (_, d, _) in abstract.typical_form(spec, dtype)["arrays"].items() if d == "float32"}
     required = (a for a in spec.arrays if not a.optional)
-    arrays = {a.name: abstract(shape_of(a.dims, dims), stored.get(a.name, dtype), None) for a in required}
+    arrays = {a.name: array_of(shape_of(a.dims, dims), stored.get(a.name, dtype), None) for a in required}
     call = unchecked(spec, **arrays)
     call = call.replace(target=HOPPER, interpret=False, concrete=False)
     assert tilings.resolve(PALLAS.implementation(op, FAMILY), call, {}).tiling
