@@ -103,8 +103,8 @@ _thread = _Thread()
 def bind_thread() -> None:
     """Make the device's context current in this thread, in which a map is about to be made.
 
-    The driver makes maps in a thread's current context. PyTorch's threads of autograd have none until they first call
-    CUDA's runtime, which need not be before the first backward kernel: memory may come from the allocator's cache.
+    The driver needs a current context to make a map. PyTorch's autograd threads have none until their first call of
+    CUDA's runtime, and that may come after the first backward kernel: memory comes from the allocator's cache.
     """
     if not _thread.bound:
         torch.cuda.Event().record()  # the runtime's first call in a thread; allowed while a graph is captured too

@@ -192,10 +192,12 @@ def _subjects(
             names = [variant] if variant else testing.backend_variants(registry.find_spec(op), b, *where)
             for family in of.having(op) if not of.auto else ():
                 of.implementation(op, family)
+        except UnsupportedError as e:
+            if not every:
+                raise
+            lacking.append(e)
+            continue
         except Exception as e:  # somebody's module that cannot be imported, say
-            if every and isinstance(e, UnsupportedError):
-                lacking.append(e)
-                continue
             if not every or of.auto:
                 raise
             err.print(f"{op} on {b} left out: {type(e).__name__}: {e}", style="red", markup=False, highlight=False)

@@ -273,7 +273,8 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, 
     heads = dims["kv_heads"] * dims["group"]
     outputs = {"o": jax.ShapeDtypeStruct((plan.batch, dims["q_len"], heads, wide), plan.dtype)}
     form = jax.ShapeDtypeStruct((plan.batch, heads, dims["q_len"]), jnp.float32)
-    # XLA makes lse of them: it takes the bits of numbers, which Mosaic takes of arrays alone (jax 0.11 and 0.12)
+    # lse is computed from them outside of the kernel: it needs a bitcast, which Mosaic GPU lowers for arrays and fails
+    # to lower for scalars (jax 0.11 and 0.12)
     outputs |= dict.fromkeys(("l", "m") if gpu.saved(call) else (), form)
     found = launch(
         call,
