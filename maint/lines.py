@@ -121,8 +121,8 @@ def _share(found: tuple[int, int] | None) -> str:
 
 
 def lines(kept: Kept) -> str:
-    """Op by backend, counted from the source as it is, whatever of it can be imported here. A file is counted once: a
-    spec, which declares an op and its gradient, in the op's row."""
+    """Op by backend, counted from the source as it is, whatever of it can be imported here. A file is counted once: one
+    that holds an op and its gradient in the op's row."""
     names = ops(kept.root)
     packages = {f.package for b in registry.backends().values() if b.auto for f in b.declared if f.package}
     columns = {p.rpartition("backends.")[2]: p for p in _with_lib(sorted(packages))}
@@ -134,8 +134,8 @@ def lines(kept: Kept) -> str:
     folders = dict.fromkeys(p if p == registry.SPECS else f"portakern.backends.{_backend(p)}" for p in columns.values())
     beside = {f.rpartition(".")[2]: {*kept.root.joinpath(*f.split(".")).rglob("*.py")} - own for f in folders}
     return table(["op", *columns], body) + (
-        "\n\nLines of code: no blank lines, comments or docstrings. One spec holds an op and its gradient. Beside the "
-        "modules of ops lie, for all of them, "
+        "\n\nLines of code: no blank lines, comments or docstrings. One module may hold an op and its gradient. "
+        "Beside the modules of ops lie, for all of them, "
         f"{', '.join(f'{_count(among)} in {name}' for name, among in beside.items())}."
     )
 

@@ -18,6 +18,7 @@ import pytest
 
 import portakern as pk
 from portakern.core import registry
+from portakern.core.backend import Family
 from portakern.testing import Limits
 
 X = np.random.default_rng(0).standard_normal((3, 40)).astype(np.float32)
@@ -189,6 +190,21 @@ builtins.backend_of_the_test.implements("softmax")(softmax)
         backend.implemented_in("softmax", "other")
     with pytest.raises(pk.SpecError, match=r"taken by portakern.backends.triton.gpu.softmax; mine cannot have it too"):
         pk.backends()["triton"].implemented_in("softmax", "mine")
+
+
+def test_the_gradient_of_an_op_may_lie_in_the_module_of_the_op(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "their_kernels").mkdir()
+    both = '@BACKEND.implements("spin", knobs=KNOBS)\n@BACKEND.implements(\n    "spin_vjp", knobs=KNOBS\n)\n'
+    texts = {"__init__": "", "spin": both, "tilt": '"""tilt_vjp is the tilt_vjp of fold."""', "tilt_vjp": ""}
+    texts["fold"] = 'other = "fold_vjp"'
+    for name, text in texts.items():
+        (tmp_path / "their_kernels" / f"{name}.py").write_text(text)
+    family = Family("their_kernels", ("cpu",))
+    ops = ("spin", "spin_vjp", "tilt", "tilt_vjp", "fold", "fold_vjp", "bend_vjp")
+    found = [(family.holding(op) or "").removeprefix("their_kernels.") for op in ops]
+    assert found == ["spin", "spin", "tilt", "tilt_vjp", "fold", "", ""]
+    assert "their_kernels.spin" not in sys.modules
 
 
 def test_a_module_that_is_named_for_an_op_and_registers_none_is_refused(elsewhere):

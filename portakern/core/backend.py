@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -117,7 +118,8 @@ class Family:
     one op with several variants.
 
     Attributes:
-      package: where the modules lie: ``<package>.<op>``. Its last name is the variant's.
+      package: where the modules lie: ``<package>.<op>``, with its gradient or beside that. Its last name is the
+        variant's.
       platforms: what its kernels are compiled for: cpu, cuda, rocm, tpu.
       targets: the architectures of those platforms that it is for; empty: every one.
       before: the names of families that are tried after this one, where both could serve (:func:`in_order`).
@@ -181,10 +183,21 @@ class Family:
         """None, or what must be installed before its kernels can be imported."""
         return " and ".join(filter(None, (need.missing() for need in self.needs))) or None
 
-    def load(self, op: str, module: str | None = None) -> None:
-        """Import the module of an op; None: the one of its name in the family's package."""
+    def holding(self, op: str) -> str | None:
+        """The module of an op in the family's package, found without importing its framework: the one that is called
+        like the op, or for a gradient op that of its forward op, if its text registers the gradient too."""
+        own, forward = f"{self.package}.{op}", op.removesuffix("_vjp")
+        if importlib.util.find_spec(own):
+            return own
+        both = importlib.util.find_spec(f"{self.package}.{forward}") if forward != op else None
+        registers = re.compile(rf'\bimplements\(\s*"{re.escape(op)}"')
+        there = both and both.origin and registers.search(Path(both.origin).read_text(encoding="utf-8"))
+        return both.name if both and there else None
+
+    def load(self, module: str) -> None:
+        """Import a module of ops."""
         with _load(self.imports)() if self.imports else nullcontext():
-            importlib.import_module(module or f"{self.package}.{op}")
+            importlib.import_module(module)
 
     def load_replays(self) -> Callable[..., Any] | None:
         """The function that learns to serve calls of a form."""
@@ -656,8 +669,7 @@ class Backend:
         if family.package == IN_PROCESS:
             return None
         try:
-            name = f"{family.package}.{op}"
-            return name if importlib.util.find_spec(name) else None
+            return family.holding(op)
         except ModuleNotFoundError:  # the package itself is missing
             return None
         except (Exception, SystemExit) as e:  # somebody's package, which every list of backends asks
@@ -669,13 +681,12 @@ class Backend:
         return (f for f in self.families if self.where(op, f) is not None)
 
     def implementation(self, op: str, family: Family) -> Implementation | None:
-        """The implementation of ``op`` in a family, imported by convention from ``<package>.<op>``."""
-        if (family.package, op) not in self._found and self.where(op, family) is not None:
+        """The implementation of ``op`` in a family, imported by convention (:meth:`Family.holding`)."""
+        if (family.package, op) not in self._found and (module := self.where(op, family)) is not None:
             self.check_available(family.stages is not None)
             try:
-                family.load(op, self._elsewhere.get(op))
+                family.load(module)
             except SystemExit as e:  # of a module, and not of the program that asked for it
-                module = self.where(op, family)
                 raise UnavailableError(
                     f"backend {self.name!r} cannot run here: {module} called sys.exit when it was imported"
                 ) from e

@@ -136,7 +136,7 @@ def mutant(fault: Fault) -> Backend:
     name = f"{fault.family.package}.mutant_" + fault.name.replace("-", "_")
     if fault.within:
         _loaded(f"{name}_within", source)
-        source = _importing(f"{name}_within", fault.module, _source(f"{fault.family.package}.{fault.op}"), name)
+        source = _importing(f"{name}_within", fault.module, _source(fault.op_module), name)
     assert source.count(registration) == 1
     backend.implementation = partial(_beside, fault.op, backend, shipped)  # type: ignore[method-assign]
     _loaded(name, source.replace(registration, "\n"), BACKEND=backend)

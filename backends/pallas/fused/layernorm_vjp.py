@@ -4,7 +4,7 @@
     d_x = r (h - mean(h) - xh mean(h xh))        d_weight = sum over rows of d_y xh        d_bias = sum over rows of d_y
 
 x, d_y: (*batch, n), weight, bias: (n) or None -> d_x: (*batch, n), d_weight, d_bias: (n). The formula of a row is that
-of ``gpu.layernorm_vjp``. A block of one warpgroup owns neighbouring rows, all of which come by in a ring of buffers: of
+of ``gpu.layernorm``. A block of one warpgroup owns neighbouring rows, all of which come by in a ring of buffers: of
 each it writes d_x where x was, and adds d_y xh and d_y to sums that it keeps in registers, a thread those of its
 columns. A second kernel adds up the blocks' sums in their order. How many rows a block owns follows from how many there
 are.
@@ -42,8 +42,7 @@ from portakern.backends.pallas.gpu._rows import (
     send_rows,
     weights_of,
 )
-from portakern.backends.pallas.gpu.layernorm import key
-from portakern.backends.pallas.gpu.layernorm_vjp import SUMS, LayerNormVjp, normalised
+from portakern.backends.pallas.gpu.layernorm import SUMS, LayerNormVjp, key, normalised_columns
 from portakern.core.backend import Drawn
 from portakern.core.call import Call
 from portakern.spec import Count
@@ -98,14 +97,14 @@ def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
     "layernorm_vjp", key=key, tiling=default_tiling, supports=supports, knobs=KNOBS, copies=copies, drawn=DRAWN
 )
 def layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
-    return gradients(call, tiling, LayerNormVjp(call.options["eps"]), normalised)
+    return gradients(call, tiling, LayerNormVjp(call.options["eps"]), normalised_columns)
 
 
 def gradients(
-    call: Call, tiling: Mapping[str, int], formula: Formula, normalised: Callable[..., Any]
+    call: Call, tiling: Mapping[str, int], formula: Formula, normalised_columns: Callable[..., Any]
 ) -> tuple[jax.Array | None, ...]:
     """The gradients of a normalisation along the last axis that the call wants. ``formula`` makes d_x, and with what it
-    tells of a row ``normalised`` makes xh.
+    tells of a row ``normalised_columns`` makes xh.
 
     The kernels make all gradients that the op has, whichever are wanted: what a compiler fuses hangs on what stands
     beside it, so that kernels of some of them would have other bits."""
@@ -119,7 +118,9 @@ def gradients(
     }
     found = launch(
         call,
-        partial(kernel, walk=walk, formula=formula, normalised=normalised, sums=sums, ring=tiling["ring"]),
+        partial(
+            kernel, walk=walk, formula=formula, normalised_columns=normalised_columns, sums=sums, ring=tiling["ring"]
+        ),
         call.spec.name,
         (blocks,),
         inputs=inputs | ({} if weight is None else {"weight": padded_rows(weight, walk.chunk)}),
@@ -138,7 +139,7 @@ def gradients(
 
 
 def kernel(
-    ref: Refs, *, walk: Walk, formula: Formula, normalised: Callable[..., Any], sums: tuple[str, ...], ring: int
+    ref: Refs, *, walk: Walk, formula: Formula, normalised_columns: Callable[..., Any], sums: tuple[str, ...], ring: int
 ) -> None:
     """The rows of a block, row i in buffer i modulo ``ring``."""
     block = lax.axis_index("block")
@@ -155,7 +156,7 @@ def kernel(
         x, d_y = loaded(ref, walk, buffer)
         statistics = formula.gather(formula.start(walk), (x, d_y), walk, 0, weights)
         send_rows(ref, walk, first + i, 0, buffer, formula.result(statistics, (x, d_y), walk, weights))
-        xh = normalised(x, *map(walk.spread, formula.told(statistics, walk)))
+        xh = normalised_columns(x, *map(walk.spread, formula.told(statistics, walk)))
         terms = {"d_weight": d_y * xh, "d_bias": d_y}
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the row before has left its buffer, which is next
         read(i + ring - 1)

@@ -4,7 +4,7 @@
     d_x = r (h - xh mean(h xh))        d_weight = sum over rows of d_y xh
 
 x, d_y: (*batch, n), weight: (n) or None -> d_x: (*batch, n), d_weight: (n). As ``fused.layernorm_vjp``, with the
-formula of ``gpu.rmsnorm_vjp``.
+formula of the gradient in ``gpu.rmsnorm``.
 
 block_rows: rows of a block at least; block_n: elements of a row, which has to fit; ring: rows that are on their way or
 in use at a time.
@@ -20,8 +20,7 @@ import jax
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.fused.layernorm_vjp import DRAWN, KNOBS, copies, default_tiling, gradients, supports
 from portakern.backends.pallas.gpu.layernorm import key
-from portakern.backends.pallas.gpu.rmsnorm import narrow_dtype, narrowed
-from portakern.backends.pallas.gpu.rmsnorm_vjp import RmsNormVjp
+from portakern.backends.pallas.gpu.rmsnorm import RmsNormVjp, narrow_dtype, narrowed
 from portakern.core.call import Call
 
 

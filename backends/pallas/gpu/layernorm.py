@@ -1,9 +1,14 @@
-"""Layer normalisation on Hopper: y = (x - mean) / sqrt(var + eps) * weight + bias along the last axis.
+"""Layer normalisation on Hopper along the last axis, and its gradients.
 
-x: (*batch, n), weight and bias: (n) or None -> y: (*batch, n). A row of up to ``block_n`` elements stays in registers:
-its mean, then the mean square of what is left of it. Of a longer one a first read merges the mean and the sum of
-squares about it (m2) of each chunk into those of the row, and a second one normalises (`_rows`). No difference of large
-squares is ever taken, so a large mean costs no more than its own rounding; and a constant row leaves 0 (`mean_of`).
+    xh = (x - mean) r        r = (var + eps)^-1/2        y = xh weight + bias        h = weight d_y
+    d_x = r (h - mean(h) - xh mean(h xh))        d_weight = sum over rows of d_y xh        d_bias = sum over rows of d_y
+
+x, y, d_y, d_x: (*batch, n); weight, bias: (n) or None; d_weight, d_bias: (n). A row of up to ``block_n`` elements stays
+in registers: its mean, then the mean square of what is left of it. Of a longer one a first read merges the mean and the
+sum of squares about it (m2) of each chunk into those of the row, of a gradient also the sums of h and of h (x - mean),
+and a second one writes (`_rows`). Of each row the gradient's kernel tells mean and r; another one walks the columns,
+and adds up d_weight and d_bias from x, d_y and these (`_columns`). No difference of large squares is ever taken, so a
+large mean costs no more than its own rounding; and a constant row leaves 0 (`mean_of`).
 
 block_rows: rows of a block; block_n: elements of a row that are worked on at a time; row_warps: warps to a row;
 cluster: blocks to a row that is longer than one keeps.
@@ -15,7 +20,7 @@ equation 2.1; Ba, Kiros and Hinton, "Layer Normalization" (2016), section 3.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +29,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.gpu import _rows
+from portakern.backends.pallas.gpu._columns import Terms, column_sums, fewest_columns
 from portakern.backends.pallas.gpu._rows import KNOBS, Formula, Walk, Weights, launched
 from portakern.core.call import Call
 
@@ -109,3 +116,112 @@ def normalised(call: Call, tiling: Mapping[str, int], formula: Formula) -> tuple
     weights = {n: call.arrays[n] for n in ("weight", "bias") if call.arrays.get(n) is not None}
     y, _ = launched(call, tiling, (x.reshape(-1, call.dims["n"]),), formula, weights)
     return (y.reshape(x.shape),)
+
+
+SUMS = ("d_weight", "d_bias")
+
+
+def gradient_tiling(call: Call) -> dict[str, int]:
+    return _rows.default_tiling(call.dims["n"], call.dtype, arrays=2)
+
+
+def supports_gradient(call: Call, tiling: Mapping[str, int]) -> str | None:
+    return _rows.supports(call, tiling, math.prod(call.dims["batch"]), call.dims["n"], arrays=2)
+
+
+def gradient_copies(call: Call, tiling: Mapping[str, int]) -> str | None:
+    n = call.dims["n"]
+    columns = fewest_columns(n)
+    padded = f"for sums over rows, rows of {n} elements are padded to {columns}: each thread has a column"
+    summed = columns > n and any(name in call.wants for name in SUMS)
+    return "; ".join(filter(None, (_rows.copies(call, n), padded if summed else None))) or None
+
+
+@dataclass(frozen=True)
+class LayerNormVjp(Formula):
+    """The formula of a row of x and d_y; its statistics are the mean, m2, and the sums of h and of h (x - mean)."""
+
+    empty = (0.0,) * 4
+    eps: float
+
+    def of_chunk(self, x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
+        x, h = x[0], walk.within(cotangent(x[1], weights), 0.0, start)
+        mean = mean_of(x, walk, start)
+        centred = walk.within(x - walk.spread(mean), 0.0, start)
+        return mean, jnp.sum(centred * centred, axis=1), jnp.sum(h, axis=1), jnp.sum(h * centred, axis=1)
+
+    def merged(self, before: tuple[Any, ...], after: tuple[Any, ...], seen: Any, here: Any) -> tuple[Any, ...]:
+        """Equation 2.1; h (x - mean) moves with the mean."""
+        (mean, m2, h_sum, hx), (mean_after, m2_after, h_after, hx_after) = before, after
+        share, weight = parted(seen, here)
+        delta = mean_after - mean
+        moved = delta * share
+        hx = hx + hx_after + ((delta - moved) * h_after - moved * h_sum)
+        # delta is squared last: it is the whole mean in the first chunk, where its weight is 0
+        return mean + moved, m2 + m2_after + delta * (delta * weight), h_sum + h_after, hx
+
+    def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Weights) -> Any:
+        mean, _, h_sum, hx = statistics
+        r = self.scale(statistics, walk)
+        xh = (x[0] - walk.spread(mean)) * walk.spread(r)
+        pull = walk.spread(h_sum / walk.n) + xh * walk.spread(r * (hx / walk.n))
+        return walk.spread(r) * (cotangent(x[1], weights) - pull)
+
+    def told(self, statistics: tuple[Any, ...], walk: Walk) -> tuple[Any, ...]:
+        return statistics[0], self.scale(statistics, walk)
+
+    def scale(self, statistics: tuple[Any, ...], walk: Walk) -> Any:
+        """r of each row."""
+        return lax.rsqrt(statistics[1] / walk.n + self.eps)
+
+
+def cotangent(d_y: Any, weights: Weights) -> Any:
+    """h of a block."""
+    return d_y * weights["weight"]() if "weight" in weights else d_y
+
+
+def normalised_columns(x: Any, mean: Any, r: Any) -> Any:
+    """xh of some columns of a row."""
+    return (x - mean) * r
+
+
+@BACKEND.implements(
+    "layernorm_vjp", key=key, tiling=gradient_tiling, supports=supports_gradient, knobs=KNOBS, copies=gradient_copies
+)
+def layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
+    return gradients(call, tiling, LayerNormVjp(call.options["eps"]), normalised_columns, told=2)
+
+
+def gradients(
+    call: Call, tiling: Mapping[str, int], formula: Formula, normalised_columns: Callable[..., Any], told: int
+) -> tuple[jax.Array | None, ...]:
+    """The gradients of a normalisation along the last axis that the call wants. ``formula`` makes d_x and tells so many
+    numbers of each row, with which ``normalised_columns`` makes xh of some of its columns.
+
+    Each kernel makes the same whichever gradients are wanted: what a compiler fuses hangs on what stands beside it, so
+    that a kernel of some of them would have other bits. Where d_bias alone is wanted x is not read: sums without a
+    product have nothing to fuse."""
+    n, weight = call.dims["n"], call.arrays["weight"]
+    x, d_y = (call.arrays[name].reshape(-1, n) for name in ("x", "d_y"))
+    found: dict[str, jax.Array] = {}
+    of_rows: dict[str, jax.Array] = {}
+    sums = tuple(o.name for o in call.spec.outputs if o.name in SUMS) if "d_weight" in call.wants else ("d_bias",)
+    if "d_x" in call.wants or "d_weight" in sums:
+        weights = {} if weight is None else {"weight": weight}
+        d_x, numbers = launched(call, tiling, (x, d_y), formula, weights, told=told)
+        assert numbers is not None
+        found["d_x"], of_rows = d_x.reshape(call.arrays["x"].shape), {"told": numbers}
+
+    def terms(ref: Refs, row: Any, columns: Callable[[Any], Any]) -> dict[str, Any]:
+        """Of d_weight and d_bias in one row."""
+        g = columns(ref.d_y.at[row])
+        if "d_weight" not in sums:
+            return {"d_bias": g}
+        xh = normalised_columns(columns(ref.x.at[row]), *(ref.told[i, row] for i in range(told)))
+        return {"d_weight": g * xh, "d_bias": g}
+
+    if any(name in call.wants for name in sums):
+        arrays, known = ({"x": x, "d_y": d_y}, of_rows) if "d_weight" in sums else ({"d_y": d_y}, {})
+        of_columns = column_sums(call, arrays, known, Terms(sums, terms))
+        found |= {name: y.astype(call.outputs[name][1]) for name, y in of_columns.items() if name in call.wants}
+    return tuple(found.get(o.name) if o.name in call.wants else None for o in call.spec.outputs)

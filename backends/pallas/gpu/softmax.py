@@ -1,9 +1,11 @@
-"""Softmax on Hopper: y = exp(x - max x) / sum exp(x - max x) along one axis.
+"""Softmax on Hopper along one axis, and its gradient.
 
-x: (*shape) -> y: (*shape). The array is viewed as (rows, n) with n the softmax axis; where that is not the last, XLA
-transposes it before and after. A row of up to ``block_n`` elements stays in registers. Of a longer one a first read
-keeps the running maximum m and the sum l of exp(x - m), and a second one writes exp(x - m) / l (`_rows`). Exponentials
-are the chip's own, of a product with log2(e), as the bound has them.
+    y = exp(x - max x) / sum exp(x - max x)        d_x = y (d_y - Delta)        Delta = sum y d_y
+
+x, y, d_y, d_x: (*shape). Arrays are viewed as (rows, n) with n the softmax axis; where that is not the last, XLA
+transposes before and after. A row of up to ``block_n`` elements of each array stays in registers. Of a longer one a
+first read keeps the running maximum m and the sum l of exp(x - m), or sums y d_y, and a second one writes (`_rows`).
+Forward exponentials are the chip's own, of a product with log2(e), as the bound has them.
 
 block_rows: rows of a block; block_n: elements of a row that are worked on at a time; row_warps: warps to a row;
 cluster: blocks to a row that is longer than one keeps.
@@ -93,3 +95,35 @@ def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     rows = jnp.moveaxis(x, axis, -1)
     y, _ = launched(call, tiling, (rows.reshape(-1, n),), Softmax(), {}, approximate=True)
     return (jnp.moveaxis(y.reshape(rows.shape), -1, axis),)
+
+
+def gradient_tiling(call: Call) -> dict[str, int]:
+    return _rows.default_tiling(view(call)[1], call.dtype, arrays=2)
+
+
+def supports_gradient(call: Call, tiling: Mapping[str, int]) -> str | None:
+    return _rows.supports(call, tiling, *view(call), arrays=2)
+
+
+class SoftmaxVjp(Formula):
+    """The formula of a row of y and d_y; its statistic is Delta."""
+
+    empty = (0.0,)
+
+    def of_chunk(self, x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
+        y, d_y = x
+        return (jnp.sum(walk.within(y * d_y, 0.0, start), axis=1),)
+
+    def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Weights) -> Any:
+        y, d_y = x
+        return y * (d_y - walk.spread(statistics[0]))
+
+
+@BACKEND.implements(
+    "softmax_vjp", key=key, tiling=gradient_tiling, supports=supports_gradient, knobs=KNOBS, copies=copies
+)
+def softmax_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
+    axis, n = call.options["axis"], view(call)[1]
+    y, d_y = (jnp.moveaxis(call.arrays[name], axis, -1) for name in ("y", "d_y"))
+    d_x, _ = launched(call, tiling, (y.reshape(-1, n), d_y.reshape(-1, n)), SoftmaxVjp(), {})
+    return (jnp.moveaxis(d_x.reshape(y.shape), -1, axis),)

@@ -1,14 +1,11 @@
-"""A residual added, and the layer normalisation of the sum on TPUs, along the last axis, in two sweeps over a row.
+"""A residual added and the layer normalisation of the sum on TPUs, with its gradients.
 
-    s = x + residual, rounded to their dtype        y = (s - mean) / sqrt(var + eps) * weight + bias
+    s = x + residual, rounded to their dtype        y = layernorm(s)        d_x = d_residual_out + layernorm_vjp's
 
-x, residual: (*batch, n), weight, bias: (n) or None -> y, residual_out: (*batch, n). Grid and kernel are layernorm's,
-which makes the sum anew in each sweep; the last one writes it.
+x, residual, y, residual_out, d_y, d_residual_out, d_x: (*batch, n); weight, bias: (n) or None; d_weight, d_bias: (n).
+Grid and kernels are layernorm's, and read and write what those of add_rmsnorm do.
 
-block_rows: rows a block holds; block_n: elements of each row a block holds.
-
-Source: Ba, Kiros and Hinton, "Layer Normalization" (2016), section 3; the sum is that of pre-norm transformers, Xiong
-et al., "On layer normalization in the transformer architecture" (2020), section 3.
+Source: Xiong et al., "On layer normalization in the transformer architecture" (2020), section 3, for the sum.
 """
 
 from __future__ import annotations
@@ -19,8 +16,8 @@ from functools import partial
 import jax
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.tpu.add_rmsnorm import HELD
-from portakern.backends.pallas.tpu.layernorm import in_walks, kernel, normalised
+from portakern.backends.pallas.tpu.add_rmsnorm import GRADIENT_HELD, HELD
+from portakern.backends.pallas.tpu.layernorm import gradient_kernel, gradients, in_walks, kernel, normalised
 from portakern.core.call import Call
 
 
@@ -28,3 +25,10 @@ from portakern.core.call import Call
 def add_layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, ...]:
     run = partial(kernel, eps=call.options["eps"])
     return normalised(call, tiling, run, statistics=("mean", "m2"), flops=10, held=HELD)
+
+
+@BACKEND.implements("add_layernorm_vjp", **in_walks(GRADIENT_HELD))
+def add_layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
+    x, past = call.arrays["residual_out"], call.arrays["d_residual_out"]
+    run = partial(gradient_kernel, eps=call.options["eps"])
+    return gradients(call, tiling, run, ("mean", "m2", "h_sum", "hx"), 19, GRADIENT_HELD, x, past)

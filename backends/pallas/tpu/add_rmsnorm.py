@@ -1,15 +1,12 @@
-"""A residual added, and the root mean square normalisation of the sum on TPUs, along the last axis, in two sweeps over
-a row.
+"""A residual added and the root mean square normalisation of the sum on TPUs, with its gradients.
 
-    s = x + residual, rounded to their dtype        y = s (sum(s^2) / n + eps)^-1/2 weight
+    s = x + residual, rounded to their dtype        y = rmsnorm(s)        d_x = d_residual_out + rmsnorm_vjp's
 
-x, residual: (*batch, n), weight: (n) or None -> y, residual_out: (*batch, n). Grid and kernel are rmsnorm's, which
-makes the sum anew in each sweep; the last one writes it.
+x, residual, y, residual_out, d_y, d_residual_out, d_x: (*batch, n); weight: (n) or None; d_weight: (n). d_x is the
+gradient of both terms. Grid and kernels are rmsnorm's: the forward one makes the sum anew in each sweep, and the last
+sweep writes it; of the gradient the last sweep alone reads d_residual_out.
 
-block_rows: rows a block holds; block_n: elements of each row a block holds.
-
-Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equation 4; the sum is that of pre-norm
-transformers, Xiong et al., "On layer normalization in the transformer architecture" (2020), section 3.
+Source: Xiong et al., "On layer normalization in the transformer architecture" (2020), section 3, for the sum.
 """
 
 from __future__ import annotations
@@ -21,8 +18,8 @@ import jax
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.tpu._rows import Held
-from portakern.backends.pallas.tpu.layernorm import in_walks, normalised
-from portakern.backends.pallas.tpu.rmsnorm import kernel, rounds_before
+from portakern.backends.pallas.tpu.layernorm import gradients, in_walks, normalised
+from portakern.backends.pallas.tpu.rmsnorm import gradient_kernel, kernel, rounds_before
 from portakern.core.call import Call
 
 HELD = Held(streamed=4, computed=4)
@@ -32,3 +29,13 @@ HELD = Held(streamed=4, computed=4)
 def add_rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, ...]:
     run = partial(kernel, eps=call.options["eps"], narrow=rounds_before(call))
     return normalised(call, tiling, run, statistics=("squares",), flops=5, held=HELD)
+
+
+GRADIENT_HELD = Held(streamed=4, computed=5)
+
+
+@BACKEND.implements("add_rmsnorm_vjp", **in_walks(GRADIENT_HELD))
+def add_rmsnorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
+    run = partial(gradient_kernel, eps=call.options["eps"], narrow=rounds_before(call))
+    x, past = call.arrays["residual_out"], call.arrays["d_residual_out"]
+    return gradients(call, tiling, run, ("squares", "hx"), 13, GRADIENT_HELD, x, past)

@@ -1,12 +1,14 @@
-"""Cross entropy of logits with integer labels on TPUs, along the last axis, in one sweep over a row.
+"""Cross entropy of logits with integer labels on TPUs along the last axis, and its gradient, in one sweep over a row.
 
     loss = log l + (1 - e) (m - x_t) + e (m - mean x) + z lse^2        lse = m + log l
     m = max_j x_j, or 0 where that is infinite        l = sum_j exp(x_j - m)        t: the row's label
+    d_x_j = d_loss [p_j (1 + 2 z lse) - (1 - e) [j = t] - e / n]        p = exp(min(x - lse - lse_low, 0))
 
-logits x: (*batch, n), labels: (*batch) -> loss, lse, lse_low: (*batch), of which the last is what rounding takes from
-lse. The grid is (row blocks, 1, n blocks), see `Walk`. Each step merges a block into the running maximum m of a row and
-the sum l of exp(x - m), and takes the label's logit where it comes by; the last one puts the loss together. A row that
-is ignored is read and not used.
+logits x, d_logits: (*batch, n); labels, loss, lse, lse_low, d_loss: (*batch). lse_low is what rounding takes from lse.
+The grid is (row blocks, 1, n blocks), see `Walk`. Each step of the forward kernel merges a block into the running
+maximum m of a row and the sum l of exp(x - m), and takes the label's logit where it comes by; the last one puts the
+loss together. lse and lse_low are saved, so that in the gradient no element waits for another. A row that is ignored is
+read and not used.
 
 block_rows: rows a block holds; block_n: elements of each row a block holds.
 
@@ -102,3 +104,50 @@ def share_of(call: Call) -> dict[str, Any]:
     """The options as the kernels take them."""
     options = call.options
     return {"ignored": options["ignore_index"], "even": options["label_smoothing"], "z": options["z_loss"]}
+
+
+GRADIENT_HELD = Held(streamed=2, computed=4)
+
+
+def gradient_kernel(ref: Refs, *, walk: Walk, ignored: int, even: float, z: float, classes: int) -> None:
+    """classes: of which a row holds the logits of all, or of the walk's n."""
+    _, step = walk.sweep_and_step()
+    x, labels = ref.x[...].astype(jnp.float32), ref.labels[...]
+    lse, g = walk.turned(ref.lse[...]), walk.turned(ref.d_loss[...])
+    apart = x - lse
+    if "lse_low" in ref:
+        apart -= walk.turned(ref.lse_low[...])
+    p = jnp.exp(jnp.minimum(apart, 0.0))
+    if z:
+        p *= 1.0 + 2.0 * z * lse
+    p -= jnp.where(is_label(labels, x, walk, step), 1.0 - even, 0.0)
+    if even:
+        p -= even / classes
+    d_x = jnp.where(walk.turned(labels) == ignored, 0.0, g * p)
+    ref.d_x[...] = d_x.astype(ref.d_x.dtype)
+
+
+@BACKEND.implements("cross_entropy_vjp", **in_walks(GRADIENT_HELD))
+def cross_entropy_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
+    return gradient(call, tiling, call.dims["n"])
+
+
+def gradient(call: Call, tiling: Mapping[str, int], classes: int) -> tuple[jax.Array]:
+    """The gradient by the logits of n of so many classes, by whose places among them the labels go."""
+    x, walk = call.arrays["logits"], walk_of(call, tiling)._replace(sweeps=1)
+    names = [name for name in ("lse", "lse_low", "d_loss") if call.arrays[name] is not None]
+    of_rows = {name: call.arrays[name].astype(jnp.float32) for name in names}
+    of_rows["labels"] = call.arrays["labels"].astype(jnp.int32)
+    found = launched(
+        call,
+        partial(gradient_kernel, **share_of(call), classes=classes),
+        walk,
+        GRADIENT_HELD,
+        rows={"x": x},
+        written={"d_x": x.dtype},
+        inputs={name: (walk.to_numbers(array), walk.numbers()[1]) for name, array in of_rows.items()},
+        statistics=(),
+        flops=6,
+        transcendentals=x.size,
+    )
+    return (found["d_x"],)

@@ -1,20 +1,24 @@
-"""Cross entropy of the logits of a linear layer on TPUs, a chunk of rows at a time.
+"""Cross entropy of the logits of a linear layer on TPUs, a chunk of rows at a time, and its gradients, of classes.
 
     x = h weight^T        loss, lse, lse_low = those of cross_entropy        slope = b weight
     b_j = exp(min(x_j - lse - lse_low, 0)) (1 + 2 z lse) - (1 - e) [j = t] - e / n
+    d_hidden = d_loss slope        d_weight_j = sum over rows of d_loss b_j h
 
-hidden h: (*batch, d), weight: (n, d), labels t, loss, lse, lse_low: (*batch), slope: (*batch, d). One chunk after the
-other, in a loop of XLA's, ``chunk_rows`` rows have their logits in memory, in hidden's dtype: matmul makes them,
-cross_entropy and its gradient b read them, and matmul meets b. No row sees another, so that chunks change no bit.
+hidden h, slope, d_hidden: (*batch, d); weight, d_weight: (n, d); labels t, loss, lse, lse_low, d_loss: (*batch). One
+chunk after the other, in a loop of XLA's, has its logits in memory, in hidden's dtype: matmul makes them, cross_entropy
+and its gradient b read them, and matmul meets b. Forward, a chunk is ``chunk_rows`` rows: no row sees another, so that
+chunks change no bit. In d_weight it is all rows for ``chunk_n`` classes, so that each sum over rows is rounded once.
+d_hidden is one walk over the slope (`Walk`), in which no element waits for another.
 
-Source: Hsu et al. 2024, "Liger Kernel", section 3.2, for chunks of rows.
+Sources: Hsu et al. 2024, "Liger Kernel", section 3.2, for chunks of rows; Wijmans et al. 2024, "Cut your losses in
+large-vocabulary language models", section 4, for logits taken again.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from types import ModuleType
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,20 +26,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.tpu import cross_entropy as losses
-from portakern.backends.pallas.tpu import cross_entropy_vjp as brackets
 from portakern.backends.pallas.tpu import matmul as products
 from portakern.backends.pallas.tpu._chip import dtype_refused
+from portakern.backends.pallas.tpu._rows import Walk, launched
 from portakern.backends.pallas.tpu.family import FAMILY
 from portakern.backends.pallas.tpu.layernorm import supports as along_rows
+from portakern.backends.pallas.tpu.layernorm import walk_of
 from portakern.core.call import Call
 from portakern.core.registry import find_spec
 from portakern.core.tilings import default
 
 
-def inner(call: Call, module: ModuleType, dims: Mapping[str, Any], *arrays: Any) -> tuple[Call, Mapping[str, int]]:
+def inner(call: Call, name: str, dims: Mapping[str, Any], *arrays: Any) -> tuple[Call, Mapping[str, int]]:
     """The call of another op of this folder, with this one's options, and its tiling."""
-    name = module.__name__.rpartition(".")[2]
     spec, implementation = find_spec(name), BACKEND.implementation(name, FAMILY)
     assert implementation is not None
     of = call.replace(
@@ -51,7 +56,7 @@ def inner(call: Call, module: ModuleType, dims: Mapping[str, Any], *arrays: Any)
 def multiply(call: Call, a: Any, b: Any) -> jax.Array:
     """a (m, k) @ b (k, n)."""
     dims = {"batch": (), "m": a.shape[0], "n": b.shape[1], "k": a.shape[1]}
-    return products.matmul(*inner(call, products, dims, a, b))[0]
+    return products.matmul(*inner(call, "matmul", dims, a, b))[0]
 
 
 def one_after_another(piece: Callable[..., Any], length: int, *arrays: Any) -> tuple[Any, ...]:
@@ -92,9 +97,11 @@ def refused(call: Call, rows: int, n: int, d: int) -> str | None:
     dims = {"batch": (rows,), "n": n}
     makes = {"batch": (), "m": rows, "n": n, "k": d}
     return (
-        products.supports(*inner(call, products, makes, x, x))
-        or along_rows(*inner(call, losses, dims, x, labels), held=losses.HELD)
-        or along_rows(*inner(call, brackets, dims, x, labels, numbers, numbers, numbers), held=brackets.HELD)
+        products.supports(*inner(call, "matmul", makes, x, x))
+        or along_rows(*inner(call, "cross_entropy", dims, x, labels), held=losses.HELD)
+        or along_rows(
+            *inner(call, "cross_entropy_vjp", dims, x, labels, numbers, numbers, numbers), held=losses.GRADIENT_HELD
+        )
     )
 
 
@@ -111,12 +118,91 @@ def linear_cross_entropy(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Arr
     def piece(h: Any, t: Any) -> tuple[Any, ...]:
         x = multiply(call, h, weight.T)
         dims = {"batch": t.shape, "n": n}
-        loss, lse, low = losses.cross_entropy(*inner(call, losses, dims, x, t))
+        loss, lse, low = losses.cross_entropy(*inner(call, "cross_entropy", dims, x, t))
         if not sloped:
             return loss, lse, low
-        (b,) = brackets.cross_entropy_vjp(*inner(call, brackets, dims, x, t, lse, jnp.ones_like(lse), low))
+        (b,) = losses.cross_entropy_vjp(*inner(call, "cross_entropy_vjp", dims, x, t, lse, jnp.ones_like(lse), low))
         return loss, lse, low, multiply(call, b, weight)
 
     names = ("loss", "lse", "lse_low", "slope")
     found = dict(zip(names, one_after_another(piece, tiling["chunk_rows"], hidden, labels), strict=False))
     return tuple(found[n].reshape(shape) if n in call.wants else None for n, (shape, _) in call.outputs.items())
+
+
+NONE = -(2**31)
+"""The label of a row that is ignored, which no class of a chunk has."""
+
+
+def gradient_key(call: Call) -> dict[str, str | int]:
+    return {"dtype": call.dtype}
+
+
+def gradient_tiling(call: Call) -> dict[str, int]:
+    return {"chunk_n": 4096}
+
+
+def supports_gradient(call: Call, tiling: Mapping[str, int]) -> str | None:
+    rows, n, d = math.prod(call.dims["batch"]), min(tiling["chunk_n"], call.dims["n"]), call.dims["d"]
+    reason = along_rows(*scaling(call), held=losses.GRADIENT_HELD) if "d_hidden" in call.wants else None
+    if reason or "d_weight" not in call.wants:
+        return reason
+    return refused(call, rows, n, d) or refused(call, n, d, rows)
+
+
+@BACKEND.implements("linear_cross_entropy_vjp", key=gradient_key, tiling=gradient_tiling, supports=supports_gradient)
+def linear_cross_entropy_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
+    d_hidden = hidden_gradient(call) if "d_hidden" in call.wants else None
+    return d_hidden, weight_gradient(call, tiling) if "d_weight" in call.wants else None
+
+
+def scaling(call: Call) -> tuple[Call, Mapping[str, int]]:
+    """The rows of the slope as those of logits, and the tiling of their gradient, which reads and writes as much."""
+    names = ("slope", "labels", "lse", "d_loss", "lse_low")
+    dims = {"batch": call.dims["batch"], "n": call.dims["d"]}
+    return inner(call, "cross_entropy_vjp", dims, *(call.arrays[name] for name in names))
+
+
+def scaling_kernel(ref: Refs, *, walk: Walk, ignored: int) -> None:
+    d_hidden = walk.turned(ref.d_loss[...]) * ref.slope[...].astype(jnp.float32)
+    ignores = walk.turned(ref.labels[...]) == ignored
+    ref.d_hidden[...] = jnp.where(ignores, 0.0, d_hidden).astype(ref.d_hidden.dtype)
+
+
+def hidden_gradient(call: Call) -> jax.Array:
+    of, tiles = scaling(call)
+    slope, walk = call.arrays["slope"], walk_of(of, tiles)._replace(sweeps=1)
+    of_rows = {"labels": call.arrays["labels"].astype(jnp.int32), "d_loss": call.arrays["d_loss"].astype(jnp.float32)}
+    found = launched(
+        of.replace(spec=call.spec),
+        partial(scaling_kernel, ignored=call.options["ignore_index"]),
+        walk,
+        losses.GRADIENT_HELD,
+        rows={"slope": slope},
+        written={"d_hidden": slope.dtype},
+        inputs={name: (walk.to_numbers(array), walk.numbers()[1]) for name, array in of_rows.items()},
+        statistics=(),
+        flops=1,
+        transcendentals=0,
+    )
+    return found["d_hidden"]
+
+
+def weight_gradient(call: Call, tiling: Mapping[str, int]) -> jax.Array:
+    weight, n = call.arrays["weight"], call.dims["n"]
+    hidden = call.arrays["hidden"].reshape(-1, call.dims["d"])
+    counted = call.arrays["labels"] != call.options["ignore_index"]
+    labels = jnp.where(counted, call.arrays["labels"].astype(jnp.int32), NONE).reshape(-1)
+    lse, d_loss, low = (
+        None if call.arrays[name] is None else call.arrays[name].reshape(-1) for name in ("lse", "d_loss", "lse_low")
+    )
+    among = call.replace(options={**call.options, "ignore_index": NONE})
+
+    def piece(w: Any, classes: Any) -> tuple[jax.Array]:
+        """``classes``: those of these rows of weight."""
+        x = multiply(call, hidden, w.T)
+        here = jnp.where(labels == NONE, NONE, labels - classes[0])
+        of, tiles = inner(among, "cross_entropy_vjp", {"batch": labels.shape, "n": len(w)}, x, here, lse, d_loss, low)
+        (d_x,) = losses.gradient(of, tiles, n)
+        return (multiply(call, d_x.T, hidden),)
+
+    return one_after_another(piece, tiling["chunk_n"], weight, jnp.arange(n, dtype=jnp.int32))[0]

@@ -1,8 +1,11 @@
-"""Logarithm of a sum of exponentials on TPUs: y = m + log sum exp(x - m) along one axis, in one sweep over a row.
+"""Logarithm of a sum of exponentials on TPUs along one axis, and its gradient.
 
-x: (*shape) -> y: (*shape) without that axis. The array is viewed as softmax views its own: XLA transposes
-nothing. The grid is (outer, row blocks, 1, n blocks), see `Walk`. Each step merges a block into the running maximum
-m of a row and the sum l of exp(x - m); the last one writes m + log l.
+    y = m + log sum exp(x - m)        d_x = d_y exp(x - m) / sum exp(x - m)
+
+x, d_x: (*shape); y, d_y: (*shape) without that axis. Arrays are viewed as softmax views its own: XLA transposes
+nothing. The grid is (outer, row blocks, sweeps, n blocks), see `Walk`. The forward kernel has one sweep: each step
+merges a block into the running maximum m of a row and the sum l of exp(x - m), and the last one writes m + log l. The
+gradient gathers m and l in sweep 0 as softmax does, and writes in sweep 1.
 
 block_rows: rows a block holds; block_n: elements of each row a block holds.
 
@@ -21,7 +24,7 @@ from jax.experimental import pallas as pl
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
 from portakern.backends.pallas.tpu._rows import Walk, launched
-from portakern.backends.pallas.tpu.softmax import HELD, in_walks, walk_of
+from portakern.backends.pallas.tpu.softmax import HELD, in_walks, online_step, walk_of
 from portakern.core.call import Call
 
 
@@ -68,3 +71,44 @@ def logsumexp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
         transcendentals=x.size,
     )
     return (walk.from_numbers(found["y"], call.dims["rest"]),)
+
+
+def gradient_kernel(ref: Refs, *, walk: Walk) -> None:
+    sweep, step = walk.sweep_and_step()
+
+    @pl.when((sweep == 0) & (step == 0))
+    def start() -> None:
+        ref.m[...] = jnp.full_like(ref.m, -jnp.inf)
+        ref.l[...] = jnp.zeros_like(ref.l)
+
+    @pl.when(sweep == 0)
+    def reduce() -> None:
+        x = walk.within_rows(ref.x[...].astype(jnp.float32), step, -jnp.inf)
+        m, p, shrink = online_step(ref.m[...], x, walk.along)
+        ref.l[...] = ref.l[...] * shrink + jnp.sum(p, axis=walk.along, keepdims=True)
+        ref.m[...] = m
+
+    @pl.when(sweep == walk.sweeps - 1)
+    def write() -> None:
+        x = ref.x[...].astype(jnp.float32)
+        d_y = walk.turned(ref.d_y[...].astype(jnp.float32))
+        ref.d_x[...] = (d_y * (jnp.exp(x - ref.m[...]) / ref.l[...])).astype(ref.d_x.dtype)
+
+
+@BACKEND.implements("logsumexp_vjp", **in_walks(HELD))
+def logsumexp_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
+    x, d_y = call.arrays["x"], call.arrays["d_y"]
+    walk = walk_of(call, tiling)
+    found = launched(
+        call,
+        gradient_kernel,
+        walk,
+        HELD,
+        rows={"x": x},
+        written={"d_x": x.dtype},
+        inputs={"d_y": (walk.to_numbers(d_y), walk.numbers()[1])},
+        statistics=("m", "l"),
+        flops=7,
+        transcendentals=2 * x.size,
+    )
+    return (found["d_x"],)

@@ -1,13 +1,15 @@
-"""Root mean square normalisation on TPUs: y = x (sum(x^2) / n + eps)^-1/2 weight along the last axis, in two sweeps
-over a row.
+"""Root mean square normalisation on TPUs along the last axis, and its gradients, each in two sweeps over a row.
 
-x: (*batch, n), weight: (n) or None -> y: (*batch, n). The grid is (row blocks, sweeps, n blocks), see `Walk`. Sweep 0
-adds up the squares of each block, sweep 1 normalises (``narrow``: and rounds to x's dtype before the weight). Lanes
-beyond n are no part of the sum.
+    xh = x r        r = (mean(x^2) + eps)^-1/2        y = xh weight        h = weight d_y
+    d_x = r (h - xh mean(h xh))        d_weight = sum over rows of d_y xh
+
+x, y, d_y, d_x: (*batch, n); weight: (n) or None; d_weight: (n). The grid is (row blocks, sweeps, n blocks), see `Walk`.
+Sweep 0 adds up the squares of each block, and of a gradient h x; sweep 1 writes, as layernorm's kernels do. With
+``narrow`` xh is rounded to x's dtype before the weight, and in the gradients so are h, and xh where d_weight meets it.
 
 block_rows: rows a block holds; block_n: elements of each row a block holds.
 
-Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equation 4.
+Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equation 4, and its derivative.
 """
 
 from __future__ import annotations
@@ -22,8 +24,16 @@ from jax import lax
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.common import Refs
-from portakern.backends.pallas.tpu._rows import Phases, Strip
-from portakern.backends.pallas.tpu.layernorm import HELD, in_walks, normalised, what_is_normed
+from portakern.backends.pallas.tpu._rows import Phases, Piece, Strip
+from portakern.backends.pallas.tpu.layernorm import (
+    GRADIENT_HELD,
+    HELD,
+    gradients,
+    in_walks,
+    normalised,
+    what_is_normed,
+    with_past,
+)
 from portakern.core.call import Call
 
 
@@ -64,3 +74,42 @@ def kernel(ref: Refs, *, strip: Strip, eps: float, narrow: bool) -> Phases:
 def rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, ...]:
     run = partial(kernel, eps=call.options["eps"], narrow=rounds_before(call))
     return normalised(call, tiling, run, statistics=("squares",), flops=4)
+
+
+def gradient_kernel(ref: Refs, *, strip: Strip, eps: float, narrow: bool) -> Phases:
+    n = strip.n
+
+    def h(at: Piece) -> jax.Array:
+        return narrowed(at(ref.d_y) * at(ref.weight), ref.x.dtype, narrow) if "weight" in ref else at(ref.d_y)
+
+    def start() -> None:
+        ref.squares[...] = jnp.zeros_like(ref.squares)
+        ref.hx[...] = jnp.zeros_like(ref.hx)
+
+    def gather() -> None:
+        def sums(at: Piece) -> tuple[jax.Array, ...]:
+            x = at(ref.x)
+            return (jnp.square(x), h(at) * x) if "d_x" in ref else (jnp.square(x),)
+
+        squares, *hx = strip.sums(sums)
+        ref.squares[...] += squares
+        if "d_x" in ref:
+            ref.hx[...] += hx[0]
+
+    def write() -> None:
+        r = lax.rsqrt(ref.squares[...] / n + eps)
+        hxh_mean = r * (ref.hx[...] / n)
+        for at in strip.pieces():
+            xh = at(ref.x) * r
+            if "d_x" in ref:
+                at.write(ref.d_x, with_past(ref, at, r * (h(at) - xh * hxh_mean)))
+            if "d_weight" in ref:
+                at.add_to(ref.d_weight, at(ref.d_y) * narrowed(xh, ref.x.dtype, narrow))
+
+    return Phases(start, gather, write)
+
+
+@BACKEND.implements("rmsnorm_vjp", **in_walks(GRADIENT_HELD))
+def rmsnorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
+    run = partial(gradient_kernel, eps=call.options["eps"], narrow=rounds_before(call))
+    return gradients(call, tiling, run, ("squares", "hx"), 12, GRADIENT_HELD, call.arrays["x"])

@@ -1,4 +1,4 @@
-"""Rotary position embedding on TPUs.
+"""Rotary position embedding on TPUs; its gradient is the same kernel with -sin for sin.
 
     y = x c + partner(x) s        c = (cos, cos), s = (-sin, sin) over the two numbers of a pair
 
@@ -108,3 +108,8 @@ def turned(call: Call, tiling: Mapping[str, int], x: jax.Array, transposed: bool
 @BACKEND.implements("rope", key=key, supports=supports)
 def rope(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     return (turned(call, tiling, call.arrays["x"], transposed=False),)
+
+
+@BACKEND.implements("rope_vjp", key=key, supports=supports)
+def rope_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
+    return (turned(call, tiling, call.arrays["d_y"], transposed=True),)

@@ -1,9 +1,11 @@
-"""Softmax on TPUs: y = exp(x - max x) / sum exp(x - max x) along one axis, in two sweeps over a row.
+"""Softmax on TPUs along one axis, and its gradient, each in two sweeps over a row.
 
-x: (*shape) -> y: (*shape). The array is viewed as (outer, n, inner) with n the softmax axis, where a block reduces
-along sublanes instead of lanes, or as (rows, n) when that axis is the last; XLA transposes nothing. The grid is (outer,
-row blocks, sweeps, n blocks), see `Walk`. Sweep 0 keeps the running maximum m of a row and the sum l of exp(x - m);
-sweep 1 writes exp(x - m) / l.
+    y = exp(x - max x) / sum exp(x - max x)        d_x = y (d_y - Delta)        Delta = sum y d_y
+
+x, y, d_y, d_x: (*shape). Arrays are viewed as (outer, n, inner) with n the softmax axis, where a block reduces along
+sublanes instead of lanes, or as (rows, n) when that axis is the last; XLA transposes nothing. The grid is (outer, row
+blocks, sweeps, n blocks), see `Walk`. Sweep 0 keeps the running maximum m of a row and the sum l of exp(x - m), or of
+the gradient sums y d_y, with y as the forward pass stored it; sweep 1 writes.
 
 block_rows: softmax rows a block holds; block_n: elements of each row a block holds.
 
@@ -124,3 +126,40 @@ def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
         transcendentals=2 * x.size,
     )
     return (found["y"],)
+
+
+GRADIENT_HELD = Held(streamed=3, computed=3)
+
+
+def gradient_kernel(ref: Refs, *, strip: Strip) -> Phases:
+    def start() -> None:
+        ref.delta[...] = jnp.zeros_like(ref.delta)
+
+    def gather() -> None:
+        (delta,) = strip.sums(lambda at: (at(ref.y) * at(ref.d_y),))
+        ref.delta[...] += delta
+
+    def write() -> None:
+        delta = ref.delta[...]
+        for at in strip.pieces():
+            at.write(ref.d_x, at(ref.y) * (at(ref.d_y) - delta))
+
+    return Phases(start, gather, write)
+
+
+@BACKEND.implements("softmax_vjp", **in_walks(GRADIENT_HELD))
+def softmax_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
+    y, d_y = call.arrays["y"], call.arrays["d_y"]
+    found = launched(
+        call,
+        gradient_kernel,
+        walk_of(call, tiling),
+        GRADIENT_HELD,
+        rows={"y": y, "d_y": d_y},
+        written={"d_x": y.dtype},
+        statistics=("delta",),
+        strips=True,
+        flops=4,
+        transcendentals=0,
+    )
+    return (found["d_x"],)

@@ -1,7 +1,9 @@
-"""The gated product of a feed-forward layer on TPUs: y = g s u, s = 1 / (1 + exp(-g)), element by element.
+"""The gated product of a feed-forward layer on TPUs, and its gradients, element by element.
 
-gate, up: (*batch) -> y: (*batch), viewed as (rows, n) with n the last axis. The grid is (row blocks, n blocks): nothing
-is carried from step to step, and nothing is masked, as what lies beyond an array reaches only what is dropped.
+    y = g s u        d_g = d_y u s (1 + g q)        d_u = d_y g s        s = 1 / (1 + exp(-g))        q = 1 - s
+
+gate, up, y, d_y, d_gate, d_up: (*batch), viewed as (rows, n) with n the last axis. The grid is (row blocks, n blocks):
+nothing is carried from step to step, and nothing is masked, as what lies beyond an array reaches only what is dropped.
 
 block_rows: rows a block holds; block_n: elements of each row a block holds. They are the most that a block holds: an
 extent is cut evenly into as many as that takes.
@@ -112,3 +114,23 @@ def element_by_element(
 @BACKEND.implements("swiglu", key=key, supports=supports)
 def swiglu(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     return (element_by_element(call, tiling, kernel, ("gate", "up"), ("y",), flops=6)["y"],)
+
+
+def supports_gradient(call: Call, tiling: Mapping[str, int]) -> str | None:
+    return refused(call, tiling, streamed=5, computed=4)
+
+
+def gradient_kernel(ref: Refs) -> None:
+    g, d_y = ref.gate[...].astype(jnp.float32), ref.d_y[...].astype(jnp.float32)
+    s, q = open_and_shut(g)
+    if "d_gate" in ref:
+        ref.d_gate[...] = (d_y * ref.up[...].astype(jnp.float32) * (s * (1.0 + g * q))).astype(ref.d_gate.dtype)
+    if "d_up" in ref:
+        ref.d_up[...] = (d_y * (g * s)).astype(ref.d_up.dtype)
+
+
+@BACKEND.implements("swiglu_vjp", key=key, supports=supports_gradient)
+def swiglu_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
+    inputs = ("gate", "up", "d_y") if "d_gate" in call.wants else ("gate", "d_y")
+    found = element_by_element(call, tiling, gradient_kernel, inputs, call.wants, flops=11)
+    return found.get("d_gate"), found.get("d_up")

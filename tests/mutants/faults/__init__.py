@@ -75,8 +75,17 @@ class Fault(Planted):
     @property
     def module(self) -> str:
         """The module that holds the text."""
-        name, package = self.within or self.op, self.family.package
-        return f"{package.rpartition('.')[0] if name.startswith('lib.') else package}.{name}"
+        package = self.family.package
+        if self.within is None:
+            return self.op_module
+        return f"{package.rpartition('.')[0] if self.within.startswith('lib.') else package}.{self.within}"
+
+    @property
+    def op_module(self) -> str:
+        """The module that holds the op."""
+        found = registry.backend(self.backend).where(self.op, self.family)
+        assert found is not None, f"{self.name}: {self.family.package} has no {self.op}"
+        return found
 
     def lacks(self) -> str | None:
         """None, or what must be installed before the kernel can be imported."""

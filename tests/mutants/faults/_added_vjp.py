@@ -34,8 +34,8 @@ FAULTS = {
         Planted(
             "eps-ignored",
             "eps is always that of half precision",
-            old='eps=call.options["eps"]',
-            new="eps=1e-3",
+            old='gradient_kernel, eps=call.options["eps"]',
+            new="gradient_kernel, eps=1e-3",
             small=True,
         ),
     ],

@@ -43,7 +43,13 @@ FAULTS = {
         ),
     ],
     "pallas": [
-        Planted("eps-ignored", "eps is always 1e-5", old='eps=call.options["eps"]', new="eps=1e-5", small=True),
+        Planted(
+            "eps-ignored",
+            "eps is always 1e-5",
+            old='(kernel, eps=call.options["eps"]',
+            new="(kernel, eps=1e-5",
+            small=True,
+        ),
         Planted(
             "bias-forgotten",
             "the bias is not added",

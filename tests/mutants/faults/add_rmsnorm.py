@@ -60,12 +60,18 @@ FAULTS = {
             "        return kernel(ref, strip=strip._replace(walk=walk), **how)\n"
             "\n    run = partial(over,",
         ),
-        Planted("eps-ignored", "eps is always 1e-6", old='eps=call.options["eps"]', new="eps=1e-6", small=True),
+        Planted(
+            "eps-ignored",
+            "eps is always 1e-6",
+            old='(kernel, eps=call.options["eps"]',
+            new="(kernel, eps=1e-6",
+            small=True,
+        ),
         Planted(
             "rounding-ignored",
             "x r is never rounded before the weight",
-            old="narrow=rounds_before(call)",
-            new="narrow=False",
+            old='(kernel, eps=call.options["eps"], narrow=rounds_before(call)',
+            new='(kernel, eps=call.options["eps"], narrow=False',
             small=True,
         ),
     ],

@@ -33,8 +33,8 @@ FAULTS = {
         Planted(
             "tanh-for-erf",
             "the tanh form serves both",
-            old='if approximate == "tanh":',
-            new="if approximate:",
+            old='gate that is open."""\n    if approximate == "tanh":',
+            new='gate that is open."""\n    if approximate:',
             small=True,
         ),
         Planted(

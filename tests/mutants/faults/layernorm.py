@@ -78,12 +78,18 @@ FAULTS = {
             new="1 / (jnp.sqrt(ref.m2[...] / strip.n) + eps)",
             small=True,
         ),
-        Planted("eps-ignored", "eps is always 1e-5", old='eps=call.options["eps"])', new="eps=1e-5)", small=True),
+        Planted(
+            "eps-ignored",
+            "eps is always 1e-5",
+            old='(kernel, eps=call.options["eps"])',
+            new="(kernel, eps=1e-5)",
+            small=True,
+        ),
         Planted(
             "weight-as-x",
             "a float32 weight is rounded to x's dtype",
-            old="at(ref.weight)",
-            new="at(ref.weight).astype(ref.x.dtype).astype(jnp.float32)",
+            old="y *= at(ref.weight)",
+            new="y *= at(ref.weight).astype(ref.x.dtype).astype(jnp.float32)",
             small=True,
         ),
         Planted(
@@ -94,7 +100,12 @@ FAULTS = {
             small=True,
             sample=True,
         ),
-        Planted("between-blocks", "the merge forgets that blocks differ in their means", old=" + between\n", new="\n"),
+        Planted(
+            "between-blocks",
+            "the merge forgets that blocks differ in their means",
+            old="+= m2 + between\n",
+            new="+= m2\n",
+        ),
     ],
     "pallas/gpu": [
         Planted(
@@ -106,8 +117,8 @@ FAULTS = {
         Planted(
             "merge-without-delta",
             "chunks are merged as if they had one mean",
-            old=" + delta * (delta * weight)",
-            new="",
+            old=" + m2_after + delta * (delta * weight)\n",
+            new=" + m2_after\n",
         ),
         Planted(
             "mean-of-a-whole-chunk",

@@ -103,8 +103,8 @@ FAULTS = {
         Planted(
             "weight-as-x",
             "a float32 weight is rounded to x's dtype",
-            old="at(ref.weight)",
-            new="at(ref.weight).astype(ref.d_y.dtype).astype(jnp.float32)",
+            old="at(ref.d_y) * at(ref.weight)",
+            new="at(ref.d_y) * at(ref.weight).astype(ref.d_y.dtype).astype(jnp.float32)",
             small=True,
         ),
         Planted(

@@ -46,8 +46,8 @@ FAULTS = {
         Planted(
             "smoothing-over-a-chunk",
             "the share of all classes is divided by the chunk's extent",
-            old="brackets.gradient(of, tiles, n)",
-            new="brackets.gradient(of, tiles, len(w))",
+            old="losses.gradient(of, tiles, n)",
+            new="losses.gradient(of, tiles, len(w))",
         ),
         Planted(
             "ignored-counted",

@@ -74,11 +74,11 @@ FAULTS = {
         Planted(
             "finite-padding",
             "lanes beyond a row hold -1e4 instead of -inf",
-            old="step, -jnp.inf)",
-            new="step, -1e4)",
+            old="step, -jnp.inf)\n\n",
+            new="step, -1e4)\n\n",
             small=True,
         ),
-        Planted("padding-counts", "lanes beyond a row hold 0", old="step, -jnp.inf)", new="step, 0.0)"),
+        Planted("padding-counts", "lanes beyond a row hold 0", old="step, -jnp.inf)\n\n", new="step, 0.0)\n\n"),
         Planted(
             "l-not-rescaled",
             "the running sum keeps its unit when the maximum grows",

@@ -56,8 +56,8 @@ FAULTS = {
         Planted(
             "finite-padding",
             "lanes beyond a row hold -1e4 instead of -inf",
-            old="step, -jnp.inf)",
-            new="step, -1e4)",
+            old="step, -jnp.inf)\n        m, p",
+            new="step, -1e4)\n        m, p",
             small=True,
         ),
         Planted(

@@ -50,15 +50,15 @@ FAULTS = {
         Planted(
             "eps-ignored",
             "eps is always 1e-6",
-            old='eps=call.options["eps"], narrow',
-            new="eps=1e-6, narrow",
+            old='(kernel, eps=call.options["eps"], narrow',
+            new="(kernel, eps=1e-6, narrow",
             small=True,
         ),
         Planted(
             "weight-as-x",
             "a float32 weight is rounded to x's dtype",
-            old="at(ref.weight)",
-            new="at(ref.weight).astype(ref.x.dtype).astype(jnp.float32)",
+            old="y *= at(ref.weight)",
+            new="y *= at(ref.weight).astype(ref.x.dtype).astype(jnp.float32)",
             small=True,
         ),
     ],
@@ -74,8 +74,8 @@ FAULTS = {
         Planted(
             "mean-over-the-chunk",
             "the squares are divided by the chunk's length and not by the row's",
-            old="lax.rsqrt(statistics[0] / walk.n + self.eps)",
-            new="lax.rsqrt(statistics[0] / (walk.chunk * walk.chunks) + self.eps)",
+            old="walk.spread(lax.rsqrt(statistics[0] / walk.n + self.eps))",
+            new="walk.spread(lax.rsqrt(statistics[0] / (walk.chunk * walk.chunks) + self.eps))",
         ),
     ],
 }

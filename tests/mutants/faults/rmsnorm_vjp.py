@@ -53,8 +53,8 @@ FAULTS = {
         Planted(
             "last-block-alone",
             "the sums of a row start anew at each block",
-            old="ref.squares[...] += squares",
-            new="ref.squares[...] = squares",
+            old="ref.squares[...] += squares\n        if",
+            new="ref.squares[...] = squares\n        if",
         ),
         Planted(
             "missing-rows-counted",
@@ -65,8 +65,8 @@ FAULTS = {
         Planted(
             "weight-as-x",
             "a float32 weight is rounded to x's dtype",
-            old="at(ref.weight)",
-            new="at(ref.weight).astype(ref.d_y.dtype).astype(jnp.float32)",
+            old="at(ref.d_y) * at(ref.weight)",
+            new="at(ref.d_y) * at(ref.weight).astype(ref.d_y.dtype).astype(jnp.float32)",
             small=True,
         ),
         Planted(

@@ -89,8 +89,11 @@ FAULTS = {
         Planted(
             "last-chunk-alone",
             "Delta starts anew at each chunk",
-            old="    def result(",
-            new="    def merged(self, before, after, seen, here):\n        return after\n\n    def result(",
+            old="0.0, start), axis=1),)\n\n    def result(",
+            new=(
+                "0.0, start), axis=1),)\n\n    def merged(self, before, after, seen, here):\n        return after\n\n"
+                "    def result("
+            ),
             small=True,
         ),
         Planted(
