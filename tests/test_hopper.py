@@ -20,6 +20,7 @@ from portakern.backends.triton import interpreter, replay  # noqa: E402
 from portakern.backends.triton import launch as launching  # noqa: E402
 from portakern.backends.triton.hopper import _float32, _warps  # noqa: E402
 from portakern.backends.triton.hopper import matmul as products  # noqa: E402
+from portakern.backends.triton.lib import gluon  # noqa: E402
 from portakern.backends.triton.lib import matmul as order_of_tiles  # noqa: E402
 from tests import gluon_on_host as host  # noqa: E402
 
@@ -292,7 +293,7 @@ IN_OTHER_WAYS = {
 
 def on_host(module, folder):
     """The module, where dtypes say how wide they are in other words, and layouts are nothing."""
-    source = re.sub(r"(\w+)\.dtype\.primitive_bitwidth", r"(\1.dtype.itemsize * 8)", inspect.getsource(module))
+    source = re.sub(r"([\w.]*\bdtype)\.primitive_bitwidth", r"(\1.itemsize * 8)", inspect.getsource(module))
     file = folder / f"on_host{module.__name__.rpartition('.')[2]}.py"
     file.write_text(source.replace("acc.type.layout", "None"))
     spec = importlib.util.spec_from_file_location(file.stem, file)
@@ -305,14 +306,13 @@ def on_host(module, folder):
 def test_warps_with_roles_meet_the_bound_in_other_ways(name, tmp_path, monkeypatch):
     """Where c leaves through the stages of the only tile, and float32 with a and b as they lie."""
     a, b, named = IN_OTHER_WAYS[name]
-    modules, launches = [on_host(_warps, tmp_path), on_host(_float32, tmp_path), order_of_tiles], []
+    modules, launches = [on_host(_warps, tmp_path), on_host(_float32, tmp_path), gluon, order_of_tiles], []
 
     def on_the_host(kernel, grid, args, constexprs):
         launches.append(kernel.__name__)
-        if constexprs.get("stages") is None:
+        if not kernel.is_gluon():
             return interpreter.run(kernel, grid, *args, **constexprs)
-        known = {n: v for n, v in constexprs.items() if n not in ("num_warps",)}
-        return host.launched(kernel, modules, grid, args, **known)
+        return host.launched(kernel, modules, grid, args, plan=constexprs["plan"])
 
     monkeypatch.setattr(products, "MULTIPROCESSORS", 2)
     if named.get("halves") == 2:  # one group of warps writes c while what the other has written is on its way
@@ -336,8 +336,7 @@ def test_warps_with_roles_meet_the_bound(name, tmp_path, monkeypatch):
     def on_the_host(kernel, grid, args, constexprs):
         if kernel.__name__ != "matmul_by_roles":
             return interpreter.run(kernel, grid, *args, **constexprs)
-        known = {n: v for n, v in constexprs.items() if n not in ("num_warps",)}
-        return host.launched(kernel, [module, order_of_tiles], grid, args, **known)
+        return host.launched(kernel, [module, gluon, order_of_tiles], grid, args, plan=constexprs["plan"])
 
     monkeypatch.setattr(products, "MULTIPROCESSORS", 2)
     impl, call = bound("matmul", a, b)

@@ -20,19 +20,21 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from portakern.backends.triton.hopper._warps import (
     CONSUMER_REGISTERS,
     LOADER_REGISTERS,
     PART,
-    barriers,
-    fetch,
+    Extents,
+    Operands,
+    count_of,
+    grid_of,
     halves,
     loader,
+    tile_of_c,
 )
-from portakern.backends.triton.lib.gluon import give_back
-from portakern.backends.triton.lib.matmul import place
+from portakern.backends.triton.lib.gluon import await_full, give_back, ring_of
 
 SLICE = gl.constexpr(8)  # of k: 32 bytes
 
@@ -42,17 +44,6 @@ def multiply_add(a, b, acc, _semantic=None):
     """acc + a b by the threads' own instructions, one after the other along k. Gluon's own refuses so short a k."""
     made = _semantic.builder.create_dot(a.handle, b.handle, acc.handle, ir.INPUT_PRECISION.IEEE, 0)
     return gl.tensor(made, acc.type)
-
-
-@gluon.jit
-def place_of(index, m, n, rows: gl.constexpr, columns: gl.constexpr, group: gl.constexpr, batched: gl.constexpr):
-    """(row, column, entry) of the ``index``-th tile of c."""
-    tiles_m, tiles_n = gl.cdiv(m, rows), gl.cdiv(n, columns)
-    tile, z = index, 0
-    if batched:
-        tile, z = index % (tiles_m * tiles_n), index // (tiles_m * tiles_n)
-    tile_m, tile_n = place(tile, tiles_m, tiles_n, group)
-    return tile_m * rows, tile_n * columns, z
 
 
 @gluon.jit
@@ -81,119 +72,92 @@ def keep_turned(c, acc, z, i, j, m, n):
 
 
 @gluon.jit
-def turned_consumer(c, a_tiles, b_tiles, full, empty, m, n, k, entries,
-                    rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
-                    batched: gl.constexpr, half: gl.constexpr):  # fmt: skip
-    stages: gl.constexpr = full.shape[0]
-    own: gl.constexpr = columns // 2
+def turned_consumer(tiles, ring, c, extents, plan: gl.constexpr, half: gl.constexpr):
+    """Four warps that multiply half of the columns of each tile."""
+    rows: gl.constexpr = plan.rows
+    own: gl.constexpr = plan.columns // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 8])
     fragments: gl.constexpr = gl.DotOperandLayout(0, layout, 1)
-    count = 0
-    tiles = gl.cdiv(m, rows) * gl.cdiv(n, columns) * entries
-    for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        i, j, z = place_of(index, m, n, rows, columns, group, batched)
+    tiles_m, tiles_n, steps = grid_of(extents, plan)
+    unit = 0
+    for index in range(gl.program_id(0), count_of(tiles_m, tiles_n, extents.entries), gl.num_programs(0)):
+        z, tile_m, tile_n = tile_of_c(index, tiles_m, tiles_n, plan)
+        i, j = tile_m * plan.rows, tile_n * plan.columns
         acc = gl.zeros([own, rows], gl.float32, layout)
-        for _ in range(gl.cdiv(k, depth)):
-            stage = count % stages
-            mbarrier.wait(full.index(stage), count // stages & 1)
-            bt = b_tiles.index(stage).slice(half * own, own, 1).permute([1, 0]).load(fragments)
-            acc = warpgroup_mma(bt, a_tiles.index(stage).permute([1, 0]), acc, is_async=True)
+        for _ in range(steps):
+            stage = await_full(ring, unit)
+            bt = tiles.b.index(stage).slice(half * own, own, 1).permute([1, 0]).load(fragments)
+            acc = warpgroup_mma(bt, tiles.a.index(stage).permute([1, 0]), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            give_back(empty.index(stage), True)
-            count += 1
-        keep_turned(c, acc, z, i, j + half * own, m, n)
+            give_back(ring.empty.index(stage), True)
+            unit += 1
+        keep_turned(c, acc, z, i, j + half * own, extents.m, extents.n)
 
 
 @gluon.jit(do_not_specialize=["m", "k", "entries"])
-def matmul_turned(a, b, c, m, n, k, entries,
-                  rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
-                  stages: gl.constexpr, batched: gl.constexpr, a_batched: gl.constexpr,
-                  b_batched: gl.constexpr):  # fmt: skip
+def matmul_turned(a, b, c, m, n, k, entries, plan: gl.constexpr):
+    """c = a b in tf32."""
+    extents, operands = Extents(m, n, k, entries), Operands(a, b, None)
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    a_tiles = gl.allocate_shared_memory(gl.float32, [stages, rows, depth], layout)
-    b_tiles = gl.allocate_shared_memory(gl.float32, [stages, depth, columns], layout)
-    full, empty = barriers(stages, 2)
+    a_tiles = gl.allocate_shared_memory(gl.float32, [plan.stages, plan.rows, plan.depth], layout)
+    b_tiles = gl.allocate_shared_memory(gl.float32, [plan.stages, plan.depth, plan.columns], layout)
+    tiles = Operands(a_tiles, b_tiles, None)
+    ring = ring_of(plan.stages, 2)
+    fence_async_shared()
     gl.warp_specialize(
         [
-            (turned_consumer, (c, a_tiles, b_tiles, full, empty, m, n, k, entries, rows, columns, depth, group, batched,
-                               0)),
-            (turned_consumer, (c, a_tiles, b_tiles, full, empty, m, n, k, entries, rows, columns, depth, group, batched,
-                               1)),
-            (loader, (a, b, b, a_tiles, b_tiles, b_tiles, full, empty, m, n, k, entries,
-                      rows, columns, depth, group, 0, 0, 0, batched, a_batched, b_batched)),
+            (turned_consumer, (tiles, ring, c, extents, plan, 0)),
+            (turned_consumer, (tiles, ring, c, extents, plan, 1)),
+            (loader, (operands, tiles, ring, extents, plan)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, LOADER_REGISTERS],
-    )  # fmt: skip
+    )
 
 
 @gluon.jit
-def loader_of_slices(a, b, a_tiles, b_tiles, full, empty, m, n, k, entries,
-                     rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
-                     batched: gl.constexpr, a_batched: gl.constexpr, b_batched: gl.constexpr):  # fmt: skip
-    stages: gl.constexpr = full.shape[0]
-    slices: gl.constexpr = depth // SLICE
-    count = 0
-    tiles = gl.cdiv(m, rows) * gl.cdiv(n, columns) * entries
-    for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        i, j, z = place_of(index, m, n, rows, columns, group, batched)
-        for step in range(gl.cdiv(k, depth)):
-            stage = count % stages
-            mbarrier.wait(empty.index(stage), (count // stages & 1) ^ 1)
-            arrived = full.index(stage)
-            mbarrier.expect(arrived, (rows + columns) * depth * 4)
-            for part in gl.static_range(slices):
-                kk = step * depth + part * SLICE
-                fetch(a, z * a_batched, i, kk, arrived, a_tiles.index(stage * slices + part), batched)
-            fetch(b, z * b_batched, step * depth, j, arrived, b_tiles.index(stage), batched)
-            count += 1
-
-
-@gluon.jit
-def slices_consumer(c, a_tiles, b_tiles, full, empty, m, n, k, entries,
-                    rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
-                    batched: gl.constexpr):  # fmt: skip
-    stages: gl.constexpr = full.shape[0]
-    slices: gl.constexpr = depth // SLICE
+def slices_consumer(tiles, ring, c, extents, plan: gl.constexpr):
+    """Eight warps that multiply a slice of k after the other."""
+    rows: gl.constexpr = plan.rows
+    columns: gl.constexpr = plan.columns
+    slices: gl.constexpr = plan.slices
     # Four elements of b side by side, and rows of a that lie in different banks.
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 2], [1, 0])
     of_a: gl.constexpr = gl.DotOperandLayout(0, layout, 0)
     of_b: gl.constexpr = gl.DotOperandLayout(1, layout, 0)
-    count = 0
-    tiles = gl.cdiv(m, rows) * gl.cdiv(n, columns) * entries
-    for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        i, j, z = place_of(index, m, n, rows, columns, group, batched)
+    tiles_m, tiles_n, steps = grid_of(extents, plan)
+    unit = 0
+    for index in range(gl.program_id(0), count_of(tiles_m, tiles_n, extents.entries), gl.num_programs(0)):
+        z, tile_m, tile_n = tile_of_c(index, tiles_m, tiles_n, plan)
+        i, j = tile_m * plan.rows, tile_n * plan.columns
         acc = gl.zeros([rows, columns], gl.float32, layout)
-        for _ in range(gl.cdiv(k, depth)):
-            stage = count % stages
-            mbarrier.wait(full.index(stage), count // stages & 1)
+        for _ in range(steps):
+            stage = await_full(ring, unit)
             for part in gl.static_range(slices):
-                at = a_tiles.index(stage * slices + part).load(of_a)
-                bt = b_tiles.index(stage).slice(part * SLICE, SLICE, 0).load(of_b)
+                at = tiles.a.index(stage * slices + part).load(of_a)
+                bt = tiles.b.index(stage).slice(part * SLICE, SLICE, 0).load(of_b)
                 acc = multiply_add(at, bt, acc)
-            give_back(empty.index(stage), True)
-            count += 1
-        keep(c, acc, z, i, j, m, n)
+            give_back(ring.empty.index(stage), True)
+            unit += 1
+        keep(c, acc, z, i, j, extents.m, extents.n)
 
 
 @gluon.jit(do_not_specialize=["m", "k", "entries"])
-def matmul_in_slices(a, b, c, m, n, k, entries,
-                     rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
-                     stages: gl.constexpr, batched: gl.constexpr, a_batched: gl.constexpr,
-                     b_batched: gl.constexpr):  # fmt: skip
-    """a: described in boxes of a slice's columns. Of ``num_warps`` 8."""
+def matmul_in_slices(a, b, c, m, n, k, entries, plan: gl.constexpr):
+    """c = a b in ieee. a: described in boxes of a slice's columns. Of ``num_warps`` 8."""
+    extents, operands = Extents(m, n, k, entries), Operands(a, b, None)
     a_layout: gl.constexpr = gl.NVMMASharedLayout(32, 32, 2)
     b_layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    a_tiles = gl.allocate_shared_memory(gl.float32, [stages * (depth // SLICE), rows, SLICE], a_layout)
-    b_tiles = gl.allocate_shared_memory(gl.float32, [stages, depth, columns], b_layout)
-    full, empty = barriers(stages, 1)
+    a_tiles = gl.allocate_shared_memory(gl.float32, [plan.stages * plan.slices, plan.rows, SLICE], a_layout)
+    b_tiles = gl.allocate_shared_memory(gl.float32, [plan.stages, plan.depth, plan.columns], b_layout)
+    tiles = Operands(a_tiles, b_tiles, None)
+    ring = ring_of(plan.stages, 1)
+    fence_async_shared()
     gl.warp_specialize(
         [
-            (slices_consumer, (c, a_tiles, b_tiles, full, empty, m, n, k, entries, rows, columns, depth, group,
-                               batched)),
-            (loader_of_slices, (a, b, a_tiles, b_tiles, full, empty, m, n, k, entries, rows, columns, depth, group,
-                                batched, a_batched, b_batched)),
+            (slices_consumer, (tiles, ring, c, extents, plan)),
+            (loader, (operands, tiles, ring, extents, plan)),
         ],
         [1],
         [LOADER_REGISTERS],
-    )  # fmt: skip
+    )

@@ -2,8 +2,7 @@
 
     c[i, j] = sum_k a[i, k] b[k, j]        or, with pre = c + bias[j],    c = f(pre) + residual[i, j]
 
-``batched``: of each of some entries, c[z, i, j] = sum_k a[z, i, k] b[z, k, j]; an operand that has one entry for all is
-not ``a_batched`` or not ``b_batched``.
+With entries, of each: c[z, i, j] = sum_k a[z, i, k] b[z, k, j]; an operand may have one entry for all.
 
 One warp loads: it keeps ``stages`` tiles of a (rows x depth) and of b (depth x columns) on their way into shared memory
 through the copy engine, and waits only for a stage to become free. Two groups of four warps multiply, each its half of
@@ -20,6 +19,8 @@ tiles in "Matrix Multiplication" of the Triton tutorials (Tillet).
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -31,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from portakern.backends.triton.lib.activations import activated
-from portakern.backends.triton.lib.gluon import load_tile, store_tile
+from portakern.backends.triton.lib.gluon import acquire, await_full, load_tile, ring_of, store_tile
 from portakern.backends.triton.lib.matmul import place
 
 together = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -40,6 +41,72 @@ _OLD = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 LOADER_REGISTERS, CONSUMER_REGISTERS = gl.constexpr(24), gl.constexpr(240)
 PART = gl.constexpr(32)  # columns of an accumulator that meet what follows the product at a time
+
+
+class WarpPlan(NamedTuple):
+    """What a kernel by warps with roles is compiled for.
+
+    Attributes:
+      rows, columns, depth: extents of the tiles of a and b; more: columns of b beside; group: rows of tiles that are
+        finished together; stages: of the ring; slices: boxes of a's tile along k.
+      a_across, b_across: an operand's lines run along the first of its axes, m or k.
+      batched: there are entries; a_batched, b_batched: 1 where the operand has its own for each, else 0.
+      described: c (and pre) is a descriptor, and no pointer. c_in_stages: c leaves through a's stages; c_whole: all
+        boxes of a tile of c with ``more`` columns are in shared memory.
+      activation: what follows the sums; None: nothing does.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    group: int
+    stages: int
+    more: int = 0
+    slices: int = 1
+    a_across: bool = False
+    b_across: bool = False
+    batched: bool = False
+    a_batched: int = 0
+    b_batched: int = 0
+    described: bool = False
+    c_in_stages: bool = False
+    c_whole: bool = False
+    activation: str | None = None
+
+
+class Extents(NamedTuple):
+    """a is (entries, m, k) and b (entries, k, n); entries: None where there is one."""
+
+    m: Any
+    n: Any
+    k: Any
+    entries: Any
+
+
+class Operands(NamedTuple):
+    """a, b, and b for the columns that are more: described, or their tiles in shared memory."""
+
+    a: Any
+    b: Any
+    b_more: Any
+
+
+class Epilogue(NamedTuple):
+    """What follows the sums, each None where it is absent: bias, the residual and the step between its rows, and where
+    the sums with bias are written (pre)."""
+
+    bias: Any
+    residual: Any
+    residual_row: Any
+    pre: Any
+
+
+class At(NamedTuple):
+    """Where a tile of c begins: entry, row and column."""
+
+    z: Any
+    i: Any
+    j: Any
 
 
 @gluon.jit
@@ -64,12 +131,13 @@ def as_tiles(tiles, count: gl.constexpr, rows: gl.constexpr, columns: gl.constex
 
 
 @gluon.jit
-def fetch(x, z, line, column, arrived, tile, batched: gl.constexpr):
-    """Begin to copy the tile of x, or of its entry z, at (line, column)."""
+def fetch(x, z, row, column, full, tile, across: gl.constexpr, batched: gl.constexpr):
+    """Begin to copy the tile of x, or of its entry z, at (row, column), which lies the other way if ``across``."""
+    line, at = (column, row) if across else (row, column)
     if batched:
-        load_tile(x, [z, line, column], arrived, boxed(tile))
+        load_tile(x, [z, line, at], full, boxed(tile))
     else:
-        load_tile(x, [line, column], arrived, tile)
+        load_tile(x, [line, at], full, tile)
 
 
 @gluon.jit
@@ -82,54 +150,52 @@ def leave(c, z, i, j, tile, batched: gl.constexpr):
 
 
 @gluon.jit
-def barriers(stages: gl.constexpr, readers: gl.constexpr):
-    """(full, empty): of each stage whether its operands have come, and whether all who read them are done."""
-    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(stages):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=readers)
-    fence_async_shared()  # copies arrive at them by the way that threads' writes take
-    return full, empty
+def grid_of(extents, plan: gl.constexpr):
+    """How many tiles c has along its rows and columns, and in how many steps k is walked."""
+    return gl.cdiv(extents.m, plan.rows), gl.cdiv(extents.n, plan.columns + plan.more), gl.cdiv(extents.k, plan.depth)
 
 
 @gluon.jit
-def loader(a, b, b_more, a_tiles, b_tiles, more_tiles, full, empty, m, n, k, entries,
-           rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
-           a_across: gl.constexpr, b_across: gl.constexpr, more: gl.constexpr, batched: gl.constexpr,
-           a_batched: gl.constexpr, b_batched: gl.constexpr):  # fmt: skip
-    stages: gl.constexpr = full.shape[0]
-    width: gl.constexpr = columns + more
-    moved: gl.constexpr = (rows + width) * depth * a.dtype.primitive_bitwidth // 8
-    tiles_m, tiles_n = gl.cdiv(m, rows), gl.cdiv(n, width)
-    steps = gl.cdiv(k, depth)
-    count = 0
-    for index in range(gl.program_id(0), tiles_m * tiles_n * entries, gl.num_programs(0)):
-        tile, z = index, 0
-        if batched:
-            tile, z = index % (tiles_m * tiles_n), index // (tiles_m * tiles_n)
-        tile_m, tile_n = place(tile, tiles_m, tiles_n, group)
-        i, j = tile_m * rows, tile_n * width
+def count_of(tiles_m, tiles_n, entries):
+    """How many tiles there are in all."""
+    if entries is not None:
+        return tiles_m * tiles_n * entries
+    else:
+        return tiles_m * tiles_n
+
+
+@gluon.jit
+def tile_of_c(index, tiles_m, tiles_n, plan: gl.constexpr):
+    """(entry, row of tiles, column of tiles) of the ``index``-th tile of c."""
+    tile, z = index, 0
+    if plan.batched:
+        tile, z = index % (tiles_m * tiles_n), index // (tiles_m * tiles_n)
+    tile_m, tile_n = place(tile, tiles_m, tiles_n, plan.group)
+    return z, tile_m, tile_n
+
+
+@gluon.jit
+def loader(operands, tiles, ring, extents, plan: gl.constexpr):
+    """One warp that keeps tiles of a and of b on their way, and waits only for a stage to become free."""
+    bits: gl.constexpr = operands.a.dtype.primitive_bitwidth
+    moved: gl.constexpr = (plan.rows + plan.columns + plan.more) * plan.depth * bits // 8
+    slices: gl.constexpr = plan.slices
+    tiles_m, tiles_n, steps = grid_of(extents, plan)
+    unit = 0
+    for index in range(gl.program_id(0), count_of(tiles_m, tiles_n, extents.entries), gl.num_programs(0)):
+        z, tile_m, tile_n = tile_of_c(index, tiles_m, tiles_n, plan)
+        i, j = tile_m * plan.rows, tile_n * (plan.columns + plan.more)
         for step in range(steps):
-            stage = count % stages
-            mbarrier.wait(empty.index(stage), (count // stages & 1) ^ 1)
-            arrived = full.index(stage)
-            mbarrier.expect(arrived, moved)
-            kk = step * depth
-            if a_across:
-                fetch(a, z * a_batched, kk, i, arrived, a_tiles.index(stage), batched)
-            else:
-                fetch(a, z * a_batched, i, kk, arrived, a_tiles.index(stage), batched)
-            if b_across:
-                fetch(b, z * b_batched, j, kk, arrived, b_tiles.index(stage), batched)
-            else:
-                fetch(b, z * b_batched, kk, j, arrived, b_tiles.index(stage), batched)
-            if more:
-                if b_across:
-                    fetch(b_more, z * b_batched, j + columns, kk, arrived, more_tiles.index(stage), batched)
-                else:
-                    fetch(b_more, z * b_batched, kk, j + columns, arrived, more_tiles.index(stage), batched)
-            count += 1
+            stage, full = acquire(ring, unit, moved)
+            kk = step * plan.depth
+            for part in gl.static_range(slices):
+                fetch(operands.a, z * plan.a_batched, i, kk + part * (plan.depth // slices), full,
+                      tiles.a.index(stage * slices + part), plan.a_across, plan.batched)  # fmt: skip
+            fetch(operands.b, z * plan.b_batched, kk, j, full, tiles.b.index(stage), plan.b_across, plan.batched)
+            if plan.more:
+                fetch(operands.b_more, z * plan.b_batched, kk, j + plan.columns, full, tiles.b_more.index(stage),
+                      plan.b_across, plan.batched)  # fmt: skip
+            unit += 1
 
 
 @gluon.jit
@@ -175,24 +241,24 @@ def put(c, acc, z, i, j, m, n):
 
 
 @gluon.jit
-def write(c, c_tiles, acc, acc_more, z, i, j, m, n, half: gl.constexpr, more: gl.constexpr, described: gl.constexpr,
-          batched: gl.constexpr, single: gl.constexpr):  # fmt: skip
-    """Write a consumer's accumulators to c, or to its entry z, at (i, j). ``single``: the tiles are a's stages."""
+def write(c, c_tiles, acc, acc_more, at, extents, half: gl.constexpr, plan: gl.constexpr):
+    """Write a consumer's accumulators to c."""
+    z, i, j = at
     boxes: gl.constexpr = c_tiles.shape[0] // 2
-    first: gl.constexpr = half if single else half * boxes
-    apart: gl.constexpr = 2 if single else (1 if boxes > 1 else 0)
-    if described:
+    first: gl.constexpr = half if plan.c_in_stages else half * boxes
+    apart: gl.constexpr = 2 if plan.c_in_stages else (1 if boxes > 1 else 0)
+    if plan.described:
         tma.store_wait(0)  # what was in these tiles before has left
-        send(c, c_tiles, first, apart, acc, z, i, j, batched)
-        if more:
+        send(c, c_tiles, first, apart, acc, z, i, j, plan.batched)
+        if plan.more:
             if not apart:
                 tma.store_wait(0)
             beyond: gl.constexpr = first + apart * (acc.shape[1] // c_tiles.shape[2])
-            send(c, c_tiles, beyond, apart, acc_more, z, i, j + acc.shape[1], batched)
+            send(c, c_tiles, beyond, apart, acc_more, z, i, j + acc.shape[1], plan.batched)
     else:
-        put(c, acc, z, i, j, m, n)
-        if more:
-            put(c, acc_more, z, i, j + acc.shape[1], m, n)
+        put(c, acc, z, i, j, extents.m, extents.n)
+        if plan.more:
+            put(c, acc_more, z, i, j + acc.shape[1], extents.m, extents.n)
 
 
 @gluon.jit
@@ -232,156 +298,147 @@ def followed(acc, bias, residual, residual_row, i, j, m, n, activation: gl.const
 
 
 @gluon.jit
-def complete(c, bias, residual, residual_row, pre, c_tiles, acc, acc_more, z, i, j, m, n, columns: gl.constexpr,
-             half: gl.constexpr, more: gl.constexpr, described: gl.constexpr, batched: gl.constexpr,
-             single: gl.constexpr, activation: gl.constexpr, bits: gl.constexpr):  # fmt: skip
-    """What follows a consumer's sums at (i, j), and their way to memory; operands have elements of so many ``bits``."""
-    if described:
+def complete(c, c_tiles, epilogue, acc, acc_more, at, extents, half: gl.constexpr, plan: gl.constexpr,
+             bits: gl.constexpr):  # fmt: skip
+    """What follows a consumer's sums, and their way to memory; operands have elements of so many ``bits``."""
+    bias, residual, residual_row, pre = epilogue
+    m, n, k, entries = extents
+    _, i, j = at
+    activation: gl.constexpr = plan.activation  # Triton 3.6 hands on no word of a tuple
+    if plan.described:
         line: gl.constexpr = 128 // bits
         n = n // line * line  # what c's rows are multiples of: elements that lie side by side are read together
+    extents = Extents(m, n, k, entries)
     if pre is not None:
         acc = biased(acc, bias, j, n)
-        if more:
-            acc_more = biased(acc_more, bias, j + columns, n)
-        write(pre, c_tiles, acc, acc_more, z, i, j, m, n, half, more, described, batched, single)
+        if plan.more:
+            acc_more = biased(acc_more, bias, j + plan.columns, n)
+        write(pre, c_tiles, acc, acc_more, at, extents, half, plan)
     if activation is not None:
         rest = bias if pre is None else None
         acc = followed(acc, rest, residual, residual_row, i, j, m, n, activation, bits == 16)
-        if more:
-            acc_more = followed(acc_more, rest, residual, residual_row, i, j + columns, m, n, activation, bits == 16)
-    write(c, c_tiles, acc, acc_more, z, i, j, m, n, half, more, described, batched, single)
+        if plan.more:
+            acc_more = followed(acc_more, rest, residual, residual_row, i, j + plan.columns, m, n, activation,
+                                bits == 16)  # fmt: skip
+    write(c, c_tiles, acc, acc_more, at, extents, half, plan)
 
 
 @gluon.jit
-def consumer(a, b, b_more, c, bias, residual, residual_row, pre, a_tiles, b_tiles, more_tiles, c_tiles, full, empty,
-             m, n, k, entries,
-             rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
-             a_across: gl.constexpr, b_across: gl.constexpr, more: gl.constexpr, described: gl.constexpr,
-             batched: gl.constexpr, single: gl.constexpr, activation: gl.constexpr, half: gl.constexpr):  # fmt: skip
-    stages: gl.constexpr = full.shape[0]
-    width: gl.constexpr = columns + more
-    own: gl.constexpr = rows // 2
-    unit: gl.constexpr = 256 // a.dtype.primitive_bitwidth  # of k, in one instruction
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, unit])
-    more_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, more if more else columns, unit])
-    tiles_m, tiles_n = gl.cdiv(m, rows), gl.cdiv(n, width)
-    steps = gl.cdiv(k, depth)
-    count = 0
-    for index in range(gl.program_id(0), tiles_m * tiles_n * entries, gl.num_programs(0)):
-        tile, z = index, 0
-        if batched:
-            tile, z = index % (tiles_m * tiles_n), index // (tiles_m * tiles_n)
-        tile_m, tile_n = place(tile, tiles_m, tiles_n, group)
+def operand_of(tile, across: gl.constexpr):
+    """A tile in shared memory as the matrix unit takes it."""
+    if across:
+        tile = tile.permute([1, 0])
+    return tile
+
+
+@gluon.jit
+def consumer(tiles, c_tiles, ring, c, epilogue, extents, plan: gl.constexpr, half: gl.constexpr):
+    """Four warps that multiply half of the rows of each tile: a product of one stage is in flight while the next one is
+    issued, and the stage before is handed back when its product is done."""
+    stages: gl.constexpr = plan.stages
+    columns: gl.constexpr = plan.columns
+    more: gl.constexpr = plan.more
+    own: gl.constexpr = plan.rows // 2
+    bits: gl.constexpr = tiles.a.dtype.primitive_bitwidth
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 256 // bits])
+    more_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, more if more else columns, 256 // bits])
+    tiles_m, tiles_n, steps = grid_of(extents, plan)
+    unit = 0
+    for index in range(gl.program_id(0), count_of(tiles_m, tiles_n, extents.entries), gl.num_programs(0)):
+        z, tile_m, tile_n = tile_of_c(index, tiles_m, tiles_n, plan)
         acc = gl.zeros([own, columns], gl.float32, layout)
         if more:
             acc_more = gl.zeros([own, more], gl.float32, more_layout)
         for step in range(steps):
-            stage = count % stages
-            mbarrier.wait(full.index(stage), count // stages & 1)
-            if a_across:
-                at = a_tiles.index(stage).slice(half * own, own, 1).permute([1, 0])
-            else:
-                at = a_tiles.index(stage).slice(half * own, own, 0)
-            bt = b_tiles.index(stage)
-            if b_across:
-                bt = bt.permute([1, 0])
-            acc = warpgroup_mma(at, bt, acc, is_async=True)
+            stage = await_full(ring, unit)
+            part = tiles.a.index(stage).slice(half * own, own, 1 if plan.a_across else 0)
+            part = operand_of(part, plan.a_across)
+            acc = warpgroup_mma(part, operand_of(tiles.b.index(stage), plan.b_across), acc, is_async=True)
             if more:
-                bt_more = more_tiles.index(stage)
-                if b_across:
-                    bt_more = bt_more.permute([1, 0])
-                acc_more = warpgroup_mma(at, bt_more, acc_more, is_async=True)
+                b_more = operand_of(tiles.b_more.index(stage), plan.b_across)
+                acc_more = warpgroup_mma(part, b_more, acc_more, is_async=True)
                 acc, acc_more = warpgroup_mma_wait(2, deps=(acc, acc_more))
             else:
                 acc = warpgroup_mma_wait(1, deps=(acc,))
-            mbarrier.arrive(empty.index((count + stages - 1) % stages), pred=step > 0)
-            count += 1
+            mbarrier.arrive(ring.empty.index((unit + stages - 1) % stages), pred=step > 0)
+            unit += 1
         if more:
             acc, acc_more = warpgroup_mma_wait(0, deps=(acc, acc_more))
         else:
             acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index((count + stages - 1) % stages))
-        if single:
+        mbarrier.arrive(ring.empty.index((unit + stages - 1) % stages))
+        if plan.c_in_stages:
             together()  # a's stages are written over, which other warps' products may still have read
         if not more:
             acc_more = acc
-        complete(c, bias, residual, residual_row, pre, c_tiles, acc, acc_more, z, tile_m * rows + half * own,
-                 tile_n * width, m, n, columns, half, more, described, batched, single, activation,
-                 a.dtype.primitive_bitwidth)  # fmt: skip
-    if described:
+        at = At(z, tile_m * plan.rows + half * own, tile_n * (columns + more))
+        complete(c, c_tiles, epilogue, acc, acc_more, at, extents, half, plan, bits)
+    if plan.described:
         tma.store_wait(0)
 
 
 @gluon.jit
-def by_roles(a, b, b_more, c, bias, residual, residual_row, pre, m, n, k, entries,
-             rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
-             stages: gl.constexpr, a_across: gl.constexpr, b_across: gl.constexpr, more: gl.constexpr,
-             described: gl.constexpr, batched: gl.constexpr, a_batched: gl.constexpr, b_batched: gl.constexpr,
-             single: gl.constexpr, spread: gl.constexpr, activation: gl.constexpr):  # fmt: skip
-    """described: c and pre are descriptors, and no pointers. bias, residual and pre may be None."""
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, a.dtype.primitive_bitwidth, 2)
-    if a_across:
-        a_tiles = gl.allocate_shared_memory(a.dtype, [stages, depth, rows], layout)
+def operand_tiles(dtype: gl.constexpr, lines: gl.constexpr, length: gl.constexpr, across: gl.constexpr,
+                  stages: gl.constexpr):  # fmt: skip
+    """A ring's tiles of an operand, of so many lines; of lines along the other axis if ``across``."""
+    rows: gl.constexpr = length if across else lines
+    columns: gl.constexpr = lines if across else length
+    bits: gl.constexpr = dtype.primitive_bitwidth
+    line: gl.constexpr = columns * bits // 8
+    layout: gl.constexpr = gl.NVMMASharedLayout(128 if line > 128 else line, bits, 2)
+    return gl.allocate_shared_memory(dtype, [stages, rows, columns], layout)
+
+
+@gluon.jit
+def result_tiles(c, a_tiles, plan: gl.constexpr):
+    """Where c's tile waits on its way to memory, half of its rows a consumer: a's stages, or as much as the box of c
+    holds, or all boxes of 192 and of 160 columns."""
+    bits: gl.constexpr = c.dtype.primitive_bitwidth
+    if plan.c_in_stages:
+        layout: gl.constexpr = gl.NVMMASharedLayout(128, bits, 2)
+        return as_tiles(a_tiles, 2 * plan.stages, plan.rows // 2, 1024 // bits, layout)
     else:
-        a_tiles = gl.allocate_shared_memory(a.dtype, [stages, rows, depth], layout)
-    if b_across:
-        b_tiles = gl.allocate_shared_memory(b.dtype, [stages, columns, depth], layout)
-    else:
-        b_tiles = gl.allocate_shared_memory(b.dtype, [stages, depth, columns], layout)
+        box: gl.constexpr = c.block_type.shape[1 + plan.batched]
+        boxes: gl.constexpr = (plan.columns + plan.more) // box if plan.more and plan.c_whole else 1
+        line: gl.constexpr = box * bits // 8
+        boxed_layout: gl.constexpr = gl.NVMMASharedLayout(128 if line > 128 else line, bits, 2)
+        return gl.allocate_shared_memory(c.dtype, [2 * boxes, plan.rows // 2, box], boxed_layout)
+
+
+@gluon.jit
+def by_roles(operands, c, epilogue, extents, plan: gl.constexpr):
+    """c and what follows it, by a loader and two consumers."""
+    dtype: gl.constexpr = operands.a.dtype
+    a_tiles = operand_tiles(dtype, plan.rows, plan.depth, plan.a_across, plan.stages)
+    b_tiles = operand_tiles(dtype, plan.depth, plan.columns, plan.b_across, plan.stages)
     more_tiles = b_tiles
-    if more:
-        if b_across:
-            more_tiles = gl.allocate_shared_memory(b.dtype, [stages, more, depth], layout)
-        else:
-            bits: gl.constexpr = b.dtype.primitive_bitwidth
-            narrow: gl.constexpr = gl.NVMMASharedLayout(128 if more * bits > 1024 else more * bits // 8, bits, 2)
-            more_tiles = gl.allocate_shared_memory(b.dtype, [stages, depth, more], narrow)
+    if plan.more:
+        more_tiles = operand_tiles(dtype, plan.depth, plan.more, plan.b_across, plan.stages)
     c_tiles = a_tiles
-    if described and single:
-        layout_of_c: gl.constexpr = gl.NVMMASharedLayout(128, c.dtype.primitive_bitwidth, 2)
-        box_of_c: gl.constexpr = 1024 // c.dtype.primitive_bitwidth
-        c_tiles = as_tiles(a_tiles, 2 * stages, rows // 2, box_of_c, layout_of_c)
-    elif described:
-        # As much of c's tile is in shared memory as its box holds, or all boxes of 192 and of 160 columns.
-        box: gl.constexpr = c.block_type.shape[1 + batched]
-        boxes: gl.constexpr = (columns + more) // box if more and spread else 1
-        line: gl.constexpr = box * c.dtype.primitive_bitwidth // 8
-        boxed_layout: gl.constexpr = gl.NVMMASharedLayout(128 if line > 128 else line, c.dtype.primitive_bitwidth, 2)
-        c_tiles = gl.allocate_shared_memory(c.dtype, [2 * boxes, rows // 2, box], boxed_layout)
-    full, empty = barriers(stages, 2)
+    if plan.described:
+        c_tiles = result_tiles(c, a_tiles, plan)
+    tiles = Operands(a_tiles, b_tiles, more_tiles)
+    ring = ring_of(plan.stages, 2)
+    fence_async_shared()
     gl.warp_specialize(
         [
-            (consumer, (a, b, b_more, c, bias, residual, residual_row, pre, a_tiles, b_tiles, more_tiles, c_tiles,
-                        full, empty, m, n, k, entries,
-                        rows, columns, depth, group, a_across, b_across, more, described, batched, single, activation,
-                        0)),
-            (consumer, (a, b, b_more, c, bias, residual, residual_row, pre, a_tiles, b_tiles, more_tiles, c_tiles,
-                        full, empty, m, n, k, entries,
-                        rows, columns, depth, group, a_across, b_across, more, described, batched, single, activation,
-                        1)),
-            (loader, (a, b, b_more, a_tiles, b_tiles, more_tiles, full, empty, m, n, k, entries,
-                      rows, columns, depth, group, a_across, b_across, more, batched, a_batched, b_batched)),
+            (consumer, (tiles, c_tiles, ring, c, epilogue, extents, plan, 0)),
+            (consumer, (tiles, c_tiles, ring, c, epilogue, extents, plan, 1)),
+            (loader, (operands, tiles, ring, extents, plan)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, LOADER_REGISTERS],
-    )  # fmt: skip
+    )
 
 
 @gluon.jit(do_not_specialize=["m", "n", "k", "entries"])
-def matmul_by_roles(a, b, b_more, c, m, n, k, entries,
-                    rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
-                    stages: gl.constexpr, a_across: gl.constexpr, b_across: gl.constexpr, more: gl.constexpr,
-                    described: gl.constexpr, batched: gl.constexpr, a_batched: gl.constexpr,
-                    b_batched: gl.constexpr, single: gl.constexpr, spread: gl.constexpr):  # fmt: skip
-    by_roles(a, b, b_more, c, None, None, 0, None, m, n, k, entries, rows, columns, depth, group, stages,
-             a_across, b_across, more, described, batched, a_batched, b_batched, single, spread, None)  # fmt: skip
+def matmul_by_roles(a, b, b_more, c, m, n, k, entries, plan: gl.constexpr):
+    """c = a b."""
+    by_roles(Operands(a, b, b_more), c, Epilogue(None, None, None, None), Extents(m, n, k, entries), plan)
 
 
 @gluon.jit(do_not_specialize=["m", "n", "k"])
-def linear_by_roles(x, weight, weight_more, y, bias, residual, pre, residual_row, m, n, k,
-                    rows: gl.constexpr, columns: gl.constexpr, depth: gl.constexpr, group: gl.constexpr,
-                    stages: gl.constexpr, a_across: gl.constexpr, b_across: gl.constexpr, more: gl.constexpr,
-                    described: gl.constexpr, single: gl.constexpr, spread: gl.constexpr,
-                    activation: gl.constexpr):  # fmt: skip
-    by_roles(x, weight, weight_more, y, bias, residual, residual_row, pre, m, n, k, 1, rows, columns, depth, group,
-             stages, a_across, b_across, more, described, 0, 0, 0, single, spread, activation)  # fmt: skip
+def linear_by_roles(x, weight, weight_more, y, bias, residual, pre, residual_row, m, n, k, plan: gl.constexpr):
+    """y, and pre unless that is None; weight: described as (k, n)."""
+    epilogue = Epilogue(bias, residual, residual_row, pre)
+    by_roles(Operands(x, weight, weight_more), y, epilogue, Extents(m, n, k, None), plan)

@@ -44,24 +44,20 @@ if TYPE_CHECKING:
 
 
 @triton.jit(do_not_specialize=["m", "n", "k", "chunk"])
-def linear_kernel(x, weight, bias, residual, y, pre, residual_row, m, n, k, chunk,
-                  activation: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
-                  group: tl.constexpr, x_across: tl.constexpr, w_across: tl.constexpr, swapped: tl.constexpr,
-                  chunked: tl.constexpr, precision: tl.constexpr, acc_dtype: tl.constexpr):  # fmt: skip
+def linear_kernel(x, weight, bias, residual, y, pre, residual_row, m, n, k, chunk, plan: tl.constexpr):
     """bias, residual and pre may be None."""
-    tile_m, tile_n = place(tl.program_id(0), tl.cdiv(m, block_m), tl.cdiv(n, block_n), group)
-    i, j = tile_m * block_m, tile_n * block_n
-    z = in_chunks(x, weight, 0, 0, i, j, 0, tl.cdiv(k, block_k), chunk,
-                  block_m, block_n, block_k, x_across, w_across, swapped, False, chunked, precision,
-                  acc_dtype)  # fmt: skip
-    if swapped:
+    activation: tl.constexpr = plan.activation  # Triton 3.6 hands on no word of a tuple
+    tile_m, tile_n = place(tl.program_id(0), tl.cdiv(m, plan.block_m), tl.cdiv(n, plan.block_n), plan.group)
+    i, j = tile_m * plan.block_m, tile_n * plan.block_n
+    z = in_chunks(x, weight, 0, 0, i, j, 0, tl.cdiv(k, plan.block_k), chunk, plan)
+    if plan.swap_ab:
         z = z.T
-    row, col = (i + tl.arange(0, block_m)).to(tl.int64), j + tl.arange(0, block_n)
+    row, col = (i + tl.arange(0, plan.block_m)).to(tl.int64), j + tl.arange(0, plan.block_n)
     residual_at = None
     if residual is not None:
         residual_at = (residual + row * residual_row)[:, None] + col[None, :]
     finish(z, bias, 1, residual_at, y, pre, col, col < n, (row * n)[:, None] + col[None, :],
-           (row < m)[:, None] & (col < n)[None, :], activation, acc_dtype)  # fmt: skip
+           (row < m)[:, None] & (col < n)[None, :], activation, plan.acc_dtype)  # fmt: skip
 
 
 def product_of(call: Call) -> Call:
@@ -77,7 +73,7 @@ def key(call: Call) -> dict[str, str | int]:
 def shared_memory(of: Call, tiling: Mapping[str, int]) -> int:
     """Bytes of shared memory: as matmul's, where warps have roles; else a tile of the sums waits there, which other
     threads write than have multiplied it."""
-    if products.by_roles(of, tiling):
+    if products.warp_specialized(of, tiling):
         return products.shared_memory(of, tiling)
     rows, columns, depth, size = tiling["block_m"], tiling["block_n"], tiling["block_k"], products.size_of(of.dtype)
     return tiling["num_stages"] * (rows + columns) * depth * size + rows * columns * 4
@@ -89,12 +85,12 @@ def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     of = product_of(call)
-    if products.by_roles(of, tiling) and not (call.interpret or products.on_matrix_unit(of)):
+    if products.warp_specialized(of, tiling) and not (call.interpret or products.on_matrix_unit(of)):
         return (
             f"warps with roles (roles={tiling['roles']}) take products of the matrix unit, which float32 in ieee is "
             "none of; use roles=0"
         )
-    if not call.interpret and not products.by_roles(of, tiling):
+    if not call.interpret and not products.warp_specialized(of, tiling):
         shared, limit = shared_memory(of, tiling), shared_limit(call.target.arch)
         if shared > limit:
             tile = f"{tiling['block_m']} x {tiling['block_n']} x {tiling['block_k']}"
@@ -122,12 +118,12 @@ def linear(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     along_x, along_w = products.ALONG.get(kind_of(of, of.dtype), (None, None))
     if tiling["swapped"]:
         along_x, along_w = None, None
-    whole = products.copied(of) if products.by_roles(of, tiling) else None
+    whole = products.copied(of) if products.warp_specialized(of, tiling) else None
     of_x = operand(call, x.reshape(m, k), 0, (1, m, k), along_x, whole == "a")
     of_weight = operand(call, weight.mT, 0, (1, k, n), along_w, whole == "b")
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else _by_rows(residual.reshape(m, n))
-    if products.by_roles(of, tiling):
+    if products.warp_specialized(of, tiling):
         _launch_roles(call, of, of_x, of_weight, bias, residual, y, pre, tiling)
     else:
         _launch(call, of, of_x, of_weight, bias, residual, y, pre, tiling)
@@ -149,7 +145,7 @@ def _launch_roles(
     roles = products.roles_of(of, x, weight, (1, m), tiling)
     launch(linear_by_roles, roles.grid, call, *roles.operands, roles.result(y), bias, residual,
            None if pre is None else roles.result(pre), 0 if residual is None else residual.stride(0), m, n, k,
-           **roles.known, activation=call.options["activation"], enable_fp_fusion=False)  # fmt: skip
+           plan=roles.plan._replace(activation=call.options["activation"]), num_warps=4, enable_fp_fusion=False)  # fmt: skip
 
 
 def _launch(
@@ -162,9 +158,10 @@ def _launch(
     of_x = products.described(x, (1, m, k), (block_m, block_k), False, **how)
     of_weight = products.described(weight, (1, k, n), (block_k, block_n), False, **how)
     chunk = cdiv(products.chunk_of(n, k), block_k)
+    plan = products.TilePlan(
+        block_m, block_n, block_k, tiling["group"], x.across, weight.across, bool(tiling["swapped"]),
+        chunk * block_k < k, dot_precision(call), accumulator(call.dtype), activation=call.options["activation"],
+    )  # fmt: skip
     launch(linear_kernel, cdiv(m, block_m) * cdiv(n, block_n), call, of_x, of_weight, bias, residual,
-           y, pre, 0 if residual is None else residual.stride(0), m, n, k, chunk,
-           activation=call.options["activation"], block_m=block_m, block_n=block_n, block_k=block_k,
-           group=tiling["group"], x_across=x.across, w_across=weight.across, swapped=bool(tiling["swapped"]),
-           chunked=chunk * block_k < k, precision=dot_precision(call), acc_dtype=accumulator(call.dtype),
+           y, pre, 0 if residual is None else residual.stride(0), m, n, k, chunk, plan=plan,
            num_warps=tiling["num_warps"], num_stages=tiling["num_stages"], enable_fp_fusion=False)  # fmt: skip

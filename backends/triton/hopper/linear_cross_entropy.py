@@ -32,7 +32,7 @@ def tiling_of(of: Call) -> tuple[Call, Mapping[str, int]]:
     if not of.interpret and forward.chunk_of(n, k) < k:
         whole = of.replace(dims={**of.dims, "m": max(m, MANY_ROWS), "k": WHOLE})
         tiling = default(matmul, whole).tiling
-        if forward.on_matrix_unit(whole) and forward.by_roles(whole, tiling):
+        if forward.on_matrix_unit(whole) and forward.warp_specialized(whole, tiling):
             return whole, tiling
     return of, default(matmul, of).tiling
 

@@ -23,6 +23,7 @@ Source: the order of tiles in "Matrix Multiplication" of the Triton tutorials (T
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from enum import IntEnum
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -50,6 +51,7 @@ from portakern.spec import Count, Tile
 from portakern.spec.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
+    from portakern.backends.triton.hopper._warps import WarpPlan
     from portakern.core.call import Call
 
 MULTIPROCESSORS = targets.family("sm_90").cores or 132
@@ -98,21 +100,71 @@ MOST_PARTS = 8
 """Into how many chunks k is cut at most (16 in tiles of 128 x 256 read a quarter less through L2: 512 x 512 x 65536 on
 an H200 57.9 us for 54.3)."""
 
+
+class WarpSpecialized(IntEnum):
+    """``roles`` of a tiling: whether one warp copies and others multiply, and how many columns a tile then has beside
+    its ``block_n``."""
+
+    NO = 0
+    YES = 1
+    HALF_MORE = 2
+    QUARTER_MORE = 3
+
+
+class EpilogueSubtile(IntEnum):
+    """``halves`` of a tiling: how a tile of c leaves, of warps that have roles. By halves, or, where a program has one
+    tile, through a's stages, which nobody needs any more, it leaves room for one more stage."""
+
+    WHOLE = 0
+    HALVES = 1
+    IN_STAGES = 2
+
+
 KNOBS = {
     "num_warps": Tile(4, 8), "num_stages": Count(2, 8), "group": Tile(1, 32),
-    "swapped": Count(0, 1), "roles": Count(0, 3), "halves": Count(0, 2),
+    "swapped": Count(0, 1), "roles": Count(0, max(WarpSpecialized)), "halves": Count(0, max(EpilogueSubtile)),
 }  # fmt: skip
-"""``swapped``: tiles of c^T. ``roles``: 0: all warps do the same; 1: they have roles; 2 and 3: and columns of a half
-or a quarter of a tile more (``MORE``). ``halves``: how c leaves, which leaves room for one more stage: 1: by halves; 2:
-where a program has one tile, through a's stages, which nobody needs any more."""
+"""``swapped``: tiles of c^T (swap_ab)."""
 
-MORE = {2: 2, 3: 4}
-"""Roles -> of how many parts of a tile's columns there is one more: 128 and 64 are 192, 128 and 32 are 160."""
+MORE: dict[int, int] = {WarpSpecialized.HALF_MORE: 2, WarpSpecialized.QUARTER_MORE: 4}
+"""Of how many parts of a tile's columns there is one more: 128 and 64 are 192, 128 and 32 are 160."""
 
 TORCH = {tl.float32: "float32", tl.float64: "float64"}
 ELEMENTS = {
     torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, torch.float64: tl.float64,
 }  # fmt: skip
+
+
+class TilePlan(NamedTuple):
+    """What a product by warps that all do the same is compiled for.
+
+    Attributes:
+      block_m, block_n, block_k: extents of a tile; group: rows of tiles that are finished together.
+      a_across, b_across: an operand's lines run along the first of its axes.
+      swap_ab: tiles are of c^T. chunked: a program sums all chunks of k, one after another.
+      precision, acc_dtype: how products are taken and sums kept.
+      batched: there are entries; a_batched, b_batched: 1 where the operand has its own for each, else 0.
+      flat: the loops over tiles and over k are one. c_described: c is a descriptor, and no pointer; c_dtype: of c.
+      activation: what a linear layer applies to its sums.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group: int
+    a_across: bool
+    b_across: bool
+    swap_ab: bool
+    chunked: bool
+    precision: str
+    acc_dtype: Any
+    batched: bool = False
+    a_batched: int = 0
+    b_batched: int = 0
+    flat: bool = False
+    c_described: bool = False
+    c_dtype: Any = None
+    activation: str | None = None
 
 
 @triton.jit
@@ -132,75 +184,63 @@ def described_tile(x, z, row, column, rows: tl.constexpr, columns: tl.constexpr,
 
 
 @triton.jit
-def summed(a, b, a_z, b_z, i, j, first, last,
-           block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, a_across: tl.constexpr,
-           b_across: tl.constexpr, swapped: tl.constexpr, batched: tl.constexpr, precision: tl.constexpr,
-           acc_dtype: tl.constexpr):  # fmt: skip
-    """The tile of c at (i, j), of the steps first .. last - 1 of k; its transpose if ``swapped``."""
-    if swapped:
-        acc = tl.zeros([block_n, block_m], acc_dtype)
-    else:
-        acc = tl.zeros([block_m, block_n], acc_dtype)
+def no_sums(plan: tl.constexpr):
+    """What the sums of a tile begin with."""
+    rows: tl.constexpr = plan.block_n if plan.swap_ab else plan.block_m
+    columns: tl.constexpr = plan.block_m if plan.swap_ab else plan.block_n
+    return tl.zeros([rows, columns], plan.acc_dtype)
+
+
+@triton.jit
+def summed(a, b, a_z, b_z, i, j, first, last, plan: tl.constexpr):
+    """The tile of c at (i, j), of the steps first .. last - 1 of k; its transpose if ``plan.swap_ab``."""
+    acc = no_sums(plan)
     for step in range(first, last):
-        at = described_tile(a, a_z, i, step * block_k, block_m, block_k, a_across, batched)
-        bt = described_tile(b, b_z, step * block_k, j, block_k, block_n, b_across, batched)
-        if swapped:
-            acc = tl.dot(bt.T, at.T, acc, input_precision=precision, out_dtype=acc_dtype)
+        kk = step * plan.block_k
+        at = described_tile(a, a_z, i, kk, plan.block_m, plan.block_k, plan.a_across, plan.batched)
+        bt = described_tile(b, b_z, kk, j, plan.block_k, plan.block_n, plan.b_across, plan.batched)
+        if plan.swap_ab:
+            acc = tl.dot(bt.T, at.T, acc, input_precision=plan.precision, out_dtype=plan.acc_dtype)
         else:
-            acc = tl.dot(at, bt, acc, input_precision=precision, out_dtype=acc_dtype)
+            acc = tl.dot(at, bt, acc, input_precision=plan.precision, out_dtype=plan.acc_dtype)
     return acc
 
 
 @triton.jit
-def in_chunks(a, b, a_z, b_z, i, j, part, steps, chunk,
-              block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, a_across: tl.constexpr,
-              b_across: tl.constexpr, swapped: tl.constexpr, batched: tl.constexpr, chunked: tl.constexpr,
-              precision: tl.constexpr, acc_dtype: tl.constexpr):  # fmt: skip
-    """The ``part``-th chunk of the sum, or with ``chunked`` all of them, each summed alone."""
-    if chunked:
-        if swapped:
-            acc = tl.zeros([block_n, block_m], acc_dtype)
-        else:
-            acc = tl.zeros([block_m, block_n], acc_dtype)
+def in_chunks(a, b, a_z, b_z, i, j, part, steps, chunk, plan: tl.constexpr):
+    """The ``part``-th chunk of the sum, or with ``plan.chunked`` all of them, each summed alone."""
+    if plan.chunked:
+        acc = no_sums(plan)
         for first in range(0, steps, chunk):
-            acc += summed(a, b, a_z, b_z, i, j, first, min(first + chunk, steps),
-                          block_m, block_n, block_k, a_across, b_across, swapped, batched, precision,
-                          acc_dtype)  # fmt: skip
+            acc += summed(a, b, a_z, b_z, i, j, first, min(first + chunk, steps), plan)
     else:
         first = part * chunk
-        acc = summed(a, b, a_z, b_z, i, j, first, min(first + chunk, steps),
-                     block_m, block_n, block_k, a_across, b_across, swapped, batched, precision, acc_dtype)  # fmt: skip
+        acc = summed(a, b, a_z, b_z, i, j, first, min(first + chunk, steps), plan)
     return acc
 
 
-@triton.jit(do_not_specialize=["m", "n", "k", "chunk", "parts", "entries", "a_batched", "b_batched"])
-def matmul_kernel(a, b, c, m, n, k, chunk, parts, entries, a_batched, b_batched, c_m,
-                  block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, group: tl.constexpr,
-                  a_across: tl.constexpr, b_across: tl.constexpr, swapped: tl.constexpr, batched: tl.constexpr,
-                  chunked: tl.constexpr, flat: tl.constexpr, c_described: tl.constexpr, precision: tl.constexpr,
-                  acc_dtype: tl.constexpr, c_dtype: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["m", "n", "k", "chunk", "parts", "entries"])
+def matmul_kernel(a, b, c, m, n, k, chunk, parts, entries, c_m, plan: tl.constexpr):
     """chunk: steps of k that are summed alone. parts: how many chunks programs of their own take, each of which has its
-    own c; ``chunked``: one program takes them all."""
-    tiles_m, tiles_n = tl.cdiv(m, block_m), tl.cdiv(n, block_n)
-    steps, tiles = tl.cdiv(k, block_k), tiles_m * tiles_n
-    for index in tl.range(tl.program_id(0), tiles * parts * entries, tl.num_programs(0), flatten=flat):
-        tile_m, tile_n = place(index % tiles, tiles_m, tiles_n, group)
-        i, j = tile_m * block_m, tile_n * block_n
+    own c, of rows that are c_m apart; ``plan.chunked``: one program takes them all."""
+    tiles_m, tiles_n = tl.cdiv(m, plan.block_m), tl.cdiv(n, plan.block_n)
+    steps, tiles = tl.cdiv(k, plan.block_k), tiles_m * tiles_n
+    for index in tl.range(tl.program_id(0), tiles * parts * entries, tl.num_programs(0), flatten=plan.flat):
+        tile_m, tile_n = place(index % tiles, tiles_m, tiles_n, plan.group)
+        i, j = tile_m * plan.block_m, tile_n * plan.block_n
         part, z = index // tiles % parts, index // tiles // parts
-        acc = in_chunks(a, b, z * a_batched, z * b_batched, i, j, part, steps, chunk,
-                        block_m, block_n, block_k, a_across, b_across, swapped, batched, chunked, precision,
-                        acc_dtype)  # fmt: skip
-        if swapped:
-            c_tile = acc.T.to(c_dtype)
+        acc = in_chunks(a, b, z * plan.a_batched, z * plan.b_batched, i, j, part, steps, chunk, plan)
+        if plan.swap_ab:
+            c_tile = acc.T.to(plan.c_dtype)
         else:
-            c_tile = acc.to(c_dtype)
-        if c_described:
-            if batched:
-                c.store([z, i, j], c_tile.reshape(1, block_m, block_n))
+            c_tile = acc.to(plan.c_dtype)
+        if plan.c_described:
+            if plan.batched:
+                c.store([z, i, j], c_tile.reshape(1, plan.block_m, plan.block_n))
             else:
                 c.store([i, j], c_tile)
         else:
-            row, column = i + tl.arange(0, block_m), j + tl.arange(0, block_n)
+            row, column = i + tl.arange(0, plan.block_m), j + tl.arange(0, plan.block_n)
             c_row = c + ((part * entries + z).to(tl.int64) * m + row) * c_m
             tl.store(c_row[:, None] + column[None, :], c_tile, mask=(row < m)[:, None] & (column < n)[None, :])
 
@@ -327,9 +367,14 @@ def on_matrix_unit(call: Call) -> bool:
     return may_have_roles(call) and products(call, call.dtype) != "ieee"
 
 
-def by_roles(call: Call, tiling: Mapping[str, int]) -> bool:
+def warp_specialized(call: Call, tiling: Mapping[str, int]) -> bool:
     """Whether warps have roles."""
-    return bool(tiling["roles"])
+    return tiling["roles"] != WarpSpecialized.NO
+
+
+def subtile_of(tiling: Mapping[str, int]) -> EpilogueSubtile:
+    """How a tile of c leaves."""
+    return EpilogueSubtile(tiling.get("halves", EpilogueSubtile.WHOLE))
 
 
 def refuse_roles(call: Call, tiling: Mapping[str, int]) -> str | None:
@@ -347,17 +392,17 @@ def refuse_roles(call: Call, tiling: Mapping[str, int]) -> str | None:
             f"{told} take tiles of 128 x 128, 128 x 256 and 256 x 128, in steps of {128 // size} of k, not {rows} x "
             f"{columns} x {depth}"
         )
-    if rows == 256 and (size == 4 or tiling["roles"] > 1):
+    if rows == 256 and (size == 4 or tiling["roles"] in MORE):
         return f"{told} take tiles of 256 x 128 where operands have 16 bits and roles=1"
-    if products(call, call.dtype) == "ieee" and (columns != 128 or tiling["roles"] > 1):
+    if products(call, call.dtype) == "ieee" and (columns != 128 or tiling["roles"] in MORE):
         return f"{told} take tiles of 128 x 128 in ieee; use block_n=128 and roles=1"
-    if tiling.get("halves") and size == 4:
+    if subtile_of(tiling) and size == 4:
         return f"{told} write c by halves (halves=1 or 2) where they take 16-bit operands"
-    if tiling.get("halves") and tiling["roles"] == 3:
+    if subtile_of(tiling) and tiling["roles"] == WarpSpecialized.QUARTER_MORE:
         return f"{told}, which are of 160 columns, write c at once; use halves=0"
-    if tiling.get("halves") == 2 and tiles_of(call, tiling) > MULTIPROCESSORS:
+    if subtile_of(tiling) == EpilogueSubtile.IN_STAGES and tiles_of(call, tiling) > MULTIPROCESSORS:
         return f"{told} write c through stages (halves=2) where each program has one tile; use halves=0 or 1"
-    if tiling.get("halves") == 2 and columns + more_columns(tiling) > 64 * stages:
+    if subtile_of(tiling) == EpilogueSubtile.IN_STAGES and columns + more_columns(tiling) > 64 * stages:
         return f"{told} write 64 columns of c through each of {stages} stages (halves=2); use more stages"
     if tiling["roles"] in MORE and (columns == 256 or size == 4):
         return f"{told}, which add columns, take 16-bit operands and block_n=128"
@@ -370,9 +415,9 @@ def without_idle_roles(
     """The tiling without roles where a call has no use for them, and c's way one that it can take."""
     if not may(call):
         return {**tiling, **dict.fromkeys({"roles", "halves"} & set(tiling), 0)}
-    if tiling.get("halves") != 2 or tiles_of(call, tiling) <= MULTIPROCESSORS:
+    if subtile_of(tiling) != EpilogueSubtile.IN_STAGES or tiles_of(call, tiling) <= MULTIPROCESSORS:
         return dict(tiling)
-    return {**tiling, "halves": 0}
+    return {**tiling, "halves": int(EpilogueSubtile.WHOLE)}
 
 
 def tiles_of(call: Call, tiling: Mapping[str, int]) -> int:
@@ -388,24 +433,24 @@ def more_columns(tiling: Mapping[str, int]) -> int:
 
 def box_columns(tiling: Mapping[str, int], size: int) -> int:
     """Columns of c that leave at a time, of warps that have roles."""
-    if tiling.get("halves") == 2 or (tiling.get("halves") and tiling["roles"] in MORE):
+    if subtile_of(tiling) == EpilogueSubtile.IN_STAGES or (subtile_of(tiling) and tiling["roles"] in MORE):
         return 64
     if more := more_columns(tiling):
         return more
-    return int(min(tiling["block_n"], 512 // size)) // (1 + tiling.get("halves", 0))
+    return int(min(tiling["block_n"], 512 // size)) // (2 if subtile_of(tiling) == EpilogueSubtile.HALVES else 1)
 
 
 def shared_memory(call: Call, tiling: Mapping[str, int]) -> int:
     """Bytes of shared memory: the stages of operands, and what of c waits there."""
     rows, columns, size, stored = tiling["block_m"], tiling["block_n"], size_of(call.dtype), 0
-    if by_roles(call, tiling) and products(call, call.dtype) == "ieee":
+    if warp_specialized(call, tiling) and products(call, call.dtype) == "ieee":
         stored = 1024
-    elif by_roles(call, tiling):
+    elif warp_specialized(call, tiling):
         columns += more_columns(tiling)
-        boxes = columns if tiling["roles"] in MORE and not tiling.get("halves") else box_columns(tiling, size)
+        boxes = columns if tiling["roles"] in MORE and not subtile_of(tiling) else box_columns(tiling, size)
         if call.dims["n"] * size % 16:
             boxes = max(boxes, 128)  # what turns c's elements into rows takes as much
-        elif tiling.get("halves") == 2:
+        elif subtile_of(tiling) == EpilogueSubtile.IN_STAGES:
             boxes = 0
         stored = rows * boxes * size + 1024
     elif call.dims["n"] * size_of(call.outputs["c"][1]) % 16 == 0 and parts_of(call, tiling) == 1:
@@ -433,7 +478,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
         return f"a tile of {block_m} x {block_n} x {block_k} is longer than the copy engine's 256"
     if max(call.dims["n"], call.dims["k"], extents(call)[1]) > 2**31 - 512:
         return "an extent of 2^31 is beyond what the copy engine counts"
-    if by_roles(call, tiling):
+    if warp_specialized(call, tiling):
         reason = refuse_roles(call, tiling)
         if reason:
             return reason
@@ -445,7 +490,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
                 "bytes "
                 f"of shared memory; {call.target.arch} has {limit}"
             )
-        if not by_roles(call, tiling) and block_m * block_n > tiling["num_warps"] * 32 * 128:
+        if not warp_specialized(call, tiling) and block_m * block_n > tiling["num_warps"] * 32 * 128:
             return (
                 f"a {block_m} x {block_n} accumulator does not fit in the registers of {tiling['num_warps']} warps; "
                 "use a smaller tile or more warps"
@@ -474,14 +519,14 @@ def matmul(call: Call, tiling: Mapping[str, int], into: torch.Tensor | None = No
     entries, m = extents(call)
     kind = products(call, call.dtype)
     along_a, along_b = (None, None) if tiling["swapped"] else ALONG.get(kind, (None, None))
-    if by_roles(call, tiling) and kind == "tf32":
+    if warp_specialized(call, tiling) and kind == "tf32":
         along_b = None
-    whole = copied(call) if by_roles(call, tiling) else None
+    whole = copied(call) if warp_specialized(call, tiling) else None
     of_a = _operand(call, a, (entries, m, k), along_a, whole == "a", flattened=m != dims["m"])
     of_b = _operand(call, b, (entries, k, n), along_b, whole == "b")
-    if by_roles(call, tiling) and (kind == "ieee" or (kind == "tf32" and not of_b.across)):
+    if warp_specialized(call, tiling) and (kind == "ieee" or (kind == "tf32" and not of_b.across)):
         _launch_float32(call, of_a, of_b, c, (entries, m), tiling)
-    elif by_roles(call, tiling):
+    elif warp_specialized(call, tiling):
         _launch_roles(call, of_a, of_b, c, (entries, m), tiling)
     else:
         _launch(call, of_a, of_b, c, (entries, m), tiling)
@@ -528,18 +573,20 @@ class Roles(NamedTuple):
     Attributes:
       operands: what describes a and b, and b for the columns that are more.
       result: the descriptor of memory for c, or the memory where that cannot be described.
-      known: what the kernel is compiled for.
+      plan: what the kernel is compiled for.
     """
 
     grid: int
     operands: tuple[Any, Any, Any]
     result: Callable[[torch.Tensor], Any]
-    known: dict[str, Any]
+    plan: WarpPlan
 
 
 def roles_of(call: Call, a: Operand, b: Operand, extents: tuple[int, int], tiling: Mapping[str, int]) -> Roles:
     """How warps with roles take the product of a and b. extents: batch entries and rows."""
     from triton.experimental.gluon import language as gl
+
+    from portakern.backends.triton.hopper._warps import WarpPlan
 
     (entries, m), n, k, given = extents, call.dims["n"], call.dims["k"], a.memory.dtype
     rows, columns, depth, more = tiling["block_m"], tiling["block_n"], tiling["block_k"], more_columns(tiling)
@@ -561,12 +608,12 @@ def roles_of(call: Call, a: Operand, b: Operand, extents: tuple[int, int], tilin
     of_a, of_b = tile(a, (m, k), (rows, depth)), tile(b, (k, n), (depth, columns))
     of_more = tile(b, (k, n), (depth, more)) if more else of_b
     grid = min(MULTIPROCESSORS, cdiv(m, rows) * cdiv(n, columns + more) * entries)
-    known = {
-        "rows": rows, "columns": columns, "depth": depth, "group": tiling["group"], "stages": tiling["num_stages"],
-        "a_across": int(a.across), "b_across": int(b.across), "more": more, "described": in_boxes, "num_warps": 4,
-        "single": int(tiling.get("halves") == 2), "spread": int(not tiling.get("halves")),
-    }  # fmt: skip
-    return Roles(grid, (of_a, of_b, of_more), result, known)
+    plan = WarpPlan(
+        rows, columns, depth, tiling["group"], tiling["num_stages"], more=more, a_across=a.across, b_across=b.across,
+        batched=batched, a_batched=int(a.batch > 0), b_batched=int(b.batch > 0), described=in_boxes,
+        c_in_stages=subtile_of(tiling) == EpilogueSubtile.IN_STAGES, c_whole=subtile_of(tiling) == EpilogueSubtile.WHOLE,
+    )  # fmt: skip
+    return Roles(grid, (of_a, of_b, of_more), result, plan)
 
 
 def _launch_roles(
@@ -576,8 +623,7 @@ def _launch_roles(
 
     (entries, m), roles = extents, roles_of(call, a, b, extents, tiling)
     launch(matmul_by_roles, roles.grid, call, *roles.operands, roles.result(c), m, call.dims["n"], call.dims["k"],
-           entries, **roles.known, batched=int(entries > 1), a_batched=int(a.batch > 0),
-           b_batched=int(b.batch > 0))  # fmt: skip
+           entries, plan=roles.plan, num_warps=4)  # fmt: skip
 
 
 def _launch_float32(
@@ -588,21 +634,23 @@ def _launch_float32(
     from triton.experimental.gluon import language as gl
 
     from portakern.backends.triton.hopper import _float32
+    from portakern.backends.triton.hopper._warps import WarpPlan
 
     (entries, m), n, k, tf32 = extents, call.dims["n"], call.dims["k"], dot_precision(call) == "tf32"
     rows, columns, depth, batched = tiling["block_m"], tiling["block_n"], tiling["block_k"], entries > 1
-    kernel, length, stages, warps = _float32.matmul_in_slices, int(_float32.SLICE.value), tiling["num_stages"], 8
+    kernel, stages, slices, warps = _float32.matmul_in_slices, tiling["num_stages"], depth // _float32.SLICE.value, 8
     if tf32:
-        kernel, length, stages, warps, rows, columns = _float32.matmul_turned, depth, stages + 1, 4, columns, rows
+        kernel, stages, slices, warps, rows, columns = _float32.matmul_turned, stages + 1, 1, 4, columns, rows
 
     def tile(x: Operand, shape: tuple[int, int], block: tuple[int, int]) -> Any:
         layout = gl.NVMMASharedLayout.get_default_for([1] * batched + list(block), gl.float32)
         return described(x, (entries, *shape), block, batched, layout=layout, tf32=tf32)
 
     grid = min(MULTIPROCESSORS, cdiv(m, rows) * cdiv(n, columns) * entries)
-    launch(kernel, grid, call, tile(a, (m, k), (rows, length)), tile(b, (k, n), (depth, columns)), c, m, n, k, entries,
-           rows=rows, columns=columns, depth=depth, group=tiling["group"], stages=stages, batched=int(batched),
-           a_batched=int(a.batch > 0), b_batched=int(b.batch > 0), num_warps=warps)  # fmt: skip
+    plan = WarpPlan(rows, columns, depth, tiling["group"], stages, slices=slices, batched=batched,
+                     a_batched=int(a.batch > 0), b_batched=int(b.batch > 0))  # fmt: skip
+    launch(kernel, grid, call, tile(a, (m, k), (rows, depth // slices)), tile(b, (k, n), (depth, columns)), c, m, n, k,
+           entries, plan=plan, num_warps=warps)  # fmt: skip
 
 
 def _launch(
@@ -623,13 +671,15 @@ def _launch(
     of_b = described(b, (entries, k, n), (block_k, block_n), batched, **how)
     of_c = Operand(c, m * n * batched, n, False)
     grid = min(MULTIPROCESSORS if stays else MAX_GRID, tiles * parts)
+    plan = TilePlan(
+        block_m, block_n, block_k, tiling["group"], a.across, b.across, swapped, chunked, dot_precision(call), acc,
+        batched=batched, a_batched=int(a.batch > 0), b_batched=int(b.batch > 0), flat=stays and not chunked,
+        c_described=in_boxes, c_dtype=ELEMENTS[target.dtype],
+    )  # fmt: skip
     launch(matmul_kernel, grid, call, of_a, of_b,
            described(of_c, (entries, m, n), (block_m, block_n), batched) if in_boxes else target,
-           m, n, k, chunk, parts, entries, int(a.batch > 0), int(b.batch > 0), n,
-           block_m=block_m, block_n=block_n, block_k=block_k, group=tiling["group"], a_across=a.across,
-           b_across=b.across, swapped=swapped, batched=batched, chunked=chunked,
-           flat=stays and not chunked, c_described=in_boxes, precision=dot_precision(call), acc_dtype=acc,
-           c_dtype=ELEMENTS[target.dtype], num_warps=tiling["num_warps"], num_stages=tiling["num_stages"])  # fmt: skip
+           m, n, k, chunk, parts, entries, n, plan=plan, num_warps=tiling["num_warps"],
+           num_stages=tiling["num_stages"])  # fmt: skip
     if parts > 1:
         launch(matmul_add_parts_kernel, cdiv(c.numel(), ADDED), call, target, c, c.numel(), parts=parts, block=ADDED,
                num_warps=4, maxnreg=128)  # fmt: skip

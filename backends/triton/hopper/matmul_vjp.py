@@ -52,7 +52,7 @@ def own_tiling(call: Call, of: Call, tiling: Mapping[str, int]) -> Mapping[str, 
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    if call.interpret and forward.by_roles(call, tiling):
+    if call.interpret and forward.warp_specialized(call, tiling):
         return forward.refuse_roles(call, tiling)
     for name, of in bare_products(call).items():
         reason = forward.supports(of, own_tiling(call, of, tiling))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -18,6 +20,46 @@ ROWS = gl.constexpr(64)  # of a group of four warps: what one instruction of the
 
 # Release 3.9 gave it another name.
 _OLD = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+class Ring(NamedTuple):
+    """The barriers of a ring of buffers in shared memory, a stage each. ``full``: what is copied there has come.
+    ``empty``: all who read it are done. The ``unit``-th filling of the ring is that of stage unit % stages."""
+
+    full: Any
+    empty: Any
+
+
+@gluon.jit
+def ring_of(stages: gl.constexpr, readers: gl.constexpr):
+    """A ring that so many ``readers`` hand back. Copies arrive at barriers by the way that threads' writes take: a fence
+    has to follow."""
+    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(stages):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=readers)
+    return Ring(full, empty)
+
+
+@gluon.jit
+def acquire(ring, unit, moved: gl.constexpr):
+    """The producer's next stage, once it is free, and the barrier at which the ``moved`` bytes of its copies arrive."""
+    stages: gl.constexpr = ring.full.shape[0]
+    stage = unit % stages
+    mbarrier.wait(ring.empty.index(stage), (unit // stages & 1) ^ 1)
+    full = ring.full.index(stage)
+    mbarrier.expect(full, moved)
+    return stage, full
+
+
+@gluon.jit
+def await_full(ring, unit):
+    """A consumer's next stage, once its copies have come."""
+    stages: gl.constexpr = ring.full.shape[0]
+    stage = unit % stages
+    mbarrier.wait(ring.full.index(stage), unit // stages & 1)
+    return stage
 
 
 @gluon.jit
