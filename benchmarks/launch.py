@@ -26,7 +26,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -137,16 +136,13 @@ class Compiled:
 
 def launched(call: Callable[[], Any]) -> tuple[Any, int, tuple[Any, ...], dict[str, Any]]:
     """The kernel that a call launches last, its grid, its positional arguments and its constexprs."""
-    from portakern.backends.triton.tape import TAPES, Tape
+    from portakern.backends.triton.capture import Capture, capturing
 
     remembered.forget()  # the first call of a form asks the op's own function
-    tape = TAPES[get_ident()] = Tape()
-    try:
+    capture = Capture()
+    with capturing(capture):
         call()
-    finally:
-        del TAPES[get_ident()]
-    found: tuple[Any, int, tuple[Any, ...], dict[str, Any]] = tape.launches[-1]
-    return found
+    return capture.launches[-1][:4]
 
 
 def arrays_of(name: str, device: str) -> dict[str, torch.Tensor]:

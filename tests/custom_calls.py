@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from portakern.backends.triton import interpreter, staging
+from portakern.backends.triton import interpreter, lowering
 from portakern.core import registry, targets
 from portakern.core.framework import frameworks
 from portakern.core.program import Code
@@ -147,7 +147,7 @@ def plugged_in(arch: str = "sm_90") -> Iterator[Plugin]:
     """While inside, the host stands in for a GPU whose custom calls run in the interpreter."""
     plugin, triton, target = Plugin(), registry.backend("triton"), targets.find(arch).target
     with pytest.MonkeyPatch.context() as patched, triton._stands_for(target, contextlib.nullcontext):
-        patched.setattr(staging, "compiled", plugin.compiled)
+        patched.setattr(lowering, "compiled", plugin.compiled)
         patched.setattr(embedding.jax.ffi, "ffi_call", plugin.ffi_call)
         patched.setattr(embedding, "CARRIES_CODE", (0,))  # the stand-in runs what it is given, whatever jaxlib is here
         jax.clear_caches()

@@ -56,20 +56,16 @@ def of_gradients():
     return lambda: way((), ()), "<gradients of softmax", "y,  = saved"
 
 
-def of_replay():
+def of_plan():
+    """The function of a warm call, which is called like the call that it serves."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
     pytest.importorskip("triton", reason="triton is not installed")
-    from portakern.backends.triton.replay import _Shape, _writer
+    import portakern as pk
+    from portakern.backends.triton.plan import LaunchPlan, written
 
-    replay = _writer(_Shape(("x",), (), (), (), ()))([], [], [], None)
-    return lambda: replay({}), "<replay", "x = arrays['x']"
-
-
-def of_prepared():
-    pytest.importorskip("triton", reason="triton is not installed")
-    from portakern.backends.triton.prepared import _preparer
-
-    go = _preparer((True,), (), False)(*[None] * 6, 0, {}, lambda: 0, None)
-    return lambda: go("no tensor"), "<prepared launch on 1 tensors", "at_t0 = t0.data_ptr()"
+    call = pk.op("softmax").bind(torch.ones(2, 3))
+    serve = written(LaunchPlan(call, -1, ("x",), [], {}, [], (), None, None), (True,), [])
+    return lambda: serve({}), "<launch of softmax(float32; shape=(2, 3)", "at_x = arrays['x'].data_ptr()"
 
 
 def of_launcher():
@@ -84,19 +80,7 @@ def of_launcher():
     return lambda: go(1, "no tensor", block=16), "<launcher of kernel", "_device = x.get_device()"
 
 
-def of_direct():
-    pytest.importorskip("triton", reason="triton is not installed")
-    from portakern.backends.triton.direct import direct
-
-    go = direct(None, 3, "function", "metadata", 2, [7])
-    return (
-        lambda: go(77, 4096, None),
-        "<launch",
-        "launch(grid, 1, 1, stream, function, metadata, None, None, None, t0, t1",
-    )
-
-
-WRITERS = [of_binder, of_reader, of_staged, of_gradients, of_replay, of_prepared, of_launcher, of_direct]
+WRITERS = [of_binder, of_reader, of_staged, of_gradients, of_plan, of_launcher]
 
 
 @pytest.mark.parametrize("writer", WRITERS, ids=lambda w: w.__name__)
@@ -115,7 +99,7 @@ def test_every_writer_of_functions_is_tried_here():
     for path in sources():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         users |= {path.stem for n in ast.walk(tree) if isinstance(n, ast.Attribute) and ast.unparse(n) == WRITTEN}
-    assert users == {"binder", "signatures", "custom_ops", "eager", "replay", "prepared", "launcher", "direct"}
+    assert users == {"binder", "signatures", "custom_ops", "eager", "plan", "launcher"}
     assert len(users) == len(WRITERS)
 
 

@@ -12,9 +12,9 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 
 import triton.language as tl  # noqa: E402
 
-from portakern.backends.triton import descriptors, direct, interpreter, launcher  # noqa: E402
+from portakern.backends.triton import descriptors, interpreter, launcher  # noqa: E402
 from portakern.backends.triton import launch as launching  # noqa: E402
-from portakern.backends.triton.prepared import prepare  # noqa: E402
+from portakern.backends.triton.plan import LaunchPlan, Step  # noqa: E402
 
 
 @triton.jit
@@ -93,20 +93,32 @@ def test_the_key_is_what_the_tile_and_the_dtype_are(by_triton):
         assert len(by_triton) == n
 
 
-def test_a_prepared_launch_describes_the_tensors_that_it_is_given(by_triton):
-    run = prepare(moved, 3, Call, pair(), (2,), OPTIONS)
+def test_a_plan_describes_the_tensors_that_it_is_given(by_triton):
+    described = {i: descriptors.bare(d) for i, d in enumerate(pair())}
+    step = Step(moved, 3, ("x", "y"), (2,), OPTIONS, described, None)
+    elsewhere = []
+    plan = LaunchPlan(Call(), -1, ("x", "y"), [], {}, [step], (), (True, True), elsewhere.append)
     other = torch.ones(4096)
     for x, y in ((MEMORY, MEMORY), (MEMORY, other), (other, MEMORY)):
-        run(x, y)
+        plan.serve({"x": x, "y": y})
     assert len(by_triton) == 1
     begins = [[d.base.data_ptr() for d in args[:2]] for args in by_triton[0]]
     assert begins == [[MEMORY.data_ptr(), other.data_ptr()], [other.data_ptr(), MEMORY.data_ptr()]]
+    odd = {"x": MEMORY, "y": other[1:]}  # which no descriptor can describe
+    plan.serve(odd)
+    assert len(by_triton) == 1 and len(by_triton[0]) == 2 and elsewhere == [odd]
 
 
 def flat(args):
     """A launcher's arguments: the kernel's own come one by one (3.6) or as a sequence."""
     *most, last = args
     return [*most, *(last if isinstance(last, (list, tuple)) and last[0] != "map" else [last])]
+
+
+def direct(run, described):
+    """A launch of three tensors and a number, as a function of the stream and of where they begin."""
+    text, env = launcher.launching("go", (run, "function", "metadata"), 3, ["x", "y", "z"], [7], described)
+    return eval(f"lambda stream, x, y, z: {text}", env)
 
 
 def in_a_thread(call):
@@ -125,7 +137,7 @@ def test_every_thread_has_a_context_before_a_map_is_made_in_it(by_triton, bound)
     maps = descriptors.Maps(pair()[0], lambda described: [bound.copy(), *descriptors.Maps(described, None).rest])
     third = in_a_thread(lambda: maps[MEMORY.data_ptr()])
     assert bound == maps[MEMORY.data_ptr()] == [mine, other, third]
-    fourth = in_a_thread(lambda: direct._At(pair()[0])[MEMORY.data_ptr()])
+    fourth = in_a_thread(lambda: launcher._At(pair()[0])[MEMORY.data_ptr()])
     assert bound == [mine, other, third, fourth]
 
 
@@ -150,7 +162,7 @@ def test_maps_are_kept_by_address(monkeypatch, bound):
     vars(run).update({name: name for name in others})
     x, y = pair()
     bare = {0: descriptors.bare(x), 2: descriptors.bare(y)}
-    go = direct.direct(run, 3, "function", "metadata", 3, [7], bare)
+    go = direct(run, bare)
     at = MEMORY.data_ptr()
     run(3, 1, 1, 77, "function", "metadata", None, None, None, x, 4096, y, 7)
     theirs, filled = seen.pop(), len(made)
@@ -162,8 +174,8 @@ def test_maps_are_kept_by_address(monkeypatch, bound):
     go(77, at + 1024, 4096, at)
     assert len(made) == filled + 3 and made[-1][0] == at + 1024
     # where the release is built in another way, Triton makes the maps
-    monkeypatch.setattr(direct, "raw", lambda run, described: None)
-    direct.direct(run, 3, "function", "metadata", 3, [7], bare)(77, at, 4096, at)
+    monkeypatch.setattr(launcher, "raw", lambda run, described: None)
+    direct(run, bare)(77, at, 4096, at)
     assert flat(seen.pop()) == flat(theirs)
 
 

@@ -27,7 +27,8 @@ from jax import export as jax_export  # noqa: E402
 import portakern as pk  # noqa: E402
 import portakern.jax  # noqa: E402
 from portakern import testing  # noqa: E402
-from portakern.backends.triton import chunked, outline, staging  # noqa: E402
+from portakern.backends.triton import chunked, lowering, trace  # noqa: E402
+from portakern.backends.triton.capture import capturing  # noqa: E402
 from portakern.backends.triton.compiler import specialised  # noqa: E402
 from portakern.backends.triton.launch import launch  # noqa: E402
 from portakern.backends.triton.layout import contiguous_strides  # noqa: E402
@@ -155,25 +156,22 @@ GPU_CALL = SimpleNamespace(interpret=False)
 
 
 def program(run, *shapes, written=()):
-    """What ``run(sheet, *outlines)`` does; it returns an outline."""
-    sheet, ident = outline.Sheet(), staging.get_ident()
-    arrays = [sheet.place(s, "float32") for s in shapes]
-    staging.TAPES[ident] = sheet
-    try:
-        out = run(sheet, *arrays)
-    finally:
-        del staging.TAPES[ident]
-    steps = staging.finished(SM_90.target, sheet.steps)
+    """What ``run(trace, *arrays)`` does; it returns an abstract array."""
+    traced = trace.Trace()
+    arrays = [traced.place(s, "float32") for s in shapes]
+    with capturing(traced):
+        out = run(traced, *arrays)
+    steps = lowering.finished(SM_90.target, traced.steps)
     names = tuple(f"a{i}" for i in range(len(shapes)))
-    return Program(names, tuple(sheet.places), steps, ((out.number, out.view),), frozenset(written))
+    return Program(names, tuple(traced.places), steps, ((out.number, out.view),), frozenset(written))
 
 
 def embedded(made, *arrays):
     return jax.jit(lambda *a: embedding.embed(made, dict(zip(made.inputs, a, strict=True))))(*arrays)[0]
 
 
-def filled_twice(sheet, x):
-    made = sheet.fresh((16,), np.dtype("float32"))
+def filled_twice(traced, x):
+    made = traced.fresh((16,), np.dtype("float32"))
     launch(twice, 1, GPU_CALL, x, made, n=16)
     for _ in range(2):
         launch(add_up, 1, GPU_CALL, x, made, n=16)
@@ -187,8 +185,8 @@ def test_a_kernel_goes_on_writing_to_what_an_earlier_one_made():
         assert [c.name for c in plugin.calls] == ["twice", "add_up", "add_up"]
 
 
-def transposed(sheet, x):
-    made = sheet.fresh((16,), np.dtype("float32"))
+def transposed(traced, x):
+    made = traced.fresh((16,), np.dtype("float32"))
     launch(twice, 1, GPU_CALL, x.permute(1, 0).reshape(16), made, n=16)
     return made.reshape(2, 8).permute(1, 0)
 
@@ -199,7 +197,7 @@ def test_copies_and_outputs_are_seen_as_the_program_says():
         close(embedded(program(transposed, (4, 4)), x), 2 * x.T.reshape(2, 8).T)
 
 
-def into_an_input(sheet, x, total):
+def into_an_input(traced, x, total):
     launch(add_up, 1, GPU_CALL, x, total, n=16)
     return total
 
@@ -215,8 +213,8 @@ def test_an_input_is_written_to_where_the_op_may_and_its_holder_keeps_his():
 
 
 def test_new_arrays_come_last():
-    def run(sheet, x):
-        made = sheet.fresh((16,), np.dtype("float32"))
+    def run(traced, x):
+        made = traced.fresh((16,), np.dtype("float32"))
         launch(twice, 1, GPU_CALL, made, x, n=16)
         return made
 
@@ -224,14 +222,14 @@ def test_new_arrays_come_last():
         embedded(program(run, (16,)), normal(16))
 
 
-def row_by_row(sheet, x, w):
+def row_by_row(traced, x, w):
     """Of each row of x, twice it and w; rows come two at a time, and what is left of them alone."""
-    made, twofold = sheet.fresh(x.shape, np.dtype("float32")), sheet.fresh((16,), np.dtype("float32"))
+    made, twofold = traced.fresh(x.shape, np.dtype("float32")), traced.fresh((16,), np.dtype("float32"))
     launch(twice, 1, GPU_CALL, w, twofold, n=16)
 
     def piece(first, start, part, own):
         for array in (part.reshape(part.numel()), twofold):
-            again = sheet.fresh((part.numel(),), np.dtype("float32"))
+            again = traced.fresh((part.numel(),), np.dtype("float32"))
             launch(twice, 1, GPU_CALL, array, again, n=16)
         launch(add_rows, 1, GPU_CALL, part, twofold, start, own, rows=part.shape[0], n=16, first=first)
 
@@ -261,8 +259,8 @@ def test_a_loop_does_for_each_part_what_is_done_for_one():
 
 
 def test_in_a_loop_nothing_from_before_is_written_to():
-    def run(sheet, x, w):
-        made, outside = (sheet.fresh(shape, np.dtype("float32")) for shape in (x.shape, (16,)))
+    def run(traced, x, w):
+        made, outside = (traced.fresh(shape, np.dtype("float32")) for shape in (x.shape, (16,)))
         launch(twice, 1, GPU_CALL, w, outside, n=16)
 
         def piece(first, start, part, own):
@@ -285,7 +283,7 @@ STEPS = st.lists(st.sampled_from(["permute", "mT", "expand", "split", "merge", "
 
 
 def seen_by(how, x, pick):
-    """One step, of a tensor or of an outline."""
+    """One step, of a tensor or of an abstract array."""
     if how == "permute":
         return x.permute(*range(1, x.ndim), 0) if pick(2) else x.permute(*range(x.ndim - 1, -1, -1))
     if how == "mT":
@@ -303,15 +301,15 @@ def seen_by(how, x, pick):
 
 @settings(max_examples=60, deadline=None, derandomize=True, report_multiple_bugs=False)
 @given(shape=st.sampled_from([(4,), (1, 4), (3, 2), (2, 3, 4)]), steps=STEPS, seed=st.integers(0, 9))
-def test_outlines_are_seen_as_tensors_are(shape, steps, seed):
+def test_abstract_arrays_are_seen_as_tensors_are(shape, steps, seed):
     """Shapes and strides are PyTorch's, it copies where PyTorch does, and JAX's array has the tensor's values."""
-    sheet = outline.Sheet()
+    traced = trace.Trace()
     x = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
-    o = sheet.place(shape, "float32")
+    o = traced.place(shape, "float32")
     held = {0: jnp.asarray(x.numpy())}
 
     def pick(n):
-        return (seed >> len(sheet.steps)) % n
+        return (seed >> len(traced.steps)) % n
 
     for how in steps:
         before, x = (x.data_ptr(), o.number), seen_by(how, x, pick)
@@ -319,7 +317,7 @@ def test_outlines_are_seen_as_tensors_are(shape, steps, seed):
         assert (x.data_ptr() == before[0]) == (o.number == before[1])
         assert tuple(x.shape) == tuple(o.shape) and x.is_contiguous() == o.is_contiguous()
         assert all(n == 1 or s == t for n, s, t in zip(x.shape, x.stride(), o.stride(), strict=True))
-    for step in sheet.steps:
+    for step in traced.steps:
         held[step.to] = embedding.seen(held[step.source], step.view)
     np.testing.assert_array_equal(np.asarray(embedding.seen(held[o.number], o.view)), x.numpy())
 
@@ -407,8 +405,8 @@ def test_code_for_amd_gpus_travels_with_the_program(arch, monkeypatch):
 
 def test_arrays_are_promised_aligned_only_where_they_are_held_to_it():
     """Triton compiled for pointers at multiples of 16 bytes; jaxlib launches on no others, if it is told."""
-    sheet = outline.Sheet()
-    x, y = sheet.place((16,), "float32"), sheet.place((16,), "float32")
+    traced = trace.Trace()
+    x, y = traced.place((16,), "float32"), traced.place((16,), "float32")
     source, _ = specialised(twice, (x, y), {"n": 16}, SM_90)
     promised = max(n for attrs in source.attrs.values() for what, n in attrs if what == "tt.divisibility")
     assert carried(step_of(0)).parameters[0][1][2] % promised == 0
@@ -416,9 +414,9 @@ def test_arrays_are_promised_aligned_only_where_they_are_held_to_it():
 
 def test_buffer_instructions_of_amd_reach_what_is_small():
     """As on tensors, of which Triton asks PyTorch; an array of 2 GiB is out of their reach."""
-    sheet, hardware = outline.Sheet(), targets.find("gfx942")
-    small, large = sheet.place((16,), "float32"), sheet.place((2**29,), "float32")
-    source, _ = staging.specialised_for(twice, (small, large), {"n": 16}, hardware)
+    traced, hardware = trace.Trace(), targets.find("gfx942")
+    small, large = traced.place((16,), "float32"), traced.place((2**29,), "float32")
+    source, _ = lowering.specialised_for(twice, (small, large), {"n": 16}, hardware)
     tensors, _ = specialised(twice, (torch.zeros(16), torch.zeros(16)), {"n": 16}, hardware)
     assert sorted(source.attrs[0,]) == sorted(tensors.attrs[0,]) and ["tt.pointer_range", 32] in source.attrs[0,]
     assert ["tt.pointer_range", 32] not in source.attrs[1,]
@@ -566,8 +564,8 @@ def test_for_which_chip_has_to_be_said():
 
 
 def test_what_a_launcher_does_on_the_host_is_refused(monkeypatch):
-    sheet = outline.Sheet()
-    x = sheet.place((16,), "float32")
+    traced = trace.Trace()
+    x = traced.place((16,), "float32")
     source, options = specialised(twice, (x, x), {"n": 16}, SM_90)
     for meta, message in (
         ({"num_ctas": 2}, "runs programs in step"),
@@ -577,9 +575,9 @@ def test_what_a_launcher_does_on_the_host_is_refused(monkeypatch):
         made = SimpleNamespace(metadata=SimpleNamespace(**{"name": "twice", "num_ctas": 1, **meta}))
         monkeypatch.setattr(triton, "compile", lambda *args, made=made, **options: made)
         with pytest.raises(pk.UnsupportedError, match=message):
-            staging.compiled(source, options, SM_90.target)
+            lowering.compiled(source, options, SM_90.target)
     with pytest.raises(pk.UnsupportedError, match="takes a tensordesc"):
-        staging.argument(twice, "tensordesc<fp32[16]>", x.shape)
+        lowering.argument(twice, "tensordesc<fp32[16]>", x.shape)
 
 
 def test_a_wave_of_rdna_alone_is_refused():
@@ -612,8 +610,8 @@ FAULTS = {
         embedding, "go", lambda real: lambda program, steps, held, fixed: real(program, steps, held, frozenset()),
         test_in_a_loop_nothing_from_before_is_written_to),
     "a loop over classes counts labels anew": (
-        outline.Sheet, "repeat", lambda real: lambda sheet, first, times, length, piece, reads, writes: real(
-            sheet, first, times, length, lambda first, start, *parts: piece(first, None, *parts), reads, writes),
+        trace.Trace, "repeat", lambda real: lambda traced, first, times, length, piece, reads, writes: real(
+            traced, first, times, length, lambda first, start, *parts: piece(first, None, *parts), reads, writes),
         test_a_gradient_under_jit_goes_in_chunks),
     "samples join the batch from behind": (
         batching, "Into", lambda real: lambda wide, shape: real(wide, (*shape[1:], shape[0])),
@@ -625,20 +623,20 @@ FAULTS = {
     "an implementation is made for each call": (
         backend, "_staged", lambda real: real.__wrapped__, test_an_eager_call_is_traced_once),
     "every array is called small": (
-        outline.Outline, "ptr_range", lambda real: lambda array: 0,
+        trace.AbstractArray, "ptr_range", lambda real: lambda array: 0,
         test_buffer_instructions_of_amd_reach_what_is_small),
     "jaxlib is told of no alignment": (
         embedding, "ALIGNED", lambda real: 1, test_arrays_are_promised_aligned_only_where_they_are_held_to_it),
     "the chip that is named is not asked": (
-        staging, "gpu_target", lambda real: lambda hardware: real(targets.find("sm_80")),
+        lowering, "gpu_target", lambda real: lambda hardware: real(targets.find("sm_80")),
         test_a_program_carries_code_for_the_chip_that_is_named),
     "numbers have no sign": (
         embedding, "varint", lambda real: lambda number: real(abs(int(number))), test_numbers_arrive_as_they_were),
     "numbers of 64 bits are called 32": (
         embedding, "NUMBER", lambda real: {**real, "i64": real["i32"]}, test_numbers_arrive_as_they_were),
     "views of any strides are views": (
-        outline, "viewed", lambda real: lambda shape, strides, wanted: contiguous_strides(wanted),
-        test_outlines_are_seen_as_tensors_are),
+        trace, "viewed", lambda real: lambda shape, strides, wanted: contiguous_strides(wanted),
+        test_abstract_arrays_are_seen_as_tensors_are),
 }  # fmt: skip
 
 

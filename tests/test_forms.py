@@ -1,6 +1,5 @@
 """What is kept for calls of one form serves all of them, and no others."""
 
-import functools
 import gc
 import importlib
 import math
@@ -20,6 +19,8 @@ from tests.ops import forward_records
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
+
+from portakern.backends.triton.plan import LaunchPlan  # noqa: E402
 
 OPS = [op for op in pk.ops() if any(pk.backends()["triton"].having(op))]
 SAMPLES = [(op, name) for op in OPS for name in testing.samples(op)]
@@ -41,6 +42,11 @@ def flat(result):
     return [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None]
 
 
+def is_planned(kept):
+    """Whether calls are served by a launch plan, and not by the implementation."""
+    return isinstance(getattr(kept.serve, "__self__", None), LaunchPlan)
+
+
 def same_bits(ours, theirs):
     return len(ours) == len(theirs) and all(
         a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype and torch.equal(a, b)
@@ -58,7 +64,7 @@ def test_later_calls_of_a_form_have_the_bits_of_a_first(op, sample):
         plans = dict(kept.choice.plans)
         assert same_bits(got, flat(made_anew(kept)(**arrays, **options))), (seed, plans)
     (plan,) = plans.values()
-    assert plan.serve.__name__ == "replay" or options  # along another axis rows may be gathered, which is not replayed
+    assert is_planned(plan) or options  # along another axis rows may be gathered, which no plan knows
 
 
 def test_one_array_given_thrice_teaches_nothing_wrong():
@@ -113,7 +119,7 @@ def test_what_is_refused_is_refused_beside_kept_forms():
         op()
 
 
-def test_parts_of_arrays_are_replayed():
+def test_parts_of_arrays_are_planned():
     """Rows in chunks, a ragged last one among them, and classes in chunks; of arrays that begin within others too."""
     loss = registry.find_spec("linear_cross_entropy")
     for spec, chunk in ((loss, "chunk_rows"), (registry.find_spec(loss.vjp), "chunk_n")):
@@ -130,7 +136,7 @@ def test_parts_of_arrays_are_replayed():
             got = flat(kept(**arrays, **options))
             assert same_bits(got, flat(made_anew(kept)(**arrays, **options))), (name, seed)
         (plan,) = kept.choice.plans.values()
-        assert plan.serve.__name__ == "replay", name
+        assert is_planned(plan), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
@@ -151,11 +157,11 @@ def test_a_copy_in_order_holds_the_numbers_of_what_was_seen(seen, dtype):
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_losses_of_words_that_follow_are_replayed(turned, monkeypatch):
+def test_losses_of_words_that_follow_are_planned(turned, monkeypatch):
     """hidden[:, :-1] and labels[:, 1:], of which no view has rows in one dimension; or both with words first."""
-    replays, learned = importlib.import_module("portakern.backends.triton.replay"), []
-    written_down = replays._written_down
-    monkeypatch.setattr(replays, "_written_down", lambda *a: learned.append(written_down(*a)) or learned[-1])
+    plans, learned = importlib.import_module("portakern.backends.triton.plan"), []
+    planned = plans.planned
+    monkeypatch.setattr(plans, "planned", lambda *a: learned.append(planned(*a)) or learned[-1])
     kept = pk.op("linear_cross_entropy", backend="triton")
     remembered.forget()
     for seed in range(4):
@@ -177,7 +183,7 @@ def test_losses_of_words_that_follow_are_replayed(turned, monkeypatch):
     assert len(learned) == 2 and None not in learned  # the loss, and its gradients
 
 
-def test_losses_of_labels_that_are_cut_are_replayed():
+def test_losses_of_labels_that_are_cut_are_planned():
     kept = pk.op("cross_entropy", backend="triton")
     remembered.forget()
     for seed in range(4):
@@ -186,11 +192,11 @@ def test_losses_of_labels_that_are_cut_are_replayed():
         expected = torch.nn.functional.cross_entropy(logits.mT, labels, reduction="none")
         assert torch.allclose(kept(logits, labels), expected, atol=1e-5)
     (plan,) = kept.choice.plans.values()
-    assert plan.serve.__name__ == "replay"
+    assert is_planned(plan)
 
 
 @pytest.mark.parametrize(("op", "sample"), [(op, name) for op, name in SAMPLES if registry.find_spec(op).is_vjp])
-def test_gradients_of_a_sum_are_replayed(op, sample):
+def test_gradients_of_a_sum_are_planned(op, sample):
     """What a sum or a mean hands back is one number, seen as an array whose strides are 0: it may have to be copied."""
     kept = pk.op(op, backend="triton")
     for seed in range(4):
@@ -203,7 +209,7 @@ def test_gradients_of_a_sum_are_replayed(op, sample):
         got = flat(kept(**arrays | of_sum, **options))
         assert same_bits(got, flat(made_anew(kept)(**arrays | of_sum, **options))), seed
     (plan,) = kept.choice.plans.values()
-    assert plan.serve.__name__ == "replay"
+    assert is_planned(plan)
 
 
 def test_gradients_of_later_calls_are_those_of_a_first():
@@ -310,32 +316,3 @@ def test_observers_see_calls_of_kept_forms():
     with pk.observe(seen.append):
         op(x), op(x)
     assert [s.call.arrays["x"] is x for s in seen] == [True, True]
-
-
-def test_allocations_take_the_short_way_on_the_current_device_alone(monkeypatch):
-    replays = importlib.import_module("portakern.backends.triton.replay")
-    quick, here = [], [None]
-
-    def allocate(shape, strides, dtype):
-        assert type(shape) is type(strides) is tuple  # as PyTorch's own expects
-        quick.append(shape)
-        return torch.empty_strided(shape, strides, dtype=dtype)
-
-    monkeypatch.setattr(replays, "_quick_on", lambda device: allocate)
-    monkeypatch.setattr(
-        replays, "_writer", functools.cache(replays._writer.__wrapped__)
-    )  # another test's holds its own
-    monkeypatch.setattr(replays.launcher, "current_device", lambda: here[0])
-    op, x = made_anew(pk.op("softmax", backend="triton")), torch.randn(3, 5)
-    want = [op(x) for _ in range(3)][-1]  # bound, decided, learnt
-    quick.clear()
-    assert torch.equal(op(x), want) and quick == [(3, 5)]
-    here[0] = 1  # the arrays are elsewhere
-    assert torch.equal(op(x), want) and len(quick) == 1
-    here[0] = None
-    torch.use_deterministic_algorithms(True)
-    try:  # what is allocated is filled, and an element that is not written shows
-        assert torch.equal(op(x), want) and len(quick) == 1
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert torch.equal(op(x), want) and len(quick) == 2

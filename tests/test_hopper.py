@@ -16,7 +16,7 @@ from portakern.core.tilings import default, resolve
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
-from portakern.backends.triton import interpreter, replay  # noqa: E402
+from portakern.backends.triton import interpreter, plan  # noqa: E402
 from portakern.backends.triton import launch as launching  # noqa: E402
 from portakern.backends.triton.hopper import _float32, _warps  # noqa: E402
 from portakern.backends.triton.hopper import matmul as products  # noqa: E402
@@ -234,13 +234,13 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_of_a_form_are_replayed_where_arrays_begin_alike(name):
+def test_calls_of_a_signature_are_planned_where_arrays_begin_alike(name):
     """What is launched is what the implementation launches; an array that begins elsewhere is left to it."""
     (op, *arrays), options, kernels = CALLS[name]
     impl, call = bound(op, *arrays, **options)
     launches = []
     with launching.recording(lambda kernel, grid, args, constexprs: launches.append(kernel.__name__)):
-        _, again = replay.learn(impl, call, resolve(impl, call, {}).tiling)
+        _, again = plan.learn(impl, call, resolve(impl, call, {}).tiling)
         assert launches == kernels and again is not None
         launches.clear()
         again(call.arrays)

@@ -20,7 +20,7 @@ from portakern.testing.verdict import expected
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
-from portakern.backends.triton import interpreter, replay  # noqa: E402
+from portakern.backends.triton import interpreter, plan  # noqa: E402
 from portakern.backends.triton.hopper import _flash_gradients  # noqa: E402
 from portakern.backends.triton.hopper import attention_vjp as hopper  # noqa: E402
 from portakern.backends.triton.launch import recording  # noqa: E402
@@ -181,11 +181,11 @@ def test_what_has_no_room_is_refused():
 
 
 @pytest.mark.parametrize("given", [(), ("d_lse",)])
-def test_calls_of_a_form_are_replayed(given):
+def test_calls_of_a_signature_are_planned(given):
     call = bound(1, 130, 2, 2, 130, 64, is_causal=True, given=given)
     launches: list[tuple[str, int]] = []
     with recording(lambda kernel, grid, args, constexprs: launches.append((kernel.__name__, grid))):
-        _, again = replay.learn(VARIANT, call, tiling_of(call))
+        _, again = plan.learn(VARIANT, call, tiling_of(call))
         first = list(launches)
         assert [name for name, _ in first] == [
             "attention_vjp_statistics_kernel",

@@ -233,17 +233,17 @@ def small(family):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
 def test_a_training_step_works_no_call_out_anew(family, monkeypatch):
-    """What a replay cannot account for takes the host a hundred times as long, in each of the chunks of a loss."""
+    """What a plan cannot account for takes the host a hundred times as long, in each of the chunks of a loss."""
     pytest.importorskip("triton", reason="triton is not installed")
-    replays, learned = importlib.import_module("portakern.backends.triton.replay"), {}
-    written_down = replays._written_down
+    plans, learned = importlib.import_module("portakern.backends.triton.plan"), {}
+    planned = plans.planned
 
-    def noted(call, tape, outputs):
-        again = written_down(call, tape, outputs)
-        learned.setdefault(call.spec.name, []).append(again is not None)
-        return again
+    def noted(impl, *others):
+        plan = planned(impl, *others)
+        learned.setdefault(impl.op, []).append(plan is not None)
+        return plan
 
-    monkeypatch.setattr(replays, "_written_down", noted)
+    monkeypatch.setattr(plans, "planned", noted)
     remembered.forget()  # what other tests learned of the same forms
     model, ids = small(family).train(), torch.randint(3, 40, (2, 9))
     with portakern.torch.apply(model, backend="triton"):

@@ -15,7 +15,7 @@ from portakern.testing import sample_arrays
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
-from portakern.backends.triton import interpreter, listed  # noqa: E402
+from portakern.backends.triton import interpreter, lowering  # noqa: E402
 from portakern.backends.triton.launch import recording  # noqa: E402
 
 BACKEND = registry.backend("triton")
@@ -48,7 +48,7 @@ def test_explain_names_what_the_interpreter_runs(op, sample, monkeypatch):
     ran, run = [], interpreter.run
 
     def noted(kernel, *args, **constexprs):
-        ran.append(listed.qualified(kernel))
+        ran.append(lowering.qualified(kernel))
         return run(kernel, *args, **constexprs)
 
     monkeypatch.setattr(interpreter, "run", noted)
@@ -103,7 +103,7 @@ def test_what_hopper_chooses_by_a_calls_form_is_named(name):
     impl, call = make()
     impl, tiling = impl.serving(call, tilings.default(impl, call).tiling)
     launched = []
-    with recording(lambda kernel, *_: launched.append(listed.qualified(kernel))):
+    with recording(lambda kernel, *_: launched.append(lowering.qualified(kernel))):
         impl.run(call, tiling)
         told = HOPPER.kernels(impl, call, tiling)
     assert [*told] == launched and launched
@@ -122,18 +122,18 @@ def test_a_list_of_kernels_takes_nobody_elses_launches():
         with recording(lambda kernel, *_: seen.append(kernel.__name__)):
             impl.run(call, tiling)
 
-    class Slow(listed.Listed):
+    class Slow(lowering.Listed):
         def launched(self, *launch):
             thread = threading.Thread(target=other)
             thread.start()
             thread.join()
             super().launched(*launch)
 
-    before, listed.Listed = listed.Listed, Slow
+    before, lowering.Listed = lowering.Listed, Slow
     try:
         told = HOPPER.kernels(impl, call, tiling)
     finally:
-        listed.Listed = before
+        lowering.Listed = before
     assert len(seen) == len(told) > 0
 
 

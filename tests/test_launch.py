@@ -20,8 +20,8 @@ from triton.runtime.jit import JITFunction, create_function_from_signature  # no
 
 from portakern.backends.triton import launch as launching  # noqa: E402
 from portakern.backends.triton import launcher  # noqa: E402
-from portakern.backends.triton.direct import direct  # noqa: E402
-from portakern.backends.triton.prepared import prepare  # noqa: E402
+from portakern.backends.triton.capture import Capture, capturing  # noqa: E402
+from portakern.backends.triton.plan import LaunchPlan, Step  # noqa: E402
 
 
 @triton.jit
@@ -295,24 +295,36 @@ def test_the_first_launch_of_a_key_is_tritons_and_later_ones_are_kept(by_triton,
         assert len(by_triton) == before + 1
 
 
-def test_a_prepared_launch_is_looked_up_by_what_tensors_decide(by_triton):
+CONSTEXPRS = {"block": 16, "dtype": tl.float32, "num_warps": 4, "whole": True}
+REST = (48, 7, 16, 0.5, True)
+
+
+def planned():
+    """The plan of one launch, of x and y."""
+    step = Step(kernel, 3, ("x", "y", None), REST, CONSTEXPRS, {}, None)
+    return LaunchPlan(Call(), -1, ("x", "y"), [], {}, [step], (), None, None)
+
+
+def test_a_plan_has_a_function_for_every_placement_of_its_arrays(by_triton):
     made = []
     by_triton.compiled = lambda: made.append(Compiled()) or made[-1]
-    rest = {"block": 16, "dtype": tl.float32, "num_warps": 4}
-    x, y = TENSORS[0], TENSORS[4]
-    run = prepare(kernel, 3, Call, (x, y, None), (48, 7, 16, 0.5, True), rest)
+    x, y, plan = TENSORS[0], TENSORS[4], planned()
     for _ in range(3):
-        run(x, y, None)
+        plan.serve({"x": x, "y": y})
     assert len(by_triton) == 1 and len(made[0].launches) == 2
-    launching.launch(kernel, 3, Call, x, y, None, 48, 7, 16, 0.5, True, **rest)
+    launching.launch(kernel, 3, Call, x, y, None, *REST, **CONSTEXPRS)
     first, second, third = ([a.data_ptr() if torch.is_tensor(a) else a for a in args] for *_, args in made[0].launches)
     assert first == second == third and len(by_triton) == 1
+    (cached,) = plan.cached.values()
     off = torch.empty(49)[1:]
-    for other in ((off, y, None), (x, off.to(y.dtype)[1:], None), (off, off.to(y.dtype)[1:], None)):
+    for other in ((off, y), (x, off.to(y.dtype)[1:]), (off, off.to(y.dtype)[1:])):
         before = len(by_triton)
         for _ in range(3):
-            run(*other)
-        assert len(by_triton) == before + 1
+            cached(dict(zip(("x", "y"), other, strict=True)))
+        assert len(by_triton) == before + 1 and len(made[-1].launches) == 2
+    for serve in plan.cached.values():  # each knows what it is for
+        serve({"x": x, "y": y})
+    assert len(made[0].launches) == 3 + 4 and len(by_triton) == 4
 
 
 def test_a_kept_launch_tells_tuples_apart(by_triton):
@@ -346,15 +358,16 @@ def test_a_direct_launch_passes_what_tritons_launcher_does(vendor, monkeypatch):
     others = ("launch_cooperative_grid", "launch_pdl", "warp_size", "arg_annotations", "kernel_signature")
     vars(run).update({name: name for name in others})
     for rest in ([7, 16], []):
-        go = direct(run, 3, "function", "metadata", 2, rest)
-        go(77, 4096, None)
+        text, env = launcher.launching("go", (run, "function", "metadata"), 3, ["at_x", None], rest)
+        eval(text, env | {"stream": 77, "at_x": 4096})
         run(3, 1, 1, 77, "function", "metadata", None, None, None, 4096, None, *rest)
-        assert seen[0] == seen[1] and go.__closure__[0].cell_contents is not run, "not by way of __call__"
+        assert seen[0] == seen[1] and env["go"] is not run, "not by way of __call__"
         seen.clear()
     for asks in ({"profile_scratch_size": 16}, {"gsan_enabled": True}):  # what __call__ sees to
         vars(run).update(asks)
         monkeypatch.setattr(its, "__call__", lambda self, *args: seen.append(("whole", *args)))
-        direct(run, 3, "function", "metadata", 2, [7])(77, 4096, None)
+        text, env = launcher.launching("go", (run, "function", "metadata"), 3, ["at_x", None], [7])
+        eval(text, env | {"stream": 77, "at_x": 4096})
         assert seen.pop() == ("whole", 3, 1, 1, 77, "function", "metadata", None, None, None, 4096, None, 7)
         vars(run).update(profile_scratch_size=0, gsan_enabled=False)
 
@@ -372,21 +385,58 @@ def test_a_launcher_that_is_not_understood_is_called_whole():
             self.launched = args
 
     run = New()
-    direct(run, 3, "function", "metadata", 1, [7])(77, 4096)
+    text, env = launcher.launching("go", (run, "function", "metadata"), 3, ["at_x"], [7])
+    eval(text, env | {"stream": 77, "at_x": 4096})
     assert run.fenced and run.launched == (3, 1, 1, 77, "function", "metadata", None, None, None, 4096, 7)
 
 
-def test_who_records_or_watches_sees_prepared_launches(by_triton, monkeypatch):
-    tensors, rest = (TENSORS[0], TENSORS[0], None), {"block": 16, "dtype": tl.float32, "num_warps": 4}
-    run, seen = prepare(kernel, 3, Call, tensors, (48, 7, 16, 0.5, True), rest), []
+def test_who_captures_records_or_watches_sees_the_launches_of_plans(by_triton, monkeypatch):
+    arrays, plan, seen = {"x": TENSORS[0], "y": TENSORS[0]}, planned(), []
     for _ in range(3):
-        run(*tensors)
+        plan.serve(arrays)
     with launching.recording(lambda *told: seen.append(told)):
-        run(*tensors)
-    assert len(seen) == 1 and seen[0][1] == 3 and seen[0][2][3:] == (48, 7, 16, 0.5, True) and len(by_triton) == 1
-    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", lambda metadata: None)
-    run(*tensors)
-    assert len(by_triton) == 2
+        plan.serve(arrays)
+    assert len(seen) == 1 and seen[0][1] == 3 and seen[0][2][3:] == REST and len(by_triton) == 1
+    capture = Capture()
+    with capturing(capture):
+        plan.serve(arrays)
+    assert [launch.grid for launch in capture.launches] == [3] and len(by_triton) == 1
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        with monkeypatch.context() as m:
+            m.setattr(knobs.runtime, name, lambda metadata: None)
+            plan.serve(arrays)
+    with monkeypatch.context() as m:
+        m.setattr(kernel, "pre_run_hooks", [lambda *args: None])
+        plan.serve(arrays)
+    assert len(by_triton) == 4
+    plan.serve(arrays)
+    assert len(by_triton) == 4
+
+
+def test_a_plan_enters_the_device_of_its_arrays(by_triton, monkeypatch):
+    entered, here = [], [-1]
+    monkeypatch.setattr(launcher, "current_device", lambda: here[0])
+    monkeypatch.setattr(torch.cuda, "device", lambda index: entered.append(index) or Entering(here))
+    plan = planned()
+    for _ in range(3):
+        plan.serve({"x": TENSORS[0], "y": TENSORS[0]})
+    assert not entered
+    here[0] = 0
+    plan.serve({"x": TENSORS[0], "y": TENSORS[0]})
+    assert entered == [-1] and here == [0] and len(by_triton) == 1
+
+
+class Entering:
+    """Makes -1 the current device while inside."""
+
+    def __init__(self, here):
+        self.here = here
+
+    def __enter__(self):
+        self.before, self.here[0] = self.here[0], -1
+
+    def __exit__(self, *error):
+        self.here[0] = self.before
 
 
 def test_compile_errors_surface_every_time(by_triton):

@@ -21,7 +21,7 @@ from portakern.tools.bench import contenders
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
-from portakern.backends.triton import interpreter, replay  # noqa: E402
+from portakern.backends.triton import interpreter, plan  # noqa: E402
 from portakern.backends.triton.launch import recording  # noqa: E402
 from portakern.backends.triton.lib import gluon, gluon_gradients  # noqa: E402
 from portakern.backends.triton.unordered import _flash_unordered  # noqa: E402
@@ -215,11 +215,11 @@ def test_a_gradient_that_nobody_wants_is_not_written():
     assert worst(some) <= 1
 
 
-def test_calls_of_a_form_are_replayed():
+def test_calls_of_a_signature_are_planned():
     call = bound(1, 130, 2, 2, 130, 64, is_causal=True)
     launches: list[tuple[str, int]] = []
     with recording(lambda kernel, grid, args, constexprs: launches.append((kernel.__name__, grid))):
-        _, again = replay.learn(VARIANT, call, tiling_of(call))
+        _, again = plan.learn(VARIANT, call, tiling_of(call))
         first = list(launches)
         assert [name for name, _ in first] == KERNELS and again is not None
         launches.clear()

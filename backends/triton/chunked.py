@@ -1,5 +1,5 @@
 """Parts of arrays, one after another: what an implementation does for each of them in a loop of Python's where it runs,
-and once where it is written down (:mod:`.staging`), as the steps of a loop of the library whose program it becomes.
+and once where it is written down (:mod:`.lowering`), as the steps of a loop of the library whose program it becomes.
 """
 
 from __future__ import annotations
@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from portakern.backends.triton.capture import tracing
 from portakern.backends.triton.layout import fresh
-from portakern.backends.triton.tape import silent
 
 __all__ = ["in_parts", "scratch"]
 
@@ -21,15 +21,15 @@ def in_parts(extent: int, length: int, piece: Callable[..., None], reads: Sequen
       piece: first: an int; start: None, or an array of one int32 to be added to first, where the loop is not
         Python's. A part of None is None. What it writes to are parts of ``writes``, and arrays that it makes.
     """
-    tape: Any = silent()
-    if tape is None or length >= extent:
+    trace: Any = tracing()
+    if trace is None or length >= extent:
         for first, last in chunks(extent, length):
             piece(first, None, *(x if x is None else part(x, first, last) for x in (*reads, *writes)))
         return
     whole = extent // length * length
-    tape.repeat(0, whole // length, length, piece, reads, writes)
+    trace.repeat(0, whole // length, length, piece, reads, writes)
     if whole < extent:
-        tape.repeat(whole, 1, extent - whole, piece, reads, writes)
+        trace.repeat(whole, 1, extent - whole, piece, reads, writes)
 
 
 def chunks(extent: int, length: int) -> list[tuple[int, int]]:
@@ -45,7 +45,7 @@ def part(x: Any, first: int, last: int) -> Any:
 def scratch(like: Any, rows: int, columns: int) -> Callable[[int, int], Any]:
     """What gives a part room for numbers of ``like``'s dtype, (rows, columns) of it at most: the beginning of one
     buffer, but where memory is the other library's to plan an array of its own."""
-    if silent() is not None:
+    if tracing() is not None:
         return lambda height, width: fresh((height, width), like.dtype, like.device)
     buffer = fresh((rows, columns), like.dtype, like.device)
 

@@ -1,4 +1,4 @@
-"""Numbers of rows in row-major order, by a kernel: what ``Tensor.contiguous`` copies no tape knows of (:mod:`.replay`),
+"""Numbers of rows in row-major order, by a kernel: what ``Tensor.contiguous`` copies no capture has (:mod:`.plan`),
 so that a call with such an array would be worked out anew each time, in a step of a model for each of its chunks.
 
 The gradient that ``loss.sum()`` hands back is one number with strides of 0, in every training step.
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from portakern.backends.triton.capture import tracing
 from portakern.backends.triton.launch import cdiv, launch
 from portakern.backends.triton.layout import collapse, fresh_like
-from portakern.backends.triton.tape import silent
 
 if TYPE_CHECKING:
     import torch
@@ -39,8 +39,8 @@ def in_order_kernel(x, y, numel, middle, inner, x_outer, x_middle, x_inner, inde
 def in_order(call: Call, x: torch.Tensor) -> torch.Tensor:
     """``x`` where it lies in row-major order, else a copy that does. More dimensions than three strides describe are
     gathered by its library."""
-    if silent() is not None:
-        return x.contiguous()  # an outline, which notes it itself
+    if tracing() is not None:
+        return x.contiguous()  # an abstract array, whose trace has it
     if x.is_contiguous():
         return x
     extents, (strides,) = collapse(tuple(x.shape), x.stride())

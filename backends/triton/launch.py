@@ -9,13 +9,14 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
+from portakern.backends.triton.capture import CAPTURES, Launched, tracing
 from portakern.backends.triton.layout import SHAPES
-from portakern.backends.triton.tape import TAPES, note_launch, silent
 from portakern.core import targets
 
 if TYPE_CHECKING:
@@ -51,8 +52,16 @@ def launch(kernel: JITFunction[Any], grid: int, call: Call, *args: Any, **conste
 
     Returns: what was launched, where it is kept.
     """
-    if TAPES and not note_launch(kernel, grid, args, constexprs):
-        return None
+    capture = CAPTURES.get(get_ident()) if CAPTURES else None
+    handles = _launch(kernel, grid, call, args, constexprs) if capture is None or capture.runs else None
+    if capture is not None:
+        capture.launched(Launched(kernel, grid, args, constexprs, handles))
+    return handles
+
+
+def _launch(
+    kernel: JITFunction[Any], grid: int, call: Call, args: tuple[Any, ...], constexprs: dict[str, Any]
+) -> Handles | None:
     if call.interpret:
         from portakern.backends.triton import interpreter
 
@@ -87,8 +96,8 @@ def cdiv(a: int, b: int) -> int:
 
 def torch_dtype(name: str) -> torch.dtype:
     """What tensors of this dtype have as theirs."""
-    tape = silent() if TAPES else None
-    dtype: torch.dtype = tape.dtype(name) if tape else getattr(sys.modules["torch"], name)
+    trace = tracing() if CAPTURES else None
+    dtype: torch.dtype = trace.dtype(name) if trace else getattr(sys.modules["torch"], name)
     return dtype
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import triton
 import triton.language as tl
 
-from portakern.backends.triton.tape import TAPES, note_tensor, silent
+from portakern.backends.triton.capture import CAPTURES, note_tensor, tracing
 from portakern.spec.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
@@ -145,10 +145,10 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def fresh(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """An uninitialised contiguous tensor. ``torch.empty`` takes 2 us longer to understand its arguments."""
-    if TAPES and (tape := silent()):
-        return tape.fresh(shape, dtype)
+    if CAPTURES and (trace := tracing()):
+        return trace.fresh(shape, dtype)
     made = sys.modules["torch"].empty_strided(shape, contiguous_strides(shape), dtype=dtype, device=device)
-    return note_tensor(made) if TAPES else made
+    return note_tensor(made) if CAPTURES else made
 
 
 def fresh_like(x: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import linecache
 import threading
@@ -28,9 +29,19 @@ def written(title: str, source: str, names: Mapping[str, Any], function: str) ->
       names: what the text names, beside Python's own.
     """
     text = _registered(title, source)
-    # compiled each time: functions with globals of their own that share one code object get in each other's way, as
-    # CPython keeps in the code where it found a global
-    return executed(compile(source, text.file, "exec"), {**names, "__portakern_text__": text}, function)
+    return executed(_filed(_compiled(source), text.file), {**names, "__portakern_text__": text}, function)
+
+
+@functools.lru_cache(1024)
+def _compiled(source: str) -> CodeType:
+    return compile(source, "<written>", "exec")
+
+
+def _filed(code: CodeType, file: str) -> CodeType:
+    """A copy of compiled code whose lines are those of a file. Functions with globals of their own must share none:
+    CPython keeps in the code where it found a global."""
+    constants = tuple(_filed(c, file) if isinstance(c, CodeType) else c for c in code.co_consts)
+    return code.replace(co_filename=file, co_consts=constants)
 
 
 def executed(code: CodeType, scope: dict[str, Any], function: str) -> Any:

@@ -20,6 +20,9 @@ __all__ = ["Form", "option_form", "reader"]
 
 Form = tuple[Any, ...]
 
+PLAIN = frozenset({bool, int, str, type(None)})
+"""Kinds of values that are told apart by their kind and by what they equal."""
+
 
 @functools.cache
 def reader(spec: Spec[Any]) -> Callable[..., tuple[Form | None, dict[str, Any]]]:
@@ -36,9 +39,10 @@ def reader(spec: Spec[Any]) -> Callable[..., tuple[Form | None, dict[str, Any]]]
     keywords = [o.name for o in spec.options] + ["wants"] * spec.is_vjp + ["overwrite"] * bool(spec.aliases)
     parameters = [a.name + ("=None" if a.optional else "") for a in spec.arrays]
     parameters += ["*"] * bool(keywords) + [f"{n}=DEFAULT_{n}" for n in keywords]
-    options = [f"{n} if {n} is DEFAULT_{n} else option_form({n})" for n in keywords]
+    plain = "({0}.__class__, {0}) if {0}.__class__ in PLAIN else option_form({0})"
+    options = [f"{n} if {n} is DEFAULT_{n} else {plain.format(n)}" for n in keywords]
     arrays = ", ".join(f"{a.name!r}: {a.name}" for a in spec.arrays)
-    env: dict[str, Any] = {"BY_TYPE": BY_TYPE, "option_form": option_form}
+    env: dict[str, Any] = {"BY_TYPE": BY_TYPE, "PLAIN": PLAIN, "option_form": option_form}
     env |= {"DEFAULT_wants": None, "DEFAULT_overwrite": None}
     env |= {f"DEFAULT_{o.name}": o.default for o in spec.options}
     lines = [f"def read({', '.join(parameters)}):", f"    framework = BY_TYPE.get({spec.lead.name}.__class__)"]
@@ -74,7 +78,7 @@ def option_form(value: Any) -> Form:
     kind = value.__class__
     if kind is float:
         return kind, value, copysign(1.0, value)
-    if kind in (bool, int, str, type(None)):
+    if kind in PLAIN:
         return kind, value
     if kind is tuple:
         return kind, *map(option_form, value)

@@ -13,7 +13,7 @@ from portakern.backends.triton.layout import collapse, fresh
 from portakern.backends.triton.lib.cross_entropy import losses_into
 from portakern.backends.triton.lib.cross_entropy_vjp import gradient_into, tile_brackets
 from portakern.backends.triton.lib.rows import tile_rows
-from portakern.backends.triton.outline import Outline
+from portakern.backends.triton.trace import AbstractArray
 from portakern.core.registry import find_spec
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def in_chunks(call: Call, tiling: Mapping[str, int], multiply: Product) -> tuple
 def overwritten(x: Any) -> Any:
     """Where the gradient by logits x goes: over them, or to an array of its own where a launch in another library's
     program may not be told of one array twice."""
-    return fresh(x.shape, x.dtype, x.device) if isinstance(x, Outline) else x
+    return fresh(x.shape, x.dtype, x.device) if isinstance(x, AbstractArray) else x
 
 
 def flat(call: Call, rows: str, numbers: str, *dims: str) -> tuple[Any, ...]:

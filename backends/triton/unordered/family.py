@@ -7,8 +7,8 @@ FAMILY = Family(
     platforms=("cuda",),
     targets=("sm_90",),
     compiler="portakern.backends.triton.compiler",
-    replays="portakern.backends.triton.replay:learn",
-    lists="portakern.backends.triton.listed:kernels",
+    replays="portakern.backends.triton.plan:learn",
+    lists="portakern.backends.triton.lowering:kernels",
     unstaged="its kernels take tensor descriptors, which PyTorch's launcher makes on the host at each launch",
     imports="portakern.backends.triton.imports:compiled",
 )

@@ -10,12 +10,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
+from portakern.backends.triton.capture import Capture, capturing
 from portakern.backends.triton.compiler import gpu_target, specialised
-from portakern.backends.triton.outline import Outline, Sheet, outlined
-from portakern.backends.triton.tape import TAPES
+from portakern.backends.triton.trace import AbstractArray, Trace, abstracted
 from portakern.core import targets
 from portakern.core.program import Code, Copy, Launch, Loop, Number, Program
 from portakern.core.targets import Hardware, Target
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from portakern.core.backend import Implementation, Tiling
     from portakern.core.call import Call
 
-__all__ = ["stage"]
+__all__ = ["kernels", "stage"]
 
 Embed = Callable[[Program, Mapping[str, Any]], tuple[Any, ...]]
 
@@ -43,19 +42,19 @@ def stage(impl: Implementation, embed: Embed) -> Implementation:
         return embed(program(impl, call, tiling), call.arrays)
 
     def copies(call: Call, tiling: Tiling) -> str | None:
-        sheet, _ = written(impl, call, tiling)
-        what = [f"{sheet.places[s.to].dtype} {sheet.places[s.to].shape}" for s in copied(sheet.steps)]
+        trace, _ = written(impl, call, tiling)
+        what = [f"{trace.places[s.to].dtype} {trace.places[s.to].shape}" for s in copied(trace.steps)]
         return f"gathered or cast before a kernel reads it: {', '.join(what)}" if what else None
 
     key, fit, delegate = impl.key, impl.fit, impl.delegate
     return replace(
         impl,
         fn=fn,
-        tiling=lambda call: impl.tiling(outlined(call)),
-        supports=lambda call, tiling: unsupported(call.target) or impl.supports(outlined(call), tiling),
-        key=None if key is None else lambda call: key(outlined(call)),
-        fit=None if fit is None else lambda call, tiling: fit(outlined(call), tiling),
-        delegate=None if delegate is None else lambda call, tiling: delegate(outlined(call), tiling),
+        tiling=lambda call: impl.tiling(abstracted(call)),
+        supports=lambda call, tiling: unsupported(call.target) or impl.supports(abstracted(call), tiling),
+        key=None if key is None else lambda call: key(abstracted(call)),
+        fit=None if fit is None else lambda call, tiling: fit(abstracted(call), tiling),
+        delegate=None if delegate is None else lambda call, tiling: delegate(abstracted(call), tiling),
         copies=copies,
     )
 
@@ -67,29 +66,22 @@ def unsupported(target: Target) -> str | None:
     return None
 
 
-def written(impl: Implementation, call: Call, tiling: Tiling) -> tuple[Sheet, tuple[Any, ...]]:
+def written(impl: Implementation, call: Call, tiling: Tiling) -> tuple[Trace, tuple[Any, ...]]:
     """What an implementation does for a call, and its outputs."""
-    sheet = Sheet()
-    inner = outlined(call, sheet)
-    before = TAPES.get(get_ident())
-    TAPES[get_ident()] = sheet
-    try:
-        return sheet, impl.run(inner, tiling)
-    finally:
-        if before is None:
-            del TAPES[get_ident()]
-        else:
-            TAPES[get_ident()] = before
+    trace = Trace()
+    inner = abstracted(call, trace)
+    with capturing(trace):
+        return trace, impl.run(inner, tiling)
 
 
 def program(impl: Implementation, call: Call, tiling: Tiling) -> Program:
     """A call, written down and compiled."""
-    sheet, outputs = written(impl, call, tiling)
+    trace, outputs = written(impl, call, tiling)
     names = tuple(n for n, a in call.arrays.items() if a is not None)
     return Program(
         names,
-        tuple(sheet.places),
-        finished(call.target, sheet.steps),
+        tuple(trace.places),
+        finished(call.target, trace.steps),
         tuple(None if o is None else (o.number, o.view) for o in outputs),
         frozenset(names.index(n) for n in call.over),
     )
@@ -105,12 +97,12 @@ def copied(steps: Iterable[Any]) -> Iterator[Copy]:
 
 
 def finished(target: Target, steps: Iterable[Any]) -> tuple[Any, ...]:
-    """A sheet's steps with their kernels compiled."""
+    """A trace's steps with their kernels compiled."""
 
     def one(step: Any) -> Any:
         if isinstance(step, Loop):
             return replace(step, steps=finished(target, step.steps))
-        return step if isinstance(step, Copy) else launched(target, *step)
+        return step if isinstance(step, Copy) else launched(target, *step[:4])
 
     return tuple(map(one, steps))
 
@@ -142,7 +134,7 @@ def specialised_for(
         knobs.amd.use_buffer_ops = False
         source, options = specialised(kernel, args, constexprs, hardware)
     for i, value in enumerate(args):
-        if buffers and isinstance(value, Outline) and value.ptr_range() < 2**31:
+        if buffers and isinstance(value, AbstractArray) and value.ptr_range() < 2**31:
             source.attrs[(i,)] = [*source.attrs.get((i,), []), ["tt.pointer_range", 32]]
     return source, options
 
@@ -157,7 +149,7 @@ def leaves(declared: Any, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def argument(kernel: Any, kind: str, value: Any) -> int | Number:
-    if isinstance(value, Outline):
+    if isinstance(value, AbstractArray):
         return value.number
     if kind not in KINDS:
         raise UnsupportedError(
@@ -189,3 +181,38 @@ def compiled(source: Any, options: dict[str, Any], target: Target) -> Code:
         lanes=hardware.lanes,
         shared=meta.shared,
     )
+
+
+class Listed(Capture):
+    """A capture in which arrays are allocated and nothing is launched."""
+
+    runs = False
+
+
+def kernels(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[str, ...]:
+    """The kernels of a call in the order of their launches, each as its module in this backend and its name. Arrays
+    that another library holds are abstract: of a loop over parts of them, the launches for one part are given."""
+    if call.framework.name != impl.backend.framework:
+        trace, _ = written(impl, call, tiling)
+        return tuple(qualified(step[0]) for step in launches(trace.steps))
+    capture = Listed()
+    with capturing(capture):
+        impl.run(call, tiling)
+    return tuple(qualified(launch.kernel) for launch in capture.launches)
+
+
+def launches(steps: Iterable[Any]) -> list[Any]:
+    """The launches among the steps of a trace, and of its loops."""
+    found: list[Any] = []
+    for step in steps:
+        if isinstance(step, Loop):
+            found += launches(step.steps)
+        elif isinstance(step, tuple):
+            found.append(step)
+    return found
+
+
+def qualified(kernel: Any) -> str:
+    """A kernel's module, without this backend's package, and its name."""
+    module = str(kernel.fn.__module__)
+    return f"{module.removeprefix('portakern.backends.triton.')}.{kernel.fn.__name__}"

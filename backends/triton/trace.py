@@ -1,8 +1,8 @@
 """Tensors without memory, as far as what prepares a launch asks one: shapes, strides, views.
 
 The Python around the kernels is written for PyTorch's tensors, of which it asks where they begin and how they are laid
-out. Where another library holds the arrays, an :class:`Outline` stands for each, in row-major order as these lie; what
-the Python allocates, copies and launches goes into a :class:`Sheet`. So no PyTorch is needed.
+out. Where another library holds the arrays, an :class:`AbstractArray` stands for each, in row-major order as these lie;
+what the Python allocates, copies and launches goes into a :class:`Trace`. So no PyTorch is needed.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from typing import Any
 
 import numpy as np
 
+from portakern.backends.triton.capture import Capture, Launched
 from portakern.backends.triton.layout import contiguous_strides
-from portakern.backends.triton.tape import Tape
 from portakern.core.call import Call
 from portakern.core.framework import BY_TYPE, DTYPE_NAME, Framework
 from portakern.core.program import Copy, Loop, Place, View
 from portakern.core.targets import Target
 from portakern.spec.dtypes import numpy_dtype
 
-__all__ = ["Outline", "Sheet", "outlined"]
+__all__ = ["AbstractArray", "Trace", "abstracted"]
 
 
-class Outlines(Framework):
-    """What binds a call of outlines."""
+class AbstractArrays(Framework):
+    """What binds a call of abstract arrays."""
 
-    name, title, wrapper = "outline", "outline", "Outline"
+    name, title, wrapper = "abstract", "abstract array", "AbstractArray"
 
     @staticmethod
     def device(array: Any) -> None:
         return None
 
     def is_array(self, value: Any) -> bool:
-        return isinstance(value, Outline)
+        return isinstance(value, AbstractArray)
 
     def target(self, device: Any) -> Target:
         return Target("traced")
@@ -43,11 +43,11 @@ class Outlines(Framework):
         return list(array.stride())
 
 
-OUTLINES = Outlines()
+ABSTRACT = AbstractArrays()
 
 
-class Sheet(Tape):
-    """A tape for outlines, on which nothing is allocated or launched.
+class Trace(Capture):
+    """A capture of abstract arrays, on which nothing is allocated or launched.
 
     Attributes:
       places: every array so far. steps: copies, loops, and the launches as the implementation makes them.
@@ -60,19 +60,19 @@ class Sheet(Tape):
         self.places: list[Place] = []
         self.steps: list[Any] = []
 
-    def place(self, shape: Sequence[int], dtype: str) -> Outline:
+    def place(self, shape: Sequence[int], dtype: str) -> AbstractArray:
         """A new array, as it lies."""
         self.places.append(Place(tuple(shape), dtype))
-        return Outline(self, len(self.places) - 1, tuple(shape), contiguous_strides(tuple(shape)), dtype)
+        return AbstractArray(self, len(self.places) - 1, tuple(shape), contiguous_strides(tuple(shape)), dtype)
 
-    def fresh(self, shape: Sequence[int], dtype: Any) -> Outline:
+    def fresh(self, shape: Sequence[int], dtype: Any) -> AbstractArray:
         return self.place(shape, DTYPE_NAME[dtype])
 
     def dtype(self, name: str) -> np.dtype[Any]:
         return numpy_dtype(name)
 
-    def launched(self, kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
-        self.steps.append((kernel, grid, args, constexprs))
+    def launched(self, launch: Launched) -> None:
+        self.steps.append(launch)
 
     def repeat(
         self, first: int, times: int, length: int, piece: Any, reads: Sequence[Any], writes: Sequence[Any]
@@ -89,8 +89,8 @@ class Sheet(Tape):
         written = [(x.number, p.number) for x, p in zip(writes, parts[len(reads) :], strict=True) if p is not None]
         self.steps.append(Loop(first, times, length, start.number, tuple(read), tuple(written), tuple(steps)))
 
-    def copied(self, x: Outline, *more: tuple[str, tuple[Any, ...]]) -> Outline:
-        """The values of an outline, seen in another way yet, in memory of their own."""
+    def copied(self, x: AbstractArray, *more: tuple[str, tuple[Any, ...]]) -> AbstractArray:
+        """The values of an abstract array, seen in another way yet, in memory of their own."""
         shape, dtype = x.shape, x.name
         for how, what in more:
             shape, dtype = (shape, what[0]) if how == "cast" else (what, dtype)
@@ -99,21 +99,21 @@ class Sheet(Tape):
         return made
 
 
-class Outline:
-    """A view of a numbered array of a sheet: its shape and strides, and how they came from the array as it lies."""
+class AbstractArray:
+    """A view of a numbered array of a trace: its shape and strides, and how they came from the array as it lies."""
 
     device = None
     layout = None
 
     def __init__(
-        self, sheet: Sheet, number: int, shape: tuple[int, ...], strides: tuple[int, ...], name: str, view: View = ()
+        self, trace: Trace, number: int, shape: tuple[int, ...], strides: tuple[int, ...], name: str, view: View = ()
     ) -> None:
-        self.sheet, self.number, self.shape, self.strides, self.name, self.view = (
-            sheet, number, shape, strides, name, view,
+        self.trace, self.number, self.shape, self.strides, self.name, self.view = (
+            trace, number, shape, strides, name, view,
         )  # fmt: skip
 
     def __repr__(self) -> str:
-        return f"Outline({self.name}, {self.shape}, strides {self.strides}, of array {self.number})"
+        return f"AbstractArray({self.name}, {self.shape}, strides {self.strides}, of array {self.number})"
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -137,25 +137,25 @@ class Outline:
 
     def ptr_range(self) -> int:
         """Bytes of the whole array, which is what Triton's compiler for AMD asks."""
-        place = self.sheet.places[self.number]
+        place = self.trace.places[self.number]
         return math.prod(place.shape) * numpy_dtype(place.dtype).itemsize
 
     def is_contiguous(self) -> bool:
         wanted = contiguous_strides(self.shape)
         return all(n == 1 or s == w for n, s, w in zip(self.shape, self.strides, wanted, strict=True))
 
-    def _seen(self, how: str, what: tuple[Any, ...], shape: tuple[int, ...], strides: tuple[int, ...]) -> Outline:
-        return Outline(self.sheet, self.number, shape, strides, self.name, (*self.view, (how, what)))
+    def _seen(self, how: str, what: tuple[Any, ...], shape: tuple[int, ...], strides: tuple[int, ...]) -> AbstractArray:
+        return AbstractArray(self.trace, self.number, shape, strides, self.name, (*self.view, (how, what)))
 
-    def permute(self, *axes: int) -> Outline:
+    def permute(self, *axes: int) -> AbstractArray:
         axes = tuple(a % self.ndim for a in axes)
         return self._seen("permute", axes, tuple(self.shape[a] for a in axes), tuple(self.strides[a] for a in axes))
 
     @property
-    def mT(self) -> Outline:  # as PyTorch calls it
+    def mT(self) -> AbstractArray:  # as PyTorch calls it
         return self.permute(*range(self.ndim - 2), -1, -2)
 
-    def expand(self, *given: Any) -> Outline:
+    def expand(self, *given: Any) -> AbstractArray:
         shape = extents(given)
         new = len(shape) - self.ndim
         own, steps = (1,) * new + self.shape, (0,) * new + self.strides
@@ -163,34 +163,34 @@ class Outline:
         strides = tuple(0 if o == 1 != n else s for n, o, s in zip(shape, own, steps, strict=True))
         return self._seen("expand", shape, shape, strides)
 
-    def reshape(self, *given: Any) -> Outline:
+    def reshape(self, *given: Any) -> AbstractArray:
         """A view where strides can say it, else a copy."""
         known = -math.prod(extents(given))
         shape = tuple(self.numel() // known if n == -1 else n for n in extents(given))
         strides = viewed(self.shape, self.strides, shape)
         if strides is None:
-            return self.sheet.copied(self, ("reshape", shape))
+            return self.trace.copied(self, ("reshape", shape))
         return self._seen("reshape", shape, shape, strides)
 
-    def __getitem__(self, index: Any) -> Outline:
+    def __getitem__(self, index: Any) -> AbstractArray:
         """Only ``x[None, ...]``: axes of extent 1 in front."""
         new = len(index)
         if index != (None,) * new:
-            raise NotImplementedError(f"an outline is indexed by {index!r}; expected Nones")
+            raise NotImplementedError(f"an abstract array is indexed by {index!r}; expected Nones")
         return self.reshape((1,) * new + self.shape)
 
-    def to(self, dtype: np.dtype[Any]) -> Outline:
+    def to(self, dtype: np.dtype[Any]) -> AbstractArray:
         name = DTYPE_NAME[dtype]
-        return self if name == self.name else self.sheet.copied(self, ("cast", (name,)))
+        return self if name == self.name else self.trace.copied(self, ("cast", (name,)))
 
-    def contiguous(self) -> Outline:
-        return self if self.is_contiguous() else self.sheet.copied(self)
+    def contiguous(self) -> AbstractArray:
+        return self if self.is_contiguous() else self.trace.copied(self)
 
-    def clone(self, memory_format: Any = None) -> Outline:
-        return self.sheet.copied(self)
+    def clone(self, memory_format: Any = None) -> AbstractArray:
+        return self.trace.copied(self)
 
 
-BY_TYPE[Outline] = OUTLINES
+BY_TYPE[AbstractArray] = ABSTRACT
 
 
 def extents(given: tuple[Any, ...]) -> tuple[int, ...]:
@@ -225,8 +225,8 @@ def viewed(shape: tuple[int, ...], strides: tuple[int, ...], wanted: tuple[int, 
     return None if merged or left != 1 else tuple(reversed(found))
 
 
-def outlined(call: Call, sheet: Sheet | None = None) -> Call:
-    """The call with an outline in place of each array: the first places of ``sheet``, in the order of the arrays."""
-    sheet = Sheet() if sheet is None else sheet
-    arrays = {n: None if a is None else sheet.place(tuple(a.shape), call.dtype_of(n)) for n, a in call.arrays.items()}
-    return call.replace(arrays=arrays, framework=OUTLINES, device=None, given=None)
+def abstracted(call: Call, trace: Trace | None = None) -> Call:
+    """The call with an abstract array in place of each: the first places of ``trace``, in the order of the arrays."""
+    trace = Trace() if trace is None else trace
+    arrays = {n: None if a is None else trace.place(tuple(a.shape), call.dtype_of(n)) for n, a in call.arrays.items()}
+    return call.replace(arrays=arrays, framework=ABSTRACT, device=None, given=None)

@@ -1,0 +1,117 @@
+"""The way from a call to its kernels: how many files it leads through, what it decides anew, and what a traceback shows
+of it. Kernels are compiled ones, on a driver that launches none."""
+
+import gc
+import linecache
+import sys
+import traceback
+
+import pytest
+
+import portakern as pk
+from portakern.core import remembered
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("triton", reason="triton is not installed")
+
+from tests.fake_gpu import fake_gpu  # noqa: E402
+
+WARM = 3  # calls: decided, learned, and one that Triton's maps of its arrays are made in
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    with fake_gpu(monkeypatch) as found:
+        yield found
+
+
+def entered(call, driver):
+    """The files whose functions a call enters before its first launch, in their order."""
+    files, ours = dict[str, None](), __file__
+
+    def profile(frame, event, arg):
+        if event == "call" and frame.f_code.co_filename != ours:
+            files.setdefault(frame.f_code.co_filename)
+
+    driver.on_launch = lambda: sys.setprofile(None)
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+        driver.on_launch = lambda: None
+    files.pop(sys.modules["tests.fake_gpu"].__file__, None)
+    return list(files)
+
+
+def attention(variant, watched=False, **options):
+    op = pk.op("attention", backend="triton", variant=variant)
+    q, k, v = (torch.randn(1, 128, 2, 64, dtype=torch.bfloat16, requires_grad=watched) for _ in range(3))
+    return lambda: op(q, k, v, is_causal=True, **options)
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["alone", "differentiated"])
+@pytest.mark.parametrize("variant", ["gpu", "hopper"])
+def test_a_warm_attention_call_enters_eight_files_before_its_kernel(driver, variant, watched):
+    call = attention(variant, watched)
+    for _ in range(WARM):
+        call()
+    launched, compiled = len(driver.launches), len(driver.compiled)
+    files = entered(call, driver)
+    assert len(driver.launches) == launched + 1 and len(driver.compiled) == compiled
+    assert len(files) <= 8, files
+    assert sum(f.startswith("<") for f in files) == 2, files  # what reads the signature, and the launch
+
+
+def test_a_traceback_shows_the_launch_that_failed(driver):
+    call = attention("gpu")
+    for _ in range(WARM):
+        call()
+
+    def refuse():
+        raise RuntimeError("an illegal memory access was encountered")
+
+    driver.on_launch = refuse
+    with pytest.raises(RuntimeError) as caught:
+        call()
+    text = "".join(traceback.format_exception(caught.value))
+    name = "attention(bfloat16; batch=1, q_len=128, kv_heads=2, group=1, d=64, kv_len=128, dv=64, is_causal=True)"
+    assert f'File "<launch of {name}>"' in text
+    assert "attention_kernel_0(attention_kernel_0_grid, 1, 1, " in text and "at_q, at_k, at_v" in text
+
+
+def test_the_lines_of_launches_go_with_what_is_remembered(driver):
+    op = pk.op("softmax", backend="triton", variant="gpu")
+    for n in range(2, 12):
+        for _ in range(WARM):
+            op(torch.ones(2, n))
+    launches = [f for f in linecache.cache if f.startswith("<launch of softmax")]
+    assert len(launches) == 10
+    remembered.forget()
+    gc.collect()
+    assert not [f for f in linecache.cache if f.startswith("<launch of softmax")]
+
+
+def test_allocations_take_the_short_way_unless_memory_is_to_be_filled(driver, monkeypatch):
+    from portakern.backends.triton import launcher, plan
+
+    quick, here = [], [-1]
+
+    def allocate(shape, strides, dtype):
+        assert type(shape) is type(strides) is tuple  # as PyTorch's own expects
+        quick.append(shape)
+        return torch.empty_strided(shape, strides, dtype=dtype)
+
+    monkeypatch.setattr(plan, "quick_on", lambda device: allocate)
+    monkeypatch.setattr(launcher, "current_device", lambda: here[0])
+    op, x = pk.op("softmax", backend="triton", variant="gpu"), torch.randn(3, 5)
+    for _ in range(WARM):
+        y = op(x)
+    assert quick == [(3, 5)] and (y.shape, y.stride(), y.dtype) == ((3, 5), (5, 1), torch.float32)
+    torch.use_deterministic_algorithms(True)
+    try:  # what is allocated is filled, and an element that is not written shows
+        assert op(x).isnan().all() and len(quick) == 1
+    finally:
+        torch.use_deterministic_algorithms(False)
+    op(x)
+    assert len(quick) == 2
