@@ -124,6 +124,17 @@ def test_every_role_meets_the_bound(name):
     assert worst(bound(*shape, **more)) <= 1
 
 
+def under_a_wide_softcap() -> Call:
+    """A call whose tanh errs by more than its scores are apart, with the o and lse of an exact forward pass."""
+    call = bound(1, 90, 1, 1, 1, 64, softcap=9.8e29, given=("d_lse",))
+    o, lse = pk.op("attention", backend="reference")(*(call.arrays[n] for n in "qkv"), return_lse=True, softcap=9.8e29)
+    return call.replace(arrays={**call.arrays, "o": o, "lse": lse}, wants=("d_k", "d_v"))
+
+
+def test_no_weight_is_above_1_under_a_wide_softcap():
+    assert worst(under_a_wide_softcap()) <= 1
+
+
 def test_the_plain_walk_meets_the_bound():
     shape, more = CASES["causal"]
     call = bound(*shape, **more)

@@ -99,6 +99,35 @@ def test_a_bias_of_all_that_numbers_hold_makes_no_weight_of_gradients_infinite(v
     assert max(testing.compare_call(call, [np.asarray(x) for x in found]).values()) <= 1
 
 
+@pytest.mark.parametrize("variant", ["gpu", "unordered"])
+def test_no_weight_of_gradients_is_above_1_under_a_wide_softcap(variant):
+    """The tanh errs by more than the scores are apart."""
+    rng = np.random.default_rng(0)
+    q, d_o = (jnp.asarray(rng.standard_normal((1, 70, 1, 16)), jnp.bfloat16) for _ in range(2))
+    k, v = (jnp.asarray(rng.standard_normal((1, 1, 1, 16)), jnp.bfloat16) for _ in range(2))
+    o, lse = pk.op("attention", backend="reference")(q, k, v, softcap=9.8e29, return_lse=True)
+    arrays = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "d_o": d_o, "d_lse": jnp.ones_like(lse)}
+    op = pk.op("attention_vjp", backend="pallas", variant=variant)
+    call, found = op.bind(**arrays, softcap=9.8e29), op(**arrays, softcap=9.8e29)
+    assert max(testing.compare_call(call, [np.asarray(x) for x in found if x is not None]).values()) <= 1
+
+
+@pytest.mark.parametrize("variant", ["gpu", "unordered"])
+def test_a_key_whose_segment_no_query_has_reaches_no_gradient(variant):
+    """Neither by way of rows that fill the last tile of queries, whatever the key holds and whatever its segment is."""
+    rng = np.random.default_rng(0)
+    q, d_o = (jnp.asarray(rng.standard_normal((1, 9, 1, 16)), jnp.bfloat16) for _ in range(2))
+    k, v = (jnp.asarray(rng.standard_normal((1, 12, 1, 16)), jnp.bfloat16) for _ in range(2))
+    k = k.at[:, :3].set(jnp.nan)
+    ids = {
+        "q_segment_ids": jnp.ones((1, 9), jnp.int32),
+        "kv_segment_ids": jnp.ones((1, 12), jnp.int32).at[:, :3].set(0),
+    }
+    o, lse = pk.op("attention", backend="reference")(q, k, v, **ids, return_lse=True)
+    found = pk.op("attention_vjp", backend="pallas", variant=variant)(q, k, v, o, lse, d_o, **ids)
+    assert all(bool(jnp.isfinite(x.astype(jnp.float32)).all()) for x in found[1:3])
+
+
 @pytest.mark.parametrize("scale", [2.5e38, -3.3e38])
 def test_a_scale_whose_product_with_log2_e_overflows(scale):
     """It was inf there, and 0 times inf NaN."""

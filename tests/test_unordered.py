@@ -27,7 +27,7 @@ from portakern.backends.triton.lib import gluon, gluon_gradients  # noqa: E402
 from portakern.backends.triton.unordered import _flash_unordered  # noqa: E402
 from portakern.backends.triton.unordered import attention_vjp as unordered  # noqa: E402
 from tests import gluon_on_host as host  # noqa: E402
-from tests.test_hopper_gradients import bound, compiles, worst_share  # noqa: E402
+from tests.test_hopper_gradients import bound, compiles, under_a_wide_softcap, worst_share  # noqa: E402
 
 BACKEND = registry.backend("triton")
 (FAMILY,) = (f for f in BACKEND.families if f.name == "unordered")
@@ -86,6 +86,10 @@ def test_a_role_may_be_late(late, behind, monkeypatch):
     monkeypatch.setattr(host, "LATE", {late: 5e-3})
     shape, more = CASES["causal"]
     assert worst(bound(*shape, **more), behind=behind) <= 1
+
+
+def test_no_weight_is_above_1_under_a_wide_softcap():
+    assert worst(under_a_wide_softcap().replace(wants=("d_q", "d_k", "d_v"))) <= 1
 
 
 def test_one_stage_meets_the_bound():

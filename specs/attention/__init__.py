@@ -14,7 +14,15 @@ import portakern.specs.attention.laws
 import portakern.specs.attention.statistics
 import portakern.specs.attention.stretches  # noqa: F401  these declare what the spec consists of
 from portakern.specs.attention.contract import AttentionGradients, AttentionOut, attention, attention_vjp
-from portakern.specs.attention.scores import allowed, allowed_pairs, head_of_bias, over_cap, scale_of, score_unit
+from portakern.specs.attention.scores import (
+    allowed,
+    allowed_pairs,
+    far_from,
+    head_of_bias,
+    over_cap,
+    scale_of,
+    score_unit,
+)
 
 __all__ = [
     "AttentionGradients",
@@ -23,6 +31,7 @@ __all__ = [
     "allowed_pairs",
     "attention",
     "attention_vjp",
+    "far_from",
     "head_of_bias",
     "over_cap",
     "scale_of",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from portakern.spec.tolerance import Units, abs_matmul, format_of, magnitude
-from portakern.specs.attention.scores import allowed, head_of_bias, scale_of, units_of
+from portakern.specs.attention.scores import allowed, far_from, head_of_bias, scale_of, units_of
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -185,11 +185,11 @@ class Pairs(NamedTuple):
 
     that is two differences and a product with log2(e), a rounded constant; lse_low, which a kernel may leave out where
     lse is near 0; what two float32 numbers lose of L in another unit (a kernel may keep scores in units of the scale,
-    and L with them); exp. P is at most 1, so that it moves by
+    and L with them); exp. Nothing here divides by a sum of P, which moves by
 
-        g = min(P (exp(e) - 1), max(P, 1 - P) + ex)
+        g = P (exp(e) - 1),  and where |lse| is at least far_from(call), g = min(P (exp(e) - 1), max(P, 1 - P) + ex)
 
-    at most: here nothing divides by a sum of P. Where L may be off, e has attention's E_lse more, without what rounding
+    since kernels keep P at most 1 there. Where L may be off, e has attention's E_lse more, without what rounding
     takes from lse; where o may be, da has sum |d_o| times that.
 
     The difference a = dP - Delta moves by da, and dS = P a by E:
@@ -237,7 +237,7 @@ class Pairs(NamedTuple):
         e = ds + 4 * u * np.abs(apart) + u * np.minimum(size, 512) + 16 * u**2 * size + unit.ex + _of_sums(head)
         P = np.exp(np.minimum(apart, 0.0))
         g = np.where(e < 1, P * np.expm1(e), np.exp(np.minimum(e + apart, 700)))
-        g = np.minimum(g, np.maximum(P, 1 - P) + unit.ex)
+        g = np.where(size < far_from(call), g, np.minimum(g, np.maximum(P, 1 - P) + unit.ex))
         a, da, nan_a, wild_a = _differences(head)
         size = np.abs(a)
         dS, E = P * a, g * size + (P + g) * (da + 2 * u * (size + da)) + unit.tau * (1 + size + da)

@@ -57,6 +57,15 @@ def allowed(call: Call, b: int) -> np.ndarray:
     return mask
 
 
+def far_from(call: Call) -> float:
+    """The |lse| from which on a kernel for gradients needs lse_low, and a minimum that keeps weights at most 1.
+
+    Below 512 half a unit in the last place of lse is 2^-16, and a score errs by next to nothing. A softcap of 1e5 or
+    more is another matter, since its tanh errs by a share of the softcap: then the number is negative, for every query.
+    """
+    return -1.0 if (call.options["softcap"] or 0.0) >= 1e5 else 512.0
+
+
 def scale_of(call: Call) -> float:
     """The scale that None stands for."""
     return 1 / sqrt(call.dims["d"]) if call.options["scale"] is None else call.options["scale"]

@@ -37,7 +37,7 @@ from portakern.backends.pallas.gpu._rows import Formula, Walk, Weights
 from portakern.backends.pallas.gpu.attention import extended, tanh
 from portakern.core.call import Call
 from portakern.specs._exponents import two_parts
-from portakern.specs.attention import scale_of
+from portakern.specs.attention import far_from, scale_of
 
 CONSUMERS, ROWS = 2, 64
 """Warpgroups that compute, and rows at home of each: those of one instruction of the tensor cores."""
@@ -48,9 +48,8 @@ SLOTS = 2
 NUMBERS = "shift", "low", "delta"
 """What a query brings along: the two numbers of lse, and Delta."""
 
-LIMIT, LEAST = 512.0, 1e-30
-"""|lse| from which on its second number is minded, since half a unit in the last place of the first is 2^-16 below; and
-what stands for a 0 that is minded."""
+LEAST = 1e-30
+"""What stands for a second number of 0 of an lse that is far from 0."""
 
 Place = tuple[Any, "Tile", Any, Any, bool]
 """Where a tile of scores is: its warpgroup, the rows at home, the head and the tile of guests; and whether it is
@@ -391,7 +390,7 @@ def statistics(call: Call) -> dict[str, jax.Array]:
     unit = UnitOf.gradients(call).unit
     factor = 1.0 if call.arrays["bias"] is not None else rate_of(unit) / unit
     shift, low = in_two(call.arrays["lse"], call.arrays["lse_low"], factor, None)
-    far = (jnp.abs(call.arrays["lse"]) >= LIMIT) & (jnp.abs(shift) < jnp.inf)
+    far = (jnp.abs(call.arrays["lse"]) >= far_from(call)) & (jnp.abs(shift) < jnp.inf)
     low = jnp.where(far, jnp.where(low == 0.0, LEAST, low), 0.0)
     unseen = call.arrays["lse"] == -jnp.inf
     whole = padded(q_len, CONSUMERS * ROWS)
@@ -424,4 +423,13 @@ def segments(call: Call, rows: int, keys: int) -> dict[str, jax.Array]:
         return {}
     wide = 2 if any(x.dtype.itemsize == 8 for x in ids) else 1
     forms = zip(("q_ids", "kv_ids"), ids, (rows, keys), strict=True)
-    return {name: extended(words(x, wide), 2, extent) for name, x, extent in forms}
+    return {name: lengthened(words(x, wide), extent) for name, x, extent in forms}
+
+
+def lengthened(ids: jax.Array, extent: int) -> jax.Array:
+    """Segment ids, (batch, words, len), for so many rows. Rows beyond the end have the last id: they see no key that
+    the last row does not, and what a key holds that no query sees, NaN perhaps, reaches no gradient by way of them."""
+    lacking = extent - ids.shape[2]
+    return (
+        jnp.pad(ids, [(0, 0), (0, 0), (0, lacking)], "edge") if lacking and ids.shape[2] else extended(ids, 2, extent)
+    )

@@ -18,7 +18,6 @@ from portakern.backends.triton.lib import attention_vjp as shared
 from portakern.backends.triton.lib.attention import key, window_of
 from portakern.backends.triton.lib.attention_vjp_gluon import (
     DRAWN,
-    FAR,
     fit,
     lines,
     plans,
@@ -28,7 +27,7 @@ from portakern.backends.triton.lib.attention_vjp_gluon import (
 from portakern.backends.triton.lib.gluon_gradients import Work
 from portakern.backends.triton.lib.tma import QUERIES, REGISTERS, TOGETHER, movable, processors, tiled
 from portakern.spec import Count
-from portakern.specs.attention import scale_of
+from portakern.specs.attention import far_from, scale_of
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -52,7 +51,7 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
         for name, (shape, dtype) in call.outputs.items()
     }
     scale, (scores, rate) = scale_of(call), scores_of(call)
-    shift, low, flags, delta = shared.statistics(call, o, d_o, rate, 4, FAR)
+    shift, low, flags, delta = shared.statistics(call, o, d_o, rate, 4, far_from(call))
     left, right = window_of(options["is_causal"], options["window"], dims["q_len"] + dims["kv_len"])
     for wants, plan in plans(call, tiling).items():
         first, second = (out.get(n) if n in wants else None for n in (("d_k", "d_v") if plan.by_key else ("d_q", "")))

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 SPARE = 30  # registers of a consumer's thread for addresses and counters
-FAR = 512.0  # |lse| from which on lse_low is minded: below, half a unit in the last place is 2^-16
 
 
 def plans(call: Call, tiling: Mapping[str, int]) -> dict[tuple[str, ...], Plan]:

@@ -27,7 +27,7 @@ from portakern.backends.triton.unordered._flash_unordered import (
     attention_vjp_unordered_round_kernel,
 )
 from portakern.spec import Count
-from portakern.specs.attention import scale_of
+from portakern.specs.attention import far_from, scale_of
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -102,7 +102,7 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     pitch = cdiv(q_len, LINE) * LINE
     sums = fresh((batch, heads, pitch, plan.block_d), torch.float32, q.device)
     scale, (scores, rate) = scale_of(call), ordered.scores_of(call)
-    shift, low, flags, delta = shared.statistics(call, o, d_o, rate, LINE, ordered.FAR, sums)
+    shift, low, flags, delta = shared.statistics(call, o, d_o, rate, LINE, far_from(call), sums)
     left, right = window_of(options["is_causal"], options["window"], q_len + kv_len)
     tiles_home = cdiv(kv_len, KEYS)
     tiles = tiles_home * kv_heads * batch
