@@ -151,7 +151,7 @@ class Described:
 
     def __init__(self, tensor: torch.Tensor, block: tuple[int, ...]) -> None:
         self.tensor, self.block, self.dtype = tensor, block, tensor.dtype
-        self.block_type = types.SimpleNamespace(shape=block)
+        self.block_type, self.shape = types.SimpleNamespace(shape=block), [Scalar(n) for n in tensor.shape]
 
     def _parts(self, at: list[Any], tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The part of the array that a box covers, and of the tile."""

@@ -77,9 +77,7 @@ def on_the_host(kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[
         constexprs = {n: v for n, v in constexprs.items() if n not in ("launch_pdl", "maxnreg")} | {"follows": False}
         interpreter.run(kernel, grid, *args, **constexprs)
         return
-
-    known = {n: v for n, v in constexprs.items() if n in ("plan", "heads", "rows")}
-    host.launched(kernel, MODULES[kernel.__name__], grid, args, **known)
+    host.launched(kernel, MODULES[kernel.__name__], grid, args, plan=constexprs["plan"])
 
 
 SHARES = ["attention_shares_kernel", "attention_combine_kernel"]

@@ -18,7 +18,7 @@ Arithmetic and the order of sums are those of ``gpu/attention.py`` with the same
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -32,9 +32,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from portakern.backends.triton.lib.gluon import (
     ROWS,
+    acquire,
+    await_full,
     boxed,
     load_tile,
     reach,
+    ring_of,
     seen_pairs,
     span_of,
     store_tile,
@@ -43,12 +46,13 @@ from portakern.backends.triton.lib.gluon import (
 )
 
 
-class Plan(NamedTuple):
+class FlashPlan(NamedTuple):
     """What the kernel is compiled for.
 
     ``consumers`` groups of 64 queries; tiles of block_kv keys, of block_d and block_dv columns, ``stages`` of them on
     their way; whether keys come in chunks; whether o leaves by way of the memory of q; registers of a consumer's
-    threads."""
+    threads. Where there are few queries (``_shares``): heads of a group, the least power of two that holds it, and rows
+    that are computed of."""
 
     consumers: int
     block_kv: int
@@ -58,6 +62,8 @@ class Plan(NamedTuple):
     chunked: bool
     o_in_q: bool
     registers: int
+    heads: int = 1
+    rows: int = 64
 
 
 class Work(NamedTuple):
@@ -75,6 +81,58 @@ class Work(NamedTuple):
     q_len: int
     kv_len: int
     chunk: int
+
+
+class Inputs(NamedTuple):
+    """q, k and v: described, (batch, length, heads, d)."""
+
+    q: Any
+    k: Any
+    v: Any
+
+
+class Outputs(NamedTuple):
+    """o, described, and where lse and lse_low go, each None where nobody wants it."""
+
+    o: Any
+    lse: Any
+    low: Any
+
+
+class Buffers(NamedTuple):
+    """Tiles in shared memory: of the groups' queries and results, and a ring's of keys and values."""
+
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+
+
+class PingPong(NamedTuple):
+    """Barriers by which two groups take turns: the one that this group waits at, and the one where the other does."""
+
+    mine: Any
+    theirs: Any
+
+
+class Band(NamedTuple):
+    """What rows see of the keys: ``limits``, each its own [lo, hi), and [all_lo, all_hi), what all of them see."""
+
+    limits: Any
+    all_lo: Any
+    all_hi: Any
+
+
+@gluon.constexpr_function
+def accumulator(columns):
+    """How a tile of so many columns lies in the registers of four warps that multiply."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def by_row(columns):
+    """How a number for each row lies beside such a tile."""
+    return gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16]))
 
 
 @gluon.jit
@@ -123,14 +181,14 @@ def beside(alpha, l):
 
 
 @gluon.jit
-def seen_scores(s, start, cols, limits, all_lo, all_hi, scores):
+def seen_scores(s, start, cols, band, scores):
     """Scores from dots: capped, and -inf outside [lo, hi) unless every row of the tile sees all of it."""
     if scores.pre is not None:
         s = s * scores.pre
     if scores.softcap is not None:
         s = tanh(s)
-    if (start < all_lo) | (start + s.shape[1] > all_hi):
-        seen = seen_pairs(start, cols, limits)
+    if (start < band.all_lo) | (start + s.shape[1] > band.all_hi):
+        seen = seen_pairs(start, cols, band.limits)
         s = gl.where(seen, s, float("-inf"))
     return s
 
@@ -199,9 +257,10 @@ def weights_under(s, under):
 
 
 @gluon.jit
-def merge(whole, acc_part, l_part, m_part, scores, row: gl.constexpr):
+def merge(whole, part, scores, row: gl.constexpr):
     """As ``merge`` of ``lib/split_kv.py``."""
     acc, l, m = whole
+    acc_part, l_part, m_part = part
     m_new = gl.maximum(m, m_part)
     under = origin(m_new, scores)
     alpha, beta = shrunk(m, under), shrunk(m_part, under)
@@ -211,11 +270,13 @@ def merge(whole, acc_part, l_part, m_part, scores, row: gl.constexpr):
 
 
 @gluon.jit
-def at_border(opens, whole, acc, l, m, alpha, opened, start, scores, row_s: gl.constexpr, row_o: gl.constexpr):
+def at_border(opens, whole, part, alpha, opened, start, scores, plan: gl.constexpr):
     """(whole, acc, first key of the chunk): a chunk that is done (``opens``: the next one has begun) is merged into the
     whole, and its accumulator not set back, since the next product writes it anew; else the accumulator is scaled."""
+    acc, l, m = part
+    row_o: gl.constexpr = by_row(plan.block_dv)
     if opens:
-        whole = merge(whole, acc, gl.convert_layout(gl.sum(l, 1), row_s), m, scores, row_o)
+        whole = merge(whole, (acc, gl.convert_layout(gl.sum(l, 1), by_row(plan.block_kv)), m), scores, row_o)
         opened = start
     else:
         acc = acc * gl.convert_layout(alpha, row_o)[:, None]
@@ -223,79 +284,83 @@ def at_border(opens, whole, acc, l, m, alpha, opened, start, scores, row_s: gl.c
 
 
 @gluon.jit
-def first_dots(
-    turn, unit, q, k_tiles, full, empty, mine, theirs, GROUP: gl.constexpr, plan: gl.constexpr, mma_s: gl.constexpr
-):
+def take_turn(turn, turns, GROUP: gl.constexpr, plan: gl.constexpr):
+    """Wait until the other group has issued its products."""
+    if plan.consumers == 2:
+        mbarrier.wait(turns.mine, (turn & 1) ^ (1 if GROUP == 0 else 0))
+
+
+@gluon.jit
+def pass_turn(turns, plan: gl.constexpr):
+    """Let the other group issue its products."""
+    if plan.consumers == 2:
+        mbarrier.arrive(turns.theirs, count=1)
+
+
+@gluon.jit
+def first_dots(turn, unit, q, tiles, ring, turns, GROUP: gl.constexpr, plan: gl.constexpr):
     """The products of queries and the first tile of keys, with nothing beside them."""
     block: gl.constexpr = plan.block_kv
-    zeros = gl.zeros([ROWS, block], gl.float32, mma_s)
-    stage = unit % plan.stages
-    mbarrier.wait(full.index(stage), (unit // plan.stages) & 1)
-    if plan.consumers == 2:
-        mbarrier.wait(mine, (turn & 1) ^ (1 if GROUP == 0 else 0))
-    dots = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if plan.consumers == 2:
-        mbarrier.arrive(theirs, count=1)
+    zeros = gl.zeros([ROWS, block], gl.float32, accumulator(block))
+    stage = await_full(ring, unit)
+    take_turn(turn, turns, GROUP, plan)
+    dots = warpgroup_mma(q, tiles.k.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    pass_turn(turns, plan)
     s = warpgroup_mma_wait(0, deps=[dots])
-    mbarrier.arrive(empty.index(stage), count=1)
+    mbarrier.arrive(ring.empty.index(stage), count=1)
     return s
 
 
 @gluon.jit
-def last_products(
-    p16, acc, l, m, whole, grows, unit, v_tiles, empty, scores, plan: gl.constexpr, row_s: gl.constexpr,
-    row_o: gl.constexpr,
-):  # fmt: skip
+def last_products(p16, state, whole, grows, unit, tiles, ring, scores, plan: gl.constexpr):
     """The state (acc, l, m) with the last tile's products, which start the accumulator unless it ``grows``."""
+    acc, l, m = state
     stage = unit % plan.stages
-    products = warpgroup_mma(p16, v_tiles.index(stage), acc, use_acc=grows, is_async=True)
-    l_row = gl.convert_layout(gl.sum(l, 1), row_s)
+    products = warpgroup_mma(p16, tiles.v.index(stage), acc, use_acc=grows, is_async=True)
+    l_row = gl.convert_layout(gl.sum(l, 1), by_row(plan.block_kv))
     acc = warpgroup_mma_wait(0, deps=[products])
-    mbarrier.arrive(empty.index(stage), count=1)
+    mbarrier.arrive(ring.empty.index(stage), count=1)
     if plan.chunked:
-        acc, l_row, m = merge(whole, acc, l_row, m, scores, row_o)
+        acc, l_row, m = merge(whole, (acc, l_row, m), scores, by_row(plan.block_dv))
     return acc, l_row, m
 
 
 @gluon.jit
-def attend(turn, unit, first, last, q, q_empty, k_tiles, v_tiles, full, empty, mine, theirs, limits, all_lo, all_hi,
-           scores, chunk, GROUP: gl.constexpr, plan: gl.constexpr):  # fmt: skip
-    """The state (acc, l, m) of the keys [first, last), and what ``turn`` and ``unit`` are after them. q is given back
-    when the last scores are there, unless o is to take its place."""
-    mma_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.block_kv, 16])
-    mma_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.block_dv, 16])
-    weights: gl.constexpr = gl.DotOperandLayout(0, mma_o, 2)
-    row_s: gl.constexpr = gl.SliceLayout(1, mma_s)
-    row_o: gl.constexpr = gl.SliceLayout(1, mma_o)
+def attend(turn, unit, span, q, q_empty, tiles, ring, turns, band, scores_chunk, GROUP: gl.constexpr,
+           plan: gl.constexpr):  # fmt: skip
+    """The state (acc, l, m) of the keys of a span [first, last), and what ``turn`` and ``unit`` are after them. q is
+    given back when the last scores are there, unless o is to take its place."""
+    weights: gl.constexpr = gl.DotOperandLayout(0, accumulator(plan.block_dv), 2)
+    row_s: gl.constexpr = by_row(plan.block_kv)
     block: gl.constexpr = plan.block_kv
     block_dv: gl.constexpr = plan.block_dv  # Triton 3.6 takes no number of a tuple in a shape
     stages: gl.constexpr = plan.stages
-    cols = gl.arange(0, block, gl.SliceLayout(0, mma_s))
-    zeros = gl.zeros([ROWS, block], gl.float32, mma_s)
+    first, last = span
+    scores, chunk = scores_chunk
+    cols = gl.arange(0, block, gl.SliceLayout(0, accumulator(block)))
+    zeros = gl.zeros([ROWS, block], gl.float32, accumulator(block))
     nothing = gl.full([ROWS], float("-inf"), gl.float32, row_s)
-    acc = gl.zeros([ROWS, block_dv], gl.float32, mma_o)
+    acc = gl.zeros([ROWS, block_dv], gl.float32, accumulator(block_dv))
     whole = acc, gl.zeros([ROWS], gl.float32, row_s), nothing
     opened = first  # the first key of the chunk that acc, l and m are of
     border = first // chunk * chunk + chunk  # the first key of the next one: counted, since a division takes 200 cycles
-    s = first_dots(turn, unit, q, k_tiles, full, empty, mine, theirs, GROUP, plan, mma_s)
+    s = first_dots(turn, unit, q, tiles, ring, turns, GROUP, plan)
     turn += 1
-    s = seen_scores(s, first, cols, limits, all_lo, all_hi, scores)
+    s = seen_scores(s, first, cols, band, scores)
     m, under, _ = risen(s, nothing, scores, row_s)
     p = weights_under(s, under)
     l = lane_sums(p)
     p16 = gl.convert_layout(p.to(q.dtype), weights)
     unit += 1
-    mbarrier.wait(full.index(unit % stages), (unit // stages) & 1)
+    await_full(ring, unit)
     for start in range(first + block, last, block):
-        if plan.consumers == 2:
-            mbarrier.wait(mine, (turn & 1) ^ (1 if GROUP == 0 else 0))
-        dots = warpgroup_mma(q, k_tiles.index(unit % stages).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        products = warpgroup_mma(p16, v_tiles.index(unit % stages), acc, use_acc=start - block > opened, is_async=True)
-        if plan.consumers == 2:
-            mbarrier.arrive(theirs, count=1)
+        take_turn(turn, turns, GROUP, plan)
+        dots = warpgroup_mma(q, tiles.k.index(unit % stages).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        products = warpgroup_mma(p16, tiles.v.index(unit % stages), acc, use_acc=start - block > opened, is_async=True)
+        pass_turn(turns, plan)
         s = warpgroup_mma_wait(1, deps=[dots])
         turn += 1
-        s = seen_scores(s, start, cols, limits, all_lo, all_hi, scores)
+        s = seen_scores(s, start, cols, band, scores)
         m_before = m
         if plan.chunked:
             opens = start == border
@@ -304,13 +369,13 @@ def attend(turn, unit, first, last, q, q_empty, k_tiles, v_tiles, full, empty, m
         m, under, alpha = risen(s, m, scores, row_s)
         # The assembler moves the wait for the products before the maxima, unless a basic block ends between the two:
         # this wait ends one. The weights come after it, and take the place of those that the products have read.
-        mbarrier.wait(full.index((unit + 1) % stages), ((unit + 1) // stages) & 1)
+        await_full(ring, unit + 1)
         acc = warpgroup_mma_wait(0, deps=[products])
-        mbarrier.arrive(empty.index(unit % stages), count=1)
+        mbarrier.arrive(ring.empty.index(unit % stages), count=1)
         if plan.chunked:
-            whole, acc, opened = at_border(opens, whole, acc, l, m_before, alpha, opened, start, scores, row_s, row_o)
+            whole, acc, opened = at_border(opens, whole, (acc, l, m_before), alpha, opened, start, scores, plan)
         else:
-            acc = acc * gl.convert_layout(alpha, row_o)[:, None]
+            acc = acc * gl.convert_layout(alpha, by_row(block_dv))[:, None]
         p = weights_under(s, under)
         l = gl.fma(l, beside(alpha, l), lane_sums(p))
         p16 = gl.convert_layout(p.to(q.dtype), weights)
@@ -318,25 +383,20 @@ def attend(turn, unit, first, last, q, q_empty, k_tiles, v_tiles, full, empty, m
     if not plan.o_in_q:
         mbarrier.arrive(q_empty, count=1)
     grows = (last - 1) // block * block > opened
-    acc, l_row, m = last_products(p16, acc, l, m, whole, grows, unit, v_tiles, empty, scores, plan, row_s, row_o)
-    return acc, l_row, m, turn, unit + 1
+    state = last_products(p16, (acc, l, m), whole, grows, unit, tiles, ring, scores, plan)
+    return state, turn, unit + 1
 
 
 @gluon.jit
-def consumer(
-    GROUP: gl.constexpr, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, full, empty, mine, theirs, o, lse, low,
-    scores, window, work, plan: gl.constexpr,
-):  # fmt: skip
+def consumer(GROUP: gl.constexpr, tiles, q_ring, ring, turns, out, softmax, work, plan: gl.constexpr):
     """Four warps that own 64 queries of each tile of this program."""
-    mma_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.block_kv, 16])
-    mma_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.block_dv, 16])
-    row_s: gl.constexpr = gl.SliceLayout(1, mma_s)
-    row_o: gl.constexpr = gl.SliceLayout(1, mma_o)
+    row_s: gl.constexpr = by_row(plan.block_kv)
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     block: gl.constexpr = plan.block_kv
+    scores, window = softmax
     left, right = window
     before = work.kv_len - work.q_len  # keys that stand before query 0
-    q = q_tiles.index(GROUP)
+    q = tiles.q.index(GROUP)
     unit = 0
     turn = 0
     count = 0
@@ -347,66 +407,57 @@ def consumer(
         top = tile * (ROWS * plan.consumers)
         mine_top = top + GROUP * ROWS
         bottom = gl.minimum(top + ROWS * plan.consumers, work.q_len) - 1
-        first, last = span_of(top + before, bottom + before, work, left, right, block)
+        span = span_of(top + before, bottom + before, work, left, right, block)
         limits, all_lo, all_hi = reach(mine_top + before, work, left, right, row_s)
 
-        mbarrier.wait(q_full.index(GROUP), count & 1)
-        acc, l, m, turn, unit = attend(turn, unit, first, last, q, q_empty.index(GROUP), k_tiles, v_tiles, full, empty,
-                                       mine, theirs, limits, all_lo, all_hi, scores, work.chunk, GROUP,
-                                       plan)  # fmt: skip
+        mbarrier.wait(q_ring.full.index(GROUP), count & 1)
+        state, turn, unit = attend(turn, unit, span, q, q_ring.empty.index(GROUP), tiles, ring, turns,
+                                   Band(limits, all_lo, all_hi), (scores, work.chunk), GROUP, plan)  # fmt: skip
+        acc, l, m = state
         inverse = 1.0 / gl.where(l == 0.0, 1.0, l)
-        out = acc * gl.convert_layout(inverse, row_o)[:, None]
-        o_tile = q if plan.o_in_q else o_tiles.index(GROUP)
+        result = acc * gl.convert_layout(inverse, by_row(plan.block_dv))[:, None]
+        o_tile = q if plan.o_in_q else tiles.o.index(GROUP)
         tma.store_wait(0)
-        o_tile.store(out.to(q.dtype))
+        o_tile.store(result.to(q.dtype))
         fence_async_shared()
-        store_tile(o, [head // work.heads, mine_top, head % work.heads, 0], boxed(o_tile, box))
+        store_tile(out.o, [head // work.heads, mine_top, head % work.heads, 0], boxed(o_tile, box))
         if plan.o_in_q:
             tma.store_wait(0)
-            mbarrier.arrive(q_empty.index(GROUP), count=1)
+            mbarrier.arrive(q_ring.empty.index(GROUP), count=1)
         i = mine_top + gl.arange(0, ROWS, row_s)
-        store_log_sum(lse, low, head.to(gl.int64) * work.q_len + i, (l, m), scores, i < work.q_len)
+        store_log_sum(out.lse, out.low, head.to(gl.int64) * work.q_len + i, (l, m), scores, i < work.q_len)
         count += 1
         index, back = following(index, back, work, left, right)
     tma.store_wait(0)
 
 
 @gluon.jit
-def fetch_first(unit, first, b, head, k, k_tiles, full, empty, plan: gl.constexpr):
-    """Begin to copy the first keys of a walk: unit 0."""
+def fetch_first(unit, first, at, k, tiles, ring, plan: gl.constexpr):
+    """Begin to copy the first keys of a walk, those of a place (batch entry, head): unit 0."""
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
-    stage = unit % plan.stages
-    mbarrier.wait(empty.index(stage), ((unit // plan.stages) & 1) ^ 1)
-    mbarrier.expect(full.index(stage), plan.block_kv * plan.block_d * 2)
-    load_tile(k, [b, first, head, 0], full.index(stage), boxed(k_tiles.index(stage), box))
+    b, head = at
+    stage, full = acquire(ring, unit, plan.block_kv * plan.block_d * 2)
+    load_tile(k, [b, first, head, 0], full, boxed(tiles.k.index(stage), box))
 
 
 @gluon.jit
-def fetch_others(unit, first, last, b, head, k, v, k_tiles, v_tiles, full, empty, plan: gl.constexpr):
+def fetch_others(unit, first, last, at, k, v, tiles, ring, plan: gl.constexpr):
     """Begin to copy, as there is room, the units 1 to n of a walk over [first, last). What ``unit`` is after them."""
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     block: gl.constexpr = plan.block_kv
-    stages: gl.constexpr = plan.stages
-    v_bytes: gl.constexpr = block * plan.block_dv * 2
-    both_bytes: gl.constexpr = block * (plan.block_d + plan.block_dv) * 2
+    b, head = at
     for j in range(first + block, last, block):
-        stage = unit % stages
-        mbarrier.wait(empty.index(stage), ((unit // stages) & 1) ^ 1)
-        mbarrier.expect(full.index(stage), both_bytes)
-        load_tile(k, [b, j, head, 0], full.index(stage), boxed(k_tiles.index(stage), box))
-        load_tile(v, [b, j - block, head, 0], full.index(stage), boxed(v_tiles.index(stage), box))
+        stage, full = acquire(ring, unit, block * (plan.block_d + plan.block_dv) * 2)
+        load_tile(k, [b, j, head, 0], full, boxed(tiles.k.index(stage), box))
+        load_tile(v, [b, j - block, head, 0], full, boxed(tiles.v.index(stage), box))
         unit += 1
-    mbarrier.wait(empty.index(unit % stages), ((unit // stages) & 1) ^ 1)
-    mbarrier.expect(full.index(unit % stages), v_bytes)
-    final = (last - 1) // block * block
-    load_tile(v, [b, final, head, 0], full.index(unit % stages), boxed(v_tiles.index(unit % stages), box))
+    stage, full = acquire(ring, unit, block * plan.block_dv * 2)
+    load_tile(v, [b, (last - 1) // block * block, head, 0], full, boxed(tiles.v.index(stage), box))
     return unit + 1
 
 
 @gluon.jit
-def producer(
-    q_tiles, k_tiles, v_tiles, q_full, q_empty, full, empty, q, k, v, window, work, plan: gl.constexpr
-):  # fmt: skip
+def producer(tiles, q_ring, ring, inputs, window, work, plan: gl.constexpr):
     """One warp that fetches what the consumers take, in their order."""
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     block: gl.constexpr = plan.block_kv
@@ -426,67 +477,51 @@ def producer(
         h = head % work.heads
         kv_h = h // work.group
         # The first keys have room before the queries of the tile before are done with.
-        fetch_first(unit, first, b, kv_h, k, k_tiles, full, empty, plan)
+        fetch_first(unit, first, (b, kv_h), inputs.k, tiles, ring, plan)
         for g in gl.static_range(consumers):
-            mbarrier.wait(q_empty.index(g), (count & 1) ^ 1)
-            mbarrier.expect(q_full.index(g), ROWS * plan.block_d * 2)
-            load_tile(q, [b, top + g * ROWS, h, 0], q_full.index(g), boxed(q_tiles.index(g), box))
-        unit = fetch_others(unit + 1, first, last, b, kv_h, k, v, k_tiles, v_tiles, full, empty, plan)
+            mbarrier.wait(q_ring.empty.index(g), (count & 1) ^ 1)
+            mbarrier.expect(q_ring.full.index(g), ROWS * plan.block_d * 2)
+            load_tile(inputs.q, [b, top + g * ROWS, h, 0], q_ring.full.index(g), boxed(tiles.q.index(g), box))
+        unit = fetch_others(unit + 1, first, last, (b, kv_h), inputs.k, inputs.v, tiles, ring, plan)
         count += 1
         index, back = following(index, back, work, left, right)
 
 
-@gluon.jit(do_not_specialize=list(Work._fields))
-def attention_flash_kernel(
-    q, k, v, o, lse, low, scores, window, tiles, ahead, tiles_q, together, heads, group, all_heads, q_len, kv_len,
-    chunk,
-    plan: gl.constexpr,
-):  # fmt: skip
+@gluon.jit(do_not_specialize=["ahead", "together", "group", "chunk"])
+def attention_flash_kernel(q, k, v, o, lse, low, softmax, ahead, together, group, chunk, plan: gl.constexpr):
     """o, and lse and low (lse_low) unless these are None. q, k, v, o: described, (batch, length, heads, d). From
-    ``tiles`` on: ``Work``,
-    whose numbers are handed over one by one, as in a tuple Triton would compile the kernel for what divides them."""
-    work = Work(tiles, ahead, tiles_q, together, heads, group, all_heads, q_len, kv_len, chunk)
+    ``ahead`` on: of ``Work``, numbers that are handed over one by one, as in a tuple Triton would compile the kernel for
+    what divides them."""
+    batch, q_len, heads, _ = q.shape
+    tiles_q, all_heads = gl.cdiv(q_len, ROWS * plan.consumers), batch * heads
+    work = Work(tiles_q * all_heads, ahead, tiles_q, together, heads, group, all_heads, q_len, k.shape[1], chunk)
+    inputs, out = Inputs(q, k, v), Outputs(o, lse, low)
     dtype: gl.constexpr = q.dtype
-    consumers: gl.constexpr = plan.consumers
-    stages: gl.constexpr = plan.stages
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
-    q_tiles = gl.allocate_shared_memory(dtype, [consumers, ROWS, plan.block_d], tile)
+    q_tiles = gl.allocate_shared_memory(dtype, [plan.consumers, ROWS, plan.block_d], tile)
     k_tiles = gl.allocate_shared_memory(dtype, [plan.stages, plan.block_kv, plan.block_d], tile)
     v_tiles = gl.allocate_shared_memory(dtype, [plan.stages, plan.block_kv, plan.block_dv], tile)
     o_tiles = q_tiles
     if not plan.o_in_q:
-        o_tiles = gl.allocate_shared_memory(dtype, [consumers, ROWS, plan.block_dv], tile)
-    q_full = gl.allocate_shared_memory(gl.int64, [consumers, 1], bar)
-    q_empty = gl.allocate_shared_memory(gl.int64, [consumers, 1], bar)
-    full = gl.allocate_shared_memory(gl.int64, [plan.stages, 1], bar)
-    empty = gl.allocate_shared_memory(gl.int64, [plan.stages, 1], bar)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+        o_tiles = gl.allocate_shared_memory(dtype, [plan.consumers, ROWS, plan.block_dv], tile)
+    tiles = Buffers(q_tiles, k_tiles, v_tiles, o_tiles)
+    q_ring, ring = ring_of(plan.consumers, 1), ring_of(plan.stages, plan.consumers)
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(turns.index(i), count=1)
-    for i in gl.static_range(consumers):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=1)
-    for i in gl.static_range(stages):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=consumers)
     fence_async_shared()
+    first, second = PingPong(turns.index(0), turns.index(1)), PingPong(turns.index(1), turns.index(0))
     # A tuple that is given a name loses its constexprs: the groups are written out.
-    if consumers == 2:
+    if plan.consumers == 2:
         gl.warp_specialize([
-            (consumer, (0, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, full, empty, turns.index(0),
-                        turns.index(1), o, lse, low, scores, window, work, plan)),
-            (consumer, (1, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, full, empty, turns.index(1),
-                        turns.index(0), o, lse, low, scores, window, work, plan)),
-            (producer, (q_tiles, k_tiles, v_tiles, q_full, q_empty, full, empty, q, k, v, window, work, plan)),
+            (consumer, (0, tiles, q_ring, ring, first, out, softmax, work, plan)),
+            (consumer, (1, tiles, q_ring, ring, second, out, softmax, work, plan)),
+            (producer, (tiles, q_ring, ring, inputs, softmax.window, work, plan)),
         ], [4, 1], [plan.registers, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (0, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, full, empty, turns.index(0),
-                        turns.index(1), o, lse, low, scores, window, work, plan)),
-            (consumer, (1, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, full, empty, turns.index(1),
-                        turns.index(0), o, lse, low, scores, window, work, plan)),
-            (consumer, (2, q_tiles, k_tiles, v_tiles, o_tiles, q_full, q_empty, full, empty, turns.index(1),
-                        turns.index(0), o, lse, low, scores, window, work, plan)),
-            (producer, (q_tiles, k_tiles, v_tiles, q_full, q_empty, full, empty, q, k, v, window, work, plan)),
+            (consumer, (0, tiles, q_ring, ring, first, out, softmax, work, plan)),
+            (consumer, (1, tiles, q_ring, ring, second, out, softmax, work, plan)),
+            (consumer, (2, tiles, q_ring, ring, second, out, softmax, work, plan)),
+            (producer, (tiles, q_ring, ring, inputs, softmax.window, work, plan)),
         ], [4, 4, 1], [plan.registers, plan.registers, 24])  # fmt: skip

@@ -15,7 +15,7 @@ Source: Flash-Decoding (Dao, Haziza, Massa, Sizov 2023); the walk over keys is F
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -29,6 +29,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from portakern.backends.triton.hopper._flash import (
+    Band,
+    Buffers,
+    Inputs,
+    Outputs,
     beside,
     fetch_first,
     fetch_others,
@@ -39,7 +43,7 @@ from portakern.backends.triton.hopper._flash import (
     store_log_sum,
     weights_under,
 )
-from portakern.backends.triton.lib.gluon import _OLD, ROWS, load_tile, reach, span_of
+from portakern.backends.triton.lib.gluon import _OLD, ROWS, Ring, await_full, load_tile, reach, ring_of, span_of
 
 HALF = gl.constexpr(32)  # rows of which each thread has one
 
@@ -56,6 +60,14 @@ class Shares(NamedTuple):
     kv_len: int
     chunk: int
     dv: int
+
+
+class Parts(NamedTuple):
+    """Where the states of chunks go, (batch, heads, q_len, chunks, dv) and (.., 2), l and m; None twice where there are
+    no chunks but o."""
+
+    acc: Any
+    statistics: Any
 
 
 @gluon.constexpr_function
@@ -152,26 +164,30 @@ def rows_boxed(tile, heads: gl.constexpr):
 
 
 @gluon.jit
-def producer(
-    q_tile, k_tiles, v_tiles, q_full, q_empty, full, empty, q, k, v, window, work, plan: gl.constexpr,
-    heads: gl.constexpr,
-):  # fmt: skip
-    """One warp that fetches what the consumer takes, in its order."""
-    left, right = window
-    unit = 0
+def walks_of(work, plan: gl.constexpr):
+    """(walks over keys of all programs, chunks of each)."""
     total, each = work.groups * work.chunks, 1
     if plan.chunked:
         total, each = work.groups, work.chunks
+    return total, each
+
+
+@gluon.jit
+def producer(tiles, q_ring, ring, inputs, window, work, plan: gl.constexpr):
+    """One warp that fetches what the consumer takes, in its order."""
+    left, right = window
+    unit = 0
+    total, each = walks_of(work, plan)
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         b, h, of = taken(index, work)
         for share in range(of, of + each):
             _, _, first, last = part_of(share, work, left, right, plan.block_kv)
-            fetch_first(unit, first, b, h, k, k_tiles, full, empty, plan)
+            fetch_first(unit, first, (b, h), inputs.k, tiles, ring, plan)
             if share == of:
-                mbarrier.wait(q_empty, (index // gl.num_programs(0) & 1) ^ 1)
-                mbarrier.expect(q_full, ROWS * plan.block_d * 2)
-                load_tile(q, [b, h, 0, 0, 0], q_full, rows_boxed(q_tile, heads))
-            unit = fetch_others(unit + 1, first, last, b, h, k, v, k_tiles, v_tiles, full, empty, plan)
+                mbarrier.wait(q_ring.empty, (index // gl.num_programs(0) & 1) ^ 1)
+                mbarrier.expect(q_ring.full, ROWS * plan.block_d * 2)
+                load_tile(inputs.q, [b, h, 0, 0, 0], q_ring.full, rows_boxed(tiles.q, plan.heads))
+            unit = fetch_others(unit + 1, first, last, (b, h), inputs.k, inputs.v, tiles, ring, plan)
 
 
 @gluon.jit
@@ -192,13 +208,12 @@ def no_sums(s):
 
 
 @gluon.jit
-def folded(state, dots, start, cols, limits, all_lo, all_hi, scores, dtype: gl.constexpr, rows: gl.constexpr,
-           plan: gl.constexpr):  # fmt: skip
+def folded(state, dots, start, cols, band, scores, dtype: gl.constexpr, plan: gl.constexpr):
     """(weights of a tile of scores, for the matrix unit; (l, m) with them; the factor of what was summed before)."""
     l, m = state
-    row: gl.constexpr = gl.SliceLayout(1, laid(rows, plan.block_kv))
+    row: gl.constexpr = gl.SliceLayout(1, laid(plan.rows, plan.block_kv))
     s, others = dots
-    s = seen_scores(s, start, cols, limits, all_lo, all_hi, scores)
+    s = seen_scores(s, start, cols, band, scores)
     m, under, alpha = risen(s, m, scores, row)
     p = weights_under(s, under)
     l = gl.fma(l, beside(alpha, l), lane_sums(p))
@@ -207,116 +222,106 @@ def folded(state, dots, start, cols, limits, all_lo, all_hi, scores, dtype: gl.c
 
 
 @gluon.jit
-def attend_few(
-    unit, first, last, q, k_tiles, v_tiles, full, empty, limits, all_lo, all_hi, scores, rows: gl.constexpr,
-    plan: gl.constexpr,
-):  # fmt: skip
+def attend_few(unit, first, last, q, tiles, ring, band, scores, plan: gl.constexpr):
     """The state (acc, l, m) of the keys [first, last), acc in tiles of the matrix unit, and what ``unit`` is after."""
+    rows: gl.constexpr = plan.rows
     block: gl.constexpr = plan.block_kv
     block_dv: gl.constexpr = plan.block_dv  # Triton 3.6 takes no number of a tuple in a shape
     stages: gl.constexpr = plan.stages
     mma_s: gl.constexpr = laid(ROWS, block)
     row: gl.constexpr = gl.SliceLayout(1, laid(rows, block))
     cols = gl.arange(0, block, gl.SliceLayout(0, laid(rows, block)))
-    dtype: gl.constexpr = k_tiles.dtype
+    dtype: gl.constexpr = tiles.k.dtype
     zeros = gl.zeros([ROWS, block], gl.float32, mma_s)
     acc = warpgroup_mma_init(gl.zeros([ROWS, block_dv], gl.float32, laid(ROWS, block_dv)))
 
-    mbarrier.wait(full.index(unit % stages), (unit // stages) & 1)
-    dots = warpgroup_mma(q, k_tiles.index(unit % stages).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    stage = await_full(ring, unit)
+    dots = warpgroup_mma(q, tiles.k.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     dots = warpgroup_mma_wait(0, deps=[dots])
     s = rows_in(dots, rows), others_in(dots, rows, dtype)
     state = no_sums(s[0]), gl.full([rows], float("-inf"), gl.float32, row)
     for start in range(first + block, last, block):
-        stage = (unit + 1) % stages
-        phase = ((unit + 1) // stages) & 1
-        mbarrier.wait(full.index(stage), phase)
-        p16, state, alpha = folded(state, s, start - block, cols, limits, all_lo, all_hi, scores, dtype, rows, plan)
-        mbarrier.wait(full.index(stage), phase)  # a basic block ends, over which no wait for products moves
+        stage = await_full(ring, unit + 1)
+        p16, state, alpha = folded(state, s, start - block, cols, band, scores, dtype, plan)
+        await_full(ring, unit + 1)  # a basic block ends, over which no wait for products moves
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index(unit % stages), count=1)
+        mbarrier.arrive(ring.empty.index(unit % stages), count=1)
         acc = scaled(acc, alpha, rows)
-        dots = warpgroup_mma(q, k_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        acc = warpgroup_mma(p16, v_tiles.index(stage), acc, is_async=True)
+        dots = warpgroup_mma(q, tiles.k.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        acc = warpgroup_mma(p16, tiles.v.index(stage), acc, is_async=True)
         dots = warpgroup_mma_wait(1, deps=[dots])
         s = rows_in(dots, rows), others_in(dots, rows, dtype)
         unit += 1
-    stage = (unit + 1) % stages
     final = (last - 1) // block * block
-    p16, state, alpha = folded(state, s, final, cols, limits, all_lo, all_hi, scores, dtype, rows, plan)
-    mbarrier.wait(full.index(stage), ((unit + 1) // stages) & 1)
+    p16, state, alpha = folded(state, s, final, cols, band, scores, dtype, plan)
+    stage = await_full(ring, unit + 1)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(empty.index(unit % stages), count=1)
-    acc = warpgroup_mma(p16, v_tiles.index(stage), scaled(acc, alpha, rows), is_async=True)
+    mbarrier.arrive(ring.empty.index(unit % stages), count=1)
+    acc = warpgroup_mma(p16, tiles.v.index(stage), scaled(acc, alpha, rows), is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(empty.index(stage), count=1)
+    mbarrier.arrive(ring.empty.index(stage), count=1)
     l, m = state
-    return rows_in(acc, rows), gl.convert_layout(gl.sum(l, 1), row), m, unit + 2
+    return (rows_in(acc, rows), gl.convert_layout(gl.sum(l, 1), row), m), unit + 2
 
 
 @gluon.jit
-def consumer(
-    q_tile, k_tiles, v_tiles, q_full, q_empty, full, empty, parts, statistics, o, lse, low, scores, window, work,
-    plan: gl.constexpr, heads: gl.constexpr, rows: gl.constexpr,
-):  # fmt: skip
+def consumer(tiles, q_ring, ring, parts, out, softmax, work, plan: gl.constexpr):
     """Four warps that walk the chunks of this program."""
+    rows: gl.constexpr = plan.rows
     block_dv: gl.constexpr = plan.block_dv
     row_s: gl.constexpr = gl.SliceLayout(1, laid(rows, plan.block_kv))
-    row_o: gl.constexpr = gl.SliceLayout(1, laid(rows, plan.block_dv))
+    row_o: gl.constexpr = gl.SliceLayout(1, laid(rows, block_dv))
+    scores, window = softmax
     left, right = window
     top = work.kv_len - work.q_len
     unit = 0
-    total, each = work.groups * work.chunks, 1
-    if plan.chunked:
-        total, each = work.groups, work.chunks
-    seen, all_lo, all_hi = reach(top, work, left, right, row_s, heads, rows)
+    total, each = walks_of(work, plan)
+    seen, all_lo, all_hi = reach(top, work, left, right, row_s, plan.heads, rows)
     lo, hi = seen
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         b, h, of = taken(index, work)
-        mbarrier.wait(q_full, index // gl.num_programs(0) & 1)
-        spread(q_tile, rows)
+        mbarrier.wait(q_ring.full, index // gl.num_programs(0) & 1)
+        spread(tiles.q, rows)
         acc = gl.zeros([rows, block_dv], gl.float32, laid(rows, block_dv))
         l = gl.zeros([rows], gl.float32, row_s)
         m = gl.full([rows], float("-inf"), gl.float32, row_s)
         for share in range(of, of + each):
             start, end, first, last = part_of(share, work, left, right, plan.block_kv)
             limits = gl.maximum(lo, start), gl.minimum(hi, end)
-            acc_part, l_part, m_part, unit = attend_few(
-                unit, first, last, q_tile, k_tiles, v_tiles, full, empty, limits, gl.maximum(all_lo, start),
-                gl.minimum(all_hi, end), scores, rows, plan,
-            )  # fmt: skip
+            band = Band(limits, gl.maximum(all_lo, start), gl.minimum(all_hi, end))
+            part, unit = attend_few(unit, first, last, tiles.q, tiles, ring, band, scores, plan)
             if plan.chunked:
-                acc, l, m = merge((acc, l, m), acc_part, l_part, m_part, scores, row_o)
+                acc, l, m = merge((acc, l, m), part, scores, row_o)
             else:
-                acc, l, m = acc_part, l_part, m_part
+                acc, l, m = part
         # All four warps have issued the last products, and so read their queries.
-        mbarrier.arrive(q_empty, count=1)
-        leave((acc, l, m), b, h, of, parts, statistics, o, lse, low, scores, work, heads, row_s, row_o)
+        mbarrier.arrive(q_ring.empty, count=1)
+        leave((acc, l, m), (b, h, of), parts, out, scores, work, plan)
 
 
 @gluon.jit
-def leave(
-    state, b, h, share, parts, statistics, o, lse, low, scores, work, heads: gl.constexpr, row_s: gl.constexpr,
-    row_o: gl.constexpr,
-):  # fmt: skip
+def leave(state, at, parts, out, scores, work, plan: gl.constexpr):
     """Write the state of a chunk, or o, and lse and low unless these are None, from the state of all keys: as
-    ``store_rows`` of the portable kernel does."""
+    ``store_rows`` of the portable kernel does. at: (batch entry, group of heads, which chunk)."""
     acc, l, m = state
-    rows: gl.constexpr = acc.shape[0]
-    block_dv: gl.constexpr = acc.shape[1]
+    b, h, share = at
+    rows: gl.constexpr = plan.rows
+    block_dv: gl.constexpr = plan.block_dv
+    row_s: gl.constexpr = gl.SliceLayout(1, laid(rows, plan.block_kv))
+    row_o: gl.constexpr = gl.SliceLayout(1, laid(rows, block_dv))
     column = gl.arange(0, block_dv, gl.SliceLayout(0, laid(rows, block_dv)))
-    at, at_o, _, there = row_at(b, h, share, work, row_o, heads, rows)
+    at, at_o, _, there = row_at(b, h, share, work, row_o, plan.heads, rows)
     ok = there[:, None] & (column < work.dv)[None, :]
-    at_s, _, at_lse, there_s = row_at(b, h, share, work, row_s, heads, rows)
-    if parts is not None:
-        gl.store(parts + (at * work.dv)[:, None] + column[None, :], acc, mask=ok)
-        gl.store(statistics + at_s * 2, l, mask=there_s)
-        gl.store(statistics + at_s * 2 + 1, m, mask=there_s)
+    at_s, _, at_lse, there_s = row_at(b, h, share, work, row_s, plan.heads, rows)
+    if parts.acc is not None:
+        gl.store(parts.acc + (at * work.dv)[:, None] + column[None, :], acc, mask=ok)
+        gl.store(parts.statistics + at_s * 2, l, mask=there_s)
+        gl.store(parts.statistics + at_s * 2 + 1, m, mask=there_s)
     else:
         inverse = 1.0 / gl.where(l == 0.0, 1.0, l)
-        out = acc * gl.convert_layout(inverse, row_o)[:, None]
-        gl.store(o + (at_o * work.dv)[:, None] + column[None, :], out.to(o.dtype.element_ty), mask=ok)
-        store_log_sum(lse, low, at_lse, (l, m), scores, there_s)
+        result = acc * gl.convert_layout(inverse, row_o)[:, None]
+        gl.store(out.o + (at_o * work.dv)[:, None] + column[None, :], result.to(out.o.dtype.element_ty), mask=ok)
+        store_log_sum(out.lse, out.low, at_lse, (l, m), scores, there_s)
 
 
 @gluon.jit
@@ -331,40 +336,30 @@ def row_at(b, h, share, work, row: gl.constexpr, heads: gl.constexpr, rows: gl.c
     return at_lse * work.chunks + share, at_o, at_lse, (query < work.q_len) & (of_group < work.group)
 
 
-@gluon.jit(do_not_specialize=list(Shares._fields))
-def attention_shares_kernel(
-    q, k, v, parts, statistics, o, lse, low, scores, window, groups, chunks, kv_heads, group, q_len, kv_len, chunk, dv,
-    plan: gl.constexpr, heads: gl.constexpr, rows: gl.constexpr,
-):  # fmt: skip
+@gluon.jit(do_not_specialize=["chunks", "chunk"])
+def attention_shares_kernel(q, k, v, parts, statistics, o, lse, low, softmax, chunks, chunk, plan: gl.constexpr):
     """The state of each chunk: parts, (batch, heads, q_len, chunks, dv), and statistics, (.., 2), l and m; or, where
     parts is None, o, (batch, q_len, heads, dv), and lse and low, (batch, heads, q_len), unless these are None: then
     ``chunks`` is 1, or a program takes all of them (``plan.chunked``).
 
-    q: described, (batch, kv_heads, q_len, group, d), in boxes of ``heads`` heads, the least power of two that holds a
-    group, and of ``rows`` rows in all; k, v: described, (batch, kv_len, kv_heads, d). From ``groups`` on: ``Shares``.
+    q: described, (batch, kv_heads, q_len, group, d), in boxes of ``plan.heads`` heads, and of ``plan.rows`` rows in all;
+    k, v: described, (batch, kv_len, kv_heads, d). chunks: of a group of heads; chunk: keys of one.
     """
-    work = Shares(groups, chunks, kv_heads, group, q_len, kv_len, chunk, dv)
+    batch, kv_heads, q_len, group, _ = q.shape
+    work = Shares(batch * kv_heads, chunks, kv_heads, group, q_len, k.shape[1], chunk, v.shape[3])
+    inputs, parts, out = Inputs(q, k, v), Parts(parts, statistics), Outputs(o, lse, low)
     dtype: gl.constexpr = k.dtype
-    stages: gl.constexpr = plan.stages
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
-    q_tile = gl.allocate_shared_memory(dtype, [1, ROWS, plan.block_d], tile)
-    k_tiles = gl.allocate_shared_memory(dtype, [stages, plan.block_kv, plan.block_d], tile)
-    v_tiles = gl.allocate_shared_memory(dtype, [stages, plan.block_kv, plan.block_dv], tile)
-    q_bars = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    full = gl.allocate_shared_memory(gl.int64, [stages, 1], bar)
-    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], bar)
-    for i in gl.static_range(2):
-        mbarrier.init(q_bars.index(i), count=1)
-    for i in gl.static_range(stages):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+    q_tile = gl.allocate_shared_memory(dtype, [1, ROWS, plan.block_d], tile).index(0)
+    k_tiles = gl.allocate_shared_memory(dtype, [plan.stages, plan.block_kv, plan.block_d], tile)
+    v_tiles = gl.allocate_shared_memory(dtype, [plan.stages, plan.block_kv, plan.block_dv], tile)
+    tiles = Buffers(q_tile, k_tiles, v_tiles, None)
+    of_q, ring = ring_of(1, 1), ring_of(plan.stages, 1)
+    q_ring = Ring(of_q.full.index(0), of_q.empty.index(0))
     fence_async_shared()
-    if parts is not None:
+    if parts.acc is not None:
         gdc_launch_dependents()  # the merger may take its places, and waits there for the end of all programs
     gl.warp_specialize([
-        (consumer, (q_tile.index(0), k_tiles, v_tiles, q_bars.index(0), q_bars.index(1), full, empty, parts, statistics,
-                    o, lse, low, scores, window, work, plan, heads, rows)),
-        (producer, (q_tile.index(0), k_tiles, v_tiles, q_bars.index(0), q_bars.index(1), full, empty, q, k, v, window,
-                    work, plan, heads)),
+        (consumer, (tiles, q_ring, ring, parts, out, softmax, work, plan)),
+        (producer, (tiles, q_ring, ring, inputs, softmax.window, work, plan)),
     ], [1], [24])  # fmt: skip

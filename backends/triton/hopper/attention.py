@@ -18,11 +18,12 @@ from triton.experimental.gluon import language as gl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.descriptors import describe
-from portakern.backends.triton.hopper._flash import Plan, Work, attention_flash_kernel
-from portakern.backends.triton.hopper._shares import HALF, Shares, attention_shares_kernel
+from portakern.backends.triton.hopper._flash import FlashPlan, Work, attention_flash_kernel
+from portakern.backends.triton.hopper._shares import HALF, attention_shares_kernel
 from portakern.backends.triton.launch import GLUON, cdiv, launch, shared_limit
 from portakern.backends.triton.layout import contiguous_strides, fresh, pow2_at_least
 from portakern.backends.triton.lib import attention as shared
+from portakern.backends.triton.lib.gluon import Softmax
 from portakern.backends.triton.lib.heads import Scores
 from portakern.backends.triton.lib.split_kv import chunk_length, chunks_of_a_tile, seen_keys, worth_spreading
 from portakern.backends.triton.lib.tma import BARRIERS, QUERIES, REGISTERS, TOGETHER, movable, processors, tiled
@@ -48,17 +49,17 @@ for each group of heads, whichever is faster (see ``times``); 2: for each chunk;
 depends on either."""
 
 
-def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
+def plan_of(call: Call, tiling: Mapping[str, int]) -> FlashPlan:
     """What the kernel is compiled for."""
     block_d, block_dv = (pow2_at_least(call.dims[n], 64) for n in ("d", "dv"))
     chunked, consumers = chunk_length(call, tiling) is not None, tiling["consumers"]
-    apart = Plan(consumers, tiling["block_kv"], block_d, block_dv, tiling["num_stages"], chunked, o_in_q=False,
+    apart = FlashPlan(consumers, tiling["block_kv"], block_d, block_dv, tiling["num_stages"], chunked, o_in_q=False,
                  registers=REGISTERS[consumers][0])  # fmt: skip
     crowded = block_d == block_dv and shared_bytes(apart) > shared_limit(call.target.arch)
     return apart._replace(o_in_q=crowded)
 
 
-def shared_bytes(plan: Plan) -> int:
+def shared_bytes(plan: FlashPlan) -> int:
     """Shared memory that the kernel takes."""
     rows = plan.consumers * QUERIES
     held = rows * plan.block_d + plan.stages * plan.block_kv * (plan.block_d + plan.block_dv)
@@ -131,8 +132,8 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     work, programs = work_of(call, tiling, plan.consumers * QUERIES, (left, right), processors(q.device))
     described = (tiled(q, QUERIES, plan.block_d), tiled(k, plan.block_kv, plan.block_d),
                  tiled(v, plan.block_kv, plan.block_dv), tiled(o, QUERIES, plan.block_dv))  # fmt: skip
-    launch(attention_flash_kernel, programs, call, *described, lse, low, scores, (left, right), *work,
-           plan=plan, num_warps=4, maxnreg=REGISTERS[plan.consumers][1])  # fmt: skip
+    launch(attention_flash_kernel, programs, call, *described, lse, low, Softmax(scores, (left, right)), work.ahead,
+           work.together, work.group, work.chunk, plan=plan, num_warps=4, maxnreg=REGISTERS[plan.consumers][1])  # fmt: skip
     return o, lse, low
 
 
@@ -184,7 +185,7 @@ def rows_of(call: Call) -> int:
 
 
 def by_shares(
-    call: Call, tiling: Mapping[str, int], plan: Plan, arrays: tuple[Any, ...], out: tuple[Any, Any, Any],
+    call: Call, tiling: Mapping[str, int], plan: FlashPlan, arrays: tuple[Any, ...], out: tuple[Any, Any, Any],
     scores: Scores,
     window: tuple[int | None, int | None], chunks: int, walks: bool,
 ) -> None:  # fmt: skip
@@ -194,7 +195,8 @@ def by_shares(
     batch, q_len, kv_heads, group, dv = (dims[n] for n in ("batch", "q_len", "kv_heads", "group", "dv"))
     heads, groups, chunk = kv_heads * group, batch * kv_heads, chunk_length(call, tiling) or dims["kv_len"]
     rows = HALF.value if rows_of(call) <= HALF.value else QUERIES
-    plan, limit = plan._replace(consumers=1, stages=2, chunked=walks, o_in_q=False), shared_limit(call.target.arch)
+    plan = plan._replace(consumers=1, stages=2, chunked=walks, o_in_q=False, heads=pow2_at_least(group), rows=rows)
+    limit = shared_limit(call.target.arch)
     while plan.stages < MOST_STAGES and shared_bytes(plan._replace(stages=plan.stages + 1, o_in_q=True)) <= limit:
         plan = plan._replace(stages=plan.stages + 1)
     parts, statistics, written = None, None, out
@@ -202,12 +204,10 @@ def by_shares(
         parts = fresh((batch, heads, q_len, chunks, dv), torch.float32, q.device)
         statistics = fresh((batch, heads, q_len, chunks, 2), torch.float32, q.device)
         written = None, None, None
-    work = Shares(groups, chunks, kv_heads, group, q_len, dims["kv_len"], chunk, dv)
     programs = evenly(groups if walks else groups * chunks, processors(q.device))
     launch(attention_shares_kernel, programs, call, by_group(q, group, plan.block_d),
-           tiled(k, plan.block_kv, plan.block_d), tiled(v, plan.block_kv, plan.block_dv), parts, statistics,
-           *written, scores, window, *work, plan=plan, heads=pow2_at_least(group), rows=rows, num_warps=4,
-           maxnreg=REGISTERS[2][1])  # fmt: skip
+           tiled(k, plan.block_kv, plan.block_d), tiled(v, plan.block_kv, plan.block_dv), parts, statistics, *written,
+           Softmax(scores, window), chunks, chunk, plan=plan, num_warps=4, maxnreg=REGISTERS[2][1])  # fmt: skip
     if parts is not None:
         shared.combine(call, (parts, statistics), out, scores, follows=True)
 

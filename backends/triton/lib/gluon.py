@@ -22,6 +22,14 @@ ROWS = gl.constexpr(64)  # of a group of four warps: what one instruction of the
 _OLD = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
+class Softmax(NamedTuple):
+    """From dot products to weights: their units (``lib.heads.Scores``), and the window, how far to the left and to the
+    right of its own place a query sees, None for all the way."""
+
+    scores: Any
+    window: Any
+
+
 class Ring(NamedTuple):
     """The barriers of a ring of buffers in shared memory, a stage each. ``full``: what is copied there has come.
     ``empty``: all who read it are done. The ``unit``-th filling of the ring is that of stage unit % stages."""
