@@ -40,6 +40,16 @@ FAMILY_IMPORT = (
     "import portakern.backends.triton.hopper.matmul  # noqa: F401\n",
     "portakern.backends.triton.gpu.planted_import",
 )
+PALLAS_FAMILY_IMPORT = (
+    "backends/pallas/fused/planted_import.py",
+    "import portakern.backends.pallas.gpu.softmax  # noqa: F401\n",
+    "portakern.backends.pallas.fused.planted_import",
+)
+LIB_IMPORT = (
+    "backends/pallas/lib/mosaic_gpu/planted_import.py",
+    "import portakern.backends.pallas.gpu.softmax  # noqa: F401\n",
+    "portakern.backends.pallas.lib.mosaic_gpu.planted_import",
+)
 UPWARD_IMPORT = (
     "portakern/planted_import.py",
     "import maint.report  # noqa: F401\n",
@@ -101,6 +111,8 @@ def _plants_reported(tree: Path) -> Iterator[str]:
     for (path, text, report), command in (
         (FORBIDDEN_IMPORT, ["lint-imports"]),
         (FAMILY_IMPORT, ["lint-imports"]),
+        (PALLAS_FAMILY_IMPORT, ["lint-imports"]),
+        (LIB_IMPORT, ["lint-imports"]),
         (UPWARD_IMPORT, ["lint-imports"]),
         (MAINTAINERS_ERROR, MYPY),
         (TYPE_ERROR, MYPY),

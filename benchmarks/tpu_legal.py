@@ -37,7 +37,7 @@ from typing import Any
 import jax
 
 from portakern import results, sources
-from portakern.backends.pallas.tpu._chip import estimates
+from portakern.backends.pallas.lib.mosaic_tpu.chip import estimates
 from portakern.core import registry, targets, tilings
 from portakern.core.backend import Family, Implementation
 from portakern.core.call import Call

@@ -540,7 +540,7 @@ def test_the_vmem_of_a_tpu_kernel_is_known_to_the_byte_and_kept_by_program(tmp_p
     """What libtpu tells a kernel takes is the least limit with which it compiles: a byte less, and it is refused."""
     from jax import stages
 
-    from portakern.backends.pallas.tpu import _chip
+    from portakern.backends.pallas.lib.mosaic_tpu import chip
 
     place, v5e = registry.backend("pallas"), targets.find("v5e")
     family = next(f for f in place.families if "tpu" in f.platforms)
@@ -554,11 +554,11 @@ def test_the_vmem_of_a_tpu_kernel_is_known_to_the_byte_and_kept_by_program(tmp_p
     takes = kernel.on_chip["vmem"]
     assert 2**20 < takes < kernel.granted["vmem"] == v5e.scoped["vmem"]
 
-    of_jax = _chip.pltpu.CompilerParams
+    of_jax = chip.pltpu.CompilerParams
     for limit in (takes, takes - 1):
         with monkeypatch.context() as patched:
             asks = functools.partial(lambda limit, **given: of_jax(**given | {"vmem_limit_bytes": limit}), limit)
-            patched.setattr(_chip.pltpu, "CompilerParams", asks)
+            patched.setattr(chip.pltpu, "CompilerParams", asks)
             if limit == takes:
                 (kernel,) = compiler.memory(impl, call, tiling).kernels
                 assert kernel.on_chip == kernel.granted == {"vmem": takes}

@@ -25,8 +25,8 @@ import jax.numpy as jnp  # noqa: E402
 
 import portakern as pk  # noqa: E402
 from portakern import testing  # noqa: E402
-from portakern.backends.pallas.gpu import _bias_gradient, _chip  # noqa: E402
 from portakern.backends.pallas.gpu.toolchain import compiler  # noqa: E402
+from portakern.backends.pallas.lib.mosaic_gpu import bias_gradient, chip  # noqa: E402
 from portakern.core import targets, tilings  # noqa: E402
 from portakern.core.binder import unchecked  # noqa: E402
 from portakern.core.framework import frameworks  # noqa: E402
@@ -157,11 +157,11 @@ def test_bits_hang_on_neither_company_nor_stages(rows):
 def of_one_consumer(ref, plan, warpgroup, block, sums):
     def write():
         for part, total in enumerate(sums):
-            keys = _bias_gradient._places(plan, block, 0, part)[1]
+            keys = bias_gradient._places(plan, block, 0, part)[1]
             row = jnp.sum(total, axis=0).astype(plan.dtype)
-            _chip.store(ref.d_bias.at[block.batch, block.head, 0, keys], row)
+            chip.store(ref.d_bias.at[block.batch, block.head, 0, keys], row)
 
-    _bias_gradient.pl.when(warpgroup == 0)(write)
+    bias_gradient.pl.when(warpgroup == 0)(write)
 
 
 def with_a_slope(ref, plan, place, lse, dots, bias):
@@ -169,20 +169,20 @@ def with_a_slope(ref, plan, place, lse, dots, bias):
     return p * (1.0 - t * t), t
 
 
-weights, bias_of = _bias_gradient.weights, _bias_gradient.bias_of
+weights, bias_of = bias_gradient.weights, bias_gradient.bias_of
 FAULTS = {
-    "one turn alone": ("shared by sequences", _bias_gradient.BiasPlan, "turns", property(lambda plan: 1)),
+    "one turn alone": ("shared by sequences", bias_gradient.BiasPlan, "turns", property(lambda plan: 1)),
     "one head of a group alone": (
-        "shared by heads of one group", _bias_gradient.Tile, "steps", property(lambda tile: tile.span)),
-    "queries of one consumer alone": ("one row", _bias_gradient, "write_row", of_one_consumer),
-    "the softcap's slope": ("shared by sequences", _bias_gradient, "weights", with_a_slope),
-    "a part of bias twice": ("float32 beside bfloat16", _bias_gradient, "bias_of", lambda ref, plan, warpgroup, part: (
+        "shared by heads of one group", bias_gradient.Tile, "steps", property(lambda tile: tile.span)),
+    "queries of one consumer alone": ("one row", bias_gradient, "write_row", of_one_consumer),
+    "the softcap's slope": ("shared by sequences", bias_gradient, "weights", with_a_slope),
+    "a part of bias twice": ("float32 beside bfloat16", bias_gradient, "bias_of", lambda ref, plan, warpgroup, part: (
         bias_of(ref, plan, warpgroup, 0))),
-    "bias is not brought": ("each pair its own", _bias_gradient, "bring_bias", lambda *args: None),
-    "nothing is handed back": ("shared by all", _bias_gradient, "plgpu", SimpleNamespace(**{
-        **vars(_bias_gradient.plgpu), "barrier_arrive": lambda barrier: None})),
-    "nothing is fenced": ("shared by all", _bias_gradient, "plgpu", SimpleNamespace(**{
-        **vars(_bias_gradient.plgpu), "commit_smem": lambda: None})),
+    "bias is not brought": ("each pair its own", bias_gradient, "bring_bias", lambda *args: None),
+    "nothing is handed back": ("shared by all", bias_gradient, "plgpu", SimpleNamespace(**{
+        **vars(bias_gradient.plgpu), "barrier_arrive": lambda barrier: None})),
+    "nothing is fenced": ("shared by all", bias_gradient, "plgpu", SimpleNamespace(**{
+        **vars(bias_gradient.plgpu), "commit_smem": lambda: None})),
 }  # fmt: skip
 WAITS = {"bias is not brought", "nothing is handed back", "nothing is fenced"}
 
@@ -206,7 +206,7 @@ def test_a_fault_is_found(fault, monkeypatch):
     ids=["queries that are not there count", "no pair is masked"],
 )
 def test_a_fault_of_masks_is_found(rows, name, wrong, monkeypatch):
-    monkeypatch.setattr(_bias_gradient, name, wrong)
+    monkeypatch.setattr(bias_gradient, name, wrong)
     jax.clear_caches()
     try:
         with pytest.raises(AssertionError):
@@ -235,7 +235,7 @@ def test_there_is_room_for_heads_of_any_width(d, dv, low, rows):
     call = abstract_call(70, 90, d, dv, (1, 1, rows, 90), low)
     for stages in (1, 2, 8):
         tiling = {**tilings.default(VARIANT, call).tiling, "stages": stages}
-        plan = _bias_gradient.bias_plan(call, tiling)
+        plan = bias_gradient.bias_plan(call, tiling)
         assert VARIANT.supports(call, tiling) is None
         assert plan.fits and 1 <= plan.pairs.stages <= stages
 
@@ -286,9 +286,9 @@ def test_it_compiles_for_hopper_and_nothing_spills(q_len, kv_len, d, more, low, 
     assert [kernel.name for kernel in built.kernels if kernel.matrix] == ["attention_vjp_d_bias"]
     (kernel,) = [kernel for kernel in built.kernels if kernel.matrix]
     assert kernel.spills == 0 and not kernel.serialised and not unfenced(kernel.assembly) + read_early(kernel.assembly)
-    plan = _bias_gradient.bias_plan(call, tilings.default(VARIANT, call).tiling)
-    expected = plan.shared + _chip.BARRIER_BYTES + _chip.REDUCTION_BYTES * plan.one_row
-    assert kernel.on_chip["shared"] <= expected <= kernel.on_chip["shared"] + _chip.BARRIER_BYTES
+    plan = bias_gradient.bias_plan(call, tilings.default(VARIANT, call).tiling)
+    expected = plan.shared + chip.BARRIER_BYTES + chip.REDUCTION_BYTES * plan.one_row
+    assert kernel.on_chip["shared"] <= expected <= kernel.on_chip["shared"] + chip.BARRIER_BYTES
 
 
 @has_compiler

@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl  # noqa: E402
 import portakern as pk  # noqa: E402
 from portakern import testing  # noqa: E402
 from portakern.backends.pallas.decode import attention as decode  # noqa: E402
-from portakern.backends.pallas.gpu._flash import share_of  # noqa: E402
+from portakern.backends.pallas.lib.mosaic_gpu.flash import share_of  # noqa: E402
 from portakern.core import explain, targets, tilings  # noqa: E402
 from portakern.core.framework import frameworks  # noqa: E402
 from portakern.core.route import Choice, find_routes  # noqa: E402

@@ -30,9 +30,11 @@ import jax.numpy as jnp  # noqa: E402
 
 import portakern as pk  # noqa: E402
 from portakern import testing  # noqa: E402
-from portakern.backends.pallas import _band  # noqa: E402
-from portakern.backends.pallas.gpu import _chip, _flash, _rows, attention, matmul, matmul_vjp  # noqa: E402
+from portakern.backends.pallas.gpu import attention, matmul, matmul_vjp  # noqa: E402
 from portakern.backends.pallas.gpu.toolchain import compiler  # noqa: E402
+from portakern.backends.pallas.lib.band import Band  # noqa: E402
+from portakern.backends.pallas.lib.mosaic_gpu import chip, flash  # noqa: E402
+from portakern.backends.pallas.lib.mosaic_gpu import rows as row_walk  # noqa: E402
 from portakern.core import targets, tilings  # noqa: E402
 from portakern.core.binder import unchecked  # noqa: E402
 from portakern.core.call import shape_of  # noqa: E402
@@ -162,7 +164,7 @@ def test_several_tiles_race_for_nothing(op):
 @pytest.mark.parametrize("op", ROWS)
 def test_rows_that_are_too_long_to_keep_are_read_twice(op, monkeypatch):
     """Of the lengths that an interpreter has time for, all would stay in shared memory."""
-    monkeypatch.setattr(_rows, "KEPT_BYTES", 0)
+    monkeypatch.setattr(row_walk, "KEPT_BYTES", 0)
     jax.clear_caches()
     try:
         report = pk.check(
@@ -232,7 +234,7 @@ def _rows_of(op, rows, n):
     ],
 )
 def test_long_rows_have_as_many_blocks_as_keep_them(n, dtype, arrays, block_n, cluster):
-    found = _rows.default_tiling(n, dtype, arrays)
+    found = row_walk.default_tiling(n, dtype, arrays)
     assert (found["block_n"], found["cluster"]) == (block_n, cluster)
 
 
@@ -394,11 +396,11 @@ def test_no_score_changes_its_sign_before_it_is_there(variant, more):
 @pytest.mark.parametrize(("first", "last"), [(None, 0), (0, None), (-9, 0), (None, None)])
 def test_every_tile_has_one_index_and_those_that_see_most_have_the_first(first, last):
     heads, tiles = 11, 5
-    band = _band.Band(first, last, 500, 100, 100)
-    found = [tuple(map(int, _flash.heaviest_first(jnp.int32(i), heads, tiles, band))) for i in range(heads * tiles)]
+    band = Band(first, last, 500, 100, 100)
+    found = [tuple(map(int, flash.heaviest_first(jnp.int32(i), heads, tiles, band))) for i in range(heads * tiles)]
     assert sorted(found) == [(head, i) for head in range(heads) for i in range(tiles)]
     if (first, last) in ((None, 0), (0, None)):
-        seen = [int(end) - int(begin) for begin, end in (band.span(i) for _, i in found[: _flash.TOGETHER * tiles])]
+        seen = [int(end) - int(begin) for begin, end in (band.span(i) for _, i in found[: flash.TOGETHER * tiles])]
         assert seen == sorted(seen, reverse=True) and seen[0] > seen[-1]
 
 
@@ -437,7 +439,7 @@ def test_a_race_is_an_error_and_the_next_kernel_runs(monkeypatch, capfd):
     with PALLAS.profile("races"):
         right = softmax(x)
         with monkeypatch.context() as planted:
-            planted.setattr(_rows.plgpu, "commit_smem", lambda: None)
+            planted.setattr(row_walk.plgpu, "commit_smem", lambda: None)
             with pytest.raises(Exception, match="raced for memory|RACE DETECTED") as e:  # in our words, or by JAX 0.12
                 softmax(x[1:])  # another form, so that it is traced anew
         assert "RACE DETECTED" in f"{capfd.readouterr().out}{e.value}"
@@ -619,7 +621,7 @@ def test_a_tilings_layout_holds_each_element_once():
             x = np.ones((7, 1000), jnp.bfloat16)
             _, call, tiling = resolved("softmax", {"block_rows": 4, "block_n": block_n, "row_warps": row_warps},
                                           {"x": x})  # fmt: skip
-            walk = _rows.Walk.over(call, tiling, 7, 1000)
+            walk = row_walk.Walk.over(call, tiling, 7, 1000)
             layout = walk.layout.to_mgpu()
             assert math.prod(layout.registers_shape(walk.block)) * layout.vector_length * 128 == math.prod(walk.block)
 
@@ -779,13 +781,13 @@ def test_shared_memory_is_estimated_as_mosaic_takes_it(variant, op, dims, tiling
     spec, found = registry.find_spec(op), []
 
     def over_shared(needed, names, across_warps=True):
-        found.append(needed + _chip.BARRIER_BYTES + _chip.REDUCTION_BYTES * across_warps)
+        found.append(needed + chip.BARRIER_BYTES + chip.REDUCTION_BYTES * across_warps)
 
     impl = PALLAS.implementation(op, next(f for f in PALLAS.declared if f.name == variant))
     form = abstract.named_form(spec, "bfloat16", dims)
     call, used = abstract.abstract_call(spec, impl, form, targets.find("sm_90"), tiling)
     arrays = {name: x for name, x in call.arrays.items() if x is not None}
-    for module in [m for m in sys.modules.values() if getattr(m, "over_shared", None) is _chip.over_shared]:
+    for module in [m for m in sys.modules.values() if getattr(m, "over_shared", None) is chip.over_shared]:
         monkeypatch.setattr(module, "over_shared", over_shared)
     assert impl.supports(call, used) is None
     monkeypatch.undo()
@@ -794,7 +796,7 @@ def test_shared_memory_is_estimated_as_mosaic_takes_it(variant, op, dims, tiling
     built = pk.op(op, backend="pallas", variant=variant, tiling=tiling).lower(**arrays, **more, target="sm_90")
     assert built.ok, built.reason
     taken = max(kernel.on_chip["shared"] for kernel in built.kernels)
-    assert taken <= max(found) <= taken + _chip.BARRIER_BYTES + _chip.REDUCTION_BYTES
+    assert taken <= max(found) <= taken + chip.BARRIER_BYTES + chip.REDUCTION_BYTES
 
 
 def test_a_plugin_that_is_not_there_is_named(monkeypatch):
@@ -853,7 +855,7 @@ def test_a_kernel_is_the_same_program_wherever_in_a_process_it_is_lowered(monkey
 def test_no_buffer_is_filled_while_an_earlier_tile_s_copy_of_it_is_on_its_way(count, slots):
     leaving = []  # buffers, from the first that was sent on: those that may not have been read yet
     for _ in range(4):
-        for slot, may in _chip.in_slots(count, slots):
+        for slot, may in chip.in_slots(count, slots):
             leaving = leaving[len(leaving) - may :]
             assert slot not in leaving and may < slots
             leaving.append(slot)

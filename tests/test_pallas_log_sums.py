@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import portakern as pk
-from portakern.backends.pallas._two import UnitOf, in_two
+from portakern.backends.pallas.lib.double_float import UnitOf, in_two
 from portakern.core import registry, tilings
 
 PALLAS = registry.backend("pallas")

@@ -113,7 +113,7 @@ def _importing(mutated: str, module: str, source: str, name: str) -> str:
     """A source that imports ``mutated`` in place of ``module``, itself or through copies of what the families share."""
     direct = f"from {module} import"
     found = source.replace(direct, f"from {mutated} import")
-    for shared in dict.fromkeys(re.findall(r"^from (portakern\.backends\.\w+\.lib\.\w+) import", source, re.M)):
+    for shared in dict.fromkeys(re.findall(r"^from (portakern\.backends\.\w+\.lib\.[\w.]+) import", source, re.M)):
         if shared != module and direct in (between := _source(shared)):
             own = f"{name}_{shared.rpartition('.')[2]}"
             _loaded(own, _importing(mutated, module, between, name))

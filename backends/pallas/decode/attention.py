@@ -5,8 +5,8 @@ q: (batch, q_len, kv_heads*group, d), k: (batch, kv_len, kv_heads, d), v: (batch
 a group has up to 64 queries.
 
 The queries of all heads of a group are the rows of one tile, so that their keys are read once: row r is query
-r // group of head r % group. The keys are cut into shares of whole tiles, as ``gpu._flash`` says. A block walks a share
-as ``gpu.attention`` walks each of all, and leaves what it knows of each row:
+r // group of head r % group. The keys are cut into shares of whole tiles, as ``flash`` says. A block walks a share
+as ``gpu`` walks each of all, and leaves what it knows of each row:
 
     m_c = max s_j,  l_c = sum exp(s_j - m_c),  acc_c = sum exp(s_j - m_c) v_j,  over the keys j of share c
 
@@ -38,10 +38,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas._band import Band
-from portakern.backends.pallas.common import Refs, padded, quotient
-from portakern.backends.pallas.gpu import attention as gpu
-from portakern.backends.pallas.gpu._chip import (
+from portakern.backends.pallas.lib.band import Band
+from portakern.backends.pallas.lib.blocks import Refs, padded, quotient
+from portakern.backends.pallas.lib.mosaic_gpu import attention as online
+from portakern.backends.pallas.lib.mosaic_gpu.chip import (
     LANES,
     WARPS,
     in_slots,
@@ -51,7 +51,7 @@ from portakern.backends.pallas.gpu._chip import (
     store,
     whole_pieces,
 )
-from portakern.backends.pallas.gpu._flash import PART, QUERIES, Merge, Plan, Tile, rings
+from portakern.backends.pallas.lib.mosaic_gpu.flash import PART, QUERIES, Merge, Plan, Tile, rings
 from portakern.core.backend import Drawn
 from portakern.core.call import Call
 
@@ -115,7 +115,7 @@ class Packed(Plan):
 
 def plan_of(call: Call, tiling: Mapping[str, int]) -> Packed:
     dims, block_kv = call.dims, tiling["block_kv"]
-    whole = gpu.plan_of(call, {**tiling, "block_q": QUERIES})
+    whole = online.plan_of(call, {**tiling, "block_q": QUERIES})
     changed = {
         "heads": dims["kv_heads"],
         "group": 1,
@@ -141,7 +141,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
             f"{call.dims['q_len']} queries of {call.dims['group']} heads are {rows} rows, more than the {QUERIES} that "
             "decode together: use variant 'gpu'"
         )
-    return gpu.supports(call, tiling) or over_shared(
+    return online.supports(call, tiling) or over_shared(
         plan_of(call, tiling).shared, "block_kv or stages", across_warps=False
     )
 
@@ -174,7 +174,7 @@ def packed(call: Call, plan: Packed) -> dict[str, jax.Array]:
         bias = bias.reshape(batch, heads, group, -1, kv_len).swapaxes(2, 3).reshape(batch, heads, -1, kv_len)
     ids = None if q_ids is None else jnp.repeat(q_ids, group, axis=1), call.arrays["kv_segment_ids"]
     arrays = {"q": by_head.reshape(plan.batch, plan.heads, plan.q_len, plan.d), "k": k, "v": v}
-    masks = gpu.whole_tiles(bias, ids, QUERIES, padded(plan.band.kv_len, plan.block_kv))
+    masks = online.whole_tiles(bias, ids, QUERIES, padded(plan.band.kv_len, plan.block_kv))
     return {name: padded_rows(x) for name, x in arrays.items()} | masks
 
 
@@ -247,13 +247,13 @@ def _each(x: Any) -> Any:
     return plgpu.layout_cast(jnp.full((THREADS,), x, jnp.float32), STRIDED)
 
 
-@BACKEND.implements("attention", key=key, supports=supports, knobs=gpu.KNOBS, copies=copies, drawn=DRAWN)
+@BACKEND.implements("attention", key=key, supports=supports, knobs=online.KNOBS, copies=copies, drawn=DRAWN)
 def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
     plan, dims = plan_of(call, tiling), call.dims
     of_shares, wide = (plan.batch, plan.heads, plan.shares), padded(plan.dv, THREADS)
     known = launch(
         call,
-        partial(gpu.kernel, plan=plan, write=write),
+        partial(online.kernel, plan=plan, write=write),
         "attention_shares",
         (plan.blocks,),
         inputs=packed(call, plan),
@@ -275,7 +275,7 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, 
     form = jax.ShapeDtypeStruct((plan.batch, heads, dims["q_len"]), jnp.float32)
     # lse is computed from them outside of the kernel: it needs a bitcast, which Mosaic GPU lowers for arrays and fails
     # to lower for scalars (jax 0.11 and 0.12)
-    outputs |= dict.fromkeys(("l", "m") if gpu.saved(call) else (), form)
+    outputs |= dict.fromkeys(("l", "m") if online.saved(call) else (), form)
     found = launch(
         call,
         partial(combine, plan=plan, group=dims["group"]),
@@ -286,5 +286,5 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, 
         scratch={},
         approximate=True,
     )
-    numbers = plan.scores.log_sum(found["l"], found["m"]) if gpu.saved(call) else {}
-    return found["o"][..., : plan.dv], *(numbers[name] if name in call.wants else None for name in gpu.LOG_SUM)
+    numbers = plan.scores.log_sum(found["l"], found["m"]) if online.saved(call) else {}
+    return found["o"][..., : plan.dv], *(numbers[name] if name in call.wants else None for name in online.LOG_SUM)

@@ -27,11 +27,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import Refs
-from portakern.backends.pallas.gpu import _rows as rows_of
-from portakern.backends.pallas.gpu._chip import WARPS, aligned, dtype_refused, launch, over_shared, padded_rows, store
-from portakern.backends.pallas.gpu._columns import in_order
-from portakern.backends.pallas.gpu._rows import (
+from portakern.backends.pallas.lib.blocks import Refs
+from portakern.backends.pallas.lib.mosaic_gpu import rows as rows_of
+from portakern.backends.pallas.lib.mosaic_gpu.chip import (
+    WARPS,
+    aligned,
+    dtype_refused,
+    launch,
+    over_shared,
+    padded_rows,
+    store,
+)
+from portakern.backends.pallas.lib.mosaic_gpu.columns import in_order
+from portakern.backends.pallas.lib.mosaic_gpu.norms import SUMS, LayerNormVjp, key, normalised_columns
+from portakern.backends.pallas.lib.mosaic_gpu.rows import (
     THREADS,
     Formula,
     Walk,
@@ -42,7 +51,6 @@ from portakern.backends.pallas.gpu._rows import (
     send_rows,
     weights_of,
 )
-from portakern.backends.pallas.gpu.layernorm import SUMS, LayerNormVjp, key, normalised_columns
 from portakern.core.backend import Drawn
 from portakern.core.call import Call
 from portakern.spec import Count

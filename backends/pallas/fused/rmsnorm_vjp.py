@@ -19,8 +19,7 @@ import jax
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.fused.layernorm_vjp import DRAWN, KNOBS, copies, default_tiling, gradients, supports
-from portakern.backends.pallas.gpu.layernorm import key
-from portakern.backends.pallas.gpu.rmsnorm import RmsNormVjp, narrow_dtype, narrowed
+from portakern.backends.pallas.lib.mosaic_gpu.norms import RmsNormVjp, key, narrow_dtype, narrowed
 from portakern.core.call import Call
 
 

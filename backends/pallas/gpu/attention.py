@@ -3,34 +3,17 @@
 q: (batch, q_len, kv_heads*group, d), k: (batch, kv_len, kv_heads, d), v: (batch, kv_len, kv_heads, dv)
 -> o: (batch, q_len, kv_heads*group, dv), lse and lse_low: (batch, kv_heads*group, q_len). Heads are up to 256 wide.
 
-m is the running maximum of a query's scores, l the sum of exp(s - m) and acc the sum of exp(s - m) v, in registers.
-Scores of keys i and products with values i - 1 are issued to the tensor cores together; the maxima of the scores are
-found beside the products, and the weights exp(s - m) computed after them. Consumers (``_flash``) take turns to issue,
-two or, for narrow heads, three:
-
-    consumer 0   S0        S1 P0           S2 P1     ...   P(n-1)
-    weights 0       ------       ------
-    consumer 1         S0        S1 P0           S2 P1     ...
-    weights 1             ------       ------
-
-Where keys have several shares (``_flash``), each is walked so, and then merged with the sums of the shares before it,
-which lie in shared memory.
-
-A tile that is masked for a query leaves the query's state as it is to the bit, and tiles of keys begin at multiples of
-block_kv whatever is masked: so no bit of a query depends on its neighbours, nor on how many there are.
+How a tile's keys are walked stands in ``lib/mosaic_gpu/attention.py``, and in ``flash.py`` there how tiles are cut.
 
 block_q: queries of a block at most, 64 for each warpgroup that computes; block_kv: keys of a tile; stages: tiles of
 keys, and of values, that are on their way or in use at a time; splits, chunk: what makes a share.
-
-Source: Shah et al., "FlashAttention-3" (2024), algorithms 1 and 2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from math import e, log2
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,156 +22,34 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas._band import Band, both
-from portakern.backends.pallas._two import in_two
-from portakern.backends.pallas.common import Refs, padded, quotient, words
-from portakern.backends.pallas.gpu import _chip
-from portakern.backends.pallas.gpu._awaited import finished, in_registers
-from portakern.backends.pallas.gpu._chip import (
+from portakern.backends.pallas.lib.blocks import Refs, padded
+from portakern.backends.pallas.lib.mosaic_gpu.attention import (
+    KNOBS,
+    LOG_SUM,
+    kernel,
+    key,
+    plan_of,
+    saved,
+    supports,
+    whole_tiles,
+)
+from portakern.backends.pallas.lib.mosaic_gpu.chip import (
     Swizzled,
-    dtype_refused,
     in_slots,
     launch,
-    over_shared,
     padded_rows,
-    products_refused,
     whole_pieces,
 )
-from portakern.backends.pallas.gpu._flash import (
-    COLUMN,
+from portakern.backends.pallas.lib.mosaic_gpu.flash import (
     PART,
     QUERIES,
-    REGISTERS,
-    ROW,
-    SHARES,
-    TILE,
-    Merge,
     Plan,
     Tile,
-    in_turn,
-    multiply_keys,
-    multiply_values,
     part_of,
-    produce,
     rings,
     schedule,
-    share_of,
 )
 from portakern.core.call import Call
-from portakern.spec import Count
-from portakern.specs._exponents import below_overflow, exponents, two_parts
-from portakern.specs.attention import score_unit
-
-KNOBS = {"stages": Count(2, 8), **SHARES}
-"""Two stages at least: values are in use until those of the next keys have arrived; one buffer waits for ever."""
-
-WIDEST = 256
-"""Elements of a head at most: more do not fit into registers and shared memory beside each other."""
-
-HELD = 200
-"""Registers of a consumer's thread for sums, scores and weights: the others hold what it needs besides."""
-
-
-class Scores(NamedTuple):
-    """How scores come of dots: what multiplies a dot first, the softcap, and the unit in which the scores then stand
-    (``score_unit`` of the spec says why)."""
-
-    pre: float | None
-    softcap: float | None
-    unit: float
-
-    def from_dots(self, s: Any, bias: Any) -> Any:
-        s = s if self.pre is None else s * self.pre
-        s = s if self.softcap is None else tanh(s)
-        if bias is None:
-            return s
-        return (s if self.softcap is None else s * self.softcap) + bias
-
-    def origin(self, m: Any) -> tuple[Any, Any]:
-        """(factor, offset): under the maximum m of a row a score's weight is 2^(s factor - offset) (``exponents`` of
-        the spec). Of a row that has seen no key, m counts as 0: -inf - -inf would be NaN."""
-        rate, beyond, octave = exponents(self.unit)
-        factor = jnp.where(jnp.abs(m) < beyond, rate, octave)
-        return factor, jnp.where(m == -jnp.inf, 0.0, m * factor)
-
-    def weights(self, s: Any, under: tuple[Any, Any]) -> Any:
-        """Of scores, under the maxima of rows that have this origin."""
-        factor, offset = (lax.broadcast_in_dim(x, s.shape, (0,)) for x in under)
-        return jnp.exp2(s * factor - offset)
-
-    def shrunk(self, m: Any, under: tuple[Any, Any]) -> Any:
-        """What sums of weights under the maximum m are multiplied by, to stand under another one's origin. The product
-        has to round as an offset does: a selection keeps it from being fused with the difference."""
-        factor, offset = under
-        return jnp.exp2(jnp.where(m == -jnp.inf, m, m * factor) - offset)
-
-    def log_sum(self, l: Any, m: Any) -> dict[str, Any]:
-        """m + log l in natural units, as two numbers by name: what was subtracted from scores, which is m factor as it
-        rounds, and the rate is a number of float32."""
-        rate, beyond, _ = exponents(self.unit)
-        log = jnp.where(l == 0.0, -jnp.inf, jnp.log(l))
-        rounded = in_two(self.origin(m)[1], None, self.unit / two_parts(rate)[0], log)
-        exact = in_two(m, None, self.unit, log)
-        found = (jnp.where(jnp.abs(m) < beyond, a, b) for a, b in zip(rounded, exact, strict=True))
-        return dict(zip(LOG_SUM, found, strict=True))
-
-
-LOG_SUM = "lse", "lse_low"
-
-THREE = 192
-"""Queries of a block where heads are up to 64 wide: three consumers have room in registers, if nothing but a band is
-hidden."""
-
-
-def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
-    dims, block_kv = call.dims, tiling["block_kv"]
-    block_q = min(tiling["block_q"], padded(dims["q_len"], QUERIES))
-    plain = call.options["softcap"] is None and call.arrays["bias"] is None and call.arrays["q_segment_ids"] is None
-    if plain and block_q == 128 and max(dims["d"], dims["dv"]) <= PART and block_kv <= 128:
-        block_q = THREE
-    pre, unit = below_overflow(*score_unit(call))
-    return Plan(
-        dims["batch"],
-        dims["kv_heads"] * dims["group"],
-        dims["group"],
-        dims["q_len"],
-        dims["d"],
-        dims["dv"],
-        block_q // QUERIES,
-        block_kv,
-        tiling["stages"],
-        share_of(call, tiling),
-        Band.of(call, block_q, block_kv),
-        Scores(pre, call.options["softcap"], unit),
-        jnp.dtype(call.dtype),
-        call.interpret,
-    )
-
-
-def key(call: Call) -> dict[str, str | int]:
-    return {"dtype": call.dtype, "d": max(call.dims["d"], call.dims["dv"])}
-
-
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    reason = products_refused(call) or dtype_refused(call)
-    if reason:
-        return reason
-    widest = max(call.dims["d"], call.dims["dv"])
-    if widest > WIDEST:
-        return f"heads of {widest} are wider than the {WIDEST} elements that fit here: use the reference backend"
-    block_q, block_kv = tiling["block_q"], tiling["block_kv"]
-    for name, tile, legal in (("block_q", block_q, (64, 128)), ("block_kv", block_kv, (64, 128, 256))):
-        if tile not in legal:
-            return f"{name}={tile} is no tile of wgmma's here: use one of {', '.join(map(str, legal))}"
-    plan = plan_of(call, tiling)
-    held = plan.parts[1] * PART // 2 + block_kv // 2 + block_kv // 4
-    if held > HELD:
-        return (
-            f"block_kv={block_kv} with heads of {call.dims['dv']} takes {held} registers a thread for sums and scores, "
-            f"and {HELD} are free: use a smaller block_kv"
-        )
-    names = "block_kv or stages" + (", or splits=1" if plan.joins else "")
-    return over_shared(plan.shared, names, across_warps=False)
 
 
 def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
@@ -209,244 +70,10 @@ def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
     return "; ".join(found) or None
 
 
-def saved(call: Call) -> list[str]:
-    """What is written of the log-sum-exp."""
-    return [name for name in LOG_SUM if name in call.wants]
-
-
 def _lse_length(plan: Plan) -> int:
     """Queries of lse as the kernel writes it: whole tiles. The engine that copies contiguous bytes stops where the
     array ends and not where an axis does: what a tile has beyond the last query would fall on the next head's first."""
     return padded(plan.q_len, plan.consumers * QUERIES)
-
-
-def whole_tiles(
-    bias: jax.Array | None, ids: tuple[jax.Array | None, jax.Array | None], rows: int, keys: int
-) -> dict[str, jax.Array]:
-    """Bias and segment ids of queries and keys, (batch, words, len), as the kernel reads them: so many rows and keys,
-    which are whole tiles."""
-    found = {}
-    if bias is not None:
-        found["bias"] = extended(extended(bias, 2, rows) if bias.shape[2] > 1 else bias, 3, keys)
-    given = [x for x in ids if x is not None]
-    if given:
-        wide = 2 if any(x.dtype.itemsize == 8 for x in given) else 1
-        found |= {
-            n: extended(words(x, wide), 2, e) for n, x, e in zip(("q_ids", "kv_ids"), given, (rows, keys), strict=True)
-        }
-    return found
-
-
-def extended(x: jax.Array, axis: int, extent: int) -> jax.Array:
-    """x with an axis of this extent."""
-    lacking = extent - x.shape[axis]
-    return jnp.pad(x, [(0, lacking if i == axis else 0) for i in range(x.ndim)]) if lacking else x
-
-
-def kernel(ref: Refs, *, plan: Plan, write: Callable[..., None]) -> None:
-    """Compute the tiles of a block. ``write(ref, plan, warpgroup, tile, acc, l, m)`` takes what a consumer found of
-    one: its queries' state after all keys of the tile."""
-    warpgroup = lax.axis_index("warpgroup")
-
-    def each_tile(work: Callable[..., None]) -> None:
-        """Call ``work(tile, before)`` for the tiles of this block; ``before``: tiles of keys until then."""
-
-        def one(index: Any, before: Any) -> Any:
-            tile = plan.tile(index)
-            work(tile, before)
-            return before + tile.steps
-
-        if plan.dealt:
-            mine = ref.schedule.at[lax.axis_index("block")]
-            lax.fori_loop(0, mine[0], lambda i, before: one(mine[1 + i], before), jnp.int32(0))
-            return
-
-        @plgpu.nd_loop((plan.tiles,), collective_axes="block", init_carry=jnp.int32(0))
-        def _(info: plgpu.NDLoopInfo, carry: Any) -> Any:
-            return one(jnp.int32(info.index[0]), carry)
-
-    @pl.when(warpgroup == plan.consumers)
-    def producer() -> None:
-        plgpu.set_max_registers(REGISTERS[plan.consumers][0], action="decrease")
-        each_tile(partial(produce, ref, plan))
-        for free in (ref.q_free, ref.k_free, ref.v_free):  # every arrival at a barrier is waited for once
-            for buffer in range(free.shape[0]):
-                plgpu.barrier_wait(free.at[buffer])
-
-    @pl.when(warpgroup < plan.consumers)
-    def consumer() -> None:
-        plgpu.set_max_registers(REGISTERS[plan.consumers][1], action="increase")
-        plgpu.barrier_arrive(ref.q_free.at[warpgroup])
-        for buffer in range(plan.stages):
-            plgpu.barrier_arrive(ref.k_free.at[buffer])
-            plgpu.barrier_arrive(ref.v_free.at[buffer])
-        if plan.consumers > 1:
-            pl.when(warpgroup == plan.consumers - 1)(lambda: plgpu.barrier_arrive(ref.turn.at[0]))
-        each_tile(partial(consume, ref, plan, warpgroup, write))
-        if plan.consumers > 1:
-            pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(ref.turn.at[0]))
-        plgpu.wait_smem_to_gmem(0)
-
-
-def consume(ref: Refs, plan: Plan, warpgroup: Any, write: Callable[..., None], tile: Tile, before: Any) -> None:
-    """Compute this warpgroup's queries of one tile, and write them."""
-    plgpu.barrier_wait(ref.q_arrived.at[warpgroup])
-    if plan.joins:
-        state = by_shares(ref, plan, warpgroup, tile, before)
-    else:
-        state = walk(ref, plan, warpgroup, tile, before, 0 * tile.steps, tile.steps)
-    write(ref, plan, warpgroup, tile, *state)
-
-
-def by_shares(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, before: Any) -> tuple[Any, ...]:
-    """The state (acc, l, m) of a tile, whose shares are walked one by one, and merged. The loop over a share's keys has
-    no code of borders, which costs registers and time where there is none."""
-    shares = plan.share(tile, tile.steps - 1)  # before the last one
-    offset = lax.rem(tile.first, jnp.int32(plan.each))
-
-    def share(i: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
-        first, end = jnp.maximum(i * plan.each - offset, 0), jnp.minimum((i + 1) * plan.each - offset, tile.steps)
-        state = walk(ref, plan, warpgroup, tile, before, first, end)
-        acc, l, m = merged(ref, plan, warpgroup, sums[1:], state, i > 0)
-        pl.when(i < shares)(lambda: keep(ref, warpgroup, acc, i == 0))
-        return acc, l, m
-
-    acc = tuple(_zeros(PART) for _ in range(plan.parts[1]))
-    l = plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), ROW)
-    acc, l, m = lax.fori_loop(0, shares + 1, share, (acc, l, _unseen()))
-    plgpu.commit_smem()  # these bytes are not read as sums any more
-    return acc, l, m
-
-
-def walk(
-    ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, before: Any, first: Any, end: Any
-) -> tuple[tuple[Any, ...], Any, Any]:
-    """The state (acc, l, m) of the tiles of keys [first, end) of a tile."""
-    state = first_keys(ref, plan, warpgroup, tile, before, first)
-    more = partial(more_keys, ref, plan, warpgroup, tile, before)
-    acc, l, m, p = lax.fori_loop(first + 1, end, more, state)
-    pl.when(end == tile.steps)(lambda: plgpu.barrier_arrive(ref.q_free.at[warpgroup]))
-    return last_values(ref, plan, lax.rem(before + end - 1, jnp.int32(plan.stages)), acc, p), l, m
-
-
-def first_keys(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, before: Any, step: Any) -> tuple[Any, ...]:
-    """The state (acc, l, m, p) after a share's first keys. Their values wait for the next: acc is 0, p the weights."""
-    buffer = lax.rem(before + step, jnp.int32(plan.stages))
-    plgpu.barrier_wait(ref.k_arrived.at[buffer])
-
-    def work(accumulators: Any, others: Any) -> None:
-        in_turn(ref, plan, warpgroup, lambda: multiply_keys(ref, plan, warpgroup, buffer, accumulators[0]))
-
-    (s,), _ = in_registers(plan.interpret, work, (_zeros(plan.block_kv),))
-    plgpu.barrier_arrive(ref.k_free.at[buffer])
-    s = seen(ref, plan, warpgroup, tile, step, s)
-    m = jnp.max(s, axis=1)
-    p = plan.scores.weights(s, plan.scores.origin(m))
-    plgpu.barrier_wait(ref.v_arrived.at[buffer])
-    acc = tuple(_zeros(PART) for _ in range(plan.parts[1]))
-    return acc, jnp.sum(p, axis=1), m, p.astype(plan.dtype)
-
-
-def more_keys(
-    ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, before: Any, step: Any, state: tuple[Any, ...]
-) -> tuple[Any, ...]:
-    """The state with one tile of keys more, and with the values of the one before. The weights of the tile come when
-    those products are done: they take the place of the weights that the products have read, and the other consumer's
-    products run beside them."""
-    acc, l, m, p = state
-    buffer, last = (lax.rem(before + i, jnp.int32(plan.stages)) for i in (step, step - 1))
-    plgpu.barrier_wait(ref.k_arrived.at[buffer])
-
-    def work(accumulators: Any, others: Any) -> None:
-        (dots, *products), (scores, m_new) = accumulators, others
-
-        def issue() -> None:
-            multiply_keys(ref, plan, warpgroup, buffer, dots)
-            multiply_values(ref, plan, last, p, products)
-
-        in_turn(ref, plan, warpgroup, issue)
-        s = finished(dots, later=len(products))
-        plgpu.barrier_arrive(ref.k_free.at[buffer])
-        s = seen(ref, plan, warpgroup, tile, step, s)
-        scores[...] = s
-        m_new[...] = jnp.maximum(m, jnp.max(s, axis=1))
-        # The assembler moves the wait for the products before the maxima, unless a basic block ends between the two:
-        # this wait ends one.
-        plgpu.barrier_wait(ref.v_arrived.at[buffer])
-
-    dots = _zeros(plan.block_kv)
-    (_, *acc), (s, m_new) = _chip.in_registers(plan.interpret, work, (dots, *acc), (dots, m))
-    plgpu.barrier_arrive(ref.v_free.at[last])
-    under = plan.scores.origin(m_new)
-    # What is done with the sums needs alpha, so that it stays behind the wait if alpha does: one register a row. Hiding
-    # the sums themselves, as _awaited does, costs 4 % at 16k keys.
-    alpha, p = lax.optimization_barrier(plan.scores.shrunk(m, under)), plan.scores.weights(s, under)
-    acc = [part * lax.broadcast_in_dim(alpha, part.shape, (0,)) for part in acc]
-    return tuple(acc), l * alpha + jnp.sum(p, axis=1), m_new, p.astype(plan.dtype)
-
-
-def keep(ref: Refs, warpgroup: Any, acc: tuple[Any, ...], first: Any) -> None:
-    """Leave sums in shared memory, where each thread reads what it wrote itself."""
-    # What was written to these bytes before the first were not sums.
-    pl.when(first)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
-    for part, total in enumerate(acc):
-        ref.written.sums[warpgroup, part] = total
-
-
-def merged(
-    ref: Refs, plan: Plan, warpgroup: Any, sums: tuple[Any, Any], state: tuple[Any, ...], begun: Any
-) -> tuple[Any, ...]:
-    """The state (acc, l, m) of a share merged with that of all before it. ``begun``: whether there are any."""
-    (l_before, m_before), (acc, l, m) = sums, state
-    merge = Merge.of(plan.scores, m_before, m)
-    parts = []
-    for i, part in enumerate(acc):
-        there = ref.written.sums.at[warpgroup, i]
-        known = lax.cond(begun, partial(plgpu.load, there, layout=TILE), partial(_zeros, PART))
-        parts.append(merge.elements(known, part))
-    return tuple(parts), merge.rows(l_before, l), merge.maximum
-
-
-def last_values(ref: Refs, plan: Plan, buffer: Any, acc: tuple[Any, ...], p: Any) -> tuple[Any, ...]:
-    """acc with the values of the last keys."""
-    acc, _ = in_registers(plan.interpret, lambda parts, _: multiply_values(ref, plan, buffer, p, parts), acc)
-    plgpu.barrier_arrive(ref.v_free.at[buffer])
-    return acc
-
-
-def seen(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, step: Any, s: Any) -> Any:
-    """Scores from dots: -inf where a query does not see a key."""
-    i, j = quotient(tile.row, QUERIES) + warpgroup, tile.first + step
-    rows, keys = pl.ds(i * QUERIES, QUERIES), pl.ds(j * plan.block_kv, plan.block_kv)
-    s = plan.scores.from_dots(s, bias_of(ref, tile, rows, keys) if "bias" in ref else None)
-    if "q_ids" in ref:
-        s = jnp.where(same_segment(ref, tile, rows, keys, s.shape), s, -jnp.inf)
-    mine = plan.band._replace(block_q=QUERIES)
-    inside = mine.inside(i, j)
-    if inside is True:
-        return s
-    return lax.cond(inside, lambda s: s, lambda s: jnp.where(mine.allowed(i, j), s, -jnp.inf), s)
-
-
-def bias_of(ref: Refs, tile: Tile, rows: Any, keys: Any) -> Any:
-    """The bias of a tile of scores. Along an axis of extent 1 all share it."""
-    batches, heads, queries, _ = ref.bias.shape
-    here = ref.bias.at[tile.batch if batches > 1 else 0, tile.head if heads > 1 else 0]
-    if queries > 1:
-        return plgpu.load(here.at[rows, keys], layout=TILE, optimized=False).astype(jnp.float32)
-    row = plgpu.load(here.at[0, keys], layout=COLUMN, optimized=False).astype(jnp.float32)
-    return lax.broadcast_in_dim(row, (QUERIES, keys.size), (1,))
-
-
-def same_segment(ref: Refs, tile: Tile, rows: Any, keys: Any, shape: tuple[int, int]) -> Any:
-    """Which pairs of a tile share a segment: every 32-bit word of their ids is equal."""
-
-    def equal(word: int) -> Any:
-        of_rows = plgpu.load(ref.q_ids.at[tile.batch, word, rows], layout=ROW, optimized=False)
-        of_keys = plgpu.load(ref.kv_ids.at[tile.batch, word, keys], layout=COLUMN, optimized=False)
-        return lax.broadcast_in_dim(of_rows, shape, (0,)) == lax.broadcast_in_dim(of_keys, shape, (1,))
-
-    return both(*(equal(word) for word in range(ref.q_ids.shape[1])))
 
 
 def write(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, acc: tuple[Any, ...], l: Any, m: Any) -> None:
@@ -470,21 +97,6 @@ def write(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, acc: tuple[Any, ...
         plgpu.commit_smem()
         there = ref.o.at[tile.batch, rows, tile.head, part_of(ref.o, part)]
         plgpu.copy_smem_to_gmem(ref.written.copied.at[warpgroup, slot], there)
-
-
-def tanh(x: Any) -> Any:
-    """1 - 2 / (1 + exp(2x)), within 8 units of roundoff of 1, where the scores' bound allows 10 (``tanh`` of Triton's
-    kernel adds them up); the chip's own instruction has 11 bits."""
-    return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2.0 * log2(e))))
-
-
-def _zeros(columns: int) -> Any:
-    return plgpu.layout_cast(jnp.zeros((QUERIES, columns), jnp.float32), TILE)
-
-
-def _unseen() -> Any:
-    """The maximum m of rows that have seen no key."""
-    return plgpu.layout_cast(jnp.full((QUERIES,), -jnp.inf, jnp.float32), ROW)
 
 
 @BACKEND.implements("attention", key=key, supports=supports, knobs=KNOBS, copies=copies)

@@ -6,9 +6,9 @@
 
 q: (batch, q_len, kv_heads*group, d), k: (batch, kv_len, kv_heads, d), v: (batch, kv_len, kv_heads, dv),
 o and d_o: (batch, q_len, kv_heads*group, dv), lse, lse_low and d_lse: (batch, kv_heads*group, q_len). Heads are up
-to 256 wide. d_k and d_v are summed over the group. d_bias has a kernel of its own (`_bias_gradient`).
+to 256 wide. d_k and d_v are summed over the group. d_bias has a kernel of its own (`bias_gradient`).
 
-A first kernel sums Delta (`_rows`). Then one kernel runs twice, on two sides in turn: the rows of one side are a
+A first kernel sums Delta (`rows`). Then one kernel runs twice, on two sides in turn: the rows of one side are a
 block's own, 64 to a warpgroup, and stay in shared memory; tiles of the other side come by through a ring of buffers, as
 one more warpgroup brings them. For d_q queries are at home and keys come by; for d_k and d_v keys are at home, and the
 queries of all heads of their group come by, one head after the other. What a block sums up is its alone, in float32
@@ -36,32 +36,31 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import Refs, quotient
-from portakern.backends.pallas.gpu import _bias_gradient, _rows
-from portakern.backends.pallas.gpu._awaited import finished, in_registers
-from portakern.backends.pallas.gpu._chip import (
+from portakern.backends.pallas.lib.blocks import Refs
+from portakern.backends.pallas.lib.mosaic_gpu import bias_gradient
+from portakern.backends.pallas.lib.mosaic_gpu.accumulators import finished, in_registers
+from portakern.backends.pallas.lib.mosaic_gpu.attention_vjp import (
+    KNOBS,
+    copies,
+    kernel,
+    key,
+    plans,
+    supports,
+    write,
+)
+from portakern.backends.pallas.lib.mosaic_gpu.chip import (
     Swizzled,
-    dtype_refused,
-    in_slots,
     issue_product,
     launch,
-    over_shared,
     padded_rows,
-    products_refused,
     whole_pieces,
 )
-from portakern.backends.pallas.gpu._flash import (
-    CONSUMER_REGISTERS,
-    COUNTED,
+from portakern.backends.pallas.lib.mosaic_gpu.flash import (
     PART,
-    PRODUCER_REGISTERS,
     ROW,
     anew,
-    bring,
-    heaviest_first,
-    part_of,
 )
-from portakern.backends.pallas.gpu._pairs import (
+from portakern.backends.pallas.lib.mosaic_gpu.pairs import (
     CONSUMERS,
     NUMBERS,
     ROWS,
@@ -73,7 +72,6 @@ from portakern.backends.pallas.gpu._pairs import (
     is_far,
     kept,
     masks,
-    plan_of,
     read_number,
     slopes,
     statistics,
@@ -81,134 +79,13 @@ from portakern.backends.pallas.gpu._pairs import (
     weights,
     zeros,
 )
-from portakern.backends.pallas.gpu.attention import WIDEST
 from portakern.core.call import Call
-from portakern.spec import Count
-from portakern.specs._exponents import LARGEST
-from portakern.specs.attention import scale_of, score_unit
-
-KNOBS = {"stages": Count(1, 8)}
-"""One stage will do: a tile is done with before the next is waited for."""
-
-HELD = 224
-"""Registers of a consumer's thread for sums, scores and weights: the others hold what it needs besides."""
 
 UNSEEN = -(2**31)
 """The bits of -0."""
 
 Multiply = Callable[[str, Any], int]
 """Issues the products of a gradient with a factor, and says how many they are."""
-
-
-def plans(call: Call, tiling: Mapping[str, int]) -> list[Plan]:
-    """One for each run of the kernel."""
-    keys = tuple(name for name in ("d_k", "d_v") if name in call.wants)
-    found = [plan_of(call, tiling, ("d_q",))] if "d_q" in call.wants else []
-    if keys and plan_of(call, tiling, ("d_k", "d_v")).held > HELD:
-        return found + [plan_of(call, tiling, (name,)) for name in keys]
-    return found + [plan_of(call, tiling, keys)] if keys else found
-
-
-def key(call: Call) -> dict[str, str | int]:
-    return {"dtype": call.dtype, "d": max(call.dims["d"], call.dims["dv"])}
-
-
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    reason = products_refused(call) or dtype_refused(call)
-    if reason:
-        return reason
-    widest = max(call.dims["d"], call.dims["dv"])
-    if widest > WIDEST:
-        return f"heads of {widest} are wider than the {WIDEST} elements that fit here: use the reference backend"
-    if call.dims["q_len"] * call.dims["group"] + call.dims["kv_len"] >= 1 << COUNTED:
-        return f"2^{COUNTED} queries of a group and keys, or more: steps are counted with fewer bits here"
-    if score_unit(call)[1] > LARGEST:
-        return f"scale={scale_of(call):g} times log2(e) is beyond float32: multiply q by a part of it beforehand"
-    for name in ("block_q", "block_kv"):
-        if tiling[name] not in (64, 128):
-            return f"{name}={tiling[name]} is no tile of wgmma's here: use one of 64, 128"
-    for plan in plans(call, tiling):
-        if plan.held > HELD:
-            return (
-                f"tiles of {plan.guest.tile} with heads of {call.dims['d']} and {call.dims['dv']} take {plan.held} "
-                f"registers a thread for sums and scores, and {HELD} are free: use smaller block_q and block_kv"
-            )
-        reason = over_shared(plan.shared, "block_q, block_kv or stages", across_warps=False)
-        if reason:
-            return reason
-    return None
-
-
-def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
-    """What XLA copies besides, in words."""
-    found = []
-    for names, extent in (("q and k", call.dims["d"]), ("v and d_o", call.dims["dv"])):
-        if (wide := whole_pieces(extent, call.dtype)) != extent:
-            found.append(f"heads of {names} are padded from {extent} to {wide}, and of gradients cut again")
-    if of_rows := _rows.copies(call, call.dims["dv"]):
-        found.append(f"for Delta {of_rows}")
-    if call.arrays["bias"] is not None and plans(call, tiling):
-        found.append("bias is padded to whole tiles" + (", and transposed for d_k and d_v" if _by_key(call) else ""))
-    if "d_bias" in call.wants and (of_bias := _bias_gradient.copies(call, tiling)):
-        found.append(of_bias)
-    return "; ".join(found) or None
-
-
-def _by_key(call: Call) -> bool:
-    return "d_k" in call.wants or "d_v" in call.wants
-
-
-def kernel(
-    ref: Refs,
-    *,
-    plan: Plan,
-    tile_of: Callable[[Tile], Tile] = lambda tile: tile,
-    consumer_of: Callable[[Refs, Plan, Any, Tile], None] | None = None,
-) -> None:
-    """One tile of rows at home. ``tile_of``, ``consumer_of``: what another kernel makes of it, and does with it."""
-    warpgroup = lax.axis_index("warpgroup")
-    place, i = heaviest_first(lax.axis_index("block"), plan.batch * plan.heads, plan.tiles, plan.band)
-    batch = quotient(place, plan.heads)
-    tile = Tile.at(plan, batch, place - batch * plan.heads, i)
-    tile = tile_of(tile._replace(span=ref.span[0]) if "span" in ref else tile)
-
-    @pl.when(warpgroup == CONSUMERS)
-    def producer() -> None:
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        produce(ref, plan, tile)
-
-    @pl.when(warpgroup < CONSUMERS)
-    def consumer() -> None:
-        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        (consumer_of or consume)(ref, plan, warpgroup, tile)
-        plgpu.wait_smem_to_gmem(0)
-
-
-def produce(ref: Refs, plan: Plan, tile: Tile) -> None:
-    """Bring the rows at home, then guests as buffers are free."""
-    for c in range(CONSUMERS):
-        rows = pl.ds(tile.row + c * ROWS, ROWS)
-        for name, buffers in ((plan.home.first, ref.home_first), (plan.home.second, ref.home_second)):
-            array = getattr(ref, name).at[tile.batch, rows, tile.head]
-            bring(array, buffers.copied.at[c], ref.home_arrived.at[c])
-
-    @pl.loop(0, tile.steps)
-    def _(step: Any) -> None:
-        buffer = lax.rem(step, jnp.int32(plan.stages))
-        head, j = tile.place(step)
-        pl.when(step >= plan.stages)(lambda: plgpu.barrier_wait(ref.free.at[buffer]))
-        rows = pl.ds(j * plan.guest.tile, plan.guest.tile)
-        for name, buffers in ((plan.guest.first, ref.guest_first), (plan.guest.second, ref.guest_second)):
-            array = getattr(ref, name).at[tile.batch, rows, head]
-            bring(array, buffers.copied.at[buffer], ref.arrived.at[buffer])
-        for i, name in enumerate(() if plan.by_query else NUMBERS):
-            there = getattr(ref, name).at[tile.batch, head, rows]
-            arrived = ref.told if name == "delta" else ref.arrived
-            plgpu.copy_gmem_to_smem(there, ref.numbers.at[buffer, i], arrived.at[buffer])
-
-    @pl.loop(jnp.maximum(tile.steps - plan.stages, 0), tile.steps)
-    def _(step: Any) -> None:  # every arrival at a barrier is waited for once
-        plgpu.barrier_wait(ref.free.at[lax.rem(step, jnp.int32(plan.stages))])
 
 
 def consume(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile) -> None:
@@ -222,20 +99,6 @@ def consume(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile) -> None:
     )
     sums = walk(plan, tile, partial(add, ref, plan, warpgroup, tile, numbers), none, is_far(ref, plan, tile))
     write(ref, ref.written, plan, warpgroup, tile, sums)
-
-
-def write(ref: Refs, buffers: Any, plan: Plan, warpgroup: Any, tile: Tile, sums: tuple[Any, ...]) -> None:
-    """Send the gradients of this warpgroup's rows at home on their way, by way of ``buffers``."""
-    rows = pl.ds(tile.row + warpgroup * ROWS, ROWS)
-    places = [(name, part) for name, parts in plan.sums.items() for part in range(parts)]
-    for (name, part), total, (slot, leaving) in zip(places, sums, in_slots(len(places), SLOTS), strict=True):
-        plgpu.wait_smem_to_gmem(leaving, wait_read_only=True)
-        total = total if name == "d_v" else total * plan.scale
-        buffers.tiled[warpgroup, slot] = total.astype(plan.dtype)
-        plgpu.commit_smem()
-        out = getattr(ref, name)
-        there = out.at[tile.batch, rows, tile.head, part_of(out, part)]
-        plgpu.copy_smem_to_gmem(buffers.copied.at[warpgroup, slot], there)
 
 
 def add(
@@ -316,7 +179,7 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | No
     for plan in plans(call, tiling):
         found |= gradients(call, plan, inputs | masks(call, plan))
     if "d_bias" in call.wants:
-        found["d_bias"] = _bias_gradient.bias_gradient(call, tiling, inputs)
+        found["d_bias"] = bias_gradient.bias_gradient(call, tiling, inputs)
     return tuple(found.get(output.name) for output in call.spec.outputs)
 
 
@@ -339,7 +202,7 @@ def gradients(call: Call, plan: Plan, inputs: Mapping[str, jax.Array]) -> dict[s
         )
     found = launch(
         call,
-        partial(kernel, plan=plan),
+        partial(kernel, plan=plan, consume=consume),
         "_".join((call.spec.name, *plan.wants)),
         (plan.batch * plan.heads * plan.tiles,),
         inputs=inputs,

@@ -6,8 +6,8 @@
 x, y, d_y, d_x: (*batch, n); weight, bias: (n) or None; d_weight, d_bias: (n). A row of up to ``block_n`` elements stays
 in registers: its mean, then the mean square of what is left of it. Of a longer one a first read merges the mean and the
 sum of squares about it (m2) of each chunk into those of the row, of a gradient also the sums of h and of h (x - mean),
-and a second one writes (`_rows`). Of each row the gradient's kernel tells mean and r; another one walks the columns,
-and adds up d_weight and d_bias from x, d_y and these (`_columns`). No difference of large squares is ever taken, so a
+and a second one writes (`rows`). Of each row the gradient's kernel tells mean and r; another one walks the columns,
+and adds up d_weight and d_bias from x, d_y and these (`columns`). No difference of large squares is ever taken, so a
 large mean costs no more than its own rounding; and a constant row leaves 0 (`mean_of`).
 
 block_rows: rows of a block; block_n: elements of a row that are worked on at a time; row_warps: warps to a row;
@@ -29,27 +29,31 @@ import jax.numpy as jnp
 from jax import lax
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import Refs
-from portakern.backends.pallas.gpu import _rows
-from portakern.backends.pallas.gpu._columns import Terms, column_sums, fewest_columns
-from portakern.backends.pallas.gpu._rows import KNOBS, Formula, Walk, Weights, launched
+from portakern.backends.pallas.lib.blocks import Refs
+from portakern.backends.pallas.lib.mosaic_gpu import rows as row_walk
+from portakern.backends.pallas.lib.mosaic_gpu.columns import Terms, column_sums, fewest_columns
+from portakern.backends.pallas.lib.mosaic_gpu.norms import (
+    SUMS,
+    LayerNormVjp,
+    key,
+    mean_of,
+    normalised_columns,
+    parted,
+)
+from portakern.backends.pallas.lib.mosaic_gpu.rows import KNOBS, Formula, Walk, Weights, launched
 from portakern.core.call import Call
 
 
-def key(call: Call) -> dict[str, str | int]:
-    return _rows.key(call, call.dims["n"])
-
-
 def default_tiling(call: Call) -> dict[str, int]:
-    return _rows.default_tiling(call.dims["n"], call.dtype)
+    return row_walk.default_tiling(call.dims["n"], call.dtype)
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    return _rows.supports(call, tiling, math.prod(call.dims["batch"]), call.dims["n"])
+    return row_walk.supports(call, tiling, math.prod(call.dims["batch"]), call.dims["n"])
 
 
 def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
-    return _rows.copies(call, call.dims["n"])
+    return row_walk.copies(call, call.dims["n"])
 
 
 @dataclass(frozen=True)
@@ -89,22 +93,6 @@ class LayerNorm(Formula):
         return y + weights["bias"]() if "bias" in weights else y
 
 
-def mean_of(x: Any, walk: Walk, start: Any = None) -> Any:
-    """The mean of a block, of a chunk that begins at ``start`` or of whole rows: a sum over a count, and the mean of
-    what that leaves of each element. Equal numbers have themselves as their mean so, however both round."""
-    at = () if start is None else (start,)
-    count = walk.counted(start)[1] if at else walk.n
-    rounded = jnp.sum(walk.within(x, 0.0, *at), axis=1) / count
-    return rounded + jnp.sum(walk.within(x - walk.spread(rounded), 0.0, *at), axis=1) / count
-
-
-def parted(seen: Any, here: Any) -> tuple[Any, Any]:
-    """Of ``seen`` elements and ``here`` more: the share of these, and as many of the others (equation 2.1)."""
-    seen, here = (lax.convert_element_type(count, jnp.float32) for count in (seen, here))
-    share = here / (seen + here)
-    return share, share * seen
-
-
 @BACKEND.implements("layernorm", key=key, tiling=default_tiling, supports=supports, knobs=KNOBS, copies=copies)
 def layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     return normalised(call, tiling, LayerNorm(call.options["eps"]))
@@ -118,15 +106,12 @@ def normalised(call: Call, tiling: Mapping[str, int], formula: Formula) -> tuple
     return (y.reshape(x.shape),)
 
 
-SUMS = ("d_weight", "d_bias")
-
-
 def gradient_tiling(call: Call) -> dict[str, int]:
-    return _rows.default_tiling(call.dims["n"], call.dtype, arrays=2)
+    return row_walk.default_tiling(call.dims["n"], call.dtype, arrays=2)
 
 
 def supports_gradient(call: Call, tiling: Mapping[str, int]) -> str | None:
-    return _rows.supports(call, tiling, math.prod(call.dims["batch"]), call.dims["n"], arrays=2)
+    return row_walk.supports(call, tiling, math.prod(call.dims["batch"]), call.dims["n"], arrays=2)
 
 
 def gradient_copies(call: Call, tiling: Mapping[str, int]) -> str | None:
@@ -134,55 +119,7 @@ def gradient_copies(call: Call, tiling: Mapping[str, int]) -> str | None:
     columns = fewest_columns(n)
     padded = f"for sums over rows, rows of {n} elements are padded to {columns}: each thread has a column"
     summed = columns > n and any(name in call.wants for name in SUMS)
-    return "; ".join(filter(None, (_rows.copies(call, n), padded if summed else None))) or None
-
-
-@dataclass(frozen=True)
-class LayerNormVjp(Formula):
-    """The formula of a row of x and d_y; its statistics are the mean, m2, and the sums of h and of h (x - mean)."""
-
-    empty = (0.0,) * 4
-    eps: float
-
-    def of_chunk(self, x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
-        x, h = x[0], walk.within(cotangent(x[1], weights), 0.0, start)
-        mean = mean_of(x, walk, start)
-        centred = walk.within(x - walk.spread(mean), 0.0, start)
-        return mean, jnp.sum(centred * centred, axis=1), jnp.sum(h, axis=1), jnp.sum(h * centred, axis=1)
-
-    def merged(self, before: tuple[Any, ...], after: tuple[Any, ...], seen: Any, here: Any) -> tuple[Any, ...]:
-        """Equation 2.1; h (x - mean) moves with the mean."""
-        (mean, m2, h_sum, hx), (mean_after, m2_after, h_after, hx_after) = before, after
-        share, weight = parted(seen, here)
-        delta = mean_after - mean
-        moved = delta * share
-        hx = hx + hx_after + ((delta - moved) * h_after - moved * h_sum)
-        # delta is squared last: it is the whole mean in the first chunk, where its weight is 0
-        return mean + moved, m2 + m2_after + delta * (delta * weight), h_sum + h_after, hx
-
-    def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Weights) -> Any:
-        mean, _, h_sum, hx = statistics
-        r = self.scale(statistics, walk)
-        xh = (x[0] - walk.spread(mean)) * walk.spread(r)
-        pull = walk.spread(h_sum / walk.n) + xh * walk.spread(r * (hx / walk.n))
-        return walk.spread(r) * (cotangent(x[1], weights) - pull)
-
-    def told(self, statistics: tuple[Any, ...], walk: Walk) -> tuple[Any, ...]:
-        return statistics[0], self.scale(statistics, walk)
-
-    def scale(self, statistics: tuple[Any, ...], walk: Walk) -> Any:
-        """r of each row."""
-        return lax.rsqrt(statistics[1] / walk.n + self.eps)
-
-
-def cotangent(d_y: Any, weights: Weights) -> Any:
-    """h of a block."""
-    return d_y * weights["weight"]() if "weight" in weights else d_y
-
-
-def normalised_columns(x: Any, mean: Any, r: Any) -> Any:
-    """xh of some columns of a row."""
-    return (x - mean) * r
+    return "; ".join(filter(None, (row_walk.copies(call, n), padded if summed else None))) or None
 
 
 @BACKEND.implements(

@@ -45,8 +45,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import Refs, padded
-from portakern.backends.pallas.gpu._chip import (
+from portakern.backends.pallas.lib.blocks import Refs, padded
+from portakern.backends.pallas.lib.mosaic_gpu.chip import (
     BULK_BYTES,
     HOPPER,
     SWIZZLED_BYTES,
@@ -60,7 +60,7 @@ from portakern.backends.pallas.gpu._chip import (
     tiled_buffer,
     whole_pieces,
 )
-from portakern.backends.pallas.gpu._columns import Terms, column_sums
+from portakern.backends.pallas.lib.mosaic_gpu.columns import Terms, column_sums
 from portakern.core.call import Call
 from portakern.spec import Count
 

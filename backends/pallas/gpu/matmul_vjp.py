@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.gpu import matmul as forward
-from portakern.backends.pallas.gpu._chip import dtype_refused
+from portakern.backends.pallas.lib.mosaic_gpu.chip import dtype_refused
 from portakern.core.binder import sibling
 from portakern.core.call import Call
 from portakern.core.registry import find_spec

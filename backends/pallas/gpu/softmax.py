@@ -4,7 +4,7 @@
 
 x, y, d_y, d_x: (*shape). Arrays are viewed as (rows, n) with n the softmax axis; where that is not the last, XLA
 transposes before and after. A row of up to ``block_n`` elements of each array stays in registers. Of a longer one a
-first read keeps the running maximum m and the sum l of exp(x - m), or sums y d_y, and a second one writes (`_rows`).
+first read keeps the running maximum m and the sum l of exp(x - m), or sums y d_y, and a second one writes (`rows`).
 Forward exponentials are the chip's own, of a product with log2(e), as the bound has them.
 
 block_rows: rows of a block; block_n: elements of a row that are worked on at a time; row_warps: warps to a row;
@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.gpu import _rows
-from portakern.backends.pallas.gpu._rows import KNOBS, Formula, Walk, Weights, launched
+from portakern.backends.pallas.lib.mosaic_gpu import rows as row_walk
+from portakern.backends.pallas.lib.mosaic_gpu.rows import KNOBS, Formula, Walk, Weights, launched
 from portakern.core.call import Call
 
 
@@ -36,15 +36,15 @@ def view(call: Call) -> tuple[int, int]:
 
 
 def key(call: Call) -> dict[str, str | int]:
-    return _rows.key(call, view(call)[1])
+    return row_walk.key(call, view(call)[1])
 
 
 def default_tiling(call: Call) -> dict[str, int]:
-    return _rows.default_tiling(view(call)[1], call.dtype)
+    return row_walk.default_tiling(view(call)[1], call.dtype)
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    return _rows.supports(call, tiling, *view(call))
+    return row_walk.supports(call, tiling, *view(call))
 
 
 def inner(call: Call) -> int:
@@ -54,7 +54,7 @@ def inner(call: Call) -> int:
 
 def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
     moved = f"axis {call.options['axis']} is moved to the end, and back in the results" if inner(call) > 1 else None
-    return "; ".join(filter(None, (moved, _rows.copies(call, view(call)[1])))) or None
+    return "; ".join(filter(None, (moved, row_walk.copies(call, view(call)[1])))) or None
 
 
 class Softmax(Formula):
@@ -98,11 +98,11 @@ def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
 
 
 def gradient_tiling(call: Call) -> dict[str, int]:
-    return _rows.default_tiling(view(call)[1], call.dtype, arrays=2)
+    return row_walk.default_tiling(view(call)[1], call.dtype, arrays=2)
 
 
 def supports_gradient(call: Call, tiling: Mapping[str, int]) -> str | None:
-    return _rows.supports(call, tiling, *view(call), arrays=2)
+    return row_walk.supports(call, tiling, *view(call), arrays=2)
 
 
 class SoftmaxVjp(Formula):

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from portakern.backends.pallas.common import Blocks, words
+from portakern.backends.pallas.lib.blocks import Blocks, words
 from portakern.core.call import Call
 
 Place = Callable[..., tuple[Any, Any, Any]]

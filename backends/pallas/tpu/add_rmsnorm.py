@@ -17,7 +17,7 @@ from functools import partial
 import jax
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.tpu._rows import Held
+from portakern.backends.pallas.lib.mosaic_tpu.rows import Held
 from portakern.backends.pallas.tpu.layernorm import gradients, in_walks, normalised
 from portakern.backends.pallas.tpu.rmsnorm import gradient_kernel, kernel, rounds_before
 from portakern.core.call import Call

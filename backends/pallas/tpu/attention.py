@@ -9,7 +9,7 @@ kv_heads, row blocks, key blocks), key blocks in order. m is the running maximum
 - m) and acc the sum of exp(s - m) v, all float32 in VMEM; a block that raises m scales l and acc down by exp(m_old -
 m_new); the last step writes acc / l. m and l are repeated along the 128 lanes of a register: a column would be stored
 and read with masks and permutes. Scores and m stay in the unit in which they arise (``score_unit``), and only their
-difference is brought to natural units. The log-sum-exp, m + log l, is computed as two numbers (``_two.py``), which
+difference is brought to natural units. The log-sum-exp, m + log l, is computed as two numbers (`double_float`), which
 gradients read.
 
 Where one sequence and one group are all, two cores share the row blocks, in an order that gives both as much of a band
@@ -40,9 +40,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas._band import Band, both, dealt
-from portakern.backends.pallas._two import UnitOf, in_two
-from portakern.backends.pallas.common import (
+from portakern.backends.pallas.lib.band import Band, both, dealt
+from portakern.backends.pallas.lib.blocks import (
     Blocks,
     Refs,
     block,
@@ -53,7 +52,8 @@ from portakern.backends.pallas.common import (
     step_along,
     within,
 )
-from portakern.backends.pallas.tpu._chip import (
+from portakern.backends.pallas.lib.double_float import UnitOf, in_two
+from portakern.backends.pallas.lib.mosaic_tpu.chip import (
     LANES,
     across,
     dot,
@@ -65,8 +65,8 @@ from portakern.backends.pallas.tpu._chip import (
     vmem_limit,
     whole_lanes,
 )
+from portakern.backends.pallas.lib.mosaic_tpu.rows import STEP
 from portakern.backends.pallas.tpu._heads import Operands, from_heads, head_blocks, row_blocks
-from portakern.backends.pallas.tpu._rows import STEP
 from portakern.backends.pallas.tpu.softmax import online_step
 from portakern.core import targets
 from portakern.core.call import Call

@@ -44,10 +44,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas._band import Band
-from portakern.backends.pallas._two import in_two
-from portakern.backends.pallas.common import Blocks, Refs, block, padded, quotient, row_block, step_along, within
-from portakern.backends.pallas.tpu._chip import LANES, dot, launch, vmem_limit, whole_lanes
+from portakern.backends.pallas.lib.band import Band
+from portakern.backends.pallas.lib.blocks import Blocks, Refs, block, padded, quotient, row_block, step_along, within
+from portakern.backends.pallas.lib.double_float import in_two
+from portakern.backends.pallas.lib.mosaic_tpu.chip import LANES, dot, launch, vmem_limit, whole_lanes
 from portakern.backends.pallas.tpu._heads import (
     Operands,
     Place,

@@ -28,9 +28,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas._two import added
-from portakern.backends.pallas.common import Refs
-from portakern.backends.pallas.tpu._rows import Held, Walk, launched
+from portakern.backends.pallas.lib.blocks import Refs
+from portakern.backends.pallas.lib.double_float import added
+from portakern.backends.pallas.lib.mosaic_tpu.rows import Held, Walk, launched
 from portakern.backends.pallas.tpu.layernorm import in_walks, walk_of
 from portakern.backends.pallas.tpu.logsumexp import finite_or_zero
 from portakern.core.call import Call

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import Refs
+from portakern.backends.pallas.lib.blocks import Refs
 from portakern.backends.pallas.tpu.swiglu import element_by_element, key, open_and_shut, supports, supports_gradient
 from portakern.core.call import Call
 

@@ -32,10 +32,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import Blocks, Refs, block, even_block, step_along, within
-from portakern.backends.pallas.tpu import _rows
-from portakern.backends.pallas.tpu._chip import LANES, launch, sublanes
-from portakern.backends.pallas.tpu._rows import Held, Phases, Piece, Strip, Walk, launched, refused, row_tiling
+from portakern.backends.pallas.lib.blocks import Blocks, Refs, block, even_block, step_along, within
+from portakern.backends.pallas.lib.mosaic_tpu import rows as row_walk
+from portakern.backends.pallas.lib.mosaic_tpu.chip import LANES, launch, sublanes
+from portakern.backends.pallas.lib.mosaic_tpu.rows import (
+    Held,
+    Phases,
+    Piece,
+    Strip,
+    Walk,
+    launched,
+    refused,
+    row_tiling,
+)
 from portakern.core.call import Call
 
 HELD = Held(streamed=2, computed=3)
@@ -55,7 +64,7 @@ def walk_of(call: Call, tiling: Mapping[str, int]) -> Walk:
 
 
 supports = partial(refused, walk_of=walk_of)
-in_walks = partial(_rows.in_walks, key=key, default=default_tiling, walk_of=walk_of)
+in_walks = partial(row_walk.in_walks, key=key, default=default_tiling, walk_of=walk_of)
 
 
 def merge(mean: Any, strip: Strip, x: Callable[[Piece], Any]) -> tuple[Any, Any, Any, Any]:

@@ -29,10 +29,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import Refs, even_block
-from portakern.backends.pallas.tpu import layernorm as over_rows
-from portakern.backends.pallas.tpu import matmul as products
-from portakern.backends.pallas.tpu._chip import (
+from portakern.backends.pallas.lib.blocks import Refs, even_block
+from portakern.backends.pallas.lib.mosaic_tpu.chip import (
     LANES,
     dtype_refused,
     launch,
@@ -41,6 +39,8 @@ from portakern.backends.pallas.tpu._chip import (
     sublanes,
     vmem_limit,
 )
+from portakern.backends.pallas.tpu import layernorm as over_rows
+from portakern.backends.pallas.tpu import matmul as products
 from portakern.backends.pallas.tpu.geglu import opening, share
 from portakern.backends.pallas.tpu.layernorm import supports as along_rows
 from portakern.backends.pallas.tpu.linear_cross_entropy import inner, multiply

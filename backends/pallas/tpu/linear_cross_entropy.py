@@ -26,11 +26,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import Refs
+from portakern.backends.pallas.lib.blocks import Refs
+from portakern.backends.pallas.lib.mosaic_tpu.chip import dtype_refused
+from portakern.backends.pallas.lib.mosaic_tpu.rows import Walk, launched
 from portakern.backends.pallas.tpu import cross_entropy as losses
 from portakern.backends.pallas.tpu import matmul as products
-from portakern.backends.pallas.tpu._chip import dtype_refused
-from portakern.backends.pallas.tpu._rows import Walk, launched
 from portakern.backends.pallas.tpu.family import FAMILY
 from portakern.backends.pallas.tpu.layernorm import supports as along_rows
 from portakern.backends.pallas.tpu.layernorm import walk_of

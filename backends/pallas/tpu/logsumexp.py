@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import Refs
-from portakern.backends.pallas.tpu._rows import Walk, launched
+from portakern.backends.pallas.lib.blocks import Refs
+from portakern.backends.pallas.lib.mosaic_tpu.rows import Walk, launched
 from portakern.backends.pallas.tpu.softmax import HELD, in_walks, online_step, walk_of
 from portakern.core.call import Call
 

@@ -35,8 +35,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import Refs, even_block, padded, row_block, step_along, within
-from portakern.backends.pallas.tpu._chip import (
+from portakern.backends.pallas.lib.blocks import Refs, even_block, padded, row_block, step_along, within
+from portakern.backends.pallas.lib.mosaic_tpu.chip import (
     LANES,
     dot,
     dtype_refused,
@@ -46,7 +46,7 @@ from portakern.backends.pallas.tpu._chip import (
     sublanes,
     vmem_limit,
 )
-from portakern.backends.pallas.tpu._layout import native_axes
+from portakern.backends.pallas.lib.mosaic_tpu.layout import native_axes
 from portakern.core import targets
 from portakern.core.binder import sibling
 from portakern.core.call import Call

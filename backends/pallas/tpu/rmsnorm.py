@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import Refs
-from portakern.backends.pallas.tpu._rows import Phases, Piece, Strip
+from portakern.backends.pallas.lib.blocks import Refs
+from portakern.backends.pallas.lib.mosaic_tpu.rows import Phases, Piece, Strip
 from portakern.backends.pallas.tpu.layernorm import (
     GRADIENT_HELD,
     HELD,

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import Refs, positions, row_block
-from portakern.backends.pallas.tpu._chip import (
+from portakern.backends.pallas.lib.blocks import Refs, positions, row_block
+from portakern.backends.pallas.lib.mosaic_tpu.chip import (
     dtype_refused,
     launch,
     off_grid,

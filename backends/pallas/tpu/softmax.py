@@ -23,10 +23,10 @@ import jax
 import jax.numpy as jnp
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import Refs
-from portakern.backends.pallas.tpu import _rows
-from portakern.backends.pallas.tpu._chip import across
-from portakern.backends.pallas.tpu._rows import Held, Phases, Strip, Walk, launched, row_tiling
+from portakern.backends.pallas.lib.blocks import Refs
+from portakern.backends.pallas.lib.mosaic_tpu import rows as row_walk
+from portakern.backends.pallas.lib.mosaic_tpu.chip import across
+from portakern.backends.pallas.lib.mosaic_tpu.rows import Held, Phases, Strip, Walk, launched, row_tiling
 from portakern.core.call import Call
 
 HELD = Held(streamed=2, computed=3)
@@ -61,7 +61,7 @@ def walk_of(call: Call, tiling: Mapping[str, int]) -> Walk:
     return Walk.over(call, tiling, shape, axis - 1)
 
 
-in_walks = partial(_rows.in_walks, key=key, default=default_tiling, walk_of=walk_of)
+in_walks = partial(row_walk.in_walks, key=key, default=default_tiling, walk_of=walk_of)
 
 
 def origin_of(m: Any) -> Any:

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.common import Refs, even_block, row_block
-from portakern.backends.pallas.tpu._chip import (
+from portakern.backends.pallas.lib.blocks import Refs, even_block, row_block
+from portakern.backends.pallas.lib.mosaic_tpu.chip import (
     LANES,
     dtype_refused,
     launch,

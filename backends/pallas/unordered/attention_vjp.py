@@ -45,12 +45,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas._band import both
-from portakern.backends.pallas.common import Refs, padded, positions, quotient
-from portakern.backends.pallas.gpu import attention_vjp as ordered
-from portakern.backends.pallas.gpu._awaited import finished, in_registers
-from portakern.backends.pallas.gpu._bias_gradient import bias_gradient
-from portakern.backends.pallas.gpu._chip import (
+from portakern.backends.pallas.lib.band import both
+from portakern.backends.pallas.lib.blocks import Refs, padded, positions, quotient
+from portakern.backends.pallas.lib.mosaic_gpu import attention_vjp as ordered
+from portakern.backends.pallas.lib.mosaic_gpu.accumulators import finished, in_registers
+from portakern.backends.pallas.lib.mosaic_gpu.bias_gradient import bias_gradient
+from portakern.backends.pallas.lib.mosaic_gpu.chip import (
     Swizzled,
     aligned,
     issue_product,
@@ -60,8 +60,8 @@ from portakern.backends.pallas.gpu._chip import (
     tiled_buffer,
     whole_pieces,
 )
-from portakern.backends.pallas.gpu._flash import COLUMN, PART, anew
-from portakern.backends.pallas.gpu._pairs import (
+from portakern.backends.pallas.lib.mosaic_gpu.flash import COLUMN, PART, anew
+from portakern.backends.pallas.lib.mosaic_gpu.pairs import (
     CONSUMERS,
     NUMBERS,
     ROWS,
@@ -310,7 +310,7 @@ def free(ref: Refs, how: Added, turn: Any) -> None:
 
 
 def kernel(ref: Refs, *, how: Added) -> None:
-    ordered.kernel(ref, plan=how.plan, consumer_of=partial(consume, how=how), tile_of=how.tile)
+    ordered.kernel(ref, plan=how.plan, consume=partial(consume, how=how), tile_of=how.tile)
 
 
 def delegate(call: Call, tiling: Mapping[str, int]) -> tuple[str, Mapping[str, int]] | None:

@@ -434,12 +434,14 @@ FAULTS = {
             "a tile with no visible key subtracts -inf from -inf",
             old="return factor, jnp.where(m == -jnp.inf, 0.0, m * factor)",
             new="return factor, m * factor",
+            within="lib.mosaic_gpu.attention",
         ),
         Planted(
             "offset-rounded-everywhere",
             "the offset of scores beyond 2^24 is a product that rounds by more than weights can bear",
             old="jnp.where(jnp.abs(m) < beyond, rate, octave)",
             new="jnp.where(jnp.abs(m) < beyond, rate, rate)",
+            within="lib.mosaic_gpu.attention",
         ),
         Planted(
             "band-right-corner",
@@ -447,6 +449,7 @@ FAULTS = {
             old="inside = mine.inside(i, j)",
             new="inside = mine._replace(last=None if mine.last is None else mine.last + 1).inside(i, j)",
             small=True,
+            within="lib.mosaic_gpu.attention",
         ),
         Planted(
             "causal-top-left",
@@ -457,6 +460,7 @@ FAULTS = {
                 '            last=0 if call.options["is_causal"] else Band.of(call, block_q, block_kv).last\n'
                 "        ),\n"
             ),
+            within="lib.mosaic_gpu.attention",
         ),
         Planted(
             "l-of-rounded-p",
@@ -464,12 +468,14 @@ FAULTS = {
             old="return acc, jnp.sum(p, axis=1), m, p.astype(plan.dtype)",
             new="return acc, jnp.sum(p.astype(plan.dtype).astype(jnp.float32), axis=1), m, p.astype(plan.dtype)",
             small=True,
+            within="lib.mosaic_gpu.attention",
         ),
         Planted(
             "acc-not-rescaled",
             "the sum of values keeps its unit when the maximum grows",
             old="    acc = [part * lax.broadcast_in_dim(alpha, part.shape, (0,)) for part in acc]\n",
             new="",
+            within="lib.mosaic_gpu.attention",
         ),
         Planted(
             "values-of-these-keys",
@@ -477,9 +483,14 @@ FAULTS = {
             old="multiply_values(ref, plan, last, p, products)",
             new="multiply_values(ref, plan, buffer, p, products)",
             gpu=False,  # these values may not have arrived
+            within="lib.mosaic_gpu.attention",
         ),
         Planted(
-            "bias-of-first-head", "all heads share the bias of the first", old="tile.head if heads > 1 else 0", new="0"
+            "bias-of-first-head",
+            "all heads share the bias of the first",
+            old="tile.head if heads > 1 else 0",
+            new="0",
+            within="lib.mosaic_gpu.attention",
         ),
         Planted(
             "additive-segments",
@@ -487,12 +498,14 @@ FAULTS = {
             old="s = jnp.where(same_segment(ref, tile, rows, keys, s.shape), s, -jnp.inf)",
             new="s = s + jnp.where(same_segment(ref, tile, rows, keys, s.shape), 0.0, -jnp.inf)",
             small=True,
+            within="lib.mosaic_gpu.attention",
         ),
         Planted(
             "softcap-pade",
             "tanh is its low-order fraction, clamped",
             old="s if self.softcap is None else tanh(s)",
             new="s if self.softcap is None else jnp.clip(s * (27 + s * s) / (27 + 9 * s * s), -1, 1)",
+            within="lib.mosaic_gpu.attention",
         ),
         Planted(
             "scale-off",
@@ -500,6 +513,7 @@ FAULTS = {
             old="    pre, unit = below_overflow(*score_unit(call))\n",
             new="    pre, unit = below_overflow(*score_unit(call))\n    unit *= 1.003\n",
             small=True,
+            within="lib.mosaic_gpu.attention",
         ),
     ],
     "pallas/decode": [

@@ -125,6 +125,7 @@ FAULTS = {
             "the mean of a last, shorter chunk is taken over a whole one",
             old="walk.counted(start)[1] if at else",
             new="walk.chunk if at else",
+            within="lib.mosaic_gpu.norms",
         ),
         Planted(
             "eps-outside",

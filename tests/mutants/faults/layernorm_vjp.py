@@ -132,12 +132,14 @@ FAULTS = {
             "mean(h xh) of a row in chunks forgets that these differ in their means",
             old=" + ((delta - moved) * h_after - moved * h_sum)",
             new="",
+            within="lib.mosaic_gpu.norms",
         ),
         Planted(
             "padding-in-h",
             "what lies beyond a row counts in the sums of h where no weight is there to be 0",
             old="walk.within(cotangent(x[1], weights), 0.0, start)",
             new="cotangent(x[1], weights)",
+            within="lib.mosaic_gpu.norms",
         ),
         Planted(
             "first-rows-scale",
@@ -150,6 +152,7 @@ FAULTS = {
             "d_x is not made orthogonal to a constant",
             old="pull = walk.spread(h_sum / walk.n) + xh",
             new="pull = xh",
+            within="lib.mosaic_gpu.norms",
         ),
     ],
     "pallas/fused": [

@@ -85,6 +85,7 @@ FAULTS = {
             "mean(h xh) has one r too few",
             old="walk.spread(r * (statistics[1] / walk.n))",
             new="walk.spread(statistics[1] / walk.n)",
+            within="lib.mosaic_gpu.norms",
         ),
         Planted(
             "cotangent-not-narrowed",
@@ -92,6 +93,7 @@ FAULTS = {
             old='return narrowed(cotangent(d_y, weights), self.narrow) if "weight" in weights else d_y',
             new="return cotangent(d_y, weights)",
             small=True,
+            within="lib.mosaic_gpu.norms",
         ),
         Planted(
             "d-weight-not-narrowed",

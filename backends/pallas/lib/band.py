@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from portakern.backends.pallas.common import positions, quotient
+from portakern.backends.pallas.lib.blocks import positions, quotient
 from portakern.core.call import Call
 
 

@@ -33,9 +33,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from portakern.backends.pallas.common import Refs, padded, quotient, within
-from portakern.backends.pallas.gpu._awaited import finished, in_registers
-from portakern.backends.pallas.gpu._chip import (
+from portakern.backends.pallas.lib.blocks import Refs, padded, quotient, within
+from portakern.backends.pallas.lib.mosaic_gpu.accumulators import finished, in_registers
+from portakern.backends.pallas.lib.mosaic_gpu.chip import (
     SWIZZLED_BYTES,
     Swizzled,
     aligned,
@@ -47,7 +47,7 @@ from portakern.backends.pallas.gpu._chip import (
     tiled_buffer,
     whole_pieces,
 )
-from portakern.backends.pallas.gpu._flash import (
+from portakern.backends.pallas.lib.mosaic_gpu.flash import (
     COLUMN,
     CONSUMER_REGISTERS,
     PART,
@@ -58,7 +58,7 @@ from portakern.backends.pallas.gpu._flash import (
     bring,
     heaviest_first,
 )
-from portakern.backends.pallas.gpu._pairs import (
+from portakern.backends.pallas.lib.mosaic_gpu.pairs import (
     CONSUMERS,
     NUMBERS,
     ROWS,

@@ -12,18 +12,18 @@ from typing import Any
 
 from jax import lax
 
-from portakern.backends.pallas.gpu import _chip
+from portakern.backends.pallas.lib.mosaic_gpu import chip
 
 
 def finished(acc: Any, later: int) -> Any:
     """What an accumulator holds when all but the ``later`` products issued last are done."""
-    return lax.optimization_barrier(_chip.finished(acc, later))
+    return lax.optimization_barrier(chip.finished(acc, later))
 
 
 def in_registers(
     interpret: bool, work: Callable[[Any, Any], None], accumulators: tuple[Any, ...], others: tuple[Any, ...] = ()
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """As :func:`_chip.in_registers`: run ``work(accumulators, others)``, and return what these hold when all products
+    """As :func:`chip.in_registers`: run ``work(accumulators, others)``, and return what these hold when all products
     that it issued are done."""
-    sums, after = _chip.in_registers(interpret, work, accumulators, others)
+    sums, after = chip.in_registers(interpret, work, accumulators, others)
     return tuple(lax.optimization_barrier(value) for value in sums), after

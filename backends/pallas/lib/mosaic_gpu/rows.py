@@ -29,8 +29,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import nvvm
 
-from portakern.backends.pallas.common import Refs, padded
-from portakern.backends.pallas.gpu._chip import (
+from portakern.backends.pallas.lib.blocks import Refs, padded
+from portakern.backends.pallas.lib.mosaic_gpu.chip import (
     BARRIERS,
     BULK_BYTES,
     LANES,

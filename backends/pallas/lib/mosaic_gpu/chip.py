@@ -17,9 +17,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from portakern.backends.pallas import common
-from portakern.backends.pallas.common import Refs
-from portakern.backends.pallas.gpu._keys import same_in_every_process
+from portakern.backends.pallas.lib import blocks
+from portakern.backends.pallas.lib.blocks import Refs
+from portakern.backends.pallas.lib.mosaic_gpu.cache_keys import same_in_every_process
 from portakern.core import targets
 from portakern.core.call import Call
 from portakern.core.observe import say
@@ -91,7 +91,7 @@ def tiled_buffer(shape: tuple[int, ...], dtype: Any) -> Any:
 
 def dtype_refused(call: Call, *more: str | None) -> str | None:
     """Why the kernels cannot compute in the call's dtype, or in one of these, or None."""
-    return common.first_lacking(LACKS, call.dtype, *more)
+    return blocks.first_lacking(LACKS, call.dtype, *more)
 
 
 def products_refused(call: Call) -> str | None:
@@ -106,7 +106,7 @@ def products_refused(call: Call) -> str | None:
 
 def aligned(*buffers: int) -> int:
     """Bytes of shared memory that buffers of so many bytes take."""
-    return sum(common.padded(buffer, ALIGNED) for buffer in buffers)
+    return sum(blocks.padded(buffer, ALIGNED) for buffer in buffers)
 
 
 def over_shared(needed: int, names: str, across_warps: bool = True) -> str | None:
@@ -123,7 +123,7 @@ def over_shared(needed: int, names: str, across_warps: bool = True) -> str | Non
 
 def whole_pieces(extent: int, dtype: Any) -> int:
     """An extent as the copy engine can move it: rounded up to a multiple of 16 bytes."""
-    return common.padded(extent, BULK_BYTES // jnp.dtype(dtype).itemsize)
+    return blocks.padded(extent, BULK_BYTES // jnp.dtype(dtype).itemsize)
 
 
 def padded_rows(x: jax.Array, length: int | None = None) -> jax.Array:

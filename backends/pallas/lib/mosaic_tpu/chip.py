@@ -19,8 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from portakern.backends.pallas import common
-from portakern.backends.pallas.common import Blocks, Refs
+from portakern.backends.pallas.lib import blocks
+from portakern.backends.pallas.lib.blocks import Blocks, Refs
 from portakern.core import targets
 from portakern.core.call import Call
 
@@ -35,7 +35,7 @@ def sublanes(dtype: Any) -> int:
 
 def whole_lanes(extent: int) -> int:
     """An extent as it lies in VMEM along lanes: rounded up to whole vector registers."""
-    return common.padded(extent, LANES)
+    return blocks.padded(extent, LANES)
 
 
 def across(numbers: Any, lanes: int) -> Any:
@@ -111,7 +111,7 @@ def dtype_refused(call: Call, *more: str | None) -> str | None:
     lacks = {"float64": "TPUs have no float64: convert to float32, or use the reference backend"}
     if call.target.platform == "tpu":
         lacks["float16"] = "TPUs have no float16 (their compiler refuses even a load): convert to bfloat16 or float32"
-    return common.first_lacking(lacks, call.dtype, *more)
+    return blocks.first_lacking(lacks, call.dtype, *more)
 
 
 def dot(a: Any, b: Any, contract: tuple[int, int]) -> Any:
@@ -138,7 +138,7 @@ def launch(
     cost: pl.CostEstimate,
     vmem: int = 0,
 ) -> dict[str, jax.Array]:
-    """Run ``kernel(ref)`` on a TPU's grid, and return what it wrote by name (`common.launch`).
+    """Run ``kernel(ref)`` on a TPU's grid, and return what it wrote by name (`blocks.launch`).
 
     ``vmem``: bytes that it needs, as far as that is known. Where they are more than three quarters of what a kernel
     gets unasked, since masks and spilled values come to them, it asks for the chip's limit.
@@ -147,7 +147,7 @@ def launch(
     float32 where a shape says no more, is carried along them ("arbitrary", in Mosaic's word). The axes before them are
     independent of each other and may be split over cores ("parallel").
     """
-    return common.launch(
+    return blocks.launch(
         call,
         kernel,
         name,

@@ -30,8 +30,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from portakern.backends.pallas.common import Blocks, Refs, even_block, row_block, step_along, within
-from portakern.backends.pallas.tpu._chip import (
+from portakern.backends.pallas.lib.blocks import Blocks, Refs, even_block, row_block, step_along, within
+from portakern.backends.pallas.lib.mosaic_tpu.chip import (
     LANES,
     dtype_refused,
     estimates,
@@ -44,7 +44,7 @@ from portakern.backends.pallas.tpu._chip import (
     vmem_limit,
     whole_lanes,
 )
-from portakern.backends.pallas.tpu._layout import SideBySide, Turned, turned
+from portakern.backends.pallas.lib.mosaic_tpu.layout import SideBySide, Turned, turned
 from portakern.core import targets
 from portakern.core.call import Call
 from portakern.core.targets import Hardware

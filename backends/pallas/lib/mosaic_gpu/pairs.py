@@ -3,13 +3,13 @@
     t = tanh(scale q k^T / c), s = c t + bias, P = exp(min(s - lse, 0));  without a softcap s = scale q k^T + bias
     Delta = rowsum(d_o * o) - d_lse;  dS = P (d_o v^T - Delta);  D = dS (1 - t^2), without a softcap dS
 
-lse is two numbers, lse + lse_low, and scores are kept in the unit of the forward pass (``_two.UnitOf``): so P is the
+lse is two numbers, lse + lse_low, and scores are kept in the unit of the forward pass (`UnitOf`): so P is the
 weight that a key had there, however large scores are. Where lse is near 0 its second number is next to nothing and is
 left out: heads are marked of which a query has an lse far from 0, and only their tiles, and those that masks cut
 through, take the way on which it is minded.
 
 How the pairs are cut into tiles and in which order these come by, P and D of a tile, and which of its pairs see each
-other. What is made of them the kernels say: ``attention_vjp.py`` those of q, k and v, ``_bias_gradient.py`` the bias's.
+other. What is made of them the kernels say: ``attention_vjp.py`` those of q, k and v, ``bias_gradient.py`` the bias's.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import nvvm
 
-from portakern.backends.pallas._band import Band, both
-from portakern.backends.pallas._two import UnitOf, in_two
-from portakern.backends.pallas.common import Refs, padded, quotient, words
-from portakern.backends.pallas.gpu import _rows
-from portakern.backends.pallas.gpu._chip import aligned
-from portakern.backends.pallas.gpu._flash import COLUMN, PART, ROW, TILE
-from portakern.backends.pallas.gpu._rows import Formula, Walk, Weights
-from portakern.backends.pallas.gpu.attention import extended, tanh
+from portakern.backends.pallas.lib.band import Band, both
+from portakern.backends.pallas.lib.blocks import Refs, padded, quotient, words
+from portakern.backends.pallas.lib.double_float import UnitOf, in_two
+from portakern.backends.pallas.lib.mosaic_gpu import rows as row_walk
+from portakern.backends.pallas.lib.mosaic_gpu.attention import extended, tanh
+from portakern.backends.pallas.lib.mosaic_gpu.chip import aligned
+from portakern.backends.pallas.lib.mosaic_gpu.flash import COLUMN, PART, ROW, TILE
+from portakern.backends.pallas.lib.mosaic_gpu.rows import Formula, Walk, Weights
 from portakern.core.call import Call
 from portakern.specs._exponents import two_parts
 from portakern.specs.attention import far_from, scale_of
@@ -381,8 +381,8 @@ def statistics(call: Call) -> dict[str, jax.Array]:
     (batch, kv_heads): whether some lse is not near 0. ``delta``."""
     batch, q_len, heads, dv = call.arrays["o"].shape
     of_rows = [call.arrays[name].reshape(-1, dv) for name in ("o", "d_o")]
-    tiling = _rows.default_tiling(dv, call.dtype, arrays=2)
-    _, told = _rows.launched(call, tiling, of_rows, Delta(), {}, told=1)
+    tiling = row_walk.default_tiling(dv, call.dtype, arrays=2)
+    _, told = row_walk.launched(call, tiling, of_rows, Delta(), {}, told=1)
     assert told is not None
     delta = jnp.swapaxes(told[0, : batch * q_len * heads].reshape(batch, q_len, heads), 1, 2)
     if call.arrays["d_lse"] is not None:

@@ -1,7 +1,7 @@
-"""What the Pallas kernels share, whatever chip they are written for: index arithmetic, masks and the launch.
+"""What Pallas kernels share, whatever chip they are written for: index arithmetic, masks and the launch.
 
-Nothing here knows a chip. What a TPU adds (its native grid, its memory, its matrix unit) lies in ``tpu/_chip.py``; a
-family for another machine brings a module like that and imports this one beside it.
+Nothing here knows a chip: what a TPU adds (its native grid, its memory, its matrix unit) lies in ``mosaic_tpu``, and
+what a GPU adds in ``mosaic_gpu``.
 """
 
 from __future__ import annotations

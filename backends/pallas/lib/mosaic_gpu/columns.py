@@ -19,8 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from portakern.backends.pallas.common import Refs, quotient
-from portakern.backends.pallas.gpu._chip import BULK_BYTES, LANES, WARPS, launch, padded_rows, store
+from portakern.backends.pallas.lib.blocks import Refs, quotient
+from portakern.backends.pallas.lib.mosaic_gpu.chip import BULK_BYTES, LANES, WARPS, launch, padded_rows, store
 from portakern.core.call import Call
 
 THREADS = LANES * WARPS

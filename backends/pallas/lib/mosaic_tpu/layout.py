@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from portakern.backends.pallas.common import padded
-from portakern.backends.pallas.tpu._chip import LANES, whole_lanes
+from portakern.backends.pallas.lib.blocks import padded
+from portakern.backends.pallas.lib.mosaic_tpu.chip import LANES, whole_lanes
 
 
 def native_axes(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -30,9 +30,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from portakern.backends.pallas._band import Band
-from portakern.backends.pallas.common import Refs, quotient
-from portakern.backends.pallas.gpu._chip import ALIGNED, HOPPER, Swizzled, issue_product, over_shared
+from portakern.backends.pallas.lib.band import Band
+from portakern.backends.pallas.lib.blocks import Refs, quotient
+from portakern.backends.pallas.lib.mosaic_gpu.chip import ALIGNED, HOPPER, Swizzled, issue_product, over_shared
 from portakern.core.call import Call
 from portakern.spec import Count
 from portakern.spec import Tile as PowerOfTwo

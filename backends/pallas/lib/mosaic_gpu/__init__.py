@@ -1,0 +1,1 @@
+"""What the families for Hopper GPUs share: the chip, sums in registers, walks over rows and columns, and attention."""
