@@ -40,13 +40,13 @@ class Shown:
 
     Attributes:
       row: fields of a row, beside its key. extra: of a run. short: field -> what makes its value shorter.
-      made: what a row becomes before.
+      made: what a row becomes before; None: it is not kept.
     """
 
     row: str = ""
     extra: str = ""
     short: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
-    made: Callable[[Row], Row] = lambda row: row
+    made: Callable[[Row], Row | None] = lambda row: row
 
     def columns(self, benchmark: str) -> list[str]:
         """What a row holds: its key, its op if it has one, and the rest."""
@@ -61,6 +61,11 @@ def _cells(cells: Mapping[str, int]) -> dict[str, int]:
         dtype, *_, tiling = cell.split(" | ")
         found[f"{dtype} | {'default' if tiling == 'default' else 'drawn'}"] += count
     return dict(found)
+
+
+def _compiled(row: Row) -> Row | None:
+    """Of a forward call the one that nobody differentiates."""
+    return None if row.get("direction") == "training" else row
 
 
 def _bench(row: Row) -> Row:
@@ -97,7 +102,7 @@ OURS = "best_us worst_us host_us flop_rate byte_rate limit share best_peer ratio
 SOURCE = "backend variant target sources"
 SHOWN: Mapping[str, Shown] = {
     "bench": Shown(f"subject verdict median_us {SOURCE} date error {OURS}", "absent left_out", made=_bench),
-    "compile-matrix": Shown("ok reason tiling kernels", "limits", {"kernels": _each(_only(*KERNEL))}),
+    "compile-matrix": Shown("ok reason tiling kernels", "limits", {"kernels": _each(_only(*KERNEL))}, _compiled),
     "conformance": Shown(
         f"{SOURCE} commit examples worst passed laws cells not_emulated seconds",
         short={"cells": _cells, "laws": lambda laws: {"all": sum(laws.values())}},
@@ -136,7 +141,7 @@ def shown(run: Result) -> Result:
     names = kept.columns(run.benchmark)
     rows = [
         {n: kept.short[n](row[n]) if n in kept.short else row[n] for n in names if row.get(n) is not None}
-        for row in map(kept.made, run.rows)
+        for row in filter(None, map(kept.made, run.rows))
     ]
     extra = {
         n: kept.short[n](run.extra[n]) if n in kept.short else run.extra[n]

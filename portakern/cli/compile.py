@@ -51,7 +51,7 @@ def compile_(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that one compilation may take.")] = 900.0,
     json_file: JsonFile = None,
 ) -> None:
-    """Compile ops, forward and backward, for hardware that need not be here, and say what each kernel takes of it, for
+    """Compile ops, forward alone, forward with what gradients read, and backward, for hardware that need not be here, and say what each kernel takes of it, for
     TPUs in cycles too; exit status 1 if any cannot be.
     """
     from portakern.tools.bench.suites import parse_shape
@@ -137,7 +137,7 @@ def _show_builds(built: list[Any]) -> None:
     for b in built:
         for i, k in enumerate(b.kernels or [None]):
             hardware = targets.find(b.target)
-            first = [b.target, b.op, b.dtype, _verdict(b)] if i == 0 else ["", "", "", ""]
+            first = [b.target, _named(b), b.dtype, _verdict(b)] if i == 0 else ["", "", "", ""]
             cells = ["-"] * (1 + len(KERNEL_COLUMNS)) if k is None else _kernel_cells(k, hardware)
             table.add_row(*first, *cells, str(round(b.seconds, 1)) if i == 0 else "")
     if Measurement.get(out, out.options.update(max_width=10_000), table).minimum <= out.width:
@@ -153,7 +153,7 @@ def _show_builds(built: list[Any]) -> None:
         print_indented(f"cycles: {CYCLES}")
     for b in built:
         if not b.ok:
-            say(f"{b.op} {b.dtype} for {b.target}: {b.reason}", style="red")
+            say(f"{_named(b)} {b.dtype} for {b.target}: {b.reason}", style="red")
     out.print(f"{sum(b.ok for b in built)} of {len(built)} compile and fit")
 
 
@@ -161,9 +161,14 @@ def _verdict(b: Any) -> str:
     return "ok" if b.ok else "FAILED"
 
 
+def _named(b: Any) -> str:
+    """The op, and whether the call gives what only gradients read, beside what it gives anybody."""
+    return f"{b.op} (training)" if b.direction == "training" else str(b.op)
+
+
 def _show_build(b: Any) -> None:
     style = "bold" if b.ok else "bold red"
-    out.print(f"{b.op} {b.dtype} for {b.target}: {_verdict(b)}, {b.seconds:.1f} s", style=style, highlight=False)
+    out.print(f"{_named(b)} {b.dtype} for {b.target}: {_verdict(b)}, {b.seconds:.1f} s", style=style, highlight=False)
     for k in b.kernels:
         name, *cells = _kernel_cells(k, targets.find(b.target))
         said = [say.format(cell) for say, cell in zip(KERNEL_COLUMNS.values(), cells, strict=True) if cell != "-"]

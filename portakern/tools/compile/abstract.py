@@ -11,6 +11,7 @@ from portakern.core.backend import Backend, Family, Implementation
 from portakern.core.binder import unchecked
 from portakern.core.call import Call, dropped_dims, shape_of
 from portakern.core.framework import Framework, frameworks
+from portakern.core.gradients import wiring
 from portakern.core.targets import Hardware, Target
 from portakern.core.tilings import resolve
 from portakern.errors import SpecError
@@ -18,7 +19,7 @@ from portakern.spec import ArrayArg, Spec
 
 __all__ = [
     "Form", "abstract_call", "bound_form", "cells", "compilers", "direction", "extents", "form_of", "named_form",
-    "typical_form",
+    "training_form", "typical_form",
 ]  # fmt: skip
 
 Form = dict[str, Any]
@@ -145,9 +146,23 @@ def bound_form(spec: Spec[Any], form: Form, framework: Framework, target: Target
     )
 
 
-def direction(spec: Spec[Any]) -> str:
-    """Which pass of a model an op belongs to: forward or backward."""
-    return "backward" if spec.is_vjp else "forward"
+def training_form(spec: Spec[Any], form: Form) -> Form | None:
+    """The form of the same forward call as a gradient needs it, with the outputs that its op saves; None where those
+    are what the call gives anyway, or there is no gradient."""
+    if not spec.vjp:
+        return None
+    options = {o.name: o.default for o in spec.options} | form["options"]
+    shown = [o.name for o in spec.shown if not o.wanted_by or options[o.wanted_by]]
+    saved = wiring(spec).saves(options)
+    return (
+        None if {*saved} <= {*shown} else form | {"wants": [o.name for o in spec.outputs if o.name in (*shown, *saved)]}
+    )
+
+
+def direction(spec: Spec[Any], form: Form) -> str:
+    """Which pass of a model a call belongs to: forward, backward, or training: forward with what only gradients read."""
+    hidden = {o.name for o in spec.outputs} - {o.name for o in spec.shown}
+    return "backward" if spec.is_vjp else "training" if hidden & {*(form["wants"] or ())} else "forward"
 
 
 def compilers(

@@ -38,7 +38,8 @@ def jobs_for(
     refused: Callable[[Job, str], None] = lambda job, why: None,
 ) -> list[Job]:
     """The typical call of each op, in each dtype, with every variant of every backend that compiles it for each
-    target; for each of ``shapes`` with these dimensions, options and optional arrays instead. A variant that refuses a
+    target, and the same call where gradients are wanted of it, if it saves something for them; for each of ``shapes``
+    with these dimensions, options and optional arrays instead. A variant that refuses a
     call which another of its backend takes has none to compile, unless it was named: ``refused`` is told of it, and
     why.
     """
@@ -46,9 +47,12 @@ def jobs_for(
     hardware = [targets.find(t) for t in target_names]
     found = abstract.cells(list(ops), hardware, list(dtypes), b, variant)
     jobs = [
-        Job(spec, of, family, h, abstract.typical_form(spec, dtype, shape), quick=quick)
+        Job(spec, of, family, h, form, quick=quick)
         for spec, of, family, h, dtype in found
         for shape in shapes or [{}]
+        for typical in [abstract.typical_form(spec, dtype, shape)]
+        for form in (typical, abstract.training_form(spec, typical))
+        if form is not None
     ]
     return jobs if variant else _served(jobs, refused)
 

@@ -52,7 +52,7 @@ class Job:
         dtype = next(d for _, d, _ in self.form["arrays"].values())
         return Build(
             self.spec.name,
-            direction(self.spec),
+            direction(self.spec, self.form),
             dtype,
             self.hardware.name,
             self.backend.name,

@@ -40,7 +40,7 @@ def build(
     """Compile one call here, in this process, under the tiles that the user named. ``way``: the compiler's function
     that is asked, ``build`` where it has no such one."""
     first = next(dtype for _, dtype, _ in form["arrays"].values())
-    result = Build(spec.name, direction(spec), first, hardware.name, b.name, variant=family.name)
+    result = Build(spec.name, direction(spec, form), first, hardware.name, b.name, variant=family.name)
     start = time.perf_counter()
     try:
         compiler = family.load_compiler()
