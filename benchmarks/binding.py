@@ -22,8 +22,8 @@ import numpy as np
 import portakern as pk
 from portakern import results
 from portakern.core.backend import Implementation
+from portakern.core.dispatch import Route
 from portakern.core.framework import frameworks
-from portakern.core.route import Route
 from portakern.core.targets import HOST
 
 LENGTHS = 997  # a prime number of kv lengths, each call another

@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 import portakern as pk
 import portakern.torch as twins
 from portakern import results
-from portakern.core import remembered
+from portakern.core import cache
 from portakern.core.call import dropped_dims, shape_of
 from portakern.core.gradients import wiring
 from portakern.spec import Spec
@@ -138,7 +138,7 @@ def launched(call: Callable[[], Any]) -> tuple[Any, int, tuple[Any, ...], dict[s
     """The kernel that a call launches last, its grid, its positional arguments and its constexprs."""
     from portakern.backends.triton.capture import Capture, capturing
 
-    remembered.forget()  # the first call of a form asks the op's own function
+    cache.forget()  # the first call of a form asks the op's own function
     capture = Capture()
     with capturing(capture):
         call()

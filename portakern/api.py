@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from portakern.core import registry
 from portakern.core.backend import Backend
 from portakern.core.binder import bind, binder, unbound, unchecked
+from portakern.core.cache import BoundedCache
 from portakern.core.call import Call
+from portakern.core.dispatch import Choice
 from portakern.core.framework import frameworks
 from portakern.core.observe import OBSERVERS
-from portakern.core.remembered import Remembered
-from portakern.core.route import Choice
-from portakern.core.serve import Plan, call_through, plan
-from portakern.core.signatures import Form, reader
+from portakern.core.plan import Plan, call_through
+from portakern.core.signatures import Signature, reader
 from portakern.spec import Spec
 from portakern.spec.signature import described, signature
 
@@ -70,7 +70,7 @@ def make(
     return _made.get(key) or _made.keep(key, Op(spec, Choice.of(spec, backend, None, None)))
 
 
-_made: Remembered[tuple[Spec[Any], Backend | None], Op] = Remembered()
+_made: BoundedCache[tuple[Spec[Any], Backend | None], Op] = BoundedCache()
 
 
 class FromSpec:
@@ -100,7 +100,7 @@ class Op:
         self._alone = [] if spec.is_vjp else [o.name for o in spec.outputs]  # outputs that may be the result itself
         self._bare, self._shown = len(self._alone) == 1, len(spec.shown)
         self.kept = {f.name: f.keep(self) for f in RECORDERS}
-        self._plans: Remembered[Form, Plan] = choice.plans
+        self._plans: BoundedCache[Signature, Plan] = choice.plans
         self._read = reader(spec)
 
     @property
@@ -148,16 +148,16 @@ class Op:
         return make, (self.spec.name, named, self.choice.variant, dict(self.choice.tiling))
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        for recording in RECORDING:  # whoever does traces this very function, and would trace what reads forms
+        for recording in RECORDING:  # whoever does traces this very function, and would trace what reads signatures
             if recording():
                 return self._anew(None, args, kwargs)
         try:
-            form, arrays = self._read(*args, **kwargs)
-            known = self._plans.get(form) if form else None
+            key, arrays = self._read(*args, **kwargs)
+            known = self._plans.get(key) if key else None
         except (TypeError, AttributeError, RuntimeError):  # binding says in the op's words what is wrong
-            form = known = None
+            key = known = None
         if known is None or OBSERVERS:
-            return self._anew(form if known is None else None, args, kwargs)
+            return self._anew(key if known is None else None, args, kwargs)
         outputs = known.serve(arrays)
         return outputs[0] if self._bare else self._result(known.call, outputs)
 
@@ -167,8 +167,8 @@ class Op:
             return outputs[0] if len(outputs) == 1 else outputs[self._alone.index(call.wants[0])]
         return call.spec.result(*outputs[: self._shown])
 
-    def _anew(self, form: Form | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a call of which nothing is known yet. ``form``: under which to remember what is decided."""
+    def _anew(self, key: Signature | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a call of which nothing is known yet. ``key``: its signature, under which to keep its plan."""
         for framework in RECORDERS:
             how = framework.interposes(self._casts)
             if how == "records" and any(framework.is_array(a) for a in (*args, *kwargs.values())):
@@ -181,11 +181,9 @@ class Op:
             call = self._bind(*args, **kwargs)
         except (TypeError, RuntimeError) as e:
             raise unbound(self.spec, e, args, kwargs) from None
-        outputs = call_through(call, self.choice)
-        if form is not None:  # its end says whether autograd watches
-            decided = call.framework.plan(call, self.choice) if form[-1] else plan(call, self.choice)
-            if decided is not None:
-                self._plans.keep(form, decided)
+        outputs, plan = call_through(call, self.choice)
+        if key is not None and plan is not None:
+            self._plans.keep(key, plan)
         return outputs[0] if self._bare else self._result(call, outputs)
 
     def bind(self, /, *args: Any, **kwargs: Any) -> Call:

@@ -81,7 +81,7 @@ def fingerprint(
     known = _known.get()
     if known is None:
         return _hashed(_Tree(place), op, families[0], module, target)
-    key = (place, op, module, families[0].replays, target)
+    key = (place, op, module, families[0].plans, target)
     if key not in known:
         tree = known.setdefault(place, _Tree(place))
         known[key] = _hashed(tree, op, families[0], module, target)  # type: ignore[arg-type]
@@ -129,7 +129,7 @@ def _hashed(tree: _Tree, op: str, family: Family, module: str, target: Target) -
     forward = registry.forward_of(of_gradients) if of_gradients.is_vjp else None
     specs = [of_gradients, *([forward] if forward else [])]
     roots = tree.implementing(module, [s.name for s in specs])
-    roots += tree.find(family.replays.replace(":", "."))[0] if family.replays else []
+    roots += tree.find(family.plans.replace(":", "."))[0] if family.plans else []
     homes = set[str]()
     for s in specs:
         roots += tree.find(f"{s.fn.__module__}.{s.name}")[0]

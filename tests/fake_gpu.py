@@ -12,7 +12,7 @@ from triton.runtime.jit import JITFunction
 
 from portakern.backends.triton import launch, launcher, plan
 from portakern.backends.triton.descriptors import is_descriptor
-from portakern.core import registry, remembered, targets
+from portakern.core import cache, registry, targets
 
 DRIVER = importlib.import_module("triton.backends.nvidia.driver")
 
@@ -72,8 +72,8 @@ def fake_gpu(monkeypatch, arch="sm_90"):
     monkeypatch.setattr(plan, "quick_on", lambda device: driver.allocate)
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
     monkeypatch.setattr(registry.backend("triton"), "standing_for", targets.find(arch).target)
-    remembered.forget()
+    cache.forget()
     try:
         yield driver
     finally:
-        remembered.forget()
+        cache.forget()

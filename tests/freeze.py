@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 import portakern as pk
-from portakern.core import registry, route
+from portakern.core import dispatch, registry
 from portakern.core.binder import unchecked
 from portakern.core.framework import frameworks
 from portakern.core.targets import HARDWARE
@@ -100,7 +100,7 @@ def _chosen(spec: Spec[Any], case: Any, h: Any, b: Any) -> str:
              if (s := case.shapes.get(a.name)) is not None}  # fmt: skip
     call = unchecked(spec, **given, **case.options).replace(target=h.target, interpret=False, concrete=False)
     try:
-        found, tiling = route.pick(route.find_routes(b, call, h.target), call, {})
+        found, tiling = dispatch.pick(dispatch.find_routes(b, call, h.target), call, {})
     except (UnsupportedError, SpecError) as e:
         return type(e).__name__
     return f"{found.impl.family.name} " + " ".join(f"{n}={v}" for n, v in sorted(tiling.items()))

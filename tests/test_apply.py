@@ -389,8 +389,8 @@ def test_projections_are_served_in_the_dtypes_in_which_that_gains(family, monkey
 def test_where_a_projection_gains_its_implementation_says():
     pytest.importorskip("triton", reason="triton is not installed")
     from portakern.core import registry
+    from portakern.core.dispatch import ahead
     from portakern.core.framework import frameworks
-    from portakern.core.route import ahead
     from portakern.core.targets import HOST, find
 
     def asked(target, backend=None):

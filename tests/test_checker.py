@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 import portakern as pk
 from portakern import testing
-from portakern.core import registry, serve
+from portakern.core import registry
 from portakern.core.backend import Drawn, Profile
 from portakern.core.targets import Target
 from portakern.spec.dtypes import numpy_dtype

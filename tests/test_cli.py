@@ -22,7 +22,7 @@ import portakern as pk
 from portakern import inventory, results, sources, testing
 from portakern.cli import app, main
 from portakern.core import observe as watching
-from portakern.core import registry, serve, tilings
+from portakern.core import registry, tilings
 from portakern.core.backend import Backend
 from portakern.core.machine_code import Kernel
 from portakern.core.oracle import as_float64

@@ -29,12 +29,12 @@ def of_reader():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     x = torch.ones(3)
     framework_of(find_spec("softmax"), "x", x)  # tensors have been seen
-    return lambda: reader(find_spec("softmax"))(x, axis=object()), "<form of softmax", "option_form(axis)"
+    return lambda: reader(find_spec("softmax"))(x, axis=object()), "<signature of softmax", "option_form(axis)"
 
 
 def of_staged():
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    from portakern.core.route import Choice
+    from portakern.core.dispatch import Choice
     from portakern.frameworks.torch.custom_ops import staged
 
     spec = find_spec("softmax")

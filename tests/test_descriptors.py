@@ -1,4 +1,4 @@
-"""Tensor descriptors on the launch path: keys, kept maps, replays, and tiles in the interpreter."""
+"""Tensor descriptors on the launch path: keys, kept maps, plans, and tiles in the interpreter."""
 
 import concurrent.futures
 import importlib

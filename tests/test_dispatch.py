@@ -14,9 +14,8 @@ import pytest
 
 import portakern as pk
 from portakern.core import backend as backend_module
+from portakern.core import cache, dispatch, registry
 from portakern.core import observe as watching
-from portakern.core import registry, remembered
-from portakern.core import route as dispatch
 from portakern.core.backend import Family, in_order
 from portakern.core.framework import frameworks
 from portakern.core.oracle import rounded as to_nearest
@@ -28,7 +27,7 @@ X = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
 
 
 def test_host_arrays_go_to_the_oracle_and_say_so_once(caplog):
-    remembered.forget()  # another test's op may know its route already
+    cache.forget()  # another test's op may know its route already
     watching._said.clear()
     with caplog.at_level(logging.WARNING, "portakern"):
         y = pk.op("softmax")(X)

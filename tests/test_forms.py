@@ -11,7 +11,7 @@ import pytest
 
 import portakern as pk
 from portakern import testing
-from portakern.core import registry, remembered, tilings
+from portakern.core import cache, registry, tilings
 from portakern.core.backend import Backend
 from portakern.core.gradients import wiring
 from portakern.core.signatures import option_form
@@ -59,7 +59,7 @@ def test_later_calls_of_a_form_have_the_bits_of_a_first(op, sample):
     kept = pk.op(op, backend="triton")
     for seed in range(3):  # decided, learned, replayed
         arrays, options = drawn(op, sample, seed)
-        remembered.forget() if seed == 0 else None
+        cache.forget() if seed == 0 else None
         got = flat(kept(**arrays, **options))
         plans = dict(kept.choice.plans)
         assert same_bits(got, flat(made_anew(kept)(**arrays, **options))), (seed, plans)
@@ -125,7 +125,7 @@ def test_parts_of_arrays_are_planned():
     for spec, chunk in ((loss, "chunk_rows"), (registry.find_spec(loss.vjp), "chunk_n")):
         kept = pk.op(spec.name, backend="triton", tiling={chunk: 16})
         dims, options = {"batch": (40,), "n": (50,), "d": (24,)}, {} if spec.is_vjp else {"return_slope": True}
-        remembered.forget()
+        cache.forget()
         for seed in range(4):
             rng = torch.Generator().manual_seed(seed)
             arrays = {}
@@ -163,7 +163,7 @@ def test_losses_of_words_that_follow_are_planned(turned, monkeypatch):
     planned = plans.planned
     monkeypatch.setattr(plans, "planned", lambda *a: learned.append(planned(*a)) or learned[-1])
     kept = pk.op("linear_cross_entropy", backend="triton")
-    remembered.forget()
+    cache.forget()
     for seed in range(4):
         rng = torch.Generator().manual_seed(seed)
         hidden, weight = (torch.randn(shape, generator=rng) for shape in ((2, 5, 8), (30, 8)))
@@ -185,7 +185,7 @@ def test_losses_of_words_that_follow_are_planned(turned, monkeypatch):
 
 def test_losses_of_labels_that_are_cut_are_planned():
     kept = pk.op("cross_entropy", backend="triton")
-    remembered.forget()
+    cache.forget()
     for seed in range(4):
         rng = torch.Generator().manual_seed(seed)
         logits, labels = torch.randn(2, 5, 30, generator=rng)[:, :-1], torch.randint(30, (2, 5), generator=rng)[:, 1:]
@@ -205,7 +205,7 @@ def test_gradients_of_a_sum_are_planned(op, sample):
             n: torch.tensor(seed + 0.5, dtype=a.dtype).expand(a.shape) for n, a in arrays.items() if n[:2] == "d_"
         }
         assert of_sum
-        remembered.forget() if seed == 0 else None
+        cache.forget() if seed == 0 else None
         got = flat(kept(**arrays | of_sum, **options))
         assert same_bits(got, flat(made_anew(kept)(**arrays | of_sum, **options))), seed
     (plan,) = kept.choice.plans.values()
@@ -262,19 +262,19 @@ def test_nothing_kept_holds_an_array():
 
 def test_the_tables_do_not_grow_with_the_forms():
     op = pk.op("softmax", backend="triton")
-    remembered.forget()
+    cache.forget()
     op.choice.plans.limit = 8
     for n in range(1, 30):
         x = torch.randn(1, n)
         for _ in range(2):
             torch.testing.assert_close(op(x), torch.softmax(x, -1))
         assert len(op.choice.plans) <= 8
-    op.choice.plans.limit = remembered.Remembered().limit
+    op.choice.plans.limit = cache.BoundedCache().limit
 
 
 def test_threads_share_what_is_kept():
     op, wrong = pk.op("rmsnorm", backend="triton"), []
-    remembered.forget()
+    cache.forget()
 
     def serve(n):
         for i in range(12):

@@ -15,7 +15,7 @@ import pytest
 
 import portakern as pk
 from portakern import testing
-from portakern.core import registry, route, targets, tilings
+from portakern.core import dispatch, registry, targets, tilings
 from portakern.core.binder import unchecked
 from portakern.core.call import Call
 from portakern.core.explain import explain
@@ -282,11 +282,11 @@ def test_the_dispatch_names_the_portable_kernel_where_it_serves_few_queries():
     """20 queries of 5 heads are more rows than are shared out. The tiling stays this variant's, and so do all bits."""
     few, many = bound(1, 20, 1, 5, 1100, 64), bound(1, 200, 1, 5, 1100, 64)
     for named in (None, "hopper"):
-        candidates = route.find_routes(BACKEND, few, few.target, named)
-        found, tiling = route.pick(candidates, few, {})
+        candidates = dispatch.find_routes(BACKEND, few, few.target, named)
+        found, tiling = dispatch.pick(candidates, few, {})
         assert (found.impl.family.name, tiling) == ("gpu", tiling_of(few))
-        assert route.pick(candidates, many, {})[0].impl is VARIANT
-    of_gpu, _ = route.pick(route.find_routes(BACKEND, few, few.target, "gpu"), few, {})
+        assert dispatch.pick(candidates, many, {})[0].impl is VARIANT
+    of_gpu, _ = dispatch.pick(dispatch.find_routes(BACKEND, few, few.target, "gpu"), few, {})
     assert tilings.resolve(of_gpu.impl, few, {}).tiling != tiling, "who names gpu has its own tiles"
     ran: list[str] = []
     with recording(partial(on_the_host, ran=ran)):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import portakern as pk
-from portakern.core import registry, remembered
+from portakern.core import cache, registry
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[demo]'")
@@ -244,7 +244,7 @@ def test_a_training_step_works_no_call_out_anew(family, monkeypatch):
         return plan
 
     monkeypatch.setattr(plans, "planned", noted)
-    remembered.forget()  # what other tests learned of the same forms
+    cache.forget()  # what other tests learned of the same forms
     model, ids = small(family).train(), torch.randint(3, 40, (2, 9))
     with portakern.torch.apply(model, backend="triton"):
         for _ in range(3):

@@ -9,7 +9,8 @@ import traceback
 import pytest
 
 import portakern as pk
-from portakern.core import remembered
+from portakern.core import cache, dispatch
+from portakern.core import plan as plans
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
@@ -63,6 +64,29 @@ def test_a_warm_attention_call_enters_eight_files_before_its_kernel(driver, vari
     assert sum(f.startswith("<") for f in files) == 2, files  # what reads the signature, and the launch
 
 
+@pytest.mark.parametrize("watched", [False, True], ids=["alone", "differentiated"])
+def test_a_cold_call_decides_once_who_serves_it(driver, monkeypatch, watched):
+    call, asked = attention("gpu", watched), []
+    call()  # the first tensor of a process is not known for one
+
+    def noted(function):
+        def called(*args):
+            of = args[1] if function is dispatch.pick else args[0]
+            asked.append((function.__name__, of.spec.name))
+            return function(*args)
+
+        return called
+
+    monkeypatch.setattr(plans, "routes", noted(plans.routes))
+    monkeypatch.setattr(plans, "pick", noted(plans.pick))
+    cache.forget()
+    call()
+    assert asked == [("routes", "attention"), ("pick", "attention")]
+    asked.clear()
+    call(), call()
+    assert not asked
+
+
 def test_a_traceback_shows_the_launch_that_failed(driver):
     call = attention("gpu")
     for _ in range(WARM):
@@ -87,7 +111,7 @@ def test_the_lines_of_launches_go_with_what_is_remembered(driver):
             op(torch.ones(2, n))
     launches = [f for f in linecache.cache if f.startswith("<launch of softmax")]
     assert len(launches) == 10
-    remembered.forget()
+    cache.forget()
     gc.collect()
     assert not [f for f in linecache.cache if f.startswith("<launch of softmax")]
 

@@ -29,8 +29,8 @@ from portakern import testing  # noqa: E402
 from portakern.backends.pallas.decode import attention as decode  # noqa: E402
 from portakern.backends.pallas.lib.mosaic_gpu.flash import share_of  # noqa: E402
 from portakern.core import explain, targets, tilings  # noqa: E402
+from portakern.core.dispatch import Choice, find_routes  # noqa: E402
 from portakern.core.framework import frameworks  # noqa: E402
-from portakern.core.route import Choice, find_routes  # noqa: E402
 from portakern.core.targets import Target  # noqa: E402
 from portakern.errors import UnsupportedError  # noqa: E402
 from portakern.testing.subject import backend_subject  # noqa: E402

@@ -26,7 +26,7 @@ import portakern as pk  # noqa: E402
 from portakern import testing  # noqa: E402
 from portakern.backends.pallas.gpu import attention_vjp as ordered  # noqa: E402
 from portakern.backends.pallas.unordered import attention_vjp as unordered  # noqa: E402
-from portakern.core import route, targets, tilings  # noqa: E402
+from portakern.core import dispatch, targets, tilings  # noqa: E402
 from portakern.core.binder import unchecked  # noqa: E402
 from portakern.core.framework import frameworks  # noqa: E402
 from portakern.core.targets import Target  # noqa: E402
@@ -179,9 +179,9 @@ def abstract_call(batch, q_len, kv_heads, group, kv_len, d, dv=None, dtype="bflo
 
 def test_it_serves_calls_that_name_it_and_no_others():
     call = abstract_call(1, 260, 1, 2, 260, 128, is_causal=True)
-    names = [r.impl.family.name for r in route.find_routes(PALLAS, call, HOPPER, None)]
+    names = [r.impl.family.name for r in dispatch.find_routes(PALLAS, call, HOPPER, None)]
     assert "unordered" not in names and "gpu" in names
-    assert [r.impl.family.name for r in route.find_routes(PALLAS, call, HOPPER, "unordered")] == ["unordered"]
+    assert [r.impl.family.name for r in dispatch.find_routes(PALLAS, call, HOPPER, "unordered")] == ["unordered"]
     assert VARIANT.unordered == {"d_q": unordered.ADDED}
 
 

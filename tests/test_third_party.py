@@ -334,11 +334,11 @@ def test_our_own_kernels_are_not_looked_at_when_they_run(monkeypatch):
 
 
 def test_outputs_are_looked_at_once_a_form(monkeypatch):
-    from portakern.core import outputs, remembered
+    from portakern.core import cache, outputs
 
     seen, look = [], outputs.look
     monkeypatch.setattr(outputs, "look", lambda impl, call, out: (seen.append(call), look(impl, call, out)))
-    monkeypatch.setattr(remembered.Remembered.__init__, "__defaults__", (4,))
+    monkeypatch.setattr(cache.BoundedCache.__init__, "__defaults__", (4,))
     softmax = returning(lambda call: (np.ascontiguousarray(call.arrays["x"]) + 0,))
     for x in (X, X, X[:2], X.T, X.astype(np.float16)):
         softmax(x)

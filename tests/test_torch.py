@@ -181,8 +181,8 @@ def test_a_graph_of_the_first_call_of_a_form_is_decided_about_once(r, monkeypatc
     from portakern.frameworks.torch import eager
 
     decided = []
-    serve = eager.serve
-    monkeypatch.setattr(eager, "serve", lambda call, *a, **k: decided.append(call.spec.name) or serve(call, *a, **k))
+    decide = eager.decide
+    monkeypatch.setattr(eager, "decide", lambda call, choice: decided.append(call.spec.name) or decide(call, choice))
     sample = next(iter(r.small.values()))
     options = {n: v for n, v in sample.options.items() if r.spec.option(n).kind != "dtype"}
     op, arrays = pk.op(r.op, backend="triton"), tensors(r, sample)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import portakern as pk
-from portakern.core import observe, registry, remembered
+from portakern.core import cache, observe, registry
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
@@ -95,9 +95,9 @@ def test_unwanted_outputs_are_empty_tensors_and_wants_names_outputs():
 @pytest.mark.parametrize("r", [pytest.param(r, id=r.op) for r in records().values()])
 def test_later_calls_of_a_form_are_not_bound_again(r, monkeypatch):
     """And those of another form, options among it, are not taken for them."""
-    remembered.forget()
-    served, serve, found = [], custom_ops.serve, {}
-    monkeypatch.setattr(custom_ops, "serve", lambda *a: served.append(r.op) or serve(*a))
+    cache.forget()
+    served, decide, found = [], custom_ops.decide, {}
+    monkeypatch.setattr(custom_ops, "decide", lambda *a: served.append(r.op) or decide(*a))
     for turn in range(4):  # bound, learned, replayed
         before = len(served)
         for key in r.small:

@@ -10,7 +10,7 @@ import pytest
 
 import portakern as pk
 from portakern import testing
-from portakern.core import registry, route, targets, tilings
+from portakern.core import dispatch, registry, targets, tilings
 from portakern.core.backend import Backend
 from portakern.core.binder import unchecked
 from portakern.core.explain import explain
@@ -139,7 +139,7 @@ CALL = bound(1, 260, 1, 2, 260, 128, device="meta", is_causal=True)
 
 
 def variants(call: Any, variant: str | None = None) -> list[str]:
-    return [r.impl.family.name for r in route.find_routes(BACKEND, call, SM_90, variant)]
+    return [r.impl.family.name for r in dispatch.find_routes(BACKEND, call, SM_90, variant)]
 
 
 def test_it_serves_calls_that_name_it_and_no_others():

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from portakern import install
 from portakern.core import outputs
+from portakern.core.cache import BoundedCache, forget
 from portakern.core.framework import Framework, frameworks
 from portakern.core.observe import say
-from portakern.core.remembered import Remembered, forget
 from portakern.core.targets import HOST, Hardware, Target, find
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.spec import Spec, Tile
@@ -126,7 +126,7 @@ class Family:
       interprets: its kernels also run on CPU arrays, in an interpreter.
       needs: what must be installed beside the backend's own ``requires``, or the family is not there.
       compiler: the module that compiles its calls for hardware that is not here (see :class:`Compiler`), or None.
-      replays: "module:function" that runs a call and learns from it how to serve calls of its form in less time:
+      plans: "module:function" that runs a call and learns from it how to serve calls of its signature in less time:
         ``(implementation, call, tiling) -> (outputs, arrays by name -> outputs)``, None for what it cannot learn.
       lists: "module:function" that names the kernels of a call, in the order of their launches, without one:
         ``(implementation, call, tiling) -> names``; None: ``explain()`` names none.
@@ -145,7 +145,7 @@ class Family:
     interprets: bool = False
     needs: tuple[Need, ...] = ()
     compiler: str | None = None
-    replays: str | None = None
+    plans: str | None = None
     lists: str | None = None
     stages: str | None = None
     unstaged: str = "nothing makes its kernels part of another library's programs"
@@ -199,9 +199,9 @@ class Family:
         with _load(self.imports)() if self.imports else nullcontext():
             importlib.import_module(module)
 
-    def load_replays(self) -> Callable[..., Any] | None:
-        """The function that learns to serve calls of a form."""
-        return _load(self.replays) if self.replays else None
+    def load_planner(self) -> Callable[..., Any] | None:
+        """The function that learns to serve calls of a signature."""
+        return _load(self.plans) if self.plans else None
 
     def kernels(self, impl: Implementation, call: Call, tiling: Tiling) -> tuple[str, ...]:
         """The kernels that a call would launch, in their order; none where nothing lists them."""
@@ -332,7 +332,7 @@ class Implementation:
         it; else the name of the variant of its backend that does, and the tiling that this one runs with.
       ahead: the dtypes in which it was measured to take no longer, with its gradients, than the functions of an array
         library that come to the same one after the other. Who would put it in their place asks
-        (:func:`portakern.core.route.ahead`).
+        (:func:`portakern.core.dispatch.ahead`).
       unordered: outputs whose bits may change from one run of a call to the next, each with the reason in words. A
         variant that has such serves calls that name it, and no others; ``explain()`` says so, and the checker holds
         these outputs to their bounds alone, and all others to every promise.
@@ -359,7 +359,7 @@ class Implementation:
     delegate: Callable[[Call, Tiling], tuple[str, Tiling] | None] | None = None
     ahead: tuple[str, ...] = ()
     unordered: Mapping[str, str] = field(default_factory=dict)
-    _looked: Remembered[Any, bool] = field(default_factory=Remembered, init=False, repr=False)
+    _looked: BoundedCache[Any, bool] = field(default_factory=BoundedCache, init=False, repr=False)
 
     @functools.cached_property
     def ours(self) -> bool:
@@ -411,7 +411,7 @@ class Implementation:
 
     def run(self, call: Call, tiling: Tiling) -> tuple[Any, ...]:
         """``fn``, held to returning a tuple of the right length, and where others bring it to what is in that tuple,
-        the first time that a call of a form comes."""
+        the first time that a call of a signature comes."""
         out = self.fn(call, tiling)
         if not isinstance(out, tuple) or len(out) != len(call.spec.outputs):
             out = outputs.counted(self, call, out)

@@ -8,7 +8,7 @@ from typing import Any
 
 from portakern.core import registry
 from portakern.core.call import Call
-from portakern.core.route import Choice, Route, choose, find_routes, serving, taking, to_framework, why_not
+from portakern.core.dispatch import Choice, Route, choose, find_routes, serving, taking, to_framework, why_not
 from portakern.core.tilings import attempt
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.spec import ArrayArg

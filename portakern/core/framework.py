@@ -28,8 +28,8 @@ from portakern.spec.dtypes import DTYPES, numpy_dtype
 if TYPE_CHECKING:
     from portakern.core.backend import Implementation
     from portakern.core.call import Call
+    from portakern.core.dispatch import Choice
     from portakern.core.program import Program
-    from portakern.core.route import Choice
 
 __all__ = [
     "BY_TYPE",
@@ -62,7 +62,7 @@ class Framework:
       immutable: its arrays never change, so that none may share memory that somebody else may write to; donates: in
         words, how its users give an array's memory to a result instead.
       form: Python for all of an array ``{x}`` that decides how a call is served, as the elements of a tuple; empty: no
-        call's form is remembered (:mod:`portakern.core.signatures`). watched: Python for whether it may want a
+        call's signature is read (:mod:`portakern.core.signatures`). watched: Python for whether it may want a
         gradient. there: Python for whether the
         memory of an array that is here holds its values; it may name the ``{framework}``. Empty: it always does.
       resizes: its arrays can be given other memory in place, which they must own alone.
@@ -251,14 +251,11 @@ class Framework:
         """The outputs of a program of machine code on the library's arrays, as a part of its own program."""
         raise NotImplementedError
 
-    def differentiate(self, call: Call, choice: Choice) -> tuple[Any, ...]:
-        """The outputs of a call that :meth:`check` says is watched."""
+    def differentiate(self, call: Call, choice: Choice) -> tuple[tuple[Any, ...], Any]:
+        """The outputs of a call that :meth:`check` says is watched, and what was decided for it, to keep for calls of
+        its signature: ``call`` and ``serve`` as :class:`portakern.core.plan.Plan` has them; None where something is
+        left to decide each time."""
         raise NotImplementedError
-
-    def plan(self, call: Call, choice: Choice) -> Any:
-        """What :meth:`differentiate` decided for a call, to keep for calls of its form: ``call`` and ``serve`` as
-        :class:`portakern.core.serve.Plan` has them; None where something is left to decide each time."""
-        return None
 
     def trace(self, call: Call, choice: Choice) -> tuple[Any, ...]:
         """The outputs of a call whose arrays have no device yet: their target's platform is ``traced``."""

@@ -17,8 +17,8 @@ from typing import Any
 
 from portakern import install
 from portakern.core.backend import Backend
+from portakern.core.cache import forget
 from portakern.core.framework import frameworks
-from portakern.core.remembered import forget
 from portakern.errors import SpecError, UnavailableError
 from portakern.spec import Spec
 

@@ -1,7 +1,7 @@
-"""The form of a call: all of its arguments that decide how it is served, which is everything but the arrays' values.
+"""The signature of a call: all of its arguments that decide how it is served, everything but the arrays' values.
 
-Calls of one form are bound, routed and tiled alike, so that this is done for the first of them and kept
-(:class:`portakern.core.serve.Plan`). To read a form must cost less than what it saves: :func:`reader` writes a
+Calls of one signature are bound, routed and tiled alike, so that this is done for the first of them and kept
+(:class:`portakern.core.plan.Plan`). To read one must cost less than what it saves: :func:`reader` writes a
 straight-line function for each op and framework, as :mod:`portakern.core.binder` does.
 """
 
@@ -16,21 +16,19 @@ from portakern.core import codegen
 from portakern.core.framework import BY_TYPE, frameworks
 from portakern.spec import ArrayArg, Spec
 
-__all__ = ["Form", "option_form", "reader"]
+__all__ = ["Signature", "option_form", "reader"]
 
-Form = tuple[Any, ...]
+Signature = tuple[Any, ...]
 
 PLAIN = frozenset({bool, int, str, type(None)})
 """Kinds of values that are told apart by their kind and by what they equal."""
 
 
 @functools.cache
-def reader(spec: Spec[Any]) -> Callable[..., tuple[Form | None, dict[str, Any]]]:
-    """A function that takes an op's arguments and gives their form, and the arrays by name; None for the form where
-    arrays are of a framework whose calls have none, one of them is not in its memory as it is, or somebody steps in.
-    Last in
-    a form is which arrays want a
-    gradient, False where none gets one.
+def reader(spec: Spec[Any]) -> Callable[..., tuple[Signature | None, dict[str, Any]]]:
+    """A function that takes an op's arguments and gives their signature, and the arrays by name. Last in a signature is
+    which arrays want a gradient, False where none gets one. It is None where arrays are of a framework whose calls have
+    none, one of them is not in its memory as it is, or somebody steps in.
 
     It raises what any expression on wrong arguments may: TypeError, AttributeError, RuntimeError.
     """
@@ -60,7 +58,9 @@ def reader(spec: Spec[Any]) -> Callable[..., tuple[Form | None, dict[str, Any]]]
             f"        return ({', '.join([*parts, *options])}, seen), {{{arrays}}}",
         ]
     text = "\n".join([*lines, "    return None, {}"])
-    read: Callable[..., tuple[Form | None, dict[str, Any]]] = codegen.written(f"form of {spec.name}", text, env, "read")
+    read: Callable[..., tuple[Signature | None, dict[str, Any]]] = codegen.written(
+        f"signature of {spec.name}", text, env, "read"
+    )
     return read
 
 
@@ -69,7 +69,7 @@ def _of(a: ArrayArg, what: str, optional: str, framework: str = "") -> str:
     return optional.format(a.name, text) if a.optional else text
 
 
-def option_form(value: Any) -> Form:
+def option_form(value: Any) -> Signature:
     """What tells an option's value from every other: 1, 1.0 and True are equal and hash alike, and so are the zeros.
 
     Raises:

@@ -38,8 +38,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portakern.core import remembered
-from portakern.core.remembered import Remembered
+from portakern.core import cache
+from portakern.core.cache import BoundedCache
 from portakern.core.targets import HOST, family
 from portakern.errors import SpecError, UnsupportedError
 from portakern.files import cache_folder
@@ -102,7 +102,7 @@ class Resolved(NamedTuple):
         return told
 
 
-_kept: Remembered[tuple[Any, ...], Resolved] = Remembered(4096)
+_kept: BoundedCache[tuple[Any, ...], Resolved] = BoundedCache(4096)
 
 
 def resolve(impl: Implementation, call: Call, user: Mapping[str, int]) -> Resolved:
@@ -167,7 +167,7 @@ def own_table(backend: str, target: Target) -> Path:
 def forget() -> None:
     """Read tables anew: a file may have changed since it was last asked."""
     _table.cache_clear()
-    remembered.forget()
+    cache.forget()
 
 
 def _named(impl: Implementation, call: Call, user: Mapping[str, int]) -> Resolved:

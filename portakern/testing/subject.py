@@ -18,9 +18,9 @@ from portakern.core import registry, tilings
 from portakern.core.backend import ANY, Backend, Drawn, Implementation
 from portakern.core.binder import bind
 from portakern.core.call import Call
+from portakern.core.dispatch import to_framework
 from portakern.core.failing import Ended
 from portakern.core.framework import Framework, frameworks
-from portakern.core.route import to_framework
 from portakern.core.targets import HOST, Target
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.spec import Spec, Tile

@@ -24,7 +24,7 @@ from portakern.backends.triton.emulator import code_object, tree
 from portakern.backends.triton.emulator.faults import CompilerCrash
 from portakern.backends.triton.emulator.machine import Program
 from portakern.core import targets
-from portakern.core.remembered import Remembered
+from portakern.core.cache import BoundedCache
 from portakern.core.targets import Hardware
 
 __all__ = ["ISA", "compiled", "counted", "emulated", "forget", "planted"]
@@ -37,7 +37,7 @@ KERNARG_ALIGNMENT = 64
 Value = tuple[str, str, Any]
 """An argument of a launch: its name, Triton's type, and what is passed."""
 
-_programs: Remembered[tuple[str, ...], Program] = Remembered(48)
+_programs: BoundedCache[tuple[str, ...], Program] = BoundedCache(48)
 _plant: Callable[[Program, list[Value]], list[Value] | None] | None = None
 _one_at_a_time = threading.RLock()  # machine.c keeps what it works on to itself
 

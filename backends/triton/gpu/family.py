@@ -12,7 +12,7 @@ FAMILY = Family(
             "portakern.backends.triton.emulator.profile:emulated", ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
         )
     },
-    replays="portakern.backends.triton.plan:learn",
+    plans="portakern.backends.triton.plan:learn",
     lists="portakern.backends.triton.lowering:kernels",
     stages="portakern.backends.triton.lowering:stage",
     imports="portakern.backends.triton.imports:compiled",

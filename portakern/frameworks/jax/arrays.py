@@ -22,8 +22,8 @@ from portakern.spec.dtypes import numpy_dtype
 if TYPE_CHECKING:
     from portakern.core.backend import Implementation
     from portakern.core.call import Call
+    from portakern.core.dispatch import Choice
     from portakern.core.program import Program
-    from portakern.core.route import Choice
 
 __all__ = ["Jax", "refuse_deleted", "refuse_forked"]
 

@@ -39,12 +39,12 @@ from portakern.core.backend import Backend, Implementation
 from portakern.core.batching import fold
 from portakern.core.binder import bind
 from portakern.core.call import Call
+from portakern.core.dispatch import Choice, Route, announce, choose, find_routes, gradient_choice, pick
 from portakern.core.framework import frameworks, host_framework
 from portakern.core.gradients import wiring
 from portakern.core.observe import OBSERVERS, Served, tell
 from portakern.core.oracle import degenerate_values, rounded_oracle
-from portakern.core.route import Choice, Route, announce, choose, find_routes, gradient_choice, pick
-from portakern.core.serve import call_through
+from portakern.core.plan import call_through
 from portakern.core.targets import Target, find
 from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.jax.sharding import mesh_axes, refused
@@ -286,7 +286,7 @@ def _backward(
     gradients: dict[str, Any] = {}
     if saved.wants:
         call = bind(wired.vjp, **given, **options, wants=saved.wants)
-        outputs = call_through(call, gradient_choice(static.backend, wired.vjp, static.choice))
+        outputs, _ = call_through(call, gradient_choice(static.backend, wired.vjp, static.choice))
         gradients = dict(zip((o.name for o in wired.vjp.outputs), outputs, strict=True))
     return tuple(gradients.get(wired.gradients.get(n, ""), wired.passed(n, given)) for n in static.given)
 

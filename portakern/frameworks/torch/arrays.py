@@ -23,7 +23,7 @@ from portakern.spec.dtypes import DTYPES, DTypeInfo
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
-    from portakern.core.route import Choice
+    from portakern.core.dispatch import Choice
 
 __all__ = ["Torch"]
 
@@ -316,15 +316,10 @@ class Torch(Framework):
 
     # --- who else sees the calls: autograd, torch.func, torch.compile, dispatch modes, autocast ---
 
-    def differentiate(self, call: Call, choice: Choice) -> tuple[Any, ...]:
+    def differentiate(self, call: Call, choice: Choice) -> tuple[tuple[Any, ...], Any]:
         from portakern.frameworks.torch import eager
 
         return eager.differentiate(call, choice)
-
-    def plan(self, call: Call, choice: Choice) -> Any:
-        from portakern.frameworks.torch import eager
-
-        return eager.plan_training(call, choice)
 
     def interposes(self, casts: bool) -> str | None:
         torch = sys.modules.get("torch")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function, unwrap_dead_wrappers
@@ -21,15 +21,16 @@ from portakern.core import registry
 from portakern.core.batching import Into, fold
 from portakern.core.binder import unchecked
 from portakern.core.call import Call
+from portakern.core.dispatch import Choice, gradient_choice, routes
 from portakern.core.framework import frameworks
 from portakern.core.gradients import Wiring, wiring
 from portakern.core.observe import say
-from portakern.core.route import Choice, gradient_choice, routes
 from portakern.errors import SpecError, UnsupportedError
 from portakern.spec import Spec
 
 __all__ = [
     "Arrays",
+    "Gradient",
     "Run",
     "Step",
     "autocast",
@@ -39,7 +40,6 @@ __all__ = [
     "over_samples",
     "refusal",
     "refuse_forward_mode",
-    "spendable",
     "spent",
 ]
 
@@ -244,33 +244,44 @@ def refuse_forward_mode(spec: Spec[Any]) -> str:
     )
 
 
-def gradient_of(call: Call, choice: Choice, differentiated: Sequence[str]) -> tuple[Wiring, Choice]:
+class Gradient(NamedTuple):
+    """What computes the gradients of an op's calls on one device.
+
+    Attributes:
+      wiring: how. choice: who serves the vjp. overwrites: whether whoever does writes over tensors.
+    """
+
+    wiring: Wiring
+    choice: Choice
+    overwrites: bool
+
+    def spendable(self, call: Call, choice: Choice) -> tuple[str, ...]:
+        """Those of the tensors that a forward call saves over which its gradients may be written (``over`` of
+        :class:`Step`)."""
+        return self.wiring.spent(call, choice.spends) if self.overwrites else ()
+
+
+def gradient_of(call: Call, choice: Choice, differentiated: Sequence[str]) -> Gradient:
     """What differentiates a call with respect to the arrays named, on the same backend. Where nothing does, the forward
     call says so and not a backward pass."""
     spec = call.spec
+    known: Gradient | None = choice.gradients.get(call.device)
+    candidates = None if known is not None else routes(call, choice)
     try:
         wired = wiring(spec)
         wired.wants(differentiated)
-        if call.device not in choice.gradients:
-            candidates = routes(call, choice)
+        if known is None:
             assert candidates is not None
             vjp = gradient_choice(candidates[0].impl.backend, wired.vjp, choice)
-            routes(call.replace(spec=wired.vjp), vjp)
-            choice.gradients[call.device] = vjp
+            found = routes(call.replace(spec=wired.vjp), vjp) or ()
+            overwrites = [r.impl.backend.oracle or (r.impl.overwrites and r.framework is call.framework) for r in found]
+            known = choice.gradients.keep(call.device, Gradient(wired, vjp, bool(found) and all(overwrites)))
     except UnsupportedError as e:
         name = differentiated[0]
         raise UnsupportedError(
             f"{spec.name}: {name} requires grad, and {e}; use torch.no_grad(), or pass {name}.detach()"
         ) from None
-    return wired, choice.gradients[call.device]
-
-
-def spendable(wired: Wiring, vjp: Choice, call: Call, choice: Choice) -> tuple[str, ...]:
-    """Those of the tensors that a forward call saves over which its gradients may be written (``over`` of
-    :class:`Step`), where whoever serves them writes over tensors."""
-    candidates = routes(call.replace(spec=wired.vjp), vjp) or ()
-    able = all(r.impl.backend.oracle or (r.impl.overwrites and r.framework is call.framework) for r in candidates)
-    return wired.spent(call, choice.spends) if able and candidates else ()
+    return known
 
 
 def spent(*tensors: Any) -> Any:

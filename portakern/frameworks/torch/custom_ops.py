@@ -29,13 +29,12 @@ from portakern.core import codegen, registry
 from portakern.core.backend import Backend
 from portakern.core.binder import unchecked
 from portakern.core.call import Call
+from portakern.core.dispatch import Choice
 from portakern.core.gradients import wiring
 from portakern.core.observe import OBSERVERS
+from portakern.core.plan import decide
 from portakern.core.refusals import check_option
-from portakern.core.remembered import Remembered
-from portakern.core.route import Choice, routes
-from portakern.core.serve import Plan, plan, serve
-from portakern.core.signatures import Form, reader
+from portakern.core.signatures import Signature, reader
 from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.torch import autograd
 from portakern.spec import Spec
@@ -223,7 +222,7 @@ def _flops(spec: Spec[Any]) -> Callable[..., int]:
     rules = _Rules(spec, define(spec))
 
     def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-        return int(spec.flops(rules.bind(args, kwargs)[1]))
+        return int(spec.flops(rules.bind(args, kwargs)))
 
     return count
 
@@ -248,8 +247,7 @@ class _Rules:
     def __init__(self, spec: Spec[Any], overload: Any) -> None:
         self.spec, self.overload = spec, overload
         self.names = tuple(o.name for o in spec.outputs)
-        self.form = reader(spec)
-        self.plans: Remembered[Form, Plan] = Remembered()
+        self.signature = reader(spec)
 
     def read(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -266,14 +264,18 @@ class _Rules:
                 raise SpecError(f"{self.spec.name}: wants names {name!r}; expected names among {', '.join(self.names)}")
         return arrays, options, wants
 
-    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Choice, Call]:
+    def choice(self, kwargs: Mapping[str, Any]) -> Choice:
+        """Who must serve a call, as its strings say."""
+        return _choice(self.spec, *(kwargs.get(r, "") for r in ROUTING[1:]))
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         arrays, options, wants = self.read(args, kwargs)
         if self.spec.is_vjp and wants:
             options["wants"] = wants
         call = unchecked(self.spec, **arrays, **options)
         if wants:
             call.wants = tuple(n for n in self.names if n in wants)
-        return _choice(self.spec, *(kwargs.get(r, "") for r in ROUTING[1:])), call
+        return call
 
     def pack(self, outputs: Sequence[Any], like: torch.Tensor) -> Any:
         """The outputs as the schema has them."""
@@ -281,32 +283,33 @@ class _Rules:
         return packed if len(packed) > 1 else packed[0]
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        form, arrays = self.form_of(args, kwargs)
-        known = None if form is None or OBSERVERS else self.plans.get(form)
+        signature, arrays = self.signature_of(args, kwargs)
+        choice = self.choice(kwargs)
+        known = None if signature is None or OBSERVERS else choice.plans.get(signature)
         if known is not None:
             return self.pack(known.serve(arrays), args[0])
-        choice, call = self.bind(args, kwargs)
+        call = self.bind(args, kwargs)
         call.framework.check(call)
-        candidates = routes(call, choice)
-        assert candidates is not None
-        outputs = serve(call, candidates, choice.tiling)
-        if form is not None and (decided := plan(call, choice)) is not None:
-            self.plans.keep(form, decided)
+        plan = decide(call, choice)
+        assert plan is not None
+        outputs = plan.begin(call)
+        if signature is not None and plan.lasting:
+            choice.plans.keep(signature, plan)
         return self.pack(outputs, args[0])
 
-    def form_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Form | None, dict[str, Any]]:
-        """The form of a call, of which wants and routing are a part here, and its arrays; None for one that is bound
-        each time."""
+    def signature_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Signature | None, dict[str, Any]]:
+        """The signature of a call, of which ``wants`` are a part here, and its arrays; None for one that is bound each
+        time."""
         try:
             arrays, options, wants = self.read(args, kwargs)
             said = {n: str(v) if isinstance(v, torch.dtype) else v for n, v in options.items()}
-            form, named = self.form(**arrays, **said, **({"wants": wants or None} if self.spec.is_vjp else {}))
+            found, named = self.signature(**arrays, **said, **({"wants": wants or None} if self.spec.is_vjp else {}))
         except (TypeError, AttributeError, RuntimeError):  # binding says in the op's words what is wrong
             return None, {}
-        return form and (form, wants, *(kwargs.get(r, "") for r in ROUTING[1:])), named
+        return found and (found, wants), named
 
     def fake(self, *args: Any, **kwargs: Any) -> Any:
-        _, call = self.bind(args, kwargs)
+        call = self.bind(args, kwargs)
         forms = ((name, shape, _DTYPES[dtype]) for name, (shape, dtype) in call.outputs.items())
         return self.pack(
             [torch.empty(s, dtype=d, device=call.device) if n in call.wants else None for n, s, d in forms], args[0]
@@ -325,12 +328,13 @@ class _Rules:
 
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
             return redispatch(*args, **kwargs)
-        choice, call = self.bind(args, kwargs)
+        choice, call = self.choice(kwargs), self.bind(args, kwargs)
         named = {n: a for n, a in call.arrays.items() if a is not None}
         wired, backward, training = None, None, call
         if not self.spec.is_vjp:
-            wired, vjp = autograd.gradient_of(call, choice, [n for n, a in named.items() if a.requires_grad])
-            backward, training = calling(wired.vjp, vjp), wired.training(call)
+            found = autograd.gradient_of(call, choice, [n for n, a in named.items() if a.requires_grad])
+            wired, training = found.wiring, found.wiring.training(call)
+            backward = calling(wired.vjp, found.choice)
 
         def forward(*tensors: Any) -> tuple[Any, ...]:
             given = dict(zip(named, tensors, strict=True))

@@ -11,19 +11,20 @@ import torch
 from portakern.core import codegen
 from portakern.core.binder import unchecked
 from portakern.core.call import Call
+from portakern.core.dispatch import Choice
 from portakern.core.gradients import Wiring
 from portakern.core.observe import OBSERVERS
-from portakern.core.route import Choice, routes
-from portakern.core.serve import plan, serve
-from portakern.core.signatures import Form, reader
+from portakern.core.plan import decide, serve
+from portakern.core.signatures import Signature, reader
 from portakern.frameworks.torch.autograd import (
+    TORCH,
     Arrays,
+    Gradient,
     Run,
     Step,
     differentiable,
     function,
     gradient_of,
-    spendable,
     spent,
     unseen,
 )
@@ -34,8 +35,9 @@ from portakern.spec import Spec
 __all__ = ["differentiate", "plan_training"]
 
 
-def differentiate(call: Call, choice: Choice, late: bool = False) -> tuple[Any, ...]:
-    """The outputs of a watched call in the spec's order, None for one that the call does not want.
+def differentiate(call: Call, choice: Choice, late: bool = False) -> tuple[tuple[Any, ...], Training | None]:
+    """The outputs of a watched call in the spec's order, None for one that the call does not want; and what was decided
+    for calls of its signature, where autograd alone watches.
 
     ``late``: what has no gradient is refused only when asked for one."""
     spec = call.spec
@@ -45,27 +47,31 @@ def differentiate(call: Call, choice: Choice, late: bool = False) -> tuple[Any, 
         tell_counters(spec)
         outputs = calling(spec, choice)(call.arrays, call.options, call.wants)
         given = dict(zip(call.wants, outputs, strict=True))
-        return tuple(given.get(o.name) for o in spec.outputs)
-    over: tuple[str, ...] = ()
+        return tuple(given.get(o.name) for o in spec.outputs), None
+    differentiated = [n for n, a in zip(names, arrays, strict=True) if a.requires_grad]
     wired: Wiring | None = None
     backward: Run | None = None
+    over: tuple[str, ...] = ()
     training = call
-    differentiated = [n for n, a in zip(names, arrays, strict=True) if a.requires_grad]
     if differentiated and torch.is_grad_enabled() and not late:
-        wired, vjp = gradient_of(call, choice, differentiated)
-        backward = _Backward(wired.vjp, vjp)  # a graph that is kept may be walked often
-        training, over = wired.training(call), spendable(wired, vjp, call, choice)
+        gradient = gradient_of(call, choice, differentiated)
+        made = None if OBSERVERS or not TORCH.undisturbed(False) else plan_training(call, choice, gradient)
+        if made is not None:
+            return made.serve(call.arrays), made
+        wired, over = gradient.wiring, gradient.spendable(call, choice)
+        backward = _Backward(wired.vjp, gradient.choice)  # a graph that is kept may be walked often
+        training = wired.training(call)
 
     def forward(*tensors: Any) -> tuple[Any, ...]:
         training.arrays = training.arrays | dict(zip(names, tensors, strict=True))
         training.framework.check(training)  # transforms of torch.func hide what they wrap
-        return tuple(o for o in _served(training, choice) if o is not None)
+        return tuple(o for o in serve(training, choice) if o is not None)
 
     again = functools.partial(_run, spec, choice, late)
     step = Step(spec, names, call.options, training.wants, wired, forward, backward, again, over=over)
     named = dict(zip(step.wants, differentiable(step, arrays), strict=True))
     step.forward = spent  # it holds the tensors, which a graph must not
-    return tuple(named[o.name] if o.name in call.wants else None for o in spec.outputs)
+    return tuple(named[o.name] if o.name in call.wants else None for o in spec.outputs), None
 
 
 def functionalized() -> bool:
@@ -76,10 +82,10 @@ def functionalized() -> bool:
 
 
 class Training:
-    """What was decided for calls of one form that autograd watches: a step that any of them may take.
+    """What was decided for calls of one signature that autograd watches: a step that any of them may take.
 
     Attributes:
-      call: such a call, without its arrays. serve: see :class:`portakern.core.serve.Plan`.
+      call: such a call, without its arrays. serve: see :class:`portakern.core.plan.Plan`.
     """
 
     __slots__ = ("_apply", "_names", "_step", "_wanted", "call")
@@ -95,25 +101,22 @@ class Training:
         return tuple([None if i is None else outputs[i] for i in self._wanted])
 
 
-def plan_training(call: Call, choice: Choice) -> Training | None:
-    """What :func:`differentiate` decided for a call that autograd alone watches."""
-    names = tuple(n for n, a in call.arrays.items() if a is not None)
-    differentiated = [n for n in names if call.arrays[n].requires_grad]
-    if not differentiated:
-        return None
-    wired, vjp = gradient_of(call, choice, differentiated)
+def plan_training(call: Call, choice: Choice, gradient: Gradient) -> Training | None:
+    """What is decided for calls that autograd alone watches; None where something is left to decide each time."""
+    wired = gradient.wiring
     training = wired.training(call)
-    kept = plan(training, choice)
-    if kept is None:
+    kept = decide(training, choice)
+    if kept is None or not kept.lasting:
         return None
+    names = tuple(n for n, a in call.arrays.items() if a is not None)
     absent = dict.fromkeys(call.arrays)
 
     def forward(*tensors: Any) -> tuple[Any, ...]:
         return tuple([o for o in kept.serve(absent | dict(zip(names, tensors, strict=True))) if o is not None])
 
     again = functools.partial(_run, call.spec, choice, False)
-    backward = _Backward(wired.vjp, vjp)
-    over = spendable(wired, vjp, call, choice)
+    backward = _Backward(wired.vjp, gradient.choice)
+    over = gradient.spendable(call, choice)
     step = _Again(call.spec, names, call.options, training.wants, wired, forward, backward, again, False, over)
     return Training(call, step)
 
@@ -123,7 +126,7 @@ Way = Callable[[tuple[Any, ...], Sequence[Any]], "tuple[Any, ...] | None"]
 
 
 class _Again(Step):
-    """A step that many calls of one form take. What they have in common is worked out for the first: where the saved
+    """A step that calls of one signature take. What they have in common is worked out for the first: where the saved
     tensors come from, and for each set of gradients that is asked for, how arguments and results of the vjp lie."""
 
     __slots__ = ("places", "ways")
@@ -199,11 +202,11 @@ def way(saved, cotangents):
     {saved} = saved
     {cotangents} = cotangents
     try:
-        form, given = read({arguments}, {options}wants=wants)
+        key, given = read({arguments}, {options}wants=wants)
     except RuntimeError:  # a tensor that cannot be asked: of is_grads_batched, or without memory of its own
         return None
-    known = None if form is None or form[-1] else plans.get(form)
-    if known is None:  # somebody looks at the gradients' own call, or it is the first of its form
+    known = None if key is None or key[-1] else plans.get(key)
+    if known is None:  # somebody looks at the gradients' own call, or it is the first of its signature
         return None
     out = known.serve(given)
     return {results}
@@ -211,7 +214,7 @@ def way(saved, cotangents):
 
 
 class _Backward:
-    """The gradients of calls of one form, most of which are of one form too."""
+    """The gradients of calls of one signature, most of which are of one signature too."""
 
     def __init__(self, spec: Spec[Any], choice: Choice) -> None:
         self.spec, self.choice, self.read = spec, choice, reader(spec)
@@ -220,29 +223,27 @@ class _Backward:
         if OBSERVERS or any(map(torch._C._functorch.is_legacy_batchedtensor, arrays.values())):
             return _run(self.spec, self.choice, True, arrays, options, wants)
         try:
-            form, given = self.read(**arrays, **options, wants=wants)
+            key, given = self.read(**arrays, **options, wants=wants)
         except RuntimeError:  # the long way materialises such a tensor, or says what is wrong with it
-            form, given = None, arrays
-        if form is None or form[-1]:  # somebody looks at the gradients' own call
+            key, given = None, arrays
+        if key is None or key[-1]:  # somebody looks at the gradients' own call
             return _run(self.spec, self.choice, True, arrays, options, wants)
-        known = self.choice.plans.get(form)
+        known = self.choice.plans.get(key)
         if known is None:
-            return self._first(form, arrays, options, wants)
+            return self._first(key, arrays, options, wants)
         return tuple([o for o in known.serve(given) if o is not None])
 
-    def _first(self, form: Form, arrays: Arrays, options: Mapping[str, Any], wants: tuple[str, ...]) -> tuple[Any, ...]:
+    def _first(
+        self, key: Signature, arrays: Arrays, options: Mapping[str, Any], wants: tuple[str, ...]
+    ) -> tuple[Any, ...]:
         call = _bound(self.spec, arrays, options, wants)
         call.framework.check(call)
-        outputs = _served(call, self.choice)
-        if (decided := plan(call, self.choice)) is not None:
-            self.choice.plans.keep(form, decided)
+        plan = decide(call, self.choice)
+        assert plan is not None
+        outputs = plan.begin(call)
+        if plan.lasting:
+            self.choice.plans.keep(key, plan)
         return tuple(o for o in outputs if o is not None)
-
-
-def _served(call: Call, choice: Choice) -> tuple[Any, ...]:
-    candidates = routes(call, choice)
-    assert candidates is not None
-    return serve(call, candidates, choice.tiling)
 
 
 def _bound(spec: Spec[Any], arrays: Arrays, options: Mapping[str, Any], wants: tuple[str, ...]) -> Call:
@@ -263,5 +264,5 @@ def _run(
     with named(spec.name, arrays.values()):
         call = _bound(spec, arrays, options, wants)
         watched = call.framework.check(call)
-        outputs = differentiate(call, choice, late) if watched else _served(call, choice)
+        outputs = differentiate(call, choice, late)[0] if watched else serve(call, choice)
     return tuple(o for o in outputs if o is not None)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from portakern.api import Op, op
-from portakern.core.route import Choice
+from portakern.core.dispatch import Choice
 from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.torch.memory import readable, unreadable
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from portakern.core.backend import Backend
 from portakern.core.binder import binder, misfit
-from portakern.core.route import Choice
+from portakern.core.dispatch import Choice
 from portakern.errors import UnsupportedError
 from portakern.frameworks.torch.memory import assumed
 from portakern.spec import Spec

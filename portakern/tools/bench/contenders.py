@@ -10,9 +10,9 @@ from portakern.api import op
 from portakern.core import registry
 from portakern.core.backend import Backend
 from portakern.core.call import Call
+from portakern.core.dispatch import pick, routes, to_framework
 from portakern.core.framework import Framework, frameworks
 from portakern.core.instruments import Instruments, Recorder
-from portakern.core.route import pick, routes, to_framework
 from portakern.core.targets import HOST, Target
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.spec import Spec

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from portakern.core.backend import Backend
+from portakern.core.dispatch import Choice
 from portakern.core.gradients import wiring
 from portakern.core.instruments import Recorder
-from portakern.core.route import Choice, routes
-from portakern.core.serve import serve
+from portakern.core.plan import serve
 from portakern.core.targets import Target
 from portakern.errors import UnsupportedError
 from portakern.tools.bench.contenders import Contender, Entry, Refused, contenders, here, ready
@@ -138,7 +138,7 @@ def of_gradient(forward: Inputs, lead: Backend, right: Callable[[Inputs], bool] 
     """
     choice, wired = Choice(lead), wiring(forward.spec)
     call = wired.training(forward.call)
-    outputs = serve(call, routes(call, choice) or (), {})
+    outputs = serve(call, choice)
     names = [o.name for o in forward.spec.outputs]
     inputs = for_gradient(forward, dict(zip(names, outputs, strict=True)))
     if not right(inputs):

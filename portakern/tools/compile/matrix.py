@@ -15,7 +15,7 @@ from portakern import results
 from portakern.core import registry, targets
 from portakern.core.backend import Backend, Family
 from portakern.core.call import Call
-from portakern.core.route import Choice
+from portakern.core.dispatch import Choice
 from portakern.errors import SpecError, UnsupportedError
 from portakern.tools.compile import abstract, cache, pool
 from portakern.tools.compile.build import Build

@@ -16,7 +16,7 @@ from typing import Any
 
 from portakern.core import registry, targets
 from portakern.core.backend import Backend, Family
-from portakern.core.route import Choice
+from portakern.core.dispatch import Choice
 from portakern.core.targets import Hardware
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.spec import Spec

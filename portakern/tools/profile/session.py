@@ -9,8 +9,8 @@ from typing import Any
 from portakern import sources
 from portakern.core import registry, targets
 from portakern.core.call import Call
+from portakern.core.dispatch import Choice
 from portakern.core.framework import frameworks
-from portakern.core.route import Choice
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.tools.bench import roof
 from portakern.tools.bench.contenders import Entry

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from portakern.core import registry
+from portakern.core.dispatch import choose
 from portakern.core.framework import frameworks
-from portakern.core.route import choose
 from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.torch.models.attention import Registered, somebodys
 from portakern.frameworks.torch.models.blocks import served_block

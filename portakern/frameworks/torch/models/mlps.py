@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from portakern.core import registry
+from portakern.core.dispatch import ahead
 from portakern.core.framework import frameworks
-from portakern.core.route import ahead
 from portakern.frameworks.torch.functions import kept_op, widened
 from portakern.frameworks.torch.models.prototypes import find, is_of_library
 from portakern.frameworks.torch.models.served import (

@@ -11,11 +11,11 @@ from typing import Any
 
 from portakern.core import registry
 from portakern.core.backend import Backend, Family, Implementation
+from portakern.core.cache import BoundedCache
 from portakern.core.call import Call
 from portakern.core.framework import Framework, convert, frameworks
 from portakern.core.observe import say
-from portakern.core.remembered import Remembered
-from portakern.core.signatures import Form
+from portakern.core.signatures import Signature
 from portakern.core.targets import HOST, Target
 from portakern.core.tilings import Resolved, resolve
 from portakern.errors import SpecError, UnsupportedError
@@ -55,17 +55,17 @@ class Choice:
     Attributes:
       backend, variant: the backend, and which of its variants of the op. tiling: overrides of the tiling.
       spends: arrays that nobody reads after the call but its gradients, which may be written over them.
-      found: what was found for calls of a framework and a device, all of one spec; gradients: the choice for the op
-        of the gradients, by device; plans: what was decided for calls of a form (:class:`portakern.core.serve.Plan`).
+      found: the routes of calls of a framework and a device, all of one spec; gradients: what computes the gradients of
+        such calls; plans: what was decided for calls of a signature (:class:`portakern.core.plan.Plan`).
     """
 
     backend: Backend | None = None
     variant: str | None = None
     tiling: dict[str, int] = field(default_factory=dict)
     spends: tuple[str, ...] = ()
-    found: Remembered[tuple[Framework, Any], tuple[Route, ...]] = field(default_factory=Remembered, repr=False)
-    gradients: Remembered[Any, Choice] = field(default_factory=Remembered, repr=False)
-    plans: Remembered[Form, Any] = field(default_factory=Remembered, repr=False)
+    found: BoundedCache[tuple[Framework, Any], tuple[Route, ...]] = field(default_factory=BoundedCache, repr=False)
+    gradients: BoundedCache[Any, Any] = field(default_factory=BoundedCache, repr=False)
+    plans: BoundedCache[Signature, Any] = field(default_factory=BoundedCache, repr=False)
 
     def _key(self) -> tuple[Any, ...]:
         return self.backend, self.variant, tuple(sorted(self.tiling.items())), self.spends

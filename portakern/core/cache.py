@@ -5,13 +5,13 @@ from __future__ import annotations
 import weakref
 from typing import Any, TypeVar
 
-__all__ = ["Remembered", "forget"]
+__all__ = ["BoundedCache", "forget"]
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Remembered(dict[K, V]):
+class BoundedCache(dict[K, V]):
     """A table that starts anew when it is full: it never grows with the shapes that a program meets, and a look-up
     costs what a dict's does, since none is written down."""
 
@@ -31,7 +31,7 @@ class Remembered(dict[K, V]):
         return value
 
 
-_tables: weakref.WeakSet[Remembered[Any, Any]] = weakref.WeakSet()
+_tables: weakref.WeakSet[BoundedCache[Any, Any]] = weakref.WeakSet()
 
 
 def forget() -> None:
