@@ -299,7 +299,7 @@ def test_who_asks_is_told_which_variant_leaves_a_call_to_which(monkeypatch):
     call = bound(1, 20, 1, 5, 1100, 64, device="meta")
     monkeypatch.setattr(type(call.framework), "target", lambda self, device: call.target)
     for variant in (None, "hopper"):
-        told = explain(call, route.Choice(BACKEND, variant))
+        told = explain(call, dispatch.Choice(BACKEND, variant))
         assert "implementation: portakern.backends.triton.gpu.attention" in told
         named = " (named)" if variant else ""
         assert f"variant hopper: leaves this call to gpu{named}\n" in told

@@ -5,6 +5,7 @@ import gc
 import linecache
 import sys
 import traceback
+from types import SimpleNamespace
 
 import pytest
 
@@ -85,6 +86,23 @@ def test_a_cold_call_decides_once_who_serves_it(driver, monkeypatch, watched):
     asked.clear()
     call(), call()
     assert not asked
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["alone", "differentiated"])
+def test_a_warm_attention_call_enters_eight_files_before_the_interpreter(monkeypatch, watched):
+    from portakern.backends.triton import interpreter
+
+    call, run = attention("gpu", watched), interpreter.run
+
+    def stop(*args, **kwargs):
+        sys.setprofile(None)
+        run(*args, **kwargs)
+
+    monkeypatch.setattr(interpreter, "run", stop)
+    for _ in range(WARM):
+        call()
+    files = entered(call, SimpleNamespace())
+    assert 5 <= len(files) <= 8, files
 
 
 def test_a_traceback_shows_the_launch_that_failed(driver):

@@ -154,11 +154,11 @@ def test_it_serves_calls_that_name_it_and_no_others():
 def test_gradients_go_where_the_forward_call_was_told():
     vjp, forward = CALL.spec, registry.find_spec("attention")
     for named, taken in (("unordered", "unordered"), ("gpu", "gpu"), (None, None)):
-        choice = route.Choice.of(forward, "triton", named, {"block_q": 64})
-        of = route.gradient_choice(BACKEND, vjp, choice)
+        choice = dispatch.Choice.of(forward, "triton", named, {"block_q": 64})
+        of = dispatch.gradient_choice(BACKEND, vjp, choice)
         assert (of.backend, of.variant, of.tiling) == (BACKEND, taken, {"block_q": 64})
-    named, softmax_vjp = route.Choice(BACKEND, "unordered"), registry.find_spec("softmax_vjp")
-    assert route.gradient_choice(BACKEND, softmax_vjp, named).variant is None, "it has no such gradients"
+    named, softmax_vjp = dispatch.Choice(BACKEND, "unordered"), registry.find_spec("softmax_vjp")
+    assert dispatch.gradient_choice(BACKEND, softmax_vjp, named).variant is None, "it has no such gradients"
     x = torch.ones(1, 8, 2, 16, requires_grad=True)
     pk.op("attention", backend="triton", variant="gpu")(x, x, x).sum().backward()
     with pytest.raises(pk.UnsupportedError, match="its variant 'unordered' is not for cpu"):
@@ -169,7 +169,7 @@ def test_explain_says_whose_bits_may_change(monkeypatch):
     monkeypatch.setattr(type(CALL.framework), "target", lambda self, device: SM_90)
 
     def told(call: Any, variant: str | None) -> str:
-        return explain(call, route.Choice.of(call.spec, "triton", variant, None))
+        return explain(call, dispatch.Choice.of(call.spec, "triton", variant, None))
 
     named, unnamed = told(CALL, "unordered"), told(CALL, None)
     assert f"  bits of d_q may change from run to run: {unordered.ADDED}" in named

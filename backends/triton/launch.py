@@ -63,9 +63,7 @@ def _launch(
     kernel: JITFunction[Any], grid: int, call: Call, args: tuple[Any, ...], constexprs: dict[str, Any]
 ) -> Handles | None:
     if call.interpret:
-        from portakern.backends.triton import interpreter
-
-        interpreter.run(kernel, grid, *args, **constexprs)
+        _interpreter().run(kernel, grid, *args, **constexprs)
         return None
     if RECORDERS:
         RECORDERS[-1](kernel, grid, args, constexprs)
@@ -77,6 +75,13 @@ def _launch(
 
         launcher = _launchers.setdefault(types, learn(kernel, args, constexprs))
     return launcher(grid, *args, **constexprs)
+
+
+@functools.cache
+def _interpreter() -> Any:
+    from portakern.backends.triton import interpreter
+
+    return interpreter
 
 
 @contextmanager

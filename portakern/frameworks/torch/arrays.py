@@ -336,9 +336,10 @@ class Torch(Framework):
         return "casts" if casts and core._is_any_autocast_enabled() else None
 
     def undisturbed(self, casts: bool) -> bool:
-        modes, tracing, transforms, casting, forward_ad, profiler = self._watchers
+        modes, tracing, transforms, casting, forward_ad, profiler, compiler = self._watchers
         return not (
             modes()
+            or compiler._is_compiling_flag  # torch.export may run Python as it is
             or tracing() is not None
             or transforms() is not None
             or forward_ad._current_level >= 0
@@ -356,6 +357,7 @@ class Torch(Framework):
         modes, tracing = core._len_torch_dispatch_stack, core._get_tracing_state
         return (
             modes, tracing, core._functorch.peek_interpreter_stack, core._is_any_autocast_enabled, forward_ad, profiler,
+            torch.compiler,
         )  # fmt: skip
 
     def watching(self) -> bool:
@@ -363,7 +365,7 @@ class Torch(Framework):
 
     def recording_python(self) -> bool:
         torch = sys.modules.get("torch")
-        return torch is not None and bool(torch.compiler.is_compiling())
+        return torch is not None and bool(torch.compiler.is_dynamo_compiling())
 
     def keep(self, op: Any) -> Any:
         return staging.keep(op)
