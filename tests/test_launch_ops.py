@@ -87,7 +87,7 @@ def test_the_benchmark_finds_what_an_op_launches():
     for _ in range(3):
         op(x)
     kernel, grid, args, constexprs = benchmark().launched(lambda: op(x))
-    assert kernel.__name__ == "softmax_kernel" and grid == 1 and args[0] is x and constexprs["tiles"] == 1
+    assert kernel.__name__ == "softmax_kernel" and grid == 1 and args[0] is x and constexprs["tile"].tiles == 1
 
 
 @gpu

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 __all__ = [
-    "SHAPES", "Rows", "aligned", "collapse", "contiguous_strides", "fresh", "fresh_like", "gathered", "pow2_at_least",
+    "SHAPES", "Rows", "Strides", "aligned", "collapse", "contiguous_strides", "fresh", "fresh_like", "gathered", "pow2_at_least",
     "result_like", "row_start", "rows_of", "walk_rows",
 ]  # fmt: skip
 
@@ -51,6 +51,14 @@ def row_start(x, row, rows_inner, x_outer, x_inner, flat: tl.constexpr, unit: tl
         return x + ((row // rows_inner) * aligned(x_outer, unit) + (row % rows_inner) * aligned(x_inner, unit))
 
 
+class Strides(NamedTuple):
+    """Of one array: between rows in their outer and in their inner dimension, and along a row."""
+
+    outer: int
+    inner: int
+    n: int
+
+
 class Rows(NamedTuple):
     """How a kernel walks the rows of several tensors of one shape.
 
@@ -58,14 +66,14 @@ class Rows(NamedTuple):
 
     Attributes:
       height: how many rows; inner: the extent of the inner row dimension; flat: the outer one has extent 1.
-      strides: for each tensor, and last for a contiguous result, its strides (outer, inner, along the row).
+      strides: for each tensor, and last for a contiguous result, its strides.
       step: what divides the rows' length and every distance between two of them.
     """
 
     height: int
     inner: int
     flat: bool
-    strides: tuple[tuple[int, ...], ...]
+    strides: tuple[Strides, ...]
     step: int
 
     def known(self, dtype: str) -> dict[str, Any]:
@@ -105,7 +113,10 @@ def rows_of(axis: int, shape: tuple[int, ...], *strides: tuple[int, ...]) -> Row
         return None
     outer, inner = ((1, 1) + extents)[-2:]
     # a single row keeps the stride that it has among others, and with it its layout and its bits
-    whole = tuple((*((0, shape[axis] * s[axis]) + step)[-2:], s[axis]) for s, step in zip(strides, steps, strict=True))
+    across_and_along = (
+        (*((0, shape[axis] * s[axis]) + step)[-2:], s[axis]) for s, step in zip(strides, steps, strict=True)
+    )
+    whole = tuple(Strides(a, b, c) for a, b, c in across_and_along)
     return Rows(
         outer * inner, inner, len(extents) < 2, whole, gcd(shape[axis], *(s for step in whole for s in step[:2]))
     )

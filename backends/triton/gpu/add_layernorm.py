@@ -20,11 +20,11 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu.add_rmsnorm import load_sum, sum_tiles
-from portakern.backends.triton.gpu.layernorm import default_tiling, join, key, scale_and_shift, supports
-from portakern.backends.triton.launch import accumulator, cdiv, launch
-from portakern.backends.triton.layout import aligned, fresh_like, result_like, row_start, walk_rows
-from portakern.backends.triton.lib.rows import centred, columns, told
+from portakern.backends.triton.gpu.add_rmsnorm import SumStrides, load_sum, sum_tiles
+from portakern.backends.triton.gpu.layernorm import Affine, default_tiling, join, key, scale_and_shift, supports
+from portakern.backends.triton.launch import cdiv, launch
+from portakern.backends.triton.layout import fresh_like, result_like, walk_rows
+from portakern.backends.triton.lib.rows import Extents, centred, own_rows, row_tile, start_of, whole_rows
 from portakern.spec import Tile
 
 if TYPE_CHECKING:
@@ -32,43 +32,38 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def add_layernorm_kernel(x, residual, weight, bias, y, total, rows, rows_inner, n, eps,
-                         x_outer, x_inner, x_n, residual_outer, residual_inner, residual_n, weight_n, bias_n,
-                         block_rows: tl.constexpr, block_n: tl.constexpr, tail: tl.constexpr, tiles: tl.constexpr,
-                         acc_dtype: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
-    n = aligned(n, unit)
-    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
-    x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None]
-    residual_row = row_start(residual, row, rows_inner, residual_outer, residual_inner, flat, unit)[:, None]
-    out, row_ok = (row * n)[:, None], (row < rows)[:, None]
+def add_layernorm_kernel(x, residual, weight, bias, y, total, extents, eps, strides, tile: tl.constexpr):
+    row, n = own_rows(extents, tile)
+    x_row = start_of(x, row, extents, strides.x, tile)
+    residual_row = start_of(residual, row, extents, strides.residual, tile)
+    out, row_ok = (row * n)[:, None], (row < extents.height)[:, None]
+    affine = Affine(weight, strides.weight, bias, strides.bias)
 
-    if tiles:
-        lane, inside = columns(0, n, block_n, tail)
-        col, ok = [a[None, :] for a in lane], [row_ok & a[None, :] for a in inside]
-        s = sum_tiles(x_row, x_n, residual_row, residual_n, total + out, col, ok, acc_dtype)
-        d, r = centred(s, ok, n, eps, tiles)
-        for i in tl.static_range(tiles):
-            normed = scale_and_shift(d[i] * r, weight, bias, weight_n, bias_n, lane[i], inside[i], acc_dtype, unit)
+    if tile.tiles:
+        lane, inside, col, ok = whole_rows(n, row_ok, tile)
+        s = sum_tiles(x_row, residual_row, strides, total + out, col, ok, tile.acc_dtype)
+        d, r = centred(s, ok, n, eps)
+        for i in tl.static_range(len(col)):
+            normed = scale_and_shift(d[i] * r, affine, lane[i], inside[i], tile)
             tl.store(y + out + col[i], normed.to(y.dtype.element_ty), mask=ok[i])
     else:
-        lane = tl.arange(0, block_n).to(tl.int64)
+        lane = tl.arange(0, tile.block_n).to(tl.int64)
         col = lane[None, :]
-        mean, m2 = tl.zeros([block_rows], acc_dtype), tl.zeros([block_rows], acc_dtype)
-        for start in range(0, tl.cast(n, tl.int64), block_n):
+        mean = tl.full([tile.block_rows], 0.0, tile.acc_dtype)
+        m2 = mean
+        for start in range(0, tl.cast(n, tl.int64), tile.block_n):
             at = start + col
             ok = row_ok & (at < n)
-            s = load_sum(x_row + at * x_n, residual_row + at * residual_n, ok, acc_dtype)
-            mean, m2 = join(mean, m2, s, ok, start, n, block_n, acc_dtype)
+            s = load_sum(x_row, residual_row, at, strides, ok, tile.acc_dtype)
+            mean, m2 = join(mean, m2, s, ok, start, n, tile)
         r = tl.rsqrt(m2 / n + eps)
-        for start in range(0, tl.cast(n, tl.int64), block_n):
+        for start in range(0, tl.cast(n, tl.int64), tile.block_n):
             at = start + col
             ok = row_ok & (at < n)
-            s = load_sum(x_row + at * x_n, residual_row + at * residual_n, ok, acc_dtype)
+            s = load_sum(x_row, residual_row, at, strides, ok, tile.acc_dtype)
             tl.store(total + out + at, s.to(total.dtype.element_ty), mask=ok)
             xh = (s - mean[:, None]) * r[:, None]
-            normed = scale_and_shift(
-                xh, weight, bias, weight_n, bias_n, start + lane, start + lane < n, acc_dtype, unit
-            )
+            normed = scale_and_shift(xh, affine, start + lane, start + lane < n, tile)
             tl.store(y + out + at, normed.to(y.dtype.element_ty), mask=ok)
 
 
@@ -86,6 +81,6 @@ def add_layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     (x, residual), rows = walk_rows(x.ndim - 1, x, residual)
     weight_n, bias_n = (0 if w is None else w.stride(0) for w in (weight, bias))
     launch(add_layernorm_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, residual, weight, bias, y, total,
-           rows.height, rows.inner, n, call.options["eps"], *rows.strides[0], *rows.strides[1], weight_n, bias_n,
-           acc_dtype=accumulator(call.dtype), **told(call, n, tiling), **rows.known(call.dtype))  # fmt: skip
+           Extents(rows.height, rows.inner, n), call.options["eps"], SumStrides(rows.strides[0], rows.strides[1], weight_n, bias_n),
+           tile=row_tile(call, rows, n, tiling), num_warps=tiling["num_warps"])  # fmt: skip
     return y, total

@@ -15,23 +15,26 @@ a pairwise algorithm for computing sample variances" (1979), equation 2.1.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.launch import accumulator, cdiv, launch
-from portakern.backends.triton.layout import aligned, fresh_like, row_start, walk_rows
+from portakern.backends.triton.launch import cdiv, launch
+from portakern.backends.triton.layout import fresh_like, walk_rows
 from portakern.backends.triton.lib.rows import (
+    Extents,
     centred,
-    columns,
     load_columns,
     load_tiles,
+    own_rows,
     places_of,
     refuse_rows,
+    row_tile,
+    start_of,
     tile_rows,
-    walked,
+    whole_rows,
 )
 from portakern.spec import Tile
 
@@ -39,31 +42,40 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 
+class Affine(NamedTuple):
+    """What follows a norm: weight and bias with their strides. Either may be None."""
+
+    weight: Any
+    weight_n: Any
+    bias: Any
+    bias_n: Any
+
+
 @triton.jit
-def beside(w, step, lane, inside, acc_dtype: tl.constexpr, unit: tl.constexpr):
+def beside(w, step, lane, inside, tile: tl.constexpr):
     """What w has in columns ``lane``, those ``inside``. Where rows begin anywhere, it is read along an axis of its own,
     since in a tile it would share the layout of the rows, which is one of narrow accesses."""
-    if unit == 1:
-        return tl.load(w + lane * step, mask=inside, other=0.0).to(acc_dtype)[None, :]
+    if tile.unit == 1:
+        return tl.load(w + lane * step, mask=inside, other=0.0).to(tile.acc_dtype)[None, :]
     else:
-        return tl.load(w + lane[None, :] * step, mask=inside[None, :], other=0.0).to(acc_dtype)
+        return tl.load(w + lane[None, :] * step, mask=inside[None, :], other=0.0).to(tile.acc_dtype)
 
 
 @triton.jit
-def scale_and_shift(xh, weight, bias, weight_n, bias_n, lane, inside, acc_dtype: tl.constexpr, unit: tl.constexpr):
+def scale_and_shift(xh, affine, lane, inside, tile: tl.constexpr):
     """xh * weight + bias in columns ``lane``, those ``inside``, without those of the two that are None."""
-    if weight is not None:
-        xh = xh * beside(weight, weight_n, lane, inside, acc_dtype, unit)
-    if bias is not None:
-        xh = xh + beside(bias, bias_n, lane, inside, acc_dtype, unit)
+    if affine.weight is not None:
+        xh = xh * beside(affine.weight, affine.weight_n, lane, inside, tile)
+    if affine.bias is not None:
+        xh = xh + beside(affine.bias, affine.bias_n, lane, inside, tile)
     return xh
 
 
 @triton.jit
-def join(mean, m2, t, ok, start, n, block_n: tl.constexpr, acc_dtype: tl.constexpr):
+def join(mean, m2, t, ok, start, n, tile: tl.constexpr):
     """The mean and the sum of squares about it of what rows have shown before column ``start``, and of the block t
     there."""
-    width = tl.minimum(n - start, block_n).to(acc_dtype)
+    width = tl.minimum(n - start, tile.block_n).to(tile.acc_dtype)
     own = tl.sum(t, 1) / width
     own += tl.sum(tl.where(ok, t - own[:, None], 0.0), 1) / width
     d = tl.where(ok, t - own[:, None], 0.0)
@@ -74,24 +86,26 @@ def join(mean, m2, t, ok, start, n, block_n: tl.constexpr, acc_dtype: tl.constex
 
 
 @triton.jit
-def moments_of_long_rows(x_row, x_n, n, row_ok, block_n: tl.constexpr, deep: tl.constexpr, acc_dtype: tl.constexpr):
+def moments_of_long_rows(x_row, x_n, n, row_ok, tile: tl.constexpr):
     """The mean and the sum of squares about it of rows that are read ``block_n`` numbers at a time: those of each place
     of a tile, of which no other is asked, and at last of all of them."""
-    places: tl.constexpr = block_n // deep
-    col, mean, n, whole = places_of(n, row_ok, block_n, deep, acc_dtype)
+    places: tl.constexpr = tile.block_n // tile.deep
+    col, mean, n, whole = places_of(n, row_ok, tile)
     m2 = mean
     for ends in tl.static_range(2):
-        for start in range(whole if ends else 0, n if ends else whole, block_n):
-            t = load_columns(x_row, start, col, x_n, n, row_ok, ends, 0.0, acc_dtype, deep)
-            before = (start // places).to(acc_dtype)
-            count = numbers_at(n - start, col, places).to(acc_dtype) if ends else tl.cast(deep, acc_dtype)
+        for start in range(whole if ends else 0, n if ends else whole, tile.block_n):
+            t = load_columns(x_row, start, col, x_n, n, row_ok, ends, 0.0, tile)
+            before = (start // places).to(tile.acc_dtype)
+            count = (
+                numbers_at(n - start, col, places).to(tile.acc_dtype) if ends else tl.cast(tile.deep, tile.acc_dtype)
+            )
             own = t[0]
-            for i in tl.static_range(1, deep):
+            for i in tl.static_range(1, len(t)):
                 own += t[i]
             count_or_one = tl.maximum(count, 1.0) if ends else count
             own = own / count_or_one
             rest = tl.zeros_like(own)
-            for i in tl.static_range(deep):
+            for i in tl.static_range(len(t)):
                 d = t[i] - own
                 if ends:
                     d = tl.where(start + i * places + col < n, d, 0.0)
@@ -100,7 +114,7 @@ def moments_of_long_rows(x_row, x_n, n, row_ok, block_n: tl.constexpr, deep: tl.
             shift, share = own - mean, count / (before + count)
             if ends:
                 share = tl.where(count > 0, share, 0.0)
-            for i in tl.static_range(deep):
+            for i in tl.static_range(len(t)):
                 d = t[i] - own
                 if ends:
                     d = tl.where(start + i * places + col < n, d, 0.0)
@@ -108,7 +122,7 @@ def moments_of_long_rows(x_row, x_n, n, row_ok, block_n: tl.constexpr, deep: tl.
             m2 += shift * (shift * (before * share))
             moved = mean + shift * share
             mean = tl.where((start == 0) & (count > 0), own, moved)
-    count = numbers_at(n, col, places).to(acc_dtype)
+    count = numbers_at(n, col, places).to(tile.acc_dtype)
     middle = tl.sum(mean * count, 1) / n
     middle += tl.sum((mean - middle[:, None]) * count, 1) / n
     shift = mean - middle[:, None]
@@ -130,49 +144,42 @@ def narrowed(values, x, narrow: tl.constexpr):
 
 
 @triton.jit
-def normalise_long_rows(x_row, x_n, y_row, weight, weight_n, bias, bias_n, mean, r, n, row_ok,
-                        block_n: tl.constexpr, deep: tl.constexpr, narrow: tl.constexpr, acc_dtype: tl.constexpr,
-                        unit: tl.constexpr):  # fmt: skip
+def normalise_long_rows(x_row, x_n, y_row, affine, mean, r, n, row_ok, narrow: tl.constexpr, tile: tl.constexpr):
     """(x - mean) r weight + bias of long rows, from their ends, where what was read last is still near."""
-    places: tl.constexpr = block_n // deep
+    places: tl.constexpr = tile.block_n // tile.deep
     lane = tl.arange(0, places).to(tl.int64)  # an axis of its own, for the weights
-    _, _, n, whole = places_of(n, row_ok, block_n, deep, acc_dtype)
+    _, _, n, whole = places_of(n, row_ok, tile)
     for others in tl.static_range(2):
-        for back in range(0, whole if others else n - whole, block_n):
-            start = whole - block_n - back if others else whole
-            t = load_columns(x_row, start, lane[None, :], x_n, n, row_ok, not others, 0.0, acc_dtype, deep)
-            for i in tl.static_range(deep):
+        for back in range(0, whole if others else n - whole, tile.block_n):
+            start = whole - tile.block_n - back if others else whole
+            t = load_columns(x_row, start, lane[None, :], x_n, n, row_ok, not others, 0.0, tile)
+            for i in tl.static_range(len(t)):
                 at = start + i * places + lane
                 inside = tl.full([places], 1, tl.int1) if others else at < n
                 xh = t[i] * r[:, None] if mean is None else (t[i] - mean[:, None]) * r[:, None]
                 xh = narrowed(xh, y_row, narrow)
-                out = scale_and_shift(xh, weight, bias, weight_n, bias_n, at, inside, acc_dtype, unit)
+                out = scale_and_shift(xh, affine, at, inside, tile)
                 tl.store(y_row + at[None, :], out.to(y_row.dtype.element_ty), mask=row_ok & inside[None, :])
 
 
 @triton.jit
-def layernorm_kernel(x, weight, bias, y, rows, rows_inner, n, eps,
-                     x_outer, x_inner, x_n, weight_n, bias_n,
-                     block_rows: tl.constexpr, block_n: tl.constexpr, tail: tl.constexpr, tiles: tl.constexpr,
-                     deep: tl.constexpr, acc_dtype: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
-    n = aligned(n, unit)
-    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
-    x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)
-    x_row, y_row, row_ok = x_row[:, None], (y + row * n)[:, None], (row < rows)[:, None]
+def layernorm_kernel(x, weight, bias, y, extents, eps, x_strides, weight_n, bias_n, tile: tl.constexpr):
+    row, n = own_rows(extents, tile)
+    x_row = start_of(x, row, extents, x_strides, tile)
+    y_row, row_ok = (y + row * n)[:, None], (row < extents.height)[:, None]
+    affine = Affine(weight, weight_n, bias, bias_n)
 
-    if tiles:
-        lane, inside = columns(0, n, block_n, tail)
-        col, ok = [a[None, :] for a in lane], [row_ok & a[None, :] for a in inside]
-        t = load_tiles(x_row, x_n, col, ok, 0.0, acc_dtype)
-        d, r = centred(t, ok, n, eps, tiles)
-        for i in tl.static_range(tiles):
-            out = scale_and_shift(d[i] * r, weight, bias, weight_n, bias_n, lane[i], inside[i], acc_dtype, unit)
+    if tile.tiles:
+        lane, inside, col, ok = whole_rows(n, row_ok, tile)
+        t = load_tiles(x_row, x_strides.n, col, ok, 0.0, tile.acc_dtype)
+        d, r = centred(t, ok, n, eps)
+        for i in tl.static_range(len(t)):
+            out = scale_and_shift(d[i] * r, affine, lane[i], inside[i], tile)
             tl.store(y_row + col[i], out.to(y.dtype.element_ty), mask=ok[i])
     else:
-        mean, total = moments_of_long_rows(x_row, x_n, n, row_ok, block_n, deep, acc_dtype)
+        mean, total = moments_of_long_rows(x_row, x_strides.n, n, row_ok, tile)
         r = tl.rsqrt(total / n + eps)
-        normalise_long_rows(x_row, x_n, y_row, weight, weight_n, bias, bias_n, mean, r, n, row_ok, block_n, deep,
-                            False, acc_dtype, unit)  # fmt: skip
+        normalise_long_rows(x_row, x_strides.n, y_row, affine, mean, r, n, row_ok, False, tile)
 
 
 def key(call: Call) -> dict[str, str | int]:
@@ -193,7 +200,7 @@ def layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     y = fresh_like(x)
     (x,), rows = walk_rows(x.ndim - 1, x)
     weight_n, bias_n = (0 if w is None else w.stride(0) for w in (weight, bias))
-    launch(layernorm_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, weight, bias, y, rows.height, rows.inner,
-           n, call.options["eps"], *rows.strides[0], weight_n, bias_n, acc_dtype=accumulator(call.dtype),
-           **walked(call, n, tiling), **rows.known(call.dtype))  # fmt: skip
+    launch(layernorm_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, weight, bias, y,
+           Extents(rows.height, rows.inner, n), call.options["eps"], rows.strides[0], weight_n, bias_n,
+           tile=row_tile(call, rows, n, tiling), num_warps=tiling["num_warps"])  # fmt: skip
     return (y,)

@@ -16,25 +16,29 @@ variances" (1979), equation 2.1.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu.layernorm import key
-from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, shared_limit
-from portakern.backends.triton.layout import Rows, aligned, fresh, pow2_at_least, row_start, walk_rows
+from portakern.backends.triton.launch import cdiv, lanes, launch, shared_limit
+from portakern.backends.triton.layout import Rows, Strides, aligned, fresh, pow2_at_least, walk_rows
 from portakern.backends.triton.lib.column_sums import add_up, scratch
 from portakern.backends.triton.lib.rows import (
-    blocks,
+    Extents,
+    GroupedExtents,
+    block_tile,
     centred,
     columns,
     load_tiles,
-    parts_of,
+    own_rows,
     refuse_rows,
     row_sum,
-    told,
+    shared_tile,
+    start_of,
+    tiles_of,
 )
 from portakern.spec import Tile
 
@@ -49,25 +53,32 @@ is. H100, layernorm_vjp in bfloat16: 4095 x 4097 93.7 us, 101.4 in one tile; 409
 1024 x 8195 117 and 97 in blocks; aligned rows of 6144 spill."""
 
 
+class GradientStrides(NamedTuple):
+    """Of what a norm's gradient reads; 0 for what is absent."""
+
+    x: Strides
+    d_y: Strides
+    weight: int
+    past: Strides
+
+
 @triton.jit
 def layernorm_vjp_statistics_kernel(
-    x, d_y, weight, stats, rows, rows_inner, n, eps, x_outer, x_inner, x_n, d_y_outer, d_y_inner, d_y_n, weight_n,
-    block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr,
-):  # fmt: skip
+    x, d_y, weight, stats, extents, eps, x_strides, d_y_strides, weight_n, tile: tl.constexpr
+):
     """stats: (4, rows): mean, r and, where d_y is given, mean(h) and mean(h xh) of each row."""
-    n = aligned(n, unit)
-    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
-    row_ok = row < rows
-    x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None]
+    row, n = own_rows(extents, tile)
+    row_ok = row < extents.height
+    x_row = start_of(x, row, extents, x_strides, tile)
     if d_y is not None:
-        d_y_row = row_start(d_y, row, rows_inner, d_y_outer, d_y_inner, flat, unit)[:, None]
-    mean, m2 = tl.zeros([block_rows], acc_dtype), tl.zeros([block_rows], acc_dtype)  # m2: sum of (x - mean)^2 so far
-    h_sum, hx = tl.zeros([block_rows], acc_dtype), tl.zeros([block_rows], acc_dtype)  # hx: sum of h (x - mean) so far
-    for start in range(0, tl.cast(n, tl.int64), block_n):
-        lane = start + tl.arange(0, block_n)
+        d_y_row = start_of(d_y, row, extents, d_y_strides, tile)
+    mean = tl.full([tile.block_rows], 0.0, tile.acc_dtype)
+    m2, h_sum, hx = mean, mean, mean  # so far the sums of (x - mean)^2, of h and of h (x - mean)
+    for start in range(0, tl.cast(n, tl.int64), tile.block_n):
+        lane = start + tl.arange(0, tile.block_n)
         col, ok = lane[None, :], row_ok[:, None] & (lane < n)[None, :]
-        before, here = tl.cast(start, acc_dtype), tl.cast(min(n - start, block_n), acc_dtype)
-        t = tl.load(x_row + col * x_n, mask=ok, other=0.0).to(acc_dtype)
+        before, here = tl.cast(start, tile.acc_dtype), tl.cast(min(n - start, tile.block_n), tile.acc_dtype)
+        t = tl.load(x_row + col * x_strides.n, mask=ok, other=0.0).to(tile.acc_dtype)
         tile_mean = tl.sum(t, 1) / here
         tile_mean += tl.sum(tl.where(ok, t - tile_mean[:, None], 0.0), 1) / here
         d = tl.where(ok, t - tile_mean[:, None], 0.0)
@@ -76,9 +87,9 @@ def layernorm_vjp_statistics_kernel(
         # delta is squared last: it is the whole mean in the first tile, where its weight is 0.
         m2 += tl.sum(d * d, 1) + delta * (step * before)
         if d_y is not None:
-            h = tl.load(d_y_row + col * d_y_n, mask=ok, other=0.0).to(acc_dtype)
+            h = tl.load(d_y_row + col * d_y_strides.n, mask=ok, other=0.0).to(tile.acc_dtype)
             if weight is not None:
-                h = h * tl.load(weight + lane * weight_n, mask=lane < n, other=0.0).to(acc_dtype)[None, :]
+                h = h * tl.load(weight + lane * weight_n, mask=lane < n, other=0.0).to(tile.acc_dtype)[None, :]
             tile_h = tl.sum(h, 1)
             hx += tl.sum(h * d, 1) + ((delta - step) * tile_h - step * h_sum)  # both sums, about the new mean
             h_sum += tile_h
@@ -86,45 +97,42 @@ def layernorm_vjp_statistics_kernel(
     r = tl.rsqrt(m2 / n + eps)
     out = stats + row
     tl.store(out, mean, mask=row_ok)
-    tl.store(out + rows, r, mask=row_ok)
+    tl.store(out + extents.height, r, mask=row_ok)
     if d_y is not None:
-        tl.store(out + tl.cast(rows, tl.int64) * 2, h_sum / n, mask=row_ok)
-        tl.store(out + tl.cast(rows, tl.int64) * 3, r * (hx / n), mask=row_ok)
+        tl.store(out + tl.cast(extents.height, tl.int64) * 2, h_sum / n, mask=row_ok)
+        tl.store(out + tl.cast(extents.height, tl.int64) * 3, r * (hx / n), mask=row_ok)
 
 
 @triton.jit
-def layernorm_vjp_kernel(d_y, x, weight, past, stats, d_x, d_weights, d_biases, rows, rows_inner, group, parts, n, eps,
-                         x_outer, x_inner, x_n, d_y_outer, d_y_inner, d_y_n, weight_n,
-                         past_outer, past_inner, past_n,
-                         block_rows: tl.constexpr, block_n: tl.constexpr, tail: tl.constexpr, tiles: tl.constexpr,
-                         acc_dtype: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr,
-                         stages: tl.constexpr):  # fmt: skip
+def layernorm_vjp_kernel(
+    d_y, x, weight, past, stats, d_x, d_weights, d_biases, extents, eps, strides, tile: tl.constexpr
+):
     """d_weights, d_biases: (groups, n) partial sums.
 
     Any of the three results may be None; x is None where d_bias alone is wanted. past: a cotangent of x itself, which
     went past the norm, or None. stats: None where a program keeps whole rows, else it has one of ``parts`` of them.
     """
-    n = aligned(n, unit)
-    part, at = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
+    n, rows = aligned(extents.n, tile.unit), extents.height
+    part, at = (tl.program_id(0) // extents.parts).to(tl.int64), tl.program_id(0) % extents.parts
     # Columns on one axis, which gives them a layout of their own where rows of x are not aligned and weight is.
-    lane, inside = columns(at.to(tl.int64) * block_n, n, block_n, tail)
+    lane, inside = columns(at.to(tl.int64) * tile.block_n, n, tile)
     col = [k[None, :] for k in lane]
     if weight is not None:
-        w = [k[None, :] for k in load_tiles(weight, weight_n, lane, inside, 0.0, acc_dtype)]
-    w_sum = [tl.zeros([block_rows, k.shape[0]], acc_dtype) for k in lane]
-    b_sum = [tl.zeros([block_rows, k.shape[0]], acc_dtype) for k in lane]
-    first = part * group
-    for start in tl.range(first, min(first + group, rows), block_rows, num_stages=stages):
-        row = start + tl.arange(0, block_rows)
+        w = [k[None, :] for k in load_tiles(weight, strides.weight, lane, inside, 0.0, tile.acc_dtype)]
+    w_sum = [tl.full([tile.block_rows, k.shape[0]], 0.0, tile.acc_dtype) for k in lane]
+    b_sum = [tl.full([tile.block_rows, k.shape[0]], 0.0, tile.acc_dtype) for k in lane]
+    first = part * extents.group
+    for start in tl.range(first, min(first + extents.group, rows), tile.block_rows, num_stages=tile.stages):
+        row = start + tl.arange(0, tile.block_rows)
         row_ok = (row < rows)[:, None]
         ok = [row_ok & a[None, :] for a in inside]
-        d_y_row = row_start(d_y, row, rows_inner, d_y_outer, d_y_inner, flat, unit)[:, None]
-        g = load_tiles(d_y_row, d_y_n, col, ok, 0.0, acc_dtype)
+        d_y_row = start_of(d_y, row, extents, strides.d_y, tile)
+        g = load_tiles(d_y_row, strides.d_y.n, col, ok, 0.0, tile.acc_dtype)
         if x is not None:
-            x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None]
-            t = load_tiles(x_row, x_n, col, ok, 0.0, acc_dtype)
+            x_row = start_of(x, row, extents, strides.x, tile)
+            t = load_tiles(x_row, strides.x.n, col, ok, 0.0, tile.acc_dtype)
             if stats is None:
-                d, r = centred(t, ok, n, eps, tiles)
+                d, r = centred(t, ok, n, eps)
             else:
                 mean = tl.load(stats + row[:, None], mask=row_ok, other=0.0)
                 d = [a - mean for a in t]
@@ -134,25 +142,25 @@ def layernorm_vjp_kernel(d_y, x, weight, past, stats, d_x, d_weights, d_biases, 
             if d_x is not None:
                 h = g
                 if weight is not None:
-                    h = [g[i] * w[i] for i in (0, 1)[:tiles]]
+                    h = [g[i] * w[i] for i in (0, 1)[: tile.tiles]]
                 if stats is None:
                     h_mean = (row_sum(h) / n)[:, None]
-                    hx_mean = (row_sum([h[i] * xh[i] for i in (0, 1)[:tiles]]) / n)[:, None]
+                    hx_mean = (row_sum([h[i] * xh[i] for i in (0, 1)[: tile.tiles]]) / n)[:, None]
                 else:
                     h_mean = tl.load(stats + tl.cast(rows, tl.int64) * 2 + row[:, None], mask=row_ok, other=0.0)
                     hx_mean = tl.load(stats + tl.cast(rows, tl.int64) * 3 + row[:, None], mask=row_ok, other=0.0)
-                d_t = [r * (h[i] - h_mean - xh[i] * hx_mean) for i in (0, 1)[:tiles]]
+                d_t = [r * (h[i] - h_mean - xh[i] * hx_mean) for i in (0, 1)[: tile.tiles]]
                 if past is not None:
-                    past_row = row_start(past, row, rows_inner, past_outer, past_inner, flat, unit)[:, None]
-                    c = load_tiles(past_row, past_n, col, ok, 0.0, acc_dtype)
-                    d_t = [d_t[i] + c[i] for i in (0, 1)[:tiles]]
-                for i in tl.static_range(tiles):
+                    past_row = start_of(past, row, extents, strides.past, tile)
+                    c = load_tiles(past_row, strides.past.n, col, ok, 0.0, tile.acc_dtype)
+                    d_t = [d_t[i] + c[i] for i in (0, 1)[: tile.tiles]]
+                for i in tl.static_range(len(col)):
                     tl.store(d_x + row[:, None] * n + col[i], d_t[i].to(d_x.dtype.element_ty), mask=ok[i])
             if d_weights is not None:
-                w_sum = [w_sum[i] + g[i] * xh[i] for i in (0, 1)[:tiles]]
+                w_sum = [w_sum[i] + g[i] * xh[i] for i in (0, 1)[: tile.tiles]]
         if d_biases is not None:
-            b_sum = [b_sum[i] + g[i] for i in (0, 1)[:tiles]]
-    for i in tl.static_range(tiles):
+            b_sum = [b_sum[i] + g[i] for i in (0, 1)[: tile.tiles]]
+    for i in tl.static_range(len(col)):
         if d_weights is not None:
             tl.store(d_weights + part * n + lane[i], tl.sum(w_sum[i], 0), mask=inside[i])
         if d_biases is not None:
@@ -202,7 +210,7 @@ def streams(call: Call) -> int:
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     n, d_y = call.dims["n"], call.arrays["d_y"]
-    tile = tiling["block_rows"] * (tiling["block_n"] + told(call, n, tiling)["tail"])
+    tile = tiling["block_rows"] * (tiling["block_n"] + tiles_of(call, n, tiling)[0])
     buffers = streams(call) * (tiling["num_stages"] - 1) * tile * d_y.element_size()
     if not call.interpret and buffers > shared_limit(call.target.arch):
         return (
@@ -228,21 +236,27 @@ def gradients(call: Call, tiling: Mapping[str, int], x: Any, past: Any) -> tuple
     d_x = fresh(x.shape, x.dtype, x.device) if want_x else None
     (x, d_y, past), rows = walk_beside(x, d_y, past if want_x else None)
     group = tiling["block_rows"] * (tiling["steps"] if sums else 1)
-    groups, (parts, whole), read_x = cdiv(rows.height, group), parts_of(call, n, tiling), want_x or want_weight
-    common = {"acc_dtype": accumulator(call.dtype), **rows.known(call.dtype)}
-    strides = (*rows.strides[0], *rows.strides[1], 0 if weight is None else weight.stride(0))
-    past_strides = (0, 0, 0) if past is None else rows.strides[2]
+    groups, (parts, tile), read_x = cdiv(rows.height, group), shared_tile(call, rows, n, tiling), want_x or want_weight
+    strides = strides_of(rows, weight, past)
     stats = scratch(call, 4, rows.height) if parts > 1 and read_x else None
     if stats is not None:
         launch(layernorm_vjp_statistics_kernel, cdiv(rows.height, tiling["block_rows"]), call, x,
-               d_y if want_x else None, weight, stats, rows.height, rows.inner, n, call.options["eps"], *strides,
-               **blocks(tiling), **common)  # fmt: skip
+               d_y if want_x else None, weight, stats, Extents(rows.height, rows.inner, n), call.options["eps"],
+               *strides[:3], tile=block_tile(call, rows, tiling), num_warps=tiling["num_warps"])  # fmt: skip
     partial = {name: scratch(call, groups, n) for name in sums}
     launch(layernorm_vjp_kernel, groups * parts, call, d_y, x if read_x else None, weight if want_x else None, past,
-           stats, d_x, partial.get("d_weight"), partial.get("d_bias"), rows.height, rows.inner, group, parts, n,
-           call.options["eps"], *strides, *past_strides, **whole, **common, stages=tiling["num_stages"])  # fmt: skip
+           stats, d_x, partial.get("d_weight"), partial.get("d_bias"),
+           GroupedExtents(rows.height, rows.inner, group, parts, n), call.options["eps"], strides,
+           tile=tile._replace(stages=tiling["num_stages"]), num_warps=tiling["num_warps"])  # fmt: skip
     result = add_up(call, partial)
     return (d_x, result.get("d_weight"), result.get("d_bias"))
+
+
+def strides_of(rows: Rows, weight: Any, past: Any) -> GradientStrides:
+    """Of what :func:`walk_beside` gave."""
+    x, d_y, *others = rows.strides
+    none = Strides(0, 0, 0)
+    return GradientStrides(x, d_y, 0 if weight is None else weight.stride(0), none if past is None else others[0])
 
 
 def walk_beside(x: Any, d_y: Any, past: Any) -> tuple[tuple[Any, Any, Any], Rows]:

@@ -18,8 +18,8 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu.softmax import default_tiling, key, supports
-from portakern.backends.triton.launch import accumulator, cdiv, launch
-from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
+from portakern.backends.triton.launch import cdiv, launch
+from portakern.backends.triton.layout import aligned, fresh, walk_rows
 from portakern.backends.triton.lib.columns import (
     begin,
     joined,
@@ -31,12 +31,15 @@ from portakern.backends.triton.lib.columns import (
     walk_strips,
 )
 from portakern.backends.triton.lib.rows import (
-    columns,
+    Extents,
     finite_or_zero,
     load_tiles,
     maximum_and_sum,
     of_long_rows,
-    walked,
+    own_rows,
+    row_tile,
+    start_of,
+    whole_rows,
 )
 from portakern.spec import Tile
 
@@ -45,41 +48,35 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def logsumexp_kernel(x, y, rows, rows_inner, n, x_outer, x_inner, x_n,
-                     block_rows: tl.constexpr, block_n: tl.constexpr, tail: tl.constexpr, tiles: tl.constexpr,
-                     deep: tl.constexpr, acc_dtype: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
-    n = aligned(n, unit)
-    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
-    row_ok = (row < rows)[:, None]
-    x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None]
+def logsumexp_kernel(x, y, extents, x_strides, tile: tl.constexpr):
+    row, n = own_rows(extents, tile)
+    row_ok = (row < extents.height)[:, None]
+    x_row = start_of(x, row, extents, x_strides, tile)
 
-    if tiles:
-        lane, inside = columns(0, n, block_n, tail)
-        col, ok = [a[None, :] for a in lane], [row_ok & a[None, :] for a in inside]
-        m, l = maximum_and_sum(load_tiles(x_row, x_n, col, ok, float("-inf"), acc_dtype))
+    if tile.tiles:
+        _, _, col, ok = whole_rows(n, row_ok, tile)
+        m, l = maximum_and_sum(load_tiles(x_row, x_strides.n, col, ok, float("-inf"), tile.acc_dtype))
     else:
-        m, l, _ = of_long_rows(x_row, x_n, n, row_ok, block_n, deep, False, acc_dtype)
-    tl.store(y + row, (finite_or_zero(m) + tl.log(l)).to(y.dtype.element_ty), mask=row < rows)
+        m, l, _ = of_long_rows(x_row, x_strides.n, n, row_ok, False, tile)
+    tl.store(y + row, (finite_or_zero(m) + tl.log(l)).to(y.dtype.element_ty), mask=row < extents.height)
 
 
 @triton.jit
-def logsumexp_columns_kernel(x, y, m, l, lanes, n, x_group, x_lane, x_n, y_group, y_lane,
-                             block_rows: tl.constexpr, block_n: tl.constexpr, parts: tl.constexpr, deep: tl.constexpr,
-                             acc_dtype: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+def logsumexp_columns_kernel(x, y, m, l, extents, x_strides, y_strides, tile: tl.constexpr):
     """Rows that lie side by side, whole or joined from their parts."""
-    lanes, x_n = aligned(lanes, unit), aligned(x_n, unit)
-    lane, _, group = strip_of(tl.program_id(0), lanes, 0, block_rows)
+    lanes, x_n = aligned(extents.lanes, tile.unit), aligned(x_strides.n, tile.unit)
+    lane, _, group = strip_of(tl.program_id(0), lanes, 0, tile)
     inside = lane < lanes
-    if parts:
-        top, sums = joined(m, l, group * lanes + lane, inside, parts, True)
+    if tile.parts:
+        top, sums = joined(m, l, group * lanes + lane, inside, tile.parts, True)
     else:
-        step = tl.arange(0, block_n)[:, None].to(tl.int64)
-        x_row = begin(x, group, lane, x_group, x_lane, unit)
-        t = load_block(x_row, tl.cast(0, tl.int64), step, x_n, n, inside, float("-inf"), acc_dtype, deep)
+        step = tl.arange(0, tile.block_n)[:, None].to(tl.int64)
+        x_row = begin(x, group, lane, x_strides, tile.unit)
+        t = load_block(x_row, tl.cast(0, tl.int64), step, x_n, extents.n, inside, float("-inf"), tile)
         top = tl.max(t[0], 0)[None, :]
         sums = tree_sum(tl.exp(t[0] - finite_or_zero(top)))
     out = finite_or_zero(top) + tl.log(sums)
-    tl.store(begin(y, group, lane, y_group, y_lane, 1), out.to(y.dtype.element_ty), mask=inside)
+    tl.store(begin(y, group, lane, y_strides, 1), out.to(y.dtype.element_ty), mask=inside)
 
 
 @BACKEND.implements("logsumexp", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
@@ -89,11 +86,10 @@ def logsumexp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     if side_by_side(x, axis):
         (x,), strips = walk_strips(call, axis, tiling, x)
         m, l = sum_parts(call, strips, n, x)
-        launch(logsumexp_columns_kernel, strips.programs // max(strips.parts, 1), call, x, y, m, l, strips.lanes, n,
-               *strips.strides[0], *strips.numbers, acc_dtype=accumulator(call.dtype), **strips.constants)  # fmt: skip
+        launch(logsumexp_columns_kernel, strips.programs // max(strips.parts, 1), call, x, y, m, l, strips.extents(n),
+               strips.strides[0], strips.numbers, tile=strips.tile(call), num_warps=strips.num_warps)  # fmt: skip
         return (y,)
     (x,), rows = walk_rows(axis, x)
-    launch(logsumexp_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, y, rows.height, rows.inner, n,
-           *rows.strides[0], acc_dtype=accumulator(call.dtype), **walked(call, n, tiling),
-           **rows.known(call.dtype))  # fmt: skip
+    launch(logsumexp_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, y, Extents(rows.height, rows.inner, n),
+           rows.strides[0], tile=row_tile(call, rows, n, tiling), num_warps=tiling["num_warps"])  # fmt: skip
     return (y,)

@@ -20,12 +20,22 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu.layernorm import key, narrowed
-from portakern.backends.triton.gpu.layernorm_vjp import KNOBS, default_tiling, supports, walk_beside
+from portakern.backends.triton.gpu.layernorm_vjp import KNOBS, default_tiling, strides_of, supports, walk_beside
 from portakern.backends.triton.gpu.rmsnorm import rounds_before
-from portakern.backends.triton.launch import accumulator, cdiv, launch
-from portakern.backends.triton.layout import aligned, fresh, row_start
+from portakern.backends.triton.launch import cdiv, launch
+from portakern.backends.triton.layout import aligned, fresh
 from portakern.backends.triton.lib.column_sums import add_up, scratch
-from portakern.backends.triton.lib.rows import blocks, columns, load_tiles, parts_of, row_sum
+from portakern.backends.triton.lib.rows import (
+    Extents,
+    GroupedExtents,
+    block_tile,
+    columns,
+    load_tiles,
+    own_rows,
+    row_sum,
+    shared_tile,
+    start_of,
+)
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -33,61 +43,57 @@ if TYPE_CHECKING:
 
 @triton.jit
 def rmsnorm_vjp_statistics_kernel(
-    x, d_y, weight, stats, rows, rows_inner, n, eps, x_outer, x_inner, x_n, d_y_outer, d_y_inner, d_y_n, weight_n,
-    block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, narrow: tl.constexpr,
-    flat: tl.constexpr, unit: tl.constexpr,
-):  # fmt: skip
+    x, d_y, weight, stats, extents, eps, x_strides, d_y_strides, weight_n, narrow: tl.constexpr, tile: tl.constexpr
+):
     """stats: (2, rows): r and, where d_y is given, mean(h xh) of each row."""
-    n = aligned(n, unit)
-    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
-    row_ok = row < rows
-    x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None]
+    row, n = own_rows(extents, tile)
+    row_ok = row < extents.height
+    x_row = start_of(x, row, extents, x_strides, tile)
     if d_y is not None:
-        d_y_row = row_start(d_y, row, rows_inner, d_y_outer, d_y_inner, flat, unit)[:, None]
-    squares, hx = tl.zeros([block_rows], acc_dtype), tl.zeros([block_rows], acc_dtype)
-    for start in range(0, tl.cast(n, tl.int64), block_n):
-        lane = start + tl.arange(0, block_n)
+        d_y_row = start_of(d_y, row, extents, d_y_strides, tile)
+    squares = tl.full([tile.block_rows], 0.0, tile.acc_dtype)
+    hx = squares
+    for start in range(0, tl.cast(n, tl.int64), tile.block_n):
+        lane = start + tl.arange(0, tile.block_n)
         col, ok = lane[None, :], row_ok[:, None] & (lane < n)[None, :]
-        t = tl.load(x_row + col * x_n, mask=ok, other=0.0).to(acc_dtype)
+        t = tl.load(x_row + col * x_strides.n, mask=ok, other=0.0).to(tile.acc_dtype)
         squares += tl.sum(t * t, 1)
         if d_y is not None:
-            h = tl.load(d_y_row + col * d_y_n, mask=ok, other=0.0).to(acc_dtype)
+            h = tl.load(d_y_row + col * d_y_strides.n, mask=ok, other=0.0).to(tile.acc_dtype)
             if weight is not None:
-                h = h * tl.load(weight + lane * weight_n, mask=lane < n, other=0.0).to(acc_dtype)[None, :]
+                h = h * tl.load(weight + lane * weight_n, mask=lane < n, other=0.0).to(tile.acc_dtype)[None, :]
                 h = narrowed(h, x, narrow)
             hx += tl.sum(h * t, 1)
     r = tl.rsqrt(squares / n + eps)
     tl.store(stats + row, r, mask=row_ok)
     if d_y is not None:
-        tl.store(stats + rows + row, r * (hx / n), mask=row_ok)
+        tl.store(stats + extents.height + row, r * (hx / n), mask=row_ok)
 
 
 @triton.jit
-def rmsnorm_vjp_kernel(d_y, x, weight, past, stats, d_x, d_weights, rows, rows_inner, group, parts, n, eps,
-                       x_outer, x_inner, x_n, d_y_outer, d_y_inner, d_y_n, weight_n, past_outer, past_inner, past_n,
-                       block_rows: tl.constexpr, block_n: tl.constexpr, tail: tl.constexpr, tiles: tl.constexpr,
-                       acc_dtype: tl.constexpr, narrow: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr,
-                       stages: tl.constexpr):  # fmt: skip
+def rmsnorm_vjp_kernel(
+    d_y, x, weight, past, stats, d_x, d_weights, extents, eps, strides, narrow: tl.constexpr, tile: tl.constexpr
+):
     """d_weights: (groups, n) partial sums. Either of the two results may be None. past: a cotangent of x itself, which
     went past the norm, or None. stats: None where a program keeps whole rows, else it has one of ``parts`` of them.
     """
-    n = aligned(n, unit)
-    part, at = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
+    n, rows = aligned(extents.n, tile.unit), extents.height
+    part, at = (tl.program_id(0) // extents.parts).to(tl.int64), tl.program_id(0) % extents.parts
     # Columns on one axis, which gives them a layout of their own where rows of x are not aligned and weight is.
-    lane, inside = columns(at.to(tl.int64) * block_n, n, block_n, tail)
+    lane, inside = columns(at.to(tl.int64) * tile.block_n, n, tile)
     col = [k[None, :] for k in lane]
     if weight is not None:
-        w = [k[None, :] for k in load_tiles(weight, weight_n, lane, inside, 0.0, acc_dtype)]
-    w_sum = [tl.zeros([block_rows, k.shape[0]], acc_dtype) for k in lane]
-    first = part * group
-    for start in tl.range(first, min(first + group, rows), block_rows, num_stages=stages):
-        row = start + tl.arange(0, block_rows)
+        w = [k[None, :] for k in load_tiles(weight, strides.weight, lane, inside, 0.0, tile.acc_dtype)]
+    w_sum = [tl.full([tile.block_rows, k.shape[0]], 0.0, tile.acc_dtype) for k in lane]
+    first = part * extents.group
+    for start in tl.range(first, min(first + extents.group, rows), tile.block_rows, num_stages=tile.stages):
+        row = start + tl.arange(0, tile.block_rows)
         row_ok = (row < rows)[:, None]
         ok = [row_ok & a[None, :] for a in inside]
-        d_y_row = row_start(d_y, row, rows_inner, d_y_outer, d_y_inner, flat, unit)[:, None]
-        x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None]
-        g = load_tiles(d_y_row, d_y_n, col, ok, 0.0, acc_dtype)
-        t = load_tiles(x_row, x_n, col, ok, 0.0, acc_dtype)
+        d_y_row = start_of(d_y, row, extents, strides.d_y, tile)
+        x_row = start_of(x, row, extents, strides.x, tile)
+        g = load_tiles(d_y_row, strides.d_y.n, col, ok, 0.0, tile.acc_dtype)
+        t = load_tiles(x_row, strides.x.n, col, ok, 0.0, tile.acc_dtype)
         if stats is None:
             r = tl.rsqrt(row_sum([a * a for a in t]) / n + eps)[:, None]
         else:
@@ -97,22 +103,22 @@ def rmsnorm_vjp_kernel(d_y, x, weight, past, stats, d_x, d_weights, rows, rows_i
         if d_x is not None:
             h = g
             if weight is not None:
-                h = [narrowed(g[i] * w[i], x, narrow) for i in (0, 1)[:tiles]]
+                h = [narrowed(g[i] * w[i], x, narrow) for i in (0, 1)[: tile.tiles]]
             if stats is None:
-                hx_mean = (row_sum([h[i] * xh[i] for i in (0, 1)[:tiles]]) / n)[:, None]
+                hx_mean = (row_sum([h[i] * xh[i] for i in (0, 1)[: tile.tiles]]) / n)[:, None]
             else:
                 hx_mean = tl.load(stats + rows + row[:, None], mask=row_ok, other=0.0)
-            d_t = [r * (h[i] - xh[i] * hx_mean) for i in (0, 1)[:tiles]]
+            d_t = [r * (h[i] - xh[i] * hx_mean) for i in (0, 1)[: tile.tiles]]
             if past is not None:
-                past_row = row_start(past, row, rows_inner, past_outer, past_inner, flat, unit)[:, None]
-                c = load_tiles(past_row, past_n, col, ok, 0.0, acc_dtype)
-                d_t = [d_t[i] + c[i] for i in (0, 1)[:tiles]]
-            for i in tl.static_range(tiles):
+                past_row = start_of(past, row, extents, strides.past, tile)
+                c = load_tiles(past_row, strides.past.n, col, ok, 0.0, tile.acc_dtype)
+                d_t = [d_t[i] + c[i] for i in (0, 1)[: tile.tiles]]
+            for i in tl.static_range(len(col)):
                 tl.store(d_x + row[:, None] * n + col[i], d_t[i].to(d_x.dtype.element_ty), mask=ok[i])
         if d_weights is not None:
-            w_sum = [w_sum[i] + g[i] * narrowed(xh[i], x, narrow) for i in (0, 1)[:tiles]]
+            w_sum = [w_sum[i] + g[i] * narrowed(xh[i], x, narrow) for i in (0, 1)[: tile.tiles]]
     if d_weights is not None:
-        for i in tl.static_range(tiles):
+        for i in tl.static_range(len(col)):
             tl.store(d_weights + part * n + lane[i], tl.sum(w_sum[i], 0), mask=inside[i])
 
 
@@ -128,17 +134,15 @@ def gradients(call: Call, tiling: Mapping[str, int], x: Any, past: Any) -> tuple
     d_x = fresh(x.shape, x.dtype, x.device) if want_x else None
     (x, d_y, past), rows = walk_beside(x, d_y, past if want_x else None)
     group = tiling["block_rows"] * (tiling["steps"] if want_weight else 1)
-    groups, (parts, whole) = cdiv(rows.height, group), parts_of(call, n, tiling)
-    common = {"acc_dtype": accumulator(call.dtype), "narrow": rounds_before(call), **rows.known(call.dtype)}
-    strides = (*rows.strides[0], *rows.strides[1], 0 if weight is None else weight.stride(0))
-    past_strides = (0, 0, 0) if past is None else rows.strides[2]
+    groups, (parts, tile) = cdiv(rows.height, group), shared_tile(call, rows, n, tiling)
+    strides, narrow = strides_of(rows, weight, past), rounds_before(call)
     stats = scratch(call, 2, rows.height) if parts > 1 else None
     if stats is not None:
         launch(rmsnorm_vjp_statistics_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, d_y if want_x else None,
-               weight if want_x else None, stats, rows.height, rows.inner, n, eps, *strides,
-               **blocks(tiling), **common)  # fmt: skip
+               weight if want_x else None, stats, Extents(rows.height, rows.inner, n), eps, *strides[:3], narrow=narrow,
+               tile=block_tile(call, rows, tiling), num_warps=tiling["num_warps"])  # fmt: skip
     partial = {"d_weight": scratch(call, groups, n)} if want_weight else {}
     launch(rmsnorm_vjp_kernel, groups * parts, call, d_y, x, weight if want_x else None, past,
-           stats, d_x, partial.get("d_weight"), rows.height, rows.inner, group, parts, n, eps, *strides, *past_strides,
-           **whole, **common, stages=tiling["num_stages"])  # fmt: skip
+           stats, d_x, partial.get("d_weight"), GroupedExtents(rows.height, rows.inner, group, parts, n), eps, strides,
+           narrow=narrow, tile=tile._replace(stages=tiling["num_stages"]), num_warps=tiling["num_warps"])  # fmt: skip
     return (d_x, add_up(call, partial).get("d_weight"))

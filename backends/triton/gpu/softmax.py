@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.launch import accumulator, cdiv, launch
-from portakern.backends.triton.layout import aligned, fresh_like, row_start, walk_rows
+from portakern.backends.triton.launch import cdiv, launch
+from portakern.backends.triton.layout import fresh_like, walk_rows
 from portakern.backends.triton.lib.columns import (
     lead,
     refuse_strips,
@@ -31,15 +31,18 @@ from portakern.backends.triton.lib.columns import (
     weigh_strips,
 )
 from portakern.backends.triton.lib.rows import (
-    columns,
+    Extents,
     load_tiles,
     of_long_rows,
+    own_rows,
     refuse_rows,
     row_max,
     row_sum,
+    row_tile,
+    start_of,
     tile_rows,
-    walked,
     weigh_long_rows,
+    whole_rows,
 )
 from portakern.spec import Tile
 
@@ -56,33 +59,24 @@ def exponentials(t):
 
 
 @triton.jit
-def softmax_kernel(x, y, rows, rows_inner, n,
-                   x_outer, x_inner, x_n, y_outer, y_inner, y_n,
-                   block_rows: tl.constexpr, block_n: tl.constexpr, tail: tl.constexpr, tiles: tl.constexpr,
-                   deep: tl.constexpr, acc_dtype: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
-    n = aligned(n, unit)
-    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
-    row_ok = (row < rows)[:, None]
-    x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None]
-    y_row = row_start(y, row, rows_inner, y_outer, y_inner, flat, unit)[:, None]
+def softmax_kernel(x, y, extents, x_strides, y_strides, tile: tl.constexpr):
+    row, n = own_rows(extents, tile)
+    row_ok = (row < extents.height)[:, None]
+    x_row, y_row = start_of(x, row, extents, x_strides, tile), start_of(y, row, extents, y_strides, tile)
 
-    if tiles:
-        lane, inside = columns(0, n, block_n, tail)
-        col, ok = [a[None, :] for a in lane], [row_ok & a[None, :] for a in inside]
-        p, l = exponentials(load_tiles(x_row, x_n, col, ok, float("-inf"), acc_dtype))
-        for i in tl.static_range(tiles):
-            tl.store(y_row + col[i] * y_n, (p[i] / l).to(y.dtype.element_ty), mask=ok[i])
+    if tile.tiles:
+        _, _, col, ok = whole_rows(n, row_ok, tile)
+        p, l = exponentials(load_tiles(x_row, x_strides.n, col, ok, float("-inf"), tile.acc_dtype))
+        for i in tl.static_range(len(col)):
+            tl.store(y_row + col[i] * y_strides.n, (p[i] / l).to(y.dtype.element_ty), mask=ok[i])
     else:
-        m, l, _ = of_long_rows(x_row, x_n, n, row_ok, block_n, deep, False, acc_dtype)
-        weigh_long_rows(x_row, x_n, y_row, y_n, None, m, l, n, row_ok, block_n, deep, acc_dtype)
+        m, l, _ = of_long_rows(x_row, x_strides.n, n, row_ok, False, tile)
+        weigh_long_rows(x_row, x_strides.n, y_row, y_strides.n, None, m, l, n, row_ok, tile)
 
 
 @triton.jit
-def softmax_columns_kernel(x, y, m, l, lanes, n, chunk, x_group, x_lane, x_n, y_group, y_lane, y_n,
-                           block_rows: tl.constexpr, block_n: tl.constexpr, parts: tl.constexpr, deep: tl.constexpr,
-                           acc_dtype: tl.constexpr, unit: tl.constexpr):  # fmt: skip
-    weigh_strips(x, y, None, m, l, lanes, n, chunk, x_group, x_lane, x_n, y_group, y_lane, y_n, 0, 0,
-                 block_rows, block_n, parts, deep, acc_dtype, unit)  # fmt: skip
+def softmax_columns_kernel(x, y, m, l, extents, x_strides, y_strides, tile: tl.constexpr):
+    weigh_strips(x, y, None, m, l, extents, x_strides, y_strides, None, tile)
 
 
 def key(call: Call) -> dict[str, str | int]:
@@ -109,12 +103,10 @@ def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     if side_by_side(x, axis):
         (x,), strips = walk_strips(call, axis, tiling, x)
         m, l = sum_parts(call, strips, n, x)
-        launch(softmax_columns_kernel, strips.programs, call, x, y, m, l, strips.lanes, n, strips.chunk,
-               *strips.strides[0], *strips.strides[1], acc_dtype=accumulator(call.dtype),
-               **strips.constants)  # fmt: skip
+        launch(softmax_columns_kernel, strips.programs, call, x, y, m, l, strips.extents(n), *strips.strides,
+               tile=strips.tile(call), num_warps=strips.num_warps)  # fmt: skip
         return (y,)
     (x,), rows = walk_rows(axis, x)
-    launch(softmax_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, y, rows.height, rows.inner, n,
-           *rows.strides[0], *rows.strides[1], acc_dtype=accumulator(call.dtype), **walked(call, n, tiling),
-           **rows.known(call.dtype))  # fmt: skip
+    launch(softmax_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, y, Extents(rows.height, rows.inner, n),
+           *rows.strides, tile=row_tile(call, rows, n, tiling), num_warps=tiling["num_warps"])  # fmt: skip
     return (y,)

@@ -16,8 +16,8 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu.softmax import default_tiling, key, supports
-from portakern.backends.triton.launch import accumulator, cdiv, launch
-from portakern.backends.triton.layout import aligned, result_like, row_start, walk_rows
+from portakern.backends.triton.launch import cdiv, launch
+from portakern.backends.triton.layout import aligned, result_like, walk_rows
 from portakern.backends.triton.lib.columns import (
     added,
     begin,
@@ -31,7 +31,15 @@ from portakern.backends.triton.lib.columns import (
     tree_sum,
     walk_strips,
 )
-from portakern.backends.triton.lib.rows import columns, load_tiles, row_sum, told
+from portakern.backends.triton.lib.rows import (
+    Extents,
+    load_tiles,
+    own_rows,
+    row_sum,
+    row_tile,
+    start_of,
+    whole_rows,
+)
 from portakern.spec import Tile
 
 if TYPE_CHECKING:
@@ -39,62 +47,59 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def softmax_vjp_kernel(y, d_y, d_x, rows, rows_inner, n,
-                       y_outer, y_inner, y_n, d_y_outer, d_y_inner, d_y_n, d_x_outer, d_x_inner, d_x_n,
-                       block_rows: tl.constexpr, block_n: tl.constexpr, tail: tl.constexpr, tiles: tl.constexpr,
-                       acc_dtype: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr):  # fmt: skip
-    n = aligned(n, unit)
-    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
-    row_ok = (row < rows)[:, None]
-    y_row = row_start(y, row, rows_inner, y_outer, y_inner, flat, unit)[:, None]
-    d_y_row = row_start(d_y, row, rows_inner, d_y_outer, d_y_inner, flat, unit)[:, None]
-    d_x_row = row_start(d_x, row, rows_inner, d_x_outer, d_x_inner, flat, unit)[:, None]
+def softmax_vjp_kernel(y, d_y, d_x, extents, y_strides, d_y_strides, d_x_strides, tile: tl.constexpr):
+    row, n = own_rows(extents, tile)
+    row_ok = (row < extents.height)[:, None]
+    y_row = start_of(y, row, extents, y_strides, tile)
+    d_y_row = start_of(d_y, row, extents, d_y_strides, tile)
+    d_x_row = start_of(d_x, row, extents, d_x_strides, tile)
 
-    if tiles:
-        lane, inside = columns(0, n, block_n, tail)
-        col, ok = [a[None, :] for a in lane], [row_ok & a[None, :] for a in inside]
-        p = load_tiles(y_row, y_n, col, ok, 0.0, acc_dtype)
-        g = load_tiles(d_y_row, d_y_n, col, ok, 0.0, acc_dtype)
-        delta = row_sum([p[i] * g[i] for i in (0, 1)[:tiles]])[:, None]
-        for i in tl.static_range(tiles):
-            tl.store(d_x_row + col[i] * d_x_n, (p[i] * (g[i] - delta)).to(d_x.dtype.element_ty), mask=ok[i])
+    if tile.tiles:
+        _, _, col, ok = whole_rows(n, row_ok, tile)
+        p = load_tiles(y_row, y_strides.n, col, ok, 0.0, tile.acc_dtype)
+        g = load_tiles(d_y_row, d_y_strides.n, col, ok, 0.0, tile.acc_dtype)
+        delta = row_sum([p[i] * g[i] for i in (0, 1)[: tile.tiles]])[:, None]
+        for i in tl.static_range(len(col)):
+            tl.store(d_x_row + col[i] * d_x_strides.n, (p[i] * (g[i] - delta)).to(d_x.dtype.element_ty), mask=ok[i])
     else:
-        col = tl.arange(0, block_n)[None, :].to(tl.int64)
-        delta = tl.zeros([block_rows], acc_dtype)
-        for start in range(0, tl.cast(n, tl.int64), block_n):
-            ok = row_ok & (start + col < n)
-            p = tl.load(y_row + (start + col) * y_n, mask=ok, other=0.0).to(acc_dtype)
-            g = tl.load(d_y_row + (start + col) * d_y_n, mask=ok, other=0.0).to(acc_dtype)
+        lane = tl.arange(0, tile.block_n)[None, :].to(tl.int64)
+        delta = tl.full([tile.block_rows], 0.0, tile.acc_dtype)
+        for start in range(0, tl.cast(n, tl.int64), tile.block_n):
+            col = start + lane
+            ok = row_ok & (col < n)
+            p = tl.load(y_row + col * y_strides.n, mask=ok, other=0.0).to(tile.acc_dtype)
+            g = tl.load(d_y_row + col * d_y_strides.n, mask=ok, other=0.0).to(tile.acc_dtype)
             delta += tl.sum(p * g, 1)
-        for start in range(0, tl.cast(n, tl.int64), block_n):
-            ok = row_ok & (start + col < n)
-            p = tl.load(y_row + (start + col) * y_n, mask=ok, other=0.0).to(acc_dtype)
-            g = tl.load(d_y_row + (start + col) * d_y_n, mask=ok, other=0.0).to(acc_dtype)
-            tl.store(d_x_row + (start + col) * d_x_n, (p * (g - delta[:, None])).to(d_x.dtype.element_ty), mask=ok)
+        for start in range(0, tl.cast(n, tl.int64), tile.block_n):
+            col = start + lane
+            ok = row_ok & (col < n)
+            p = tl.load(y_row + col * y_strides.n, mask=ok, other=0.0).to(tile.acc_dtype)
+            g = tl.load(d_y_row + col * d_y_strides.n, mask=ok, other=0.0).to(tile.acc_dtype)
+            tl.store(d_x_row + col * d_x_strides.n, (p * (g - delta[:, None])).to(d_x.dtype.element_ty), mask=ok)
 
 
 @triton.jit
-def softmax_vjp_columns_kernel(y, d_y, d_x, total, lanes, n, chunk,
-                               y_group, y_lane, y_n, d_y_group, d_y_lane, d_y_n, d_x_group, d_x_lane, d_x_n,
-                               block_rows: tl.constexpr, block_n: tl.constexpr, parts: tl.constexpr,
-                               deep: tl.constexpr, acc_dtype: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+def softmax_vjp_columns_kernel(
+    y, d_y, d_x, total, extents, y_strides, d_y_strides, d_x_strides, tile: tl.constexpr
+):  # fmt: skip
     """Rows that lie side by side: whole ones, or ``parts`` of them, whose sums are in ``total``, from their ends."""
-    lanes, y_n, d_y_n, d_x_n = aligned(lanes, unit), aligned(y_n, unit), aligned(d_y_n, unit), aligned(d_x_n, unit)
-    lane, part, group = strip_of(tl.num_programs(0) - 1 - tl.program_id(0), lanes, parts, block_rows)
-    y_row, d_y_row = begin(y, group, lane, y_group, y_lane, unit), begin(d_y, group, lane, d_y_group, d_y_lane, unit)
-    d_x_row = begin(d_x, group, lane, d_x_group, d_x_lane, unit)
-    step, inside = tl.arange(0, block_n // deep)[:, None].to(tl.int64), lane < lanes
-    if parts:
-        delta = added(total, group * lanes + lane, inside, parts)
-    tiles, start, last = tiles_of(part, chunk, n, block_n, parts)
+    lanes, y_n = aligned(extents.lanes, tile.unit), aligned(y_strides.n, tile.unit)
+    d_y_n, d_x_n = aligned(d_y_strides.n, tile.unit), aligned(d_x_strides.n, tile.unit)
+    lane, part, group = strip_of(tl.num_programs(0) - 1 - tl.program_id(0), lanes, tile.parts, tile)
+    y_row, d_y_row = begin(y, group, lane, y_strides, tile.unit), begin(d_y, group, lane, d_y_strides, tile.unit)
+    d_x_row = begin(d_x, group, lane, d_x_strides, tile.unit)
+    step, inside = tl.arange(0, tile.block_n // tile.deep)[:, None].to(tl.int64), lane < lanes
+    if tile.parts:
+        delta = added(total, group * lanes + lane, inside, tile.parts)
+    tiles, start, last = tiles_of(part, extents, tile)
     for _ in range(tiles):
-        p = load_block(y_row, start, step, y_n, last, inside, 0.0, acc_dtype, deep)
-        g = load_block(d_y_row, start, step, d_y_n, last, inside, 0.0, acc_dtype, deep)
-        if not parts:
+        p = load_block(y_row, start, step, y_n, last, inside, 0.0, tile)
+        g = load_block(d_y_row, start, step, d_y_n, last, inside, 0.0, tile)
+        if not tile.parts:
             delta = tree_sum(product(p[0], g[0]))
-        out = [p[i] * (g[i] - delta) for i in (0, 1, 2, 3, 4, 5, 6, 7)[:deep]]
+        out = [p[i] * (g[i] - delta) for i in (0, 1, 2, 3, 4, 5, 6, 7)[: tile.deep]]
         store_block(d_x_row, start, step, d_x_n, last, inside, out)
-        start -= block_n
+        start -= tile.block_n
 
 
 @BACKEND.implements(
@@ -112,12 +117,11 @@ def softmax_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     if side_by_side(y, axis):
         (y, d_y), strips = walk_strips(call, axis, tiling, y, d_y)
         _, total = sum_parts(call, strips, n, y, d_y)
-        launch(softmax_vjp_columns_kernel, strips.programs, call, y, d_y, d_x, total, strips.lanes, n,
-               strips.chunk, *strips.strides[0], *strips.strides[1], *strips.strides[2],
-               acc_dtype=accumulator(call.dtype), **strips.constants)  # fmt: skip
+        launch(softmax_vjp_columns_kernel, strips.programs, call, y, d_y, d_x, total, strips.extents(n),
+               *strips.strides, tile=strips.tile(call), num_warps=strips.num_warps)  # fmt: skip
         return (d_x,)
     (y, d_y), rows = walk_rows(axis, y, d_y)
-    launch(softmax_vjp_kernel, cdiv(rows.height, tiling["block_rows"]), call, y, d_y, d_x, rows.height, rows.inner, n,
-           *rows.strides[0], *rows.strides[1], *rows.strides[2],
-           acc_dtype=accumulator(call.dtype), **told(call, n, tiling), **rows.known(call.dtype))  # fmt: skip
+    launch(softmax_vjp_kernel, cdiv(rows.height, tiling["block_rows"]), call, y, d_y, d_x,
+           Extents(rows.height, rows.inner, n), *rows.strides, tile=row_tile(call, rows, n, tiling),
+           num_warps=tiling["num_warps"])  # fmt: skip
     return (d_x,)

@@ -10,6 +10,9 @@ Along a part each place of a tile has a sum of its own, in the order of the tile
 halves (:func:`tree_sum`). Parts and tiles follow from the rows' length, and where a product meets a sum the source says
 whether they are fused: compilers do so where both lie in one block of their code, which hangs on masks and vectors. So
 a row has the same bits in strips of any width and beside any number of others.
+
+Kernels take their numbers in groups: ``StripExtents``, ``StripStrides`` of each array, and as the constant ``tile`` a
+``StripTile``.
 """
 
 from __future__ import annotations
@@ -41,6 +44,34 @@ DEEP = 8
 meets those of the others in one thread."""
 
 
+class StripExtents(NamedTuple):
+    """``lanes``: how many rows lie side by side; ``n``: the numbers of a row; ``chunk``: those of a part of it."""
+
+    lanes: int
+    n: int
+    chunk: int
+
+
+class StripStrides(NamedTuple):
+    """Of one array: between groups of rows, between rows side by side, and along a row, None where a row has one
+    number."""
+
+    group: int
+    lane: int
+    n: int | None = None
+
+
+class StripTile(NamedTuple):
+    """What a kernel over strips is compiled for: see :class:`Strips`."""
+
+    block_rows: int
+    block_n: int
+    parts: int
+    deep: int
+    acc_dtype: tl.dtype
+    unit: int
+
+
 @triton.jit
 def tree_sum(t):
     """The sum over the first axis, which stays: of its two halves, and so on. Two numbers have one sum, in whatever
@@ -62,10 +93,10 @@ def product(a, b):
 
 
 @triton.jit
-def strip_of(index, lanes, parts: tl.constexpr, block_rows: tl.constexpr):
+def strip_of(index, lanes, parts: tl.constexpr, tile: tl.constexpr):
     """Of program ``index``: which rows it has beside each other, which part of them, and in which group of rows."""
-    strips = tl.cdiv(lanes, block_rows)
-    lane = (index % strips).to(tl.int64) * block_rows + tl.arange(0, block_rows)
+    strips = tl.cdiv(lanes, tile.block_rows)
+    lane = (index % strips).to(tl.int64) * tile.block_rows + tl.arange(0, tile.block_rows)
     index = index // strips
     if parts:
         return lane[None, :], (index % parts).to(tl.int64), (index // parts).to(tl.int64)
@@ -74,28 +105,28 @@ def strip_of(index, lanes, parts: tl.constexpr, block_rows: tl.constexpr):
 
 
 @triton.jit
-def tiles_of(part, chunk, n, block_n: tl.constexpr, parts: tl.constexpr):
+def tiles_of(part, extents, tile: tl.constexpr):
     """How many tiles a program walks, where the last of them begins, and where its part ends."""
-    if parts:
-        last = tl.minimum((part + 1) * chunk, n)
-        tiles = tl.cdiv(last - part * chunk, block_n)
-        return tiles, part * chunk + (tiles - 1) * block_n, last
+    if tile.parts:
+        last = tl.minimum((part + 1) * extents.chunk, extents.n)
+        tiles = tl.cdiv(last - part * extents.chunk, tile.block_n)
+        return tiles, part * extents.chunk + (tiles - 1) * tile.block_n, last
     else:
-        return 1, tl.cast(0, tl.int64), n
+        return 1, tl.cast(0, tl.int64), extents.n
 
 
 @triton.jit
-def begin(x, group, lane, x_group, x_lane, unit: tl.constexpr):
+def begin(x, group, lane, strides, unit: tl.constexpr):
     """Where the rows of a strip begin."""
-    return x + (group * aligned(x_group, unit) + lane * x_lane)
+    return x + (group * aligned(strides.group, unit) + lane * strides.lane)
 
 
 @triton.jit
-def load_block(row, start, step, step_n, last, inside, other, acc_dtype: tl.constexpr, deep: tl.constexpr):
+def load_block(row, start, step, step_n, last, inside, other, tile: tl.constexpr):
     """What rows have from ``start`` on: ``deep`` tiles one after another, each of the numbers ``step``, and ``other``
     where the rows have ended. All are on their way before one of them is needed."""
-    at = [start + i * step.shape[0] + step for i in (0, 1, 2, 3, 4, 5, 6, 7)[:deep]]
-    return [tl.load(row + a * step_n, mask=(a < last) & inside, other=other).to(acc_dtype) for a in at]
+    at = [start + i * step.shape[0] + step for i in (0, 1, 2, 3, 4, 5, 6, 7)[: tile.deep]]
+    return [tl.load(row + a * step_n, mask=(a < last) & inside, other=other).to(tile.acc_dtype) for a in at]
 
 
 @triton.jit
@@ -107,33 +138,34 @@ def store_block(row, start, step, step_n, last, inside, tiles):
 
 
 @triton.jit
-def softmax_part_sums_kernel(x, other, m, total, lanes, n, chunk,
-                             x_group, x_lane, x_n, other_group, other_lane, other_n,
-                             block_rows: tl.constexpr, block_n: tl.constexpr, parts: tl.constexpr, deep: tl.constexpr,
-                             acc_dtype: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+def softmax_part_sums_kernel(x, other, m, total, extents, x_strides, other_strides, tile: tl.constexpr):
     """Of each part of ``chunk`` numbers of a row its maximum m and sum exp(x - m); or sum x other, where that is given.
 
     m, total: (rows, parts). A part of nothing but -inf has the sum 0, and one with +inf the sum +inf."""
-    lanes, x_n, other_n = aligned(lanes, unit), aligned(x_n, unit), aligned(other_n, unit)
-    lane, part, group = strip_of(tl.program_id(0), lanes, parts, block_rows)
-    x_row = begin(x, group, lane, x_group, x_lane, unit)
-    first = part * chunk
-    last = tl.minimum(first + chunk, n)
-    places: tl.constexpr = block_n // deep
+    lanes, x_n, other_n = (
+        aligned(extents.lanes, tile.unit),
+        aligned(x_strides.n, tile.unit),
+        aligned(other_strides.n, tile.unit),
+    )
+    lane, part, group = strip_of(tl.program_id(0), lanes, tile.parts, tile)
+    x_row = begin(x, group, lane, x_strides, tile.unit)
+    first = part * extents.chunk
+    last = tl.minimum(first + extents.chunk, extents.n)
+    places: tl.constexpr = tile.block_n // tile.deep
     step, inside = tl.arange(0, places)[:, None].to(tl.int64), lane < lanes
-    top = tl.full([places, block_rows], float("-inf"), acc_dtype)
-    acc = tl.zeros([places, block_rows], acc_dtype)
-    for start in range(first, last, block_n):
+    top = tl.full([places, tile.block_rows], float("-inf"), tile.acc_dtype)
+    acc = tl.full([places, tile.block_rows], 0.0, tile.acc_dtype)
+    for start in range(first, last, tile.block_n):
         if other is None:
-            t = load_block(x_row, start, step, x_n, last, inside, float("-inf"), acc_dtype, deep)
+            t = load_block(x_row, start, step, x_n, last, inside, float("-inf"), tile)
             top, acc = running(top, acc, t)
         else:
-            other_row = begin(other, group, lane, other_group, other_lane, unit)
-            t = load_block(x_row, start, step, x_n, last, inside, 0.0, acc_dtype, deep)
-            g = load_block(other_row, start, step, other_n, last, inside, 0.0, acc_dtype, deep)
-            for i in tl.static_range(deep):
+            other_row = begin(other, group, lane, other_strides, tile.unit)
+            t = load_block(x_row, start, step, x_n, last, inside, 0.0, tile)
+            g = load_block(other_row, start, step, other_n, last, inside, 0.0, tile)
+            for i in tl.static_range(len(t)):
                 acc = tl.fma(t[i], g[i], acc)
-    at = (group * lanes + lane) * parts + part
+    at = (group * lanes + lane) * tile.parts + part
     if other is None:
         highest = tl.max(top, 0)[None, :]
         acc = product(acc, tl.exp(tl.minimum(top - finite_or_zero(highest), 0.0)))
@@ -168,26 +200,28 @@ def added(total, row, inside, parts: tl.constexpr):
 
 
 @triton.jit
-def weigh_strips(x, y, g, m, l, lanes, n, chunk, x_group, x_lane, x_n, y_group, y_lane, y_n, g_group, g_lane,
-                 block_rows: tl.constexpr, block_n: tl.constexpr, parts: tl.constexpr, deep: tl.constexpr,
-                 acc_dtype: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+def weigh_strips(x, y, g, m, l, extents, x_strides, y_strides, g_strides, tile: tl.constexpr):
     """y = g exp(x - max x) / sum exp(x - max x) along rows that lie side by side: whole ones, or ``parts`` of them,
     whose m and l are known, from their ends. g is one number a row, or None for 1."""
-    lanes, x_n, y_n = aligned(lanes, unit), aligned(x_n, unit), aligned(y_n, unit)
-    lane, part, group = strip_of(tl.num_programs(0) - 1 - tl.program_id(0), lanes, parts, block_rows)
-    x_row, y_row = begin(x, group, lane, x_group, x_lane, unit), begin(y, group, lane, y_group, y_lane, unit)
-    step, inside = tl.arange(0, block_n // deep)[:, None].to(tl.int64), lane < lanes
+    lanes, x_n, y_n = (
+        aligned(extents.lanes, tile.unit),
+        aligned(x_strides.n, tile.unit),
+        aligned(y_strides.n, tile.unit),
+    )
+    lane, part, group = strip_of(tl.num_programs(0) - 1 - tl.program_id(0), lanes, tile.parts, tile)
+    x_row, y_row = begin(x, group, lane, x_strides, tile.unit), begin(y, group, lane, y_strides, tile.unit)
+    step, inside = tl.arange(0, tile.block_n // tile.deep)[:, None].to(tl.int64), lane < lanes
     if g is not None:
-        factor = tl.load(begin(g, group, lane, g_group, g_lane, 1), mask=inside, other=0.0).to(acc_dtype)
-    if parts:
-        top, total = joined(m, l, group * lanes + lane, inside, parts, False)
-    tiles, start, last = tiles_of(part, chunk, n, block_n, parts)
+        factor = tl.load(begin(g, group, lane, g_strides, 1), mask=inside, other=0.0).to(tile.acc_dtype)
+    if tile.parts:
+        top, total = joined(m, l, group * lanes + lane, inside, tile.parts, False)
+    tiles, start, last = tiles_of(part, extents, tile)
     for _ in range(tiles):
-        t = load_block(x_row, start, step, x_n, last, inside, float("-inf"), acc_dtype, deep)
-        if not parts:
+        t = load_block(x_row, start, step, x_n, last, inside, float("-inf"), tile)
+        if not tile.parts:
             top = tl.max(t[0], 0)[None, :]
         p = [tl.exp(a - top) for a in t]
-        if not parts:
+        if not tile.parts:
             total = tree_sum(p[0])
         share = 1.0 / total
         if g is None:
@@ -195,7 +229,7 @@ def weigh_strips(x, y, g, m, l, lanes, n, chunk, x_group, x_lane, x_n, y_group, 
         else:
             out = [factor * (a * share) for a in p]
         store_block(y_row, start, step, y_n, last, inside, out)
-        start -= block_n
+        start -= tile.block_n
 
 
 def side_by_side(x: torch.Tensor, axis: int) -> bool:
@@ -211,31 +245,36 @@ class Strips(NamedTuple):
 
     Attributes:
       height: how many rows. lanes: how many of them lie side by side; groups: of how many such.
-      strides: for each tensor, and last for a contiguous result, its strides (group, lane, along the row).
-      numbers: those of an array of one number a row (group, lane).
+      strides: for each tensor, and last for a contiguous result, its strides.
+      numbers: those of an array of one number a row.
       unit: what divides lanes, and every distance but that between two of them, which is then 1.
       parts: how many parts a row has that is not held whole, else 0. chunk: how long one is.
-      tile: the constants of their kernels.
+      block_rows, block_n: the extents of a tile; num_warps: the warps of a program.
     """
 
     height: int
     lanes: int
     groups: int
-    strides: tuple[tuple[int, ...], ...]
-    numbers: tuple[int, int]
+    strides: tuple[StripStrides, ...]
+    numbers: StripStrides
     unit: int
     parts: int
     chunk: int
-    tile: dict[str, int]
+    block_rows: int
+    block_n: int
+    num_warps: int
 
     @property
     def programs(self) -> int:
         """How many write a result: one a strip of whole rows, or of each of their parts."""
-        return self.groups * cdiv(self.lanes, self.tile["block_rows"]) * max(self.parts, 1)
+        return self.groups * cdiv(self.lanes, self.block_rows) * max(self.parts, 1)
 
-    @property
-    def constants(self) -> dict[str, int]:
-        return {**self.tile, "parts": self.parts, "deep": DEEP if self.parts else 1, "unit": self.unit}
+    def extents(self, n: int) -> StripExtents:
+        return StripExtents(self.lanes, n, self.chunk)
+
+    def tile(self, call: Call) -> StripTile:
+        deep = DEEP if self.parts else 1
+        return StripTile(self.block_rows, self.block_n, self.parts, deep, accumulator(call.dtype), self.unit)
 
 
 def walk_strips(call: Call, axis: int, tiling: Mapping[str, int], *tensors: Any) -> tuple[tuple[Any, ...], Strips]:
@@ -245,18 +284,20 @@ def walk_strips(call: Call, axis: int, tiling: Mapping[str, int], *tensors: Any)
 
 
 def strips_of(call: Call, rows: Rows, n: int, tiling: Mapping[str, int]) -> Strips:
-    lanes, groups, strides, numbers = rows.inner, rows.height // rows.inner, rows.strides, (rows.inner, 1)
+    lanes, groups, numbers = rows.inner, rows.height // rows.inner, StripStrides(rows.inner, 1)
+    strides: tuple[tuple[int, int, int], ...] = rows.strides
     outer, inner, _ = strides[0]
     if groups > 1 and (0 < outer < inner or lanes == 1):
-        lanes, groups, numbers = groups, lanes, (1, rows.inner)
+        lanes, groups, numbers = groups, lanes, StripStrides(1, rows.inner)
         strides = tuple((b, a, c) for a, b, c in strides)
     tile = tile_of_strips(call, n, lanes, tiling)
     blocks = cdiv(n, tile["block_n"])
     chunk = tile["block_n"] * cdiv(blocks, PARTS)
     vector = 16 // numpy_dtype(call.dtype).itemsize
     alike = all(lane == 1 and not group % vector and not step % vector for group, lane, step in strides)
-    unit = vector if alike and lanes % vector == 0 else 1
-    return Strips(rows.height, lanes, groups, strides, numbers, unit, cdiv(n, chunk) if blocks > 1 else 0, chunk, tile)
+    unit, parts = vector if alike and lanes % vector == 0 else 1, cdiv(n, chunk) if blocks > 1 else 0
+    of_arrays = tuple(StripStrides(a, b, c) for a, b, c in strides)
+    return Strips(rows.height, lanes, groups, of_arrays, numbers, unit, parts, chunk, **tile)
 
 
 def tile_of_strips(call: Call, n: int, lanes_there_are: int, tiling: Mapping[str, int]) -> dict[str, int]:
@@ -271,7 +312,8 @@ def tile_of_strips(call: Call, n: int, lanes_there_are: int, tiling: Mapping[str
 def refuse_strips(call: Call, x: torch.Tensor, axis: int, tiling: Mapping[str, int]) -> str | None:
     """Why rows that lie side by side cannot be walked with this tiling."""
     _, strips = walk_strips(call, axis, tiling, x)
-    return refuse_tile(call, strips.tile, strips.programs * strips.tile["block_rows"])
+    tile = {"block_rows": strips.block_rows, "block_n": strips.block_n, "num_warps": strips.num_warps}
+    return refuse_tile(call, tile, strips.programs * strips.block_rows)
 
 
 def tile_columns(n: int, arch: str) -> dict[str, int]:
@@ -295,9 +337,9 @@ def sum_parts(
     dtype = torch_dtype("float64" if call.dtype == "float64" else "float32")
     total = fresh((strips.height, strips.parts), dtype, x.device)
     m = fresh((strips.height, strips.parts), dtype, x.device) if other is None else None
-    launch(softmax_part_sums_kernel, strips.programs, call, x, other, m, total, strips.lanes, n,
-           strips.chunk, *strips.strides[0], *strips.strides[0 if other is None else 1],
-           acc_dtype=accumulator(call.dtype), **strips.constants)  # fmt: skip
+    launch(softmax_part_sums_kernel, strips.programs, call, x, other, m, total, strips.extents(n),
+           strips.strides[0], strips.strides[0 if other is None else 1], tile=strips.tile(call),
+           num_warps=strips.num_warps)  # fmt: skip
     return m, total
 
 

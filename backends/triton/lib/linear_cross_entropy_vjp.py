@@ -11,29 +11,26 @@ import triton.language as tl
 
 from portakern.backends.triton.chunked import in_parts, scratch
 from portakern.backends.triton.copies import in_order
-from portakern.backends.triton.launch import accumulator, cdiv, launch, refuse_tile
-from portakern.backends.triton.layout import aligned, fresh, pow2_at_least, result_like, row_start, walk_rows
+from portakern.backends.triton.launch import cdiv, launch, refuse_tile
+from portakern.backends.triton.layout import aligned, fresh, pow2_at_least, result_like, walk_rows
 from portakern.backends.triton.lib.cross_entropy_vjp import gradient_into, tile_brackets
 from portakern.backends.triton.lib.linear_cross_entropy import Product, Refused, flat, overwritten
-from portakern.backends.triton.lib.rows import tile_of
+from portakern.backends.triton.lib.rows import TiledExtents, block_tile, start_of, tile_of
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
 
 
 @triton.jit
-def linear_cross_entropy_vjp_scale_kernel(
-    x, labels, factor, y, rows, rows_inner, n, steps, ignored, x_outer, x_inner, x_n, block_rows: tl.constexpr,
-    block_n: tl.constexpr, acc_dtype: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr,
-):  # fmt: skip
+def linear_cross_entropy_vjp_scale_kernel(x, labels, factor, y, extents, ignored, x_strides, tile: tl.constexpr):
     """y = factor x of each row, 0 of one that is ignored."""
-    n = aligned(n, unit)
-    row, col = tile_of(steps, block_rows, block_n)
-    row_ok = row < rows
+    n = aligned(extents.n, tile.unit)
+    row, col = tile_of(extents.steps, tile)
+    row_ok = row < extents.height
     counted = (row_ok & (tl.load(labels + row, mask=row_ok, other=ignored).to(tl.int64) != ignored))[:, None]
-    g = tl.load(factor + row, mask=row_ok, other=0.0).to(acc_dtype)[:, None]
-    x_row = row_start(x, row, rows_inner, x_outer, x_inner, flat, unit)[:, None]
-    t = tl.load(x_row + col * x_n, mask=counted & (col < n), other=0.0).to(acc_dtype)
+    g = tl.load(factor + row, mask=row_ok, other=0.0).to(tile.acc_dtype)[:, None]
+    x_row = start_of(x, row, extents, x_strides, tile)
+    t = tl.load(x_row + col * x_strides.n, mask=counted & (col < n), other=0.0).to(tile.acc_dtype)
     out = tl.where(counted, g * t, 0.0)
     tl.store(y + (row * n)[:, None] + col, out.to(y.dtype.element_ty), mask=row_ok[:, None] & (col < n))
 
@@ -106,7 +103,6 @@ def hidden_gradient(call: Call) -> Any:
     (slope,), rows = walk_rows(slope.ndim - 1, slope)
     steps = cdiv(d, walk["block_n"])
     launch(linear_cross_entropy_vjp_scale_kernel, cdiv(rows.height, walk["block_rows"]) * steps, call, slope, labels,
-           d_loss, d_hidden, rows.height, rows.inner, d, steps, call.options["ignore_index"], *rows.strides[0],
-           block_rows=walk["block_rows"], block_n=walk["block_n"], acc_dtype=accumulator(call.dtype),
-           num_warps=walk["num_warps"], **rows.known(call.dtype))  # fmt: skip
+           d_loss, d_hidden, TiledExtents(rows.height, rows.inner, d, steps), call.options["ignore_index"],
+           rows.strides[0], tile=block_tile(call, rows, walk), num_warps=walk["num_warps"])  # fmt: skip
     return d_hidden

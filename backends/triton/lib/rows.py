@@ -3,6 +3,9 @@
 A row that a program keeps in registers lies in one tile or, where the power of two that covers it would be much longer
 than the row, in two: the first is full, so that no column of it is masked, and the second takes what is left. A kernel
 holds a tuple of as many tiles wherever it would hold a tile, and sums and maxima are over all of them.
+
+Kernels take their numbers in groups: ``Extents`` of the rows, ``Strides`` of each array (``layout``), and as the
+constant ``tile`` a ``RowTile``.
 """
 
 from __future__ import annotations
@@ -10,13 +13,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from math import e, log2
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import triton
 import triton.language as tl
 
-from portakern.backends.triton.launch import cdiv, held, lanes, refuse_over, refuse_tile
-from portakern.backends.triton.layout import SHAPES, pow2_at_least
+from portakern.backends.triton.launch import accumulator, cdiv, held, lanes, refuse_over, refuse_tile
+from portakern.backends.triton.layout import SHAPES, Rows, aligned, pow2_at_least, row_start
 from portakern.spec.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
@@ -25,24 +28,94 @@ if TYPE_CHECKING:
 LOG2_E = tl.constexpr(log2(e))
 
 
+class Extents(NamedTuple):
+    """``height``: how many rows there are, ``inner`` of them in the inner row dimension; ``n``: the numbers of each."""
+
+    height: int
+    inner: int
+    n: int
+
+
+class TiledExtents(NamedTuple):
+    """Of rows that are cut into ``steps`` tiles each, which have programs of their own."""
+
+    height: int
+    inner: int
+    n: int
+    steps: int
+
+
+class GroupedExtents(NamedTuple):
+    """Of rows that programs walk ``group`` at a time; ``parts`` programs share a row."""
+
+    height: int
+    inner: int
+    group: int
+    parts: int
+    n: int
+
+
+class RowTile(NamedTuple):
+    """What a kernel over rows is compiled for.
+
+    Attributes:
+      block_rows, block_n: the extents of a tile; acc_dtype: what sums are kept in.
+      flat, unit: of :meth:`Rows.known`.
+      tail: the width of a second tile, or 0; tiles: how many hold a row, 0 where it is read in blocks.
+      deep: of a row that is read in blocks, how many tiles make a block.
+      stages: tiles of rows one after another whose loads are under way.
+    """
+
+    block_rows: int
+    block_n: int
+    acc_dtype: tl.dtype
+    flat: bool
+    unit: int
+    tail: int = 0
+    tiles: int = 0
+    deep: int = 1
+    stages: int = 1
+
+
 @triton.jit
-def tile_of(steps, block_rows: tl.constexpr, block_n: tl.constexpr):
+def own_rows(extents, tile: tl.constexpr):
+    """The rows that this program owns, and the numbers of each."""
+    n = aligned(extents.n, tile.unit)
+    return tl.program_id(0).to(tl.int64) * tile.block_rows + tl.arange(0, tile.block_rows), n
+
+
+@triton.jit
+def start_of(x, row, extents, strides, tile: tl.constexpr):
+    """Where rows begin in x, as a column."""
+    return row_start(x, row, extents.inner, strides.outer, strides.inner, tile.flat, tile.unit)[:, None]
+
+
+@triton.jit
+def tile_of(steps, tile: tl.constexpr):
     """The rows and the elements of each that this program owns."""
     pid = tl.program_id(0).to(tl.int64)
-    row = pid // steps * block_rows + tl.arange(0, block_rows)
-    return row, (pid % steps * block_n + tl.arange(0, block_n))[None, :]
+    row = pid // steps * tile.block_rows + tl.arange(0, tile.block_rows)
+    return row, (pid % steps * tile.block_n + tl.arange(0, tile.block_n))[None, :]
 
 
 @triton.jit
-def columns(first, n, block_n: tl.constexpr, tail: tl.constexpr):
+def columns(first, n, tile: tl.constexpr):
     """The columns from ``first`` on that a program keeps, a tile at a time, and which of them the row has: all of the
     first tile's, where a second one follows."""
-    lane = tl.cast(first, tl.int64) + tl.arange(0, block_n)
-    if tail == 0:
+    lane = tl.cast(first, tl.int64) + tl.arange(0, tile.block_n)
+    if tile.tail == 0:
         return (lane,), (lane < n,)
     else:
-        rest = tl.cast(first, tl.int64) + block_n + tl.arange(0, tail)
-        return (lane, rest), (tl.full([block_n], 1, tl.int1), rest < n)
+        rest = tl.cast(first, tl.int64) + tile.block_n + tl.arange(0, tile.tail)
+        return (lane, rest), (tl.full([tile.block_n], 1, tl.int1), rest < n)
+
+
+@triton.jit
+def whole_rows(n, row_ok, tile: tl.constexpr):
+    """All columns of rows that stay in registers, a tile at a time: by themselves and which of them there are, and both
+    beside the rows."""
+    lane, inside = columns(0, n, tile)
+    return lane, inside, [a[None, :] for a in lane], [row_ok & a[None, :] for a in inside]
 
 
 @triton.jit
@@ -99,44 +172,42 @@ def running(m, l, tiles):
 
 
 @triton.jit
-def load_columns(row, start, col, step, n, row_ok, ends: tl.constexpr, other, acc_dtype: tl.constexpr,
-                 deep: tl.constexpr):  # fmt: skip
+def load_columns(row, start, col, step, n, row_ok, ends: tl.constexpr, other, tile: tl.constexpr):
     """What rows have from column ``start`` on, in ``deep`` tiles one after another, each of the columns ``col``;
     ``other`` beyond n, which only the block in which a row ``ends`` reaches. In others no column has a mask, nor has a
     row that is alone: a program has one that is there, and whoever does not want it does not ask."""
-    at = [start + i * col.shape[1] + col for i in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)[:deep]]
+    at = [start + i * col.shape[1] + col for i in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)[: tile.deep]]
     if ends:
-        return [tl.load(row + a * step, mask=row_ok & (a < n), other=other).to(acc_dtype) for a in at]
+        return [tl.load(row + a * step, mask=row_ok & (a < n), other=other).to(tile.acc_dtype) for a in at]
     elif row.shape[0] == 1:
-        return [tl.load(row + a * step).to(acc_dtype) for a in at]
+        return [tl.load(row + a * step).to(tile.acc_dtype) for a in at]
     else:
-        return [tl.load(row + a * step, mask=row_ok, other=other).to(acc_dtype) for a in at]
+        return [tl.load(row + a * step, mask=row_ok, other=other).to(tile.acc_dtype) for a in at]
 
 
 @triton.jit
-def places_of(n, row_ok, block_n: tl.constexpr, deep: tl.constexpr, acc_dtype: tl.constexpr):
+def places_of(n, row_ok, tile: tl.constexpr):
     """Of rows of n that are read ``block_n`` numbers at a time, in ``deep`` tiles: the columns of a tile's places, a
     zero for each place of each row, n, and where the last whole block ends."""
-    places: tl.constexpr = block_n // deep
-    zeros = tl.zeros([row_ok.shape[0], places], acc_dtype)
+    places: tl.constexpr = tile.block_n // tile.deep
+    zeros = tl.zeros([row_ok.shape[0], places], tile.acc_dtype)
     n = tl.cast(n, tl.int64)
-    return tl.arange(0, places)[None, :].to(tl.int64), zeros, n, n // block_n * block_n
+    return tl.arange(0, places)[None, :].to(tl.int64), zeros, n, n // tile.block_n * tile.block_n
 
 
 @triton.jit
-def of_long_rows(x_row, x_n, n, row_ok, block_n: tl.constexpr, deep: tl.constexpr, plain: tl.constexpr,
-                 acc_dtype: tl.constexpr):  # fmt: skip
+def of_long_rows(x_row, x_n, n, row_ok, sums: tl.constexpr, tile: tl.constexpr):
     """m = max x and l = sum exp(x - m), or sum exp(x) where m is infinite, of rows that are read ``block_n`` numbers at
-    a time, and the sum of x if ``plain``: place by place (:func:`running`), and once across the places."""
-    col, l, n, whole = places_of(n, row_ok, block_n, deep, acc_dtype)
+    a time, and the sum of x if ``sums``: place by place (:func:`running`), and once across the places."""
+    col, l, n, whole = places_of(n, row_ok, tile)
     m, total = l - float("inf"), l
     wanted = tl.max(tl.max(row_ok.to(tl.int64), 1), 0)  # 0: no row
     for ends in tl.static_range(2):
-        for start in range(whole if ends else 0, n if ends else whole * wanted, block_n):
-            t = load_columns(x_row, start, col, x_n, n, row_ok, ends, float("-inf"), acc_dtype, deep)
+        for start in range(whole if ends else 0, n if ends else whole * wanted, tile.block_n):
+            t = load_columns(x_row, start, col, x_n, n, row_ok, ends, float("-inf"), tile)
             m, l = running(m, l, t)
-            if plain:
-                for i in tl.static_range(deep):
+            if sums:
+                for i in tl.static_range(len(t)):
                     total += tl.where(start + i * col.shape[1] + col < n, t[i], 0.0)
     top = tl.max(m, 1)
     l = tl.sum(l * tl.exp(tl.minimum(m - finite_or_zero(top)[:, None], 0.0)), 1)
@@ -144,18 +215,17 @@ def of_long_rows(x_row, x_n, n, row_ok, block_n: tl.constexpr, deep: tl.constexp
 
 
 @triton.jit
-def weigh_long_rows(x_row, x_n, y_row, y_n, g, m, l, n, row_ok, block_n: tl.constexpr, deep: tl.constexpr,
-                    acc_dtype: tl.constexpr):  # fmt: skip
+def weigh_long_rows(x_row, x_n, y_row, y_n, g, m, l, n, row_ok, tile: tl.constexpr):
     """y = g exp(x - m) / l of long rows, g None for 1, from their ends, where what was read last is still near; NaN
     where m is infinite."""
-    col, _, n, whole = places_of(n, row_ok, block_n, deep, acc_dtype)
+    col, _, n, whole = places_of(n, row_ok, tile)
     share = tl.where(tl.abs(m) == float("inf"), float("nan"), 1.0 / l)[:, None]
     m = m[:, None]
     for others in tl.static_range(2):
-        for back in range(0, whole if others else n - whole, block_n):
-            start = whole - block_n - back if others else whole
-            t = load_columns(x_row, start, col, x_n, n, row_ok, not others, float("-inf"), acc_dtype, deep)
-            for i in tl.static_range(deep):
+        for back in range(0, whole if others else n - whole, tile.block_n):
+            start = whole - tile.block_n - back if others else whole
+            t = load_columns(x_row, start, col, x_n, n, row_ok, not others, float("-inf"), tile)
+            for i in tl.static_range(len(t)):
                 at = start + i * col.shape[1] + col
                 out = tl.exp(t[i] - m) * share
                 if g is not None:
@@ -165,13 +235,13 @@ def weigh_long_rows(x_row, x_n, y_row, y_n, g, m, l, n, row_ok, block_n: tl.cons
 
 
 @triton.jit
-def centred(t, ok, n, eps, tiles: tl.constexpr):
+def centred(t, ok, n, eps):
     """x - mean of rows that stay in registers, 0 where not ``ok``, and (var + eps)^-1/2. Equal numbers leave 0: what a
     sum and its quotient have lost of the mean is the mean of what they leave."""
     rounded = row_sum(t) / n
-    rest = row_sum([tl.where(ok[i], t[i] - rounded[:, None], 0.0) for i in (0, 1)[:tiles]])
+    rest = row_sum([tl.where(ok[i], t[i] - rounded[:, None], 0.0) for i in (0, 1)[: len(t)]])
     mean = (rounded + rest / n)[:, None]
-    d = [tl.where(ok[i], t[i] - mean, 0.0) for i in (0, 1)[:tiles]]
+    d = [tl.where(ok[i], t[i] - mean, 0.0) for i in (0, 1)[: len(t)]]
     return d, tl.rsqrt(row_sum([a * a for a in d]) / n + eps)[:, None]
 
 
@@ -205,16 +275,10 @@ def kept(n: int, block_rows: int, block_n: int, num_warps: int, least: int) -> t
     return (tail, 2) if tail <= block_n and held(block_rows * (block_n + tail), num_warps) else (0, 0)
 
 
-def blocks(tiling: Mapping[str, int]) -> dict[str, int]:
-    """The constants of a kernel that reads rows in blocks."""
-    return {name: tiling[name] for name in ("block_rows", "block_n", "num_warps")}
-
-
-def told(call: Call, n: int, tiling: Mapping[str, int]) -> dict[str, int]:
-    """The constants of a kernel whose programs have rows of n."""
-    found = blocks(tiling)
-    found["tail"], found["tiles"] = kept(n, *found.values(), threads_read(call, n, tiling["num_warps"]))
-    return found
+def tiles_of(call: Call, n: int, tiling: Mapping[str, int]) -> tuple[int, int]:
+    """:func:`kept`, of a call's rows of n."""
+    num_warps = tiling["num_warps"]
+    return kept(n, tiling["block_rows"], tiling["block_n"], num_warps, threads_read(call, n, num_warps))
 
 
 def threads_read(call: Call, n: int, num_warps: int) -> int:
@@ -223,23 +287,29 @@ def threads_read(call: Call, n: int, num_warps: int) -> int:
     return num_warps * lanes(call.target.arch) * (1 if n % vector else vector)
 
 
-def walked(call: Call, n: int, tiling: Mapping[str, int]) -> dict[str, int]:
-    """The constants of a kernel that reads a long row of n ``deep`` tiles at a time: as many as one has elements that
+def row_tile(call: Call, rows: Rows, n: int, tiling: Mapping[str, int]) -> RowTile:
+    """The tile of a kernel over rows of n. A long row is read ``deep`` tiles at a time: as many as one has elements that
     all threads read at once, so that what a thread adds up is in its own hands."""
-    found = told(call, n, tiling)
-    at_once = threads_read(call, n, tiling["num_warps"])
-    return found | {"deep": 1 if found["tiles"] else min(max(tiling["block_n"] // at_once, 1), 16)}
+    tail, tiles = tiles_of(call, n, tiling)
+    deep = 1 if tiles else min(max(tiling["block_n"] // threads_read(call, n, tiling["num_warps"]), 1), 16)
+    return block_tile(call, rows, tiling)._replace(tail=tail, tiles=tiles, deep=deep)
 
 
-def parts_of(call: Call, n: int, tiling: Mapping[str, int]) -> tuple[int, dict[str, int]]:
-    """How many programs share a row of n that may not stay in registers, and the constants of their kernel."""
-    constants = told(call, n, tiling)
-    return (1, constants) if constants["tiles"] else (cdiv(n, tiling["block_n"]), constants | {"tiles": 1})
+def block_tile(call: Call, rows: Rows, tiling: Mapping[str, int]) -> RowTile:
+    """The tile of a kernel that knows no row as a whole."""
+    return RowTile(tiling["block_rows"], tiling["block_n"], accumulator(call.dtype), **rows.known(call.dtype))
+
+
+def shared_tile(call: Call, rows: Rows, n: int, tiling: Mapping[str, int]) -> tuple[int, RowTile]:
+    """How many programs share a row of n that may not stay in registers, and the tile of each."""
+    tail, tiles = tiles_of(call, n, tiling)
+    tile = block_tile(call, rows, tiling)._replace(tail=tail, tiles=tiles or 1)
+    return 1 if tiles else cdiv(n, tiling["block_n"]), tile
 
 
 def refuse_rows(call: Call, tiling: Mapping[str, int], n: int, rows: int) -> str | None:
     """Why rows of n cannot be walked with this tiling."""
-    tail = told(call, n, tiling)["tail"]
+    tail, _ = tiles_of(call, n, tiling)
     reason = refuse_tile(call, tiling, rows)
     return reason or (refuse_over(call, tiling["num_warps"], tiling["block_rows"] * tail) if tail else None)
 

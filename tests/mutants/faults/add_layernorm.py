@@ -9,7 +9,7 @@ FAULTS = {
         Planted(
             "padding-centred",
             "lanes beyond a short row count in the variance",
-            old="d = [tl.where(ok[i], t[i] - mean, 0.0) for i in (0, 1)[:tiles]]",
+            old="d = [tl.where(ok[i], t[i] - mean, 0.0) for i in (0, 1)[: len(t)]]",
             new="d = [a - mean for a in t]",
             within="lib.rows",
         ),
@@ -23,8 +23,8 @@ FAULTS = {
         Planted(
             "rows-of-x",
             "the residual is read with the rows of x",
-            old="row_start(residual, row, rows_inner, residual_outer, residual_inner, flat, unit)",
-            new="row_start(residual, row, rows_inner, x_outer, x_inner, flat, unit)",
+            old="start_of(residual, row, extents, strides.residual, tile)",
+            new="start_of(residual, row, extents, strides.x, tile)",
             gpu=False,
             small=True,
         ),
@@ -32,14 +32,14 @@ FAULTS = {
             "long-sum-of-x",
             "of a long row the sum that is stored is x",
             old="            tl.store(total + out + at, s.to(",
-            new="            tl.store(total + out + at, tl.load(x_row + at * x_n, mask=ok).to(",
+            new="            tl.store(total + out + at, tl.load(x_row + at * strides.x.n, mask=ok).to(",
             sample=True,
         ),
         Planted(
             "bias-of-weight",
             "the bias of a long row is read with the distances of the weight",
-            old="                xh, weight, bias, weight_n, bias_n, start + lane",
-            new="                xh, weight, weight, weight_n, weight_n, start + lane",
+            old="affine = Affine(weight, strides.weight, bias, strides.bias)",
+            new="affine = Affine(weight, strides.weight, weight, strides.weight)",
         ),
     ],
     "pallas": [

@@ -9,8 +9,8 @@ FAULTS = {
         Planted(
             "lse-less-the-label",
             "the loss is lse - x_t, which has lost the digits of a certain label",
-            old="out = log + (shift - at)",
-            new="out = (shift + log) - at",
+            old="value = log + (shift - at)",
+            new="value = (shift + log) - at",
             small=True,
             sample=True,
             edge="certain_rows",
@@ -48,7 +48,7 @@ FAULTS = {
         Planted(
             "smoothing-of-the-rest",
             "the label keeps the whole target beside what all classes share",
-            old="log + (1.0 - even) * (shift - at)",
+            old="log + (1.0 - terms.even) * (shift - at)",
             new="log + (shift - at)",
             within="lib.cross_entropy",
         ),
@@ -72,8 +72,8 @@ FAULTS = {
         Planted(
             "labels-of-other-groups",
             "rows in strips take the labels of the first group of them",
-            old="group * row_group + lane * row_lane",
-            new="lane * row_lane",
+            old="group * strides.numbers.group + lane * strides.numbers.lane",
+            new="lane * strides.numbers.lane",
             within="lib.cross_entropy",
         ),
     ],

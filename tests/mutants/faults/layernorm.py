@@ -21,7 +21,7 @@ FAULTS = {
         Planted(
             "padding-in-variance",
             "lanes beyond the row count in the variance",
-            old="d = [tl.where(ok[i], t[i] - mean, 0.0) for i in (0, 1)[:tiles]]",
+            old="d = [tl.where(ok[i], t[i] - mean, 0.0) for i in (0, 1)[: len(t)]]",
             new="d = [a - mean for a in t]",
             small=True,
             within="lib.rows",
@@ -51,8 +51,8 @@ FAULTS = {
         Planted(
             "weight-float16",
             "the weight passes through float16",
-            old="xh * beside(weight, weight_n, lane, inside, acc_dtype, unit)",
-            new="xh * beside(weight, weight_n, lane, inside, acc_dtype, unit).to(tl.float16).to(acc_dtype)",
+            old="xh * beside(affine.weight, affine.weight_n, lane, inside, tile)",
+            new="xh * beside(affine.weight, affine.weight_n, lane, inside, tile).to(tl.float16).to(tile.acc_dtype)",
             small=True,
         ),
         Planted(

@@ -9,8 +9,8 @@ FAULTS = {
         Planted(
             "hx-mean-over-tile",
             "mean(h xh) of a short row divides by the tile's extent",
-            old="(row_sum([h[i] * xh[i] for i in (0, 1)[:tiles]]) / n)",
-            new="(row_sum([h[i] * xh[i] for i in (0, 1)[:tiles]]) / block_n)",
+            old="(row_sum([h[i] * xh[i] for i in (0, 1)[: tile.tiles]]) / n)",
+            new="(row_sum([h[i] * xh[i] for i in (0, 1)[: tile.tiles]]) / tile.block_n)",
         ),
         Planted(
             "one-pass-variance",
@@ -25,7 +25,7 @@ FAULTS = {
         Planted(
             "padding-in-variance",
             "lanes beyond a short row count in the variance",
-            old="d = [tl.where(ok[i], t[i] - mean, 0.0) for i in (0, 1)[:tiles]]",
+            old="d = [tl.where(ok[i], t[i] - mean, 0.0) for i in (0, 1)[: len(t)]]",
             new="d = [a - mean for a in t]",
             small=True,
             within="lib.rows",
@@ -41,7 +41,7 @@ FAULTS = {
             "weight-float16",
             "the weight of a short row passes through float16",
             old="w = [k[None, :] for k in load_tiles(",
-            new="w = [k[None, :].to(tl.float16).to(acc_dtype) for k in load_tiles(",
+            new="w = [k[None, :].to(tl.float16).to(tile.acc_dtype) for k in load_tiles(",
             small=True,
         ),
         Planted(
@@ -68,7 +68,7 @@ FAULTS = {
             "d-weight-bfloat16",
             "d_weight is summed in bfloat16",
             old="w_sum = [w_sum[i] + g[i] * xh[i] for",
-            new="w_sum = [(w_sum[i] + g[i] * xh[i]).to(tl.bfloat16).to(acc_dtype) for",
+            new="w_sum = [(w_sum[i] + g[i] * xh[i]).to(tl.bfloat16).to(tile.acc_dtype) for",
         ),
     ],
     "pallas": [

@@ -30,8 +30,8 @@ FAULTS = {
         Planted(
             "cotangent-rounded",
             "the cotangent is rounded to the slope's dtype first",
-            old="g = tl.load(factor + row, mask=row_ok, other=0.0).to(acc_dtype)[:, None]",
-            new="g = tl.load(factor + row, mask=row_ok, other=0.0).to(x.dtype.element_ty).to(acc_dtype)[:, None]",
+            old="g = tl.load(factor + row, mask=row_ok, other=0.0).to(tile.acc_dtype)[:, None]",
+            new="g = tl.load(factor + row, mask=row_ok, other=0.0).to(x.dtype.element_ty).to(tile.acc_dtype)[:, None]",
             small=True,
             within="lib.linear_cross_entropy_vjp",
         ),

@@ -9,8 +9,8 @@ FAULTS = {
         Planted(
             "one-cotangent-a-strip",
             "all rows of a strip take the cotangent of its first",
-            old="begin(g, group, lane, g_group",
-            new="begin(g, group, lane - tl.arange(0, block_rows)[None, :], g_group",
+            old="begin(g, group, lane, g_strides",
+            new="begin(g, group, lane - tl.arange(0, tile.block_rows)[None, :], g_strides",
             within="lib.columns",
         ),
         Planted(
@@ -32,14 +32,14 @@ FAULTS = {
         Planted(
             "one-cotangent",
             "all rows of a program take the cotangent of its first",
-            old="g = tl.load(d_y + row, mask=row < rows, other=0.0)",
-            new="g = tl.load(d_y + row - tl.arange(0, block_rows), mask=row < rows, other=0.0)",
+            old="g = tl.load(d_y + row, mask=row < extents.height, other=0.0)",
+            new="g = tl.load(d_y + row - tl.arange(0, tile.block_rows), mask=row < extents.height, other=0.0)",
         ),
         Planted(
             "p-rounded",
             "the weights of a short row are rounded to the result's dtype before they meet the cotangent",
             old="(g * (p[i] / l)).to",
-            new="(g * (p[i] / l).to(d_x.dtype.element_ty).to(acc_dtype)).to",
+            new="(g * (p[i] / l).to(d_x.dtype.element_ty).to(tile.acc_dtype)).to",
             small=True,
             sample=True,
         ),

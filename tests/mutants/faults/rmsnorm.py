@@ -10,7 +10,7 @@ FAULTS = {
             "mean-over-tile",
             "the mean of squares divides by the tile's extent",
             old="tl.rsqrt(row_sum([a * a for a in t]) / n + eps)",
-            new="tl.rsqrt(row_sum([a * a for a in t]) / block_n + eps)",
+            new="tl.rsqrt(row_sum([a * a for a in t]) / tile.block_n + eps)",
         ),
         Planted(
             "eps-outside",
@@ -23,7 +23,7 @@ FAULTS = {
             "squares-rounded",
             "squares are rounded to x's dtype",
             old="tl.rsqrt(row_sum([a * a for a in t]) / n + eps)",
-            new="tl.rsqrt(row_sum([(a * a).to(x.dtype.element_ty).to(acc_dtype) for a in t]) / n + eps)",
+            new="tl.rsqrt(row_sum([(a * a).to(x.dtype.element_ty).to(tile.acc_dtype) for a in t]) / n + eps)",
             small=True,
         ),
         Planted(

@@ -28,7 +28,7 @@ FAULTS = {
             "part-not-rescaled",
             "the sums of a part's places keep their units when they are added up",
             old="acc = product(acc, tl.exp(tl.minimum(top - finite_or_zero(highest), 0.0)))",
-            new="acc = product(acc, tl.full(acc.shape, 1.0, acc_dtype))",
+            new="acc = product(acc, tl.full(acc.shape, 1.0, tile.acc_dtype))",
             within="lib.columns",
         ),
         Planted(
@@ -42,8 +42,8 @@ FAULTS = {
         Planted(
             "finite-padding",
             "lanes beyond a short row hold -1e4 instead of -inf",
-            old='col, ok, float("-inf"), acc_dtype)',
-            new="col, ok, -1e4, acc_dtype)",
+            old='col, ok, float("-inf"), tile.acc_dtype)',
+            new="col, ok, -1e4, tile.acc_dtype)",
             small=True,
         ),
         Planted(
@@ -71,22 +71,22 @@ FAULTS = {
         Planted(
             "p-rounded-before-sum",
             "the normaliser sums weights already rounded to the output's dtype",
-            old='p, l = exponentials(load_tiles(x_row, x_n, col, ok, float("-inf"), acc_dtype))\n',
+            old='p, l = exponentials(load_tiles(x_row, x_strides.n, col, ok, float("-inf"), tile.acc_dtype))\n',
             new=(
-                'p, _ = exponentials(load_tiles(x_row, x_n, col, ok, float("-inf"), acc_dtype))\n'
-                "        l = row_sum([a.to(y.dtype.element_ty).to(acc_dtype) for a in p])[:, None]\n"
+                'p, _ = exponentials(load_tiles(x_row, x_strides.n, col, ok, float("-inf"), tile.acc_dtype))\n'
+                "        l = row_sum([a.to(y.dtype.element_ty).to(tile.acc_dtype) for a in p])[:, None]\n"
             ),
             small=True,
         ),
         Planted(
             "store-truncated",
             "a bfloat16 result is cut instead of rounded to nearest",
-            old="            tl.store(y_row + col[i] * y_n, (p[i] / l).to",
+            old="            tl.store(y_row + col[i] * y_strides.n, (p[i] / l).to",
             new=(
                 "            q = p[i] / l\n"
                 "            if y.dtype.element_ty == tl.bfloat16:\n"
                 "                q = (q.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)\n"
-                "            tl.store(y_row + col[i] * y_n, q.to"
+                "            tl.store(y_row + col[i] * y_strides.n, q.to"
             ),
             small=True,
             sample=True,
