@@ -32,15 +32,11 @@ def tanh_form(g):
 
 
 @triton.jit
-def geglu_kernel(gate, up, y, rows, n, steps, gate_row, gate_n, up_row, up_n, y_row, y_n,
-                 tanh: tl.constexpr, block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
-                 unit: tl.constexpr):  # fmt: skip
+def geglu_kernel(gate, up, y, extents, gate_strides, up_strides, y_strides, tanh: tl.constexpr, tile: tl.constexpr):
     if tanh:
-        gated(gate, up, y, rows, n, steps, gate_row, gate_n, up_row, up_n, y_row, y_n, tanh_form,
-              block_rows, block_n, acc_dtype, unit)  # fmt: skip
+        gated(gate, up, y, extents, gate_strides, up_strides, y_strides, tanh_form, tile)
     else:
-        gated(gate, up, y, rows, n, steps, gate_row, gate_n, up_row, up_n, y_row, y_n, erf_form,
-              block_rows, block_n, acc_dtype, unit)  # fmt: skip
+        gated(gate, up, y, extents, gate_strides, up_strides, y_strides, erf_form, tile)
 
 
 @BACKEND.implements("geglu", key=key, fit=fit, supports=supports, knobs=KNOBS)

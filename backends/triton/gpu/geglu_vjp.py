@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def geglu_vjp_kernel(gate, up, d_y, d_gate, d_up, rows, n, steps,
-                     gate_row, gate_n, up_row, up_n, d_y_row, d_y_n, out_row, out_n,
-                     tanh: tl.constexpr, block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
-                     unit: tl.constexpr):  # fmt: skip
+def geglu_vjp_kernel(
+    gate, up, d_y, d_gate, d_up, extents, gate_strides, up_strides, d_y_strides, out_strides, tanh: tl.constexpr,
+    tile: tl.constexpr,
+):  # fmt: skip
     if tanh:
-        gated_vjp(gate, up, d_y, d_gate, d_up, rows, n, steps, gate_row, gate_n, up_row, up_n, d_y_row, d_y_n,
-                  out_row, out_n, of_tanh_form, block_rows, block_n, acc_dtype, unit)  # fmt: skip
+        gated_vjp(gate, up, d_y, d_gate, d_up, extents, gate_strides, up_strides, d_y_strides, out_strides,
+                  of_tanh_form, tile)  # fmt: skip
     else:
-        gated_vjp(gate, up, d_y, d_gate, d_up, rows, n, steps, gate_row, gate_n, up_row, up_n, d_y_row, d_y_n,
-                  out_row, out_n, of_erf_form, block_rows, block_n, acc_dtype, unit)  # fmt: skip
+        gated_vjp(gate, up, d_y, d_gate, d_up, extents, gate_strides, up_strides, d_y_strides, out_strides,
+                  of_erf_form, tile)  # fmt: skip
 
 
 @BACKEND.implements("geglu_vjp", key=key, fit=fit, supports=supports, knobs=KNOBS, overwrites=True)

@@ -20,7 +20,6 @@ import triton.language as tl
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.launch import accumulator, cdiv, launch, refuse_tile
 from portakern.backends.triton.layout import (
-    Rows,
     aligned,
     collapse,
     contiguous_strides,
@@ -39,6 +38,45 @@ if TYPE_CHECKING:
 KNOBS = {"num_warps": Tile(1, 32)}
 
 
+class ElementExtents(NamedTuple):
+    """Of what programs share element by element: ``height`` rows of n, in ``steps`` tiles each."""
+
+    height: int
+    n: int
+    steps: int
+
+
+class ElementStrides(NamedTuple):
+    """Of one array: between rows, and along a row."""
+
+    row: int
+    n: int
+
+
+class ElementTile(NamedTuple):
+    """What a kernel of elements is compiled for: the extents of a tile, what it computes in, and what divides n and
+    every distance between rows."""
+
+    block_rows: int
+    block_n: int
+    acc_dtype: tl.dtype
+    unit: int
+
+
+@triton.jit
+def own_elements(extents, tile: tl.constexpr):
+    """The rows and the columns of this program's tile, and which of its elements there are."""
+    n = aligned(extents.n, tile.unit)
+    row, col = tile_of(extents.steps, tile)
+    return row, col, (row < extents.height)[:, None] & (col < n)
+
+
+@triton.jit
+def place(x, row, col, strides, tile: tl.constexpr):
+    """Where elements of x lie."""
+    return row_start(x, row, 1, 0, strides.row, True, tile.unit)[:, None] + col * strides.n
+
+
 @triton.jit
 def open_share(g):
     """s of a gate g."""
@@ -47,49 +85,35 @@ def open_share(g):
 
 
 @triton.jit
-def gated(gate, up, y, rows, n, steps, gate_row, gate_n, up_row, up_n, y_row, y_n, opening: tl.constexpr,
-          block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+def gated(gate, up, y, extents, gate_strides, up_strides, y_strides, opening: tl.constexpr, tile: tl.constexpr):
     """y = g opening(g) u of this program's tile."""
-    n = aligned(n, unit)
-    row, col = tile_of(steps, block_rows, block_n)
-    ok = (row < rows)[:, None] & (col < n)
-    g = tl.load(row_start(gate, row, 1, 0, gate_row, True, unit)[:, None] + col * gate_n, mask=ok, other=0.0)
-    u = tl.load(row_start(up, row, 1, 0, up_row, True, unit)[:, None] + col * up_n, mask=ok, other=0.0)
-    g = g.to(acc_dtype)
-    y_at = row_start(y, row, 1, 0, y_row, True, unit)[:, None] + col * y_n
-    tl.store(y_at, (g * opening(g) * u.to(acc_dtype)).to(y.dtype.element_ty), mask=ok)
+    row, col, ok = own_elements(extents, tile)
+    g = tl.load(place(gate, row, col, gate_strides, tile), mask=ok, other=0.0)
+    u = tl.load(place(up, row, col, up_strides, tile), mask=ok, other=0.0)
+    g = g.to(tile.acc_dtype)
+    y_at = place(y, row, col, y_strides, tile)
+    tl.store(y_at, (g * opening(g) * u.to(tile.acc_dtype)).to(y.dtype.element_ty), mask=ok)
 
 
 @triton.jit
-def swiglu_kernel(gate, up, y, rows, n, steps, gate_row, gate_n, up_row, up_n, y_row, y_n,
-                  block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
-                  unit: tl.constexpr):  # fmt: skip
-    gated(gate, up, y, rows, n, steps, gate_row, gate_n, up_row, up_n, y_row, y_n, open_share,
-          block_rows, block_n, acc_dtype, unit)  # fmt: skip
+def swiglu_kernel(gate, up, y, extents, gate_strides, up_strides, y_strides, tile: tl.constexpr):
+    gated(gate, up, y, extents, gate_strides, up_strides, y_strides, open_share, tile)
 
 
 class Tiles(NamedTuple):
     """How programs share the elements of several tensors of one shape, and of a contiguous result.
 
     Attributes:
-      rows: of the tensors, which are flat; n: the length of a row; steps: the tiles of a row; programs: of all rows.
-      block_rows, block_n: the extents of a tile.
+      extents: of the rows; strides: of each tensor and, last, of the result; programs: of all rows; tile: of each.
     """
 
-    rows: Rows
-    n: int
-    steps: int
+    extents: ElementExtents
+    strides: tuple[ElementStrides, ...]
     programs: int
-    block_rows: int
-    block_n: int
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """From row to row and along a row, of each tensor and of the result."""
-        return tuple(s for _, across, along in self.rows.strides for s in (across, along))
+    tile: ElementTile
 
 
-def share(tiling: Mapping[str, int], *tensors: Any) -> tuple[tuple[Any, ...], Tiles]:
+def share(call: Call, tiling: Mapping[str, int], *tensors: Any) -> tuple[tuple[Any, ...], Tiles]:
     """The tensors, and how to share their elements. Those that two dimensions do not describe are gathered first."""
     shape = tuple(tensors[0].shape)
     extents, strides = collapse(shape, *[t.stride() for t in tensors], contiguous_strides(shape))
@@ -103,7 +127,9 @@ def share(tiling: Mapping[str, int], *tensors: Any) -> tuple[tuple[Any, ...], Ti
     if height == 1:
         block_rows, block_n = 1, block_rows * block_n
     steps = cdiv(n, block_n)
-    return tensors, Tiles(rows, n, steps, cdiv(height, block_rows) * steps, block_rows, block_n)
+    of_arrays = tuple(ElementStrides(s.inner, s.n) for s in rows.strides)
+    tile = ElementTile(block_rows, block_n, accumulator(call.dtype), rows.known(call.dtype)["unit"])
+    return tensors, Tiles(ElementExtents(height, n, steps), of_arrays, cdiv(height, block_rows) * steps, tile)
 
 
 def key(call: Call) -> dict[str, str | int]:
@@ -129,10 +155,9 @@ def product(kernel: Any, call: Call, tiling: Mapping[str, int], **forms: Any) ->
     """What a kernel like swiglu's, which may have several ``forms``, makes of the call's gate and up."""
     gate, up = call.arrays["gate"], call.arrays["up"]
     y = fresh_like(gate)
-    (gate, up), tiles = share(tiling, gate, up)
-    launch(kernel, tiles.programs, call, gate, up, y, tiles.rows.height, tiles.n, tiles.steps, *tiles.strides, **forms,
-           block_rows=tiles.block_rows, block_n=tiles.block_n, acc_dtype=accumulator(call.dtype),
-           unit=tiles.rows.known(call.dtype)["unit"], num_warps=tiling["num_warps"])  # fmt: skip
+    (gate, up), tiles = share(call, tiling, gate, up)
+    launch(kernel, tiles.programs, call, gate, up, y, tiles.extents, *tiles.strides, **forms, tile=tiles.tile,
+           num_warps=tiling["num_warps"])  # fmt: skip
     return y
 
 

@@ -14,47 +14,41 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu.swiglu import KNOBS, fit, key, share, supports
-from portakern.backends.triton.launch import accumulator, launch
-from portakern.backends.triton.layout import aligned, result_like, row_start
+from portakern.backends.triton.gpu.swiglu import KNOBS, fit, key, own_elements, place, share, supports
+from portakern.backends.triton.launch import launch
+from portakern.backends.triton.layout import result_like
 from portakern.backends.triton.lib.activations import of_silu
-from portakern.backends.triton.lib.rows import tile_of
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
 
 
 @triton.jit
-def gated_vjp(gate, up, d_y, d_gate, d_up, rows, n, steps,
-              gate_row, gate_n, up_row, up_n, d_y_row, d_y_n, out_row, out_n,
-              opening: tl.constexpr, block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
-              unit: tl.constexpr):  # fmt: skip
+def gated_vjp(
+    gate, up, d_y, d_gate, d_up, extents, gate_strides, up_strides, d_y_strides, out_strides, opening: tl.constexpr,
+    tile: tl.constexpr,
+):  # fmt: skip
     """Either result may be None; up is None where d_up alone is wanted. ``opening`` of a gate g gives the share of it
     that is open, and the slope of their product."""
-    n = aligned(n, unit)
-    row, col = tile_of(steps, block_rows, block_n)
-    ok = (row < rows)[:, None] & (col < n)
-    g = tl.load(row_start(gate, row, 1, 0, gate_row, True, unit)[:, None] + col * gate_n, mask=ok, other=0.0)
-    d = tl.load(row_start(d_y, row, 1, 0, d_y_row, True, unit)[:, None] + col * d_y_n, mask=ok, other=0.0)
-    g, d = g.to(acc_dtype), d.to(acc_dtype)
+    row, col, ok = own_elements(extents, tile)
+    g = tl.load(place(gate, row, col, gate_strides, tile), mask=ok, other=0.0)
+    d = tl.load(place(d_y, row, col, d_y_strides, tile), mask=ok, other=0.0)
+    g, d = g.to(tile.acc_dtype), d.to(tile.acc_dtype)
     s, slope = opening(g)
     if d_gate is not None:
-        u = tl.load(row_start(up, row, 1, 0, up_row, True, unit)[:, None] + col * up_n, mask=ok, other=0.0)
-        d_gate_at = row_start(d_gate, row, 1, 0, out_row, True, unit)[:, None] + col * out_n
-        tl.store(d_gate_at, (d * u.to(acc_dtype) * slope).to(d_gate.dtype.element_ty), mask=ok)
+        u = tl.load(place(up, row, col, up_strides, tile), mask=ok, other=0.0)
+        d_gate_at = place(d_gate, row, col, out_strides, tile)
+        tl.store(d_gate_at, (d * u.to(tile.acc_dtype) * slope).to(d_gate.dtype.element_ty), mask=ok)
     if d_up is not None:
-        d_up_at = row_start(d_up, row, 1, 0, out_row, True, unit)[:, None] + col * out_n
+        d_up_at = place(d_up, row, col, out_strides, tile)
         tl.store(d_up_at, (d * (g * s)).to(d_up.dtype.element_ty), mask=ok)
 
 
 @triton.jit
-def swiglu_vjp_kernel(gate, up, d_y, d_gate, d_up, rows, n, steps,
-                      gate_row, gate_n, up_row, up_n, d_y_row, d_y_n, out_row, out_n,
-                      block_rows: tl.constexpr, block_n: tl.constexpr, acc_dtype: tl.constexpr,
-                      unit: tl.constexpr):  # fmt: skip
-    gated_vjp(gate, up, d_y, d_gate, d_up, rows, n, steps,
-              gate_row, gate_n, up_row, up_n, d_y_row, d_y_n, out_row, out_n, of_silu,
-              block_rows, block_n, acc_dtype, unit)  # fmt: skip
+def swiglu_vjp_kernel(
+    gate, up, d_y, d_gate, d_up, extents, gate_strides, up_strides, d_y_strides, out_strides, tile: tl.constexpr
+):  # fmt: skip
+    gated_vjp(gate, up, d_y, d_gate, d_up, extents, gate_strides, up_strides, d_y_strides, out_strides, of_silu, tile)
 
 
 def gradients(kernel: Any, call: Call, tiling: Mapping[str, int], **forms: Any) -> tuple[Any, ...]:
@@ -65,11 +59,10 @@ def gradients(kernel: Any, call: Call, tiling: Mapping[str, int], **forms: Any) 
     """
     gate, up, d_y = (call.arrays[name] for name in ("gate", "up", "d_y"))
     d_gate, d_up = (result_like(gate, call, name) if name in call.wants else None for name in ("d_gate", "d_up"))
-    (gate, up, d_y), tiles = share(tiling, gate, up, d_y)
-    launch(kernel, tiles.programs, call, gate, None if d_gate is None else up, d_y, d_gate, d_up,
-           tiles.rows.height, tiles.n, tiles.steps, *tiles.strides, **forms, block_rows=tiles.block_rows,
-           block_n=tiles.block_n, acc_dtype=accumulator(call.dtype), unit=tiles.rows.known(call.dtype)["unit"],
-           num_warps=tiling["num_warps"], enable_fp_fusion=False)  # fmt: skip
+    (gate, up, d_y), tiles = share(call, tiling, gate, up, d_y)
+    launch(kernel, tiles.programs, call, gate, None if d_gate is None else up, d_y, d_gate, d_up, tiles.extents,
+           *tiles.strides, **forms, tile=tiles.tile, num_warps=tiling["num_warps"],
+           enable_fp_fusion=False)  # fmt: skip
     return d_gate, d_up
 
 

@@ -17,8 +17,8 @@ FAULTS = {
         Planted(
             "silu-rounded",
             "silu is rounded to the result's dtype before it meets up",
-            old="(g * opening(g) * u.to(acc_dtype)).to",
-            new="((g * opening(g)).to(y.dtype.element_ty).to(acc_dtype) * u.to(acc_dtype)).to",
+            old="(g * opening(g) * u.to(tile.acc_dtype)).to",
+            new="((g * opening(g)).to(y.dtype.element_ty).to(tile.acc_dtype) * u.to(tile.acc_dtype)).to",
             sample=True,
         ),
         Planted(
@@ -38,16 +38,16 @@ FAULTS = {
         Planted(
             "rows-of-the-gate",
             "up is read with the rows of the gate",
-            old="row_start(up, row, 1, 0, up_row, True, unit)",
-            new="row_start(up, row, 1, 0, gate_row, True, unit)",
+            old="place(up, row, col, up_strides, tile)",
+            new="place(up, row, col, gate_strides, tile)",
             gpu=False,
             small=True,
         ),
         Planted(
             "ragged-end-not-written",
             "the last element of a row is not written",
-            old="ok = (row < rows)[:, None] & (col < n)",
-            new="ok = (row < rows)[:, None] & (col < n - (n > 1))",
+            old="(row < extents.height)[:, None] & (col < n)",
+            new="(row < extents.height)[:, None] & (col < n - (n > 1))",
         ),
     ],
     "pallas": [

@@ -33,13 +33,13 @@ FAULTS = {
             "d-up-in-bfloat16",
             "silu is kept in bfloat16 for d_up",
             old="(d * (g * s)).to",
-            new="(d * (g * s).to(tl.bfloat16).to(acc_dtype)).to",
+            new="(d * (g * s).to(tl.bfloat16).to(tile.acc_dtype)).to",
         ),
         Planted(
             "rows-of-the-gate",
             "d_y is read with the rows of the gate",
-            old="row_start(d_y, row, 1, 0, d_y_row, True, unit)",
-            new="row_start(d_y, row, 1, 0, gate_row, True, unit)",
+            old="place(d_y, row, col, d_y_strides, tile)",
+            new="place(d_y, row, col, gate_strides, tile)",
             gpu=False,
             small=True,
         ),
@@ -49,7 +49,7 @@ FAULTS = {
             old="    if d_up is not None:\n",
             new="    if d_up is not None:\n"
             "        g = tl.load(row_start(gate, row, 1, 0, gate_row, True, unit)[:, None] + col * gate_n, mask=ok)\n"
-            "        g = g.to(acc_dtype)\n",
+            "        g = g.to(tile.acc_dtype)\n",
             sample=True,
         ),
     ],
