@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
 from portakern.backends.triton.launch import recording  # noqa: E402
+from tests.launched import named  # noqa: E402
 
 (PORTABLE,) = (f for f in BACKEND.families if f.name == "gpu")
 BLOCKS = {"block_rows": 2, "block_n": 512, "num_warps": 4}  # of 128 places, and float32 of 4 tiles each
@@ -63,7 +64,7 @@ def launched(n, dtype="bfloat16", strides=None, **tiling):
         spec, impl, {"arrays": arrays, "options": {}, "wants": None}, targets.find("sm_90"), tiling
     )
     found = []
-    with recording(lambda kernel, grid, args, constants: found.append(constants | {"grid": grid})):
+    with recording(lambda kernel, grid, args, constants: found.append(named(constants) | {"grid": grid})):
         impl.run(call, used)
     return found[0]
 

@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from portakern.backends.triton.launch import recording  # noqa: E402
 from portakern.backends.triton.lib.columns import PARTS, side_by_side, tile_columns  # noqa: E402
+from tests.launched import named  # noqa: E402
 
 (PORTABLE,) = (f for f in BACKEND.families if f.name == "gpu")
 LONG = 1100  # more than one tile, and a part that ends within its second
@@ -48,7 +49,9 @@ def launches(name, shape, axis, strides=None, dtype="bfloat16", arch="sm_90", ti
         form["arrays"][array] = [extents, dtype, list(strides) if strides and len(extents) == len(shape) else None]
     call, used = abstract.abstract_call(spec, impl, form, targets.find(arch), tiling or {})
     found = {}
-    with recording(lambda kernel, grid, args, constants: found.update({kernel.__name__: constants | {"grid": grid}})):
+    with recording(
+        lambda kernel, grid, args, constants: found.update({kernel.__name__: named(constants) | {"grid": grid}})
+    ):
         impl.run(call, used)
     return found
 

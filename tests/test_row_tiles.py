@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from portakern.backends.triton.launch import recording  # noqa: E402
 from portakern.backends.triton.lib.rows import first_tile, kept, tile_rows  # noqa: E402
+from tests.launched import named  # noqa: E402
 
 (PORTABLE,) = (f for f in BACKEND.families if f.name == "gpu")
 ROWS = 3
@@ -41,7 +42,7 @@ def launches(name, n, arch="sm_90", dtype="bfloat16", tiling=None):
         form["arrays"][a.name] = [shape, a.dtypes[0] if dtype not in a.dtypes else dtype, steps]
     call, used = abstract.abstract_call(spec, impl, form, hardware, tiling or {})
     found = {}
-    with recording(lambda kernel, grid, args, constexprs: found.update({kernel.__name__: constexprs})):
+    with recording(lambda kernel, grid, args, constexprs: found.update({kernel.__name__: named(constexprs)})):
         impl.run(call, used)
     return found | {"tiling": used}
 
@@ -58,7 +59,7 @@ def over_rows():
         spec = registry.find_spec(name)
         if {*spec.tiling} == {"block_rows", "block_n"} and BACKEND.where(name, PORTABLE):
             try:
-                if any("tiles" in c for c in launches(name, 1024).values()):
+                if any(c.get("tiles") for c in launches(name, 1024).values()):
                     found.append(name)
             except (pk.SpecError, pk.UnsupportedError, KeyError):
                 continue  # its arrays are no rows
@@ -78,10 +79,10 @@ def test_rows_that_are_not_aligned_lie_in_two_tiles(name):
     """The first is full, and no element of it is masked by its column; together they have fewer than a power of two
     that covers the row, and every thread has a number of the second."""
     for arch in ("sm_90", "gfx942"):
-        told = next(c for c in launches(name, 4097, arch).values() if "tiles" in c)
+        told = next(c for c in launches(name, 4097, arch).values() if c.get("tiles"))
         threads = told["num_warps"] * targets.family(arch).lanes
         assert (told["tiles"], told["block_n"], told["tail"]) == (2, 4096, threads), arch
-    assert next(c for c in launches(name, 4096).values() if "tiles" in c)["tiles"] == 1
+    assert next(c for c in launches(name, 4096).values() if c.get("tiles"))["tiles"] == 1
     assert next(c for c in launches(name, 40961).values() if "tiles" in c)["tail"] == 0  # read in blocks
 
 
@@ -94,7 +95,7 @@ def test_rows_in_two_tiles_are_right_and_nothing_beside_them_is_touched(name, n,
     given = shapes(name, n)
     dtype = "bfloat16" if n == 515 else "float32"
     case = {"dtype": dtype, "shapes": given, "regime": "normal", "seed": n, "tiling": two_tiles(n)}
-    told = next(c for c in launches(name, n, dtype=dtype, tiling=two_tiles(n)).values() if "tiles" in c)
+    told = next(c for c in launches(name, n, dtype=dtype, tiling=two_tiles(n)).values() if c.get("tiles"))
     assert told["tiles"] == 2
     if layout == "sliced":
         case["layouts"] = {a: "sliced" for a, shape in given.items() if len(shape) == 2}
@@ -170,7 +171,7 @@ FASTEST = {  # of those that were timed on an H100 or H200 in bfloat16: rows a p
 
 @pytest.mark.parametrize(("name", "n"), FASTEST, ids=str)
 def test_defaults_are_what_was_fastest(name, n):
-    told = next(c for c in launches(name, n).values() if "tiles" in c)
+    told = next(c for c in launches(name, n).values() if c.get("tiles"))
     tiles = [told["block_n"], told["tail"]][: told["tiles"]]
     assert (told["block_rows"], tiles, told["num_warps"]) == FASTEST[name, n]
 

@@ -127,7 +127,7 @@ def test_how_often_a_statement_is_written_does_not_count(checkout):
         (KERNEL, (r"tl\.store\(", "tl.atomic_add("), "softmax"),
         (RMSNORM, (r"/ n \+ eps", "/ n - eps"), "rmsnorm"),
         (RMSNORM, (r"static_range\(2\)", "static_range(3)"), "rmsnorm"),
-        (RMSNORM, (r"row_ok, block_n, deep, acc_dtype\)", "row_ok, deep, block_n, acc_dtype)"), "rmsnorm"),
+        (RMSNORM, (r"x_strides.n, n, row_ok, tile\)", "n, x_strides.n, row_ok, tile)"), "rmsnorm"),
         (f"{BACKENDS}/triton/lib/rows.py", (r"(def row_sum\(.*\n)", r"\1    tl.debug_barrier()\n"), "softmax"),
         (f"{BACKENDS}/triton/launch.py", (r"(def cdiv\(.*\n)", r"\1    a = 2\n"), "softmax"),
         (f"{BACKENDS}/triton/plan.py", (r"(def _place\(.*\n)", r"\1    a = 2\n"), "softmax"),

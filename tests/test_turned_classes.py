@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
 from portakern.backends.triton.launch import recording  # noqa: E402
+from tests.launched import named  # noqa: E402
 
 (PORTABLE,) = (f for f in BACKEND.families if f.name == "gpu")
 LOSS = registry.find_spec("cross_entropy")
@@ -39,7 +40,9 @@ def called(name, shape, strides=None, dtype="bfloat16", arch="sm_90"):
 def launches(*args):
     """What a call launches: the constants of its kernels, by their names, and their grids."""
     (impl, call, used), found = called(*args), {}
-    with recording(lambda kernel, grid, args, constants: found.update({kernel.__name__: constants | {"grid": grid}})):
+    with recording(
+        lambda kernel, grid, args, constants: found.update({kernel.__name__: named(constants) | {"grid": grid}})
+    ):
         impl.run(call, used)
     return found
 
@@ -52,7 +55,7 @@ def test_they_are_read_along_memory():
     assert launches("cross_entropy", [8, 64, 64, 150]).keys() == {"cross_entropy_kernel"}
     for dtype, block_rows in (("bfloat16", 64), ("float32", 32)):
         (tile,) = launches("cross_entropy_vjp", *moved(8, 150, 64, 64), dtype).values()
-        assert (tile["block_rows"], tile["block_n"], tile["beside"]) == (block_rows, 128, True)
+        assert (tile["block_rows"], tile["block_n"], tile["reads_ignored"]) == (block_rows, 128, True)
     (few,) = launches("cross_entropy_vjp", *moved(8, 19, 64, 64)).values()
     assert (few["block_rows"], few["block_n"], few["num_warps"]) == (64, 32, 4)
     (rows,) = launches("cross_entropy_vjp", [8, 64, 64, 4096]).values()

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 __all__ = [
-    "SHAPES", "Rows", "Strides", "aligned", "collapse", "contiguous_strides", "fresh", "fresh_like", "gathered", "pow2_at_least",
-    "result_like", "row_start", "rows_of", "walk_rows",
+    "SHAPES", "Rows", "Strides", "aligned", "collapse", "contiguous_strides", "fresh", "fresh_like",
+    "gathered", "pow2_at_least", "result_like", "row_start", "rows_of", "walk_rows",
 ]  # fmt: skip
 
 SHAPES = 4096  # the latest shapes whose layout is remembered: to work one out takes longer than to launch its kernel

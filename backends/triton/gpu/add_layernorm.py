@@ -54,13 +54,15 @@ def add_layernorm_kernel(x, residual, weight, bias, y, total, extents, eps, stri
         for start in range(0, tl.cast(n, tl.int64), tile.block_n):
             at = start + col
             ok = row_ok & (at < n)
-            s = load_sum(x_row, residual_row, at, strides, ok, tile.acc_dtype)
+            x_at, residual_at = x_row + at * strides.x.n, residual_row + at * strides.residual.n
+            s = load_sum(x_at, residual_at, ok, tile.acc_dtype)
             mean, m2 = join(mean, m2, s, ok, start, n, tile)
         r = tl.rsqrt(m2 / n + eps)
         for start in range(0, tl.cast(n, tl.int64), tile.block_n):
             at = start + col
             ok = row_ok & (at < n)
-            s = load_sum(x_row, residual_row, at, strides, ok, tile.acc_dtype)
+            x_at, residual_at = x_row + at * strides.x.n, residual_row + at * strides.residual.n
+            s = load_sum(x_at, residual_at, ok, tile.acc_dtype)
             tl.store(total + out + at, s.to(total.dtype.element_ty), mask=ok)
             xh = (s - mean[:, None]) * r[:, None]
             normed = scale_and_shift(xh, affine, start + lane, start + lane < n, tile)
@@ -81,6 +83,7 @@ def add_layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     (x, residual), rows = walk_rows(x.ndim - 1, x, residual)
     weight_n, bias_n = (0 if w is None else w.stride(0) for w in (weight, bias))
     launch(add_layernorm_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, residual, weight, bias, y, total,
-           Extents(rows.height, rows.inner, n), call.options["eps"], SumStrides(rows.strides[0], rows.strides[1], weight_n, bias_n),
-           tile=row_tile(call, rows, n, tiling), num_warps=tiling["num_warps"])  # fmt: skip
+           Extents(rows.height, rows.inner, n), call.options["eps"],
+           SumStrides(rows.strides[0], rows.strides[1], weight_n, bias_n), tile=row_tile(call, rows, n, tiling),
+           num_warps=tiling["num_warps"])  # fmt: skip
     return y, total

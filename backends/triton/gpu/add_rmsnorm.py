@@ -39,9 +39,8 @@ class SumStrides(NamedTuple):
 
 
 @triton.jit
-def load_sum(x, residual, col, strides, ok, acc_dtype: tl.constexpr):
-    """x + residual in columns, rounded to their dtype, and 0 where ``ok`` is not."""
-    x, residual = x + col * strides.x.n, residual + col * strides.residual.n
+def load_sum(x, residual, ok, acc_dtype: tl.constexpr):
+    """x + residual, rounded to their dtype, and 0 where ``ok`` is not."""
     total = tl.load(x, mask=ok, other=0.0).to(acc_dtype) + tl.load(residual, mask=ok, other=0.0).to(acc_dtype)
     return total.to(x.dtype.element_ty).to(acc_dtype)
 
@@ -49,7 +48,8 @@ def load_sum(x, residual, col, strides, ok, acc_dtype: tl.constexpr):
 @triton.jit
 def sum_tiles(x, residual, strides, total, col, ok, acc_dtype: tl.constexpr):
     """x + residual in the columns of each tile, which is stored in total as well."""
-    s = [load_sum(x, residual, col[i], strides, ok[i], acc_dtype) for i in (0, 1)[: len(col)]]
+    x_n, residual_n = strides.x.n, strides.residual.n
+    s = [load_sum(x + col[i] * x_n, residual + col[i] * residual_n, ok[i], acc_dtype) for i in (0, 1)[: len(col)]]
     for i in tl.static_range(len(col)):
         tl.store(total + col[i], s[i].to(total.dtype.element_ty), mask=ok[i])
     return s
@@ -79,13 +79,15 @@ def add_rmsnorm_kernel(
         squares = tl.full([tile.block_rows], 0.0, tile.acc_dtype)
         for start in range(0, tl.cast(n, tl.int64), tile.block_n):
             at = start + col
-            s = load_sum(x_row, residual_row, at, strides, row_ok & (at < n), tile.acc_dtype)
+            x_at, residual_at = x_row + at * strides.x.n, residual_row + at * strides.residual.n
+            s = load_sum(x_at, residual_at, row_ok & (at < n), tile.acc_dtype)
             squares += tl.sum(s * s, 1)
         r = tl.rsqrt(squares / n + eps)[:, None]
         for start in range(0, tl.cast(n, tl.int64), tile.block_n):
             at = start + col
             ok = row_ok & (at < n)
-            s = load_sum(x_row, residual_row, at, strides, ok, tile.acc_dtype)
+            x_at, residual_at = x_row + at * strides.x.n, residual_row + at * strides.residual.n
+            s = load_sum(x_at, residual_at, ok, tile.acc_dtype)
             tl.store(total + out + at, s.to(total.dtype.element_ty), mask=ok)
             normed = scale_and_shift(narrowed(s * r, x, narrow), affine, start + lane, start + lane < n, tile)
             tl.store(y + out + at, normed.to(y.dtype.element_ty), mask=ok)
@@ -103,8 +105,9 @@ def add_rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     x, residual, weight = (call.arrays[name] for name in ("x", "residual", "weight"))
     n, y, total = call.dims["n"], fresh_like(x), result_like(residual, call, "residual_out")
     (x, residual), rows = walk_rows(x.ndim - 1, x, residual)
+    weight_n = 0 if weight is None else weight.stride(0)
     launch(add_rmsnorm_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, residual, weight, y, total,
            Extents(rows.height, rows.inner, n), call.options["eps"],
-           SumStrides(rows.strides[0], rows.strides[1], 0 if weight is None else weight.stride(0)), narrow=rounds_before(call),
+           SumStrides(rows.strides[0], rows.strides[1], weight_n), narrow=rounds_before(call),
            tile=row_tile(call, rows, n, tiling), num_warps=tiling["num_warps"])  # fmt: skip
     return y, total

@@ -288,8 +288,8 @@ def threads_read(call: Call, n: int, num_warps: int) -> int:
 
 
 def row_tile(call: Call, rows: Rows, n: int, tiling: Mapping[str, int]) -> RowTile:
-    """The tile of a kernel over rows of n. A long row is read ``deep`` tiles at a time: as many as one has elements that
-    all threads read at once, so that what a thread adds up is in its own hands."""
+    """The tile of a kernel over rows of n. A long row is read ``deep`` tiles at a time: as many as one has elements
+    that all threads read at once, so that what a thread adds up is in its own hands."""
     tail, tiles = tiles_of(call, n, tiling)
     deep = 1 if tiles else min(max(tiling["block_n"] // threads_read(call, n, tiling["num_warps"]), 1), 16)
     return block_tile(call, rows, tiling)._replace(tail=tail, tiles=tiles, deep=deep)

@@ -48,7 +48,7 @@ FAULTS = {
             "the gate is read again for d_up, where d_gate may lie over it by then",
             old="    if d_up is not None:\n",
             new="    if d_up is not None:\n"
-            "        g = tl.load(row_start(gate, row, 1, 0, gate_row, True, unit)[:, None] + col * gate_n, mask=ok)\n"
+            "        g = tl.load(place(gate, row, col, gate_strides, tile), mask=ok)\n"
             "        g = g.to(tile.acc_dtype)\n",
             sample=True,
         ),
