@@ -32,9 +32,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from portakern.backends.triton.lib.gluon import (
     ROWS,
+    accumulator,
     acquire,
     await_full,
     boxed,
+    by_row,
     load_tile,
     reach,
     ring_of,
@@ -121,18 +123,6 @@ class Band(NamedTuple):
     limits: Any
     all_lo: Any
     all_hi: Any
-
-
-@gluon.constexpr_function
-def accumulator(columns):
-    """How a tile of so many columns lies in the registers of four warps that multiply."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
-@gluon.constexpr_function
-def by_row(columns):
-    """How a number for each row lies beside such a tile."""
-    return gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16]))
 
 
 @gluon.jit
@@ -393,8 +383,8 @@ def consumer(GROUP: gl.constexpr, tiles, q_ring, ring, turns, out, softmax, work
     row_s: gl.constexpr = by_row(plan.block_kv)
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     block: gl.constexpr = plan.block_kv
-    scores, window = softmax
-    left, right = window
+    scores = softmax.scores
+    left, right = softmax.window
     before = work.kv_len - work.q_len  # keys that stand before query 0
     q = tiles.q.index(GROUP)
     unit = 0

@@ -37,7 +37,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from portakern.backends.triton.lib.gluon import (
     ROWS,
+    accumulator,
+    await_full,
     boxed,
+    by_row,
     give_back,
     reach,
     store_tile,
@@ -45,7 +48,6 @@ from portakern.backends.triton.lib.gluon import (
 from portakern.backends.triton.lib.gluon_gradients import (
     Own,
     Sides,
-    Work,
     any_flag,
     far_of,
     guests_of,
@@ -55,66 +57,75 @@ from portakern.backends.triton.lib.gluon_gradients import (
     statistic_of,
     tiles_of,
     weights_of,
+    work_of,
 )
 
 
 @gluon.jit
-def walk(unit, line, first, last, steps, own, guests, d_first, d_second, scores, work, plan: gl.constexpr,
-         mma: gl.constexpr, left_first: gl.constexpr, left_second: gl.constexpr):  # fmt: skip
-    """(d_first, d_second, unit) after all guests of a tile at home, of which the first have their numbers in a
-    ``line``."""
+def first_products(own, guests, stage, plan: gl.constexpr):
+    """Of a tile of guests the dot products, and what follows dP, on their way; dP alone where nobody wants it."""
     block: gl.constexpr = plan.block
-    stages: gl.constexpr = plan.stages
-    zeros = gl.zeros([ROWS, block], gl.float32, mma)
+    zeros = gl.zeros([ROWS, block], gl.float32, accumulator(block))
+    dots = warpgroup_mma(own.first, guests.first.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    d_p = zeros
+    if plan.want_first:
+        d_p = warpgroup_mma(own.second, guests.second.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return dots, d_p
+
+
+@gluon.jit
+def walk(unit, place, guest, own, guests, sums, scores, work, plan: gl.constexpr):
+    """(d_first, d_second, unit) after all guests of a tile at home, from a ``place`` (line, first guest) on. guest:
+    (first, last, steps), of each head of theirs, and of all."""
+    block: gl.constexpr = plan.block
+    mma: gl.constexpr = accumulator(block)
+    left_first: gl.constexpr = gl.DotOperandLayout(0, accumulator(plan.block_d), 2)
+    left_second: gl.constexpr = gl.DotOperandLayout(0, accumulator(plan.block_dv), 2)
+    d_first, d_second = sums
+    first, last, steps = guest
     cols = gl.arange(0, block, gl.SliceLayout(0, mma))
-    place = line, first
     for _ in range(steps):
-        start = place[1]
-        far = far_of(own, place[0], start, work, plan)
-        stage = unit % stages
-        mbarrier.wait(guests.full.index(stage), (unit // stages) & 1)
-        guest_first, guest_second = guests.first.index(stage), guests.second.index(stage)
-        dots = warpgroup_mma(own.first, guest_first.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        if plan.want_first:
-            d_p = warpgroup_mma(own.second, guest_second.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        line, start = place
+        far = far_of(own, line, start, work, plan)
+        stage = await_full(guests.ring, unit)
+        dots, d_p = first_products(own, guests, stage, plan)
         shift = statistic_of(own.shift, guests.shift, stage, plan.by_key, mma)
         dots = warpgroup_mma_wait(1 if plan.want_first else 0, deps=[dots])
         p, sloped = weights_of(dots, shift, far, place, cols, own, scores, work, plan.by_key)
         if plan.want_second:
             p16 = gl.convert_layout(p.to(own.first.dtype), left_second)
-            d_second = warpgroup_mma(p16, guest_second, d_second, is_async=True)
+            d_second = warpgroup_mma(p16, guests.second.index(stage), d_second, is_async=True)
         if plan.want_first:
             d_p = warpgroup_mma_wait(1 if plan.want_second else 0, deps=[d_p])
             delta = statistic_of(own.delta, guests.delta, stage, plan.by_key, mma)
             d = score_gradients(sloped, d_p, delta, start, cols, own)
             d16 = gl.convert_layout(d.to(own.first.dtype), left_first)
-            d_first = warpgroup_mma(d16, guest_first, d_first, is_async=True)
+            d_first = warpgroup_mma(d16, guests.first.index(stage), d_first, is_async=True)
         if not plan.want_first:
             d_second = warpgroup_mma_wait(0, deps=[d_second])
         elif not plan.want_second:
             d_first = warpgroup_mma_wait(0, deps=[d_first])
         else:
             d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])
-        give_back(guests.empty.index(stage), plan.by_key)
+        give_back(guests.ring.empty.index(stage), plan.by_key)
         unit += 1
         place = next_tile(place, first, last, block)
     return d_first, d_second, unit
 
 
 @gluon.jit
-def walk_ahead(unit, line, first, last, steps, own, guests, d_first, d_second, scores, work, plan: gl.constexpr,
-               mma: gl.constexpr, left_first: gl.constexpr, left_second: gl.constexpr):  # fmt: skip
+def walk_ahead(unit, place, guest, own, guests, sums, scores, work, plan: gl.constexpr):
     """As ``walk``, with the last two products of a tile beside the weights of the next."""
     block: gl.constexpr = plan.block
-    stages: gl.constexpr = plan.stages
-    zeros = gl.zeros([ROWS, block], gl.float32, mma)
+    mma: gl.constexpr = accumulator(block)
+    left_first: gl.constexpr = gl.DotOperandLayout(0, accumulator(plan.block_d), 2)
+    left_second: gl.constexpr = gl.DotOperandLayout(0, accumulator(plan.block_dv), 2)
+    d_first, d_second = sums
+    first, last, steps = guest
     cols = gl.arange(0, block, gl.SliceLayout(0, mma))
-    place = line, first
-    far = far_of(own, line, first, work, plan)
-    stage = unit % stages
-    mbarrier.wait(guests.full.index(stage), (unit // stages) & 1)
-    dots = warpgroup_mma(own.first, guests.first.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    d_p = warpgroup_mma(own.second, guests.second.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    far = far_of(own, place[0], first, work, plan)
+    stage = await_full(guests.ring, unit)
+    dots, d_p = first_products(own, guests, stage, plan)
     shift = statistic_of(own.shift, guests.shift, stage, plan.by_key, mma)
     dots = warpgroup_mma_wait(1, deps=[dots])
     p, sloped = weights_of(dots, shift, far, place, cols, own, scores, work, plan.by_key)
@@ -129,10 +140,8 @@ def walk_ahead(unit, line, first, last, steps, own, guests, d_first, d_second, s
         place = next_tile(place, first, last, block)
         start = place[1]
         far = far_of(own, place[0], start, work, plan)
-        stage = unit % stages
-        mbarrier.wait(guests.full.index(stage), (unit // stages) & 1)
-        dots = warpgroup_mma(own.first, guests.first.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        d_p = warpgroup_mma(own.second, guests.second.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        stage = await_full(guests.ring, unit)
+        dots, d_p = first_products(own, guests, stage, plan)
         d_second = warpgroup_mma(p16, guests.second.index(before), d_second, is_async=True)
         d_first = warpgroup_mma(d16, guests.first.index(before), d_first, is_async=True)
         shift = statistic_of(own.shift, guests.shift, stage, plan.by_key, mma)
@@ -144,59 +153,55 @@ def walk_ahead(unit, line, first, last, steps, own, guests, d_first, d_second, s
         d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])
         p16 = gl.convert_layout(p.to(own.first.dtype), left_second)
         d16 = gl.convert_layout(d.to(own.first.dtype), left_first)
-        give_back(guests.empty.index(before), plan.by_key)
+        give_back(guests.ring.empty.index(before), plan.by_key)
     d_second = warpgroup_mma(p16, guests.second.index(stage), d_second, is_async=True)
     d_first = warpgroup_mma(d16, guests.first.index(stage), d_first, is_async=True)
     d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])
-    give_back(guests.empty.index(stage), plan.by_key)
+    give_back(guests.ring.empty.index(stage), plan.by_key)
     return d_first, d_second, unit + 1
 
 
 @gluon.jit
-def consumer(GROUP: gl.constexpr, home, guests, sides, scores, scale, window, work, plan: gl.constexpr):
+def consumer(GROUP: gl.constexpr, home, guests, sides, softmax, group, plan: gl.constexpr):
     """Four warps that own 64 rows at home."""
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.block, 16])
-    mma_first: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.block_d, 16])
-    mma_second: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.block_dv, 16])
-    left_first: gl.constexpr = gl.DotOperandLayout(0, mma_first, 2)
-    left_second: gl.constexpr = gl.DotOperandLayout(0, mma_second, 2)
-    row: gl.constexpr = gl.SliceLayout(1, mma)
+    row: gl.constexpr = by_row(plan.block)
     block: gl.constexpr = plan.block
     block_d: gl.constexpr = plan.block_d
     block_dv: gl.constexpr = plan.block_dv
-    rows: gl.constexpr = ROWS * plan.consumers
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     dtype: gl.constexpr = home.first.dtype
-    left, right = window
+    left, right = softmax.window
+    work = work_of(sides, softmax.window, group, plan)
     home_first, home_second = home.first.index(GROUP), home.second.index(GROUP)
     unit = 0
     count = 0
     index = gl.program_id(0)
     while index < work.tiles:
-        top, head, first, last, steps = guests_of(index, work, left, right, rows, block, plan.by_key)
+        top, head, first, last, steps = guests_of(index, work, left, right, ROWS * plan.consumers, block, plan.by_key)
         mine = top + GROUP * ROWS
         limits, all_lo, all_hi = reach(mine + work.kv_len - work.q_len, work, left, right, row)
         shift, delta, low, flags, line = None, None, sides.low, sides.flags, head * work.group
         if not plan.by_key:
             i, at = mine + gl.arange(0, ROWS, row), head.to(gl.int64) * work.pitch
-            shift = gl.load(sides.shift + at + i, mask=i < work.q_len, other=0.0)[:, None]
-            delta = gl.load(sides.delta + at + i, mask=i < work.q_len, other=0.0)[:, None]
+            behind = work.all_heads.to(gl.int64) * work.pitch
+            shift = gl.load(sides.lines + at + i, mask=i < work.q_len, other=0.0)[:, None]
+            delta = gl.load(sides.lines + behind + at + i, mask=i < work.q_len, other=0.0)[:, None]
             low = low + at + mine, work.q_len - mine
             flags = any_flag(flags, head, mine, ROWS, work.q_len, plan)
-        mbarrier.wait(home.full.index(GROUP), count & 1)
+        mbarrier.wait(home.ring.full.index(GROUP), count & 1)
         own = Own(home_first, home_second, limits, all_lo, all_hi, shift, delta, low, flags)
-        d_first = gl.zeros([ROWS, block_d], gl.float32, mma_first)
-        d_second = gl.zeros([ROWS, block_dv], gl.float32, mma_second)
+        sums = (gl.zeros([ROWS, block_d], gl.float32, accumulator(block_d)),
+                gl.zeros([ROWS, block_dv], gl.float32, accumulator(block_dv)))  # fmt: skip
+        guest = first, last, steps
         if plan.ahead:
-            d_first, d_second, unit = walk_ahead(unit, line, first, last, steps, own, guests, d_first, d_second, scores,
-                                                 work, plan, mma, left_first, left_second)  # fmt: skip
+            d_first, d_second, unit = walk_ahead(unit, (line, first), guest, own, guests, sums, softmax.scores, work,
+                                                 plan)  # fmt: skip
         else:
-            d_first, d_second, unit = walk(unit, line, first, last, steps, own, guests, d_first, d_second, scores, work,
-                                           plan, mma, left_first, left_second)  # fmt: skip
+            d_first, d_second, unit = walk(unit, (line, first), guest, own, guests, sums, softmax.scores, work, plan)
         b, h = head // work.heads, head % work.heads
         # The rows at home are not read any more: their gradients leave by way of their memory.
         if plan.want_first:
-            home_first.store((d_first * scale).to(dtype))
+            home_first.store((d_first * softmax.scale).to(dtype))
             fence_async_shared()
             store_tile(sides.d_first, [b, mine, h, 0], boxed(home_first, box))
         if plan.want_second:
@@ -204,20 +209,18 @@ def consumer(GROUP: gl.constexpr, home, guests, sides, scores, scale, window, wo
             fence_async_shared()
             store_tile(sides.d_second, [b, mine, h, 0], boxed(home_second, box))
         tma.store_wait(0)
-        mbarrier.arrive(home.empty.index(GROUP), count=1)
+        mbarrier.arrive(home.ring.empty.index(GROUP), count=1)
         count += 1
         index += gl.num_programs(0)
 
 
-@gluon.jit(do_not_specialize=list(Work._fields))
+@gluon.jit(do_not_specialize=["group"])
 def attention_vjp_gradients_kernel(
-    home_first, home_second, guest_first, guest_second, shift, delta, low, flags, d_first, d_second, scores, scale,
-    window, tiles, tiles_q, together, heads, group, all_heads, q_len, kv_len, pitch, plan: gl.constexpr,
+    home_first, home_second, guest_first, guest_second, lines, low, flags, d_first, d_second, softmax, group,
+    plan: gl.constexpr,
 ):  # fmt: skip
-    """d_first and d_second, scaled, of rows at home: see ``Sides``, and ``Work`` for numbers, which come one by one:
-    those of a tuple would be compiled in where they are 1, and again where they are multiples of 16."""
-    work = Work(tiles, tiles_q, together, heads, group, all_heads, q_len, kv_len, pitch)
-    sides = Sides(home_first, home_second, guest_first, guest_second, shift, delta, low, flags, d_first, d_second)
+    """d_first and d_second, scaled, of rows at home: see ``Sides``. group: query heads of a key head."""
+    sides = Sides(home_first, home_second, guest_first, guest_second, lines, low, flags, d_first, d_second)
     dtype: gl.constexpr = home_first.dtype
     home = tiles_of(dtype, plan.consumers, ROWS, plan, 1)
     guests = tiles_of(dtype, plan.stages, plan.block, plan, plan.consumers)
@@ -225,14 +228,14 @@ def attention_vjp_gradients_kernel(
     # A tuple that is given a name loses its constexprs: the groups are written out.
     if plan.consumers == 2:
         gl.warp_specialize([
-            (consumer, (0, home, guests, sides, scores, scale, window, work, plan)),
-            (consumer, (1, home, guests, sides, scores, scale, window, work, plan)),
-            (producer, (home, guests, sides, window, work, plan)),
+            (consumer, (0, home, guests, sides, softmax, group, plan)),
+            (consumer, (1, home, guests, sides, softmax, group, plan)),
+            (producer, (home, guests, sides, softmax, group, plan)),
         ], [4, 1], [plan.registers, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (0, home, guests, sides, scores, scale, window, work, plan)),
-            (consumer, (1, home, guests, sides, scores, scale, window, work, plan)),
-            (consumer, (2, home, guests, sides, scores, scale, window, work, plan)),
-            (producer, (home, guests, sides, window, work, plan)),
+            (consumer, (0, home, guests, sides, softmax, group, plan)),
+            (consumer, (1, home, guests, sides, softmax, group, plan)),
+            (consumer, (2, home, guests, sides, softmax, group, plan)),
+            (producer, (home, guests, sides, softmax, group, plan)),
         ], [4, 4, 1], [plan.registers, plan.registers, 24])  # fmt: skip

@@ -271,8 +271,8 @@ def consumer(tiles, q_ring, ring, parts, out, softmax, work, plan: gl.constexpr)
     block_dv: gl.constexpr = plan.block_dv
     row_s: gl.constexpr = gl.SliceLayout(1, laid(rows, plan.block_kv))
     row_o: gl.constexpr = gl.SliceLayout(1, laid(rows, block_dv))
-    scores, window = softmax
-    left, right = window
+    scores = softmax.scores
+    left, right = softmax.window
     top = work.kv_len - work.q_len
     unit = 0
     total, each = walks_of(work, plan)

@@ -19,15 +19,16 @@ from portakern.backends.triton.lib.attention import key, window_of
 from portakern.backends.triton.lib.attention_vjp_gluon import (
     DRAWN,
     fit,
-    lines,
+    in_parts,
+    lines_of,
     plans,
     scores_of,
     supports,
 )
-from portakern.backends.triton.lib.gluon_gradients import Work
-from portakern.backends.triton.lib.tma import QUERIES, REGISTERS, TOGETHER, movable, processors, tiled
+from portakern.backends.triton.lib.gluon import Softmax
+from portakern.backends.triton.lib.tma import QUERIES, REGISTERS, movable, processors, tiled
 from portakern.spec import Count
-from portakern.specs.attention import far_from, scale_of
+from portakern.specs.attention import scale_of
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -51,27 +52,24 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
         for name, (shape, dtype) in call.outputs.items()
     }
     scale, (scores, rate) = scale_of(call), scores_of(call)
-    shift, low, flags, delta = shared.statistics(call, o, d_o, rate, 4, far_from(call))
+    lines, low, flags = lines_of(call, o, d_o, rate)
     left, right = window_of(options["is_causal"], options["window"], dims["q_len"] + dims["kv_len"])
     for wants, plan in plans(call, tiling).items():
         first, second = (out.get(n) if n in wants else None for n in (("d_k", "d_v") if plan.by_key else ("d_q", "")))
         keys = (k, v), dims["kv_len"], dims["kv_heads"]
         queries = (q, d_o), dims["q_len"], dims["kv_heads"] * dims["group"]
-        (home, home_len, heads), (guests, guest_len, _) = (keys, queries) if plan.by_key else (queries, keys)
+        (home, home_len, heads), (guests, _, _) = (keys, queries) if plan.by_key else (queries, keys)
         window = (right, left) if plan.by_key else (left, right)
         tiles_home = cdiv(home_len, QUERIES * plan.consumers)
-        all_heads = heads * dims["batch"]
-        tiles = tiles_home * all_heads
-        work = Work(tiles, tiles_home, 1 if window == (None, None) else TOGETHER, heads, dims["group"], all_heads,
-                    home_len, guest_len, shift.shape[-1])  # fmt: skip
+        tiles = tiles_home * heads * dims["batch"]
         programs = min(tiles, processors(q.device)) if window == (None, None) else tiles
         described = [tiled(x, rows, columns)
                      for arrays, rows in ((home, QUERIES), (guests, plan.block))
                      for x, columns in zip(arrays, (plan.block_d, plan.block_dv), strict=True)]  # fmt: skip
-        told = [lines(x, plan.block) if plan.by_key else x for x in (shift, delta)]
         sums = [None if x is None else tiled(x, QUERIES, columns)
                 for x, columns in ((first, plan.block_d), (second, plan.block_dv))]  # fmt: skip
-        launch(attention_vjp_gradients_kernel, programs, call, *described, *told, low, flags, *sums, scores, scale,
-        window, *work,
-               plan=plan, num_warps=4, maxnreg=REGISTERS[plan.consumers][1])  # fmt: skip
+        launch(attention_vjp_gradients_kernel, programs, call, *described,
+               in_parts(lines, plan.block) if plan.by_key else lines, low, flags, *sums,
+               Softmax(scores, window, scale), dims["group"], plan=plan, num_warps=4,
+               maxnreg=REGISTERS[plan.consumers][1])  # fmt: skip
     return tuple(out.values())

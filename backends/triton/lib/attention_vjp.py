@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import triton
@@ -88,15 +89,16 @@ def attention_vjp_statistics_kernel(
 
 def statistics(
     call: Call, o: torch.Tensor, d_o: torch.Tensor, rate: tuple[float, float], multiple: int = 1, limit: float = 0.0,
-    sums: torch.Tensor | None = None,
+    sums: torch.Tensor | None = None, lines: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:  # fmt: skip
     """(shift, low, flags, delta) of ``attention_vjp_statistics_kernel``: pitch is q_len, or the next multiple of so
     many. rate: in two parts, what lse is multiplied by. limit: the |lse| from which on there is a low, and a flag; 0:
-    always, and there are no flags. sums: what it sets to 0."""
+    always, and there are no flags. sums: what it sets to 0. lines: memory for shift and delta."""
     lse, d_lse, lse_low = (call.arrays[name] for name in ("lse", "d_lse", "lse_low"))
     batch, q_len, heads, dv = o.shape
     block_dv, pitch, rows = padded(dv), cdiv(q_len, multiple) * multiple, flagged(dv)
-    shift, low, delta = (fresh((batch, heads, pitch), lse.dtype, o.device) for _ in range(3))
+    low = fresh((batch, heads, pitch), lse.dtype, o.device)
+    shift, delta = lines or (fresh((batch, heads, pitch), lse.dtype, o.device) for _ in range(2))
     tiles = cdiv(q_len, rows)
     flags = (
         fresh((batch, heads, cdiv(tiles, FLAGS.value) * FLAGS.value), torch_dtype("int8"), o.device) if limit else None

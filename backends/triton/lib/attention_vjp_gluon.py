@@ -9,15 +9,15 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from portakern.backends.triton.descriptors import describe
-from portakern.backends.triton.launch import shared_limit
-from portakern.backends.triton.layout import pow2_at_least
+from portakern.backends.triton.launch import cdiv, shared_limit
+from portakern.backends.triton.layout import fresh, pow2_at_least
 from portakern.backends.triton.lib import attention_vjp as shared
-from portakern.backends.triton.lib.gluon_gradients import Plan
+from portakern.backends.triton.lib.gluon_gradients import LINE, GradientsPlan
 from portakern.backends.triton.lib.heads import LOG2E, Scores
 from portakern.backends.triton.lib.tma import BARRIERS, QUERIES, REGISTERS
 from portakern.core.backend import Drawn
 from portakern.specs._exponents import LARGEST, two_parts
-from portakern.specs.attention import over_cap, scale_of, score_unit
+from portakern.specs.attention import far_from, over_cap, scale_of, score_unit
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 SPARE = 30  # registers of a consumer's thread for addresses and counters
 
 
-def plans(call: Call, tiling: Mapping[str, int]) -> dict[tuple[str, ...], Plan]:
+def plans(call: Call, tiling: Mapping[str, int]) -> dict[tuple[str, ...], GradientsPlan]:
     """What the kernel is compiled for, for each launch, by the gradients that it computes."""
     block_d, block_dv = (pow2_at_least(call.dims[n], 64) for n in ("d", "dv"))
-    found: dict[tuple[str, ...], Plan] = {}
+    found: dict[tuple[str, ...], GradientsPlan] = {}
     keys = tuple(n for n in ("d_k", "d_v") if n in call.wants)
     if keys:
-        both = Plan(True, tiling["consumers"], tiling["block_q"], block_d, block_dv, tiling["num_stages"],
+        both = GradientsPlan(True, tiling["consumers"], tiling["block_q"], block_d, block_dv, tiling["num_stages"],
                     bool(tiling["ahead"] and len(keys) == 2), "d_k" in keys, "d_v" in keys,
                     REGISTERS[tiling["consumers"]][0], shared.flagged(call.dims["dv"]))  # fmt: skip
         if block_d + block_dv <= 256:
@@ -39,19 +39,19 @@ def plans(call: Call, tiling: Mapping[str, int]) -> dict[tuple[str, ...], Plan]:
         else:  # registers do not hold the two sums beside each other
             found |= {(n,): both._replace(ahead=False, want_first=n == "d_k", want_second=n == "d_v") for n in keys}
     if "d_q" in call.wants:
-        found["d_q",] = Plan(False, tiling["dq_consumers"], tiling["dq_block_kv"], block_d, block_dv,
+        found["d_q",] = GradientsPlan(False, tiling["dq_consumers"], tiling["dq_block_kv"], block_d, block_dv,
                              tiling["dq_stages"], False, True, False,
                              REGISTERS[tiling["dq_consumers"]][0], shared.flagged(call.dims["dv"]))  # fmt: skip
     return found
 
 
-def shared_bytes(plan: Plan) -> int:
+def shared_bytes(plan: GradientsPlan) -> int:
     """Shared memory that the kernel takes."""
     rows = plan.consumers * QUERIES + plan.stages * plan.block
     return rows * (2 * (plan.block_d + plan.block_dv) + 8 * plan.by_key) + BARRIERS
 
 
-def held(call: Call, plan: Plan) -> int:
+def held(call: Call, plan: GradientsPlan) -> int:
     """Registers of a consumer's thread for sums, two tiles of numbers, what is rounded of them beside products, and
     the slopes of a softcap, of which a few are on their way to P."""
     sums = plan.block_d * plan.want_first + plan.block_dv * plan.want_second
@@ -115,7 +115,18 @@ def scores_of(call: Call) -> tuple[Scores, tuple[float, float]]:
 DRAWN = Drawn(("bias", "q_segment_ids", "kv_segment_ids"), {"d": 8, "dv": 8}, {})
 
 
-def lines(x: torch.Tensor, length: int) -> Any:
+def lines_of(
+    call: Call, o: torch.Tensor, d_o: torch.Tensor, rate: tuple[float, float], sums: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(lines, low, flags) of ``Sides``: shift and delta are one array, in lines that the copy engine takes."""
+    batch, q_len, heads, _ = o.shape
+    both = fresh((2, batch, heads, cdiv(q_len, LINE.value) * LINE.value), torch.float32, o.device)
+    _, low, flags, _ = shared.statistics(call, o, d_o, rate, LINE.value, far_from(call), sums, tuple(both))
+    assert flags is not None
+    return both, low, flags
+
+
+def in_parts(lines: torch.Tensor, length: int) -> Any:
     """Numbers of queries in parts of lines."""
-    flat = x.view(-1, x.shape[-1])
+    flat = lines.view(-1, lines.shape[-1])
     return describe(flat, flat.shape, flat.stride(), (1, length), gl.NVMMASharedLayout(0, 32, 2))

@@ -23,11 +23,12 @@ _OLD = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 class Softmax(NamedTuple):
-    """From dot products to weights: their units (``lib.heads.Scores``), and the window, how far to the left and to the
-    right of its own place a query sees, None for all the way."""
+    """From dot products to weights: their units (``lib.heads.Scores``); the window, how far to the left and to the right
+    of its own place a row sees, None for all the way; and, of gradients, what those of q and k are multiplied by."""
 
     scores: Any
     window: Any
+    scale: Any = None
 
 
 class Ring(NamedTuple):
@@ -36,6 +37,18 @@ class Ring(NamedTuple):
 
     full: Any
     empty: Any
+
+
+@gluon.constexpr_function
+def accumulator(columns):
+    """How a tile of so many columns lies in the registers of four warps that multiply."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def by_row(columns):
+    """How a number for each row lies beside such a tile."""
+    return gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16]))
 
 
 @gluon.jit
@@ -91,17 +104,20 @@ def tanh(x):
 
 
 @gluon.jit
-def tile_at(index, work, right):
+def tile_at(index, work, right, by_turns: gl.constexpr = True):
     """(first tile of queries, batch entry and head as one number) of a tile. Where the last queries see most keys,
-    their tiles come first."""
-    section = index // (work.together * work.tiles_q)
-    rest = index - section * (work.together * work.tiles_q)
-    width = gl.minimum(work.together, work.all_heads - section * work.together)
-    tile = rest // width
-    head = section * work.together + rest - tile * width
-    if right is not None:
-        tile = work.tiles_q - 1 - tile
-    return tile, head
+    their tiles come first. by_turns: heads' tiles are taken by turns."""
+    if not by_turns:
+        return index % work.tiles_q, index // work.tiles_q
+    else:
+        section = index // (work.together * work.tiles_q)
+        rest = index - section * (work.together * work.tiles_q)
+        width = gl.minimum(work.together, work.all_heads - section * work.together)
+        tile = rest // width
+        head = section * work.together + rest - tile * width
+        if right is not None:
+            tile = work.tiles_q - 1 - tile
+        return tile, head
 
 
 @gluon.jit

@@ -6,23 +6,28 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from portakern.backends.triton.lib.attention_vjp import FLAGS
 from portakern.backends.triton.lib.gluon import (
     ROWS,
+    Ring,
+    acquire,
     boxed,
     load_tile,
+    ring_of,
     seen_pairs,
     span_of,
     tanh,
     tile_at,
 )
+from portakern.backends.triton.lib.tma import TOGETHER
+
+AT_A_TIME = gl.constexpr(TOGETHER)
+LINE = gl.constexpr(4)  # float32 numbers: lines of queries' numbers begin at multiples of 16 bytes
 
 
-class Plan(NamedTuple):
+class GradientsPlan(NamedTuple):
     """What the kernel is compiled for.
 
     ``by_key``: keys are at home, and d_k and d_v are summed; else d_q. ``consumers`` groups of 64 rows at home; tiles
@@ -44,29 +49,27 @@ class Plan(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Tiles of a side in shared memory, with the barriers that say when they are there and when they are done with.
-    shift and delta: numbers of queries that come by, a line a tile."""
+    """Tiles of a side in shared memory, and the ring whose stages they are. shift and delta: numbers of queries that
+    come by, a line a tile."""
 
     first: Any
     second: Any
     shift: Any
     delta: Any
-    full: Any
-    empty: Any
+    ring: Ring
 
 
 class Sides(NamedTuple):
-    """Arrays in memory, described: (batch, length, heads, d or dv); the gradients None that nobody wants. shift, which
-    is lse log2(e), and delta of queries: (heads of all batch entries, pitch), described where queries come by. low,
-    what shift lacks, of that shape, and the flags, (heads of all batch entries, a flag for ``plan.flagged`` queries),
-    are not described: they are seldom read."""
+    """Arrays in memory, described: (batch, length, heads, d or dv); the gradients None that nobody wants. lines: of the
+    queries of all heads and batch entries, ``Work.pitch`` apart, shift, which is lse log2(e), and behind them delta;
+    described where queries come by. low, what shift lacks, in such lines, and the flags, (heads of all batch entries, a
+    flag for ``plan.flagged`` queries), are not described: they are seldom read."""
 
     home_first: Any
     home_second: Any
     guest_first: Any
     guest_second: Any
-    shift: Any
-    delta: Any
+    lines: Any
     low: Any
     flags: Any
     d_first: Any
@@ -77,15 +80,35 @@ class Work(NamedTuple):
     """The tiles of a call, as ``_flash.Work`` has them, with rows at home for queries and guests for keys. ``heads``,
     ``all_heads``: at home. ``pitch``: of a line of shift and delta."""
 
-    tiles: int
-    tiles_q: int
-    together: int
-    heads: int
-    group: int
-    all_heads: int
-    q_len: int
-    kv_len: int
-    pitch: int
+    tiles: Any
+    tiles_q: Any
+    together: Any
+    heads: Any
+    group: Any
+    all_heads: Any
+    q_len: Any
+    kv_len: Any
+    pitch: Any
+
+
+@gluon.jit
+def work_of(sides, window, group, plan: gl.constexpr):
+    """What follows from how long both sides are, and how many heads are at home. group: query heads of a key head, or
+    None, and keys are at home. Under a window a program has one tile; else programs stay."""
+    batch, q_len, heads, _ = sides.home_first.shape
+    left, right = window
+    if group is None:
+        group = sides.guest_first.shape[2] // heads
+    tiles_q, all_heads = gl.cdiv(q_len, ROWS * plan.consumers), batch * heads
+    if plan.by_key:
+        pitch = sides.lines.shape[1]
+    else:
+        pitch = gl.cdiv(q_len, LINE) * LINE
+    kv_len = sides.guest_first.shape[1]
+    tiles = gl.num_programs(0)
+    if left is None and right is None:
+        tiles = tiles_q * all_heads
+    return Work(tiles, tiles_q, AT_A_TIME, heads, group, all_heads, q_len, kv_len, pitch)
 
 
 class Own(NamedTuple):
@@ -185,7 +208,7 @@ def score_gradients(sloped, d_p, delta, start, cols, own):
 @gluon.jit
 def guests_of(index, work, left, right, rows: gl.constexpr, block: gl.constexpr, by_key: gl.constexpr):
     """(first row at home, batch entry and head as one number, first guest, last guest, tiles of guests)."""
-    tile, head = tile_at(index, work, right)
+    tile, head = tile_at(index, work, right, left is not None or right is not None)
     top = tile * rows
     before = work.kv_len - work.q_len
     bottom = gl.minimum(top + rows, work.q_len) - 1
@@ -212,15 +235,15 @@ def next_tile(place, first, last, block: gl.constexpr):
 
 
 @gluon.jit
-def producer(home, guests, sides, window, work, plan: gl.constexpr):
+def producer(home, guests, sides, softmax, group, plan: gl.constexpr):
     """One warp that fetches what the consumers take, in their order."""
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     block: gl.constexpr = plan.block
-    stages: gl.constexpr = plan.stages
     consumers: gl.constexpr = plan.consumers
     row_bytes: gl.constexpr = 2 * (plan.block_d + plan.block_dv)
     rows: gl.constexpr = ROWS * plan.consumers
-    left, right = window
+    left, right = softmax.window
+    work = work_of(sides, softmax.window, group, plan)
     unit = 0
     count = 0
     index = gl.program_id(0)
@@ -228,8 +251,8 @@ def producer(home, guests, sides, window, work, plan: gl.constexpr):
         top, head, first, last, steps = guests_of(index, work, left, right, rows, block, plan.by_key)
         b, h = head // work.heads, head % work.heads
         for g in gl.static_range(consumers):
-            mbarrier.wait(home.empty.index(g), (count & 1) ^ 1)
-            full = home.full.index(g)
+            mbarrier.wait(home.ring.empty.index(g), (count & 1) ^ 1)
+            full = home.ring.full.index(g)
             mbarrier.expect(full, ROWS * row_bytes)
             load_tile(sides.home_first, [b, top + g * ROWS, h, 0], full, boxed(home.first.index(g), box))
             load_tile(sides.home_second, [b, top + g * ROWS, h, 0], full, boxed(home.second.index(g), box))
@@ -238,16 +261,14 @@ def producer(home, guests, sides, window, work, plan: gl.constexpr):
         if plan.by_key:
             guest = h * work.group
         for _ in range(steps):
-            stage = unit % stages
-            full = guests.full.index(stage)
-            mbarrier.wait(guests.empty.index(stage), ((unit // stages) & 1) ^ 1)
-            mbarrier.expect(full, block * row_bytes + (8 * block if plan.by_key else 0))
+            stage, full = acquire(guests.ring, unit, block * row_bytes + (8 * block if plan.by_key else 0))
             load_tile(sides.guest_first, [b, start, guest, 0], full, boxed(guests.first.index(stage), box))
             load_tile(sides.guest_second, [b, start, guest, 0], full, boxed(guests.second.index(stage), box))
             if plan.by_key:
                 line = b * work.heads * work.group + guest
-                load_tile(sides.shift, [line, start], full, guests.shift.index(stage))
-                load_tile(sides.delta, [line, start], full, guests.delta.index(stage))
+                lines = work.all_heads * work.group
+                load_tile(sides.lines, [line, start], full, guests.shift.index(stage))
+                load_tile(sides.lines, [lines + line, start], full, guests.delta.index(stage))
             unit += 1
             if plan.by_key:
                 guest = gl.where(start + block < last, guest, guest + 1)
@@ -261,14 +282,8 @@ def tiles_of(dtype: gl.constexpr, count: gl.constexpr, rows: gl.constexpr, plan:
     """``count`` buffers for so many rows of a side, which so many groups read."""
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     line: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
     first = gl.allocate_shared_memory(dtype, [count, rows, plan.block_d], tile)
     second = gl.allocate_shared_memory(dtype, [count, rows, plan.block_dv], tile)
     shift = gl.allocate_shared_memory(gl.float32, [count, 1, rows], line)
     delta = gl.allocate_shared_memory(gl.float32, [count, 1, rows], line)
-    full = gl.allocate_shared_memory(gl.int64, [count, 1], bar)
-    empty = gl.allocate_shared_memory(gl.int64, [count, 1], bar)
-    for i in gl.static_range(count):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=readers)
-    return Tiles(first, second, shift, delta, full, empty)
+    return Tiles(first, second, shift, delta, ring_of(count, readers))

@@ -14,7 +14,7 @@ D^T of a group's 64 keys lies in its registers. d_q wants the D^T of both groups
 addition to memory that is spared is worth more than a barrier: so both groups put theirs into shared memory, in one of
 two buffers in turn, and each group of warps computes half of the tile's d_q: 64 of 128 columns at head dimension 128,
 64 of 128 queries at 64, and hands it over to the copy engine, which adds it to memory. It does so when the tile's D is
-there (``walk``), or beside the weights of the tile that follows, when the other group's D has long been there, which
+there (``walk_each``), or beside the weights of the tile that follows, when the other group's D has long been there, which
 takes registers (``walk_behind``). A group writes a buffer anew when both have put the tile in between into the other
 one, hence are done with the products of this one.
 """
@@ -37,11 +37,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from portakern.backends.triton.lib.gluon import ROWS, boxed, reach, store_tile
+from portakern.backends.triton.lib.gluon import ROWS, accumulator, boxed, by_row, reach, store_tile
 from portakern.backends.triton.lib.gluon_gradients import (
     Own,
     Sides,
-    Work,
     any_flag,
     guests_of,
     next_tile,
@@ -49,6 +48,7 @@ from portakern.backends.triton.lib.gluon_gradients import (
     score_gradients,
     tiles_of,
     weights_of,
+    work_of,
 )
 from portakern.backends.triton.lib.heads import program
 
@@ -72,6 +72,19 @@ class Parts(NamedTuple):
     there: Any
     done: Any
     leaving: Any
+
+
+class Walk(NamedTuple):
+    """What a walk over queries works with: what a group of warps owns, all keys at home, the ring of queries, what
+    groups show each other, where d_q is added up, and units and tiles."""
+
+    own: Any
+    keys: Any
+    guests: Any
+    parts: Any
+    sums: Any
+    scores: Any
+    work: Any
 
 
 @gluon.jit
@@ -105,26 +118,29 @@ def add_to_memory(GROUP: gl.constexpr, sums, parts, d_q, place, plan: gl.constex
 
 
 @gluon.jit
-def fold_tile(GROUP: gl.constexpr, follows: gl.constexpr, turn, place, before, own, home, guests, parts, sums, d_first,
-              d_second, scores, work, plan: gl.constexpr, mma: gl.constexpr, left_first: gl.constexpr,
-              left_second: gl.constexpr):  # fmt: skip
+def fold_tile(GROUP: gl.constexpr, follows: gl.constexpr, turn, place, before, of, d_first, d_second,
+              plan: gl.constexpr):  # fmt: skip
     """(d_k, d_v) with a tile of queries, 64 at a time of the ``block`` that come together, their last products on the
     way; D is put where the other group sees it. ``follows``: beside its first weights d_q of the tile ``before`` is
     computed and added."""
+    mma: gl.constexpr = accumulator(64)
+    left_first: gl.constexpr = gl.DotOperandLayout(0, accumulator(plan.block_d), 2)
+    left_second: gl.constexpr = gl.DotOperandLayout(0, accumulator(plan.block_dv), 2)
+    several: gl.constexpr = plan.block // 64
+    own, keys, guests, parts, sums, scores, work = of
     stage, phase, buffer, filled = turn
     line, start = place
     zeros = gl.zeros([ROWS, 64], gl.float32, mma)
     cols = gl.arange(0, 64, gl.SliceLayout(0, mma))
-    several: gl.constexpr = plan.block // 64
     far = any_flag(own.flags, line, start, plan.block, work.kv_len, plan)
-    mbarrier.wait(guests.full.index(stage), phase)
+    mbarrier.wait(guests.ring.full.index(stage), phase)
     for n in gl.static_range(several):
         q, d_o = guests.first.index(stage).slice(n * 64, 64), guests.second.index(stage).slice(n * 64, 64)
         dots = warpgroup_mma(own.first, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
         shift = guests.shift.index(stage).slice(n * 64, 64, 1).load(mma)
         if follows and n == 0:
             mbarrier.wait(parts.there.index(buffer ^ 1), filled ^ buffer ^ 1)
-            d_q = query_gradients(GROUP, buffer ^ 1, home.first, parts, plan)
+            d_q = query_gradients(GROUP, buffer ^ 1, keys, parts, plan)
             dots = warpgroup_mma_wait(2, deps=[dots])
             p, sloped = weights_of(dots, shift, far, place, cols, own, scores, work, True)
             d_q = warpgroup_mma_wait(0, deps=[d_q])
@@ -158,57 +174,49 @@ def next_turn(turn, stages: gl.constexpr):
 
 
 @gluon.jit
-def walk(GROUP: gl.constexpr, turn, place, last, steps, own, home, guests, parts, sums, d_first, d_second, scores,
-         work, plan: gl.constexpr, mma: gl.constexpr, left_first: gl.constexpr, left_second: gl.constexpr):  # fmt: skip
-    """(d_k, d_v, turn) after all queries that see the keys at home, from ``place`` on. A group waits at each tile for
-    the other one's D."""
-    block: gl.constexpr = plan.block
-    stages: gl.constexpr = plan.stages
-    _, first = place
+def walk_each(GROUP: gl.constexpr, turn, place, guest, of, d_first, d_second, plan: gl.constexpr):
+    """(d_k, d_v, turn) after all queries that see the keys at home, from ``place`` on. guest: (first, last, steps), of
+    each head of theirs, and of all. A group waits at each tile for the other one's D."""
+    first, last, steps = guest
+    guests, parts = of.guests, of.parts
     for _ in range(steps):
-        d_first, d_second = fold_tile(GROUP, False, turn, place, place, own, home, guests, parts, sums, d_first,
-                                      d_second, scores, work, plan, mma, left_first, left_second)  # fmt: skip
+        d_first, d_second = fold_tile(GROUP, False, turn, place, place, of, d_first, d_second, plan)
         stage, _, buffer, filled = turn
         mbarrier.wait(parts.there.index(buffer), filled)
-        d_q = query_gradients(GROUP, buffer, home.first, parts, plan)
+        d_q = query_gradients(GROUP, buffer, of.keys, parts, plan)
         d_first, d_second = warpgroup_mma_wait(2, deps=[d_first, d_second])
-        mbarrier.arrive(guests.empty.index(stage), count=1)
+        mbarrier.arrive(guests.ring.empty.index(stage), count=1)
         d_q = warpgroup_mma_wait(0, deps=[d_q])
-        add_to_memory(GROUP, sums, parts, d_q, place, plan)
-        turn = next_turn(turn, stages)
-        place = next_tile(place, first, last, block)
+        add_to_memory(GROUP, of.sums, parts, d_q, place, plan)
+        turn = next_turn(turn, plan.stages)
+        place = next_tile(place, first, last, plan.block)
     return d_first, d_second, turn
 
 
 @gluon.jit
-def walk_behind(GROUP: gl.constexpr, turn, place, last, steps, own, home, guests, parts, sums, d_first, d_second,
-                scores, work, plan: gl.constexpr, mma: gl.constexpr, left_first: gl.constexpr,
-                left_second: gl.constexpr):  # fmt: skip
-    """As ``walk``, with d_q of a tile computed beside the weights of the next, so that no group waits for what the
+def walk_behind(GROUP: gl.constexpr, turn, place, guest, of, d_first, d_second, plan: gl.constexpr):
+    """As ``walk_each``, with d_q of a tile computed beside the weights of the next, so that no group waits for what the
     other has just begun."""
-    block: gl.constexpr = plan.block
-    stages: gl.constexpr = plan.stages
-    _, first = place
-    d_first, d_second = fold_tile(GROUP, False, turn, place, place, own, home, guests, parts, sums, d_first, d_second,
-                                  scores, work, plan, mma, left_first, left_second)  # fmt: skip
+    first, last, steps = guest
+    guests, parts = of.guests, of.parts
+    d_first, d_second = fold_tile(GROUP, False, turn, place, place, of, d_first, d_second, plan)
     d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])
-    mbarrier.arrive(guests.empty.index(turn[0]), count=1)
-    turn = next_turn(turn, stages)
+    mbarrier.arrive(guests.ring.empty.index(turn[0]), count=1)
+    turn = next_turn(turn, plan.stages)
     before = place
-    place = next_tile(place, first, last, block)
+    place = next_tile(place, first, last, plan.block)
     for _ in range(1, steps):
-        d_first, d_second = fold_tile(GROUP, True, turn, place, before, own, home, guests, parts, sums, d_first,
-                                      d_second, scores, work, plan, mma, left_first, left_second)  # fmt: skip
+        d_first, d_second = fold_tile(GROUP, True, turn, place, before, of, d_first, d_second, plan)
         d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])
-        mbarrier.arrive(guests.empty.index(turn[0]), count=1)
-        turn = next_turn(turn, stages)
+        mbarrier.arrive(guests.ring.empty.index(turn[0]), count=1)
+        turn = next_turn(turn, plan.stages)
         before = place
-        place = next_tile(place, first, last, block)
+        place = next_tile(place, first, last, plan.block)
     _, _, buffer, filled = turn
     mbarrier.wait(parts.there.index(buffer ^ 1), filled ^ buffer ^ 1)
-    d_q = query_gradients(GROUP, buffer ^ 1, home.first, parts, plan)
+    d_q = query_gradients(GROUP, buffer ^ 1, of.keys, parts, plan)
     d_q = warpgroup_mma_wait(0, deps=[d_q])
-    add_to_memory(GROUP, sums, parts, d_q, before, plan)
+    add_to_memory(GROUP, of.sums, parts, d_q, before, plan)
     return d_first, d_second, turn
 
 
@@ -223,46 +231,39 @@ def reach_of_keys(first, work, left, right, row: gl.constexpr):
 
 
 @gluon.jit
-def consumer(GROUP: gl.constexpr, home, guests, parts, sides, sums, scores, scale, window, work, plan: gl.constexpr):
+def consumer(GROUP: gl.constexpr, home, guests, parts, sides, sums, softmax, group, plan: gl.constexpr):
     """Four warps that own 64 keys."""
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    mma_first: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.block_d, 16])
-    mma_second: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.block_dv, 16])
-    left_first: gl.constexpr = gl.DotOperandLayout(0, mma_first, 2)
-    left_second: gl.constexpr = gl.DotOperandLayout(0, mma_second, 2)
     block: gl.constexpr = plan.block
     block_d: gl.constexpr = plan.block_d
     block_dv: gl.constexpr = plan.block_dv
-    rows: gl.constexpr = ROWS * GROUPS
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     dtype: gl.constexpr = home.first.dtype
-    left, right = window
+    left, right = softmax.window
+    work = work_of(sides, softmax.window, group, plan)
     home_first, home_second = home.first.index(GROUP), home.second.index(GROUP)
     turn = 0, 0, 0, 0
     count = 0
     index = gl.program_id(0)
     while index < work.tiles:
-        top, head, first, last, steps = guests_of(index, work, left, right, rows, block, True)
+        top, head, first, last, steps = guests_of(index, work, left, right, ROWS * GROUPS, block, True)
         mine = top + GROUP * ROWS
-        limits, all_lo, all_hi = reach_of_keys(mine, work, left, right, gl.SliceLayout(1, mma))
+        limits, all_lo, all_hi = reach_of_keys(mine, work, left, right, by_row(64))
         for g in gl.static_range(GROUPS):
-            mbarrier.wait(home.full.index(g), count & 1)
+            mbarrier.wait(home.ring.full.index(g), count & 1)
         own = Own(home_first, home_second, limits, all_lo, all_hi, None, None, sides.low, sides.flags)
-        d_first = gl.zeros([ROWS, block_d], gl.float32, mma_first)
-        d_second = gl.zeros([ROWS, block_dv], gl.float32, mma_second)
-        place = head * work.group, first
+        of = Walk(own, home.first, guests, parts, sums, softmax.scores, work)
+        d_first = gl.zeros([ROWS, block_d], gl.float32, accumulator(block_d))
+        d_second = gl.zeros([ROWS, block_dv], gl.float32, accumulator(block_dv))
+        place, guest = (head * work.group, first), (first, last, steps)
         if plan.ahead:
-            d_first, d_second, turn = walk_behind(GROUP, turn, place, last, steps, own, home, guests, parts, sums,
-                                                  d_first, d_second, scores, work, plan, mma, left_first,
-                                                  left_second)  # fmt: skip
+            d_first, d_second, turn = walk_behind(GROUP, turn, place, guest, of, d_first, d_second, plan)
         else:
-            d_first, d_second, turn = walk(GROUP, turn, place, last, steps, own, home, guests, parts, sums, d_first,
-                                           d_second, scores, work, plan, mma, left_first, left_second)  # fmt: skip
+            d_first, d_second, turn = walk_each(GROUP, turn, place, guest, of, d_first, d_second, plan)
         mbarrier.arrive(parts.done, count=1)
         mbarrier.wait(parts.done, count & 1)
         # The rows at home are not read any more: their gradients leave by way of their memory.
         b, h = head // work.heads, head % work.heads
-        home_first.store((d_first * scale).to(dtype))
+        home_first.store((d_first * softmax.scale).to(dtype))
         home_second.store(d_second.to(dtype))
         fence_async_shared()
         if sides.d_first is not None:
@@ -270,22 +271,19 @@ def consumer(GROUP: gl.constexpr, home, guests, parts, sides, sums, scores, scal
         if sides.d_second is not None:
             store_tile(sides.d_second, [b, mine, h, 0], boxed(home_second, box))
         tma.store_wait(0)
-        mbarrier.arrive(home.empty.index(GROUP), count=1)
+        mbarrier.arrive(home.ring.empty.index(GROUP), count=1)
         count += 1
         index += gl.num_programs(0)
 
 
-@gluon.jit(do_not_specialize=list(Work._fields))
+@gluon.jit
 def attention_vjp_unordered_kernel(
-    k, v, q, d_o, shift, delta, low, flags, d_k, d_v, sums, scores, scale, window, tiles, tiles_q, together, heads,
-    group,
-    all_heads, q_len, kv_len, pitch, plan: gl.constexpr,
+    k, v, q, d_o, lines, low, flags, d_k, d_v, sums, softmax, plan: gl.constexpr,
 ):  # fmt: skip
     """d_k and d_v, scaled, and D k added to ``sums``, float32, described: (heads of all batch entries, pitch, 1,
     block_d). The other arguments are those of ``attention_vjp_gradients_kernel`` with keys at home; d_k and d_v may be
     None."""
-    work = Work(tiles, tiles_q, together, heads, group, all_heads, q_len, kv_len, pitch)
-    sides = Sides(k, v, q, d_o, shift, delta, low, flags, d_k, d_v)
+    sides = Sides(k, v, q, d_o, lines, low, flags, d_k, d_v)
     dtype: gl.constexpr = k.dtype
     block: gl.constexpr = plan.block
     bar: gl.constexpr = mbarrier.MBarrierLayout()
@@ -303,9 +301,9 @@ def attention_vjp_unordered_kernel(
     mbarrier.init(parts.done, count=GROUPS)
     fence_async_shared()
     gl.warp_specialize([
-        (consumer, (0, home, guests, parts, sides, sums, scores, scale, window, work, plan)),
-        (consumer, (1, home, guests, parts, sides, sums, scores, scale, window, work, plan)),
-        (producer, (home, guests, sides, window, work, plan)),
+        (consumer, (0, home, guests, parts, sides, sums, softmax, None, plan)),
+        (consumer, (1, home, guests, parts, sides, sums, softmax, None, plan)),
+        (producer, (home, guests, sides, softmax, None, plan)),
     ], [4, 1], [plan.registers, 24])  # fmt: skip
 
 

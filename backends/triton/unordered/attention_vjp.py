@@ -19,36 +19,36 @@ from portakern.backends.triton.layout import fresh, pow2_at_least
 from portakern.backends.triton.lib import attention_vjp as shared
 from portakern.backends.triton.lib import attention_vjp_gluon as ordered
 from portakern.backends.triton.lib.attention import key, window_of
-from portakern.backends.triton.lib.gluon_gradients import Plan, Work
-from portakern.backends.triton.lib.tma import QUERIES, REGISTERS, TOGETHER, movable, processors, tiled
+from portakern.backends.triton.lib.gluon import Softmax
+from portakern.backends.triton.lib.gluon_gradients import LINE, GradientsPlan
+from portakern.backends.triton.lib.tma import QUERIES, REGISTERS, movable, processors, tiled
 from portakern.backends.triton.unordered._flash_unordered import (
     GROUPS,
     attention_vjp_unordered_kernel,
     attention_vjp_unordered_round_kernel,
 )
 from portakern.spec import Count
-from portakern.specs.attention import far_from, scale_of
+from portakern.specs.attention import scale_of
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
 
 KEYS = QUERIES * GROUPS.value  # of a program
 WIDEST = 128  # head dimension
-LINE = 4  # float32 numbers: lines of queries' numbers begin at multiples of 16 bytes
 ADDED = "many programs add to it in memory, in the order in which they come"
 KNOBS = {"num_stages": Count(1, 8), "behind": Count(0, 1)}
 """``behind``: d_q of a tile is computed beside the weights of the next."""
 
 
-def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
+def plan_of(call: Call, tiling: Mapping[str, int]) -> GradientsPlan:
     """What the kernel is compiled for."""
     columns = pow2_at_least(max(call.dims["d"], call.dims["dv"]), 64)
-    return Plan(True, GROUPS.value, tiling["block_q"], columns, columns, tiling["num_stages"],
+    return GradientsPlan(True, GROUPS.value, tiling["block_q"], columns, columns, tiling["num_stages"],
                 bool(tiling["behind"]), True, True, REGISTERS[GROUPS.value][0],
                 shared.flagged(call.dims["dv"]))  # fmt: skip
 
 
-def shared_bytes(plan: Plan) -> int:
+def shared_bytes(plan: GradientsPlan) -> int:
     """Shared memory that the kernel takes: of keys and queries, two buffers of D, and what of d_q is to leave."""
     return ordered.shared_bytes(plan) + 2 * 2 * KEYS * plan.block + 4 * GROUPS.value * 64 * 64
 
@@ -99,25 +99,22 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
         name: fresh(shape, torch_dtype(dtype), q.device) if name in call.wants else None
         for name, (shape, dtype) in call.outputs.items()
     }
-    pitch = cdiv(q_len, LINE) * LINE
+    pitch = cdiv(q_len, LINE.value) * LINE.value
     sums = fresh((batch, heads, pitch, plan.block_d), torch.float32, q.device)
     scale, (scores, rate) = scale_of(call), ordered.scores_of(call)
-    shift, low, flags, delta = shared.statistics(call, o, d_o, rate, LINE, far_from(call), sums)
+    lines, low, flags = ordered.lines_of(call, o, d_o, rate, sums)
     left, right = window_of(options["is_causal"], options["window"], q_len + kv_len)
-    tiles_home = cdiv(kv_len, KEYS)
-    tiles = tiles_home * kv_heads * batch
+    tiles = cdiv(kv_len, KEYS) * kv_heads * batch
     seen_by_all = (left, right) == (None, None)
-    work = Work(tiles, tiles_home, 1 if seen_by_all else TOGETHER, kv_heads, group, kv_heads * batch, kv_len, q_len,
-                pitch)  # fmt: skip
     described = [tiled(x, rows, columns) for x, rows, columns in (
         (k, QUERIES, plan.block_d), (v, QUERIES, plan.block_dv), (q, plan.block, plan.block_d),
         (d_o, plan.block, plan.block_dv))]  # fmt: skip
-    told = [ordered.lines(x, plan.block) for x in (shift, delta)]
     results = [None if (x := out[n]) is None else tiled(x, QUERIES, columns)
                for n, columns in (("d_k", plan.block_d), ("d_v", plan.block_dv))]  # fmt: skip
     launch(attention_vjp_unordered_kernel, min(tiles, processors(q.device)) if seen_by_all else tiles, call,
-           *described, *told, low, flags, *results, by_halves(sums), scores, scale, (right, left), *work,
-           plan=plan, num_warps=4, maxnreg=REGISTERS[GROUPS.value][1])  # fmt: skip
+           *described, ordered.in_parts(lines, plan.block), low, flags, *results, by_halves(sums),
+           Softmax(scores, (right, left), scale), plan=plan, num_warps=4,
+           maxnreg=REGISTERS[GROUPS.value][1])  # fmt: skip
     rows = 4096 // plan.block_d
     tiles_q = cdiv(q_len, rows)
     launch(attention_vjp_unordered_round_kernel, tiles_q * heads * batch, call, sums, out["d_q"], scale, tiles_q, heads,

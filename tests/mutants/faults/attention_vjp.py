@@ -439,9 +439,11 @@ FAULTS = {
         {
             "a buffer is handed back while it is read": (
                 "causal",
-                "        mbarrier.wait(guests.full.index(stage), (unit // stages) & 1)\n        dots",
-                "        mbarrier.wait(guests.full.index(stage), (unit // stages) & 1)\n"
-                "        mbarrier.arrive(guests.empty.index(before), count=1)\n        dots",
+                "        stage = await_full(guests.ring, unit)\n        dots, d_p = first_products(own, guests, stage, plan)\n"
+                "        d_second",
+                "        stage = await_full(guests.ring, unit)\n"
+                "        mbarrier.arrive(guests.ring.empty.index(before), count=1)\n"
+                "        dots, d_p = first_products(own, guests, stage, plan)\n        d_second",
             ),
             "dP is taken before it is there": (
                 "causal",
@@ -450,15 +452,15 @@ FAULTS = {
             ),
             "statistics are fetched over some that threads read": (
                 "causal",
-                "give_back(guests.empty.index(before), plan.by_key)",
-                "give_back(guests.empty.index(before), False)",
+                "give_back(guests.ring.empty.index(before), plan.by_key)",
+                "give_back(guests.ring.empty.index(before), False)",
             ),
             "gradients leave before they are seen to be written": (
                 "causal",
                 "            fence_async_shared()\n            store_tile(sides.d_second",
                 "            store_tile(sides.d_second",
             ),
-            "scale is left out": ("wide", "(d_first * scale)", "d_first"),
+            "scale is left out": ("wide", "(d_first * softmax.scale)", "d_first"),
         },
     )
     + on_host(
@@ -467,7 +469,7 @@ FAULTS = {
             "statistics are not waited for": ("causal", " + (8 * block if plan.by_key else 0)", ""),
             "rows at home are fetched over gradients that leave": (
                 "programs that stay",
-                "mbarrier.wait(home.empty.index(g), (count & 1) ^ 1)",
+                "mbarrier.wait(home.ring.empty.index(g), (count & 1) ^ 1)",
                 "0",
             ),
             "one head's queries come by for all of its group": ("causal", "guest, guest + 1)", "guest, guest)"),
@@ -505,12 +507,12 @@ FAULTS = {
             ),
             "a tile's d_q is left out": (
                 "causal",
-                "\n        add_to_memory(GROUP, sums, parts, d_q, place, plan)\n",
+                "\n        add_to_memory(GROUP, of.sums, parts, d_q, place, plan)\n",
                 "\n",
             ),
             "the last tile's d_q is left out": (
                 "behind",
-                "\n    add_to_memory(GROUP, sums, parts, d_q, before, plan)\n",
+                "\n    add_to_memory(GROUP, of.sums, parts, d_q, before, plan)\n",
                 "\n",
             ),
             "one buffer for all tiles": ("causal", "phase, buffer ^ 1, filled ^ buffer", "phase, buffer, filled"),
@@ -527,14 +529,14 @@ FAULTS = {
             "queries are handed back while products read them": (
                 "causal",
                 "        d_q = query_gradients(GROUP, buffer, ",
-                "        mbarrier.arrive(guests.empty.index(stage), count=1)\n"
+                "        mbarrier.arrive(guests.ring.empty.index(stage), count=1)\n"
                 "        d_q = query_gradients(GROUP, buffer, ",
             ),
             "queries are handed back while products behind read them": (
                 "behind",
                 "        d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])\n"
-                "        mbarrier.arrive(guests.empty.index(turn[0]), count=1)\n",
-                "        mbarrier.arrive(guests.empty.index(turn[0]), count=1)\n"
+                "        mbarrier.arrive(guests.ring.empty.index(turn[0]), count=1)\n",
+                "        mbarrier.arrive(guests.ring.empty.index(turn[0]), count=1)\n"
                 "        d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])\n",
             ),
             "both groups compute the first columns": ("causal", "slice(GROUP * 64, 64, 1)", "slice(0, 64, 1)"),
@@ -542,14 +544,14 @@ FAULTS = {
             "one group's keys are left out": ("causal", "use_acc=g > 0", "use_acc=False"),
             "all heads of a group add to the first": (
                 "causal",
-                "place = next_tile(place, first, last, block)",
-                "place = place[0], next_tile(place, first, last, block)[1]",
+                "place = next_tile(place, first, last, plan.block)",
+                "place = place[0], next_tile(place, first, last, plan.block)[1]",
                 3,
             ),
             "the first tile's place for all": (
                 "causal",
-                "add_to_memory(GROUP, sums, parts, d_q, place, plan)",
-                "add_to_memory(GROUP, sums, parts, d_q, (place[0], first), plan)",
+                "add_to_memory(GROUP, of.sums, parts, d_q, place, plan)",
+                "add_to_memory(GROUP, of.sums, parts, d_q, (place[0], first), plan)",
             ),
             "the first tile's place for all, behind": ("behind", "        before = place\n", ""),
             "a sum's tile is written over before it has left": (
@@ -557,7 +559,7 @@ FAULTS = {
                 "    tma.store_wait(0)  # what was in this tile before has left\n",
                 "",
             ),
-            "scale is left out": ("narrow values", "(d_first * scale)", "d_first"),
+            "scale is left out": ("narrow values", "(d_first * softmax.scale)", "d_first"),
             "the phase of a buffer never changes": ("causal", "buffer ^ 1, filled ^ buffer", "buffer ^ 1, filled"),
         },
     ),
