@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 import zlib
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ import portakern as pk
 from portakern.core import registry
 from portakern.core.framework import frameworks
 from portakern.core.instruments import replaced_clocks
-from portakern.tools.bench import fresh
+from portakern.tools.bench import contenders, fresh
 from portakern.tools.bench.contenders import Contender, ready
 from portakern.tools.bench.fresh import Fresh, turning
 from portakern.tools.bench.inputs import for_gradient, make
@@ -303,3 +305,19 @@ def test_values_that_change_places_give_the_results_in_other_places(op, dims, gr
             assert np.allclose(entry.framework.to_numpy(got), entry.framework.to_numpy(want), rtol=1e-5, atol=1e-6)
     timed.close()
     assert timed.served.arrays is timed.base and all(map(entry.instruments.same, entry.run(), first))
+
+
+def test_a_call_that_a_variant_leaves_to_another_is_timed_under_that_ones_name_alone(monkeypatch):
+    library = frameworks()["numpy"]
+    library.load()
+    inputs = make(TimedCase("mine", "softmax", "float32", {"shape": (3, 40)}), library, library.devices()[-1])
+    real = contenders.pick
+
+    def left_to_another(*args):
+        route, tiling = real(*args)
+        return replace(route, impl=replace(route.impl, family=SimpleNamespace(name="portable"))), tiling
+
+    assert ready(Contender(registry.backend("reference"), "reference", True), inputs)
+    monkeypatch.setattr(contenders, "pick", left_to_another)
+    with pytest.raises(contenders.Refused, match="leaves this call to 'portable', a row of its own"):
+        ready(Contender(registry.backend("reference"), "reference", True), inputs)

@@ -177,6 +177,8 @@ def ready(contender: Contender, inputs: Inputs) -> Entry:
         route, tiling = pick(candidates, call, {})
     except (UnsupportedError, UnavailableError, SpecError) as e:
         raise Refused(str(e).partition("cannot: ")[2] or str(e)) from e
+    if contender.variant and (serves := route.impl.family.name) != contender.variant:
+        raise Refused(f"it leaves this call to {serves!r}, a row of its own")
     prepared = getattr(route.impl.fn, "prepared", None)
     return Entry(contender, prepared(call) if prepared else Served(chosen, call), call, dict(tiling))
 
