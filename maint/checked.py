@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from maint.markdown import NONE, by_device, table
-from maint.measurements import STALE, Kept, Row, changed, footnote, set_of, source
+from maint.measurements import STALE, Row, StoredResults, changed, footnote, set_of, source
 from portakern.results import EMULATED, HOST_CPU, Result
 
 __all__ = ["emulated", "errors", "faults", "found", "machine_faults", "soundness"]
 
 
-def errors(kept: Kept) -> str:
+def errors(kept: StoredResults) -> str:
     """Each op's and output's worst error as a fraction of its bound, a column for everything that the checker ran."""
     rows = [(row, r) for row, r in kept.rows("conformance") if r.device != EMULATED]
     if not rows:
@@ -36,7 +36,7 @@ def errors(kept: Kept) -> str:
     return "\n\n".join(t for t in text if t)
 
 
-def emulated(kept: Kept) -> str:
+def emulated(kept: StoredResults) -> str:
     """What the checker found of machine code that an emulator executed, a line an op and architecture."""
     rows = [(row, r) for row, r in kept.rows("conformance") if r.device == EMULATED]
     if not rows:
@@ -71,7 +71,7 @@ def emulated(kept: Kept) -> str:
     return "\n\n".join(t for t in text if t)
 
 
-def machine_faults(kept: Kept) -> str:
+def machine_faults(kept: StoredResults) -> str:
     """Faults planted in compiled kernels, a line an op and architecture: how many of each kind were seen."""
     rows = kept.rows("machine_faults")
     if not rows:
@@ -118,7 +118,7 @@ def _some(n: int, what: str) -> str:
     return f"{n} {what}{'' if n == 1 else 's'}"
 
 
-def soundness(kept: Kept) -> str:
+def soundness(kept: StoredResults) -> str:
     """What the sanitizer said of compiled kernels, and what became of calls drawn at random."""
     lines, used = [], []
     for title, name, say in (("Sanitizer", "sanitizer", _sanitized), ("Fuzzed calls", "fuzz", _fuzzed)):
@@ -163,7 +163,7 @@ def _caught(row: Row) -> bool:
     return bool(row["seeds"]) and all(s.get("caught") for s in row["seeds"].values())
 
 
-def faults(kept: Kept) -> str:
+def faults(kept: StoredResults) -> str:
     """Faults planted in the shipped kernels: how many the checker finds on every seed, and how many a flat tolerance
     lets through.
     """
@@ -197,7 +197,7 @@ def faults(kept: Kept) -> str:
     return "\n\n".join([*text, source(r for _, r in rows)])
 
 
-def found(kept: Kept) -> str:
+def found(kept: StoredResults) -> str:
     """The same in two sentences."""
     rows = kept.rows("mutants")
     if not rows:

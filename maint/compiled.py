@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from maint.markdown import NONE, fold, table
-from maint.measurements import STALE, Kept, Row, changed, footnote, known_targets, source
+from maint.measurements import STALE, Row, StoredResults, changed, footnote, known_targets, source
 from portakern.core import registry, targets
 from portakern.core.machine_code import FOLLOWED, Kernel
 from portakern.tools.compile.build import CYCLES
@@ -22,7 +22,7 @@ MISSING = (
 )
 
 
-def _cells(kept: Kept) -> tuple[list[Row], str]:
+def _cells(kept: StoredResults) -> tuple[list[Row], str]:
     rows = kept.rows("compile-matrix")
     return [row for row, _ in rows], source(r for _, r in rows)
 
@@ -36,7 +36,7 @@ def _by_op(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
 
 
 # ------------------------------------------------------------------------------------------------------------- verdicts
-def matrix(kept: Kept) -> str:
+def matrix(kept: StoredResults) -> str:
     """Op and dtype by target: whether the typical call compiles and fits."""
     rows, said = _cells(kept)
     if not rows:
@@ -110,7 +110,7 @@ RESOURCES_NOTES = (
 )
 
 
-def resources(kept: Kept) -> str:
+def resources(kept: StoredResults) -> str:
     """What kernels take of each chip: a line a target, and folded beneath a line a call."""
     rows, said = _cells(kept)
     if not rows:
@@ -187,7 +187,7 @@ def _details(rows: list[Row], limits: Mapping[str, Mapping[str, int]]) -> str:
 
 
 # -------------------------------------------------------------------------------------------------------------- tilings
-def tilings(kept: Kept) -> str:
+def tilings(kept: StoredResults) -> str:
     """The default tiles of each op's typical call, targets that share them together."""
     rows, said = _cells(kept)
     if not rows:
@@ -218,7 +218,7 @@ def _whole_run(row: Row) -> float | None:
     return sum(f or 0.0 for f in found) if found and None not in found else None
 
 
-def cycles(kept: Kept) -> str:
+def cycles(kept: StoredResults) -> str:
     """What a whole call takes by machine code, grid and bytes, where a compiler tells it."""
     rows, said = _cells(kept)
     found = {id(r): _whole_run(r) for r in rows}
@@ -251,7 +251,7 @@ BESIDE_NOTES = (
 )
 
 
-def beside(kept: Kept) -> str:
+def beside(kept: StoredResults) -> str:
     """Programs beside what others make of the same maths: a line a case, a column a target."""
     rows = kept.rows("tpu-cycles")
     if not rows:
@@ -291,7 +291,7 @@ LEGAL_NOTES = (
 )
 
 
-def legal(kept: Kept) -> str:
+def legal(kept: StoredResults) -> str:
     """Random tilings that libtpu took: a line an op, a column a target."""
     found = kept.rows("tpu-legal")
     if not found:
@@ -329,7 +329,7 @@ def _estimates(rows: Sequence[Row]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------- roofs
-def roofs(kept: Kept) -> str:
+def roofs(kept: StoredResults) -> str:
     """The published limits of every chip of the table: bandwidth, rates, and where one begins to bind before the
     other."""
     columns = ("float32", "tf32", "bfloat16", "float8_e4m3fn", "int8")

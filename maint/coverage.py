@@ -10,7 +10,7 @@ from pathlib import Path
 
 from maint import lines
 from maint.markdown import link, table
-from maint.measurements import AGED, STALE, Kept, Row, changed
+from maint.measurements import AGED, STALE, Row, StoredResults, changed
 from portakern.core import registry, targets
 from portakern.core.backend import Backend
 from portakern.core.targets import Target
@@ -51,7 +51,7 @@ class Ran:
     aged: bool
 
 
-def ran(kept: Kept) -> Iterator[Ran]:
+def ran(kept: StoredResults) -> Iterator[Ran]:
     """Every kept check of a backend's op. A bare function that was checked is nobody's port, and left out."""
     for row, result in kept.rows("conformance"):
         said = SUBJECT.fullmatch(row["subject"])
@@ -63,7 +63,7 @@ def ran(kept: Kept) -> Iterator[Ran]:
             )  # fmt: skip
 
 
-def reach(kept: Kept) -> str:
+def reach(kept: StoredResults) -> str:
     """A line for each kind of machine and backend with kernels for it."""
     ops, found = len(lines.ops(kept.root)), list(ran(kept))
     built = [row for row, _ in kept.rows("compile-matrix")]

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 from maint.markdown import NONE, fold, table
-from maint.measurements import Kept, Row, set_of, source
+from maint.measurements import Row, StoredResults, set_of, source
 
 __all__ = ["judges", "references"]
 
@@ -20,7 +20,7 @@ GROUPS = {
 NOTHING = "Not run yet: `python -m benchmarks.judges --json FILE`, and `portakern report --add FILE`."
 
 
-def judges(kept: Kept) -> str:
+def judges(kept: StoredResults) -> str:
     """What each rule caught and whom it accused; the cheats by kind; the false alarms; and what the rules are."""
     found = kept.rows("judges")
     if not found:
@@ -40,7 +40,7 @@ def judges(kept: Kept) -> str:
     return "\n\n".join(text)
 
 
-def references(kept: Kept) -> str:
+def references(kept: StoredResults) -> str:
     """The verdict on each of KernelBench's references, a column a run; and the problems that no op computes."""
     found = kept.rows("kernelbench")
     if not found:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from maint.markdown import NONE, table
-from maint.measurements import Kept
+from maint.measurements import StoredResults
 from portakern.core import registry
 from portakern.sources import files
 
@@ -61,7 +61,7 @@ def _bare(source: str) -> list[str]:
     return [line for n in sorted(_code_lines(source)) if (line := lines[n - 1].strip())]
 
 
-def written(kept: Kept) -> dict[str, dict[str, tuple[int, int]]]:
+def written(kept: StoredResults) -> dict[str, dict[str, tuple[int, int]]]:
     """Op -> port -> lines of its module, and how many of them stand in no other backend's module of that op in this
     order.
 
@@ -92,7 +92,7 @@ def _backend(package: str) -> str:
     return package.rpartition("backends.")[2].partition(".")[0]
 
 
-def ports(kept: Kept) -> str:
+def ports(kept: StoredResults) -> str:
     """A line an op: the lines of each port, and how many are its own."""
     found = written(kept)
     columns = list(dict.fromkeys(port for there in found.values() for port in there))
@@ -120,7 +120,7 @@ def _share(found: tuple[int, int] | None) -> str:
     return NONE if found is None or not found[0] else f"{found[0]} ({found[1] / found[0]:.0%})"
 
 
-def lines(kept: Kept) -> str:
+def lines(kept: StoredResults) -> str:
     """Op by backend, counted from the source as it is, whatever of it can be imported here. A file is counted once: one
     that holds an op and its gradient in the op's row."""
     names = ops(kept.root)

@@ -18,8 +18,8 @@ __all__ = [
     "AGED",
     "FOLDER",
     "STALE",
-    "Kept",
     "Row",
+    "StoredResults",
     "changed",
     "fingerprint",
     "footnote",
@@ -43,14 +43,14 @@ CORE = {
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredResults:
     """A checkout and the results in it."""
 
     root: Path
     results: tuple[Result, ...]
 
     @classmethod
-    def of(cls, root: Path) -> Kept:
+    def of(cls, root: Path) -> StoredResults:
         return cls(root, tuple(store.read(root / FOLDER)))
 
     def rows(self, benchmark: str) -> list[tuple[Row, Result]]:

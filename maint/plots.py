@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maint.measurements import Kept, Row, known_targets
+from maint.measurements import Row, StoredResults, known_targets
 from portakern.tools.bench.plots import COLOURS, FAINT, INK, MARKERS, SOFT, best_of_each_call, draw, most_timed, short
 
 __all__ = ["drawn", "glance", "heatmap", "plots"]
@@ -19,7 +19,7 @@ SAID = {
 GLANCED = ("bfloat16", "float32")  # a figure for those who see portakern for the first time has no room for more
 
 
-def plots(kept: Kept) -> Mapping[str, dict[str, Any]]:
+def plots(kept: StoredResults) -> Mapping[str, dict[str, Any]]:
     """Name of the file -> what it shows."""
     bench = kept.rows("bench")
     seen = glance({d: [row for row, r in bench if r.device == d] for d in dict.fromkeys(r.device for _, r in bench)})
@@ -32,7 +32,7 @@ def drawn(data: Mapping[str, Any]) -> str:
     return draw(data, {"heatmap": _heatmap, "glance": _glance})
 
 
-def heatmap(kept: Kept) -> dict[str, Any]:
+def heatmap(kept: StoredResults) -> dict[str, Any]:
     """Op and dtype by target: whether the call compiles, spills, and uses the matrix unit. Several backends of one
     target: the best of them.
     """

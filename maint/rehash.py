@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from maint import store
-from maint.measurements import Kept, changed, fingerprint
+from maint.measurements import StoredResults, changed, fingerprint
 from maint.report import checkout
 from portakern import sources
 
@@ -28,7 +28,9 @@ def main() -> int:
     parser.add_argument("--variant", action="append", default=[], metavar="OLD=NEW", help="a variant's new name")
     asked = parser.parse_args()
     root, renamed = checkout(), dict(v.split("=") for v in asked.variant)
-    found = {(r.name, n): row for r in Kept.of(root).results for n, row in enumerate(r.rows) if row.get("sources")}
+    found = {
+        (r.name, n): row for r in StoredResults.of(root).results for n, row in enumerate(r.rows) if row.get("sources")
+    }
     if not asked.write:
         current = [key for key, row in found.items() if not changed(row, root)]
         asked.file.write_text(json.dumps(current))

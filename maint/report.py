@@ -14,7 +14,7 @@ from typing import Any
 
 import portakern
 from maint import checked, compiled, coverage, judges, lines, markdown, plots, store, stub, timed
-from maint.measurements import FOLDER, Kept
+from maint.measurements import FOLDER, StoredResults
 from portakern import install, results, sources
 from portakern.files import write_atomically
 from portakern.results import Result, ResultError
@@ -25,7 +25,7 @@ __all__ = ["COMMAND", "PAGES", "PLOTS", "TABLES", "Stale", "add", "checkout", "s
 COMMAND = "portakern report"
 PAGES = ("PORTING.md", "README.md")
 PLOTS = "docs/plots"
-TABLES: Mapping[str, Callable[[Kept], str]] = {
+TABLES: Mapping[str, Callable[[StoredResults], str]] = {
     "reach": coverage.reach,
     "ports": lines.ports,
     "speeds": timed.speeds,
@@ -124,7 +124,7 @@ def _fault(path: Path, data: Mapping[str, Any]) -> str | None:
 
 def _faults(root: Path) -> Iterator[tuple[Stale, Callable[[], str] | None]]:
     """What is wrong, and what gives the file as it should be; None: there should be no such file."""
-    path, kept = root / stub.FILE, Kept.of(root)
+    path, kept = root / stub.FILE, StoredResults.of(root)
     if not path.is_file() or path.read_text(encoding="utf-8") != stub.stub():
         yield Stale(path, "is not what the specs say, or was changed by hand"), stub.stub
     for page, text, there in _pages(root):

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from maint.markdown import NONE, by_device, fold, table
-from maint.measurements import AGED, STALE, Kept, Row, changed, footnote, known_targets, set_of, source
+from maint.measurements import AGED, STALE, Row, StoredResults, changed, footnote, known_targets, set_of, source
 from portakern.results import Result
 from portakern.tools.bench.plots import best_of_each_call, call_without_op, contenders, right_and_timed
 from portakern.tools.bench.rows import FAR_BEHIND
@@ -21,7 +21,7 @@ __all__ = ["launch", "losses", "speed", "speeds", "steps", "tuned"]
 FINE = "float32"  # where no 16-bit store hides the error of the arithmetic
 
 
-def _on_each_device(kept: Kept, benchmark: str) -> dict[str, list[Row]]:
+def _on_each_device(kept: StoredResults, benchmark: str) -> dict[str, list[Row]]:
     """Device -> the rows of a benchmark there."""
     found: dict[str, list[Row]] = {}
     for row, run in kept.rows(benchmark):
@@ -50,7 +50,7 @@ FAR_NOTE = (
 )
 
 
-def speed(kept: Kept) -> str:
+def speed(kept: StoredResults) -> str:
     """Each op beside the best peer, and folded beneath each call with all contenders."""
     found = kept.rows("bench")
     if not found:
@@ -137,7 +137,7 @@ SPEEDS_NOTES = (
 )
 
 
-def speeds(kept: Kept) -> str:
+def speeds(kept: StoredResults) -> str:
     """A line an op: how fast beside the best peer, and how far it errs in float32, on each device that timed it."""
     devices = _on_each_device(kept, "bench")
     lines = []
@@ -176,7 +176,7 @@ SAME = "the same"
 WIDTH = 118
 
 
-def losses(kept: Kept) -> str:
+def losses(kept: StoredResults) -> str:
     """A list a device: times over the best peer's, an op after another, from the worst; then the host's."""
     text = []
     for device, rows in _on_each_device(kept, "bench").items():
@@ -193,7 +193,7 @@ def _filled(text: str) -> str:
     )
 
 
-def _kinds(kept: Kept, rows: Sequence[Row]) -> list[str]:
+def _kinds(kept: StoredResults, rows: Sequence[Row]) -> list[str]:
     kinds: dict[str, list[str]] = {"slower": [], SAME: [], "faster": []}
     by_op: dict[str, list[Row]] = {}
     for best in best_of_each_call(rows):
@@ -216,7 +216,7 @@ def _kinds(kept: Kept, rows: Sequence[Row]) -> list[str]:
     return [f"* {kind}: {'; '.join(said) or 'none'}." for kind, said in kinds.items()]
 
 
-def _untimed(kept: Kept, timed: Collection[tuple[str, str]]) -> list[str]:
+def _untimed(kept: StoredResults, timed: Collection[tuple[str, str]]) -> list[str]:
     """What compiles, and no peer's time stands beside: ops, with their dtypes where another was timed."""
     found: dict[str, dict[str, None]] = {}
     for row, _ in kept.rows("compile-matrix"):
@@ -234,7 +234,7 @@ def _range(values: Sequence[float]) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-def _host(kept: Kept) -> list[str]:
+def _host(kept: StoredResults) -> list[str]:
     """A sentence a device on the host's time over PyTorch's own, over all ops."""
     told = []
     for device, rows in _on_each_device(kept, "launch").items():
@@ -250,7 +250,7 @@ def _host(kept: Kept) -> list[str]:
 
 
 # -------------------------------------------------------------------------------------------------- host time of a call
-def launch(kept: Kept) -> str:
+def launch(kept: StoredResults) -> str:
     """Host time of one eager call, by the way of calling."""
     rows = kept.rows("launch")
     if not rows:
@@ -293,7 +293,7 @@ MOST_KERNELS = 6
 """Kernels that are named."""
 
 
-def steps(kept: Kept) -> str:
+def steps(kept: StoredResults) -> str:
     """A table a device, a line a stage and contender; what the contenders ran, and what their steps' time goes to."""
     found = kept.rows("model-step")
     if not found:
@@ -351,7 +351,7 @@ TUNED_NOTES = (
 )
 
 
-def tuned(kept: Kept) -> str:
+def tuned(kept: StoredResults) -> str:
     """A line a target, family and variant."""
     found = kept.rows("tune")
     if not found:

@@ -31,7 +31,7 @@ __all__ = ["commit", "files", "fingerprint", "root", "trees", "unchanging"]
 HERE = "portakern"
 TOPS = ("portakern.backends", registry.SPECS)
 ROUNDS = 3  # how far a statement's hash sees: with 0, two functions called in each other's place would go unseen
-Place = tuple[str, int]
+Location = tuple[str, int]
 """A statement: its module, and its number there."""
 
 _known: ContextVar[dict[object, object] | None] = ContextVar("sources that do not change", default=None)
@@ -164,7 +164,7 @@ class _Tree:
         assert file is not None
         return syntax.read(name, file.read_text(encoding="utf-8"))
 
-    def _find(self, path: str) -> tuple[list[Place], str]:
+    def _find(self, path: str) -> tuple[list[Location], str]:
         """The statements that define what a path names, none outside backends and specs; and what tells it from what
         else they define."""
         names = path.split(".")
@@ -181,13 +181,13 @@ class _Tree:
         elsewhere = module.imported.get(rest[0])
         return self.find(".".join([elsewhere, *rest[1:]])) if elsewhere else ([], ".".join(rest))
 
-    def every(self, name: str) -> list[Place]:
+    def every(self, name: str) -> list[Location]:
         return [(name, n) for n in range(len(self.module(name).statements))] if self.file(name) else []
 
-    def statement(self, at: Place) -> Statement:
+    def statement(self, at: Location) -> Statement:
         return self.module(at[0]).statements[at[1]]
 
-    def implementing(self, name: str, ops: list[str]) -> list[Place]:
+    def implementing(self, name: str, ops: list[str]) -> list[Location]:
         """What a module has for the first of ``ops``: what is registered under its name; or what has the name of one of
         them, as a library's function has; or all of the module."""
         every = self.every(name)
@@ -200,9 +200,9 @@ class _Tree:
         package = name.rpartition(".")[0]
         return {name} if package in TOPS else {f"{package}.{f.stem}" for f in files(self.root, package)}
 
-    def reached(self, roots: Iterable[Place], homes: set[str]) -> set[Place]:
+    def reached(self, roots: Iterable[Location], homes: set[str]) -> set[Location]:
         """What statements name, from ``roots`` on, and what adds to any of that in its own module or in ``homes``."""
-        queue, found = list(roots), set[Place]()
+        queue, found = list(roots), set[Location]()
         while queue:
             at = queue.pop()
             if at not in found:
@@ -211,23 +211,23 @@ class _Tree:
                 queue += [to for name in {at[0], *homes} for to in self.added(name).get(at, ())]
         return found
 
-    def _added(self, name: str) -> dict[Place, list[Place]]:
+    def _added(self, name: str) -> dict[Location, list[Location]]:
         """Statement -> those of a module that register with what it defines, or change it."""
-        found: dict[Place, list[Place]] = {}
+        found: dict[Location, list[Location]] = {}
         for at in self.every(name):
             for path in self.statement(at).adds_to:
                 for to in self.find(path)[0]:
                     found.setdefault(to, []).append(at)
         return found
 
-    def hashes(self, among: Iterable[Place]) -> list[str]:
+    def hashes(self, among: Iterable[Location]) -> list[str]:
         """A hash of each statement and of what it names, and these name, ``ROUNDS`` deep."""
         before = dict.fromkeys(among, "")
         for _ in range(ROUNDS + 1):
             before = {at: self.hashed(self.statement(at), before) for at in before}
         return [*before.values()]
 
-    def hashed(self, s: Statement, before: dict[Place, str]) -> str:
+    def hashed(self, s: Statement, before: dict[Location, str]) -> str:
         """A hash of a statement, in which what it names stands as its own hash."""
         seen: dict[object, int] = {}
         text = []

@@ -95,7 +95,7 @@ def with_ignored(rng, shape, dims, options):
     return np.where(rng.random(shape) < 0.2, options["ignore_index"], labels)
 
 
-class Parts(NamedTuple):
+class LossTerms(NamedTuple):
     """What the loss of each row is made of, one number a row, before rounding.
 
     Attributes:
@@ -113,7 +113,7 @@ class Parts(NamedTuple):
     mean: np.ndarray
 
     @classmethod
-    def of(cls, call: Call) -> Parts:
+    def of(cls, call: Call) -> LossTerms:
         x, labels, n = call.arrays["logits"], call.arrays["labels"], call.dims["n"]
         e, z = call.options["label_smoothing"], call.options["z_loss"]
         counted = labels != call.options["ignore_index"]
@@ -177,7 +177,7 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """
     unit, n = units(call), call.dims["n"]
     with np.errstate(all="ignore"):
-        part = Parts.of(call)
+        part = LossTerms.of(call)
         of_log, z, e = part.log_error(unit, n), call.options["z_loss"], call.options["label_smoothing"]
         of_lse, lse = of_log + unit.u * np.abs(part.lse), np.abs(part.lse)
         err = of_log + 3 * unit.u * np.abs(part.target) + 3 * unit.u * part.size() + 4 * unit.tau
@@ -218,7 +218,7 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     n, unit = call.dims["n"], units(call)
     k2, z, e = (KAPPA * unit.u) ** 2, call.options["z_loss"], call.options["label_smoothing"]
     with np.errstate(all="ignore"):
-        part, x = Parts.of(call), call.arrays["logits"]
+        part, x = LossTerms.of(call), call.arrays["logits"]
         w, entropy = part.weights, part.weights.entropy[..., 0]
         own = (w.p**2 * (w.d**2 + 1)).sum(-1)
         of_log = (unit.u * entropy) ** 2 + (unit.ex / 4) ** 2 + k2 * (unit.chain(n) / 3 + own + 2 + 2 * part.log**2)
@@ -386,7 +386,7 @@ def apart_of(x: np.ndarray, lse: np.ndarray, low: np.ndarray | None) -> np.ndarr
 
 def sum_error(call: Call, unit: Units) -> np.ndarray:
     """How far lse + lse_low of a forward call may be off, (*batch): what log l is, and what two numbers lose of it."""
-    part = Parts.of(call)
+    part = LossTerms.of(call)
     return np.asarray(part.log_error(unit, call.dims["n"]) + 16 * unit.u**2 * magnitude(part.lse))
 
 

@@ -22,8 +22,8 @@ from portakern.specs._rows import plant
 from portakern.specs.cross_entropy import (
     LABELS,
     Bracket,
+    LossTerms,
     LowSaved,
-    Parts,
     apart_of,
     cross_entropy,
     cross_entropy_vjp,
@@ -275,7 +275,7 @@ def shaped(ref: tuple[Any, ...], found: list[Any]) -> tuple[Any, ...]:
 
 def cross_entropy_outputs(call: Call, at: Logits) -> tuple[np.ndarray, np.ndarray]:
     """loss and lse of exact logits."""
-    part = Parts.of(at.losses(call))
+    part = LossTerms.of(at.losses(call))
     loss = part.log + part.target + part.even + part.square
     return np.where(at.counted, loss, 0.0), np.where(at.counted, part.lse, 0.0)
 

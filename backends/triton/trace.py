@@ -17,7 +17,7 @@ from portakern.backends.triton.capture import Capture, Launched
 from portakern.backends.triton.layout import contiguous_strides
 from portakern.core.call import Call
 from portakern.core.framework import BY_TYPE, DTYPE_NAME, Framework
-from portakern.core.program import Copy, Loop, Place, View
+from portakern.core.program import Copy, Loop, ProgramArray, View
 from portakern.core.targets import Target
 from portakern.spec.dtypes import numpy_dtype
 
@@ -57,12 +57,12 @@ class Trace(Capture):
 
     def __init__(self) -> None:
         super().__init__()
-        self.places: list[Place] = []
+        self.places: list[ProgramArray] = []
         self.steps: list[Any] = []
 
     def place(self, shape: Sequence[int], dtype: str) -> AbstractArray:
         """A new array, as it lies."""
-        self.places.append(Place(tuple(shape), dtype))
+        self.places.append(ProgramArray(tuple(shape), dtype))
         return AbstractArray(self, len(self.places) - 1, tuple(shape), contiguous_strides(tuple(shape)), dtype)
 
     def fresh(self, shape: Sequence[int], dtype: Any) -> AbstractArray:

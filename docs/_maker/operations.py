@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from maint.markdown import table
-from maint.measurements import Kept
+from maint.measurements import StoredResults
 from maint.report import TABLES
 from portakern import inventory, sources
 from portakern.core import registry
@@ -64,14 +64,14 @@ def navigation() -> Iterator[dict[str, str]]:
 @sources.unchanging()
 def tables(root: Path) -> dict[str, str]:
     """Every table of a checkout, by its name."""
-    kept = Kept.of(root)
+    kept = StoredResults.of(root)
     return {name: make(kept) for name, make in TABLES.items()}
 
 
 @sources.unchanging()
 def pages(root: Path) -> dict[str, str]:
     """Every op's page, and the list of them."""
-    kept = Kept.of(root)
+    kept = StoredResults.of(root)
     made = {f"{FOLDER}/{name}.md": _page(registry.find_spec(name), kept) for name in registry.ops()}
     rows = [
         [f"[`{r['op']}`](docs/{FOLDER}/{r['op']}.md)", _first(registry.find_spec(r["op"]).doc),
@@ -83,7 +83,7 @@ def pages(root: Path) -> dict[str, str]:
     }
 
 
-def _page(s: Spec[Any], kept: Kept) -> str:
+def _page(s: Spec[Any], kept: StoredResults) -> str:
     shown = inventory.show(s.name)
     parts = [
         f"# {s.name}",
@@ -200,7 +200,7 @@ def _module(name: str) -> str:
     return f"[{name}]({file})" if file else f"`{name}`"
 
 
-def _figures(s: Spec[Any], kept: Kept) -> Iterator[str]:
+def _figures(s: Spec[Any], kept: StoredResults) -> Iterator[str]:
     """The tables of those runs that have rows of this op."""
     mine = [
         dataclasses.replace(r, rows=rows, extra={n: _of_op(v, s.name) for n, v in r.extra.items()})
@@ -215,7 +215,7 @@ def _figures(s: Spec[Any], kept: Kept) -> Iterator[str]:
     found = [(title, make) for (title, benchmark), make in titled if benchmark in there]
     if found:
         yield "## Figures"
-    of_op = Kept(kept.root, tuple(mine))
+    of_op = StoredResults(kept.root, tuple(mine))
     yield from (f"### {title}\n\n{make(of_op)}" for title, make in found)
 
 

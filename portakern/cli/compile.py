@@ -51,8 +51,8 @@ def compile_(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that one compilation may take.")] = 900.0,
     json_file: JsonFile = None,
 ) -> None:
-    """Compile ops, forward alone, forward with what gradients read, and backward, for hardware that need not be here, and say what each kernel takes of it, for
-    TPUs in cycles too; exit status 1 if any cannot be.
+    """Compile ops, forward alone, forward with what gradients read, and backward, for hardware that need not be here,
+    and say what each kernel takes of it, for TPUs in cycles too; exit status 1 if any cannot be.
     """
     from portakern.tools.bench.suites import parse_shape
     from portakern.tools.compile import abstract

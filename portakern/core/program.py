@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["Code", "Copy", "Launch", "Loop", "Number", "Place", "Program", "View"]
+__all__ = ["Code", "Copy", "Launch", "Loop", "Number", "Program", "ProgramArray", "View"]
 
 View = tuple[tuple[str, tuple[Any, ...]], ...]
 """How an array is seen: steps from the array as it lies, ("permute", axes), ("expand", shape), ("reshape", shape) or
 ("cast", (dtype name,))."""
 
 
-class Place(NamedTuple):
+class ProgramArray(NamedTuple):
     """An array of a program: the shape and the name of the dtype in which it lies, in row-major order."""
 
     shape: tuple[int, ...]
@@ -109,7 +109,7 @@ class Program:
     """
 
     inputs: tuple[str, ...]
-    arrays: tuple[Place, ...]
+    arrays: tuple[ProgramArray, ...]
     steps: tuple[Copy | Launch | Loop, ...]
     outputs: tuple[tuple[int, View] | None, ...]
     written: frozenset[int] = frozenset()

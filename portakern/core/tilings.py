@@ -78,7 +78,7 @@ class Row(NamedTuple):
     made: Mapping[str, Any] = _NOTHING
 
 
-class Found(NamedTuple):
+class TableTiling(NamedTuple):
     """What tables and heuristic say for a key: the tiling, and tile name -> the layer that it came from."""
 
     tiling: Mapping[str, int]
@@ -89,7 +89,7 @@ class Resolved(NamedTuple):
     """The tiling of a call. ``found``: before it was fitted to the call; ``user``: what the user named."""
 
     tiling: Mapping[str, int]
-    found: Found
+    found: TableTiling
     user: Mapping[str, int]
 
     @property
@@ -136,7 +136,7 @@ def default(impl: Implementation, call: Call) -> Resolved:
     """
     if impl.key is None:
         heuristic = impl.tiling(call)
-        return Resolved(heuristic, Found(heuristic, {}), _NOTHING)
+        return Resolved(heuristic, TableTiling(heuristic, {}), _NOTHING)
     key = impl.key(call)
     place = (impl, call.target, *key.values())
     kept = _kept.get(place)
@@ -190,7 +190,7 @@ def _named(impl: Implementation, call: Call, user: Mapping[str, int]) -> Resolve
     return Resolved({**tiling, **user}, found, user)
 
 
-def _look_up(impl: Implementation, call: Call, key: Key) -> Found:
+def _look_up(impl: Implementation, call: Call, key: Key) -> TableTiling:
     """Ask the layers below the user's, the last one first, so that what an earlier one says replaces it."""
     tiling = dict(impl.tiling(call))
     sources = dict.fromkeys(tiling, "heuristic")
@@ -215,7 +215,7 @@ def _look_up(impl: Implementation, call: Call, key: Key) -> Found:
             f"{call!r} on {call.target}: backend {impl.backend.name!r} has no {', '.join(call.spec.tiling)} for "
             f"{dict(key)}; add a row to {tables}, or give implements() a formula, tiling="
         )
-    return Found(tiling, sources)
+    return TableTiling(tiling, sources)
 
 
 def _shipped_row(impl: Implementation, call: Call, key: Key) -> Row | None:

@@ -21,7 +21,7 @@ from portakern.testing.cases import Case, generators
 from portakern.testing.evidence import source_of_nan
 from portakern.testing.layouts import REPEATS, Buffer, same_bits
 from portakern.testing.report import Report
-from portakern.testing.sampled import Part, part_call, repeated
+from portakern.testing.sampled import SampledCall, part_call, repeated
 from portakern.testing.subject import Subject
 from portakern.testing.verdict import (
     LOOKS,
@@ -67,7 +67,7 @@ class Trial:
         self.fw: Framework = subject.framework
         self.buffers = case.buffers(subject.spec)
         self.reference = self.bound(self.buffers)
-        self.part = Part.of(self.reference, case.seed, case.same)
+        self.part = SampledCall.of(self.reference, case.seed, case.same)
         if self.part.chosen:
             self.buffers = repeated(self.buffers, self.reference, self.part.chosen, self.part.stands)
             self.reference = self.bound(self.buffers)

@@ -16,8 +16,8 @@ from portakern.testing.layouts import Buffer
 
 __all__ = [
     "LARGE",
-    "Part",
     "Piece",
+    "SampledCall",
     "along",
     "apart",
     "extents_of",
@@ -215,7 +215,7 @@ def _along_one_axis(
 
 
 @dataclass(frozen=True)
-class Part:
+class SampledCall:
     """What of a large call is compared with the oracle, and stands for the rest; empty where all is.
 
     ``chosen``, ``stands``: of :func:`part_of` and :func:`stand_ins`."""
@@ -225,7 +225,7 @@ class Part:
     stands: Mapping[str, Any]
 
     @classmethod
-    def of(cls, call: Call, seed: int, same: Sequence[str] = ()) -> Part:
+    def of(cls, call: Call, seed: int, same: Sequence[str] = ()) -> SampledCall:
         """``same``: the arguments for which one array is given."""
         shapes = [*(a.shape for a in call.arrays.values() if a is not None), *(s for s, _ in call.outputs.values())]
         rng = np.random.default_rng([seed, 2])

@@ -14,7 +14,7 @@ from portakern.core.oracle import as_float64, degenerate_outputs, oracle
 from portakern.errors import SpecError
 from portakern.spec.tolerance import Comparison, compare
 from portakern.testing.likeness import Likeness, likeness
-from portakern.testing.sampled import Part
+from portakern.testing.sampled import SampledCall
 from portakern.testing.statistics import examine
 from portakern.testing.threads import one_thread
 
@@ -120,7 +120,7 @@ def compare_call(
     outputs: Sequence[np.ndarray],
     tiling: Mapping[str, int] | None = None,
     regime: str = "",
-    within: tuple[Part, Mapping[str, np.ndarray]] | None = None,
+    within: tuple[SampledCall, Mapping[str, np.ndarray]] | None = None,
     known: Expected | None = None,
 ) -> dict[str, float]:
     """Output name -> worst fraction of the bound, for the wanted outputs of ``call`` as NumPy arrays.
@@ -178,7 +178,7 @@ def _looks(
     ref: np.ndarray,
     bound: np.ndarray,
     dtype: str,
-    within: tuple[Part, Mapping[str, np.ndarray]] | None,
+    within: tuple[SampledCall, Mapping[str, np.ndarray]] | None,
 ) -> Likeness:
     """What a wrong output looks like: a part by itself, else all of it."""
     found = likeness(wide, got, ref, bound, compare(got, ref, bound, dtype).bad, dtype)
@@ -196,7 +196,9 @@ LOOKS = {
 }
 
 
-def compare_elsewhere(call: Call, name: str, got: np.ndarray, some: np.ndarray, part: Part, known: Expected) -> None:
+def compare_elsewhere(
+    call: Call, name: str, got: np.ndarray, some: np.ndarray, part: SampledCall, known: Expected
+) -> None:
     """Hold all of a large output to the oracle of its part, whose elements stand for others.
 
     Args:
@@ -242,7 +244,7 @@ def describe(
     bound: np.ndarray,
     bad: np.ndarray,
     tiling: Mapping[str, int],
-    within: tuple[Part, Any] | None = None,
+    within: tuple[SampledCall, Any] | None = None,
 ) -> str:
     """The first bad element in words."""
     index = tuple(int(i) for i in np.unravel_index(int(np.argmax(bad)), bad.shape))

@@ -20,7 +20,7 @@ import jaxlib.version
 from jax import lax
 
 from portakern.core.framework import frameworks
-from portakern.core.program import Code, Copy, Launch, Loop, Number, Place, Program, View
+from portakern.core.program import Code, Copy, Launch, Loop, Number, Program, ProgramArray, View
 from portakern.errors import UnsupportedError
 from portakern.spec.dtypes import numpy_dtype
 
@@ -75,7 +75,7 @@ def loop(program: Program, step: Loop, held: dict[int, Any]) -> None:
     held.update(zip((i for i, _ in places), after, strict=True))
 
 
-def _held(place: Place) -> Any:
+def _held(place: ProgramArray) -> Any:
     """The dtype in which JAX holds an array."""
     return frameworks()["jax"].held(place.dtype)
 

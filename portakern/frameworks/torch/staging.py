@@ -22,7 +22,7 @@ from portakern.errors import UnsupportedError
 from portakern.frameworks.torch.memory import assumed
 from portakern.spec import Spec
 
-__all__ = ["FOUND", "Kept", "constant", "keep", "prepare", "stage"]
+__all__ = ["FOUND", "OpKey", "constant", "keep", "prepare", "stage"]
 
 
 class Op(Protocol):
@@ -33,7 +33,7 @@ class Op(Protocol):
     kept: dict[str, Any]
 
 
-class Kept(NamedTuple):
+class OpKey(NamedTuple):
     """What an op keeps: the name that it shares with ops that agree in everything, and the first op of that name, None
     if it is that itself.
     """
@@ -57,7 +57,7 @@ def _object(address: int) -> Any:
     return ctypes.cast(address, ctypes.py_object).value
 
 
-def keep(this: Op) -> Kept:
+def keep(this: Op) -> OpKey:
     """A name that ops of one spec and choice share, and the first op of that name, whom the others keep alive.
 
     torch.compile compares names, not objects, so that two layers with an op each share compiled code."""
@@ -69,7 +69,7 @@ def keep(this: Op) -> Kept:
     while (other := _kept.setdefault(key, this)).spec is not this.spec or other.choice != choice:
         n += 1
         key = f"{first} {n}"
-    return Kept(key, None if other is this else other)
+    return OpKey(key, None if other is this else other)
 
 
 def constant(given: Any) -> tuple[bool, Any]:

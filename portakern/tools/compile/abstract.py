@@ -160,7 +160,7 @@ def training_form(spec: Spec[Any], form: Form) -> Form | None:
 
 
 def direction(spec: Spec[Any], form: Form) -> str:
-    """Which pass of a model a call belongs to: forward, backward, or training: forward with what only gradients read."""
+    """Which pass of a model a call belongs to: forward, backward, or training, forward with what gradients read."""
     hidden = {o.name for o in spec.outputs} - {o.name for o in spec.shown}
     return "backward" if spec.is_vjp else "training" if hidden & {*(form["wants"] or ())} else "forward"
 
