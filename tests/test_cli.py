@@ -22,7 +22,7 @@ import portakern as pk
 from portakern import inventory, results, sources, testing
 from portakern.cli import app, main
 from portakern.core import observe as watching
-from portakern.core import registry, tilings
+from portakern.core import plan, registry, tilings
 from portakern.core.backend import Backend
 from portakern.core.machine_code import Kernel
 from portakern.core.oracle import as_float64
@@ -209,7 +209,7 @@ def test_check_fails_with_a_line_that_reproduces(monkeypatch):
     def off_by_a_percent(call):
         return (np.float32(1.01) * impl.fn(as_float64(call), {})[0].astype(np.float32),)
 
-    monkeypatch.setattr(serve, "rounded_oracle", off_by_a_percent)
+    monkeypatch.setattr(plan, "rounded_oracle", off_by_a_percent)
     result = run(app, ["check", "softmax", "--backend", "reference", "--max-examples", "30", "--dtype", "float32"])
     assert result.exit_code == 1
     line = re.search(r"portakern check softmax --backend reference --case '(.*)'", result.output)
