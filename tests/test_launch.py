@@ -327,6 +327,29 @@ def test_a_plan_has_a_function_for_every_placement_of_its_arrays(by_triton):
     assert len(made[0].launches) == 3 + 4 and len(by_triton) == 4
 
 
+def test_on_amd_a_plan_has_a_function_for_storages_that_buffer_instructions_reach(by_triton, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    made = []
+    by_triton.compiled = lambda: made.append(Compiled()) or made[-1]
+    small, large = torch.zeros(64, dtype=torch.int8), torch.empty(2**31, dtype=torch.int8)[:64]
+    plan, calls = planned(), [{"x": small, "y": small}, {"x": large, "y": small}, {"x": small, "y": large}]
+    for n, arrays in enumerate(calls, 1):
+        for _ in range(3):
+            plan.serve(arrays)
+        assert len(by_triton) == n == len(plan.cached) and len(made[-1].launches) == 2
+    for cached in list(plan.cached.values()):
+        for n, arrays in enumerate(calls):
+            before = len(made[n].launches)
+            cached(arrays)
+            assert len(made[n].launches) == before + 1
+    with monkeypatch.context() as m:
+        m.setattr(knobs.amd, "use_buffer_ops", not knobs.amd.use_buffer_ops)
+        cached(calls[0]), cached(calls[0])
+        assert len(by_triton) == 4 == len(plan.cached)
+    cached(calls[0])
+    assert len(by_triton) == 4
+
+
 def test_a_kept_launch_tells_tuples_apart(by_triton):
     made = []
     by_triton.compiled = lambda: made.append(Compiled()) or made[-1]

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import portakern as pk
+from portakern import testing
 from portakern.core import cache, dispatch
 from portakern.core import plan as plans
 
@@ -18,6 +19,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from tests.fake_gpu import fake_gpu  # noqa: E402
 
+VARIANTS = [(op, family.name) for op in pk.ops() for family in pk.backends()["triton"].having(op)]
 WARM = 3  # calls: decided, learned, and one that Triton's maps of its arrays are made in
 
 
@@ -57,8 +59,9 @@ def attention(variant, watched=False, **options):
 def test_a_warm_attention_call_enters_eight_files_before_its_kernel(driver, variant, watched):
     call = attention(variant, watched)
     for _ in range(WARM):
-        call()
+        driver.call(call)
     launched, compiled = len(driver.launches), len(driver.compiled)
+    driver.turns.clear()
     files = entered(call, driver)
     assert len(driver.launches) == launched + 1 and len(driver.compiled) == compiled
     assert len(files) <= 8, files
@@ -157,3 +160,45 @@ def test_allocations_take_the_short_way_unless_memory_is_to_be_filled(driver, mo
         torch.use_deterministic_algorithms(False)
     op(x)
     assert len(quick) == 2
+
+
+@pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "odd"])
+@pytest.mark.parametrize(("op", "variant"), VARIANTS)
+def test_a_warm_call_launches_what_its_implementation_did(driver, op, variant, offset):
+    """Kernels, grids, numbers and addresses: of inputs, of what is allocated, and of parts of both."""
+    made, launches = pk.op(op, backend="triton", variant=variant), 0
+    for name in testing.samples(op):
+        arrays, options = testing.sample_arrays(op, name, dtype="bfloat16", seed=0, framework="torch")
+        arrays = {n: None if a is None else moved(a, offset) for n, a in arrays.items()}
+        try:
+            calls = [driver.call(lambda: made(**arrays, **options)) for _ in range(5)]  # noqa: B023
+        except pk.UnsupportedError:
+            continue
+        assert calls[1] == calls[2] == calls[3] == calls[4], name
+        launches += len(calls[-1])
+    assert launches or variant != "gpu"  # the others take few calls
+
+
+def moved(array, by):
+    """The same values, so many elements beyond the beginning of some memory."""
+    memory = array.new_empty(by + array.numel())
+    return memory[by:].view(array.shape).copy_(array)
+
+
+@pytest.mark.parametrize(
+    ("op", "chunk"), [("linear_cross_entropy", "chunk_rows"), ("linear_cross_entropy_vjp", "chunk_n")]
+)
+def test_a_warm_call_launches_on_parts_what_its_implementation_did(driver, op, chunk):
+    made, dims = (
+        pk.op(op, backend="triton", variant="gpu", tiling={chunk: 16}),
+        {"batch": (40,), "n": (50,), "d": (64,)},
+    )
+    arrays = {}
+    for a in made.spec.arrays:
+        shape = [n for d in a.dims for n in dims[d.factors[0]]]
+        dtype = torch.int64 if a.name == "labels" else torch.bfloat16 if "bfloat16" in a.dtypes else torch.float32
+        arrays[a.name] = torch.zeros(shape, dtype=dtype)
+    calls = [driver.call(lambda: made(**arrays)) for _ in range(5)]
+    assert calls[1] == calls[2] == calls[3] == calls[4] and len(calls[1]) > 3
+    (plan,) = made.choice.plans.values()
+    assert "after0" in plan.serve.__globals__
