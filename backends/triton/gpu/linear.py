@@ -17,16 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu import matmul as products
-from portakern.backends.triton.gpu.matmul import summed
-from portakern.backends.triton.launch import accumulator, cdiv, dot_precision, launch
-from portakern.backends.triton.layout import collapse, contiguous_strides, fresh, row_start
+from portakern.backends.triton.gpu.matmul import ProductTile, summed
+from portakern.backends.triton.launch import cdiv, launch
+from portakern.backends.triton.layout import Strides, collapse, contiguous_strides, fresh, row_start
 from portakern.backends.triton.lib.linear import finish
 from portakern.backends.triton.lib.matmul import place
 from portakern.spec import Count, Tile
@@ -37,29 +37,57 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 
+class Extents(NamedTuple):
+    """Of a product; ``inner``: the rows of x in the inner of two dimensions, None where there is one."""
+
+    m: int
+    n: int
+    k: int
+    tiles_m: int
+    tiles_n: int
+    inner: int | None
+
+
+class LinearStrides(NamedTuple):
+    """Of x and the residual by rows, of weight (n, k), and of bias; 0 for what is absent."""
+
+    x: Strides
+    weight_n: int
+    weight_k: int
+    bias: int
+    residual: Strides
+
+
+@triton.jit
+def rows_at(x, row, extents, strides):
+    """Where rows begin in x."""
+    if extents.inner is None:
+        return row_start(x, row, 1, strides.outer, strides.inner, True, 1)
+    else:
+        return row_start(x, row, extents.inner, strides.outer, strides.inner, False, 1)
+
+
 # Of a loop that is known to turn once Triton makes the product alone, which then begins at what is added to it, not at
 # zeros: a bias far above the products would be rounded with each of them. So the steps stay a number like any other.
 @triton.jit(do_not_specialize=["steps_k"])
-def linear_kernel(x, weight, bias, residual, y, pre, m, n, k, tiles_m, tiles_n, steps_k, inner,
-                  x_outer, x_inner, x_k, w_n, w_k, bias_n, r_outer, r_inner, r_n,
-                  activation: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
-                  group: tl.constexpr, acc_dtype: tl.constexpr, precision: tl.constexpr, flat: tl.constexpr,
-                  whole_k: tl.constexpr):  # fmt: skip
+def linear_kernel(
+    x, weight, bias, residual, y, pre, extents, steps_k, strides, activation: tl.constexpr, tile: tl.constexpr
+):  # fmt: skip
     """bias, residual and pre may be None."""
-    tile_m, tile_n = place(tl.program_id(0), tiles_m, tiles_n, group)
-    row = tile_m.to(tl.int64) * block_m + tl.arange(0, block_m)
-    col = tile_n.to(tl.int64) * block_n + tl.arange(0, block_n)
-    row_ok, col_ok = (row < m)[:, None], (col < n)[None, :]
-    kk = tl.arange(0, block_k).to(tl.int64)
-    x_tile = row_start(x, row, inner, x_outer, x_inner, flat, 1)[:, None] + kk[None, :] * x_k
-    w_tile = weight + col[None, :] * w_n + kk[:, None] * w_k
-    z = summed(x_tile, w_tile, row_ok, col_ok, k, steps_k, x_k, w_k,
-               block_m, block_n, block_k, acc_dtype, precision, whole_k)  # fmt: skip
+    tile_m, tile_n = place(tl.program_id(0), extents.tiles_m, extents.tiles_n, tile.group)
+    row = tile_m.to(tl.int64) * tile.block_m + tl.arange(0, tile.block_m)
+    col = tile_n.to(tl.int64) * tile.block_n + tl.arange(0, tile.block_n)
+    row_ok, col_ok = (row < extents.m)[:, None], (col < extents.n)[None, :]
+    kk = tl.arange(0, tile.block_k).to(tl.int64)
+    x_tile = rows_at(x, row, extents, strides.x)[:, None] + kk[None, :] * strides.x.n
+    w_tile = weight + col[None, :] * strides.weight_n + kk[:, None] * strides.weight_k
+    z = summed(x_tile, w_tile, row_ok, col_ok, extents.k, steps_k, strides.x.n, strides.weight_k, tile)
     residual_at = None
     if residual is not None:
-        residual_at = row_start(residual, row, inner, r_outer, r_inner, flat, 1)[:, None] + col[None, :] * r_n
-    finish(z, bias, bias_n, residual_at, y, pre, col, col < n, (row * n)[:, None] + col[None, :], row_ok & col_ok,
-           activation, acc_dtype)  # fmt: skip
+        residual_at = rows_at(residual, row, extents, strides.residual)[:, None] + col[None, :] * strides.residual.n
+    at = (row * extents.n)[:, None] + col[None, :]
+    finish(z, bias, strides.bias, residual_at, y, pre, col, col < extents.n, at, row_ok & col_ok, activation,
+           tile.acc_dtype)  # fmt: skip
 
 
 def as_product(call: Call) -> Call:
@@ -81,15 +109,18 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
 def linear(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     x, weight, bias, residual = (call.arrays[name] for name in ("x", "weight", "bias", "residual"))
     m, n, k = prod(call.dims["batch"]), call.dims["n"], call.dims["k"]
-    x, residual, (outer, inner), strides = rows(x, residual)
+    x, residual, (outer, inner), of_rows = rows(x, residual)
     y, pre = (fresh((*x.shape[:-1], n), x.dtype, x.device) if name in call.wants else None for name in ("y", "pre"))
     tiles_m, tiles_n, steps_k = cdiv(m, tiling["block_m"]), cdiv(n, tiling["block_n"]), cdiv(k, tiling["block_k"])
-    launch(linear_kernel, tiles_m * tiles_n, call, x, weight, bias, residual, y, pre, m, n, k, tiles_m, tiles_n,
-           steps_k, inner, *strides[0], x.stride(-1), *weight.stride(), 0 if bias is None else bias.stride(0),
-           *strides[1], 0 if residual is None else residual.stride(-1), activation=call.options["activation"],
-           block_m=tiling["block_m"], block_n=tiling["block_n"], block_k=tiling["block_k"], group=tiling["group"],
-           acc_dtype=accumulator(call.dtype), precision=dot_precision(call), flat=outer == 1,
-           whole_k=k % tiling["block_k"] == 0, num_warps=tiling["num_warps"],
+    (x_outer, x_inner), (r_outer, r_inner) = of_rows
+    weight_n, weight_k = weight.stride()
+    strides = LinearStrides(
+        Strides(x_outer, x_inner, x.stride(-1)), weight_n, weight_k, 0 if bias is None else bias.stride(0),
+        Strides(r_outer, r_inner, 0 if residual is None else residual.stride(-1)),
+    )  # fmt: skip
+    launch(linear_kernel, tiles_m * tiles_n, call, x, weight, bias, residual, y, pre,
+           Extents(m, n, k, tiles_m, tiles_n, None if outer == 1 else inner), steps_k,
+           strides, activation=call.options["activation"], tile=ProductTile.of(call, tiling), num_warps=tiling["num_warps"],
            num_stages=tiling["num_stages"], enable_fp_fusion=False)  # fmt: skip
     return y, pre
 

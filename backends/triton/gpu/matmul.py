@@ -12,7 +12,7 @@ Source: the order of tiles in "Matrix Multiplication" of the Triton tutorials (T
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -37,44 +37,87 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 
+class Extents(NamedTuple):
+    """Of a product; ``tiles_m``, ``tiles_n``: the tiles of c; ``steps_k``: of the sum; ``batch_inner``: the extent of the
+    inner batch dimension."""
+
+    m: int
+    n: int
+    k: int
+    tiles_m: int
+    tiles_n: int
+    steps_k: int
+    batch_inner: int
+
+
+class Strides(NamedTuple):
+    """Of one array: in the outer and the inner batch dimension, between rows and between columns, None for 1."""
+
+    outer: int
+    inner: int
+    row: int
+    col: int | None = None
+
+
+class ProductTile(NamedTuple):
+    """What a product is compiled for: the extents of a tile, how many rows of tiles make a group, what is summed in and
+    how products are taken, and whether no step of k is ragged."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group: int
+    acc_dtype: tl.dtype
+    precision: str
+    whole_k: bool
+
+    @classmethod
+    def of(cls, call: Call, tiling: Mapping[str, int]) -> ProductTile:
+        blocks = (tiling[name] for name in ("block_m", "block_n", "block_k", "group"))
+        block_m, block_n, block_k, group = blocks
+        whole_k = call.dims["k"] % block_k == 0
+        return cls(block_m, block_n, block_k, group, accumulator(call.dtype), dot_precision(call), whole_k)
+
+
 @triton.jit
-def summed(a_tile, b_tile, i_ok, j_ok, k, steps_k, a_k, b_k,
-           block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, acc_dtype: tl.constexpr,
-           precision: tl.constexpr, whole_k: tl.constexpr):  # fmt: skip
+def begin(x, outer, inner, strides):
+    """Where a matrix of x begins."""
+    return x + (outer * strides.outer + inner * strides.inner)
+
+
+@triton.jit
+def summed(a_tile, b_tile, i_ok, j_ok, k, steps_k, a_k, b_k, tile: tl.constexpr):
     """The product of the rows of a and the columns of b whose first tiles along k are a_tile and b_tile."""
-    kk = tl.arange(0, block_k)
-    acc = tl.zeros([block_m, block_n], acc_dtype)
+    kk = tl.arange(0, tile.block_k)
+    acc = tl.full([tile.block_m, tile.block_n], 0.0, tile.acc_dtype)
     for step in range(steps_k):
-        if whole_k:
+        if tile.whole_k:
             at, bt = tl.load(a_tile, mask=i_ok, other=0.0), tl.load(b_tile, mask=j_ok, other=0.0)
         else:
-            left = k - tl.cast(step, tl.int64) * block_k
+            left = k - tl.cast(step, tl.int64) * tile.block_k
             # Both operands read 0 beyond k: a NaN there times 0 would be NaN.
             at = tl.load(a_tile, mask=i_ok & (kk < left)[None, :], other=0.0)
             bt = tl.load(b_tile, mask=j_ok & (kk < left)[:, None], other=0.0)
-        acc = tl.dot(at, bt, acc, input_precision=precision, out_dtype=acc_dtype)
-        a_tile += tl.cast(a_k, tl.int64) * block_k
-        b_tile += tl.cast(b_k, tl.int64) * block_k
+        acc = tl.dot(at, bt, acc, input_precision=tile.precision, out_dtype=tile.acc_dtype)
+        a_tile += tl.cast(a_k, tl.int64) * tile.block_k
+        b_tile += tl.cast(b_k, tl.int64) * tile.block_k
     return acc
 
 
 @triton.jit
-def matmul_kernel(a, b, c, m, n, k, tiles_m, tiles_n, steps_k, batch_inner,
-                  a_outer, a_inner, a_m, a_k, b_outer, b_inner, b_k, b_n, c_outer, c_inner, c_m,
-                  block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, group: tl.constexpr,
-                  acc_dtype: tl.constexpr, precision: tl.constexpr, whole_k: tl.constexpr):  # fmt: skip
-    batch, tile = tl.program_id(0) // (tiles_m * tiles_n), tl.program_id(0) % (tiles_m * tiles_n)
-    tile_m, tile_n = place(tile, tiles_m, tiles_n, group)
-    i = tile_m.to(tl.int64) * block_m + tl.arange(0, block_m)
-    j = tile_n.to(tl.int64) * block_n + tl.arange(0, block_n)
-    kk = tl.arange(0, block_k)
-    outer, inner = (batch // batch_inner).to(tl.int64), (batch % batch_inner).to(tl.int64)
-    a_tile = a + (outer * a_outer + inner * a_inner) + (i[:, None] * a_m + kk[None, :].to(tl.int64) * a_k)
-    b_tile = b + (outer * b_outer + inner * b_inner) + (kk[:, None].to(tl.int64) * b_k + j[None, :] * b_n)
-    i_ok, j_ok = (i < m)[:, None], (j < n)[None, :]
-    acc = summed(a_tile, b_tile, i_ok, j_ok, k, steps_k, a_k, b_k,
-                 block_m, block_n, block_k, acc_dtype, precision, whole_k)  # fmt: skip
-    c_tile = c + (outer * c_outer + inner * c_inner) + (i[:, None] * c_m + j[None, :])
+def matmul_kernel(a, b, c, extents, a_strides, b_strides, c_strides, tile: tl.constexpr):
+    program, tiles = tl.program_id(0), extents.tiles_m * extents.tiles_n
+    batch, index = program // tiles, program % tiles
+    tile_m, tile_n = place(index, extents.tiles_m, extents.tiles_n, tile.group)
+    i = tile_m.to(tl.int64) * tile.block_m + tl.arange(0, tile.block_m)
+    j = tile_n.to(tl.int64) * tile.block_n + tl.arange(0, tile.block_n)
+    kk = tl.arange(0, tile.block_k)
+    outer, inner = (batch // extents.batch_inner).to(tl.int64), (batch % extents.batch_inner).to(tl.int64)
+    a_tile = begin(a, outer, inner, a_strides) + (i[:, None] * a_strides.row + kk[None, :].to(tl.int64) * a_strides.col)
+    b_tile = begin(b, outer, inner, b_strides) + (kk[:, None].to(tl.int64) * b_strides.row + j[None, :] * b_strides.col)
+    i_ok, j_ok = (i < extents.m)[:, None], (j < extents.n)[None, :]
+    acc = summed(a_tile, b_tile, i_ok, j_ok, extents.k, extents.steps_k, a_strides.col, b_strides.row, tile)
+    c_tile = begin(c, outer, inner, c_strides) + (i[:, None] * c_strides.row + j[None, :])
     tl.store(c_tile, acc.to(c.dtype.element_ty), mask=i_ok & j_ok)
 
 
@@ -150,12 +193,11 @@ def matmul(call: Call, tiling: Mapping[str, int], into: torch.Tensor | None = No
     batch_outer, batch_inner, m = ((1, 1) + rows)[-3:]
     (a_outer, a_inner, a_m), (b_outer, b_inner, _), (c_outer, c_inner, c_m) = (((0, 0) + s)[-3:] for s in strides)
     tiles_m, tiles_n, steps_k = cdiv(m, tiling["block_m"]), cdiv(n, tiling["block_n"]), cdiv(k, tiling["block_k"])
-    a_strides, b_strides = (a_outer, a_inner, a_m, a.stride(-1)), (b_outer, b_inner, b.stride(-2), b.stride(-1))
     launch(matmul_kernel, batch_outer * batch_inner * tiles_m * tiles_n, call, a, b, c,
-           m, n, k, tiles_m, tiles_n, steps_k, batch_inner, *a_strides, *b_strides, c_outer, c_inner, c_m,
-           block_m=tiling["block_m"], block_n=tiling["block_n"], block_k=tiling["block_k"], group=tiling["group"],
-           acc_dtype=accumulator(call.dtype), precision=dot_precision(call), whole_k=k % tiling["block_k"] == 0,
-           num_warps=tiling["num_warps"], num_stages=tiling["num_stages"])  # fmt: skip
+           Extents(m, n, k, tiles_m, tiles_n, steps_k, batch_inner), Strides(a_outer, a_inner, a_m, a.stride(-1)),
+           Strides(b_outer, b_inner, b.stride(-2), b.stride(-1)), Strides(c_outer, c_inner, c_m),
+           tile=ProductTile.of(call, tiling), num_warps=tiling["num_warps"],
+           num_stages=tiling["num_stages"])  # fmt: skip
     return (c,)
 
 

@@ -52,6 +52,17 @@ class Strides(NamedTuple):
     sin: Any
 
 
+class HeadsTile(NamedTuple):
+    """What the kernel is compiled for: the tokens, heads and pairs of a program, what it computes in, and what divides
+    the pairs and every distance between heads and tokens."""
+
+    block_seq: int
+    block_heads: int
+    block_pairs: int
+    acc_dtype: tl.dtype
+    unit: int
+
+
 @triton.jit
 def place(array, batch, s, h, strides, unit: tl.constexpr):
     """Where the heads h of the tokens s begin."""
@@ -69,41 +80,41 @@ def columns(table, batch, s, p, ok, strides, acc_dtype: tl.constexpr, unit: tl.c
 
 
 @triton.jit
-def rope_kernel(x, cos, sin, y, extents, strides,
-                block_seq: tl.constexpr, block_heads: tl.constexpr, block_pairs: tl.constexpr,
-                interleaved: tl.constexpr, transposed: tl.constexpr, whole: tl.constexpr,
-                acc_dtype: tl.constexpr, unit: tl.constexpr):  # fmt: skip
+def rope_kernel(
+    x, cos, sin, y, extents, strides, interleaved: tl.constexpr, transposed: tl.constexpr, whole: tl.constexpr,
+    tile: tl.constexpr,
+):  # fmt: skip
     """``transposed``: by -sin; ``whole``: every number of a head is in a pair. Tiles are (tokens, heads, numbers)."""
     index = tl.program_id(0)
-    tile, batch = index // extents.tiles_heads, (index // extents.tiles_heads // extents.tiles_seq).to(tl.int64)
-    s = tile % extents.tiles_seq * block_seq + tl.arange(0, block_seq)[:, None, None]
-    h = index % extents.tiles_heads * block_heads + tl.arange(0, block_heads)[None, :, None]
-    p = tl.arange(0, block_pairs)[None, None, :]
-    two = tl.arange(0, 2 * block_pairs)[None, None, :]
-    pairs = aligned(extents.pairs, unit)
+    rest, batch = index // extents.tiles_heads, (index // extents.tiles_heads // extents.tiles_seq).to(tl.int64)
+    s = rest % extents.tiles_seq * tile.block_seq + tl.arange(0, tile.block_seq)[:, None, None]
+    h = index % extents.tiles_heads * tile.block_heads + tl.arange(0, tile.block_heads)[None, :, None]
+    p = tl.arange(0, tile.block_pairs)[None, None, :]
+    two = tl.arange(0, 2 * tile.block_pairs)[None, None, :]
+    pairs = aligned(extents.pairs, tile.unit)
     there, here = (s < extents.seq) & (h < extents.heads), (s < extents.seq) & (p < pairs)
-    c = columns(cos, batch, s, p, here, strides.cos, acc_dtype, unit)
-    sine = columns(sin, batch, s, p, here, strides.sin, acc_dtype, unit)
+    c = columns(cos, batch, s, p, here, strides.cos, tile.acc_dtype, tile.unit)
+    sine = columns(sin, batch, s, p, here, strides.sin, tile.acc_dtype, tile.unit)
     sine = -sine if transposed else sine
-    x_at, y_at = place(x, batch, s, h, strides.x, unit), place(y, batch, s, h, strides.y, unit)
+    x_at, y_at = place(x, batch, s, h, strides.x, tile.unit), place(y, batch, s, h, strides.y, tile.unit)
     x_d = strides.x[3]
 
     if interleaved:
         ok = there & (two < 2 * pairs)
-        beside = tl.load(x_at + two.to(tl.int64) * x_d, mask=ok, other=0.0).to(acc_dtype)
-        a, b = tl.split(tl.reshape(beside, (block_seq, block_heads, block_pairs, 2)))
+        beside = tl.load(x_at + two.to(tl.int64) * x_d, mask=ok, other=0.0).to(tile.acc_dtype)
+        a, b = tl.split(tl.reshape(beside, (tile.block_seq, tile.block_heads, tile.block_pairs, 2)))
         turned = tl.join(a * c - b * sine, b * c + a * sine)
-        turned = tl.reshape(turned, (block_seq, block_heads, 2 * block_pairs))
+        turned = tl.reshape(turned, (tile.block_seq, tile.block_heads, 2 * tile.block_pairs))
         tl.store(y_at + two, turned.to(y.dtype.element_ty), mask=ok)
     else:
         ok, q = there & (p < pairs), p + pairs
-        a = tl.load(x_at + p.to(tl.int64) * x_d, mask=ok, other=0.0).to(acc_dtype)
-        b = tl.load(x_at + q.to(tl.int64) * x_d, mask=ok, other=0.0).to(acc_dtype)
+        a = tl.load(x_at + p.to(tl.int64) * x_d, mask=ok, other=0.0).to(tile.acc_dtype)
+        b = tl.load(x_at + q.to(tl.int64) * x_d, mask=ok, other=0.0).to(tile.acc_dtype)
         tl.store(y_at + p, (a * c - b * sine).to(y.dtype.element_ty), mask=ok)
         tl.store(y_at + q, (b * c + a * sine).to(y.dtype.element_ty), mask=ok)
 
     if not whole:
-        for first in range(0, extents.rest, 2 * block_pairs):
+        for first in range(0, extents.rest, 2 * tile.block_pairs):
             column, passes = 2 * pairs + first + two, there & (first + two < extents.rest)
             tl.store(y_at + column, tl.load(x_at + column.to(tl.int64) * x_d, mask=passes, other=0.0), mask=passes)
 
@@ -156,10 +167,10 @@ def turned(call: Call, tiling: Mapping[str, int], x: Any, transposed: bool) -> A
     strides = Strides(x.stride(), contiguous_strides(x.shape), cos.stride(), sin.stride())
     elements = 16 // numpy_dtype(call.dtype).itemsize
     step = gcd(extents.pairs, *(n for of in strides for n in of[:-1]))
+    tile = HeadsTile(tiling["block_seq"], tiling["block_heads"], block_pairs(call), accumulator(call.dtype),
+                     1 if step % elements else elements)  # fmt: skip
     launch(rope_kernel, dims["batch"] * tiles_seq * tiles_heads, call, x, cos, sin, y, extents, strides,
-           block_seq=tiling["block_seq"], block_heads=tiling["block_heads"], block_pairs=block_pairs(call),
-           interleaved=call.options["interleaved"], transposed=transposed, whole=not extents.rest,
-           acc_dtype=accumulator(call.dtype), unit=1 if step % elements else elements,
+           interleaved=call.options["interleaved"], transposed=transposed, whole=not extents.rest, tile=tile,
            num_warps=tiling["num_warps"])  # fmt: skip
     return y
 

@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton.launch import accumulator, cdiv, launch, refuse_tile
-from portakern.backends.triton.layout import aligned, fresh, pow2_at_least, row_start, walk_rows
+from portakern.backends.triton.layout import aligned, fresh, pow2_at_least, walk_rows
 from portakern.backends.triton.lib.activations import of_erf_form, of_silu, of_tanh_form
 from portakern.backends.triton.lib.column_sums import add_up, scratch
 from portakern.backends.triton.lib.linear_cross_entropy import Product, Refused
+from portakern.backends.triton.lib.rows import GroupedExtents, RowTile, start_of
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -38,33 +39,31 @@ def times_slope(d, z, activation: tl.constexpr):
 
 
 @triton.jit
-def linear_cotangent_kernel(d_y, pre, d_z, sums, rows, rows_inner, group, tiles, n,
-                            d_y_outer, d_y_inner, d_y_n, pre_outer, pre_inner, pre_n,
-                            activation: tl.constexpr, block_rows: tl.constexpr, block_n: tl.constexpr,
-                            acc_dtype: tl.constexpr, flat: tl.constexpr, unit: tl.constexpr,
-                            stages: tl.constexpr):  # fmt: skip
+def linear_cotangent_kernel(
+    d_y, pre, d_z, sums, extents, d_y_strides, pre_strides, activation: tl.constexpr, tile: tl.constexpr
+):  # fmt: skip
     """d_z = d_y f'(pre) of this program's columns of a group of rows, and in sums, (groups, n), its sum over them.
 
     pre and d_z are None where there is no activation; sums may be None."""
-    n = aligned(n, unit)
-    part, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
-    lane = tile.to(tl.int64) * block_n + tl.arange(0, block_n)
+    n = aligned(extents.n, tile.unit)
+    part, at = (tl.program_id(0) // extents.parts).to(tl.int64), tl.program_id(0) % extents.parts
+    lane = at.to(tl.int64) * tile.block_n + tl.arange(0, tile.block_n)
     col, col_ok = lane[None, :], (lane < n)[None, :]
-    total = tl.zeros([block_rows, block_n], acc_dtype)
-    first = part * group
-    for start in tl.range(first, min(first + group, rows), block_rows, num_stages=stages):
-        row = start + tl.arange(0, block_rows)
-        ok = (row < rows)[:, None] & col_ok
-        d_y_row = row_start(d_y, row, rows_inner, d_y_outer, d_y_inner, flat, unit)[:, None]
-        d = tl.load(d_y_row + col * d_y_n, mask=ok, other=0.0)
+    total = tl.full([tile.block_rows, tile.block_n], 0.0, tile.acc_dtype)
+    first = part * extents.group
+    for start in tl.range(first, min(first + extents.group, extents.height), tile.block_rows, num_stages=tile.stages):
+        row = start + tl.arange(0, tile.block_rows)
+        ok = (row < extents.height)[:, None] & col_ok
+        d_y_row = start_of(d_y, row, extents, d_y_strides, tile)
+        d = tl.load(d_y_row + col * d_y_strides.n, mask=ok, other=0.0)
         found = d
         if pre is not None:
-            pre_row = row_start(pre, row, rows_inner, pre_outer, pre_inner, flat, unit)[:, None]
-            z = tl.load(pre_row + col * pre_n, mask=ok, other=0.0)
-            found = times_slope(d.to(acc_dtype), z.to(acc_dtype), activation).to(d_y.dtype.element_ty)
+            pre_row = start_of(pre, row, extents, pre_strides, tile)
+            z = tl.load(pre_row + col * pre_strides.n, mask=ok, other=0.0)
+            found = times_slope(d.to(tile.acc_dtype), z.to(tile.acc_dtype), activation).to(d_y.dtype.element_ty)
             tl.store(d_z + row[:, None] * n + col, found, mask=ok)
         if sums is not None:
-            total += found.to(acc_dtype)
+            total += found.to(tile.acc_dtype)
     if sums is not None:
         tl.store(sums + part * n + lane, tl.sum(total, 0), mask=lane < n)
 
@@ -133,9 +132,9 @@ def cotangent(call: Call) -> tuple[Any, Any]:
     walk = Walk.of(call)
     groups = cdiv(rows.height, walk.group)
     sums = scratch(call, groups, n) if summed else None
-    launch(linear_cotangent_kernel, groups * walk.tiles, call, d_y, pre, d_z, sums, rows.height, rows.inner, walk.group,
-           walk.tiles, n, *rows.strides[0], *rows.strides[1], activation=call.options["activation"],
-           block_rows=walk.block_rows, block_n=walk.block_n, acc_dtype=accumulator(call.dtype),
-           **rows.known(call.dtype), stages=walk.stages, num_warps=WARPS, enable_fp_fusion=False)  # fmt: skip
+    tile = RowTile(walk.block_rows, walk.block_n, accumulator(call.dtype), **rows.known(call.dtype), stages=walk.stages)
+    launch(linear_cotangent_kernel, groups * walk.tiles, call, d_y, pre, d_z, sums,
+           GroupedExtents(rows.height, rows.inner, walk.group, walk.tiles, n), rows.strides[0], rows.strides[1],
+           activation=call.options["activation"], tile=tile, num_warps=WARPS, enable_fp_fusion=False)  # fmt: skip
     d_bias = add_up(call, {"d_bias": sums})["d_bias"] if sums is not None else None
     return (d_y.reshape(-1, n) if d_z is None else d_z), d_bias

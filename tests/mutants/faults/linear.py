@@ -38,15 +38,15 @@ FAULTS = {
         Planted(
             "tail-unmasked",
             "operands are not masked beyond k",
-            old='whole_k=k % tiling["block_k"] == 0',
-            new="whole_k=True",
+            old="tile=ProductTile.of(call, tiling)",
+            new="tile=ProductTile.of(call, tiling)._replace(whole_k=True)",
             gpu=False,
         ),
         Planted(
             "grid-turned",
             "tiles are numbered as if rows and columns were each other's",
-            old="place(tl.program_id(0), tiles_m, tiles_n, group)",
-            new="place(tl.program_id(0), tiles_n, tiles_m, group)",
+            old="place(tl.program_id(0), extents.tiles_m, extents.tiles_n, tile.group)",
+            new="place(tl.program_id(0), extents.tiles_n, extents.tiles_m, tile.group)",
             gpu=False,
         ),
         Planted(

@@ -24,17 +24,17 @@ FAULTS = {
         Planted(
             "bias-of-d-y",
             "d_bias adds up the cotangent of y",
-            old="total += found.to(acc_dtype)",
-            new="total += d.to(acc_dtype)",
+            old="total += found.to(tile.acc_dtype)",
+            new="total += d.to(tile.acc_dtype)",
             within="lib.linear_vjp",
         ),
         Planted(
             "slope-rounded",
             "the slope is rounded to the result's dtype before it meets d_y",
-            old="times_slope(d.to(acc_dtype), z.to(acc_dtype), activation)",
+            old="times_slope(d.to(tile.acc_dtype), z.to(tile.acc_dtype), activation)",
             new=(
-                "(d.to(acc_dtype) * times_slope(tl.full(d.shape, 1.0, acc_dtype), z.to(acc_dtype), activation)"
-                ".to(tl.bfloat16).to(acc_dtype))"
+                "(d.to(tile.acc_dtype) * times_slope(tl.full(d.shape, 1.0, tile.acc_dtype), z.to(tile.acc_dtype), activation)"
+                ".to(tl.bfloat16).to(tile.acc_dtype))"
             ),
             within="lib.linear_vjp",
         ),

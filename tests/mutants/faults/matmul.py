@@ -45,8 +45,8 @@ FAULTS = {
         Planted(
             "acc-bfloat16",
             "the accumulator is rounded to bfloat16 at each step",
-            old="input_precision=precision, out_dtype=acc_dtype)\n        a_tile",
-            new="input_precision=precision, out_dtype=acc_dtype).to(tl.bfloat16).to(acc_dtype)\n        a_tile",
+            old="input_precision=tile.precision, out_dtype=tile.acc_dtype)\n        a_tile",
+            new="input_precision=tile.precision, out_dtype=tile.acc_dtype).to(tl.bfloat16).to(tile.acc_dtype)\n        a_tile",
         ),
         Planted(
             "k-tail-short",
@@ -57,8 +57,8 @@ FAULTS = {
         Planted(
             "batch-stride",
             "b walks the inner batch axis with a's stride",
-            old="inner * b_inner)",
-            new="inner * (a_inner if b_inner != 0 else b_inner))",
+            old="begin(b, outer, inner, b_strides)",
+            new="begin(b, outer, inner, a_strides if b_strides.inner != 0 else b_strides)",
             gpu=False,
         ),
         Planted(

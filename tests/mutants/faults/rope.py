@@ -42,7 +42,7 @@ FAULTS = {
             "product-rounded",
             "a product is rounded to the result's dtype before it is added",
             old="(a * c - b * sine).to(y.dtype.element_ty)",
-            new="(a * c - (b * sine).to(y.dtype.element_ty).to(acc_dtype)).to(y.dtype.element_ty)",
+            new="(a * c - (b * sine).to(y.dtype.element_ty).to(tile.acc_dtype)).to(y.dtype.element_ty)",
             sample=True,
             small=True,
         ),
