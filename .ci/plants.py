@@ -1,6 +1,6 @@
 """Prove that the linters see.
 
-In a copy of the tree, plant forbidden imports and type errors and demand that each is reported;
+In a copy of the tree, plant forbidden imports, type errors and an undefined name, and demand that each is reported;
 and demand that ruff, mypy and import-linter each read as many files as there are. The packages under portakern/ are
 partly symlinks, which a tool can skip in silence: then it reports success on a handful of files. maint/ is read too.
 """
@@ -60,6 +60,7 @@ MAINTAINERS_ERROR = (
     'answer: int = "forty-two"\n',
     "planted_type_error.py:1: error: Incompatible types in assignment",
 )
+UNDEFINED_NAME = ("tests/planted_name.py", "print(planted)\n", "F821 Undefined name `planted`")
 MYPY = ["mypy", "-p", "portakern", "-p", "maint"]
 TYPE_ERROR = (
     "backends/reference/planted_type_error.py",
@@ -116,6 +117,7 @@ def _plants_reported(tree: Path) -> Iterator[str]:
         (UPWARD_IMPORT, ["lint-imports"]),
         (MAINTAINERS_ERROR, MYPY),
         (TYPE_ERROR, MYPY),
+        (UNDEFINED_NAME, ["ruff", "check", "tests"]),
     ):
         (tree / path).write_text(text, encoding="utf-8")
         status, output = _run(tree, *command)
