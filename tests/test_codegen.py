@@ -29,7 +29,7 @@ def of_reader():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     x = torch.ones(3)
     framework_of(find_spec("softmax"), "x", x)  # tensors have been seen
-    return lambda: reader(find_spec("softmax"))(x, axis=object()), "<signature of softmax", "option_form(axis)"
+    return lambda: reader(find_spec("softmax"))(x, axis=object()), "<signature of softmax", "option_key(axis)"
 
 
 def of_staged():

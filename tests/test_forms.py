@@ -14,7 +14,7 @@ from portakern import testing
 from portakern.core import cache, registry, tilings
 from portakern.core.backend import Backend
 from portakern.core.gradients import wiring
-from portakern.core.signatures import option_form
+from portakern.core.signatures import option_key
 from tests.ops import forward_records
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -84,7 +84,7 @@ def test_one_array_given_thrice_teaches_nothing_wrong():
     "values", [(1, 1.0, True), (0.0, -0.0), (0, 0.0, False), ((5, None), (5.0, None)), ("a", None), ((1,), 1)]
 )
 def test_values_that_are_equal_are_not_one_form(values):
-    assert len({option_form(v) for v in values}) == len(values)
+    assert len({option_key(v) for v in values}) == len(values)
 
 
 def test_options_of_every_spelling_keep_their_meaning():

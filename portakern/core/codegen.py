@@ -28,13 +28,15 @@ def written(title: str, source: str, names: Mapping[str, Any], function: str) ->
       source: the text of a module. It runs: write it from specs, types and numbers alone.
       names: what the text names, beside Python's own.
     """
-    text = _registered(title, source)
-    return executed(_filed(_compiled(source), text.file), {**names, "__portakern_text__": text}, function)
+    source, code, lines = _compiled(source)
+    text = _registered(title, source, lines)
+    return executed(_filed(code, text.file), {**names, "__portakern_text__": text}, function)
 
 
-@functools.lru_cache(1024)
-def _compiled(source: str) -> CodeType:
-    return compile(source, "<written>", "exec")
+@functools.lru_cache(256)
+def _compiled(source: str) -> tuple[str, CodeType, list[str]]:
+    """A text with its code and lines, which functions of the same text share."""
+    return source, compile(source, "<written>", "exec"), source.splitlines(keepends=True)
 
 
 def _filed(code: CodeType, file: str) -> CodeType:
@@ -53,9 +55,9 @@ def executed(code: CodeType, scope: dict[str, Any], function: str) -> Any:
 class _Text:
     """A text that linecache knows as ``file``; the globals of the functions that it defines hold this object."""
 
-    def __init__(self, file: str, source: str) -> None:
+    def __init__(self, file: str, source: str, lines: list[str]) -> None:
         self.file, self.source = file, source
-        self.entry = len(source), None, source.splitlines(keepends=True), file
+        self.entry = len(source), None, lines, file
 
 
 _lock = threading.RLock()  # reentrant: the garbage collector may run _forget within it
@@ -63,12 +65,12 @@ _texts: weakref.WeakValueDictionary[str, _Text] = weakref.WeakValueDictionary()
 """File -> the text that some function still has."""
 
 
-def _registered(title: str, source: str) -> _Text:
+def _registered(title: str, source: str, lines: list[str]) -> _Text:
     with _lock:
         for file in itertools.chain([f"<{title}>"], (f"<{title}-{n}>" for n in itertools.count(1))):
             text = _texts.get(file)
             if text is None and file not in linecache.cache:
-                text = _texts[file] = _Text(file, source)
+                text = _texts[file] = _Text(file, source, lines)
                 weakref.finalize(text, _forget, file, text.entry).atexit = False
             if text is not None and text.source == source:
                 linecache.cache[file] = text.entry  # again: somebody may have emptied linecache

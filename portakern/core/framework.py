@@ -61,10 +61,10 @@ class Framework:
       host_only: its arrays live in host memory, wherever others do.
       immutable: its arrays never change, so that none may share memory that somebody else may write to; donates: in
         words, how its users give an array's memory to a result instead.
-      form: Python for all of an array ``{x}`` that decides how a call is served, as the elements of a tuple; empty: no
-        call's signature is read (:mod:`portakern.core.signatures`). watched: Python for whether it may want a
-        gradient. there: Python for whether the
-        memory of an array that is here holds its values; it may name the ``{framework}``. Empty: it always does.
+      signature: Python for all of an array ``{x}`` that decides how a call is served, as the elements of a tuple; none
+        where it is empty (:mod:`portakern.core.signatures`). watched: Python for whether it may want a
+        gradient. there: Python for whether the memory of an array that is here holds its values; it may name the
+        ``{framework}``. Empty: it always does.
       resizes: its arrays can be given other memory in place, which they must own alone.
       embeds: platforms for which machine code can be a part of the library's programs (:meth:`embed`).
       environment: variables that change what is computed, or by what: a line that makes a call again names those that
@@ -84,7 +84,7 @@ class Framework:
     immutable = False
     donates = ""
     embeds: tuple[str, ...] = ()
-    form = ""
+    signature = ""
     watched = "False"
     there = ""
     resizes = False
@@ -106,7 +106,7 @@ class Framework:
         raise NotImplementedError
 
     def plain(self, kind: type) -> bool:
-        """Whether arrays of a class are what their memory is, so that they may be asked for their form."""
+        """Whether arrays of a class are what their memory is, so that they may be asked for their signature."""
         return True
 
     def settled(self, kind: type) -> bool:
@@ -271,8 +271,8 @@ class Framework:
         return None
 
     def undisturbed(self, casts: bool) -> bool:
-        """Whether nobody steps in (:meth:`interposes`) or looks through the library's arrays, so that an array's form
-        says all about it. Not asked under :meth:`recording_python`."""
+        """Whether nobody steps in (:meth:`interposes`) or looks through the library's arrays, so that an array's
+        signature says all about it. Not asked under :meth:`recording_python`."""
         return True
 
     def watching(self) -> bool:

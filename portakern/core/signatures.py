@@ -16,7 +16,7 @@ from portakern.core import codegen
 from portakern.core.framework import BY_TYPE, frameworks
 from portakern.spec import ArrayArg, Spec
 
-__all__ = ["Signature", "option_form", "reader"]
+__all__ = ["Signature", "option_key", "reader"]
 
 Signature = tuple[Any, ...]
 
@@ -37,18 +37,18 @@ def reader(spec: Spec[Any]) -> Callable[..., tuple[Signature | None, dict[str, A
     keywords = [o.name for o in spec.options] + ["wants"] * spec.is_vjp + ["overwrite"] * bool(spec.aliases)
     parameters = [a.name + ("=None" if a.optional else "") for a in spec.arrays]
     parameters += ["*"] * bool(keywords) + [f"{n}=DEFAULT_{n}" for n in keywords]
-    plain = "({0}.__class__, {0}) if {0}.__class__ in PLAIN else option_form({0})"
+    plain = "({0}.__class__, {0}) if {0}.__class__ in PLAIN else option_key({0})"
     options = [f"{n} if {n} is DEFAULT_{n} else {plain.format(n)}" for n in keywords]
     arrays = ", ".join(f"{a.name!r}: {a.name}" for a in spec.arrays)
-    env: dict[str, Any] = {"BY_TYPE": BY_TYPE, "PLAIN": PLAIN, "option_form": option_form}
+    env: dict[str, Any] = {"BY_TYPE": BY_TYPE, "PLAIN": PLAIN, "option_key": option_key}
     env |= {"DEFAULT_wants": None, "DEFAULT_overwrite": None}
     env |= {f"DEFAULT_{o.name}": o.default for o in spec.options}
     lines = [f"def read({', '.join(parameters)}):", f"    framework = BY_TYPE.get({spec.lead.name}.__class__)"]
     for f in frameworks().values():
-        if not f.form:
+        if not f.signature:
             continue
         env |= {f.name: f, f"{f.name}_undisturbed": f.undisturbed, f"{f.name}_watching": f.watching}
-        parts = [_of(a, f.form, "None if {0} is None else ({1})") for a in spec.arrays]
+        parts = [_of(a, f.signature, "None if {0} is None else ({1})") for a in spec.arrays]
         flags = ", ".join(_of(a, f.watched, "{0} is not None and {1}") for a in spec.arrays)
         watched = " or ".join(_of(a, f.watched, "{0} is not None and {1}") for a in spec.arrays)
         there = "".join(f" and ({_of(a, f.there, '{0} is None or {1}', f.name)})" for a in spec.arrays if f.there)
@@ -69,7 +69,7 @@ def _of(a: ArrayArg, what: str, optional: str, framework: str = "") -> str:
     return optional.format(a.name, text) if a.optional else text
 
 
-def option_form(value: Any) -> Signature:
+def option_key(value: Any) -> Signature:
     """What tells an option's value from every other: 1, 1.0 and True are equal and hash alike, and so are the zeros.
 
     Raises:
@@ -81,5 +81,5 @@ def option_form(value: Any) -> Signature:
     if kind in PLAIN:
         return kind, value
     if kind is tuple:
-        return kind, *map(option_form, value)
+        return kind, *map(option_key, value)
     raise TypeError(f"{kind} has no form")

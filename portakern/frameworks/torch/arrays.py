@@ -92,8 +92,8 @@ class Torch(Framework):
             "softmax": "softmax",
         }
     )
-    # all layouts but strided have no address to ask for, which is an error: no form says which layout
-    form = "{x}.__class__, {x}.shape, {x}.stride(), {x}.dtype, {x}.device"
+    # all layouts but strided have no address to ask for, which is an error: no signature says which layout
+    signature = "{x}.__class__, {x}.shape, {x}.stride(), {x}.dtype, {x}.device"
     there = f"({{x}}.data_ptr() > {OFFSETS} or {{framework}}.has_memory({{x}})) and not {{x}}.is_neg()"
     watched = "{x}.requires_grad"
     records = resizes = True
