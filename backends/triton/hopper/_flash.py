@@ -480,8 +480,8 @@ def producer(tiles, q_ring, ring, inputs, window, work, plan: gl.constexpr):
 @gluon.jit(do_not_specialize=["ahead", "together", "group", "chunk"])
 def attention_flash_kernel(q, k, v, o, lse, low, softmax, ahead, together, group, chunk, plan: gl.constexpr):
     """o, and lse and low (lse_low) unless these are None. q, k, v, o: described, (batch, length, heads, d). From
-    ``ahead`` on: of ``Work``, numbers that are handed over one by one, as in a tuple Triton would compile the kernel for
-    what divides them."""
+    ``ahead`` on: of ``Work``, numbers that are handed over one by one, as in a tuple Triton would compile the kernel
+    for what divides them."""
     batch, q_len, heads, _ = q.shape
     tiles_q, all_heads = gl.cdiv(q_len, ROWS * plan.consumers), batch * heads
     work = Work(tiles_q * all_heads, ahead, tiles_q, together, heads, group, all_heads, q_len, k.shape[1], chunk)

@@ -7,6 +7,8 @@ their order, its sums, and where there are tiles enough its warps with roles (:m
 while the next tile's operands come. An accumulator meets bias, activation and residual in the registers that it is in;
 the residual is read there.
 
+The gradients with respect to x and weight are products of this folder too, as in the portable variant.
+
 Few rows, and sums of 32-bit numbers, are tiles of c^T and of ``linear_kernel``, as matmul has them. A sum over a long k
 and few columns goes in matmul's chunks, one program one after another.
 
@@ -20,6 +22,7 @@ Source: the order of tiles in "Matrix Multiplication" of the Triton tutorials (T
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +32,11 @@ import triton.language as tl
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.hopper import matmul as products
 from portakern.backends.triton.hopper._scratch import Operand, operand
+from portakern.backends.triton.hopper.linear_cross_entropy import multiply, refused
 from portakern.backends.triton.hopper.matmul import in_chunks
 from portakern.backends.triton.launch import accumulator, cdiv, dot_precision, launch, shared_limit
 from portakern.backends.triton.layout import fresh
+from portakern.backends.triton.lib import linear_vjp as gradients
 from portakern.backends.triton.lib.linear import finish
 from portakern.backends.triton.lib.linear_cross_entropy import as_product
 from portakern.backends.triton.lib.matmul import place
@@ -145,7 +150,8 @@ def _launch_roles(
     roles = products.roles_of(of, x, weight, (1, m), tiling)
     launch(linear_by_roles, roles.grid, call, *roles.operands, roles.result(y), bias, residual,
            None if pre is None else roles.result(pre), 0 if residual is None else residual.stride(0), m, n, k,
-           plan=roles.plan._replace(activation=call.options["activation"]), num_warps=4, enable_fp_fusion=False)  # fmt: skip
+           plan=roles.plan._replace(activation=call.options["activation"]), num_warps=4,
+           enable_fp_fusion=False)  # fmt: skip
 
 
 def _launch(
@@ -165,3 +171,8 @@ def _launch(
     launch(linear_kernel, cdiv(m, block_m) * cdiv(n, block_n), call, of_x, of_weight, bias, residual,
            y, pre, 0 if residual is None else residual.stride(0), m, n, k, chunk, plan=plan,
            num_warps=tiling["num_warps"], num_stages=tiling["num_stages"], enable_fp_fusion=False)  # fmt: skip
+
+
+@BACKEND.implements("linear_vjp", supports=partial(gradients.supports, of=refused))
+def linear_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    return gradients.gradients(call, multiply)

@@ -15,6 +15,7 @@ from portakern.backends.triton import BACKEND
 from portakern.backends.triton.hopper import matmul as forward
 from portakern.backends.triton.hopper.family import FAMILY
 from portakern.backends.triton.lib import linear_cross_entropy as shared
+from portakern.backends.triton.lib import linear_cross_entropy_vjp as gradients
 from portakern.core.tilings import default
 
 if TYPE_CHECKING:
@@ -54,3 +55,14 @@ supports = partial(shared.supports, refused=refused)
 @BACKEND.implements("linear_cross_entropy", key=shared.key, tiling=shared.default_tiling, supports=supports)
 def linear_cross_entropy(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     return shared.in_chunks(call, tiling, multiply)
+
+
+@BACKEND.implements(
+    "linear_cross_entropy_vjp",
+    key=shared.key,
+    tiling=gradients.default_tiling,
+    supports=partial(gradients.supports, refused=refused),
+    overwrites=True,
+)
+def linear_cross_entropy_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    return gradients.in_chunks(call, tiling, multiply)

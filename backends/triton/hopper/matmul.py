@@ -611,7 +611,8 @@ def roles_of(call: Call, a: Operand, b: Operand, extents: tuple[int, int], tilin
     plan = WarpPlan(
         rows, columns, depth, tiling["group"], tiling["num_stages"], more=more, a_across=a.across, b_across=b.across,
         batched=batched, a_batched=int(a.batch > 0), b_batched=int(b.batch > 0), described=in_boxes,
-        c_in_stages=subtile_of(tiling) == EpilogueSubtile.IN_STAGES, c_whole=subtile_of(tiling) == EpilogueSubtile.WHOLE,
+        c_in_stages=subtile_of(tiling) == EpilogueSubtile.IN_STAGES,
+        c_whole=subtile_of(tiling) == EpilogueSubtile.WHOLE,
     )  # fmt: skip
     return Roles(grid, (of_a, of_b, of_more), result, plan)
 

@@ -23,8 +23,8 @@ _OLD = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 class Softmax(NamedTuple):
-    """From dot products to weights: their units (``lib.heads.Scores``); the window, how far to the left and to the right
-    of its own place a row sees, None for all the way; and, of gradients, what those of q and k are multiplied by."""
+    """From dot products to weights: their units (``lib.heads.Scores``); the window, how far to the left and to the
+    right of its own place a row sees, None for all the way; and, of gradients, what those of q and k are multiplied by."""
 
     scores: Any
     window: Any
@@ -53,8 +53,8 @@ def by_row(columns):
 
 @gluon.jit
 def ring_of(stages: gl.constexpr, readers: gl.constexpr):
-    """A ring that so many ``readers`` hand back. Copies arrive at barriers by the way that threads' writes take: a fence
-    has to follow."""
+    """A ring that so many ``readers`` hand back. Copies arrive at barriers by the way that threads' writes take: a
+    fence has to follow."""
     full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(stages):

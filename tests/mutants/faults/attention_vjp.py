@@ -439,8 +439,8 @@ FAULTS = {
         {
             "a buffer is handed back while it is read": (
                 "causal",
-                "        stage = await_full(guests.ring, unit)\n        dots, d_p = first_products(own, guests, stage, plan)\n"
-                "        d_second",
+                "        stage = await_full(guests.ring, unit)\n"
+                "        dots, d_p = first_products(own, guests, stage, plan)\n        d_second",
                 "        stage = await_full(guests.ring, unit)\n"
                 "        mbarrier.arrive(guests.ring.empty.index(before), count=1)\n"
                 "        dots, d_p = first_products(own, guests, stage, plan)\n        d_second",
