@@ -126,10 +126,6 @@ def plan_of(call: Call, tiling: Mapping[str, int]) -> Packed:
     return Packed(**same | changed)
 
 
-def key(call: Call) -> dict[str, str | int]:
-    return {"dtype": call.dtype, "d": max(call.dims["d"], call.dims["dv"])}
-
-
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     if tiling["block_q"] != QUERIES:
         return (
@@ -247,7 +243,7 @@ def _each(x: Any) -> Any:
     return plgpu.layout_cast(jnp.full((THREADS,), x, jnp.float32), STRIDED)
 
 
-@BACKEND.implements("attention", key=key, supports=supports, knobs=online.KNOBS, copies=copies, drawn=DRAWN)
+@BACKEND.implements("attention", key=online.key, supports=supports, knobs=online.KNOBS, copies=copies, drawn=DRAWN)
 def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
     plan, dims = plan_of(call, tiling), call.dims
     of_shares, wide = (plan.batch, plan.heads, plan.shares), padded(plan.dv, THREADS)

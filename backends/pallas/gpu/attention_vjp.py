@@ -39,11 +39,11 @@ from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.lib.blocks import Refs
 from portakern.backends.pallas.lib.mosaic_gpu import bias_gradient
 from portakern.backends.pallas.lib.mosaic_gpu.accumulators import finished, in_registers
+from portakern.backends.pallas.lib.mosaic_gpu.attention import key
 from portakern.backends.pallas.lib.mosaic_gpu.attention_vjp import (
     KNOBS,
     copies,
     kernel,
-    key,
     plans,
     supports,
     write,
@@ -59,6 +59,7 @@ from portakern.backends.pallas.lib.mosaic_gpu.flash import (
     PART,
     ROW,
     anew,
+    zeros,
 )
 from portakern.backends.pallas.lib.mosaic_gpu.pairs import (
     CONSUMERS,
@@ -77,7 +78,6 @@ from portakern.backends.pallas.lib.mosaic_gpu.pairs import (
     statistics,
     walk,
     weights,
-    zeros,
 )
 from portakern.core.call import Call
 

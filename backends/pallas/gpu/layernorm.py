@@ -35,21 +35,17 @@ from portakern.backends.pallas.lib.mosaic_gpu.columns import Terms, column_sums,
 from portakern.backends.pallas.lib.mosaic_gpu.norms import (
     SUMS,
     LayerNormVjp,
-    key,
     mean_of,
     normalised_columns,
     parted,
 )
-from portakern.backends.pallas.lib.mosaic_gpu.rows import KNOBS, Formula, Walk, Weights, launched
+from portakern.backends.pallas.lib.mosaic_gpu.rows import Formula, Walk, Weights, launched
 from portakern.core.call import Call
 
 
-def default_tiling(call: Call) -> dict[str, int]:
-    return row_walk.default_tiling(call.dims["n"], call.dtype)
-
-
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    return row_walk.supports(call, tiling, math.prod(call.dims["batch"]), call.dims["n"])
+def view(call: Call) -> tuple[int, int]:
+    """The rows and the elements of each."""
+    return math.prod(call.dims["batch"]), call.dims["n"]
 
 
 def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
@@ -93,7 +89,7 @@ class LayerNorm(Formula):
         return y + weights["bias"]() if "bias" in weights else y
 
 
-@BACKEND.implements("layernorm", key=key, tiling=default_tiling, supports=supports, knobs=KNOBS, copies=copies)
+@BACKEND.implements("layernorm", **row_walk.declared(view, copies))
 def layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     return normalised(call, tiling, LayerNorm(call.options["eps"]))
 
@@ -106,14 +102,6 @@ def normalised(call: Call, tiling: Mapping[str, int], formula: Formula) -> tuple
     return (y.reshape(x.shape),)
 
 
-def gradient_tiling(call: Call) -> dict[str, int]:
-    return row_walk.default_tiling(call.dims["n"], call.dtype, arrays=2)
-
-
-def supports_gradient(call: Call, tiling: Mapping[str, int]) -> str | None:
-    return row_walk.supports(call, tiling, math.prod(call.dims["batch"]), call.dims["n"], arrays=2)
-
-
 def gradient_copies(call: Call, tiling: Mapping[str, int]) -> str | None:
     n = call.dims["n"]
     columns = fewest_columns(n)
@@ -122,9 +110,7 @@ def gradient_copies(call: Call, tiling: Mapping[str, int]) -> str | None:
     return "; ".join(filter(None, (row_walk.copies(call, n), padded if summed else None))) or None
 
 
-@BACKEND.implements(
-    "layernorm_vjp", key=key, tiling=gradient_tiling, supports=supports_gradient, knobs=KNOBS, copies=gradient_copies
-)
+@BACKEND.implements("layernorm_vjp", **row_walk.declared(view, gradient_copies, arrays=2))
 def layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
     return gradients(call, tiling, LayerNormVjp(call.options["eps"]), normalised_columns, told=2)
 

@@ -61,11 +61,9 @@ from portakern.backends.pallas.lib.mosaic_gpu.chip import (
     whole_pieces,
 )
 from portakern.backends.pallas.lib.mosaic_gpu.columns import Terms, column_sums
+from portakern.backends.pallas.lib.mosaic_gpu.pipeline import drain, free_all, warp_specialized
 from portakern.core.call import Call
 from portakern.spec import Count
-
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
-"""Registers that a thread keeps: of 65536, what the producer gives up goes to two consumers."""
 
 FEW_ROWS = 64
 """Rows of the lowest tile that tensor cores multiply."""
@@ -438,20 +436,15 @@ def kernel(ref: Refs, *, plan: Plan) -> None:
             work(tile, carry)
             return carry + tile.steps
 
-    @pl.when(warpgroup == plan.consumers)
     def producer() -> None:
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
         each_tile(partial(produce, ref, plan))
-        for buffer in range(plan.stages):  # every arrival at a barrier is waited for once
-            plgpu.barrier_wait(ref.free.at[buffer])
+        drain(ref.free)
 
-    @pl.when(warpgroup < plan.consumers)
     def consumer() -> None:
-        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        for buffer in range(plan.stages):
-            plgpu.barrier_arrive(ref.free.at[buffer])
+        free_all(ref.free)
         each_tile(partial(consume, ref, plan, warpgroup))
-        plgpu.wait_smem_to_gmem(0)
+
+    warp_specialized(warpgroup, plan.consumers, producer, consumer)
 
 
 def a_buffers(plan: Plan, dtype: Any) -> Any:

@@ -25,18 +25,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.gpu.layernorm import (
-    copies,
-    default_tiling,
-    gradient_copies,
-    gradient_tiling,
-    gradients,
-    normalised,
-    supports,
-    supports_gradient,
-)
-from portakern.backends.pallas.lib.mosaic_gpu.norms import RmsNormVjp, key, narrow_dtype, narrowed
-from portakern.backends.pallas.lib.mosaic_gpu.rows import KNOBS, Formula, Walk, Weights
+from portakern.backends.pallas.gpu.layernorm import copies, gradient_copies, gradients, normalised, view
+from portakern.backends.pallas.lib.mosaic_gpu.norms import RmsNormVjp, narrow_dtype, narrowed
+from portakern.backends.pallas.lib.mosaic_gpu.rows import Formula, Walk, Weights, declared
 from portakern.core.call import Call
 
 
@@ -58,14 +49,12 @@ class RmsNorm(Formula):
         return y * weights["weight"]() if "weight" in weights else y
 
 
-@BACKEND.implements("rmsnorm", key=key, tiling=default_tiling, supports=supports, knobs=KNOBS, copies=copies)
+@BACKEND.implements("rmsnorm", **declared(view, copies))
 def rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     return normalised(call, tiling, RmsNorm(call.options["eps"], narrow_dtype(call)))
 
 
-@BACKEND.implements(
-    "rmsnorm_vjp", key=key, tiling=gradient_tiling, supports=supports_gradient, knobs=KNOBS, copies=gradient_copies
-)
+@BACKEND.implements("rmsnorm_vjp", **declared(view, gradient_copies, arrays=2))
 def rmsnorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
     narrow = narrow_dtype(call)
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.lib.mosaic_gpu import rows as row_walk
-from portakern.backends.pallas.lib.mosaic_gpu.rows import KNOBS, Formula, Walk, Weights, launched
+from portakern.backends.pallas.lib.mosaic_gpu.rows import Formula, Walk, Weights, launched
 from portakern.core.call import Call
 
 
@@ -33,18 +33,6 @@ def view(call: Call) -> tuple[int, int]:
     shape = call.dims["shape"]
     n = shape[call.options["axis"]]
     return math.prod(shape) // n, n
-
-
-def key(call: Call) -> dict[str, str | int]:
-    return row_walk.key(call, view(call)[1])
-
-
-def default_tiling(call: Call) -> dict[str, int]:
-    return row_walk.default_tiling(view(call)[1], call.dtype)
-
-
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    return row_walk.supports(call, tiling, *view(call))
 
 
 def inner(call: Call) -> int:
@@ -89,20 +77,12 @@ def origin(m: Any) -> Any:
     return jnp.where(m == -jnp.inf, 0.0, m)
 
 
-@BACKEND.implements("softmax", key=key, tiling=default_tiling, supports=supports, knobs=KNOBS, copies=copies)
+@BACKEND.implements("softmax", **row_walk.declared(view, copies))
 def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     x, axis, n = call.arrays["x"], call.options["axis"], view(call)[1]
     rows = jnp.moveaxis(x, axis, -1)
     y, _ = launched(call, tiling, (rows.reshape(-1, n),), Softmax(), {}, approximate=True)
     return (jnp.moveaxis(y.reshape(rows.shape), -1, axis),)
-
-
-def gradient_tiling(call: Call) -> dict[str, int]:
-    return row_walk.default_tiling(view(call)[1], call.dtype, arrays=2)
-
-
-def supports_gradient(call: Call, tiling: Mapping[str, int]) -> str | None:
-    return row_walk.supports(call, tiling, *view(call), arrays=2)
 
 
 class SoftmaxVjp(Formula):
@@ -119,9 +99,7 @@ class SoftmaxVjp(Formula):
         return y * (d_y - walk.spread(statistics[0]))
 
 
-@BACKEND.implements(
-    "softmax_vjp", key=key, tiling=gradient_tiling, supports=supports_gradient, knobs=KNOBS, copies=copies
-)
+@BACKEND.implements("softmax_vjp", **row_walk.declared(view, copies, arrays=2))
 def softmax_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     axis, n = call.options["axis"], view(call)[1]
     y, d_y = (jnp.moveaxis(call.arrays[name], axis, -1) for name in ("y", "d_y"))

@@ -49,6 +49,7 @@ from portakern.backends.pallas.lib.band import both
 from portakern.backends.pallas.lib.blocks import Refs, padded, positions, quotient
 from portakern.backends.pallas.lib.mosaic_gpu import attention_vjp as ordered
 from portakern.backends.pallas.lib.mosaic_gpu.accumulators import finished, in_registers
+from portakern.backends.pallas.lib.mosaic_gpu.attention import key
 from portakern.backends.pallas.lib.mosaic_gpu.bias_gradient import bias_gradient
 from portakern.backends.pallas.lib.mosaic_gpu.chip import (
     Swizzled,
@@ -60,7 +61,7 @@ from portakern.backends.pallas.lib.mosaic_gpu.chip import (
     tiled_buffer,
     whole_pieces,
 )
-from portakern.backends.pallas.lib.mosaic_gpu.flash import COLUMN, PART, anew
+from portakern.backends.pallas.lib.mosaic_gpu.flash import COLUMN, PART, anew, zeros
 from portakern.backends.pallas.lib.mosaic_gpu.pairs import (
     CONSUMERS,
     NUMBERS,
@@ -71,15 +72,13 @@ from portakern.backends.pallas.lib.mosaic_gpu.pairs import (
     Tile,
     is_far,
     masks,
-    places,
     plan_of,
     read_number,
-    same_segment,
+    shares_segment,
     slopes,
     statistics,
     walk,
     weights,
-    zeros,
 )
 from portakern.backends.pallas.unordered import _additions
 from portakern.core.call import Call
@@ -265,7 +264,7 @@ def kept(ref: Refs, how: Added, place: Place, *tiles: Any) -> tuple[Any, ...]:
     key = positions(shape, 0, (quotient(tile.row, ROWS) + warpgroup) * ROWS)
     rules = [key < plan.home.length] if plan.home.length % (CONSUMERS * ROWS) else []
     if "q_ids" in ref:
-        rules.append(same_segment(ref, plan, tile, *places(plan, place), shape))
+        rules.append(shares_segment(ref, plan, place))
 
     def cut(bounds: Sequence[tuple[int | None, Any]], *tiles: Any) -> tuple[Any, ...]:
         from_first = [(key - (j * ROWS - bound)).astype(jnp.float32) for bound, _ in bounds]
@@ -318,7 +317,7 @@ def delegate(call: Call, tiling: Mapping[str, int]) -> tuple[str, Mapping[str, i
     return None if "d_q" in call.wants else ("gpu", tiling)
 
 
-@BACKEND.implements("attention_vjp", key=ordered.key, supports=supports, knobs=KNOBS, copies=copies, delegate=delegate,
+@BACKEND.implements("attention_vjp", key=key, supports=supports, knobs=KNOBS, copies=copies, delegate=delegate,
                     unordered={"d_q": ADDED})  # fmt: skip
 def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
     how, d = added(call, tiling), call.dims["d"]

@@ -32,7 +32,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from portakern.backends.pallas.lib.band import Band, both
+from portakern.backends.pallas.lib.band import Band
 from portakern.backends.pallas.lib.blocks import Refs, padded, quotient, words
 from portakern.backends.pallas.lib.double_float import in_two
 from portakern.backends.pallas.lib.mosaic_gpu import chip
@@ -43,22 +43,25 @@ from portakern.backends.pallas.lib.mosaic_gpu.chip import (
     products_refused,
 )
 from portakern.backends.pallas.lib.mosaic_gpu.flash import (
-    COLUMN,
+    OF_THREE,
     PART,
     QUERIES,
-    REGISTERS,
     ROW,
     SHARES,
     TILE,
     Merge,
     Plan,
     Tile,
+    bias_tile,
     in_turn,
     multiply_keys,
     multiply_values,
     produce,
+    same_segment,
     share_of,
+    zeros,
 )
+from portakern.backends.pallas.lib.mosaic_gpu.pipeline import REGISTERS, drain, free_all, warp_specialized
 from portakern.core.call import Call
 from portakern.spec import Count
 from portakern.specs._exponents import below_overflow, exponents, two_parts
@@ -226,27 +229,20 @@ def kernel(ref: Refs, *, plan: Plan, write: Callable[..., None]) -> None:
         def _(info: plgpu.NDLoopInfo, carry: Any) -> Any:
             return one(jnp.int32(info.index[0]), carry)
 
-    @pl.when(warpgroup == plan.consumers)
     def producer() -> None:
-        plgpu.set_max_registers(REGISTERS[plan.consumers][0], action="decrease")
         each_tile(partial(produce, ref, plan))
-        for free in (ref.q_free, ref.k_free, ref.v_free):  # every arrival at a barrier is waited for once
-            for buffer in range(free.shape[0]):
-                plgpu.barrier_wait(free.at[buffer])
+        drain(ref.q_free, ref.k_free, ref.v_free)
 
-    @pl.when(warpgroup < plan.consumers)
     def consumer() -> None:
-        plgpu.set_max_registers(REGISTERS[plan.consumers][1], action="increase")
         plgpu.barrier_arrive(ref.q_free.at[warpgroup])
-        for buffer in range(plan.stages):
-            plgpu.barrier_arrive(ref.k_free.at[buffer])
-            plgpu.barrier_arrive(ref.v_free.at[buffer])
+        free_all(ref.k_free, ref.v_free)
         if plan.consumers > 1:
             pl.when(warpgroup == plan.consumers - 1)(lambda: plgpu.barrier_arrive(ref.turn.at[0]))
         each_tile(partial(consume, ref, plan, warpgroup, write))
         if plan.consumers > 1:
             pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(ref.turn.at[0]))
-        plgpu.wait_smem_to_gmem(0)
+
+    warp_specialized(warpgroup, plan.consumers, producer, consumer, OF_THREE if plan.consumers == 3 else REGISTERS)
 
 
 def consume(ref: Refs, plan: Plan, warpgroup: Any, write: Callable[..., None], tile: Tile, before: Any) -> None:
@@ -272,7 +268,7 @@ def by_shares(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, before: Any) ->
         pl.when(i < shares)(lambda: keep(ref, warpgroup, acc, i == 0))
         return acc, l, m
 
-    acc = tuple(_zeros(PART) for _ in range(plan.parts[1]))
+    acc = tuple(zeros(PART) for _ in range(plan.parts[1]))
     l = plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), ROW)
     acc, l, m = lax.fori_loop(0, shares + 1, share, (acc, l, _unseen()))
     plgpu.commit_smem()  # these bytes are not read as sums any more
@@ -298,13 +294,13 @@ def first_keys(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, before: Any, s
     def work(accumulators: Any, others: Any) -> None:
         in_turn(ref, plan, warpgroup, lambda: multiply_keys(ref, plan, warpgroup, buffer, accumulators[0]))
 
-    (s,), _ = in_registers(plan.interpret, work, (_zeros(plan.block_kv),))
+    (s,), _ = in_registers(plan.interpret, work, (zeros(plan.block_kv),))
     plgpu.barrier_arrive(ref.k_free.at[buffer])
     s = seen(ref, plan, warpgroup, tile, step, s)
     m = jnp.max(s, axis=1)
     p = plan.scores.weights(s, plan.scores.origin(m))
     plgpu.barrier_wait(ref.v_arrived.at[buffer])
-    acc = tuple(_zeros(PART) for _ in range(plan.parts[1]))
+    acc = tuple(zeros(PART) for _ in range(plan.parts[1]))
     return acc, jnp.sum(p, axis=1), m, p.astype(plan.dtype)
 
 
@@ -335,7 +331,7 @@ def more_keys(
         # this wait ends one.
         plgpu.barrier_wait(ref.v_arrived.at[buffer])
 
-    dots = _zeros(plan.block_kv)
+    dots = zeros(plan.block_kv)
     (_, *acc), (s, m_new) = chip.in_registers(plan.interpret, work, (dots, *acc), (dots, m))
     plgpu.barrier_arrive(ref.v_free.at[last])
     under = plan.scores.origin(m_new)
@@ -363,7 +359,7 @@ def merged(
     parts = []
     for i, part in enumerate(acc):
         there = ref.written.sums.at[warpgroup, i]
-        known = lax.cond(begun, partial(plgpu.load, there, layout=TILE), partial(_zeros, PART))
+        known = lax.cond(begun, partial(plgpu.load, there, layout=TILE), partial(zeros, PART))
         parts.append(merge.elements(known, part))
     return tuple(parts), merge.rows(l_before, l), merge.maximum
 
@@ -379,9 +375,9 @@ def seen(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, step: Any, s: Any) -
     """Scores from dots: -inf where a query does not see a key."""
     i, j = quotient(tile.row, QUERIES) + warpgroup, tile.first + step
     rows, keys = pl.ds(i * QUERIES, QUERIES), pl.ds(j * plan.block_kv, plan.block_kv)
-    s = plan.scores.from_dots(s, bias_of(ref, tile, rows, keys) if "bias" in ref else None)
+    s = plan.scores.from_dots(s, bias_tile(ref.bias, tile.batch, tile.head, rows, keys) if "bias" in ref else None)
     if "q_ids" in ref:
-        s = jnp.where(same_segment(ref, tile, rows, keys, s.shape), s, -jnp.inf)
+        s = jnp.where(same_segment(ref.q_ids, ref.kv_ids, tile.batch, rows, keys), s, -jnp.inf)
     mine = plan.band._replace(block_q=QUERIES)
     inside = mine.inside(i, j)
     if inside is True:
@@ -389,35 +385,10 @@ def seen(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, step: Any, s: Any) -
     return lax.cond(inside, lambda s: s, lambda s: jnp.where(mine.allowed(i, j), s, -jnp.inf), s)
 
 
-def bias_of(ref: Refs, tile: Tile, rows: Any, keys: Any) -> Any:
-    """The bias of a tile of scores. Along an axis of extent 1 all share it."""
-    batches, heads, queries, _ = ref.bias.shape
-    here = ref.bias.at[tile.batch if batches > 1 else 0, tile.head if heads > 1 else 0]
-    if queries > 1:
-        return plgpu.load(here.at[rows, keys], layout=TILE, optimized=False).astype(jnp.float32)
-    row = plgpu.load(here.at[0, keys], layout=COLUMN, optimized=False).astype(jnp.float32)
-    return lax.broadcast_in_dim(row, (QUERIES, keys.size), (1,))
-
-
-def same_segment(ref: Refs, tile: Tile, rows: Any, keys: Any, shape: tuple[int, int]) -> Any:
-    """Which pairs of a tile share a segment: every 32-bit word of their ids is equal."""
-
-    def equal(word: int) -> Any:
-        of_rows = plgpu.load(ref.q_ids.at[tile.batch, word, rows], layout=ROW, optimized=False)
-        of_keys = plgpu.load(ref.kv_ids.at[tile.batch, word, keys], layout=COLUMN, optimized=False)
-        return lax.broadcast_in_dim(of_rows, shape, (0,)) == lax.broadcast_in_dim(of_keys, shape, (1,))
-
-    return both(*(equal(word) for word in range(ref.q_ids.shape[1])))
-
-
 def tanh(x: Any) -> Any:
     """1 - 2 / (1 + exp(2x)), within 8 units of roundoff of 1, where the scores' bound allows 10 (``tanh`` of Triton's
     kernel adds them up); the chip's own instruction has 11 bits."""
     return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2.0 * log2(e))))
-
-
-def _zeros(columns: int) -> Any:
-    return plgpu.layout_cast(jnp.zeros((QUERIES, columns), jnp.float32), TILE)
 
 
 def _unseen() -> Any:

@@ -28,9 +28,7 @@ from portakern.backends.pallas.lib.mosaic_gpu.chip import (
     whole_pieces,
 )
 from portakern.backends.pallas.lib.mosaic_gpu.flash import (
-    CONSUMER_REGISTERS,
     COUNTED,
-    PRODUCER_REGISTERS,
     bring,
     heaviest_first,
     part_of,
@@ -44,6 +42,7 @@ from portakern.backends.pallas.lib.mosaic_gpu.pairs import (
     Tile,
     plan_of,
 )
+from portakern.backends.pallas.lib.mosaic_gpu.pipeline import drain_last, warp_specialized
 from portakern.core.call import Call
 from portakern.spec import Count
 from portakern.specs._exponents import LARGEST
@@ -63,10 +62,6 @@ def plans(call: Call, tiling: Mapping[str, int]) -> list[Plan]:
     if keys and plan_of(call, tiling, ("d_k", "d_v")).held > HELD:
         return found + [plan_of(call, tiling, (name,)) for name in keys]
     return found + [plan_of(call, tiling, keys)] if keys else found
-
-
-def key(call: Call) -> dict[str, str | int]:
-    return {"dtype": call.dtype, "d": max(call.dims["d"], call.dims["dv"])}
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
@@ -128,16 +123,9 @@ def kernel(
     tile = Tile.at(plan, batch, place - batch * plan.heads, i)
     tile = tile_of(tile._replace(span=ref.span[0]) if "span" in ref else tile)
 
-    @pl.when(warpgroup == CONSUMERS)
-    def producer() -> None:
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        produce(ref, plan, tile)
-
-    @pl.when(warpgroup < CONSUMERS)
-    def consumer() -> None:
-        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        consume(ref, plan, warpgroup, tile)
-        plgpu.wait_smem_to_gmem(0)
+    warp_specialized(
+        warpgroup, CONSUMERS, lambda: produce(ref, plan, tile), lambda: consume(ref, plan, warpgroup, tile)
+    )
 
 
 def produce(ref: Refs, plan: Plan, tile: Tile) -> None:
@@ -162,9 +150,7 @@ def produce(ref: Refs, plan: Plan, tile: Tile) -> None:
             arrived = ref.told if name == "delta" else ref.arrived
             plgpu.copy_gmem_to_smem(there, ref.numbers.at[buffer, i], arrived.at[buffer])
 
-    @pl.loop(jnp.maximum(tile.steps - plan.stages, 0), tile.steps)
-    def _(step: Any) -> None:  # every arrival at a barrier is waited for once
-        plgpu.barrier_wait(ref.free.at[lax.rem(step, jnp.int32(plan.stages))])
+    drain_last(ref.free, tile.steps, plan.stages)
 
 
 def write(ref: Refs, buffers: Any, plan: Plan, warpgroup: Any, tile: Tile, sums: tuple[Any, ...]) -> None:

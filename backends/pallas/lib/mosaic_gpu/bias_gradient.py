@@ -49,14 +49,13 @@ from portakern.backends.pallas.lib.mosaic_gpu.chip import (
 )
 from portakern.backends.pallas.lib.mosaic_gpu.flash import (
     COLUMN,
-    CONSUMER_REGISTERS,
     PART,
-    PRODUCER_REGISTERS,
     ROW,
     TILE,
     anew,
     bring,
     heaviest_first,
+    zeros,
 )
 from portakern.backends.pallas.lib.mosaic_gpu.pairs import (
     CONSUMERS,
@@ -72,8 +71,8 @@ from portakern.backends.pallas.lib.mosaic_gpu.pairs import (
     slopes,
     walk,
     weights,
-    zeros,
 )
+from portakern.backends.pallas.lib.mosaic_gpu.pipeline import drain_last, warp_specialized
 from portakern.core.call import Call
 
 QUERIES = CONSUMERS * ROWS
@@ -209,16 +208,9 @@ def kernel(ref: Refs, *, plan: BiasPlan) -> None:
     """One tile of d_bias."""
     warpgroup, block = lax.axis_index("warpgroup"), plan.block(lax.axis_index("block"), ref.turns[0])
 
-    @pl.when(warpgroup == CONSUMERS)
-    def producer() -> None:
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        produce(ref, plan, block)
-
-    @pl.when(warpgroup < CONSUMERS)
-    def consumer() -> None:
-        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        consume(ref, plan, warpgroup, block)
-        plgpu.wait_smem_to_gmem(0)
+    warp_specialized(
+        warpgroup, CONSUMERS, lambda: produce(ref, plan, block), lambda: consume(ref, plan, warpgroup, block)
+    )
 
 
 def produce(ref: Refs, plan: BiasPlan, block: Block) -> None:
@@ -236,10 +228,8 @@ def produce(ref: Refs, plan: BiasPlan, block: Block) -> None:
         pl.loop(0, tile.steps)(lambda step: bring_queries(ref, tile, turn * tile.steps + step, stages, step))
 
     steps = block.turns * plan.turn(block, jnp.int32(0)).steps
-    for free, count in ((ref.keys_free, block.turns), (ref.queries_free, steps)):  # every arrival is waited for once
-        pl.loop(jnp.maximum(count - stages, 0), count)(
-            lambda n, free=free: plgpu.barrier_wait(free.at[lax.rem(n, stages)])
-        )
+    drain_last(ref.keys_free, block.turns, stages)
+    drain_last(ref.queries_free, steps, stages)
 
 
 def bring_bias(ref: Refs, plan: BiasPlan, block: Block) -> None:

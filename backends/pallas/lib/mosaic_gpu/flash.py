@@ -30,7 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from portakern.backends.pallas.lib.band import Band
+from portakern.backends.pallas.lib.band import Band, both
 from portakern.backends.pallas.lib.blocks import Refs, quotient
 from portakern.backends.pallas.lib.mosaic_gpu.chip import ALIGNED, HOPPER, Swizzled, issue_product, over_shared
 from portakern.core.call import Call
@@ -43,11 +43,8 @@ QUERIES = 64
 PART = 64
 """Elements of a head in a buffer's row."""
 
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
-"""Registers that a thread keeps: of 65536, what the producer gives up goes to two consumers."""
-
-REGISTERS = {1: (PRODUCER_REGISTERS, CONSUMER_REGISTERS), 2: (PRODUCER_REGISTERS, CONSUMER_REGISTERS), 3: (24, 160)}
-"""The same, by the number of consumers of forward."""
+OF_THREE = 24, 160
+"""Registers of a thread of the producer, and of three consumers."""
 
 LSE_BYTES = 2 * ALIGNED
 """Shared memory for what is written of lse and lse_low, which is less."""
@@ -346,6 +343,35 @@ def anew(index: Any, count: Any) -> Any:
     stay they compute before the loop, four numbers a product, and keep that in registers or, where those are too few,
     in memory; one addition does for a buffer that they do not know."""
     return index + lax.shift_right_logical(count, jnp.int32(COUNTED))
+
+
+def zeros(columns: int) -> Any:
+    """A tile of sums."""
+    return plgpu.layout_cast(jnp.zeros((QUERIES, columns), jnp.float32), TILE)
+
+
+def same_segment(of_rows: Any, of_columns: Any, batch: Any, rows: Any, columns: Any) -> Any:
+    """Which pairs of a tile share a segment: every 32-bit word of their ids, (batch, words, len), is equal."""
+    shape = rows.size, columns.size
+
+    def equal(word: int) -> Any:
+        row = plgpu.load(of_rows.at[batch, word, rows], layout=ROW, optimized=False)
+        column = plgpu.load(of_columns.at[batch, word, columns], layout=COLUMN, optimized=False)
+        return lax.broadcast_in_dim(row, shape, (0,)) == lax.broadcast_in_dim(column, shape, (1,))
+
+    return both(*(equal(word) for word in range(of_rows.shape[1])))
+
+
+def bias_tile(bias: Any, batch: Any, head: Any, rows: Any, columns: Any, by_query: bool = True) -> Any:
+    """The bias of a tile of scores, whose rows are queries, or keys if not ``by_query``. Along an axis of extent 1 all
+    share it."""
+    batches, heads = bias.shape[:2]
+    here = bias.at[batch if batches > 1 else 0, head if heads > 1 else 0]
+    if bias.shape[2 if by_query else 3] > 1:
+        return plgpu.load(here.at[rows, columns], layout=TILE, optimized=False).astype(jnp.float32)
+    place, layout, axis = (here.at[0, columns], COLUMN, 1) if by_query else (here.at[rows, 0], ROW, 0)
+    shared = plgpu.load(place, layout=layout, optimized=False).astype(jnp.float32)
+    return lax.broadcast_in_dim(shared, (rows.size, columns.size), (axis,))
 
 
 def part_of(array: Any, part: int) -> Any:

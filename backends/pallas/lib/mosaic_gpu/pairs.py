@@ -27,13 +27,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import nvvm
 
-from portakern.backends.pallas.lib.band import Band, both
+from portakern.backends.pallas.lib.band import Band
 from portakern.backends.pallas.lib.blocks import Refs, padded, quotient, words
 from portakern.backends.pallas.lib.double_float import UnitOf, in_two
 from portakern.backends.pallas.lib.mosaic_gpu import rows as row_walk
 from portakern.backends.pallas.lib.mosaic_gpu.attention import extended, tanh
 from portakern.backends.pallas.lib.mosaic_gpu.chip import aligned
-from portakern.backends.pallas.lib.mosaic_gpu.flash import COLUMN, PART, ROW, TILE
+from portakern.backends.pallas.lib.mosaic_gpu.flash import COLUMN, PART, bias_tile, same_segment
 from portakern.backends.pallas.lib.mosaic_gpu.rows import Formula, Walk, Weights
 from portakern.core.call import Call
 from portakern.specs._exponents import two_parts
@@ -296,7 +296,8 @@ def weights(ref: Refs, plan: Plan, place: Place, lse: Sequence[Any], dots: Any, 
     s = x if t is None else t
     s = s if plan.factor is None else s * plan.factor
     if bias is None and "bias" in ref:
-        bias = bias_of(ref, plan, tile, tile.head if plan.by_query else head, *places(plan, place))
+        query_head = tile.head if plan.by_query else head
+        bias = bias_tile(ref.bias, tile.batch, query_head, *places(plan, place), plan.by_query)
     shift = beside(plan, lse[0], s.shape)
     apart = s * rate_of(plan.unit) - shift if bias is None else (s + bias) - shift
     if cut:
@@ -333,11 +334,17 @@ def beside(plan: Plan, number: Any, shape: tuple[int, int]) -> Any:
     return lax.broadcast_in_dim(number() if callable(number) else number, shape, (0 if plan.by_query else 1,))
 
 
+def shares_segment(ref: Refs, plan: Plan, place: Place) -> Any:
+    """Which pairs of a tile share a segment."""
+    of_rows, of_columns = getattr(ref, plan.home.ids), getattr(ref, plan.guest.ids)
+    return same_segment(of_rows, of_columns, place[1].batch, *places(plan, place))
+
+
 def kept(ref: Refs, plan: Plan, place: Place, unseen: float, *tiles: Any) -> tuple[Any, ...]:
     """Tiles of numbers with ``unseen`` for pairs that do not see each other, whatever they hold."""
     warpgroup, tile, _, j, cut = place
     if "q_ids" in ref:
-        same = same_segment(ref, plan, tile, *places(plan, place), tiles[0].shape)
+        same = shares_segment(ref, plan, place)
         tiles = tuple(jnp.where(same, x, unseen) for x in tiles)
     if not cut:
         return tiles
@@ -345,33 +352,6 @@ def kept(ref: Refs, plan: Plan, place: Place, unseen: float, *tiles: Any) -> tup
     if seen is None:
         return tiles
     return tuple(jnp.where(seen, x, unseen) for x in tiles)
-
-
-def bias_of(ref: Refs, plan: Plan, tile: Tile, head: Any, rows: Any, guests: Any) -> Any:
-    """The bias of a tile of scores, whose rows are those at home. Along an axis of extent 1 all share it."""
-    batches, heads = ref.bias.shape[:2]
-    here = ref.bias.at[tile.batch if batches > 1 else 0, head if heads > 1 else 0]
-    shape, queries = (ROWS, plan.guest.tile), ref.bias.shape[2 if plan.by_query else 3]
-    if queries > 1:
-        return plgpu.load(here.at[rows, guests], layout=TILE, optimized=False).astype(jnp.float32)
-    place, layout, axis = (here.at[0, guests], COLUMN, 1) if plan.by_query else (here.at[rows, 0], ROW, 0)
-    return lax.broadcast_in_dim(plgpu.load(place, layout=layout, optimized=False).astype(jnp.float32), shape, (axis,))
-
-
-def same_segment(ref: Refs, plan: Plan, tile: Tile, rows: Any, guests: Any, shape: tuple[int, int]) -> Any:
-    """Which pairs of a tile share a segment: every 32-bit word of their ids is equal."""
-    at_home, coming = getattr(ref, plan.home.ids), getattr(ref, plan.guest.ids)
-
-    def equal(word: int) -> Any:
-        of_rows = plgpu.load(at_home.at[tile.batch, word, rows], layout=ROW, optimized=False)
-        of_guests = plgpu.load(coming.at[tile.batch, word, guests], layout=COLUMN, optimized=False)
-        return lax.broadcast_in_dim(of_rows, shape, (0,)) == lax.broadcast_in_dim(of_guests, shape, (1,))
-
-    return both(*(equal(word) for word in range(at_home.shape[1])))
-
-
-def zeros(columns: int) -> Any:
-    return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), TILE)
 
 
 def statistics(call: Call) -> dict[str, jax.Array]:

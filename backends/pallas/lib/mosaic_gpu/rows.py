@@ -318,6 +318,20 @@ def supports(call: Call, tiling: Mapping[str, int], rows: int, n: int, arrays: i
     return dtype_refused(call) or Walk.over(call, tiling, rows, n, arrays).refused()
 
 
+def declared(
+    view: Callable[[Call], tuple[int, int]], copies: Callable[[Call, Mapping[str, int]], str | None], arrays: int = 1
+) -> dict[str, Any]:
+    """What an op on rows of so many arrays declares beside its function. ``view``: the rows of a call, and the elements
+    of each."""
+    return {
+        "key": lambda call: key(call, view(call)[1]),
+        "tiling": lambda call: default_tiling(view(call)[1], call.dtype, arrays),
+        "supports": lambda call, tiling: supports(call, tiling, *view(call), arrays),
+        "knobs": KNOBS,
+        "copies": copies,
+    }
+
+
 def element_by_element(n: int, dtype: Any) -> bool:
     """Whether rows of n elements are not for the copy engine, and long enough for all threads of a warpgroup."""
     return n >= THREADS and n * jnp.dtype(dtype).itemsize % BULK_BYTES != 0
