@@ -260,7 +260,7 @@ def test_a_deep_sum_in_chunks_is_whole(m, n, k, pair, cores, monkeypatch):
     a, b = (jnp.asarray(rng.integers(-3, 4, shape), jnp.bfloat16) for shape in ((m, k), (k, n)))
     tiling = {"block_m": 128, "block_n": 128, "block_k": 64, "stages": 2, "band": 1, "beside": 1, "pair": pair}
     plan = matmul.plan_of(pk.op("matmul").bind(a=a, b=b), tiling)
-    assert plan.parts > 4 and plan.sharing == (plan.parts if cores > 1 else 1)
+    assert plan.parts > 4 and plan.num_splits == (plan.parts if cores > 1 else 1)
     jax.clear_caches()
     try:
         with PALLAS.profile("races"):

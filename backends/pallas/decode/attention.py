@@ -1,25 +1,25 @@
-"""Attention of few queries on Hopper, as decoding has it, by shares of the keys: o = softmax(scale q k^T) v.
+"""Attention of few queries on Hopper, as decoding has it, by splits of the keys: o = softmax(scale q k^T) v.
 
 q: (batch, q_len, kv_heads*group, d), k: (batch, kv_len, kv_heads, d), v: (batch, kv_len, kv_heads, dv)
 -> o: (batch, q_len, kv_heads*group, dv), lse and lse_low: (batch, kv_heads*group, q_len). Heads are up to 256 wide, and
 a group has up to 64 queries.
 
 The queries of all heads of a group are the rows of one tile, so that their keys are read once: row r is query
-r // group of head r % group. The keys are cut into shares of whole tiles, as ``flash`` says. A block walks a share
+r // group of head r % group. The keys are cut into splits of whole tiles, as ``flash`` says. A block walks a split
 as ``gpu`` walks each of all, and leaves what it knows of each row:
 
-    m_c = max s_j,  l_c = sum exp(s_j - m_c),  acc_c = sum exp(s_j - m_c) v_j,  over the keys j of share c
+    m_c = max s_j,  l_c = sum exp(s_j - m_c),  acc_c = sum exp(s_j - m_c) v_j,  over the keys j of split c
 
 A second kernel, a block a row, merges these in the order of the keys:
 
     m' = max(m, m_c),  l' = exp(m - m') l + exp(m_c - m') l_c,  acc' = exp(m - m') acc + exp(m_c - m') acc_c
 
-and in the end o = acc / l, lse = m + log l. The kernel of ``gpu`` does the same to the shares that it walks one after
+and in the end o = acc / l, lse = m + log l. The kernel of ``gpu`` does the same to the splits that it walks one after
 the other, with the same tiling. So no bit of a query depends on its neighbours, nor on how many there are, nor on
 whether they fit one tile.
 
 block_q: 64, the rows of a tile; block_kv: keys of a tile; stages: tiles of keys, and of values, that are on their way
-or in use at a time; splits, chunk: what makes a share.
+or in use at a time; splits, chunk: what makes a split.
 
 Source: Flash-Decoding (Dao, Haziza, Massa, Sizov 2023); the walk over keys is FlashAttention-3's (Shah et al. 2024).
 """
@@ -61,7 +61,7 @@ THREADS = LANES * WARPS
 """Elements of a row that the second kernel works on at a time: one a thread."""
 
 STRIDED = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
-"""Where these lie. Where it is not said, Mosaic looks for it, and takes seconds for what many shares hold."""
+"""Where these lie. Where it is not said, Mosaic looks for it, and takes seconds for what many splits hold."""
 
 TOGETHER = 8
 """Shares of a row that are on their way at a time."""
@@ -72,8 +72,8 @@ class Packed(Plan):
     """The plan of queries that share a tile: ``heads`` are those of k, ``group`` is 1, and ``q_len`` counts rows, of
     which each query has as many as ``band`` says."""
 
-    joins = False  # a tile is of one share
-    dealt = False
+    merges = False  # a tile is of one split
+    scheduled = False
 
     @property
     def seen(self) -> tuple[int, int]:
@@ -83,14 +83,14 @@ class Packed(Plan):
         return first, max(first, last)
 
     @property
-    def shares(self) -> int:
-        """How many shares hold these."""
+    def splits(self) -> int:
+        """How many splits hold these."""
         first, last = self.seen
-        return last // self.each - first // self.each + 1
+        return last // self.split_tiles - first // self.split_tiles + 1
 
     @property
     def tiles(self) -> int:
-        return self.batch * self.heads * self.shares
+        return self.batch * self.heads * self.splits
 
     def _shared(self, slots: int) -> int:
         return super()._shared(0) + slots * QUERIES * PART * jnp.dtype(jnp.float32).itemsize
@@ -99,18 +99,18 @@ class Packed(Plan):
         return q.at[tile.batch, tile.head, rows]
 
     def tile(self, index: Any) -> Tile:
-        """All rows of a head, and the tiles of one share."""
-        place, batch = quotient(index, self.shares), quotient(index, self.shares * self.heads)
+        """All rows of a head, and the tiles of one split."""
+        place, batch = quotient(index, self.splits), quotient(index, self.splits * self.heads)
         first, last = self.seen
-        start = (index - place * self.shares + first // self.each) * self.each
+        start = (index - place * self.splits + first // self.split_tiles) * self.split_tiles
         begin = jnp.maximum(start, first)
-        steps = jnp.minimum(start + self.each, last + 1) - begin
+        steps = jnp.minimum(start + self.split_tiles, last + 1) - begin
         row = 0 * index  # traced: a start that is known is held to the rows that there are
         return Tile(batch, place - batch * self.heads, row, begin, steps)
 
     def place(self, tile: Tile) -> Any:
         """Which share of its head a tile is."""
-        return quotient(tile.first, self.each) - self.seen[0] // self.each
+        return quotient(tile.first, self.split_tiles) - self.seen[0] // self.split_tiles
 
 
 def plan_of(call: Call, tiling: Mapping[str, int]) -> Packed:
@@ -175,7 +175,7 @@ def packed(call: Call, plan: Packed) -> dict[str, jax.Array]:
 
 
 def write(ref: Refs, plan: Packed, warpgroup: Any, tile: Tile, acc: tuple[Any, ...], l: Any, m: Any) -> None:
-    """Leave what is known of the rows after one share. Whole pieces are written, of rows that there are: the copy
+    """Leave what is known of the rows after one split. Whole pieces are written, of rows that there are: the copy
     engine does not stop where an axis ends."""
     place = tile.batch, tile.head, plan.place(tile)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -193,7 +193,7 @@ def write(ref: Refs, plan: Packed, warpgroup: Any, tile: Tile, acc: tuple[Any, .
 
 
 class Row(NamedTuple):
-    """What is known of one row after some shares. acc: its elements, ``THREADS`` at a time."""
+    """What is known of one row after some splits. acc: its elements, ``THREADS`` at a time."""
 
     l: Any
     m: Any
@@ -201,7 +201,7 @@ class Row(NamedTuple):
 
 
 def combine(ref: Refs, *, plan: Packed, group: int) -> None:
-    """Merge a row's shares. One that holds no key that the row sees has l = 0 and m = -inf, and adds nothing."""
+    """Merge a row's splits. One that holds no key that the row sees has l = 0 and m = -inf, and adds nothing."""
     index = lax.axis_index("block")
     place, batch = quotient(index, plan.q_len), quotient(index, plan.q_len * plan.heads)
     row, kv_head = index - place * plan.q_len, place - batch * plan.heads
@@ -215,7 +215,7 @@ def combine(ref: Refs, *, plan: Packed, group: int) -> None:
         return Row(l, m, tuple(plgpu.load(part.at[pl.ds(c, THREADS)], layout=STRIDED) for c in columns))
 
     def more(first: Any, count: int, total: Row) -> Row:
-        """The state with so many shares more: all are on their way before the first is merged."""
+        """The state with so many splits more: all are on their way before the first is merged."""
         for share in [known(first + i) for i in range(count)]:
             of_row = Merge.of(plan.scores, total.m, share.m)
             of_elements = Merge.of(plan.scores, _each(total.m), _each(share.m))
@@ -223,9 +223,9 @@ def combine(ref: Refs, *, plan: Packed, group: int) -> None:
             total = Row(of_row.rows(total.l, share.l), of_row.maximum, tuple(acc))
         return total
 
-    if plan.several:
+    if plan.has_splits:
         nothing = Row(jnp.float32(0.0), jnp.float32(-jnp.inf), tuple(_each(0.0) for _ in columns))
-        groups, left = divmod(plan.shares, TOGETHER)
+        groups, left = divmod(plan.splits, TOGETHER)
         total = lax.fori_loop(0, groups, lambda i, total: more(i * TOGETHER, TOGETHER, total), nothing)
         total = more(groups * TOGETHER, left, total)
     else:
@@ -246,7 +246,7 @@ def _each(x: Any) -> Any:
 @BACKEND.implements("attention", key=online.key, supports=supports, knobs=online.KNOBS, copies=copies, drawn=DRAWN)
 def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
     plan, dims = plan_of(call, tiling), call.dims
-    of_shares, wide = (plan.batch, plan.heads, plan.shares), padded(plan.dv, THREADS)
+    of_shares, wide = (plan.batch, plan.heads, plan.splits), padded(plan.dv, THREADS)
     known = launch(
         call,
         partial(online.kernel, plan=plan, write=write),

@@ -134,8 +134,8 @@ def gradients(
         inputs=inputs | ({} if weight is None else {"weight": padded_rows(weight, walk.chunk)}),
         outputs=outputs,
         scratch={
-            "buffer": plgpu.SMEM((walk.arrays, tiling["ring"], *walk.block), inputs["x0"].dtype),
             "arrived": plgpu.Barrier(num_arrivals=walk.arrays, num_barriers=tiling["ring"]),
+            "buffer": plgpu.SMEM((walk.arrays, tiling["ring"], *walk.block), inputs["x0"].dtype),
         },
     )
     made = {"d_x": found["y"][:, :n].reshape(call.arrays["x"].shape)}

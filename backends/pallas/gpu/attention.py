@@ -6,7 +6,7 @@ q: (batch, q_len, kv_heads*group, d), k: (batch, kv_len, kv_heads, d), v: (batch
 How a tile's keys are walked stands in ``lib/mosaic_gpu/attention.py``, and in ``flash.py`` there how tiles are cut.
 
 block_q: queries of a block at most, 64 for each warpgroup that computes; block_kv: keys of a tile; stages: tiles of
-keys, and of values, that are on their way or in use at a time; splits, chunk: what makes a share.
+keys, and of values, that are on their way or in use at a time; splits, chunk: what makes a split.
 """
 
 from __future__ import annotations
@@ -104,17 +104,16 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, 
     plan = plan_of(call, tiling)
     wide, dtype = whole_pieces(plan.dv, plan.dtype), plan.dtype
     outputs = {"o": jax.ShapeDtypeStruct((plan.batch, plan.q_len, plan.heads, wide), dtype)}
-    sums = (plan.consumers, plan.parts[1], QUERIES, PART) if plan.joins else None
-    scratch = rings(plan, written=Swizzled((plan.consumers, plan.slots, QUERIES, PART), dtype, sums))
-    numbers = saved(call)
+    sums = (plan.consumers, plan.parts[1], QUERIES, PART) if plan.merges else None
+    numbers, more = saved(call), {}
     if numbers:
         form = jax.ShapeDtypeStruct((plan.batch, plan.heads, _lse_length(plan)), jnp.float32)
         outputs |= dict.fromkeys(numbers, form)
-        scratch["lse_rows"] = plgpu.SMEM((len(numbers), plan.consumers, QUERIES), jnp.float32)
+        more["lse_rows"] = plgpu.SMEM((len(numbers), plan.consumers, QUERIES), jnp.float32)
     ids = call.arrays["q_segment_ids"], call.arrays["kv_segment_ids"]
     rows, keys = padded(plan.q_len, plan.consumers * QUERIES), padded(plan.band.kv_len, plan.block_kv)
     inputs = whole_tiles(call.arrays["bias"], ids, rows, keys)
-    if plan.dealt:
+    if plan.scheduled:
         inputs["schedule"] = jnp.asarray(schedule(plan))
     found = launch(
         call,
@@ -123,7 +122,7 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, 
         (plan.blocks,),
         inputs={name: padded_rows(call.arrays[name]) for name in "qkv"} | inputs,
         outputs=outputs,
-        scratch=scratch,
+        scratch=rings(plan, Swizzled((plan.consumers, plan.slots, QUERIES, PART), dtype, sums), **more),
         warpgroups=plan.consumers + 1,
         approximate=True,
         across_warps=False,

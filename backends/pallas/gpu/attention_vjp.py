@@ -8,13 +8,12 @@ q: (batch, q_len, kv_heads*group, d), k: (batch, kv_len, kv_heads, d), v: (batch
 o and d_o: (batch, q_len, kv_heads*group, dv), lse, lse_low and d_lse: (batch, kv_heads*group, q_len). Heads are up
 to 256 wide. d_k and d_v are summed over the group. d_bias has a kernel of its own (`bias_gradient`).
 
-A first kernel sums Delta (`rows`). Then one kernel runs twice, on two sides in turn: the rows of one side are a
-block's own, 64 to a warpgroup, and stay in shared memory; tiles of the other side come by through a ring of buffers, as
-one more warpgroup brings them. For d_q queries are at home and keys come by; for d_k and d_v keys are at home, and the
-queries of all heads of their group come by, one head after the other. What a block sums up is its alone, in float32
-registers, in an order that never changes: nothing is added atomically. Tiles of scores have a row for each row at home,
-so that D and P, rounded, are the left factor of the next product as they stand. Where registers do not hold d_k and d_v
-beside each other, the kernel runs once for each.
+A first kernel sums Delta (`rows`). Then one kernel runs twice, each time with one side resident: 64 rows of it to a
+warpgroup stay in shared memory, and tiles of the other side are streamed through a ring of buffers. For d_q queries are
+resident; for d_k and d_v keys are, and the queries of all heads of their group come by, one head after the other. What
+a block sums up is its alone, in float32 registers, in an order that never changes: nothing is added atomically. Tiles
+of scores have a row for each resident row, so that D and P, rounded, are the left factor of the next product as they
+stand. Where registers do not hold d_k and d_v beside each other, the kernel runs once for each.
 
 block_q, block_kv: the queries and the keys of a tile that comes by; stages: buffers for them.
 
@@ -43,8 +42,10 @@ from portakern.backends.pallas.lib.mosaic_gpu.attention import key
 from portakern.backends.pallas.lib.mosaic_gpu.attention_vjp import (
     KNOBS,
     copies,
+    gradient_forms,
     kernel,
     plans,
+    rings,
     supports,
     write,
 )
@@ -53,7 +54,6 @@ from portakern.backends.pallas.lib.mosaic_gpu.chip import (
     issue_product,
     launch,
     padded_rows,
-    whole_pieces,
 )
 from portakern.backends.pallas.lib.mosaic_gpu.flash import (
     PART,
@@ -89,8 +89,8 @@ Multiply = Callable[[str, Any], int]
 
 
 def consume(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile) -> None:
-    """Sum up the gradients of this warpgroup's rows at home, and write them."""
-    plgpu.barrier_wait(ref.home_arrived.at[warpgroup])
+    """Sum up the gradients of this warpgroup's resident rows, and write them."""
+    plgpu.barrier_wait(ref.resident_arrived.at[warpgroup])
     none = tuple(zeros(PART) for _ in range(sum(plan.sums.values())))
     rows = pl.ds(tile.row + warpgroup * ROWS, ROWS)
     numbers = tuple(
@@ -105,39 +105,42 @@ def add(
     ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, numbers: tuple[Any, ...], cut: bool, step: Any,
     sums: tuple[Any, ...],
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The sums with what one tile of guests adds. numbers: ``NUMBERS`` of queries at home. cut: whether some pair may
+    """The sums with what one streamed tile adds. numbers: ``NUMBERS`` of resident queries. cut: whether some pair may
     not see each other, by causality or a window, or as one lies beyond the end, or some lse be far from 0."""
     buffer = lax.rem(step, jnp.int32(plan.stages))
     place = warpgroup, tile, *tile.place(step), cut
     plgpu.barrier_wait(ref.arrived.at[buffer])
     dots = plan.parts if plan.wants != ("d_v",) else plan.parts[:1]
-    homes, guests = (ref.home_first, ref.home_second), (ref.guest_first, ref.guest_second)
+    resident_buffers, streamed_buffers = (
+        (ref.resident_first, ref.resident_second),
+        (ref.streamed_first, ref.streamed_second),
+    )
     here, there = anew(warpgroup, tile.row + step), anew(buffer, tile.row + step)
 
     def work(accumulators: Any, others: Any) -> None:
         found, left = accumulators[: len(dots)], iter(accumulators[len(dots) :])
         totals = {name: list(itertools.islice(left, parts)) for name, parts in plan.sums.items()}
-        for acc, home, guest, parts in zip(found, homes, guests, dots, strict=False):
+        for acc, resident, streamed, parts in zip(found, resident_buffers, streamed_buffers, dots, strict=False):
             for part in range(parts):
-                issue_product(acc, home.tiled.at[here, part], guest.tiled.at[there, part], transposed=True)
+                issue_product(acc, resident.tiled.at[here, part], streamed.tiled.at[there, part], transposed=True)
 
         def multiply(name: str, factor: Any) -> int:
             rounded = factor.astype(plan.dtype)
             for part, acc in enumerate(totals[name]):
-                issue_product(acc, rounded, guests[name == "d_v"].tiled.at[there, part])
+                issue_product(acc, rounded, streamed_buffers[name == "d_v"].tiled.at[there, part])
             return len(totals[name])
 
         known = numbers if plan.by_query else tuple(partial(read_number, ref, buffer, i) for i in range(len(NUMBERS)))
-        (in_turns if plan.beside else at_once)(ref, plan, place, buffer, known, found, multiply)
+        (overlapped if plan.overlaps else in_sequence)(ref, plan, place, buffer, known, found, multiply)
 
-    after, _ = in_registers(plan.interpret, work, (*[zeros(plan.guest.tile)] * len(dots), *sums))
+    after, _ = in_registers(plan.interpret, work, (*[zeros(plan.streamed.tile)] * len(dots), *sums))
     if not plan.by_query:
         after_reading(plan.interpret)
     plgpu.barrier_arrive(ref.free.at[buffer])
     return tuple(after[len(dots) :])
 
 
-def at_once(
+def in_sequence(
     ref: Refs, plan: Plan, place: Place, buffer: Any, numbers: tuple[Any, ...], found: Any, multiply: Multiply
 ) -> None:
     """P and D of a tile when all its dots are there, then all products with them."""
@@ -152,7 +155,7 @@ def at_once(
         multiply(name, p if name == "d_v" else d_dot[0])
 
 
-def in_turns(
+def overlapped(
     ref: Refs, plan: Plan, place: Place, buffer: Any, numbers: tuple[Any, ...], found: Any, multiply: Multiply
 ) -> None:
     """P beside the products dP, and D beside those with P. Pairs that do not see each other have a P of -0, which no
@@ -185,41 +188,22 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | No
 
 def gradients(call: Call, plan: Plan, inputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """The gradients of one plan, by name."""
-    (of_first, of_second), dtype = plan.parts, plan.dtype
-    extents = {name: plan.dv if name == "d_v" else plan.d for name in plan.wants}
-    outputs = {
-        name: jax.ShapeDtypeStruct((plan.batch, plan.home.length, plan.heads, whole_pieces(extent, dtype)), dtype)
-        for name, extent in extents.items()
-    }
-    rows, arrivals, numbers = plan.guest.tile, of_first + of_second, {}
+    arrivals, numbers, told = sum(plan.parts), {}, {}
     if not plan.by_query:
-        arrivals, numbers = (
-            arrivals + len(NUMBERS) - 1,
-            {
-                "numbers": plgpu.SMEM(plan.numbers, jnp.float32),
-                "told": plgpu.Barrier(num_arrivals=1, num_barriers=plan.stages),
-            },
-        )
+        arrivals += len(NUMBERS) - 1
+        numbers = {"numbers": plgpu.SMEM(plan.numbers, jnp.float32)}
+        told = {"told": plgpu.Barrier(num_arrivals=1, num_barriers=plan.stages)}
+    written = Swizzled((CONSUMERS, SLOTS, ROWS, PART), plan.dtype)
     found = launch(
         call,
         partial(kernel, plan=plan, consume=consume),
         "_".join((call.spec.name, *plan.wants)),
         (plan.batch * plan.heads * plan.tiles,),
         inputs=inputs,
-        outputs=outputs,
-        scratch={
-            "home_first": Swizzled((CONSUMERS, of_first, ROWS, PART), dtype),
-            "home_second": Swizzled((CONSUMERS, of_second, ROWS, PART), dtype),
-            "guest_first": Swizzled((plan.stages, of_first, rows, PART), dtype),
-            "guest_second": Swizzled((plan.stages, of_second, rows, PART), dtype),
-            "written": Swizzled((CONSUMERS, SLOTS, ROWS, PART), dtype),
-            **numbers,
-            "home_arrived": plgpu.Barrier(num_arrivals=of_first + of_second, num_barriers=CONSUMERS),
-            "arrived": plgpu.Barrier(num_arrivals=arrivals, num_barriers=plan.stages),
-            "free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=plan.stages),
-        },
+        outputs=gradient_forms(plan),
+        scratch=rings(plan, arrivals, **numbers, **told, written=written),
         warpgroups=CONSUMERS + 1,
         approximate=True,
         across_warps=False,
     )
-    return {name: found[name][..., :extent] for name, extent in extents.items()}
+    return {name: found[name][..., : plan.dv if name == "d_v" else plan.d] for name in plan.wants}

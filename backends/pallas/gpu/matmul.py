@@ -35,6 +35,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping
+from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -108,14 +109,23 @@ ANY_TILING = {"block_m": 128, "block_n": 256, "block_k": 64, "stages": 2, "band"
 """For what a plan says of a call whatever the tiling."""
 
 
+class Pair(IntEnum):
+    """Which tiles of C two blocks of a cluster make: unlike ones, one below the other, which share B, or side by side,
+    which share A."""
+
+    NONE = 0
+    BELOW = 1
+    BESIDE = 2
+
+
 class Plan(NamedTuple):
     """How one product is cut.
 
     Attributes:
       batch, m, n, k: extents; a_batch, b_batch: 1 where the operand is the same for every entry of the batch.
       block_m, block_n, block_k, stages, band, beside: the tiling. consumers: warpgroups that multiply; along: the axis
-        of a tile that they share, 0 or 1. size: bytes of an element; out: dtype of C. a_turned, b_turned: whether the
-        kernel reads A^T and B^T. split: whether operands come in parts.
+        of a tile that they share, 0 or 1. size: bytes of an element; out: dtype of C. a_transposed, b_transposed:
+        whether the kernel reads A^T and B^T. split: whether operands come in parts. pair: a `Pair`.
     """
 
     batch: int
@@ -132,15 +142,15 @@ class Plan(NamedTuple):
     beside: int
     size: int
     out: Any
-    a_turned: bool
-    b_turned: bool
+    a_transposed: bool
+    b_transposed: bool
     split: bool
     pair: int = 0
 
     @property
     def paired(self) -> tuple[int, int]:
         """Tiles, one below the other and side by side, that the blocks of a cluster make at a time."""
-        return {0: (1, 1), 1: (2, 1), 2: (1, 2)}[self.pair]
+        return {Pair.NONE: (1, 1), Pair.BELOW: (2, 1), Pair.BESIDE: (1, 2)}[Pair(self.pair)]
 
     @property
     def width(self) -> int:
@@ -161,7 +171,7 @@ class Plan(NamedTuple):
         """Whether B comes in pieces: the copy engine brings no tile of it as tensor cores read them, and XLA would pad
         it for that alone, and for few rows."""
         alone = self.n % (SWIZZLED_BYTES // self.size) != 0 and self.n % 8 == self.k % 8 == 0
-        return not self.b_turned and alone and self.batch * self.m <= PIECED_ROWS
+        return not self.b_transposed and alone and self.batch * self.m <= PIECED_ROWS
 
     @property
     def piece(self) -> int:
@@ -200,7 +210,7 @@ class Plan(NamedTuple):
         return pl.cdiv(self.steps, self.chunk)
 
     @property
-    def sharing(self) -> int:
+    def num_splits(self) -> int:
         """Blocks that share a tile's sum: each chunk has its own, or one takes all of them, if these are no sums of
         sums, of which a third would not fit into registers."""
         if self.split:
@@ -212,7 +222,7 @@ class Plan(NamedTuple):
     @property
     def written(self) -> Any:
         """The dtype of what a block writes: C, or its part of the sums."""
-        return self.out if self.sharing == 1 else jnp.dtype(jnp.float32)
+        return self.out if self.num_splits == 1 else jnp.dtype(jnp.float32)
 
     @property
     def out_columns(self) -> int:
@@ -262,10 +272,10 @@ def split(x: jax.Array, operand: int, axis: int) -> jax.Array:
     return jnp.concatenate([*chosen, found[-1]], axis).astype(jnp.bfloat16)
 
 
-def plan_of(call: Call, tiling: Mapping[str, int], lying: Collection[str] = ()) -> Plan:
-    """``lying``: which operands lie in memory transposed."""
+def plan_of(call: Call, tiling: Mapping[str, int], transposed: Collection[str] = ()) -> Plan:
+    """``transposed``: which operands lie in memory transposed."""
     batch, dims = math.prod(call.dims["batch"]), call.dims
-    m = dims["m"] if "a" in lying else rows_of(call)
+    m = dims["m"] if "a" in transposed else rows_of(call)
     a, b = (_entries(call, name) for name in ("a", "b"))
     if m != dims["m"]:
         batch, a = 1, 1
@@ -280,8 +290,8 @@ def plan_of(call: Call, tiling: Mapping[str, int], lying: Collection[str] = ()) 
         **tiling,
         size=jnp.dtype(operands(call)).itemsize,
         out=jnp.dtype(call.outputs["c"][1]),
-        a_turned="a" in lying and operands(call) != "float32",
-        b_turned="b" in lying or operands(call) == "float32",
+        a_transposed="a" in transposed and operands(call) != "float32",
+        b_transposed="b" in transposed or operands(call) == "float32",
         split=parts,
     )
 
@@ -321,7 +331,7 @@ def best_tile(*products: tuple[Call, Collection[str]]) -> str:
     names = [name for name in RATES["tiles"] if math.prod(_extents(name)) <= largest]
     if any(call.interpret for call in calls):
         return names[0]
-    return min(names, key=lambda name: sum(cost(call, name, lying) for call, lying in products))
+    return min(names, key=lambda name: sum(cost(call, name, transposed) for call, transposed in products))
 
 
 def _extents(name: str) -> tuple[int, int]:
@@ -330,10 +340,10 @@ def _extents(name: str) -> tuple[int, int]:
     return rows, columns
 
 
-def cost(call: Call, name: str, lying: Collection[str]) -> float:
+def cost(call: Call, name: str, transposed: Collection[str]) -> float:
     """The rounds of tiles that the multiprocessors make, times what one takes. A pair whose second tile lies beyond the
     last row fetches for nothing."""
-    plan = plan_of(call, ANY_TILING, lying)
+    plan = plan_of(call, ANY_TILING, transposed)
     rows, columns = _extents(name)
     below = pl.cdiv(plan.m, rows) or 1
     paired = padded(below, 2) if name.endswith("by pairs") else below
@@ -370,13 +380,13 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     return over_shared(plan.shared, "block_m, block_n or stages")
 
 
-def copies(call: Call, tiling: Mapping[str, int], lying: Collection[str] = ()) -> str | None:
-    """What XLA copies besides, in words. ``lying``: as of :func:`plan_of`."""
+def copies(call: Call, tiling: Mapping[str, int], transposed: Collection[str] = ()) -> str | None:
+    """What XLA copies besides, in words. ``transposed``: as of :func:`plan_of`."""
     found = ["a and b are split into parts of bfloat16, six times k deep"] if in_parts(call) else []
-    plan = plan_of(call, tiling, lying)
+    plan = plan_of(call, tiling, transposed)
     k, a_m, b_n, c_n = _padded_extents(plan)
-    turned = {"a": plan.a_turned, "b": plan.b_turned}
-    found += [f"{name} is transposed" for name in turned if turned[name] != (name in lying)]
+    turned = {"a": plan.a_transposed, "b": plan.b_transposed}
+    found += [f"{name} is transposed" for name in turned if turned[name] != (name in transposed)]
     if k != plan.k:
         found.append(f"k of a and b is padded from {plan.k} to {k}")
     if a_m != plan.m:
@@ -395,8 +405,8 @@ def copies(call: Call, tiling: Mapping[str, int], lying: Collection[str] = ()) -
 def _padded_extents(plan: Plan) -> tuple[int, int, int, int]:
     """k as the kernel sees it, m of A, n of B, and n of what it writes."""
     line = SWIZZLED_BYTES // plan.size
-    a_m = padded(plan.m, line) if plan.a_turned else plan.m
-    b_n = plan.n if plan.b_turned else padded(plan.n, 8 if plan.ragged else line)
+    a_m = padded(plan.m, line) if plan.a_transposed else plan.m
+    b_n = plan.n if plan.b_transposed else padded(plan.n, 8 if plan.ragged else line)
     k = padded(plan.k, BULK_BYTES // plan.size)
     return k, a_m, b_n, whole_pieces(plan.n, plan.written)
 
@@ -422,13 +432,13 @@ def kernel(ref: Refs, *, plan: Plan) -> None:
         entry, within = lax.div(index, math.prod(shape)), lax.rem(index, math.prod(shape))
         i, j = plgpu.planar_snake(within, shape, 0, plan.band)
         i, j = i * below + mine * (below - 1), j * beside + mine * (beside - 1)
-        part, entry = (0, entry) if plan.sharing == 1 else (lax.div(entry, plan.batch), lax.rem(entry, plan.batch))
-        steps = plan.steps if plan.sharing == 1 else jnp.minimum(plan.chunk, plan.steps - part * plan.chunk)
+        part, entry = (0, entry) if plan.num_splits == 1 else (lax.div(entry, plan.batch), lax.rem(entry, plan.batch))
+        steps = plan.steps if plan.num_splits == 1 else jnp.minimum(plan.chunk, plan.steps - part * plan.chunk)
         return Place(part, entry, i * plan.block_m, j * plan.width, steps)
 
     def each_tile(work: Callable[[Place, Any], None]) -> None:
         """Call ``work(place, before)`` for the tiles of this block; ``before``: steps until then."""
-        tiles = plan.sharing * plan.batch * tiles_m * tiles_n // math.prod(plan.paired)
+        tiles = plan.num_splits * plan.batch * tiles_m * tiles_n // math.prod(plan.paired)
 
         @plgpu.nd_loop((tiles,), collective_axes="block", init_carry=jnp.int32(0))
         def _(info: plgpu.NDLoopInfo, carry: Any) -> Any:
@@ -449,7 +459,7 @@ def kernel(ref: Refs, *, plan: Plan) -> None:
 
 def a_buffers(plan: Plan, dtype: Any) -> Any:
     """``scratch`` for :func:`launch`: tiles of A or of A^T."""
-    if plan.a_turned:
+    if plan.a_transposed:
         return tiled_buffer((plan.stages, plan.block_k, plan.block_m), dtype)
     return Swizzled((plan.stages, plan.block_m, plan.block_k), dtype)
 
@@ -457,7 +467,7 @@ def a_buffers(plan: Plan, dtype: Any) -> Any:
 def b_buffers(plan: Plan, dtype: Any) -> Any:
     """``scratch`` for :func:`launch`: tiles of B, each in its pieces, or of B^T."""
     pieces = plan.stages, plan.width // plan.piece
-    if plan.b_turned:
+    if plan.b_transposed:
         return Swizzled((*pieces, plan.width, plan.block_k), dtype)
     form = *pieces, plan.block_k, plan.piece
     return Swizzled(form, dtype) if plan.ragged else tiled_buffer(form, dtype)
@@ -465,13 +475,13 @@ def b_buffers(plan: Plan, dtype: Any) -> Any:
 
 def rings(ref: Refs, plan: Plan) -> tuple[Views, Views]:
     """These, as the copy engine and as tensor cores see them."""
-    a = Views(ref.a_ring, ref.a_ring) if plan.a_turned else ref.a_ring
-    return a, ref.b_ring if plan.ragged or plan.b_turned else Views(ref.b_ring, ref.b_ring)
+    a = Views(ref.a_ring, ref.a_ring) if plan.a_transposed else ref.a_ring
+    return a, ref.b_ring if plan.ragged or plan.b_transposed else Views(ref.b_ring, ref.b_ring)
 
 
 def produce(ref: Refs, plan: Plan, tile: Place, before: Any) -> None:
     """Bring what one tile of C is made of. Of what a pair of blocks share each fetches a half, for both."""
-    for_both = {pair: {"collective_axes": "pair"} if plan.pair == pair else {} for pair in (1, 2)}
+    for_both = {pair: {"collective_axes": "pair"} if plan.pair == pair else {} for pair in Pair}
     of_a, of_b = (tile.entry if batch > 1 else 0 for batch in (plan.a_batch, plan.b_batch))
     a_ring, b_ring = rings(ref, plan)
 
@@ -480,12 +490,12 @@ def produce(ref: Refs, plan: Plan, tile: Place, before: Any) -> None:
         buffer, k = lax.rem(before + step, plan.stages), (tile.part * plan.chunk + step) * plan.block_k
         plgpu.barrier_wait(ref.free.at[buffer])
         rows, deep = pl.ds(tile.row, plan.block_m), pl.ds(k, plan.block_k)
-        a = ref.a.at[(of_a, *((deep, rows) if plan.a_turned else (rows, deep)))]
-        plgpu.copy_gmem_to_smem(a, a_ring.copied.at[buffer], ref.arrived.at[buffer], **for_both[2])
+        a = ref.a.at[(of_a, *((deep, rows) if plan.a_transposed else (rows, deep)))]
+        plgpu.copy_gmem_to_smem(a, a_ring.copied.at[buffer], ref.arrived.at[buffer], **for_both[Pair.BESIDE])
         for piece in range(plan.width // plan.piece):
             columns = pl.ds(tile.column + piece * plan.piece, plan.piece)
-            b = ref.b.at[(of_b, *((columns, deep) if plan.b_turned else (deep, columns)))]
-            plgpu.copy_gmem_to_smem(b, b_ring.copied.at[buffer, piece], ref.arrived.at[buffer], **for_both[1])
+            b = ref.b.at[(of_b, *((columns, deep) if plan.b_transposed else (deep, columns)))]
+            plgpu.copy_gmem_to_smem(b, b_ring.copied.at[buffer, piece], ref.arrived.at[buffer], **for_both[Pair.BELOW])
 
 
 def consume(ref: Refs, plan: Plan, warpgroup: Any, tile: Place, before: Any) -> None:
@@ -503,7 +513,7 @@ def consume(ref: Refs, plan: Plan, warpgroup: Any, tile: Place, before: Any) -> 
         more = chain(jnp.minimum(plan.run, tile.steps - done), before + done)
         return tuple(x + y for x, y in zip(total, more, strict=True))
 
-    if plan.parts == plan.sharing and not plan.split:
+    if plan.parts == plan.num_splits and not plan.split:
         c = chain(tile.steps, before)
     else:
         zeros = plgpu.layout_cast(jnp.zeros((rows, width), jnp.float32), plgpu.Layout.WGMMA)
@@ -520,7 +530,7 @@ def multiply(ref: Refs, plan: Plan, warpgroup: Any, steps: Any, before: Any, *su
 
     def left(buffer: Any) -> Any:
         a = a_ring.tiled.at[buffer]
-        if plan.a_turned:
+        if plan.a_transposed:
             return (a.at[:, mine] if plan.along == 0 else a).T
         return a.at[mine] if plan.along == 0 else a
 
@@ -528,7 +538,7 @@ def multiply(ref: Refs, plan: Plan, warpgroup: Any, steps: Any, before: Any, *su
         if plan.ragged:
             return b_ring.tiled.at[buffer, first + i]
         b = b_ring.tiled.at[buffer, 0]
-        if plan.b_turned:
+        if plan.b_transposed:
             return (b.at[mine] if plan.along == 1 else b).T
         return b.at[:, mine] if plan.along == 1 else b
 
@@ -577,11 +587,11 @@ def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
 
 
 def product(
-    call: Call, tiling: Mapping[str, int], arrays: Mapping[str, jax.Array], lying: Collection[str] = ()
+    call: Call, tiling: Mapping[str, int], arrays: Mapping[str, jax.Array], transposed: Collection[str] = ()
 ) -> jax.Array:
-    """C of a call on these arrays, of which those in ``lying`` are (..., k, m) and (..., n, k)."""
-    plan = plan_of(call, tiling, lying)
-    a, b = _as_read(call, plan, arrays, lying)
+    """C of a call on these arrays, of which those in ``transposed`` are (..., k, m) and (..., n, k)."""
+    plan = plan_of(call, tiling, transposed)
+    a, b = _as_read(call, plan, arrays, transposed)
     dtype, columns = a.dtype, _padded_extents(plan)[-1]
     # What a block fetches for both may come where the other still multiplies, so both say when that is free.
     blocks = math.prod(plan.paired)
@@ -590,39 +600,39 @@ def product(
         call,
         partial(kernel, plan=plan),
         "matmul",
-        (min(max(1, (HOPPER.cores or 1) // blocks), plan.sharing * plan.batch * math.prod(plan.tiles) // blocks),),
+        (min(max(1, (HOPPER.cores or 1) // blocks), plan.num_splits * plan.batch * math.prod(plan.tiles) // blocks),),
         inputs={"a": a, "b": b},
-        outputs={"c": jax.ShapeDtypeStruct((plan.sharing * plan.batch, plan.m, columns), plan.written)},
+        outputs={"c": jax.ShapeDtypeStruct((plan.num_splits * plan.batch, plan.m, columns), plan.written)},
         scratch={
             "a_ring": a_buffers(plan, dtype),
-            "b_ring": b_buffers(plan, dtype),
-            "written": Swizzled((plan.consumers, OUT_SLOTS, OUT_ROWS, plan.out_columns), plan.written),
             "arrived": plgpu.Barrier(num_arrivals=1 + plan.width // plan.piece, num_barriers=plan.stages),
+            "b_ring": b_buffers(plan, dtype),
             "free": free(num_arrivals=plan.consumers, num_barriers=plan.stages),
+            "written": Swizzled((plan.consumers, OUT_SLOTS, OUT_ROWS, plan.out_columns), plan.written),
         },
         warpgroups=plan.consumers + 1,
         cluster={"pair": 2} if plan.pair else {},
     )
-    c = found["c"] if plan.sharing == 1 else _added_up(call, found["c"], plan)
+    c = found["c"] if plan.num_splits == 1 else _added_up(call, found["c"], plan)
     return (c if columns == plan.n else c[..., : plan.n]).reshape(call.outputs["c"][0])
 
 
 def _as_read(
-    call: Call, plan: Plan, arrays: Mapping[str, jax.Array], lying: Collection[str]
+    call: Call, plan: Plan, arrays: Mapping[str, jax.Array], transposed: Collection[str]
 ) -> tuple[jax.Array, jax.Array]:
     """A and B as the kernel reads them, (entries, rows, columns): split, transposed and padded by XLA where they are
     not so already."""
     k, a_m, b_n, _ = _padded_extents(plan)
 
     def form(name: str, operand: int, entries: int, turned: bool, rows: int, columns: int) -> jax.Array:
-        x, last_is_k = _with_whole_batch(call, arrays[name]), (name == "a") != (name in lying)
+        x, last_is_k = _with_whole_batch(call, arrays[name]), (name == "a") != (name in transposed)
         x = split(x, operand, -1 if last_is_k else -2) if plan.split else x
-        x = jnp.swapaxes(x, -1, -2) if turned != (name in lying) else x
+        x = jnp.swapaxes(x, -1, -2) if turned != (name in transposed) else x
         x = padded_rows(x.reshape(entries, -1, x.shape[-1]), columns)
         return jnp.pad(x, ((0, 0), (0, rows - x.shape[1]), (0, 0))) if rows > x.shape[1] else x
 
-    a = form("a", 0, plan.a_batch, plan.a_turned, *((k, a_m) if plan.a_turned else (plan.m, k)))
-    b = form("b", 1, plan.b_batch, plan.b_turned, *((plan.n, k) if plan.b_turned else (k, b_n)))
+    a = form("a", 0, plan.a_batch, plan.a_transposed, *((k, a_m) if plan.a_transposed else (plan.m, k)))
+    b = form("b", 1, plan.b_batch, plan.b_transposed, *((plan.n, k) if plan.b_transposed else (k, b_n)))
     return a, b
 
 
@@ -630,7 +640,7 @@ def _added_up(call: Call, parts: jax.Array, plan: Plan) -> jax.Array:
     """(batch, m, n): the sums of all chunks of k, in order."""
     shape = plan.batch, plan.m, parts.shape[-1]
     terms = Terms(("c",), lambda ref, row, columns: {"c": columns(ref.parts.at[row])})
-    (c,) = column_sums(call, {"parts": parts.reshape(plan.sharing, -1)}, {}, terms, plan.out).values()
+    (c,) = column_sums(call, {"parts": parts.reshape(plan.num_splits, -1)}, {}, terms, plan.out).values()
     return c.reshape(shape)
 
 

@@ -28,7 +28,7 @@ from portakern.core.registry import find_spec
 from portakern.specs.matmul import batch_axes, product_dtype
 
 FACTORS = {"d_a": ("d_c", "b"), "d_b": ("a", "d_c")}
-LYING = {"d_a": ("b",), "d_b": ("a",)}
+TRANSPOSED = {"d_a": ("b",), "d_b": ("a",)}
 """What is multiplied for each gradient, and which operand of that product lies in memory transposed."""
 
 
@@ -67,7 +67,7 @@ def product(call: Call, name: str) -> Product:
 
     found = tuple(folded(x) for x in shapes)
     bare = [
-        jax.ShapeDtypeStruct((*x[:-2], *(x[:-3:-1] if operand in LYING[name] else x[-2:])), product_dtype(call))
+        jax.ShapeDtypeStruct((*x[:-2], *(x[:-3:-1] if operand in TRANSPOSED[name] else x[-2:])), product_dtype(call))
         for operand, x in zip("ab", found, strict=True)
     ]
     options = {"precision": call.options["precision"], "out_dtype": call.outputs[name][1]}
@@ -81,7 +81,7 @@ def products(call: Call) -> Iterator[tuple[str, Product]]:
 
 def key(call: Call) -> dict[str, str | int]:
     """matmul's, for both products: sums are in chunks where those of one are."""
-    inner = [(of.call, LYING[name]) for name, of in products(call)]
+    inner = [(of.call, TRANSPOSED[name]) for name, of in products(call)]
     tile = "deep k" if any(forward.in_chunks(of) for of, _ in inner) else forward.best_tile(*inner)
     return {"dtype": forward.operands(inner[0][0]) if inner else product_dtype(call), "tile": tile}
 
@@ -98,7 +98,7 @@ def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
     for name, of in products(call):
         if of.moved:
             found.append(_named(name, "batch axes that are summed are moved into the contraction"))
-        found.append(_named(f"in the product of {name}", forward.copies(of.call, tiling, LYING[name])))
+        found.append(_named(f"in the product of {name}", forward.copies(of.call, tiling, TRANSPOSED[name])))
     return "; ".join(filter(None, found)) or None
 
 
@@ -116,7 +116,7 @@ def matmul_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None,
             call.arrays[x].reshape(shape).astype(dtype).transpose(of.order).reshape(folded)
             for x, shape, folded in zip(FACTORS[name], of.shapes, of.folded, strict=True)
         ]
-        c = forward.product(of.call, tiling, dict(zip("ab", factors, strict=True)), LYING[name])
+        c = forward.product(of.call, tiling, dict(zip("ab", factors, strict=True)), TRANSPOSED[name])
         return c.reshape(call.outputs[name][0])
 
     return gradient("d_a"), gradient("d_b")

@@ -58,20 +58,20 @@ class Softmax(Formula):
     def of_chunk(self, x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
         x = walk.within(x, -jnp.inf, start)
         m = jnp.max(x, axis=1)
-        return m, jnp.sum(jnp.exp(x - walk.spread(origin(m))), axis=1)
+        return m, jnp.sum(jnp.exp(x - walk.spread(shift_of(m))), axis=1)
 
     def merged(self, before: tuple[Any, ...], after: tuple[Any, ...], seen: Any, here: Any) -> tuple[Any, ...]:
         """One step of the online softmax."""
         (m_before, l_before), (m_after, l_after) = before, after
         m = jnp.maximum(m_before, m_after)
-        return m, l_before * jnp.exp(m_before - origin(m)) + l_after * jnp.exp(m_after - origin(m))
+        return m, l_before * jnp.exp(m_before - shift_of(m)) + l_after * jnp.exp(m_after - shift_of(m))
 
     def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Weights) -> Any:
         m, l = statistics
         return jnp.exp(x - walk.spread(m)) * walk.spread(1.0 / l)
 
 
-def origin(m: Any) -> Any:
+def shift_of(m: Any) -> Any:
     """What numbers are taken against whose maximum is m. Where all are -inf it is 0: they have weights of 0, and not
     the NaN of inf - inf."""
     return jnp.where(m == -jnp.inf, 0.0, m)

@@ -64,7 +64,7 @@ def walk_of(call: Call, tiling: Mapping[str, int]) -> Walk:
 in_walks = partial(row_walk.in_walks, key=key, default=default_tiling, walk_of=walk_of)
 
 
-def origin_of(m: Any) -> Any:
+def shift_of(m: Any) -> Any:
     """What is subtracted from a row whose maximum so far is m: one that has shown nothing but -inf has weights of 0 for
     now, not the NaN of inf - inf."""
     return jnp.where(m == -jnp.inf, 0.0, m)
@@ -77,8 +77,8 @@ def online_step(m_old: Any, x: Any, axis: int, unit: float = 1.0) -> tuple[Any, 
     exp(unit (x - m)), and exp(unit (m_old - m)), by which sums of earlier weights shrink.
     """
     m = jnp.maximum(m_old, jnp.max(x, axis=axis, keepdims=True))
-    origin = origin_of(m)
-    below, fallen = x - (origin if axis == 0 else across(origin, x.shape[1])), m_old - origin
+    shift = shift_of(m)
+    below, fallen = x - (shift if axis == 0 else across(shift, x.shape[1])), m_old - shift
     return m, exponential(below, unit), exponential(fallen, unit)
 
 
@@ -97,9 +97,9 @@ def kernel(ref: Refs, *, strip: Strip) -> Phases:
 
     def gather() -> None:
         m = jnp.maximum(ref.m[...], strip.maximum(lambda at: at.within(at(ref.x), -jnp.inf)))
-        origin = origin_of(m)
-        (l,) = strip.sums(lambda at: (jnp.exp(at(ref.x) - origin),))
-        ref.l[...] = ref.l[...] * jnp.exp(ref.m[...] - origin) + l
+        shift = shift_of(m)
+        (l,) = strip.sums(lambda at: (jnp.exp(at(ref.x) - shift),))
+        ref.l[...] = ref.l[...] * jnp.exp(ref.m[...] - shift) + l
         ref.m[...] = m
 
     def write() -> None:

@@ -9,7 +9,7 @@ o and d_o: (batch, q_len, kv_heads*group, dv), lse, lse_low and d_lse: (batch, k
 to 128 wide.
 
 ``gpu/attention_vjp.py`` runs one kernel twice, and so computes the scores and d_o v^T twice: seven products. Here the
-run for d_k and d_v, with 128 keys at home and queries that come by, computes d_q besides: five products. What these
+run for d_k and d_v, with 128 resident keys and queries that come by, computes d_q besides: five products. What these
 keys add to a tile's d_q is added to sums in memory, in float32, by the copy engine. As many blocks add to a d_q as
 there are tiles of keys that its query sees, in the order in which they come: **its last bits may change from one run to
 the next**. d_k and d_v have one owner and one order, as there.
@@ -96,7 +96,7 @@ WANTS = "d_k", "d_v"
 
 
 class Added(NamedTuple):
-    """How d_q is added up, and how the run with keys at home, ``plan``, is cut.
+    """How d_q is added up, and how the run with resident keys, ``plan``, is cut.
 
     together: tiles of queries whose d_q two consumers compute. last: whether a turn's products with d_k are its last.
     """
@@ -173,11 +173,11 @@ def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
 
 
 def consume(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, *, how: Added) -> None:
-    """Sum up d_k and d_v of this warpgroup's rows at home and write them, and add its half of each d_q to memory."""
+    """Sum up d_k and d_v of this warpgroup's resident rows and write them, and add its half of each d_q to memory."""
     ref.numbers[plan.stages, warpgroup] = plgpu.broadcasted_iota(jnp.float32, (ROWS,), 0, layout=COLUMN)
     plgpu.commit_smem()
     for c in range(CONSUMERS):
-        plgpu.barrier_wait(ref.home_arrived.at[c])
+        plgpu.barrier_wait(ref.resident_arrived.at[c])
     none = tuple(zeros(PART) for _ in range(sum(plan.sums.values())))
     sums = walk(plan, tile, partial(fold, ref, how, warpgroup, tile), none, is_far(ref, plan, tile), how.together)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -233,14 +233,14 @@ def fold_tile(ref: Refs, how: Added, where: tuple[Any, ...], dots: Any, d_ps: An
     plan, step = how.plan, turn * how.together + n
     buffer = lax.rem(step, jnp.int32(plan.stages))
     place = warpgroup, tile, *tile.place(step), cut
-    queries, d_o = ref.guest_first.tiled, ref.guest_second.tiled
+    queries, d_o = ref.streamed_first.tiled, ref.streamed_second.tiled
     of_first, of_second = plan.parts
 
     here = anew(warpgroup, tile.row + turn)
     for part in range(of_first):
-        issue_product(dots, ref.home_first.tiled.at[here, part], queries.at[buffer, part], transposed=True)
+        issue_product(dots, ref.resident_first.tiled.at[here, part], queries.at[buffer, part], transposed=True)
     for part in range(of_second):
-        issue_product(d_ps, ref.home_second.tiled.at[here, part], d_o.at[buffer, part], transposed=True)
+        issue_product(d_ps, ref.resident_second.tiled.at[here, part], d_o.at[buffer, part], transposed=True)
     *lse, delta = (partial(read_number, ref, buffer, i) for i in range(len(NUMBERS)))
     p, t = weights(ref, plan, place, lse, finished(dots, later=0))
     d = slopes(plan, delta, p, t, finished(d_ps, later=0))
@@ -254,7 +254,7 @@ def key_gradients(ref: Refs, how: Added, turn: Any, n: int, d: Any, totals: list
     """Issue d_k += D^T q of a tile of queries."""
     buffer = lax.rem(turn * how.together + n, jnp.int32(how.plan.stages))
     for part in range(how.plan.parts[0]):
-        issue_product(totals[part], d, ref.guest_first.tiled.at[buffer, part])
+        issue_product(totals[part], d, ref.streamed_first.tiled.at[buffer, part])
 
 
 def kept(ref: Refs, how: Added, place: Place, *tiles: Any) -> tuple[Any, ...]:
@@ -262,7 +262,7 @@ def kept(ref: Refs, how: Added, place: Place, *tiles: Any) -> tuple[Any, ...]:
     warpgroup, tile, _, j, masked = place
     plan, shape = how.plan, tiles[0].shape
     key = positions(shape, 0, (quotient(tile.row, ROWS) + warpgroup) * ROWS)
-    rules = [key < plan.home.length] if plan.home.length % (CONSUMERS * ROWS) else []
+    rules = [key < plan.resident.length] if plan.resident.length % (CONSUMERS * ROWS) else []
     if "q_ids" in ref:
         rules.append(shares_segment(ref, plan, place))
 
@@ -288,7 +288,7 @@ def query_gradients(ref: Refs, how: Added, warpgroup: Any, tile: Tile, turn: Any
     n, part = (0, warpgroup) if how.together == 1 else (warpgroup, 0)
     for c in range(CONSUMERS):
         shown = ref.shown.at[lax.rem(turn, jnp.int32(2)), n, c].T
-        issue_product(acc, shown, ref.home_first.tiled.at[anew(c, tile.row + turn), part])
+        issue_product(acc, shown, ref.resident_first.tiled.at[anew(c, tile.row + turn), part])
 
 
 def leave(ref: Refs, how: Added, warpgroup: Any, tile: Tile, turn: Any, d_q: Any) -> None:
@@ -341,34 +341,23 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | No
 
 def launched(call: Call, how: Added, inputs: Mapping[str, Any]) -> dict[str, jax.Array]:
     """d_k and d_v; what is added to ``sums`` is in that array."""
-    plan, (of_first, of_second) = how.plan, how.plan.parts
-    outputs = {
-        name: jax.ShapeDtypeStruct(
-            (plan.batch, plan.home.length, plan.heads, whole_pieces(extent, plan.dtype)), plan.dtype
-        )
-        for name, extent in (("d_k", plan.d), ("d_v", plan.dv))
-    }
+    plan = how.plan
     return launch(
         call,
         partial(kernel, how=how),
         f"{call.spec.name}_unordered",
         (plan.batch * plan.heads * plan.tiles,),
         inputs=inputs,
-        outputs=outputs,
-        scratch={
-            "home_first": Swizzled((CONSUMERS, of_first, ROWS, PART), plan.dtype),
-            "home_second": Swizzled((CONSUMERS, of_second, ROWS, PART), plan.dtype),
-            "guest_first": Swizzled((plan.stages, of_first, ROWS, PART), plan.dtype),
-            "guest_second": Swizzled((plan.stages, of_second, ROWS, PART), plan.dtype),
-            "leaving": Swizzled((CONSUMERS, SLOTS, ROWS, PART), plan.dtype, sums=(CONSUMERS, ROWS, PART)),
-            "shown": tiled_buffer((2, how.together, CONSUMERS, ROWS, PART), plan.dtype),
-            "numbers": plgpu.SMEM(how.numbers, jnp.float32),
-            "told": plgpu.Barrier(num_arrivals=1, num_barriers=plan.stages),
-            "home_arrived": plgpu.Barrier(num_arrivals=of_first + of_second, num_barriers=CONSUMERS),
-            "arrived": plgpu.Barrier(num_arrivals=of_first + of_second + len(NUMBERS) - 1, num_barriers=plan.stages),
-            "free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=plan.stages),
-            "there": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=2),
-        },
+        outputs=ordered.gradient_forms(plan),
+        scratch=ordered.rings(
+            plan,
+            sum(plan.parts) + len(NUMBERS) - 1,
+            leaving=Swizzled((CONSUMERS, SLOTS, ROWS, PART), plan.dtype, sums=(CONSUMERS, ROWS, PART)),
+            numbers=plgpu.SMEM(how.numbers, jnp.float32),
+            shown=tiled_buffer((2, how.together, CONSUMERS, ROWS, PART), plan.dtype),
+            there=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=2),
+            told=plgpu.Barrier(num_arrivals=1, num_barriers=plan.stages),
+        ),
         warpgroups=CONSUMERS + 1,
         approximate=True,
         across_warps=False,

@@ -439,8 +439,8 @@ FAULTS = {
         Planted(
             "offset-rounded-everywhere",
             "the offset of scores beyond 2^24 is a product that rounds by more than weights can bear",
-            old="jnp.where(jnp.abs(m) < beyond, rate, octave)",
-            new="jnp.where(jnp.abs(m) < beyond, rate, rate)",
+            old="jnp.where(jnp.abs(m) < beyond, scale_log2, power_of_two)",
+            new="jnp.where(jnp.abs(m) < beyond, scale_log2, scale_log2)",
             within="lib.mosaic_gpu.attention",
         ),
         Planted(

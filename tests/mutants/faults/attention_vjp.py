@@ -392,8 +392,8 @@ FAULTS = {
         Planted(
             "one-head-of-the-group",
             "keys are taught by the first query head of their group alone, as often as there are heads",
-            old="return self.guest + turn, self.first",
-            new="return self.guest, self.first",
+            old="return self.streamed_head + turn, self.first",
+            new="return self.streamed_head, self.first",
             within="lib.mosaic_gpu.pairs",
         ),
         Planted(
@@ -429,8 +429,8 @@ FAULTS = {
         Planted(
             "keys-for-values",
             "weights meet q where they should meet d_o",
-            old='guests[name == "d_v"]',
-            new="guests[0]",
+            old='streamed_buffers[name == "d_v"]',
+            new="streamed_buffers[0]",
             gpu=False,  # heads of values may be wider
         ),
     ],

@@ -150,18 +150,18 @@ FAULTS = {
         Planted(
             "l-not-rescaled",
             "the running sum keeps its unit when the maximum grows",
-            old="ref.l[...] * jnp.exp(ref.m[...] - origin) + ",
+            old="ref.l[...] * jnp.exp(ref.m[...] - shift) + ",
             new="ref.l[...] + ",
         ),
         Planted(
             "last-not-summed",
             "the sum of a long ragged row leaves out its last element",
-            old="strip.sums(lambda at: (jnp.exp(at(ref.x) - origin),))",
+            old="strip.sums(lambda at: (jnp.exp(at(ref.x) - shift),))",
             new=(
                 "strip.sums(lambda at: (jnp.where("
                 "jax.lax.broadcasted_iota(jnp.int32, at(ref.x).shape, strip.walk.along)"
                 " + strip.step * strip.walk.block_n + at.start < strip.n - (strip.n > 128),"
-                " jnp.exp(at(ref.x) - origin), 0.0),))"
+                " jnp.exp(at(ref.x) - shift), 0.0),))"
             ),
             small=True,
         ),
@@ -192,7 +192,7 @@ FAULTS = {
         Planted(
             "l-not-rescaled",
             "the running sum keeps its unit when the maximum grows",
-            old="l_before * jnp.exp(m_before - origin(m)) + ",
+            old="l_before * jnp.exp(m_before - shift_of(m)) + ",
             new="l_before + ",
         ),
     ],

@@ -10,7 +10,7 @@ two or, for narrow heads, three:
     consumer 1         S0        S1 P0           S2 P1     ...
     weights 1             ------       ------
 
-Where keys have several shares (``flash``), each is walked so, and then merged with the sums of the shares before it,
+Where keys have several splits (``flash``), each is walked so, and then merged with the sums of the splits before it,
 which lie in shared memory.
 
 A tile that is masked for a query leaves the query's state as it is to the bit, and tiles of keys begin at multiples of
@@ -47,18 +47,18 @@ from portakern.backends.pallas.lib.mosaic_gpu.flash import (
     PART,
     QUERIES,
     ROW,
-    SHARES,
+    SPLITS,
     TILE,
     Merge,
     Plan,
     Tile,
     bias_tile,
-    in_turn,
+    in_ping_pong,
     multiply_keys,
     multiply_values,
     produce,
     same_segment,
-    share_of,
+    tiles_of_split,
     zeros,
 )
 from portakern.backends.pallas.lib.mosaic_gpu.pipeline import REGISTERS, drain, free_all, warp_specialized
@@ -67,7 +67,7 @@ from portakern.spec import Count
 from portakern.specs._exponents import below_overflow, exponents, two_parts
 from portakern.specs.attention import score_unit
 
-KNOBS = {"stages": Count(2, 8), **SHARES}
+KNOBS = {"stages": Count(2, 8), **SPLITS}
 """Two stages at least: values are in use until those of the next keys have arrived; one buffer waits for ever."""
 
 WIDEST = 256
@@ -92,30 +92,30 @@ class Scores(NamedTuple):
             return s
         return (s if self.softcap is None else s * self.softcap) + bias
 
-    def origin(self, m: Any) -> tuple[Any, Any]:
+    def scaled_max(self, m: Any) -> tuple[Any, Any]:
         """(factor, offset): under the maximum m of a row a score's weight is 2^(s factor - offset) (``exponents`` of
         the spec). Of a row that has seen no key, m counts as 0: -inf - -inf would be NaN."""
-        rate, beyond, octave = exponents(self.unit)
-        factor = jnp.where(jnp.abs(m) < beyond, rate, octave)
+        scale_log2, beyond, power_of_two = exponents(self.unit)
+        factor = jnp.where(jnp.abs(m) < beyond, scale_log2, power_of_two)
         return factor, jnp.where(m == -jnp.inf, 0.0, m * factor)
 
-    def weights(self, s: Any, under: tuple[Any, Any]) -> Any:
-        """Of scores, under the maxima of rows that have this origin."""
-        factor, offset = (lax.broadcast_in_dim(x, s.shape, (0,)) for x in under)
+    def weights(self, s: Any, scaled: tuple[Any, Any]) -> Any:
+        """Of scores, under maxima of rows that are scaled so."""
+        factor, offset = (lax.broadcast_in_dim(x, s.shape, (0,)) for x in scaled)
         return jnp.exp2(s * factor - offset)
 
-    def shrunk(self, m: Any, under: tuple[Any, Any]) -> Any:
-        """What sums of weights under the maximum m are multiplied by, to stand under another one's origin. The product
-        has to round as an offset does: a selection keeps it from being fused with the difference."""
-        factor, offset = under
+    def alpha(self, m: Any, scaled: tuple[Any, Any]) -> Any:
+        """What sums of weights under the maximum m are multiplied by, to stand under another one, which is scaled. The
+        product has to round as an offset does: a selection keeps it from being fused with the difference."""
+        factor, offset = scaled
         return jnp.exp2(jnp.where(m == -jnp.inf, m, m * factor) - offset)
 
     def log_sum(self, l: Any, m: Any) -> dict[str, Any]:
         """m + log l in natural units, as two numbers by name: what was subtracted from scores, which is m factor as it
         rounds, and the rate is a number of float32."""
-        rate, beyond, _ = exponents(self.unit)
+        scale_log2, beyond, _ = exponents(self.unit)
         log = jnp.where(l == 0.0, -jnp.inf, jnp.log(l))
-        rounded = in_two(self.origin(m)[1], None, self.unit / two_parts(rate)[0], log)
+        rounded = in_two(self.scaled_max(m)[1], None, self.unit / two_parts(scale_log2)[0], log)
         exact = in_two(m, None, self.unit, log)
         found = (jnp.where(jnp.abs(m) < beyond, a, b) for a, b in zip(rounded, exact, strict=True))
         return dict(zip(LOG_SUM, found, strict=True))
@@ -145,7 +145,7 @@ def plan_of(call: Call, tiling: Mapping[str, int]) -> Plan:
         block_q // QUERIES,
         block_kv,
         tiling["stages"],
-        share_of(call, tiling),
+        tiles_of_split(call, tiling),
         Band.of(call, block_q, block_kv),
         Scores(pre, call.options["softcap"], unit),
         jnp.dtype(call.dtype),
@@ -175,7 +175,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
             f"block_kv={block_kv} with heads of {call.dims['dv']} takes {held} registers a thread for sums and scores, "
             f"and {HELD} are free: use a smaller block_kv"
         )
-    names = "block_kv or stages" + (", or splits=1" if plan.joins else "")
+    names = "block_kv or stages" + (", or splits=1" if plan.merges else "")
     return over_shared(plan.shared, names, across_warps=False)
 
 
@@ -220,7 +220,7 @@ def kernel(ref: Refs, *, plan: Plan, write: Callable[..., None]) -> None:
             work(tile, before)
             return before + tile.steps
 
-        if plan.dealt:
+        if plan.scheduled:
             mine = ref.schedule.at[lax.axis_index("block")]
             lax.fori_loop(0, mine[0], lambda i, before: one(mine[1 + i], before), jnp.int32(0))
             return
@@ -237,10 +237,10 @@ def kernel(ref: Refs, *, plan: Plan, write: Callable[..., None]) -> None:
         plgpu.barrier_arrive(ref.q_free.at[warpgroup])
         free_all(ref.k_free, ref.v_free)
         if plan.consumers > 1:
-            pl.when(warpgroup == plan.consumers - 1)(lambda: plgpu.barrier_arrive(ref.turn.at[0]))
+            pl.when(warpgroup == plan.consumers - 1)(lambda: plgpu.barrier_arrive(ref.ping_pong.at[0]))
         each_tile(partial(consume, ref, plan, warpgroup, write))
         if plan.consumers > 1:
-            pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(ref.turn.at[0]))
+            pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(ref.ping_pong.at[0]))
 
     warp_specialized(warpgroup, plan.consumers, producer, consumer, OF_THREE if plan.consumers == 3 else REGISTERS)
 
@@ -248,29 +248,32 @@ def kernel(ref: Refs, *, plan: Plan, write: Callable[..., None]) -> None:
 def consume(ref: Refs, plan: Plan, warpgroup: Any, write: Callable[..., None], tile: Tile, before: Any) -> None:
     """Compute this warpgroup's queries of one tile, and write them."""
     plgpu.barrier_wait(ref.q_arrived.at[warpgroup])
-    if plan.joins:
-        state = by_shares(ref, plan, warpgroup, tile, before)
+    if plan.merges:
+        state = by_splits(ref, plan, warpgroup, tile, before)
     else:
         state = walk(ref, plan, warpgroup, tile, before, 0 * tile.steps, tile.steps)
     write(ref, plan, warpgroup, tile, *state)
 
 
-def by_shares(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, before: Any) -> tuple[Any, ...]:
-    """The state (acc, l, m) of a tile, whose shares are walked one by one, and merged. The loop over a share's keys has
+def by_splits(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, before: Any) -> tuple[Any, ...]:
+    """The state (acc, l, m) of a tile, whose splits are walked one by one, and merged. The loop over a split's keys has
     no code of borders, which costs registers and time where there is none."""
-    shares = plan.share(tile, tile.steps - 1)  # before the last one
-    offset = lax.rem(tile.first, jnp.int32(plan.each))
+    splits = plan.split_of(tile, tile.steps - 1)  # before the last one
+    offset = lax.rem(tile.first, jnp.int32(plan.split_tiles))
 
-    def share(i: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
-        first, end = jnp.maximum(i * plan.each - offset, 0), jnp.minimum((i + 1) * plan.each - offset, tile.steps)
+    def split(i: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+        first, end = (
+            jnp.maximum(i * plan.split_tiles - offset, 0),
+            jnp.minimum((i + 1) * plan.split_tiles - offset, tile.steps),
+        )
         state = walk(ref, plan, warpgroup, tile, before, first, end)
         acc, l, m = merged(ref, plan, warpgroup, sums[1:], state, i > 0)
-        pl.when(i < shares)(lambda: keep(ref, warpgroup, acc, i == 0))
+        pl.when(i < splits)(lambda: keep(ref, warpgroup, acc, i == 0))
         return acc, l, m
 
     acc = tuple(zeros(PART) for _ in range(plan.parts[1]))
     l = plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), ROW)
-    acc, l, m = lax.fori_loop(0, shares + 1, share, (acc, l, _unseen()))
+    acc, l, m = lax.fori_loop(0, splits + 1, split, (acc, l, _unseen()))
     plgpu.commit_smem()  # these bytes are not read as sums any more
     return acc, l, m
 
@@ -287,18 +290,18 @@ def walk(
 
 
 def first_keys(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, before: Any, step: Any) -> tuple[Any, ...]:
-    """The state (acc, l, m, p) after a share's first keys. Their values wait for the next: acc is 0, p the weights."""
+    """The state (acc, l, m, p) after a split's first keys. Their values wait for the next: acc is 0, p the weights."""
     buffer = lax.rem(before + step, jnp.int32(plan.stages))
     plgpu.barrier_wait(ref.k_arrived.at[buffer])
 
     def work(accumulators: Any, others: Any) -> None:
-        in_turn(ref, plan, warpgroup, lambda: multiply_keys(ref, plan, warpgroup, buffer, accumulators[0]))
+        in_ping_pong(ref, plan, warpgroup, lambda: multiply_keys(ref, plan, warpgroup, buffer, accumulators[0]))
 
     (s,), _ = in_registers(plan.interpret, work, (zeros(plan.block_kv),))
     plgpu.barrier_arrive(ref.k_free.at[buffer])
     s = seen(ref, plan, warpgroup, tile, step, s)
     m = jnp.max(s, axis=1)
-    p = plan.scores.weights(s, plan.scores.origin(m))
+    p = plan.scores.weights(s, plan.scores.scaled_max(m))
     plgpu.barrier_wait(ref.v_arrived.at[buffer])
     acc = tuple(zeros(PART) for _ in range(plan.parts[1]))
     return acc, jnp.sum(p, axis=1), m, p.astype(plan.dtype)
@@ -321,7 +324,7 @@ def more_keys(
             multiply_keys(ref, plan, warpgroup, buffer, dots)
             multiply_values(ref, plan, last, p, products)
 
-        in_turn(ref, plan, warpgroup, issue)
+        in_ping_pong(ref, plan, warpgroup, issue)
         s = finished(dots, later=len(products))
         plgpu.barrier_arrive(ref.k_free.at[buffer])
         s = seen(ref, plan, warpgroup, tile, step, s)
@@ -334,10 +337,10 @@ def more_keys(
     dots = zeros(plan.block_kv)
     (_, *acc), (s, m_new) = chip.in_registers(plan.interpret, work, (dots, *acc), (dots, m))
     plgpu.barrier_arrive(ref.v_free.at[last])
-    under = plan.scores.origin(m_new)
+    scaled = plan.scores.scaled_max(m_new)
     # What is done with the sums needs alpha, so that it stays behind the wait if alpha does: one register a row. Hiding
     # the sums themselves, as accumulators does, costs 4 % at 16k keys.
-    alpha, p = lax.optimization_barrier(plan.scores.shrunk(m, under)), plan.scores.weights(s, under)
+    alpha, p = lax.optimization_barrier(plan.scores.alpha(m, scaled)), plan.scores.weights(s, scaled)
     acc = [part * lax.broadcast_in_dim(alpha, part.shape, (0,)) for part in acc]
     return tuple(acc), l * alpha + jnp.sum(p, axis=1), m_new, p.astype(plan.dtype)
 
@@ -353,7 +356,7 @@ def keep(ref: Refs, warpgroup: Any, acc: tuple[Any, ...], first: Any) -> None:
 def merged(
     ref: Refs, plan: Plan, warpgroup: Any, sums: tuple[Any, Any], state: tuple[Any, ...], begun: Any
 ) -> tuple[Any, ...]:
-    """The state (acc, l, m) of a share merged with that of all before it. ``begun``: whether there are any."""
+    """The state (acc, l, m) of a split merged with that of all before it. ``begun``: whether there are any."""
     (l_before, m_before), (acc, l, m) = sums, state
     merge = Merge.of(plan.scores, m_before, m)
     parts = []

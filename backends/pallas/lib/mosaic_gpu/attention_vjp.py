@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -21,6 +22,7 @@ from portakern.backends.pallas.lib.mosaic_gpu import bias_gradient
 from portakern.backends.pallas.lib.mosaic_gpu import rows as row_walk
 from portakern.backends.pallas.lib.mosaic_gpu.attention import WIDEST
 from portakern.backends.pallas.lib.mosaic_gpu.chip import (
+    Swizzled,
     dtype_refused,
     in_slots,
     over_shared,
@@ -29,6 +31,7 @@ from portakern.backends.pallas.lib.mosaic_gpu.chip import (
 )
 from portakern.backends.pallas.lib.mosaic_gpu.flash import (
     COUNTED,
+    PART,
     bring,
     heaviest_first,
     part_of,
@@ -81,7 +84,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     for plan in plans(call, tiling):
         if plan.held > HELD:
             return (
-                f"tiles of {plan.guest.tile} with heads of {call.dims['d']} and {call.dims['dv']} take {plan.held} "
+                f"tiles of {plan.streamed.tile} with heads of {call.dims['d']} and {call.dims['dv']} take {plan.held} "
                 f"registers a thread for sums and scores, and {HELD} are free: use smaller block_q and block_kv"
             )
         reason = over_shared(plan.shared, "block_q, block_kv or stages", across_warps=False)
@@ -109,6 +112,29 @@ def _by_key(call: Call) -> bool:
     return "d_k" in call.wants or "d_v" in call.wants
 
 
+def rings(plan: Plan, arrivals: int, **buffers: Any) -> dict[str, Any]:
+    """``scratch`` for the ring of streamed tiles, each of which so many copies bring, for resident rows, and for other
+    buffers."""
+    of_first, of_second = plan.parts
+    return {
+        "arrived": plgpu.Barrier(num_arrivals=arrivals, num_barriers=plan.stages),
+        "free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=plan.stages),
+        "streamed_first": Swizzled((plan.stages, of_first, plan.streamed.tile, PART), plan.dtype),
+        "streamed_second": Swizzled((plan.stages, of_second, plan.streamed.tile, PART), plan.dtype),
+        "resident_arrived": plgpu.Barrier(num_arrivals=of_first + of_second, num_barriers=CONSUMERS),
+        "resident_first": Swizzled((CONSUMERS, of_first, ROWS, PART), plan.dtype),
+        "resident_second": Swizzled((CONSUMERS, of_second, ROWS, PART), plan.dtype),
+        **buffers,
+    }
+
+
+def gradient_forms(plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
+    """Gradients of resident rows by name, as the copy engine writes them."""
+    widths = {name: whole_pieces(plan.dv if name == "d_v" else plan.d, plan.dtype) for name in plan.wants}
+    shape = plan.batch, plan.resident.length, plan.heads
+    return {name: jax.ShapeDtypeStruct((*shape, width), plan.dtype) for name, width in widths.items()}
+
+
 def kernel(
     ref: Refs,
     *,
@@ -116,7 +142,7 @@ def kernel(
     consume: Callable[[Refs, Plan, Any, Tile], None],
     tile_of: Callable[[Tile], Tile] = lambda tile: tile,
 ) -> None:
-    """One tile of rows at home, of which a consumer makes what ``consume`` does of ``tile_of`` it."""
+    """One tile of resident rows, of which a consumer makes what ``consume`` does of ``tile_of`` it."""
     warpgroup = lax.axis_index("warpgroup")
     place, i = heaviest_first(lax.axis_index("block"), plan.batch * plan.heads, plan.tiles, plan.band)
     batch = quotient(place, plan.heads)
@@ -129,20 +155,20 @@ def kernel(
 
 
 def produce(ref: Refs, plan: Plan, tile: Tile) -> None:
-    """Bring the rows at home, then guests as buffers are free."""
+    """Bring the resident rows, then streamed tiles as buffers are free."""
     for c in range(CONSUMERS):
         rows = pl.ds(tile.row + c * ROWS, ROWS)
-        for name, buffers in ((plan.home.first, ref.home_first), (plan.home.second, ref.home_second)):
+        for name, buffers in ((plan.resident.first, ref.resident_first), (plan.resident.second, ref.resident_second)):
             array = getattr(ref, name).at[tile.batch, rows, tile.head]
-            bring(array, buffers.copied.at[c], ref.home_arrived.at[c])
+            bring(array, buffers.copied.at[c], ref.resident_arrived.at[c])
 
     @pl.loop(0, tile.steps)
     def _(step: Any) -> None:
         buffer = lax.rem(step, jnp.int32(plan.stages))
         head, j = tile.place(step)
         pl.when(step >= plan.stages)(lambda: plgpu.barrier_wait(ref.free.at[buffer]))
-        rows = pl.ds(j * plan.guest.tile, plan.guest.tile)
-        for name, buffers in ((plan.guest.first, ref.guest_first), (plan.guest.second, ref.guest_second)):
+        rows = pl.ds(j * plan.streamed.tile, plan.streamed.tile)
+        for name, buffers in ((plan.streamed.first, ref.streamed_first), (plan.streamed.second, ref.streamed_second)):
             array = getattr(ref, name).at[tile.batch, rows, head]
             bring(array, buffers.copied.at[buffer], ref.arrived.at[buffer])
         for i, name in enumerate(() if plan.by_query else NUMBERS):
@@ -154,7 +180,7 @@ def produce(ref: Refs, plan: Plan, tile: Tile) -> None:
 
 
 def write(ref: Refs, buffers: Any, plan: Plan, warpgroup: Any, tile: Tile, sums: tuple[Any, ...]) -> None:
-    """Send the gradients of this warpgroup's rows at home on their way, by way of ``buffers``."""
+    """Send the gradients of this warpgroup's resident rows on their way, by way of ``buffers``."""
     rows = pl.ds(tile.row + warpgroup * ROWS, ROWS)
     places = [(name, part) for name, parts in plan.sums.items() for part in range(parts)]
     for (name, part), total, (slot, leaving) in zip(places, sums, in_slots(len(places), SLOTS), strict=True):

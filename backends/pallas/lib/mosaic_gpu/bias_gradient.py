@@ -97,7 +97,7 @@ class BiasPlan(NamedTuple):
 
     Attributes:
       pairs: how scores are made, with queries as rows and as many keys at a time as a buffer of bias has in a row.
-      visits: the same pairs as they come by: a tile of keys at home, and tiles of queries.
+      visits: the same pairs as they come by: a tile of resident keys, and tiles of queries.
       shape, dtype: those of bias.
     """
 
@@ -119,7 +119,7 @@ class BiasPlan(NamedTuple):
     @property
     def parts(self) -> list[slice]:
         """The keys of a tile, as many at a time as a buffer for bias has in a row."""
-        columns = self.pairs.guest.tile
+        columns = self.pairs.streamed.tile
         return [slice(first, first + columns) for first in range(0, KEYS, columns)]
 
     @property
@@ -166,11 +166,11 @@ class BiasPlan(NamedTuple):
         """The keys of a turn, and the heads and tiles of queries that come by."""
         batch = quotient(turn, self.key_heads)
         head, heads = turn - batch * self.key_heads, self.pairs.group
-        guest = head * heads
+        streamed = head * heads
         if self.shape[1] > 1:
-            head, guest, heads = quotient(block.head, self.pairs.group), block.head, 1
+            head, streamed, heads = quotient(block.head, self.pairs.group), block.head, 1
         batch = batch if self.shape[0] == 1 else block.batch
-        return Tile(batch, head, block.j * KEYS, guest, heads, block.first, block.span)
+        return Tile(batch, head, block.j * KEYS, streamed, heads, block.first, block.span)
 
 
 def bias_plan(call: Call, tiling: Mapping[str, int]) -> BiasPlan:
@@ -182,7 +182,7 @@ def bias_plan(call: Call, tiling: Mapping[str, int]) -> BiasPlan:
         pairs, visits = (plan_of(call, cut, wants) for wants in (("d_q",), ("d_k",)))
         # A key's sum is its own, whatever keys beyond the last have; so is a query's, where it has a row of bias.
         band = pairs.band._replace(block_kv=columns, closed=True)
-        pairs = pairs._replace(band=band, guest=pairs.guest._replace(tile=columns))
+        pairs = pairs._replace(band=band, streamed=pairs.streamed._replace(tile=columns))
         visits = visits._replace(band=visits.band._replace(closed=bias.shape[2] > 1), rows=KEYS)
         plan = BiasPlan(pairs, visits, bias.shape, dtype)
         if plan.fits:
@@ -247,7 +247,7 @@ def bring_bias(ref: Refs, plan: BiasPlan, block: Block) -> None:
 def _places(plan: BiasPlan, block: Block, consumer: Any, part: int) -> tuple[Any, Any]:
     """The queries, and the keys, of a buffer for a part of a tile."""
     rows = pl.ds(block.first * QUERIES + consumer * ROWS, ROWS)
-    return rows, pl.ds(block.j * KEYS + plan.parts[part].start, plan.pairs.guest.tile)
+    return rows, pl.ds(block.j * KEYS + plan.parts[part].start, plan.pairs.streamed.tile)
 
 
 def bring_queries(ref: Refs, tile: Tile, count: Any, stages: Any, step: Any) -> None:
@@ -275,7 +275,7 @@ def consume(ref: Refs, plan: BiasPlan, warpgroup: Any, block: Block) -> None:
         plgpu.barrier_arrive(ref.keys_free.at[buffer])
         return sums
 
-    sums = tuple(zeros(plan.pairs.guest.tile) for _ in plan.parts)
+    sums = tuple(zeros(plan.pairs.streamed.tile) for _ in plan.parts)
     for visit, first, after in visits_of(plan, block, ref.far[0] != 0):
         sums = lax.fori_loop(first, after, partial(of_turn, visit), sums)
     (write_row if plan.one_row else write)(ref, plan, warpgroup, block, sums)
@@ -314,9 +314,9 @@ def add(
             plgpu.load(ref.numbers.at[buffer, n, warpgroup], layout=ROW, optimized=False) for n in range(len(NUMBERS))
         )
         head, i = tile.place(step)
-        at_home = tile._replace(head=head, row=i * QUERIES)
-        first = quotient(tile.row, pairs.guest.tile)
-        places = [(warpgroup, at_home, head, first + n, cut) for n in range(len(plan.parts))]
+        resident = tile._replace(head=head, row=i * QUERIES)
+        first = quotient(tile.row, pairs.streamed.tile)
+        places = [(warpgroup, resident, head, first + n, cut) for n in range(len(plan.parts))]
         dots = finished(accumulators[0], later=pairs.parts[1])
         p = [
             weights(ref, pairs, place, lse, dots[:, keys], bias_of(ref, plan, warpgroup, n))[0]
@@ -326,7 +326,7 @@ def add(
         for total, place, keys, p_n in zip(totals, places, plan.parts, p, strict=True):
             (d_s,) = kept(ref, pairs, place, 0.0, slopes(pairs, delta, p_n, None, d_p[:, keys]))
             if plan.one_row and cut:
-                d_s = within(d_s, 0, at_home.row + warpgroup * ROWS, pairs.home.length, of=QUERIES)
+                d_s = within(d_s, 0, resident.row + warpgroup * ROWS, pairs.resident.length, of=QUERIES)
             total[...] += d_s
 
     _, after = in_registers(pairs.interpret, work, (zeros(KEYS),) * 2, sums)
@@ -339,9 +339,9 @@ def bias_of(ref: Refs, plan: BiasPlan, warpgroup: Any, part: int) -> Any:
     """A part of the tile of bias, beside this warpgroup's queries."""
     if not plan.one_row:
         return plgpu.load(ref.tile.tiled.at[warpgroup, part], layout=TILE).astype(jnp.float32)
-    columns = pl.ds(plan.parts[part].start, plan.pairs.guest.tile)
+    columns = pl.ds(plan.parts[part].start, plan.pairs.streamed.tile)
     row = plgpu.load(ref.bias_row.at[columns], layout=COLUMN, optimized=False).astype(jnp.float32)
-    return lax.broadcast_in_dim(row, (ROWS, plan.pairs.guest.tile), (1,))
+    return lax.broadcast_in_dim(row, (ROWS, plan.pairs.streamed.tile), (1,))
 
 
 def write(ref: Refs, plan: BiasPlan, warpgroup: Any, block: Block, sums: tuple[Any, ...]) -> None:
@@ -376,7 +376,7 @@ def write_row(ref: Refs, plan: BiasPlan, warpgroup: Any, block: Block, sums: tup
 def bias_gradient(call: Call, tiling: Mapping[str, int], inputs: Mapping[str, jax.Array]) -> jax.Array:
     """d_bias. inputs: among others q, k, v and d_o as the copy engine takes them, and ``NUMBERS``."""
     plan = bias_plan(call, tiling)
-    pairs, (of_first, of_second), width = plan.pairs, plan.pairs.parts, _width(plan)
+    width = _width(plan)
     bias = padded_rows(call.arrays["bias"], width)
     rows, keys = (padded(call.dims[name], QUERIES) for name in ("q_len", "kv_len"))
     # A number of turns that compilers know they know too much (``anew``).
@@ -385,8 +385,6 @@ def bias_gradient(call: Call, tiling: Mapping[str, int], inputs: Mapping[str, ja
         "bias": bias,
         "turns": jnp.full((1,), plan.turns, jnp.int32),
     } | segments(call, rows, keys)
-    buffers, of_bias = scratch_of(plan)
-    arrivals = CONSUMERS * (of_first + of_second + len(NUMBERS))
     found = launch(
         call,
         partial(kernel, plan=plan),
@@ -394,14 +392,7 @@ def bias_gradient(call: Call, tiling: Mapping[str, int], inputs: Mapping[str, ja
         (plan.shape[0] * plan.shape[1] * plan.tiles[0] * plan.tiles[1],),
         inputs={name: inputs[name] for name in ("q", "k", "v", "d_o", *NUMBERS)} | more,
         outputs={"d_bias": jax.ShapeDtypeStruct((*plan.shape[:3], width), plan.dtype)},
-        scratch={
-            **buffers,
-            "bias_arrived": plgpu.Barrier(num_arrivals=of_bias),
-            "queries_arrived": plgpu.Barrier(num_arrivals=arrivals, num_barriers=pairs.stages),
-            "queries_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=pairs.stages),
-            "keys_arrived": plgpu.Barrier(num_arrivals=of_first + of_second, num_barriers=pairs.stages),
-            "keys_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=pairs.stages),
-        },
+        scratch=scratch_of(plan),
         warpgroups=CONSUMERS + 1,
         approximate=True,
         across_warps=plan.one_row,
@@ -409,20 +400,30 @@ def bias_gradient(call: Call, tiling: Mapping[str, int], inputs: Mapping[str, ja
     return found["d_bias"][..., : plan.shape[3]]
 
 
-def scratch_of(plan: BiasPlan) -> tuple[dict[str, Any], int]:
-    """The buffers, and how many copies bring the tile of bias."""
+def scratch_of(plan: BiasPlan) -> dict[str, Any]:
+    """The rings of keys and of queries with their barriers, the tile of bias, and a sum that is handed over."""
     stages, (of_first, of_second), dtype = plan.pairs.stages, plan.pairs.parts, plan.pairs.dtype
-    found: dict[str, Any] = {
-        "queries": Swizzled((stages, CONSUMERS, of_first, ROWS, PART), dtype),
-        "cotangents": Swizzled((stages, CONSUMERS, of_second, ROWS, PART), dtype),
-        "keys": Swizzled((stages, of_first, KEYS, PART), dtype),
-        "values": Swizzled((stages, of_second, KEYS, PART), dtype),
-        "numbers": plgpu.SMEM((stages, len(NUMBERS), CONSUMERS, ROWS), jnp.float32),
+    one_row, columns, of_both = plan.one_row, plan.pairs.streamed.tile, of_first + of_second
+    of_queries = CONSUMERS * (of_both + len(NUMBERS))
+    free = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages)
+    row: dict[str, Any] = {"bias_row": plgpu.SMEM((KEYS,), plan.dtype)}
+    handed: dict[str, Any] = {
+        "handed": tiled_buffer((len(plan.parts), ROWS, columns), jnp.float32),
+        "handed_over": plgpu.Barrier(num_arrivals=1),
     }
-    if plan.one_row:
-        found["bias_row"] = plgpu.SMEM((KEYS,), plan.dtype)
-        found["handed"] = tiled_buffer((len(plan.parts), ROWS, plan.pairs.guest.tile), jnp.float32)
-        found["handed_over"] = plgpu.Barrier(num_arrivals=1)
-        return found, 1
-    found["tile"] = Swizzled((CONSUMERS, len(plan.parts), ROWS, plan.pairs.guest.tile), plan.dtype)
-    return found, CONSUMERS * len(plan.parts)
+    tile: dict[str, Any] = {"tile": Swizzled((CONSUMERS, len(plan.parts), ROWS, columns), plan.dtype)}
+    return {
+        "bias_arrived": plgpu.Barrier(num_arrivals=1 if one_row else CONSUMERS * len(plan.parts)),
+        **(row if one_row else {}),
+        "cotangents": Swizzled((stages, CONSUMERS, of_second, ROWS, PART), dtype),
+        **(handed if one_row else {}),
+        "keys": Swizzled((stages, of_first, KEYS, PART), dtype),
+        "keys_arrived": plgpu.Barrier(num_arrivals=of_both, num_barriers=stages),
+        "keys_free": free,
+        "numbers": plgpu.SMEM((stages, len(NUMBERS), CONSUMERS, ROWS), jnp.float32),
+        "queries": Swizzled((stages, CONSUMERS, of_first, ROWS, PART), dtype),
+        "queries_arrived": plgpu.Barrier(num_arrivals=of_queries, num_barriers=stages),
+        "queries_free": free,
+        **({} if one_row else tile),
+        "values": Swizzled((stages, of_second, KEYS, PART), dtype),
+    }

@@ -231,7 +231,8 @@ def launch(
 ) -> dict[str, jax.Array]:
     """Run ``kernel(ref)`` in every block of a grid, and return what it wrote by name.
 
-    ``ref`` holds the operands, whole and in device memory, and ``scratch``: buffers in shared memory, and barriers.
+    ``ref`` holds the operands, whole and in device memory, and ``scratch``: buffers in shared memory, and barriers, in
+    the order in which they lie there.
     ``axes`` names the axes of the grid, ``cluster`` those of the blocks of one cluster, which see each other's shared
     memory, with their extents; of several warpgroups each runs the kernel, and ``lax.axis_index("warpgroup")``
     says which one it is. ``approximate``: exponentials and logarithms are the chip's own instructions, within a few
@@ -240,6 +241,7 @@ def launch(
     inside ``plgpu.force_gpu_interpret_mode`` the parameters chosen there win.
     """
     names = (*inputs, *outputs)
+    places = {f"scratch{i:02}": buffer for i, buffer in enumerate(scratch)}  # JAX sorts them by name
     if call.interpret and warpgroups > _host_threads():
         say(
             f"portakern: each of {warpgroups} warpgroups takes a thread of XLA's on the host, which has "
@@ -247,7 +249,8 @@ def launch(
             "NPROC=8 in its environment"
         )
 
-    def on_named_refs(*refs: Any, **scoped: Any) -> None:
+    def on_named_refs(*refs: Any, **placed: Any) -> None:
+        scoped = {places[place]: buffer for place, buffer in placed.items()}
         for buffer in (name for name, form in scratch.items() if isinstance(form, Swizzled)):
             views = scoped[buffer]
             scoped[buffer] = Views(views[0], *views) if call.interpret else Views(*views)
@@ -260,8 +263,8 @@ def launch(
         on_named_refs,
         out_type=[*outputs.values()],
         scratch_types={
-            name: form.allocated(call.interpret) if isinstance(form, Swizzled) else form
-            for name, form in scratch.items()
+            place: form.allocated(call.interpret) if isinstance(form, Swizzled) else form
+            for place, form in zip(places, scratch.values(), strict=True)
         },
         grid=grid,
         grid_names=axes,

@@ -7,9 +7,9 @@ take turns to issue products to the tensor cores, so that the softmax of one run
 Every buffer holds 64 elements of a head, 128 bytes, a row: a head is as many buffers side by side (``parts``), of which
 the last may reach beyond its end. The copy engine leaves 0 there, as it does beyond the last query and key.
 
-Many keys are cut into shares of whole tiles, each of which has a state (acc, l, m) of its own, and the states of a
-query's shares are merged from the first to the last. How long a share is follows from how many keys a query may see
-and from the tiling, and not from how many queries, heads or samples there are. One block may walk all shares, or each
+Many keys are cut into splits of whole tiles, each of which has a state (acc, l, m) of its own, and the states of a
+query's splits are merged from the first to the last. How long a split is follows from how many keys a query may see
+and from the tiling, and not from how many queries, heads or samples there are. One block may walk all splits, or each
 share have a block: the sums are the same, in the same order. So it may depend on the number of queries which of the two
 happens, and no bit of a query does.
 
@@ -49,8 +49,8 @@ OF_THREE = 24, 160
 LSE_BYTES = 2 * ALIGNED
 """Shared memory for what is written of lse and lse_low, which is less."""
 
-SHARES = {"splits": Count(1, 64), "chunk": PowerOfTwo(64, 1 << 20)}
-"""Knobs: the shares of the keys that a query sees, at most, and one more where they begin within one; keys of a share
+SPLITS = {"splits": Count(1, 64), "chunk": PowerOfTwo(64, 1 << 20)}
+"""Knobs: the splits of the keys that a query sees, at most, and one more where they begin within one; keys of a split
 at least."""
 
 TOGETHER = 8
@@ -87,7 +87,7 @@ class Plan:
     Attributes:
       batch, heads, group, q_len, d, dv: extents; heads are those of q.
       consumers: warpgroups that compute; block_kv: keys of a tile; stages: buffers of keys, and of values.
-      each: tiles of keys of a share, which begins at a multiple of so many.
+      split_tiles: tiles of keys of a split, which begins at a multiple of so many.
       band: what a tile of all consumers' queries sees. scores, dtype, interpret: as the call has them.
     """
 
@@ -100,7 +100,7 @@ class Plan:
     consumers: int
     block_kv: int
     stages: int
-    each: int
+    split_tiles: int
     band: Band
     scores: Any
     dtype: Any
@@ -125,25 +125,25 @@ class Plan:
         return min(self.tiles, HOPPER.cores or 1)
 
     @property
-    def dealt(self) -> bool:
+    def scheduled(self) -> bool:
         """Whether blocks take several tiles, and a table (``schedule``) says which."""
         return self.tiles > self.blocks
 
     @property
-    def several(self) -> bool:
-        """Whether the keys have several shares."""
-        return self.each < pl.cdiv(self.band.kv_len, self.block_kv)
+    def has_splits(self) -> bool:
+        """Whether the keys have several splits."""
+        return self.split_tiles < pl.cdiv(self.band.kv_len, self.block_kv)
 
     @property
-    def joins(self) -> bool:
-        """Whether a consumer walks several shares, and merges them."""
-        return self.several
+    def merges(self) -> bool:
+        """Whether a consumer walks several splits, and merges them."""
+        return self.has_splits
 
     @property
     def slots(self) -> int:
         """Buffers for what a consumer writes: one is filled while the other is on its way, where there is room. Where
-        shares are merged, as many as take the room of their sums."""
-        if self.joins:
+        splits are merged, as many as take the room of their sums."""
+        if self.merges:
             return self.parts[1] * jnp.dtype(jnp.float32).itemsize // self.dtype.itemsize
         return 2 if over_shared(self._shared(2), "", across_warps=False) is None else 1
 
@@ -157,9 +157,9 @@ class Plan:
         rows = self.consumers * QUERIES * (of_keys + slots) + self.stages * self.block_kv * (of_keys + of_values)
         return rows * PART * self.dtype.itemsize + LSE_BYTES
 
-    def share(self, tile: Tile, step: Any) -> Any:
+    def split_of(self, tile: Tile, step: Any) -> Any:
         """Shares that came before the one of a step's keys, of those that a tile sees."""
-        return quotient(tile.first + step, self.each) - quotient(tile.first, self.each)
+        return quotient(tile.first + step, self.split_tiles) - quotient(tile.first, self.split_tiles)
 
     def queries(self, q: Any, tile: Tile, rows: Any) -> Any:
         """Rows of a tile's queries, (rows, d), of all of them."""
@@ -196,22 +196,22 @@ def schedule(plan: Plan) -> np.ndarray:
     spans = (plan.band.span(i) for i in range(tiles))
     steps = [max(last - min(max(first, 0), end), 0) + 1 for first, last in spans]
     done = [(0.0, block) for block in range(plan.blocks)]
-    dealt: list[list[int]] = [[] for _ in done]
+    scheduled: list[list[int]] = [[] for _ in done]
     for index in range(plan.tiles):
         section, rest = divmod(index, TOGETHER * tiles)
         down = rest // min(places - section * TOGETHER, TOGETHER)
         time, block = done[0]
         steps_here = steps[down if plan.band.last is None else tiles - 1 - down]
         heapq.heapreplace(done, (time + steps_here + BEGINNING, block))
-        dealt[block].append(index)
-    found = np.zeros((plan.blocks, 1 + max(map(len, dealt))), np.int32)
-    for row, mine in zip(found, dealt, strict=True):
+        scheduled[block].append(index)
+    found = np.zeros((plan.blocks, 1 + max(map(len, scheduled))), np.int32)
+    for row, mine in zip(found, scheduled, strict=True):
         row[0], row[1 : 1 + len(mine)] = len(mine), mine
     return found
 
 
-def share_of(call: Call, tiling: Mapping[str, int]) -> int:
-    """Tiles of keys that make a share."""
+def tiles_of_split(call: Call, tiling: Mapping[str, int]) -> int:
+    """Tiles of keys that make a split."""
     kv_len, (left, right) = call.dims["kv_len"], call.options["window"] or (None, None)
     right = 0 if call.options["is_causal"] else right
     seen = kv_len if left is None or right is None else min(kv_len, left + right + 1)
@@ -220,7 +220,7 @@ def share_of(call: Call, tiling: Mapping[str, int]) -> int:
 
 
 class Merge(NamedTuple):
-    """How the state of a share is added to that of those before it: of two sums the one whose maximum is lower shrinks
+    """How the state of a split is added to that of those before it: of two sums the one whose maximum is lower shrinks
     by ``weight``. No sum has more than one product in it, so that compilers cannot differ in which one they fuse.
 
     before, more: the maxima of rows, or of one row.
@@ -234,7 +234,7 @@ class Merge(NamedTuple):
     def of(cls, scores: Any, before: Any, more: Any) -> Merge:
         """Where neither saw a key, nothing comes to nothing."""
         low, high = jnp.where(before >= more, more, before), jnp.where(before >= more, before, more)
-        return cls(before, more, scores.shrunk(low, scores.origin(high)))
+        return cls(before, more, scores.alpha(low, scores.scaled_max(high)))
 
     @property
     def maximum(self) -> Any:
@@ -243,8 +243,8 @@ class Merge(NamedTuple):
     def rows(self, before: Any, more: Any) -> Any:
         """The sum of l. Numbers alone are never fused, so those of rows must not be: a selection stands between."""
         earlier = self.before >= self.more
-        shrunk = jnp.where(earlier, more, before) * self.weight
-        return jnp.where(earlier, before, more) + jnp.where(self.weight <= 1.0, shrunk, self.weight)
+        scaled = jnp.where(earlier, more, before) * self.weight
+        return jnp.where(earlier, before, more) + jnp.where(self.weight <= 1.0, scaled, self.weight)
 
     def elements(self, before: Any, more: Any) -> Any:
         """The sum of acc, (rows, columns), or of a part of one row's, which as many equal maxima stand beside."""
@@ -254,24 +254,26 @@ class Merge(NamedTuple):
         return jnp.where(earlier, before, more) + jnp.where(earlier, more, before) * weight
 
 
-def rings(plan: Plan, **buffers: Any) -> dict[str, Any]:
-    """``scratch`` for the buffers that queries, keys and values come through, and others, then for their barriers."""
+def rings(plan: Plan, written: Any, **buffers: Any) -> dict[str, Any]:
+    """``scratch`` for the rings that queries, keys and values come through, with their barriers, for what is
+    ``written``, and for other buffers."""
     of_keys, of_values = plan.parts
-    found = {
-        "queries": Swizzled((plan.consumers, of_keys, QUERIES, PART), plan.dtype),
+    free = plgpu.Barrier(num_arrivals=plan.consumers, num_barriers=plan.stages)
+    several = {"ping_pong": plgpu.Barrier(num_arrivals=1, num_barriers=plan.consumers)} if plan.consumers > 1 else {}
+    return {
+        "k_arrived": plgpu.Barrier(num_arrivals=of_keys, num_barriers=plan.stages),
+        "k_free": free,
         "keys": Swizzled((plan.stages, of_keys, plan.block_kv, PART), plan.dtype),
-        "values": Swizzled((plan.stages, of_values, plan.block_kv, PART), plan.dtype),
         **buffers,
         "q_arrived": plgpu.Barrier(num_arrivals=of_keys, num_barriers=plan.consumers),
-        "k_arrived": plgpu.Barrier(num_arrivals=of_keys, num_barriers=plan.stages),
-        "v_arrived": plgpu.Barrier(num_arrivals=of_values, num_barriers=plan.stages),
         "q_free": plgpu.Barrier(num_arrivals=1, num_barriers=plan.consumers),
-        "k_free": plgpu.Barrier(num_arrivals=plan.consumers, num_barriers=plan.stages),
-        "v_free": plgpu.Barrier(num_arrivals=plan.consumers, num_barriers=plan.stages),
+        "queries": Swizzled((plan.consumers, of_keys, QUERIES, PART), plan.dtype),
+        **several,
+        "v_arrived": plgpu.Barrier(num_arrivals=of_values, num_barriers=plan.stages),
+        "v_free": free,
+        "values": Swizzled((plan.stages, of_values, plan.block_kv, PART), plan.dtype),
+        "written": written,
     }
-    if plan.consumers > 1:
-        found["turn"] = plgpu.Barrier(num_arrivals=1, num_barriers=plan.consumers)
-    return found
 
 
 def produce(ref: Refs, plan: Plan, tile: Tile, before: Any) -> None:
@@ -327,14 +329,14 @@ def multiply_values(ref: Refs, plan: Plan, buffer: Any, p: Any, products: Any) -
         issue_product(acc, p, ref.values.tiled.at[buffer, part])
 
 
-def in_turn(ref: Refs, plan: Plan, warpgroup: Any, issue: Callable[[], None]) -> None:
+def in_ping_pong(ref: Refs, plan: Plan, warpgroup: Any, issue: Callable[[], None]) -> None:
     """Issue products when it is this consumer's turn."""
     if plan.consumers > 1:
-        plgpu.barrier_wait(ref.turn.at[warpgroup])
+        plgpu.barrier_wait(ref.ping_pong.at[warpgroup])
     issue()
     if plan.consumers > 1:
         following = 1 - warpgroup if plan.consumers == 2 else lax.rem(warpgroup + 1, jnp.int32(plan.consumers))
-        plgpu.barrier_arrive(ref.turn.at[following])
+        plgpu.barrier_arrive(ref.ping_pong.at[following])
 
 
 def anew(index: Any, count: Any) -> Any:

@@ -40,7 +40,7 @@ from portakern.specs._exponents import two_parts
 from portakern.specs.attention import far_from, scale_of
 
 CONSUMERS, ROWS = 2, 64
-"""Warpgroups that compute, and rows at home of each: those of one instruction of the tensor cores."""
+"""Warpgroups that compute, and resident rows of each: those of one instruction of the tensor cores."""
 
 SLOTS = 2
 """Buffers for what a consumer writes: one is filled while the other is on its way."""
@@ -52,7 +52,7 @@ LEAST = 1e-30
 """What stands for a second number of 0 of an lse that is far from 0."""
 
 Place = tuple[Any, "Tile", Any, Any, bool]
-"""Where a tile of scores is: its warpgroup, the rows at home, the head and the tile of guests; and whether it is
+"""Where a tile of scores is: its warpgroup, the resident rows, the head and the streamed tile; and whether it is
 ``cut``: whether the band may cut through it, or lse be far from 0."""
 
 Fold = Callable[[bool, Any, tuple[Any, ...]], tuple[Any, ...]]
@@ -74,17 +74,18 @@ class Plan(NamedTuple):
     """How some gradients are cut.
 
     Attributes:
-      wants: the gradients. home, guest: the sides. batch, heads: of the rows at home; group: query heads of a key head.
-      by_query: whether queries are at home. d, dv, stages, dtype, interpret: as the call and the tiling have them.
-      band: which guests a row at home sees, in tiles of ``ROWS`` and of guests.
+      wants: the gradients. resident, streamed: the sides. batch, heads: of the resident rows; group: query heads of a
+        key head.
+      by_query: whether queries are resident. d, dv, stages, dtype, interpret: as the call and the tiling have them.
+      band: which streamed rows a resident one sees, in tiles of ``ROWS`` and of streamed rows.
       pre, capped, factor, unit: how scores come of dots: what multiplies a dot, whether its tanh is taken and what
         multiplies that, and the unit of the score. scale: of d_q and d_k.
-      rows: of a tile at home.
+      rows: of a resident tile.
     """
 
     wants: tuple[str, ...]
-    home: Side
-    guest: Side
+    resident: Side
+    streamed: Side
     batch: int
     heads: int
     group: int
@@ -103,7 +104,7 @@ class Plan(NamedTuple):
     rows: int = CONSUMERS * ROWS
 
     @property
-    def beside(self) -> bool:
+    def overlaps(self) -> bool:
         """Whether weights are computed beside products. Products of narrower heads are too short for what it costs,
         and those of wider ones leave no registers."""
         return PART < max(self.d, self.dv) <= 2 * PART
@@ -115,8 +116,8 @@ class Plan(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        """Tiles of rows at home, of one head."""
-        return pl.cdiv(self.home.length, self.rows)
+        """Tiles of resident rows, of one head."""
+        return pl.cdiv(self.resident.length, self.rows)
 
     @property
     def sums(self) -> dict[str, int]:
@@ -126,19 +127,19 @@ class Plan(NamedTuple):
     @property
     def shared(self) -> int:
         """Bytes of shared memory."""
-        rows = (CONSUMERS * ROWS + self.stages * self.guest.tile) * sum(self.parts) + CONSUMERS * SLOTS * ROWS
+        rows = (CONSUMERS * ROWS + self.stages * self.streamed.tile) * sum(self.parts) + CONSUMERS * SLOTS * ROWS
         numbers = math.prod(self.numbers) * jnp.dtype(jnp.float32).itemsize
         return aligned(rows * PART * self.dtype.itemsize, numbers)
 
     @property
     def numbers(self) -> tuple[int, int, int]:
-        """The buffers of ``NUMBERS`` that come by beside queries. Queries at home have theirs in registers."""
-        return (0 if self.by_query else self.stages), len(NUMBERS), self.guest.tile
+        """The buffers of ``NUMBERS`` that come by beside queries. Resident queries have theirs in registers."""
+        return (0 if self.by_query else self.stages), len(NUMBERS), self.streamed.tile
 
     def inner(self, tile: Tile, together: int = 1) -> tuple[Any, Any]:
-        """Turns of so many tiles of guests ``together``: the first of a head all of whose pairs see each other, and the
+        """Turns of so many streamed tiles ``together``: the first of a head all of whose pairs see each other, and the
         first after those."""
-        band, rows, size = self.band, self.rows, self.guest.tile
+        band, rows, size = self.band, self.rows, self.streamed.tile
         turns, begin = lax.div(tile.span, jnp.int32(together)), jnp.int32(0)
         ends = [] if band.closed or not band.kv_len % size else [jnp.int32(band.kv_len // size)]
         if band.first is not None:
@@ -157,17 +158,17 @@ class Plan(NamedTuple):
     @property
     def held(self) -> int:
         """Registers of a consumer's thread: sums, two tiles of numbers, and what is rounded of them."""
-        return sum(self.sums.values()) * PART // 2 + self.guest.tile + self.guest.tile // 4 * len(self.wants)
+        return sum(self.sums.values()) * PART // 2 + self.streamed.tile + self.streamed.tile // 4 * len(self.wants)
 
 
 class Tile(NamedTuple):
-    """The rows at home of one head, from ``row`` on, and what comes by: ``span`` tiles of each of so many ``heads`` of
-    guests, from ``guest`` on, which begin with the ``first``."""
+    """The resident rows of one head, from ``row`` on, and what comes by: ``span`` tiles of each of so many ``heads`` of
+    streamed rows, from ``streamed_head`` on, which begin with the ``first``."""
 
     batch: Any
     head: Any
     row: Any
-    guest: Any
+    streamed_head: Any
     heads: int
     first: Any
     span: Any
@@ -176,19 +177,19 @@ class Tile(NamedTuple):
     def at(cls, plan: Plan, batch: Any, head: Any, i: Any) -> Tile:
         band = plan.band._replace(block_q=plan.rows)
         first, last = band.span(i)
-        guest, heads = (quotient(head, plan.group), 1) if plan.by_query else (head * plan.group, plan.group)
-        return cls(batch, head, i * plan.rows, guest, heads, first, jnp.maximum(last - first + 1, 0))
+        streamed, heads = (quotient(head, plan.group), 1) if plan.by_query else (head * plan.group, plan.group)
+        return cls(batch, head, i * plan.rows, streamed, heads, first, jnp.maximum(last - first + 1, 0))
 
     @property
     def steps(self) -> Any:
         return self.span * self.heads
 
     def place(self, step: Any) -> tuple[Any, Any]:
-        """The head and the tile of guests of a step."""
+        """The head and the streamed tile of a step."""
         if self.heads == 1:
-            return self.guest, self.first + step
+            return self.streamed_head, self.first + step
         turn = lax.div(step, self.span)
-        return self.guest + turn, self.first + step - turn * self.span
+        return self.streamed_head + turn, self.first + step - turn * self.span
 
 
 class Delta(Formula):
@@ -211,16 +212,16 @@ def plan_of(call: Call, tiling: Mapping[str, int], wants: tuple[str, ...]) -> Pl
     dims, by_query = call.dims, wants == ("d_q",)
     queries = Side("q", "d_o", "q_ids", tiling["block_q"], dims["q_len"])
     keys = Side("k", "v", "kv_ids", tiling["block_kv"], dims["kv_len"])
-    home, guest = (queries, keys) if by_query else (keys, queries)
-    band = Band.of(call, ROWS, guest.tile)
+    resident, streamed = (queries, keys) if by_query else (keys, queries)
+    band = Band.of(call, ROWS, streamed.tile)
     if not by_query:
         first, last = (None if bound is None else -bound for bound in (band.last, band.first))
-        band = Band(first, last, dims["q_len"], ROWS, guest.tile)
+        band = Band(first, last, dims["q_len"], ROWS, streamed.tile)
     pre, factor, unit = UnitOf.gradients(call)
     return Plan(
         wants,
-        home,
-        guest,
+        resident,
+        streamed,
         dims["batch"],
         dims["kv_heads"] * (dims["group"] if by_query else 1),
         dims["group"],
@@ -240,8 +241,8 @@ def plan_of(call: Call, tiling: Mapping[str, int], wants: tuple[str, ...]) -> Pl
 
 
 def walk(plan: Plan, tile: Tile, fold: Fold, sums: tuple[Any, ...], far: Any, together: int = 1) -> tuple[Any, ...]:
-    """``fold(cut, turn, sums)`` over all guests, so many tiles ``together``: of each head those on borders of the band,
-    those inside, where nothing has to be ``cut``, and those on borders. ``far``: all are cut (`is_far`)."""
+    """``fold(cut, turn, sums)`` over all streamed tiles, so many ``together``: of each head those on borders of the
+    band, those inside, where nothing has to be ``cut``, and those on borders. ``far``: all are cut (`is_far`)."""
     turns, each = (lax.div(n, jnp.int32(together)) for n in (tile.steps, tile.span))
     if plan.band.inside(*map(jnp.int32, (0, 0))) is True:
         near = jnp.where(far, 0, turns)
@@ -277,7 +278,7 @@ def after_reading(interpret: bool) -> None:
 
 def is_far(ref: Refs, plan: Plan, tile: Tile) -> Any:
     """Whether some query of a key head has an lse far from 0."""
-    return ref.far[tile.batch, tile.guest if plan.by_query else tile.head] != 0
+    return ref.far[tile.batch, tile.streamed_head if plan.by_query else tile.head] != 0
 
 
 def read_number(ref: Refs, buffer: Any, i: int) -> Any:
@@ -324,9 +325,9 @@ def slopes(plan: Plan, delta: Any, p: Any, t: Any, d_p: Any) -> Any:
 
 
 def places(plan: Plan, place: Place) -> tuple[Any, Any]:
-    """The rows at home, and the guests, of a tile."""
+    """The resident rows, and the streamed ones, of a tile."""
     warpgroup, tile, _, j, _ = place
-    return pl.ds((quotient(tile.row, ROWS) + warpgroup) * ROWS, ROWS), pl.ds(j * plan.guest.tile, plan.guest.tile)
+    return pl.ds((quotient(tile.row, ROWS) + warpgroup) * ROWS, ROWS), pl.ds(j * plan.streamed.tile, plan.streamed.tile)
 
 
 def beside(plan: Plan, number: Any, shape: tuple[int, int]) -> Any:
@@ -336,7 +337,7 @@ def beside(plan: Plan, number: Any, shape: tuple[int, int]) -> Any:
 
 def shares_segment(ref: Refs, plan: Plan, place: Place) -> Any:
     """Which pairs of a tile share a segment."""
-    of_rows, of_columns = getattr(ref, plan.home.ids), getattr(ref, plan.guest.ids)
+    of_rows, of_columns = getattr(ref, plan.resident.ids), getattr(ref, plan.streamed.ids)
     return same_segment(of_rows, of_columns, place[1].batch, *places(plan, place))
 
 
@@ -382,13 +383,13 @@ def statistics(call: Call) -> dict[str, jax.Array]:
 
 
 def masks(call: Call, plan: Plan) -> dict[str, jax.Array]:
-    """Bias and segment ids, (batch, words, len), as the kernel reads them: in whole tiles, rows at home first. And how
-    many tiles of guests come by, where all see all: of a number of steps that compilers know they know too much
+    """Bias and segment ids, (batch, words, len), as the kernel reads them: in whole tiles, resident rows first. And how
+    many streamed tiles come by, where all see all: of a number of steps that compilers know they know too much
     (``anew``)."""
     rows, keys = (padded(call.dims[name], CONSUMERS * ROWS) for name in ("q_len", "kv_len"))
     found, by_query = {}, plan.by_query
     if plan.band.first is None and plan.band.last is None:
-        found["span"] = jnp.full((1,), pl.cdiv(plan.guest.length, plan.guest.tile), jnp.int32)
+        found["span"] = jnp.full((1,), pl.cdiv(plan.streamed.length, plan.streamed.tile), jnp.int32)
     bias = call.arrays["bias"]
     if bias is not None:
         bias = extended(extended(bias, 2, rows) if bias.shape[2] > 1 else bias, 3, keys)

@@ -388,14 +388,14 @@ def launched(
 
 
 def _scratch(walk: Walk, dtype: Any) -> dict[str, Any]:
-    """``scratch`` of a walk: its buffers, and barriers for what arrives in them and for what blocks tell each other."""
+    """``scratch`` of a walk: barriers for what blocks tell each other and for what arrives, and its buffers."""
     if walk.direct:
         return {}
-    found = {
-        "buffer": plgpu.SMEM((walk.arrays, walk.buffers, *walk.block), dtype),
+    told = {"all_told": plgpu.ClusterBarrier(collective_axes=("share",))} if walk.cluster > 1 else {}
+    return told | {
         "arrived": plgpu.Barrier(num_arrivals=walk.arrays * walk.at_once, num_barriers=walk.buffers),
+        "buffer": plgpu.SMEM((walk.arrays, walk.buffers, *walk.block), dtype),
     }
-    return found | ({"all_told": plgpu.ClusterBarrier(collective_axes=("share",))} if walk.cluster > 1 else {})
 
 
 def operand(array: int) -> str:
