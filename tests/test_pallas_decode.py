@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl  # noqa: E402
 import portakern as pk  # noqa: E402
 from portakern import testing  # noqa: E402
 from portakern.backends.pallas.decode import attention as decode  # noqa: E402
-from portakern.backends.pallas.lib.mosaic_gpu.flash import share_of  # noqa: E402
+from portakern.backends.pallas.lib.mosaic_gpu.flash import tiles_of_split  # noqa: E402
 from portakern.core import explain, targets, tilings  # noqa: E402
 from portakern.core.dispatch import Choice, find_routes  # noqa: E402
 from portakern.core.framework import frameworks  # noqa: E402
@@ -169,7 +169,7 @@ def test_both_kernels_have_the_same_shares(d):
         call, _ = on_hopper(arrays_of(1, 2, 1, 2, 5000, d), {})
         call = call.replace(target=target)
         found = [tilings.resolve(impl, call, {}).tiling for impl in (gpu, IMPL)]
-        assert len({(t["block_kv"], share_of(call, t)) for t in found}) == 1
+        assert len({(t["block_kv"], tiles_of_split(call, t)) for t in found}) == 1
 
 
 # --- shares ---
@@ -177,7 +177,7 @@ def test_both_kernels_have_the_same_shares(d):
 
 def test_a_share_sees_neither_queries_nor_heads_nor_samples():
     lengths = {
-        plan_for((b, q, h, g, 5000, 64), **options).each
+        plan_for((b, q, h, g, 5000, 64), **options).split_tiles
         for options in ({}, {"is_causal": True}, {"window": (None, 3)})
         for b, q, h, g in ((1, 1, 1, 1), (9, 1, 2, 8), (1, 30, 3, 2))
     }
@@ -192,12 +192,14 @@ def test_shares_hold_every_tile_that_is_seen_once(q_len, kv_len, options):
     for index in range(plan.tiles):
         tile = plan.tile(jnp.int32(index))
         begin, steps = int(tile.first), int(tile.steps)
-        assert steps >= 1 and begin // plan.each == (begin + steps - 1) // plan.each, "a share begins at a multiple"
-        assert int(plan.place(tile)) == index % plan.shares and int(tile.row) == 0
+        assert steps >= 1 and begin // plan.split_tiles == (begin + steps - 1) // plan.split_tiles, (
+            "a split begins at a multiple"
+        )
+        assert int(plan.place(tile)) == index % plan.splits and int(tile.row) == 0
         found.setdefault((int(tile.batch), int(tile.head)), []).extend(range(begin, begin + steps))
     first, last = plan.seen
     assert found == {(b, h): [*range(first, last + 1)] for b in range(2) for h in range(3)}
-    assert plan.shares <= 8 + 1, "one more where a window lies across"
+    assert plan.splits <= 8 + 1, "one more where a window lies across"
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 3, 1, 500, 64), (1, 3, 2, 5, 300, 40, 24), (1, 1, 2, 8, 200, 256)], ids=str)
