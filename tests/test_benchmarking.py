@@ -49,7 +49,7 @@ from portakern.tools.bench.suites import TimedCase
 from portakern.tools.bench.timing import CallFailed, interleaved
 from portakern.tools.bench.trial import DeviceLost, Trial, Visit, visit
 from portakern.tools.bench.verdicts import Judge
-from portakern.tools.bench.workers import Here, Worker, workers
+from portakern.tools.bench.workers import BenchWorker, Here, workers
 from portakern.tools.compile.abstract import abstract_call, bound_form
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -452,7 +452,7 @@ def test_a_case_that_does_not_end_ends_the_run(monkeypatch):
 
 def test_a_process_that_times_can_be_ended():
     with pool(1, {}) as processes:
-        worker = Worker(processes, None, (["nobody"], []), frozenset())
+        worker = BenchWorker(processes, None, (["nobody"], []), frozenset())
         with pytest.raises(SpecError, match="nobody"):
             worker.roof()
         future = processes.submit(time.sleep, 60)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 import portakern as pk
 from portakern import testing
-from portakern.core import registry
+from portakern.core import plan, registry
 from portakern.core.backend import Drawn, Profile
 from portakern.core.targets import Target
 from portakern.spec.dtypes import numpy_dtype
@@ -141,7 +141,7 @@ def test_the_line_for_a_function_names_its_framework():
 def test_the_line_for_a_backend_that_a_shell_finds_names_device_and_profile(monkeypatch):
     oracle = registry.backend("reference")
     monkeypatch.setattr(oracle, "_profiles", {"strict": Profile(f"{__name__}:stricter")})  # kept once it was asked for
-    monkeypatch.setattr(serve, "rounded_oracle", lambda call: (call.arrays["x"],))
+    monkeypatch.setattr(plan, "rounded_oracle", lambda call: (call.arrays["x"],))
     report = pk.check("softmax", backend="reference", device="cpu", profile="strict", max_examples=20)
     assert re.match(
         r"portakern check softmax --backend reference --device cpu --profile strict --case '\{.*\}'$",

@@ -134,9 +134,9 @@ def test_parts_of_arrays_are_planned():
                 x = torch.randn(8 + math.prod(shape), generator=rng)[8:].view(shape)
                 arrays[a.name] = x.argsort(0) if a.name == "labels" else x
             got = flat(kept(**arrays, **options))
-            assert same_bits(got, flat(made_anew(kept)(**arrays, **options))), (name, seed)
+            assert same_bits(got, flat(made_anew(kept)(**arrays, **options))), (spec.name, seed)
         (plan,) = kept.choice.plans.values()
-        assert is_planned(plan), name
+        assert is_planned(plan), spec.name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from portakern.core.framework import frameworks
-from portakern.core.instruments import HOSTED, Instruments, Sample, Stopwatch
+from portakern.core.instruments import HOSTED, ClockSample, Instruments, Stopwatch
 from portakern.errors import UnavailableError
 from portakern.frameworks.jax import timing as jax_timing
 from portakern.frameworks.torch import timing as torch_timing
@@ -37,7 +37,7 @@ def test_calls_take_turns_and_each_comes_first():
     class Watch(Stopwatch):
         def sample(self):
             order.append(self.run)
-            return Sample(float(len(order)), 1.0)
+            return ClockSample(float(len(order)), 1.0)
 
     found = interleaved({n: Watch(n, None) for n in "abc"}, rounds=3)
     assert {tuple(sorted(order[i : i + 3])) for i in range(0, len(order), 3)} == {("a", "b", "c")}

@@ -13,7 +13,7 @@ from portakern.errors import UnavailableError, UnsupportedError
 
 if TYPE_CHECKING:
     from portakern.tools.profile.facts import Fact
-    from portakern.tools.profile.session import Profile
+    from portakern.tools.profile.session import CallProfile
 
 
 @app.command()
@@ -65,7 +65,7 @@ def profile(
     _show(found)
 
 
-def _show(found: Profile) -> None:
+def _show(found: CallProfile) -> None:
     who = f"{found.backend}, variant {found.variant}" if found.variant else found.backend
     say(f"{found.call} on {found.target.arch} by {who}", style="bold")
     show_table("the call", ["what", "", "from"], _cells(found.facts))

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HOST_CLOCK",
+    "ClockSample",
     "Instruments",
     "Recorded",
     "Recorder",
     "Roof",
     "Run",
-    "Sample",
     "Stopwatch",
     "clocked",
     "host_us",
@@ -69,7 +69,7 @@ what
 a copy at its best allowed: it only reads, and a copy also turns memory round to write."""
 
 
-class Sample(NamedTuple):
+class ClockSample(NamedTuple):
     """One call, in microseconds: ``device_us`` of its work, ``host_us`` until it came back to its caller; nan of a
     sample that does not tell."""
 
@@ -92,7 +92,7 @@ class Stopwatch:
         self.run, self.wait = run, wait
         self._last_us = 0.0
 
-    def sample(self) -> Sample:
+    def sample(self) -> ClockSample:
         """Call once, with the device's caches as cold as the clock can make them. The host's are left as they are."""
         if renewed(self.run, 2) and self._last_us < WARMED_US:
             self.wait(self.run())  # on other values: what made those left the host's caches with its own work
@@ -100,7 +100,7 @@ class Stopwatch:
         result = self.run()
         back = time.perf_counter()
         self.wait(result)
-        sample = Sample(1e6 * (time.perf_counter() - start), 1e6 * (back - start))
+        sample = ClockSample(1e6 * (time.perf_counter() - start), 1e6 * (back - start))
         clocked(self.run)
         self._last_us = sample.device_us
         return sample
@@ -154,7 +154,7 @@ class Recorded(Stopwatch):
         self._instead: Stopwatch | None = None
         self._hosted = 0
 
-    def sample(self) -> Sample:
+    def sample(self) -> ClockSample:
         if self._instead is None:
             self._hosted += 1
             on_host = host_us(self.run, self.wait) if self._hosted <= HOSTED else math.nan
@@ -163,7 +163,7 @@ class Recorded(Stopwatch):
             found = self.recorder.record(lambda: self.wait(self.run()))
             clocked(self.run)
             if found is not None:
-                return Sample(sum(us for _, us in found), on_host)
+                return ClockSample(sum(us for _, us in found), on_host)
             self._instead = self.instruments.own_clock(self.run)
         sample = self._instead.sample()
         self.clock = self._instead.clock

@@ -58,7 +58,7 @@ class Held:
         return all(same_bits(*pair) for i, pair in pairs if which is None or i in which)
 
 
-class Trial:
+class CaseOnSubject:
     """A case on a subject; ``excused`` are kinds of Broken that are known by now, and no longer told."""
 
     def __init__(self, subject: Subject, case: Case, excused: Collection[str]) -> None:
@@ -402,7 +402,7 @@ def _wanted(result: Any, call: Call) -> tuple[Any, ...]:
 
 def run_case(subject: Subject, case: Case, report: Report, excused: Collection[str] = ()) -> None:
     """Run one case; raise Broken where the contract is."""
-    trial = Trial(subject, case, excused)
+    trial = CaseOnSubject(subject, case, excused)
     _call, fw = trial.reference, subject.framework
     try:
         with fw.poisoned(subject.run):
@@ -424,7 +424,7 @@ def run_case(subject: Subject, case: Case, report: Report, excused: Collection[s
     report.count(case, trial.ran_with)
 
 
-def _held(trial: Trial, got: Any, report: Report) -> None:
+def _held(trial: CaseOnSubject, got: Any, report: Report) -> None:
     """Hold the first call's result, and all calls that follow, to the contract."""
     subject, case, call = trial.subject, trial.case, trial.reference
     first = trial.hold(got, call, trial.arrays)

@@ -13,7 +13,7 @@ from portakern.testing.layouts import Buffer
 from portakern.testing.likeness import NUMBERLESS, Likeness
 
 if TYPE_CHECKING:
-    from portakern.testing.comparing import Held, Trial
+    from portakern.testing.comparing import CaseOnSubject, Held
 
 __all__ = ["FILL", "other_memory", "source_of_nan"]
 
@@ -24,7 +24,7 @@ BLOCKS = 8
 """Arrays of an output's size that are filled and given back, for the next call to be given."""
 
 
-def source_of_nan(trial: Trial, looks: str, first: Held) -> Likeness | None:
+def source_of_nan(trial: CaseOnSubject, looks: str, first: Held) -> Likeness | None:
     """What a result that holds NaN looks like once the call was made again, with numbers beside one input's elements,
     and then with numbers in fresh memory. None: neither changes it, so that it is the kernel's own arithmetic.
 
@@ -68,7 +68,7 @@ def _with_numbers_beside(b: Buffer) -> Buffer | None:
     return b._replace(memory=memory)
 
 
-def _again(trial: Trial, changed: Mapping[str, Buffer], poisoned: bool = True) -> list[np.ndarray] | None:
+def _again(trial: CaseOnSubject, changed: Mapping[str, Buffer], poisoned: bool = True) -> list[np.ndarray] | None:
     """The outputs of the call on other arrays; None where it does not come back."""
     fw, before = trial.fw, (trial.arrays, trial.buffers)
     trial.buffers = {**trial.buffers, **changed}

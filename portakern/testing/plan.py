@@ -13,7 +13,7 @@ from portakern.testing.fixed import Turn, fits, turns_of
 from portakern.testing.sizes import KINDS, Limits
 from portakern.testing.strategies import dtypes_of, turns
 
-__all__ = ["EDGE_EXAMPLES", "Run", "plan"]
+__all__ = ["EDGE_EXAMPLES", "CaseGroup", "plan"]
 
 EDGE_EXAMPLES = 5
 FREE_RUN = 25  # free cases of a run: parts of a check that may go to different processes
@@ -26,7 +26,7 @@ meets each."""
 
 
 @dataclass(frozen=True)
-class Run:
+class CaseGroup:
     """Cases that are drawn together: on an edge or (None) on none. ``turns``: of one after the other;
     ``fills``: with arrays that fill a chip."""
 
@@ -35,7 +35,7 @@ class Run:
     fills: bool = False
 
 
-def plan(spec: Spec[Any], limits: Limits, max_examples: int, only: Sequence[str] | None) -> list[Run]:
+def plan(spec: Spec[Any], limits: Limits, max_examples: int, only: Sequence[str] | None) -> list[CaseGroup]:
     """The runs of a check. Every dtype has its share of an edge's cases and of the free ones."""
     known, dtypes = edges_of(spec), dtypes_of(spec, limits)
     for name in only or ():
@@ -57,13 +57,13 @@ def plan(spec: Spec[Any], limits: Limits, max_examples: int, only: Sequence[str]
     runs = [
         # both sizes of small tiles by turns, so that whoever visits twice meets both on every seed, and rows that do
         # not lie along memory, which kernels may walk in another way: of four visits each size both ways
-        Run(e, [_on_edge(d, i if each > 1 else None) for i, d in enumerate(turns(dtypes, each, turn))])
+        CaseGroup(e, [_on_edge(d, i if each > 1 else None) for i, d in enumerate(turns(dtypes, each, turn))])
         for turn, e in enumerate(visited)
     ]
     filling = min(free, -(-max_examples // 3)) if limits.fill else 0
     for count, fills in ((filling, True), (free - filling, False)):
         order = [_free(d, i) for i, d in enumerate(turns(dtypes, count))]
-        runs += [Run(None, order[i : i + FREE_RUN], fills) for i in range(0, count, FREE_RUN)]
+        runs += [CaseGroup(None, order[i : i + FREE_RUN], fills) for i in range(0, count, FREE_RUN)]
     return runs
 
 
@@ -90,7 +90,7 @@ def _on_edge(dtype: str, visit: int | None) -> Turn:
 
 def _plan_of_shapes(
     spec: Spec[Any], limits: Limits, max_examples: int, corners: Sequence[Edge], free: bool
-) -> list[Run]:
+) -> list[CaseGroup]:
     """The runs of a check on given shapes: a regime and an edge in turn, each alone, so that whenever it is stopped
     much was seen."""
     dtypes = dtypes_of(spec, limits)
@@ -101,13 +101,13 @@ def _plan_of_shapes(
             f"check({spec.name!r}): no call of the shapes is on {' or '.join(repr(e.name) for e in corners)}; name "
             "other edges"
         )
-    runs: list[Run] = []
+    runs: list[CaseGroup] = []
     regimes, visits = 0, 0
     while len(runs) < max_examples:
         on_edge = bool(reach) and (not free or bool(len(runs) % 2))
         edge, shapes = reach[visits % len(reach)] if on_edge else (None, limits.shapes)
         turn = visits // len(reach) + visits if on_edge else regimes
-        runs.append(Run(edge, [*turns_of(1, dtypes, shapes, edge, turn)]))
+        runs.append(CaseGroup(edge, [*turns_of(1, dtypes, shapes, edge, turn)]))
         regimes, visits = regimes + (not on_edge), visits + on_edge
     return runs
 

@@ -24,7 +24,7 @@ from portakern.testing.check_options import CheckOptions
 from portakern.testing.comparing import run_case
 from portakern.testing.fixed import Turn
 from portakern.testing.laws import LawCase, NotTaken, run_law
-from portakern.testing.plan import EDGE_EXAMPLES, Run, plan
+from portakern.testing.plan import EDGE_EXAMPLES, CaseGroup, plan
 from portakern.testing.progress import Line, interactive
 from portakern.testing.regimes import VALUE_REGIMES
 from portakern.testing.report import Failure, Report
@@ -255,7 +255,7 @@ class _Work:
         spent = 0.0 if self.first_began is None else time.perf_counter() - self.first_began
         return (self.first_began is not None and spent >= self.limit) or time.time() >= self.until
 
-    def leave_out(self, run: Run, turns: Sequence[Turn]) -> None:
+    def leave_out(self, run: CaseGroup, turns: Sequence[Turn]) -> None:
         """Count cases that are not run. None is drawn, which takes its time: where it is not known, any regime of
         values may be theirs."""
         for turn in turns:
@@ -267,7 +267,7 @@ class _Work:
         runs = plan(self.subject.spec, self.limits, asked.max_examples, asked.only)
         self.carry_out(runs, asked.only is None and not self.limits.shapes, asked.shard)
 
-    def carry_out(self, runs: list[Run], with_laws: bool, shard: tuple[int, int]) -> None:
+    def carry_out(self, runs: list[CaseGroup], with_laws: bool, shard: tuple[int, int]) -> None:
         part, parts = shard
         numbered = [*enumerate(runs)][part::parts]
         each = max(1, min(EDGE_EXAMPLES, max((len(run.turns) for run in runs if run.edge), default=1)))
@@ -342,7 +342,7 @@ class _Work:
         """Run one case; what it breaks is raised."""
         run_case(self.subject, case, self.report, self.excused)
 
-    def explore(self, run: Run, start: int, places: Sequence[int]) -> None:
+    def explore(self, run: CaseGroup, start: int, places: Sequence[int]) -> None:
         """Draw some cases of a run and try them. A failure that is not the end may hide another of the same case."""
         left = [*places]
         while left and not self.ended:
@@ -364,7 +364,7 @@ class _Work:
             if self.progress:
                 self.progress(self.report.examples + sum(self.report.refused.values()))
 
-    def drawn(self, run: Run, place: int, seed: int) -> tuple[Case, Source]:
+    def drawn(self, run: CaseGroup, place: int, seed: int) -> tuple[Case, Source]:
         """A case of a run."""
         spec = self.subject.spec
         try:
@@ -388,7 +388,7 @@ class _Work:
         return None
 
     def smallest(
-        self, run: Run, place: int, seed: int, source: Source, error: Exception
+        self, run: CaseGroup, place: int, seed: int, source: Source, error: Exception
     ) -> tuple[Case, Exception] | None:
         """A case of less choices that fails in the same way, and how; None where there is none."""
         if not self.shrink:
@@ -416,11 +416,11 @@ class _Work:
         return shrunk(choices, lambda less: fails(turn, less)) or first
 
 
-Piece = tuple[int, Run, Sequence[int]]
+Piece = tuple[int, CaseGroup, Sequence[int]]
 """A run with its number, and the places of some of its cases."""
 
 
-def _most_telling(runs: Sequence[tuple[int, Run]]) -> tuple[list[Piece], list[Piece]]:
+def _most_telling(runs: Sequence[tuple[int, CaseGroup]]) -> tuple[list[Piece], list[Piece]]:
     """(each edge once, the other cases, a few free ones and those of an edge by turns): where the time may be up before
     all, whatever is asked is met early. The cases are the same in any order."""
     first: list[Piece] = [(n, run, range(1)) for n, run in runs if run.edge]
@@ -457,7 +457,7 @@ class _Listing(_Work):
 class _LeftOut(_Work):
     """What would be tried, counted in the report as left out."""
 
-    def explore(self, run: Run, start: int, places: Sequence[int]) -> None:
+    def explore(self, run: CaseGroup, start: int, places: Sequence[int]) -> None:
         self.leave_out(run, [run.turns[place] for place in places])
 
     def attempt(self, case: Case | LawCase) -> Failure | None:

@@ -21,7 +21,17 @@ from typing import Any
 
 import numpy as np
 
-from portakern.core.instruments import Instruments, Recorder, Roof, Run, Sample, Stopwatch, clocked, host_us, renewed
+from portakern.core.instruments import (
+    ClockSample,
+    Instruments,
+    Recorder,
+    Roof,
+    Run,
+    Stopwatch,
+    clocked,
+    host_us,
+    renewed,
+)
 
 __all__ = ["Cupti", "JaxInstruments", "Queued"]
 
@@ -128,7 +138,7 @@ class Queued(Stopwatch):
         self.run, self.device = run, device
         self.count = QUEUED
 
-    def sample(self) -> Sample:
+    def sample(self) -> ClockSample:
         import jax
 
         fill = _fill(self.device)
@@ -144,7 +154,7 @@ class Queued(Stopwatch):
         self.count = max(1, min(QUEUED, int(ENOUGH_US / max(together, 1.0))))
         if handed_over > LATE * together:
             self.clock = "queue, with waits for the host"
-        return Sample(max(together - (before + after) / 2, 0.0), host_us(self.run, jax.block_until_ready))
+        return ClockSample(max(together - (before + after) / 2, 0.0), host_us(self.run, jax.block_until_ready))
 
 
 class Cupti:

@@ -25,7 +25,7 @@ from portakern.spec import Spec
 __all__ = ["FOUND", "OpKey", "constant", "keep", "prepare", "stage"]
 
 
-class Op(Protocol):
+class OpLike(Protocol):
     """What this module reads of an op object."""
 
     spec: Spec[Any]
@@ -39,7 +39,7 @@ class OpKey(NamedTuple):
     """
 
     key: str
-    namesake: Op | None
+    namesake: OpLike | None
 
 
 _kept: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -57,7 +57,7 @@ def _object(address: int) -> Any:
     return ctypes.cast(address, ctypes.py_object).value
 
 
-def keep(this: Op) -> OpKey:
+def keep(this: OpLike) -> OpKey:
     """A name that ops of one spec and choice share, and the first op of that name, whom the others keep alive.
 
     torch.compile compares names, not objects, so that two layers with an op each share compiled code."""
@@ -80,7 +80,7 @@ def constant(given: Any) -> tuple[bool, Any]:
 
 
 @assumed
-def prepare(make: Callable[..., Op], *args: tuple[bool, Any]) -> str:
+def prepare(make: Callable[..., OpLike], *args: tuple[bool, Any]) -> str:
     """Make the op that a traced function asks for, of what :func:`constant` made of its arguments; its attribute of
     ``FOUND``."""
     made = make(*[_object(given) if lies else given for lies, given in args])

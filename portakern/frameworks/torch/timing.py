@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from portakern.core.instruments import Instruments, Roof, Run, Sample, Stopwatch, clocked, renewed
+from portakern.core.instruments import ClockSample, Instruments, Roof, Run, Stopwatch, clocked, renewed
 
 __all__ = ["QueuedEvents", "TorchInstruments"]
 
@@ -216,7 +216,7 @@ class QueuedEvents(Stopwatch):
         self.left_us: list[float] = []
         self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
-    def sample(self) -> Sample:
+    def sample(self) -> ClockSample:
         while True:
             found, late = self._once()
             if not late or self.clock != QueuedEvents.clock:
@@ -227,7 +227,7 @@ class QueuedEvents(Stopwatch):
             else:
                 self.sleep_us = longer
 
-    def _once(self) -> tuple[Sample, bool]:
+    def _once(self) -> tuple[ClockSample, bool]:
         """A sample, and whether the device may have waited for the host in it."""
         torch = self.torch
         renewed(self.run)
@@ -245,7 +245,7 @@ class QueuedEvents(Stopwatch):
             torch.cuda.synchronize(self.device)
             self.left_us.append(1e6 * (time.perf_counter() - begin))
             clocked(self.run)
-            sample = Sample(1e3 * self.start.elapsed_time(self.end), host_us)
+            sample = ClockSample(1e3 * self.start.elapsed_time(self.end), host_us)
         if len(self.left_us) >= SEEN and statistics.median(self.left_us) > max(LEFT_US, LEFT * sample.device_us):
             raise RuntimeError(
                 f"its work went on for {statistics.median(self.left_us):.0f} us after the last that it gave the stream "

@@ -20,8 +20,17 @@ from portakern.testing import backend_variants
 from portakern.tools.bench.inputs import Inputs
 
 __all__ = [
-    "Contender", "Entry", "Refused", "Served", "absent", "against_named", "contenders", "here", "one_clock",
-    "ready", "together",
+    "Contender",
+    "NotTaken",
+    "ReadyCall",
+    "UserCall",
+    "absent",
+    "against_named",
+    "contenders",
+    "here",
+    "one_clock",
+    "ready",
+    "together",
 ]  # fmt: skip
 
 
@@ -38,12 +47,12 @@ class Contender:
         return f"{self.backend.name}/{self.variant}" if self.variant else self.backend.name
 
 
-class Refused(Exception):
+class NotTaken(Exception):
     """A contender that does not take a call; the message says why."""
 
 
 @dataclass(frozen=True)
-class Entry:
+class ReadyCall:
     """A contender with a call in its hands.
 
     Attributes:
@@ -158,11 +167,11 @@ def against_named(names: Sequence[str] | None) -> list[Backend]:
     return [registry.backend(n) for n in names] if names else list(registry.peers().values())
 
 
-def ready(contender: Contender, inputs: Inputs) -> Entry:
+def ready(contender: Contender, inputs: Inputs) -> ReadyCall:
     """The contender with the call in its own library's arrays, and all prepared that is not the op's own work.
 
     Raises:
-      Refused: it does not take the call.
+      NotTaken: it does not take the call.
     """
     b = contender.backend
     chosen = op(inputs.spec, backend=b, variant=contender.variant)
@@ -176,11 +185,11 @@ def ready(contender: Contender, inputs: Inputs) -> Entry:
         call = call.replace(target=candidates[0].target, interpret=candidates[0].interpret)
         route, tiling = pick(candidates, call, {})
     except (UnsupportedError, UnavailableError, SpecError) as e:
-        raise Refused(str(e).partition("cannot: ")[2] or str(e)) from e
+        raise NotTaken(str(e).partition("cannot: ")[2] or str(e)) from e
     if contender.variant and (serves := route.impl.family.name) != contender.variant:
-        raise Refused(f"it leaves this call to {serves!r}, a row of its own")
+        raise NotTaken(f"it leaves this call to {serves!r}, a row of its own")
     prepared = getattr(route.impl.fn, "prepared", None)
-    return Entry(contender, prepared(call) if prepared else Served(chosen, call), call, dict(tiling))
+    return ReadyCall(contender, prepared(call) if prepared else UserCall(chosen, call), call, dict(tiling))
 
 
 def _crossed(inputs: Inputs, framework: Framework) -> Call:
@@ -188,11 +197,11 @@ def _crossed(inputs: Inputs, framework: Framework) -> Call:
     crossed = to_framework(inputs.call, framework)
     lead = next(a for a in crossed.arrays.values() if a is not None)
     if inputs.strided and framework.strides(lead) is None:
-        raise Refused(f"{framework.title}'s arrays have no strides, and this call is about them")
+        raise NotTaken(f"{framework.title}'s arrays have no strides, and this call is about them")
     return crossed
 
 
-class Served:
+class UserCall:
     """A call as a user makes it of an op, which gives the wanted outputs; ``arrays``: what it is given, which may be
     others from call to call."""
 

@@ -18,7 +18,7 @@ from portakern.core import registry
 from portakern.core.call import Call
 from portakern.testing.layouts import Buffer
 from portakern.testing.sampled import along, apart, extents_of, places, turned
-from portakern.tools.bench.contenders import Entry, Served
+from portakern.tools.bench.contenders import ReadyCall, UserCall
 from portakern.tools.bench.verdicts import Judge
 
 __all__ = ["Fresh", "Stale", "turning"]
@@ -64,12 +64,12 @@ class Fresh:
     """
 
     def __init__(
-        self, entry: Entry, before: Sequence[Any], judge: Judge, working: dict[str, list[dict[str, Any]]]
+        self, entry: ReadyCall, before: Sequence[Any], judge: Judge, working: dict[str, list[dict[str, Any]]]
     ) -> None:
         """``working``: array library -> sets of arrays that its calls are made on, for all contenders."""
         self.entry, self.before, self.judge = entry, before, judge
         self.call, self.instruments = entry.call, entry.instruments
-        self.served = entry.run if isinstance(entry.run, Served) else None
+        self.served = entry.run if isinstance(entry.run, UserCall) else None
         self.axis = turning(self.call) if self.served else None
         self.base = dict(self.served.arrays) if self.served else {}
         self.made: list[dict[str, Any]] = []

@@ -18,7 +18,7 @@ from portakern.tools.bench.rows import Row
 from portakern.tools.bench.suites import TimedCase
 from portakern.tools.bench.trial import Computed, DeviceLost, TimingContext
 from portakern.tools.bench.verdicts import Expected
-from portakern.tools.bench.workers import Here, Measured, TimeRequest, Worker
+from portakern.tools.bench.workers import BenchWorker, Here, Measured, TimeRequest
 
 __all__ = ["Helped", "Outcome", "run"]
 
@@ -45,7 +45,7 @@ class Helped:
 
     references: Background[list[Expected]] = field(default_factory=Background)
     warm: WarmUp = field(default_factory=WarmUp)
-    workers: Sequence[Worker] = ()
+    workers: Sequence[BenchWorker] = ()
     visits: Counter[str] = field(default_factory=Counter)
 
     def next(self, cases: Sequence[TimedCase], seconds: float = math.inf) -> TimedCase:
@@ -108,11 +108,11 @@ class _Run:
         start: float,
         helped: Helped,
         found: Outcome,
-        workers: list[Worker],
+        workers: list[BenchWorker],
     ) -> None:
         self.plan, self.done, self.start, self.helped, self.found = plan, done, start, helped, found
         self.left, self.idle = list(plan.cases), workers
-        self.busy: dict[Future[Measured], tuple[Worker, TimedCase]] = {}
+        self.busy: dict[Future[Measured], tuple[BenchWorker, TimedCase]] = {}
         self.calls = set[str]()
 
     def carried_out(self) -> Outcome:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from portakern.core.framework import Framework
-from portakern.core.instruments import Run, Sample, Stopwatch
+from portakern.core.instruments import ClockSample, Run, Stopwatch
 
 __all__ = ["ROUNDS", "CallFailed", "Times", "device_times", "interleaved"]
 
@@ -62,7 +62,7 @@ def interleaved(watches: Mapping[str, Stopwatch], rounds: int = ROUNDS) -> dict[
     """Times of calls that may be of several frameworks. A round samples each once, so that a clock that drifts drifts
     for all; each round begins with another, so that none always runs in the wake of the same."""
     names = list(watches)
-    samples: dict[str, list[Sample]] = {name: [] for name in names}
+    samples: dict[str, list[ClockSample]] = {name: [] for name in names}
     for i in range(-WARM_UP, rounds):
         first = i % max(len(names), 1)
         for name in names[first:] + names[:first]:
@@ -75,7 +75,7 @@ def interleaved(watches: Mapping[str, Stopwatch], rounds: int = ROUNDS) -> dict[
     return {name: _summary(found, watches[name].clock) for name, found in samples.items()}
 
 
-def _summary(samples: list[Sample], clock: str) -> Times:
+def _summary(samples: list[ClockSample], clock: str) -> Times:
     on_device = [s.device_us for s in samples]
     host = statistics.median(us for s in samples if not math.isnan(us := s.host_us))
     return Times(statistics.median(on_device), min(on_device), max(on_device), host, len(samples), clock)

@@ -15,7 +15,7 @@ from portakern.core.instruments import Recorder
 from portakern.core.plan import serve
 from portakern.core.targets import Target
 from portakern.errors import UnsupportedError
-from portakern.tools.bench.contenders import Contender, Entry, Refused, contenders, here, ready
+from portakern.tools.bench.contenders import Contender, NotTaken, ReadyCall, contenders, here, ready
 from portakern.tools.bench.deadline import within
 from portakern.tools.bench.fresh import Fresh, Stale
 from portakern.tools.bench.inputs import Inputs, for_gradient, make
@@ -184,7 +184,7 @@ class Trial:
 
     def rows(self) -> list[Row]:
         found: dict[str, Row] = {}
-        right: dict[str, tuple[Entry, tuple[Any, ...]]] = {}
+        right: dict[str, tuple[ReadyCall, tuple[Any, ...]]] = {}
         for contender in self.among:
             if contender.backend.name in self.context.visited:
                 self._try(contender, found, right, self.context.patience)
@@ -204,7 +204,7 @@ class Trial:
         self,
         contender: Contender,
         found: dict[str, Row],
-        right: dict[str, tuple[Entry, tuple[Any, ...]]],
+        right: dict[str, tuple[ReadyCall, tuple[Any, ...]]],
         patience: float,
     ) -> None:
         """Take in the contender's row, and its entry if it is right."""
@@ -214,7 +214,7 @@ class Trial:
             return
         try:
             entry, outputs, verdict, seconds = self._tried(contender, patience)
-        except Refused as e:
+        except NotTaken as e:
             found[name] = settled(row, REFUSED, one_line(str(e)))
             return
         except Exception as e:
@@ -225,7 +225,7 @@ class Trial:
         if verdict.right:
             right[name] = entry, outputs
 
-    def _tried(self, contender: Contender, patience: float) -> tuple[Entry, tuple[Any, ...], Verdict, float]:
+    def _tried(self, contender: Contender, patience: float) -> tuple[ReadyCall, tuple[Any, ...], Verdict, float]:
         """The contender's first result, in memory that held NaN, what is to be said of it and of inputs that it did not
         leave alone, and the seconds that the first call took, its compilers included."""
         with self.context.spent.on(f"first calls of {contender.backend.name}"), within(patience):
@@ -246,10 +246,10 @@ class Trial:
                     return entry, outputs, Verdict(False, {}, f"the input {name} was written to"), seconds
             return entry, outputs, self._verdict(entry, outputs), seconds
 
-    def _verdict(self, entry: Entry, outputs: Sequence[Any]) -> Verdict:
+    def _verdict(self, entry: ReadyCall, outputs: Sequence[Any]) -> Verdict:
         return self.judge.verdict(entry.framework, outputs, entry.call.target, entry.call.interpret)
 
-    def _times(self, right: dict[str, tuple[Entry, tuple[Any, ...]]], found: dict[str, Row]) -> dict[str, Times]:
+    def _times(self, right: dict[str, tuple[ReadyCall, tuple[Any, ...]]], found: dict[str, Row]) -> dict[str, Times]:
         """Times of those that run to the end, on other values each time; whoever raises leaves, and the others begin
         anew."""
         working: dict[str, list[dict[str, Any]]] = {}
@@ -282,7 +282,7 @@ class Trial:
                 "put another in its place, and no time of this process counts; the rows before it are kept"
             )
 
-    def _settled(self, row: Row, entry: Entry, before: Sequence[Any], times: Times) -> Row:
+    def _settled(self, row: Row, entry: ReadyCall, before: Sequence[Any], times: Times) -> Row:
         """The row with its time, if what the contender gives after being timed is right still: a kernel may be another
         one by then, chosen by an autotuner, and it may keep what it should not."""
         after = tuple(entry.run())

@@ -25,7 +25,7 @@ from portakern.tools.bench.rows import Row
 from portakern.tools.bench.suites import TimedCase
 from portakern.tools.bench.trial import Computed, TimingContext, Trial, visit
 
-__all__ = ["Here", "Measured", "TimeRequest", "Worker", "workers"]
+__all__ = ["BenchWorker", "Here", "Measured", "TimeRequest", "workers"]
 
 
 class TimeRequest(NamedTuple):
@@ -51,7 +51,7 @@ class Measured:
     took: float = 0.0
 
 
-class Worker:
+class BenchWorker:
     """A process that times one case after another. ``request``: what :func:`_ready` takes."""
 
     def __init__(self, process: ProcessPoolExecutor, *request: Any) -> None:
@@ -74,7 +74,7 @@ class Worker:
             process.kill()
 
 
-class Here(Worker):
+class Here(BenchWorker):
     """This process, which is at it until a case is timed, and at nothing while anybody waits."""
 
     def __init__(self, context: TimingContext) -> None:
@@ -98,7 +98,7 @@ class Here(Worker):
 
 
 @contextmanager
-def workers(plan: BenchPlan, warm: WarmUp, several: int = WORKERS) -> Iterator[list[Worker]]:
+def workers(plan: BenchPlan, warm: WarmUp, several: int = WORKERS) -> Iterator[list[BenchWorker]]:
     """``several`` processes that time the cases of a plan, and end with the block; this one where ``warm`` visits
     nothing, as on a device that no two processes can share."""
     device = warm.device
@@ -113,7 +113,7 @@ def workers(plan: BenchPlan, warm: WarmUp, several: int = WORKERS) -> Iterator[l
     bare = replace(plan, subjects=(), against=())
     with ExitStack() as ends:
         begun = [ends.enter_context(pool(1, shared(several), 0, _join, device, n)) for n in range(several)]
-        yield [Worker(process, bare, names, warm.visited) for process in begun]
+        yield [BenchWorker(process, bare, names, warm.visited) for process in begun]
 
 
 _device: list[DeviceLock] = []

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Candidate", "inputs_of", "load"]
+__all__ = ["CalledCandidate", "inputs_of", "load"]
 
 
-class Candidate:
+class CalledCandidate:
     """Something that is called with an op's arguments. ``places``: the op's argument -> position, keyword or parameter
     of the candidate; empty: required arrays by position, the others by name."""
 
@@ -74,7 +74,7 @@ class Candidate:
         raise TypeError(f"only a module has parameters, and none is called {path}")
 
 
-class ModuleCandidate(Candidate):
+class ModuleCandidate(CalledCandidate):
     """A ``torch.nn.Module``, with the ``get_init_inputs`` of ``source`` for its constructor."""
 
     def __init__(self, made: type, ask: Mapping[str, Any], framework: Any, device: Any, source: Any) -> None:
@@ -98,21 +98,21 @@ class ModuleCandidate(Candidate):
             parameter.copy_(value.reshape(parameter.shape))
 
 
-def load(ask: Mapping[str, Any], framework: Any, device: Any) -> Candidate:
+def load(ask: Mapping[str, Any], framework: Any, device: Any) -> CalledCandidate:
     """The candidate of a file by its name."""
     path, name = Path(ask["file"]), ask["name"]
     if path.suffix in (".so", ".pyd") and "::" in name:
         import torch
 
         torch.ops.load_library(str(path))
-        return Candidate(functools.reduce(getattr, name.split("::"), torch.ops), ask, framework, device)
+        return CalledCandidate(functools.reduce(getattr, name.split("::"), torch.ops), ask, framework, device)
     module = _module(path)
     found = functools.reduce(getattr, name.split("."), module)
     if ask["form"] == "module":
         return ModuleCandidate(
             found, ask, framework, device, _module(Path(ask["problem"])) if ask["problem"] else module
         )
-    return Candidate(found, ask, framework, device)
+    return CalledCandidate(found, ask, framework, device)
 
 
 def inputs_of(path: Path) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ from portakern.errors import SpecError, UnavailableError
 from portakern.printable import printable
 from portakern.processes import SHARING
 from portakern.tools.judge import wire
-from portakern.tools.judge.wire import HEADER, Output
+from portakern.tools.judge.wire import HEADER, WireOutput
 
 __all__ = ["Bounds", "Process", "within"]
 
@@ -127,7 +127,7 @@ class Process:
 
     def call(
         self, ask: Mapping[str, Any], memories: Sequence[np.ndarray], most: int
-    ) -> tuple[list[Output], list[np.ndarray] | None]:
+    ) -> tuple[list[WireOutput], list[np.ndarray] | None]:
         """One call on these memories, of which each lies at a multiple of 64 bytes. They hold afterwards what the
         candidate left there. ``most``: bytes of outputs.
 

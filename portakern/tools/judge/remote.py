@@ -20,7 +20,7 @@ from portakern.testing.layouts import BESIDE, same_bits
 from portakern.testing.verdict import LOOKS, Broken
 from portakern.tools.judge.mapping import Slot
 from portakern.tools.judge.process import Process
-from portakern.tools.judge.wire import Output
+from portakern.tools.judge.wire import WireOutput
 
 __all__ = ["Remote", "signature_of"]
 
@@ -116,7 +116,7 @@ class Remote:
         return self.outputs(told, payload, arrays, call.wants)
 
     def outputs(
-        self, told: Sequence[Output], payload: Sequence[np.ndarray] | None, arrays: Mapping[str, np.ndarray],
+        self, told: Sequence[WireOutput], payload: Sequence[np.ndarray] | None, arrays: Mapping[str, np.ndarray],
         names: Sequence[str],
     ) -> tuple[Any, ...]:  # fmt: skip
         """The outputs as the checker sees them."""
@@ -136,7 +136,7 @@ class Remote:
                 raise Broken(f"{name} is {o.dtype} of shape {o.shape}", "form", LOOKS["form"]) from None
         return tuple(found)
 
-    def placed(self, name: str, value: np.ndarray, told: Output, arrays: Mapping[str, np.ndarray]) -> Any:
+    def placed(self, name: str, value: np.ndarray, told: WireOutput, arrays: Mapping[str, np.ndarray]) -> Any:
         """An output in memory that it shares with what it shared it with over there."""
         place = self.places.get(name)
         value = place.views.of(value) if place else value

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from portakern.printable import printable
 from portakern.spec.dtypes import DTYPES
 
-__all__ = ["HEADER", "Input", "Output", "header", "inputs", "outputs", "parameters", "words"]
+__all__ = ["HEADER", "Input", "WireOutput", "header", "inputs", "outputs", "parameters", "words"]
 
 HEADER = 1 << 20
 """Bytes of a header, at most."""
@@ -21,7 +21,7 @@ OUTPUTS, AXES, EXTENT, NAMES = 64, 64, 1 << 48, 1024
 """At most: outputs of a call, axes of an array, an extent, parameters or inputs of a candidate."""
 
 
-class Output(NamedTuple):
+class WireOutput(NamedTuple):
     """What is told of an output. ``kind``: the name of its type, of one that is no array, of which nothing else is
     told; ``size``: its bytes, which follow; ``shares``: inputs whose memory it is in; ``before``: the places of earlier
     outputs whose memory it is in."""
@@ -62,20 +62,20 @@ def words(told: Mapping[str, Any], name: str, limit: int) -> str:
     return printable(_is(str, told.get(name, ""), name)[:limit])
 
 
-def outputs(told: Mapping[str, Any]) -> list[Output]:
+def outputs(told: Mapping[str, Any]) -> list[WireOutput]:
     """What is told of the outputs of a call."""
     return [_output(_is(dict, o, "an output")) for o in _list(told.get("outputs"), OUTPUTS, "outputs")]
 
 
-def _output(o: Mapping[str, Any]) -> Output:
+def _output(o: Mapping[str, Any]) -> WireOutput:
     if "type" in o:
-        return Output(kind=words(o, "type", 60) or "?")
+        return WireOutput(kind=words(o, "type", 60) or "?")
     shape, dtype, size = _shape(o.get("shape")), words(o, "dtype", 40), _whole(o.get("bytes"), EXTENT, "bytes")
     if dtype in DTYPES and size != math.prod(shape) * DTYPES[dtype].numpy.itemsize:
         raise ValueError(f"an output of {dtype} {shape} has {size} bytes")
     shares = tuple(_is(str, n, "shares") for n in _list(o.get("shares", []), NAMES, "shares"))
     before = tuple(_whole(n, EXTENT, "before") for n in _list(o.get("before", []), NAMES, "before"))
-    return Output("", dtype, shape, _is(bool, o.get("contiguous"), "contiguous"), size, shares, before)
+    return WireOutput("", dtype, shape, _is(bool, o.get("contiguous"), "contiguous"), size, shares, before)
 
 
 def inputs(told: Mapping[str, Any]) -> list[Input]:

@@ -13,7 +13,7 @@ from portakern.core.dispatch import Choice
 from portakern.core.framework import frameworks
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.tools.bench import roof
-from portakern.tools.bench.contenders import Entry
+from portakern.tools.bench.contenders import ReadyCall
 from portakern.tools.compile import abstract
 from portakern.tools.compile.build import Build
 from portakern.tools.compile.matrix import lower
@@ -21,7 +21,7 @@ from portakern.tools.profile import counters
 from portakern.tools.profile.facts import COMPILER, NCU, ROOF, SPEC, TIMES, Fact, Profiled, kernels_of, whole_of
 from portakern.tools.profile.subject import ProfileRequest, command
 
-__all__ = ["Profile", "ahead", "here", "looked_at"]
+__all__ = ["CallProfile", "ahead", "here", "looked_at"]
 
 SHEET = "data sheet"
 """The maker's figures, where nothing is measured."""
@@ -37,7 +37,7 @@ COUNTING = 240.0
 
 
 @dataclass
-class Profile:
+class CallProfile:
     """A call, and each of its kernels.
 
     Attributes:
@@ -66,7 +66,7 @@ class Profile:
         return [{**whole, **kernel.to_dict()} for kernel in self.kernels]
 
 
-def ahead(of: ProfileRequest, target: str) -> Profile:
+def ahead(of: ProfileRequest, target: str) -> CallProfile:
     """What a compiler and the spec say of a call on a chip that need not be here.
 
     Raises:
@@ -87,11 +87,11 @@ def ahead(of: ProfileRequest, target: str) -> Profile:
     kernels = kernels_of(built.kernels, [], [], None, hardware)
     facts = [*_declared(call), *_least(call, hardware)]
     why = "nothing was run: leave --target out on a machine with the GPU"
-    return Profile(of.op, call.dtype, repr(call), hardware.target, built.backend, built.variant, kernels, facts,
+    return CallProfile(of.op, call.dtype, repr(call), hardware.target, built.backend, built.variant, kernels, facts,
                    dict.fromkeys((TIMES, ROOF, NCU), why))  # fmt: skip
 
 
-def here(of: ProfileRequest, count: bool = True) -> Profile:
+def here(of: ProfileRequest, count: bool = True) -> CallProfile:
     """The call on the best device here that its backend compiles for: times, roof, the compiler's report, and, if
     ``count``, counters.
 
@@ -102,7 +102,7 @@ def here(of: ProfileRequest, count: bool = True) -> Profile:
     return looked_at(of, entry, target, count)
 
 
-def looked_at(of: ProfileRequest, entry: Entry, target: targets.Target, count: bool) -> Profile:
+def looked_at(of: ProfileRequest, entry: ReadyCall, target: targets.Target, count: bool) -> CallProfile:
     """The profile of a call that was made ready on a device."""
     call, instruments = entry.call, entry.instruments
     absent: dict[str, str] = {}
@@ -124,7 +124,7 @@ def looked_at(of: ProfileRequest, entry: Entry, target: targets.Target, count: b
     if ceiling and whole:
         facts.append(Fact("share of the roof", 100 * ceiling.us / whole, "%", ROOF))
     variant = built.variant if built else of.variant
-    return Profile(of.op, call.dtype, repr(call), target, entry.contender.backend.name, variant, kernels, facts,
+    return CallProfile(of.op, call.dtype, repr(call), target, entry.contender.backend.name, variant, kernels, facts,
                    absent)  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def _counted(of: ProfileRequest, target: targets.Target, absent: dict[str, str])
         return []
 
 
-def _report(entry: Entry, target: targets.Target, of: ProfileRequest, absent: dict[str, str]) -> Build | None:
+def _report(entry: ReadyCall, target: targets.Target, of: ProfileRequest, absent: dict[str, str]) -> Build | None:
     choice = Choice(entry.contender.backend, of.variant, dict(entry.tiling))
     try:
         built = lower(entry.call, choice, target.arch)

@@ -16,7 +16,7 @@ from portakern.core.backend import Backend
 from portakern.core.targets import Target
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.testing import backend_variants
-from portakern.tools.bench.contenders import ELSE, Contender, Entry, Refused, here, ready
+from portakern.tools.bench.contenders import ELSE, Contender, NotTaken, ReadyCall, here, ready
 from portakern.tools.bench.inputs import make
 from portakern.tools.bench.suites import TimedCase, asked
 from portakern.tools.bench.trial import of_gradient
@@ -47,7 +47,7 @@ class ProfileRequest:
             raise SpecError(f"{self.op}: dtype {self.dtype!r} is none of {', '.join(spec.dtypes)}")
         return next(c for c in asked(self.op, self.shape, [self.dtype], True) if c.timed == self.op)
 
-    def made(self) -> tuple[Entry, Target]:
+    def made(self) -> tuple[ReadyCall, Target]:
         """The call on arrays of a device here, by whoever serves it.
 
         Raises:
@@ -60,7 +60,7 @@ class ProfileRequest:
             inputs = of_gradient(inputs, lead, lambda inputs: True)
         try:
             return ready(Contender(lead, self.variant, True), inputs), target
-        except Refused as e:
+        except NotTaken as e:
             raise UnsupportedError(f"profile: {lead.name} does not take {inputs.call!r}: {e}") from e
 
     def _lead(self) -> Backend:

@@ -19,7 +19,7 @@ from portakern.core.failing import kind_of
 from portakern.core.targets import HOST
 from portakern.errors import SpecError
 from portakern.tools.bench.background import Background
-from portakern.tools.bench.contenders import Served
+from portakern.tools.bench.contenders import UserCall
 from portakern.tools.bench.inputs import Inputs, make
 from portakern.tools.bench.suites import TimedCase
 from portakern.tools.bench.timing import device_times
@@ -257,7 +257,7 @@ Bench = DeviceBench | StaticBench
 def called(inputs: Inputs, on: TuneTarget, tiling: Tiling) -> tuple[Any, ...]:
     """The outputs of a call as a user makes it who names the tiling."""
     named = on.family.name if len(on.backend.families) > 1 else None
-    return Served(_op(inputs.spec, on.backend, named, frozen(tiling)), inputs.call)()
+    return UserCall(_op(inputs.spec, on.backend, named, frozen(tiling)), inputs.call)()
 
 
 _ops: dict[Any, Any] = {}

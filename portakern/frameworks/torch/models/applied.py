@@ -31,7 +31,7 @@ from portakern.frameworks.torch.models.prototypes import names_in
 from portakern.frameworks.torch.models.rotary import served_rotary
 from portakern.frameworks.torch.models.served import REPLICATE, Recipe, Replicate, Served, place_of
 
-__all__ = ["PARTS", "Applied", "Row", "apply"]
+__all__ = ["PARTS", "Applied", "ServedPart", "apply"]
 
 PARTS = {
     "norm": "RMSNorm and LayerNorm",
@@ -57,7 +57,7 @@ class Absent(Enum):
 
 
 @dataclass(frozen=True)
-class Row:
+class ServedPart:
     """What serves the modules of a class in one part of their work, now.
 
     Attributes:
@@ -101,7 +101,7 @@ FORWARDS = ("forward", "_old_forward")
 """Where a module may have the forward that it is called with."""
 
 
-class Entry(NamedTuple):
+class ServedModule(NamedTuple):
     """A module that is served in one part of its work."""
 
     part: str
@@ -136,7 +136,7 @@ class Applied:
         self._left, self._served, self._patches = Counter(plan.left), plan.served, plan.carry_out()
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[ServedPart, ...]:
         """What serves what, served parts first, in the order of PARTS: modules whose hooks would notice that they, or
         what they call, are passed over are PyTorch's while they have such hooks."""
         served: Counter[tuple[str, str, str]] = Counter()
@@ -148,8 +148,8 @@ class Applied:
             else:
                 served[entry.part, name, entry.op] += 1
         order = [*PARTS, "other"]
-        rows = [Row(part, name, n, op, self._by[op]) for (part, name, op), n in served.items()]
-        rows += [Row(part, name, n, None, why) for (part, name, why), n in left.items()]
+        rows = [ServedPart(part, name, n, op, self._by[op]) for (part, name, op), n in served.items()]
+        rows += [ServedPart(part, name, n, None, why) for (part, name, why), n in left.items()]
         return tuple(sorted(rows, key=lambda row: (row.op is None, order.index(row.part))))
 
     def undo(self) -> None:
@@ -269,7 +269,7 @@ class _Plan:
 
     def __init__(self, model: nn.Module, backend: str | None, wanted: frozenset[str]) -> None:
         self.model, self.backend, self.wanted = model, backend, wanted
-        self.served: list[Entry] = []
+        self.served: list[ServedModule] = []
         self.left: Counter[tuple[str, str, str]] = Counter()
         self.unknown: list[str] = []
         self.values: list[tuple[nn.Module, str, Any]] = []
@@ -324,7 +324,7 @@ class _Plan:
         if isinstance(there, str):
             self.left[part, name, there] += 1
             return False
-        self.served.append(Entry(part, module, found[0], there))
+        self.served.append(ServedModule(part, module, found[0], there))
         return True
 
     def _replace(self, module: nn.Module, recipe: Recipe) -> Served | str:
@@ -390,7 +390,7 @@ class _Plan:
                 self.left["attention", type(module).__name__, why] += 1
         elif asking and pretrained._can_set_attn_implementation():
             self.attends.append(pretrained)
-            self.served += [Entry("attention", m, "attention", self.implementation) for m in asking]
+            self.served += [ServedModule("attention", m, "attention", self.implementation) for m in asking]
             for module in pretrained.modules():
                 recipe = served_mask(module, self.implementation)
                 if recipe is not None:
@@ -407,7 +407,7 @@ class _Plan:
             if asks and "loss" not in self.wanted:
                 self.left["loss", name, "not asked for: parts lacks 'loss'"] += 1
             elif loss is not None:
-                self.served.append(Entry("loss", pretrained, "cross_entropy", loss))
+                self.served.append(ServedModule("loss", pretrained, "cross_entropy", loss))
                 self.values.append((pretrained, "_loss_function", loss))
             elif asks:
                 self.left["loss", name, f"no op is {getattr(pretrained.loss_function, '__name__', 'its loss')}"] += 1
