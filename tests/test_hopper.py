@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from portakern.backends.triton import interpreter, plan  # noqa: E402
 from portakern.backends.triton import launch as launching  # noqa: E402
 from portakern.backends.triton.hopper import _float32, _warps  # noqa: E402
-from portakern.backends.triton.hopper import matmul as products  # noqa: E402
+from portakern.backends.triton.hopper import _tiles as products  # noqa: E402
 from portakern.backends.triton.lib import gluon  # noqa: E402
 from portakern.backends.triton.lib import matmul as order_of_tiles  # noqa: E402
 from tests import gluon_on_host as host  # noqa: E402
@@ -168,7 +168,7 @@ def test_the_tile_follows_rows_and_the_split_of_k_does_not():
     assert tiles(1, 4096, 4096)[0] == "16 rows x 64" and tiles(40, 4096, 4096)[1]["swapped"] == 1
     assert tiles(16, 14336, 4096)[0] == "16 rows x 128"  # as many rounds as 64 columns make
     assert tiles(4096, 4096, 4096, out_dtype="float32")[1]["roles"] == 0  # c's tile would leave no room for operands
-    from portakern.backends.triton.hopper.matmul import chunk_of, split
+    from portakern.backends.triton.hopper._tiles import chunk_of, split
 
     assert chunk_of(4096, 4096) == 4096 and chunk_of(512, 65536) == 8192
     assert split(16, 512, 65536) == 8 and split(256, 512, 65536) == 1  # tiles enough: one program after another
@@ -349,7 +349,7 @@ def test_warps_with_roles_meet_the_bound(name, tmp_path, monkeypatch):
 def test_gradients_take_the_tiles_that_suit_each():
     meta = [torch.empty(s, dtype=torch.bfloat16, device="meta") for s in ((16, 4096), (4096, 14336), (16, 14336))]
     impl, call = bound("matmul_vjp", *meta)
-    from portakern.backends.triton.hopper.matmul_vjp import bare_products, own_tiling
+    from portakern.backends.triton.hopper.matmul import bare_products, own_tiling
 
     own = {name: own_tiling(call, of, default(impl, call).tiling) for name, of in bare_products(call).items()}
     assert own["d_a"]["swapped"] == 1 and own["d_b"]["roles"] == 1

@@ -342,8 +342,8 @@ def attention_shares_kernel(q, k, v, parts, statistics, o, lse, low, softmax, ch
     parts is None, o, (batch, q_len, heads, dv), and lse and low, (batch, heads, q_len), unless these are None: then
     ``chunks`` is 1, or a program takes all of them (``plan.chunked``).
 
-    q: described, (batch, kv_heads, q_len, group, d), in boxes of ``plan.heads`` heads, of ``plan.rows`` rows in all; k, v:
-    described, (batch, kv_len, kv_heads, d). chunks: of a group of heads; chunk: keys of one.
+    q: described, (batch, kv_heads, q_len, group, d), in boxes of ``plan.heads`` heads, of ``plan.rows`` rows in all;
+    k, v: described, (batch, kv_len, kv_heads, d). chunks: of a group of heads; chunk: keys of one.
     """
     batch, kv_heads, q_len, group, _ = q.shape
     work = Shares(batch * kv_heads, chunks, kv_heads, group, q_len, k.shape[1], chunk, v.shape[3])

@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.hopper import _tiles
 from portakern.backends.triton.hopper import matmul as products
 from portakern.backends.triton.hopper._scratch import Operand, operand
 from portakern.backends.triton.hopper.linear_cross_entropy import multiply, refused
@@ -72,30 +73,30 @@ def product_of(call: Call) -> Call:
 
 
 def key(call: Call) -> dict[str, str | int]:
-    return products.key(product_of(call))
+    return _tiles.key(product_of(call))
 
 
 def shared_memory(of: Call, tiling: Mapping[str, int]) -> int:
     """Bytes of shared memory: as matmul's, where warps have roles; else a tile of the sums waits there, which other
     threads write than have multiplied it."""
-    if products.warp_specialized(of, tiling):
-        return products.shared_memory(of, tiling)
-    rows, columns, depth, size = tiling["block_m"], tiling["block_n"], tiling["block_k"], products.size_of(of.dtype)
+    if _tiles.warp_specialized(of, tiling):
+        return _tiles.shared_memory(of, tiling)
+    rows, columns, depth, size = tiling["block_m"], tiling["block_n"], tiling["block_k"], _tiles.size_of(of.dtype)
     return tiling["num_stages"] * (rows + columns) * depth * size + rows * columns * 4
 
 
 def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
-    return products.fit(product_of(call), tiling, shared_memory, products.on_matrix_unit)
+    return _tiles.fit(product_of(call), tiling, shared_memory, _tiles.on_matrix_unit)
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     of = product_of(call)
-    if products.warp_specialized(of, tiling) and not (call.interpret or products.on_matrix_unit(of)):
+    if _tiles.warp_specialized(of, tiling) and not (call.interpret or _tiles.on_matrix_unit(of)):
         return (
             f"warps with roles (roles={tiling['roles']}) take products of the matrix unit, which float32 in ieee is "
             "none of; use roles=0"
         )
-    if not call.interpret and not products.warp_specialized(of, tiling):
+    if not call.interpret and not _tiles.warp_specialized(of, tiling):
         shared, limit = shared_memory(of, tiling), shared_limit(call.target.arch)
         if shared > limit:
             tile = f"{tiling['block_m']} x {tiling['block_n']} x {tiling['block_k']}"
@@ -103,7 +104,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
                 f"{tiling['num_stages']} stages of {tile}, and the sums, take {shared} bytes of shared memory; "
                 f"{call.target.arch} has {limit}"
             )
-    return products.supports(of, tiling)
+    return _tiles.supports(of, tiling)
 
 
 @BACKEND.implements(
@@ -111,7 +112,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     key=key,
     fit=fit,
     supports=supports,
-    knobs=products.KNOBS,
+    knobs=_tiles.KNOBS,
     same_bits=True,
     ahead=("float16", "bfloat16"),  # docs/porting/linear.md has the times
 )
@@ -120,15 +121,15 @@ def linear(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     m, n, k = prod(call.dims["batch"]), call.dims["n"], call.dims["k"]
     y, pre = (fresh((*x.shape[:-1], n), x.dtype, x.device) if name in call.wants else None for name in ("y", "pre"))
     of = product_of(call)
-    along_x, along_w = products.ALONG.get(kind_of(of, of.dtype), (None, None))
+    along_x, along_w = _tiles.ALONG.get(kind_of(of, of.dtype), (None, None))
     if tiling["swapped"]:
         along_x, along_w = None, None
-    whole = products.copied(of) if products.warp_specialized(of, tiling) else None
+    whole = _tiles.copied(of) if _tiles.warp_specialized(of, tiling) else None
     of_x = operand(call, x.reshape(m, k), 0, (1, m, k), along_x, whole == "a")
     of_weight = operand(call, weight.mT, 0, (1, k, n), along_w, whole == "b")
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else _by_rows(residual.reshape(m, n))
-    if products.warp_specialized(of, tiling):
+    if _tiles.warp_specialized(of, tiling):
         _launch_roles(call, of, of_x, of_weight, bias, residual, y, pre, tiling)
     else:
         _launch(call, of, of_x, of_weight, bias, residual, y, pre, tiling)
@@ -163,7 +164,7 @@ def _launch(
     how: dict[str, Any] = {"tf32": True} if dot_precision(call) == "tf32" else {}
     of_x = products.described(x, (1, m, k), (block_m, block_k), False, **how)
     of_weight = products.described(weight, (1, k, n), (block_k, block_n), False, **how)
-    chunk = cdiv(products.chunk_of(n, k), block_k)
+    chunk = cdiv(_tiles.chunk_of(n, k), block_k)
     plan = products.TilePlan(
         block_m, block_n, block_k, tiling["group"], x.across, weight.across, bool(tiling["swapped"]),
         chunk * block_k < k, dot_precision(call), accumulator(call.dtype), activation=call.options["activation"],

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.hopper import _tiles
 from portakern.backends.triton.hopper import matmul as forward
 from portakern.backends.triton.hopper.family import FAMILY
 from portakern.backends.triton.lib import linear_cross_entropy as shared
@@ -30,10 +31,10 @@ def tiling_of(of: Call) -> tuple[Call, Mapping[str, int]]:
     matmul = BACKEND.implementation("matmul", FAMILY)
     assert matmul is not None
     m, n, k = (of.dims[name] for name in "mnk")
-    if not of.interpret and forward.chunk_of(n, k) < k:
+    if not of.interpret and _tiles.chunk_of(n, k) < k:
         whole = of.replace(dims={**of.dims, "m": max(m, MANY_ROWS), "k": WHOLE})
         tiling = default(matmul, whole).tiling
-        if forward.on_matrix_unit(whole) and forward.warp_specialized(whole, tiling):
+        if _tiles.on_matrix_unit(whole) and _tiles.warp_specialized(whole, tiling):
             return whole, tiling
     return of, default(matmul, of).tiling
 
@@ -46,7 +47,7 @@ def multiply(call: Call, a: Any, b: Any, c: Any) -> None:
 
 def refused(call: Call, m: int, n: int, k: int) -> str | None:
     """Why matmul does not take a product of these extents."""
-    return forward.supports(*tiling_of(shared.as_product(call, call.arrays["hidden"], call.arrays["weight"], m, n, k)))
+    return _tiles.supports(*tiling_of(shared.as_product(call, call.arrays["hidden"], call.arrays["weight"], m, n, k)))
 
 
 supports = partial(shared.supports, refused=refused)

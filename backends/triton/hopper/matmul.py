@@ -17,13 +17,16 @@ order of k alone, which the matrix unit and every tile keep (tests/test_gpu.py t
 
 Operands that cannot be described, and 32-bit ones that lie the wrong way (``ALONG``), are copied (:mod:`._scratch`).
 
+Gradients are one product each, which takes the tiles that suit it: d_a = d_c b^T and d_b = a^T d_c, both summed over the
+batch axes along which their operand was broadcast. Transposed operands are strided views, which are described as they
+lie in memory; summed axes are folded into the contraction.
+
 Source: the order of tiles in "Matrix Multiplication" of the Triton tutorials (Tillet).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from enum import IntEnum
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,101 +36,46 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.descriptors import describe
-from portakern.backends.triton.hopper._scratch import Operand, begins_off_lines, operand
+from portakern.backends.triton.hopper import _tiles
+from portakern.backends.triton.hopper._scratch import Operand, operand
+from portakern.backends.triton.hopper._tiles import (
+    ALONG,
+    KNOBS,
+    EpilogueSubtile,
+    box_columns,
+    chunk_of,
+    copied,
+    extents,
+    fit,
+    key,
+    more_columns,
+    refuse_roles,
+    size_of,
+    split,
+    subtile_of,
+    supports,
+    warp_specialized,
+    without_idle_roles,
+)
+from portakern.backends.triton.hopper.family import FAMILY
 from portakern.backends.triton.launch import (
     MAX_GRID,
     accumulator,
     cdiv,
     dot_precision,
     launch,
-    refuse_common,
-    shared_limit,
     torch_dtype,
 )
-from portakern.backends.triton.layout import collapse, fresh, pow2_at_least
-from portakern.backends.triton.lib.matmul import place, products
-from portakern.core import targets
-from portakern.spec import Count, Tile
-from portakern.spec.dtypes import numpy_dtype
+from portakern.backends.triton.layout import collapse, fresh
+from portakern.backends.triton.lib.matmul import place, product, products
+from portakern.core.tilings import default
+from portakern.specs.matmul import product_dtype
 
 if TYPE_CHECKING:
     from portakern.backends.triton.hopper._warps import WarpPlan
     from portakern.core.call import Call
 
-MULTIPROCESSORS = targets.family("sm_90").cores or 132
-
-RATES = {
-    "16-bit": {"128 x 256": 1.0, "128 x 192": 0.93, "128 x 128": 0.86, "64 x 128": 0.7, "64 x 64": 0.37},
-    "tf32": {"128 x 256": 1.0, "128 x 128": 0.81, "64 x 128": 0.7, "64 x 64": 0.4},
-    "ieee": {"128 x 128": 1.0, "64 x 64": 0.7, "16 x 128": 0.3},
-}
-"""Of each kind of product the tiles of c that there are, and which part of the best rate a multiprocessor reaches on
-them: measured on an H100 for 16-bit operands (192 columns are accumulators of 128 and of 64) and for 128 columns of
-tf32, the others estimated."""
-
-OFF_LINES = {
-    "a": {"128 x 256": 0.94, "128 x 192": 0.79, "128 x 128": 0.65, "64 x 128": 0.5, "64 x 64": 0.3},
-    "b": {"256 x 128": 0.94, "128 x 256": 0.77, "128 x 192": 0.7, "128 x 128": 0.6, "64 x 128": 0.4, "64 x 64": 0.25},
-    "ab": {"128 x 256": 0.7, "128 x 192": 0.57, "128 x 128": 0.5, "64 x 128": 0.4, "64 x 64": 0.25},
-}
-"""The same for 16-bit operands of which a's, b's or both's lines in memory begin within lines of the cache: 128 bytes
-of them are parts of two, and L2 is asked for each part. So a tile is longer along the axis of the other operand, of
-which it then reads less: measured on an H100, the last two tiles estimated."""
-
-COPIED = {"extent": 1024, "products": 2**32}
-"""Where both begin so, the smaller one is copied for c of at least so many rows or columns, and at least so many
-products: what L2 is spared grows with both, the copy with the shorter side."""
-
-COLUMNS_OF_FEW = {"16-bit": (128, 64), "tf32": (64,)}
-"""How many columns tiles of few rows have. 128 have longer runs of memory where b lies in rows (16 x 14336 x 4096 on an
-H100: 1.05 of cuBLAS's rate, 64 columns 1.03), and 64 make twice the programs (1 x 4096 x 4096: 1.03, 128 0.81)."""
-
-WITHOUT_BOXES = 0.85
-"""Which part of it is left where c cannot be described, so that each program computes one tile and then writes it:
-0.88 with 128 columns, 0.79 with 256, measured on an H100. Where warps have roles the next tile's operands come
-meanwhile."""
-
-ALONG = {"tf32": (1, 0), "ieee": (1, 1)}
-"""Of each kind of product along which axis a's and b's lines must run, where it matters: the matrix unit reads 32-bit
-operands only along k, of which warps with roles may turn b's in registers; threads that multiply read rows of both
-(H100, 4096^3: 29 ms where one of them lies the other way, 3 ms where neither does)."""
-
-FEW_ROWS = 64
-
 ADDED = 512  # elements of c whose parts a program adds
-
-MOST_PARTS = 8
-"""Into how many chunks k is cut at most (16 in tiles of 128 x 256 read a quarter less through L2: 512 x 512 x 65536 on
-an H200 57.9 us for 54.3)."""
-
-
-class WarpSpecialized(IntEnum):
-    """``roles`` of a tiling: whether one warp copies and others multiply, and how many columns a tile then has beside
-    its ``block_n``."""
-
-    NO = 0
-    YES = 1
-    HALF_MORE = 2
-    QUARTER_MORE = 3
-
-
-class EpilogueSubtile(IntEnum):
-    """``halves`` of a tiling: how a tile of c leaves, of warps that have roles. By halves, or, where a program has one
-    tile, through a's stages, which nobody needs any more, it leaves room for one more stage."""
-
-    WHOLE = 0
-    HALVES = 1
-    IN_STAGES = 2
-
-
-KNOBS = {
-    "num_warps": Tile(4, 8), "num_stages": Count(2, 8), "group": Tile(1, 32),
-    "swapped": Count(0, 1), "roles": Count(0, max(WarpSpecialized)), "halves": Count(0, max(EpilogueSubtile)),
-}  # fmt: skip
-"""``swapped``: tiles of c^T (swap_ab)."""
-
-MORE: dict[int, int] = {WarpSpecialized.HALF_MORE: 2, WarpSpecialized.QUARTER_MORE: 4}
-"""Of how many parts of a tile's columns there is one more: 128 and 64 are 192, 128 and 32 are 160."""
 
 TORCH = {tl.float32: "float32", tl.float64: "float64"}
 ELEMENTS = {
@@ -261,254 +209,7 @@ def matmul_add_parts_kernel(partial, c, numel, parts: tl.constexpr, block: tl.co
     tl.store(c + i, acc.to(c.dtype.element_ty), mask=inside)
 
 
-def chunk_of(n: int, k: int) -> int:
-    """How much of k one chain sums, from n and k alone: all of it, unless 128 rows would leave most multiprocessors
-    idle for long."""
-    parts = min(MOST_PARTS, k // 4096, MULTIPROCESSORS // max(1, cdiv(n, 128)))
-    return k if parts < 4 else pow2_at_least(cdiv(k, parts))
-
-
-def split(tiles: int, n: int, k: int) -> int:
-    """How many programs share a tile's sum over k: each chunk has its own, or one takes all of them."""
-    chunk = chunk_of(n, k)
-    parts = cdiv(k, chunk)
-    alone = cdiv(tiles, MULTIPROCESSORS) * k
-    return parts if cdiv(tiles * parts, MULTIPROCESSORS) * chunk < 0.8 * alone else 1
-
-
-def parts_of(call: Call, tiling: Mapping[str, int]) -> int:
-    """How many programs share a tile's sum over k, of warps that all do the same."""
-    (entries, m), n = extents(call), call.dims["n"]
-    return split(entries * cdiv(m, tiling["block_m"]) * cdiv(n, tiling["block_n"]), n, call.dims["k"])
-
-
-def extents(call: Call) -> tuple[int, int]:
-    """Batch entries and rows of the product: where b is not batched, all rows of a are one tall matrix."""
-    batch, m = prod(call.dims["batch"]), call.dims["m"]
-    return (1, batch * m) if prod(call.arrays["b"].shape[:-2]) == 1 else (batch, m)
-
-
-def size_of(dtype: str) -> int:
-    return numpy_dtype(dtype).itemsize
-
-
-def tiles_there_are(call: Call) -> dict[str, tuple[int, int, float]]:
-    """Tiles of c that may serve a call: their rows, columns, and the rate that a multiprocessor reaches on them."""
-    kind, (_, m), n = products(call, call.dtype), extents(call), call.dims["n"]
-    if m <= FEW_ROWS and kind != "ieee":
-        rows = pow2_at_least(m, 16)
-        return {f"{rows} rows x {columns}": (rows, columns, 1.0) for columns in COLUMNS_OF_FEW[kind]}
-    roles, c_size = may_have_roles(call), size_of(call.outputs["c"][1])
-    wide, boxes = roles or c_size == 2, n * c_size % 16 == 0  # else c's tile leaves no room for operands
-    found = {}
-    whole = copied(call)
-    off = "".join(x for x in off_lines(call) if x != whole) if kind == "16-bit" else ""
-    for name, rate in (OFF_LINES[off] if off else RATES[kind]).items():
-        rows, columns = map(int, name.split(" x "))
-        by_roles_alone = columns == 192 or rows == 256
-        if (roles or not by_roles_alone) and (wide or columns != 256):
-            stays = boxes or (roles and rows * columns > 128 * 128)
-            found[name] = (rows, columns, rate * (1.0 if stays else WITHOUT_BOXES))
-    return found
-
-
-def off_lines(call: Call) -> str:
-    """Of which operands lines begin within lines of the cache: "a", "b", "ab" or ""."""
-    return "".join(name for name in ("a", "b") if begins_off_lines(call.arrays[name]))
-
-
-def copied(call: Call) -> str | None:
-    """Which operand warps with roles have copied to whole lines of the cache, if any."""
-    (entries, m), n, k = extents(call), call.dims["n"], call.dims["k"]
-    large = max(m, n) >= COPIED["extent"] and entries * m * n * k >= COPIED["products"]
-    if size_of(call.dtype) != 2 or off_lines(call) != "ab" or not (large and on_matrix_unit(call)):
-        return None
-    return min("ab", key=lambda name: prod(call.arrays[name].shape))
-
-
-def best_tile(call: Call) -> tuple[str, int]:
-    """The tile of c that finishes first, and how many rounds the multiprocessors make: times what a round takes."""
-    (entries, m), n, k = extents(call), call.dims["n"], call.dims["k"]
-
-    def rounds(rows: int, columns: int) -> tuple[int, int]:
-        tiles = entries * cdiv(m, rows) * cdiv(n, columns)
-        parts = split(tiles, n, k)
-        return cdiv(tiles * parts, MULTIPROCESSORS), parts
-
-    def cost(tile: tuple[int, int, float]) -> float:
-        rows, columns, rate = tile
-        made, parts = rounds(rows, columns)
-        return made / parts * rows * columns / rate
-
-    there = tiles_there_are(call)
-    name = min(there, key=lambda name: cost(there[name]))
-    return name, rounds(*there[name][:2])[0]
-
-
-def key(call: Call) -> dict[str, str | int]:
-    """The kind of the products, which tile of c suits m, n and k, how many rounds of tiles there are, up to 4, and how
-    long a sum is."""
-    # The interpreter's own sums follow the steps of k.
-    tile, rounds = ("any", 1) if call.interpret else best_tile(call)
-    return {"products": products(call, call.dtype), "tile": tile, "rounds": min(rounds, 4), "k": call.dims["k"]}
-
-
-def may_have_roles(call: Call) -> bool:
-    """Whether warps that have roles take the call: whole sums, c of the operands' size."""
-    n, k, size = call.dims["n"], call.dims["k"], size_of(call.dtype)
-    return bool(
-        not call.interpret and call.dtype != "float64" and chunk_of(n, k) == k
-        and size_of(call.outputs["c"][1]) == size
-    )  # fmt: skip
-
-
-def on_matrix_unit(call: Call) -> bool:
-    """The same, and that the products are the matrix unit's."""
-    return may_have_roles(call) and products(call, call.dtype) != "ieee"
-
-
-def warp_specialized(call: Call, tiling: Mapping[str, int]) -> bool:
-    """Whether warps have roles."""
-    return tiling["roles"] != WarpSpecialized.NO
-
-
-def subtile_of(tiling: Mapping[str, int]) -> EpilogueSubtile:
-    """How a tile of c leaves."""
-    return EpilogueSubtile(tiling.get("halves", EpilogueSubtile.WHOLE))
-
-
-def refuse_roles(call: Call, tiling: Mapping[str, int]) -> str | None:
-    """Why warps cannot have roles, or None."""
-    rows, columns, depth, size = tiling["block_m"], tiling["block_n"], tiling["block_k"], size_of(call.dtype)
-    told, stages = f"warps with roles (roles={tiling['roles']})", tiling["num_stages"]
-    if call.interpret:
-        return f"{told} are compiled alone: Gluon has no interpreter; use roles=0"
-    if not may_have_roles(call):
-        return f"{told} take products whose sums are whole, of operands of c's size and up to 32 bits; use roles=0"
-    if (tiling["num_warps"], tiling["swapped"]) != (8, 0):
-        return f"{told} are 8 that multiply, rows first; use num_warps=8 and swapped=0"
-    if depth * size != 128 or (rows, columns) not in ((128, 128), (128, 256), (256, 128)):
-        return (
-            f"{told} take tiles of 128 x 128, 128 x 256 and 256 x 128, in steps of {128 // size} of k, not {rows} x "
-            f"{columns} x {depth}"
-        )
-    if rows == 256 and (size == 4 or tiling["roles"] in MORE):
-        return f"{told} take tiles of 256 x 128 where operands have 16 bits and roles=1"
-    if products(call, call.dtype) == "ieee" and (columns != 128 or tiling["roles"] in MORE):
-        return f"{told} take tiles of 128 x 128 in ieee; use block_n=128 and roles=1"
-    if subtile_of(tiling) and size == 4:
-        return f"{told} write c by halves (halves=1 or 2) where they take 16-bit operands"
-    if subtile_of(tiling) and tiling["roles"] == WarpSpecialized.QUARTER_MORE:
-        return f"{told}, which are of 160 columns, write c at once; use halves=0"
-    if subtile_of(tiling) == EpilogueSubtile.IN_STAGES and tiles_of(call, tiling) > MULTIPROCESSORS:
-        return f"{told} write c through stages (halves=2) where each program has one tile; use halves=0 or 1"
-    if subtile_of(tiling) == EpilogueSubtile.IN_STAGES and columns + more_columns(tiling) > 64 * stages:
-        return f"{told} write 64 columns of c through each of {stages} stages (halves=2); use more stages"
-    if tiling["roles"] in MORE and (columns == 256 or size == 4):
-        return f"{told}, which add columns, take 16-bit operands and block_n=128"
-    return None
-
-
-def without_idle_roles(
-    call: Call, tiling: Mapping[str, int], may: Callable[[Call], bool] = may_have_roles
-) -> dict[str, int]:
-    """The tiling without roles where a call has no use for them, and c's way one that it can take."""
-    if not may(call):
-        return {**tiling, **dict.fromkeys({"roles", "halves"} & set(tiling), 0)}
-    if subtile_of(tiling) != EpilogueSubtile.IN_STAGES or tiles_of(call, tiling) <= MULTIPROCESSORS:
-        return dict(tiling)
-    return {**tiling, "halves": int(EpilogueSubtile.WHOLE)}
-
-
-def tiles_of(call: Call, tiling: Mapping[str, int]) -> int:
-    """How many tiles of c there are, of warps that have roles."""
-    entries, m = extents(call)
-    return entries * cdiv(m, tiling["block_m"]) * cdiv(call.dims["n"], tiling["block_n"] + more_columns(tiling))
-
-
-def more_columns(tiling: Mapping[str, int]) -> int:
-    """Columns that a tile has beside those of its two powers of two, where warps have roles."""
-    return tiling["block_n"] // MORE[tiling["roles"]] if tiling["roles"] in MORE else 0
-
-
-def box_columns(tiling: Mapping[str, int], size: int) -> int:
-    """Columns of c that leave at a time, of warps that have roles."""
-    if subtile_of(tiling) == EpilogueSubtile.IN_STAGES or (subtile_of(tiling) and tiling["roles"] in MORE):
-        return 64
-    if more := more_columns(tiling):
-        return more
-    return int(min(tiling["block_n"], 512 // size)) // (2 if subtile_of(tiling) == EpilogueSubtile.HALVES else 1)
-
-
-def shared_memory(call: Call, tiling: Mapping[str, int]) -> int:
-    """Bytes of shared memory: the stages of operands, and what of c waits there."""
-    rows, columns, size, stored = tiling["block_m"], tiling["block_n"], size_of(call.dtype), 0
-    if warp_specialized(call, tiling) and products(call, call.dtype) == "ieee":
-        stored = 1024
-    elif warp_specialized(call, tiling):
-        columns += more_columns(tiling)
-        boxes = columns if tiling["roles"] in MORE and not subtile_of(tiling) else box_columns(tiling, size)
-        if call.dims["n"] * size % 16:
-            boxes = max(boxes, 128)  # what turns c's elements into rows takes as much
-        elif subtile_of(tiling) == EpilogueSubtile.IN_STAGES:
-            boxes = 0
-        stored = rows * boxes * size + 1024
-    elif call.dims["n"] * size_of(call.outputs["c"][1]) % 16 == 0 and parts_of(call, tiling) == 1:
-        stored = rows * columns * size_of(call.outputs["c"][1])
-    return tiling["num_stages"] * (rows + columns) * tiling["block_k"] * size + stored
-
-
-def fit(
-    call: Call, tiling: Mapping[str, int], needed: Callable[[Call, Mapping[str, int]], int] = shared_memory,
-    may: Callable[[Call], bool] = may_have_roles,
-) -> Mapping[str, int]:  # fmt: skip
-    """No roles where a call has no use for them (``may``), and as many stages as shared memory has room for:
-    ``needed``, a tiling's bytes."""
-    if call.interpret:
-        return tiling
-    found = without_idle_roles(call, tiling, may)
-    while found["num_stages"] > 2 and needed(call, found) > shared_limit(call.target.arch):
-        found["num_stages"] -= 1
-    return found
-
-
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    block_m, block_n, block_k = tiling["block_m"], tiling["block_n"], tiling["block_k"]
-    if max(block_m, block_n, block_k) > 256:
-        return f"a tile of {block_m} x {block_n} x {block_k} is longer than the copy engine's 256"
-    if max(call.dims["n"], call.dims["k"], extents(call)[1]) > 2**31 - 512:
-        return "an extent of 2^31 is beyond what the copy engine counts"
-    if warp_specialized(call, tiling):
-        reason = refuse_roles(call, tiling)
-        if reason:
-            return reason
-    if not call.interpret:
-        shared, limit = shared_memory(call, tiling), shared_limit(call.target.arch)
-        if shared > limit:
-            return (
-                f"{tiling['num_stages']} stages of {block_m} x {block_n} x {block_k}, and c's tile, take {shared} "
-                "bytes "
-                f"of shared memory; {call.target.arch} has {limit}"
-            )
-        if not warp_specialized(call, tiling) and block_m * block_n > tiling["num_warps"] * 32 * 128:
-            return (
-                f"a {block_m} x {block_n} accumulator does not fit in the registers of {tiling['num_warps']} warps; "
-                "use a smaller tile or more warps"
-            )
-    entries, m = extents(call)
-    return refuse_common(
-        call, tiling["num_warps"], min(entries * cdiv(m, block_m) * cdiv(call.dims["n"], block_n), 8 * MAX_GRID)
-    )
-
-
-@BACKEND.implements(
-    "matmul",
-    key=key,
-    fit=fit,
-    supports=supports,
-    knobs=KNOBS,
-    same_bits=True,
-)
+@BACKEND.implements("matmul", key=key, fit=fit, supports=supports, knobs=KNOBS, same_bits=True)
 def matmul(call: Call, tiling: Mapping[str, int], into: torch.Tensor | None = None) -> tuple[Any, ...]:
     """``into``: contiguous memory for c, where another op has some."""
     dims, dtype = call.dims, call.options["out_dtype"]
@@ -607,7 +308,7 @@ def roles_of(call: Call, a: Operand, b: Operand, extents: tuple[int, int], tilin
 
     of_a, of_b = tile(a, (m, k), (rows, depth)), tile(b, (k, n), (depth, columns))
     of_more = tile(b, (k, n), (depth, more)) if more else of_b
-    grid = min(MULTIPROCESSORS, cdiv(m, rows) * cdiv(n, columns + more) * entries)
+    grid = min(_tiles.MULTIPROCESSORS, cdiv(m, rows) * cdiv(n, columns + more) * entries)
     plan = WarpPlan(
         rows, columns, depth, tiling["group"], tiling["num_stages"], more=more, a_across=a.across, b_across=b.across,
         batched=batched, a_batched=int(a.batch > 0), b_batched=int(b.batch > 0), described=in_boxes,
@@ -647,7 +348,7 @@ def _launch_float32(
         layout = gl.NVMMASharedLayout.get_default_for([1] * batched + list(block), gl.float32)
         return described(x, (entries, *shape), block, batched, layout=layout, tf32=tf32)
 
-    grid = min(MULTIPROCESSORS, cdiv(m, rows) * cdiv(n, columns) * entries)
+    grid = min(_tiles.MULTIPROCESSORS, cdiv(m, rows) * cdiv(n, columns) * entries)
     plan = WarpPlan(rows, columns, depth, tiling["group"], stages, slices=slices, batched=batched,
                      a_batched=int(a.batch > 0), b_batched=int(b.batch > 0))  # fmt: skip
     launch(kernel, grid, call, tile(a, (m, k), (rows, depth // slices)), tile(b, (k, n), (depth, columns)), c, m, n, k,
@@ -671,7 +372,7 @@ def _launch(
     of_a = described(a, (entries, m, k), (block_m, block_k), batched, **how)
     of_b = described(b, (entries, k, n), (block_k, block_n), batched, **how)
     of_c = Operand(c, m * n * batched, n, False)
-    grid = min(MULTIPROCESSORS if stays else MAX_GRID, tiles * parts)
+    grid = min(_tiles.MULTIPROCESSORS if stays else MAX_GRID, tiles * parts)
     plan = TilePlan(
         block_m, block_n, block_k, tiling["group"], a.across, b.across, swapped, chunked, dot_precision(call), acc,
         batched=batched, a_batched=int(a.batch > 0), b_batched=int(b.batch > 0), flat=stays and not chunked,
@@ -684,3 +385,52 @@ def _launch(
     if parts > 1:
         launch(matmul_add_parts_kernel, cdiv(c.numel(), ADDED), call, target, c, c.numel(), parts=parts, block=ADDED,
                num_warps=4, maxnreg=128)  # fmt: skip
+
+
+def bare_products(call: Call) -> dict[str, Call]:
+    """The matmul that gives each gradient that is wanted, on arrays without memory."""
+
+    def bare(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+    arrays = {n: None if x is None else bare(x) for n, x in call.arrays.items()}
+    return {name: product(call.replace(arrays=arrays), name) for name in call.wants}
+
+
+def gradients_key(call: Call) -> dict[str, str | int]:
+    """matmul's, of the first gradient that is wanted; see :func:`own_tiling`."""
+    if call.interpret or not call.wants:
+        return {"products": products(call, product_dtype(call)), "tile": "any", "rounds": 1, "k": 1}
+    return key(next(iter(bare_products(call).values())))
+
+
+def own_tiling(call: Call, of: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
+    """The tiling of a gradient's product: matmul's own for it, unless somebody named or found another for the call,
+    which is then for both; warps have roles in the products that have a use for them."""
+    gradients, forward = (BACKEND.implementation(op, FAMILY) for op in ("matmul_vjp", "matmul"))
+    assert gradients is not None and forward is not None
+    if dict(default(gradients, call).tiling) != dict(tiling):
+        return without_idle_roles(of, tiling)
+    return default(forward, of).tiling
+
+
+def supports_gradients(call: Call, tiling: Mapping[str, int]) -> str | None:
+    if call.interpret and warp_specialized(call, tiling):
+        return refuse_roles(call, tiling)
+    for name, of in bare_products(call).items():
+        reason = supports(of, own_tiling(call, of, tiling))
+        if reason:
+            return f"{name}: {reason}"
+    return None
+
+
+@BACKEND.implements("matmul_vjp", key=gradients_key, supports=supports_gradients, knobs=KNOBS, same_bits=True)
+def matmul_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    def gradient(name: str) -> torch.Tensor | None:
+        if name not in call.wants:
+            return None
+        of = product(call, name)
+        (c,) = matmul(of, own_tiling(call, of, tiling))
+        return c.reshape(call.outputs[name][0])
+
+    return gradient("d_a"), gradient("d_b")

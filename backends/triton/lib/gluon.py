@@ -24,7 +24,8 @@ _OLD = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 class Softmax(NamedTuple):
     """From dot products to weights: their units (``lib.heads.Scores``); the window, how far to the left and to the
-    right of its own place a row sees, None for all the way; and, of gradients, what those of q and k are multiplied by."""
+    right of its own place a row sees, None for all the way; and, of gradients, what those of q and k are multiplied
+    by."""
 
     scores: Any
     window: Any

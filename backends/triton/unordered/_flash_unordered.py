@@ -15,8 +15,8 @@ addition to memory that is spared is worth more than a barrier: so both groups p
 two buffers in turn, and each group of warps computes half of the tile's d_q: 64 of 128 columns at head dimension 128,
 64 of 128 queries at 64, and hands it over to the copy engine, which adds it to memory. It does so when the tile's D is
 there (``walk_each``), or beside the weights of the tile that follows, when the other group's D has long been there,
-which takes registers (``walk_behind``). A group writes a buffer anew when both have put the tile in between into the other
-one, hence are done with the products of this one.
+which takes registers (``walk_behind``). A group writes a buffer anew when both have put the tile in between into the
+other one, hence are done with the products of this one.
 """
 
 from __future__ import annotations
