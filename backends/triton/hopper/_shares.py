@@ -49,11 +49,11 @@ HALF = gl.constexpr(32)  # rows of which each thread has one
 
 
 class Shares(NamedTuple):
-    """The chunks of a call. ``groups``: of heads, in all batch entries; ``chunks``: of each; ``kv_heads``: groups of a
-    batch entry, which have ``group`` heads each."""
+    """The chunks of a call. ``groups``: of heads, in all batch entries; ``num_splits``: chunks of each; ``kv_heads``:
+    groups of a batch entry, which have ``group`` heads each."""
 
     groups: int
-    chunks: int
+    num_splits: int
     kv_heads: int
     group: int
     q_len: int
@@ -166,9 +166,9 @@ def rows_boxed(tile, heads: gl.constexpr):
 @gluon.jit
 def walks_of(work, plan: gl.constexpr):
     """(walks over keys of all programs, chunks of each)."""
-    total, each = work.groups * work.chunks, 1
+    total, each = work.groups * work.num_splits, 1
     if plan.chunked:
-        total, each = work.groups, work.chunks
+        total, each = work.groups, work.num_splits
     return total, each
 
 
@@ -333,20 +333,20 @@ def row_at(b, h, share, work, row: gl.constexpr, heads: gl.constexpr, rows: gl.c
     head = (b * work.kv_heads + h) * work.group + of_group
     at_lse = head.to(gl.int64) * work.q_len + query
     at_o = (b * work.q_len + query).to(gl.int64) * (work.kv_heads * work.group) + h * work.group + of_group
-    return at_lse * work.chunks + share, at_o, at_lse, (query < work.q_len) & (of_group < work.group)
+    return at_lse * work.num_splits + share, at_o, at_lse, (query < work.q_len) & (of_group < work.group)
 
 
-@gluon.jit(do_not_specialize=["chunks", "chunk"])
-def attention_shares_kernel(q, k, v, parts, statistics, o, lse, low, softmax, chunks, chunk, plan: gl.constexpr):
+@gluon.jit(do_not_specialize=["num_splits", "chunk"])
+def attention_shares_kernel(q, k, v, parts, statistics, o, lse, low, softmax, num_splits, chunk, plan: gl.constexpr):
     """The state of each chunk: parts, (batch, heads, q_len, chunks, dv), and statistics, (.., 2), l and m; or, where
     parts is None, o, (batch, q_len, heads, dv), and lse and low, (batch, heads, q_len), unless these are None: then
-    ``chunks`` is 1, or a program takes all of them (``plan.chunked``).
+    ``num_splits`` is 1, or a program takes all of them (``plan.chunked``).
 
     q: described, (batch, kv_heads, q_len, group, d), in boxes of ``plan.heads`` heads, of ``plan.rows`` rows in all;
-    k, v: described, (batch, kv_len, kv_heads, d). chunks: of a group of heads; chunk: keys of one.
+    k, v: described, (batch, kv_len, kv_heads, d). num_splits: chunks of a group of heads; chunk: keys of one.
     """
     batch, kv_heads, q_len, group, _ = q.shape
-    work = Shares(batch * kv_heads, chunks, kv_heads, group, q_len, k.shape[1], chunk, v.shape[3])
+    work = Shares(batch * kv_heads, num_splits, kv_heads, group, q_len, k.shape[1], chunk, v.shape[3])
     inputs, parts, out = Inputs(q, k, v), Parts(parts, statistics), Outputs(o, lse, low)
     dtype: gl.constexpr = k.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)

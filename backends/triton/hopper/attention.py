@@ -11,6 +11,7 @@ segments. Gluon is compiled alone: nothing of this runs in the interpreter.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,16 +38,29 @@ BEGINNINGS = 1.7, 3.3  # tiles of keys that a tile's beginning takes as long as:
 SATURATED = 48  # programs that read keys as fast as memory gives them
 MERGER = 3.0  # tiles of keys that the merger of chunks takes as long as
 MOST_STAGES = 6  # of keys on their way to one group of rows
+
+
+class FewQueries(IntEnum):
+    """``shares`` of a tiling: what becomes of few queries. No bit of a result depends on it."""
+
+    PORTABLE = 0
+    """They are the portable kernel's."""
+    FASTER = 1
+    """Split or walked, whichever is faster (see ``times``)."""
+    SPLIT = 2
+    """A program takes a chunk of keys (split-KV)."""
+    WALKED = 3
+    """A program takes a group of heads, and all its chunks."""
+
+
 KNOBS = {
     **shared.KNOBS,
     "consumers": Count(2, 3),
     "stay": Count(0, 1),
-    "shares": Count(0, 3),
+    "shares": Count(0, max(FewQueries)),
 }
-"""``stay``: whether programs stay and take tiles by pairs where some see more keys than others, if that is faster (see
-``stays``). ``shares``: what becomes of few queries; 0: the portable kernel's; 1: a program for each chunk of keys, or
-for each group of heads, whichever is faster (see ``times``); 2: for each chunk; 3: for each group. No bit of a result
-depends on either."""
+"""``stay``: whether programs are persistent and take tiles by pairs where some see more keys than others, if that is
+faster (see ``persistent``). No bit of a result depends on it."""
 
 
 def plan_of(call: Call, tiling: Mapping[str, int]) -> FlashPlan:
@@ -149,7 +163,7 @@ def shares_of(call: Call, tiling: Mapping[str, int]) -> tuple[int, bool] | None:
     """(chunks of each group of heads, whether one program walks them all) where ``by_shares`` takes the call; else
     None."""
     dims, wanted, rows = call.dims, tiling["shares"], rows_of(call)
-    if not wanted or rows > QUERIES:
+    if wanted == FewQueries.PORTABLE or rows > QUERIES:
         return None
     chunk, groups = chunk_length(call, tiling), dims["batch"] * dims["kv_heads"]
     chunks = 1 if chunk is None else chunks_of_a_tile(call, chunk, dims["q_len"])
@@ -158,11 +172,11 @@ def shares_of(call: Call, tiling: Mapping[str, int]) -> tuple[int, bool] | None:
         # One chunk is a walk of one border less.
         return (1, False) if chunk is None or may_walk else None
     apart = worth_spreading(call, groups, chunks)
-    if wanted == 1:
+    if wanted == FewQueries.FASTER:
         walked, split = times(call, tiling, chunks)
         walks = may_walk and (walked <= split or not apart)
     else:
-        walks = may_walk and wanted == 3
+        walks = may_walk and wanted == FewQueries.WALKED
     return (chunks, walks) if walks or apart else None
 
 
@@ -251,7 +265,7 @@ def work_of(
         together = cdiv(all_heads, cdiv(all_heads, TOGETHER))
     if window != (None, None):
         pairs = cdiv(tiles, 2)
-        if tiling.get("stay") and stays(call, tiling, queries, window, pairs, processors):
+        if tiling.get("stay") and persistent(call, tiling, queries, window, pairs, processors):
             ahead, programs = pairs, min(pairs, processors)
         else:
             programs = tiles
@@ -261,7 +275,7 @@ def work_of(
     ), programs
 
 
-def stays(
+def persistent(
     call: Call, tiling: Mapping[str, int], queries: int, window: tuple[int | None, int | None], pairs: int,
     processors: int,
 ) -> bool:  # fmt: skip
