@@ -32,7 +32,7 @@ from portakern.backends.pallas.lib.blocks import Refs
 from portakern.backends.pallas.lib.double_float import added
 from portakern.backends.pallas.lib.mosaic_tpu.rows import Held, Walk, launched
 from portakern.backends.pallas.tpu.layernorm import in_walks, walk_of
-from portakern.backends.pallas.tpu.logsumexp import finite_or_zero
+from portakern.backends.pallas.tpu.logsumexp import add_to_log_sum, finite_or_zero
 from portakern.core.call import Call
 
 HELD = Held(streamed=1, computed=4)
@@ -55,10 +55,7 @@ def kernel(ref: Refs, *, walk: Walk, ignored: int, even: float, z: float) -> Non
         for statistic in (ref.l, ref.at, ref.total):
             statistic[...] = jnp.zeros_like(statistic)
 
-    m = jnp.maximum(ref.m[...], jnp.max(x, axis=walk.along, keepdims=True))
-    shift = finite_or_zero(m)
-    ref.l[...] = ref.l[...] * jnp.exp(ref.m[...] - shift) + jnp.sum(jnp.exp(x - shift), axis=walk.along, keepdims=True)
-    ref.m[...] = m
+    add_to_log_sum(ref, walk, x)
     ref.at[...] += jnp.sum(jnp.where(is_label(labels, x, walk, step), x, 0.0), axis=walk.along, keepdims=True)
     if even:
         ref.total[...] += walk.sum_along_rows(x, step)

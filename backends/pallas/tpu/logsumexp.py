@@ -33,6 +33,15 @@ def finite_or_zero(m: Any) -> Any:
     return jnp.where(jnp.abs(m) == jnp.inf, 0.0, m)
 
 
+def add_to_log_sum(ref: Refs, walk: Walk, x: Any) -> None:
+    """One step of the online softmax: merge a block into the running maximum m of its rows and the sum l of exp(x -
+    m)."""
+    m = jnp.maximum(ref.m[...], jnp.max(x, axis=walk.along, keepdims=True))
+    shift = finite_or_zero(m)
+    ref.l[...] = ref.l[...] * jnp.exp(ref.m[...] - shift) + jnp.sum(jnp.exp(x - shift), axis=walk.along, keepdims=True)
+    ref.m[...] = m
+
+
 def kernel(ref: Refs, *, walk: Walk) -> None:
     _, step = walk.sweep_and_step()
     x = walk.within_rows(ref.x[...].astype(jnp.float32), step, -jnp.inf)
@@ -42,11 +51,7 @@ def kernel(ref: Refs, *, walk: Walk) -> None:
         ref.m[...] = jnp.full_like(ref.m, -jnp.inf)
         ref.l[...] = jnp.zeros_like(ref.l)
 
-    m = jnp.maximum(ref.m[...], jnp.max(x, axis=walk.along, keepdims=True))
-    shift = finite_or_zero(m)
-    p = jnp.exp(x - shift)
-    ref.l[...] = ref.l[...] * jnp.exp(ref.m[...] - shift) + jnp.sum(p, axis=walk.along, keepdims=True)
-    ref.m[...] = m
+    add_to_log_sum(ref, walk, x)
 
     @pl.when(step == walk.grid[-1] - 1)
     def finish() -> None:

@@ -88,8 +88,8 @@ FAULTS = {
         Planted(
             "weights-rounded",
             "the sum is one of weights rounded to x's dtype",
-            old="p = jnp.exp(x - shift)",
-            new="p = jnp.exp(x - shift).astype(ref.x.dtype).astype(jnp.float32)",
+            old="jnp.sum(jnp.exp(x - shift), ",
+            new="jnp.sum(jnp.exp(x - shift).astype(ref.x.dtype).astype(jnp.float32), ",
             small=True,
             sample=True,
             edge="infinite_elements",

@@ -214,6 +214,15 @@ def _host_threads() -> int:
     return int(os.environ.get("NPROC") or os.cpu_count() or 1)
 
 
+def _warn_of_threads(warpgroups: int) -> None:
+    if warpgroups > _host_threads():
+        say(
+            f"portakern: each of {warpgroups} warpgroups takes a thread of XLA's on the host, which has "
+            f"{_host_threads()}: those that wait may keep the others from running, for ever. Start Python with "
+            "NPROC=8 in its environment"
+        )
+
+
 def launch(
     call: Call,
     kernel: Callable[[Refs], None],
@@ -223,7 +232,6 @@ def launch(
     inputs: Mapping[str, jax.Array],
     outputs: Mapping[str, jax.ShapeDtypeStruct],
     scratch: Mapping[str, Any],
-    axes: tuple[str, ...] = ("block",),
     cluster: Mapping[str, int] | None = None,
     warpgroups: int = 1,
     approximate: bool = False,
@@ -232,22 +240,18 @@ def launch(
     """Run ``kernel(ref)`` in every block of a grid, and return what it wrote by name.
 
     ``ref`` holds the operands, whole and in device memory, and ``scratch``: buffers in shared memory, and barriers, in
-    the order in which they lie there.
-    ``axes`` names the axes of the grid, ``cluster`` those of the blocks of one cluster, which see each other's shared
-    memory, with their extents; of several warpgroups each runs the kernel, and ``lax.axis_index("warpgroup")``
-    says which one it is. ``approximate``: exponentials and logarithms are the chip's own instructions, within a few
-    units in the last place, where subnormal numbers are 0. ``across_warps``: something is reduced across warps, for
-    which there has to be room in shared memory. Interpreted calls run in Pallas's interpreter for GPUs;
-    inside ``plgpu.force_gpu_interpret_mode`` the parameters chosen there win.
+    the order in which they lie there. ``lax.axis_index("block")`` says which block it is. ``cluster`` names the axes of
+    the blocks of one cluster, which see each other's shared memory, with their extents. Of several warpgroups each runs
+    the kernel, and ``lax.axis_index("warpgroup")`` says which one it is. ``approximate``: exponentials and logarithms
+    are the chip's own instructions, within a few units in the last place, where subnormal numbers are 0.
+    ``across_warps``: something is reduced across warps, for which there has to be room in shared memory. Interpreted
+    calls run in Pallas's interpreter for GPUs; inside ``plgpu.force_gpu_interpret_mode`` the parameters chosen there
+    win.
     """
     names = (*inputs, *outputs)
     places = {f"scratch{i:02}": buffer for i, buffer in enumerate(scratch)}  # JAX sorts them by name
-    if call.interpret and warpgroups > _host_threads():
-        say(
-            f"portakern: each of {warpgroups} warpgroups takes a thread of XLA's on the host, which has "
-            f"{_host_threads()}: those that wait may keep the others from running, for ever. Start Python with "
-            "NPROC=8 in its environment"
-        )
+    if call.interpret:
+        _warn_of_threads(warpgroups)
 
     def on_named_refs(*refs: Any, **placed: Any) -> None:
         scoped = {places[place]: buffer for place, buffer in placed.items()}
@@ -267,7 +271,7 @@ def launch(
             for place, form in zip(places, scratch.values(), strict=True)
         },
         grid=grid,
-        grid_names=axes,
+        grid_names=("block",),
         kernel_name=name,
         interpret=INTERPRETER if call.interpret else None,
         compiler_params=plgpu.CompilerParams(

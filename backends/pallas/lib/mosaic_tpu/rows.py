@@ -522,29 +522,23 @@ def launched(
     are an estimate for XLA, no more.
     """
     shape, size = next(iter(rows.values())).shape, math.prod(walk.shape)
-    vmem = held.bytes(call, walk.elements)
-    keeps = {name: walk.keeps(array.dtype) for name, array in rows.items()} if walk.sweeps > 1 else {}
-    room = vmem + sum(math.prod(form.shape) * form.dtype.itemsize for form in keeps.values())
-    if keeps and room <= vmem_limit(call):
-        walk, vmem = walk._replace(kept=True), room
-        note(room, vmem_limit(call))
-    else:
-        keeps = {}
+    walk, keeps, vmem = _keeping(call, walk, held, rows)
     by_rows = {name: (walk.viewed(array), walk.read()) for name, array in rows.items()}
     by_rows |= {name: (walk.viewed(array), walk.in_last_sweep()) for name, array in late.items()}
     reads = len(rows) * (1 if walk.kept else walk.sweeps) + len(late)
-    state: dict[str, Any] = dict.fromkeys(() if walk.one_step else statistics, walk.statistic)
-    state |= {f"kept_{name}": form for name, form in keeps.items()}
+    state: dict[str, Any] = dict.fromkeys(() if walk.one_step else statistics, walk.statistic) | keeps
     others = {name: array.dtype for name, array in late.items()} | dict(written)
     run = partial(on_rows, others=tuple(others), statistics=statistics)
     if strips:
         run = partial(on_strips, late=tuple(late), written=tuple(written), statistics=statistics, sums=sums)
-        state |= {f"sums_{name}": (SUBLANES, walk.block_n) for name in sums}
-        state |= {
-            f"repeated_{name}": (SUBLANES, walk.block_n)
-            for name in inputs or {}
-            if divided(walk, call.interpret)[0] > 1
-        }
+        repeated = (inputs or {}) if divided(walk, call.interpret)[0] > 1 else ()
+        names = [*(f"sums_{name}" for name in sums), *(f"repeated_{name}" for name in repeated)]
+        state |= dict.fromkeys(names, (SUBLANES, walk.block_n))
+    outputs = (
+        {name: (walk.form(dtype), walk.in_last_sweep()) for name, dtype in written.items()}
+        | {name: walk.partial_sums() for name in sums}
+        | (outputs or {})
+    )
     found = launch(
         call,
         partial(run, kernel=kernel, walk=walk, rows=tuple(rows), apart=call.interpret),
@@ -552,9 +546,7 @@ def launched(
         walk.grid,
         in_order=2,
         inputs=by_rows | (inputs or {}),
-        outputs={name: (walk.form(dtype), walk.in_last_sweep()) for name, dtype in written.items()}
-        | {name: walk.partial_sums() for name in sums}
-        | (outputs or {}),
+        outputs=outputs,
         scratch=state,
         vmem=vmem,
         cost=pl.CostEstimate(
@@ -564,6 +556,20 @@ def launched(
         ),
     )
     return found | {name: walk.restored(found[name], shape) for name in written}
+
+
+def _keeping(
+    call: Call, walk: Walk, held: Held, rows: Mapping[str, jax.Array]
+) -> tuple[Walk, dict[str, jax.ShapeDtypeStruct], int]:
+    """The walk, which keeps what sweep 0 reads where VMEM has room for that; what is kept, by name; and the bytes of
+    VMEM that a step needs."""
+    vmem = held.bytes(call, walk.elements)
+    keeps = {f"kept_{name}": walk.keeps(x.dtype) for name, x in rows.items()} if walk.sweeps > 1 else {}
+    room = vmem + sum(math.prod(form.shape) * form.dtype.itemsize for form in keeps.values())
+    if not keeps or room > vmem_limit(call):
+        return walk, {}, vmem
+    note(room, vmem_limit(call))
+    return walk._replace(kept=True), keeps, room
 
 
 def on_rows(
