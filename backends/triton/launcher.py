@@ -254,7 +254,7 @@ def launching(
     name: str,
     handles: Handles,
     grid: int,
-    addresses: Sequence[str | None],
+    addresses: Sequence[Any],
     rest: Sequence[Any],
     described: Mapping[int, Any] = MappingProxyType({}),
 ) -> tuple[str, dict[str, Any]]:
@@ -269,7 +269,7 @@ def launching(
 
     Args:
       name: of the launching function. addresses: names of those of the tensors, which are the first parameters, None
-        for one that is not there. rest: what the other parameters are.
+        for one that is not there, or groups of such names. rest: what the other parameters are.
       described: which of the first are descriptors, and these, of no memory.
     """
     run, function, metadata = handles
@@ -288,7 +288,10 @@ def launching(
         env[f"{name}_{kind}"] = value
         return f"{name}_{kind}"
 
-    arguments = [str(a) for a in addresses]
+    def text(address: Any) -> str:
+        return f"({''.join(text(a) + ', ' for a in address)})" if isinstance(address, tuple) else str(address)
+
+    arguments = [text(a) for a in addresses]
     for n, (i, of) in enumerate(zip(described, maps, strict=True)):
         more = [named(f"map{n}_{j}", value) for j, value in enumerate(of.rest)]
         arguments[i] = ", ".join([f"{named(f'map{n}', of)}[{arguments[i]}]", *more])

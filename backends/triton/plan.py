@@ -53,13 +53,14 @@ class Step(NamedTuple):
     """A launch of a plan.
 
     Attributes:
-      tensors: for each of its first arguments the tensor that it is, or None. rest: the arguments after them.
+      tensors: for each of its first arguments the tensor that it is, or None, or a group of such. rest: the arguments
+        after them.
       described: which of the first go as descriptors, and these, of no memory. handles: what launches it, if kept.
     """
 
     kernel: Any
     grid: int
-    tensors: tuple[str | None, ...]
+    tensors: tuple[Any, ...]
     rest: tuple[Any, ...]
     constexprs: dict[str, Any]
     described: dict[int, Any]
@@ -144,7 +145,7 @@ class LaunchPlan:
             tensors[name] = of.as_strided(part.shape, part.strides, of.storage_offset() + part.offset)
         handles = []
         for step in self.steps:
-            passed = [tensors[t] for t in step.tensors]
+            passed = list(_each(step.tensors, tensors.__getitem__))
             for i, descriptor in step.described.items():
                 passed[i] = elsewhere(descriptor, passed[i])
             handles.append(launch(step.kernel, step.grid, self.call, *passed, *step.rest, **step.constexprs))
@@ -165,8 +166,8 @@ def written(plan: LaunchPlan, key: tuple[Any, ...], handles: Sequence[Handles]) 
     }  # fmt: skip
     launches, used = [], set[str | None]()
     for i, (step, kept) in enumerate(zip(plan.steps, handles, strict=True)):
-        used |= {*step.tensors}
-        name, names = f"{step.kernel.__name__}_{i}", [t and f"at_{t}" for t in step.tensors]
+        used |= {*_leaves(step.tensors)}
+        name, names = f"{step.kernel.__name__}_{i}", _each(step.tensors, lambda t: t and f"at_{t}")
         text, more = launcher.launching(name, kept, step.grid, names, step.values(), step.described)
         launches.append(f"    {text}")
         env |= more
@@ -275,7 +276,7 @@ def planned(
         if step is None:
             return None
         steps.append(step)
-    own = {*(t for s in steps for t in s.tensors), *(p.of for p in parts), *slots}
+    own = {*(t for s in steps for t in _leaves(s.tensors)), *(p.of for p in parts), *slots}
     bare_call = call.replace(arrays={})
     plan = LaunchPlan(
         bare_call, next(iter(given.values())).get_device(), tuple(n for n in given if n in own), [*new.values()],
@@ -291,18 +292,41 @@ def _step(launched: Launched, known: Mapping[str, torch.Tensor], parts: dict[Par
     """A launch with names in place of its tensors; None where it is not clear what some tensor is. ``parts``: those so
     far."""
     kernel, grid, args, constexprs, handles = launched
-    others = (i for i, a in enumerate(args) if not (a is None or isinstance(base_of(a), torch.Tensor)))
+    others = (i for i, a in enumerate(args) if not (is_descriptor(a) or _tensors_alone(a)))
     count = next(others, len(args))
     if not args or args[0] is None or any(map(_holds_tensors, args[count:])):
         return None
-    names: list[str | None] = []
-    for tensor in map(base_of, args[:count]):
-        place = None if tensor is None else _place(tensor, known)
-        if tensor is not None and place is None:
-            return None
-        names.append(parts.setdefault(place, f"part{len(parts)}") if isinstance(place, Part) else place)
+    tensors = tuple(map(base_of, args[:count]))
+    places = {id(t): _place(t, known) for t in _leaves(tensors) if t is not None}
+    if None in places.values():
+        return None
+
+    def name(tensor: torch.Tensor | None) -> str | None:
+        place = places.get(id(tensor))
+        return parts.setdefault(place, f"part{len(parts)}") if isinstance(place, Part) else place
+
     described = {i: bare(a) for i, a in enumerate(args[:count]) if is_descriptor(a)}
-    return Step(kernel, grid, tuple(names), args[count:], constexprs, described, handles)
+    return Step(kernel, grid, _each(tensors, name), args[count:], constexprs, described, handles)
+
+
+def _tensors_alone(value: Any) -> bool:
+    """Whether an argument is a tensor, or None, or a group of such."""
+    if isinstance(value, tuple):
+        return bool(value) and all(map(_tensors_alone, value))
+    return value is None or isinstance(value, torch.Tensor)
+
+
+def _each(value: Any, of: Callable[[Any], Any]) -> Any:
+    """``of`` each member of a group, in a group of the same kind."""
+    if not isinstance(value, tuple):
+        return of(value)
+    members = (_each(v, of) for v in value)
+    return type(value)(*members) if hasattr(value, "_fields") else tuple(members)
+
+
+def _leaves(value: Any) -> Iterable[Any]:
+    """The members of a group, and of those in it."""
+    return [leaf for v in value for leaf in _leaves(v)] if isinstance(value, tuple) else [value]
 
 
 def _place(tensor: torch.Tensor, known: Mapping[str, torch.Tensor]) -> str | Part | None:

@@ -17,7 +17,7 @@ is one fused operation (``exponents`` of the spec).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -30,6 +30,8 @@ from portakern.backends.triton.launch import (
 from portakern.backends.triton.layout import fresh, gathered
 from portakern.backends.triton.lib.attention import (
     KNOBS,
+    Parts,
+    Results,
     combine,
     fit,
     key,
@@ -44,6 +46,7 @@ from portakern.backends.triton.lib.band import band, fold, limits
 from portakern.backends.triton.lib.heads import (
     Extents,
     Keys,
+    Masks,
     Pairs,
     Scores,
     load_head,
@@ -90,7 +93,8 @@ def over_keys(
     head, key head, batch entry). chunk, share: as :func:`walk` takes them. The others are the kernel's arguments.
     """
     tile, head, kv_head, batch = place
-    k, v, bias, q_segments, kv_segments = operands
+    k, v, masks = operands
+    bias, q_segments, kv_segments = masks
     k_b, k_s, k_h, k_d = strides.k
     v_b, v_s, v_h, v_d = strides.v
     bias_b, bias_h, bias_q, bias_s = strides.bias
@@ -227,24 +231,30 @@ def nothing(plan: tl.constexpr):
     return acc, l, m
 
 
+class Work(NamedTuple):
+    """How programs share a call: ``tiles_q`` tiles of queries a head, or a group of heads; ``chunk`` keys with a state of
+    their own (``lib.split_kv``), None for all; of the ``chunks`` that a tile sees each has a program, None: one has all.
+    """
+
+    tiles_q: int
+    chunk: int | None
+    chunks: int | None
+
+
 @triton.jit
 def attention_kernel(
-    q, k, v, bias, q_segments, kv_segments, o, lse, low, parts, statistics, scores, window, tiles_q, chunk, chunks,
-    extents, strides, plan: tl.constexpr,
+    q, k, v, masks, out, parts, scores, window, work, extents, strides, plan: tl.constexpr
 ):  # fmt: skip
-    """A tile of block_q rows of o, and of lse and low (lse_low) unless these are None. ``lib.heads`` says what the
-    groups hold.
-
-    chunk: how many keys have a state of their own (``lib.split_kv``), None for all. parts, statistics: None; or one
-    chunk is this program's, of ``chunks`` that its tile sees, and the chunk's state goes there.
-    """
+    """A tile of block_q rows of o, and of lse and lse_low unless these are None. ``lib.heads`` says what the groups
+    hold. parts: None twice; or one chunk of keys is this program's, and the chunk's state goes there."""
+    tiles_q, chunk, chunks = work
     _, right = window
     owners, step = extents.heads, 1
     if plan.packed:
         owners, step = extents.heads // extents.group, extents.group
     tile, owner, batch = program(tiles_q, owners)
     share = None
-    if parts is not None:
+    if parts.sums is not None:
         share, batch = (batch % chunks).to(tl.int32), batch // chunks
     if right is not None:
         tile = tiles_q - 1 - tile  # the last queries may see most keys: start them first
@@ -253,18 +263,18 @@ def attention_kernel(
     i_ok, row = i < extents.q_len, i.to(tl.int64)
     q_tile = load_head(q, strides.q, batch, heads, row, i_ok, extents.d, plan.block_d, plan.ragged_d)
     place = tile, head, head // extents.group, batch
-    operands = k, v, bias, q_segments, kv_segments
+    operands = k, v, masks
     state = nothing(plan)
     state = over_keys(visit, state, q_tile, place, operands, strides, scores, window, extents, plan, chunk, share)
     if chunk is None:
         state = settled(state)
 
     at = (batch * extents.heads + heads) * extents.q_len + row
-    if parts is None:
+    if parts.sums is None:
         at_o = (batch * extents.q_len + row) * extents.heads + heads
-        store_rows(o, lse, low, state, at_o, at, i_ok, scores, extents.dv, plan.block_dv)
+        store_rows(out, state, at_o, at, i_ok, scores, extents.dv, plan.block_dv)
     else:
-        store_part(parts, statistics, state, at * chunks + share, i_ok, extents.dv, plan.block_dv)
+        store_part(parts.sums, parts.statistics, state, at * chunks + share, i_ok, extents.dv, plan.block_dv)
 
 
 def least_chunk(call: Call) -> dict[str, int]:
@@ -293,16 +303,16 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     extents = Extents(heads, dims["group"], q_len, dims["kv_len"], dims["d"], dv)
     strides = strides_of(q, k, v, bias, segments, (batch, heads, q_len, dims["kv_len"]))
     tiles_q, programs, chunk, chunks = programs_of(call, tiling, plan)
-    parts, statistics, out = None, None, (o, lse, low)
+    parts, out = Parts(None, None), Results(o, lse, low)
     if chunks:
         accurate = torch_dtype("float64" if call.dtype == "float64" else "float32")
-        parts = fresh((batch, heads, q_len, chunks, dv), accurate, q.device)
-        statistics = fresh((batch, heads, q_len, chunks, 2), accurate, q.device)
-        out = None, None, None
-    launch(attention_kernel, programs, call, q, k, v, bias, *segments, *out, parts, statistics,
-           scores, window, tiles_q, chunk, chunks, extents, strides, plan=plan, **how)  # fmt: skip
+        sums = fresh((batch, heads, q_len, chunks, dv), accurate, q.device)
+        parts = Parts(sums, fresh((batch, heads, q_len, chunks, 2), accurate, q.device))
+    launch(attention_kernel, programs, call, q, k, v, Masks(bias, *segments),
+           Results(None, None, None) if chunks else out, parts, scores, window, Work(tiles_q, chunk, chunks), extents,
+           strides, plan=plan, **how)  # fmt: skip
     if chunks:
-        combine(call, (parts, statistics), (o, lse, low), scores)
+        combine(call, parts, out, scores)
     return o, lse, low
 
 

@@ -50,6 +50,7 @@ from portakern.backends.triton.lib.attention_vjp import (
 from portakern.backends.triton.lib.band import band, fold, limits
 from portakern.backends.triton.lib.heads import (
     Extents,
+    Masks,
     Pairs,
     Plan,
     Scores,
@@ -64,6 +65,39 @@ from portakern.specs.attention import scale_of
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
+
+
+class OfQueries(NamedTuple):
+    """What lies in memory of each query: its d_o, and what ``attention_vjp_statistics_kernel`` wrote."""
+
+    d_o: Any
+    shift: Any
+    low: Any
+    delta: Any
+
+
+class KeyGradients(NamedTuple):
+    """Where d_k and d_v go; None for one that nobody wants."""
+
+    d_k: Any
+    d_v: Any
+
+
+class Work(NamedTuple):
+    """``tiles``: of a head; ``scale``: what a sum is multiplied by at last."""
+
+    tiles: int
+    scale: float
+
+
+class BiasWork(NamedTuple):
+    """Of a bias: the tiles of keys and of queries, its heads, and over how many batch entries and heads it is summed."""
+
+    tiles: int
+    tiles_q: int
+    heads: int
+    sum_batches: int
+    sum_heads: int
 
 
 class Queries(NamedTuple):
@@ -151,19 +185,20 @@ def visit_queries(state, own, queries, pairs, scores, first, last, edge: tl.cons
 
 @triton.jit
 def attention_vjp_d_k_d_v_kernel(
-    q, k, v, d_o, shift, low, delta, bias, q_segments, kv_segments, d_k, d_v, scores, scale, window, tiles,
-    extents, strides, d_o_strides, plan: tl.constexpr,
-):  # fmt: skip
+    q, k, v, of_queries, masks, out, scores, window, work, extents, strides, plan: tl.constexpr
+):
     """A tile of block_kv rows of d_k and of d_v, of those that ``plan`` wants."""
     heads, group, q_len, kv_len, d, dv = extents
+    d_o, shift, low, delta = of_queries
+    bias, q_segments, kv_segments = masks
     left, right = window
     q_b, q_s, q_h, q_d = strides.q
-    do_b, do_s, do_h, do_d = d_o_strides
+    do_b, do_s, do_h, do_d = strides.d_o
     bias_b, bias_h, bias_q, bias_s = strides.bias
     q_seg_b, q_seg_s = strides.q_segments
     kv_seg_b, kv_seg_s = strides.kv_segments
     kv_heads = heads // group
-    tile, kv_head, batch = program(tiles, kv_heads)
+    tile, kv_head, batch = program(work.tiles, kv_heads)
     j = (tile * plan.block_kv + tl.arange(0, plan.block_kv))[:, None]
     j_ok, col = j < kv_len, j.to(tl.int64)
     k_tile = load_head(k, strides.k, batch, kv_head, col, j_ok, d, plan.block_d, plan.ragged_d)
@@ -197,9 +232,9 @@ def attention_vjp_d_k_d_v_kernel(
 
     at = (batch * kv_len + col) * kv_heads + kv_head
     if plan.want_k:
-        tl.store(d_k + at * d + dd, (dk_acc * scale).to(d_k.dtype.element_ty), mask=j_ok & d_ok)
+        tl.store(out.d_k + at * d + dd, (dk_acc * work.scale).to(out.d_k.dtype.element_ty), mask=j_ok & d_ok)
     if plan.want_v:
-        tl.store(d_v + at * dv + ddv, dv_acc.to(d_v.dtype.element_ty), mask=j_ok & dv_ok)
+        tl.store(out.d_v + at * dv + ddv, dv_acc.to(out.d_v.dtype.element_ty), mask=j_ok & dv_ok)
 
 
 @triton.jit
@@ -229,18 +264,18 @@ def visit_keys(dq, own, keys, pairs, scores, first, last, edge: tl.constexpr, pl
 
 @triton.jit
 def attention_vjp_d_q_kernel(
-    q, k, v, d_o, shift, low, delta, bias, q_segments, kv_segments, d_q, scores, scale, window, tiles, extents,
-    strides, d_o_strides, plan: tl.constexpr,
-):  # fmt: skip
+    q, k, v, of_queries, masks, d_q, scores, window, work, extents, strides, plan: tl.constexpr
+):
     """A tile of block_q rows of d_q."""
     _, right = window
-    tile, head, batch = program(tiles, extents.heads)
+    d_o, shift, low, delta = of_queries
+    tile, head, batch = program(work.tiles, extents.heads)
     if right is not None:
-        tile = tiles - 1 - tile  # the last queries may see most keys: start them first
+        tile = work.tiles - 1 - tile  # the last queries may see most keys: start them first
     i = (tile * plan.block_q + tl.arange(0, plan.block_q))[:, None]
     i_ok, row = i < extents.q_len, i.to(tl.int64)
     q_tile = load_head(q, strides.q, batch, head, row, i_ok, extents.d, plan.block_d, plan.ragged_d)
-    d_o_tile = load_head(d_o, d_o_strides, batch, head, row, i_ok, extents.dv, plan.block_dv, plan.ragged_dv)
+    d_o_tile = load_head(d_o, strides.d_o, batch, head, row, i_ok, extents.dv, plan.block_dv, plan.ragged_dv)
     at = (batch * extents.heads + head) * extents.q_len + row
     shift_i, delta_i = tl.load(shift + at, mask=i_ok, other=0.0), tl.load(delta + at, mask=i_ok, other=0.0)
     low_i = tl.load(low + at, mask=i_ok, other=0.0)
@@ -248,21 +283,23 @@ def attention_vjp_d_q_kernel(
     acc = tl.full([plan.block_q, plan.block_d], 0.0, plan.acc_dtype)
     own = q_tile, d_o_tile, shift_i, low_i, delta_i
     place = tile, head, head // extents.group, batch
-    operands = k, v, bias, q_segments, kv_segments
+    operands = k, v, masks
     acc = over_keys(visit_keys, acc, own, place, operands, strides, scores, window, extents, plan)
     dd = tl.arange(0, plan.block_d)[None, :]
     at = ((batch * extents.q_len + row) * extents.heads + head) * extents.d + dd
-    tl.store(d_q + at, (acc * scale).to(d_q.dtype.element_ty), mask=i_ok & (dd < extents.d))
+    tl.store(d_q + at, (acc * work.scale).to(d_q.dtype.element_ty), mask=i_ok & (dd < extents.d))
 
 
 @triton.jit
 def attention_vjp_d_bias_kernel(
-    q, k, v, d_o, shift, low, delta, bias, q_segments, kv_segments, d_bias, scores, window, tiles, bias_tiles_q,
-    bias_heads, sum_batches, sum_heads, extents, strides, d_o_strides, one_row: tl.constexpr, plan: tl.constexpr,
-):  # fmt: skip
+    q, k, v, of_queries, masks, d_bias, scores, window, work, extents, strides, plan: tl.constexpr
+):
     """A tile of the bias gradient: the sum over ``sum_batches`` batch entries, ``sum_heads`` heads and, with
     ``one_row``, all queries, that share the bias."""
     heads, group, q_len, kv_len, d, dv = extents
+    d_o, shift, low, delta = of_queries
+    bias, q_segments, kv_segments = masks
+    tiles, bias_tiles_q, bias_heads, sum_batches, sum_heads = work
     left, right = window
     bias_b, bias_h, bias_q, bias_s = strides.bias
     q_seg_b, q_seg_s = strides.q_segments
@@ -275,7 +312,7 @@ def attention_vjp_d_bias_kernel(
     top = tile * plan.block_kv - (kv_len - q_len)
     bottom = top + tl.minimum(plan.block_kv, kv_len - tile * plan.block_kv) - 1
     first, _, _, last = band(top, bottom, right, left, q_len, plan.block_q)
-    if not one_row:  # its own queries, unless no key of the tile sees them
+    if not plan.one_row:  # its own queries, unless no key of the tile sees them
         first = tl.maximum(first, bias_tile_q * plan.block_q)
         last = tl.minimum(last, bias_tile_q * plan.block_q + plan.block_q)
 
@@ -289,7 +326,7 @@ def attention_vjp_d_bias_kernel(
             i = (start + tl.arange(0, plan.block_q))[:, None]
             i_ok, row, at = i < q_len, i.to(tl.int64), (batch * heads + head) * q_len + i
             q_tile = load_head(q, strides.q, batch, head, row, i_ok, d, plan.block_d, plan.ragged_d)
-            d_o_tile = load_head(d_o, d_o_strides, batch, head, row, i_ok, dv, plan.block_dv, plan.ragged_dv)
+            d_o_tile = load_head(d_o, strides.d_o, batch, head, row, i_ok, dv, plan.block_dv, plan.ragged_dv)
             lo, hi = limits(i + (kv_len - q_len), left, right, kv_len)
             allowed = (j[None, :] >= lo) & (j[None, :] < hi) & i_ok
             if q_segments is not None:
@@ -304,7 +341,7 @@ def attention_vjp_d_bias_kernel(
             acc += score_gradients(p, t, d_o_tile, v_tile, delta_i, allowed, scores, plan)[0]
 
     of_bias = bias_batch.to(tl.int64) * bias_heads + bias_head
-    if one_row:
+    if plan.one_row:
         tl.store(d_bias + of_bias * kv_len + col, tl.sum(acc, 0).to(d_bias.dtype.element_ty), mask=j_ok)
     else:
         i = (bias_tile_q * plan.block_q + tl.arange(0, plan.block_q))[:, None]
@@ -413,26 +450,26 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
         for name, (shape, dtype) in call.outputs.items()
     }
     scale = scale_of(call)
-    given = q, k, v, d_o, shift, low, delta, bias, *segments
+    given = q, k, v, OfQueries(d_o, shift, low, delta), Masks(bias, *segments)
     window = window_of(options["is_causal"], options["window"], q_len + kv_len)
     extents = Extents(heads, group, q_len, kv_len, d, dv)
-    strides = strides_of(q, k, v, bias, segments, (batch, heads, q_len, kv_len)), d_o.stride()
+    strides = strides_of(q, k, v, bias, segments, (batch, heads, q_len, kv_len))._replace(d_o=d_o.stride())
     plan = Plan(tiling["block_q"], tiling["block_kv"], block_d, block_dv, block_d != d, block_dv != dv,
                 precision_of(call, tiling), acc_dtype)  # fmt: skip
     how, tiles_kv = compiler_options(tiling), cdiv(kv_len, plan.block_kv)
     if "d_k" in wants or "d_v" in wants:
         programs, own = tiles_kv * dims["kv_heads"] * batch, plan._replace(want_k="d_k" in wants, want_v="d_v" in wants)
-        launch(attention_vjp_d_k_d_v_kernel, programs, call, *given, out["d_k"], out["d_v"],
-               scores, scale, window, tiles_kv, extents, *strides, plan=own, **how)  # fmt: skip
+        launch(attention_vjp_d_k_d_v_kernel, programs, call, *given, KeyGradients(out["d_k"], out["d_v"]),
+               scores, window, Work(tiles_kv, scale), extents, strides, plan=own, **how)  # fmt: skip
     if "d_q" in wants:
         tiles_q = cdiv(q_len, tiling["dq_block_q"])
         own = plan._replace(block_q=tiling["dq_block_q"], block_kv=tiling["dq_block_kv"])
         launch(attention_vjp_d_q_kernel, tiles_q * heads * batch, call, *given, out["d_q"],
-               scores, scale, window, tiles_q, extents, *strides, plan=own, **how)  # fmt: skip
+               scores, window, Work(tiles_q, scale), extents, strides, plan=own, **how)  # fmt: skip
     if "d_bias" in wants:
         bias_batches, bias_heads, bias_rows, _ = bias.shape
         tiles_q = cdiv(bias_rows, plan.block_q)
         launch(attention_vjp_d_bias_kernel, tiles_kv * tiles_q * bias_heads * bias_batches, call, *given, out["d_bias"],
-               scores, window, tiles_kv, tiles_q, bias_heads, batch // bias_batches, heads // bias_heads, extents,
-               *strides, one_row=bias_rows == 1, plan=plan, **how | {"num_stages": 1})  # fmt: skip
+               scores, window, BiasWork(tiles_kv, tiles_q, bias_heads, batch // bias_batches, heads // bias_heads),
+               extents, strides, plan=plan._replace(one_row=bias_rows == 1), **how | {"num_stages": 1})  # fmt: skip
     return tuple(out.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -58,55 +58,91 @@ KNOBS = {
 }
 
 
+class Results(NamedTuple):
+    """Where o, lse and lse_low go; None for what this kernel does not write."""
+
+    o: Any
+    lse: Any
+    low: Any
+
+
+class Parts(NamedTuple):
+    """Where the states of chunks go: sums and statistics. None where there are no chunks."""
+
+    sums: Any
+    statistics: Any
+
+
+class Rows(NamedTuple):
+    """Of o: its heads, the queries of a head, and the numbers of a row."""
+
+    heads: int
+    q_len: int
+    dv: int
+
+
+class CombineTile(NamedTuple):
+    """What the merger of chunks is compiled for: the rows of a program, the width of their tile, what it sums in, and
+    whether it is launched before what it reads is there."""
+
+    rows: int
+    block_dv: int
+    acc_dtype: tl.dtype
+    follows: bool
+
+
 @triton.jit
-def store_rows(o, lse, low, state, at_o, at_lse, ok, scores, dv, block_dv: tl.constexpr):
+def store_rows(out, state, at_o, at_lse, ok, scores, dv, block_dv: tl.constexpr):
     """Rows of o, and of lse and low unless these are None, from the state of all their keys. ``at_o``, ``at_lse``:
     where they are, in rows of o and in elements of lse, as columns."""
     acc, l, m = state
     ddv = tl.arange(0, block_dv)[None, :]
-    out = acc * (1.0 / tl.where(l == 0.0, 1.0, l))[:, None]  # l = 0: every key masked, and acc is 0 too
-    tl.store(o + at_o * dv + ddv, out.to(o.dtype.element_ty), mask=ok & (ddv < dv))
-    if lse is not None or low is not None:
+    rows = acc * (1.0 / tl.where(l == 0.0, 1.0, l))[:, None]  # l = 0: every key masked, and acc is 0 too
+    tl.store(out.o + at_o * dv + ddv, rows.to(out.o.dtype.element_ty), mask=ok & (ddv < dv))
+    if out.lse is not None or out.low is not None:
         total, rest = log_sum(l, m, scores)
-        if lse is not None:
-            tl.store(lse + at_lse, total[:, None], mask=ok)
-        if low is not None:
-            tl.store(low + at_lse, rest[:, None], mask=ok)
+        if out.lse is not None:
+            tl.store(out.lse + at_lse, total[:, None], mask=ok)
+        if out.low is not None:
+            tl.store(out.low + at_lse, rest[:, None], mask=ok)
 
 
 @triton.jit(do_not_specialize=["chunks", "total"])
-def attention_combine_kernel(
-    parts, statistics, o, lse, low, scores, chunks, heads, q_len, total, dv,
-    rows: tl.constexpr, block_dv: tl.constexpr, acc_dtype: tl.constexpr, follows: tl.constexpr,
-):  # fmt: skip
+def attention_combine_kernel(parts, statistics, o, lse, low, scores, chunks, total, extents, tile: tl.constexpr):
     """o, and lse and low unless these are None, of ``rows`` of the ``total`` rows, whose ``chunks`` parts are merged in
     order.
 
     parts: (batch, heads, q_len, chunks, dv); statistics: (batch, heads, q_len, chunks, 2), l and m. follows: launched
     before the kernel that writes these has ended, for whose end it waits here.
     """
-    if follows:
+    if tile.follows:
         tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
-    row_ok, ddv = row < total, tl.arange(0, block_dv)[None, :]
-    acc = tl.full([rows, block_dv], 0.0, acc_dtype)
-    l = tl.full([rows], 0.0, acc_dtype)
-    m = tl.full([rows], float("-inf"), acc_dtype)
+    row = tl.program_id(0).to(tl.int64) * tile.rows + tl.arange(0, tile.rows)
+    row_ok, ddv = row < total, tl.arange(0, tile.block_dv)[None, :]
+    acc = tl.full([tile.rows, tile.block_dv], 0.0, tile.acc_dtype)
+    l = tl.full([tile.rows], 0.0, tile.acc_dtype)
+    m = tl.full([tile.rows], float("-inf"), tile.acc_dtype)
     for first in range(0, chunks, AHEAD):
         read = ()
         for ahead in tl.static_range(AHEAD):
             chunk = first + ahead
             at, ok = row * chunks + chunk, row_ok & (chunk < chunks)
-            acc_part = tl.load(parts + at[:, None] * dv + ddv, mask=ok[:, None] & (ddv < dv), other=0.0)
+            acc_part = tl.load(parts + at[:, None] * extents.dv + ddv, mask=ok[:, None] & (ddv < extents.dv), other=0.0)
             l_part = tl.load(statistics + at * 2, mask=ok, other=0.0)
             m_part = tl.load(statistics + at * 2 + 1, mask=ok, other=float("-inf"))
             read = read + ((acc_part, l_part, m_part),)  # type: ignore[assignment]
         tl.debug_barrier()  # else each part is read when the one before is merged, and waited for
         for ahead in tl.static_range(AHEAD):
             acc, l, m = merge((acc, l, m), read[ahead], scores)
-    head, batch, query = row // q_len % heads, row // q_len // heads, row % q_len
-    at_o = ((batch * q_len + query) * heads + head)[:, None]
-    store_rows(o, lse, low, (acc, l, m), at_o, row[:, None], row_ok[:, None], scores, dv, block_dv)
+    head, batch, query = (
+        row // extents.q_len % extents.heads,
+        row // extents.q_len // extents.heads,
+        row % extents.q_len,
+    )
+    at_o = ((batch * extents.q_len + query) * extents.heads + head)[:, None]
+    store_rows(
+        Results(o, lse, low), (acc, l, m), at_o, row[:, None], row_ok[:, None], scores, extents.dv, tile.block_dv
+    )
 
 
 def padded(d: int) -> int:
@@ -210,9 +246,9 @@ def combine(
     batch, heads, q_len, chunks, dv = found[0].shape
     total, block_dv = batch * heads * q_len, head_tiles(call)[1]
     rows = max(1, AT_ONCE // block_dv) if total > FEW_ROWS else 1
-    launch(attention_combine_kernel, cdiv(total, rows), call, *found, *out, scores, chunks, heads, q_len, total,
-           dv, rows=rows, block_dv=block_dv, acc_dtype=accumulator(call.dtype), follows=follows,
-           num_warps=4, **({"launch_pdl": True, "maxnreg": 128} if follows else {}))  # fmt: skip
+    tile = CombineTile(rows, block_dv, accumulator(call.dtype), follows)
+    launch(attention_combine_kernel, cdiv(total, rows), call, *found, *out, scores, chunks, total,
+           Rows(heads, q_len, dv), tile=tile, num_warps=4, **({"launch_pdl": True, "maxnreg": 128} if follows else {}))  # fmt: skip
 
 
 def rows_plan(call: Call, tiling: Mapping[str, int]) -> tuple[Plan, dict[str, int]]:

@@ -83,9 +83,17 @@ class Extents(NamedTuple):
     dv: int
 
 
+class Masks(NamedTuple):
+    """What scores meet beside q . k: a bias, and the segments of queries and keys. Each may be None."""
+
+    bias: Any
+    q_segments: Any
+    kv_segments: Any
+
+
 class Strides(NamedTuple):
     """Of q, k and v, which are (batch, length, heads, d); of bias, broadcast to (batch, heads, q_len, kv_len); of
-    segments, (batch, length). 0 for what is absent."""
+    segments, (batch, length). 0 for what is absent. Of gradients those of d_o too, which is as v is."""
 
     q: tuple[int, ...]
     k: tuple[int, ...]
@@ -93,12 +101,13 @@ class Strides(NamedTuple):
     bias: tuple[int, ...]
     q_segments: tuple[int, ...]
     kv_segments: tuple[int, ...]
+    d_o: tuple[int, ...] | None = None
 
 
 class Plan(NamedTuple):
     """What a kernel is compiled for: the extents of its tiles, whether their columns reach past the head dimensions,
-    how it multiplies and adds, which of d_k and d_v somebody wants, and whether the rows of a tile are of all query
-    heads that share a key head (see ``rows_of``)."""
+    how it multiplies and adds, which of d_k and d_v somebody wants, whether the rows of a tile are of all query heads
+    that share a key head (see ``rows_of``), and whether a bias has one row for all queries."""
 
     block_q: int
     block_kv: int
@@ -111,6 +120,7 @@ class Plan(NamedTuple):
     want_k: bool = False
     want_v: bool = False
     packed: bool = False
+    one_row: bool = False
 
 
 class Keys(NamedTuple):

@@ -93,8 +93,8 @@ FAULTS = {
         Planted(
             "lse-base-2",
             "the log-sum-exp takes its logarithm in base 2",
-            old="tl.store(lse + at_lse, total[:, None], mask=ok)",
-            new="tl.store(lse + at_lse, (m * scores.unit + tl.log2(l))[:, None], mask=ok)",
+            old="tl.store(out.lse + at_lse, total[:, None], mask=ok)",
+            new="tl.store(out.lse + at_lse, (m * scores.unit + tl.log2(l))[:, None], mask=ok)",
             within="lib.attention",
         ),
         Planted(
