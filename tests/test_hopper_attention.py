@@ -74,7 +74,9 @@ def on_the_host(kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[
     """What a launch does, on the host: kernels of ``tl`` interpreted, the others by threads."""
     ran.append(kernel.__name__)
     if kernel.__name__ not in MODULES:
-        constexprs = {n: v for n, v in constexprs.items() if n not in ("launch_pdl", "maxnreg")} | {"follows": False}
+        constexprs = {n: v for n, v in constexprs.items() if n not in ("launch_pdl", "maxnreg")}
+        if "tile" in constexprs:
+            constexprs["tile"] = constexprs["tile"]._replace(follows=False)
         interpreter.run(kernel, grid, *args, **constexprs)
         return
     host.launched(kernel, MODULES[kernel.__name__], grid, args, plan=constexprs["plan"])

@@ -133,10 +133,19 @@ def specialised_for(
     with knobs.amd.scope():
         knobs.amd.use_buffer_ops = False
         source, options = specialised(kernel, args, constexprs, hardware)
-    for i, value in enumerate(args):
-        if buffers and isinstance(value, AbstractArray) and value.ptr_range() < 2**31:
-            source.attrs[(i,)] = [*source.attrs.get((i,), []), ["tt.pointer_range", 32]]
+    for place, array in arrays(args):
+        if buffers and array.ptr_range() < 2**31:
+            source.attrs[place] = [*source.attrs.get(place, []), ["tt.pointer_range", 32]]
     return source, options
+
+
+def arrays(args: tuple[Any, ...]) -> Iterator[tuple[tuple[int, ...], AbstractArray]]:
+    """The arrays among arguments and in their groups, and where each stands."""
+    for i, value in enumerate(args):
+        if isinstance(value, AbstractArray):
+            yield (i,), value
+        elif isinstance(value, tuple):
+            yield from (((i, *place), array) for place, array in arrays(value))
 
 
 def leaves(declared: Any, value: Any) -> Iterator[tuple[str, Any]]:

@@ -318,10 +318,7 @@ def _tensors_alone(value: Any) -> bool:
 
 def _each(value: Any, of: Callable[[Any], Any]) -> Any:
     """``of`` each member of a group, in a group of the same kind."""
-    if not isinstance(value, tuple):
-        return of(value)
-    members = (_each(v, of) for v in value)
-    return type(value)(*members) if hasattr(value, "_fields") else tuple(members)
+    return tuple.__new__(type(value), [_each(v, of) for v in value]) if isinstance(value, tuple) else of(value)
 
 
 def _leaves(value: Any) -> Iterable[Any]:

@@ -65,9 +65,14 @@ FAULTS = {
             new="        ds = ds * (1.0 - t * t)\n        d_bias = ds\n",
         ),
         Planted(
-            "d-k-scale-off", "d_k's scale is 0.3 % too large", old="(dk_acc * work.scale)", new="(dk_acc * (work.scale * 1.003))"
+            "d-k-scale-off",
+            "d_k's scale is 0.3 % too large",
+            old="(dk_acc * work.scale)",
+            new="(dk_acc * (work.scale * 1.003))",
         ),
-        Planted("d-q-scale-twice", "d_q is scaled twice", old="(acc * work.scale)", new="(acc * work.scale * work.scale)"),
+        Planted(
+            "d-q-scale-twice", "d_q is scaled twice", old="(acc * work.scale)", new="(acc * work.scale * work.scale)"
+        ),
         Planted(
             "log2e-rounded",
             "exp is exp2 with log2(e) of five digits",
