@@ -18,8 +18,8 @@ order of k alone, which the matrix unit and every tile keep (tests/test_gpu.py t
 Operands that cannot be described, and 32-bit ones that lie the wrong way (``ALONG``), are copied (:mod:`._scratch`).
 
 Gradients are one product each, which takes the tiles that suit it: d_a = d_c b^T and d_b = a^T d_c, both summed over
-the batch axes along which their operand was broadcast. Transposed operands are strided views, which are described as they
-lie in memory; summed axes are folded into the contraction.
+the batch axes along which their operand was broadcast. Transposed operands are strided views, which are described as
+they lie in memory; summed axes are folded into the contraction.
 
 Source: the order of tiles in "Matrix Multiplication" of the Triton tutorials (Tillet).
 """
