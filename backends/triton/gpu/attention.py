@@ -232,8 +232,12 @@ def nothing(plan: tl.constexpr):
 
 
 class Work(NamedTuple):
-    """How programs share a call: ``tiles_q`` tiles of queries a head, or a group of heads; ``chunk`` keys with a state of
-    their own (``lib.split_kv``), None for all; of the ``chunks`` that a tile sees each has a program, None: one has all.
+    """How programs share a call.
+
+    Attributes:
+      tiles_q: tiles of queries of a head, or of a group of heads.
+      chunk: how many keys have a state of their own (``lib.split_kv``); None: all.
+      chunks: that a tile sees, each with a program of its own; None: one program has all.
     """
 
     tiles_q: int

@@ -91,7 +91,8 @@ class Work(NamedTuple):
 
 
 class BiasWork(NamedTuple):
-    """Of a bias: the tiles of keys and of queries, its heads, and over how many batch entries and heads it is summed."""
+    """Of a bias: the tiles of keys and of queries, its heads, and over how many batch entries and heads its gradient is
+    summed."""
 
     tiles: int
     tiles_q: int

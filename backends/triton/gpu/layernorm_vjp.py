@@ -107,20 +107,18 @@ def layernorm_vjp_statistics_kernel(
 def layernorm_vjp_kernel(
     d_y, x, weight, past, stats, d_x, d_weights, d_biases, extents, eps, strides, tile: tl.constexpr
 ):
-    """d_weights, d_biases: (groups, n) partial sums.
-
-    Any of the three results may be None; x is None where d_bias alone is wanted. past: a cotangent of x itself, which
-    went past the norm, or None. stats: None where a program keeps whole rows, else it has one of ``parts`` of them.
-    """
+    """d_weights, d_biases: (groups, n) partial sums. Any of the three results may be None; x is None where d_bias alone
+    is wanted. past: a cotangent of x itself, which went past the norm, or None. stats: None where a program keeps whole
+    rows, else it has one of ``parts`` of them."""
     n, rows = aligned(extents.n, tile.unit), extents.height
     part, at = (tl.program_id(0) // extents.parts).to(tl.int64), tl.program_id(0) % extents.parts
-    # Columns on one axis, which gives them a layout of their own where rows of x are not aligned and weight is.
+    # Columns on one axis: a layout of their own where rows of x are not aligned and weight is.
     lane, inside = columns(at.to(tl.int64) * tile.block_n, n, tile)
     col = [k[None, :] for k in lane]
     if weight is not None:
         w = [k[None, :] for k in load_tiles(weight, strides.weight, lane, inside, 0.0, tile.acc_dtype)]
     w_sum = [tl.full([tile.block_rows, k.shape[0]], 0.0, tile.acc_dtype) for k in lane]
-    b_sum = [tl.full([tile.block_rows, k.shape[0]], 0.0, tile.acc_dtype) for k in lane]
+    b_sum = w_sum
     first = part * extents.group
     for start in tl.range(first, min(first + extents.group, rows), tile.block_rows, num_stages=tile.stages):
         row = start + tl.arange(0, tile.block_rows)

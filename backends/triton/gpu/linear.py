@@ -120,7 +120,8 @@ def linear(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     )  # fmt: skip
     launch(linear_kernel, tiles_m * tiles_n, call, x, weight, bias, residual, y, pre,
            Extents(m, n, k, tiles_m, tiles_n, None if outer == 1 else inner), steps_k,
-           strides, activation=call.options["activation"], tile=ProductTile.of(call, tiling), num_warps=tiling["num_warps"],
+           strides, activation=call.options["activation"], tile=ProductTile.of(call, tiling),
+           num_warps=tiling["num_warps"],
            num_stages=tiling["num_stages"], enable_fp_fusion=False)  # fmt: skip
     return y, pre
 

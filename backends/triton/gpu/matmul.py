@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 
 class Extents(NamedTuple):
-    """Of a product; ``tiles_m``, ``tiles_n``: the tiles of c; ``steps_k``: of the sum; ``batch_inner``: the extent of the
-    inner batch dimension."""
+    """Of a product; ``tiles_m``, ``tiles_n``: the tiles of c; ``steps_k``: of the sum; ``batch_inner``: the extent of
+    the inner batch dimension."""
 
     m: int
     n: int

@@ -248,7 +248,8 @@ def combine(
     rows = max(1, AT_ONCE // block_dv) if total > FEW_ROWS else 1
     tile = CombineTile(rows, block_dv, accumulator(call.dtype), follows)
     launch(attention_combine_kernel, cdiv(total, rows), call, *found, *out, scores, chunks, total,
-           Rows(heads, q_len, dv), tile=tile, num_warps=4, **({"launch_pdl": True, "maxnreg": 128} if follows else {}))  # fmt: skip
+           Rows(heads, q_len, dv), tile=tile, num_warps=4,
+           **({"launch_pdl": True, "maxnreg": 128} if follows else {}))  # fmt: skip
 
 
 def rows_plan(call: Call, tiling: Mapping[str, int]) -> tuple[Plan, dict[str, int]]:

@@ -33,7 +33,8 @@ FAULTS = {
             "the slope is rounded to the result's dtype before it meets d_y",
             old="times_slope(d.to(tile.acc_dtype), z.to(tile.acc_dtype), activation)",
             new=(
-                "(d.to(tile.acc_dtype) * times_slope(tl.full(d.shape, 1.0, tile.acc_dtype), z.to(tile.acc_dtype), activation)"
+                "(d.to(tile.acc_dtype) * "
+                "times_slope(tl.full(d.shape, 1.0, tile.acc_dtype), z.to(tile.acc_dtype), activation)"
                 ".to(tl.bfloat16).to(tile.acc_dtype))"
             ),
             within="lib.linear_vjp",

@@ -46,7 +46,10 @@ FAULTS = {
             "acc-bfloat16",
             "the accumulator is rounded to bfloat16 at each step",
             old="input_precision=tile.precision, out_dtype=tile.acc_dtype)\n        a_tile",
-            new="input_precision=tile.precision, out_dtype=tile.acc_dtype).to(tl.bfloat16).to(tile.acc_dtype)\n        a_tile",
+            new=(
+                "input_precision=tile.precision, out_dtype=tile.acc_dtype)"
+                ".to(tl.bfloat16).to(tile.acc_dtype)\n        a_tile"
+            ),
         ),
         Planted(
             "k-tail-short",
