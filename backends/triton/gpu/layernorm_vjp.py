@@ -253,8 +253,8 @@ def gradients(call: Call, tiling: Mapping[str, int], x: Any, past: Any) -> tuple
 def strides_of(rows: Rows, weight: Any, past: Any) -> GradientStrides:
     """Of what :func:`walk_beside` gave."""
     x, d_y, *others = rows.strides
-    none = Strides(0, 0, 0)
-    return GradientStrides(x, d_y, 0 if weight is None else weight.stride(0), none if past is None else others[0])
+    none = Strides(1, 1, 1)
+    return GradientStrides(x, d_y, 1 if weight is None else weight.stride(0), none if past is None else others[0])
 
 
 def walk_beside(x: Any, d_y: Any, past: Any) -> tuple[tuple[Any, Any, Any], Rows]:
