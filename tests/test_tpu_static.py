@@ -25,7 +25,7 @@ from portakern import results
 from portakern.api import op
 from portakern.backends.pallas.lib.band import Band, dealt
 from portakern.backends.pallas.lib.blocks import block, even_block, quotient
-from portakern.backends.pallas.lib.mosaic_tpu import chip
+from portakern.backends.pallas.lib.mosaic_tpu import chip as tpu_chip
 from portakern.backends.pallas.tpu.toolchain import static
 from portakern.core import registry, targets, tilings
 from portakern.core.framework import frameworks
@@ -326,7 +326,7 @@ def test_more_is_asked_for_where_it_is_needed(monkeypatch):
         asked.append(compiler_params.vmem_limit_bytes)
         raise UnsupportedError("enough")
 
-    monkeypatch.setattr(chip.common, "launch", record)
+    monkeypatch.setattr(tpu_chip.blocks, "launch", record)
     small, wide = dict.fromkeys(CUBE, 512), {"block_m": 512, "block_n": 512, "block_k": 1024}
     cases = [("", small, "bfloat16"), ("v5e", small, "bfloat16"), ("v5e", CUBE, "bfloat16"), ("v6e", small, "bfloat16")]
     # of 13.8 MiB, and libtpu needs more than 16 on v5e, which keeps the parts of float32 operands
@@ -979,7 +979,7 @@ def test_the_vmem_of_a_product_is_what_its_compiler_takes_and_not_much_more(chip
     spec, impl = registry.find_spec("matmul"), tpu("matmul")
     form = typical_form(spec, dtype, {"m": m, "n": n, "k": k})
     call = bound_form(spec, form, frameworks()["jax"], Target("tpu", chip))
-    with chip.estimates() as noted:
+    with tpu_chip.estimates() as noted:
         refused = impl.supports(call, dict(zip(("block_m", "block_n", "block_k"), tiles, strict=True)))
     ((needed, may_have),) = noted
     assert took * 2**20 <= needed <= 1.1 * took * 2**20
@@ -1010,7 +1010,7 @@ def test_the_vmem_of_a_linear_layer_is_what_its_compiler_takes_and_not_much_more
     there = {name: name in given.split() for name in ("bias", "residual", "return_pre")}
     spec = registry.find_spec("linear")
     call = bound_form(spec, typical_form(spec, dtype, dims | there), frameworks()["jax"], Target("tpu", chip))
-    with chip.estimates() as noted:
+    with tpu_chip.estimates() as noted:
         tpu("linear").supports(call, {"block_m": bm, "block_n": bn, "block_k": bk})
     ((needed, _),) = noted
     assert took * 2**20 <= needed <= 1.35 * took * 2**20
@@ -1062,7 +1062,7 @@ def test_the_vmem_of_attention_is_what_its_compiler_takes_and_not_much_more(chip
     spec, impl = registry.find_spec("attention"), tpu("attention")
     small = {"batch": 1, "q_len": 4096, "kv_heads": 1, "group": 1, "d": 128, "kv_len": 4096, "dv": 128}
     call = bound_form(spec, named_form(spec, dtype, small | dims), frameworks()["jax"], Target("tpu", chip))
-    with chip.estimates() as noted:
+    with tpu_chip.estimates() as noted:
         impl.supports(call, dict(zip(("block_q", "block_kv"), tiles, strict=True)))
     ((needed, _),) = noted
     assert took * 2**20 <= needed <= 1.27 * took * 2**20
@@ -1089,7 +1089,7 @@ def test_the_vmem_of_attention_s_gradients_is_what_its_compiler_takes_and_not_mu
     small = {"batch": 1, "q_len": 4096, "kv_heads": 1, "group": 2, "d": 128, "kv_len": 4096, "dv": 128}
     form = typical_form(spec, dtype, {**small, "is_causal": True, **dims})
     call = bound_form(spec, form, frameworks()["jax"], Target("tpu", chip))
-    with chip.estimates() as noted:
+    with tpu_chip.estimates() as noted:
         impl.supports(call, dict(zip(("block_q", "block_kv"), tiles, strict=True)) | {"kernels": 2})
     ((needed, _),) = noted
     assert took * 2**20 <= needed <= 1.2 * took * 2**20
