@@ -7,6 +7,14 @@ small as anywhere, which 1 + tanh is not.
 
 Sources: Shazeer, "GLU variants improve transformer" (2020), equation 5; Hendrycks and Gimpel, "Gaussian error linear
 units" (2016).
+
+Gradients of the gated product with gelu, element by element over any strided views.
+
+    d_g = d_y u D(g)        d_u = d_y g P(g)        D(g) = P + g exp(-g^2 / 2) / sqrt(2 pi)
+
+or of the tanh form D(g) = s (1 + g t' q), q = 1 - s and g t' = 2 sqrt(2 / pi) g (1 + 3 0.044715 g^2). The slope is
+taken of a gate that is kept within 40: beyond it is 1 or 0, and the cube would make inf 0 of it. A program owns a tile
+as in swiglu.
 """
 
 from __future__ import annotations
@@ -18,8 +26,18 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu.swiglu import KNOBS, fit, gated, key, open_share, product, supports
-from portakern.backends.triton.lib.activations import C, K, erf_form
+from portakern.backends.triton.gpu.swiglu import (
+    KNOBS,
+    fit,
+    gated,
+    gated_vjp,
+    gradients,
+    key,
+    open_share,
+    product,
+    supports,
+)
+from portakern.backends.triton.lib.activations import C, K, erf_form, of_erf_form, of_tanh_form
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -42,3 +60,21 @@ def geglu_kernel(gate, up, y, extents, gate_strides, up_strides, y_strides, tanh
 @BACKEND.implements("geglu", key=key, fit=fit, supports=supports, knobs=KNOBS)
 def geglu(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     return (product(geglu_kernel, call, tiling, tanh=call.options["approximate"] == "tanh"),)
+
+
+@triton.jit
+def geglu_vjp_kernel(
+    gate, up, d_y, d_gate, d_up, extents, gate_strides, up_strides, d_y_strides, out_strides, tanh: tl.constexpr,
+    tile: tl.constexpr,
+):  # fmt: skip
+    if tanh:
+        gated_vjp(gate, up, d_y, d_gate, d_up, extents, gate_strides, up_strides, d_y_strides, out_strides,
+                  of_tanh_form, tile)  # fmt: skip
+    else:
+        gated_vjp(gate, up, d_y, d_gate, d_up, extents, gate_strides, up_strides, d_y_strides, out_strides,
+                  of_erf_form, tile)  # fmt: skip
+
+
+@BACKEND.implements("geglu_vjp", key=key, fit=fit, supports=supports, knobs=KNOBS, overwrites=True)
+def geglu_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    return gradients(geglu_vjp_kernel, call, tiling, tanh=call.options["approximate"] == "tanh")

@@ -6,6 +6,13 @@ A program owns ``block_rows`` rows and reads each once. One that fits in ``tiles
 one is summed ``block_n`` elements at a time by online normalisation, which rescales l whenever m grows.
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), section 3.
+
+Gradient of the logarithm of a sum of exponentials over one axis of any strided view.
+
+    d_x_j = d_y exp(x_j - m) / l        m = max_j x_j        l = sum_j exp(x_j - m)
+
+A program owns ``block_rows`` rows. A row that fits in ``tiles`` tiles is read once and stays in registers. A longer one
+is read twice: first its statistics, by online normalisation, then its result, as softmax reads its rows.
 """
 
 from __future__ import annotations
@@ -17,7 +24,8 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu.softmax import default_tiling, key, supports
+from portakern.backends.triton.copies import in_order
+from portakern.backends.triton.gpu.softmax import default_tiling, exponentials, key, supports
 from portakern.backends.triton.launch import cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh, walk_rows
 from portakern.backends.triton.lib.columns import (
@@ -29,6 +37,7 @@ from portakern.backends.triton.lib.columns import (
     sum_parts,
     tree_sum,
     walk_strips,
+    weigh_strips,
 )
 from portakern.backends.triton.lib.rows import (
     Extents,
@@ -39,6 +48,7 @@ from portakern.backends.triton.lib.rows import (
     own_rows,
     row_tile,
     start_of,
+    weigh_long_rows,
     whole_rows,
 )
 from portakern.spec import Tile
@@ -93,3 +103,47 @@ def logsumexp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     launch(logsumexp_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, y, Extents(rows.height, rows.inner, n),
            rows.strides[0], tile=row_tile(call, rows, n, tiling), num_warps=tiling["num_warps"])  # fmt: skip
     return (y,)
+
+
+@triton.jit
+def logsumexp_vjp_kernel(x, d_y, d_x, extents, x_strides, d_x_strides, tile: tl.constexpr):
+    row, n = own_rows(extents, tile)
+    row_ok = (row < extents.height)[:, None]
+    x_row, d_x_row = start_of(x, row, extents, x_strides, tile), start_of(d_x, row, extents, d_x_strides, tile)
+    g = tl.load(d_y + row, mask=row < extents.height, other=0.0).to(tile.acc_dtype)[:, None]
+
+    if tile.tiles:
+        _, _, col, ok = whole_rows(n, row_ok, tile)
+        p, l = exponentials(load_tiles(x_row, x_strides.n, col, ok, float("-inf"), tile.acc_dtype))
+        for i in tl.static_range(len(col)):
+            tl.store(d_x_row + col[i] * d_x_strides.n, (g * (p[i] / l)).to(d_x.dtype.element_ty), mask=ok[i])
+    else:
+        m, l, _ = of_long_rows(x_row, x_strides.n, n, row_ok, False, tile)
+        weigh_long_rows(x_row, x_strides.n, d_x_row, d_x_strides.n, g, m, l, n, row_ok, tile)
+
+
+@triton.jit
+def logsumexp_vjp_columns_kernel(
+    x, d_y, d_x, m, l, extents, x_strides, d_x_strides, d_y_strides, tile: tl.constexpr
+):  # fmt: skip
+    weigh_strips(x, d_x, d_y, m, l, extents, x_strides, d_x_strides, d_y_strides, tile)
+
+
+@BACKEND.implements(
+    "logsumexp_vjp", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)}
+)
+def logsumexp_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    x, axis = call.arrays["x"], call.options["axis"]
+    d_y = in_order(call, call.arrays["d_y"])  # one number a row, in the order of the rows: a copy is a small thing
+    d_x, n = fresh(x.shape, x.dtype, x.device), call.dims["axis"]
+    if side_by_side(x, axis):
+        (x,), strips = walk_strips(call, axis, tiling, x)
+        m, l = sum_parts(call, strips, n, x)
+        launch(logsumexp_vjp_columns_kernel, strips.programs, call, x, d_y, d_x, m, l, strips.extents(n),
+               *strips.strides, strips.numbers, tile=strips.tile(call), num_warps=strips.num_warps)  # fmt: skip
+        return (d_x,)
+    (x,), rows = walk_rows(axis, x)
+    launch(logsumexp_vjp_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, d_y, d_x,
+           Extents(rows.height, rows.inner, n), *rows.strides, tile=row_tile(call, rows, n, tiling),
+           num_warps=tiling["num_warps"])  # fmt: skip
+    return (d_x,)

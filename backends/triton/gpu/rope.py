@@ -6,6 +6,8 @@ A program owns block_seq tokens of block_heads heads of one sample, with all the
 token once for all of its heads. What is in no pair is copied.
 
 Source: Su et al., "RoFormer" (2021), equation 34.
+
+Gradient of the rotary position embedding: the kernel of rope, with -sin for sin.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from portakern.spec.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
+
 
 KNOBS = {"num_warps": Tile(1, 32)}
 LEAST_PAIRS = 16  # of a tile: what passes through is copied as many pairs at a time
@@ -178,3 +181,8 @@ def turned(call: Call, tiling: Mapping[str, int], x: Any, transposed: bool) -> A
 @BACKEND.implements("rope", key=key, fit=fit, supports=supports, knobs=KNOBS, overwrites=True)
 def rope(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     return (turned(call, tiling, call.arrays["x"], transposed=False),)
+
+
+@BACKEND.implements("rope_vjp", key=key, fit=fit, supports=supports, knobs=KNOBS, overwrites=True)
+def rope_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    return (turned(call, tiling, call.arrays["d_y"], transposed=True),)

@@ -7,7 +7,11 @@ from tests.mutants.faults import Planted
 FAULTS = {
     "triton": [
         Planted(
-            "tanh-for-erf", "the tanh form serves both", old="    if tanh:", new="    if tanh or True:", small=True
+            "tanh-for-erf",
+            "the tanh form serves both",
+            old="    if tanh:\n        gated(",
+            new="    if tanh or True:\n        gated(",
+            small=True,
         ),
         Planted(
             "cube-left-out", "t is that of the gate alone", old="K * g * (1.0 + C * g * g)", new="K * g", sample=True

@@ -17,8 +17,8 @@ FAULTS = {
         Planted(
             "finite-padding",
             "lanes beyond a short row hold -1e4 instead of -inf",
-            old='col, ok, float("-inf"), tile.acc_dtype)',
-            new="col, ok, -1e4, tile.acc_dtype)",
+            old='maximum_and_sum(load_tiles(x_row, x_strides.n, col, ok, float("-inf"), tile.acc_dtype)',
+            new="maximum_and_sum(load_tiles(x_row, x_strides.n, col, ok, -1e4, tile.acc_dtype)",
             small=True,
         ),
         Planted(
