@@ -54,11 +54,12 @@ is. H100, layernorm_vjp in bfloat16: 4095 x 4097 93.7 us, 101.4 in one tile; 409
 
 
 class GradientStrides(NamedTuple):
-    """Of what a norm's gradient reads; 0 for what is absent."""
+    """Of what a norm's gradient reads, 1 for what is absent. Of weight the last counts: each is a group of its own,
+    since Triton 3.6 loses what it compiles in of a group behind a number."""
 
     x: Strides
     d_y: Strides
-    weight: int
+    weight: Strides
     past: Strides
 
 
@@ -116,7 +117,7 @@ def layernorm_vjp_kernel(
     lane, inside = columns(at.to(tl.int64) * tile.block_n, n, tile)
     col = [k[None, :] for k in lane]
     if weight is not None:
-        w = [k[None, :] for k in load_tiles(weight, strides.weight, lane, inside, 0.0, tile.acc_dtype)]
+        w = [k[None, :] for k in load_tiles(weight, strides.weight.n, lane, inside, 0.0, tile.acc_dtype)]
     w_sum = [tl.full([tile.block_rows, k.shape[0]], 0.0, tile.acc_dtype) for k in lane]
     b_sum = w_sum
     first = part * extents.group
@@ -240,7 +241,7 @@ def gradients(call: Call, tiling: Mapping[str, int], x: Any, past: Any) -> tuple
     if stats is not None:
         launch(layernorm_vjp_statistics_kernel, cdiv(rows.height, tiling["block_rows"]), call, x,
                d_y if want_x else None, weight, stats, Extents(rows.height, rows.inner, n), call.options["eps"],
-               *strides[:3], tile=block_tile(call, rows, tiling), num_warps=tiling["num_warps"])  # fmt: skip
+               *strides[:2], strides.weight.n, tile=block_tile(call, rows, tiling), num_warps=tiling["num_warps"])  # fmt: skip
     partial = {name: scratch(call, groups, n) for name in sums}
     launch(layernorm_vjp_kernel, groups * parts, call, d_y, x if read_x else None, weight if want_x else None, past,
            stats, d_x, partial.get("d_weight"), partial.get("d_bias"),
@@ -254,7 +255,8 @@ def strides_of(rows: Rows, weight: Any, past: Any) -> GradientStrides:
     """Of what :func:`walk_beside` gave."""
     x, d_y, *others = rows.strides
     none = Strides(1, 1, 1)
-    return GradientStrides(x, d_y, 1 if weight is None else weight.stride(0), none if past is None else others[0])
+    of_weight = none if weight is None else none._replace(n=weight.stride(0))
+    return GradientStrides(x, d_y, of_weight, none if past is None else others[0])
 
 
 def walk_beside(x: Any, d_y: Any, past: Any) -> tuple[tuple[Any, Any, Any], Rows]:

@@ -83,7 +83,7 @@ def rmsnorm_vjp_kernel(
     lane, inside = columns(at.to(tl.int64) * tile.block_n, n, tile)
     col = [k[None, :] for k in lane]
     if weight is not None:
-        w = [k[None, :] for k in load_tiles(weight, strides.weight, lane, inside, 0.0, tile.acc_dtype)]
+        w = [k[None, :] for k in load_tiles(weight, strides.weight.n, lane, inside, 0.0, tile.acc_dtype)]
     w_sum = [tl.full([tile.block_rows, k.shape[0]], 0.0, tile.acc_dtype) for k in lane]
     first = part * extents.group
     for start in tl.range(first, min(first + extents.group, rows), tile.block_rows, num_stages=tile.stages):
@@ -139,7 +139,7 @@ def gradients(call: Call, tiling: Mapping[str, int], x: Any, past: Any) -> tuple
     stats = scratch(call, 2, rows.height) if parts > 1 else None
     if stats is not None:
         launch(rmsnorm_vjp_statistics_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, d_y if want_x else None,
-               weight if want_x else None, stats, Extents(rows.height, rows.inner, n), eps, *strides[:3], narrow=narrow,
+               weight if want_x else None, stats, Extents(rows.height, rows.inner, n), eps, *strides[:2], strides.weight.n, narrow=narrow,
                tile=block_tile(call, rows, tiling), num_warps=tiling["num_warps"])  # fmt: skip
     partial = {"d_weight": scratch(call, groups, n)} if want_weight else {}
     launch(rmsnorm_vjp_kernel, groups * parts, call, d_y, x, weight if want_x else None, past,
