@@ -16,10 +16,12 @@ from portakern.tools.bench.plan import BenchPlan
 from portakern.tools.bench.session import run
 from portakern.tools.bench.suites import TimedCase
 from portakern.tools.bench.timing import device_times, interleaved
-from tests.gpu import Gpu, tuned_beside_a_wrong_kernel, within_bound, worst_of_far_strides, worst_past_2_31
 from tests.ops import records
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from tests.gpu import Gpu, tuned_beside_a_wrong_kernel, within_bound, worst_of_far_strides, worst_past_2_31  # noqa: E402
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA or AMD GPU")
 large = pytest.mark.xdist_group("large")  # tens of GiB each: `--dist loadgroup` runs them one after another
 

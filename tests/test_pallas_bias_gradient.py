@@ -7,6 +7,7 @@ On a GPU, tests/test_conformance.py checks the same kernel as it runs there.
 from __future__ import annotations
 
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -111,8 +112,7 @@ def test_every_sum_meets_the_bound_and_races_for_nothing(name):
 
 @pytest.mark.parametrize("rows", [1, 150])
 def test_what_does_not_see_each_other_leaves_0(rows):
-    """NaN and inf in q, k, v, d_o and bias at masked pairs, in rows that are not there too: segment 0 has keys alone,
-    which queries beyond the last one, whose ids are 0, would see."""
+    """NaN and inf in q, k, v, d_o and bias at masked pairs; segment 0 has keys alone."""
     ids = np.repeat([1, 2], [100, 50]).astype(np.int32), np.repeat([1, 0, 2], [70, 40, 90]).astype(np.int32)
     arrays = arrays_of(1, 150, 1, 1, 200, 64, bias=(1, 1, rows, 200), ids=ids, is_causal=True)
     clean = gradient(arrays, is_causal=True)
@@ -128,6 +128,15 @@ def test_what_does_not_see_each_other_leaves_0(rows):
         arrays["bias"] = jnp.where(causal, jnp.nan, arrays["bias"])
         again = gradient(arrays, is_causal=True)
         assert (again == clean).all() and (again[..., causal] == 0).all()
+
+
+def test_queries_that_are_not_there_leave_0():
+    """A key at minus infinity weighs nothing for queries above 0. Those beyond the last are 0, and 0 times it is NaN."""
+    arrays = arrays_of(1, 150, 1, 1, 200, 64, bias=(1, 1, 1, 200), is_causal=True)
+    arrays["q"] = jnp.abs(arrays["q"])
+    arrays["k"] = arrays["k"].at[:, 199].set(-jnp.inf)
+    found = gradient(arrays, is_causal=True)
+    assert np.isfinite(found).all() and (found[..., 199] == 0).all()
 
 
 def test_tiles_that_nobody_sees_are_written_and_nothing_is_read():
@@ -201,16 +210,23 @@ def test_a_fault_is_found(fault, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("rows", "name", "wrong"),
-    [(1, "within", lambda x, *args, **more: x), (150, "kept", lambda ref, plan, place, unseen, *tiles: tiles)],
+    ("name", "wrong", "test"),
+    [
+        ("within", lambda x, *args, **more: x, test_queries_that_are_not_there_leave_0),
+        (
+            "kept",
+            lambda ref, plan, place, unseen, *tiles: tiles,
+            partial(test_what_does_not_see_each_other_leaves_0, rows=150),
+        ),
+    ],
     ids=["queries that are not there count", "no pair is masked"],
 )
-def test_a_fault_of_masks_is_found(rows, name, wrong, monkeypatch):
+def test_a_fault_of_masks_is_found(name, wrong, test, monkeypatch):
     monkeypatch.setattr(bias_gradient, name, wrong)
     jax.clear_caches()
     try:
         with pytest.raises(AssertionError):
-            test_what_does_not_see_each_other_leaves_0(rows)
+            test()
     finally:
         jax.clear_caches()
 

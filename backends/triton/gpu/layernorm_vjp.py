@@ -241,7 +241,8 @@ def gradients(call: Call, tiling: Mapping[str, int], x: Any, past: Any) -> tuple
     if stats is not None:
         launch(layernorm_vjp_statistics_kernel, cdiv(rows.height, tiling["block_rows"]), call, x,
                d_y if want_x else None, weight, stats, Extents(rows.height, rows.inner, n), call.options["eps"],
-               *strides[:2], strides.weight.n, tile=block_tile(call, rows, tiling), num_warps=tiling["num_warps"])  # fmt: skip
+               *strides[:2], strides.weight.n, tile=block_tile(call, rows, tiling),
+               num_warps=tiling["num_warps"])  # fmt: skip
     partial = {name: scratch(call, groups, n) for name in sums}
     launch(layernorm_vjp_kernel, groups * parts, call, d_y, x if read_x else None, weight if want_x else None, past,
            stats, d_x, partial.get("d_weight"), partial.get("d_bias"),

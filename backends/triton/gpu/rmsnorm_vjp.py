@@ -139,8 +139,9 @@ def gradients(call: Call, tiling: Mapping[str, int], x: Any, past: Any) -> tuple
     stats = scratch(call, 2, rows.height) if parts > 1 else None
     if stats is not None:
         launch(rmsnorm_vjp_statistics_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, d_y if want_x else None,
-               weight if want_x else None, stats, Extents(rows.height, rows.inner, n), eps, *strides[:2], strides.weight.n, narrow=narrow,
-               tile=block_tile(call, rows, tiling), num_warps=tiling["num_warps"])  # fmt: skip
+               weight if want_x else None, stats, Extents(rows.height, rows.inner, n), eps, *strides[:2],
+               strides.weight.n, narrow=narrow, tile=block_tile(call, rows, tiling),
+               num_warps=tiling["num_warps"])  # fmt: skip
     partial = {"d_weight": scratch(call, groups, n)} if want_weight else {}
     launch(rmsnorm_vjp_kernel, groups * parts, call, d_y, x, weight if want_x else None, past,
            stats, d_x, partial.get("d_weight"), GroupedExtents(rows.height, rows.inner, group, parts, n), eps, strides,
