@@ -20,7 +20,8 @@ from tests.ops import records
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from tests.gpu import Gpu, tuned_beside_a_wrong_kernel, within_bound, worst_of_far_strides, worst_past_2_31  # noqa: E402
+from tests import gpu  # noqa: E402
+from tests.gpu import Gpu, tuned_beside_a_wrong_kernel, within_bound  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA or AMD GPU")
 large = pytest.mark.xdist_group("large")  # tens of GiB each: `--dist loadgroup` runs them one after another
@@ -86,13 +87,13 @@ def test_grids_beyond_65535():
 @large
 @pytest.mark.parametrize("r", records().values(), ids=lambda r: r.op)
 def test_past_two_to_the_31_elements(r):
-    assert 0 < worst_past_2_31(r, Gpu()) <= 1
+    assert 0 < gpu.worst_past_2_31(r, Gpu()) <= 1
 
 
 @large
 @pytest.mark.parametrize("r", records().values(), ids=lambda r: r.op)
 def test_strides_past_two_to_the_31(r):
-    assert 0 < worst_of_far_strides(r, Gpu()) <= 1
+    assert 0 < gpu.worst_of_far_strides(r, Gpu()) <= 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -131,7 +131,7 @@ def test_what_does_not_see_each_other_leaves_0(rows):
 
 
 def test_queries_that_are_not_there_leave_0():
-    """A key at minus infinity weighs nothing for queries above 0. Those beyond the last are 0, and 0 times it is NaN."""
+    """A key at minus infinity has no weight for queries above 0. Those beyond the last are 0: 0 times it is NaN."""
     arrays = arrays_of(1, 150, 1, 1, 200, 64, bias=(1, 1, 1, 200), is_causal=True)
     arrays["q"] = jnp.abs(arrays["q"])
     arrays["k"] = arrays["k"].at[:, 199].set(-jnp.inf)
