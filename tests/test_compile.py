@@ -348,8 +348,14 @@ def compiled_gradients(op, options, wants):
     ((kernel, _, args, constexprs),) = seen
     source, compiler_options = specialised(kernel, args, constexprs, hardware)
     ptx = triton.compile(source, target=gpu_target(hardware), options=compiler_options).asm["ptx"]
-    names = [name for name in kernel.arg_names if source.signature[name] != "constexpr"]
-    return stored_values(ptx, names)
+    return stored_values(ptx, [n for n in kernel.arg_names for _ in passed(source.signature[n])])
+
+
+def passed(declared):
+    """What is passed of an argument: the members of groups, without what is compiled in."""
+    if isinstance(declared, tuple):
+        return [kind for member in declared for kind in passed(member)]
+    return [] if declared == "constexpr" else [declared]
 
 
 GATED = [s for s in map(registry.find_spec, registry.ops()) if {o.name for o in s.outputs} == {"d_gate", "d_up"}]
