@@ -218,7 +218,7 @@ def test_what_a_kernel_takes_is_grouped(folder: str) -> None:
         if isinstance(node, ast.FunctionDef)
         if (n := len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs])) > 12
     }
-    assert {*many} == public & {*many}
+    assert {*many} <= public
 
 
 def test_no_line_is_wider_than_a_reader_bears() -> None:

@@ -60,8 +60,9 @@ def allowed(call: Call, b: int) -> np.ndarray:
 def far_from(call: Call) -> float:
     """The |lse| from which on a kernel for gradients needs lse_low, and a minimum that keeps weights at most 1.
 
-    Below 512 half a unit in the last place of lse is 2^-16, and a score errs by next to nothing. A softcap of 1e5 or
-    more is another matter, since its tanh errs by a share of the softcap: then the number is negative, for every query.
+    Below 512 half a unit in the last place of lse is 2^-16, and rounding hardly moves a score. Under a softcap of 1e5
+    or more it does, since the tanh errs by a share of the softcap: then the number is negative, so that it holds for
+    every query.
     """
     return -1.0 if (call.options["softcap"] or 0.0) >= 1e5 else 512.0
 

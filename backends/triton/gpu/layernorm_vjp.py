@@ -54,8 +54,8 @@ is. H100, layernorm_vjp in bfloat16: 4095 x 4097 93.7 us, 101.4 in one tile; 409
 
 
 class GradientStrides(NamedTuple):
-    """Of what a norm's gradient reads, 1 for what is absent. Of weight the last counts: each is a group of its own,
-    since Triton 3.6 loses what it compiles in of a group behind a number."""
+    """Strides of the arrays that a norm's gradient reads; those of an array that is absent are 1. Of weight only ``n``
+    is used. It is a group all the same: Triton 3.6 loses the constants of a group that follows a plain number."""
 
     x: Strides
     d_y: Strides

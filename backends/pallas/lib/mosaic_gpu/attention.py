@@ -157,13 +157,19 @@ def key(call: Call) -> dict[str, str | int]:
     return {"dtype": call.dtype, "d": max(call.dims["d"], call.dims["dv"])}
 
 
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    reason = products_refused(call) or dtype_refused(call)
-    if reason:
-        return reason
+def operands_refused(call: Call) -> str | None:
+    """Why no tiling serves a call, forward or backward: its dtypes, or heads wider than fit."""
     widest = max(call.dims["d"], call.dims["dv"])
+    if reason := products_refused(call) or dtype_refused(call):
+        return reason
     if widest > WIDEST:
         return f"heads of {widest} are wider than the {WIDEST} elements that fit here: use the reference backend"
+    return None
+
+
+def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+    if reason := operands_refused(call):
+        return reason
     block_q, block_kv = tiling["block_q"], tiling["block_kv"]
     for name, tile, legal in (("block_q", block_q, (64, 128)), ("block_kv", block_kv, (64, 128, 256))):
         if tile not in legal:

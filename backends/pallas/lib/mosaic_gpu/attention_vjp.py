@@ -20,13 +20,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from portakern.backends.pallas.lib.blocks import Refs, quotient
 from portakern.backends.pallas.lib.mosaic_gpu import bias_gradient
 from portakern.backends.pallas.lib.mosaic_gpu import rows as row_walk
-from portakern.backends.pallas.lib.mosaic_gpu.attention import WIDEST
+from portakern.backends.pallas.lib.mosaic_gpu.attention import operands_refused
 from portakern.backends.pallas.lib.mosaic_gpu.chip import (
     Swizzled,
-    dtype_refused,
     in_slots,
     over_shared,
-    products_refused,
     whole_pieces,
 )
 from portakern.backends.pallas.lib.mosaic_gpu.flash import (
@@ -68,12 +66,8 @@ def plans(call: Call, tiling: Mapping[str, int]) -> list[Plan]:
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    reason = products_refused(call) or dtype_refused(call)
-    if reason:
+    if reason := operands_refused(call):
         return reason
-    widest = max(call.dims["d"], call.dims["dv"])
-    if widest > WIDEST:
-        return f"heads of {widest} are wider than the {WIDEST} elements that fit here: use the reference backend"
     if call.dims["q_len"] * call.dims["group"] + call.dims["kv_len"] >= 1 << COUNTED:
         return f"2^{COUNTED} queries of a group and keys, or more: steps are counted with fewer bits here"
     if score_unit(call)[1] > LARGEST:
