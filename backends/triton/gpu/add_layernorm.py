@@ -1,10 +1,15 @@
-"""A residual added, and the layer normalisation of the sum along the last axis, in one pass.
+"""A residual added, and the layer normalisation of the sum along the last axis, in one pass, and its gradients.
 
     s = x + residual, rounded to their dtype        y = (s - mean) / sqrt(var + eps) * weight + bias
 
 Programs, tiles and the statistics of the sum are those of layernorm. A row that fits in ``tiles`` tiles is read
 once, and its sum stays in registers; of a longer one x and residual are read twice (statistics, results), the second
 time from cache.
+
+    d_x = d_residual_out + the d_x of layernorm_vjp at the sum, which is the gradient of both terms
+
+The gradients' kernels, programs and partial sums are those of layernorm's, whose d_x meets the other cotangent before
+it is rounded.
 
 Sources: Ba, Kiros and Hinton, "Layer Normalization" (2016), section 3; Chan, Golub and LeVeque, "Updating formulae and
 a pairwise algorithm for computing sample variances" (1979), equation 2.1; the sum is that of pre-norm transformers,
@@ -21,7 +26,18 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu.add_rmsnorm import SumStrides, load_sum, sum_tiles
-from portakern.backends.triton.gpu.layernorm import Affine, default_tiling, join, key, scale_and_shift, supports
+from portakern.backends.triton.gpu.layernorm import (
+    GRADIENT_KNOBS,
+    Affine,
+    default_tiling,
+    gradient_tiling,
+    gradients,
+    join,
+    key,
+    scale_and_shift,
+    supports,
+    supports_gradient,
+)
 from portakern.backends.triton.launch import cdiv, launch
 from portakern.backends.triton.layout import fresh_like, result_like, walk_rows
 from portakern.backends.triton.lib.rows import Extents, centred, own_rows, row_tile, start_of, whole_rows
@@ -87,3 +103,10 @@ def add_layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
            SumStrides(rows.strides[0], rows.strides[1], weight_n, bias_n), tile=row_tile(call, rows, n, tiling),
            num_warps=tiling["num_warps"])  # fmt: skip
     return y, total
+
+
+@BACKEND.implements(
+    "add_layernorm_vjp", key=key, tiling=gradient_tiling, supports=supports_gradient, knobs=GRADIENT_KNOBS
+)
+def add_layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    return gradients(call, tiling, call.arrays["residual_out"], call.arrays["d_residual_out"])

@@ -1,9 +1,14 @@
-"""A residual added, and the root mean square normalisation of the sum along the last axis, in one pass.
+"""A residual added, and the RMS normalisation of the sum along the last axis, in one pass, and its gradients.
 
     s = x + residual, rounded to their dtype        y = s r weight        r = (sum(s^2) / n + eps)^-1/2
 
 Programs and tiles are those of rmsnorm. A row that fits in ``tiles`` tiles is read once, and its sum stays in
 registers; of a longer one x and residual are read twice (squares, results), the second time from cache.
+
+    d_x = d_residual_out + the d_x of rmsnorm_vjp at the sum, which is the gradient of both terms
+
+The gradients' kernels, programs and partial sums are those of rmsnorm's, whose d_x meets the other cotangent before
+it is rounded.
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equation 4; the sum is that of pre-norm
 transformers, Xiong et al., "On layer normalization in the transformer architecture" (2020), section 3.
@@ -18,8 +23,18 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.gpu.layernorm import Affine, default_tiling, key, narrowed, scale_and_shift, supports
-from portakern.backends.triton.gpu.rmsnorm import rounds_before
+from portakern.backends.triton.gpu.layernorm import (
+    GRADIENT_KNOBS,
+    Affine,
+    default_tiling,
+    gradient_tiling,
+    key,
+    narrowed,
+    scale_and_shift,
+    supports,
+    supports_gradient,
+)
+from portakern.backends.triton.gpu.rmsnorm import gradients, rounds_before
 from portakern.backends.triton.launch import cdiv, launch
 from portakern.backends.triton.layout import Strides, fresh_like, result_like, walk_rows
 from portakern.backends.triton.lib.rows import Extents, own_rows, row_sum, row_tile, start_of, whole_rows
@@ -111,3 +126,10 @@ def add_rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
            SumStrides(rows.strides[0], rows.strides[1], weight_n), narrow=rounds_before(call),
            tile=row_tile(call, rows, n, tiling), num_warps=tiling["num_warps"])  # fmt: skip
     return y, total
+
+
+@BACKEND.implements(
+    "add_rmsnorm_vjp", key=key, tiling=gradient_tiling, supports=supports_gradient, knobs=GRADIENT_KNOBS
+)
+def add_rmsnorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    return gradients(call, tiling, call.arrays["residual_out"], call.arrays["d_residual_out"])

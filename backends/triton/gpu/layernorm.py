@@ -1,12 +1,22 @@
-"""Layer normalisation of the last axis.
+"""Layer normalisation of the last axis, and its gradients.
 
-    y = (x - mean) / sqrt(var + eps) * weight + bias        mean = sum(x) / n        var = sum((x - mean)^2) / n
+    y = xh * weight + bias        xh = (x - mean) r        r = (var + eps)^-1/2
+    mean = sum(x) / n        var = sum((x - mean)^2) / n
 
 A program owns ``block_rows`` rows. The variance is that about the mean: E[x^2] - mean^2 cancels when the mean is large.
 Each mean is a sum over a count and the mean of what that leaves of every number, so that a constant row leaves 0.
 A row that fits in ``tiles`` tiles is read once and stays in registers, as in softmax. A longer one is read twice:
 first its statistics, those of each place of a tile about the place's own mean, joined block by block and at last with
 those of all places; then its result.
+
+    d_x = r (h - mean(h) - xh mean(h xh))        h = weight d_y
+    d_weight = sum over rows of d_y xh        d_bias = sum over rows of d_y
+
+A program of the gradients owns a group of rows, ``steps`` times ``block_rows``, and ``block_n`` columns. It loads its
+weights once, keeps its sums for d_weight and d_bias in registers while it walks the group, and writes them as one row
+of partial sums; a second kernel adds those up. Groups are counted in rows and every sum has one order, so that two runs
+give the same bits. A row that fits in ``block_n`` is read once and its statistics are two-pass. For longer rows a
+kernel of its own finds the statistics first, merging tiles so that it, too, reads the row once.
 
 Sources: Ba, Kiros and Hinton, "Layer Normalization" (2016), section 3; Chan, Golub and LeVeque, "Updating formulae and
 a pairwise algorithm for computing sample variances" (1979), equation 2.1.
@@ -21,19 +31,26 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.launch import cdiv, launch
-from portakern.backends.triton.layout import fresh_like, walk_rows
+from portakern.backends.triton.launch import cdiv, lanes, launch, shared_limit
+from portakern.backends.triton.layout import Rows, Strides, aligned, fresh, fresh_like, pow2_at_least, walk_rows
+from portakern.backends.triton.lib.column_sums import add_up, scratch
 from portakern.backends.triton.lib.rows import (
     Extents,
+    GroupedExtents,
+    block_tile,
     centred,
+    columns,
     load_columns,
     load_tiles,
     own_rows,
     places_of,
     refuse_rows,
+    row_sum,
     row_tile,
+    shared_tile,
     start_of,
     tile_rows,
+    tiles_of,
     whole_rows,
 )
 from portakern.spec import Tile
@@ -204,3 +221,223 @@ def layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
            Extents(rows.height, rows.inner, n), call.options["eps"], rows.strides[0], weight_n, bias_n,
            tile=row_tile(call, rows, n, tiling), num_warps=tiling["num_warps"])  # fmt: skip
     return (y,)
+
+
+LONGER = {4096: (128, 1024), 8192: (0, 4096)}
+"""First tile -> by how much a row of 16 bits may be longer to lie in two tiles, where it is not aligned and where it
+is. H100, layernorm_vjp in bfloat16: 4095 x 4097 93.7 us, 101.4 in one tile; 4095 x 5000 63.5 and 69.0; 4096 x 12288
+168, and 213 in blocks of 4096. Other rows lost: 4095 x 5001 at best 111.9 and 109.6, 8192 x 1001 88.8 and 74.2,
+1024 x 8195 117 and 97 in blocks; aligned rows of 6144 spill."""
+
+
+class GradientStrides(NamedTuple):
+    """Strides of the arrays that a norm's gradient reads; those of an array that is absent are 1. Of weight only ``n``
+    is used. It is a group all the same: Triton 3.6 loses the constants of a group that follows a plain number."""
+
+    x: Strides
+    d_y: Strides
+    weight: Strides
+    past: Strides
+
+
+@triton.jit
+def layernorm_vjp_statistics_kernel(
+    x, d_y, weight, stats, extents, eps, x_strides, d_y_strides, weight_n, tile: tl.constexpr
+):
+    """stats: (4, rows): mean, r and, where d_y is given, mean(h) and mean(h xh) of each row."""
+    row, n = own_rows(extents, tile)
+    row_ok = row < extents.height
+    x_row = start_of(x, row, extents, x_strides, tile)
+    if d_y is not None:
+        d_y_row = start_of(d_y, row, extents, d_y_strides, tile)
+    mean = tl.full([tile.block_rows], 0.0, tile.acc_dtype)
+    m2, h_sum, hx = mean, mean, mean  # so far the sums of (x - mean)^2, of h and of h (x - mean)
+    for start in range(0, tl.cast(n, tl.int64), tile.block_n):
+        lane = start + tl.arange(0, tile.block_n)
+        col, ok = lane[None, :], row_ok[:, None] & (lane < n)[None, :]
+        before, here = tl.cast(start, tile.acc_dtype), tl.cast(min(n - start, tile.block_n), tile.acc_dtype)
+        t = tl.load(x_row + col * x_strides.n, mask=ok, other=0.0).to(tile.acc_dtype)
+        tile_mean = tl.sum(t, 1) / here
+        tile_mean += tl.sum(tl.where(ok, t - tile_mean[:, None], 0.0), 1) / here
+        d = tl.where(ok, t - tile_mean[:, None], 0.0)
+        delta = tile_mean - mean
+        step = delta * (here / (before + here))
+        # delta is squared last: it is the whole mean in the first tile, where its weight is 0.
+        m2 += tl.sum(d * d, 1) + delta * (step * before)
+        if d_y is not None:
+            h = tl.load(d_y_row + col * d_y_strides.n, mask=ok, other=0.0).to(tile.acc_dtype)
+            if weight is not None:
+                h = h * tl.load(weight + lane * weight_n, mask=lane < n, other=0.0).to(tile.acc_dtype)[None, :]
+            tile_h = tl.sum(h, 1)
+            hx += tl.sum(h * d, 1) + ((delta - step) * tile_h - step * h_sum)  # both sums, about the new mean
+            h_sum += tile_h
+        mean = tl.where(start == 0, tile_mean, mean + step)
+    r = tl.rsqrt(m2 / n + eps)
+    out = stats + row
+    tl.store(out, mean, mask=row_ok)
+    tl.store(out + extents.height, r, mask=row_ok)
+    if d_y is not None:
+        tl.store(out + tl.cast(extents.height, tl.int64) * 2, h_sum / n, mask=row_ok)
+        tl.store(out + tl.cast(extents.height, tl.int64) * 3, r * (hx / n), mask=row_ok)
+
+
+@triton.jit
+def layernorm_vjp_kernel(
+    d_y, x, weight, past, stats, d_x, d_weights, d_biases, extents, eps, strides, tile: tl.constexpr
+):
+    """d_weights, d_biases: (groups, n) partial sums. Any of the three results may be None; x is None where d_bias alone
+    is wanted. past: a cotangent of x itself, which went past the norm, or None. stats: None where a program keeps whole
+    rows, else it has one of ``parts`` of them."""
+    n, rows = aligned(extents.n, tile.unit), extents.height
+    part, at = (tl.program_id(0) // extents.parts).to(tl.int64), tl.program_id(0) % extents.parts
+    # Columns on one axis: a layout of their own where rows of x are not aligned and weight is.
+    lane, inside = columns(at.to(tl.int64) * tile.block_n, n, tile)
+    col = [k[None, :] for k in lane]
+    if weight is not None:
+        w = [k[None, :] for k in load_tiles(weight, strides.weight.n, lane, inside, 0.0, tile.acc_dtype)]
+    w_sum = [tl.full([tile.block_rows, k.shape[0]], 0.0, tile.acc_dtype) for k in lane]
+    b_sum = w_sum
+    first = part * extents.group
+    for start in tl.range(first, min(first + extents.group, rows), tile.block_rows, num_stages=tile.stages):
+        row = start + tl.arange(0, tile.block_rows)
+        row_ok = (row < rows)[:, None]
+        ok = [row_ok & a[None, :] for a in inside]
+        d_y_row = start_of(d_y, row, extents, strides.d_y, tile)
+        g = load_tiles(d_y_row, strides.d_y.n, col, ok, 0.0, tile.acc_dtype)
+        if x is not None:
+            x_row = start_of(x, row, extents, strides.x, tile)
+            t = load_tiles(x_row, strides.x.n, col, ok, 0.0, tile.acc_dtype)
+            if stats is None:
+                d, r = centred(t, ok, n, eps)
+            else:
+                mean = tl.load(stats + row[:, None], mask=row_ok, other=0.0)
+                d = [a - mean for a in t]
+                r = tl.load(stats + rows + row[:, None], mask=row_ok, other=0.0)
+            # r of no row may be infinite, and 0 * inf would enter the sums over rows
+            xh = [tl.where(row_ok, a * r, 0.0) for a in d]
+            if d_x is not None:
+                h = g
+                if weight is not None:
+                    h = [g[i] * w[i] for i in (0, 1)[: tile.tiles]]
+                if stats is None:
+                    h_mean = (row_sum(h) / n)[:, None]
+                    hx_mean = (row_sum([h[i] * xh[i] for i in (0, 1)[: tile.tiles]]) / n)[:, None]
+                else:
+                    h_mean = tl.load(stats + tl.cast(rows, tl.int64) * 2 + row[:, None], mask=row_ok, other=0.0)
+                    hx_mean = tl.load(stats + tl.cast(rows, tl.int64) * 3 + row[:, None], mask=row_ok, other=0.0)
+                d_t = [r * (h[i] - h_mean - xh[i] * hx_mean) for i in (0, 1)[: tile.tiles]]
+                if past is not None:
+                    past_row = start_of(past, row, extents, strides.past, tile)
+                    c = load_tiles(past_row, strides.past.n, col, ok, 0.0, tile.acc_dtype)
+                    d_t = [d_t[i] + c[i] for i in (0, 1)[: tile.tiles]]
+                for i in tl.static_range(len(col)):
+                    tl.store(d_x + row[:, None] * n + col[i], d_t[i].to(d_x.dtype.element_ty), mask=ok[i])
+            if d_weights is not None:
+                w_sum = [w_sum[i] + g[i] * xh[i] for i in (0, 1)[: tile.tiles]]
+        if d_biases is not None:
+            b_sum = [b_sum[i] + g[i] for i in (0, 1)[: tile.tiles]]
+    for i in tl.static_range(len(col)):
+        if d_weights is not None:
+            tl.store(d_weights + part * n + lane[i], tl.sum(w_sum[i], 0), mask=inside[i])
+        if d_biases is not None:
+            tl.store(d_biases + part * n + lane[i], tl.sum(b_sum[i], 0), mask=inside[i])
+
+
+def gradient_tiling(call: Call) -> dict[str, int]:
+    """A formula of n, as softmax's.
+
+    A program takes a whole row where 512 threads can hold it and its sums, 16 elements a thread, and 32 rows after one
+    another, 64 of up to 512 columns, so that partial sums add about a 20th to the traffic and a few thousand rows are
+    programs enough for every multiprocessor (H100, layernorm: 6000 x 128 14.9 us, 36.0 in groups of 512 rows, 32768 x
+    128 27.4 and 37.1, 6000 x 1024 29.8, 40.0 in groups of 64, 32768 x 1024 98.8 and 91.1). Stages: an H100 has room for
+    one such program a multiprocessor, so rows must be under way ahead of it: with four stages and 16 bits 10 to 22 %
+    less time than with two, at n from 4096 to 8192; float32 gains nothing.
+
+    Rows of 16 bits that are not aligned cannot be copied ahead. Where a multiprocessor has room for two programs their
+    groups are of 16 steps, so that one waits while the other computes: of 4095 rows there are only 128 groups of 32.
+
+    Rows in two tiles (``LONGER``) have 32 elements of the first a thread; those of more than 8192 are read once so,
+    with nothing ahead, on NVIDIA alone: an RX 7900 (gfx1100) would spill 268 bytes a thread.
+    """
+    n, arch, short = call.dims["n"], call.target.arch, call.dtype in ("float16", "bfloat16")
+    nvidia = arch.startswith("sm_")
+    one = pow2_at_least(n, 128)
+    block_n = one if n <= 8192 else 4096
+    half = one // 2
+    two = short and (nvidia or n <= 8192) and half < n <= half + LONGER.get(half, (0, 0))[n % 8 == 0]
+    if two:
+        block_n = half
+    block_rows = pow2_at_least(2048 // block_n, 1, 16)
+    elements = block_rows * (block_n + pow2_at_least(n - block_n) if two else block_n)
+    num_warps = pow2_at_least(block_rows * block_n // ((32 if two else 16) * lanes(arch)), 4, 512 // lanes(arch))
+    steps = max((64 if one <= 512 else 32) // block_rows, 4)
+    if short and n % 8 and num_warps <= 4:
+        steps = min(steps, 16)
+    stages = (4 if short else 2) if nvidia and n <= 8192 else 1
+    ahead = streams(call) * elements * (2 if short else 4)  # bytes of a stage beyond the first
+    stages = min(stages, 1 + shared_limit(arch) // ahead) if stages > 1 else 1
+    return {"block_rows": block_rows, "block_n": block_n, "steps": steps, "num_stages": stages, "num_warps": num_warps}
+
+
+def streams(call: Call) -> int:
+    """The arrays of whole rows that a program may read in each step."""
+    return sum(a.name not in ("weight", "bias") for a in call.spec.arrays)
+
+
+def supports_gradient(call: Call, tiling: Mapping[str, int]) -> str | None:
+    n, d_y = call.dims["n"], call.arrays["d_y"]
+    tile = tiling["block_rows"] * (tiling["block_n"] + tiles_of(call, n, tiling)[0])
+    buffers = streams(call) * (tiling["num_stages"] - 1) * tile * d_y.element_size()
+    if not call.interpret and buffers > shared_limit(call.target.arch):
+        return (
+            f"num_stages = {tiling['num_stages']} of {tiling['block_rows']} x {tiling['block_n']} take {buffers} bytes "
+            "of shared memory; use fewer or a smaller block_n"
+        )
+    return refuse_rows(call, tiling, n, d_y.numel() // n * cdiv(n, tiling["block_n"]))
+
+
+GRADIENT_KNOBS = {"num_warps": Tile(1, 32), "num_stages": Tile(1, 8), "steps": Tile(1, 1024)}
+
+
+@BACKEND.implements("layernorm_vjp", key=key, tiling=gradient_tiling, supports=supports_gradient, knobs=GRADIENT_KNOBS)
+def layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    return gradients(call, tiling, call.arrays["x"], None)
+
+
+def gradients(call: Call, tiling: Mapping[str, int], x: Any, past: Any) -> tuple[Any, ...]:
+    """d_x, d_weight and d_bias of the norm of x, those that the call wants; ``past``: what is added to d_x, or None."""
+    d_y, weight, n = call.arrays["d_y"], call.arrays["weight"], call.dims["n"]
+    want_x, want_weight = "d_x" in call.wants, "d_weight" in call.wants
+    sums: list[str] = [name for name in ("d_weight", "d_bias") if name in call.wants]
+    d_x = fresh(x.shape, x.dtype, x.device) if want_x else None
+    (x, d_y, past), rows = walk_beside(x, d_y, past if want_x else None)
+    group = tiling["block_rows"] * (tiling["steps"] if sums else 1)
+    groups, (parts, tile), read_x = cdiv(rows.height, group), shared_tile(call, rows, n, tiling), want_x or want_weight
+    strides = strides_of(rows, weight, past)
+    stats = scratch(call, 4, rows.height) if parts > 1 and read_x else None
+    if stats is not None:
+        launch(layernorm_vjp_statistics_kernel, cdiv(rows.height, tiling["block_rows"]), call, x,
+               d_y if want_x else None, weight, stats, Extents(rows.height, rows.inner, n), call.options["eps"],
+               *strides[:2], strides.weight.n, tile=block_tile(call, rows, tiling),
+               num_warps=tiling["num_warps"])  # fmt: skip
+    partial = {name: scratch(call, groups, n) for name in sums}
+    launch(layernorm_vjp_kernel, groups * parts, call, d_y, x if read_x else None, weight if want_x else None, past,
+           stats, d_x, partial.get("d_weight"), partial.get("d_bias"),
+           GroupedExtents(rows.height, rows.inner, group, parts, n), call.options["eps"], strides,
+           tile=tile._replace(stages=tiling["num_stages"]), num_warps=tiling["num_warps"])  # fmt: skip
+    result = add_up(call, partial)
+    return (d_x, result.get("d_weight"), result.get("d_bias"))
+
+
+def strides_of(rows: Rows, weight: Any, past: Any) -> GradientStrides:
+    """Of what :func:`walk_beside` gave."""
+    x, d_y, *others = rows.strides
+    none = Strides(1, 1, 1)
+    of_weight = none if weight is None else none._replace(n=weight.stride(0))
+    return GradientStrides(x, d_y, of_weight, none if past is None else others[0])
+
+
+def walk_beside(x: Any, d_y: Any, past: Any) -> tuple[tuple[Any, Any, Any], Rows]:
+    """x, d_y and past, which may be None, and how to walk their rows."""
+    tensors, rows = walk_rows(x.ndim - 1, x, d_y, *(() if past is None else (past,)))
+    return (tensors[0], tensors[1], None if past is None else tensors[2]), rows

@@ -9,21 +9,24 @@ FAULTS = {
         Planted(
             "mean-over-tile",
             "the mean of squares divides by the tile's extent",
-            old="tl.rsqrt(row_sum([a * a for a in t]) / n + eps)",
-            new="tl.rsqrt(row_sum([a * a for a in t]) / tile.block_n + eps)",
+            old="\n        r = tl.rsqrt(row_sum([a * a for a in t]) / n + eps)",
+            new="\n        r = tl.rsqrt(row_sum([a * a for a in t]) / tile.block_n + eps)",
         ),
         Planted(
             "eps-outside",
             "eps is added to the root",
-            old="tl.rsqrt(row_sum([a * a for a in t]) / n + eps)",
-            new="(1.0 / (tl.sqrt(row_sum([a * a for a in t]) / n) + eps))",
+            old="\n        r = tl.rsqrt(row_sum([a * a for a in t]) / n + eps)",
+            new="\n        r = (1.0 / (tl.sqrt(row_sum([a * a for a in t]) / n) + eps))",
             small=True,
         ),
         Planted(
             "squares-rounded",
             "squares are rounded to x's dtype",
-            old="tl.rsqrt(row_sum([a * a for a in t]) / n + eps)",
-            new="tl.rsqrt(row_sum([(a * a).to(x.dtype.element_ty).to(tile.acc_dtype) for a in t]) / n + eps)",
+            old="\n        r = tl.rsqrt(row_sum([a * a for a in t]) / n + eps)",
+            new=(
+                "\n        r = tl.rsqrt("
+                "row_sum([(a * a).to(x.dtype.element_ty).to(tile.acc_dtype) for a in t]) / n + eps)"
+            ),
             small=True,
         ),
         Planted(
