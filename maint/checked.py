@@ -10,7 +10,7 @@ from maint.markdown import NONE, by_device, table
 from maint.measurements import STALE, Row, StoredResults, changed, footnote, set_of, source
 from portakern.results import EMULATED, HOST_CPU, Result
 
-__all__ = ["emulated", "errors", "faults", "found", "machine_faults", "soundness"]
+__all__ = ["caught", "emulated", "errors", "faults", "found", "machine_faults", "soundness"]
 
 
 def errors(kept: StoredResults) -> str:
@@ -159,7 +159,8 @@ def _fuzzed(rows: Sequence[tuple[Row, Result]]) -> str:
     )
 
 
-def _caught(row: Row) -> bool:
+def caught(row: Row) -> bool:
+    """Whether a planted fault was found on every seed that it met."""
     return bool(row["seeds"]) and all(s.get("caught") for s in row["seeds"].values())
 
 
@@ -183,7 +184,7 @@ def faults(kept: StoredResults) -> str:
         f"- `{row['name']}` ({sum(bool(s.get('caught')) for s in row['seeds'].values())} of {len(row['seeds'])} "
         f"seeds): {row['what']}"
         for row, _ in rows
-        if not _caught(row)
+        if not caught(row)
     ]
     text += ["\n".join(["Not caught on every seed:", *missed])] if missed else []
     broken = [
@@ -204,9 +205,9 @@ def found(kept: StoredResults) -> str:
         return "Not measured yet."
     seeds = max(len(row["seeds"]) for row, _ in rows)
     most = max(s.get("examples", 0) for row, _ in rows for s in row["seeds"].values())
-    caught = sum(_caught(row) for row, _ in rows)
+    everywhere = sum(caught(row) for row, _ in rows)
     return (
-        f"{caught} of {len(rows)} planted mistakes are found on every one of {seeds} seeds, the last of them by "
+        f"{everywhere} of {len(rows)} planted mistakes are found on every one of {seeds} seeds, the last of them by "
         f"example {most}. {_slipping(rows)}"
     )
 
@@ -225,9 +226,9 @@ def _fault_table(rows: list[Row]) -> str:
         # as declared, where it was not measured
         small = [r for r in mine if (r["small"] if r.get("max_error") is None else r["max_error"] < 1e-2)]
         flat = [f["sees_at"] for r in mine for f in r["flat"].values() if "sees_at" in f]
-        caught = [sum(map(_caught, some)) for some in (mine, small)]
+        seen = [sum(map(caught, some)) for some in (mine, small)]
         slip = f"{sum(f is None for f in flat) / len(flat):.0%}" if flat else "not run"
-        lines.append([*name, str(len(mine)), str(caught[0]), str(len(small)), str(caught[1]), slip])
+        lines.append([*name, str(len(mine)), str(seen[0]), str(len(small)), str(seen[1]), slip])
     return table(FAULT_HEADS, lines, words=2)
 
 

@@ -37,7 +37,7 @@ NOTES = (
 @dataclass(frozen=True)
 class Ran:
     """What a kept check ran: whose kernels, on what, how, and the op with its count of cases. ``aged``: its sources
-    have changed since."""
+    have changed since; ``seconds``: of processes, as it was checked."""
 
     backend: str
     target: Target
@@ -49,6 +49,7 @@ class Ran:
     passed: bool
     device: str
     aged: bool
+    seconds: float | None = None
 
 
 def ran(kept: StoredResults) -> Iterator[Ran]:
@@ -60,6 +61,7 @@ def ran(kept: StoredResults) -> Iterator[Ran]:
             yield Ran(
                 said["backend"], Target(platform, arch), said["how"], said["variant"], said["profile"],
                 row["op"], row["examples"], row["passed"], result.device, changed(row, kept.root),
+                row.get("seconds"),
             )  # fmt: skip
 
 

@@ -28,8 +28,8 @@ __all__ = [
     "source",
 ]
 
-STALE = "†"
-AGED = f"{STALE} stale: the sources of what was measured (portakern's kernel, or the call of a peer) have changed."
+STALE = ", stale"
+AGED = "Stale: measured before the kernel, or the call of a peer, was last changed."
 CORE = {
     "portakern",
     "python",
@@ -108,4 +108,4 @@ def changed(row: Row, root: Path) -> bool:
 def footnote(rows: Iterable[Row], root: Path) -> str:
     """What the mark means, where any row has it."""
     count = sum(changed(r, root) for r in rows)
-    return f"{STALE} its sources have changed since it was measured ({count} in all)." if count else ""
+    return f"{AGED.removesuffix('.')} ({count} in all)." if count else ""

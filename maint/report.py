@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import portakern
-from maint import checked, compiled, coverage, judges, lines, markdown, plots, store, stub, timed
+from maint import checked, compiled, coverage, judges, lines, markdown, plots, store, stub, summaries, timed
 from maint.measurements import FOLDER, StoredResults
 from portakern import install, results, sources
 from portakern.files import write_atomically
@@ -26,6 +26,8 @@ COMMAND = "portakern report"
 PAGES = ("PORTING.md", "README.md")
 PLOTS = "docs/plots"
 TABLES: Mapping[str, Callable[[StoredResults], str]] = {
+    "headline": summaries.headline,
+    "chips": summaries.chips,
     "reach": coverage.reach,
     "ports": lines.ports,
     "speeds": timed.speeds,

@@ -1,4 +1,4 @@
-"""portakern: declare a kernel once, run it on any accelerator, prove that every implementation agrees.
+"""portakern: GPU and TPU kernels, declared once, written in Triton and Pallas, held to bounds derived from rounding.
 
 >>> import portakern as pk
 >>> attention = pk.op("attention")             # backend chosen per call, from the arrays

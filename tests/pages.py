@@ -18,6 +18,10 @@ import pytest
 FENCE = re.compile(r"^```(?P<head>\w+)(?P<more>[^\n]*)\n(?P<body>.*?)^```$(?P<gap>\n*)", re.DOTALL | re.MULTILINE)
 
 
+ON_A_GPU = ('device="cuda"', 'device="cpu"')
+"""How a page makes a tensor on a GPU, and what its test makes of it."""
+
+
 class Block(NamedTuple):
     """A block of Python: the line on which it starts, and what the page says that it prints; None: nothing."""
 
@@ -36,15 +40,16 @@ def blocks(text: str) -> Iterator[Block]:
             yield Block(text[: match.start()].count("\n") + 2, match["body"], after["body"] if under else None)
 
 
-def run(page: Path, session: dict[str, Any] | None = None, text: str | None = None) -> int:
-    """Run a page as a reader without an accelerator does; how many blocks it has. ``text``: what the page says, where
-    that is not what its file does.
+def run(page: Path, session: dict[str, Any] | None = None, text: str | None = None, alone: bool = False) -> int:
+    """Run a page as a reader without an accelerator does, tensors of ``device="cuda"`` on the CPU; how many blocks it
+    has. ``text``: what the page says, where that is not what its file does. ``alone``: each block in a session of its
+    own.
     """
     jax = pytest.importorskip("jax", reason="jax is not installed")
     session, count = {"__name__": page.stem} if session is None else session, 0
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        for block in blocks(page.read_text(encoding="utf-8") if text is None else text):
-            printed = io.StringIO()
+        for block in blocks((page.read_text(encoding="utf-8") if text is None else text).replace(*ON_A_GPU)):
+            printed, session = io.StringIO(), {"__name__": page.stem} if alone else session
             with contextlib.redirect_stdout(printed):
                 exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), session)
             if block.printed is not None:

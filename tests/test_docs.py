@@ -187,10 +187,10 @@ def test_sections_come_by_their_headings(maker) -> None:
     assert sections.section(text, "b-c", "x.md") == "\ntwo\n```bash\n## no heading\n```\n### D\nthree\n"
     with pytest.raises(LookupError, match="x.md has no section #no-heading; expected one of a, b-c, d, e"):
         sections.section(text, "no-heading", "x.md")
-    page = '<!-- include: README.md#portakern to "**What runs where" -->'
-    assert "pip install -c" in sections.included(page, root, "docs", lambda text, folder: text, str)
+    page = '<!-- include: README.md#portakern to "**On a GPU" -->'
+    assert "pip install -e" in sections.included(page, root, "docs", lambda text, folder: text, str)
     with pytest.raises(LookupError, match="'not there' stands there 0 times"):
-        sections.included(page.replace("**What runs where", "not there"), root, "docs", lambda text, folder: text, str)
+        sections.included(page.replace("**On a GPU", "not there"), root, "docs", lambda text, folder: text, str)
 
 
 OWN = [page for page in PAGES if "<!-- include: README.md" in (DOCS / page).read_text(encoding="utf-8")]
@@ -199,7 +199,7 @@ OWN = [page for page in PAGES if "<!-- include: README.md" in (DOCS / page).read
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # one block shows a kernel that overflows
 @pytest.mark.parametrize("page", ["index.md", *OWN])  # which has no other blocks
 def test_a_page_runs_with_the_sections_that_it_shows(page: str, maker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A section of the README needs what stands above it there; a page says that itself."""
+    """Sections of the README among the page's own blocks."""
     for framework in ("torch", "triton"):
         pytest.importorskip(framework, reason=f"{framework} is not installed")
     monkeypatch.setattr(registry, "_registered", {})  # one section registers a backend

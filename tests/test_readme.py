@@ -1,5 +1,5 @@
-"""The README's Python runs as printed, top to bottom in one session, and CI finds the commands that it tells readers to
-run.
+"""Each block of the README's Python runs as printed when it is copied alone, CI finds the commands that it tells readers
+to run, and both it and the porting report are short.
 """
 
 from __future__ import annotations
@@ -25,11 +25,35 @@ TEXTS = [
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # one block shows a kernel that overflows
-def test_python_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", {})  # the README registers a backend, of which no other test knows
+def test_each_python_block_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for framework in ("torch", "triton"):
         pytest.importorskip(framework, reason=f"{framework} is not installed")
-    assert pages.run(ROOT / "README.md") > 8
+    assert pages.run(ROOT / "README.md", alone=True) == 4
+
+
+def test_a_block_that_needs_another_is_told_of(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python\nx = 1\n```\n\n```python\nprint(x)\n```\n")
+    assert pages.run(page) == 2
+    with pytest.raises(NameError):
+        pages.run(page, alone=True)
+
+
+def test_the_readme_is_read_in_five_minutes() -> None:
+    """And its first lines say what was measured, how to install, and how to run and check a kernel."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.split()) <= 1500, "move details to docs/"
+    first = text.partition("## ")[0]
+    at = [first.index(part) for part in ("report: headline", "pip install", 'device="cuda"', "pk.check(", "```text")]
+    assert at == sorted(at)
+
+
+def test_the_readme_counts_the_ops() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    own = [registry.find_spec(op) for op in registry.own_modules()]
+    gradients = {spec.vjp for spec in own} - {None}
+    assert re.findall(r"(\d+) ops and their gradients for", text) == [str(len(own) - len(gradients))]
+    assert len(own) == 2 * len(gradients)
 
 
 @pytest.mark.parametrize("name", ["demo", "test", "lint", "docs"])

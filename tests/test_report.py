@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from maint import compiled, coverage, judges, lines, markdown, plots, rehash, timed
+from maint import compiled, coverage, judges, lines, markdown, plots, rehash, summaries, timed
 from maint import report as reporting
 from maint.measurements import AGED, STALE, StoredResults
 from portakern import sources
@@ -196,13 +196,16 @@ def test_tables_show_the_results(fresh):
     fast = pieces["speed"]
     assert "| `attention` | 2 | 1.00 | 0.50 | 1.50 | 50% | 0 |" in fast
     call = "| bfloat16 | batch=2, q_len=1024, causal; with bias | triton | torch 50, jax wrong, 2.74 × its bound |"
-    assert f"{call} 100† | 99, 102 | 30 | 600 TFLOP/s | 50% | 0.50 | 0.25 |" in fast
-    assert "† its sources have changed since it was measured (1 in all)." in fast and "liger" not in fast
+    assert f"{call} 100, stale | 99, 102 | 30 | 600 TFLOP/s | 50% | 0.50 | 0.25 |" in fast
+    assert (
+        "Stale: measured before the kernel, or the call of a peer, was last changed (1 in all)" in fast
+        and "liger" not in fast
+    )
     assert "Took no part: quack (quack not installed)." in fast
     assert "| sm_90 | H100 SXM5 80 GB | 3,350 |" in pieces["roofs"]
     told = markdown.pieces((fresh / "PORTING.md").read_text(), fresh / "PORTING.md")["speeds"]
     (line,) = (line for line in told.splitlines() if line.startswith("| `attention` |"))
-    assert line.endswith(" | 1.00 (0.50 to 1.50)† | – |") and AGED in told
+    assert line.endswith(" | 1.00 (0.50 to 1.50), stale | – |") and AGED in told
     assert "| `softmax` | " in pieces["lines"]
     for plot in (fresh / "docs" / "plots").iterdir():
         assert (
@@ -257,7 +260,8 @@ def test_results_that_change_make_tables_and_plots_stale(fresh):
         for s in reporting.stale(fresh)
         if s.path.suffix == ".md"
     } == {
-        f"table {name!r}" for name in ("reach", "speeds", "losses", "matrix", "resources", "tilings", "cycles", "speed")
+        f"table {name!r}"
+        for name in ("chips", "reach", "speeds", "losses", "matrix", "resources", "tilings", "cycles", "speed")
     }
     assert {s.path.name: s.what for s in reporting.stale(fresh) if s.path.suffix == ".svg"} == {
         "heatmap.svg": "is stale",
@@ -288,7 +292,7 @@ def test_results_that_change_make_tables_and_plots_stale(fresh):
         ),
         (
             "<!-- portakern report: haste -->\n<!-- end: haste -->\n",
-            "README.md: there is no table 'haste'; expected one of reach, ports, ",
+            "README.md: there is no table 'haste'; expected one of headline, chips, ",
         ),
     ],
 )
@@ -693,6 +697,40 @@ def test_what_is_said_never_to_have_run_is_in_no_kept_result():
         "Times come from an H100 and two H200s": {r.device for _, r in kept.rows("bench")} == {DEVICE, "NVIDIA H200"},
     }
     assert {text: text in porting for text in said} == said, "PORTING.md"
+
+
+def test_the_first_figures_name_their_hardware(tree):
+    """A model's step stands beside Liger's, faults beside a flat tolerance; without one of them it is left out."""
+    kept = StoredResults.of(tree)
+    assert summaries.headline(kept) == "Nothing was measured yet."
+    step = {"stage": "eager", "ms": 80.0, "best_ms": 79.0, "worst_ms": 90.0, "peak_gib": 7.2, "gradients_apart": 0.03}
+    rows = [step | {"contender": "portakern"}, step | {"contender": "torch", "ms": 110.4, "peak_gib": 20.0}]
+    sizes = {"sizes": {"model": "8 layers"}}
+    alone = with_rows(kept, "model-step", rows, DEVICE)
+    assert summaries.headline(alone) == "Nothing was measured yet.", "Liger's is not known"
+    rows.append(step | {"contender": "liger", "ms": 88.0, "gradients_apart": 0.029})
+    run = dataclasses.replace(with_rows(kept, "model-step", rows, DEVICE).results[-1], extra=sizes)
+    said = summaries.headline(dataclasses.replace(kept, results=(*kept.results, run)))
+    assert f"On one {DEVICE}, `portakern.torch.apply(model)`" in said and "(8 layers) from 110 ms and 20.0 GiB" in said
+    assert "to 80 ms and 7.2 GiB. Liger's patch takes 88 ms and 7.2 GiB." in said and said.count("\n") == 0
+    faults = [
+        {"name": n, "op": "softmax", "backend": "triton", "max_error": e, "seeds": {"0": {"caught": c}}, "flat": {}}
+        for n, e, c in (("a", 1e-3, True), ("b", 1.0, False))
+    ]
+    said = summaries.headline(with_rows(kept, "mutants", faults, "host CPU"))
+    assert (
+        "2 mistakes were planted" in said and "misses 1 of them (50%)" in said and "finds 1 on each of 1 seeds" in said
+    )
+
+
+def test_chips_that_ran_and_chips_that_never_did_are_told_apart(tree):
+    kept = StoredResults.of(tree)
+    rows = [checked_on("triton on cuda sm_90 (compiled)"), checked_on("triton on cuda sm_90 (compiled)", "softmax_vjp")]
+    rows.append(checked_on("triton on cuda sm_90 (compiled)", "matmul", passed=False))
+    said = summaries.chips(with_rows(kept, "conformance", rows, DEVICE))
+    ran, never = said.split("**Compiled for, and never run on:**")
+    assert f"* {DEVICE}: triton, 1 ops and their gradients." in ran
+    assert "* AMD GPUs: MI300X." in never and "* TPUs: TPU v5e." in never and "H100" not in never
 
 
 def test_the_versions_that_were_tried_are_those_of_the_kept_results():

@@ -1,7 +1,7 @@
 """Sections of the repository's texts, shown on a page of the site where a comment names them:
 
-    <!-- include: README.md#gradients -->
-    <!-- include: README.md#gradients from "In JAX they work" to "mesh =" -->
+    <!-- include: README.md#use-it -->
+    <!-- include: README.md#use-it from "In JAX" to "Complete programs" -->
 
     <!-- table: speeds -->
 

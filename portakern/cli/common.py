@@ -73,7 +73,7 @@ class _App(typer.Typer):
 app = _App(
     no_args_is_help=True,
     add_completion=False,
-    help="Declare a kernel once, run it on any accelerator, prove that every implementation agrees.",
+    help="GPU and TPU kernels, declared once, written in Triton and Pallas, held to bounds derived from rounding.",
 )
 out = Console()
 err = Console(stderr=True)
