@@ -1,4 +1,4 @@
-"""The linear layer with what follows it, in one kernel.
+"""The linear layer with what follows it, in one kernel, and its gradients.
 
     z[i, j] = sum_k x[i, k] weight[j, k] + bias[j]        y = f(z) + residual
 
@@ -10,12 +10,20 @@ are those of swiglu's and geglu's kernels.
 At 8192 x 4096 x 4096 in 16 bits on an H100 a pass of its own for an activation moves 128 MiB, 0.04 ms beside a product
 of 0.4 ms; with a residual 0.06 ms more.
 
+    d_z = d_y f'(pre)        d_x = d_z weight        d_weight = d_z^T x        d_bias = sum over rows of d_z
+
+One walk over d_y and pre writes d_z, in x's dtype, and sums what it writes over groups of rows; the gradient of
+layernorm's bias adds these up. Without an activation d_z is d_y, and the walk only sums. matmul takes the two products,
+with the tilings that it has for them: 4 rows n k operations, at 8192 x 4096 x 4096 in 16 bits on an H100 0.7 ms, beside
+which the walk moves 0.2 GB in 0.07 ms.
+
 Source: the order of tiles in "Matrix Multiplication" of the Triton tutorials (Tillet).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,12 +32,12 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.gpu import matmul as products
+from portakern.backends.triton.gpu.linear_cross_entropy import multiply, refused
 from portakern.backends.triton.gpu.matmul import ProductTile, summed
 from portakern.backends.triton.launch import cdiv, launch
 from portakern.backends.triton.layout import Strides, collapse, contiguous_strides, fresh, row_start
-from portakern.backends.triton.lib.linear import finish
+from portakern.backends.triton.lib.linear import finish, gradients, supports_gradient
 from portakern.backends.triton.lib.matmul import place
-from portakern.spec import Count, Tile
 
 if TYPE_CHECKING:
     import torch
@@ -99,13 +107,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     return products.supports(as_product(call), tiling)
 
 
-@BACKEND.implements(
-    "linear",
-    key=products.key,
-    fit=products.fit,
-    supports=supports,
-    knobs={"num_warps": Tile(1, 32), "num_stages": Count(1, 8), "group": Tile(1, 64)},
-)
+@BACKEND.implements("linear", key=products.key, fit=products.fit, supports=supports, knobs=products.KNOBS)
 def linear(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     x, weight, bias, residual = (call.arrays[name] for name in ("x", "weight", "bias", "residual"))
     m, n, k = prod(call.dims["batch"]), call.dims["n"], call.dims["k"]
@@ -142,3 +144,8 @@ def rows(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[Any, Any, tupl
         extents, strides = walked(x, residual, None)
     of_x, of_residual = (((0, 0) + s)[-2:] for s in strides[:2])
     return x, residual, ((1, 1) + extents)[-2:], (of_x, of_residual)
+
+
+@BACKEND.implements("linear_vjp", supports=partial(supports_gradient, of=refused))
+def linear_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    return gradients(call, multiply)

@@ -1,10 +1,16 @@
-"""Matrix product with batch broadcasting.
+"""Matrix product with batch broadcasting, and its gradients, each of which is one matrix product.
 
     c[.., i, j] = sum_k a[.., i, k] b[.., k, j]
 
 a: (*#batch, m, k), b: (*#batch, k, n) -> c: (*batch, m, n). A program computes one block_m x block_n tile of c, walking
 k in steps of block_k. Tiles are numbered so that ``group`` rows of tiles are finished column by column before the next
 group starts, which keeps their operands in L2.
+
+    d_a = d_c b^T        d_b = a^T d_c        both summed over the batch axes along which their operand was broadcast
+
+A batch axis that is summed is one more factor of the contraction, folded in beside n (d_a) or m (d_b). The transposed
+operands are strided views; only a cotangent whose summed axes lie between its rows is gathered into a copy. The tiling
+is that of the product, for both.
 
 Source: the order of tiles in "Matrix Multiplication" of the Triton tutorials (Tillet).
 """
@@ -28,8 +34,9 @@ from portakern.backends.triton.launch import (
     torch_dtype,
 )
 from portakern.backends.triton.layout import collapse, contiguous_strides, fresh, pow2_at_least
-from portakern.backends.triton.lib.matmul import place, products
+from portakern.backends.triton.lib.matmul import place, product, products
 from portakern.spec import Count, Tile
+from portakern.specs.matmul import batch_axes, product_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -170,13 +177,10 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     return refuse_common(call, tiling["num_warps"], tiles)
 
 
-@BACKEND.implements(
-    "matmul",
-    key=key,
-    fit=fit,
-    supports=supports,
-    knobs={"num_warps": Tile(1, 32), "num_stages": Count(1, 8), "group": Tile(1, 64)},
-)
+KNOBS = {"num_warps": Tile(1, 32), "num_stages": Count(1, 8), "group": Tile(1, 64)}
+
+
+@BACKEND.implements("matmul", key=key, fit=fit, supports=supports, knobs=KNOBS)
 def matmul(call: Call, tiling: Mapping[str, int], into: torch.Tensor | None = None) -> tuple[Any, ...]:
     """``into``: contiguous memory for c, where another op has some."""
     dims, a, b = call.dims, call.arrays["a"], call.arrays["b"]
@@ -212,3 +216,47 @@ def _rows(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[tuple[int,
     if shape and not sb[-1]:
         return shape, [sa, sb, sc]
     return (*shape, 1), [(*sa, 0), (*sb, 0), (*sc, 0)]
+
+
+def reach(call: Call) -> int:
+    """The extent for which the tiles of a product suit the n columns of d_b and the k columns of d_a.
+
+    It is the larger of both, and odd where either is no multiple of 8.
+    """
+    n, k = call.dims["n"], call.dims["k"]
+    return max(n, k) | (n % 8 > 0 or k % 8 > 0)
+
+
+def gradient_key(call: Call) -> dict[str, str | int]:
+    """That of a product with this reach."""
+    extent, kind = reach(call), products(call, product_dtype(call))
+    return {"products": kind, "aligned": extent % 8 == 0, "n": extent, "k": extent}
+
+
+def fit_gradient(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
+    extent = reach(call)
+    return fit_to(extent, extent, tiling)
+
+
+def supports_gradient(call: Call, tiling: Mapping[str, int]) -> str | None:
+    m, n, k, batch = (call.dims[name] for name in ("m", "n", "k", "batch"))
+    dims = {"d_a": {"m": m, "n": k, "k": n}, "d_b": {"m": k, "n": n, "k": m}}
+    for name in call.wants:
+        kept, _ = batch_axes(call, name)
+        reason = supports(
+            call.replace(dtype=product_dtype(call), dims=dims[name] | {"batch": tuple(batch[i] for i in kept)}), tiling
+        )
+        if reason:
+            return f"{name}: {reason}"
+    return None
+
+
+@BACKEND.implements("matmul_vjp", key=gradient_key, fit=fit_gradient, supports=supports_gradient, knobs=KNOBS)
+def matmul_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    def gradient(name: str) -> torch.Tensor | None:
+        if name not in call.wants:
+            return None
+        (c,) = matmul(product(call, name), tiling)
+        return c.reshape(call.outputs[name][0])
+
+    return gradient("d_a"), gradient("d_b")

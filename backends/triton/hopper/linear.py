@@ -37,8 +37,7 @@ from portakern.backends.triton.hopper.linear_cross_entropy import multiply, refu
 from portakern.backends.triton.hopper.matmul import in_chunks
 from portakern.backends.triton.launch import accumulator, cdiv, dot_precision, launch, shared_limit
 from portakern.backends.triton.layout import fresh
-from portakern.backends.triton.lib import linear_vjp as gradients
-from portakern.backends.triton.lib.linear import finish
+from portakern.backends.triton.lib.linear import finish, gradients, supports_gradient
 from portakern.backends.triton.lib.linear_cross_entropy import as_product
 from portakern.backends.triton.lib.matmul import place
 from portakern.backends.triton.lib.matmul import products as kind_of
@@ -174,6 +173,6 @@ def _launch(
            num_warps=tiling["num_warps"], num_stages=tiling["num_stages"], enable_fp_fusion=False)  # fmt: skip
 
 
-@BACKEND.implements("linear_vjp", supports=partial(gradients.supports, of=refused))
+@BACKEND.implements("linear_vjp", supports=partial(supports_gradient, of=refused))
 def linear_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    return gradients.gradients(call, multiply)
+    return gradients(call, multiply)

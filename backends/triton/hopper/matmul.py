@@ -397,7 +397,7 @@ def bare_products(call: Call) -> dict[str, Call]:
     return {name: product(call.replace(arrays=arrays), name) for name in call.wants}
 
 
-def gradients_key(call: Call) -> dict[str, str | int]:
+def gradient_key(call: Call) -> dict[str, str | int]:
     """matmul's, of the first gradient that is wanted; see :func:`own_tiling`."""
     if call.interpret or not call.wants:
         return {"products": products(call, product_dtype(call)), "tile": "any", "rounds": 1, "k": 1}
@@ -414,7 +414,7 @@ def own_tiling(call: Call, of: Call, tiling: Mapping[str, int]) -> Mapping[str, 
     return default(forward, of).tiling
 
 
-def supports_gradients(call: Call, tiling: Mapping[str, int]) -> str | None:
+def supports_gradient(call: Call, tiling: Mapping[str, int]) -> str | None:
     if call.interpret and warp_specialized(call, tiling):
         return refuse_roles(call, tiling)
     for name, of in bare_products(call).items():
@@ -424,7 +424,7 @@ def supports_gradients(call: Call, tiling: Mapping[str, int]) -> str | None:
     return None
 
 
-@BACKEND.implements("matmul_vjp", key=gradients_key, supports=supports_gradients, knobs=KNOBS, same_bits=True)
+@BACKEND.implements("matmul_vjp", key=gradient_key, supports=supports_gradient, knobs=KNOBS, same_bits=True)
 def matmul_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     def gradient(name: str) -> torch.Tensor | None:
         if name not in call.wants:

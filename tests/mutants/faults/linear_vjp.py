@@ -12,21 +12,21 @@ FAULTS = {
             old="tl.where(z <= 0, 0.0, d)",
             new="tl.where(z < 0, 0.0, d)",
             sample=True,
-            within="lib.linear_vjp",
+            within="lib.linear",
         ),
         Planted(
             "forms-swapped",
             "the slope of the tanh form is that of erf",
             old="_, slope = of_tanh_form(z)",
             new="_, slope = of_erf_form(z)",
-            within="lib.linear_vjp",
+            within="lib.linear",
         ),
         Planted(
             "bias-of-d-y",
             "d_bias adds up the cotangent of y",
             old="total += found.to(tile.acc_dtype)",
             new="total += d.to(tile.acc_dtype)",
-            within="lib.linear_vjp",
+            within="lib.linear",
         ),
         Planted(
             "slope-rounded",
@@ -37,7 +37,7 @@ FAULTS = {
                 "times_slope(tl.full(d.shape, 1.0, tile.acc_dtype), z.to(tile.acc_dtype), activation)"
                 ".to(tl.bfloat16).to(tile.acc_dtype))"
             ),
-            within="lib.linear_vjp",
+            within="lib.linear",
         ),
     ],
     "pallas": [

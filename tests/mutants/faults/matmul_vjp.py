@@ -9,14 +9,16 @@ FAULTS = {
         Planted(
             "summed-batches-rounded",
             "each batch entry's product is rounded before the entries are summed",
-            old="        (c,) = forward.matmul(product(call, name), tiling)\n",
+            old="        (c,) = matmul(product(call, name), tiling)\n",
             new=(
+                "        from portakern.core.binder import sibling\n"
+                "        from portakern.core.registry import find_spec\n\n"
                 "        inner = product(call, name)\n"
                 '        left, right, step = inner.arrays["a"], inner.arrays["b"], call.dims["n" if name == '
                 '"d_a" else "m"]\n'
                 "        parts = [(left[..., at : at + step], right[..., at : at + step, :]) for at in range(0,"
                 " left.shape[-1], step)]\n"
-                '        c = sum(forward.matmul(sibling(call, find_spec("matmul"), x, y, **inner.options), '
+                '        c = sum(matmul(sibling(call, find_spec("matmul"), x, y, **inner.options), '
                 "tiling)[0] for x, y in parts)\n"
             ),
         ),
@@ -54,6 +56,8 @@ FAULTS = {
             "each batch entry's product is rounded before the entries are summed",
             old="        (c,) = matmul(product(call, name), tiling)\n",
             new=(
+                "        from portakern.core.binder import sibling\n"
+                "        from portakern.core.registry import find_spec\n\n"
                 "        inner = product(call, name)\n"
                 '        left, right, step = inner.arrays["a"], inner.arrays["b"], call.dims["n" if name == '
                 '"d_a" else "m"]\n'
