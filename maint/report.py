@@ -28,6 +28,7 @@ PLOTS = "docs/plots"
 TABLES: Mapping[str, Callable[[StoredResults], str]] = {
     "headline": summaries.headline,
     "chips": summaries.chips,
+    "porting": summaries.porting,
     "reach": coverage.reach,
     "ports": lines.ports,
     "speeds": timed.speeds,

@@ -153,7 +153,7 @@ def porting(kept: StoredResults) -> str:
         for question, answer in _answers(kept, port, written).items():
             body.setdefault(question, []).append(answer)
     rows = [[question, *answers] for question, answers in body.items()]
-    shown = table(["", *(p.name for p in ports)], rows, words=len(ports) + 1)
+    shown = table(["port", *(p.name for p in ports)], rows, words=len(ports) + 1)
     notes = [*([AGED] if STALE in shown else []), _notes(kept)]
     return "\n\n".join([shown, textwrap.fill(" ".join(notes), 118)])
 
@@ -234,15 +234,15 @@ def _notes(kept: StoredResults) -> str:
     ]
     apart = sorted(k.cycles / k.issued for k in kernels if k.cycles and k.issued)
     said = (
-        "Lines: without blanks, comments and docstrings. Speed: the time of the best peer over ours, the median of the "
-        "calls and the extremes; above 1 is faster. By static cycles: the same, beside the best program of XLA's or "
-        "JAX's own. Processor time: up to 200 cases in the interpreter, the median of the ops and the extremes."
+        "Lines: of code. Processor time: up to 200 interpreted cases, the median of the ops and the extremes. Speed: the "
+        "best peer's time over ours, the median of the calls and the extremes; above 1 is faster. By static cycles: the "
+        "same beside XLA's and JAX's own programs. No chip has confirmed a static count."
     )
     if apart:
         few = len(apart) // 20
         said += (
-            " No chip has confirmed a static count. libtpu's estimate over the instructions that a kernel issues is "
-            f"{statistics.median(apart):.2f}, and {apart[few]:.2f} to {apart[-1 - few]:.2f} for 90% of the kernels: "
-            "read a ratio as uncertain by as much."
+            " libtpu's estimate over the instructions that a kernel issues is "
+            f"{statistics.median(apart):.2f} ({apart[few]:.2f} to {apart[-1 - few]:.2f} for 90% of the kernels): "
+            "a ratio is uncertain by as much."
         )
     return said

@@ -261,7 +261,18 @@ def test_results_that_change_make_tables_and_plots_stale(fresh):
         if s.path.suffix == ".md"
     } == {
         f"table {name!r}"
-        for name in ("chips", "reach", "speeds", "losses", "matrix", "resources", "tilings", "cycles", "speed")
+        for name in (
+            "chips",
+            "porting",
+            "reach",
+            "speeds",
+            "losses",
+            "matrix",
+            "resources",
+            "tilings",
+            "cycles",
+            "speed",
+        )
     }
     assert {s.path.name: s.what for s in reporting.stale(fresh) if s.path.suffix == ".svg"} == {
         "heatmap.svg": "is stale",
@@ -292,7 +303,7 @@ def test_results_that_change_make_tables_and_plots_stale(fresh):
         ),
         (
             "<!-- portakern report: haste -->\n<!-- end: haste -->\n",
-            "README.md: there is no table 'haste'; expected one of headline, chips, ",
+            "README.md: there is no table 'haste'; expected one of headline, chips, porting, ",
         ),
     ],
 )
@@ -691,12 +702,19 @@ def test_what_is_said_never_to_have_run_is_in_no_kept_result():
     served = {p for b in by_jax for f in b.declared for p in f.platforms}
     porting = " ".join((ROOT / "PORTING.md").read_text(encoding="utf-8").split())
     said = {
-        "**AMD and TPU**: no kernel has run there.": not ran & {"rocm", "tpu"},
-        "none of it ran on hardware.": "rocm" not in ran,
+        "AMD: no kernel ran on hardware.": "rocm" not in ran,
+        "TPU: no kernel ran on hardware,": "tpu" not in ran,
         "on other GPUs they are refused": "rocm" not in served,
-        "Times come from an H100 and two H200s": {r.device for _, r in kept.rows("bench")} == {DEVICE, "NVIDIA H200"},
+        "times come from an H100 and two H200s": {r.device for _, r in kept.rows("bench")} == {DEVICE, "NVIDIA H200"},
     }
     assert {text: text in porting for text in said} == said, "PORTING.md"
+    over: dict[bool, list[float]] = {}
+    for row, _ in kept.rows("tpu-cycles"):
+        if row["op"].partition("_")[0] not in ("attention", "linear"):
+            others = [ratio for name, ratio in row.items() if name.startswith("over_") and ratio]
+            over.setdefault(row["op"] == "matmul", []).append(max(others))
+    rows, products = (f"{min(over[kind]):.2f} to {max(over[kind]):.2f}" for kind in (False, True))
+    assert f"at {rows} of the static cycles" in porting and f"Products are at {products}." in porting
 
 
 def test_the_first_figures_name_their_hardware(tree):
@@ -731,6 +749,28 @@ def test_chips_that_ran_and_chips_that_never_did_are_told_apart(tree):
     ran, never = said.split("**Compiled for, and never run on:**")
     assert f"* {DEVICE}: triton, 1 ops and their gradients." in ran
     assert "* AMD GPUs: MI300X." in never and "* TPUs: TPU v5e." in never and "H100" not in never
+
+
+def test_a_port_says_what_it_cost_and_how_fast_it_is(tree, monkeypatch):
+    """AMD has Triton's files for NVIDIA; a time is of the port whose variant it names; what nobody measured says so."""
+    monkeypatch.setattr(lines, "ops", lambda root: ["softmax"])
+    kept = with_rows(
+        StoredResults.of(tree), "conformance", [checked_on("triton on cpu (interpreted)", seconds=9.0)], ""
+    )
+    text = summaries.porting(kept)
+    told = {line.split(" | ")[0]: line.rstrip(" |").split(" | ")[1:] for line in text.splitlines() if line[0:1] == "|"}
+    heads = told.pop("| port")
+    assert heads == ["triton, NVIDIA GPUs", "triton, AMD GPUs", "pallas, TPUs", "pallas, sm_90", "triton, sm_90"]
+    assert told["| lines of code in the ops' files"][1] == "0: the same files"
+    assert [*map(str.isdigit, told["| lines of code in the ops' files"])] == [True, False, True, True, False]
+    assert told["| typical calls that compile"] == ["1 of 2", "1 of 1", *["not measured"] * 3]
+    assert told["| of these with spilled registers"][:2] == ["0", "1"]
+    assert told["| cases checked"] == [*["100 interpreted"] * 2, *["not measured"] * 3]
+    assert told["| processor time to check an op"][0] == "9 s (9 to 9)"
+    assert told["| speed"] == ["H100 80GB HBM3: 1.00 (0.50 to 1.50), stale", *["not measured"] * 4] and AGED in text
+    row = {"case": "a call", "op": "softmax", "target": "v5e", "ours": {}, "over_xla": 0.8, "over_flash": 0.5}
+    text = summaries.porting(with_rows(kept, "tpu-cycles", [row], "host CPU"))
+    assert "| not measured; by static cycles 1.25 (1.25 to 1.25) |" in text
 
 
 def test_the_versions_that_were_tried_are_those_of_the_kept_results():
