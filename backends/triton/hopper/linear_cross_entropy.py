@@ -16,7 +16,6 @@ from portakern.backends.triton.hopper import _tiles
 from portakern.backends.triton.hopper import matmul as forward
 from portakern.backends.triton.hopper.family import FAMILY
 from portakern.backends.triton.lib import linear_cross_entropy as shared
-from portakern.backends.triton.lib import linear_cross_entropy_vjp as gradients
 from portakern.core.tilings import default
 
 if TYPE_CHECKING:
@@ -61,9 +60,9 @@ def linear_cross_entropy(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ..
 @BACKEND.implements(
     "linear_cross_entropy_vjp",
     key=shared.key,
-    tiling=gradients.default_tiling,
-    supports=partial(gradients.supports, refused=refused),
+    tiling=shared.gradient_tiling,
+    supports=partial(shared.supports_gradient, refused=refused),
     overwrites=True,
 )
 def linear_cross_entropy_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    return gradients.in_chunks(call, tiling, multiply)
+    return shared.gradients_in_chunks(call, tiling, multiply)

@@ -1,4 +1,4 @@
-"""The cross entropy of rows of logits, into memory that its caller has."""
+"""The cross entropy of rows of logits, and its gradient, into memory that the caller has."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import triton
 import triton.language as tl
 
-from portakern.backends.triton.launch import accumulator, cdiv, launch, torch_dtype
-from portakern.backends.triton.layout import aligned, fresh, row_start, walk_rows
+from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, torch_dtype
+from portakern.backends.triton.layout import aligned, fresh, pow2_at_least, row_start, walk_rows
 from portakern.backends.triton.lib.columns import (
     StripStrides,
     begin,
     joined,
     load_block,
+    product,
     side_by_side,
     strip_of,
     strips_of,
@@ -23,6 +24,9 @@ from portakern.backends.triton.lib.columns import (
 )
 from portakern.backends.triton.lib.rows import (
     Extents,
+    TiledExtents,
+    block_tile,
+    exp_or_zero,
     finite_or_zero,
     load_tiles,
     maximum_and_sum,
@@ -30,8 +34,11 @@ from portakern.backends.triton.lib.rows import (
     own_rows,
     row_sum,
     row_tile,
+    start_of,
+    tile_of,
     whole_rows,
 )
+from portakern.spec.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -185,3 +192,237 @@ def losses_into(
 def numbers(call: Call, x: torch.Tensor) -> torch.Tensor:
     """A fresh tensor of one number a row, in the dtype of losses."""
     return fresh(call.dims["batch"], torch_dtype("float64" if call.dtype == "float64" else "float32"), x.device)
+
+
+class OfRows(NamedTuple):
+    """What lies in memory of each row, a number each: its label, lse and lse_low, and its cotangent. low and d_loss may
+    be None."""
+
+    labels: Any
+    lse: Any
+    low: Any
+    d_loss: Any
+
+
+class Classes(NamedTuple):
+    """``classes`` in all, of which logits are given from ``first`` on. Rows whose label is ``ignored`` do not count."""
+
+    ignored: int
+    first: int
+    classes: int
+
+
+class LongExtents(NamedTuple):
+    """Of rows that lie one after another."""
+
+    height: int
+    n: int
+
+
+class LongTile(NamedTuple):
+    """Of rows that lie one after another: the elements of a program, those that a thread moves at once, and the threads
+    that take what no whole vector holds."""
+
+    width: int
+    vector: int
+    edges: int
+
+
+@triton.jit
+def begun(classes, start):
+    """``classes`` from where ``start`` says, unless that is None."""
+    first = classes.first
+    if start is not None:
+        first += tl.load(start)
+    return Classes(classes.ignored, first, classes.classes)
+
+
+@triton.jit
+def gradient(t, is_label, log_sum, low, g, counted, classes, terms: tl.constexpr):
+    """By logits t of rows, those that are ``counted``. None for what is the same everywhere: g that is 1, no label
+    among t, all rows counted."""
+    apart = (t - log_sum) - low
+    p = exp_or_zero(tl.where(apart > 0.0, 0.0, apart))
+    if terms.z > 0:
+        p = product(p, tl.broadcast_to(1.0 + 2.0 * terms.z * log_sum, p.shape))  # in a row as where two meet
+    if is_label is not None:
+        p = tl.where(is_label, p - (1.0 - terms.even), p)
+    if terms.even > 0:
+        p = p - terms.even / tl.cast(classes, terms.acc_dtype)
+    if g is not None:
+        p = g * p
+    if counted is not None:
+        p = tl.where(counted, p, 0.0)
+    return p
+
+
+@triton.jit
+def of_row(of, row, there, ignored, acc_dtype: tl.constexpr):
+    """A row's label, whether it counts, its lse and lse_low, and its cotangent, 1 where there is none."""
+    label = tl.load(of.labels + row, mask=there, other=ignored).to(tl.int64)
+    log_sum, rest = log_sum_of(of, row, there, acc_dtype)
+    if of.d_loss is not None:
+        g = tl.load(of.d_loss + row, mask=there, other=0.0).to(acc_dtype)
+    else:  # a tuple that is returned holds no None where JAX's programs are compiled; compilers drop a factor of 1
+        g = tl.full(row.shape, 1.0, acc_dtype)
+    return label, label != ignored, log_sum, rest, g
+
+
+@triton.jit
+def log_sum_of(of, row, there, acc_dtype: tl.constexpr):
+    """lse of rows, and lse_low, which is 0 where there is none."""
+    rest = tl.zeros(row.shape, acc_dtype)
+    if of.low is not None:
+        rest = tl.load(of.low + row, mask=there, other=0.0).to(acc_dtype)
+    return tl.load(of.lse + row, mask=there, other=0.0).to(acc_dtype), rest
+
+
+@triton.jit
+def within_a_row(x, of, d_x, begin, row, classes, terms: tl.constexpr, tile: tl.constexpr):
+    """A tile of one row that counts, whose label is elsewhere."""
+    at = begin + tl.arange(0, tile.width)
+    row = row + tl.arange(0, 1)
+    _, _, log_sum, low, g = of_row(of, row, row >= 0, classes.ignored, terms.acc_dtype)
+    t = tl.load(x + at).to(terms.acc_dtype)
+    out = gradient(t, None, log_sum, low, g, None, classes.classes, terms)
+    tl.store(d_x + at, out.to(d_x.dtype.element_ty))
+
+
+@triton.jit
+def column(at, width: tl.constexpr):
+    """``at`` in 32 bits, -1 where that is no column of the tile."""
+    return tl.where((at >= 0) & (at < width), at, -1).to(tl.int32)
+
+
+@triton.jit
+def where_rows_meet(x, of, d_x, begin, row, extents, classes, terms: tl.constexpr, tile: tl.constexpr):
+    """A tile of any two rows, but what the last whole vector of all leaves."""
+    row = row + tl.arange(0, 1)
+    border = (row + 1) * extents.n - begin
+    limit = tl.minimum(extents.height * extents.n - begin, tile.width).to(tl.int32) // tile.vector * tile.vector
+    label, counted, log_sum, rest, g = of_row(of, row, row < extents.height, classes.ignored, terms.acc_dtype)
+    label_2, counted_2, log_sum_2, rest_2, g_2 = of_row(
+        of, row + 1, row + 1 < extents.height, classes.ignored, terms.acc_dtype
+    )
+    hit = column(label - classes.first + border - extents.n, tile.width)
+    hit_2 = column(label_2 - classes.first + border, tile.width)
+    border = tl.minimum(border, tile.width).to(tl.int32)
+    col = tl.arange(0, tile.width)
+    own, at = col < border, col // tile.vector * tile.vector  # of a vector all that is read, or nothing: one mask
+    inside = at < limit
+    read = inside & ((counted & (at < border)) | (counted_2 & (at + tile.vector > border)))
+    t = tl.load(x + begin + col, mask=read, other=float("-inf")).to(terms.acc_dtype)
+    is_label = col == tl.where(own, hit, hit_2)
+    out = gradient(t, is_label, tl.where(own, log_sum, log_sum_2), tl.where(own, rest, rest_2), tl.where(own, g, g_2),
+                   tl.where(own, counted, counted_2), classes.classes, terms)  # fmt: skip
+    tl.store(d_x + begin + col, out.to(d_x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def behind_vectors(x, of, d_x, extents, classes, terms: tl.constexpr, tile: tl.constexpr):
+    """The elements behind the last whole vector of all rows; ``edges``: the threads, of which few have one."""
+    at = extents.height * extents.n // tile.vector * tile.vector + tl.arange(0, tile.edges)
+    there = at < extents.height * extents.n
+    row = extents.height - 1 + tl.arange(0, 1)
+    label, counted, log_sum, rest, g = of_row(of, row, row >= 0, classes.ignored, terms.acc_dtype)
+    t = tl.load(x + at, mask=there & counted, other=float("-inf")).to(terms.acc_dtype)
+    out = gradient(t, at - row * extents.n == label - classes.first, log_sum, rest, g, counted, classes.classes, terms)
+    tl.store(d_x + at, out.to(d_x.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def cross_entropy_vjp_long_kernel(
+    x, labels, lse, low, d_loss, start, d_x, extents, classes, terms: tl.constexpr, tile: tl.constexpr
+):
+    """Rows that lie one after another, of ``width`` elements or more, are one row: a tile begins at a multiple of its
+    width wherever rows do, and has elements of two of them at most. Most tiles have those of one, without its label,
+    and compare and select nothing. The other arguments: as in :func:`cross_entropy_vjp_kernel`."""
+    classes, of = begun(classes, start), OfRows(labels, lse, low, d_loss)
+    extents = LongExtents(tl.cast(extents.height, tl.int64), tl.cast(extents.n, tl.int64))
+    begin = tl.program_id(0).to(tl.int64) * tile.width
+    row = begin // extents.n
+    label = tl.load(labels + row).to(tl.int64)
+    hit = label - classes.first + row * extents.n - begin
+    own = (begin + tile.width <= (row + 1) * extents.n) & (label != classes.ignored)
+    if own & ((hit < 0) | (hit >= tile.width)):
+        within_a_row(x, of, d_x, begin, row, classes, terms, tile)
+    else:
+        where_rows_meet(x, of, d_x, begin, row, extents, classes, terms, tile)
+    if begin + tile.width >= extents.height * extents.n:
+        behind_vectors(x, of, d_x, extents, classes, terms, tile)
+
+
+@triton.jit
+def cross_entropy_vjp_kernel(
+    x, labels, lse, low, d_loss, start, d_x, extents, classes, x_strides, terms: tl.constexpr, tile: tl.constexpr
+):
+    """x: the n logits from class ``first`` on. start: None, or where more lies to be added to first. d_loss: None for
+    ones."""
+    n, rows = aligned(extents.n, tile.unit), extents.height
+    classes = begun(classes, start)
+    row, col = tile_of(extents.steps, tile)
+    row_ok = row < rows
+    label = tl.load(labels + row, mask=row_ok, other=classes.ignored).to(tl.int64)
+    counted = (row_ok & (label != classes.ignored))[:, None]
+    label, row_ok = label[:, None] - classes.first, row_ok[:, None]
+    log_sum, rest = log_sum_of(OfRows(labels, lse, low, d_loss), row, row < rows, terms.acc_dtype)
+    if d_loss is not None:
+        g = tl.load(d_loss + row, mask=row < rows, other=0.0).to(terms.acc_dtype)[:, None]
+    else:
+        g = None
+    x_row = start_of(x, row, extents, x_strides, tile)
+    read = row_ok if terms.reads_ignored else counted
+    t = tl.load(x_row + col * x_strides.n, mask=read & (col < n), other=float("-inf")).to(terms.acc_dtype)
+    out = gradient(t, col == label, log_sum[:, None], rest[:, None], g, counted, classes.classes, terms)
+    tl.store(d_x + (row * n)[:, None] + col, out.to(d_x.dtype.element_ty), mask=row_ok & (col < n))
+
+
+def tile_brackets(n: int, arch: str) -> dict[str, int]:
+    """Tiles of 4096 elements, 16 a thread, of one row where that is so long."""
+    block_n = pow2_at_least(n, 128, 4096)
+    block_rows = pow2_at_least(4096 // block_n, 1, 16)
+    width = lanes(arch)
+    return {"block_rows": block_rows, "block_n": block_n,
+            "num_warps": pow2_at_least(block_rows * block_n // (16 * width), 1, 512 // width)}  # fmt: skip
+
+
+def tile_turned(call: Call) -> dict[str, int]:
+    """Tiles of logits whose rows lie side by side: 128 bytes, a line of the cache, of what lies beside each other where
+    they are read, and no less where the gradient, whose rows lie one after the other, is written."""
+    block_rows, block_n = 128 // numpy_dtype(call.dtype).itemsize, 128
+    return {"block_rows": block_rows, "block_n": block_n,
+            "num_warps": block_rows * block_n // (16 * lanes(call.target.arch))}  # fmt: skip
+
+
+def fitted(call: Call, n: int, tiling: Mapping[str, int]) -> dict[str, int]:
+    """A tiling's tile of rows that lie side by side, no longer than a row of few classes, and warps that fill it."""
+    block_rows, block_n = tiling["block_rows"], min(tiling["block_n"], pow2_at_least(n))
+    num_warps = min(tiling["num_warps"], max(block_rows * block_n // (16 * lanes(call.target.arch)), 1))
+    return {"block_rows": block_rows, "block_n": block_n, "num_warps": num_warps}
+
+
+def gradient_into(
+    call: Call, x: torch.Tensor, labels: torch.Tensor, lse: tuple[torch.Tensor, torch.Tensor | None],
+    d_loss: torch.Tensor | None, d_x: torch.Tensor, tiling: Mapping[str, int], first: int, classes: int,
+    start: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write the gradient by logits x, those from class ``first`` on of ``classes``, of a call with this op's options.
+    ``lse``: with lse_low, or None for that. d_x is contiguous, as are the numbers of rows, and may be x itself; no
+    d_loss means ones. ``start``: one int32 that is added to first, where it is not known before the launch."""
+    n, beside = x.shape[-1], side_by_side(x, x.ndim - 1)
+    (x,), rows = walk_rows(x.ndim - 1, x)
+    if beside:
+        tiling = fitted(call, n, tiling)
+    num_warps, terms = tiling["num_warps"], Terms.of(call)._replace(reads_ignored=beside)
+    width, vector = tiling["block_rows"] * tiling["block_n"], 16 // numpy_dtype(call.dtype).itemsize
+    of_classes = Classes(call.options["ignore_index"], first, classes)
+    if rows.strides[0] == rows.strides[1] and n >= width >= vector and not beside:
+        edges = max(vector, num_warps * lanes(call.target.arch))
+        launch(cross_entropy_vjp_long_kernel, cdiv(rows.height * n, width), call, x, labels, *lse, d_loss, start, d_x,
+               LongExtents(rows.height, n), of_classes, terms=terms, tile=LongTile(width, vector, edges),
+               num_warps=num_warps)  # fmt: skip
+        return
+    steps = cdiv(n, tiling["block_n"])
+    launch(cross_entropy_vjp_kernel, cdiv(rows.height, tiling["block_rows"]) * steps, call, x, labels, *lse, d_loss,
+           start, d_x, TiledExtents(rows.height, rows.inner, n, steps), of_classes, rows.strides[0], terms=terms,
+           tile=block_tile(call, rows, tiling), num_warps=num_warps)  # fmt: skip
