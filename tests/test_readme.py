@@ -20,7 +20,11 @@ TEXTS = [
     "PORTING.md",
     "docs/reference/results.md",
     "CONTRIBUTING.md",
-    *(p.relative_to(ROOT) for pattern in ("examples/*/README.md", "docs/porting/*.md") for p in ROOT.glob(pattern)),
+    *(
+        p.relative_to(ROOT)
+        for pattern in ("examples/*/README.md", "docs/porting/*.md", "docs/how-to/new-*.md")
+        for p in ROOT.glob(pattern)
+    ),
 ]
 
 
@@ -86,6 +90,11 @@ def test_relative_links_lead_somewhere() -> None:
     }
     assert len(links) > 50
     assert {(name, link) for name, link in links if not ((ROOT / name).parent / link).exists()} == set()
+
+
+def test_the_guide_for_contributors_is_short() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert len(text.split()) <= 2500, "move details to docs/how-to"
 
 
 def test_the_porting_report_begins_with_one_page() -> None:
