@@ -22,9 +22,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from portakern.backends.triton import interpreter, plan  # noqa: E402
 from portakern.backends.triton.hopper import _flash_gradients  # noqa: E402
-from portakern.backends.triton.hopper import attention_vjp as hopper  # noqa: E402
+from portakern.backends.triton.hopper import attention as hopper  # noqa: E402
 from portakern.backends.triton.launch import recording  # noqa: E402
-from portakern.backends.triton.lib import gluon, gluon_gradients  # noqa: E402
+from portakern.backends.triton.lib import attention_vjp_gluon, gluon, gluon_gradients  # noqa: E402
 from tests import gluon_on_host as host  # noqa: E402
 
 BACKEND = registry.backend("triton")
@@ -171,7 +171,7 @@ def finds_on_host(module, case):
 )
 def test_what_is_left_to_the_portable_kernel(more, why):
     call = bound(1, 90, 1, 2, 100, **{"d": 64, **more}, device="meta")
-    found = hopper.supports(call, tilings.default(VARIANT, call).tiling)
+    found = attention_vjp_gluon.supports(call, tilings.default(VARIANT, call).tiling)
     assert found is None if why is None else why in found
 
 
@@ -185,7 +185,7 @@ def test_what_has_no_room_is_refused():
         ({"dq_stages": 8}, "bytes of shared memory"),
         ({"num_stages": 1, "ahead": 1}, "before this one's place is free"),
     ):
-        assert why in hopper.supports(call, {**tiling, **named})
+        assert why in attention_vjp_gluon.supports(call, {**tiling, **named})
     capped = bound(1, 90, 1, 1, 1000, 128, device="meta", softcap=5.0)
     assert tiling_of(capped)["dq_block_kv"] < tiling["dq_block_kv"]  # slopes take registers beside scores
     assert tiling_of(capped)["block_q"] == tiling["block_q"]
@@ -213,11 +213,11 @@ def test_a_gradient_that_nobody_wants_is_not_computed():
     call = bound(1, 130, 2, 2, 130, 64, device="meta", is_causal=True)
     tiling = tiling_of(call)
     for wants in (("d_q",), ("d_k",), ("d_v",), ("d_k", "d_v")):
-        (plan,) = hopper.plans(call.replace(wants=wants), tiling).values()
+        (plan,) = attention_vjp_gluon.plans(call.replace(wants=wants), tiling).values()
         assert plan.by_key == ("d_q" not in wants)
         assert (plan.want_first, plan.want_second) == (wants[0] != "d_v", "d_v" in wants)
     wide = bound(1, 130, 2, 2, 130, 256, device="meta")
-    assert len(hopper.plans(wide, tiling_of(wide))) == 3, "sums of both do not fit beside each other"
+    assert len(attention_vjp_gluon.plans(wide, tiling_of(wide))) == 3, "sums of both do not fit beside each other"
 
 
 @compiles

@@ -41,11 +41,13 @@ from portakern.backends.triton.launch import (
     torch_dtype,
 )
 from portakern.backends.triton.layout import fresh
-from portakern.backends.triton.lib.attention import key, padded, window_of
-from portakern.backends.triton.lib.attention_vjp import (
-    AT_ONCE,
-    KNOBS,
+from portakern.backends.triton.lib.attention import (
+    GRADIENT_KNOBS,
+    STATISTICS_AT_ONCE,
+    key,
+    padded,
     statistics,
+    window_of,
 )
 from portakern.backends.triton.lib.band import band, fold, limits
 from portakern.backends.triton.lib.heads import (
@@ -420,7 +422,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
             f"{call.target.arch} has {limit}"
         )
     tiles_q, tiles_kv = (
-        cdiv(dims["q_len"], min(tiling["dq_block_q"], max(1, AT_ONCE // dv))),
+        cdiv(dims["q_len"], min(tiling["dq_block_q"], max(1, STATISTICS_AT_ONCE // dv))),
         cdiv(dims["kv_len"], tiling["block_kv"]),
     )
     tiles_bias = cdiv(dims["q_len"], tiling["block_q"]) * tiles_kv if "d_bias" in call.wants else 0
@@ -433,7 +435,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     )
 
 
-@BACKEND.implements("attention_vjp", key=key, fit=fit, supports=supports, knobs=KNOBS)
+@BACKEND.implements("attention_vjp", key=key, fit=fit, supports=supports, knobs=GRADIENT_KNOBS)
 def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     arrays, dims, options, wants = call.arrays, call.dims, call.options, call.wants
     q, k, v, bias, d_o = arrays["q"], arrays["k"], arrays["v"], arrays["bias"], arrays["d_o"]

@@ -1,11 +1,12 @@
-"""Attention for Hopper's copy engine and asynchronous matrix unit, in 16 bits: see ``_flash``, and ``_shares`` for few
-queries.
+"""Attention for Hopper's copy engine and asynchronous matrix unit, in 16 bits, and its gradients: see ``_flash``,
+``_shares`` for few queries, and ``_flash_gradients``.
 
 Calls of few queries are left to the portable variant with the tiling of here (``delegate``) where a group of heads has
 more than 64 rows, or more than 32 and chunks of keys that are not worth a program each. All kernels add up the same
 numbers in the same order, so that a row's bits do not tell which it was.
-Everything that this variant does not take is refused by what decides bits anyway: dtypes, head dimensions, bias and
-segments. Gluon is compiled alone: nothing of this runs in the interpreter.
+Everything that this variant does not take, forward or backward, is refused by what decides bits and what kernels are
+compiled for: dtypes, head dimensions, bias and segments, and no lengths or batches. Gluon is compiled alone: nothing of
+this runs in the interpreter.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ from triton.experimental.gluon import language as gl
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.descriptors import describe
 from portakern.backends.triton.hopper._flash import FlashPlan, Work, attention_flash_kernel
+from portakern.backends.triton.hopper._flash_gradients import attention_vjp_gradients_kernel
 from portakern.backends.triton.hopper._shares import HALF, attention_shares_kernel
-from portakern.backends.triton.launch import GLUON, cdiv, launch, shared_limit
+from portakern.backends.triton.launch import GLUON, cdiv, launch, shared_limit, torch_dtype
 from portakern.backends.triton.layout import contiguous_strides, fresh, pow2_at_least
 from portakern.backends.triton.lib import attention as shared
+from portakern.backends.triton.lib import attention_vjp_gluon as gradients
 from portakern.backends.triton.lib.gluon import Softmax
 from portakern.backends.triton.lib.heads import Scores
 from portakern.backends.triton.lib.split_kv import chunk_length, chunks_of_a_tile, seen_keys, worth_spreading
 from portakern.backends.triton.lib.tma import BARRIERS, QUERIES, REGISTERS, TOGETHER, movable, processors, tiled
 from portakern.core.backend import Drawn
 from portakern.spec import Count
+from portakern.specs.attention import scale_of
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -83,13 +87,8 @@ def shared_bytes(plan: FlashPlan) -> int:
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     dims, plan = call.dims, plan_of(call, tiling)
-    if call.dtype not in ("float16", "bfloat16"):
-        return f"{call.dtype} goes to the portable kernel: this one is for float16 and bfloat16"
-    for name in ("bias", "q_segment_ids"):
-        if call.arrays[name] is not None:
-            return f"{name} goes to the portable kernel"
-    if dims["d"] % 8 or dims["dv"] % 8 or max(dims["d"], dims["dv"]) > 256:
-        return f"head dimensions {dims['d']} and {dims['dv']}: this kernel takes multiples of 8 up to 256"
+    if reason := gradients.refused(call):
+        return reason
     if plan.stages < 2:
         return f"num_stages = {plan.stages}: the next keys arrive before these leave their place; take 2 or more"
     if plan.block_kv > 256:
@@ -291,3 +290,45 @@ def persistent(
         seen = min(seen, queries + left + (kv_len if right is None else right))
     here, anew = (min(seen, kv_len) / tiling["block_kv"] + beginning for beginning in BEGINNINGS)
     return cdiv(pairs, processors) * processors * here <= pairs * anew
+
+
+GRADIENT_KNOBS = {
+    **shared.GRADIENT_KNOBS,
+    "consumers": Count(2, 3),
+    "dq_consumers": Count(2, 3),
+    "dq_stages": Count(1, 8),
+    "ahead": Count(0, 1),
+}
+
+
+@BACKEND.implements("attention_vjp", key=shared.key, fit=gradients.fit, supports=gradients.supports,
+                    knobs=GRADIENT_KNOBS, drawn=gradients.DRAWN, compiled_alone=GLUON)  # fmt: skip
+def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    dims, options = call.dims, call.options
+    q, k, v, d_o, o = (movable(call.arrays[n]) for n in ("q", "k", "v", "d_o", "o"))
+    out = {
+        name: fresh(shape, torch_dtype(dtype), q.device) if name in call.wants else None
+        for name, (shape, dtype) in call.outputs.items()
+    }
+    scale, (scores, rate) = scale_of(call), gradients.scores_of(call)
+    lines, low, flags = gradients.lines_of(call, o, d_o, rate)
+    left, right = shared.window_of(options["is_causal"], options["window"], dims["q_len"] + dims["kv_len"])
+    for wants, plan in gradients.plans(call, tiling).items():
+        first, second = (out.get(n) if n in wants else None for n in (("d_k", "d_v") if plan.by_key else ("d_q", "")))
+        keys = (k, v), dims["kv_len"], dims["kv_heads"]
+        queries = (q, d_o), dims["q_len"], dims["kv_heads"] * dims["group"]
+        (home, home_len, heads), (guests, _, _) = (keys, queries) if plan.by_key else (queries, keys)
+        window = (right, left) if plan.by_key else (left, right)
+        tiles_home = cdiv(home_len, QUERIES * plan.consumers)
+        tiles = tiles_home * heads * dims["batch"]
+        programs = min(tiles, processors(q.device)) if window == (None, None) else tiles
+        described = [tiled(x, rows, columns)
+                     for arrays, rows in ((home, QUERIES), (guests, plan.block))
+                     for x, columns in zip(arrays, (plan.block_d, plan.block_dv), strict=True)]  # fmt: skip
+        sums = [None if x is None else tiled(x, QUERIES, columns)
+                for x, columns in ((first, plan.block_d), (second, plan.block_dv))]  # fmt: skip
+        launch(attention_vjp_gradients_kernel, programs, call, *described,
+               gradients.in_parts(lines, plan.block) if plan.by_key else lines, low, flags, *sums,
+               Softmax(scores, window, scale), dims["group"], plan=plan, num_warps=4,
+               maxnreg=REGISTERS[plan.consumers][1])  # fmt: skip
+    return tuple(out.values())

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from portakern.backends.triton.descriptors import describe
 from portakern.backends.triton.launch import cdiv, shared_limit
 from portakern.backends.triton.layout import fresh, pow2_at_least
-from portakern.backends.triton.lib import attention_vjp as shared
+from portakern.backends.triton.lib import attention as shared
 from portakern.backends.triton.lib.gluon_gradients import LINE, GradientsPlan
 from portakern.backends.triton.lib.heads import LOG2E, Scores
 from portakern.backends.triton.lib.tma import BARRIERS, QUERIES, REGISTERS
@@ -69,17 +69,25 @@ def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
     return smaller
 
 
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+def refused(call: Call) -> str | None:
+    """Why attention in Gluon does not take a call, forward or backward, whatever its tiles."""
     dims = call.dims
     if call.dtype not in ("float16", "bfloat16"):
         return f"{call.dtype} goes to the portable kernel: this one is for float16 and bfloat16"
     for name in ("bias", "q_segment_ids"):
         if call.arrays[name] is not None:
             return f"{name} goes to the portable kernel"
-    if score_unit(call)[1] > LARGEST:
-        return f"scale = {scale_of(call):g} goes to the portable kernel: its product with log2(e) overflows float32"
     if dims["d"] % 8 or dims["dv"] % 8 or max(dims["d"], dims["dv"]) > 256:
         return f"head dimensions {dims['d']} and {dims['dv']}: this kernel takes multiples of 8 up to 256"
+    return None
+
+
+def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+    dims = call.dims
+    if reason := refused(call):
+        return reason
+    if score_unit(call)[1] > LARGEST:
+        return f"scale = {scale_of(call):g} goes to the portable kernel: its product with log2(e) overflows float32"
     for plan in plans(call, tiling).values():
         if plan.block not in (32, 64, 128):
             return f"tiles of {plan.block} rows: this kernel takes 32, 64 or 128"

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from portakern.backends.triton.lib.attention_vjp import FLAGS
+from portakern.backends.triton.lib.attention import FLAGS
 from portakern.backends.triton.lib.gluon import (
     ROWS,
     Ring,

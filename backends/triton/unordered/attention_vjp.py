@@ -1,6 +1,6 @@
 """Gradients of attention on Hopper in one pass over the scores, with d_q added up in memory: see ``_flash_unordered``.
 
-Takes what ``hopper/attention_vjp.py`` takes, at head dimensions up to 128: registers hold no wider sums beside each
+Takes what ``attention_vjp`` of ``hopper/attention.py`` takes, at head dimensions up to 128: registers hold no wider sums beside each
 other. A call that wants no d_q is that variant's, whose bits never change.
 """
 
@@ -16,9 +16,8 @@ from portakern.backends.triton import BACKEND
 from portakern.backends.triton.descriptors import describe
 from portakern.backends.triton.launch import cdiv, launch, shared_limit, torch_dtype
 from portakern.backends.triton.layout import fresh, pow2_at_least
-from portakern.backends.triton.lib import attention_vjp as shared
+from portakern.backends.triton.lib import attention as shared
 from portakern.backends.triton.lib import attention_vjp_gluon as ordered
-from portakern.backends.triton.lib.attention import key, window_of
 from portakern.backends.triton.lib.gluon import Softmax
 from portakern.backends.triton.lib.gluon_gradients import LINE, GradientsPlan
 from portakern.backends.triton.lib.tma import QUERIES, REGISTERS, movable, processors, tiled
@@ -88,7 +87,7 @@ def delegate(call: Call, tiling: Mapping[str, int]) -> tuple[str, Mapping[str, i
     return None if "d_q" in call.wants else ("hopper", without_d_q(call, tiling)[1])
 
 
-@BACKEND.implements("attention_vjp", key=key, fit=fit, supports=supports, knobs=KNOBS, drawn=ordered.DRAWN,
+@BACKEND.implements("attention_vjp", key=shared.key, fit=fit, supports=supports, knobs=KNOBS, drawn=ordered.DRAWN,
                     delegate=delegate, unordered={"d_q": ADDED})  # fmt: skip
 def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     dims, options, plan = call.dims, call.options, plan_of(call, tiling)
@@ -103,7 +102,7 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     sums = fresh((batch, heads, pitch, plan.block_d), torch.float32, q.device)
     scale, (scores, rate) = scale_of(call), ordered.scores_of(call)
     lines, low, flags = ordered.lines_of(call, o, d_o, rate, sums)
-    left, right = window_of(options["is_causal"], options["window"], q_len + kv_len)
+    left, right = shared.window_of(options["is_causal"], options["window"], q_len + kv_len)
     tiles = cdiv(kv_len, KEYS) * kv_heads * batch
     seen_by_all = (left, right) == (None, None)
     described = [tiled(x, rows, columns) for x, rows, columns in (

@@ -25,7 +25,7 @@ FAULTS = {
             "Delta leaves out the cotangent of lse",
             old="total -= tl.load(d_lse",
             new="total -= 0.0 * tl.load(d_lse",
-            within="lib.attention_vjp",
+            within="lib.attention",
         ),
         Planted(
             "delta-of-rounded-products",
@@ -33,7 +33,7 @@ FAULTS = {
             old="tl.sum(o_tile * d_o_tile, 1)",
             new="tl.sum((o_tile * d_o_tile).to(o.dtype.element_ty).to(acc_dtype), 1)",
             small=True,
-            within="lib.attention_vjp",
+            within="lib.attention",
         ),
         Planted(
             "p-truncated",
@@ -93,7 +93,7 @@ FAULTS = {
             old='tl.store(out.shift + at, tl.where(unseen, float("inf"), high)',
             new="tl.store(out.shift + at, high",
             small=True,
-            within="lib.attention_vjp",
+            within="lib.attention",
         ),
         Planted(
             "masked-once",
