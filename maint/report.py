@@ -20,7 +20,7 @@ from portakern.files import write_atomically
 from portakern.results import Result, ResultError
 from portakern.tools.bench import plots as bench_plots
 
-__all__ = ["COMMAND", "PAGES", "PLOTS", "TABLES", "Stale", "add", "checkout", "stale", "update"]
+__all__ = ["COMMAND", "PAGES", "PLOTS", "TABLES", "StaleText", "add", "checkout", "stale", "update"]
 
 COMMAND = "portakern report"
 PAGES = ("PORTING.md", "README.md")
@@ -60,7 +60,7 @@ SEAL = re.compile(r"<!-- portakern report: shows ([0-9a-f]{16}), is ([0-9a-f]{16
 
 
 @dataclass(frozen=True)
-class Stale:
+class StaleText:
     """A table, plot or stub that is not what results and source make of it: its file, and what is wrong in words."""
 
     path: Path
@@ -125,27 +125,27 @@ def _fault(path: Path, data: Mapping[str, Any]) -> str | None:
     return None if seal[1] == _shows(data) else "is stale"
 
 
-def _faults(root: Path) -> Iterator[tuple[Stale, Callable[[], str] | None]]:
+def _faults(root: Path) -> Iterator[tuple[StaleText, Callable[[], str] | None]]:
     """What is wrong, and what gives the file as it should be; None: there should be no such file."""
     path, kept = root / stub.FILE, StoredResults.of(root)
     if not path.is_file() or path.read_text(encoding="utf-8") != stub.stub():
-        yield Stale(path, "is not what the specs say, or was changed by hand"), stub.stub
+        yield StaleText(path, "is not what the specs say, or was changed by hand"), stub.stub
     for page, text, there in _pages(root):
         wanted = {name: TABLES[name](kept) + "\n" for name in there}
         for name in (n for n in there if there[n] != wanted[n]):
             made = functools.partial(markdown.replace, text, wanted, page)
-            yield Stale(page, f"table {name!r} is stale or was changed by hand"), made
+            yield StaleText(page, f"table {name!r} is stale or was changed by hand"), made
     folder, figures = root / PLOTS, plots.plots(kept)
     for name, data in figures.items():
         if fault := _fault(folder / name, data):
-            yield Stale(folder / name, fault), functools.partial(_sealed, data)
+            yield StaleText(folder / name, fault), functools.partial(_sealed, data)
     for path in sorted(folder.glob("*.svg")):
         if path.name not in figures and SEAL.search(path.read_text(encoding="utf-8")):
-            yield Stale(path, "shows what is no longer among the results"), None
+            yield StaleText(path, "shows what is no longer among the results"), None
 
 
 @sources.unchanging()
-def stale(root: Path) -> list[Stale]:
+def stale(root: Path) -> list[StaleText]:
     """All that the results and the source would have otherwise. Nothing is written, and nothing drawn."""
     return [fault for fault, _ in _faults(root)]
 

@@ -35,7 +35,7 @@ def unsaid(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in os.environ}
 
 
-class _Worker(SpawnProcess):
+class _WorkerProcess(SpawnProcess):
     """A process that is told of no end while it begins: one that an exception leaves half begun is nobody's child, and
     outlives whoever began it."""
 
@@ -49,11 +49,11 @@ class _Workers(SpawnContext):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: list[_Worker] = []
+        self.made: list[_WorkerProcess] = []
 
-    def Process(self, *args: Any, **kwargs: Any) -> _Worker:  # type: ignore[override]
+    def Process(self, *args: Any, **kwargs: Any) -> _WorkerProcess:  # type: ignore[override]
         """A process that is kept in the list; whoever begins it calls this by its name there."""
-        self.made.append(_Worker(*args, **kwargs))
+        self.made.append(_WorkerProcess(*args, **kwargs))
         return self.made[-1]
 
 

@@ -31,7 +31,15 @@ from portakern.specs._added import (
     without_a_cotangent_of_the_sum,
 )
 from portakern.specs._gradients import doubled, each_alone, row_alone, stored_bounds, stored_spreads
-from portakern.specs.layernorm import Rows, column_errors, d_x_error, error, layernorm, layernorm_vjp, variances
+from portakern.specs.layernorm import (
+    LayerNormRows,
+    column_errors,
+    d_x_error,
+    error,
+    layernorm,
+    layernorm_vjp,
+    variances,
+)
 from portakern.specs.layernorm import exact as exact_of_norm
 from portakern.specs.layernorm import sigma as sigma_of_norm
 
@@ -161,10 +169,10 @@ def add_layernorm_vjp(
     raise NotImplementedError
 
 
-def norm_of(call: Call) -> tuple[Call, Rows, np.ndarray]:
+def norm_of(call: Call) -> tuple[Call, LayerNormRows, np.ndarray]:
     """The call of layernorm_vjp, its rows, and the d_x that is added to."""
     inner = normed(call, call.arrays["residual_out"])
-    row = Rows.of(inner)
+    row = LayerNormRows.of(inner)
     h_mean, mean = (a.sum(1, keepdims=True) / call.dims["n"] for a in (row.h, row.h * row.xh))
     return inner, row, (row.r * (row.h - h_mean - row.xh * mean)).reshape(inner.arrays["x"].shape)
 

@@ -31,7 +31,7 @@ from portakern.specs._added import (
     without_a_cotangent_of_the_sum,
 )
 from portakern.specs._gradients import doubled, each_alone, row_alone, stored_bounds, stored_spreads
-from portakern.specs.rmsnorm import Rows, d_weight_error, d_x_error, error, rmsnorm, rmsnorm_vjp, variances
+from portakern.specs.rmsnorm import RmsNormRows, d_weight_error, d_x_error, error, rmsnorm, rmsnorm_vjp, variances
 from portakern.specs.rmsnorm import sigma as sigma_of_norm
 
 if TYPE_CHECKING:
@@ -160,10 +160,10 @@ def add_rmsnorm_vjp(
     raise NotImplementedError
 
 
-def norm_of(call: Call) -> tuple[Call, Rows, np.ndarray]:
+def norm_of(call: Call) -> tuple[Call, RmsNormRows, np.ndarray]:
     """The call of rmsnorm_vjp, its rows, and the d_x that is added to."""
     inner = normed(call, call.arrays["residual_out"])
-    row = Rows.of(inner)
+    row = RmsNormRows.of(inner)
     mean = (row.h * row.xh).sum(1, keepdims=True) / call.dims["n"]
     return inner, row, (row.r * (row.h - row.xh * mean)).reshape(inner.arrays["x"].shape)
 

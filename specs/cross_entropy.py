@@ -16,7 +16,7 @@ from portakern.spec import Rule, Tile, spec
 from portakern.spec.options import Range
 from portakern.spec.tolerance import KAPPA, Units, magnitude, round_to, store_spread, units
 from portakern.specs._rows import mean_variance, plant
-from portakern.specs.logsumexp import Weights
+from portakern.specs.logsumexp import Exponentials
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -109,7 +109,7 @@ class LossTerms(NamedTuple):
     target: np.ndarray
     even: np.ndarray
     square: np.ndarray
-    weights: Weights
+    weights: Exponentials
     mean: np.ndarray
 
     @classmethod
@@ -119,7 +119,7 @@ class LossTerms(NamedTuple):
         counted = labels != call.options["ignore_index"]
         m = x.max(-1)
         m = np.where(np.isinf(m), 0.0, m)
-        weights = Weights.of(x, -1)
+        weights = Exponentials.of(x, -1)
         at = np.take_along_axis(x, np.clip(labels, 0, n - 1)[..., None], -1)[..., 0]
         log, none = np.log(weights.total[..., 0]), np.zeros(m.shape)
         lse = m + log

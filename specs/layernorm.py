@@ -320,7 +320,7 @@ def layernorm_vjp(
     raise NotImplementedError
 
 
-class Rows(NamedTuple):
+class LayerNormRows(NamedTuple):
     """The call by rows of n, (rows, n) or (rows, 1).
 
     Attributes:
@@ -336,7 +336,7 @@ class Rows(NamedTuple):
     moments: Moments
 
     @classmethod
-    def of(cls, call: Call) -> Rows:
+    def of(cls, call: Call) -> LayerNormRows:
         n, unit = call.dims["n"], units(call)
         x, g = (call.arrays[name].reshape(-1, n) for name in ("x", "d_y"))
         row = Moments.of(x, call.options["eps"], unit)
@@ -382,12 +382,12 @@ def bound_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     promised where |xh| <= dxh, or where it arises beside a subnormal.
     """
     with np.errstate(all="ignore"):
-        row = Rows.of(call)
+        row = LayerNormRows.of(call)
         of_x = None if ref[0] is None else d_x_error(call, row, ref[0])
         return stored_bounds(call, ref, [of_x, *column_errors(units(call), row)])
 
 
-def d_x_error(call: Call, row: Rows, d_x: np.ndarray) -> np.ndarray:
+def d_x_error(call: Call, row: LayerNormRows, d_x: np.ndarray) -> np.ndarray:
     """E of d_x."""
     unit, n, w = units(call), call.dims["n"], call.arrays["weight"]
     w = np.ones(1) if w is None else w
@@ -414,7 +414,7 @@ def d_x_error(call: Call, row: Rows, d_x: np.ndarray) -> np.ndarray:
     return np.where(unsure, inf, err).reshape(d_x.shape)
 
 
-def column_errors(unit: Any, row: Rows) -> tuple[np.ndarray, np.ndarray]:
+def column_errors(unit: Any, row: LayerNormRows) -> tuple[np.ndarray, np.ndarray]:
     """E of d_weight and of d_bias."""
     g, size, rows = magnitude(row.g), np.abs(row.xh) + row.dxh, row.g.shape[0]
     products, total = (g * size).sum(0), g.sum(0)
@@ -451,7 +451,7 @@ def variances(call: Call) -> list[np.ndarray]:
     """Those of :func:`sigma_vjp`, without storing."""
     k2, n = (KAPPA * units(call).u) ** 2, call.dims["n"]
     with np.errstate(all="ignore"):
-        row, c = Rows.of(call), units(call).chain(n)
+        row, c = LayerNormRows.of(call), units(call).chain(n)
         g, h, xh, r2, mean, rows = row.g, row.h, row.xh, 1 / row.moments.v, row.moments.mean, row.g.shape[0]
         t2 = (1 + 8 / rows) * k2
         shift2 = mean_variance(row.moments.centred, 1, c, t2) + t2 * (c / 3 + 1) * mean**2

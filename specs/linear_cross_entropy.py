@@ -30,7 +30,7 @@ from portakern.specs.cross_entropy import (
     low_bound,
     with_ignored,
 )
-from portakern.specs.logsumexp import Weights
+from portakern.specs.logsumexp import Exponentials
 from portakern.specs.matmul import matmul
 
 if TYPE_CHECKING:
@@ -348,7 +348,7 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         at = Logits.of(call)
         exact, h, w = cross_entropy_outputs(call, at), rows_of(call), call.arrays["weight"]
         of = at.brackets(call, exact[1], np.ones(len(h)))
-        b, share = bracket_values(of), Weights.of(at.x, -1).p
+        b, share = bracket_values(of), Exponentials.of(at.x, -1).p
         of_x = of_matmul(call, "spread", h, w.T, at.x) ** 2
         own = measured(at.losses(call), "spread", *exact, None)
         found: list[Any] = [

@@ -49,7 +49,7 @@ def logsumexp(x: Float[A, "*shape"], *, axis: Annotated[int, Axis("x")] = -1) ->
     raise NotImplementedError
 
 
-class Weights(NamedTuple):
+class Exponentials(NamedTuple):
     """The exponentials of rows, which keep an extent of 1 along the axis where they are one number a row.
 
     Attributes:
@@ -63,7 +63,7 @@ class Weights(NamedTuple):
     entropy: np.ndarray
 
     @classmethod
-    def of(cls, x: np.ndarray, axis: int) -> Weights:
+    def of(cls, x: np.ndarray, axis: int) -> Exponentials:
         with np.errstate(all="ignore"):
             m = x.max(axis, keepdims=True, initial=-inf)
             e = np.exp(x - m)
@@ -87,7 +87,7 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     tau, and so does what exp loses of a sum that is at least 1.
     """
     y, axis, unit = ref[0], call.options["axis"], units(call)
-    w = Weights.of(call.arrays["x"], axis)
+    w = Exponentials.of(call.arrays["x"], axis)
     with np.errstate(all="ignore"):
         share = 4 * unit.u * w.entropy + unit.ex + (unit.chain(call.dims["axis"]) + 2) * unit.u
         err = (share + 4 * unit.u * (1 + np.log(w.total))).squeeze(axis) + unit.u * np.abs(y) + 2 * unit.tau
@@ -105,7 +105,7 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     logarithm's and that of log l before m is added: 2; then y.
     """
     y, axis, unit = ref[0], call.options["axis"], units(call)
-    w = Weights.of(call.arrays["x"], axis)
+    w = Exponentials.of(call.arrays["x"], axis)
     with np.errstate(all="ignore"):
         own = (w.p**2 * (w.d**2 + 1)).sum(axis, keepdims=True)
         rounded = unit.chain(call.dims["axis"]) / 3 + own + 2 + 2 * np.log(w.total) ** 2
@@ -254,7 +254,7 @@ def bound_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """
     axis, unit, g = call.options["axis"], units(call), _cotangents(call)
     x = call.arrays["x"]
-    w = Weights.of(x, axis)
+    w = Exponentials.of(x, axis)
     with np.errstate(all="ignore"):
         share = 4 * unit.u * (w.d + w.entropy) + 2 * unit.ex + (unit.chain(call.dims["axis"]) + 10) * unit.u
         err = magnitude(g) * (w.p * share + 2 * unit.tau) + unit.tau
@@ -270,7 +270,7 @@ def sigma_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 
     It is softmax's, with the roundings of one more product. lost is all of d_x where p may become 0.
     """
-    w, unit = Weights.of(call.arrays["x"], call.options["axis"]), units(call)
+    w, unit = Exponentials.of(call.arrays["x"], call.options["axis"]), units(call)
     with np.errstate(all="ignore"):
         rounded = (KAPPA * unit.u) ** 2 * (unit.chain(call.dims["axis"]) / 3 + 5)
         share = unit.u**2 * (w.d**2 + w.entropy**2) + 2 * (unit.ex / 4) ** 2 + rounded

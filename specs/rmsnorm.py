@@ -290,7 +290,7 @@ def moved_by(call: Call, v: np.ndarray) -> tuple[np.ndarray | float, np.ndarray 
     return off, share_of_root(np.sqrt(np.maximum(v - call.options["eps"], 0.0)), moved, v)
 
 
-class Rows(NamedTuple):
+class RmsNormRows(NamedTuple):
     """The call by rows of n, (rows, n) or (rows, 1).
 
     Attributes:
@@ -312,7 +312,7 @@ class Rows(NamedTuple):
     dh: np.ndarray
 
     @classmethod
-    def of(cls, call: Call) -> Rows:
+    def of(cls, call: Call) -> RmsNormRows:
         x, g = (call.arrays[name].reshape(-1, call.dims["n"]) for name in ("x", "d_y"))
         r, rho, unsure = (a.reshape(-1, 1) for a in root(call))
         xh = x * r
@@ -358,12 +358,12 @@ def bound_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     by the sign of xh: nothing is promised beside an x whose xh may flush.
     """
     with np.errstate(all="ignore"):
-        row = Rows.of(call)
+        row = RmsNormRows.of(call)
         of_x = None if ref[0] is None else d_x_error(call, row, ref[0])
         return stored_bounds(call, ref, [of_x, d_weight_error(call, row)])
 
 
-def d_x_error(call: Call, row: Rows, d_x: np.ndarray) -> np.ndarray:
+def d_x_error(call: Call, row: RmsNormRows, d_x: np.ndarray) -> np.ndarray:
     """E of d_x."""
     unit, n, w = units(call), call.dims["n"], call.arrays["weight"]
     w = np.ones(1) if w is None else w
@@ -388,7 +388,7 @@ def d_x_error(call: Call, row: Rows, d_x: np.ndarray) -> np.ndarray:
     return np.where(unsure, inf, err).reshape(d_x.shape)
 
 
-def d_weight_error(call: Call, row: Rows) -> np.ndarray:
+def d_weight_error(call: Call, row: RmsNormRows) -> np.ndarray:
     """E of d_weight."""
     unit, g, size = units(call), magnitude(row.g), np.abs(row.met) + row.dmet
     products = (g * size).sum(0)
@@ -419,7 +419,7 @@ def variances(call: Call) -> list[np.ndarray]:
     unit, n = units(call), call.dims["n"]
     k2, q = (KAPPA * unit.u) ** 2, root_spread(call)
     with np.errstate(all="ignore"):
-        row = Rows.of(call)
+        row = RmsNormRows.of(call)
         h, xh, rows = row.h, row.xh, row.g.shape[0]
         pull = xh * ((h * xh).sum(1, keepdims=True) / n)
         of_c2 = xh**2 * (1 + 8 / rows) * mean_variance(h * xh, 1, unit.chain(n), k2)

@@ -80,7 +80,7 @@ def pairs_of(x: np.ndarray, pairs: int, interleaved: bool) -> tuple[np.ndarray, 
     return (turned[..., 0::2], turned[..., 1::2]) if interleaved else (turned[..., :pairs], turned[..., pairs:])
 
 
-class Turn(NamedTuple):
+class RotationErrors(NamedTuple):
     """The errors of one turn of x by cos and sin, or by cos and -sin, of which no magnitude knows.
 
     Attributes:
@@ -93,7 +93,7 @@ class Turn(NamedTuple):
     lost: np.ndarray
 
     @classmethod
-    def of(cls, x: np.ndarray, y: np.ndarray, call: Call, unit: Units) -> Turn:
+    def of(cls, x: np.ndarray, y: np.ndarray, call: Call, unit: Units) -> RotationErrors:
         """``y`` is what exact arithmetic makes of x."""
         interleaved, pairs = call.options["interleaved"], call.dims["pairs"]
         cos, sin = (call.arrays[name][:, :, None, :] for name in ("cos", "sin"))
@@ -131,7 +131,7 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     Nothing is promised where |x_a cos| + |x_b sin| reaches 2^127, nor where an infinity meets a subnormal factor.
     """
     with np.errstate(all="ignore"):
-        return (round_to(Turn.of(call.arrays["x"], ref[0], call, units(call)).error, ref[0], call.dtype),)
+        return (round_to(RotationErrors.of(call.arrays["x"], ref[0], call, units(call)).error, ref[0], call.dtype),)
 
 
 @rope.sigma
@@ -141,10 +141,10 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     store is that of storing y (``store_spread``), lost what the bound has with tau, all of it.
     """
     with np.errstate(all="ignore"):
-        return (spread(Turn.of(call.arrays["x"], ref[0], call, units(call)), ref[0], call.dtype),)
+        return (spread(RotationErrors.of(call.arrays["x"], ref[0], call, units(call)), ref[0], call.dtype),)
 
 
-def spread(turn: Turn, y: np.ndarray, dtype: str) -> np.ndarray:
+def spread(turn: RotationErrors, y: np.ndarray, dtype: str) -> np.ndarray:
     return np.hypot(store_spread(y, dtype), np.hypot(np.sqrt(turn.variance), turn.lost))
 
 
@@ -306,9 +306,9 @@ def rope_vjp(
     raise NotImplementedError
 
 
-def turn(call: Call, ref: tuple[Any, ...]) -> Turn:
+def turn(call: Call, ref: tuple[Any, ...]) -> RotationErrors:
     """The errors of the turn by -sin, whose magnitude is that of sin."""
-    return Turn.of(call.arrays["d_y"], ref[0], call, units(call))
+    return RotationErrors.of(call.arrays["d_y"], ref[0], call, units(call))
 
 
 @rope_vjp.tolerance

@@ -84,7 +84,7 @@ def test_checks_one_after_the_other_share_a_budget(monkeypatch):
 
 
 def test_check_says_what_its_budget_left_out(monkeypatch):
-    monkeypatch.setattr(runner._Work, "over", property(lambda self: self.until < float("inf")))
+    monkeypatch.setattr(runner._CheckRun, "over", property(lambda self: self.until < float("inf")))
     asked = ["check", "softmax", "--backend", "reference", "--max-examples", "20"]
     found = run(app, [*asked, "--budget", "5"])
     assert found.exit_code == 1 and "the budget ended before 20 cases of softmax on reference" in found.output

@@ -63,7 +63,7 @@ def kept(compilers, monkeypatch):
         for job in jobs:
             backend, target, environment = pool.home(job)
             key = (backend, target, *sorted(environment.items()))
-            yield job, compilers.setdefault(key, pool._Worker()).serve(job, timeout)
+            yield job, compilers.setdefault(key, pool._CompilerWorker()).serve(job, timeout)
 
     monkeypatch.setattr(pool, "run", run)
 

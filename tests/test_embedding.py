@@ -34,7 +34,7 @@ from portakern.backends.triton.launch import launch  # noqa: E402
 from portakern.backends.triton.layout import contiguous_strides  # noqa: E402
 from portakern.core import backend, batching, registry, targets  # noqa: E402
 from portakern.core.framework import frameworks  # noqa: E402
-from portakern.core.program import Code, Launch, Loop, Number, Program  # noqa: E402
+from portakern.core.program import Code, Launch, Loop, Program, ScalarArgument  # noqa: E402
 from portakern.frameworks.jax import embedding, tracing  # noqa: E402
 from portakern.testing.verdict import PROMISES  # noqa: E402
 from tests.custom_calls import Plugin, decode, plugged_in  # noqa: E402
@@ -342,7 +342,7 @@ def carried(step):
 @settings(max_examples=60, deadline=None, report_multiple_bugs=False)
 @given(numbers=st.lists(st.sampled_from([*NUMBERS]).flatmap(lambda k: st.tuples(st.just(k), NUMBERS[k]))))
 def test_numbers_arrive_as_they_were(numbers):
-    found = carried(step_of(0, *(Number(k, v) for k, v in numbers), 1))
+    found = carried(step_of(0, *(ScalarArgument(k, v) for k, v in numbers), 1))
     assert found.parameters[1:-1] == numbers
     assert found.parameters[0] == found.parameters[-1] == ("array", {2: embedding.ALIGNED})
     assert found.grid == (2**31 - 1, 1, 1)
@@ -365,7 +365,7 @@ def test_a_message_is_what_jaxlib_writes():
         ],
     )  # fmt: skip
     portable = Code("kernel", "cuda", "sm_90", "text", b"", 8, 32, 70000)
-    ours = carried(step_of(0, *(Number(k, v) for k, v in numbers), code=portable, grid=5))
+    ours = carried(step_of(0, *(ScalarArgument(k, v) for k, v in numbers), code=portable, grid=5))
     want = decode(embedding.zlib.compress(theirs.to_proto("kernel", b"")))
     want.parameters[0][1].pop(1, None)  # bytes to be zeroed: none, said or left out
     assert vars(ours) == vars(want)

@@ -374,7 +374,7 @@ def program(isa, instructions, waves=1):
     base = memory.ctypes.data + 4096
     user = 1 << code_object.KERNARG
     code = code_object.CodeObject(base, len(text) // 4 + 1, base, 0, 4096, False, user, 2, 1, [], {}, memory)
-    made = machine.Program(code, "made_here", isa, waves, 1024)
+    made = machine.EmulatedKernel(code, "made_here", isa, waves, 1024)
     start = memory.ctypes.data
     made.run(0, start, {"memory": (start, start + 4096)})
     return made

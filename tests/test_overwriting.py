@@ -74,7 +74,7 @@ def test_what_autocast_casts_cannot_be_written_over():
 @pytest.fixture
 def written(monkeypatch):
     """What backward passes wrote gradients over: (op, names) of each step that might."""
-    seen, room = [], autograd.Step.room
+    seen, room = [], autograd.WatchedCall.room
 
     def watched(self, *args):
         found = room(self, *args)
@@ -82,7 +82,7 @@ def written(monkeypatch):
             seen.append((self.spec.name, found))
         return found
 
-    monkeypatch.setattr(autograd.Step, "room", watched)
+    monkeypatch.setattr(autograd.WatchedCall, "room", watched)
     return seen
 
 
@@ -104,7 +104,7 @@ def layer(monkeypatch):
     pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[demo]'")
     from portakern.frameworks.torch.models import gates
 
-    monkeypatch.setattr(gates, "find", lambda module, among: gates.Gate() if among is gates.GATES else None)
+    monkeypatch.setattr(gates, "find", lambda module, among: gates.GatedProjections() if among is gates.GATES else None)
 
     def make(backend="reference", **more):
         made = Layer(**more)
@@ -279,7 +279,7 @@ def test_what_only_a_backward_pass_sees_is_written_over(written, backend):
 def test_a_kernel_that_refuses_makes_gradients_of_their_own(written, monkeypatch):
     """Nobody asked for it, so that nobody is refused."""
     run, refusals = kept_op("swiglu", "reference", ("gate", "up")), []
-    whole = autograd.Step._found
+    whole = autograd.WatchedCall._found
 
     def refusing(self, run, arrays, over, wants):
         def inner(arrays, options, wants):
@@ -290,7 +290,7 @@ def test_a_kernel_that_refuses_makes_gradients_of_their_own(written, monkeypatch
 
         return whole(self, inner, arrays, over, wants)
 
-    monkeypatch.setattr(autograd.Step, "_found", refusing)
+    monkeypatch.setattr(autograd.WatchedCall, "_found", refusing)
     leaf = X.clone().requires_grad_()
     gate, up = leaf * 1.5, leaf * 0.5
     (found,) = torch.autograd.grad(run(gate, up).sum(), leaf)

@@ -182,7 +182,7 @@ weights, bias_of = bias_gradient.weights, bias_gradient.bias_of
 FAULTS = {
     "one turn alone": ("shared by sequences", bias_gradient.BiasPlan, "turns", property(lambda plan: 1)),
     "one head of a group alone": (
-        "shared by heads of one group", bias_gradient.Tile, "steps", property(lambda tile: tile.span)),
+        "shared by heads of one group", bias_gradient.ResidentTile, "steps", property(lambda tile: tile.span)),
     "queries of one consumer alone": ("one row", bias_gradient, "write_row", of_one_consumer),
     "the softcap's slope": ("shared by sequences", bias_gradient, "weights", with_a_slope),
     "a part of bias twice": ("float32 beside bfloat16", bias_gradient, "bias_of", lambda ref, plan, warpgroup, part: (

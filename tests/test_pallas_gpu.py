@@ -621,7 +621,7 @@ def test_a_tilings_layout_holds_each_element_once():
             x = np.ones((7, 1000), jnp.bfloat16)
             _, call, tiling = resolved("softmax", {"block_rows": 4, "block_n": block_n, "row_warps": row_warps},
                                           {"x": x})  # fmt: skip
-            walk = row_walk.Walk.over(call, tiling, 7, 1000)
+            walk = row_walk.WarpRowWalk.over(call, tiling, 7, 1000)
             layout = walk.layout.to_mgpu()
             assert math.prod(layout.registers_shape(walk.block)) * layout.vector_length * 128 == math.prod(walk.block)
 

@@ -99,7 +99,7 @@ def test_a_row_is_summed_in_one_order_whatever_rows_come_with_it():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(256, 1152)).astype(np.float32))
 
     def of(height):
-        strip = row_walk.Strip(row_walk.Walk((height, 1100), 1, height, 1152, 1), 0, 0, height)
+        strip = row_walk.Strip(row_walk.BlockWalk((height, 1100), 1, height, 1152, 1), 0, 0, height)
         (found,) = strip.by_register(lambda at: (at.within(at(x[:height])),), jnp.add)
         return np.asarray(found)[0]
 
@@ -125,17 +125,19 @@ NORMS = [name for name in OPS if "norm" in name][::3]
 def test_rows_that_are_kept_have_the_bits_of_rows_read_again(name, m, monkeypatch):
     x, g, w = arrays((m,), 300, "float32")
     kept = []
-    replaced = row_walk.Walk._replace
+    replaced = row_walk.BlockWalk._replace
 
     def watched(self, **fields):
         kept.extend(fields.get("kept") for _ in [0] if "kept" in fields)
         return replaced(self, **fields)
 
-    monkeypatch.setattr(row_walk.Walk, "_replace", watched)
+    monkeypatch.setattr(row_walk.BlockWalk, "_replace", watched)
     first = made(name, x, g, w, 128)
     jax.clear_caches()
     assert kept == [True]
-    monkeypatch.setattr(row_walk.Walk, "keeps", lambda self, dtype: jax.ShapeDtypeStruct((1 << 40,), dtype))  # no room
+    monkeypatch.setattr(
+        row_walk.BlockWalk, "keeps", lambda self, dtype: jax.ShapeDtypeStruct((1 << 40,), dtype)
+    )  # no room
     again = made(name, x, g, w, 128)
     jax.clear_caches()
     assert kept == [True] and again.tobytes() == first.tobytes()

@@ -89,7 +89,7 @@ def condition(steps, work=1, flops=0, *inner):
     ],
 )
 def test_cycles_are_bundles_times_trips(body, inside):
-    walk = static.Walk("kernel", 8, body, moved=0, first=600, program="")
+    walk = static.GridWalk("kernel", 8, body, moved=0, first=600, program="")
     found = static.cycles(walk, static.regions(CODE), flops_a_cycle=10, bytes_a_cycle=100)
     if inside is not None:
         assert found == inside + 8 * static.STEP + 6
@@ -190,7 +190,7 @@ def test_a_loop_s_code_counts_as_often_as_it_runs():
     whole = static.regions(code)
     assert whole.bundles == 11 and whole.loops == ((1, 8), (2, 2), (2, 3))
     body = static.Condition(8, 9, 0, (), (4, 2))
-    walk = static.Walk("kernel", 8, body, moved=0, first=0, program="")
+    walk = static.GridWalk("kernel", 8, body, moved=0, first=0, program="")
     issued = static.cycles(walk, whole, flops_a_cycle=10, bytes_a_cycle=100)
     assert issued == 8 * (static.STEP + 11 + 3 * 2 + 1 * 3)
 

@@ -41,7 +41,7 @@ from portakern.tools.tune import search as searches
 from portakern.tools.tune.journal import Journal
 from portakern.tools.tune.losses import searched
 from portakern.tools.tune.sampled import draw, families
-from portakern.tools.tune.search import Climb, OptunaSearch, Whole, search
+from portakern.tools.tune.search import Climb, ExhaustiveSearch, OptunaSearch, search
 from portakern.tools.tune.session import Callbacks, groups_of
 from portakern.tools.tune.session import tune as tune_groups
 from portakern.tools.tune.space import Space, frozen, space_of
@@ -626,7 +626,7 @@ def best_of(hunt, tries=75):
 def test_all_of_a_small_space_is_tried_the_seeds_first():
     seeds = [{"a": 4, "b": 4, "c": 1}, {"a": 3, "b": 1, "c": 1}]
     hunt = search("auto", space(), seeds)
-    assert isinstance(hunt, Whole) and hunt.left[0] == seeds[0], "what is not legal is no seed"
+    assert isinstance(hunt, ExhaustiveSearch) and hunt.left[0] == seeds[0], "what is not legal is no seed"
     assert best_of(hunt) == ({"a": 8, "b": 2, "c": 2}, 75)
 
 
@@ -783,7 +783,7 @@ def test_runs_of_several_threads_share_a_pool(monkeypatch):
         busy.discard(worker)
         return job
 
-    monkeypatch.setattr("portakern.tools.compile.pool._Worker.serve", serve)
+    monkeypatch.setattr("portakern.tools.compile.pool._CompilerWorker.serve", serve)
     with Pool(2, 10) as pool, ThreadPoolExecutor(3) as threads:
         runs = [[f"job {i} of {run}" for i in range(4)] for run in range(3)]
         found = list(threads.map(lambda jobs: list(pool.run(jobs)), runs))

@@ -16,7 +16,7 @@ from portakern.backends.triton.capture import Capture, capturing
 from portakern.backends.triton.compiler import gpu_target, specialised
 from portakern.backends.triton.trace import AbstractArray, Trace, abstracted
 from portakern.core import targets
-from portakern.core.program import Code, Copy, Launch, Loop, Number, Program
+from portakern.core.program import Code, Copy, Launch, Loop, Program, ScalarArgument
 from portakern.core.targets import Hardware, Target
 from portakern.errors import UnsupportedError
 
@@ -157,7 +157,7 @@ def leaves(declared: Any, value: Any) -> Iterator[tuple[str, Any]]:
         yield declared, value
 
 
-def argument(kernel: Any, kind: str, value: Any) -> int | Number:
+def argument(kernel: Any, kind: str, value: Any) -> int | ScalarArgument:
     if isinstance(value, AbstractArray):
         return value.number
     if kind not in KINDS:
@@ -165,7 +165,7 @@ def argument(kernel: Any, kind: str, value: Any) -> int | Number:
             f"{kernel.__name__} takes a {kind}, which a launcher makes on the host at each launch, and no machine code "
             "in another library's program is passed"
         )
-    return Number(KINDS[kind], value)
+    return ScalarArgument(KINDS[kind], value)
 
 
 def compiled(source: Any, options: dict[str, Any], target: Target) -> Code:

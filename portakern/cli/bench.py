@@ -94,7 +94,7 @@ def bench(
     cases = _cases(ops, suite, shape, dtype, gradients, any_cpu=device == "cpu")
     if not cases:
         raise SpecError("bench: no call is left of what was named; see the suites' dtypes and ops, or give --shape")
-    found = _Rows(json_file, start, earlier)
+    found = _RowFile(json_file, start, earlier)
     named = [b for b in against_named(against) if b not in subjects]
     found.absent |= absent(named)
     for measured in together(subjects, device):
@@ -104,7 +104,7 @@ def bench(
         raise typer.Exit(1)
 
 
-def _measure(plan: BenchPlan, jobs: int | None, found: _Rows) -> None:
+def _measure(plan: BenchPlan, jobs: int | None, found: _RowFile) -> None:
     """Time, while other processes compile ahead where kernels are compiled."""
     if not plan.cases:
         return
@@ -219,7 +219,7 @@ NAMES = 18
 """Columns that the name of a contender takes, with what stands before and behind it."""
 
 
-class _Rows:
+class _RowFile:
     """What was found so far, in a file as it comes."""
 
     def __init__(self, file: Path | None, start: float, earlier: Earlier) -> None:

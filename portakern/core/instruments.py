@@ -19,7 +19,7 @@ __all__ = [
     "HOST_CLOCK",
     "ClockSample",
     "Instruments",
-    "Recorded",
+    "RecordedStopwatch",
     "Recorder",
     "Roof",
     "Run",
@@ -140,7 +140,7 @@ class Recorder(Protocol):
         where nothing is told, as while another tool records."""
 
 
-class Recorded(Stopwatch):
+class RecordedStopwatch(Stopwatch):
     """The sum of what a recorder says each kernel of a call took: of one clock whatever library made the call.
 
     It leaves out the gaps between kernels, about a microsecond each, and copies that are no kernels. Where the recorder
@@ -214,7 +214,7 @@ class Instruments:
     def stopwatch(self, run: Run, recorder: Recorder | None) -> Stopwatch:
         """What times a call: by what tells of its kernels, which may be another library's; else by this library's own
         clock."""
-        return Recorded(run, self, recorder) if recorder else self.own_clock(run)
+        return RecordedStopwatch(run, self, recorder) if recorder else self.own_clock(run)
 
     def own_clock(self, run: Run) -> Stopwatch:
         """By the device's own clock where the library can read it."""

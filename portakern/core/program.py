@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["Code", "Copy", "Launch", "Loop", "Number", "Program", "ProgramArray", "View"]
+__all__ = ["Code", "Copy", "Launch", "Loop", "Program", "ProgramArray", "ScalarArgument", "View"]
 
 View = tuple[tuple[str, tuple[Any, ...]], ...]
 """How an array is seen: steps from the array as it lies, ("permute", axes), ("expand", shape), ("reshape", shape) or
@@ -24,7 +24,7 @@ class ProgramArray(NamedTuple):
     dtype: str
 
 
-class Number(NamedTuple):
+class ScalarArgument(NamedTuple):
     """A number that a kernel is passed. ``kind``: bool, i32, i64, u64, f32 or f64."""
 
     kind: str
@@ -67,7 +67,7 @@ class Launch:
 
     code: Code
     grid: int
-    arguments: tuple[int | Number, ...]
+    arguments: tuple[int | ScalarArgument, ...]
 
     @property
     def arrays(self) -> tuple[int, ...]:

@@ -46,13 +46,13 @@ WAYS = 10
 
 
 @dataclass(frozen=True)
-class Held:
+class CallOutputs:
     """What a call gave: the arrays themselves, which a later call might overwrite, and a copy of what they held."""
 
     outputs: tuple[Any, ...]
     values: tuple[np.ndarray, ...]
 
-    def same(self, other: Held, which: Collection[int] | None = None) -> bool:
+    def same(self, other: CallOutputs, which: Collection[int] | None = None) -> bool:
         """Whether both hold the same bits. ``which``: in the outputs at these places; None: in all."""
         pairs = enumerate(zip(self.values, other.values, strict=True))
         return all(same_bits(*pair) for i, pair in pairs if which is None or i in which)
@@ -114,7 +114,7 @@ class CaseOnSubject:
         if not {BrokenPromise.kind, which} & {*self.excused}:
             raise BrokenPromise(what, which, PROMISES[which])
 
-    def hold(self, result: Any, call: Call, arrays: Mapping[str, Any]) -> Held:
+    def hold(self, result: Any, call: Call, arrays: Mapping[str, Any]) -> CallOutputs:
         """The wanted outputs, copied at once, and held to whose arrays they are and what memory they may take."""
         outputs = _wanted(result, call)
         if len(outputs) != len(call.wants):
@@ -143,14 +143,14 @@ class CaseOnSubject:
                     self.breaks("own_memory", f"{name} shares memory with the input {other}")
             declared = call.outputs[name][1]
             values.append(np.array(shown, numpy_dtype(declared) if shown.dtype.name == fw.held(declared) else None))
-        return Held(outputs, tuple(values))
+        return CallOutputs(outputs, tuple(values))
 
     def lies_over(self, out: Any, array: Any) -> bool:
         """Whether an output is an input's memory."""
         fw = self.fw
         return fw.overlap(out, array) and same_bits(fw.to_numpy(out), fw.to_numpy(array))
 
-    def compare(self, held: Held, call: Call, regime: str = "") -> dict[str, float]:
+    def compare(self, held: CallOutputs, call: Call, regime: str = "") -> dict[str, float]:
         """The fractions of the bound; none where NaN and infinities lead elsewhere, and that is known. What is wrong
         but for sums in another order than was promised breaks that promise alone."""
         try:
@@ -169,7 +169,7 @@ class CaseOnSubject:
             self.breaks("sums", str(e))
             return fractions
 
-    def compared(self, held: Held, call: Call, regime: str) -> dict[str, float]:
+    def compared(self, held: CallOutputs, call: Call, regime: str) -> dict[str, float]:
         """Of a large call as much as the oracle computes in a moment is compared, and the rest with what stands for it
         there."""
         part = self.part
@@ -184,7 +184,7 @@ class CaseOnSubject:
             compare_elsewhere(some, name, whole[name], value, part, known)
         return fractions
 
-    def parts_of(self, held: Held, call: Call) -> list[np.ndarray]:
+    def parts_of(self, held: CallOutputs, call: Call) -> list[np.ndarray]:
         """The parts of outputs that are compared; Broken where those are of another form."""
         for name, value in zip(call.wants, held.values, strict=True):
             shape, dtype = call.outputs[name]
@@ -194,7 +194,7 @@ class CaseOnSubject:
                 )
         return [self.part.taken(n, v) for n, v in zip(call.wants, held.values, strict=True)]
 
-    def otherwise(self, first: Held, call: Call) -> None:
+    def otherwise(self, first: CallOutputs, call: Call) -> None:
         """Now and then the call once more in another way that people have: it is as right there."""
         ways = self.subject.ways
         turn = self.case.seed >> 4
@@ -217,7 +217,7 @@ class CaseOnSubject:
         finally:
             self.run = run
 
-    def again(self, before: Held, call: Call, arrays: Mapping[str, Any]) -> Held:
+    def again(self, before: CallOutputs, call: Call, arrays: Mapping[str, Any]) -> CallOutputs:
         """The call once more: the same bits in other memory, and what came before left alone."""
         after = self.hold(self.called(), call, arrays)
         if not after.same(before, self.ordered(call)):
@@ -233,7 +233,7 @@ class CaseOnSubject:
         """The places of those outputs of a call whose bits are promised."""
         return [i for i, name in enumerate(call.wants) if name not in self.subject.unordered]
 
-    def apart(self, before: Held, after: Held, call: Call) -> None:
+    def apart(self, before: CallOutputs, after: CallOutputs, call: Call) -> None:
         """A result is its caller's: a later call neither hands the same memory out nor writes to it."""
         for i, name in enumerate(call.wants):
             first, second = before.outputs[i], after.outputs[i]
@@ -269,7 +269,7 @@ class CaseOnSubject:
                 "outside", f"the memory beside the input {name} was written to, {first} elements from its start"
             )
 
-    def changed(self, first: Held) -> None:
+    def changed(self, first: CallOutputs) -> None:
         """An input takes other values where it lies, and the call is made a third time; "often": it changes there and
         back again.
 
@@ -291,7 +291,7 @@ class CaseOnSubject:
             self.now_buffers = self.buffers if turn % 2 == 0 else buffers
             self.again(first if turn % 2 == 0 else second, self.reference if turn % 2 == 0 else other, self.arrays)
 
-    def renewed(self, first: Held) -> bool:
+    def renewed(self, first: CallOutputs) -> bool:
         """Every input takes other values where it lies, integers and what the forward op saved too, and the call is
         made a third time. A kernel that keeps what it read of any of them gives old results. Whether it could be."""
         spec, case = self.subject.spec, self.case
@@ -308,7 +308,7 @@ class CaseOnSubject:
         self.on_others(first, other, buffers, "after every input took other values in place")
         return True
 
-    def on_others(self, first: Held, other: Call, buffers: Mapping[str, Buffer], when: str) -> Held:
+    def on_others(self, first: CallOutputs, other: Call, buffers: Mapping[str, Buffer], when: str) -> CallOutputs:
         """The call on the values that its arrays hold now; ``when``: since what, in words."""
         self.now_buffers = {**buffers}
         second = self.hold(self.called(), other, self.arrays)
@@ -330,7 +330,7 @@ class CaseOnSubject:
             self.fw.write(self.arrays[name], given)
         self.now[name] = np.array(self.fw.to_numpy(self.arrays[name])).astype(values.dtype, copy=False)
 
-    def over(self, first: Held | None) -> None:
+    def over(self, first: CallOutputs | None) -> None:
         """The call once more, its results written over inputs: the same bits, there, and nothing else is changed. What
         a result cannot lie over is refused before anything is."""
         spec, call = self.subject.spec, self.reference

@@ -13,7 +13,7 @@ from portakern.testing.layouts import Buffer
 from portakern.testing.likeness import NUMBERLESS, Likeness
 
 if TYPE_CHECKING:
-    from portakern.testing.comparing import CaseOnSubject, Held
+    from portakern.testing.comparing import CallOutputs, CaseOnSubject
 
 __all__ = ["FILL", "other_memory", "source_of_nan"]
 
@@ -24,7 +24,7 @@ BLOCKS = 8
 """Arrays of an output's size that are filled and given back, for the next call to be given."""
 
 
-def source_of_nan(trial: CaseOnSubject, looks: str, first: Held) -> Likeness | None:
+def source_of_nan(trial: CaseOnSubject, looks: str, first: CallOutputs) -> Likeness | None:
     """What a result that holds NaN looks like once the call was made again, with numbers beside one input's elements,
     and then with numbers in fresh memory. None: neither changes it, so that it is the kernel's own arithmetic.
 
@@ -87,7 +87,7 @@ def _again(trial: CaseOnSubject, changed: Mapping[str, Buffer], poisoned: bool =
         trial.arrays, trial.buffers = before
 
 
-def _turned(first: Held, outputs: list[np.ndarray] | None) -> bool:
+def _turned(first: CallOutputs, outputs: list[np.ndarray] | None) -> bool:
     """Whether some NaN of the first result is a number now."""
     if outputs is None or len(outputs) != len(first.values):
         return False

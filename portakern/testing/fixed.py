@@ -15,7 +15,7 @@ from portakern.spec.options import shown
 from portakern.testing.cases import Case
 from portakern.testing.sampled import along, apart, extents_of, places
 
-__all__ = ["Turn", "checked_shapes", "cut_to", "fits", "given_optional", "turns_of", "with_shape"]
+__all__ = ["CaseChoices", "checked_shapes", "cut_to", "fits", "given_optional", "turns_of", "with_shape"]
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -33,7 +33,7 @@ TELLING = (
 """Every regime of values, those first in which most mistakes show: the time may be up before the last."""
 
 
-class Turn(NamedTuple):
+class CaseChoices(NamedTuple):
     """What is not drawn, of one case: its dtype, and where shapes are given its shapes, its
     regime ("": any) and what follows its call (None: any); of an edge that wants the smallest tiles, how many times
     those (0: any); of an edge that gives an extent to an option's axis, whether that is not the last (False: any);
@@ -95,13 +95,13 @@ def with_shape(shapes: Shapes) -> str:
 
 def turns_of(
     count: int, dtypes: Sequence[str], shapes: Sequence[Shapes], edge: Edge | None, first: int
-) -> Iterator[Turn]:
+) -> Iterator[CaseChoices]:
     """The turns of so many cases: every regime before one comes again, then in another dtype or on other shapes."""
     for i in range(first, first + count):
         regime = "" if edge else TELLING[i % len(TELLING)]
         among = i if edge else i + i // len(TELLING)
         at = among % (len(dtypes) * len(shapes))
-        yield Turn(dtypes[at % len(dtypes)], shapes[at // len(dtypes)], regime, FOLLOWS[i % len(FOLLOWS)])
+        yield CaseChoices(dtypes[at % len(dtypes)], shapes[at // len(dtypes)], regime, FOLLOWS[i % len(FOLLOWS)])
 
 
 def fits(edge: Edge, spec: Spec[Any], shapes: Shapes, options: Mapping[str, Any]) -> bool:

@@ -18,10 +18,10 @@ from portakern.testing.sizes import Limits
 from portakern.testing.subject import Subject
 from portakern.testing.verdict import PROMISES, BrokenPromise
 
-__all__ = ["Draw", "LawCase", "NotTaken", "run_law"]
+__all__ = ["ArgumentNotTaken", "Draw", "LawCase", "run_law"]
 
 
-class NotTaken(Exception):
+class ArgumentNotTaken(Exception):
     """A law needs an argument that what is checked does not take."""
 
 
@@ -97,7 +97,8 @@ def run_law(subject: Subject, case: LawCase, limits: Limits | None = None) -> No
     """Assert one instance of a law on a subject.
 
     Raises:
-      BrokenPromise: it does not hold. NotTaken: it needs an argument that ``limits`` or the subject do not have.
+      BrokenPromise: it does not hold. ArgumentNotTaken: it needs an argument that ``limits`` or the subject do not
+      have.
     """
     fw, spec = subject.framework, subject.spec
     limits = limits or Limits(arguments=subject.arguments)
@@ -114,7 +115,7 @@ def run_law(subject: Subject, case: LawCase, limits: Limits | None = None) -> No
         optional = {n: x for n, x in given.items() if n not in required}
         lacks = subject.always & {a.name for a in spec.arrays} - {*given}
         if lacks or not all(map(limits.takes, (*optional, *options))):
-            raise NotTaken
+            raise ArgumentNotTaken
         with fw.compiled_each():
             out = op(*(given[n] for n in required), **optional, **{**defaults, **options})
         if isinstance(out, tuple | list) and not spec.is_vjp:

@@ -9,7 +9,7 @@ from typing import Any
 from portakern.errors import SpecError
 from portakern.spec import Edge, Spec
 from portakern.testing.cases import edges as edges_of
-from portakern.testing.fixed import Turn, fits, turns_of
+from portakern.testing.fixed import CaseChoices, fits, turns_of
 from portakern.testing.sizes import KINDS, Limits
 from portakern.testing.strategies import dtypes_of, turns
 
@@ -31,7 +31,7 @@ class CaseGroup:
     ``fills``: with arrays that fill a chip."""
 
     edge: Edge | None
-    turns: list[Turn]
+    turns: list[CaseChoices]
     fills: bool = False
 
 
@@ -67,14 +67,14 @@ def plan(spec: Spec[Any], limits: Limits, max_examples: int, only: Sequence[str]
     return runs
 
 
-def _free(dtype: str, i: int) -> Turn:
+def _free(dtype: str, i: int) -> CaseChoices:
     """The turn of the i-th free case. Most long ones have normal values: for sums that overflow nothing is promised,
     and next to the few that are large all others vanish."""
     rounds, place = divmod(i, len(KINDS))
     kind = KINDS[place]
     nth = rounds * KINDS.count(kind) + KINDS[:place].count(kind)
     normal = kind == "long" and nth % 5 < 4
-    return Turn(dtype, regime="normal" if normal else FREE[i % len(FREE)], kind=kind, nth=nth)
+    return CaseChoices(dtype, regime="normal" if normal else FREE[i % len(FREE)], kind=kind, nth=nth)
 
 
 def _last(edge: Edge) -> int:
@@ -83,9 +83,13 @@ def _last(edge: Edge) -> int:
     return 2 * any(hi == 0 for _, hi in edge.dims.values()) + small + bool(edge.same)
 
 
-def _on_edge(dtype: str, visit: int | None) -> Turn:
+def _on_edge(dtype: str, visit: int | None) -> CaseChoices:
     """The turn of an edge's visit, None for the only one."""
-    return Turn(dtype) if visit is None else Turn(dtype, times=1 + visit % 2, across=bool((visit + 1) // 2 % 2))
+    return (
+        CaseChoices(dtype)
+        if visit is None
+        else CaseChoices(dtype, times=1 + visit % 2, across=bool((visit + 1) // 2 % 2))
+    )
 
 
 def _plan_of_shapes(

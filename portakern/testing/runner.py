@@ -22,8 +22,8 @@ from portakern.testing import printed
 from portakern.testing.cases import Case
 from portakern.testing.check_options import CheckOptions
 from portakern.testing.comparing import run_case
-from portakern.testing.fixed import Turn
-from portakern.testing.laws import LawCase, NotTaken, run_law
+from portakern.testing.fixed import CaseChoices
+from portakern.testing.laws import ArgumentNotTaken, LawCase, run_law
 from portakern.testing.plan import EDGE_EXAMPLES, CaseGroup, plan
 from portakern.testing.progress import Line, interactive
 from portakern.testing.regimes import VALUE_REGIMES
@@ -168,7 +168,7 @@ def check_subject(subject: Subject, asked: CheckOptions) -> Report:
     report = Report(spec.name, subject.name, asked.seed, asked=kinds, concessions=told)
     report.visits[subject.name] = _visits(subject, limits, excused)
     start = time.perf_counter()
-    work = _Work(subject, limits, asked.seed, report, asked.shrink and not limits.shapes, asked.progress, excused)
+    work = _CheckRun(subject, limits, asked.seed, report, asked.shrink and not limits.shapes, asked.progress, excused)
     work.limit = math.inf if asked.seconds is None else asked.seconds
     work.until = math.inf if asked.until is None else asked.until
     try:
@@ -222,7 +222,7 @@ def cases_of(subject: Subject, asked: CheckOptions) -> list[Case | LawCase]:
 
 
 @dataclass
-class _Work:
+class _CheckRun:
     """A check under way. ``excused``: kinds that nobody asked for, or of which a failure is known; the others end
     it. ``limit``: seconds after which no further case begins, from the first one on; ``until``: when none begins.
     """
@@ -255,7 +255,7 @@ class _Work:
         spent = 0.0 if self.first_began is None else time.perf_counter() - self.first_began
         return (self.first_began is not None and spent >= self.limit) or time.time() >= self.until
 
-    def leave_out(self, run: CaseGroup, turns: Sequence[Turn]) -> None:
+    def leave_out(self, run: CaseGroup, turns: Sequence[CaseChoices]) -> None:
         """Count cases that are not run. None is drawn, which takes its time: where it is not known, any regime of
         values may be theirs."""
         for turn in turns:
@@ -315,7 +315,7 @@ class _Work:
                 self.report.meet("laws", case.law)
             else:
                 self.tries(case)
-        except NotTaken:
+        except ArgumentNotTaken:
             return None
         except NotEmulatedError as e:
             self.report.refuse(e)
@@ -395,7 +395,7 @@ class _Work:
             return None
         spec, known, turn = self.subject.spec, getattr(error, "kind", None), run.turns[place]
 
-        def fails(turn: Turn, choices: Sequence[int] | None) -> tuple[Case, Exception] | None:
+        def fails(turn: CaseChoices, choices: Sequence[int] | None) -> tuple[Case, Exception] | None:
             source.begin(choices)
             try:
                 case = case_of(source, spec, self.limits, self.subject.tiles, run.edge, turn, run.fills)
@@ -440,7 +440,7 @@ def _unless_told_to_end() -> None:
 
 
 @dataclass
-class _Listing(_Work):
+class _Listing(_CheckRun):
     """What would be tried."""
 
     listed: list[Case | LawCase] = field(default_factory=list)
@@ -454,7 +454,7 @@ class _Listing(_Work):
 
 
 @dataclass
-class _LeftOut(_Work):
+class _LeftOut(_CheckRun):
     """What would be tried, counted in the report as left out."""
 
     def explore(self, run: CaseGroup, start: int, places: Sequence[int]) -> None:
@@ -496,7 +496,7 @@ def replay_subject(
         _refuse_unknown_tiles(subject, case)
     asked, excused = asking(spec, edges, promises)
     report = Report(spec.name, subject.name, 0, asked=asked)
-    work = _Work(subject, Limits(arguments=subject.arguments), 0, report, False, None, excused)
+    work = _CheckRun(subject, Limits(arguments=subject.arguments), 0, report, False, None, excused)
     with subject.context():
         failure = work.attempt(case)
     if failure:

@@ -16,7 +16,7 @@ from portakern.testing.layouts import Buffer
 
 __all__ = [
     "LARGE",
-    "Piece",
+    "OutputSample",
     "SampledCall",
     "along",
     "apart",
@@ -54,7 +54,7 @@ def picked(rng: np.random.Generator, extent: int, count: int) -> np.ndarray:
     return np.array(sorted([*first][:count]) if extent else [], dtype=np.int64)
 
 
-class Piece(NamedTuple):
+class OutputSample(NamedTuple):
     """What is compared of some outputs of a call: dimension -> indices, as of :func:`part_of`, and the options that are
     others there."""
 
@@ -63,19 +63,19 @@ class Piece(NamedTuple):
     options: Mapping[str, Any]
 
 
-def pieces(call: Call, rng: np.random.Generator, work: float | None = None) -> Iterator[Piece]:
+def pieces(call: Call, rng: np.random.Generator, work: float | None = None) -> Iterator[OutputSample]:
     """The pieces of a call that stand for it: all of a small one; of a large one what ``work`` operations of the oracle
     reach, for each output by itself, since one may be taken apart where another cannot."""
     sizes = [math.prod(a.shape) for a in call.arrays.values() if a is not None]
     if max((*sizes, *(math.prod(shape) for shape, _ in call.outputs.values())), default=0) <= LARGE:
-        yield Piece(call.wants, {}, {})
+        yield OutputSample(call.wants, {}, {})
         return
     for name in call.wants:
         one = call.replace(wants=(name,))
         chosen = part_of(one, rng, work)
         along = list(call.spec.stretches(one, rng)) if call.spec.stretches else []
         for indices, options in along or [({}, {})]:
-            yield Piece((name,), {**chosen, **{n: [i] for n, i in indices.items()}}, options)
+            yield OutputSample((name,), {**chosen, **{n: [i] for n, i in indices.items()}}, options)
 
 
 def part_of(call: Call, rng: np.random.Generator, work: float | None = None) -> dict[str, Any]:

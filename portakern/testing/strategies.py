@@ -17,7 +17,7 @@ from portakern.spec import ArrayArg, Edge, Spec, Tile
 from portakern.spec.dtypes import DTYPES
 from portakern.spec.options import HUGE, TINY, Option, Range
 from portakern.testing.cases import Case, generators
-from portakern.testing.fixed import Turn
+from portakern.testing.fixed import CaseChoices
 from portakern.testing.layouts import REPEATS
 from portakern.testing.regimes import MASK_REGIMES, VALUE_REGIMES
 from portakern.testing.sizes import Limits, at_least_1, drawn_dims, filling_dims, one_form, shrink_to_fit
@@ -38,7 +38,7 @@ def drawn(
     limits: Limits,
     tiles: Mapping[str, Tile],
     edge: Edge | None = None,
-    turn: Turn | None = None,
+    turn: CaseChoices | None = None,
     fills: bool = False,
 ) -> tuple[Case, Source]:
     """A case of :func:`case_of`, the same wherever ``seed`` is, and the choices that made it.
@@ -61,7 +61,7 @@ def case_of(
     limits: Limits,
     tiles: Mapping[str, Tile],
     edge: Edge | None = None,
-    turn: Turn | None = None,
+    turn: CaseChoices | None = None,
     fills: bool = False,
 ) -> Case:
     """A case of ``spec`` within ``limits``; ``tiles`` are the tile names and ranges that a tiling may set; ``edge``:
@@ -71,7 +71,7 @@ def case_of(
     Raises:
       Rejected: what was drawn is no case.
     """
-    edge, turn = edge or Edge(""), turn or Turn("")
+    edge, turn = edge or Edge(""), turn or CaseChoices("")
     given, plain, shapes, dims, kept = _shaped(source, spec, limits, edge, turn, fills)
     layouts = _layouts(source, spec, given, limits, edge)
     dtype = turn.dtype or source.of(dtypes_of(spec, limits))
@@ -109,7 +109,7 @@ def case_of(
 
 
 def _shaped(
-    source: Source, spec: Spec[Any], limits: Limits, edge: Edge, turn: Turn, fills: bool
+    source: Source, spec: Spec[Any], limits: Limits, edge: Edge, turn: CaseChoices, fills: bool
 ) -> tuple[list[ArrayArg], list[ArrayArg], dict[str, Shape], dict[str, Any], Sequence[str]]:
     """(the arrays that are given, those of them without a dropped axis, their shapes, the dimensions, those that keep
     their extents)."""

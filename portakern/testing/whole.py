@@ -21,10 +21,10 @@ from portakern.core.oracle import as_float64, oracle, rounded
 from portakern.spec import Spec
 from portakern.spec.tolerance import format_of
 
-__all__ = ["Whole", "cotangents_of", "fraction", "whole_gradients"]
+__all__ = ["WholeGradient", "cotangents_of", "fraction", "whole_gradients"]
 
 
-class Whole(NamedTuple):
+class WholeGradient(NamedTuple):
     """The gradient with respect to one input: exact, in float64, and how far one in the op's dtype may be off."""
 
     exact: np.ndarray
@@ -44,7 +44,7 @@ def cotangents_of(spec: Spec[Any], rng: np.random.Generator, call: Call) -> dict
 
 def whole_gradients(
     op: str, given: Mapping[str, np.ndarray], options: Mapping[str, Any], cotangents: Mapping[str, np.ndarray]
-) -> dict[str, Whole]:
+) -> dict[str, WholeGradient]:
     """By input, its gradient and the bound of that.
 
     Args:
@@ -55,7 +55,7 @@ def whole_gradients(
     forward = wired.training(call)
     if call.degenerate:  # what is reduced over nothing is a constant
         shapes = {n: np.zeros(given[n].shape) for n in wired.gradients if n in given}
-        return {n: Whole(zeros, zeros) for n, zeros in shapes.items()}
+        return {n: WholeGradient(zeros, zeros) for n, zeros in shapes.items()}
     wide = as_float64(forward)
     names = [o.name for o in spec.outputs]
     exact = dict(zip(names, oracle(forward), strict=True))
@@ -72,8 +72,12 @@ def whole_gradients(
         assert wired.vjp.bound is not None
         bounds = wired.vjp.bound(backward, found)
     outputs = [o.name for o in wired.vjp.outputs]
-    both = {n: Whole(e, b) for n, e, b in zip(outputs, found, bounds, strict=True) if e is not None}
-    both |= {n: Whole(a, np.zeros(a.shape)) for n, a in backward.arrays.items() if n.startswith("d_") and a is not None}
+    both = {n: WholeGradient(e, b) for n, e, b in zip(outputs, found, bounds, strict=True) if e is not None}
+    both |= {
+        n: WholeGradient(a, np.zeros(a.shape))
+        for n, a in backward.arrays.items()
+        if n.startswith("d_") and a is not None
+    }
     return {name: both[output] for name, output in wired.gradients.items() if output in both}
 
 
@@ -103,7 +107,7 @@ def _backward(
     return bound.replace(arrays={**bound.arrays, **{n: exact[n] for n in saved}})
 
 
-def fraction(whole: Whole, got: np.ndarray) -> float:
+def fraction(whole: WholeGradient, got: np.ndarray) -> float:
     """The largest share of its bound that a gradient is off by; inf where NaN or an infinity is not what it is."""
     end, got = np.finfo(got.dtype).max if got.dtype.kind == "f" else 2.0**127, np.asarray(got, np.float64)
     bound = np.where(np.isnan(whole.bound), np.inf, whole.bound)

@@ -10,7 +10,7 @@ import numpy as np
 from portakern.spec.tolerance import beyond_range, magnitude, round_to
 from portakern.specs._gradients import stored_bounds
 from portakern.specs.attention.contract import attention, attention_vjp
-from portakern.specs.attention.pairs import KeyHead, Pairs, Rows, sum_error
+from portakern.specs.attention.pairs import KeyHead, Pairs, SoftmaxRows, sum_error
 from portakern.specs.attention.scores import scale_of, units_of
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     bound_o, bound_lse = np.empty_like(o), np.empty((o.shape[0], o.shape[2], o.shape[1]))
     with np.errstate(all="ignore"):
         for b, h in np.ndindex(o.shape[0], o.shape[2]):
-            rows = Rows.of(call, unit, b, h)
+            rows = SoftmaxRows.of(call, unit, b, h)
             bound_o[b, :, h] = _bound_o(call, unit, rows, call.arrays["v"][b, :, h // group], o[b, :, h])
             if lse is not None or low is not None:
                 bound_lse[b, h] = _bound_lse(call, unit, rows)
@@ -132,8 +132,8 @@ def bound_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     with np.errstate(all="ignore"):
         for head in KeyHead.all_of(call):
             pairs = Pairs.of(head)
-            D = _Weights(pairs.seen, pairs.D, pairs.F, pairs.nan, pairs.wild)
-            P = _Weights(pairs.seen, pairs.P, pairs.g, pairs.nan_P, pairs.wild_P)
+            D = _ProductWeights(pairs.seen, pairs.D, pairs.F, pairs.nan, pairs.wild)
+            P = _ProductWeights(pairs.seen, pairs.P, pairs.g, pairs.nan_P, pairs.wild_P)
             d_q[head.b, :, head.heads] = head.by_query(_product(unit, D, head.keys("k"), scale))
             d_k[head.b, :, head.kv_head] = _product(unit, D.T, head.queries("q"), scale)
             d_v[head.b, :, head.kv_head] = _product(unit, P.T, head.queries("d_o"))
@@ -146,7 +146,7 @@ def bound_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     return stored_bounds(call, ref, [d_q, d_k, d_v, d_bias])
 
 
-class _Weights(NamedTuple):
+class _ProductWeights(NamedTuple):
     """What a product multiplies its other operand by, a row a result.
 
     Attributes:
@@ -162,8 +162,8 @@ class _Weights(NamedTuple):
     wild: np.ndarray
 
     @property
-    def T(self) -> _Weights:
-        return _Weights(*(x.T for x in self))
+    def T(self) -> _ProductWeights:
+        return _ProductWeights(*(x.T for x in self))
 
 
 def _product(unit, weights, other, scale=1.0):

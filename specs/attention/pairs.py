@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 
-class Rows(NamedTuple):
+class SoftmaxRows(NamedTuple):
     """The scores of one head and what they lead to, (q_len, kv_len), or (q_len, 1) for what a row has one of.
 
     Attributes:
@@ -40,7 +40,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, call, unit, b, h):
-        scores, may = Scores.of(call, unit, b, h), allowed(call, b)
+        scores, may = ScoreErrors.of(call, unit, b, h), allowed(call, b)
         seen = may & (scores.s != -inf)
         m = np.where(seen, scores.s, -inf).max(1, keepdims=True, initial=-inf)
         d = np.where(seen, m - scores.s, inf)
@@ -63,7 +63,7 @@ class Rows(NamedTuple):
         )
 
 
-class Scores(NamedTuple):
+class ScoreErrors(NamedTuple):
     """The scores of one head, (q_len, kv_len), and what rounding does to them before the maximum is subtracted.
 
     Attributes:
@@ -108,7 +108,7 @@ def _with_bias(call, u, s, ds, bias):
     return np.where(far, np.minimum(rounded, np.maximum(*once)), rounded)
 
 
-def sum_error(row: Rows) -> np.ndarray:
+def sum_error(row: SoftmaxRows) -> np.ndarray:
     """E_lse of one head, (q_len,), without the additions of m. However large the errors, lse moves by no more than the
     largest that counts."""
     largest = np.where(row.d - row.ds < 745, row.ds, 0).max(1)
@@ -228,7 +228,7 @@ class Pairs(NamedTuple):
     def of(cls, head: KeyHead) -> Pairs:
         call, unit, u = head.call, head.unit, head.unit.u
         heads = range(head.heads.start, head.heads.stop)
-        scores = (Scores.of(call, unit, head.b, h) for h in heads)
+        scores = (ScoreErrors.of(call, unit, head.b, h) for h in heads)
         s, ds, capped, large = (np.concatenate(x) for x in zip(*scores, strict=True))
         may, lse = np.concatenate([allowed(call, head.b)] * len(heads)), head.statistic("lse")
         seen = may & (s != -inf) & (lse != -inf)
@@ -260,7 +260,7 @@ def _of_sums(head: KeyHead) -> np.ndarray | float:
     """How far lse + lse_low of a forward call may be off, (group*q_len, 1)."""
     if "lse" not in head.call.off:
         return 0.0
-    rows = (Rows.of(head.call, head.unit, head.b, h) for h in range(head.heads.start, head.heads.stop))
+    rows = (SoftmaxRows.of(head.call, head.unit, head.b, h) for h in range(head.heads.start, head.heads.stop))
     return np.concatenate([sum_error(row) for row in rows])[:, None]
 
 

@@ -11,7 +11,7 @@ from portakern.spec.dtypes import numpy_dtype
 from portakern.spec.tolerance import KAPPA, dot_spread, store_spread, units
 from portakern.specs._gradients import stored_spreads
 from portakern.specs.attention.contract import attention, attention_vjp
-from portakern.specs.attention.pairs import KeyHead, Pairs, Rows, finite
+from portakern.specs.attention.pairs import KeyHead, Pairs, SoftmaxRows, finite
 from portakern.specs.attention.scores import scale_of
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     sigma_o, sigma_lse = np.empty_like(o), None if lse is None else np.empty_like(lse)
     with np.errstate(all="ignore"):
         for b, h in np.ndindex(o.shape[0], o.shape[2]):
-            row = Rows.of(call, unit, b, h)
+            row = SoftmaxRows.of(call, unit, b, h)
             share, (f2, lean) = row.p / row.l, _row_spread(call, unit, row, b, h)
             unknown = row.overflows | (np.where(row.d < 100, f2, 0.0).max(1, keepdims=True) >= 2.0**-8)
             moved = np.where(row.p > 0, np.square(share) * f2, 0.0)

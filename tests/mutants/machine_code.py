@@ -23,7 +23,7 @@ from typing import Any
 
 from portakern import results, testing
 from portakern.backends.triton.emulator import profile
-from portakern.backends.triton.emulator.machine import Program
+from portakern.backends.triton.emulator.machine import EmulatedKernel
 
 __all__ = ["CASES", "Site", "caught", "faults", "sites"]
 
@@ -60,10 +60,10 @@ class Found:
     """What a case runs through: the kernels' instructions, and their arguments."""
 
     def __init__(self) -> None:
-        self.programs: dict[str, Program] = {}
+        self.programs: dict[str, EmulatedKernel] = {}
         self.values: dict[str, list[Any]] = {}
 
-    def __call__(self, program: Program, values: list[Any]) -> None:
+    def __call__(self, program: EmulatedKernel, values: list[Any]) -> None:
         self.programs[program.name], self.values[program.name] = program, values
 
 
@@ -76,7 +76,7 @@ def sites(op: str, target: str) -> list[Site]:
     return [site for name, program in found.programs.items() for site in _sites(program, found.values[name])]
 
 
-def _sites(program: Program, values: list[Any]) -> Iterator[Site]:
+def _sites(program: EmulatedKernel, values: list[Any]) -> Iterator[Site]:
     for at, name in sorted(program.names.items()):
         kind = _kind(name)
         # a comparison that was true of every lane, and a wait for what was there, may as well not be
@@ -100,7 +100,7 @@ def _kind(name: str) -> str | None:
 def plant(site: Site) -> Any:
     """What plants a fault before its kernel runs."""
 
-    def change(program: Program, values: list[Any]) -> list[Any] | None:
+    def change(program: EmulatedKernel, values: list[Any]) -> list[Any] | None:
         if program.name != site.kernel:
             return None
         if site.kind == "strides":

@@ -51,7 +51,7 @@ from portakern.backends.pallas.lib.mosaic_gpu.chip import (
     store,
     whole_pieces,
 )
-from portakern.backends.pallas.lib.mosaic_gpu.flash import PART, QUERIES, Merge, Plan, Tile, rings
+from portakern.backends.pallas.lib.mosaic_gpu.flash import PART, QUERIES, FlashPlan, Merge, QueryTile, rings
 from portakern.core.backend import Drawn
 from portakern.core.call import Call
 
@@ -68,7 +68,7 @@ TOGETHER = 8
 
 
 @dataclass(frozen=True)
-class Packed(Plan):
+class Packed(FlashPlan):
     """The plan of queries that share a tile: ``heads`` are those of k, ``group`` is 1, and ``q_len`` counts rows, of
     which each query has as many as ``band`` says."""
 
@@ -95,10 +95,10 @@ class Packed(Plan):
     def _shared(self, slots: int) -> int:
         return super()._shared(0) + slots * QUERIES * PART * jnp.dtype(jnp.float32).itemsize
 
-    def queries(self, q: Any, tile: Tile, rows: Any) -> Any:
+    def queries(self, q: Any, tile: QueryTile, rows: Any) -> Any:
         return q.at[tile.batch, tile.head, rows]
 
-    def tile(self, index: Any) -> Tile:
+    def tile(self, index: Any) -> QueryTile:
         """All rows of a head, and the tiles of one split."""
         place, batch = quotient(index, self.splits), quotient(index, self.splits * self.heads)
         first, last = self.seen
@@ -106,9 +106,9 @@ class Packed(Plan):
         begin = jnp.maximum(start, first)
         steps = jnp.minimum(start + self.split_tiles, last + 1) - begin
         row = 0 * index  # traced: a start that is known is held to the rows that there are
-        return Tile(batch, place - batch * self.heads, row, begin, steps)
+        return QueryTile(batch, place - batch * self.heads, row, begin, steps)
 
-    def place(self, tile: Tile) -> Any:
+    def place(self, tile: QueryTile) -> Any:
         """Which share of its head a tile is."""
         return quotient(tile.first, self.split_tiles) - self.seen[0] // self.split_tiles
 
@@ -174,7 +174,7 @@ def packed(call: Call, plan: Packed) -> dict[str, jax.Array]:
     return {name: padded_rows(x) for name, x in arrays.items()} | masks
 
 
-def write(ref: Refs, plan: Packed, warpgroup: Any, tile: Tile, acc: tuple[Any, ...], l: Any, m: Any) -> None:
+def write(ref: Refs, plan: Packed, warpgroup: Any, tile: QueryTile, acc: tuple[Any, ...], l: Any, m: Any) -> None:
     """Leave what is known of the rows after one split. Whole pieces are written, of rows that there are: the copy
     engine does not stop where an axis ends."""
     place = tile.batch, tile.head, plan.place(tile)

@@ -43,7 +43,7 @@ from portakern.backends.pallas.lib.mosaic_gpu.norms import SUMS, LayerNormVjp, k
 from portakern.backends.pallas.lib.mosaic_gpu.rows import (
     THREADS,
     Formula,
-    Walk,
+    WarpRowWalk,
     bring_rows,
     element_by_element,
     loaded,
@@ -75,12 +75,12 @@ def default_tiling(call: Call) -> dict[str, int]:
     return {"block_rows": 8, "block_n": max(THREADS, pl.next_power_of_2(call.dims["n"])), "ring": 3}
 
 
-def walk_of(call: Call, tiling: Mapping[str, int]) -> Walk:
+def walk_of(call: Call, tiling: Mapping[str, int]) -> WarpRowWalk:
     """The walk of a block: a row at a time, in all warps."""
     rows, n = math.prod(call.dims["batch"]), call.dims["n"]
     blocks = BLOCKS * min(4, pl.cdiv(SHORT, tiling["block_n"]))
     of_block = max(tiling["block_rows"], pl.cdiv(rows, blocks))
-    return Walk.over(call, {**tiling, "block_rows": of_block, "row_warps": WARPS}, rows, n, arrays=2)
+    return WarpRowWalk.over(call, {**tiling, "block_rows": of_block, "row_warps": WARPS}, rows, n, arrays=2)
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
@@ -147,7 +147,13 @@ def gradients(
 
 
 def kernel(
-    ref: Refs, *, walk: Walk, formula: Formula, normalised_columns: Callable[..., Any], sums: tuple[str, ...], ring: int
+    ref: Refs,
+    *,
+    walk: WarpRowWalk,
+    formula: Formula,
+    normalised_columns: Callable[..., Any],
+    sums: tuple[str, ...],
+    ring: int,
 ) -> None:
     """The rows of a block, row i in buffer i modulo ``ring``."""
     block = lax.axis_index("block")

@@ -66,9 +66,9 @@ from portakern.backends.pallas.lib.mosaic_gpu.pairs import (
     NUMBERS,
     ROWS,
     SLOTS,
+    AttentionGradientPlan,
     Place,
-    Plan,
-    Tile,
+    ResidentTile,
     after_reading,
     is_far,
     kept,
@@ -88,7 +88,7 @@ Multiply = Callable[[str, Any], int]
 """Issues the products of a gradient with a factor, and says how many they are."""
 
 
-def consume(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile) -> None:
+def consume(ref: Refs, plan: AttentionGradientPlan, warpgroup: Any, tile: ResidentTile) -> None:
     """Sum up the gradients of this warpgroup's resident rows, and write them."""
     plgpu.barrier_wait(ref.resident_arrived.at[warpgroup])
     none = tuple(zeros(PART) for _ in range(sum(plan.sums.values())))
@@ -102,8 +102,8 @@ def consume(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile) -> None:
 
 
 def add(
-    ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, numbers: tuple[Any, ...], cut: bool, step: Any,
-    sums: tuple[Any, ...],
+    ref: Refs, plan: AttentionGradientPlan, warpgroup: Any, tile: ResidentTile, numbers: tuple[Any, ...], cut: bool,
+    step: Any, sums: tuple[Any, ...],
 ) -> tuple[Any, ...]:  # fmt: skip
     """The sums with what one streamed tile adds. numbers: ``NUMBERS`` of resident queries. cut: whether some pair may
     not see each other, by causality or a window, or as one lies beyond the end, or some lse be far from 0."""
@@ -141,7 +141,13 @@ def add(
 
 
 def in_sequence(
-    ref: Refs, plan: Plan, place: Place, buffer: Any, numbers: tuple[Any, ...], found: Any, multiply: Multiply
+    ref: Refs,
+    plan: AttentionGradientPlan,
+    place: Place,
+    buffer: Any,
+    numbers: tuple[Any, ...],
+    found: Any,
+    multiply: Multiply,
 ) -> None:
     """P and D of a tile when all its dots are there, then all products with them."""
     dots = [finished(acc, later=0) for acc in found]
@@ -156,7 +162,13 @@ def in_sequence(
 
 
 def overlapped(
-    ref: Refs, plan: Plan, place: Place, buffer: Any, numbers: tuple[Any, ...], found: Any, multiply: Multiply
+    ref: Refs,
+    plan: AttentionGradientPlan,
+    place: Place,
+    buffer: Any,
+    numbers: tuple[Any, ...],
+    found: Any,
+    multiply: Multiply,
 ) -> None:
     """P beside the products dP, and D beside those with P. Pairs that do not see each other have a P of -0, which no
     exponential is: by that D knows them, whatever their dP holds."""
@@ -186,7 +198,7 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | No
     return tuple(found.get(output.name) for output in call.spec.outputs)
 
 
-def gradients(call: Call, plan: Plan, inputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+def gradients(call: Call, plan: AttentionGradientPlan, inputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """The gradients of one plan, by name."""
     arrivals, numbers, told = sum(plan.parts), {}, {}
     if not plan.by_query:

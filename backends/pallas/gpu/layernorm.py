@@ -31,7 +31,7 @@ from jax import lax
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.lib.blocks import Refs
 from portakern.backends.pallas.lib.mosaic_gpu import rows as row_walk
-from portakern.backends.pallas.lib.mosaic_gpu.columns import Terms, column_sums, fewest_columns
+from portakern.backends.pallas.lib.mosaic_gpu.columns import ColumnTerms, column_sums, fewest_columns
 from portakern.backends.pallas.lib.mosaic_gpu.norms import (
     SUMS,
     LayerNormVjp,
@@ -39,7 +39,7 @@ from portakern.backends.pallas.lib.mosaic_gpu.norms import (
     normalised_columns,
     parted,
 )
-from portakern.backends.pallas.lib.mosaic_gpu.rows import Formula, Walk, Weights, launched
+from portakern.backends.pallas.lib.mosaic_gpu.rows import Formula, WarpRowWalk, Weights, launched
 from portakern.core.call import Call
 
 
@@ -59,12 +59,12 @@ class LayerNorm(Formula):
     empty = 0.0, 0.0
     eps: float
 
-    def whole(self, x: Any, walk: Walk, weights: Weights) -> tuple[Any, tuple[Any, ...]]:
+    def whole(self, x: Any, walk: WarpRowWalk, weights: Weights) -> tuple[Any, tuple[Any, ...]]:
         mean = mean_of(x, walk)
         centred = walk.within(x - walk.spread(mean), 0.0)
         return self.scaled(centred, jnp.sum(centred * centred, axis=1), walk, weights), ()
 
-    def of_chunk(self, x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
+    def of_chunk(self, x: Any, walk: WarpRowWalk, start: Any, weights: Weights) -> tuple[Any, ...]:
         mean = mean_of(x, walk, start)
         centred = walk.within(x - walk.spread(mean), 0.0, start)
         return mean, jnp.sum(centred * centred, axis=1)
@@ -77,11 +77,11 @@ class LayerNorm(Formula):
         # delta is squared last: it is the whole mean in the first chunk, where its weight is 0
         return mean + delta * share, m2 + m2_after + delta * (delta * weight)
 
-    def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Weights) -> Any:
+    def result(self, statistics: tuple[Any, ...], x: Any, walk: WarpRowWalk, weights: Weights) -> Any:
         mean, m2 = statistics
         return self.scaled(x - walk.spread(mean), m2, walk, weights)
 
-    def scaled(self, centred: Any, m2: Any, walk: Walk, weights: Weights) -> Any:
+    def scaled(self, centred: Any, m2: Any, walk: WarpRowWalk, weights: Weights) -> Any:
         """x - mean of a block, normalised."""
         y = centred * walk.spread(lax.rsqrt(m2 / walk.n + self.eps))
         if "weight" in weights:
@@ -145,6 +145,6 @@ def gradients(
 
     if any(name in call.wants for name in sums):
         arrays, known = ({"x": x, "d_y": d_y}, of_rows) if "d_weight" in sums else ({"d_y": d_y}, {})
-        of_columns = column_sums(call, arrays, known, Terms(sums, terms))
+        of_columns = column_sums(call, arrays, known, ColumnTerms(sums, terms))
         found |= {name: y.astype(call.outputs[name][1]) for name, y in of_columns.items() if name in call.wants}
     return tuple(found.get(o.name) if o.name in call.wants else None for o in call.spec.outputs)

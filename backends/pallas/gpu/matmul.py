@@ -51,8 +51,8 @@ from portakern.backends.pallas.lib.mosaic_gpu.chip import (
     BULK_BYTES,
     HOPPER,
     SWIZZLED_BYTES,
+    BufferViews,
     Swizzled,
-    Views,
     dtype_refused,
     in_slots,
     launch,
@@ -61,7 +61,7 @@ from portakern.backends.pallas.lib.mosaic_gpu.chip import (
     tiled_buffer,
     whole_pieces,
 )
-from portakern.backends.pallas.lib.mosaic_gpu.columns import Terms, column_sums
+from portakern.backends.pallas.lib.mosaic_gpu.columns import ColumnTerms, column_sums
 from portakern.backends.pallas.lib.mosaic_gpu.pipeline import drain, free_all, warp_specialized
 from portakern.core.call import Call
 from portakern.spec import Count
@@ -109,7 +109,7 @@ ANY_TILING = {"block_m": 128, "block_n": 256, "block_k": 64, "stages": 2, "band"
 """For what a plan says of a call whatever the tiling."""
 
 
-class Pair(IntEnum):
+class ClusterPair(IntEnum):
     """Which tiles of C two blocks of a cluster make: unlike ones, one below the other, which share B, or side by side,
     which share A."""
 
@@ -118,14 +118,14 @@ class Pair(IntEnum):
     BESIDE = 2
 
 
-class Plan(NamedTuple):
+class MatmulPlan(NamedTuple):
     """How one product is cut.
 
     Attributes:
       batch, m, n, k: extents; a_batch, b_batch: 1 where the operand is the same for every entry of the batch.
       block_m, block_n, block_k, stages, band, beside: the tiling. consumers: warpgroups that multiply; along: the axis
         of a tile that they share, 0 or 1. size: bytes of an element; out: dtype of C. a_transposed, b_transposed:
-        whether the kernel reads A^T and B^T. split: whether operands come in parts. pair: a `Pair`.
+        whether the kernel reads A^T and B^T. split: whether operands come in parts. pair: a `ClusterPair`.
     """
 
     batch: int
@@ -150,7 +150,7 @@ class Plan(NamedTuple):
     @property
     def paired(self) -> tuple[int, int]:
         """Tiles, one below the other and side by side, that the blocks of a cluster make at a time."""
-        return {Pair.NONE: (1, 1), Pair.BELOW: (2, 1), Pair.BESIDE: (1, 2)}[Pair(self.pair)]
+        return {ClusterPair.NONE: (1, 1), ClusterPair.BELOW: (2, 1), ClusterPair.BESIDE: (1, 2)}[ClusterPair(self.pair)]
 
     @property
     def width(self) -> int:
@@ -272,7 +272,7 @@ def split(x: jax.Array, operand: int, axis: int) -> jax.Array:
     return jnp.concatenate([*chosen, found[-1]], axis).astype(jnp.bfloat16)
 
 
-def plan_of(call: Call, tiling: Mapping[str, int], transposed: Collection[str] = ()) -> Plan:
+def plan_of(call: Call, tiling: Mapping[str, int], transposed: Collection[str] = ()) -> MatmulPlan:
     """``transposed``: which operands lie in memory transposed."""
     batch, dims = math.prod(call.dims["batch"]), call.dims
     m = dims["m"] if "a" in transposed else rows_of(call)
@@ -280,7 +280,7 @@ def plan_of(call: Call, tiling: Mapping[str, int], transposed: Collection[str] =
     if m != dims["m"]:
         batch, a = 1, 1
     parts = in_parts(call)
-    return Plan(
+    return MatmulPlan(
         batch,
         m,
         dims["n"],
@@ -402,7 +402,7 @@ def copies(call: Call, tiling: Mapping[str, int], transposed: Collection[str] = 
     return "; ".join(found) or None
 
 
-def _padded_extents(plan: Plan) -> tuple[int, int, int, int]:
+def _padded_extents(plan: MatmulPlan) -> tuple[int, int, int, int]:
     """k as the kernel sees it, m of A, n of B, and n of what it writes."""
     line = SWIZZLED_BYTES // plan.size
     a_m = padded(plan.m, line) if plan.a_transposed else plan.m
@@ -421,7 +421,7 @@ class Place(NamedTuple):
     steps: Any
 
 
-def kernel(ref: Refs, *, plan: Plan) -> None:
+def kernel(ref: Refs, *, plan: MatmulPlan) -> None:
     warpgroup = lax.axis_index("warpgroup")
     tiles_m, tiles_n = plan.tiles
 
@@ -457,14 +457,14 @@ def kernel(ref: Refs, *, plan: Plan) -> None:
     warp_specialized(warpgroup, plan.consumers, producer, consumer)
 
 
-def a_buffers(plan: Plan, dtype: Any) -> Any:
+def a_buffers(plan: MatmulPlan, dtype: Any) -> Any:
     """``scratch`` for :func:`launch`: tiles of A or of A^T."""
     if plan.a_transposed:
         return tiled_buffer((plan.stages, plan.block_k, plan.block_m), dtype)
     return Swizzled((plan.stages, plan.block_m, plan.block_k), dtype)
 
 
-def b_buffers(plan: Plan, dtype: Any) -> Any:
+def b_buffers(plan: MatmulPlan, dtype: Any) -> Any:
     """``scratch`` for :func:`launch`: tiles of B, each in its pieces, or of B^T."""
     pieces = plan.stages, plan.width // plan.piece
     if plan.b_transposed:
@@ -473,15 +473,15 @@ def b_buffers(plan: Plan, dtype: Any) -> Any:
     return Swizzled(form, dtype) if plan.ragged else tiled_buffer(form, dtype)
 
 
-def rings(ref: Refs, plan: Plan) -> tuple[Views, Views]:
+def rings(ref: Refs, plan: MatmulPlan) -> tuple[BufferViews, BufferViews]:
     """These, as the copy engine and as tensor cores see them."""
-    a = Views(ref.a_ring, ref.a_ring) if plan.a_transposed else ref.a_ring
-    return a, ref.b_ring if plan.ragged or plan.b_transposed else Views(ref.b_ring, ref.b_ring)
+    a = BufferViews(ref.a_ring, ref.a_ring) if plan.a_transposed else ref.a_ring
+    return a, ref.b_ring if plan.ragged or plan.b_transposed else BufferViews(ref.b_ring, ref.b_ring)
 
 
-def produce(ref: Refs, plan: Plan, tile: Place, before: Any) -> None:
+def produce(ref: Refs, plan: MatmulPlan, tile: Place, before: Any) -> None:
     """Bring what one tile of C is made of. Of what a pair of blocks share each fetches a half, for both."""
-    for_both = {pair: {"collective_axes": "pair"} if plan.pair == pair else {} for pair in Pair}
+    for_both = {pair: {"collective_axes": "pair"} if plan.pair == pair else {} for pair in ClusterPair}
     of_a, of_b = (tile.entry if batch > 1 else 0 for batch in (plan.a_batch, plan.b_batch))
     a_ring, b_ring = rings(ref, plan)
 
@@ -491,14 +491,16 @@ def produce(ref: Refs, plan: Plan, tile: Place, before: Any) -> None:
         plgpu.barrier_wait(ref.free.at[buffer])
         rows, deep = pl.ds(tile.row, plan.block_m), pl.ds(k, plan.block_k)
         a = ref.a.at[(of_a, *((deep, rows) if plan.a_transposed else (rows, deep)))]
-        plgpu.copy_gmem_to_smem(a, a_ring.copied.at[buffer], ref.arrived.at[buffer], **for_both[Pair.BESIDE])
+        plgpu.copy_gmem_to_smem(a, a_ring.copied.at[buffer], ref.arrived.at[buffer], **for_both[ClusterPair.BESIDE])
         for piece in range(plan.width // plan.piece):
             columns = pl.ds(tile.column + piece * plan.piece, plan.piece)
             b = ref.b.at[(of_b, *((columns, deep) if plan.b_transposed else (deep, columns)))]
-            plgpu.copy_gmem_to_smem(b, b_ring.copied.at[buffer, piece], ref.arrived.at[buffer], **for_both[Pair.BELOW])
+            plgpu.copy_gmem_to_smem(
+                b, b_ring.copied.at[buffer, piece], ref.arrived.at[buffer], **for_both[ClusterPair.BELOW]
+            )
 
 
-def consume(ref: Refs, plan: Plan, warpgroup: Any, tile: Place, before: Any) -> None:
+def consume(ref: Refs, plan: MatmulPlan, warpgroup: Any, tile: Place, before: Any) -> None:
     """Make this warpgroup's part of one tile of C, and write it."""
     rows, columns = plan.part
     mine = pl.ds(warpgroup * plan.part[plan.along], plan.part[plan.along])
@@ -521,7 +523,7 @@ def consume(ref: Refs, plan: Plan, warpgroup: Any, tile: Place, before: Any) -> 
     write(ref, plan, warpgroup, mine, tile, tuple(x.astype(plan.written) for x in c))
 
 
-def multiply(ref: Refs, plan: Plan, warpgroup: Any, steps: Any, before: Any, *sums: Any) -> tuple[Any, ...]:
+def multiply(ref: Refs, plan: MatmulPlan, warpgroup: Any, steps: Any, before: Any, *sums: Any) -> tuple[Any, ...]:
     """The sums of products of so many buffers, for the rows or columns of a tile that are this warpgroup's: of all its
     columns, or of a piece each."""
     mine = pl.ds(warpgroup * plan.part[plan.along], plan.part[plan.along])
@@ -561,7 +563,7 @@ def multiply(ref: Refs, plan: Plan, warpgroup: Any, steps: Any, before: Any, *su
     return tuple(lax.optimization_barrier(acc[...]) for acc in sums)
 
 
-def write(ref: Refs, plan: Plan, warpgroup: Any, mine: Any, tile: Place, c: tuple[Any, ...]) -> None:
+def write(ref: Refs, plan: MatmulPlan, warpgroup: Any, mine: Any, tile: Place, c: tuple[Any, ...]) -> None:
     """Send this warpgroup's part of one tile of C on its way."""
     rows, columns = plan.part
     first_row = tile.row + (mine.start if plan.along == 0 else 0)
@@ -618,7 +620,7 @@ def product(
 
 
 def _as_read(
-    call: Call, plan: Plan, arrays: Mapping[str, jax.Array], transposed: Collection[str]
+    call: Call, plan: MatmulPlan, arrays: Mapping[str, jax.Array], transposed: Collection[str]
 ) -> tuple[jax.Array, jax.Array]:
     """A and B as the kernel reads them, (entries, rows, columns): split, transposed and padded by XLA where they are
     not so already."""
@@ -636,10 +638,10 @@ def _as_read(
     return a, b
 
 
-def _added_up(call: Call, parts: jax.Array, plan: Plan) -> jax.Array:
+def _added_up(call: Call, parts: jax.Array, plan: MatmulPlan) -> jax.Array:
     """(batch, m, n): the sums of all chunks of k, in order."""
     shape = plan.batch, plan.m, parts.shape[-1]
-    terms = Terms(("c",), lambda ref, row, columns: {"c": columns(ref.parts.at[row])})
+    terms = ColumnTerms(("c",), lambda ref, row, columns: {"c": columns(ref.parts.at[row])})
     (c,) = column_sums(call, {"parts": parts.reshape(plan.num_splits, -1)}, {}, terms, plan.out).values()
     return c.reshape(shape)
 

@@ -27,23 +27,23 @@ from jax import lax
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.gpu.layernorm import copies, gradient_copies, gradients, normalised, view
 from portakern.backends.pallas.lib.mosaic_gpu.norms import RmsNormVjp, narrow_dtype, narrowed
-from portakern.backends.pallas.lib.mosaic_gpu.rows import Formula, Walk, Weights, declared
+from portakern.backends.pallas.lib.mosaic_gpu.rows import Formula, WarpRowWalk, Weights, declared
 from portakern.core.call import Call
 
 
 @dataclass(frozen=True)
-class RmsNorm(Formula):
+class RmsNormFormula(Formula):
     """The formula of a row; its statistic is the sum of squares."""
 
     empty = (0.0,)
     eps: float
     narrow: str | None
 
-    def of_chunk(self, x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
+    def of_chunk(self, x: Any, walk: WarpRowWalk, start: Any, weights: Weights) -> tuple[Any, ...]:
         x = walk.within(x, 0.0, start)
         return (jnp.sum(x * x, axis=1),)
 
-    def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Weights) -> Any:
+    def result(self, statistics: tuple[Any, ...], x: Any, walk: WarpRowWalk, weights: Weights) -> Any:
         y = x * walk.spread(lax.rsqrt(statistics[0] / walk.n + self.eps))
         y = narrowed(y, self.narrow)
         return y * weights["weight"]() if "weight" in weights else y
@@ -51,7 +51,7 @@ class RmsNorm(Formula):
 
 @BACKEND.implements("rmsnorm", **declared(view, copies))
 def rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
-    return normalised(call, tiling, RmsNorm(call.options["eps"], narrow_dtype(call)))
+    return normalised(call, tiling, RmsNormFormula(call.options["eps"], narrow_dtype(call)))
 
 
 @BACKEND.implements("rmsnorm_vjp", **declared(view, gradient_copies, arrays=2))

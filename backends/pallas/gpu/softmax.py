@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.lib.mosaic_gpu import rows as row_walk
-from portakern.backends.pallas.lib.mosaic_gpu.rows import Formula, Walk, Weights, launched
+from portakern.backends.pallas.lib.mosaic_gpu.rows import Formula, WarpRowWalk, Weights, launched
 from portakern.core.call import Call
 
 
@@ -45,17 +45,17 @@ def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
     return "; ".join(filter(None, (moved, row_walk.copies(call, view(call)[1])))) or None
 
 
-class Softmax(Formula):
+class SoftmaxFormula(Formula):
     """The formula of a row; its statistics are m and l."""
 
     empty = -math.inf, 0.0
 
-    def whole(self, x: Any, walk: Walk, weights: Weights) -> tuple[Any, tuple[Any, ...]]:
+    def whole(self, x: Any, walk: WarpRowWalk, weights: Weights) -> tuple[Any, tuple[Any, ...]]:
         x = walk.within(x, -jnp.inf)
         p = jnp.exp(x - walk.spread(jnp.max(x, axis=1)))
         return p * walk.spread(1.0 / jnp.sum(p, axis=1)), ()
 
-    def of_chunk(self, x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
+    def of_chunk(self, x: Any, walk: WarpRowWalk, start: Any, weights: Weights) -> tuple[Any, ...]:
         x = walk.within(x, -jnp.inf, start)
         m = jnp.max(x, axis=1)
         return m, jnp.sum(jnp.exp(x - walk.spread(shift_of(m))), axis=1)
@@ -66,7 +66,7 @@ class Softmax(Formula):
         m = jnp.maximum(m_before, m_after)
         return m, l_before * jnp.exp(m_before - shift_of(m)) + l_after * jnp.exp(m_after - shift_of(m))
 
-    def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Weights) -> Any:
+    def result(self, statistics: tuple[Any, ...], x: Any, walk: WarpRowWalk, weights: Weights) -> Any:
         m, l = statistics
         return jnp.exp(x - walk.spread(m)) * walk.spread(1.0 / l)
 
@@ -81,7 +81,7 @@ def shift_of(m: Any) -> Any:
 def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     x, axis, n = call.arrays["x"], call.options["axis"], view(call)[1]
     rows = jnp.moveaxis(x, axis, -1)
-    y, _ = launched(call, tiling, (rows.reshape(-1, n),), Softmax(), {}, approximate=True)
+    y, _ = launched(call, tiling, (rows.reshape(-1, n),), SoftmaxFormula(), {}, approximate=True)
     return (jnp.moveaxis(y.reshape(rows.shape), -1, axis),)
 
 
@@ -90,11 +90,11 @@ class SoftmaxVjp(Formula):
 
     empty = (0.0,)
 
-    def of_chunk(self, x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
+    def of_chunk(self, x: Any, walk: WarpRowWalk, start: Any, weights: Weights) -> tuple[Any, ...]:
         y, d_y = x
         return (jnp.sum(walk.within(y * d_y, 0.0, start), axis=1),)
 
-    def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Weights) -> Any:
+    def result(self, statistics: tuple[Any, ...], x: Any, walk: WarpRowWalk, weights: Weights) -> Any:
         y, d_y = x
         return y * (d_y - walk.spread(statistics[0]))
 

@@ -22,7 +22,7 @@ Place = Callable[..., tuple[Any, Any, Any]]
 """From a grid step to the (batch, head, block of queries or keys) that it works on."""
 
 
-class Operands:
+class AttentionOperands:
     """The arrays that every kernel of attention reads, in the layout in which it reads them: of q, so many heads that
     share their keys as rows beside each other."""
 

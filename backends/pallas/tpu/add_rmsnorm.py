@@ -17,12 +17,12 @@ from functools import partial
 import jax
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.lib.mosaic_tpu.rows import Held
+from portakern.backends.pallas.lib.mosaic_tpu.rows import VmemUse
 from portakern.backends.pallas.tpu.layernorm import gradients, in_walks, normalised
 from portakern.backends.pallas.tpu.rmsnorm import gradient_kernel, kernel, rounds_before
 from portakern.core.call import Call
 
-HELD = Held(streamed=4, computed=4)
+HELD = VmemUse(streamed=4, computed=4)
 
 
 @BACKEND.implements("add_rmsnorm", **in_walks(HELD))
@@ -31,7 +31,7 @@ def add_rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, ...]:
     return normalised(call, tiling, run, statistics=("squares",), flops=5, held=HELD)
 
 
-GRADIENT_HELD = Held(streamed=4, computed=5)
+GRADIENT_HELD = VmemUse(streamed=4, computed=5)
 
 
 @BACKEND.implements("add_rmsnorm_vjp", **in_walks(GRADIENT_HELD))

@@ -22,7 +22,7 @@ laid out in memory is said in ``_heads.py``.
 block_q, block_kv: the rows that a step holds, and the keys whose scores it has at a time. Large block_kv feeds the
 matrix unit; the scores, block_q x block_kv in float32, bound both. A step has several such blocks of keys, one after
 another (`parts`): the results are the same to the bit. On an edge of the band those that nobody sees are passed by
-(`Step`).
+(`KeyStep`).
 
 Source: Dao, "FlashAttention-2" (2023), algorithm 1; Milakov and Gimelshein (2018) for the running maximum.
 """
@@ -66,7 +66,7 @@ from portakern.backends.pallas.lib.mosaic_tpu.chip import (
     whole_lanes,
 )
 from portakern.backends.pallas.lib.mosaic_tpu.rows import STEP
-from portakern.backends.pallas.tpu._heads import Operands, from_heads, head_blocks, row_blocks
+from portakern.backends.pallas.tpu._heads import AttentionOperands, from_heads, head_blocks, row_blocks
 from portakern.backends.pallas.tpu.softmax import online_step
 from portakern.core import targets
 from portakern.core.call import Call
@@ -236,7 +236,7 @@ def may_share(call: Call) -> bool:
     return hardware is None or (hardware.cores or 1) > 1
 
 
-class Scores(NamedTuple):
+class TpuScores(NamedTuple):
     """How scores come of dots: what multiplies a dot, whether its tanh is taken and what multiplies that, None for
     nothing, and the unit in which the scores then stand.
 
@@ -251,12 +251,12 @@ class Scores(NamedTuple):
     settle: bool
 
     @classmethod
-    def of(cls, call: Call) -> Scores:
+    def of(cls, call: Call) -> TpuScores:
         (pre, unit), softcap = score_unit(call), call.options["softcap"]
         return cls(pre, softcap is not None, None if call.arrays["bias"] is None else softcap, unit, call.interpret)
 
     @classmethod
-    def of_gradients(cls, call: Call) -> Scores:
+    def of_gradients(cls, call: Call) -> TpuScores:
         pre, factor, unit = UnitOf.gradients(call)
         return cls(pre, call.options["softcap"] is not None, factor, unit, call.interpret)
 
@@ -308,7 +308,7 @@ def piece_of(ref: Refs, number: int, rows: int) -> Refs:
     return Refs(**{name: x.at[cuts[name]] if name in cuts else x for name, x in vars(ref).items()})
 
 
-class Step(NamedTuple):
+class KeyStep(NamedTuple):
     """Rows of block i beside the keys of step j, which ``add(ref, keys, row, column, edge)`` takes ``bkv`` at a time:
     ``keys`` is the band in such parts. On an edge rows pass by parts that they do not see, in so many ``pieces``."""
 
@@ -377,7 +377,7 @@ class Step(NamedTuple):
 
 
 def kernel(
-    ref: Refs, *, band: Band, order: Callable[[Any], Any], bkv: int, pieces: int, scores: Scores, saved: list[str],
+    ref: Refs, *, band: Band, order: Callable[[Any], Any], bkv: int, pieces: int, scores: TpuScores, saved: list[str],
     interpreted: bool,
 ) -> None:  # fmt: skip
     """A step holds band.block_kv keys, which it takes bkv at a time, and on the band's edge its rows in ``pieces``.
@@ -406,7 +406,7 @@ def kernel(
         ref.acc[...] = ref.acc[...] * across(shrink, ref.acc.shape[1]) + dot(p.astype(v.dtype), v, (1, 0))
         ref.m[...] = m
 
-    keys = Step(ref, band, bkv, pieces, i, j, add)
+    keys = KeyStep(ref, band, bkv, pieces, i, j, add)
 
     def attend(edge: bool) -> None:
         if band.has_edges and (edge or (interpreted and pieces > 1)):  # a row's bits depend there on the rows beside it
@@ -449,7 +449,7 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, 
     def written(b: Any, h: Any, place: Any, step: Any) -> tuple[Any, Any, Any]:
         return b, h, order(place)
 
-    inputs = Operands(call, shared).at(bq, band.block_kv, query, key)
+    inputs = AttentionOperands(call, shared).at(bq, band.block_kv, query, key)
     outputs: Blocks = {"o": (jax.ShapeDtypeStruct((batch, heads, rows, dv), dtype), head_blocks(bq, dv, written))}
     numbers = saved(call)
     if numbers:
@@ -465,7 +465,7 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, 
             order=order,
             bkv=bkv,
             pieces=pieces_of(call, bq, bkv),
-            scores=Scores.of(call),
+            scores=TpuScores.of(call),
             saved=numbers,
             interpreted=call.interpret,
         ),

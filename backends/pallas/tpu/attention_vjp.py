@@ -49,7 +49,7 @@ from portakern.backends.pallas.lib.blocks import Blocks, Refs, block, padded, qu
 from portakern.backends.pallas.lib.double_float import in_two
 from portakern.backends.pallas.lib.mosaic_tpu.chip import LANES, dot, launch, vmem_limit, whole_lanes
 from portakern.backends.pallas.tpu._heads import (
-    Operands,
+    AttentionOperands,
     Place,
     bias_blocks,
     by_head,
@@ -57,7 +57,7 @@ from portakern.backends.pallas.tpu._heads import (
     head_blocks,
     row_blocks,
 )
-from portakern.backends.pallas.tpu.attention import Scores, grains, key, refused, visible_pairs
+from portakern.backends.pallas.tpu.attention import TpuScores, grains, key, refused, visible_pairs
 from portakern.backends.pallas.tpu.softmax import exponential
 from portakern.core.call import Call
 from portakern.spec import Count
@@ -147,7 +147,7 @@ def by_row(ref: Refs, *, unit: float) -> None:
     ref.of_rows[DELTA, :] = jnp.where(unseen, 0.0, delta)
 
 
-def by_query(ref: Refs, *, band: Band, scores: Scores, scale: float) -> None:
+def by_query(ref: Refs, *, band: Band, scores: TpuScores, scale: float) -> None:
     """d_q of a block of queries, summed over the key blocks that they see."""
     i, step = step_along(2), step_along(3)
     first, last = band.span(i)
@@ -174,7 +174,7 @@ def by_query(ref: Refs, *, band: Band, scores: Scores, scale: float) -> None:
         ref.d_q[...] = (ref.acc[...] * scale).astype(ref.d_q.dtype)
 
 
-def by_key(ref: Refs, *, band: Band, scores: Scores, scale: float) -> None:
+def by_key(ref: Refs, *, band: Band, scores: TpuScores, scale: float) -> None:
     """d_k and d_v of a block of keys, summed over the heads of their group and the query blocks that see them.
 
     The band is turned over.
@@ -212,7 +212,7 @@ def by_key(ref: Refs, *, band: Band, scores: Scores, scale: float) -> None:
             ref.d_v[...] = ref.v_acc[...].astype(ref.d_v.dtype)
 
 
-def at_once(ref: Refs, *, band: Band, turned: Band, scores: Scores, scale: float) -> None:
+def at_once(ref: Refs, *, band: Band, turned: Band, scores: TpuScores, scale: float) -> None:
     """d_q of a block of queries, and d_k and d_v of all keys, which stay in VMEM until every query was there.
 
     Blocks meet in the order of `by_query`, which gives a key's sums that of `by_key`; scores are held as there.
@@ -255,7 +255,7 @@ def at_once(ref: Refs, *, band: Band, turned: Band, scores: Scores, scale: float
         ref.d_v[...] = ref.v_acc[...].astype(ref.d_v.dtype)
 
 
-def by_bias(ref: Refs, *, band: Band, scores: Scores, one_row: bool) -> None:
+def by_bias(ref: Refs, *, band: Band, scores: TpuScores, one_row: bool) -> None:
     """d_bias of a block of bias, summed over what the block is broadcast over.
 
     These are batch entries, heads and, in ``one_row``, the query blocks too. The band is turned over.
@@ -282,14 +282,14 @@ def by_bias(ref: Refs, *, band: Band, scores: Scores, one_row: bool) -> None:
         ref.d_bias[...] = ref.acc[...].T.astype(ref.d_bias.dtype)
 
 
-def weights(scores: Scores, dots: Any, bias: Any, lse: tuple[Any, Any], visible: Any) -> tuple[Any, Any]:
+def weights(scores: TpuScores, dots: Any, bias: Any, lse: tuple[Any, Any], visible: Any) -> tuple[Any, Any]:
     """P of a block of dots, and the slope of its softcap (None: 1). ``lse``: as `by_row` writes it."""
     (s, tanh), (shift, low) = scores.from_dots(dots, bias), lse
     slope = None if tanh is None else 1 - tanh * tanh
     return selected(visible, exponential(jnp.minimum((s - shift) - low, 0.0), scores.unit)), slope
 
 
-def weights_by_key(ref: Refs, band: Band, scores: Scores, j: Any, i: Any, edge: bool) -> tuple[Any, Any, Any]:
+def weights_by_key(ref: Refs, band: Band, scores: TpuScores, j: Any, i: Any, edge: bool) -> tuple[Any, Any, Any]:
     """(which pairs are visible, P, the slope) of key block j, as rows, and query block i."""
     bias = ref.bias[...].astype(jnp.float32).T if "bias" in ref else None
     visible = visible_pairs(ref, band, j, i, edge, by_key=True)
@@ -305,7 +305,7 @@ def selected(visible: Any, x: Any) -> Any:
 # What they read and write
 
 
-class Saved(Operands):
+class GradientOperands(AttentionOperands):
     """What every gradient reads: the forward pass's operands, the cotangent d_o, and what `by_row` says of
     every query."""
 
@@ -345,7 +345,7 @@ def row_statistics(call: Call, d_o: jax.Array) -> jax.Array:
             inputs[name] = (call.arrays[name][:, :, None], row_blocks(1, rows, place))
     form = jax.ShapeDtypeStruct((batch, heads, 3, q_len), jnp.float32)
     outputs: Blocks = {"of_rows": (form, row_blocks(3, rows, place))}
-    kernel = partial(by_row, unit=Scores.of_gradients(call).unit)
+    kernel = partial(by_row, unit=TpuScores.of_gradients(call).unit)
     return launched(call, kernel, (batch, heads, pl.cdiv(q_len, rows)), 0, inputs, outputs)["of_rows"]
 
 
@@ -389,7 +389,7 @@ def launched(
 # The gradients
 
 
-def query_gradient(call: Call, tiling: Mapping[str, int], saved: Saved) -> dict[str, jax.Array]:
+def query_gradient(call: Call, tiling: Mapping[str, int], saved: GradientOperands) -> dict[str, jax.Array]:
     (batch, q_len, heads, d), group = call.arrays["q"].shape, call.dims["group"]
     of_q, of_kv = grains(call)
     bq, bkv = row_block(call, q_len, tiling["block_q"], of_q), block(call.dims["kv_len"], tiling["block_kv"], of_kv)
@@ -404,7 +404,7 @@ def query_gradient(call: Call, tiling: Mapping[str, int], saved: Saved) -> dict[
     form = jax.ShapeDtypeStruct((batch, heads, q_len, d), call.arrays["q"].dtype)
     found = launched(
         call,
-        partial(by_query, band=band, scores=Scores.of_gradients(call), scale=scale_of(call)),
+        partial(by_query, band=band, scores=TpuScores.of_gradients(call), scale=scale_of(call)),
         grid=(batch, heads, pl.cdiv(q_len, bq), band.steps()),
         in_order=1,
         inputs=saved.at(bq, bkv, query, key),
@@ -416,7 +416,7 @@ def query_gradient(call: Call, tiling: Mapping[str, int], saved: Saved) -> dict[
     return {"d_q": from_heads(found["d_q"])}
 
 
-def key_gradients(call: Call, tiling: Mapping[str, int], saved: Saved) -> dict[str, jax.Array]:
+def key_gradients(call: Call, tiling: Mapping[str, int], saved: GradientOperands) -> dict[str, jax.Array]:
     group, q_len = call.dims["group"], call.dims["q_len"]
     batch, kv_len, kv_heads, _ = call.arrays["k"].shape
     of_q, of_kv = grains(call)
@@ -440,7 +440,7 @@ def key_gradients(call: Call, tiling: Mapping[str, int], saved: Saved) -> dict[s
             depth += width
     found = launched(
         call,
-        partial(by_key, band=band, scores=Scores.of_gradients(call), scale=scale_of(call)),
+        partial(by_key, band=band, scores=TpuScores.of_gradients(call), scale=scale_of(call)),
         grid=(batch, kv_heads, pl.cdiv(kv_len, bkv), group, band.steps()),
         in_order=2,
         inputs=saved.at(bq, bkv, query, key),
@@ -452,7 +452,7 @@ def key_gradients(call: Call, tiling: Mapping[str, int], saved: Saved) -> dict[s
     return {name: from_heads(gradient) for name, gradient in found.items()}
 
 
-def all_gradients(call: Call, tiling: Mapping[str, int], saved: Saved) -> dict[str, jax.Array]:
+def all_gradients(call: Call, tiling: Mapping[str, int], saved: GradientOperands) -> dict[str, jax.Array]:
     """d_q, d_k and d_v of one kernel."""
     (batch, q_len, heads, d), group = call.arrays["q"].shape, call.dims["group"]
     kv_len, dv, dtype = call.dims["kv_len"], call.dims["dv"], call.arrays["q"].dtype
@@ -472,7 +472,7 @@ def all_gradients(call: Call, tiling: Mapping[str, int], saved: Saved) -> dict[s
     outputs: Blocks = {"d_q": (jax.ShapeDtypeStruct((batch, heads, q_len, d), dtype), head_blocks(bq, d, query))}
     for name, array in (("d_k", saved.heads["k"]), ("d_v", saved.heads["v"])):
         outputs[name] = (jax.ShapeDtypeStruct(array.shape, dtype), head_blocks(keys, array.shape[3], every_key))
-    of_keys, scores = turned(band, q_len)._replace(rows=kv_len), Scores.of_gradients(call)
+    of_keys, scores = turned(band, q_len)._replace(rows=kv_len), TpuScores.of_gradients(call)
     found = launched(
         call,
         partial(at_once, band=band, turned=of_keys, scores=scores, scale=scale_of(call)),
@@ -487,7 +487,7 @@ def all_gradients(call: Call, tiling: Mapping[str, int], saved: Saved) -> dict[s
     return {name: from_heads(gradient) for name, gradient in found.items()}
 
 
-def bias_gradient(call: Call, tiling: Mapping[str, int], saved: Saved) -> dict[str, jax.Array]:
+def bias_gradient(call: Call, tiling: Mapping[str, int], saved: GradientOperands) -> dict[str, jax.Array]:
     (batch, q_len, heads, _), group, kv_len = call.arrays["q"].shape, call.dims["group"], call.dims["kv_len"]
     bias = call.arrays["bias"]
     batches, bias_heads, rows, _ = bias.shape
@@ -507,7 +507,7 @@ def bias_gradient(call: Call, tiling: Mapping[str, int], saved: Saved) -> dict[s
     form = jax.ShapeDtypeStruct(bias.shape, bias.dtype)
     return launched(
         call,
-        partial(by_bias, band=band, scores=Scores.of_gradients(call), one_row=one_row),
+        partial(by_bias, band=band, scores=TpuScores.of_gradients(call), one_row=one_row),
         grid=(*of_bias, *summed),
         in_order=3,
         inputs=saved.at(bq, bkv, query, key),
@@ -520,7 +520,7 @@ def bias_gradient(call: Call, tiling: Mapping[str, int], saved: Saved) -> dict[s
 
 @BACKEND.implements("attention_vjp", key=key, fit=fit, supports=supports, knobs={"kernels": Count(1, 2)})
 def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
-    saved = Saved(call)
+    saved = GradientOperands(call)
     found = all_gradients(call, tiling, saved) if tiling["kernels"] == 1 and wants_all(call) else {}
     rest = [name for name in call.wants if name not in found]
     found |= query_gradient(call, tiling, saved) if "d_q" in rest else {}

@@ -5,7 +5,7 @@
     d_x_j = d_loss [p_j (1 + 2 z lse) - (1 - e) [j = t] - e / n]        p = exp(min(x - lse - lse_low, 0))
 
 logits x, d_logits: (*batch, n); labels, loss, lse, lse_low, d_loss: (*batch). lse_low is what rounding takes from lse.
-The grid is (row blocks, 1, n blocks), see `Walk`. Each step of the forward kernel merges a block into the running
+The grid is (row blocks, 1, n blocks), see `BlockWalk`. Each step of the forward kernel merges a block into the running
 maximum m of a row and the sum l of exp(x - m), and takes the label's logit where it comes by; the last one puts the
 loss together. lse and lse_low are saved, so that in the gradient no element waits for another. A row that is ignored is
 read and not used.
@@ -30,21 +30,21 @@ from jax.experimental import pallas as pl
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.lib.blocks import Refs
 from portakern.backends.pallas.lib.double_float import added
-from portakern.backends.pallas.lib.mosaic_tpu.rows import Held, Walk, launched
+from portakern.backends.pallas.lib.mosaic_tpu.rows import BlockWalk, VmemUse, launched
 from portakern.backends.pallas.tpu.layernorm import in_walks, walk_of
 from portakern.backends.pallas.tpu.logsumexp import add_to_log_sum, finite_or_zero
 from portakern.core.call import Call
 
-HELD = Held(streamed=1, computed=4)
+HELD = VmemUse(streamed=1, computed=4)
 
 
-def is_label(labels: Any, block: Any, walk: Walk, step: Any) -> Any:
+def is_label(labels: Any, block: Any, walk: BlockWalk, step: Any) -> Any:
     """Whether each element of a block of rows is that of its row's label."""
     column = lax.broadcasted_iota(jnp.int32, block.shape, walk.along) + step * walk.block_n
     return column == walk.turned(labels)
 
 
-def kernel(ref: Refs, *, walk: Walk, ignored: int, even: float, z: float) -> None:
+def kernel(ref: Refs, *, walk: BlockWalk, ignored: int, even: float, z: float) -> None:
     _, step = walk.sweep_and_step()
     x = walk.within_rows(ref.x[...].astype(jnp.float32), step, -jnp.inf)
     labels = ref.labels[...]
@@ -103,10 +103,10 @@ def share_of(call: Call) -> dict[str, Any]:
     return {"ignored": options["ignore_index"], "even": options["label_smoothing"], "z": options["z_loss"]}
 
 
-GRADIENT_HELD = Held(streamed=2, computed=4)
+GRADIENT_HELD = VmemUse(streamed=2, computed=4)
 
 
-def gradient_kernel(ref: Refs, *, walk: Walk, ignored: int, even: float, z: float, classes: int) -> None:
+def gradient_kernel(ref: Refs, *, walk: BlockWalk, ignored: int, even: float, z: float, classes: int) -> None:
     """classes: of which a row holds the logits of all, or of the walk's n."""
     _, step = walk.sweep_and_step()
     x, labels = ref.x[...].astype(jnp.float32), ref.labels[...]

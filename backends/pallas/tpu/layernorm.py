@@ -4,7 +4,7 @@
     d_x = r (h - mean(h) - xh mean(h xh))        d_weight = sum over rows of d_y xh        d_bias = sum over rows of d_y
 
 x, y, d_y, d_x: (*batch, n); weight, bias: (n) or None; d_weight, d_bias: (n). The grid is (row blocks, sweeps, n
-blocks), see `Walk`. Sweep 0 takes the mean of each block and the sum of squares about it, and merges them into the
+blocks), see `BlockWalk`. Sweep 0 takes the mean of each block and the sum of squares about it, and merges them into the
 row's mean and m2, the sum of squares about that; of a gradient also the sums of h and of h (x - mean). Sweep 1 writes
 y, or d_x, and of d_weight and d_bias one row of partial sums for each row block, which a second kernel adds up in
 order.
@@ -36,38 +36,38 @@ from portakern.backends.pallas.lib.blocks import Blocks, Refs, block, even_block
 from portakern.backends.pallas.lib.mosaic_tpu import rows as row_walk
 from portakern.backends.pallas.lib.mosaic_tpu.chip import LANES, launch, sublanes
 from portakern.backends.pallas.lib.mosaic_tpu.rows import (
-    Held,
+    BlockWalk,
     Phases,
-    Piece,
     Strip,
-    Walk,
+    StripSlice,
+    VmemUse,
     launched,
     refused,
     row_tiling,
 )
 from portakern.core.call import Call
 
-HELD = Held(streamed=2, computed=3)
+HELD = VmemUse(streamed=2, computed=3)
 
 
 def key(call: Call) -> dict[str, str | int]:
     return {"dtype": call.dtype, "n": call.dims["n"]}
 
 
-def default_tiling(call: Call, held: Held) -> dict[str, int]:
+def default_tiling(call: Call, held: VmemUse) -> dict[str, int]:
     return row_tiling(call, call.dims["n"], 1, held)
 
 
-def walk_of(call: Call, tiling: Mapping[str, int]) -> Walk:
+def walk_of(call: Call, tiling: Mapping[str, int]) -> BlockWalk:
     """How a normalisation along the last axis walks the rows of its arrays."""
-    return Walk.along_last(call, tiling, (*call.dims["batch"], call.dims["n"]))
+    return BlockWalk.along_last(call, tiling, (*call.dims["batch"], call.dims["n"]))
 
 
 supports = partial(refused, walk_of=walk_of)
 in_walks = partial(row_walk.in_walks, key=key, default=default_tiling, walk_of=walk_of)
 
 
-def merge(mean: Any, strip: Strip, x: Callable[[Piece], Any]) -> tuple[Any, Any, Any, Any]:
+def merge(mean: Any, strip: Strip, x: Callable[[StripSlice], Any]) -> tuple[Any, Any, Any, Any]:
     """Merge a block of rows, of which x gives each piece, into the mean of what the rows have shown before it (equation
     2.1).
 
@@ -92,7 +92,7 @@ def merge(mean: Any, strip: Strip, x: Callable[[Piece], Any]) -> tuple[Any, Any,
     return block_mean, delta, moved, between
 
 
-def what_is_normed(ref: Refs, at: Piece) -> jax.Array:
+def what_is_normed(ref: Refs, at: StripSlice) -> jax.Array:
     """A piece of rows of x, or where there is a residual of their sum, rounded to their dtype."""
     x = at(ref.x)
     if "residual" in ref:
@@ -138,7 +138,7 @@ def normalised(
     kernel: Callable[..., Phases],
     statistics: tuple[str, ...],
     flops: int,
-    held: Held = HELD,
+    held: VmemUse = HELD,
 ) -> tuple[jax.Array, ...]:
     """y of a normalisation along the last axis, and where there is a residual the sum: what ``kernel(ref, strip=...)``
     makes of x, and of the residual, the weight and the bias that the call has.
@@ -169,13 +169,13 @@ def normalised(
     return tuple(found[o.name] for o in call.spec.outputs)
 
 
-GRADIENT_HELD = Held(streamed=3, computed=5)
+GRADIENT_HELD = VmemUse(streamed=3, computed=5)
 
 
 def gradient_kernel(ref: Refs, *, strip: Strip, eps: float) -> Phases:
     n = strip.n
 
-    def h(at: Piece) -> jax.Array:
+    def h(at: StripSlice) -> jax.Array:
         return at(ref.d_y) * at(ref.weight) if "weight" in ref else at(ref.d_y)
 
     def start() -> None:
@@ -187,7 +187,7 @@ def gradient_kernel(ref: Refs, *, strip: Strip, eps: float) -> Phases:
             return
         block_mean, delta, moved, between = merge(ref.mean, strip, lambda at: at(ref.x))
 
-        def sums(at: Piece) -> tuple[jax.Array, ...]:
+        def sums(at: StripSlice) -> tuple[jax.Array, ...]:
             d = at(ref.x) - block_mean
             return (jnp.square(d), h(at), h(at) * d) if "d_x" in ref else (jnp.square(d),)
 
@@ -218,7 +218,7 @@ def gradient_kernel(ref: Refs, *, strip: Strip, eps: float) -> Phases:
     return Phases(start, gather, write)
 
 
-def with_past(ref: Refs, at: Piece, d_x: jax.Array) -> jax.Array:
+def with_past(ref: Refs, at: StripSlice, d_x: jax.Array) -> jax.Array:
     """A piece of d_x, and where there is one the cotangent of x itself, which went past the norm."""
     return d_x + at(ref.past) if "past" in ref else d_x
 
@@ -237,7 +237,7 @@ def gradients(
     gradient_kernel: Callable[..., Phases],
     statistics: tuple[str, ...],
     flops: int,
-    held: Held,
+    held: VmemUse,
     x: jax.Array,
     past: jax.Array | None = None,
 ) -> tuple[jax.Array | None, ...]:

@@ -8,7 +8,7 @@ hidden h, slope, d_hidden: (*batch, d); weight, d_weight: (n, d); labels t, loss
 chunk after the other, in a loop of XLA's, has its logits in memory, in hidden's dtype: matmul makes them, cross_entropy
 and its gradient b read them, and matmul meets b. Forward, a chunk is ``chunk_rows`` rows: no row sees another, so that
 chunks change no bit. In d_weight it is all rows for ``chunk_n`` classes, so that each sum over rows is rounded once.
-d_hidden is one walk over the slope (`Walk`), in which no element waits for another.
+d_hidden is one walk over the slope (`BlockWalk`), in which no element waits for another.
 
 Sources: Hsu et al. 2024, "Liger Kernel", section 3.2, for chunks of rows; Wijmans et al. 2024, "Cut your losses in
 large-vocabulary language models", section 4, for logits taken again.
@@ -28,7 +28,7 @@ from jax import lax
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.lib.blocks import Refs
 from portakern.backends.pallas.lib.mosaic_tpu.chip import dtype_refused
-from portakern.backends.pallas.lib.mosaic_tpu.rows import Walk, launched
+from portakern.backends.pallas.lib.mosaic_tpu.rows import BlockWalk, launched
 from portakern.backends.pallas.tpu import cross_entropy as losses
 from portakern.backends.pallas.tpu import matmul as products
 from portakern.backends.pallas.tpu.family import FAMILY
@@ -162,7 +162,7 @@ def scaling(call: Call) -> tuple[Call, Mapping[str, int]]:
     return inner(call, "cross_entropy_vjp", dims, *(call.arrays[name] for name in names))
 
 
-def scaling_kernel(ref: Refs, *, walk: Walk, ignored: int) -> None:
+def scaling_kernel(ref: Refs, *, walk: BlockWalk, ignored: int) -> None:
     d_hidden = walk.turned(ref.d_loss[...]) * ref.slope[...].astype(jnp.float32)
     ignores = walk.turned(ref.labels[...]) == ignored
     ref.d_hidden[...] = jnp.where(ignores, 0.0, d_hidden).astype(ref.d_hidden.dtype)

@@ -3,7 +3,7 @@
     y = m + log sum exp(x - m)        d_x = d_y exp(x - m) / sum exp(x - m)
 
 x, d_x: (*shape); y, d_y: (*shape) without that axis. Arrays are viewed as softmax views its own: XLA transposes
-nothing. The grid is (outer, row blocks, sweeps, n blocks), see `Walk`. The forward kernel has one sweep: each step
+nothing. The grid is (outer, row blocks, sweeps, n blocks), see `BlockWalk`. The forward kernel has one sweep: each step
 merges a block into the running maximum m of a row and the sum l of exp(x - m), and the last one writes m + log l. The
 gradient gathers m and l in sweep 0 as softmax does, and writes in sweep 1.
 
@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.lib.blocks import Refs
-from portakern.backends.pallas.lib.mosaic_tpu.rows import Walk, launched
+from portakern.backends.pallas.lib.mosaic_tpu.rows import BlockWalk, launched
 from portakern.backends.pallas.tpu.softmax import HELD, in_walks, online_step, walk_of
 from portakern.core.call import Call
 
@@ -33,7 +33,7 @@ def finite_or_zero(m: Any) -> Any:
     return jnp.where(jnp.abs(m) == jnp.inf, 0.0, m)
 
 
-def add_to_log_sum(ref: Refs, walk: Walk, x: Any) -> None:
+def add_to_log_sum(ref: Refs, walk: BlockWalk, x: Any) -> None:
     """One step of the online softmax: merge a block into the running maximum m of its rows and the sum l of exp(x -
     m)."""
     m = jnp.maximum(ref.m[...], jnp.max(x, axis=walk.along, keepdims=True))
@@ -42,7 +42,7 @@ def add_to_log_sum(ref: Refs, walk: Walk, x: Any) -> None:
     ref.m[...] = m
 
 
-def kernel(ref: Refs, *, walk: Walk) -> None:
+def kernel(ref: Refs, *, walk: BlockWalk) -> None:
     _, step = walk.sweep_and_step()
     x = walk.within_rows(ref.x[...].astype(jnp.float32), step, -jnp.inf)
 
@@ -78,7 +78,7 @@ def logsumexp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     return (walk.from_numbers(found["y"], call.dims["rest"]),)
 
 
-def gradient_kernel(ref: Refs, *, walk: Walk) -> None:
+def gradient_kernel(ref: Refs, *, walk: BlockWalk) -> None:
     sweep, step = walk.sweep_and_step()
 
     @pl.when((sweep == 0) & (step == 0))

@@ -3,9 +3,10 @@
     xh = x r        r = (mean(x^2) + eps)^-1/2        y = xh weight        h = weight d_y
     d_x = r (h - xh mean(h xh))        d_weight = sum over rows of d_y xh
 
-x, y, d_y, d_x: (*batch, n); weight: (n) or None; d_weight: (n). The grid is (row blocks, sweeps, n blocks), see `Walk`.
-Sweep 0 adds up the squares of each block, and of a gradient h x; sweep 1 writes, as layernorm's kernels do. With
-``narrow`` xh is rounded to x's dtype before the weight, and in the gradients so are h, and xh where d_weight meets it.
+x, y, d_y, d_x: (*batch, n); weight: (n) or None; d_weight: (n). The grid is (row blocks, sweeps, n blocks), see
+`BlockWalk`. Sweep 0 adds up the squares of each block, and of a gradient h x; sweep 1 writes, as layernorm's kernels
+do. With ``narrow`` xh is rounded to x's dtype before the weight, and in the gradients so are h, and xh where d_weight
+meets it.
 
 block_rows: rows a block holds; block_n: elements of each row a block holds.
 
@@ -24,7 +25,7 @@ from jax import lax
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.lib.blocks import Refs
-from portakern.backends.pallas.lib.mosaic_tpu.rows import Phases, Piece, Strip
+from portakern.backends.pallas.lib.mosaic_tpu.rows import Phases, Strip, StripSlice
 from portakern.backends.pallas.tpu.layernorm import (
     GRADIENT_HELD,
     HELD,
@@ -79,7 +80,7 @@ def rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, ...]:
 def gradient_kernel(ref: Refs, *, strip: Strip, eps: float, narrow: bool) -> Phases:
     n = strip.n
 
-    def h(at: Piece) -> jax.Array:
+    def h(at: StripSlice) -> jax.Array:
         return narrowed(at(ref.d_y) * at(ref.weight), ref.x.dtype, narrow) if "weight" in ref else at(ref.d_y)
 
     def start() -> None:
@@ -87,7 +88,7 @@ def gradient_kernel(ref: Refs, *, strip: Strip, eps: float, narrow: bool) -> Pha
         ref.hx[...] = jnp.zeros_like(ref.hx)
 
     def gather() -> None:
-        def sums(at: Piece) -> tuple[jax.Array, ...]:
+        def sums(at: StripSlice) -> tuple[jax.Array, ...]:
             x = at(ref.x)
             return (jnp.square(x), h(at) * x) if "d_x" in ref else (jnp.square(x),)
 

@@ -4,8 +4,8 @@
 
 x, y, d_y, d_x: (*shape). Arrays are viewed as (outer, n, inner) with n the softmax axis, where a block reduces along
 sublanes instead of lanes, or as (rows, n) when that axis is the last; XLA transposes nothing. The grid is (outer, row
-blocks, sweeps, n blocks), see `Walk`. Sweep 0 keeps the running maximum m of a row and the sum l of exp(x - m), or of
-the gradient sums y d_y, with y as the forward pass stored it; sweep 1 writes.
+blocks, sweeps, n blocks), see `BlockWalk`. Sweep 0 keeps the running maximum m of a row and the sum l of exp(x - m), or
+of the gradient sums y d_y, with y as the forward pass stored it; sweep 1 writes.
 
 block_rows: softmax rows a block holds; block_n: elements of each row a block holds.
 
@@ -26,10 +26,10 @@ from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.lib.blocks import Refs
 from portakern.backends.pallas.lib.mosaic_tpu import rows as row_walk
 from portakern.backends.pallas.lib.mosaic_tpu.chip import across
-from portakern.backends.pallas.lib.mosaic_tpu.rows import Held, Phases, Strip, Walk, launched, row_tiling
+from portakern.backends.pallas.lib.mosaic_tpu.rows import BlockWalk, Phases, Strip, VmemUse, launched, row_tiling
 from portakern.core.call import Call
 
-HELD = Held(streamed=2, computed=3)
+HELD = VmemUse(streamed=2, computed=3)
 
 
 def view(call: Call) -> tuple[tuple[int, int, int], int]:
@@ -48,17 +48,17 @@ def key(call: Call) -> dict[str, str | int]:
     return {"dtype": call.dtype, "across": "sublanes" if axis == 1 else "lanes", "n": shape[axis]}
 
 
-def default_tiling(call: Call, held: Held) -> dict[str, int]:
+def default_tiling(call: Call, held: VmemUse) -> dict[str, int]:
     shape, axis = view(call)
     return row_tiling(call, shape[axis], axis - 1, held)
 
 
-def walk_of(call: Call, tiling: Mapping[str, int]) -> Walk:
+def walk_of(call: Call, tiling: Mapping[str, int]) -> BlockWalk:
     """How softmax and its gradient walk the rows of their arrays."""
     if call.options["axis"] == len(call.dims["shape"]) - 1:
-        return Walk.along_last(call, tiling, call.dims["shape"])
+        return BlockWalk.along_last(call, tiling, call.dims["shape"])
     shape, axis = view(call)
-    return Walk.over(call, tiling, shape, axis - 1)
+    return BlockWalk.over(call, tiling, shape, axis - 1)
 
 
 in_walks = partial(row_walk.in_walks, key=key, default=default_tiling, walk_of=walk_of)
@@ -128,7 +128,7 @@ def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
     return (found["y"],)
 
 
-GRADIENT_HELD = Held(streamed=3, computed=3)
+GRADIENT_HELD = VmemUse(streamed=3, computed=3)
 
 
 def gradient_kernel(ref: Refs, *, strip: Strip) -> Phases:

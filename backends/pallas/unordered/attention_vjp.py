@@ -67,9 +67,9 @@ from portakern.backends.pallas.lib.mosaic_gpu.pairs import (
     NUMBERS,
     ROWS,
     SLOTS,
+    AttentionGradientPlan,
     Place,
-    Plan,
-    Tile,
+    ResidentTile,
     is_far,
     masks,
     plan_of,
@@ -101,7 +101,7 @@ class Added(NamedTuple):
     together: tiles of queries whose d_q two consumers compute. last: whether a turn's products with d_k are its last.
     """
 
-    plan: Plan
+    plan: AttentionGradientPlan
     together: int
     last: bool
 
@@ -126,7 +126,7 @@ class Added(NamedTuple):
         """Of the sums."""
         return self.plan.parts[0] * PART
 
-    def tile(self, tile: Tile) -> Tile:
+    def tile(self, tile: ResidentTile) -> ResidentTile:
         """The same tile of keys, and whole groups of tiles of queries that are computed ``together``."""
         if self.together == 1:
             return tile
@@ -172,7 +172,7 @@ def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
     return "; ".join(found) or None
 
 
-def consume(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, *, how: Added) -> None:
+def consume(ref: Refs, plan: AttentionGradientPlan, warpgroup: Any, tile: ResidentTile, *, how: Added) -> None:
     """Sum up d_k and d_v of this warpgroup's resident rows and write them, and add its half of each d_q to memory."""
     ref.numbers[plan.stages, warpgroup] = plgpu.broadcasted_iota(jnp.float32, (ROWS,), 0, layout=COLUMN)
     plgpu.commit_smem()
@@ -185,7 +185,7 @@ def consume(ref: Refs, plan: Plan, warpgroup: Any, tile: Tile, *, how: Added) ->
 
 
 def fold(
-    ref: Refs, how: Added, warpgroup: Any, tile: Tile, cut: bool, turn: Any, sums: tuple[Any, ...]
+    ref: Refs, how: Added, warpgroup: Any, tile: ResidentTile, cut: bool, turn: Any, sums: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """(d_k, d_v) with the queries of a turn, ``together`` tiles of them, whose d_q is added to memory."""
     shown = lax.rem(turn, jnp.int32(2))
@@ -283,7 +283,7 @@ def columns(ref: Refs, how: Added, warpgroup: Any, shape: tuple[int, int]) -> An
     return lax.broadcast_in_dim(found, shape, (1,))
 
 
-def query_gradients(ref: Refs, how: Added, warpgroup: Any, tile: Tile, turn: Any, acc: Any) -> None:
+def query_gradients(ref: Refs, how: Added, warpgroup: Any, tile: ResidentTile, turn: Any, acc: Any) -> None:
     """Issue acc += this warpgroup's half of D k of a turn: its columns, or its tile of queries."""
     n, part = (0, warpgroup) if how.together == 1 else (warpgroup, 0)
     for c in range(CONSUMERS):
@@ -291,7 +291,7 @@ def query_gradients(ref: Refs, how: Added, warpgroup: Any, tile: Tile, turn: Any
         issue_product(acc, shown, ref.resident_first.tiled.at[anew(c, tile.row + turn), part])
 
 
-def leave(ref: Refs, how: Added, warpgroup: Any, tile: Tile, turn: Any, d_q: Any) -> None:
+def leave(ref: Refs, how: Added, warpgroup: Any, tile: ResidentTile, turn: Any, d_q: Any) -> None:
     """Have this warpgroup's half of a turn's d_q added to the sums; nobody waits for it."""
     n, part = (0, warpgroup) if how.together == 1 else (warpgroup, 0)
     head, j = tile.place(turn * how.together + n)

@@ -14,7 +14,7 @@ from portakern.backends.triton.emulator import lanes as moves
 from portakern.backends.triton.emulator import matrices, waits
 from portakern.backends.triton.emulator.accesses import BUFFER, GLOBAL, LDS, SCRATCH, access
 from portakern.backends.triton.emulator.faults import lacking
-from portakern.backends.triton.emulator.state import AGPR, KINDS, NONE, VGPR, Step, put_bits
+from portakern.backends.triton.emulator.state import AGPR, KINDS, NONE, VGPR, DecodedInstruction, put_bits
 from portakern.backends.triton.emulator.tree import Functions
 
 __all__ = ["Decoder"]
@@ -65,7 +65,7 @@ class Decoder:
         self.known: dict[bytes, tuple[bytes, str]] = {}  # by its words: a step does not depend on where it stands
         self.alive: list[Any] = []  # tables and rewritten instructions that steps point to
 
-    def decode(self, pc: int, step: Step) -> str:
+    def decode(self, pc: int, step: DecodedInstruction) -> str:
         """Make a step of the instruction at an address; its name.
 
         Raises:
@@ -74,13 +74,13 @@ class Decoder:
         raw = ctypes.string_at(pc, LONGEST)
         for size in range(4, LONGEST, 4):
             if known := self.known.get(raw[:size]):
-                ctypes.memmove(ctypes.addressof(step), known[0], ctypes.sizeof(Step))
+                ctypes.memmove(ctypes.addressof(step), known[0], ctypes.sizeof(DecodedInstruction))
                 return known[1]
         name = self._make(raw, step)
         self.known[raw[: step.size]] = bytes(step), name
         return name
 
-    def _make(self, raw: bytes, step: Step) -> str:
+    def _make(self, raw: bytes, step: DecodedInstruction) -> str:
         inst = self._instruction(raw)
         name = str(self.emulator._op_name(inst))
         step.size, step.counter, step.at, step.verdict = inst.size(), NONE, 0, NONE
@@ -134,25 +134,25 @@ class Decoder:
 
     # ------------------------------------------------------------------------------------------------- what it becomes
 
-    def _jit(self, inst: Any, raw: bytes, step: Step) -> None:
+    def _jit(self, inst: Any, raw: bytes, step: DecodedInstruction) -> None:
         address, buffers = self.functions.find(inst, raw)
         step.kind, step.code = KINDS["JITTED"], address
         for i, b in enumerate((*buffers, *[0] * 6)[:6]):
             step.buffer[i] = b
 
-    def _elsewhere(self, words: bytes, step: Step) -> None:
+    def _elsewhere(self, words: bytes, step: DecodedInstruction) -> None:
         """The function of a rewritten instruction, which finds its words where they are kept."""
         kept = ctypes.create_string_buffer(words + b"\0" * 24)
         self.alive.append(kept)
         self._jit(self.emulator.decode_inst(kept.raw, self.isa), kept.raw, step)
         step.at = ctypes.addressof(kept)
 
-    def _table(self, values: np.ndarray, step: Step) -> None:
+    def _table(self, values: np.ndarray, step: DecodedInstruction) -> None:
         kept = np.ascontiguousarray(values, np.int32)
         self.alive.append(kept)
         step.table = kept.ctypes.data
 
-    def _wait(self, inst: Any, name: str, raw: bytes, step: Step) -> None:
+    def _wait(self, inst: Any, name: str, raw: bytes, step: DecodedInstruction) -> None:
         found = waits.limits(self.isa, name, struct.unpack_from("<I", raw)[0] & 0xFFFF)
         if found is None:
             raise lacking(name)
@@ -161,14 +161,14 @@ class Decoder:
         for bits in (step.reads, step.writes):
             put_bits(bits, ())
 
-    def _program_counter(self, inst: Any, name: str, raw: bytes, step: Step) -> None:
+    def _program_counter(self, inst: Any, name: str, raw: bytes, step: DecodedInstruction) -> None:
         """Jumps further than a branch's 16 bits reach."""
         step.kind = KINDS["GET_PC" if "GET" in name else "SET_PC"]
         step.sdst, step.source = bits_of(inst, "sdst"), bits_of(inst, "ssrc0")
         put_bits(step.reads, [step.source, step.source + 1] if "SET" in name else ())
         put_bits(step.writes, [step.sdst, step.sdst + 1] if "GET" in name else ())
 
-    def _scalar_load(self, inst: Any, name: str, raw: bytes, step: Step) -> None:
+    def _scalar_load(self, inst: Any, name: str, raw: bytes, step: DecodedInstruction) -> None:
         what = access(name)
         if what.store or what.bytes < 4:
             raise lacking(name)
@@ -198,7 +198,7 @@ class Decoder:
         put_bits(step.address, addresses)
         put_bits(step.writes, range(step.data, step.data + what.bytes // 4))
 
-    def _access(self, inst: Any, name: str, raw: bytes, step: Step) -> None:
+    def _access(self, inst: Any, name: str, raw: bytes, step: DecodedInstruction) -> None:
         what = access(name)
         to_lds = what.to_lds or bool(bits_of(inst, "lds"))
         step.kind, step.space, step.store, step.bytes = KINDS["ACCESS"], what.space, what.store, what.bytes
@@ -226,7 +226,7 @@ class Decoder:
         if what.store and what.bytes <= 2:  # of one half of a register
             put_bits(step.spared[0 if what.half == 2 else 1], [r for r in data if r not in addresses])
 
-    def _lds(self, inst: Any, name: str, step: Step) -> list[int]:
+    def _lds(self, inst: Any, name: str, step: DecodedInstruction) -> list[int]:
         what = access(name)
         low, high = bits_of(inst, "offset0"), bits_of(inst, "offset1")
         unit = what.bytes * what.unit
@@ -234,7 +234,7 @@ class Decoder:
         step.data2 = bits_of(inst, "data1")
         return [VGPR + step.vaddr]
 
-    def _buffer(self, inst: Any, name: str, step: Step) -> list[int]:
+    def _buffer(self, inst: Any, name: str, step: DecodedInstruction) -> list[int]:
         if bits_of(inst, "idxen") or bits_of(inst, "tfe"):
             raise lacking(f"{name} with an index")
         rdna4 = self.isa == "rdna4"
@@ -246,19 +246,19 @@ class Decoder:
         vector = [VGPR + step.vaddr] if step.offen else []
         return [*range(step.srsrc, step.srsrc + 3), *[soffset] * (step.soffset != NONE and soffset < NULL), *vector]
 
-    def _scratch(self, inst: Any, name: str, step: Step) -> list[int]:
+    def _scratch(self, inst: Any, name: str, step: DecodedInstruction) -> list[int]:
         scalar, step.offen = bits_of(inst, "saddr"), bits_of(inst, "sve")
         step.saddr = scalar if scalar < NULL else NONE
         return [*[scalar] * (scalar < NULL), *[VGPR + step.vaddr] * bool(step.offen)]
 
-    def _global(self, inst: Any, name: str, step: Step) -> list[int]:
+    def _global(self, inst: Any, name: str, step: DecodedInstruction) -> list[int]:
         scalar = bits_of(inst, "saddr")
         if scalar < NULL and not name.startswith("FLAT"):
             step.saddr = scalar
             return [scalar, scalar + 1, VGPR + step.vaddr]
         return [VGPR + step.vaddr, VGPR + step.vaddr + 1]
 
-    def _transpose(self, inst: Any, name: str, raw: bytes, step: Step) -> None:
+    def _transpose(self, inst: Any, name: str, raw: bytes, step: DecodedInstruction) -> None:
         step.kind, step.counter, step.file = KINDS["TRANSPOSE"], self.counter.ds, bits_of(inst, "acc")
         step.vaddr, step.data = bits_of(inst, "addr"), bits_of(inst, "vdst")
         step.offset = bits_of(inst, "offset0") | bits_of(inst, "offset1") << 8
@@ -267,7 +267,7 @@ class Decoder:
         put_bits(step.address, [VGPR + step.vaddr])
         put_bits(step.writes, [first, first + 1])
 
-    def _lane_of_lds(self, inst: Any, name: str, raw: bytes, step: Step) -> None:
+    def _lane_of_lds(self, inst: Any, name: str, raw: bytes, step: DecodedInstruction) -> None:
         offset = bits_of(inst, "offset0") | bits_of(inst, "offset1") << 8
         step.counter = self.counter.ds
         step.data, step.offset, addr = bits_of(inst, "vdst"), offset, bits_of(inst, "addr")
@@ -279,7 +279,7 @@ class Decoder:
         step.vaddr, step.source = addr, bits_of(inst, "data0")
         put_bits(step.reads, [VGPR + step.vaddr, VGPR + step.source])
 
-    def _move(self, source: int, target: int, table: np.ndarray, step: Step) -> None:
+    def _move(self, source: int, target: int, table: np.ndarray, step: DecodedInstruction) -> None:
         """A plain move of what other lanes hold."""
         temporary = free(source, target)
         word = 0x7E000000 | target << 17 | 1 << 9 | VECTOR + temporary  # v_mov_b32
@@ -290,7 +290,7 @@ class Decoder:
         put_bits(step.reads, [VGPR + source])
         self._table(table, step)
 
-    def _dpp(self, inst: Any, name: str, raw: bytes, step: Step) -> None:
+    def _dpp(self, inst: Any, name: str, raw: bytes, step: DecodedInstruction) -> None:
         """The lanes move first; then the plain instruction takes what came from a register that it does not use."""
         if any(bits_of(inst, f) for f in ("src0_neg", "src0_abs", "src1_neg", "src1_abs")):
             raise lacking(f"{name} DPP with source modifiers")
@@ -305,7 +305,7 @@ class Decoder:
         step.enabled = moves.enabled(bits_of(inst, "row_mask"), bits_of(inst, "bank_mask"), self.lanes)
         self._table(moves.dpp(bits_of(inst, "dpp"), self.lanes), step)
 
-    def _permlane16(self, inst: Any, name: str, raw: bytes, step: Step) -> None:
+    def _permlane16(self, inst: Any, name: str, raw: bytes, step: DecodedInstruction) -> None:
         selects = bits_of(inst, "src1"), bits_of(inst, "src2")
         if any(s >= VECTOR for s in selects) or bits_of(inst, "src0") < VECTOR:
             raise lacking(f"{name} with vector selects")
@@ -314,14 +314,14 @@ class Decoder:
         step.select[:] = [NONE if s == LITERAL else s for s in selects]
         step.fetch, step.bound = bits_of(inst, "opsel") & 1, bits_of(inst, "opsel") >> 1 & 1
 
-    def _swap(self, inst: Any, name: str, raw: bytes, step: Step) -> None:
+    def _swap(self, inst: Any, name: str, raw: bytes, step: DecodedInstruction) -> None:
         step.kind, step.offset = KINDS["SWAP"], 32 if "PERMLANE32" in name else 16
         step.data, step.source = bits_of(inst, "vdst"), bits_of(inst, "src0") & 255
         both = [VGPR + step.data, VGPR + step.source]
         put_bits(step.reads, both)
         put_bits(step.writes, both)
 
-    def _div_scale(self, inst: Any, name: str, raw: bytes, step: Step) -> None:
+    def _div_scale(self, inst: Any, name: str, raw: bytes, step: DecodedInstruction) -> None:
         if not name.startswith("V_DIV_SCALE_F32") or bits_of(inst, "neg") or bits_of(inst, "omod"):
             raise lacking(f"{name} with modifiers" if "F32" in name else name)
         step.kind, step.data, step.literal = (
@@ -333,7 +333,7 @@ class Decoder:
         flags = bits_of(inst, "sdst")
         step.sdst = NONE if flags == NULL and self.isa != "cdna" else flags
 
-    def _matrix(self, inst: Any, name: str, raw: bytes, step: Step) -> None:
+    def _matrix(self, inst: Any, name: str, raw: bytes, step: DecodedInstruction) -> None:
         name = name.removesuffix("_E64")
         found = matrices.layout(name, self.isa)
         mfma = self.isa == "cdna"
@@ -355,7 +355,7 @@ class Decoder:
         put_bits(step.reads, read + [files[2] + step.c - VECTOR + r for r in own if step.c >= VECTOR])
         put_bits(step.writes, [files[2] + step.data + r for r in own])
 
-    def _long_form(self, inst: Any, name: str, raw: bytes, step: Step) -> None:
+    def _long_form(self, inst: Any, name: str, raw: bytes, step: DecodedInstruction) -> None:
         """On CDNA an 8-bit register number is one. tinygrad reads 16-bit operands from v128 on as high halves, as RDNA
         has them; in its long form the instruction is right."""
         (word,) = struct.unpack_from("<I", raw)
@@ -368,14 +368,14 @@ class Decoder:
         self._elsewhere(struct.pack("<II", 0b110100 << 26 | op << 16 | word >> 17 & 255, source | second << 9), step)
 
 
-def _nothing(inst: Any, name: str, raw: bytes, step: Step) -> None:
+def _nothing(inst: Any, name: str, raw: bytes, step: DecodedInstruction) -> None:
     step.kind = KINDS["SKIP"]
     for bits in (step.reads, step.writes):
         put_bits(bits, ())
 
 
 def _simple(kind: str) -> Callable[..., None]:
-    def make(inst: Any, name: str, raw: bytes, step: Step) -> None:
+    def make(inst: Any, name: str, raw: bytes, step: DecodedInstruction) -> None:
         _nothing(inst, name, raw, step)
         step.kind = KINDS[kind]
 
@@ -411,7 +411,7 @@ def _above(inst: Any) -> bool:
     return first or second or (bits.get("d") == 16 and word >> 17 & 255 >= FIRST_HIGH_HALF)
 
 
-class Operand(NamedTuple):
+class InstructionOperand(NamedTuple):
     """Registers that a field of an instruction names."""
 
     field: str
@@ -419,7 +419,7 @@ class Operand(NamedTuple):
     is_result: bool
 
 
-def operands(inst: Any, name: str) -> list[Operand]:
+def operands(inst: Any, name: str) -> list[InstructionOperand]:
     """The registers that an arithmetic instruction names."""
     found = []
     sources = inst.num_srcs() if hasattr(inst, "op") else 3
@@ -438,10 +438,10 @@ def operands(inst: Any, name: str) -> list[Operand]:
         if first >= VECTOR + FIRST_HIGH_HALF and _holds_halves(inst, field):
             first -= FIRST_HIGH_HALF
         registers = _numbers(first, reg.sz, name, is_result)
-        found.append(Operand(field, registers, is_result))
+        found.append(InstructionOperand(field, registers, is_result))
         owner = getattr(inst, f"op{field[-1]}").name if field in ("vdstx", "vdsty") else name
         if is_result and any(part in owner for part in ACCUMULATE):
-            found.append(Operand(field, registers, False))
+            found.append(InstructionOperand(field, registers, False))
     return found
 
 
@@ -453,7 +453,7 @@ def _holds_halves(inst: Any, field: str) -> bool:
     return bool(inst.canonical_op_bits.get(of) == 16)
 
 
-def halves(inst: Any, name: str, found: list[Operand]) -> list[tuple[list[int], list[int]]]:
+def halves(inst: Any, name: str, found: list[InstructionOperand]) -> list[tuple[list[int], list[int]]]:
     """(sources, results) of parts of an instruction that are undefined each by itself; none where it is one part."""
     sources = [o for o in found if not o.is_result]
     results = [o for o in found if o.is_result]
@@ -486,7 +486,7 @@ def halves(inst: Any, name: str, found: list[Operand]) -> list[tuple[list[int], 
     return []
 
 
-def _all(found: Iterable[Operand]) -> list[int]:
+def _all(found: Iterable[InstructionOperand]) -> list[int]:
     return [r for o in found for r in o.registers]
 
 

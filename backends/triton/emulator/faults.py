@@ -5,8 +5,8 @@ from __future__ import annotations
 from portakern.errors import NotEmulatedError
 
 __all__ = [
-    "BY_CODE", "CompilerCrash", "EarlyRead", "Fault", "IllegalInstruction", "LdsRace", "OutsideMemory", "TooLong",
-    "UninitialisedRegister", "lacking",
+    "BY_CODE", "CompilerCrash", "EarlyRead", "Fault", "IllegalInstruction", "LdsRace", "OutsideMemory",
+    "TooManyInstructions", "UninitialisedRegister", "lacking",
 ]  # fmt: skip
 
 
@@ -38,7 +38,7 @@ class CompilerCrash(NotEmulatedError):
     """The compiler ended its process, so that there is nothing to run. A launch on hardware would end the caller's."""
 
 
-class TooLong(NotEmulatedError):
+class TooManyInstructions(NotEmulatedError):
     """A launch of more instructions than the emulator takes on."""
 
 

@@ -5,7 +5,7 @@
    the last barrier, and whether the registers that it reads were ever written, or are still on their way from memory.
 
    Registers are numbered s0 .. s127, v0 .. v255 (from 128), a0 .. a255 (from 384); sets of them are bits of WORDS
-   words. The layout of Step, Wave and Machine is machine.py's. */
+   words. The layout of DecodedInstruction, Wave and Machine is machine.py's. */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>

@@ -14,10 +14,18 @@ import numpy as np
 from portakern.backends.triton.emulator import tree, waits
 from portakern.backends.triton.emulator.code_object import CodeObject
 from portakern.backends.triton.emulator.decode import Decoder
-from portakern.backends.triton.emulator.faults import BY_CODE, TooLong
-from portakern.backends.triton.emulator.state import KINDS, SGPRS, Machine, Step, Wave, register_name, registers_of
+from portakern.backends.triton.emulator.faults import BY_CODE, TooManyInstructions
+from portakern.backends.triton.emulator.state import (
+    KINDS,
+    SGPRS,
+    DecodedInstruction,
+    Machine,
+    Wave,
+    register_name,
+    registers_of,
+)
 
-__all__ = ["MOST", "Program", "decoder"]
+__all__ = ["MOST", "EmulatedKernel", "decoder"]
 
 DONE, TRANSLATE, FAULT, LIMIT = range(4)
 MOST = 40_000_000  # instructions of one program
@@ -35,7 +43,7 @@ def decoder(isa: str) -> Decoder:
 def _library() -> ctypes.CDLL:
     library = tree.build_machine(Path(__file__).with_name("machine.c"))
     library.size_of.restype, library.size_of.argtypes = ctypes.c_uint64, [ctypes.c_int]
-    for which, kind in enumerate((Step, Wave, Machine)):
+    for which, kind in enumerate((DecodedInstruction, Wave, Machine)):
         assert library.size_of(which) == ctypes.sizeof(kind), kind.__name__
     library.run.argtypes = [ctypes.c_void_p]
     library.begin.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p]
@@ -53,7 +61,7 @@ def _constants() -> np.ndarray:
     return found
 
 
-class Program:
+class EmulatedKernel:
     """A kernel with the steps of its code, which are made as they are reached.
 
     Args:
@@ -65,7 +73,7 @@ class Program:
 
         self.code, self.name, self.isa, self.decoder = code, name, isa, decoder(isa)
         self.names: dict[int, str] = {}
-        self.steps = (Step * code.words)()
+        self.steps = (DecodedInstruction * code.words)()
         self.machine = m = Machine()
         m.steps, m.base, m.count = ctypes.addressof(self.steps), code.base, code.words
         m.lanes, m.waves, m.lds_bytes, m.scratch_bytes = self.decoder.lanes, waves, lds, code.scratch
@@ -112,7 +120,7 @@ class Program:
         while (why := library.run(ctypes.addressof(m))) == TRANSLATE:
             self._translate(m.pc)
         if why == LIMIT:
-            raise TooLong(f"cannot: the emulator stops a program of {self.name} after {MOST} instructions")
+            raise TooManyInstructions(f"cannot: the emulator stops a program of {self.name} after {MOST} instructions")
         if why == FAULT:
             self._tell(program, ranges)
 

@@ -22,7 +22,7 @@ import triton
 from portakern.backends.triton import compiler, launch
 from portakern.backends.triton.emulator import code_object, tree
 from portakern.backends.triton.emulator.faults import CompilerCrash
-from portakern.backends.triton.emulator.machine import Program
+from portakern.backends.triton.emulator.machine import EmulatedKernel
 from portakern.core import targets
 from portakern.core.cache import BoundedCache
 from portakern.core.targets import Hardware
@@ -37,8 +37,8 @@ KERNARG_ALIGNMENT = 64
 Value = tuple[str, str, Any]
 """An argument of a launch: its name, Triton's type, and what is passed."""
 
-_programs: BoundedCache[tuple[str, ...], Program] = BoundedCache(48)
-_plant: Callable[[Program, list[Value]], list[Value] | None] | None = None
+_programs: BoundedCache[tuple[str, ...], EmulatedKernel] = BoundedCache(48)
+_plant: Callable[[EmulatedKernel, list[Value]], list[Value] | None] | None = None
 _one_at_a_time = threading.RLock()  # machine.c keeps what it works on to itself
 
 
@@ -100,7 +100,7 @@ def _try_apart(compile_it: Callable[[], Any], name: str) -> None:
 
 
 @contextmanager
-def planted(plant: Callable[[Program, list[Value]], list[Value] | None]) -> Iterator[None]:
+def planted(plant: Callable[[EmulatedKernel, list[Value]], list[Value] | None]) -> Iterator[None]:
     """Within this context ``plant(program, values)`` is called before a launch runs, on code of its own: it may change
     the code, and give other arguments."""
     global _plant
@@ -117,7 +117,7 @@ def forget() -> None:
 
 
 def counted() -> dict[str, Counter[str]]:
-    """What the kernels that are kept ran: see :meth:`Program.counted`."""
+    """What the kernels that are kept ran: see :meth:`EmulatedKernel.counted`."""
     total: dict[str, Counter[str]] = {"instructions": Counter(), "moved": Counter()}
     for program in _programs.values():
         for name, counts in program.counted().items():
@@ -131,7 +131,7 @@ def _run(kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[str, An
     program = _programs.get((key,)) if _plant is None else None
     if program is None:
         code = code_object.read(binary.asm["hsaco"], meta.name, binary.asm["amdgcn"])
-        program = Program(code, meta.name, isa, meta.num_warps, max(meta.shared, 0))
+        program = EmulatedKernel(code, meta.name, isa, meta.num_warps, max(meta.shared, 0))
         if _plant is None:
             _programs.keep((key,), program)
     values = _values(kernel, args, constexprs, source)

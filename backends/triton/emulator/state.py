@@ -13,8 +13,8 @@ __all__ = [
     "NONE",
     "REGISTERS",
     "VGPR",
+    "DecodedInstruction",
     "Machine",
-    "Step",
     "Wave",
     "put_bits",
     "register_name",
@@ -38,7 +38,7 @@ def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names.split()]
 
 
-class Step(ctypes.Structure):
+class DecodedInstruction(ctypes.Structure):
     """An instruction."""
 
     _fields_ = (

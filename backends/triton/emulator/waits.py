@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["COUNTERS", "MOST", "Counter", "limits"]
+__all__ = ["COUNTERS", "MOST", "WaitCounter", "limits"]
 
 
-class Counter(NamedTuple):
+class WaitCounter(NamedTuple):
     """Numbers of counters in machine.c."""
 
     vm: int = 0
@@ -21,10 +21,10 @@ class Counter(NamedTuple):
     smem: int = 3
 
 
-VM, DS, STORE, SMEM = Counter()
+VM, DS, STORE, SMEM = WaitCounter()
 
 # CDNA counts what is stored with what is loaded.
-COUNTERS = {"cdna": Counter(store=VM), "rdna3": Counter(), "rdna4": Counter()}
+COUNTERS = {"cdna": WaitCounter(store=VM), "rdna3": WaitCounter(), "rdna4": WaitCounter()}
 
 # How many transfers a counter counts: with as many under way the next one is not sent before the oldest is there, which
 # compilers rely on. Of scalar loads nobody knows which is the oldest.
@@ -54,11 +54,11 @@ _WAITS: dict[str, dict[str, tuple[_Field, ...]]] = {
 def limits(isa: str, name: str, word: int) -> list[int] | None:
     """By counter, how many transfers may be under way after a wait, -1 for any number; None where it is no wait."""
     if name == "S_WAIT_IDLE":
-        return [0] * len(Counter())
+        return [0] * len(WaitCounter())
     fields = _WAITS[isa].get(name)
     if fields is None:
         return None
-    found = [-1] * len(Counter())
+    found = [-1] * len(WaitCounter())
     for counters, parts in fields:
         value = shift = 0
         for low, bits in parts:

@@ -3,8 +3,8 @@
 Triton's own interpreter is chosen by an environment variable when a kernel is decorated, and works by replacing the
 functions of ``triton.language`` for the whole process, which breaks a compile on another thread. Here nothing global
 changes: a kernel's source is executed once more over its own namespace, in which ``tl`` is a stand-in whose functions
-take and give :class:`values.Block`. So there is nothing to restore, nothing to lock, and threads may interpret and
-compile at the same time.
+take and give :class:`values.InterpretedTensor`. So there is nothing to restore, nothing to lock, and threads may
+interpret and compile at the same time.
 
 As in a compiled kernel, assigning a Python number makes it a typed scalar, a loop index is a typed scalar, and integer
 arguments are int32 or, when they do not fit, int64; tuples and named tuples of arguments stay such. Unlike one, float
@@ -30,7 +30,7 @@ from triton.runtime.jit import JITFunction, mangle_type
 from portakern.backends.triton.descriptors import base_of, is_descriptor
 from portakern.backends.triton.interpreter.described import Described
 from portakern.backends.triton.interpreter.functions import OVERRIDES
-from portakern.backends.triton.interpreter.values import PROGRAM, SEMANTIC, Block, bound, pointer, scalar
+from portakern.backends.triton.interpreter.values import PROGRAM, SEMANTIC, InterpretedTensor, bound, pointer, scalar
 from portakern.core import codegen
 
 __all__ = ["run"]
@@ -147,12 +147,12 @@ def _method(function: Any) -> Callable[..., Any]:
 
 for _name, _member in list(vars(tl.tensor).items()):  # x.sum(0) and the like
     if isinstance(_member, (JITFunction, InterpretedFunction)):
-        setattr(Block, _name, _method(_translated(_member)))
+        setattr(InterpretedTensor, _name, _method(_translated(_member)))
 
 
 def _assigned(value: Any) -> Any:
     """A value as it is after an assignment in a kernel: numbers become typed scalars."""
-    return value if value.__class__ is Block else SEMANTIC.to_tensor(value, False)
+    return value if value.__class__ is InterpretedTensor else SEMANTIC.to_tensor(value, False)
 
 
 class _Rewriter(ast.NodeTransformer):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import triton.language as tl
 
-from portakern.backends.triton.interpreter.values import PROGRAM, Block, convert, made
+from portakern.backends.triton.interpreter.values import PROGRAM, InterpretedTensor, convert, made
 
 __all__ = ["Described"]
 
@@ -31,14 +31,14 @@ class Described:
         self._array = array.view(bits).numpy().view(np.uint16) if bits else array.numpy()
         self.dtype, self.block_shape = dtype, list(descriptor.block_shape)
 
-    def load(self, offsets: Sequence[Any]) -> Block:
+    def load(self, offsets: Sequence[Any]) -> InterpretedTensor:
         """The tile whose first element lies at ``offsets``."""
         tile = np.zeros(self.block_shape, self._array.dtype)
         inside, there = self._common(offsets)
         tile[inside] = self._array[there]
         return made(tile, self.dtype)
 
-    def store(self, offsets: Sequence[Any], value: Block) -> None:
+    def store(self, offsets: Sequence[Any], value: InterpretedTensor) -> None:
         """Write a tile, of the array's dtype, there."""
         if value.handle.data.shape != tuple(self.block_shape) or value.dtype.name != self.dtype.name:
             raise ValueError(

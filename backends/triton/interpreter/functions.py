@@ -20,7 +20,7 @@ from portakern.backends.triton.interpreter.values import (
     NUMPY,
     PROGRAM,
     SEMANTIC,
-    Block,
+    InterpretedTensor,
     bound,
     check_addresses,
     convert,
@@ -41,7 +41,7 @@ def _raw(x: Any) -> Any:
 def _operand(x: Any, dtype: tl.dtype) -> Any:
     """``x`` as NumPy data of ``dtype``."""
     x = _raw(x)
-    if isinstance(x, Block):
+    if isinstance(x, InterpretedTensor):
         return convert(x.handle.data, x.dtype, dtype)
     return convert(
         np.array(x, np.float32 if dtype.name == "bf16" else NUMPY[dtype.name]),
@@ -50,18 +50,20 @@ def _operand(x: Any, dtype: tl.dtype) -> Any:
     )
 
 
-def _element(p: Block) -> tuple[tl.dtype, np.dtype[Any]]:
+def _element(p: InterpretedTensor) -> tuple[tl.dtype, np.dtype[Any]]:
     element = p.dtype.element_ty
     if element.name == "int1":
         element = tl.int8
     return element, np.dtype(np.uint16 if element.name == "bf16" else NUMPY[element.name])
 
 
-def load(pointer: Block, mask: Any = None, other: Any = None, **hints: Any) -> Block:
+def load(pointer: InterpretedTensor, mask: Any = None, other: Any = None, **hints: Any) -> InterpretedTensor:
     address, (element, dtype) = pointer.handle.data, _element(pointer)
     lanes = None
     if mask is not None:
-        address, lanes = np.broadcast_arrays(address, mask.handle.data if isinstance(mask, Block) else bool(_raw(mask)))
+        address, lanes = np.broadcast_arrays(
+            address, mask.handle.data if isinstance(mask, InterpretedTensor) else bool(_raw(mask))
+        )
     check_addresses(address, lanes, dtype.itemsize)
     fill = np.asarray(POISON[dtype.kind], dtype) if other is None else _operand(other, element)
     live = np.ones(address.shape, bool) if lanes is None else lanes
@@ -70,10 +72,10 @@ def load(pointer: Block, mask: Any = None, other: Any = None, **hints: Any) -> B
     return out != 0 if pointer.dtype.element_ty.name == "int1" else out
 
 
-def store(pointer: Block, value: Any, mask: Any = None, **hints: Any) -> None:
+def store(pointer: InterpretedTensor, value: Any, mask: Any = None, **hints: Any) -> None:
     address, (element, dtype) = pointer.handle.data, _element(pointer)
     lanes = np.broadcast_to(
-        True if mask is None else mask.handle.data if isinstance(mask, Block) else bool(mask), address.shape
+        True if mask is None else mask.handle.data if isinstance(mask, InterpretedTensor) else bool(mask), address.shape
     )
     check_addresses(address, lanes, dtype.itemsize)
     upstream._interpreter.store(
@@ -82,14 +84,14 @@ def store(pointer: Block, value: Any, mask: Any = None, **hints: Any) -> None:
 
 
 def dot(
-    input: Block,
-    other: Block,
-    acc: Block | None = None,
+    input: InterpretedTensor,
+    other: InterpretedTensor,
+    acc: InterpretedTensor | None = None,
     input_precision: str | None = None,
     allow_tf32: Any = None,
     max_num_imprecise_acc: Any = None,
     out_dtype: tl.dtype = tl.float32,
-) -> Block:
+) -> InterpretedTensor:
     """Products and sums in float32 (float64, int32): what ``ieee`` promises and what tensor cores do with 16-bit
     operands."""
     a, b = input.handle.data, other.handle.data
@@ -116,7 +118,7 @@ def dot(
 
 def _elementwise(ufunc: Callable[..., Any], slow: Callable[..., Any]) -> Callable[..., Any]:
     def op(x: Any, **kwargs: Any) -> Any:
-        if isinstance(x, Block) and x.dtype.name in ("fp32", "fp64") and not kwargs:
+        if isinstance(x, InterpretedTensor) and x.dtype.name in ("fp32", "fp64") and not kwargs:
             return made(ufunc(x.handle.data), x.dtype, x.is_block)
         return slow(x, **kwargs)
 
@@ -127,7 +129,7 @@ def _two(ufunc: np.ufunc, slow: Callable[..., Any]) -> Callable[..., Any]:
     plain = direct(ufunc, slow, "if")
 
     def op(x: Any, y: Any, **kwargs: Any) -> Any:
-        return slow(x, y, **kwargs) if kwargs or not isinstance(x, Block) else plain(x, y)
+        return slow(x, y, **kwargs) if kwargs or not isinstance(x, InterpretedTensor) else plain(x, y)
 
     return op
 
@@ -136,31 +138,34 @@ _slow_where = bound(tl.where)
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:
-    if isinstance(condition, Block) and condition.dtype.name == "int1":
-        typed = x if isinstance(x, Block) else y
-        if isinstance(typed, Block) and typed.dtype.name in FLOATS:
+    if isinstance(condition, InterpretedTensor) and condition.dtype.name == "int1":
+        typed = x if isinstance(x, InterpretedTensor) else y
+        if isinstance(typed, InterpretedTensor) and typed.dtype.name in FLOATS:
             other = y if typed is x else x
-            if other.__class__ is float or (isinstance(other, Block) and other.dtype.name == typed.dtype.name):
-                a, b = (v.handle.data if isinstance(v, Block) else v for v in (x, y))
+            if other.__class__ is float or (
+                isinstance(other, InterpretedTensor) and other.dtype.name == typed.dtype.name
+            ):
+                a, b = (v.handle.data if isinstance(v, InterpretedTensor) else v for v in (x, y))
                 data = np.where(condition.handle.data, a, b)
                 return made(
                     data,
                     typed.dtype,
-                    condition.is_block or typed.is_block or (isinstance(other, Block) and other.is_block),
+                    condition.is_block or typed.is_block or (isinstance(other, InterpretedTensor) and other.is_block),
                 )
     return _slow_where(condition, x, y)
 
 
-def fma(x: Block, y: Any, z: Any) -> Block:
+def fma(x: InterpretedTensor, y: Any, z: Any) -> InterpretedTensor:
     """x y + z, where y and z may be numbers; in float32 by way of float64, which holds the product whole. In float64 it
     rounds twice."""
     a, b, c = (
-        np.asarray(v.handle.data if isinstance(v, Block) else _operand(v, x.dtype), np.float64) for v in (x, y, z)
+        np.asarray(v.handle.data if isinstance(v, InterpretedTensor) else _operand(v, x.dtype), np.float64)
+        for v in (x, y, z)
     )
     return made((a * b + c).astype(x.handle.data.dtype), x.dtype, x.is_block)
 
 
-def full(shape: Any, value: Any, dtype: tl.dtype) -> Block:
+def full(shape: Any, value: Any, dtype: tl.dtype) -> InterpretedTensor:
     extents = tuple(int(_raw(s)) for s in shape)
     return (
         made(np.broadcast_to(_operand(value, dtype), extents), dtype)
@@ -169,46 +174,48 @@ def full(shape: Any, value: Any, dtype: tl.dtype) -> Block:
     )
 
 
-def zeros(shape: Any, dtype: tl.dtype) -> Block:
+def zeros(shape: Any, dtype: tl.dtype) -> InterpretedTensor:
     return full(shape, 0, dtype)
 
 
-def trans(input: Block, *dims: Any) -> Block:
+def trans(input: InterpretedTensor, *dims: Any) -> InterpretedTensor:
     dims = tuple(_raw(d) for d in (dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims))
     return made(np.transpose(input.handle.data, dims), input.dtype) if dims else input.T
 
 
-def join(a: Block, b: Block) -> Block:
+def join(a: InterpretedTensor, b: InterpretedTensor) -> InterpretedTensor:
     """The elements of two tiles of one shape and dtype side by side, along a new last axis."""
     return made(np.stack((a.handle.data, b.handle.data), -1), a.dtype)
 
 
-def split(a: Block) -> tuple[Block, Block]:
+def split(a: InterpretedTensor) -> tuple[InterpretedTensor, InterpretedTensor]:
     """The two tiles that lie side by side along the last axis."""
     left, right = np.moveaxis(a.handle.data, -1, 0)
     return made(left, a.dtype), made(right, a.dtype)
 
 
-def cast(input: Any, dtype: tl.dtype, fp_downcast_rounding: str | None = None, bitcast: bool = False) -> Block:
+def cast(
+    input: Any, dtype: tl.dtype, fp_downcast_rounding: str | None = None, bitcast: bool = False
+) -> InterpretedTensor:
     return SEMANTIC.to_tensor(input).to(dtype, fp_downcast_rounding, bitcast)
 
 
-def program_id(axis: int) -> Block:
+def program_id(axis: int) -> InterpretedTensor:
     return scalar((PROGRAM.index, 0, 0)[_raw(axis)], tl.int32)
 
 
-def num_programs(axis: int) -> Block:
+def num_programs(axis: int) -> InterpretedTensor:
     return scalar((PROGRAM.grid, 1, 1)[_raw(axis)], tl.int32)
 
 
-def arange(start: int, end: int) -> Block:
+def arange(start: int, end: int) -> InterpretedTensor:
     return made(np.arange(_raw(start), _raw(end), dtype=np.int32), tl.int32)
 
 
 def value_range(*bounds: Any, **hints: Any) -> Any:
     """``range`` and ``tl.range``: the index is a scalar of the bounds' dtype, as in a compiled kernel."""
     plain = [_raw(b) for b in bounds]
-    wide = any(isinstance(b, Block) and b.dtype.name == "int64" for b in plain) or any(
+    wide = any(isinstance(b, InterpretedTensor) and b.dtype.name == "int64" for b in plain) or any(
         not -(2**31) <= int(b) < 2**31 for b in plain
     )
     for i in range(*(int(b) for b in plain)):
@@ -229,7 +236,7 @@ def _ufunc_of(combine: Any) -> np.ufunc | None:
     return next((ufunc for jit, ufunc in known if combine.jit is jit), None)
 
 
-def _reduce_data(x: Block, axis: int | None, ufunc: np.ufunc, keep_dims: bool) -> Block:
+def _reduce_data(x: InterpretedTensor, axis: int | None, ufunc: np.ufunc, keep_dims: bool) -> InterpretedTensor:
     wide = convert(x.handle.data, x.dtype, tl.float32) if x.dtype.name in ("bf16", "fp16") else x.handle.data
     data = np.asarray(ufunc.reduce(wide, axis=_raw(axis), keepdims=keep_dims, dtype=wide.dtype))
     data = convert(data, tl.float32, x.dtype) if x.dtype.name in ("bf16", "fp16") else data
@@ -239,7 +246,7 @@ def _reduce_data(x: Block, axis: int | None, ufunc: np.ufunc, keep_dims: bool) -
 def reduce(input: Any, axis: int | None, combine_fn: Any, keep_dims: bool = False, **hints: Any) -> Any:
     """Sum, max and min as NumPy ufuncs; any other combiner as a tree of halves, which is a device's order too."""
     ufunc = _ufunc_of(combine_fn)
-    if ufunc is not None and isinstance(input, Block):
+    if ufunc is not None and isinstance(input, InterpretedTensor):
         return _reduce_data(input, axis, ufunc, bool(_raw(keep_dims)))
     parts = input if isinstance(input, tuple) else (input,)
     axis = _raw(axis)
@@ -268,7 +275,7 @@ def associative_scan(*args: Any, **kwargs: Any) -> Any:
 
 
 def _reduction(ufunc: np.ufunc) -> Callable[..., Any]:
-    def op(input: Block, axis: int | None = None, keep_dims: bool = False) -> Block:
+    def op(input: InterpretedTensor, axis: int | None = None, keep_dims: bool = False) -> InterpretedTensor:
         if input.dtype.name not in ("fp32", "fp64", "int32", "int64"):
             raise NotImplementedError(
                 f"reduction of {input.dtype}: convert it to float32 or int32 first, as the accumulator of a device "

@@ -1,8 +1,9 @@
 """The values of interpreted kernels: NumPy arrays behind ``triton.language.tensor``'s interface.
 
-``Block`` subclasses ``tl.tensor`` and carries its own semantic object, so nothing in Triton is patched. What kernels do
-most has a direct NumPy path here, taken only where no promotion is needed; everything else goes through Triton's own
-type rules (``TritonSemantic``) onto its NumPy builder, mended for bfloat16, which lives in uint16 bit patterns there.
+``InterpretedTensor`` subclasses ``tl.tensor`` and carries its own semantic object, so nothing in Triton is patched.
+What kernels do most has a direct NumPy path here, taken only where no promotion is needed; everything else goes through
+Triton's own type rules (``TritonSemantic``) onto its NumPy builder, mended for bfloat16, which lives in uint16 bit
+patterns there.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = [
     "NUMPY",
     "PROGRAM",
     "SEMANTIC",
-    "Block",
+    "InterpretedTensor",
     "bound",
     "check_addresses",
     "convert",
@@ -61,7 +62,7 @@ SCALARS = {
 }
 
 
-class Program(threading.local):
+class RunningProgram(threading.local):
     """The program that this thread interprets: its index, the grid, and the address ranges it may touch."""
 
     index: int = 0
@@ -69,7 +70,7 @@ class Program(threading.local):
     spans: tuple[tuple[int, int], ...] = ()
 
 
-PROGRAM = Program()
+PROGRAM = RunningProgram()
 
 
 class Handle(upstream.TensorHandle):
@@ -176,7 +177,7 @@ def check_addresses(address: np.ndarray, mask: np.ndarray | None, size: int) -> 
         )
 
 
-class Block(tl.tensor):
+class InterpretedTensor(tl.tensor):
     """A scalar or block of an interpreted kernel. Its operators are filled in below."""
 
     def __init__(self, handle: upstream.TensorHandle, type: tl.dtype) -> None:
@@ -219,13 +220,13 @@ class Block(tl.tensor):
     __str__ = __repr__
     __hash__ = object.__hash__
 
-    def __getitem__(self, index: Any) -> Block:
+    def __getitem__(self, index: Any) -> InterpretedTensor:
         index = index if isinstance(index, tuple) else (index,)
         if any(i is not None and i != slice(None) for i in index) or not self.is_block:
             raise ValueError(f"unsupported index {index}: only None and : index a block")
         return made(self.handle.data[index], self.dtype)
 
-    def to(self, dtype: tl.dtype, fp_downcast_rounding: str | None = None, bitcast: bool = False) -> Block:
+    def to(self, dtype: tl.dtype, fp_downcast_rounding: str | None = None, bitcast: bool = False) -> InterpretedTensor:
         source, target = self.dtype.name, dtype.scalar.name
         if (
             fp_downcast_rounding
@@ -238,7 +239,7 @@ class Block(tl.tensor):
 
 
 class Semantic(TritonSemantic):
-    tensor = Block
+    tensor = InterpretedTensor
 
 
 SEMANTIC: Any = Semantic(Builder())
@@ -250,9 +251,9 @@ _new: Any = object.__new__
 _block_types: dict[tuple[str, tuple[int, ...]], tl.block_type] = {}
 
 
-def made(data: np.ndarray, dtype: tl.dtype, is_block: bool = True) -> Block:
+def made(data: np.ndarray, dtype: tl.dtype, is_block: bool = True) -> InterpretedTensor:
     """A block, or a scalar, of ``data``; written for speed, since every operation ends here."""
-    block, handle = _new(Block), _new(Handle)
+    block, handle = _new(InterpretedTensor), _new(Handle)
     handle.data, handle.dtype = data, dtype
     block.handle, block.dtype, block.is_block = handle, dtype, is_block
     if is_block:
@@ -263,12 +264,12 @@ def made(data: np.ndarray, dtype: tl.dtype, is_block: bool = True) -> Block:
     return block
 
 
-def scalar(value: int | bool, dtype: tl.dtype | None = None) -> Block:
+def scalar(value: int | bool, dtype: tl.dtype | None = None) -> InterpretedTensor:
     dtype = dtype or (tl.int1 if isinstance(value, bool) else tl.int32 if -(2**31) <= value < 2**31 else tl.int64)
     return made(np.array([value], NUMPY[dtype.name]), dtype, False)
 
 
-def pointer(address: int, dtype: tl.dtype) -> Block:
+def pointer(address: int, dtype: tl.dtype) -> InterpretedTensor:
     return made(np.array([address], np.uint64), dtype, False)
 
 
@@ -290,7 +291,7 @@ def direct(
 
     def op(x: Any, y: Any) -> Any:
         tx, kind = x.dtype.name, y.__class__
-        if kind is Block:
+        if kind is InterpretedTensor:
             ty = y.dtype.name
             if (ty == tx and tx in names) or (tx in ints and ty in ints):
                 data = ufunc(y.handle.data, x.handle.data) if swap else ufunc(x.handle.data, y.handle.data)
@@ -315,7 +316,7 @@ def _add(slow: Callable[..., Any]) -> Callable[..., Any]:
     plain = direct(np.add, slow, "if")
 
     def op(x: Any, y: Any) -> Any:
-        if y.__class__ is Block and x.dtype.is_ptr() and y.dtype.name in INTS:  # address + offset
+        if y.__class__ is InterpretedTensor and x.dtype.is_ptr() and y.dtype.name in INTS:  # address + offset
             size = max(1, x.dtype.element_ty.primitive_bitwidth // 8)
             offset = (y.handle.data.astype(np.int64) * size).view(np.uint64)
             return made(x.handle.data + offset, x.dtype, x.is_block or y.is_block)
@@ -327,8 +328,8 @@ def _add(slow: Callable[..., Any]) -> Callable[..., Any]:
 def _fill_operators() -> None:
     for name in dir(tl.tensor):
         member = getattr(tl.tensor, name)
-        if tl.core.is_builtin(member) and name not in vars(Block):
-            setattr(Block, name, bound(member))
+        if tl.core.is_builtin(member) and name not in vars(InterpretedTensor):
+            setattr(InterpretedTensor, name, bound(member))
     shortcuts: list[tuple[str, Callable[..., Any], str, tl.dtype | None]] = [
         ("add", np.add, "if", None), ("sub", np.subtract, "if", None), ("mul", np.multiply, "if", None),
         ("truediv", np.divide, "f", None), ("floordiv", quotient, "i", None), ("mod", np.fmod, "i", None),
@@ -337,10 +338,16 @@ def _fill_operators() -> None:
         ("ge", np.greater_equal, "if", tl.int1), ("eq", np.equal, "if", tl.int1), ("ne", np.not_equal, "if", tl.int1),
     ]  # fmt: skip
     for name, ufunc, kinds, result in shortcuts:
-        setattr(Block, f"__{name}__", direct(ufunc, getattr(Block, f"__{name}__"), kinds, result))
+        setattr(
+            InterpretedTensor, f"__{name}__", direct(ufunc, getattr(InterpretedTensor, f"__{name}__"), kinds, result)
+        )
         if result is None:
-            setattr(Block, f"__r{name}__", direct(ufunc, getattr(Block, f"__r{name}__"), kinds, swap=True))
-    Block.__add__ = _add(Block.__add__)
+            setattr(
+                InterpretedTensor,
+                f"__r{name}__",
+                direct(ufunc, getattr(InterpretedTensor, f"__r{name}__"), kinds, swap=True),
+            )
+    InterpretedTensor.__add__ = _add(InterpretedTensor.__add__)
 
 
 _fill_operators()

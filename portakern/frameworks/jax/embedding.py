@@ -20,7 +20,7 @@ import jaxlib.version
 from jax import lax
 
 from portakern.core.framework import frameworks
-from portakern.core.program import Code, Copy, Launch, Loop, Number, Program, ProgramArray, View
+from portakern.core.program import Code, Copy, Launch, Loop, Program, ProgramArray, ScalarArgument, View
 from portakern.errors import UnsupportedError
 from portakern.spec.dtypes import numpy_dtype
 
@@ -179,8 +179,8 @@ def message(step: Launch) -> bytes:
     return field(1, call) + field(4, code.name)
 
 
-def parameter(argument: int | Number) -> bytes:
-    if isinstance(argument, Number):
+def parameter(argument: int | ScalarArgument) -> bytes:
+    if isinstance(argument, ScalarArgument):
         return field(NUMBER[argument.kind], argument.value, argument.kind)
     return field(ARRAY, field(2, ALIGNED))
 

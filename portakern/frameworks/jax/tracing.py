@@ -237,14 +237,14 @@ def _differentiable(static: _Static, *arrays: Any) -> tuple[Any, ...]:
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
-class _Saved:
+class _Residuals:
     """What the backward pass knows beside the saved arrays: their names, and the gradients that are wanted."""
 
     names: tuple[str, ...]
     wants: tuple[str, ...]
 
 
-def _forward(static: _Static, *primals: Any) -> tuple[tuple[Any, ...], tuple[_Saved, tuple[Any, ...]]]:
+def _forward(static: _Static, *primals: Any) -> tuple[tuple[Any, ...], tuple[_Residuals, tuple[Any, ...]]]:
     """The primals arrive with a mark that says whether they are differentiated."""
     wired = wiring(static.spec)
     wants = wired.wants(
@@ -261,11 +261,11 @@ def _forward(static: _Static, *primals: Any) -> tuple[tuple[Any, ...], tuple[_Sa
         zip(training, _primitive.bind(*values.values(), static=replace(static, wants=training)), strict=True)
     )
     saved = {n: values[n] for n in wired.inputs if n in values} | {n: outputs[n] for n in kept}
-    return tuple(outputs[n] for n in static.wants), (_Saved(tuple(saved), wants), tuple(saved.values()))
+    return tuple(outputs[n] for n in static.wants), (_Residuals(tuple(saved), wants), tuple(saved.values()))
 
 
 def _backward(
-    static: _Static, residuals: tuple[_Saved, tuple[Any, ...]], cotangents: tuple[Any, ...]
+    static: _Static, residuals: tuple[_Residuals, tuple[Any, ...]], cotangents: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     saved, arrays = residuals
     wired = wiring(static.spec)

@@ -32,7 +32,7 @@ __all__ = [
     "Arrays",
     "Gradient",
     "Run",
-    "Step",
+    "WatchedCall",
     "autocast",
     "differentiable",
     "function",
@@ -49,7 +49,7 @@ Run = Callable[[Arrays, Mapping[str, Any], tuple[str, ...]], tuple[Any, ...]]
 """(arrays by name, options, outputs wanted) -> those outputs."""
 
 
-class Step:
+class WatchedCall:
     """One watched call, all but its tensors.
 
     Attributes:
@@ -178,7 +178,7 @@ class _Watched(torch.autograd.Function):
     """``apply(step, *tensors)``: a tuple of ``step.wants``."""
 
     @staticmethod
-    def forward(step: Step, *arrays: Any) -> tuple[Any, ...]:
+    def forward(step: WatchedCall, *arrays: Any) -> tuple[Any, ...]:
         return step.forward(*arrays)
 
     @staticmethod
@@ -194,7 +194,7 @@ class _Watched(torch.autograd.Function):
         raise UnsupportedError(refuse_forward_mode(ctx.step.spec))
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], step: Step, *arrays: Any) -> tuple[tuple[Any, ...], int]:
+    def vmap(info: Any, in_dims: tuple[Any, ...], step: WatchedCall, *arrays: Any) -> tuple[tuple[Any, ...], int]:
         named, dims = dict(zip(step.names, arrays, strict=True)), dict(zip(step.names, in_dims[1:], strict=True))
         assert step.again is not None
         return over_samples(step.spec, named, dims, step.options, step.wants, info.batch_size, step.again)[1], 0
@@ -204,7 +204,7 @@ class _Watched(torch.autograd.Function):
     us, for defaults, which there are none of."""
 
     @classmethod
-    def apply(cls, step: Step, *arrays: Any) -> tuple[Any, ...]:
+    def apply(cls, step: WatchedCall, *arrays: Any) -> tuple[Any, ...]:
         if not torch._C._are_functorch_transforms_active():
             return cls.directly(step, *arrays)
         if step.inside:
@@ -222,7 +222,7 @@ def function(name: str) -> type[_Watched]:
     return found
 
 
-def differentiable(step: Step, arrays: Sequence[Any]) -> tuple[Any, ...]:
+def differentiable(step: WatchedCall, arrays: Sequence[Any]) -> tuple[Any, ...]:
     """``step.wants``, differentiable with respect to ``arrays``."""
     return function(step.spec.name).apply(step, *arrays)
 
@@ -257,7 +257,7 @@ class Gradient(NamedTuple):
 
     def spendable(self, call: Call, choice: Choice) -> tuple[str, ...]:
         """Those of the tensors that a forward call saves over which its gradients may be written (``over`` of
-        :class:`Step`)."""
+        :class:`WatchedCall`)."""
         return self.wiring.spent(call, choice.spends) if self.overwrites else ()
 
 

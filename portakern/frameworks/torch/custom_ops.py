@@ -344,7 +344,7 @@ class _Rules:
             every = dict(zip(self.names, outputs if len(self.names) > 1 else (outputs,), strict=True))
             return tuple(every[name] for name in training.wants)
 
-        step = autograd.Step(
+        step = autograd.WatchedCall(
             self.spec, tuple(named), call.options, training.wants, wired, forward, backward, inside=True
         )
         outputs = dict(zip(training.wants, autograd.differentiable(step, tuple(named.values())), strict=True))

@@ -21,7 +21,7 @@ from portakern.frameworks.torch.autograd import (
     Arrays,
     Gradient,
     Run,
-    Step,
+    WatchedCall,
     differentiable,
     function,
     gradient_of,
@@ -68,7 +68,7 @@ def differentiate(call: Call, choice: Choice, late: bool = False) -> tuple[tuple
         return tuple(o for o in serve(training, choice) if o is not None)
 
     again = functools.partial(_run, spec, choice, late)
-    step = Step(spec, names, call.options, training.wants, wired, forward, backward, again, over=over)
+    step = WatchedCall(spec, names, call.options, training.wants, wired, forward, backward, again, over=over)
     named = dict(zip(step.wants, differentiable(step, arrays), strict=True))
     step.forward = spent  # it holds the tensors, which a graph must not
     return tuple(named[o.name] if o.name in call.wants else None for o in spec.outputs), None
@@ -90,7 +90,7 @@ class Training:
 
     __slots__ = ("_apply", "_names", "_step", "_wanted", "call")
 
-    def __init__(self, call: Call, step: Step) -> None:
+    def __init__(self, call: Call, step: WatchedCall) -> None:
         self.call, self._step, self._names = call.replace(arrays={}), step, step.names
         self._apply = function(call.spec.name).directly
         places = {name: i for i, name in enumerate(step.wants)}
@@ -125,7 +125,7 @@ Way = Callable[[tuple[Any, ...], Sequence[Any]], "tuple[Any, ...] | None"]
 """(saved tensors, cotangents) -> the gradient of each array, None where the long way must be gone."""
 
 
-class _Again(Step):
+class _Again(WatchedCall):
     """A step that calls of one signature take. What they have in common is worked out for the first: where the saved
     tensors come from, and for each set of gradients that is asked for, how arguments and results of the vjp lie."""
 

@@ -16,13 +16,13 @@ from torch.autograd import profiler
 __all__ = ["begun", "named", "recorded"]
 
 
-class _Recorded(threading.local):
+class _ProfiledThread(threading.local):
     """Whether the next op call of this thread stands in a profile already."""
 
     already = False
 
 
-_state = _Recorded()
+_state = _ProfiledThread()
 
 
 def begun() -> bool:

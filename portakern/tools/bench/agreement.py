@@ -12,7 +12,7 @@ from typing import Any
 from portakern import results
 from portakern.results import ResultError
 
-__all__ = ["HEADS", "WITHIN", "Agreement", "Pair", "agreement"]
+__all__ = ["HEADS", "WITHIN", "Agreement", "RowPair", "agreement"]
 
 Row = Mapping[str, Any]
 NONE = "–"  # a cell about which nothing is known
@@ -27,7 +27,7 @@ MEASURED = ("median_us", "best_us", "worst_us", "host_us")
 
 
 @dataclass(frozen=True)
-class Pair:
+class RowPair:
     """A contender's rows on one call in two runs, right and timed in both."""
 
     first: Row
@@ -66,19 +66,19 @@ class Agreement:
       turned: (first, second) of rows that are right in one and wrong, or failed, in the other.
     """
 
-    pairs: Sequence[Pair]
+    pairs: Sequence[RowPair]
     alone: int
     changed: int
     kept: int
     turned: Sequence[tuple[Row, Row]]
 
     @property
-    def ours(self) -> list[Pair]:
+    def ours(self) -> list[RowPair]:
         """Pairs of subjects that have a ratio."""
         return [p for p in self.pairs if p.first["subject"] and p.ratio is not None]
 
     @property
-    def beyond(self) -> list[Pair]:
+    def beyond(self) -> list[RowPair]:
         """Those of ours whose ratios differ by more than runs may, the worst first."""
         return sorted((p for p in self.ours if abs(p.ratio or 0) > WITHIN), key=lambda p: -abs(p.ratio or 0))
 
@@ -121,7 +121,7 @@ def agreement(first: Path, second: Path) -> Agreement:
     before, after = ({run.key(row): row for row in run.rows} for run in runs)
     both = [(before[key], after[key]) for key in before if key in after]
     same = [(a, b) for a, b in both if a.get("sources") == b.get("sources")]
-    timed = [Pair(a, b) for a, b in same if a.get("median_us") and b.get("median_us")]
+    timed = [RowPair(a, b) for a, b in same if a.get("median_us") and b.get("median_us")]
     pairs = [p for p in timed if any(p.first[name] != p.second[name] for name in MEASURED)]
     turned = [(a, b) for a, b in same if _right(a) is not None and _right(b) is not None and _right(a) != _right(b)]
     here, there = ({key for key, row in rows.items() if row.get("median_us")} for rows in (before, after))

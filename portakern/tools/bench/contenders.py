@@ -20,8 +20,8 @@ from portakern.testing import backend_variants
 from portakern.tools.bench.inputs import Inputs
 
 __all__ = [
+    "CallNotTaken",
     "Contender",
-    "NotTaken",
     "ReadyCall",
     "UserCall",
     "absent",
@@ -47,7 +47,7 @@ class Contender:
         return f"{self.backend.name}/{self.variant}" if self.variant else self.backend.name
 
 
-class NotTaken(Exception):
+class CallNotTaken(Exception):
     """A contender that does not take a call; the message says why."""
 
 
@@ -171,7 +171,7 @@ def ready(contender: Contender, inputs: Inputs) -> ReadyCall:
     """The contender with the call in its own library's arrays, and all prepared that is not the op's own work.
 
     Raises:
-      NotTaken: it does not take the call.
+      CallNotTaken: it does not take the call.
     """
     b = contender.backend
     chosen = op(inputs.spec, backend=b, variant=contender.variant)
@@ -185,9 +185,9 @@ def ready(contender: Contender, inputs: Inputs) -> ReadyCall:
         call = call.replace(target=candidates[0].target, interpret=candidates[0].interpret)
         route, tiling = pick(candidates, call, {})
     except (UnsupportedError, UnavailableError, SpecError) as e:
-        raise NotTaken(str(e).partition("cannot: ")[2] or str(e)) from e
+        raise CallNotTaken(str(e).partition("cannot: ")[2] or str(e)) from e
     if contender.variant and (serves := route.impl.family.name) != contender.variant:
-        raise NotTaken(f"it leaves this call to {serves!r}, a row of its own")
+        raise CallNotTaken(f"it leaves this call to {serves!r}, a row of its own")
     prepared = getattr(route.impl.fn, "prepared", None)
     return ReadyCall(contender, prepared(call) if prepared else UserCall(chosen, call), call, dict(tiling))
 
@@ -197,7 +197,7 @@ def _crossed(inputs: Inputs, framework: Framework) -> Call:
     crossed = to_framework(inputs.call, framework)
     lead = next(a for a in crossed.arrays.values() if a is not None)
     if inputs.strided and framework.strides(lead) is None:
-        raise NotTaken(f"{framework.title}'s arrays have no strides, and this call is about them")
+        raise CallNotTaken(f"{framework.title}'s arrays have no strides, and this call is about them")
     return crossed
 
 

@@ -9,16 +9,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["TooLong", "within"]
+__all__ = ["DeadlineExceeded", "within"]
 
 
-class TooLong(RuntimeError):
+class DeadlineExceeded(RuntimeError):
     """A block took longer than it may."""
 
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Raise TooLong in the block where it takes longer than ``seconds`` of wall-clock time.
+    """Raise DeadlineExceeded in the block where it takes longer than ``seconds`` of wall-clock time.
 
     By a signal, which Python hands to the main thread between two of its own instructions: what a library does in one
     call of C is not cut short. In other threads, and on systems without the signal, the block takes what it takes. An
@@ -29,7 +29,7 @@ def within(seconds: float) -> Iterator[None]:
         return
 
     def ring(number: int, frame: FrameType | None) -> None:
-        raise TooLong(f"it took more than {seconds:g} s")
+        raise DeadlineExceeded(f"it took more than {seconds:g} s")
 
     start, handler = time.monotonic(), signal.signal(signal.SIGALRM, ring)
     left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)

@@ -21,7 +21,7 @@ from portakern.testing.sampled import along, apart, extents_of, places, turned
 from portakern.tools.bench.contenders import ReadyCall, UserCall
 from portakern.tools.bench.verdicts import Judge
 
-__all__ = ["Fresh", "Stale", "turning"]
+__all__ = ["Fresh", "StaleResult", "turning"]
 
 ALWAYS, ONE_IN = 3, 4
 """Of the results whose bits are not those of the first in other places (a sum over what changed places adds in another
@@ -36,7 +36,7 @@ SHIFTS = 1024
 Axis = tuple[str, int]
 
 
-class Stale(RuntimeError):
+class StaleResult(RuntimeError):
     """A call that was timed gave another result than its values have."""
 
 
@@ -158,7 +158,7 @@ class Fresh:
             return
         verdict = self.judge.verdict(self.entry.framework, outputs, self.call.target, self.call.interpret)
         if not verdict.right:
-            raise Stale(f"right at first; while it was timed, on other values: {verdict.why}")
+            raise StaleResult(f"right at first; while it was timed, on other values: {verdict.why}")
 
     def close(self) -> None:
         """The contender's call is on its first values again."""

@@ -15,9 +15,9 @@ from portakern.core.instruments import Recorder
 from portakern.core.plan import serve
 from portakern.core.targets import Target
 from portakern.errors import UnsupportedError
-from portakern.tools.bench.contenders import Contender, NotTaken, ReadyCall, contenders, here, ready
+from portakern.tools.bench.contenders import CallNotTaken, Contender, ReadyCall, contenders, here, ready
 from portakern.tools.bench.deadline import within
-from portakern.tools.bench.fresh import Fresh, Stale
+from portakern.tools.bench.fresh import Fresh, StaleResult
 from portakern.tools.bench.inputs import Inputs, for_gradient, make
 from portakern.tools.bench.plan import BenchPlan, Spent
 from portakern.tools.bench.pruning import Pruned
@@ -214,7 +214,7 @@ class Trial:
             return
         try:
             entry, outputs, verdict, seconds = self._tried(contender, patience)
-        except NotTaken as e:
+        except CallNotTaken as e:
             found[name] = settled(row, REFUSED, one_line(str(e)))
             return
         except Exception as e:
@@ -262,7 +262,7 @@ class Trial:
                     self._check_clocks(runs.values())
                     return times
                 except CallFailed as e:
-                    stale = isinstance(e.__cause__, Stale)
+                    stale = isinstance(e.__cause__, StaleResult)
                     why = str(e.__cause__) if stale else reason(e.__cause__ or e)
                     found[e.name] = settled(found[e.name], WRONG if stale else FAILED, why)
                     run = runs.pop(e.name)

@@ -68,7 +68,7 @@ def home(job: Job) -> tuple[str, str, Mapping[str, str]]:
     return job.backend.name, job.hardware.name, job.family.load_compiler().environment(job.hardware, job.quick)
 
 
-class _Worker:
+class _CompilerWorker:
     """One after the other, the processes that serve the jobs of one thread: one stays for jobs of one backend and
     target, of whatever variants want the same environment."""
 
@@ -157,8 +157,8 @@ class Pool:
 
     def __init__(self, processes: int, timeout: float, variables: Mapping[str, str] = MappingProxyType({})) -> None:
         self.timeout = timeout
-        self.workers = [_Worker(variables) for _ in range(max(1, processes))]
-        self._free: SimpleQueue[_Worker] = SimpleQueue()
+        self.workers = [_CompilerWorker(variables) for _ in range(max(1, processes))]
+        self._free: SimpleQueue[_CompilerWorker] = SimpleQueue()
         for worker in self.workers:
             self._free.put(worker)
 

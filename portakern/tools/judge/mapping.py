@@ -21,14 +21,14 @@ import numpy as np
 
 from portakern.errors import SpecError
 
-__all__ = ["Slot", "Views", "parse"]
+__all__ = ["CandidateView", "Slot", "parse"]
 
 VIEW = re.compile(r"\.(?P<name>mT|movedim|flatten)(?:\((?P<args>[-\d, ]*)\))?$")
 ITEM = re.compile(r"\s*(?P<name>\w+)\s*=\s*(?P<value>(?:[^,()]|\([^()]*\))*)\s*(?:,|$)")
 
 
 @dataclass(frozen=True)
-class Views:
+class CandidateView:
     """What an op's array is of the candidate's: the transposed of its last axes, with one axis moved, or with the last
     axes from one on as one."""
 
@@ -70,7 +70,7 @@ class Slot:
     position: int | None = None
     keyword: str | None = None
     parameter: str | None = None
-    views: Views = field(default_factory=Views)
+    views: CandidateView = field(default_factory=CandidateView)
 
 
 def parse(
@@ -102,11 +102,11 @@ def parse(
 
 
 def _place(name: str, value: str, returned: bool) -> Slot:
-    views, found = Views(), VIEW.search(value)
+    views, found = CandidateView(), VIEW.search(value)
     if found:
         value = value[: found.start()]
         args = tuple(int(n) for n in (found["args"] or "").split(",") if n.strip())
-        views = Views(found["name"], args)
+        views = CandidateView(found["name"], args)
         if len(args) != {"mT": 0, "movedim": 2, "flatten": 1}[found["name"]]:
             raise SpecError(f"judge: --map {name}: expected .mT, .movedim(from,to) or .flatten(first)")
     if re.fullmatch(r"\d+", value):

@@ -18,11 +18,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["COUNTED", "MISSING", "PLATFORM", "STALLS", "Counted", "Counter", "NotCounted", "collect", "find", "parse"]
+__all__ = [
+    "COUNTED",
+    "MISSING",
+    "PLATFORM",
+    "STALLS",
+    "Counted",
+    "HardwareCounter",
+    "NotCounted",
+    "collect",
+    "find",
+    "parse",
+]
 
 
 @dataclass(frozen=True)
-class Counter:
+class HardwareCounter:
     """A fact that hardware counts.
 
     Attributes:
@@ -62,21 +73,27 @@ STALLS = {
 }
 """Reasons for which a warp does not issue -> what it waits for."""
 
-COUNTED: Mapping[str, Counter] = {
-    "time": Counter("time", "us", (TIME,), summed=True),
-    "occupancy": Counter("occupancy reached", "%", ("sm__warps_active.avg.pct_of_peak_sustained_active",)),
-    "read": Counter("read from device memory", "bytes", ("dram__bytes_read.sum",), summed=True),
-    "written": Counter("written to device memory", "bytes", ("dram__bytes_write.sum",), summed=True),
-    "memory": Counter("device memory", "% of its peak", ("dram__throughput.avg.pct_of_peak_sustained_elapsed",)),
-    "l2": Counter("L2 cache", "% of its peak", ("lts__throughput.avg.pct_of_peak_sustained_elapsed",)),
-    "l1": Counter("L1 and shared memory", "% of its peak", ("l1tex__throughput.avg.pct_of_peak_sustained_active",)),
-    "matrix": Counter(
+COUNTED: Mapping[str, HardwareCounter] = {
+    "time": HardwareCounter("time", "us", (TIME,), summed=True),
+    "occupancy": HardwareCounter("occupancy reached", "%", ("sm__warps_active.avg.pct_of_peak_sustained_active",)),
+    "read": HardwareCounter("read from device memory", "bytes", ("dram__bytes_read.sum",), summed=True),
+    "written": HardwareCounter("written to device memory", "bytes", ("dram__bytes_write.sum",), summed=True),
+    "memory": HardwareCounter(
+        "device memory", "% of its peak", ("dram__throughput.avg.pct_of_peak_sustained_elapsed",)
+    ),
+    "l2": HardwareCounter("L2 cache", "% of its peak", ("lts__throughput.avg.pct_of_peak_sustained_elapsed",)),
+    "l1": HardwareCounter(
+        "L1 and shared memory", "% of its peak", ("l1tex__throughput.avg.pct_of_peak_sustained_active",)
+    ),
+    "matrix": HardwareCounter(
         "matrix units", "% of their peak",
         ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
          "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active"),
     ),
-    "issue": Counter("issued instructions", "% of the peak", ("smsp__issue_active.avg.pct_of_peak_sustained_active",)),
-    **{reason: Counter(f"waits for {what}", "warps an issue", (STALL.format(reason),))
+    "issue": HardwareCounter(
+        "issued instructions", "% of the peak", ("smsp__issue_active.avg.pct_of_peak_sustained_active",)
+    ),
+    **{reason: HardwareCounter(f"waits for {what}", "warps an issue", (STALL.format(reason),))
        for reason, what in STALLS.items()},
 }  # fmt: skip
 

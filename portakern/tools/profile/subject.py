@@ -16,7 +16,7 @@ from portakern.core.backend import Backend
 from portakern.core.targets import Target
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.testing import backend_variants
-from portakern.tools.bench.contenders import ELSE, Contender, NotTaken, ReadyCall, here, ready
+from portakern.tools.bench.contenders import ELSE, CallNotTaken, Contender, ReadyCall, here, ready
 from portakern.tools.bench.inputs import make
 from portakern.tools.bench.suites import TimedCase, asked
 from portakern.tools.bench.trial import of_gradient
@@ -60,7 +60,7 @@ class ProfileRequest:
             inputs = of_gradient(inputs, lead, lambda inputs: True)
         try:
             return ready(Contender(lead, self.variant, True), inputs), target
-        except NotTaken as e:
+        except CallNotTaken as e:
             raise UnsupportedError(f"profile: {lead.name} does not take {inputs.call!r}: {e}") from e
 
     def _lead(self) -> Backend:

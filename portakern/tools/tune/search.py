@@ -16,7 +16,7 @@ from portakern import install
 from portakern.errors import SpecError, UnavailableError
 from portakern.tools.tune.space import Space, Tiling, frozen
 
-__all__ = ["KINDS", "SMALL", "Climb", "OptunaSearch", "Search", "Whole", "search"]
+__all__ = ["KINDS", "SMALL", "Climb", "ExhaustiveSearch", "OptunaSearch", "Search", "search"]
 
 SMALL = 160
 """Legal tilings up to which all are tried."""
@@ -43,11 +43,11 @@ def search(kind: str, space: Space, seeds: Iterable[Tiling], seed: int = 0) -> S
             f"tune: all of {space.combinations} combinations are too many to look at; name --search optuna or climb"
         )
     if every is not None and (kind == "all" or (kind == "auto" and len(every) <= SMALL)):
-        return Whole(every, begin)
+        return ExhaustiveSearch(every, begin)
     return Climb(space, begin, seed) if kind == "climb" else OptunaSearch(space, begin, seed)
 
 
-class Whole:
+class ExhaustiveSearch:
     """Every tiling, the seeds first."""
 
     def __init__(self, every: Sequence[Tiling], seeds: Sequence[Tiling]) -> None:
@@ -162,4 +162,4 @@ class OptunaSearch:
                 self.study.tell(trial, math.log(score))  # half the time is as good a step from any time
 
 
-Search = Whole | Climb | OptunaSearch
+Search = ExhaustiveSearch | Climb | OptunaSearch

@@ -196,7 +196,7 @@ def tune_group(
     kept = journal.get("found", group.text)
     if kept is not None:
         return Finding(group, kept["rows"], kept["best"], {}, kept["tried"])
-    trial = _Trial(group, plan, [benches(a) for a in group.cases], journal)
+    trial = _KeySearch(group, plan, [benches(a) for a in group.cases], journal)
     done = trial.search(tell)
     finding = trial.finish()
     if done:
@@ -204,7 +204,7 @@ def tune_group(
     return finding
 
 
-class _Trial:
+class _KeySearch:
     """The search of one key."""
 
     def __init__(self, group: Group, plan: SearchPlan, benches: list[Bench], journal: Journal) -> None:

@@ -308,23 +308,23 @@ FAULTS = {
         Planted(
             "bias-of-kv-head",
             "the bias follows the key's head",
-            old="    inputs = Operands(call, shared).at(bq, band.block_kv, query, key)\n",
+            old="    inputs = AttentionOperands(call, shared).at(bq, band.block_kv, query, key)\n",
             new=(
-                "    inputs = Operands(call, shared).at(bq, band.block_kv, query, key)\n"
+                "    inputs = AttentionOperands(call, shared).at(bq, band.block_kv, query, key)\n"
                 '    if "bias" in inputs:\n'
                 "        of_kv_head = lambda b, h, *at: (b, quotient(h, of_keys), query(b, h, *at)[2])\n"
-                '        inputs["bias"] = Operands(call).at(bq, band.block_kv, of_kv_head, key)["bias"]\n'
+                '        inputs["bias"] = AttentionOperands(call).at(bq, band.block_kv, of_kv_head, key)["bias"]\n'
             ),
         ),
         Planted(
             "kv-head-modulo",
             "query head h reads key head h % kv_heads",
-            old="    inputs = Operands(call, shared)",
+            old="    inputs = AttentionOperands(call, shared)",
             new=(
                 '    q = call.arrays["q"].reshape(batch, q_len, shared, heads, d)\n'
                 '    q = jnp.swapaxes(q, 2, 3).reshape(call.arrays["q"].shape)\n'
                 '    call = call.replace(arrays={**call.arrays, "q": q})\n'
-                "    inputs = Operands(call, shared)"
+                "    inputs = AttentionOperands(call, shared)"
             ),
             sample=True,
             edge="many_query_heads_a_key_head",

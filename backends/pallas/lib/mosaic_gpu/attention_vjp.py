@@ -39,8 +39,8 @@ from portakern.backends.pallas.lib.mosaic_gpu.pairs import (
     NUMBERS,
     ROWS,
     SLOTS,
-    Plan,
-    Tile,
+    AttentionGradientPlan,
+    ResidentTile,
     plan_of,
 )
 from portakern.backends.pallas.lib.mosaic_gpu.pipeline import drain_last, warp_specialized
@@ -56,7 +56,7 @@ HELD = 224
 """Registers of a consumer's thread for sums, scores and weights: the others hold what it needs besides."""
 
 
-def plans(call: Call, tiling: Mapping[str, int]) -> list[Plan]:
+def plans(call: Call, tiling: Mapping[str, int]) -> list[AttentionGradientPlan]:
     """One for each run of the kernel."""
     keys = tuple(name for name in ("d_k", "d_v") if name in call.wants)
     found = [plan_of(call, tiling, ("d_q",))] if "d_q" in call.wants else []
@@ -106,7 +106,7 @@ def _by_key(call: Call) -> bool:
     return "d_k" in call.wants or "d_v" in call.wants
 
 
-def rings(plan: Plan, arrivals: int, **buffers: Any) -> dict[str, Any]:
+def rings(plan: AttentionGradientPlan, arrivals: int, **buffers: Any) -> dict[str, Any]:
     """``scratch`` for the ring of streamed tiles, each of which so many copies bring, for resident rows, and for other
     buffers."""
     of_first, of_second = plan.parts
@@ -122,7 +122,7 @@ def rings(plan: Plan, arrivals: int, **buffers: Any) -> dict[str, Any]:
     }
 
 
-def gradient_forms(plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
+def gradient_forms(plan: AttentionGradientPlan) -> dict[str, jax.ShapeDtypeStruct]:
     """Gradients of resident rows by name, as the copy engine writes them."""
     widths = {name: whole_pieces(plan.dv if name == "d_v" else plan.d, plan.dtype) for name in plan.wants}
     shape = plan.batch, plan.resident.length, plan.heads
@@ -132,15 +132,15 @@ def gradient_forms(plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
 def kernel(
     ref: Refs,
     *,
-    plan: Plan,
-    consume: Callable[[Refs, Plan, Any, Tile], None],
-    tile_of: Callable[[Tile], Tile] = lambda tile: tile,
+    plan: AttentionGradientPlan,
+    consume: Callable[[Refs, AttentionGradientPlan, Any, ResidentTile], None],
+    tile_of: Callable[[ResidentTile], ResidentTile] = lambda tile: tile,
 ) -> None:
     """One tile of resident rows, of which a consumer makes what ``consume`` does of ``tile_of`` it."""
     warpgroup = lax.axis_index("warpgroup")
     place, i = heaviest_first(lax.axis_index("block"), plan.batch * plan.heads, plan.tiles, plan.band)
     batch = quotient(place, plan.heads)
-    tile = Tile.at(plan, batch, place - batch * plan.heads, i)
+    tile = ResidentTile.at(plan, batch, place - batch * plan.heads, i)
     tile = tile_of(tile._replace(span=ref.span[0]) if "span" in ref else tile)
 
     warp_specialized(
@@ -148,7 +148,7 @@ def kernel(
     )
 
 
-def produce(ref: Refs, plan: Plan, tile: Tile) -> None:
+def produce(ref: Refs, plan: AttentionGradientPlan, tile: ResidentTile) -> None:
     """Bring the resident rows, then streamed tiles as buffers are free."""
     for c in range(CONSUMERS):
         rows = pl.ds(tile.row + c * ROWS, ROWS)
@@ -173,7 +173,9 @@ def produce(ref: Refs, plan: Plan, tile: Tile) -> None:
     drain_last(ref.free, tile.steps, plan.stages)
 
 
-def write(ref: Refs, buffers: Any, plan: Plan, warpgroup: Any, tile: Tile, sums: tuple[Any, ...]) -> None:
+def write(
+    ref: Refs, buffers: Any, plan: AttentionGradientPlan, warpgroup: Any, tile: ResidentTile, sums: tuple[Any, ...]
+) -> None:
     """Send the gradients of this warpgroup's resident rows on their way, by way of ``buffers``."""
     rows = pl.ds(tile.row + warpgroup * ROWS, ROWS)
     places = [(name, part) for name, parts in plan.sums.items() for part in range(parts)]

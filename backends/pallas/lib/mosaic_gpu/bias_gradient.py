@@ -61,9 +61,9 @@ from portakern.backends.pallas.lib.mosaic_gpu.pairs import (
     CONSUMERS,
     NUMBERS,
     ROWS,
+    AttentionGradientPlan,
     Fold,
-    Plan,
-    Tile,
+    ResidentTile,
     after_reading,
     kept,
     plan_of,
@@ -80,7 +80,7 @@ KEYS = 64
 """Queries and keys of a tile."""
 
 
-class Block(NamedTuple):
+class BiasTile(NamedTuple):
     """The tile of d_bias that a block owns: tile ``j`` of the keys of an entry of bias. In each of so many ``turns``
     ``span`` tiles of queries come by, from the ``first`` on."""
 
@@ -101,8 +101,8 @@ class BiasPlan(NamedTuple):
       shape, dtype: those of bias.
     """
 
-    pairs: Plan
-    visits: Plan
+    pairs: AttentionGradientPlan
+    visits: AttentionGradientPlan
     shape: tuple[int, ...]
     dtype: Any
 
@@ -145,7 +145,7 @@ class BiasPlan(NamedTuple):
         """Whether a block has room for it: with one stage it has, of any heads that are served."""
         return over_shared(self.shared, "stages", across_warps=self.one_row) is None
 
-    def block(self, index: Any, turns: Any) -> Block:
+    def block(self, index: Any, turns: Any) -> BiasTile:
         """The tile of a block. ``turns``: as many as there are."""
         band, (of_queries, of_keys) = self.visits.band._replace(block_q=KEYS), self.tiles
         places = self.shape[0] * self.shape[1]
@@ -160,9 +160,9 @@ class BiasPlan(NamedTuple):
             j, (low, high) = rest - i * of_keys, band.span(rest - i * of_keys)
             first, span = i, ((low <= i) & (i <= high)).astype(jnp.int32)
         batch = quotient(place, self.shape[1])
-        return Block(batch, place - batch * self.shape[1], j, first, span, jnp.where(span > 0, turns, 0))
+        return BiasTile(batch, place - batch * self.shape[1], j, first, span, jnp.where(span > 0, turns, 0))
 
-    def turn(self, block: Block, turn: Any) -> Tile:
+    def turn(self, block: BiasTile, turn: Any) -> ResidentTile:
         """The keys of a turn, and the heads and tiles of queries that come by."""
         batch = quotient(turn, self.key_heads)
         head, heads = turn - batch * self.key_heads, self.pairs.group
@@ -170,7 +170,7 @@ class BiasPlan(NamedTuple):
         if self.shape[1] > 1:
             head, streamed, heads = quotient(block.head, self.pairs.group), block.head, 1
         batch = batch if self.shape[0] == 1 else block.batch
-        return Tile(batch, head, block.j * KEYS, streamed, heads, block.first, block.span)
+        return ResidentTile(batch, head, block.j * KEYS, streamed, heads, block.first, block.span)
 
 
 def bias_plan(call: Call, tiling: Mapping[str, int]) -> BiasPlan:
@@ -213,7 +213,7 @@ def kernel(ref: Refs, *, plan: BiasPlan) -> None:
     )
 
 
-def produce(ref: Refs, plan: BiasPlan, block: Block) -> None:
+def produce(ref: Refs, plan: BiasPlan, block: BiasTile) -> None:
     """Bring the tile of bias, then in each turn keys, and queries as buffers are free."""
     stages = jnp.int32(plan.pairs.stages)
     pl.when(block.turns > 0)(lambda: bring_bias(ref, plan, block))
@@ -232,7 +232,7 @@ def produce(ref: Refs, plan: BiasPlan, block: Block) -> None:
     drain_last(ref.queries_free, steps, stages)
 
 
-def bring_bias(ref: Refs, plan: BiasPlan, block: Block) -> None:
+def bring_bias(ref: Refs, plan: BiasPlan, block: BiasTile) -> None:
     here = ref.bias.at[block.batch, block.head]
     if plan.one_row:
         keys = pl.ds(block.j * KEYS, KEYS)
@@ -244,13 +244,13 @@ def bring_bias(ref: Refs, plan: BiasPlan, block: Block) -> None:
             plgpu.copy_gmem_to_smem(there, ref.tile.copied.at[c, part], ref.bias_arrived)
 
 
-def _places(plan: BiasPlan, block: Block, consumer: Any, part: int) -> tuple[Any, Any]:
+def _places(plan: BiasPlan, block: BiasTile, consumer: Any, part: int) -> tuple[Any, Any]:
     """The queries, and the keys, of a buffer for a part of a tile."""
     rows = pl.ds(block.first * QUERIES + consumer * ROWS, ROWS)
     return rows, pl.ds(block.j * KEYS + plan.parts[part].start, plan.pairs.streamed.tile)
 
 
-def bring_queries(ref: Refs, tile: Tile, count: Any, stages: Any, step: Any) -> None:
+def bring_queries(ref: Refs, tile: ResidentTile, count: Any, stages: Any, step: Any) -> None:
     """Bring the queries of a turn's step, with their ``NUMBERS``, to the next buffer. count: steps before."""
     buffer, (head, i) = lax.rem(count, stages), tile.place(step)
     arrived = ref.queries_arrived.at[buffer]
@@ -264,7 +264,7 @@ def bring_queries(ref: Refs, tile: Tile, count: Any, stages: Any, step: Any) -> 
             plgpu.copy_gmem_to_smem(there, ref.numbers.at[buffer, n, c], arrived)
 
 
-def consume(ref: Refs, plan: BiasPlan, warpgroup: Any, block: Block) -> None:
+def consume(ref: Refs, plan: BiasPlan, warpgroup: Any, block: BiasTile) -> None:
     """Sum up dS of this warpgroup's queries, and write it."""
     pl.when(block.turns > 0)(lambda: plgpu.barrier_wait(ref.bias_arrived))
 
@@ -281,12 +281,12 @@ def consume(ref: Refs, plan: BiasPlan, warpgroup: Any, block: Block) -> None:
     (write_row if plan.one_row else write)(ref, plan, warpgroup, block, sums)
 
 
-def visits_of(plan: BiasPlan, block: Block, far: Any) -> list[tuple[Callable[..., Any], Any, Any]]:
+def visits_of(plan: BiasPlan, block: BiasTile, far: Any) -> list[tuple[Callable[..., Any], Any, Any]]:
     """How the tiles of queries of a turn are visited, ``visit(tile, fold, sums)``, from one turn on and before another.
     Where a turn has one, the band cuts through it in all turns or in none: as a choice within a turn, that spilled.
     ``far``: all are cut (`is_far`)."""
 
-    def heads(cut: bool, tile: Tile, fold: Fold, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+    def heads(cut: bool, tile: ResidentTile, fold: Fold, sums: tuple[Any, ...]) -> tuple[Any, ...]:
         return lax.fori_loop(0, tile.steps, partial(fold, cut), sums)
 
     if plan.one_row:
@@ -297,7 +297,14 @@ def visits_of(plan: BiasPlan, block: Block, far: Any) -> list[tuple[Callable[...
 
 
 def add(
-    ref: Refs, plan: BiasPlan, warpgroup: Any, tile: Tile, turn: Any, cut: bool, step: Any, sums: tuple[Any, ...]
+    ref: Refs,
+    plan: BiasPlan,
+    warpgroup: Any,
+    tile: ResidentTile,
+    turn: Any,
+    cut: bool,
+    step: Any,
+    sums: tuple[Any, ...],
 ) -> tuple[Any, ...]:
     """The sum with dS of one tile of queries and the keys of a turn. cut: whether some pair may not see each other."""
     pairs, stages, count = plan.pairs, jnp.int32(plan.pairs.stages), turn * tile.steps + step
@@ -344,7 +351,7 @@ def bias_of(ref: Refs, plan: BiasPlan, warpgroup: Any, part: int) -> Any:
     return lax.broadcast_in_dim(row, (ROWS, plan.pairs.streamed.tile), (1,))
 
 
-def write(ref: Refs, plan: BiasPlan, warpgroup: Any, block: Block, sums: tuple[Any, ...]) -> None:
+def write(ref: Refs, plan: BiasPlan, warpgroup: Any, block: BiasTile, sums: tuple[Any, ...]) -> None:
     """Send this warpgroup's queries of a tile on their way, in the place of bias."""
     plgpu.commit_smem()  # every thread has read its bias
     for part, total in enumerate(sums):
@@ -355,7 +362,7 @@ def write(ref: Refs, plan: BiasPlan, warpgroup: Any, block: Block, sums: tuple[A
         plgpu.copy_smem_to_gmem(ref.tile.copied.at[warpgroup, part], there)
 
 
-def write_row(ref: Refs, plan: BiasPlan, warpgroup: Any, block: Block, sums: tuple[Any, ...]) -> None:
+def write_row(ref: Refs, plan: BiasPlan, warpgroup: Any, block: BiasTile, sums: tuple[Any, ...]) -> None:
     """Write the sum over all queries: one warpgroup hands its own to the other, which alone reduces across warps."""
 
     @pl.when(warpgroup == 1)

@@ -52,7 +52,7 @@ SWIZZLED_BYTES = 128
 read without conflicts."""
 
 
-class Views(NamedTuple):
+class BufferViews(NamedTuple):
     """A buffer of rows of 128 bytes in shared memory as two that look at it see it.
 
     The copy engine sees rows, of which any number may lie beyond the end of an array; tensor cores and registers see
@@ -66,8 +66,8 @@ class Views(NamedTuple):
 
 
 class Swizzled(NamedTuple):
-    """``scratch`` for :func:`launch`: such a buffer, (*buffers, rows, elements). ``ref`` has its `Views`. ``sums``: the
-    shape of those."""
+    """``scratch`` for :func:`launch`: such a buffer, (*buffers, rows, elements). ``ref`` has its `BufferViews`.
+    ``sums``: the shape of those."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -142,7 +142,7 @@ def store(place: Any, value: Any) -> None:
         place[...] = value
 
 
-class Held:
+class InterpretedAccumulator:
     """What a register holds in an interpreted call: Pallas's interpreter knows accumulators neither with a value to
     begin with nor with an operand in registers."""
 
@@ -173,7 +173,9 @@ def in_registers(
     products that it issued are done."""
     if interpret:
         waiting: list[Callable[[], None]] = []
-        held = tuple(tuple(Held(value, waiting) for value in values) for values in (accumulators, others))
+        held = tuple(
+            tuple(InterpretedAccumulator(value, waiting) for value in values) for values in (accumulators, others)
+        )
         work(*held)
         _finish(waiting, 0)
         return tuple(h.value for h in held[0]), tuple(h.value for h in held[1])
@@ -183,7 +185,7 @@ def in_registers(
 
 def issue_product(acc: Any, a: Any, b: Any, transposed: bool = False) -> None:
     """Start acc += a b, or a b^T, on the tensor cores. a: in registers or in shared memory; b: in shared memory."""
-    if isinstance(acc, Held):
+    if isinstance(acc, InterpretedAccumulator):
         acc.add_product(a, b, transposed)
     else:
         plgpu.wgmma(acc, a, b.T if transposed else b)
@@ -191,7 +193,7 @@ def issue_product(acc: Any, a: Any, b: Any, transposed: bool = False) -> None:
 
 def finished(acc: Any, later: int) -> Any:
     """What an accumulator holds when all but the ``later`` products issued last are done."""
-    if not isinstance(acc, Held):
+    if not isinstance(acc, InterpretedAccumulator):
         return plgpu.wgmma_accumulator_load(acc, wait_n=later)
     _finish(acc.waiting, later)
     return acc.value
@@ -257,7 +259,7 @@ def launch(
         scoped = {places[place]: buffer for place, buffer in placed.items()}
         for buffer in (name for name, form in scratch.items() if isinstance(form, Swizzled)):
             views = scoped[buffer]
-            scoped[buffer] = Views(views[0], *views) if call.interpret else Views(*views)
+            scoped[buffer] = BufferViews(views[0], *views) if call.interpret else BufferViews(*views)
         kernel(Refs(**dict(zip(names, refs, strict=True)), **scoped))
 
     threads: dict[str, Any] = {"num_threads": warpgroups, "thread_name": "warpgroup"} if warpgroups > 1 else {}

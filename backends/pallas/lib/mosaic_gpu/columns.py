@@ -32,14 +32,14 @@ AHEAD = 4, 16
 """Rows that a thread reads before it adds the first of them: of arrays, and of partial sums."""
 
 
-class Terms(NamedTuple):
+class ColumnTerms(NamedTuple):
     """What is added up: ``of(ref, row, columns)`` gives the terms of a row by name, read by ``columns(array)``."""
 
     names: tuple[str, ...]
     of: Callable[[Refs, Any, Callable[[Any], Any]], Mapping[str, Any]]
 
 
-class Plan(NamedTuple):
+class ColumnPlan(NamedTuple):
     """How columns are cut: ``width`` of a block, ``vector`` neighbours to a thread; group, ahead: see above."""
 
     rows: int
@@ -49,7 +49,7 @@ class Plan(NamedTuple):
     vector: int
 
     @classmethod
-    def over(cls, rows: int, n: int, itemsize: int) -> Plan:
+    def over(cls, rows: int, n: int, itemsize: int) -> ColumnPlan:
         """Of an array in as few blocks as pieces of 16 bytes allow."""
         widths = (BULK_BYTES // itemsize >> i for i in range(BULK_BYTES))
         vector = next(v for v in widths if n % v == 0 and (v * THREADS <= n or v == 1))
@@ -87,13 +87,17 @@ def fewest_columns(n: int) -> int:
 
 
 def column_sums(
-    call: Call, arrays: Mapping[str, jax.Array], rows: Mapping[str, jax.Array], terms: Terms, dtype: Any = jnp.float32
+    call: Call,
+    arrays: Mapping[str, jax.Array],
+    rows: Mapping[str, jax.Array],
+    terms: ColumnTerms,
+    dtype: Any = jnp.float32,
 ) -> dict[str, jax.Array]:
     """Sums over rows by name, (n,) in a dtype that they are rounded to once, of what ``terms`` makes of arrays, (rows,
     n) each, and ``rows``: what is known of each row."""
     height, n = next(iter(arrays.values())).shape
     whole = fewest_columns(n)
-    plan = Plan.over(height, whole, max(x.dtype.itemsize for x in arrays.values()))
+    plan = ColumnPlan.over(height, whole, max(x.dtype.itemsize for x in arrays.values()))
     inputs = {name: padded_rows(x, whole) for name, x in arrays.items()} | dict(rows)
     sums = _summed(call, "columns", plan, inputs, terms, dtype if plan.groups == 1 else jnp.float32)
     if plan.groups > 1:
@@ -106,11 +110,13 @@ def in_order(call: Call, sums: jax.Array, dtype: Any, ahead: int = AHEAD[1]) -> 
     """Partial sums, (groups, n), added up as they follow each other: n elements, of which each thread has one column,
     so that n is a multiple of its threads."""
     groups, n = sums.shape
-    terms = Terms(("sums",), lambda ref, row, columns: {"sums": columns(ref.x.at[row])})
-    return _summed(call, "sum", Plan(groups, n, groups, ahead, 1), {"x": sums}, terms, dtype)
+    terms = ColumnTerms(("sums",), lambda ref, row, columns: {"sums": columns(ref.x.at[row])})
+    return _summed(call, "sum", ColumnPlan(groups, n, groups, ahead, 1), {"x": sums}, terms, dtype)
 
 
-def _summed(call: Call, name: str, plan: Plan, inputs: Mapping[str, jax.Array], terms: Terms, dtype: Any) -> jax.Array:
+def _summed(
+    call: Call, name: str, plan: ColumnPlan, inputs: Mapping[str, jax.Array], terms: ColumnTerms, dtype: Any
+) -> jax.Array:
     """(groups, names, blocks * width)."""
     form = jax.ShapeDtypeStruct((plan.groups, len(terms.names), plan.blocks * plan.width), dtype)
     found = launch(
@@ -125,7 +131,7 @@ def _summed(call: Call, name: str, plan: Plan, inputs: Mapping[str, jax.Array], 
     return found["total"]
 
 
-def _kernel(ref: Refs, *, plan: Plan, terms: Terms) -> None:
+def _kernel(ref: Refs, *, plan: ColumnPlan, terms: ColumnTerms) -> None:
     index = lax.axis_index("block")
     group, block = quotient(index, plan.blocks), lax.rem(index, jnp.int32(plan.blocks))
     start = jnp.minimum(block * plan.width, plan.n - plan.width)

@@ -70,7 +70,7 @@ COUNTED = 30
 """Bits of a ``count``."""
 
 
-class Tile(NamedTuple):
+class QueryTile(NamedTuple):
     """``QUERIES`` queries a consumer of one head, from ``row`` on, and the tiles of keys that they see."""
 
     batch: Any
@@ -81,7 +81,7 @@ class Tile(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class FlashPlan:
     """How one attention is cut.
 
     Attributes:
@@ -157,22 +157,22 @@ class Plan:
         rows = self.consumers * QUERIES * (of_keys + slots) + self.stages * self.block_kv * (of_keys + of_values)
         return rows * PART * self.dtype.itemsize + LSE_BYTES
 
-    def split_of(self, tile: Tile, step: Any) -> Any:
+    def split_of(self, tile: QueryTile, step: Any) -> Any:
         """Shares that came before the one of a step's keys, of those that a tile sees."""
         return quotient(tile.first + step, self.split_tiles) - quotient(tile.first, self.split_tiles)
 
-    def queries(self, q: Any, tile: Tile, rows: Any) -> Any:
+    def queries(self, q: Any, tile: QueryTile, rows: Any) -> Any:
         """Rows of a tile's queries, (rows, d), of all of them."""
         return q.at[tile.batch, rows, tile.head]
 
-    def tile(self, index: Any) -> Tile:
+    def tile(self, index: Any) -> QueryTile:
         """The tile of this index."""
         place, i = heaviest_first(index, self.batch * self.heads, self.tiles_q, self.band)
         first, last = self.band.span(i)
         first = jnp.clip(first, 0, (self.band.kv_len - 1) // self.block_kv)  # never none: one that no query sees
         steps = jnp.maximum(last - first, 0) + 1
         batch = quotient(place, self.heads)
-        return Tile(batch, place - batch * self.heads, i * (QUERIES * self.consumers), first, steps)
+        return QueryTile(batch, place - batch * self.heads, i * (QUERIES * self.consumers), first, steps)
 
 
 def heaviest_first(index: Any, places: int, tiles: int, band: Band) -> tuple[Any, Any]:
@@ -188,7 +188,7 @@ def heaviest_first(index: Any, places: int, tiles: int, band: Band) -> tuple[Any
     return section * TOGETHER + rest - down * width, down if band.last is None else tiles - 1 - down
 
 
-def schedule(plan: Plan) -> np.ndarray:
+def schedule(plan: FlashPlan) -> np.ndarray:
     """(blocks, 1 + rounds): how many tiles each block takes, and which. In the order of ``heaviest_first`` each tile
     goes to the block that will be done first, as if a multiprocessor took the next one then."""
     places, tiles = plan.batch * plan.heads, plan.tiles_q
@@ -254,7 +254,7 @@ class Merge(NamedTuple):
         return jnp.where(earlier, before, more) + jnp.where(earlier, more, before) * weight
 
 
-def rings(plan: Plan, written: Any, **buffers: Any) -> dict[str, Any]:
+def rings(plan: FlashPlan, written: Any, **buffers: Any) -> dict[str, Any]:
     """``scratch`` for the rings that queries, keys and values come through, with their barriers, for what is
     ``written``, and for other buffers."""
     of_keys, of_values = plan.parts
@@ -276,7 +276,7 @@ def rings(plan: Plan, written: Any, **buffers: Any) -> dict[str, Any]:
     }
 
 
-def produce(ref: Refs, plan: Plan, tile: Tile, before: Any) -> None:
+def produce(ref: Refs, plan: FlashPlan, tile: QueryTile, before: Any) -> None:
     """Bring what one tile is made of, in the order in which it is used: values follow the next keys."""
     kv_head = quotient(tile.head, plan.group)
 
@@ -316,20 +316,20 @@ def bring(array: Any, buffer: Any, arrived: Any) -> None:
         plgpu.copy_gmem_to_smem(array.at[:, part_of(array, part)], buffer.at[part], arrived)
 
 
-def multiply_keys(ref: Refs, plan: Plan, warpgroup: Any, buffer: Any, dots: Any) -> None:
+def multiply_keys(ref: Refs, plan: FlashPlan, warpgroup: Any, buffer: Any, dots: Any) -> None:
     """Issue dots += q k^T."""
     for part in range(plan.parts[0]):
         queries, keys = ref.queries.tiled.at[warpgroup, part], ref.keys.tiled.at[buffer, part]
         issue_product(dots, queries, keys, transposed=True)
 
 
-def multiply_values(ref: Refs, plan: Plan, buffer: Any, p: Any, products: Any) -> None:
+def multiply_values(ref: Refs, plan: FlashPlan, buffer: Any, p: Any, products: Any) -> None:
     """Issue products += p v."""
     for part, acc in enumerate(products):
         issue_product(acc, p, ref.values.tiled.at[buffer, part])
 
 
-def in_ping_pong(ref: Refs, plan: Plan, warpgroup: Any, issue: Callable[[], None]) -> None:
+def in_ping_pong(ref: Refs, plan: FlashPlan, warpgroup: Any, issue: Callable[[], None]) -> None:
     """Issue products when it is this consumer's turn."""
     if plan.consumers > 1:
         plgpu.barrier_wait(ref.ping_pong.at[warpgroup])

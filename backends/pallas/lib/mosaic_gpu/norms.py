@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from portakern.backends.pallas.lib.mosaic_gpu import rows as row_walk
-from portakern.backends.pallas.lib.mosaic_gpu.rows import Formula, Walk, Weights
+from portakern.backends.pallas.lib.mosaic_gpu.rows import Formula, WarpRowWalk, Weights
 from portakern.core.call import Call
 
 
@@ -24,7 +24,7 @@ def key(call: Call) -> dict[str, str | int]:
     return row_walk.key(call, call.dims["n"])
 
 
-def mean_of(x: Any, walk: Walk, start: Any = None) -> Any:
+def mean_of(x: Any, walk: WarpRowWalk, start: Any = None) -> Any:
     """The mean of a block, of a chunk that begins at ``start`` or of whole rows: a sum over a count, and the mean of
     what that leaves of each element. Equal numbers have themselves as their mean so, however both round."""
     at = () if start is None else (start,)
@@ -50,7 +50,7 @@ class LayerNormVjp(Formula):
     empty = (0.0,) * 4
     eps: float
 
-    def of_chunk(self, x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
+    def of_chunk(self, x: Any, walk: WarpRowWalk, start: Any, weights: Weights) -> tuple[Any, ...]:
         x, h = x[0], walk.within(cotangent(x[1], weights), 0.0, start)
         mean = mean_of(x, walk, start)
         centred = walk.within(x - walk.spread(mean), 0.0, start)
@@ -66,17 +66,17 @@ class LayerNormVjp(Formula):
         # delta is squared last: it is the whole mean in the first chunk, where its weight is 0
         return mean + moved, m2 + m2_after + delta * (delta * weight), h_sum + h_after, hx
 
-    def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Weights) -> Any:
+    def result(self, statistics: tuple[Any, ...], x: Any, walk: WarpRowWalk, weights: Weights) -> Any:
         mean, _, h_sum, hx = statistics
         r = self.scale(statistics, walk)
         xh = (x[0] - walk.spread(mean)) * walk.spread(r)
         pull = walk.spread(h_sum / walk.n) + xh * walk.spread(r * (hx / walk.n))
         return walk.spread(r) * (cotangent(x[1], weights) - pull)
 
-    def told(self, statistics: tuple[Any, ...], walk: Walk) -> tuple[Any, ...]:
+    def told(self, statistics: tuple[Any, ...], walk: WarpRowWalk) -> tuple[Any, ...]:
         return statistics[0], self.scale(statistics, walk)
 
-    def scale(self, statistics: tuple[Any, ...], walk: Walk) -> Any:
+    def scale(self, statistics: tuple[Any, ...], walk: WarpRowWalk) -> Any:
         """r of each row."""
         return lax.rsqrt(statistics[1] / walk.n + self.eps)
 
@@ -110,16 +110,16 @@ class RmsNormVjp(Formula):
     eps: float
     narrow: str | None
 
-    def of_chunk(self, x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
+    def of_chunk(self, x: Any, walk: WarpRowWalk, start: Any, weights: Weights) -> tuple[Any, ...]:
         x, h = walk.within(x[0], 0.0, start), walk.within(self.cotangent(x[1], weights), 0.0, start)
         return jnp.sum(x * x, axis=1), jnp.sum(h * x, axis=1)
 
-    def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Weights) -> Any:
+    def result(self, statistics: tuple[Any, ...], x: Any, walk: WarpRowWalk, weights: Weights) -> Any:
         (r,) = self.told(statistics, walk)
         xh = x[0] * walk.spread(r)
         return walk.spread(r) * (self.cotangent(x[1], weights) - xh * walk.spread(r * (statistics[1] / walk.n)))
 
-    def told(self, statistics: tuple[Any, ...], walk: Walk) -> tuple[Any, ...]:
+    def told(self, statistics: tuple[Any, ...], walk: WarpRowWalk) -> tuple[Any, ...]:
         return (lax.rsqrt(statistics[0] / walk.n + self.eps),)
 
     def cotangent(self, d_y: Any, weights: Weights) -> Any:

@@ -34,7 +34,7 @@ from portakern.backends.pallas.lib.mosaic_gpu import rows as row_walk
 from portakern.backends.pallas.lib.mosaic_gpu.attention import extended, tanh
 from portakern.backends.pallas.lib.mosaic_gpu.chip import aligned
 from portakern.backends.pallas.lib.mosaic_gpu.flash import COLUMN, PART, bias_tile, same_segment
-from portakern.backends.pallas.lib.mosaic_gpu.rows import Formula, Walk, Weights
+from portakern.backends.pallas.lib.mosaic_gpu.rows import Formula, WarpRowWalk, Weights
 from portakern.core.call import Call
 from portakern.specs._exponents import two_parts
 from portakern.specs.attention import far_from, scale_of
@@ -51,7 +51,7 @@ NUMBERS = "shift", "low", "delta"
 LEAST = 1e-30
 """What stands for a second number of 0 of an lse that is far from 0."""
 
-Place = tuple[Any, "Tile", Any, Any, bool]
+Place = tuple[Any, "ResidentTile", Any, Any, bool]
 """Where a tile of scores is: its warpgroup, the resident rows, the head and the streamed tile; and whether it is
 ``cut``: whether the band may cut through it, or lse be far from 0."""
 
@@ -70,7 +70,7 @@ class Side(NamedTuple):
     length: int
 
 
-class Plan(NamedTuple):
+class AttentionGradientPlan(NamedTuple):
     """How some gradients are cut.
 
     Attributes:
@@ -136,7 +136,7 @@ class Plan(NamedTuple):
         """The buffers of ``NUMBERS`` that come by beside queries. Resident queries have theirs in registers."""
         return (0 if self.by_query else self.stages), len(NUMBERS), self.streamed.tile
 
-    def inner(self, tile: Tile, together: int = 1) -> tuple[Any, Any]:
+    def inner(self, tile: ResidentTile, together: int = 1) -> tuple[Any, Any]:
         """Turns of so many streamed tiles ``together``: the first of a head all of whose pairs see each other, and the
         first after those."""
         band, rows, size = self.band, self.rows, self.streamed.tile
@@ -161,7 +161,7 @@ class Plan(NamedTuple):
         return sum(self.sums.values()) * PART // 2 + self.streamed.tile + self.streamed.tile // 4 * len(self.wants)
 
 
-class Tile(NamedTuple):
+class ResidentTile(NamedTuple):
     """The resident rows of one head, from ``row`` on, and what comes by: ``span`` tiles of each of so many ``heads`` of
     streamed rows, from ``streamed_head`` on, which begin with the ``first``."""
 
@@ -174,7 +174,7 @@ class Tile(NamedTuple):
     span: Any
 
     @classmethod
-    def at(cls, plan: Plan, batch: Any, head: Any, i: Any) -> Tile:
+    def at(cls, plan: AttentionGradientPlan, batch: Any, head: Any, i: Any) -> ResidentTile:
         band = plan.band._replace(block_q=plan.rows)
         first, last = band.span(i)
         streamed, heads = (quotient(head, plan.group), 1) if plan.by_query else (head * plan.group, plan.group)
@@ -198,17 +198,17 @@ class Delta(Formula):
     writes = False
     empty = (0.0,)
 
-    def of_chunk(self, x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
+    def of_chunk(self, x: Any, walk: WarpRowWalk, start: Any, weights: Weights) -> tuple[Any, ...]:
         return (jnp.sum(walk.within(x[0] * x[1], 0.0, start), axis=1),)
 
-    def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Weights) -> None:
+    def result(self, statistics: tuple[Any, ...], x: Any, walk: WarpRowWalk, weights: Weights) -> None:
         return None
 
-    def told(self, statistics: tuple[Any, ...], walk: Walk) -> tuple[Any, ...]:
+    def told(self, statistics: tuple[Any, ...], walk: WarpRowWalk) -> tuple[Any, ...]:
         return statistics
 
 
-def plan_of(call: Call, tiling: Mapping[str, int], wants: tuple[str, ...]) -> Plan:
+def plan_of(call: Call, tiling: Mapping[str, int], wants: tuple[str, ...]) -> AttentionGradientPlan:
     dims, by_query = call.dims, wants == ("d_q",)
     queries = Side("q", "d_o", "q_ids", tiling["block_q"], dims["q_len"])
     keys = Side("k", "v", "kv_ids", tiling["block_kv"], dims["kv_len"])
@@ -218,7 +218,7 @@ def plan_of(call: Call, tiling: Mapping[str, int], wants: tuple[str, ...]) -> Pl
         first, last = (None if bound is None else -bound for bound in (band.last, band.first))
         band = Band(first, last, dims["q_len"], ROWS, streamed.tile)
     pre, factor, unit = UnitOf.gradients(call)
-    return Plan(
+    return AttentionGradientPlan(
         wants,
         resident,
         streamed,
@@ -240,7 +240,9 @@ def plan_of(call: Call, tiling: Mapping[str, int], wants: tuple[str, ...]) -> Pl
     )
 
 
-def walk(plan: Plan, tile: Tile, fold: Fold, sums: tuple[Any, ...], far: Any, together: int = 1) -> tuple[Any, ...]:
+def walk(
+    plan: AttentionGradientPlan, tile: ResidentTile, fold: Fold, sums: tuple[Any, ...], far: Any, together: int = 1
+) -> tuple[Any, ...]:
     """``fold(cut, turn, sums)`` over all streamed tiles, so many ``together``: of each head those on borders of the
     band, those inside, where nothing has to be ``cut``, and those on borders. ``far``: all are cut (`is_far`)."""
     turns, each = (lax.div(n, jnp.int32(together)) for n in (tile.steps, tile.span))
@@ -276,7 +278,7 @@ def after_reading(interpret: bool) -> None:
         _fence()
 
 
-def is_far(ref: Refs, plan: Plan, tile: Tile) -> Any:
+def is_far(ref: Refs, plan: AttentionGradientPlan, tile: ResidentTile) -> Any:
     """Whether some query of a key head has an lse far from 0."""
     return ref.far[tile.batch, tile.streamed_head if plan.by_query else tile.head] != 0
 
@@ -286,7 +288,9 @@ def read_number(ref: Refs, buffer: Any, i: int) -> Any:
     return plgpu.load(ref.numbers.at[buffer, i], layout=COLUMN, optimized=False)
 
 
-def weights(ref: Refs, plan: Plan, place: Place, lse: Sequence[Any], dots: Any, bias: Any = None) -> tuple[Any, Any]:
+def weights(
+    ref: Refs, plan: AttentionGradientPlan, place: Place, lse: Sequence[Any], dots: Any, bias: Any = None
+) -> tuple[Any, Any]:
     """P of a tile of dots, whether or not pairs see each other, and t where there is a softcap. Under a bias, which may
     be all that numbers hold for a whole row, the difference comes before the factor by which both would overflow.
     Elsewhere that product and the difference are one operation, as in the forward pass. lse: its two numbers. bias: the
@@ -318,30 +322,30 @@ def rate_of(unit: float) -> float:
     return two_parts(unit * log2(e))[0]
 
 
-def slopes(plan: Plan, delta: Any, p: Any, t: Any, d_p: Any) -> Any:
+def slopes(plan: AttentionGradientPlan, delta: Any, p: Any, t: Any, d_p: Any) -> Any:
     """D of a tile of P and dP."""
     d_s = p * (d_p - beside(plan, delta, p.shape))
     return d_s if t is None else d_s * (1.0 - t * t)
 
 
-def places(plan: Plan, place: Place) -> tuple[Any, Any]:
+def places(plan: AttentionGradientPlan, place: Place) -> tuple[Any, Any]:
     """The resident rows, and the streamed ones, of a tile."""
     warpgroup, tile, _, j, _ = place
     return pl.ds((quotient(tile.row, ROWS) + warpgroup) * ROWS, ROWS), pl.ds(j * plan.streamed.tile, plan.streamed.tile)
 
 
-def beside(plan: Plan, number: Any, shape: tuple[int, int]) -> Any:
+def beside(plan: AttentionGradientPlan, number: Any, shape: tuple[int, int]) -> Any:
     """A number of each query, beside a tile."""
     return lax.broadcast_in_dim(number() if callable(number) else number, shape, (0 if plan.by_query else 1,))
 
 
-def shares_segment(ref: Refs, plan: Plan, place: Place) -> Any:
+def shares_segment(ref: Refs, plan: AttentionGradientPlan, place: Place) -> Any:
     """Which pairs of a tile share a segment."""
     of_rows, of_columns = getattr(ref, plan.resident.ids), getattr(ref, plan.streamed.ids)
     return same_segment(of_rows, of_columns, place[1].batch, *places(plan, place))
 
 
-def kept(ref: Refs, plan: Plan, place: Place, unseen: float, *tiles: Any) -> tuple[Any, ...]:
+def kept(ref: Refs, plan: AttentionGradientPlan, place: Place, unseen: float, *tiles: Any) -> tuple[Any, ...]:
     """Tiles of numbers with ``unseen`` for pairs that do not see each other, whatever they hold."""
     warpgroup, tile, _, j, cut = place
     if "q_ids" in ref:
@@ -382,7 +386,7 @@ def statistics(call: Call) -> dict[str, jax.Array]:
     return {"far": of_heads, "shift": shift, "low": extended(low, 2, whole), "delta": delta}
 
 
-def masks(call: Call, plan: Plan) -> dict[str, jax.Array]:
+def masks(call: Call, plan: AttentionGradientPlan) -> dict[str, jax.Array]:
     """Bias and segment ids, (batch, words, len), as the kernel reads them: in whole tiles, resident rows first. And how
     many streamed tiles come by, where all see all: of a number of steps that compilers know they know too much
     (``anew``)."""

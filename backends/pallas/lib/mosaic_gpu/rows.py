@@ -83,7 +83,7 @@ class Formula:
     empty: tuple[float, ...]
     """The statistics before a chunk was seen."""
 
-    def of_chunk(self, x: Any, walk: Walk, start: Any, weights: Weights) -> tuple[Any, ...]:
+    def of_chunk(self, x: Any, walk: WarpRowWalk, start: Any, weights: Weights) -> tuple[Any, ...]:
         """The statistics of a chunk alone, which begins at ``start``."""
         raise NotImplementedError
 
@@ -91,31 +91,31 @@ class Formula:
         """The statistics of ``seen`` elements of a row and of the ``here`` that follow: by default they are sums."""
         return tuple(x + y for x, y in zip(before, after, strict=True))
 
-    def start(self, walk: Walk) -> tuple[Any, ...]:
+    def start(self, walk: WarpRowWalk) -> tuple[Any, ...]:
         return tuple(walk.full(value) for value in self.empty)
 
     def gather(
-        self, statistics: tuple[Any, ...], x: Any, walk: Walk, start: Any, weights: Weights, begin: Any = 0
+        self, statistics: tuple[Any, ...], x: Any, walk: WarpRowWalk, start: Any, weights: Weights, begin: Any = 0
     ) -> tuple[Any, ...]:
         """The statistics of a row from ``begin`` on, with one chunk more, which begins at ``start``."""
         before, here = walk.counted(start)
         return self.merged(statistics, self.of_chunk(x, walk, start, weights), before - begin, here)
 
-    def result(self, statistics: tuple[Any, ...], x: Any, walk: Walk, weights: Weights) -> Any:
+    def result(self, statistics: tuple[Any, ...], x: Any, walk: WarpRowWalk, weights: Weights) -> Any:
         """The result of a chunk, once the statistics are of the whole row."""
         raise NotImplementedError
 
-    def told(self, statistics: tuple[Any, ...], walk: Walk) -> tuple[Any, ...]:
+    def told(self, statistics: tuple[Any, ...], walk: WarpRowWalk) -> tuple[Any, ...]:
         """What the op wants to know of each row beside its result, (rows,) each."""
         return ()
 
-    def whole(self, x: Any, walk: Walk, weights: Weights) -> tuple[Any, tuple[Any, ...]]:
+    def whole(self, x: Any, walk: WarpRowWalk, weights: Weights) -> tuple[Any, tuple[Any, ...]]:
         """The result of whole rows, and what is told of them."""
         statistics = self.gather(self.start(walk), x, walk, 0, weights)
         return self.result(statistics, x, walk, weights), self.told(statistics, walk)
 
 
-class Walk(NamedTuple):
+class WarpRowWalk(NamedTuple):
     """How a kernel walks the rows of an array (rows, n), or of several side by side.
 
     Attributes:
@@ -141,7 +141,7 @@ class Walk(NamedTuple):
     cluster: int = 1
 
     @classmethod
-    def over(cls, call: Call, tiling: Mapping[str, int], rows: int, n: int, arrays: int = 1) -> Walk:
+    def over(cls, call: Call, tiling: Mapping[str, int], rows: int, n: int, arrays: int = 1) -> WarpRowWalk:
         """The walk of an op on rows of n elements, of so many arrays."""
         dtype = jnp.dtype(call.dtype)
         block_rows, block_n, row_warps = (tiling[name] for name in ("block_rows", "block_n", "row_warps"))
@@ -200,7 +200,7 @@ class Walk(NamedTuple):
         return self.groups if self.chunks == 1 else self.share if self.kept else RING
 
     @property
-    def tail(self) -> Walk | None:
+    def tail(self) -> WarpRowWalk | None:
         """The walk of what a row of several chunks that is read element by element has beyond its last whole chunk, or
         None: a chunk that begins in the one before, and ends where the row ends."""
         beyond = self.n % self.chunk
@@ -315,7 +315,7 @@ def _fewest_blocks(n: int, size: int, arrays: int) -> tuple[int, int]:
 
 
 def supports(call: Call, tiling: Mapping[str, int], rows: int, n: int, arrays: int = 1) -> str | None:
-    return dtype_refused(call) or Walk.over(call, tiling, rows, n, arrays).refused()
+    return dtype_refused(call) or WarpRowWalk.over(call, tiling, rows, n, arrays).refused()
 
 
 def declared(
@@ -360,7 +360,7 @@ def launched(
     """What a formula makes of the rows of arrays, (rows, n) each, and ``told`` numbers of each row, (told, rows or
     more) in float32. ``weights``: what every row shares, (n,) each. ``approximate``: as of :func:`launch`."""
     rows, n = x[0].shape
-    walk = Walk.over(call, tiling, rows, n, len(x))
+    walk = WarpRowWalk.over(call, tiling, rows, n, len(x))
     kept = partial(_kept, interpret=call.interpret)
     read = _direct if walk.direct else _once if walk.chunks == 1 else kept if walk.kept else _twice
     if not walk.direct:
@@ -387,7 +387,7 @@ def launched(
     return y if y is None or walk.pitch == n else y[:, :n], found.get("told")
 
 
-def _scratch(walk: Walk, dtype: Any) -> dict[str, Any]:
+def _scratch(walk: WarpRowWalk, dtype: Any) -> dict[str, Any]:
     """``scratch`` of a walk: barriers for what blocks tell each other and for what arrives, and its buffers."""
     if walk.direct:
         return {}
@@ -403,7 +403,7 @@ def operand(array: int) -> str:
     return f"x{array}"
 
 
-def _once(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...]) -> None:
+def _once(ref: Refs, *, walk: WarpRowWalk, formula: Formula, weights: tuple[str, ...]) -> None:
     """Rows that are read once."""
     first = lax.axis_index("block") * walk.block_rows
     shared = weights_of(ref, walk, weights, 0)
@@ -422,7 +422,7 @@ def _once(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...]) 
     plgpu.wait_smem_to_gmem(0)
 
 
-def _twice(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...]) -> None:
+def _twice(ref: Refs, *, walk: WarpRowWalk, formula: Formula, weights: tuple[str, ...]) -> None:
     """Rows that are read twice: step s of 2 * chunks works on chunk s modulo chunks, in buffer s modulo RING."""
     first = lax.axis_index("block") * walk.block_rows
     steps, of_chunk = 2 * walk.chunks, partial(weights_of, ref, walk, weights)
@@ -464,7 +464,7 @@ def _twice(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...])
         plgpu.wait_smem_to_gmem(0)
 
 
-def _kept(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...], interpret: bool) -> None:
+def _kept(ref: Refs, *, walk: WarpRowWalk, formula: Formula, weights: tuple[str, ...], interpret: bool) -> None:
     """Rows that stay in shared memory, chunk c of a block's share in buffer c: all of it is on its way at once, and is
     looked at as it arrives. Then every chunk makes place for its result."""
     first, of_chunk = lax.axis_index("block") * walk.block_rows, partial(weights_of, ref, walk, weights)
@@ -501,7 +501,7 @@ def _kept(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...], 
 
 
 def _of_all_shares(
-    ref: Refs, walk: Walk, formula: Formula, row: Any, share: Any, statistics: tuple[Any, ...], interpret: bool
+    ref: Refs, walk: WarpRowWalk, formula: Formula, row: Any, share: Any, statistics: tuple[Any, ...], interpret: bool
 ) -> tuple[Any, ...]:
     """The statistics of whole rows, of those of this block's share. Blocks tell each other by way of device memory."""
     length, rows = walk.share * walk.chunk, pl.ds(row, walk.at_once)
@@ -537,22 +537,22 @@ def _fence_of_cluster(interpret: bool) -> None:
         _fence()
 
 
-def _direct(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...]) -> None:
+def _direct(ref: Refs, *, walk: WarpRowWalk, formula: Formula, weights: tuple[str, ...]) -> None:
     """Rows that are read and written element by element: one of a single chunk stays in registers, a longer one is read
     twice. What is there a second time does not count, and is written before what does."""
     whole = walk.n // walk.chunk
 
-    def shared(part: Walk, start: Any) -> Weights:
+    def shared(part: WarpRowWalk, start: Any) -> Weights:
         return {name: partial(_shared, ref, name, part, start) for name in weights}
 
     first = lax.axis_index("block") * walk.block_rows
 
-    def read(row: Any, part: Walk, start: Any) -> Any:
+    def read(row: Any, part: WarpRowWalk, start: Any) -> Any:
         arrays = (getattr(ref, operand(i)) for i in range(walk.arrays))
         found = tuple(_pieces(x, (pl.ds(row, 1),), part, start, walk.layout) for x in arrays)
         return found[0] if walk.arrays == 1 else found
 
-    def write(row: Any, part: Walk, start: Any, y: Any) -> None:
+    def write(row: Any, part: WarpRowWalk, start: Any, y: Any) -> None:
         end = part.chunk
         for begin, length in reversed(part.spans(start) if "y" in ref else ()):
             store(ref.y.at[pl.ds(row, 1), pl.ds(begin, length)], y[:, end - length : end].astype(ref.y.dtype))
@@ -562,10 +562,10 @@ def _direct(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...]
         tail = walk.tail
         last = walk.n - tail.chunk if tail else 0
 
-        def gather(part: Walk, start: Any, statistics: tuple[Any, ...]) -> tuple[Any, ...]:
+        def gather(part: WarpRowWalk, start: Any, statistics: tuple[Any, ...]) -> tuple[Any, ...]:
             return formula.gather(statistics, read(row, part, start), part, start, shared(part, start))
 
-        def result(part: Walk, start: Any) -> None:
+        def result(part: WarpRowWalk, start: Any) -> None:
             write(row, part, start, formula.result(statistics, read(row, part, start), part, shared(part, start)))
 
         start = formula.start(walk)
@@ -587,14 +587,14 @@ def _direct(ref: Refs, *, walk: Walk, formula: Formula, weights: tuple[str, ...]
         pl.when(row < walk.rows)(lambda: (once if walk.chunks == 1 else twice)(row))
 
 
-def _pieces(x: Any, row: tuple[Any, ...], walk: Walk, start: Any, layout: Any) -> Any:
+def _pieces(x: Any, row: tuple[Any, ...], walk: WarpRowWalk, start: Any, layout: Any) -> Any:
     """A chunk of rows, or of what every row shares, in float32, read as it lies in device memory."""
     places = (x.at[(*row, pl.ds(begin, length))] for begin, length in walk.spans(start))
     found = [plgpu.load(place, layout=layout, optimized=False).astype(jnp.float32) for place in places]
     return found[0] if len(found) == 1 else jnp.concatenate(found, axis=-1)
 
 
-def weights_of(ref: Refs, walk: Walk, names: tuple[str, ...], chunk: Any) -> Weights:
+def weights_of(ref: Refs, walk: WarpRowWalk, names: tuple[str, ...], chunk: Any) -> Weights:
     """What every row shares, beside a chunk."""
     return {name: partial(_shared, ref, name, walk, chunk * walk.chunk) for name in names}
 
@@ -605,18 +605,18 @@ def _tell(ref: Refs, row: Any, told: tuple[Any, ...]) -> None:
         store(ref.told.at[i, pl.ds(row, numbers.shape[0])], numbers)
 
 
-def loaded(ref: Refs, walk: Walk, buffer: Any) -> Any:
+def loaded(ref: Refs, walk: WarpRowWalk, buffer: Any) -> Any:
     """A block in float32, or of several arrays a tuple of them. What lies beyond the end of its rows is anything."""
     found = (plgpu.layout_cast(ref.buffer[i, buffer], walk.layout).astype(jnp.float32) for i in range(walk.arrays))
     return next(found) if walk.arrays == 1 else tuple(found)
 
 
-def _shared(ref: Refs, name: str, walk: Walk, start: Any) -> Any:
+def _shared(ref: Refs, name: str, walk: WarpRowWalk, start: Any) -> Any:
     """What every row shares beside a chunk, in float32; 0 beyond the end of a row."""
     return walk.beside(_pieces(getattr(ref, name), (), walk, start, walk.layout_of_a_row))
 
 
-def _parts(walk: Walk, chunk: Any, move: Callable[[int], None]) -> None:
+def _parts(walk: WarpRowWalk, chunk: Any, move: Callable[[int], None]) -> None:
     """Call ``move`` with the length of a chunk, of which the last may be shorter."""
     last = walk.pitch - (walk.chunks - 1) * walk.chunk
     if walk.chunks == 1 or last == walk.chunk:
@@ -626,7 +626,7 @@ def _parts(walk: Walk, chunk: Any, move: Callable[[int], None]) -> None:
     pl.when(chunk == walk.chunks - 1)(lambda: move(last))
 
 
-def bring_rows(ref: Refs, walk: Walk, row: Any, chunk: Any, buffer: Any) -> None:
+def bring_rows(ref: Refs, walk: WarpRowWalk, row: Any, chunk: Any, buffer: Any) -> None:
     """Start a chunk of the rows from ``row`` on its way into a buffer. Rows that are not there arrive at once."""
     for i, array in itertools.product(range(walk.at_once), range(walk.arrays)):
         there = row + i < walk.rows
@@ -643,7 +643,7 @@ def bring_rows(ref: Refs, walk: Walk, row: Any, chunk: Any, buffer: Any) -> None
         pl.when(jnp.logical_not(there))(lambda: plgpu.barrier_arrive(ref.arrived.at[buffer]))
 
 
-def send_rows(ref: Refs, walk: Walk, row: Any, chunk: Any, buffer: Any, y: Any) -> None:
+def send_rows(ref: Refs, walk: WarpRowWalk, row: Any, chunk: Any, buffer: Any, y: Any) -> None:
     """Start results on their way to the rows from ``row`` on, in the buffer of their first argument."""
     if "y" not in ref:
         return

@@ -9,7 +9,7 @@ nothing unwritten may leave it. Where VMEM has room for whole rows, sweep 0 keep
 from there: memory is read once.
 
 A block is many times what registers hold, and an operation on all of it stores every result. So a kernel says what it
-makes of a few registers (`Piece`) of a few rows (`Strip`), and a step does that for one after another.
+makes of a few registers (`StripSlice`) of a few rows (`Strip`), and a step does that for one after another.
 
 Where XLA lays rows side by side (`SideBySide`) their blocks are turned as they come and go. A kernel works on the same
 rows in the same way: the view changes no bit, and may depend on how many rows there are.
@@ -50,7 +50,7 @@ from portakern.core.call import Call
 from portakern.core.targets import Hardware
 
 
-class Held(NamedTuple):
+class VmemUse(NamedTuple):
     """What a step of an op holds in VMEM, in blocks of rows: ``streamed`` arrays of the call's dtype, each with two
     blocks so that one is moved while the other is used, and ``computed`` blocks of float32 that are made of them."""
 
@@ -62,7 +62,7 @@ class Held(NamedTuple):
         return elements * (2 * self.streamed * jnp.dtype(call.dtype).itemsize + 4 * self.computed)
 
 
-class Walk(NamedTuple):
+class BlockWalk(NamedTuple):
     """How a kernel walks the rows of one array.
 
     Attributes:
@@ -87,7 +87,7 @@ class Walk(NamedTuple):
     @classmethod
     def over(
         cls, call: Call, tiling: Mapping[str, int], shape: tuple[int, ...], along: int, stored: SideBySide | None = None
-    ) -> Walk:
+    ) -> BlockWalk:
         """The walk of an op that needs a whole row before it writes any of it, over an array of that shape."""
         n, height = shape[-2:][along], shape[-2:][1 - along]
         of_rows, of_n = grains(call, along)
@@ -96,7 +96,7 @@ class Walk(NamedTuple):
         return cls(shape, along, block_rows, block_n, min(pl.cdiv(n, block_n), 2), stored)
 
     @classmethod
-    def along_last(cls, call: Call, tiling: Mapping[str, int], shape: tuple[int, ...]) -> Walk:
+    def along_last(cls, call: Call, tiling: Mapping[str, int], shape: tuple[int, ...]) -> BlockWalk:
         """`over` the rows along the last axis of an array, as XLA lays them out. Blocks of fewer rows than there are
         lanes, which a user may ask for, cannot be turned: XLA copies the array then."""
         stored = SideBySide.of(shape) if tiling["block_rows"] % LANES == 0 else None
@@ -183,7 +183,7 @@ class Walk(NamedTuple):
         lengths = (self.block_n, self.block_rows) if self.along == 0 else (self.block_rows, self.block_n)
         return jax.ShapeDtypeStruct((self.grid[-1], *lengths), dtype)
 
-    def has_room(self, call: Call, held: Held) -> bool:
+    def has_room(self, call: Call, held: VmemUse) -> bool:
         """Whether rows that take two sweeps are kept, of as many arrays as an op can read."""
         kept = (held.streamed - 1) * self.grid[-1] * self.elements * jnp.dtype(call.dtype).itemsize
         return self.sweeps == 1 or held.bytes(call, self.elements) + kept <= vmem_limit(call)
@@ -265,7 +265,7 @@ class Walk(NamedTuple):
 
     # What a TPU refuses
 
-    def refused(self, call: Call, tiling: Mapping[str, int], held: Held) -> str | None:
+    def refused(self, call: Call, tiling: Mapping[str, int], held: VmemUse) -> str | None:
         """Why a TPU cannot walk like this, or None. Only blocks of the least number of rows, of those that are turned
         as many as there are lanes, may ask for more VMEM than a kernel gets unasked: code of larger ones would take
         minutes to compile."""
@@ -286,7 +286,7 @@ class Strip(NamedTuple):
       walk: over blocks of so many rows; step: along the rows; first: the first of them, in blocks of ``of`` rows.
     """
 
-    walk: Walk
+    walk: BlockWalk
     step: Any
     first: Any
     of: int
@@ -301,24 +301,26 @@ class Strip(NamedTuple):
         """The elements of a row in one register."""
         return LANES if self.walk.along == 1 else SUBLANES
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[StripSlice]:
         """The block of each row in pieces of as many elements as a few registers hold."""
         walk = self.walk
         width = max(PIECE // walk.block_rows, 2 * self.register)
         for start in range(0, walk.block_n, width):
-            yield Piece(self, start, min(start + width, walk.block_n))
+            yield StripSlice(self, start, min(start + width, walk.block_n))
 
-    def sums(self, of: Callable[[Piece], tuple[Any, ...]]) -> tuple[Any, ...]:
+    def sums(self, of: Callable[[StripSlice], tuple[Any, ...]]) -> tuple[Any, ...]:
         """Sums along each row of what ``of`` makes of each piece, without what lies beyond the row's end."""
         found = self.by_register(lambda at: tuple(map(at.within, of(at))), jnp.add)
         return tuple(jnp.sum(values, axis=self.walk.along, keepdims=True) for values in found)
 
-    def maximum(self, of: Callable[[Piece], Any]) -> Any:
+    def maximum(self, of: Callable[[StripSlice], Any]) -> Any:
         """The largest along each row of what ``of`` makes of each piece; beyond the row's end ``of`` says what is."""
         (found,) = self.by_register(lambda at: (of(at),), jnp.maximum)
         return jnp.max(found, axis=self.walk.along, keepdims=True)
 
-    def by_register(self, of: Callable[[Piece], tuple[Any, ...]], together: Callable[[Any, Any], Any]) -> list[Any]:
+    def by_register(
+        self, of: Callable[[StripSlice], tuple[Any, ...]], together: Callable[[Any, Any], Any]
+    ) -> list[Any]:
         """What ``of`` makes of all pieces, put together in as many elements of each row as lie in one register: pairs
         of registers, one after another, so that the order does not hang on how long a piece is, nor on how many rows it
         has. Of one register after another each would wait for the one before."""
@@ -341,7 +343,7 @@ def cut(values: Any, axis: int, length: int) -> list[Any]:
     return [lax.slice_in_dim(values, start, end, axis=axis) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-class Piece(NamedTuple):
+class StripSlice(NamedTuple):
     """The elements of a strip from ``start`` to ``stop`` of the block that it has of each row."""
 
     strip: Strip
@@ -374,7 +376,8 @@ class Piece(NamedTuple):
         return within(values, walk.along, self.strip.step * walk.block_n + self.start, walk.n, beyond, of=walk.block_n)
 
     def add_to(self, ref: Any, values: Any) -> None:
-        """Add the piece over its rows, without those beyond the last, to sums of `Walk.partial_sums`. They are eight
+        """Add the piece over its rows, without those beyond the last, to sums of `BlockWalk.partial_sums`. They are
+        eight
         of each, which are added up when all rows of the block have come by: here sublanes would wait for each other."""
         walk = self.strip.walk
         values = within(values, 0, self.strip.first, walk.height, of=self.strip.of)
@@ -394,7 +397,7 @@ class Phases(NamedTuple):
     write: Callable[[], None]
 
 
-class Number:
+class RowScalar:
     """One number a row, of rows that one step alone meets: a value, where several steps share memory. A column of
     numbers in memory costs masked stores, which the next operation waits for."""
 
@@ -408,7 +411,7 @@ class Number:
         self.value = value
 
 
-def row_tiling(call: Call, n: int, along: int, held: Held) -> dict[str, int]:
+def row_tiling(call: Call, n: int, along: int, held: VmemUse) -> dict[str, int]:
     """Blocks of whole rows of n elements, so many as fit what a kernel gets of VMEM unasked; where that holds none, the
     least number that there is, and of a row as much as the chip allows. Of n, dtype and chip alone.
 
@@ -436,7 +439,7 @@ def row_tiling(call: Call, n: int, along: int, held: Held) -> dict[str, int]:
 STEP = 600  # cycles that a step of the grid waits beyond its memory, about: by libtpu's estimates 400 to 1500
 
 
-def cycles(call: Call, walk: Walk, held: Held, hardware: Hardware) -> float:
+def cycles(call: Call, walk: BlockWalk, held: VmemUse, hardware: Hardware) -> float:
     """About how long a walk takes: each core its blocks of rows, of which the first are moved while nothing is done."""
     cores, size = hardware.cores or 1, held.streamed * jnp.dtype(call.dtype).itemsize
     moved = walk.elements * size * cores * (hardware.clock or 0.0) / (hardware.bandwidth or math.inf)
@@ -447,9 +450,9 @@ def cycles(call: Call, walk: Walk, held: Held, hardware: Hardware) -> float:
 def fitted(
     call: Call,
     tiling: Mapping[str, int],
-    held: Held,
-    default: Callable[[Call, Held], Mapping[str, int]],
-    walk_of: Callable[[Call, Mapping[str, int]], Walk],
+    held: VmemUse,
+    default: Callable[[Call, VmemUse], Mapping[str, int]],
+    walk_of: Callable[[Call, Mapping[str, int]], BlockWalk],
 ) -> Mapping[str, int]:
     """In place of the default's block_rows those with which the call's rows take least: an accelerator's units sum a
     row in one order whatever rows share its block. Blocks of fewer rows than there are lanes, which a table may have
@@ -475,17 +478,17 @@ def fitted(
 
 
 def refused(
-    call: Call, tiling: Mapping[str, int], held: Held, walk_of: Callable[[Call, Mapping[str, int]], Walk]
+    call: Call, tiling: Mapping[str, int], held: VmemUse, walk_of: Callable[[Call, Mapping[str, int]], BlockWalk]
 ) -> str | None:
     """Why a TPU cannot walk rows in such blocks, or None."""
     return walk_of(call, tiling).refused(call, tiling, held)
 
 
 def in_walks(
-    held: Held,
+    held: VmemUse,
     key: Callable[[Call], Mapping[str, str | int]],
-    default: Callable[[Call, Held], Mapping[str, int]],
-    walk_of: Callable[[Call, Mapping[str, int]], Walk],
+    default: Callable[[Call, VmemUse], Mapping[str, int]],
+    walk_of: Callable[[Call, Mapping[str, int]], BlockWalk],
 ) -> dict[str, Any]:
     """What an op that walks rows and holds so much declares beside its function."""
     return {
@@ -499,8 +502,8 @@ def in_walks(
 def launched(
     call: Call,
     kernel: Callable[..., Phases | None],
-    walk: Walk,
-    held: Held,
+    walk: BlockWalk,
+    held: VmemUse,
     *,
     rows: Mapping[str, jax.Array],
     late: Mapping[str, jax.Array] = MappingProxyType({}),
@@ -559,8 +562,8 @@ def launched(
 
 
 def _keeping(
-    call: Call, walk: Walk, held: Held, rows: Mapping[str, jax.Array]
-) -> tuple[Walk, dict[str, jax.ShapeDtypeStruct], int]:
+    call: Call, walk: BlockWalk, held: VmemUse, rows: Mapping[str, jax.Array]
+) -> tuple[BlockWalk, dict[str, jax.ShapeDtypeStruct], int]:
     """The walk, which keeps what sweep 0 reads where VMEM has room for that; what is kept, by name; and the bytes of
     VMEM that a step needs."""
     vmem = held.bytes(call, walk.elements)
@@ -576,7 +579,7 @@ def on_rows(
     ref: Refs,
     *,
     kernel: Callable[..., None],
-    walk: Walk,
+    walk: BlockWalk,
     rows: tuple[str, ...],
     others: tuple[str, ...],
     statistics: tuple[str, ...],
@@ -586,7 +589,7 @@ def on_rows(
     1 reads again has been kept by sweep 0."""
     blocks: dict[str, Any] = dict(vars(ref))
     if walk.one_step:
-        blocks |= {name: Number(walk.statistic) for name in statistics}
+        blocks |= {name: RowScalar(walk.statistic) for name in statistics}
     if walk.stored:
         blocks |= {name: Turned(blocks[name], once=walk.sweeps == 1, apart=apart) for name in (*rows, *others)}
     if walk.kept:
@@ -605,7 +608,7 @@ def on_strips(
     ref: Refs,
     *,
     kernel: Callable[..., Phases],
-    walk: Walk,
+    walk: BlockWalk,
     rows: tuple[str, ...],
     late: tuple[str, ...],
     written: tuple[str, ...],
@@ -616,7 +619,7 @@ def on_strips(
     """A step of a kernel that works on strips of its block; on the whole of one whose rows lie side by side, which are
     turned piece by piece. What sweep 1 reads again has been kept by sweep 0."""
     sweep, step = walk.sweep_and_step()
-    block = Block(ref, kernel, walk, rows, (*rows, *late, *written), statistics, apart, step, walk.group())
+    block = RowBlock(ref, kernel, walk, rows, (*rows, *late, *written), statistics, apart, step, walk.group())
 
     def write(*phases: str) -> None:
         for name in sums:
@@ -638,14 +641,14 @@ def on_strips(
     pl.when(sweep == walk.sweeps - 1)(partial(write, "write"))
 
 
-class Block:
+class RowBlock:
     """The block of rows of one grid step, and where its strips find what a kernel names."""
 
     def __init__(
         self,
         ref: Refs,
         kernel: Callable[..., Phases],
-        walk: Walk,
+        walk: BlockWalk,
         rows: tuple[str, ...],
         of_rows: tuple[str, ...],
         statistics: tuple[str, ...],
@@ -690,7 +693,7 @@ class Block:
                 place = (slice(None), at) if walk.along == 0 else (at, slice(None))
             named = self.homes | {name: self.lying(name, place) for name in self.of_rows}
             if walk.one_step:
-                named |= {name: Number(strip.statistic) for name in self.statistics}
+                named |= {name: RowScalar(strip.statistic) for name in self.statistics}
             elif number > 1:
                 named |= {name: self.homes[name].at[place] for name in self.statistics}
             rows = Strip(strip, self.step, self.above + start, walk.block_rows)
@@ -705,7 +708,7 @@ class Block:
             lax.fori_loop(np.int32(0), np.int32(number), one, np.int32(0), unroll=1 + (number % 2 == 0))
 
 
-def divided(walk: Walk, apart: bool) -> tuple[int, Walk]:
+def divided(walk: BlockWalk, apart: bool) -> tuple[int, BlockWalk]:
     """How many strips a block has, and the walk of one: of as many rows as hide what a sum across a register waits.
     ``apart``: of interpreted calls, which sum rows in an order that hangs on how many there are, however they lie."""
     if walk.stored and not apart:

@@ -37,7 +37,7 @@ from portakern.tools.compile import cache
 from portakern.tools.compile.abstract import form_of
 
 if TYPE_CHECKING:
-    from portakern.backends.pallas.tpu.toolchain.static import Region, Walk
+    from portakern.backends.pallas.tpu.toolchain.static import GridWalk, Region
     from portakern.core.backend import Implementation
     from portakern.core.call import Call
 
@@ -165,7 +165,7 @@ VMEM = "1"  # as XLA numbers memories
 
 def _build(
     program: Any, target: Target, call: Call | None = None, tiling: Mapping[str, int] = MappingProxyType({})
-) -> tuple[Compiled, list[Walk], list[Region | None]]:
+) -> tuple[Compiled, list[GridWalk], list[Region | None]]:
     """What libtpu made, how its kernels walk their grids, and of each the regions of its code, where that was told."""
     from portakern.backends.pallas.tpu.toolchain.static import regions, walks_of
 
@@ -205,7 +205,7 @@ def traced(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Any:
     return jax.jit(program).trace(*forms)
 
 
-def _counted(kernels: list[Kernel], walks: list[Walk], codes: list[Region | None], target: Target) -> list[Kernel]:
+def _counted(kernels: list[Kernel], walks: list[GridWalk], codes: list[Region | None], target: Target) -> list[Kernel]:
     """The kernels, with what a run issues and moves; of one that serves several launches, in all of them."""
     from portakern.backends.pallas.tpu.toolchain.static import cycles
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-__all__ = ["Region", "Walk", "cycles", "regions", "walks_of"]
+__all__ = ["GridWalk", "Region", "cycles", "regions", "walks_of"]
 
 PARALLEL = "parallel"
 """What JAX calls an axis of a grid whose steps do not depend on each other."""
@@ -64,7 +64,7 @@ class Condition(NamedTuple):
     loops: tuple[int, ...] = ()
 
 
-class Walk(NamedTuple):
+class GridWalk(NamedTuple):
     """A kernel of a program, as its grid walks it.
 
     Attributes:
@@ -80,10 +80,10 @@ class Walk(NamedTuple):
     moved: int
     first: int
     program: str
-    beside: tuple[Walk, ...] = ()
+    beside: tuple[GridWalk, ...] = ()
 
 
-def walks_of(jaxpr: Any, consts: Sequence[Any] = (), cores: int = 1) -> list[Walk]:
+def walks_of(jaxpr: Any, consts: Sequence[Any] = (), cores: int = 1) -> list[GridWalk]:
     """Every kernel of a traced program, in order. ``consts``: the program's constants: what a kernel reads of them in
     scalar memory, such as which blocks follow each other, is known with them. ``cores``: how many share a launch."""
     known = dict(zip(jaxpr.constvars, map(np.asarray, consts), strict=False))
@@ -111,7 +111,7 @@ def _inner(eqn: Any) -> Iterator[Any]:
                 yield found
 
 
-def _walk(eqn: Any, given: Sequence[Any], cores: int) -> Walk:
+def _walk(eqn: Any, given: Sequence[Any], cores: int) -> GridWalk:
     mapping, body = eqn.params["grid_mapping"], eqn.params["jaxpr"]
     grid = tuple(int(extent) for extent in mapping.grid)
     steps = math.prod(grid)
@@ -123,11 +123,11 @@ def _walk(eqn: Any, given: Sequence[Any], cores: int) -> Walk:
     known = {ref: array for ref, array in zip(body.invars, scalars, strict=False) if array is not None}
     text = "\n".join([str(body), *(f"{m.block_shape} {m.index_map_jaxpr}" for m in mapping.block_mappings)])
 
-    def of(places: list[np.ndarray], beside: tuple[Walk, ...]) -> Walk:
+    def of(places: list[np.ndarray], beside: tuple[GridWalk, ...]) -> GridWalk:
         taken = np.ones(len(places[0]) if places else 1, bool)
         inner = tuple(_conditions(body, known, places, taken))
         moved = [_moved(m, places, scalars) for m in mapping.block_mappings]
-        return Walk(
+        return GridWalk(
             name,
             len(taken),
             Condition(len(taken), _work(body), _flops(body), inner, _loops(body)),
@@ -323,14 +323,14 @@ def _nested(start: int, end: int, spans: list[tuple[int, int]], loops: list[list
     return Region(end - start - covered, tuple(inner), tuple((depth, bundles) for _, depth, bundles in loops))
 
 
-def cycles(walk: Walk, code: Region, flops_a_cycle: float, bytes_a_cycle: float) -> int:
+def cycles(walk: GridWalk, code: Region, flops_a_cycle: float, bytes_a_cycle: float) -> int:
     """Bundles times how often the grid comes by them, and what the steps wait; no less than the matrix units take. The
     first step waits for all windows, and the last is over when its results are in memory."""
     inside = _inside(walk.body, _body(walk, code), flops_a_cycle, 2 if walk.steps > 1 else 1)
     return round(walk.steps * STEP + inside + walk.first / bytes_a_cycle)
 
 
-def _body(walk: Walk, code: Region) -> Region:
+def _body(walk: GridWalk, code: Region) -> Region:
     """The kernel's own code, of which the pipeline around it is made a straight part: it moves windows in regions of
     its own, which most steps come by, and guards the kernel with one that holds it all."""
     while _region_depth(code) > _depth(walk.body.inner):

@@ -14,12 +14,12 @@ from jax.experimental import pallas as pl
 
 import portakern as pk
 from centering.center import key, row_tiles
-from portakern.backends.pallas.lib import Held, Refs, Walk, launched
+from portakern.backends.pallas.lib import BlockWalk, Refs, VmemUse, launched
 
-HELD = Held(streamed=2, computed=2)  # x and y come and go, and a block of each is computed with
+HELD = VmemUse(streamed=2, computed=2)  # x and y come and go, and a block of each is computed with
 
 
-def kernel(ref: Refs, *, walk: Walk) -> None:
+def kernel(ref: Refs, *, walk: BlockWalk) -> None:
     sweep, step = walk.sweep_and_step()
 
     @pl.when((sweep == 0) & (step == 0))
@@ -35,9 +35,9 @@ def kernel(ref: Refs, *, walk: Walk) -> None:
         ref.y[...] = (ref.x[...].astype(jnp.float32) - ref.total[...] / walk.n).astype(ref.y.dtype)
 
 
-def walk_of(call: pk.Call, tiling: Mapping[str, int]) -> Walk:
+def walk_of(call: pk.Call, tiling: Mapping[str, int]) -> BlockWalk:
     """The rows of x, however many axes they lie along, and as XLA lays them out."""
-    return Walk.along_last(call, tiling, (*call.dims["batch"], call.dims["n"]))
+    return BlockWalk.along_last(call, tiling, (*call.dims["batch"], call.dims["n"]))
 
 
 def refused(call: pk.Call, tiling: Mapping[str, int]) -> str | None:

@@ -29,7 +29,7 @@ from portakern.frameworks.torch.models.mlps import ServedMlp, served_mlp
 from portakern.frameworks.torch.models.norms import served_norm
 from portakern.frameworks.torch.models.prototypes import names_in
 from portakern.frameworks.torch.models.rotary import served_rotary
-from portakern.frameworks.torch.models.served import REPLICATE, Recipe, Replicate, Served, place_of
+from portakern.frameworks.torch.models.served import REPLICATE, Recipe, Replicate, ServedForward, place_of
 
 __all__ = ["PARTS", "Applied", "ServedPart", "apply"]
 
@@ -118,7 +118,7 @@ class ServedModule(NamedTuple):
         own = vars(self.module)
         if not any(value is self.value for value in own.values()):
             return "what stood for it was replaced since"
-        return self.value.why_not() if isinstance(self.value, Served) else ""
+        return self.value.why_not() if isinstance(self.value, ServedForward) else ""
 
 
 class Applied:
@@ -130,7 +130,7 @@ class Applied:
       model: the model.
     """
 
-    def __init__(self, model: nn.Module, plan: _Plan) -> None:
+    def __init__(self, model: nn.Module, plan: _ModelRewrite) -> None:
         self.model = model
         self._by = {entry.op: plan.by(entry.op) for entry in plan.served}
         self._left, self._served, self._patches = Counter(plan.left), plan.served, plan.carry_out()
@@ -232,7 +232,7 @@ def apply(
     wanted = _checked(model, parts, otherwise)
     if backend is not None:
         registry.backend(backend)
-    plan = _Plan(model, backend, wanted)
+    plan = _ModelRewrite(model, backend, wanted)
     plan.read()
     if plan.unknown and otherwise == "raise":
         raise UnsupportedError(
@@ -256,7 +256,7 @@ def _checked(model: Any, parts: Iterable[str] | None, otherwise: str) -> frozens
     if "add_norm" in wanted and "norm" not in wanted:
         raise SpecError("apply: parts has 'add_norm' without 'norm', which adds the residual; pass both")
     for module in model.modules():
-        if any(isinstance(vars(module).get(name), Served) for name in FORWARDS):
+        if any(isinstance(vars(module).get(name), ServedForward) for name in FORWARDS):
             raise SpecError(
                 f"apply: the forward of {type(module).__name__} is portakern's already; call undo() of what apply "
                 "returned before; of a copy that is copy.deepcopy((model, applied))"
@@ -264,7 +264,7 @@ def _checked(model: Any, parts: Iterable[str] | None, otherwise: str) -> frozens
     return wanted
 
 
-class _Plan:
+class _ModelRewrite:
     """What is to be done to a model, before anything is."""
 
     def __init__(self, model: nn.Module, backend: str | None, wanted: frozenset[str]) -> None:
@@ -327,14 +327,14 @@ class _Plan:
         self.served.append(ServedModule(part, module, found[0], there))
         return True
 
-    def _replace(self, module: nn.Module, recipe: Recipe) -> Served | str:
+    def _replace(self, module: nn.Module, recipe: Recipe) -> ServedForward | str:
         """Plan a forward of a module; why there is none, in words."""
         place = place_of(module)
         if place is None:
             theirs = vars(module)["forward"]
             owner = getattr(inspect.unwrap(theirs), "__module__", type(theirs).__module__)
             return f"it has a forward already, of {owner}, which stays"
-        served = Served(module, recipe)
+        served = ServedForward(module, recipe)
         self.values.append((module, place, served))
         if module not in self.replicated:
             self.replicated.add(module)

@@ -17,7 +17,7 @@ from portakern.frameworks.torch.models.mlps import with_residual
 from portakern.frameworks.torch.models.prototypes import find, names_in
 from portakern.frameworks.torch.models.served import Heart, Recipe, expected, served_by, watched
 
-__all__ = ["BLOCKS", "Block", "served_block"]
+__all__ = ["BLOCKS", "KnownBlock", "served_block"]
 
 
 def pre_norm(block: nn.Module, x: Tensor, given: dict[str, Any]) -> Tensor:
@@ -56,7 +56,7 @@ def post_norm(block: nn.Module, x: Tensor, given: dict[str, Any]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Block:
+class KnownBlock:
     """A block that is known.
 
     Attributes:
@@ -71,12 +71,12 @@ class Block:
     unless: str | None = None
 
 
-_BERT = Block(post_norm, "LayerNorm", ("dense", "dropout", "LayerNorm"))
+_BERT = KnownBlock(post_norm, "LayerNorm", ("dense", "dropout", "LayerNorm"))
 BLOCKS = {
-    "llama.LlamaDecoderLayer": Block(
+    "llama.LlamaDecoderLayer": KnownBlock(
         pre_norm, "post_attention_layernorm", ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
     ),
-    "gemma2.Gemma2DecoderLayer": Block(
+    "gemma2.Gemma2DecoderLayer": KnownBlock(
         norms_on_both_sides,
         "pre_feedforward_layernorm",
         (
@@ -84,13 +84,13 @@ BLOCKS = {
             *("pre_feedforward_layernorm", "mlp", "post_feedforward_layernorm"),
         ),
     ),
-    "gpt2.GPT2Block": Block(
+    "gpt2.GPT2Block": KnownBlock(
         gpt2,
         "ln_2",
         ("ln_1", "attn", "hasattr", "ValueError", "ln_cross_attn", "crossattention", "ln_2", "mlp"),
         unless="crossattention",
     ),
-    "vit.ViTLayer": Block(
+    "vit.ViTLayer": KnownBlock(
         vit, "layernorm_after", ("layernorm_before", "attention", "dropout", "layernorm_after", "mlp")
     ),
     "bert.BertSelfOutput": _BERT,
@@ -109,7 +109,7 @@ def served_block(module: nn.Module) -> tuple[str, Recipe] | None:
 
 
 def _fused(kind: Any) -> Heart:
-    block: Block = expected(find(kind, BLOCKS), kind)
+    block: KnownBlock = expected(find(kind, BLOCKS), kind)
     theirs = inspect.unwrap(kind.forward)
     parameters = [*inspect.signature(theirs).parameters.values()][2:]  # after self and the hidden states
     names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]

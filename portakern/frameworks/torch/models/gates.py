@@ -18,11 +18,11 @@ from portakern.frameworks.torch.functions import kept_op
 from portakern.frameworks.torch.models.prototypes import find, is_of_library
 from portakern.frameworks.torch.models.served import Heart, Recipe, expected, is_bare, watched
 
-__all__ = ["GATES", "Gate", "served_gate"]
+__all__ = ["GATES", "GatedProjections", "served_gate"]
 
 
 @dataclass(frozen=True)
-class Gate:
+class GatedProjections:
     """Where a feed-forward layer keeps its three projections and the function of its gate."""
 
     gate: str = "gate_proj"
@@ -31,7 +31,7 @@ class Gate:
     act: str = "act_fn"
 
 
-GATES = {"llama.LlamaMLP": Gate()}
+GATES = {"llama.LlamaMLP": GatedProjections()}
 """Prototype -> what it is made of: down(act(gate(x)) up(x))."""
 
 

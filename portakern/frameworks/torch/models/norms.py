@@ -16,13 +16,13 @@ from portakern.frameworks.torch.functions import kept_op, layer_norm, rms_norm
 from portakern.frameworks.torch.models.prototypes import find
 from portakern.frameworks.torch.models.served import Heart, Recipe, expected
 
-__all__ = ["NORMS", "RmsNorm", "served_norm"]
+__all__ = ["NORMS", "RmsNormLayer", "served_norm"]
 
 SIXTEEN = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class RmsNorm:
+class RmsNormLayer:
     """What the RMSNorm layers of a family of models compute.
 
     Attributes:
@@ -37,11 +37,11 @@ class RmsNorm:
 
 
 NORMS = {
-    "llama.LlamaRMSNorm": RmsNorm("before_weight"),
-    "t5.T5LayerNorm": RmsNorm("before_weight"),
-    "olmo2.Olmo2RMSNorm": RmsNorm("once"),
-    "nemotron_h.NemotronHRMSNorm": RmsNorm("once"),
-    "gemma.GemmaRMSNorm": RmsNorm("once", minus_one=True, eps="eps"),
+    "llama.LlamaRMSNorm": RmsNormLayer("before_weight"),
+    "t5.T5LayerNorm": RmsNormLayer("before_weight"),
+    "olmo2.Olmo2RMSNorm": RmsNormLayer("once"),
+    "nemotron_h.NemotronHRMSNorm": RmsNormLayer("once"),
+    "gemma.GemmaRMSNorm": RmsNormLayer("once", minus_one=True, eps="eps"),
 }
 """Prototype -> what it computes."""
 
@@ -58,7 +58,7 @@ def served_norm(module: nn.Module, backend: str | None) -> tuple[str, Recipe] | 
 
 
 def _transformers_norm(theirs: type, backend: str | None) -> Heart:
-    kind: RmsNorm = expected(find(theirs, NORMS), theirs)
+    kind: RmsNormLayer = expected(find(theirs, NORMS), theirs)
     norm, added = kept_op("rmsnorm", backend), kept_op("add_rmsnorm", backend)
 
     def normed(module: nn.Module, x: Tensor, residual: Tensor | None) -> Any:

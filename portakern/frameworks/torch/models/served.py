@@ -1,4 +1,4 @@
-"""A forward that stands for a module's own: :class:`Served`, and who would notice that a module is passed over.
+"""A forward that stands for a module's own: :class:`ServedForward`, and who would notice that a module is passed over.
 
 What stands in a model must live as the model does: it is copied, pickled and replicated with its module. It is
 therefore no function but a recipe, from which the function is made again, and it asks at each call whether somebody
@@ -25,7 +25,7 @@ __all__ = [
     "Heart",
     "Recipe",
     "Remade",
-    "Served",
+    "ServedForward",
     "expected",
     "has_plain_parameters",
     "is_bare",
@@ -61,7 +61,7 @@ class Recipe(NamedTuple):
         return self.make(self.kind, *self.args)
 
 
-class Served:
+class ServedForward:
     """Stands as ``forward`` in one module, as a bound method of it would; copies and pickles stand in their modules."""
 
     __slots__ = ("__weakref__", "adds", "function", "heart", "module", "others", "recipe", "theirs", "unless")
@@ -90,13 +90,13 @@ class Served:
         self.function, self.unless, self.adds = rewrapped(self.theirs, self.heart), heart.unless, heart.adds
         self.others: dict[Any, Callable[..., Any]] = {}
 
-    def bound_to(self, module: nn.Module) -> Served:
+    def bound_to(self, module: nn.Module) -> ServedForward:
         """The same in another module of the class, which shares the functions."""
         other = copy.copy(self)
         other.module = module
         return other
 
-    def __copy__(self) -> Served:
+    def __copy__(self) -> ServedForward:
         other = object.__new__(type(self))
         for name in self.__slots__[1:]:
             setattr(other, name, getattr(self, name))
@@ -140,7 +140,7 @@ class Served:
 @torch.compiler.assume_constant_result
 def _found(module: nn.Module) -> Callable[..., Any]:
     """What ``followed`` finds, looked up once while torch.compile traces."""
-    served: Served = vars(module)["forward"]
+    served: ServedForward = vars(module)["forward"]
     return served.followed()
 
 
@@ -179,7 +179,7 @@ class Replicate:
         replica: nn.Module = type(self.module)._replicate_for_data_parallel(self.module)
         own = vars(replica)
         for name, value in list(own.items()):
-            if isinstance(value, Served) and value.module is self.module:
+            if isinstance(value, ServedForward) and value.module is self.module:
                 own[name] = value.bound_to(replica)
             elif isinstance(value, Replicate):
                 own[name] = Replicate(replica)
@@ -202,10 +202,10 @@ def _is_of_class(forward: Any, module: nn.Module) -> bool:
     return ours and forward.__func__ is type(module).forward
 
 
-def served_by(module: Any) -> Served | None:
+def served_by(module: Any) -> ServedForward | None:
     """What stands for a module's forward, where a call of the module comes to it alone."""
     there = vars(module).get("forward")
-    ours = isinstance(there, Served) and there.module is module and type(module).forward is there.theirs
+    ours = isinstance(there, ServedForward) and there.module is module and type(module).forward is there.theirs
     return there if ours and not _called_otherwise(module) else None
 
 
