@@ -38,7 +38,7 @@ def main() -> None:
     todo = [(part, op, target) for part in range(asked.parts) for op, target in items]
     mine, of = map(int, asked.share.split("/"))
     for number, (part, op, target) in enumerate(todo):
-        file = _place(asked, op, target, part)
+        file = _part_path(asked, op, target, part)
         if number % of == mine and not file.exists() and not asked.collect:
             report = testing.check(op, backend="triton", profile=PROFILE, target=target, max_examples=asked.examples,
                                    seed=asked.seed, shrink=False, shard=(part, asked.parts))  # fmt: skip
@@ -67,10 +67,10 @@ def _every_op() -> list[str]:
     return [op for op in registry.ops() if any(registry.backend("triton").having(op))]
 
 
-def _place(asked: argparse.Namespace, op: str, target: str, part: int) -> Path:
+def _part_path(arguments: argparse.Namespace, op: str, target: str, part: int) -> Path:
     """Where a part is kept, under the sources that it was run of: others' parts are never taken for theirs."""
-    of = f"{asked.examples}-{asked.seed}-{part}of{asked.parts}"
-    return Path(asked.keep) / f"{op}-{target}-{of}-{_sources(op, target)}.json"
+    of = f"{arguments.examples}-{arguments.seed}-{part}of{arguments.parts}"
+    return Path(arguments.keep) / f"{op}-{target}-{of}-{_sources(op, target)}.json"
 
 
 @functools.cache
@@ -79,22 +79,23 @@ def _sources(op: str, target: str) -> str | None:
     return sources.fingerprint(op, registry.backend("triton"), None, where)
 
 
-def _write(asked: argparse.Namespace, items: list[tuple[str, str]]) -> None:
+def _write(arguments: argparse.Namespace, items: list[tuple[str, str]]) -> None:
     """What is kept, as results of a check."""
-    rows = list(_rows(asked, items))
-    ops = [] if asked.ops == _every_op() else asked.ops
-    these = [] if tuple(asked.targets) == TARGETS else ["--targets", *asked.targets]
-    size = ["--examples", str(asked.examples), "--seed", str(asked.seed), "--json", asked.json.name]
+    rows = list(_rows(arguments, items))
+    ops = [] if arguments.ops == _every_op() else arguments.ops
+    these = [] if tuple(arguments.targets) == TARGETS else ["--targets", *arguments.targets]
+    size = ["--examples", str(arguments.examples), "--seed", str(arguments.seed), "--json", arguments.json.name]
     command = " ".join(["python benchmarks/emulated.py", *ops, *these, *size])
     seconds = round(sum(r["seconds"] for r in rows), 1)
     results.write(
-        asked.json, results.record("conformance", rows, command=command, device=results.EMULATED, wall_seconds=seconds)
+        arguments.json,
+        results.record("conformance", rows, command=command, device=results.EMULATED, wall_seconds=seconds),
     )
 
 
-def _rows(asked: argparse.Namespace, items: list[tuple[str, str]]) -> Iterator[dict[str, Any]]:
+def _rows(arguments: argparse.Namespace, items: list[tuple[str, str]]) -> Iterator[dict[str, Any]]:
     for op, target in items:
-        kept = [_place(asked, op, target, part) for part in range(asked.parts)]
+        kept = [_part_path(arguments, op, target, part) for part in range(arguments.parts)]
         reports = [_report(json.loads(f.read_text())) for f in kept if f.exists()]
         if reports:
             subject = backend_subject(registry.find_spec(op), "triton", None, None, PROFILE, target)

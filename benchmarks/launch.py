@@ -156,7 +156,7 @@ def arrays_of(name: str, device: str) -> dict[str, torch.Tensor]:
     return made
 
 
-def ways(name: str, device: str = "cuda") -> dict[str, Callable[[], Any]]:
+def timed_calls(name: str, device: str = "cuda") -> dict[str, Callable[[], Any]]:
     """What to time for one op: a name and a call without arguments."""
     from portakern.backends.triton import launch as launching
     from portakern.backends.triton import launcher as launchers
@@ -306,7 +306,9 @@ def main() -> None:
 
     with torch.no_grad():
         for name in (r.op for r in forward_records()):
-            keep(name, measure(name, ways(name), args.batches) + measure(name, training(name), args.batches // 2))
+            keep(
+                name, measure(name, timed_calls(name), args.batches) + measure(name, training(name), args.batches // 2)
+            )
         if importlib.util.find_spec("transformers"):
             keep("Llama", measure("Llama, 8 layers, 16 tokens", llama_forwards(), args.batches, 5))
         for name in served_ops():

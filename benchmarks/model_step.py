@@ -102,7 +102,7 @@ class Contender:
 
 
 @contextlib.contextmanager
-def told(rows: dict[str, Row], who: str) -> Iterator[None]:
+def failures_recorded(rows: dict[str, Row], who: str) -> Iterator[None]:
     """What fails becomes the reason in its contender's row, and the others go on."""
     try:
         yield
@@ -186,7 +186,7 @@ def model_step(stage: str, device: str, rounds: int, compiler: str) -> dict[str,
             if why:
                 rows[who] = {"why": why}
                 continue
-            with told(rows, who):
+            with failures_recorded(rows, who):
                 model = made(size, 0, device)
                 served, rotary = placed(stack, who, model, backend)
                 forward = torch.compile(model, backend=compiler) if stage == "compiled" else model
@@ -200,13 +200,13 @@ def model_step(stage: str, device: str, rounds: int, compiler: str) -> dict[str,
                 print(stage, who, {k: v for k, v in rows[who].items() if k != "served"}, flush=True)
         theirs.clear()
         for who, mine in able(rows, contenders):
-            with told(rows, who):
+            with failures_recorded(rows, who):
                 own = sum(leaf.numel() * leaf.element_size() for leaf in mine.leaves)
                 rows[who]["peak_gib"] = mine.peak(device, own)
         take_turns(rows, contenders, rounds, device)
         for who, mine in able(rows, contenders) if device == "cuda" else ():
             failed: dict[str, Row] = {}
-            with told(failed, who):  # its times are there
+            with failures_recorded(failed, who):  # its times are there
                 rows[who]["kernels"] = kernels(mine)
             for row in failed.values():
                 print(stage, who, "has no table of kernels:", row["why"], flush=True)
@@ -282,7 +282,7 @@ def loss_step(stage: str, device: str, rounds: int, compiler: str) -> dict[str, 
         if why:
             rows[who] = {"why": why}
             continue
-        with told(rows, who):
+        with failures_recorded(rows, who):
             mine = contenders[who] = over_copies(made(device), h, w, t)
             rows[who] = mine.first()
             d_h, d_w = (leaf.grad for leaf in mine.leaves)
@@ -297,7 +297,7 @@ def loss_step(stage: str, device: str, rounds: int, compiler: str) -> dict[str, 
                 mine.timed(device)
             print(stage, who, rows[who], flush=True)
     for who, mine in able(rows, contenders):
-        with told(rows, who):
+        with failures_recorded(rows, who):
             rows[who]["peak_gib"] = mine.peak(device, 0)
     take_turns(rows, contenders, rounds, device)
     return rows
@@ -314,8 +314,8 @@ def over_copies(loss: Callable[..., torch.Tensor], h: torch.Tensor, w: torch.Ten
     return Contender(step, leaves)
 
 
-def beside(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
+def beside(actual: torch.Tensor, want: torch.Tensor) -> float:
+    return float((actual.double() - want).norm() / want.norm())
 
 
 def exact(

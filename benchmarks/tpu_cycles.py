@@ -151,8 +151,8 @@ class Asking:
         (op, dtype, dims), (backend, family) = CASES[self.case], pallas()
         spec, impl = registry.find_spec(op), backend.implementation(op, family)
         assert impl is not None
-        (case,) = suites.asked(op, suites.parse_shape(dims), [dtype], gradients=False)
-        return impl, *abstract.abstract_call(spec, impl, case.form, targets.find(self.target), {})
+        (case,) = suites.requested_cases(op, suites.parse_shape(dims), [dtype], gradients=False)
+        return impl, *abstract.abstract_call(spec, impl, case.signature, targets.find(self.target), {})
 
 
 def pallas() -> tuple[Backend, Family]:
@@ -164,18 +164,18 @@ def pallas() -> tuple[Backend, Family]:
 # ------------------------------------------------------------------------------------------------------------ compiling
 
 
-def compiled(asked: list[Asking], jobs: int, timeout: float) -> dict[Asking, Found]:
+def compiled(requests: list[Asking], jobs: int, timeout: float) -> dict[Asking, Found]:
     """What is known of each program, from the cache or from processes that stay for programs of one place."""
     found: dict[Asking, Found] = {}
-    files = {p: p.file for p in asked}
+    files = {p: p.file for p in requests}
     left: SimpleQueue[Asking] = SimpleQueue()
-    for program in sorted(asked, key=lambda p: p.place):
+    for program in sorted(requests, key=lambda p: p.attribute):
         known = json.loads(files[program].read_text(encoding="utf-8")) if files[program].is_file() else {}
         if known and known.get("gave_up", timeout) >= timeout:
             found[program] = known
         else:
             left.put(program)
-    print(f"{len(found)} of {len(asked)} programs are known", file=sys.stderr)
+    print(f"{len(found)} of {len(requests)} programs are known", file=sys.stderr)
 
     def work(_: int) -> None:
         worker: Worker | None = None

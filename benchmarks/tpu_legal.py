@@ -260,7 +260,7 @@ def drawn(name: str, hardware: Hardware, seed: int) -> Drawn:
             largest = len(seen) % TURN == 0 and missed < ATTEMPTS // 8
             rng = at_limit if largest else usual
             form, missed = form_drawn(spec, rng), missed + 1
-            call = form and abstract.bound_form(spec, form, framework, hardware.target)
+            call = form and abstract.bind_signature(spec, form, framework, hardware.target)
             tiling = tiling_drawn(spec, impl, call, rng, largest) if call else None
             this = json.dumps([form, tiling])
             if not form or not call or tiling is None or this in seen:
@@ -307,8 +307,8 @@ def form_drawn(spec: Spec[Any], rng: random.Random) -> dict[str, Any] | None:
         if o.choices and not o.axis_of and rng.random() < 0.25:
             others[o.name] = rng.choice(o.choices)
     try:
-        form = abstract.typical_form(spec, rng.choice([d for d in DTYPES if d in spec.dtypes]), others)
-        abstract.bound_form(spec, form, frameworks()["numpy"], targets.HOST)
+        form = abstract.typical_signature(spec, rng.choice([d for d in DTYPES if d in spec.dtypes]), others)
+        abstract.bind_signature(spec, form, frameworks()["numpy"], targets.HOST)
     except SpecError:
         return None
     return form

@@ -50,7 +50,7 @@ class StoredResults:
     results: tuple[Result, ...]
 
     @classmethod
-    def of(cls, root: Path) -> StoredResults:
+    def load(cls, root: Path) -> StoredResults:
         return cls(root, tuple(store.read(root / FOLDER)))
 
     def rows(self, benchmark: str) -> list[tuple[Row, Result]]:

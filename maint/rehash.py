@@ -29,7 +29,7 @@ def main() -> int:
     asked = parser.parse_args()
     root, renamed = checkout(), dict(v.split("=") for v in asked.variant)
     found = {
-        (r.name, n): row for r in StoredResults.of(root).results for n, row in enumerate(r.rows) if row.get("sources")
+        (r.name, n): row for r in StoredResults.load(root).results for n, row in enumerate(r.rows) if row.get("sources")
     }
     if not asked.write:
         current = [key for key, row in found.items() if not changed(row, root)]

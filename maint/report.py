@@ -127,7 +127,7 @@ def _fault(path: Path, data: Mapping[str, Any]) -> str | None:
 
 def _faults(root: Path) -> Iterator[tuple[StaleText, Callable[[], str] | None]]:
     """What is wrong, and what gives the file as it should be; None: there should be no such file."""
-    path, kept = root / stub.FILE, StoredResults.of(root)
+    path, kept = root / stub.FILE, StoredResults.load(root)
     if not path.is_file() or path.read_text(encoding="utf-8") != stub.stub():
         yield StaleText(path, "is not what the specs say, or was changed by hand"), stub.stub
     for page, text, there in _pages(root):

@@ -88,29 +88,32 @@ def _may_miss(spec: Spec[Any], output: Output) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------- ops and calls
-class Way(NamedTuple):
+class Overload(NamedTuple):
     """One way to call an op: the text of parameters that it narrows, and what it then returns (``{}``: an array)."""
 
     narrowed: Mapping[str, str]
     returns: str
 
 
-def _ways(spec: Spec[Any]) -> list[Way]:
+def _overloads(spec: Spec[Any]) -> list[Overload]:
     """The ways to call an op that return different things, the first of them as without any option."""
     result, lone = spec.result.__name__, lone_output(spec)
     if spec.is_vjp:
         wants = _type(signature(spec).parameters["wants"].annotation)
-        return [Way({"wants": "None = None"}, f"{result}[{{}}]"), Way({"wants": wants}, f"{result}[{{}} | None]")]
+        return [
+            Overload({"wants": "None = None"}, f"{result}[{{}}]"),
+            Overload({"wants": wants}, f"{result}[{{}} | None]"),
+        ]
     if len(spec.shown) == 1:
-        return [Way({}, "{}")]
+        return [Overload({}, "{}")]
     asking = [o.wanted_by for o in spec.shown if o.wanted_by]
     if lone is None:  # several outputs always, or none but what options ask for
-        return [Way({}, f"{result}[{{}}]" if len(spec.shown) > len(asking) else f"{{0}} | {result}[{{0}}]")]
-    none = Way({name: _literal(spec, name, False) for name in asking}, "{}")
+        return [Overload({}, f"{result}[{{}}]" if len(spec.shown) > len(asking) else f"{{0}} | {result}[{{0}}]")]
+    none = Overload({name: _literal(spec, name, False) for name in asking}, "{}")
     return [
         none,
-        *(Way({name: _literal(spec, name, True)}, f"{result}[{{}}]") for name in asking),
-        Way({}, f"{{0}} | {result}[{{0}}]"),
+        *(Overload({name: _literal(spec, name, True)}, f"{result}[{{}}]") for name in asking),
+        Overload({}, f"{{0}} | {result}[{{0}}]"),
     ]
 
 
@@ -124,7 +127,7 @@ def _typed_op(spec: Spec[Any]) -> str:
     calls = [
         _function("__call__", ("self", *_parameters(spec, array, way)), way.returns.format(array))
         for array in ("Array", "NDArray[Any]")
-        for way in _ways(spec)
+        for way in _overloads(spec)
     ]
     calls[0] = _documented(calls[0], spec.doc, "        ")
     body = "".join(textwrap.indent(f"@overload\n{call}", "    ") for call in calls)
@@ -135,7 +138,7 @@ def _class(spec: Spec[Any]) -> str:
     return "".join(word.capitalize() for word in spec.name.split("_")) + "Op"
 
 
-def _parameters(spec: Spec[Any], array: str, way: Way) -> Iterator[str]:
+def _parameters(spec: Spec[Any], array: str, way: Overload) -> Iterator[str]:
     arrays = {a.name for a in spec.arrays}
     keywords = False
     for p in signature(spec).parameters.values():

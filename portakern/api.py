@@ -65,9 +65,9 @@ def make(
     the others, wherever they make it."""
     spec = which if isinstance(which, Spec) else registry.find_spec(str(which))
     if variant is not None or tiling is not None:
-        return Op(spec, Choice.of(spec, backend, variant, tiling))
+        return Op(spec, Choice.from_names(spec, backend, variant, tiling))
     key = spec, None if backend is None else registry.backend(backend)
-    return _made.get(key) or _made.keep(key, Op(spec, Choice.of(spec, backend, None, None)))
+    return _made.get(key) or _made.keep(key, Op(spec, Choice.from_names(spec, backend, None, None)))
 
 
 _made: BoundedCache[tuple[Spec[Any], Backend | None], Op] = BoundedCache()

@@ -346,7 +346,7 @@ def problems(data: Any) -> Iterator[str]:
     yield from _row_faults(rows if isinstance(rows, list) else [], form)
 
 
-def _row_faults(rows: list[Any], form: Benchmark) -> Iterator[str]:
+def _row_faults(rows: list[Any], benchmark: Benchmark) -> Iterator[str]:
     if not rows:
         yield "'rows' is empty; expected a row for each thing measured"
     seen: dict[str, int] = {}
@@ -355,35 +355,35 @@ def _row_faults(rows: list[Any], form: Benchmark) -> Iterator[str]:
         if not isinstance(row, dict):
             yield f"'{place}' is {_shown(row)}; expected an object"
             continue
-        yield from _faults(row, form.row, place + ".")
-        for name, kinds in form.nested.items():
+        yield from _faults(row, benchmark.row, place + ".")
+        for name, kinds in benchmark.nested.items():
             for j, inner in enumerate(row[name] if isinstance(row.get(name), list) else ()):
                 yield from (
                     _faults(inner, kinds, f"{place}.{name}[{j}].")
                     if isinstance(inner, dict)
                     else [f"'{place}.{name}[{j}]' is no object"]
                 )
-        key = json.dumps([row.get(n) for n in form.key])
+        key = json.dumps([row.get(n) for n in benchmark.key])
         if key in seen:
             yield (
                 f"'{place}' measures what rows[{seen[key]}] does: "
-                f"{', '.join(f'{n} {row.get(n)!r}' for n in form.key)}; expected one row for each"
+                f"{', '.join(f'{n} {row.get(n)!r}' for n in benchmark.key)}; expected one row for each"
             )
         seen.setdefault(key, i)
 
 
-def _faults(values: Mapping[str, Any], kinds: Mapping[str, str], place: str) -> Iterator[str]:
+def _faults(values: Mapping[str, Any], kinds: Mapping[str, str], path: str) -> Iterator[str]:
     for name, kind in kinds.items():
         holds, words = KINDS[kind.rstrip("?")]
         if name not in values and not kind.endswith("?"):
-            yield f"'{place}{name}' is missing; expected {words}"
+            yield f"'{path}{name}' is missing; expected {words}"
         elif values.get(name) is None and kind.endswith("?"):
             continue
         elif not holds(values[name]):
-            yield f"'{place}{name}' is {_shown(values[name])}; expected {words}"
+            yield f"'{path}{name}' is {_shown(values[name])}; expected {words}"
     unknown = [n for n in values if n not in kinds]
     if unknown:
-        yield f"'{place}{unknown[0]}' is unknown; expected {', '.join(kinds) or 'nothing else'}"
+        yield f"'{path}{unknown[0]}' is unknown; expected {', '.join(kinds) or 'nothing else'}"
 
 
 def _shown(value: Any) -> str:

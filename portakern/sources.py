@@ -111,9 +111,9 @@ def _last_name(token: str | Ref | Keyword) -> str:
     return token if isinstance(token, str) else token.path.rpartition(".")[2] if isinstance(token, Ref) else token.name
 
 
-def files(place: Path, module: str) -> list[Path]:
+def files(checkout: Path, module: str) -> list[Path]:
     """The files of a module of portakern in a checkout: all of a package's; none where there is no such module."""
-    path = place.joinpath(*module.split("."))
+    path = checkout.joinpath(*module.split("."))
     file = path.with_suffix(".py")
     if module.partition(".")[0] != HERE:
         return []

@@ -17,7 +17,7 @@ from portakern.spec.tolerance import KAPPA, Units, format_of, magnitude, round_t
 from portakern.specs._gradients import doubled, each_alone
 from portakern.specs._rows import mean_variance, plant
 from portakern.specs.geglu import Share
-from portakern.specs.linear_cross_entropy import as_product, lost, measured, of_brackets, of_matmul, room
+from portakern.specs.linear_cross_entropy import as_product, lost, measured, of_brackets, of_matmul, variance_factor
 from portakern.specs.swiglu import Gate, Slope
 
 if TYPE_CHECKING:
@@ -536,7 +536,8 @@ def sigma_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         d_x, d_weight: s_c^2 + R sum s_d^2 weight^2, or x^2
         d_bias: store^2 + M^2 s^2 + sum s_d^2          s^2: of a mean (``mean_variance``)
 
-    R is the ``room`` for what numbers of d_z draw. An error is not known where d_z is ``lost``, or where what storing
+    R is the ``variance_factor`` for what numbers of d_z draw. An error is not known where d_z is ``lost``, or where
+    what storing
     it costs adds up instead of being random: of many that are alike.
     """
     m = prod(call.dims["batch"])
@@ -553,7 +554,7 @@ def sigma_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
                 y = ref[i].reshape(a.shape[0], b.shape[1])
                 product = of_matmul(call, "spread", a, b, y)
                 gone = rounding & lost(call, a, -1)
-                met = room(call, np.where(gone, 0.0, a)) * (magnitude(s) ** 2 @ magnitude(b) ** 2)
+                met = variance_factor(call, np.where(gone, 0.0, a)) * (magnitude(s) ** 2 @ magnitude(b) ** 2)
                 unknown = (np.abs(o @ finite(b)) > 4 * np.sqrt(met)) | gone
                 found[i] = np.where(unknown, inf, np.sqrt(product**2 + met)).reshape(ref[i].shape)
         if ref[2] is not None:

@@ -306,7 +306,7 @@ def lost(call: Call, b: np.ndarray, axis: int) -> np.ndarray:
     return magnitude(b).max(axis, keepdims=True) < DTYPES[call.dtype].tiny
 
 
-def room(call: Call, a: np.ndarray) -> float:
+def variance_factor(call: Call, a: np.ndarray) -> float:
     """1 + 8/D + 400/D^2, by which the variance is multiplied that storing numbers a, (lines, terms), brings to a @ x.
 
     A number is one draw for the whole line of the result that it meets. Where it outweighs the others of its line, what
@@ -342,7 +342,7 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     The slope's is not known where a logit may be off by more than ``LINEAR``, b be ``lost``, or much of it rounded
     ``alike``.
     With w = weight, m = sum p w, s_c of the product alone, S that of lse: a logit moves p and, by lse, all others
-    against it, and the factor of all. R is the ``room`` for what brackets draw.
+    against it, and the factor of all. R is the ``variance_factor`` for what brackets draw.
     """
     with np.errstate(all="ignore"):
         at = Logits.of(call)
@@ -364,7 +364,7 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
             shared = (own[1] ** 2 + (2 * call.options["z_loss"] * found[1]) ** 2)[:, None] * mean**2
             slope = ref[2].reshape(-1, call.dims["d"])
             product = of_matmul(call, "spread", b, w, slope)
-            whole = product**2 + room(call, b) * (rounds @ w2 + np.maximum(about, 0.0) + shared)
+            whole = product**2 + variance_factor(call, b) * (rounds @ w2 + np.maximum(about, 0.0) + shared)
             unknown = unknown | (np.abs(alike(call, b, share) @ w) > np.sqrt(whole) / 4)
             found.append(np.where(unknown, inf, np.sqrt(whole)))
         else:
@@ -592,7 +592,7 @@ def sigma_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         d_hidden: store^2 + k^2 d_hidden^2          store: of storing it (``store_spread``)
         d_weight: s_c^2 + R sum (s_b^2 + d_loss^2 p^2 s_x^2) h^2          s_c: of the product alone
 
-    R is the ``room`` for what the brackets of classes that are not ``lost`` draw.
+    R is the ``variance_factor`` for what the brackets of classes that are not ``lost`` draw.
     """
     found: list[Any] = [None, None]
     with np.errstate(all="ignore"):
@@ -607,7 +607,9 @@ def sigma_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
             variance = rounds + moved
             unknown = (np.isinf(variance).any(0, keepdims=True) | lost(call, b, 0)).T
             met = np.where(unknown, 0.0, variance.T) @ magnitude(h) ** 2
-            found[1] = np.where(unknown, inf, np.sqrt(product**2 + room(call, np.where(unknown, 0.0, b.T)) * met))
+            found[1] = np.where(
+                unknown, inf, np.sqrt(product**2 + variance_factor(call, np.where(unknown, 0.0, b.T)) * met)
+            )
     return tuple(found)
 
 

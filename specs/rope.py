@@ -144,8 +144,8 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         return (spread(RotationErrors.of(call.arrays["x"], ref[0], call, units(call)), ref[0], call.dtype),)
 
 
-def spread(turn: RotationErrors, y: np.ndarray, dtype: str) -> np.ndarray:
-    return np.hypot(store_spread(y, dtype), np.hypot(np.sqrt(turn.variance), turn.lost))
+def spread(errors: RotationErrors, y: np.ndarray, dtype: str) -> np.ndarray:
+    return np.hypot(store_spread(y, dtype), np.hypot(np.sqrt(errors.variance), errors.lost))
 
 
 @rope.exact
@@ -306,7 +306,7 @@ def rope_vjp(
     raise NotImplementedError
 
 
-def turn(call: Call, ref: tuple[Any, ...]) -> RotationErrors:
+def rotation_errors(call: Call, ref: tuple[Any, ...]) -> RotationErrors:
     """The errors of the turn by -sin, whose magnitude is that of sin."""
     return RotationErrors.of(call.arrays["d_y"], ref[0], call, units(call))
 
@@ -315,14 +315,14 @@ def turn(call: Call, ref: tuple[Any, ...]) -> RotationErrors:
 def bound_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """The bound of d_x: that of rope at d_y and -sin."""
     with np.errstate(all="ignore"):
-        return (round_to(turn(call, ref).error, ref[0], call.dtype),)
+        return (round_to(rotation_errors(call, ref).error, ref[0], call.dtype),)
 
 
 @rope_vjp.sigma
 def sigma_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """The RMS error of d_x: that of rope at d_y and -sin."""
     with np.errstate(all="ignore"):
-        return (spread(turn(call, ref), ref[0], call.dtype),)
+        return (spread(rotation_errors(call, ref), ref[0], call.dtype),)
 
 
 @rope_vjp.exact

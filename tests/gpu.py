@@ -9,7 +9,7 @@ import torch
 import portakern as pk
 from portakern import testing
 from portakern.spec import Tile
-from portakern.tools.bench.suites import asked
+from portakern.tools.bench.suites import requested_cases
 from portakern.tools.compile.pool import Pool
 from portakern.tools.tune.session import Callbacks, groups_of, tune
 from portakern.tools.tune.tuner import SearchPlan
@@ -93,7 +93,7 @@ def tuned_beside_a_wrong_kernel(platform, shape):
         knobs={"rows_at_once": Tile(32, 128)},
     )(softmax)  # fmt: skip
     pk.register(backend)
-    cases = [*asked("softmax", {"shape": shape}, ["float32"], gradients=False)]
+    cases = [*requested_cases("softmax", {"shape": shape}, ["float32"], gradients=False)]
     told = Callbacks(lambda progress: None, lambda finding: None, lambda group, why: None)
     with Pool(1, 10) as pool:
         (finding,), left = tune(groups_of(cases, platform, "seeded", None), SearchPlan(), pool, told)

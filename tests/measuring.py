@@ -14,7 +14,7 @@ from tests.ops import record
 from tests.ops._shared import truncate
 
 
-def measure(record, arrays, options=None, got=None, **how):
+def measure(record, arrays, options=None, actual=None, **how):
     """Output -> the worst fraction of the bound that a simulated kernel reaches; inf where an element breaks it by NaN
     or inf. ``how``: keywords of the kernel.
     """
@@ -22,10 +22,10 @@ def measure(record, arrays, options=None, got=None, **how):
     call = op(record.op).bind(*arrays, **options)
     ref = oracle(call)
     bounds = call.spec.bound(as_float64(call), ref)
-    got = record.simulate(*arrays, **{**options, **how}) if got is None else got
+    actual = record.simulate(*arrays, **{**options, **how}) if actual is None else actual
     worst = {}
     for (output, (shape, dtype)), y, exact, limit in zip(
-        call.outputs.items(), every(call, got), ref, bounds, strict=True
+        call.outputs.items(), every(call, actual), ref, bounds, strict=True
     ):
         assert (exact is None) == (limit is None) == (output not in call.wants)
         if exact is not None:
@@ -35,9 +35,9 @@ def measure(record, arrays, options=None, got=None, **how):
     return worst
 
 
-def every(call, got):
+def every(call, actual):
     """What a simulated kernel gives, with None for what is saved for gradients alone, which these do not compute."""
-    return (*got, *[None] * (len(call.spec.outputs) - len(got)))
+    return (*actual, *[None] * (len(call.spec.outputs) - len(actual)))
 
 
 def simulated(name, arrays, options, truncates=False, **how):

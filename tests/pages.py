@@ -58,7 +58,7 @@ def run(page: Path, session: dict[str, Any] | None = None, text: str | None = No
     return count
 
 
-def check_printed(want: str, got: str, where: str) -> None:
+def check_printed(want: str, actual: str, where: str) -> None:
     """Hold what was printed to what a page says, where ... stands for anything."""
     checker = doctest.OutputChecker()
-    assert checker.check_output(want, got, doctest.ELLIPSIS), f"{where} prints\n{got}\nand the page says\n{want}"
+    assert checker.check_output(want, actual, doctest.ELLIPSIS), f"{where} prints\n{actual}\nand the page says\n{want}"

@@ -19,7 +19,7 @@ def _devices(name):
     return {framework.target(d).platform: d for d in reversed(list(framework.devices()))}
 
 
-def places():
+def runnable_platforms():
     """(backend, platform) of everything that can run here; a backend that cannot is skipped with its reason."""
     for name, backend in sorted(registry.backends().items()):
         if backend.unavailable():

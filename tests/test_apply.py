@@ -114,8 +114,8 @@ def logits(model):
     return found[given["attention_mask"].bool()] if "attention_mask" in given else found
 
 
-def close(ours, theirs):
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-6)
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=2e-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -219,11 +219,11 @@ def all_hung(model, changes, log, stack):
             stack.callback(back)
 
 
-def close(ours, theirs):
+def close(actual, expected):
     """Losses take logits in float32: gradients of these are off by a few 2^-24 of the largest, everything else is of
     float64."""
-    room = 2**-17 * max(float(x.abs().max()) for x in theirs)
-    for x, y in zip(ours, theirs, strict=True):
+    room = 2**-17 * max(float(x.abs().max()) for x in expected)
+    for x, y in zip(actual, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=2**-17, atol=room)
 
 

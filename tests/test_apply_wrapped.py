@@ -190,9 +190,9 @@ def watch(model, kind, places):
             handle.remove()
 
 
-def same(ours, theirs):
-    assert [(x[0], len(x)) for x in ours] == [(x[0], len(x)) for x in theirs]
-    for x, y in zip(ours, theirs, strict=True):
+def same(actual, expected):
+    assert [(x[0], len(x)) for x in actual] == [(x[0], len(x)) for x in expected]
+    for x, y in zip(actual, expected, strict=True):
         for a, b in zip(x, y, strict=True):
             if isinstance(a, torch.Tensor):
                 close(a, b)

@@ -36,21 +36,21 @@ from portakern.processes import pool
 from portakern.tools.bench import suites
 from portakern.tools.bench import trial as of_case
 from portakern.tools.bench.background import ENVIRONMENT, WORKERS, Background, WarmUp, references, warm_up
-from portakern.tools.bench.contenders import together
+from portakern.tools.bench.contenders import by_platform
 from portakern.tools.bench.inputs import for_gradient, make
 from portakern.tools.bench.lock import DeviceLock
 from portakern.tools.bench.plan import BenchPlan
 from portakern.tools.bench.pruning import Pruned
 from portakern.tools.bench.resuming import Earlier
 from portakern.tools.bench.roof import ceiling, moved
-from portakern.tools.bench.rows import held_against, said
+from portakern.tools.bench.rows import describe, held_against
 from portakern.tools.bench.session import Helped, run
 from portakern.tools.bench.suites import TimedCase
 from portakern.tools.bench.timing import CallFailed, interleaved
 from portakern.tools.bench.trial import DeviceLost, Trial, Visit, visit
 from portakern.tools.bench.verdicts import Judge
 from portakern.tools.bench.workers import BenchWorker, Here, workers
-from portakern.tools.compile.abstract import abstract_call, bound_form
+from portakern.tools.compile.abstract import abstract_call, bind_signature
 
 ROOT = Path(__file__).resolve().parents[1]
 CASE = TimedCase("mine", "softmax", "float32", {"shape": (6, 40)})
@@ -127,9 +127,9 @@ def test_backends_that_are_measured_together_are_no_peers_of_each_other():
 def test_the_backend_of_most_ops_makes_the_calls(monkeypatch):
     more = backend("more", numpy_softmax)
     more.implements("layernorm")(lambda call, tiling: ())
-    assert together([backend("mine", numpy_softmax), more], "cpu") == [[more, registry.backend("mine")]]
+    assert by_platform([backend("mine", numpy_softmax), more], "cpu") == [[more, registry.backend("mine")]]
     monkeypatch.setattr("portakern.tools.bench.contenders._ops", None)  # which loads every spec
-    assert together([more], "cpu") == [[more]]
+    assert by_platform([more], "cpu") == [[more]]
 
 
 def in_place(x, axis):
@@ -193,7 +193,7 @@ def test_a_call_that_takes_long_has_fewer_samples():
     outcome = run(plan, lambda found, case: None)
     assert [r["rounds"] for r in outcome.rows] == [3] and plan.rounds_of(CASE) == plan.rounds
     assert replace(plan, rounds=2).rounds_of(case) == 2
-    earlier = Earlier({Earlier()._place(plan, case): outcome.rows})
+    earlier = Earlier({Earlier()._key(plan, case): outcome.rows})
     assert earlier.left(plan)[0].cases == [] and earlier.left(replace(plan, cases=[CASE]))[0].cases == [CASE]
     assert any(c.rounds for c in suites.cases_of("long_context"))
 
@@ -360,7 +360,7 @@ held = []
 
 def hold(seconds):
     """Hold a device for so long; the seconds that this process was stopped for by then."""
-    with held[0].held():
+    with held[0].exclusive():
         time.sleep(seconds)
     return time.perf_counter() - held[0].clock()
 
@@ -372,7 +372,7 @@ def test_processes_stand_still_while_a_clock_is_read(monkeypatch, caplog):
     device.join(0)
     with pool(1, {}, 0, join, device, 1) as timing, pool(1, {}, 0, device.join) as visiting:
         own, another = (p.submit(os.getpid).result() for p in (timing, visiting))
-        with device.held():
+        with device.exclusive():
             assert state(own) == state(another) == "T" and not device.case_ready.value
             time.sleep(0.2)
         device._pids[0] = 0  # the next is not to stop this process
@@ -383,12 +383,12 @@ def test_processes_stand_still_while_a_clock_is_read(monkeypatch, caplog):
         assert waiting.result() > 0.2 and state(another) != "T"
         monkeypatch.setattr("portakern.processes.LONGEST", 0.2)
         device.number = 0
-        with caplog.at_level("WARNING", "portakern"), device.held():
+        with caplog.at_level("WARNING", "portakern"), device.exclusive():
             while state(another) == "T":
                 time.sleep(0.01)
         assert "were stopped for 0.2 s, and go on" in caplog.text
         device.forget()
-        with device.held():
+        with device.exclusive():
             assert state(own) == "T" and state(another) != "T"
 
 
@@ -628,7 +628,7 @@ def test_every_case_of_a_suite_is_a_call(name):
         call = make(small, library, library.devices()[0]).call
         assert call.flops >= 0 and abstract_call
         timed = registry.find_spec(case.timed)  # of a gradient with what its forward pass keeps, as an earlier run said
-        assert bound_form(timed, case.form, host_framework(), HOST).spec is timed
+        assert bind_signature(timed, case.signature, host_framework(), HOST).spec is timed
     if name not in (suites.TYPICAL, suites.SAMPLES):
         x = suites.read(name).x
         assert x is None or all(x in c.dims for c in cases)
@@ -774,7 +774,7 @@ def test_a_case_says_its_call_without_arrays():
     cases = [c for c in suites.cases_of(suites.SAMPLES, ["float32", "bfloat16"]) if not c.gradient]
     for case in cases:
         call = make(case, host, host.devices()[0]).call
-        assert said(case, bound_form(case.forward, case.form, host, target)) == said(case, call), case
+        assert describe(case, bind_signature(case.forward, case.signature, host, target)) == describe(case, call), case
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

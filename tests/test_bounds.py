@@ -87,7 +87,7 @@ def test_the_rounded_reference_is_inside(name, dtype):
         rng = np.random.default_rng(seed)
         arrays, options = r.case(rng, dtype, pick(rng, r.regimes))
         exact = oracle(op(name).bind(*arrays, **options))
-        assert max(measure(r, arrays, options, got=exact).values()) <= 1
+        assert max(measure(r, arrays, options, actual=exact).values()) <= 1
 
 
 @pytest.mark.parametrize(("name", "corner", "dtype"), entries("corners"))
@@ -120,7 +120,7 @@ def test_scores_far_from_0():
         for bias in (some, every):
             arrays, options = (q, k, v, np.broadcast_to(bias, (1, 1, 8, 40))), {"return_lse": True}
             assert max(measure(attention, arrays, options).values()) <= 1
-            assert measure(attention, arrays, options, got=outside)["o"] > 1
+            assert measure(attention, arrays, options, actual=outside)["o"] > 1
 
 
 # --- faults ---

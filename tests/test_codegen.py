@@ -38,7 +38,7 @@ def of_staged():
     from portakern.frameworks.torch.custom_ops import staged
 
     spec = find_spec("softmax")
-    function = staged(spec, Choice.of(spec, "reference", None, None))
+    function = staged(spec, Choice.from_names(spec, "reference", None, None))
     return lambda: function(torch.ones(3, dtype=torch.int32)), "<staged softmax", "raise SpecError(f'softmax: x is "
 
 

@@ -155,7 +155,7 @@ def test_reasons_are_one_line():
 # ------------------------------------------------------------------------------------------------- calls without arrays
 @pytest.mark.parametrize("name", registry.ops())
 def test_every_op_has_a_typical_call(name):
-    form = abstract.typical_form(registry.find_spec(name), "bfloat16")
+    form = abstract.typical_signature(registry.find_spec(name), "bfloat16")
     assert max(e for shape, _, _ in form["arrays"].values() for e in shape) == 4096
     assert all(o in {o.name for o in registry.find_spec(name).options} for o in form["options"])
 
@@ -163,17 +163,17 @@ def test_every_op_has_a_typical_call(name):
 def test_a_forward_op_is_compiled_with_what_its_gradient_reads_too():
     """The outputs that nobody sees have code of their own, which may be what fails to compile."""
     spec = registry.find_spec("attention")
-    typical = abstract.typical_form(spec, "bfloat16")
-    training = abstract.training_form(spec, typical)
+    typical = abstract.typical_signature(spec, "bfloat16")
+    training = abstract.training_signature(spec, typical)
     assert training == typical | {"wants": ["o", "lse", "lse_low"]}
     assert [abstract.direction(spec, form) for form in (typical, training)] == ["forward", "training"]
     jobs = compiling.jobs_for([spec.name], ["sm_90"], ["bfloat16"], "triton", variant="gpu")
-    assert [job.form["wants"] for job in jobs] == [None, training["wants"]]
-    assert abstract.training_form(registry.find_spec("softmax"), typical) is None
+    assert [job.signature["wants"] for job in jobs] == [None, training["wants"]]
+    assert abstract.training_signature(registry.find_spec("softmax"), typical) is None
 
 
 def test_a_gradient_op_takes_its_forward_s_call():
-    form = abstract.typical_form(registry.find_spec("attention_vjp"), "float32")
+    form = abstract.typical_signature(registry.find_spec("attention_vjp"), "float32")
     assert (
         form["options"] == {"is_causal": True}
         and form["arrays"]["lse"] == [[4, 16, 4096], "float32", None]
@@ -183,19 +183,23 @@ def test_a_gradient_op_takes_its_forward_s_call():
 
 def test_a_typical_call_keeps_what_it_has_besides_its_extents():
     spec = registry.find_spec("layernorm")
-    form = abstract.typical_form(spec, "bfloat16", {"batch": (5,), "n": 7})
+    form = abstract.typical_signature(spec, "bfloat16", {"batch": (5,), "n": 7})
     assert {*form["arrays"]} == {"x", "weight", "bias"} and form["arrays"]["weight"][0] == [7]
-    assert "weight" not in abstract.typical_form(spec, "bfloat16", {"batch": (5,), "n": 7, "weight": False})["arrays"]
+    assert (
+        "weight" not in abstract.typical_signature(spec, "bfloat16", {"batch": (5,), "n": 7, "weight": False})["arrays"]
+    )
     causal = {"batch": 1, "q_len": 8, "kv_heads": 1, "group": 1, "d": 16, "kv_len": 8, "dv": 16}
-    assert abstract.typical_form(registry.find_spec("attention"), "float32", causal)["options"] == {"is_causal": True}
-    assert abstract.named_form(registry.find_spec("attention"), "float32", causal)["options"] == {}
+    assert abstract.typical_signature(registry.find_spec("attention"), "float32", causal)["options"] == {
+        "is_causal": True
+    }
+    assert abstract.named_signature(registry.find_spec("attention"), "float32", causal)["options"] == {}
 
 
 def test_no_typical_call_is_said():
     spec = registry.find_spec("softmax")
     bare = type(spec)(**{**{n: getattr(spec, n) for n in spec.__dataclass_fields__}, "typical": {}})
     with pytest.raises(SpecError, match="declares no typical call; add typical="):
-        abstract.typical_form(bare, "float32")
+        abstract.typical_signature(bare, "float32")
 
 
 @pytest.mark.parametrize(
@@ -215,8 +219,8 @@ def test_no_typical_call_is_said():
 def test_a_shape_that_a_user_gives_is_one_or_is_refused_in_words(op, shape, expected):
     """By whichever command: one that compiles, and those that time calls."""
     spec, given = registry.find_spec(op), suites.parse_shape(shape)
-    timed = functools.partial(suites.asked, op, given, ["float32"], gradients=False)
-    for made in (lambda: abstract.typical_form(spec, "float32", given), lambda: next(timed()).form):
+    timed = functools.partial(suites.requested_cases, op, given, ["float32"], gradients=False)
+    for made in (lambda: abstract.typical_signature(spec, "float32", given), lambda: next(timed()).signature):
         if isinstance(expected, list):
             assert made()["arrays"]["x"][0] == expected
         else:
@@ -566,7 +570,7 @@ def test_the_vmem_of_a_tpu_kernel_is_known_to_the_byte_and_kept_by_program(tmp_p
     for name, value in compiler.environment(v5e, True).items():
         monkeypatch.setenv(name, value.replace("{scratch}", str(tmp_path)))
     monkeypatch.setenv("LIBTPU_INIT_ARGS", compiler.FROM_HBM)
-    form = abstract.typical_form(registry.find_spec("matmul"), "float32", {"m": 512, "n": 512, "k": 512})
+    form = abstract.typical_signature(registry.find_spec("matmul"), "float32", {"m": 512, "n": 512, "k": 512})
     call, tiling = abstract.abstract_call(registry.find_spec("matmul"), impl, form, v5e, {})
     (kernel,) = compiler.memory(impl, call, tiling).kernels
     takes = kernel.on_chip["vmem"]
@@ -756,7 +760,7 @@ def test_every_op_compiles_and_fits_one_target_of_each_vendor(target, dtypes, ke
     jobs = compiling.jobs_for([*registry.ops()], [target], dtypes, quick=True)
     own = {job.spec.name for job in jobs if job.family.targets and job.backend.name == "triton"}
     found = [job for job in jobs if job.spec.name not in own]
-    once = sorted(job.spec.name for job in found if job.form["wants"] is None)
+    once = sorted(job.spec.name for job in found if job.signature["wants"] is None)
     assert once == sorted([op for op in registry.ops() if op not in own] * len(dtypes))
     assert bool(own) == (target == "sm_90")
     for built in compiling.compile_all(found):

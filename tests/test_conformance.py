@@ -10,12 +10,12 @@ from portakern import inventory, testing
 from portakern.core import registry
 from portakern.testing.check_options import INTERPRETED, CheckOptions
 from portakern.testing.runner import cases_of, subject_of
-from tests.places import DEEP, places
+from tests.places import DEEP, runnable_platforms
 
 
 def pairs(oracle=True):
     """Each op at each place that has it; ``oracle``: the oracle's as well, which has no tiles."""
-    for place in places():
+    for place in runnable_platforms():
         backend, device = place.values
         for op in pk.ops():
             if place.marks or (backend in inventory.having(op) and (oracle or not registry.backend(backend).oracle)):
@@ -48,7 +48,7 @@ def test_interpreters_are_given_no_call_of_thousands_of_heads(op, backend):
     subject = subject_of(op, backend, device="cpu")
     for seed in (0, 1):
         asked = CheckOptions(max_examples=14, seed=seed, limits=testing.Limits(used=2**13))
-        drawn = [c.form(subject.spec).dims for c in cases_of(subject, asked) if isinstance(c, testing.Case)]
+        drawn = [c.bound_alone(subject.spec).dims for c in cases_of(subject, asked) if isinstance(c, testing.Case)]
         assert max(d["batch"] * d["kv_heads"] for d in drawn) <= INTERPRETED
 
 
@@ -70,7 +70,7 @@ HUGE_LOGITS = [
 
 
 @pytest.mark.parametrize("case", HUGE_LOGITS)
-@pytest.mark.parametrize(("backend", "device"), list(places()))
+@pytest.mark.parametrize(("backend", "device"), list(runnable_platforms()))
 def test_weights_stay_below_one_at_huge_logits(backend, device, case):
     """An ulp of a logit of 1e10 is 1024: a product that is rounded for the maximum and fused into the difference gives
     exp(512) for a weight of 1.
@@ -91,7 +91,7 @@ BEYOND = (
 
 
 @pytest.mark.parametrize("of_gradient", [False, True])
-@pytest.mark.parametrize(("backend", "device"), list(places()))
+@pytest.mark.parametrize(("backend", "device"), list(runnable_platforms()))
 def test_nothing_is_promised_of_what_no_dtype_holds(backend, device, of_gradient):
     spec = registry.find_spec("linear_cross_entropy")
     report = testing.replay(spec.vjp if of_gradient else spec.name, BEYOND[of_gradient], backend=backend, device=device)

@@ -332,7 +332,7 @@ def test_outputs_on_demand(declared, returns, fields, ways):
     made = spec(tiling={}, flops=lambda call: 0.0, returns=returns)(declared)
     (result,) = stub._result(made)
     assert [line.strip() for line in result.splitlines()[1:]] == fields
-    assert {", ".join(f"{n}: {t}" for n, t in w.narrowed.items()): w.returns for w in stub._ways(made)} == ways
+    assert {", ".join(f"{n}: {t}" for n, t in w.narrowed.items()): w.returns for w in stub._overloads(made)} == ways
 
 
 def test_only_our_own_ops_stand_in_the_stub():

@@ -59,8 +59,8 @@ def on_triton(op, **options):
     return pk.op(op, backend="triton", **options)
 
 
-def close(got, want, tolerance=2e-5):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+def close(actual, want, tolerance=2e-5):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=tolerance, rtol=tolerance)
 
 
@@ -318,8 +318,8 @@ def test_abstract_arrays_are_seen_as_tensors_are(shape, steps, seed):
         assert tuple(x.shape) == tuple(o.shape) and x.is_contiguous() == o.is_contiguous()
         assert all(n == 1 or s == t for n, s, t in zip(x.shape, x.stride(), o.stride(), strict=True))
     for step in traced.steps:
-        held[step.to] = embedding.seen(held[step.source], step.view)
-    np.testing.assert_array_equal(np.asarray(embedding.seen(held[o.number], o.view)), x.numpy())
+        held[step.to] = embedding.apply_view(held[step.source], step.view)
+    np.testing.assert_array_equal(np.asarray(embedding.apply_view(held[o.number], o.view)), x.numpy())
 
 
 # ------------------------------------------------------------------------------------------------ what a call carries
@@ -465,8 +465,8 @@ def of_entropy(dtype, rows=75, n=83, d=24):
     return hidden, weight, labels, jnp.asarray(RNG.standard_normal(rows), jnp.float32)
 
 
-def same(got, want):
-    for ours, theirs in zip(got, want, strict=True):
+def same(actual, want):
+    for ours, theirs in zip(actual, want, strict=True):
         assert np.asarray(ours).tobytes() == frameworks()["torch"].to_numpy(theirs).tobytes()
 
 
@@ -545,7 +545,7 @@ def test_what_an_older_jaxlib_cannot_launch(what, monkeypatch):
     code = Code("kernel", platform, arch, "text", b"", 8, 64, 0)
     monkeypatch.setattr(embedding.jaxlib.version, "__version_info__", OLD)
     with pytest.raises(pk.UnsupportedError, match=message):
-        embedding.launch(Program((), (), (), ()), step_of(code=code), {}, frozenset())
+        embedding.embed_launch(Program((), (), (), ()), step_of(code=code), {}, frozenset())
     embedding.check_carried(CODE)
     monkeypatch.setattr(embedding.jaxlib.version, "__version_info__", embedding.CARRIES_CODE)
     embedding.check_carried(code)

@@ -88,8 +88,8 @@ def test_indices_lie_at_ends_and_borders():
 def test_a_part_that_is_all_of_a_call_is_no_part():
     """One long row: nothing is copied, and nothing stands for anything."""
     softmax, x = registry.find_spec("softmax"), np.zeros((1, 2 * LARGE), np.float32)
-    assert SampledCall.of(bind(softmax, x), 0).chosen == {}
-    assert SampledCall.of(bind(softmax, np.zeros((64, LARGE // 16), np.float32)), 0).chosen
+    assert SampledCall.from_call(bind(softmax, x), 0).chosen == {}
+    assert SampledCall.from_call(bind(softmax, np.zeros((64, LARGE // 16), np.float32)), 0).chosen
 
 
 def test_the_oracle_multiplies_in_one_thread_and_whoever_comes_after_in_as_many_as_before(monkeypatch):
@@ -225,7 +225,7 @@ def test_one_array_along_one_axis_of_which_lie_two_dimensions_is_chosen_once():
 
     x = np.random.default_rng(0).normal(size=640)
     call = bind(distances, x, x)
-    part = SampledCall.of(call, 0, ("x", "y"))
+    part = SampledCall.from_call(call, 0, ("x", "y"))
     buffer = Buffer(x, x.shape, (1,), 0)
     repeated_x = repeated({"x": buffer, "y": buffer}, call, part.chosen, part.stands)["x"].view()
     d = np.abs(repeated_x[:, None] - repeated_x)

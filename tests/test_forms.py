@@ -47,10 +47,10 @@ def is_planned(kept):
     return isinstance(getattr(kept.serve, "__self__", None), LaunchPlan)
 
 
-def same_bits(ours, theirs):
-    return len(ours) == len(theirs) and all(
+def same_bits(actual, expected):
+    return len(actual) == len(expected) and all(
         a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype and torch.equal(a, b)
-        for a, b in zip(ours, theirs, strict=True)
+        for a, b in zip(actual, expected, strict=True)
     )
 
 

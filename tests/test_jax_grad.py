@@ -39,8 +39,8 @@ def compared(r, seed=0):
     return [jnp.asarray(a) for a in r.compared.arrays(r.op, seed=seed).values()], r.compared.options, r.in_jax
 
 
-def close(got, want):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5), got, want)
+def close(actual, want):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5), actual, want)
 
 
 def loss_of(f, options):

@@ -36,10 +36,10 @@ def deleted(x):
     return x
 
 
-def same(ours, theirs):
-    ours, theirs = results(ours), results(theirs)
-    assert len(ours) == len(theirs)
-    for a, b in zip(ours, theirs, strict=True):
+def same(actual, expected):
+    actual, expected = results(actual), results(expected)
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 

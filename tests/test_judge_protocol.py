@@ -85,8 +85,8 @@ class Forged(Process):
         self.folder.cleanup()
 
 
-def framed(told: object, payload: bytes = b"") -> bytes:
-    text = json.dumps(told).encode()
+def framed(message: object, payload: bytes = b"") -> bytes:
+    text = json.dumps(message).encode()
     return struct.pack("<Q", len(text)) + text + payload
 
 
@@ -130,8 +130,8 @@ TOLD = st.fixed_dictionaries(
 @example({"outputs": [{"type": "\x1b[2J\x00"}]}, b"")
 @example({"outputs": [RIGHT_REPLY] * 65}, b"")
 @example({"error": "crashed", "type": "E", "text": "\x1b]0;x\x07\n::error::forged"}, b"")
-def test_a_reply_of_any_values_is_outputs_or_an_end(told, payload):
-    found = called(framed(told, payload))
+def test_a_reply_of_any_values_is_outputs_or_an_end(message, payload):
+    found = called(framed(message, payload))
     assert isinstance(found, tuple | Ended | Broken)
 
 
@@ -156,10 +156,10 @@ def test_a_right_reply_is_the_outputs():
 @given(st.dictionaries(st.sampled_from(["parameters", "inputs", "outputs"]), ANY))
 @example({"parameters": [["x\x1b", "POSITIONAL_ONLY", True]]})
 @example({"inputs": [{"shape": [True], "dtype": "float32"}]})
-def test_what_a_header_tells_is_of_its_form_or_refused(told):
+def test_what_a_header_tells_is_of_its_form_or_refused(message):
     for read in (wire.parameters, wire.inputs, wire.outputs):
         with contextlib.suppress(ValueError):
-            read(told)
+            read(message)
     with pytest.raises(ValueError, match=r"Infinity|NaN"):
         wire.header(json.dumps({"a": float("nan"), "b": float("inf")}).encode())
 

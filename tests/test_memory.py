@@ -60,10 +60,10 @@ def freed(x):
     return x
 
 
-def same(ours, theirs):
-    ours, theirs = flat(ours), flat(theirs)
-    assert len(ours) == len(theirs)
-    for a, b in zip(ours, theirs, strict=True):
+def same(actual, expected):
+    actual, expected = flat(actual), flat(expected)
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 

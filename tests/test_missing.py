@@ -69,7 +69,7 @@ def test_a_compiler_whose_packages_are_missing_is_a_reason_and_no_crash(monkeypa
     hardware, spec = targets.find("sm_90"), registry.find_spec("softmax")
     ((_, family),) = [found for found in abstract.compilers("softmax", hardware, triton) if not found[1].targets]
     assert set(family.load_compiler().versions(hardware).values()) == {"none"}
-    built = worker.build(spec, triton, family, hardware, abstract.typical_form(spec, "float32", {}), {})
+    built = worker.build(spec, triton, family, hardware, abstract.typical_signature(spec, "float32", {}), {})
     assert not built.ok and "no_such_module not installed; " in str(built.reason)
     with pytest.raises(pk.UnavailableError, match="tune: backend 'triton' cannot run here: no_such_module not"):
         tune_targets(spec, "sm_90", "triton", None)

@@ -67,7 +67,7 @@ def test_the_command_writes_results_that_the_report_shows(tmp_path, capsys, monk
     row = run.rows[0]
     assert row["contender"] == "portakern" and max(row["errors"].values()) < 1e-5
     keep(tmp_path, "step.json", json.loads(file.read_text()))
-    table = timed.steps(StoredResults.of(tmp_path))
+    table = timed.steps(StoredResults.load(tmp_path))
     assert f"| `linear_cross_entropy` | portakern | {row['ms']:.1f} |" in table
 
 
@@ -87,7 +87,7 @@ def test_the_report_shows_what_was_not_timed_and_sums_a_librarys_kernels(tmp_pat
     ]  # fmt: skip
     data = results.record("model-step", rows, command="x", sizes={"model": "m", "loss": "l"}, wall_seconds=1)
     keep(tmp_path, "a.json", data)
-    text = timed.steps(StoredResults.of(tmp_path))
+    text = timed.steps(StoredResults.load(tmp_path))
     assert "| a Llama's step, eager | Liger | liger_kernel is not installed | – | – | – | – |" in text
     assert "| a Llama's step, eager | PyTorch | 30.0 | 29.0, 32.0 | 1.50 | 3.00 | – |" in text
     assert "Kernels of a step, eager, portakern: 18.0 ms, of which `gemm` 9.0, `rope_kernel` 6.0." in text

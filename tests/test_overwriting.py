@@ -74,7 +74,7 @@ def test_what_autocast_casts_cannot_be_written_over():
 @pytest.fixture
 def written(monkeypatch):
     """What backward passes wrote gradients over: (op, names) of each step that might."""
-    seen, room = [], autograd.WatchedCall.room
+    seen, room = [], autograd.WatchedCall.may_overwrite
 
     def watched(self, *args):
         found = room(self, *args)
@@ -82,7 +82,7 @@ def written(monkeypatch):
             seen.append((self.spec.name, found))
         return found
 
-    monkeypatch.setattr(autograd.WatchedCall, "room", watched)
+    monkeypatch.setattr(autograd.WatchedCall, "may_overwrite", watched)
     return seen
 
 
@@ -127,8 +127,8 @@ def plain(layer, x):
     return [p.grad.clone() for p in layer.parameters()]
 
 
-def close(ours, theirs):
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 X = torch.arange(80.0).sin().reshape(5, 16)

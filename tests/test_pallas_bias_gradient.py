@@ -166,7 +166,7 @@ def test_bits_hang_on_neither_company_nor_stages(rows):
 def of_one_consumer(ref, plan, warpgroup, block, sums):
     def write():
         for part, total in enumerate(sums):
-            keys = bias_gradient._places(plan, block, 0, part)[1]
+            keys = bias_gradient._query_and_key_rows(plan, block, 0, part)[1]
             row = jnp.sum(total, axis=0).astype(plan.dtype)
             chip.store(ref.d_bias.at[block.batch, block.head, 0, keys], row)
 

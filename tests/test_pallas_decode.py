@@ -62,7 +62,7 @@ def decoding(**tiling):
 
 def on_hopper(arrays, tiling, *, impl=IMPL, **options):
     call = pk.op("attention").bind(**arrays, **options)
-    call = abstract.bound_form(call.spec, abstract.form_of(call), frameworks()["jax"], HOPPER)
+    call = abstract.bind_signature(call.spec, abstract.signature_of(call), frameworks()["jax"], HOPPER)
     return call, tilings.resolve(impl, call, tiling).tiling
 
 

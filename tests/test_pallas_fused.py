@@ -100,7 +100,7 @@ def test_shorter_rows_have_more_blocks(n, of_block):
 )
 def test_what_is_refused_is_said(n, tiling, words):
     call = pk.op("layernorm_vjp").bind(**arrays_of("layernorm_vjp", 3, n))
-    call = abstract.bound_form(call.spec, abstract.form_of(call), frameworks()["jax"], Target("cuda", "sm_90"))
+    call = abstract.bind_signature(call.spec, abstract.signature_of(call), frameworks()["jax"], Target("cuda", "sm_90"))
     impl = PALLAS.implementation("layernorm_vjp", FAMILY)
     if words is None:
         assert tilings.resolve(impl, call, tiling).tiling["ring"] == 8

@@ -495,7 +495,7 @@ def test_waiting_for_one_that_is_done_is_an_error(monkeypatch):
 
 def call_on_hopper(op, arrays, **options):
     call = pk.op(op).bind(**arrays, **options)
-    return abstract.bound_form(call.spec, abstract.form_of(call), frameworks()["jax"], HOPPER)
+    return abstract.bind_signature(call.spec, abstract.signature_of(call), frameworks()["jax"], HOPPER)
 
 
 def resolved(op, tiling, arrays, **options):
@@ -606,7 +606,9 @@ def test_every_call_has_a_tiling_that_serves_it(op, dtype, rows, n):
             "dv": min(8 + n // 2, 256),
         }
     array_of = frameworks()["jax"].abstract
-    stored = {n: "float32" for n, (_, d, _) in abstract.typical_form(spec, dtype)["arrays"].items() if d == "float32"}
+    stored = {
+        n: "float32" for n, (_, d, _) in abstract.typical_signature(spec, dtype)["arrays"].items() if d == "float32"
+    }
     required = (a for a in spec.arrays if not a.optional)
     arrays = {a.name: array_of(shape_of(a.dims, dims), stored.get(a.name, dtype), None) for a in required}
     call = unchecked(spec, **arrays)
@@ -744,7 +746,7 @@ def read_early(ptx: str) -> list[str]:
 def test_what_it_takes_of_the_chip_is_told(op, monkeypatch, tmp_path):
     monkeypatch.setenv("PORTAKERN_CACHE", str(tmp_path))
     spec = registry.find_spec(op)
-    typical = abstract.typical_form(spec, "bfloat16")["arrays"].items()
+    typical = abstract.typical_signature(spec, "bfloat16")["arrays"].items()
     arrays = {n: jnp.zeros(shape, dtype) for n, (shape, dtype, _) in typical}
     built = on_gpu(op).lower(**arrays, target="sm_90")
     assert built.ok, built.reason
@@ -784,7 +786,7 @@ def test_shared_memory_is_estimated_as_mosaic_takes_it(variant, op, dims, tiling
         found.append(needed + chip.BARRIER_BYTES + chip.REDUCTION_BYTES * across_warps)
 
     impl = PALLAS.implementation(op, next(f for f in PALLAS.declared if f.name == variant))
-    form = abstract.named_form(spec, "bfloat16", dims)
+    form = abstract.named_signature(spec, "bfloat16", dims)
     call, used = abstract.abstract_call(spec, impl, form, targets.find("sm_90"), tiling)
     arrays = {name: x for name, x in call.arrays.items() if x is not None}
     for module in [m for m in sys.modules.values() if getattr(m, "over_shared", None) is chip.over_shared]:
@@ -845,7 +847,7 @@ def test_a_kernel_is_the_same_program_wherever_in_a_process_it_is_lowered(monkey
     monkeypatch.delenv("MOSAIC_GPU_DUMP_TO", raising=False)
     spec = registry.find_spec("softmax")
     impl, hopper = PALLAS.implementation("softmax", FAMILY), targets.find("sm_90")
-    found = abstract.abstract_call(spec, impl, abstract.typical_form(spec, "bfloat16"), hopper, {})
+    found = abstract.abstract_call(spec, impl, abstract.typical_signature(spec, "bfloat16"), hopper, {})
     first, again = (compiler.lowered(impl, *found).as_text() for _ in range(2))
     assert "mosaic_gpu" in first and first == again
 

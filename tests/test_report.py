@@ -454,11 +454,11 @@ def test_losses_of_what_is_shipped_stand_by_target_and_family(tree):
             "best": best, "loss": round(10.0 / best - 1, 4), "tried": tried, "refused": 0, "wrong": 0, **tiles, **more,
         }  # fmt: skip
 
-    kept = StoredResults.of(tree)
+    kept = StoredResults.load(tree)
     assert "Nothing was tuned yet" in timed.tuned(kept)
     rows = [row("a", 10.0), row("b", 9.5), row("c", 8.0), row("d", 10.0, 1), row("e", 10.0, 1, ended=True)]
     keep(tree, "tune.json", run_of("tune", rows, wall_seconds=60, seed=0, left=2))
-    text = timed.tuned(StoredResults.of(tree))
+    text = timed.tuned(StoredResults.load(tree))
     assert "| sm_90 | rows | triton, gpu | 4 | 9 | 2.6% | 25.0% | 2 | 1 | 1.071 | 1 |" in text
     assert "time did not reach, whose calls have no row: tune.json 2." in text
 
@@ -518,7 +518,7 @@ def test_the_table_of_speeds_tells_of_failures_and_of_float32_apart(tree):
     wrong = {**bench("triton", 0.0, op="softmax"), **NO_TIME, "verdict": "wrong", "error": 7.0}
     rest = {"wall_seconds": 9, "rates": {"copy": 3e12}, "absent": {}, "left_out": []}
     keep(tree, "bench.json", run_of("bench", [fine, wrong], **rest))
-    told = timed.speeds(StoredResults.of(tree))
+    told = timed.speeds(StoredResults.load(tree))
     assert told.partition("| `attention` |")[2].startswith(" 1.25 | 0.12 |\n")
     assert told.partition("| `softmax` |")[2].startswith(" **wrong** | – |\n")
 
@@ -538,7 +538,7 @@ def test_what_ran_where_is_counted(tree, monkeypatch):
     """
     monkeypatch.setattr(lines, "ops", lambda root: ["one", "another"])
     kept = with_rows(
-        StoredResults.of(tree),
+        StoredResults.load(tree),
         "conformance",
         [
             checked_on("triton on cpu (interpreted), variant gpu"),
@@ -577,7 +577,7 @@ def test_few_cases_take_the_place_of_many_only_where_the_sources_are_others(tree
     simulated = "pallas on cpu (interpreted), profile simulated"
 
     def told(*runs):
-        kept = StoredResults.of(tree)
+        kept = StoredResults.load(tree)
         for day, rows in enumerate(runs):
             kept = with_rows(kept, "conformance", [checked_on(simulated, **row) for row in rows], "host CPU")
             last = dataclasses.replace(kept.results[-1], date=f"2030-01-0{day + 1}")
@@ -619,13 +619,13 @@ def test_losses_are_said_from_the_worst(tree):
         for w, us in ways.items()
     ]
     (tree / "benchmarks" / "results" / "launch.jsonl").unlink()
-    told = timed.losses(with_rows(StoredResults.of(tree), "launch", host, DEVICE))
+    told = timed.losses(with_rows(StoredResults.load(tree), "launch", host, DEVICE))
     assert f"Time over the best peer's, {DEVICE}; what differs by less than 3% counts as the same:" in told
     assert "* slower: `attention` on 1 of 2 calls, at most 2.00 (bfloat16, beside torch)." in told
     assert "* the same: `rmsnorm`." in told and "* faster: `softmax` 0.80." in told
     assert "* **wrong**: `softmax` bfloat16." in told and "* timed beside no peer: `matmul`." in told
     assert f"function, {DEVICE}: 1.20 times forward, 1.50 times with" in " ".join(told.split())
-    assert timed.losses(dataclasses.replace(StoredResults.of(tree), results=())) == "Nothing was timed yet."
+    assert timed.losses(dataclasses.replace(StoredResults.load(tree), results=())) == "Nothing was timed yet."
 
 
 def test_an_estimate_that_cannot_be_true_is_not_shown(tree):
@@ -635,7 +635,7 @@ def test_an_estimate_that_cannot_be_true_is_not_shown(tree):
         row = built("matmul", "v5e")
         row["kernels"] = [{**row["kernels"][0], **kernel} for kernel in kernels]
         keep(tree, "compile-matrix.json", run_of("compile-matrix", [row], "host CPU", limits={}))
-        return compiled.cycles(StoredResults.of(tree))
+        return compiled.cycles(StoredResults.load(tree))
 
     believed = {"cycles": 90_000, "issued": 100_000, "moved": 0}
     assert "| `matmul` | bfloat16 | 90 |" in told(believed)
@@ -658,7 +658,7 @@ def test_kernels_stand_beside_the_best_of_others(tree):
     unknown = alone | {"target": "v5e", "ours": {"why": "the compiler's process ended"}}
     rows = [row, slow, alone, unknown]
     keep(tree, "tpu-cycles.json", run_of("tpu-cycles", rows, "host CPU", wall_seconds=120.0))
-    told = compiled.beside(StoredResults.of(tree))
+    told = compiled.beside(StoredResults.load(tree))
     assert "| case | v5e | v6e |" in told and "| a call | 50 + 7 (**1.20** xla) | 41 (1.02 flash) |" in told
     assert "| another | – | 41 |" in told and "1 of 4 are behind" in told and "2 minutes" in told
 
@@ -675,27 +675,27 @@ def test_tilings_that_a_compiler_took_stand_by_op_and_target(tree):
         row("softmax", "v5e", refused=[bad], tilings=31, large=0, least=None, median=None),
     ]
     keep(tree, "tpu-legal.json", run_of("tpu-legal", rows, "host CPU", wall_seconds=1.0))
-    told = compiled.legal(StoredResults.of(tree))
+    told = compiled.legal(StoredResults.load(tree))
     assert "431 tilings, 1 of them refused by libtpu" in told and "4 minutes" in told and f"* {bad}" in told
     assert "| op | v4 | v5e | v6e | estimates |" in told
     assert "| `matmul` | 200 (99%) | – | 200 (99%) | 1.01, 1.20 |" in told
     assert "| `softmax` | – | 31 (99%, **1 refused**) | – | – |" in told and STALE not in told
     rows[0] |= {"backend": "pallas", "variant": "tpu", "sources": "0" * 16}
     keep(tree, "tpu-legal.json", run_of("tpu-legal", rows, "host CPU", wall_seconds=1.0))
-    told = compiled.legal(StoredResults.of(tree))
+    told = compiled.legal(StoredResults.load(tree))
     assert f"| `matmul` | 200 (99%) | – | 200 (99%){STALE} |" in told and "(1 in all)" in told
 
 
 def test_a_figure_names_the_commit_that_it_was_measured_at(tree):
-    shown = [r.name for r in StoredResults.of(tree).results]
-    assert "launch-h100.json" in shown and f": 2026-03-01, {DEVICE}" in timed.launch(StoredResults.of(tree))
+    shown = [r.name for r in StoredResults.load(tree).results]
+    assert "launch-h100.json" in shown and f": 2026-03-01, {DEVICE}" in timed.launch(StoredResults.load(tree))
     keep(tree, "launch-h100.json", launched(commit="0123456789ab+"))
-    assert f": 2026-03-01 at 0123456789ab+, {DEVICE}" in timed.launch(StoredResults.of(tree))
+    assert f": 2026-03-01 at 0123456789ab+, {DEVICE}" in timed.launch(StoredResults.load(tree))
 
 
 def test_what_is_said_never_to_have_run_is_in_no_kept_result():
     """Prose that a result makes untrue: where this fails, the page that it names has to say what is so now."""
-    kept = StoredResults.of(ROOT)
+    kept = StoredResults.load(ROOT)
     ran = {r.target.platform for r in coverage.ran(kept) if r.how == "compiled" and not r.profile}
     ran |= {row["target"].partition(" ")[0] for row, _ in kept.rows("bench") if row["subject"]}
     by_jax = [b for b in registry.backends().values() if b.auto and b.framework == "jax"]
@@ -779,7 +779,7 @@ def test_the_versions_that_were_tried_are_those_of_the_kept_results():
     said = {name.lower(): (lo, hi) for name, lo, hi in re.findall(r"(\w+) ([\d.]+) to ([\d.]+\d)", line)}
     assert said.keys() == {"python", "torch", "triton", "jax"}
     for name, ends in said.items():
-        versions = [r.environment[name] for r in StoredResults.of(ROOT).results if r.environment.get(name)]
+        versions = [r.environment[name] for r in StoredResults.load(ROOT).results if r.environment.get(name)]
         tried = sorted({tuple(int(part) for part in v.split(".")[:2]) for v in versions})
         assert ends == tuple(".".join(map(str, v)) for v in (tried[0], tried[-1])), name
 
@@ -836,7 +836,7 @@ def test_lines_of_code():
 def test_the_newest_of_several_runs_is_shown(tree):
     more = launched({**CALL, "median_us": 30.0}, {**CALL, "op": "matmul"}, date="2026-02-01")
     keep(tree, "launch-2.json", more)
-    shown = {row["op"]: (row["median_us"], r.name) for row, r in StoredResults.of(tree).rows("launch")}
+    shown = {row["op"]: (row["median_us"], r.name) for row, r in StoredResults.load(tree).rows("launch")}
     assert shown == {"softmax": (40.0, "launch-h100.json"), "matmul": (40.0, "launch-2.json")}
 
 
@@ -857,7 +857,7 @@ def test_a_figure_for_strangers_shows_one_device(tree):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install -e '.[demo]'")
     drawn = plots.drawn(data)
     assert f">Measured on {DEVICE}<" in drawn and ">attention<" in drawn and "portakern, bf16" in drawn
-    assert "glance.svg" not in plots.plots(dataclasses.replace(StoredResults.of(tree), results=()))
+    assert "glance.svg" not in plots.plots(dataclasses.replace(StoredResults.load(tree), results=()))
 
 
 def test_what_a_plot_says_is_not_rounded():
@@ -904,7 +904,7 @@ def test_the_table_of_judges_counts_what_was_judged(tree):
     rules = [a_rule("ours"), a_rule("theirs"), a_rule("filtered", cut=[], own=[])]
     run = run_of("judges", rows, "host CPU", tasks="12 of 14", wall_seconds=1, rules=rules, sources={})
     keep(tree, "judges.json", run)
-    text = judges.judges(StoredResults.of(tree))
+    text = judges.judges(StoredResults.load(tree))
     assert "| Ours | 2 of 2 | 1 of 1 | – | – | – | 0 of 1 | 0.50 |" in text
     assert "| Theirs | 1 of 2 | 0 of 1 | – | – | 1 of 2 | 1 of 1 | 0.50 |" in text
     assert "| Filtered | – | 1 of 1 | – | – | 0 of 0 | – | 0.50 |" in text
@@ -914,7 +914,7 @@ def test_the_table_of_judges_counts_what_was_judged(tree):
 
 
 def test_without_a_run_of_judges_the_page_says_so(tree):
-    assert "Not run yet" in judges.judges(StoredResults.of(tree))
+    assert "Not run yet" in judges.judges(StoredResults.load(tree))
 
 
 def test_results_that_a_new_name_made_stale_are_given_todays_hash(tree, tmp_path, monkeypatch, capsys):
@@ -937,5 +937,5 @@ def test_results_that_a_new_name_made_stale_are_given_todays_hash(tree, tmp_path
     assert rehashed() == "1 of 2 rows are current\n"
     now["softmax"] = "c" * 16
     assert rehashed("--write", "--variant", "old=new") == "1 rows have today's hash\n"
-    found = {r["op"]: (r["contender"], r["variant"], r["sources"]) for r, _ in StoredResults.of(tree).rows("bench")}
+    found = {r["op"]: (r["contender"], r["variant"], r["sources"]) for r, _ in StoredResults.load(tree).rows("bench")}
     assert found == {"softmax": ("triton/new", "new", "c" * 16), "matmul": ("triton", None, "0" * 16)}

@@ -203,7 +203,7 @@ def test_parts_of_other_sources_are_not_taken(monkeypatch, tmp_path):
     def place(of):
         monkeypatch.setattr(sources, "fingerprint", lambda *_: of)
         emulated._sources.cache_clear()
-        return emulated._place(asked, "softmax", "gfx942", 0)
+        return emulated._part_path(asked, "softmax", "gfx942", 0)
 
     assert place("0123") == place("0123") != place("4567")
     emulated._sources.cache_clear()

@@ -20,7 +20,7 @@ from tests.measuring import evidence, evidences, in_order, simulated
 from tests.ops import record, records
 from tests.ops._shared import BF16, draw, pick
 from tests.ops.record import DTYPES
-from tests.places import DEEP, device_at, places
+from tests.places import DEEP, device_at, runnable_platforms
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 every_op = pytest.mark.parametrize("name", records())
@@ -98,7 +98,7 @@ def served(backend, platform, name, arrays, options, regime):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @every_op
-@pytest.mark.parametrize(("backend", "platform"), list(places()))
+@pytest.mark.parametrize(("backend", "platform"), list(runnable_platforms()))
 def test_right_backends_pass(backend, platform, name, dtype):
     r = record(name)
     for seed in range(3 if not r.spec.is_vjp else 2):
@@ -173,7 +173,7 @@ def test_faults_that_hide_are_found(name, fault, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("backend", "platform"), list(places()))
+@pytest.mark.parametrize(("backend", "platform"), list(runnable_platforms()))
 def test_dots_of_integers_are_exact(backend, platform, dtype):
     for seed in range(3):
         rng = np.random.default_rng(seed)

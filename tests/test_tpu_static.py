@@ -33,7 +33,7 @@ from portakern.core.machine_code import Kernel
 from portakern.core.targets import Target
 from portakern.errors import UnsupportedError
 from portakern.frameworks.jax import tracing
-from portakern.tools.compile.abstract import bound_form, named_form, typical_form
+from portakern.tools.compile.abstract import bind_signature, named_signature, typical_signature
 from portakern.tools.compile.build import Build
 
 CODE = """= control target key start
@@ -69,7 +69,7 @@ def tpu(op_name):
 def test_regions_of_code():
     whole = static.regions(CODE)
     assert [r.bundles for r in whole.inner] == [1, 6] and [r.bundles for r in whole.inner[1].inner] == [2, 1]
-    assert static._whole(whole) == 17
+    assert static._all_bundles(whole) == 17
 
 
 def condition(steps, work=1, flops=0, *inner):
@@ -200,8 +200,8 @@ def test_programs_that_differ_in_extents_are_the_same():
     tiling = {"block_m": 128, "block_n": 128, "block_k": 128}
 
     def program(m, k):
-        form = typical_form(spec, "float32", {"m": m, "n": 256, "k": k})
-        call = bound_form(spec, form, frameworks()["jax"], Target("tpu", "v5e"))
+        form = typical_signature(spec, "float32", {"m": m, "n": 256, "k": k})
+        call = bind_signature(spec, form, frameworks()["jax"], Target("tpu", "v5e"))
 
         def run(a, b):
             return impl.run(call.replace(arrays={"a": a, "b": b}), tiling)
@@ -217,8 +217,8 @@ def test_programs_that_differ_in_extents_are_the_same():
 
 def matmul_call(arch, m=4096, n=4096, k=4096, dtype="bfloat16"):
     spec = registry.find_spec("matmul")
-    form = typical_form(spec, dtype, {"m": m, "n": n, "k": k})
-    return bound_form(spec, form, frameworks()["jax"], Target("tpu", arch))
+    form = typical_signature(spec, dtype, {"m": m, "n": n, "k": k})
+    return bind_signature(spec, form, frameworks()["jax"], Target("tpu", arch))
 
 
 def matmul():
@@ -280,7 +280,7 @@ def test_attention_takes_as_many_keys_at_a_time_as_windows_leave(window, causal,
     spec = registry.find_spec("attention")
     dims = {"d": 128, "dv": 128, "q_len": 4096, "kv_len": 4096, "window": window, "is_causal": causal}
     impl = tpu("attention")
-    call = bound_form(spec, typical_form(spec, "bfloat16", dims), frameworks()["jax"], Target("tpu", "v6e"))
+    call = bind_signature(spec, typical_signature(spec, "bfloat16", dims), frameworks()["jax"], Target("tpu", "v6e"))
     assert tilings.default(impl, call).tiling == {"block_q": 1024, "block_kv": keys}
 
 
@@ -289,7 +289,7 @@ def test_steps_of_many_narrow_blocks_of_keys_are_short():
     from portakern.backends.pallas.tpu.attention import parts
 
     spec = registry.find_spec("attention")
-    call = bound_form(spec, typical_form(spec, "float32", {}), frameworks()["jax"], Target("tpu", "v4"))
+    call = bind_signature(spec, typical_signature(spec, "float32", {}), frameworks()["jax"], Target("tpu", "v4"))
     assert [parts(call, *tiles) for tiles in ((512, 16), (64, 32), (16, 512))] == [4, 32, 8]
 
 
@@ -299,7 +299,7 @@ def test_parts_of_float32_weights_take_vmem():
 
     spec = registry.find_spec("attention")
     dims = {"group": 1, "d": 108, "dv": 128, "q_len": 4096, "kv_len": 4096}
-    call = bound_form(spec, typical_form(spec, "float32", dims), frameworks()["jax"], Target("tpu", "v4"))
+    call = bind_signature(spec, typical_signature(spec, "float32", dims), frameworks()["jax"], Target("tpu", "v4"))
     assert parts(call, 512, 1024) == 2
 
 
@@ -310,7 +310,9 @@ def test_a_window_that_hides_nothing_is_none():
     spec = registry.find_spec("attention")
     for length, window, found in ((600, (1023, 0), EVERY), (1024, (1023, 0), EVERY), (1025, (1023, 0), 1024)):
         dims = {"q_len": length, "kv_len": length, "window": window}
-        call = bound_form(spec, typical_form(spec, "bfloat16", dims), frameworks()["jax"], Target("tpu", "v6e"))
+        call = bind_signature(
+            spec, typical_signature(spec, "bfloat16", dims), frameworks()["jax"], Target("tpu", "v6e")
+        )
         assert reach(call) == found
 
 
@@ -367,8 +369,8 @@ def test_small_tiles_of_short_extents_are_lowered(name, given):
     """Masks have keys along lanes, where a block of 64 for 53 of them is neither all nor a multiple of 128."""
     spec, impl = registry.find_spec(name), tpu(name)
     dims = {"batch": 2, "kv_heads": 1, "group": 2, "d": 64, "dv": 64, "q_len": 300, "kv_len": 53}
-    form = typical_form(spec, "float32", dims | dict.fromkeys(given, True))
-    call = bound_form(spec, form, frameworks()["jax"], Target("tpu", "v5e"))
+    form = typical_signature(spec, "float32", dims | dict.fromkeys(given, True))
+    call = bind_signature(spec, form, frameworks()["jax"], Target("tpu", "v5e"))
     tiling = {**tilings.resolve(impl, call, {}).tiling, "block_kv": 64}
     assert impl.supports(call, tiling) is None
     names = [n for n, a in call.arrays.items() if a is not None]
@@ -421,8 +423,8 @@ def of_whole(jaxpr):
 def test_what_follows_a_product_of_float32_is_added_to_sums_that_lie_in_vmem(given):
     """Mosaic makes of a product and what is added to it one that begins there, and rounds it with every pass."""
     dims = {"batch": (256,), "n": 256, "k": 512} | {name: name == given for name in ("bias", "residual")}
-    form = typical_form(registry.find_spec("linear"), "float32", dims | {"activation": "none"})
-    call = bound_form(registry.find_spec("linear"), form, frameworks()["jax"], Target("tpu", "v5e"))
+    form = typical_signature(registry.find_spec("linear"), "float32", dims | {"activation": "none"})
+    call = bind_signature(registry.find_spec("linear"), form, frameworks()["jax"], Target("tpu", "v5e"))
     arrays = {n: a for n, a in call.arrays.items() if a is not None}
     tiling = tilings.resolve(tpu("linear"), call, {}).tiling
 
@@ -447,7 +449,7 @@ def test_blocks_of_rows_meet_a_band_s_edge_in_corners(length, causal, rows):
 
     spec = registry.find_spec("attention")
     dims = {"kv_heads": 1, "group": 1, "d": 128, "dv": 128, "q_len": length, "kv_len": length, "is_causal": causal}
-    call = bound_form(spec, typical_form(spec, "bfloat16", dims), frameworks()["jax"], Target("tpu", "v6e"))
+    call = bind_signature(spec, typical_signature(spec, "bfloat16", dims), frameworks()["jax"], Target("tpu", "v6e"))
     assert module.blocks(call, {"block_q": 1024, "block_kv": 512})[0] == rows
 
 
@@ -492,12 +494,12 @@ def test_a_product_s_blocks_follow_its_rows(m, k, n, blocks):
 def test_rows_of_a_batch_that_share_b_are_one_matrix_for_memory_too():
     """They are in the kernel: blocks of 2048 rows, not of 64."""
     spec, tiling = registry.find_spec("matmul"), {"block_m": 2048, "block_n": 2048, "block_k": 4096}
-    form = typical_form(spec, "bfloat16", {"batch": (64,), "m": 64, "n": 4096, "k": 4096})
-    apart = bound_form(spec, form, frameworks()["jax"], Target("tpu", "v6e"))
+    form = typical_signature(spec, "bfloat16", {"batch": (64,), "m": 64, "n": 4096, "k": 4096})
+    apart = bind_signature(spec, form, frameworks()["jax"], Target("tpu", "v6e"))
     assert matmul().supports(apart, tiling) is None
     (_, *matrix), dtype, strides = form["arrays"]["b"][0], *form["arrays"]["b"][1:]
     form["arrays"]["b"] = [matrix, dtype, strides]
-    shared = bound_form(spec, form, frameworks()["jax"], Target("tpu", "v6e"))
+    shared = bind_signature(spec, form, frameworks()["jax"], Target("tpu", "v6e"))
     assert "choose smaller block_m" in matmul().supports(shared, tiling)
 
 
@@ -657,8 +659,8 @@ def test_attention_gives_both_cores_as_many_blocks_of_keys(arch, options, batch,
 
     spec, impl = registry.find_spec("attention"), tpu("attention")
     dims = {"batch": batch, "kv_heads": 1, "group": 1, "q_len": 2048, "kv_len": 2048, "d": 128, "dv": 128}
-    form = typical_form(spec, "bfloat16", dims | {"is_causal": False, "window": None} | options)
-    call = bound_form(spec, form, frameworks()["jax"], Target("tpu", arch))
+    form = typical_signature(spec, "bfloat16", dims | {"is_causal": False, "window": None} | options)
+    call = bind_signature(spec, form, frameworks()["jax"], Target("tpu", arch))
     tiling = {"block_q": 512, "block_kv": 256}
     arrays = [call.arrays[name] for name in "qkv"]
 
@@ -699,7 +701,7 @@ def test_the_larger_of_the_program_s_and_of_memory_s_cycles():
 def rows_call(name, rows, n, arch):
     spec = registry.find_spec(name)
     shape = {"shape": (rows, n)} if name.startswith("softmax") else {"batch": (rows,), "n": n}
-    return bound_form(spec, typical_form(spec, "bfloat16", shape), frameworks()["jax"], Target("tpu", arch))
+    return bind_signature(spec, typical_signature(spec, "bfloat16", shape), frameworks()["jax"], Target("tpu", arch))
 
 
 @pytest.mark.parametrize(
@@ -762,8 +764,8 @@ def test_rows_are_cut_alike_however_many_there_are(name, n, arch):
 
 def gate_call(name, n, dtype, arch):
     spec = registry.find_spec(name)
-    form = typical_form(spec, dtype, {"batch": (4096, n)})
-    return bound_form(spec, form, frameworks()["jax"], Target("tpu", arch))
+    form = typical_signature(spec, dtype, {"batch": (4096, n)})
+    return bind_signature(spec, form, frameworks()["jax"], Target("tpu", arch))
 
 
 @pytest.mark.parametrize("arch", ["", "v4", "v5e", "v5p", "v6e", "v7x"])
@@ -795,7 +797,7 @@ def test_a_table_s_blocks_of_few_rows_have_no_array_copied():
 def gradients_call(kv_len, arch="v6e", dtype="bfloat16"):
     dims = {"batch": 1, "kv_heads": 1, "group": 1, "d": 128, "dv": 128, "q_len": 256, "kv_len": kv_len}
     spec = registry.find_spec("attention_vjp")
-    return bound_form(spec, typical_form(spec, dtype, dims), frameworks()["jax"], Target("tpu", arch))
+    return bind_signature(spec, typical_signature(spec, dtype, dims), frameworks()["jax"], Target("tpu", arch))
 
 
 @pytest.mark.parametrize(
@@ -901,7 +903,7 @@ def test_defaults_of_attention_fit_every_chip_beside_a_bias(name, d, dtype, arch
     spec, impl = registry.find_spec(name), tpu(name)
     for q_len in (1, 4096):
         dims = {"d": d, "dv": d, "q_len": q_len, "is_causal": False, "bias": True}
-        call = bound_form(spec, typical_form(spec, dtype, dims), frameworks()["jax"], Target("tpu", arch))
+        call = bind_signature(spec, typical_signature(spec, dtype, dims), frameworks()["jax"], Target("tpu", arch))
         assert impl.supports(call, tilings.resolve(impl, call, {}).tiling) is None
 
 
@@ -919,7 +921,7 @@ def test_parts_of_keys_and_pieces_of_rows(causal, most, pieces):
 
     spec = registry.find_spec("attention")
     dims = {"kv_heads": 1, "group": 1, "d": 128, "dv": 128, "q_len": 4096, "kv_len": 4096, "is_causal": causal}
-    call = bound_form(spec, typical_form(spec, "bfloat16", dims), frameworks()["jax"], Target("tpu", "v6e"))
+    call = bind_signature(spec, typical_signature(spec, "bfloat16", dims), frameworks()["jax"], Target("tpu", "v6e"))
     assert module.parts(call, 1024, 512) == most and module.parts(call, 1024, 4096) == 1
     assert tuple(module.pieces_of(call, 1024, bkv) for bkv in (512, 1024)) == pieces
     assert module.pieces_of(call, 16, 1024) == 0, "few rows pass by nothing"
@@ -932,8 +934,8 @@ def test_the_keys_of_a_query_alone_come_in_several_steps(arch, batch, most):
 
     spec = registry.find_spec("attention")
     dims = {"batch": batch, "kv_heads": 1, "group": 4, "d": 128, "dv": 128, "q_len": 1, "kv_len": 8782}
-    form = typical_form(spec, "bfloat16", {**dims, "is_causal": True})
-    call = bound_form(spec, form, frameworks()["jax"], Target("tpu", arch))
+    form = typical_signature(spec, "bfloat16", {**dims, "is_causal": True})
+    call = bind_signature(spec, form, frameworks()["jax"], Target("tpu", arch))
     assert module.parts(call, 16, 1024) == most
 
 
@@ -943,8 +945,8 @@ def test_a_step_holds_no_more_keys_than_a_window_reaches():
     spec = registry.find_spec("attention")
     dims = {"kv_heads": 1, "group": 4, "d": 128, "dv": 128, "q_len": 1, "kv_len": 8192, "is_causal": True}
     for window, keys in ((None, 8192), ((1024, 0), 1536), ((1, 0), 512)):
-        form = typical_form(spec, "bfloat16", {**dims, "window": window})
-        call = bound_form(spec, form, frameworks()["jax"], Target("tpu", "v6e"))
+        form = typical_signature(spec, "bfloat16", {**dims, "window": window})
+        call = bind_signature(spec, form, frameworks()["jax"], Target("tpu", "v6e"))
         assert module.parts(call, 16, 512) * 512 == keys and module.pieces_of(call, 1024, 512) == (1 + bool(window))
 
 
@@ -977,8 +979,8 @@ def test_a_step_holds_no_more_keys_than_a_window_reaches():
 def test_the_vmem_of_a_product_is_what_its_compiler_takes_and_not_much_more(chip, dtype, m, n, k, tiles, took):
     """MiB that libtpu 0.0.50 told."""
     spec, impl = registry.find_spec("matmul"), tpu("matmul")
-    form = typical_form(spec, dtype, {"m": m, "n": n, "k": k})
-    call = bound_form(spec, form, frameworks()["jax"], Target("tpu", chip))
+    form = typical_signature(spec, dtype, {"m": m, "n": n, "k": k})
+    call = bind_signature(spec, form, frameworks()["jax"], Target("tpu", chip))
     with tpu_chip.estimates() as noted:
         refused = impl.supports(call, dict(zip(("block_m", "block_n", "block_k"), tiles, strict=True)))
     ((needed, may_have),) = noted
@@ -1009,7 +1011,7 @@ def test_the_vmem_of_a_linear_layer_is_what_its_compiler_takes_and_not_much_more
     dims = {"batch": (2 * bm,), "n": 2 * bn, "k": steps * bk, "activation": activation}
     there = {name: name in given.split() for name in ("bias", "residual", "return_pre")}
     spec = registry.find_spec("linear")
-    call = bound_form(spec, typical_form(spec, dtype, dims | there), frameworks()["jax"], Target("tpu", chip))
+    call = bind_signature(spec, typical_signature(spec, dtype, dims | there), frameworks()["jax"], Target("tpu", chip))
     with tpu_chip.estimates() as noted:
         tpu("linear").supports(call, {"block_m": bm, "block_n": bn, "block_k": bk})
     ((needed, _),) = noted
@@ -1030,7 +1032,7 @@ def test_a_linear_layer_takes_the_rows_of_a_product_as_far_as_there_is_room(chip
     """Half as many rows of float32 at k = 4096 took twice the cycles."""
     spec, dims = registry.find_spec("linear"), {"batch": (4096,), "n": n, "k": k}
     others = {"bias": True, "residual": True, "activation": "gelu", "return_pre": True}
-    call = bound_form(spec, typical_form(spec, dtype, dims | others), frameworks()["jax"], Target("tpu", chip))
+    call = bind_signature(spec, typical_signature(spec, dtype, dims | others), frameworks()["jax"], Target("tpu", chip))
     assert tilings.resolve(tpu("linear"), call, {}).tiling["block_m"] == rows
 
 
@@ -1061,7 +1063,7 @@ def test_the_vmem_of_attention_is_what_its_compiler_takes_and_not_much_more(chip
     """MiB that libtpu 0.0.50 told; of one program from 10.14 on v5p to 12.61 on v7x."""
     spec, impl = registry.find_spec("attention"), tpu("attention")
     small = {"batch": 1, "q_len": 4096, "kv_heads": 1, "group": 1, "d": 128, "kv_len": 4096, "dv": 128}
-    call = bound_form(spec, named_form(spec, dtype, small | dims), frameworks()["jax"], Target("tpu", chip))
+    call = bind_signature(spec, named_signature(spec, dtype, small | dims), frameworks()["jax"], Target("tpu", chip))
     with tpu_chip.estimates() as noted:
         impl.supports(call, dict(zip(("block_q", "block_kv"), tiles, strict=True)))
     ((needed, _),) = noted
@@ -1087,8 +1089,8 @@ def test_the_vmem_of_attention_s_gradients_is_what_its_compiler_takes_and_not_mu
     """MiB that libtpu 0.0.50 told, of the kernel of d_k and d_v."""
     spec, impl = registry.find_spec("attention_vjp"), tpu("attention_vjp")
     small = {"batch": 1, "q_len": 4096, "kv_heads": 1, "group": 2, "d": 128, "kv_len": 4096, "dv": 128}
-    form = typical_form(spec, dtype, {**small, "is_causal": True, **dims})
-    call = bound_form(spec, form, frameworks()["jax"], Target("tpu", chip))
+    form = typical_signature(spec, dtype, {**small, "is_causal": True, **dims})
+    call = bind_signature(spec, form, frameworks()["jax"], Target("tpu", chip))
     with tpu_chip.estimates() as noted:
         impl.supports(call, dict(zip(("block_q", "block_kv"), tiles, strict=True)) | {"kernels": 2})
     ((needed, _),) = noted
@@ -1107,7 +1109,7 @@ def legal():
 def test_tilings_that_are_accepted_are_drawn_of_every_op(name):
     """No two the same, each with what was estimated of its kernels, also of ops that name no tile."""
     drawn = [*itertools.islice(legal().drawn(name, targets.find("v5e"), 0), 12)]
-    assert len({json.dumps([job.form, job.tiling]) for job, _ in drawn}) == 12
+    assert len({json.dumps([job.signature, job.tiling]) for job, _ in drawn}) == 12
     assert all(noted and all(0 < needed <= limit for needed, limit in noted) for _, noted in drawn)
 
 

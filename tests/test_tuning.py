@@ -88,7 +88,7 @@ def registered(fn=softmax, refuse=None, **knobs):
 
 
 def of_op(spec, dtype, given):
-    (case,) = suites.asked(spec.name, given, [dtype], gradients=False)
+    (case,) = suites.requested_cases(spec.name, given, [dtype], gradients=False)
     return case
 
 
@@ -691,9 +691,9 @@ def test_a_space_is_legal_and_ends_where_a_tile_covers_its_extent():
     (on,) = tune_targets(spec, "sm_90", "triton", "gpu")
     groups = groups_of([of_op(spec, "bfloat16", {"m": 40, "n": 4096, "k": 4096})], "sm_90", "triton", "gpu")
     assert groups[0].key == {"products": "16-bit", "aligned": True, "n": 4096, "k": 4096}
-    from portakern.tools.compile.abstract import bound_form
+    from portakern.tools.compile.abstract import bind_signature
 
-    call = bound_form(spec, groups[0].cases[0].form, on.framework, on.target)
+    call = bind_signature(spec, groups[0].cases[0].signature, on.framework, on.target)
     found = space_of(spec, on.impl, [call], tilings.shipped(on.impl, call))
     assert found.values["block_m"] == (16, 32, 64, 128), "64 covers 40, and 128 is shipped"
     big = {"block_m": 64, "block_n": 1024, "block_k": 1024, "num_warps": 8, "num_stages": 3, "group": 8}
@@ -895,7 +895,7 @@ def test_drawn_calls_are_the_same_for_a_seed_and_within_limits():
         one, same = (draw(family, 6, 1, ["bfloat16"]) for _ in range(2))
         assert [a.text for a in one] == [a.text for a in same] != [a.text for a in draw(family, 6, 2, ["bfloat16"])]
         for a in one:
-            assert max(np.prod(shape) for shape, _, _ in a.form["arrays"].values()) <= rule["most_elements"]
+            assert max(np.prod(shape) for shape, _, _ in a.signature["arrays"].values()) <= rule["most_elements"]
     with pytest.raises(SpecError, match="family 'x' is unknown; expected one of"):
         draw("x", 1, 0, ["bfloat16"])
 

@@ -154,7 +154,7 @@ def test_it_serves_calls_that_name_it_and_no_others():
 def test_gradients_go_where_the_forward_call_was_told():
     vjp, forward = CALL.spec, registry.find_spec("attention")
     for named, taken in (("unordered", "unordered"), ("gpu", "gpu"), (None, None)):
-        choice = dispatch.Choice.of(forward, "triton", named, {"block_q": 64})
+        choice = dispatch.Choice.from_names(forward, "triton", named, {"block_q": 64})
         of = dispatch.gradient_choice(BACKEND, vjp, choice)
         assert (of.backend, of.variant, of.tiling) == (BACKEND, taken, {"block_q": 64})
     named, softmax_vjp = dispatch.Choice(BACKEND, "unordered"), registry.find_spec("softmax_vjp")
@@ -169,7 +169,7 @@ def test_explain_says_whose_bits_may_change(monkeypatch):
     monkeypatch.setattr(type(CALL.framework), "target", lambda self, device: SM_90)
 
     def told(call: Any, variant: str | None) -> str:
-        return explain(call, dispatch.Choice.of(call.spec, "triton", variant, None))
+        return explain(call, dispatch.Choice.from_names(call.spec, "triton", variant, None))
 
     named, unnamed = told(CALL, "unordered"), told(CALL, None)
     assert f"  bits of d_q may change from run to run: {unordered.ADDED}" in named

@@ -116,7 +116,7 @@ def test_a_kernel_that_refuses_nearly_all_is_not_right():
     assert not report.passed and report.outcome == "mostly refused" and report.verdict.startswith("mostly refused: ")
     report = pk.check("softmax", fn=Refusing(40))
     assert report.passed and report.outcome == "right"
-    (told,) = [words for words in report.told if "were refused" in words]
+    (told,) = [words for words in report.conceded if "were refused" in words]
     assert told in str(report) and told in report.to_dict()["told"]
 
 

@@ -13,7 +13,7 @@ from portakern import inventory, testing
 from portakern.core import registry
 from portakern.core.binder import bind
 from portakern.spec.options import Axis
-from portakern.tools.compile.abstract import typical_form
+from portakern.tools.compile.abstract import typical_signature
 from tests import word_ops as ops
 from tests.word_kernels import (
     IN_PLACE,
@@ -86,7 +86,7 @@ def test_wrong_axes_are_caught():
 
 
 def test_a_typical_call_and_its_lines_on_show(monkeypatch, capsys):
-    assert typical_form(ops.peak, "float16")["arrays"] == {"x": [[4, 8], "float16", None]}
+    assert typical_signature(ops.peak, "float16")["arrays"] == {"x": [[4, 8], "float16", None]}
     monkeypatch.setattr(registry, "find_spec", lambda name: getattr(ops, name))
     shown = inventory.show("peak")
     assert shown["drops"] == {"rest": "shape without the axis that axis names"} and shown["samples"][0] == "rows"

@@ -64,8 +64,8 @@ def test_rounding_to_integers_stops_at_their_ends():
 
 
 def test_comparing_what_has_no_infinity():
-    def bad(got, ref, bound, dtype="float8_e4m3fn"):
-        return bool(compare(np.array([got], DTYPES[dtype].numpy), np.array([ref]), np.array([bound]), dtype).bad[0])
+    def bad(actual, ref, bound, dtype="float8_e4m3fn"):
+        return bool(compare(np.array([actual], DTYPES[dtype].numpy), np.array([ref]), np.array([bound]), dtype).bad[0])
 
     assert not bad(np.nan, 500.0, 0.0) and not bad(np.nan, np.inf, 0.0) and not bad(np.nan, -np.inf, 0.0)
     assert bad(448.0, 500.0, 20.0)  # stopping at the largest is right only where the formula says so
@@ -93,7 +93,7 @@ def test_every_bit_crosses(source, to, dtype):
     crossed = convert(array, src, dst)
     assert dst.owns(crossed) and host.contiguous(dst.to_numpy(crossed))
     back = dst.to_numpy(crossed)
-    held = dst.held(src.held(dtype))
+    held = dst.stored_dtype(src.stored_dtype(dtype))
     assert back.dtype == DTYPES[held].numpy and back.astype(kind.numpy).tobytes() == x.tobytes()
 
 
@@ -118,7 +118,7 @@ def test_narrow_dtypes_in_and_out(framework):
     assert type(s) is type(kept) and s.dtype == (library if framework != "jax" else library.numpy).int32
     assert fw.to_numpy(s).tolist() == [300, 150, 0] and fw.to_numpy(kept).tolist() == [True, True, False]
     assert fw.to_numpy(wide).tolist() == [65536 * 100, -65536 * 100, 65536 * 3]
-    assert fw.to_numpy(wide).dtype.name == fw.held("int64")
+    assert fw.to_numpy(wide).dtype.name == fw.stored_dtype("int64")
     q, scale = pk.op(ops.to_fp8)(fw.from_numpy(np.array([[1.0, -3.5]], np.float32), None))
     assert fw.to_numpy(q).dtype == ml_dtypes.float8_e4m3fn and fw.to_numpy(q).astype(float).tolist() == [[128, -448]]
     assert fw.to_numpy(scale).tolist() == [0.0078125]

@@ -38,7 +38,7 @@ def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
     def run(**arguments: Any) -> Any:
         import torch
 
-        form = (torch.is_grad_enabled(), *(_form(x) for x in arguments.values()))
+        form = (torch.is_grad_enabled(), *(_signature(x) for x in arguments.values()))
         if form in known:
             return made()(**arguments)
         # torch.compile takes a limit in later releases; here all of them read it, when they compile
@@ -51,7 +51,7 @@ def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _form(x: Any) -> Any:
+def _signature(x: Any) -> Any:
     """What of an argument decides which code runs."""
     import torch
 

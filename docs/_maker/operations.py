@@ -67,14 +67,14 @@ def navigation() -> Iterator[dict[str, str]]:
 @sources.unchanging()
 def tables(root: Path) -> dict[str, str]:
     """Every table of a checkout, by its name."""
-    kept = StoredResults.of(root)
+    kept = StoredResults.load(root)
     return {name: make(kept) for name, make in TABLES.items()}
 
 
 @sources.unchanging()
 def pages(root: Path) -> dict[str, str]:
     """Every op's page, and the list of them."""
-    kept = StoredResults.of(root)
+    kept = StoredResults.load(root)
     made = {f"{FOLDER}/{name}.md": _page(registry.find_spec(name), kept) for name in registry.ops()}
     rows = [
         [f"[`{r['op']}`](docs/{FOLDER}/{r['op']}.md)", _first(registry.find_spec(r["op"]).doc),

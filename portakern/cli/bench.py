@@ -85,7 +85,7 @@ def bench(
     check_device("bench", device)
     _check_asked(ops, suite, shape, dtype, plot, [*(backend or ()), *(against or ())])
     errors_only(context)
-    from portakern.tools.bench.contenders import absent, against_named, together
+    from portakern.tools.bench.contenders import absent, against_named, by_platform
     from portakern.tools.bench.plan import BenchPlan
     from portakern.tools.bench.resuming import Earlier, read
 
@@ -97,7 +97,7 @@ def bench(
     found = _RowFile(json_file, start, earlier)
     named = [b for b in against_named(against) if b not in subjects]
     found.absent |= absent(named)
-    for measured in together(subjects, device):
+    for measured in by_platform(subjects, device):
         _measure(found.left(BenchPlan(cases, measured, named, device, rounds, budget, every_peer)), jobs, found)
     found.show(plot)
     if found.wrong():
@@ -198,7 +198,12 @@ def _cases(
 
     if shape:
         given = [suites.parse_shape(text) for text in shape]
-        return [c for extents in given for name in ops or () for c in suites.asked(name, extents, dtype, gradients)]
+        return [
+            c
+            for extents in given
+            for name in ops or ()
+            for c in suites.requested_cases(name, extents, dtype, gradients)
+        ]
     named = suite or ([suites.SAMPLES] if any_cpu else [n for n in suites.names() if n != suites.SAMPLES])
     cases = [
         c for name in named for c in suites.cases_of(name, dtype, gradients) if not ops or {c.op, c.timed} & {*ops}

@@ -119,7 +119,7 @@ def _checked(
         try:
             return testing.check_all(subjects, jobs, advance, budget, **asked), None
         except testing.Interrupted as e:
-            ending.heard()  # what was found is shown and written first
+            ending.acknowledge()  # what was found is shown and written first
             return e.reports, e.by
 
 
@@ -247,8 +247,8 @@ def _show_reports(reports: list[Any], ended: BaseException | None) -> None:
             text = f"{why} before {r.left_out} cases of {r.op} on {r.subject}"
             text += "" if ended is not None else "; --budget gives more seconds"
             out.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
-        if r.told:
-            out.print(f"conceded to {r.subject}: {'; '.join(r.told)}", markup=False, highlight=False)
+        if r.conceded:
+            out.print(f"conceded to {r.subject}: {'; '.join(r.conceded)}", markup=False, highlight=False)
         for what, names in _unvisited(r, reports).items():
             text = f"not visited on {r.subject}: {what} of {r.op}: {', '.join(names)}"
             out.print(text, markup=False, highlight=False)

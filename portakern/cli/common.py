@@ -119,7 +119,7 @@ def main() -> None:
         err.print(text, style="red", markup=False, highlight=False, emoji=False, soft_wrap=True)
         sys.exit(2)
     finally:
-        ending.heard()
+        ending.acknowledge()
 
 
 def errors_only(until: typer.Context) -> None:

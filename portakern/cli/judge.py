@@ -103,7 +103,7 @@ def judge(
     named: dict[str, Any] = {"layouts": layout, "promises": promise}
     judged = judge_file(
         file, op, name=name, map=map, problem=problem, framework=framework, device=device,
-        shapes=[_extents(s) for s in shapes] if shapes else None, whole=whole, dtypes=dtype, edges=edges,
+        shapes=[_extents(s) for s in shapes] if shapes else None, fully=whole, dtypes=dtype, edges=edges,
         max_examples=max_examples, seed=seed, seconds=seconds, case=case,
         bounds=Bounds(seconds=call_seconds, memory=_bytes(memory), without=without or ()),
         **{n: v for n, v in named.items() if v},
@@ -175,7 +175,7 @@ def show(judged: Any) -> None:
     print_indented(_hashed(judged.hashes))
     if judged.problem:
         print_indented(f"on the inputs that {Path(judged.problem).name} names")
-    for conceded in r.told:
+    for conceded in r.conceded:
         print_indented(f"conceded: {conceded}")
     from portakern.tools.judge.walls import WALLS
 

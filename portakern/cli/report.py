@@ -115,9 +115,9 @@ def _compare(first: Path, second: Path) -> None:
         say(f"{found.changed} times are of other sources in the second run, and were left out")
     if found.kept:
         say(f"{found.kept} times are the first run's own, which the second took over, and were left out")
-    if not found.ours:
+    if not found.own:
         raise SpecError(f"report: {first} and {second} have no ratio in common that both measured of the same sources")
-    said = f"{len(found.ours) - len(found.beyond)} of {len(found.ours)} ratios of ours are within {WITHIN:.0%}"
+    said = f"{len(found.own) - len(found.beyond)} of {len(found.own)} ratios of ours are within {WITHIN:.0%}"
     say(said, "red" if found.beyond else "green")
     if found.beyond or found.turned:
         raise typer.Exit(1)

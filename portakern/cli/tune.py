@@ -82,7 +82,7 @@ def tune(
     _check_asked(dtype, bool(loss), bool(ops or suite or shape or ship))
     start, seconds = time.perf_counter(), _seconds(budget)
     errors_only(context)
-    asked = _drawn(loss, draws, seed, dtype) if loss else _asked(ops, suite, shape, dtype)
+    asked = _drawn(loss, draws, seed, dtype) if loss else _requested_cases(ops, suite, shape, dtype)
     keyless: list[str] = []
     groups = [
         g
@@ -128,12 +128,12 @@ def _drawn(families: Sequence[str], draws: int, seed: int, dtypes: list[str] | N
     return [a for family in families for a in draw(family, draws, seed, dtypes or [DTYPE])]
 
 
-def _asked(
+def _requested_cases(
     ops: list[str] | None, suites: list[str] | None, shapes: list[str] | None, dtypes: list[str] | None
 ) -> list[Any]:
     """The calls of suites, of the ops that are named too, some of each first; else the ops' typical calls, or those in
     shapes."""
-    from portakern.tools.bench.suites import asked, cases_of, in_order, parse_shape
+    from portakern.tools.bench.suites import cases_of, in_order, parse_shape, requested_cases
 
     if suites:
         if shapes:
@@ -147,7 +147,7 @@ def _asked(
     specs = [registry.find_spec(name) for name in ops or registry.loadable()]
     if not ops:
         specs = [s for s in specs if s.typical or s.is_vjp]
-    return [c for s in specs for g in given for c in asked(s.name, g, dtypes or [DTYPE], gradients=False)]
+    return [c for s in specs for g in given for c in requested_cases(s.name, g, dtypes or [DTYPE], gradients=False)]
 
 
 class _Told:

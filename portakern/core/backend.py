@@ -362,7 +362,7 @@ class Implementation:
     _looked: BoundedCache[Any, bool] = field(default_factory=BoundedCache, init=False, repr=False)
 
     @functools.cached_property
-    def ours(self) -> bool:
+    def is_own(self) -> bool:
         """Whether portakern brings it, so that its own tests hold it to its outputs."""
         return self.backend.auto and self.fn.__module__.partition(".")[0] == __name__.partition(".")[0]
 
@@ -415,9 +415,11 @@ class Implementation:
         out = self.fn(call, tiling)
         if not isinstance(out, tuple) or len(out) != len(call.spec.outputs):
             out = outputs.counted(self, call, out)
-        if not self.ours and not self.backend.oracle:
+        if not self.is_own and not self.backend.oracle:
             out = outputs.wanted(call, out)
-            form = outputs.form(call) if call.concrete else None  # traced: it is compiled once, and looked at then
+            form = (
+                outputs.signature_of(call) if call.concrete else None
+            )  # traced: it is compiled once, and looked at then
             if form is None or form not in self._looked:
                 outputs.look(self, call, out)
                 if form is not None:
@@ -776,7 +778,7 @@ class Backend:
     def unavailable(self, staged: bool = False) -> str | None:
         """None, or what must be installed before this backend can run. ``staged``: on another library's arrays, whose
         programs its kernels become part of, so that its own library may be missing."""
-        missing = [m for m in self.requires if not (staged and m == self.framework) and not _there(m)]
+        missing = [m for m in self.requires if not (staged and m == self.framework) and not _is_importable(m)]
         if not missing:
             return None
         own = [self.install if self.install and m == self.requires[-1] else m for m in missing]
@@ -791,18 +793,18 @@ class Backend:
 
 
 @functools.cache
-def _staged(place: str, impl: Implementation, framework: Framework) -> Implementation:
-    found: Implementation = _load(place)(impl, framework.embed)
+def _staged(entry: str, impl: Implementation, framework: Framework) -> Implementation:
+    found: Implementation = _load(entry)(impl, framework.embed)
     return found
 
 
-def _load(place: str) -> Any:
+def _load(entry: str) -> Any:
     """What a text "module:name" names."""
-    module, _, name = place.partition(":")
+    module, _, name = entry.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
-def _there(module: str) -> bool:
+def _is_importable(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # a package that it lies in

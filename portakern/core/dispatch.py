@@ -77,7 +77,7 @@ class Choice:
         return hash(self._key())
 
     @classmethod
-    def of(cls, spec: Spec[Any], backend: str | Backend | None, variant: str | None, tiling: Any) -> Choice:
+    def from_names(cls, spec: Spec[Any], backend: str | Backend | None, variant: str | None, tiling: Any) -> Choice:
         """What the maker of an op named, checked: SpecError for an unknown backend, variant or tile."""
         b = None if backend is None else registry.backend(backend)
         if variant is not None:
@@ -240,7 +240,7 @@ def gradient_choice(b: Backend | None, vjp: Spec[Any], choice: Choice) -> Choice
     where that has them."""
     of = [f for f in b.families if f.name == choice.variant] if b else []
     tiling = {name: value for name, value in choice.tiling.items() if name in vjp.tiling}
-    return Choice.of(vjp, b, choice.variant if b and _has(b, vjp.name, of) else None, tiling)
+    return Choice.from_names(vjp, b, choice.variant if b and _has(b, vjp.name, of) else None, tiling)
 
 
 def _has(b: Backend, op: str, families: Iterable[Family]) -> bool:

@@ -101,19 +101,21 @@ def _kernels(route: Route, call: Call, tiling: Mapping[str, int]) -> list[str]:
     return [f"  kernels: {', '.join(told)}"] if counts else []
 
 
-def _variants(call: Call, choice: Choice, candidates: tuple[Route, ...], asked: Route, served: Route) -> list[str]:
+def _variants(call: Call, choice: Choice, candidates: tuple[Route, ...], requested: Route, served: Route) -> list[str]:
     """Every variant of the backend in their order, and why it is not the one that serves: ``served``, to which
-    ``asked`` left the call where that is another one."""
-    of, left = {route.impl.family: route for route in candidates}, asked.impl.family.name
+    ``requested`` left the call where that is another one."""
+    of, left = {route.impl.family: route for route in candidates}, requested.impl.family.name
     lines = []
     for family in served.impl.backend.families:
         route = of.get(family)
         named = " (named)" if choice.variant == family.name else ""
         if family is served.impl.family:
             why = (
-                f"serves this call{named}" if asked is served else f"serves this call, which {left} leaves to it{named}"
+                f"serves this call{named}"
+                if requested is served
+                else f"serves this call, which {left} leaves to it{named}"
             )
-        elif route is asked:
+        elif route is requested:
             why = f"leaves this call to {served.impl.family.name}{named}"
         elif choice.variant == family.name:
             why = f"it has no {call.spec.name}, and serves its gradients"

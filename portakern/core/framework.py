@@ -147,7 +147,7 @@ class Framework:
         number of forms makes it run uncompiled, in silence."""
         return nullcontext()
 
-    def ways(self) -> Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    def call_variants(self) -> Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
         """Other ways in which people call a function, in words: what makes of it one that is called so."""
         return {"on another thread": _on_another_thread}
 
@@ -183,7 +183,7 @@ class Framework:
     def wrote(self, arrays: Sequence[Any]) -> None:
         """Tell the library that a kernel has written to these arrays."""
 
-    def held(self, dtype: str) -> str:
+    def stored_dtype(self, dtype: str) -> str:
         """The dtype in which the library holds what NumPy holds in ``dtype``."""
         return dtype
 

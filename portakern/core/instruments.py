@@ -224,9 +224,9 @@ class Instruments:
         """The functions that times are read from in whose place somebody put others."""
         return replaced_clocks()
 
-    def taken(self, array: Any, places: Iterable[tuple[int, np.ndarray]]) -> Any:
+    def taken(self, array: Any, indices: Iterable[tuple[int, np.ndarray]]) -> Any:
         """Some of an array, an array of the library's where that lies: of each axis that is named the indices."""
-        for axis, index in places:
+        for axis, index in indices:
             array = array.take(index, axis)
         return array
 
@@ -241,14 +241,14 @@ class Instruments:
         """Whether any element is NaN."""
         return bool(np.isnan(self.framework.to_numpy(array)).any())
 
-    def picked(self, array: Any, places: Iterable[tuple[int, np.ndarray]]) -> np.ndarray:
+    def picked(self, array: Any, indices: Iterable[tuple[int, np.ndarray]]) -> np.ndarray:
         """Some of an array on the host: of each axis that is named the indices, one after another."""
         found = self.framework.to_numpy(array)
-        for axis, index in places:
+        for axis, index in indices:
             found = np.take(found, index, axis)
         return found
 
-    def soil(self, forms: Iterable[tuple[tuple[int, ...], str]]) -> None:
+    def soil(self, shapes: Iterable[tuple[tuple[int, ...], str]]) -> None:
         """Leave NaN in memory that the library will hand out for new arrays of these shapes and dtypes, where it keeps
         memory: an element that a kernel does not write is then seen."""
 

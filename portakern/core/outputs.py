@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from portakern.core.backend import Implementation
     from portakern.core.call import Call
 
-__all__ = ["counted", "exact", "form", "look", "wanted"]
+__all__ = ["counted", "exact", "look", "signature_of", "wanted"]
 
 
 def counted(impl: Implementation, call: Call, outputs: Any) -> tuple[Any, ...]:
@@ -39,7 +39,7 @@ def wanted(call: Call, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(out if o.name in call.wants else None for o, out in zip(call.spec.outputs, outputs, strict=True))
 
 
-def form(call: Call) -> tuple[Any, ...]:
+def signature_of(call: Call) -> tuple[Any, ...]:
     """What :func:`look` depends on, in something hashable."""
     strides = call.framework.strides
     arrays = (None if a is None else (a.dtype, a.shape, *(strides(a) or ())) for a in call.arrays.values())
@@ -57,7 +57,7 @@ def look(impl: Implementation, call: Call, outputs: tuple[Any, ...]) -> None:
     for (name, (shape, dtype)), out in zip(call.outputs.items(), outputs, strict=True):
         if name not in call.wants:
             continue
-        wrong = _form(call, out, shape, dtype) or (_memory(call, name, out, found) if call.concrete else None)
+        wrong = _layout_fault(call, out, shape, dtype) or (_memory(call, name, out, found) if call.concrete else None)
         if wrong:
             came, expected = wrong
             raise TypeError(f"{_who(impl)} returned {name} {came}; expected {expected} ({call!r})")
@@ -84,7 +84,7 @@ Wrong = tuple[str, str]
 """What came, and what was expected."""
 
 
-def _form(call: Call, out: Any, shape: tuple[int, ...], dtype: str) -> Wrong | None:
+def _layout_fault(call: Call, out: Any, shape: tuple[int, ...], dtype: str) -> Wrong | None:
     """What is wrong with an output by itself."""
     framework = call.framework
     if out is None:
@@ -94,7 +94,7 @@ def _form(call: Call, out: Any, shape: tuple[int, ...], dtype: str) -> Wrong | N
     if tuple(out.shape) != shape:
         return f"of shape {tuple(out.shape)}", f"shape {shape}"
     got = DTYPE_NAME.get(out.dtype, str(out.dtype))
-    if got != dtype and got != framework.held(dtype):
+    if got != dtype and got != framework.stored_dtype(dtype):
         return f"of dtype {got}", f"dtype {dtype}: round the result once, at the end"
     if call.concrete and framework.device(out) != call.device:
         return f"on {framework.device(out)}", f"an array on {call.device}, where the call's are"

@@ -131,7 +131,7 @@ def _crossing(candidates: tuple[Route, ...], user: Mapping[str, int], call: Call
     with framework.outside():
         inner = to_framework(call, framework).replace(over=())
         route, tiling = pick(candidates, inner, user)
-        outputs = route.run(inner if route.impl.ours else _guarded(inner, call), tiling)
+        outputs = route.run(inner if route.impl.is_own else _guarded(inner, call), tiling)
         # no immutable array may share memory that a kernel keeps (a workspace) or that somebody may write to
         outputs = _outputs_back(call, framework, outputs, copy=call.framework.immutable or framework.immutable)
     return route, tiling, _written_over(call, outputs)

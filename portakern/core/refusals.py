@@ -39,18 +39,18 @@ def bad_framework(spec: Spec[Any], name: str, array: Any, first: Framework) -> N
         )
 
 
-def other_device(spec: Spec[Any], name: str, got: Any, first: Any) -> None:
-    if got is None or first is None:  # a JAX tracer beside a constant: the whole call is traced
+def other_device(spec: Spec[Any], name: str, actual: Any, first: Any) -> None:
+    if actual is None or first is None:  # a JAX tracer beside a constant: the whole call is traced
         return
     raise SpecError(
-        f"{spec.name}: {name} is on {got} but {spec.lead.name} is on {first}; move one so that all arrays are on "
+        f"{spec.name}: {name} is on {actual} but {spec.lead.name} is on {first}; move one so that all arrays are on "
         "one device"
     )
 
 
-def bad_dtype(spec: Spec[Any], name: str, got: Any, dtype: str | None) -> NoReturn:
+def bad_dtype(spec: Spec[Any], name: str, actual: Any, dtype: str | None) -> NoReturn:
     a = spec.argument(name)
-    text = DTYPE_NAME.get(got, str(got))
+    text = DTYPE_NAME.get(actual, str(actual))
     if a.follows and name != spec.lead.name:
         also = " or float32" if a.or_float32 and dtype != "float32" else ""
         if name in spec.masks and text.startswith(("bool", "int", "uint")):
@@ -66,7 +66,7 @@ def bad_dtype(spec: Spec[Any], name: str, got: Any, dtype: str | None) -> NoRetu
     if a.statistic:
         expected = "float64, as its arrays are" if dtype == "float64" else "float32"
         raise SpecError(f"{spec.name}: {name} is {text}; expected {expected}: cast it")
-    if getattr(got, "isnative", True) is False:
+    if getattr(actual, "isnative", True) is False:
         raise SpecError(
             f"{spec.name}: {name} is {text}, which is not this machine's byte order; pass "
             f"{name}.astype({name}.dtype.newbyteorder('='))"
@@ -85,33 +85,37 @@ def bad_rank(spec: Spec[Any], name: str, shape: tuple[int, ...]) -> NoReturn:
     )
 
 
-def bad_axis(spec: Spec[Any], name: str, axis: int, got: Any, want: Any, dim: str, source: str) -> NoReturn:
+def bad_axis(spec: Spec[Any], name: str, axis: int, actual: Any, want: Any, dim: str, source: str) -> NoReturn:
     a = spec.argument(name)
     axis = axis if axis >= 0 or any(d.variadic for d in a.dims) else axis + len(a.dims)
     one = " or 1" if dim.startswith("#") else ""
     raise SpecError(
-        f"{spec.name}: {name} axis {axis} ({dim.lstrip('#*')}) is {got}; expected {want}{one}, as set by {source}; "
+        f"{spec.name}: {name} axis {axis} ({dim.lstrip('#*')}) is {actual}; expected {want}{one}, as set by {source}; "
         f"make them agree: {name} is ({a.shape.replace(' ', ', ')})"
     )
 
 
-def bad_division(spec: Spec[Any], name: str, axis: int, got: int, dim: str, divisor: str, value: int) -> NoReturn:
+def bad_division(spec: Spec[Any], name: str, axis: int, actual: int, dim: str, divisor: str, value: int) -> NoReturn:
     raise SpecError(
-        f"{spec.name}: {name} axis {axis} ({dim}) is {got}, which {divisor} = {value} does not divide; make it a "
+        f"{spec.name}: {name} axis {axis} ({dim}) is {actual}, which {divisor} = {value} does not divide; make it a "
         f"multiple of {value}"
     )
 
 
-def bad_zero(spec: Spec[Any], dim: str, got: int, where: str) -> NoReturn:
-    raise SpecError(f"{spec.name}: {dim} is {got} ({where}); expected at least 1: an array without any has no result")
+def bad_zero(spec: Spec[Any], dim: str, actual: int, where: str) -> NoReturn:
+    raise SpecError(
+        f"{spec.name}: {dim} is {actual} ({where}); expected at least 1: an array without any has no result"
+    )
 
 
-def broadcast(spec: Spec[Any], name: str, got: tuple[int, ...], sofar: tuple[int, ...], source: str) -> tuple[int, ...]:
-    n = max(len(got), len(sofar))
-    a, b = (1,) * (n - len(got)) + got, (1,) * (n - len(sofar)) + sofar
+def broadcast(
+    spec: Spec[Any], name: str, actual: tuple[int, ...], sofar: tuple[int, ...], source: str
+) -> tuple[int, ...]:
+    n = max(len(actual), len(sofar))
+    a, b = (1,) * (n - len(actual)) + actual, (1,) * (n - len(sofar)) + sofar
     if any(x != y and x != 1 and y != 1 for x, y in zip(a, b, strict=True)):
         raise SpecError(
-            f"{spec.name}: the leading axes {got} of {name} do not broadcast with {sofar} of {source}; make them "
+            f"{spec.name}: the leading axes {actual} of {name} do not broadcast with {sofar} of {source}; make them "
             "equal, or 1"
         )
     return tuple(y if x == 1 else x for x, y in zip(a, b, strict=True))

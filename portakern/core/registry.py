@@ -50,7 +50,7 @@ def _source(entry: EntryPoint) -> str:
     return f"{entry.value} ({dist.name} {dist.version})" if dist else entry.value
 
 
-def _ours(entry: EntryPoint) -> bool:
+def _is_own(entry: EntryPoint) -> bool:
     dist = getattr(entry, "dist", None)
     return dist is not None and dist.name == "portakern"
 
@@ -71,12 +71,12 @@ def _installed() -> Mapping[str, Backend]:
     take the others down, nor vanish unseen.
     """
     found: dict[str, Backend] = {}
-    entries = sorted(entry_points(group=BACKENDS_GROUP), key=lambda e: (not _ours(e), e.name, e.value))
+    entries = sorted(entry_points(group=BACKENDS_GROUP), key=lambda e: (not _is_own(e), e.name, e.value))
     for name, given in itertools.groupby(entries, key=lambda e: e.name):
         entry, *others = given
         if name in found:
             _leave_out(name, [entry, *others], "portakern's own has that name; rename its entry point")
-        elif others and not _ours(entry):  # which one served would depend on the order of the path
+        elif others and not _is_own(entry):  # which one served would depend on the order of the path
             _leave_out(
                 name, [entry, *others], "the name comes from two places; uninstall one, or rename its entry point"
             )
@@ -85,9 +85,9 @@ def _installed() -> Mapping[str, Backend]:
                 b = entry.load()
                 _check_backend(entry, b, found)
             except (Exception, SystemExit) as e:
-                _leave_out(name, [entry], f"cannot be loaded: {_said(e)}")
+                _leave_out(name, [entry], f"cannot be loaded: {_message_of(e)}")
             else:
-                b.auto = _ours(entry) and not b.peer
+                b.auto = _is_own(entry) and not b.peer
                 found[name] = b
             if others:
                 _leave_out(name, others, "portakern's own has that name; rename its entry point")
@@ -103,7 +103,7 @@ def _leave_out(name: str, entries: Sequence[EntryPoint], why: str) -> None:
     log.warning("portakern: backend %r: %s", name, _left_out[name])
 
 
-def _said(error: BaseException) -> str:
+def _message_of(error: BaseException) -> str:
     """What was raised, on a line: a module that ends the process says nothing else."""
     if isinstance(error, SystemExit):
         return f"it called sys.exit({'' if error.code is None else repr(error.code)})"
@@ -117,7 +117,7 @@ def _check_backend(entry: EntryPoint, b: Any, known: Mapping[str, Backend]) -> N
     if b.name != entry.name:
         raise SpecError(f"its entry point is called {entry.name!r} and its name is {b.name!r}; make them equal")
     _check_oracle(b, known)
-    if not _ours(entry):
+    if not _is_own(entry):
         _ = b.families, b.unavailable()  # asked of every backend, so that one that cannot say so must not be among them
 
 
@@ -297,7 +297,7 @@ def find_spec(op: str) -> Spec[Any]:
     try:
         found = getattr(importlib.import_module(source), op) if isinstance(source, str) else source.load()
     except (Exception, SystemExit) as e:  # whatever somebody's module does when it is imported
-        raise UnavailableError(f"op {op!r} cannot be loaded from {named[0]}: {_said(e)}") from e
+        raise UnavailableError(f"op {op!r} cannot be loaded from {named[0]}: {_message_of(e)}") from e
     if not isinstance(found, Spec) or found.name != op:
         what = f"the spec of {found.name!r}" if isinstance(found, Spec) else f"a {type(found).__name__}"
         raise SpecError(f"op {op!r} leads to {what} in {named[0]}; expected a spec whose function is called {op!r}")

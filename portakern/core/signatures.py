@@ -48,10 +48,12 @@ def reader(spec: Spec[Any]) -> Callable[..., tuple[Signature | None, dict[str, A
         if not f.signature:
             continue
         env |= {f.name: f, f"{f.name}_undisturbed": f.undisturbed, f"{f.name}_watching": f.watching}
-        parts = [_of(a, f.signature, "None if {0} is None else ({1})") for a in spec.arrays]
-        flags = ", ".join(_of(a, f.watched, "{0} is not None and {1}") for a in spec.arrays)
-        watched = " or ".join(_of(a, f.watched, "{0} is not None and {1}") for a in spec.arrays)
-        there = "".join(f" and ({_of(a, f.there, '{0} is None or {1}', f.name)})" for a in spec.arrays if f.there)
+        parts = [_argument_text(a, f.signature, "None if {0} is None else ({1})") for a in spec.arrays]
+        flags = ", ".join(_argument_text(a, f.watched, "{0} is not None and {1}") for a in spec.arrays)
+        watched = " or ".join(_argument_text(a, f.watched, "{0} is not None and {1}") for a in spec.arrays)
+        there = "".join(
+            f" and ({_argument_text(a, f.there, '{0} is None or {1}', f.name)})" for a in spec.arrays if f.there
+        )
         lines += [
             f"    if framework is {f.name} and {f.name}_undisturbed({spec.autocast is not None}){there}:",
             f"        seen = ({watched}) and {f.name}_watching() and ({flags},)",
@@ -64,7 +66,7 @@ def reader(spec: Spec[Any]) -> Callable[..., tuple[Signature | None, dict[str, A
     return read
 
 
-def _of(a: ArrayArg, what: str, optional: str, framework: str = "") -> str:
+def _argument_text(a: ArrayArg, what: str, optional: str, framework: str = "") -> str:
     text = what.format(x=a.name, framework=framework)
     return optional.format(a.name, text) if a.optional else text
 

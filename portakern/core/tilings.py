@@ -419,9 +419,9 @@ def _check_entry(where: str, entry: Any) -> None:
         _expect(isinstance(value, int) and value is not True, f"{where}/tiling/{name}", value, "a whole number")
 
 
-def _expect(right: bool, where: str, got: Any, expected: str) -> None:
+def _expect(right: bool, where: str, actual: Any, expected: str) -> None:
     if not right:
-        raise ValueError(f"{where} is {shown(got)}; expected {expected}")
+        raise ValueError(f"{where} is {shown(actual)}; expected {expected}")
 
 
 def _with_borrowed(table: tuple[str, Entries], op: str, variant: str, folder: Path | None) -> tuple[Row, ...]:

@@ -53,8 +53,8 @@ class NumPy(Framework):
     def abstract(self, shape: tuple[int, ...], dtype: str, strides: Sequence[int] | None = None) -> Any:
         return np.broadcast_to(np.zeros((), numpy_dtype(dtype)), shape)  # one element, stretched
 
-    def ways(self) -> Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
-        return {**super().ways(), "on arrays that nobody may write to": _read_only}
+    def call_variants(self) -> Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
+        return {**super().call_variants(), "on arrays that nobody may write to": _read_only}
 
     def contiguous(self, array: Any) -> bool:
         return bool(array.flags.c_contiguous)

@@ -77,7 +77,7 @@ def _float(name: str, flushes: bool) -> DTypeInfo:
     )  # fmt: skip
 
 
-def _whole(name: str) -> DTypeInfo:
+def _integer(name: str) -> DTypeInfo:
     numpy = np.dtype(name)
     kind = {"i": "int", "u": "uint", "b": "bool"}[numpy.kind]
     largest = 1 if kind == "bool" else np.iinfo(numpy).max
@@ -93,7 +93,7 @@ DTYPES: dict[str, DTypeInfo] = {
         _float("float64", flushes=True),
         _float("float8_e4m3fn", flushes=False),
         _float("float8_e5m2", flushes=False),
-        *map(_whole, ("int32", "int64", "int16", "int8", "uint8", "bool")),
+        *map(_integer, ("int32", "int64", "int16", "int8", "uint8", "bool")),
     )
 }
 """Name -> dtype, of every dtype that an array of a call may have."""

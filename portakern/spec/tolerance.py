@@ -276,8 +276,8 @@ class Comparison:
         return not self.bad.any()
 
 
-def compare(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, dtype: str) -> Comparison:
-    """Hold ``got``, stored as ``dtype``, to the float64 reference: |got - ref| <= bound.
+def compare(actual: np.ndarray, ref: np.ndarray, bound: np.ndarray, dtype: str) -> Comparison:
+    """Hold ``actual``, stored as ``dtype``, to the float64 reference: |actual - ref| <= bound.
 
     bound +inf accepts anything. A NaN or infinite reference must be met exactly. A finite reference may become an
     infinity only if ref with an error of that sign and of size bound reaches the dtype's overflow threshold, and must
@@ -292,8 +292,8 @@ def compare(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, dtype: str) -> 
     Raises:
       ValueError: a bound is NaN or negative at a finite reference: the spec is wrong.
     """
-    shape = np.broadcast_shapes(np.shape(got), np.shape(ref), np.shape(bound))
-    flat = [np.broadcast_to(a, shape).reshape(-1) for a in (got, ref, bound)]
+    shape = np.broadcast_shapes(np.shape(actual), np.shape(ref), np.shape(bound))
+    flat = [np.broadcast_to(a, shape).reshape(-1) for a in (actual, ref, bound)]
     err, bad, worst = np.empty(flat[1].size), np.empty(flat[1].size, bool), 0.0
     with np.errstate(all="ignore"):
         for at in range(0, err.size, BLOCK):
@@ -307,31 +307,31 @@ BLOCK = 2**14
 """Elements that are compared at a time: all that is made on the way stays in a core's own cache."""
 
 
-def _numbers(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, stored: Format) -> Comparison | None:
+def _numbers(actual: np.ndarray, ref: np.ndarray, bound: np.ndarray, stored: Format) -> Comparison | None:
     """:func:`compare` where results and references are numbers, none of which may overflow; None where any is not."""
-    err = np.abs(got - ref)
+    err = np.abs(actual - ref)
     if not (err.max() < np.inf and bound.min() >= 0 and max(ref.max(), -ref.min()) < stored.overflow):
         return None  # and so where anything is NaN
     share = float(np.fmax.reduce(err / bound))  # 0 / 0 is NaN, and right
     return Comparison(share if share > 0 else 0.0, err > bound, err)
 
 
-def _any_values(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, stored: Format) -> Comparison:
+def _any_values(actual: np.ndarray, ref: np.ndarray, bound: np.ndarray, stored: Format) -> Comparison:
     """:func:`compare` of any values."""
     finite = np.isfinite(ref)
     if not (bound[finite] >= 0).all():
         raise ValueError("the spec's bound is NaN or negative at a finite reference")
     no_inf = np.isnan(stored.beyond)
-    same = (got == ref) | (np.isnan(got) & (np.isnan(ref) | (no_inf & np.isinf(ref))))
-    err = np.where(same, 0.0, np.abs(got - ref))
+    same = (actual == ref) | (np.isnan(actual) & (np.isnan(ref) | (no_inf & np.isinf(ref))))
+    err = np.where(same, 0.0, np.abs(actual - ref))
     err = np.where(np.isnan(err), np.inf, err)
     ratio = np.where(same, 0.0, err / bound)
-    over = np.isnan(got) if no_inf else np.isinf(got)
-    toward = np.abs(ref) if no_inf else np.copysign(1.0, got) * ref
+    over = np.isnan(actual) if no_inf else np.isinf(actual)
+    toward = np.abs(ref) if no_inf else np.copysign(1.0, actual) * ref
     may = finite & over & (toward + bound >= stored.overflow)
-    may |= finite & np.isnan(got) & (bound - np.abs(ref) >= stored.overflow)
+    may |= finite & np.isnan(actual) & (bound - np.abs(ref) >= stored.overflow)
     must = finite & (np.abs(ref) - bound >= stored.overflow)
     within = np.where(finite, err <= bound, same)
     bad = ~(np.isposinf(bound) | may | (within & ~must))
-    measured = finite & np.isfinite(got) & np.isfinite(bound)
+    measured = finite & np.isfinite(actual) & np.isfinite(bound)
     return Comparison(float(ratio[measured].max(initial=0.0)), bad, err)

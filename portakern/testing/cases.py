@@ -87,7 +87,7 @@ class Case:
             self._more(spec, forward) if forward and saved else {}
         )
         made = generators(spec, forward)
-        bound = self.form(spec) if made.keys() & drawn else None
+        bound = self.bound_alone(spec) if made.keys() & drawn else None
         values = {
             n: self._made(spec, made[n], bound, a, shape) if bound and n in made else self._pool(a, shape)
             for n, (a, shape) in drawn.items()
@@ -115,10 +115,10 @@ class Case:
         """The values of one argument before they are rounded to its dtype, by its generator where it has one."""
         a, made = spec.argument(name), generators(spec, registry.forward_of(spec) if spec.is_vjp else None)
         if name in made:
-            return self._made(spec, made[name], self.form(spec), a, self.shapes[name])
+            return self._made(spec, made[name], self.bound_alone(spec), a, self.shapes[name])
         return _spread(self._pool(a, self.shapes[name]), self.shapes[name])
 
-    def form(self, spec: Spec[Any]) -> Call:
+    def bound_alone(self, spec: Spec[Any]) -> Call:
         """The bound call on arrays of one element, stretched: its dimensions and canonical options."""
         arrays = {
             a.name: np.broadcast_to(np.zeros((), numpy_dtype(self.dtype_of(a))), self.shapes[a.name])
@@ -140,7 +140,7 @@ class Case:
 
     def _more(self, spec: Spec[Any], forward: Spec[Any]) -> dict[str, tuple[ArrayArg, Shape]]:
         """The inputs that the forward op needs, and its gradient does not."""
-        dims = self.form(spec).dims
+        dims = self.bound_alone(spec).dims
         return {
             a.name: (a, shape_of(a.dims, dims)) for a in forward.arrays if not a.optional and a.name not in self.shapes
         }

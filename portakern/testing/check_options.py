@@ -78,7 +78,8 @@ class CheckOptions:
             options=fixed,
             empty=limits.empty and self.empty,
             one_dtype=limits.one_dtype or self.one_dtype,
-            layouts=_ways(subject.spec, self.layouts) or (layouts if subject.framework.reverses else limits.layouts),
+            layouts=_layout_names(subject.spec, self.layouts)
+            or (layouts if subject.framework.reverses else limits.layouts),
             shapes=limits.shapes if self.shapes is None else checked_shapes(subject.spec, self.shapes, fixed),
         )
 
@@ -98,7 +99,7 @@ def _checked(spec: Spec[Any], options: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _ways(spec: Spec[Any], layouts: str | Sequence[str] | None) -> tuple[str, ...]:
+def _layout_names(spec: Spec[Any], layouts: str | Sequence[str] | None) -> tuple[str, ...]:
     """Layouts by name; SpecError for one that is none."""
     names = (layouts,) if isinstance(layouts, str) else tuple(layouts or ())
     for name in names:

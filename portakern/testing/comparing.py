@@ -67,11 +67,11 @@ class CaseOnSubject:
         self.fw: Framework = subject.framework
         self.buffers = case.buffers(subject.spec)
         self.reference = self.bound(self.buffers)
-        self.part = SampledCall.of(self.reference, case.seed, case.same)
+        self.part = SampledCall.from_call(self.reference, case.seed, case.same)
         if self.part.chosen:
             self.buffers = repeated(self.buffers, self.reference, self.part.chosen, self.part.stands)
             self.reference = self.bound(self.buffers)
-        self.arrays = self.place()
+        self.arrays = self.place_arrays()
         self.overrides, self.tiling, self.illegal = subject.tiling(case, self.reference)
         self.run = subject.run(self.overrides)
         self.now: dict[str, np.ndarray] = {}  # what inputs hold that were changed
@@ -89,7 +89,7 @@ class CaseOnSubject:
         call.any_order = self.any_order
         return call
 
-    def place(self) -> dict[str, Any]:
+    def place_arrays(self) -> dict[str, Any]:
         """The case's arrays in the subject's framework and on its device, each in memory of its own."""
         placed: dict[int, Any] = {}
         for b in self.buffers.values():
@@ -142,7 +142,9 @@ class CaseOnSubject:
                 if fw.overlap(out, array) and other != taken:
                     self.breaks("own_memory", f"{name} shares memory with the input {other}")
             declared = call.outputs[name][1]
-            values.append(np.array(shown, numpy_dtype(declared) if shown.dtype.name == fw.held(declared) else None))
+            values.append(
+                np.array(shown, numpy_dtype(declared) if shown.dtype.name == fw.stored_dtype(declared) else None)
+            )
         return CallOutputs(outputs, tuple(values))
 
     def lies_over(self, out: Any, array: Any) -> bool:
@@ -150,11 +152,11 @@ class CaseOnSubject:
         fw = self.fw
         return fw.overlap(out, array) and same_bits(fw.to_numpy(out), fw.to_numpy(array))
 
-    def compare(self, held: CallOutputs, call: Call, regime: str = "") -> dict[str, float]:
+    def compare(self, outputs: CallOutputs, call: Call, regime: str = "") -> dict[str, float]:
         """The fractions of the bound; none where NaN and infinities lead elsewhere, and that is known. What is wrong
         but for sums in another order than was promised breaks that promise alone."""
         try:
-            return self.compared(held, call, regime)
+            return self.compared(outputs, call, regime)
         except OtherEdges:
             if OtherEdges.kind not in self.excused:
                 raise
@@ -163,40 +165,40 @@ class CaseOnSubject:
             if call.any_order or e.which == "form":
                 raise
             try:
-                fractions = self.compared(held, call.replace(any_order=True), regime)
+                fractions = self.compared(outputs, call.replace(any_order=True), regime)
             except Broken:
                 raise e from None
             self.breaks("sums", str(e))
             return fractions
 
-    def compared(self, held: CallOutputs, call: Call, regime: str) -> dict[str, float]:
+    def compared(self, outputs: CallOutputs, call: Call, regime: str) -> dict[str, float]:
         """Of a large call as much as the oracle computes in a moment is compared, and the rest with what stands for it
         there."""
         part = self.part
         if not part.chosen:
-            return compare_call(call, held.values, self.tiling, regime)
+            return compare_call(call, outputs.values, self.tiling, regime)
         some = part_call(call, self.now_buffers, part.chosen, self.case.options)
-        values = self.parts_of(held, call)
-        whole = dict(zip(call.wants, held.values, strict=True))
+        values = self.parts_of(outputs, call)
+        whole = dict(zip(call.wants, outputs.values, strict=True))
         known = expected(some)
         fractions = compare_call(some, values, self.tiling, regime, (part, whole), known)
         for name, value in zip(call.wants, values, strict=True):
             compare_elsewhere(some, name, whole[name], value, part, known)
         return fractions
 
-    def parts_of(self, held: CallOutputs, call: Call) -> list[np.ndarray]:
+    def parts_of(self, outputs: CallOutputs, call: Call) -> list[np.ndarray]:
         """The parts of outputs that are compared; Broken where those are of another form."""
-        for name, value in zip(call.wants, held.values, strict=True):
+        for name, value in zip(call.wants, outputs.values, strict=True):
             shape, dtype = call.outputs[name]
             if value.shape != shape or value.dtype.name != dtype:
                 raise Broken(
                     f"{name} is {value.dtype.name} {value.shape}; expected {dtype} {shape}", "form", LOOKS["form"]
                 )
-        return [self.part.taken(n, v) for n, v in zip(call.wants, held.values, strict=True)]
+        return [self.part.part_of_output(n, v) for n, v in zip(call.wants, outputs.values, strict=True)]
 
     def otherwise(self, first: CallOutputs, call: Call) -> None:
         """Now and then the call once more in another way that people have: it is as right there."""
-        ways = self.subject.ways
+        ways = self.subject.call_variants
         turn = self.case.seed >> 4
         if not ways or turn % WAYS >= len(ways) or call.degenerate:
             return
@@ -335,8 +337,8 @@ class CaseOnSubject:
         a result cannot lie over is refused before anything is."""
         spec, call = self.subject.spec, self.reference
         wanted = [n for out, n in spec.aliases.items() if out in call.wants and n in self.buffers]
-        self.arrays, self.now = self.place(), {}
-        able = [n for n in wanted if self.room(n)]
+        self.arrays, self.now = self.place_arrays(), {}
+        able = [n for n in wanted if self.may_be_overwritten(n)]
         for name in (n for n in wanted if n not in able):
             try:
                 self.called(overwrite=name)
@@ -374,7 +376,7 @@ class CaseOnSubject:
                 raise Refused(f"refused, and the backend does not declare it among its refusals: {e}") from e
             return None
 
-    def room(self, name: str) -> bool:
+    def may_be_overwritten(self, name: str) -> bool:
         """Whether a result may lie over an argument: alone in its memory, and without gaps."""
         others = [a for n, a in self.arrays.items() if n != name]
         return 0 in self.arrays[name].shape or self.fw.may_overwrite(self.arrays[name], others)
@@ -407,7 +409,7 @@ def run_case(subject: Subject, case: Case, report: Report, excused: Collection[s
     try:
         with fw.poisoned(subject.run):
             got = trial.called()
-        _held(trial, got, report)
+        _check_contract(trial, got, report)
     except NotEmulatedError as e:
         report.refuse(e)
         return
@@ -424,10 +426,10 @@ def run_case(subject: Subject, case: Case, report: Report, excused: Collection[s
     report.count(case, trial.ran_with)
 
 
-def _held(trial: CaseOnSubject, got: Any, report: Report) -> None:
+def _check_contract(trial: CaseOnSubject, actual: Any, report: Report) -> None:
     """Hold the first call's result, and all calls that follow, to the contract."""
     subject, case, call = trial.subject, trial.case, trial.reference
-    first = trial.hold(got, call, trial.arrays)
+    first = trial.hold(actual, call, trial.arrays)
     try:
         fractions = trial.compare(first, call, _random_regime(subject.spec, case))
     except Broken as e:
@@ -436,7 +438,7 @@ def _held(trial: CaseOnSubject, got: Any, report: Report) -> None:
         raise
     kept = trial.untouched(trial.arrays, call)
     if not kept:
-        trial.arrays = trial.place()
+        trial.arrays = trial.place_arrays()
     trial.again(first, call, trial.arrays)
     if kept:
         trial.otherwise(first, call)

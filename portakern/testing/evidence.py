@@ -73,7 +73,7 @@ def _again(trial: CaseOnSubject, changed: Mapping[str, Buffer], poisoned: bool =
     fw, before = trial.fw, (trial.arrays, trial.buffers)
     trial.buffers = {**trial.buffers, **changed}
     try:
-        trial.arrays = trial.place()
+        trial.arrays = trial.place_arrays()
         if not poisoned:
             result = trial.called()
         else:

@@ -13,9 +13,9 @@ from portakern.errors import SpecError
 from portakern.spec import Edge, Spec
 from portakern.spec.options import shown
 from portakern.testing.cases import Case
-from portakern.testing.sampled import along, apart, extents_of, places
+from portakern.testing.sampled import along, apart, chosen_axes, extents_of
 
-__all__ = ["CaseChoices", "checked_shapes", "cut_to", "fits", "given_optional", "turns_of", "with_shape"]
+__all__ = ["CasePreset", "checked_shapes", "cut_to", "fits", "given_optional", "turns_of", "with_shape"]
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -33,7 +33,7 @@ TELLING = (
 """Every regime of values, those first in which most mistakes show: the time may be up before the last."""
 
 
-class CaseChoices(NamedTuple):
+class CasePreset(NamedTuple):
     """What is not drawn, of one case: its dtype, and where shapes are given its shapes, its
     regime ("": any) and what follows its call (None: any); of an edge that wants the smallest tiles, how many times
     those (0: any); of an edge that gives an extent to an option's axis, whether that is not the last (False: any);
@@ -75,7 +75,7 @@ def checked_shapes(
             if not a.optional and a.name not in given:
                 raise SpecError(f"{asked} lack {a.name}, which every call has; expected {{{_example(spec)}}}")
         one = {a.name: tuple(given[a.name]) for a in spec.arrays if a.name in given}
-        _case(spec, one, options).form(spec)  # says what is wrong with the call itself, in the op's words
+        _case(spec, one, options).bound_alone(spec)  # says what is wrong with the call itself, in the op's words
         found.append(one)
     return tuple(found)
 
@@ -95,13 +95,13 @@ def with_shape(shapes: Shapes) -> str:
 
 def turns_of(
     count: int, dtypes: Sequence[str], shapes: Sequence[Shapes], edge: Edge | None, first: int
-) -> Iterator[CaseChoices]:
+) -> Iterator[CasePreset]:
     """The turns of so many cases: every regime before one comes again, then in another dtype or on other shapes."""
     for i in range(first, first + count):
         regime = "" if edge else TELLING[i % len(TELLING)]
         among = i if edge else i + i // len(TELLING)
         at = among % (len(dtypes) * len(shapes))
-        yield CaseChoices(dtypes[at % len(dtypes)], shapes[at // len(dtypes)], regime, FOLLOWS[i % len(FOLLOWS)])
+        yield CasePreset(dtypes[at % len(dtypes)], shapes[at // len(dtypes)], regime, FOLLOWS[i % len(FOLLOWS)])
 
 
 def fits(edge: Edge, spec: Spec[Any], shapes: Shapes, options: Mapping[str, Any]) -> bool:
@@ -115,7 +115,7 @@ def fits(edge: Edge, spec: Spec[Any], shapes: Shapes, options: Mapping[str, Any]
         return False
     fixed = {**options, **edge.options}
     axes = {o.name: shapes[o.axis_of][fixed.get(o.name, o.default)] for o in spec.options if o.axis_of}
-    dims = {**axes, **_case(spec, shapes, fixed).form(spec).dims}
+    dims = {**axes, **_case(spec, shapes, fixed).bound_alone(spec).dims}
     for name, (lo, hi) in edge.dims.items():
         found = dims.get(name)
         if found is None:
@@ -132,7 +132,7 @@ def given_optional(
     spec: Spec[Any], shapes: Mapping[str, Sequence[int]], names: Sequence[str], options: Mapping[str, Any]
 ) -> dict[str, Sequence[int]]:
     """The shapes with those of optional arrays, where they follow from the others."""
-    dims = _case(spec, {n: tuple(s) for n, s in shapes.items()}, options).form(spec).dims
+    dims = _case(spec, {n: tuple(s) for n, s in shapes.items()}, options).bound_alone(spec).dims
     return {**shapes, **{n: shape_of(spec.argument(n).dims, dims) for n in names if n not in shapes}}
 
 
@@ -143,7 +143,7 @@ def cut_to(
     so many elements, the call so many floating-point operations, and two indices along each so few elements (ROWS) that
     the oracle has them in a moment."""
     whole = {n: tuple(s) for n, s in shapes.items()}
-    call = _case(spec, whole, options).form(spec)
+    call = _case(spec, whole, options).bound_alone(spec)
     kept: dict[str, list[int]] = {n: [*extents_of(call, n)] for n in apart(spec, call.options, call.wants)}
     axes = [(n, i) for n in kept for i in range(len(kept[n])) if not along(call, n, i)]
 
@@ -151,13 +151,13 @@ def cut_to(
         chosen = {n: [np.arange(e) for e in extents] for n, extents in kept.items()}
         found = {n: list(s) for n, s in whole.items()}
         for a in spec.arrays:
-            for axis, index in places(whole[a.name], a.dims, call, chosen) if a.name in whole else ():
+            for axis, index in chosen_axes(whole[a.name], a.dims, call, chosen) if a.name in whole else ():
                 found[a.name][axis] = len(index)
         return {n: tuple(s) for n, s in found.items()}
 
     found: Shapes = whole
     while axes:
-        call_now = _case(spec, found, options).form(spec)
+        call_now = _case(spec, found, options).bound_alone(spec)
         largest = max(math.prod(s) for s in (*found.values(), *(s for s, _ in call_now.outputs.values())))
         name, i = max(axes, key=lambda at: kept[at[0]][at[1]])
         rows = largest * math.prod(min(kept[n][axis], 2) / kept[n][axis] for n, axis in axes)

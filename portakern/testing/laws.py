@@ -68,26 +68,26 @@ class Draw:
         row = self.extent(0, x.shape[0] - 1)
         self.same_bits(run(x[row : row + 1]), run(x)[row : row + 1], "a row alone")
 
-    def same_bits(self, got: np.ndarray, want: np.ndarray, what: str) -> None:
+    def same_bits(self, actual: np.ndarray, want: np.ndarray, what: str) -> None:
         """The law's claim: two results agree to the bit, unless nobody promises the bits of either."""
-        if got.shape != want.shape or got.dtype != want.dtype:
+        if actual.shape != want.shape or actual.dtype != want.dtype:
             raise BrokenPromise(
-                f"{what}: {got.dtype.name} {got.shape} and {want.dtype.name} {want.shape}; expected the same",
+                f"{what}: {actual.dtype.name} {actual.shape} and {want.dtype.name} {want.shape}; expected the same",
                 "laws",
                 PROMISES["laws"],
             )
-        if isinstance(got, Unordered) or isinstance(want, Unordered):
+        if isinstance(actual, Unordered) or isinstance(want, Unordered):
             return
-        got, want = np.ascontiguousarray(got), np.ascontiguousarray(want)
-        raw = np.dtype(f"u{got.itemsize}")
-        differ = (got.view(raw) != want.view(raw)) & ~(
-            np.isnan(got.astype(np.float64)) & np.isnan(want.astype(np.float64))
+        actual, want = np.ascontiguousarray(actual), np.ascontiguousarray(want)
+        raw = np.dtype(f"u{actual.itemsize}")
+        differ = (actual.view(raw) != want.view(raw)) & ~(
+            np.isnan(actual.astype(np.float64)) & np.isnan(want.astype(np.float64))
         )
         if differ.any():
             index = tuple(int(i) for i in np.unravel_index(int(np.argmax(differ)), differ.shape))
             raise BrokenPromise(
-                f"{what}: {float(got[index]):.9g} and {float(want[index]):.9g} at {list(index)}; {int(differ.sum())} "
-                f"of {differ.size} elements differ",
+                f"{what}: {float(actual[index]):.9g} and {float(want[index]):.9g} at {list(index)}; "
+                f"{int(differ.sum())} of {differ.size} elements differ",
                 "laws",
                 PROMISES["laws"],
             )

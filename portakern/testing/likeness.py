@@ -46,14 +46,16 @@ class _Seen(NamedTuple):
                 yield name, array
 
 
-def likeness(call: Call, got: np.ndarray, ref: np.ndarray, bound: np.ndarray, bad: np.ndarray, dtype: str) -> Likeness:
+def likeness(
+    call: Call, actual: np.ndarray, ref: np.ndarray, bound: np.ndarray, bad: np.ndarray, dtype: str
+) -> Likeness:
     """The first mistake that a wrong output looks like.
 
     Args:
-      call: in float64; got: as it came; ref, bound: from the oracle; bad: which elements are out of bounds.
+      call: in float64; actual: as it came; ref, bound: from the oracle; bad: which elements are out of bounds.
       dtype: the output's.
     """
-    wide = np.asarray(got).astype(np.float64)
+    wide = np.asarray(actual).astype(np.float64)
     seen = _Seen(call, wide, np.asarray(ref, np.float64), np.broadcast_to(bound, wide.shape), bad, dtype)
     with np.errstate(all="ignore"):
         for look in LOOKS:

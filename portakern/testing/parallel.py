@@ -62,7 +62,7 @@ def check_all(
         for i, subject in enumerate(subjects if jobs == 1 else ()):
             found[subject].append(_alone(subject, advance, _until(deadline, len(subjects) - i), options))
     except BaseException as e:
-        told = _told(e)
+        told = _cause(e)
         if told is None:
             raise
         lacking = [subject for subject in subjects if len(found[subject]) < parts]
@@ -74,7 +74,7 @@ def check_all(
     return [_merged(reports) for reports in found.values()]
 
 
-def _told(e: BaseException | None) -> BaseException | None:
+def _cause(e: BaseException | None) -> BaseException | None:
     """What told the program to end, if that is what is behind an exception: a signal that comes while a lock is waited
     for makes another one of it as the lock is let go."""
     while isinstance(e, Exception):
@@ -88,7 +88,7 @@ def _merged(reports: Sequence[Report]) -> Report:
 
 def _with_rest(subject: Of, found: Sequence[Report], options: Mapping[str, Any]) -> Report:
     op, backend, variant = subject
-    of = _of(op, {**options, "backend": backend, "variant": variant})
+    of = _subject_and_options(op, {**options, "backend": backend, "variant": variant})
     return with_rest(*of, _merged(found) if found else None)
 
 
@@ -125,10 +125,10 @@ def _order(deadline: float | None) -> list[int]:
 
 def _part(op: str, deadline: float | None, **options: Any) -> Report:
     """A check in another process, which begins no case after ``deadline``."""
-    return check_subject(*_of(op, {**options, "until": deadline}))
+    return check_subject(*_subject_and_options(op, {**options, "until": deadline}))
 
 
-def _of(op: str, options: Mapping[str, Any]) -> tuple[Subject, CheckOptions]:
+def _subject_and_options(op: str, options: Mapping[str, Any]) -> tuple[Subject, CheckOptions]:
     """What is checked, and what is asked of it, of arguments for both."""
     what = {n: v for n, v in options.items() if n in WHAT}
     return subject_of(op, **what), CheckOptions(**{n: v for n, v in options.items() if n not in WHAT})
@@ -150,4 +150,4 @@ def _alone(subject: Of, advance: Callable[[Of, int], None], until: float | None,
 
     op, backend, variant = subject
     more = {"backend": backend, "variant": variant, "progress": progress, "until": until}
-    return check_subject(*_of(op, {**options, **more}))
+    return check_subject(*_subject_and_options(op, {**options, **more}))

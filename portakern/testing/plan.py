@@ -9,9 +9,9 @@ from typing import Any
 from portakern.errors import SpecError
 from portakern.spec import Edge, Spec
 from portakern.testing.cases import edges as edges_of
-from portakern.testing.fixed import CaseChoices, fits, turns_of
+from portakern.testing.fixed import CasePreset, fits, turns_of
 from portakern.testing.sizes import KINDS, Limits
-from portakern.testing.strategies import dtypes_of, turns
+from portakern.testing.strategies import dtype_cycle, dtypes_of
 
 __all__ = ["EDGE_EXAMPLES", "CaseGroup", "plan"]
 
@@ -27,11 +27,11 @@ meets each."""
 
 @dataclass(frozen=True)
 class CaseGroup:
-    """Cases that are drawn together: on an edge or (None) on none. ``turns``: of one after the other;
+    """Cases that are drawn together: on an edge or (None) on none. ``dtype_cycle``: of one after the other;
     ``fills``: with arrays that fill a chip."""
 
     edge: Edge | None
-    turns: list[CaseChoices]
+    presets: list[CasePreset]
     fills: bool = False
 
 
@@ -57,24 +57,24 @@ def plan(spec: Spec[Any], limits: Limits, max_examples: int, only: Sequence[str]
     runs = [
         # both sizes of small tiles by turns, so that whoever visits twice meets both on every seed, and rows that do
         # not lie along memory, which kernels may walk in another way: of four visits each size both ways
-        CaseGroup(e, [_on_edge(d, i if each > 1 else None) for i, d in enumerate(turns(dtypes, each, turn))])
+        CaseGroup(e, [_on_edge(d, i if each > 1 else None) for i, d in enumerate(dtype_cycle(dtypes, each, turn))])
         for turn, e in enumerate(visited)
     ]
     filling = min(free, -(-max_examples // 3)) if limits.fill else 0
     for count, fills in ((filling, True), (free - filling, False)):
-        order = [_free(d, i) for i, d in enumerate(turns(dtypes, count))]
+        order = [_free(d, i) for i, d in enumerate(dtype_cycle(dtypes, count))]
         runs += [CaseGroup(None, order[i : i + FREE_RUN], fills) for i in range(0, count, FREE_RUN)]
     return runs
 
 
-def _free(dtype: str, i: int) -> CaseChoices:
+def _free(dtype: str, i: int) -> CasePreset:
     """The turn of the i-th free case. Most long ones have normal values: for sums that overflow nothing is promised,
     and next to the few that are large all others vanish."""
     rounds, place = divmod(i, len(KINDS))
     kind = KINDS[place]
     nth = rounds * KINDS.count(kind) + KINDS[:place].count(kind)
     normal = kind == "long" and nth % 5 < 4
-    return CaseChoices(dtype, regime="normal" if normal else FREE[i % len(FREE)], kind=kind, nth=nth)
+    return CasePreset(dtype, regime="normal" if normal else FREE[i % len(FREE)], kind=kind, nth=nth)
 
 
 def _last(edge: Edge) -> int:
@@ -83,12 +83,12 @@ def _last(edge: Edge) -> int:
     return 2 * any(hi == 0 for _, hi in edge.dims.values()) + small + bool(edge.same)
 
 
-def _on_edge(dtype: str, visit: int | None) -> CaseChoices:
+def _on_edge(dtype: str, visit: int | None) -> CasePreset:
     """The turn of an edge's visit, None for the only one."""
     return (
-        CaseChoices(dtype)
+        CasePreset(dtype)
         if visit is None
-        else CaseChoices(dtype, times=1 + visit % 2, across=bool((visit + 1) // 2 % 2))
+        else CasePreset(dtype, times=1 + visit % 2, across=bool((visit + 1) // 2 % 2))
     )
 
 

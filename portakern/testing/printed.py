@@ -76,7 +76,7 @@ def _case(spec: Spec[Any], raw: dict[str, Any]) -> Case:
     _expect(spec, "regime", regime, regime in [*REGIMES], f"one of {', '.join(REGIMES)}")
     _expect(spec, "edge", edge, edge in ["", *edges(spec)], f"one of {', '.join(edges(spec))}")
     case = Case.from_json(json.dumps(raw))
-    case.form(spec)  # says what is wrong with the call itself, in the op's words
+    case.bound_alone(spec)  # says what is wrong with the call itself, in the op's words
     return case
 
 

@@ -164,7 +164,7 @@ class Report:
         return not self.failures and self.ran > 0 and not self.unmet and self.taken >= LEAST
 
     @property
-    def told(self) -> tuple[str, ...]:
+    def conceded(self) -> tuple[str, ...]:
         """The concessions, with what was refused where that is more than half."""
         refused = sum(self.refused.values())
         few = (f"{refused} of {self.ran + refused} cases were refused",) if self.ran and self.taken < HALF else ()
@@ -219,7 +219,7 @@ class Report:
         lines = [f"{self.op} on {self.subject}: {self.verdict} ({self.ran} compared, seed {self.seed})"]
         if self.passed:  # else it ended early
             lines += [f"  not visited: {what}: {', '.join(names)}" for what, names in self.unvisited.items()]
-        lines += [f"  conceded: {words}" for words in self.told]
+        lines += [f"  conceded: {words}" for words in self.conceded]
         return "\n".join([*lines, *map(str, self.failures)])
 
     def to_dict(self) -> dict[str, Any]:
@@ -229,7 +229,7 @@ class Report:
         plain["visits"] = {subject: v.to_dict() for subject, v in self.visits.items()}
         plain["worst"] = {n: min(w, MOST) for n, w in self.worst.items()}  # JSON has no infinity
         told = {"asked": list(self.asked), "concessions": list(self.concessions), "verdicts": self.verdicts}
-        told |= {"outcome": self.outcome, "unmet": list(self.unmet), "told": list(self.told)}
+        told |= {"outcome": self.outcome, "unmet": list(self.unmet), "told": list(self.conceded)}
         told |= {"unvisited": {w: list(names) for w, names in self.unvisited.items()}}
         return {**plain, **told, "failures": [asdict(f) for f in self.failures], "passed": self.passed}
 

@@ -22,7 +22,7 @@ from portakern.testing import printed
 from portakern.testing.cases import Case
 from portakern.testing.check_options import CheckOptions
 from portakern.testing.comparing import run_case
-from portakern.testing.fixed import CaseChoices
+from portakern.testing.fixed import CasePreset
 from portakern.testing.laws import ArgumentNotTaken, LawCase, run_law
 from portakern.testing.plan import EDGE_EXAMPLES, CaseGroup, plan
 from portakern.testing.progress import Line, interactive
@@ -150,29 +150,37 @@ def check(
     return _shown(subject_of(spec, backend, variant, fn, framework, device, profile, target), asked)
 
 
-def _shown(subject: Subject, asked: CheckOptions) -> Report:
+def _shown(subject: Subject, options: CheckOptions) -> Report:
     """Check, and show how far it is where somebody waits for it."""
-    if asked.progress is not None or not interactive():
-        return check_subject(subject, asked)
-    with Line(f"{subject.spec.name} on {subject.name}", asked.max_examples) as line:
-        return check_subject(subject, replace(asked, progress=line))
+    if options.progress is not None or not interactive():
+        return check_subject(subject, options)
+    with Line(f"{subject.spec.name} on {subject.name}", options.max_examples) as line:
+        return check_subject(subject, replace(options, progress=line))
 
 
-def check_subject(subject: Subject, asked: CheckOptions) -> Report:
+def check_subject(subject: Subject, check_options: CheckOptions) -> Report:
     """Check what is made of a backend or a function."""
-    spec, limits = subject.spec, asked.limits_of(subject)
-    kinds, excused = asking(spec, asked.edges, asked.promises)
+    spec, limits = subject.spec, check_options.limits_of(subject)
+    kinds, excused = asking(spec, check_options.edges, check_options.promises)
     told = conceded(spec, limits, excused, subject.unordered)
-    if not (asked.dtypes or (asked.limits and asked.limits.dtypes)):
+    if not (check_options.dtypes or (check_options.limits and check_options.limits.dtypes)):
         told = (*told, *(f"no case is {dtype}: {why}" for dtype, why in subject.lacks.items() if dtype in spec.dtypes))
-    report = Report(spec.name, subject.name, asked.seed, asked=kinds, concessions=told)
+    report = Report(spec.name, subject.name, check_options.seed, asked=kinds, concessions=told)
     report.visits[subject.name] = _visits(subject, limits, excused)
     start = time.perf_counter()
-    work = _CheckRun(subject, limits, asked.seed, report, asked.shrink and not limits.shapes, asked.progress, excused)
-    work.limit = math.inf if asked.seconds is None else asked.seconds
-    work.until = math.inf if asked.until is None else asked.until
+    work = _CheckRun(
+        subject,
+        limits,
+        check_options.seed,
+        report,
+        check_options.shrink and not limits.shapes,
+        check_options.progress,
+        excused,
+    )
+    work.limit = math.inf if check_options.seconds is None else check_options.seconds
+    work.until = math.inf if check_options.until is None else check_options.until
     try:
-        work.all_of(asked)
+        work.all_of(check_options)
     except BaseException as e:
         if not isinstance(e, Exception):  # the program is told to end: what was found goes with it
             e.found = report  # type: ignore[attr-defined]
@@ -197,14 +205,14 @@ def _lawful(subject: Subject, limits: Limits) -> list[str]:
     return [d for d in there if not (subject.oracle and DTYPES[d].bits > 32)]
 
 
-def with_rest(subject: Subject, asked: CheckOptions, found: Report | None) -> Report:
+def with_rest(subject: Subject, check_options: CheckOptions, found: Report | None) -> Report:
     """What a check found before it was interrupted, with all that it did not come to, laws too, as left out. None of
     that is drawn, which would take long: a case whose regime is not known yet is missed by each."""
-    spec, limits = subject.spec, asked.limits_of(subject)
-    kinds, excused = asking(spec, asked.edges, asked.promises)
-    rest = Report(spec.name, subject.name, asked.seed, asked=kinds)
+    spec, limits = subject.spec, check_options.limits_of(subject)
+    kinds, excused = asking(spec, check_options.edges, check_options.promises)
+    rest = Report(spec.name, subject.name, check_options.seed, asked=kinds)
     rest.visits[subject.name] = _visits(subject, limits, excused)
-    _LeftOut(subject, limits, asked.seed, rest, False, None, excused).all_of(asked)
+    _LeftOut(subject, limits, check_options.seed, rest, False, None, excused).all_of(check_options)
     if found is None:
         return rest
     rest.left_out = max(0, rest.left_out - found.examples - found.refused.total() - found.not_emulated.total())
@@ -212,12 +220,14 @@ def with_rest(subject: Subject, asked: CheckOptions, found: Report | None) -> Re
     return found.merge(rest)
 
 
-def cases_of(subject: Subject, asked: CheckOptions) -> list[Case | LawCase]:
+def cases_of(subject: Subject, check_options: CheckOptions) -> list[Case | LawCase]:
     """The cases and instances of laws that :func:`check_subject` would try, of which none runs."""
-    spec, limits = subject.spec, asked.limits_of(subject)
-    excused = asking(spec, asked.edges, asked.promises)[1]
-    work = _Listing(subject, limits, asked.seed, Report(spec.name, "", asked.seed), False, None, excused)
-    work.all_of(asked)
+    spec, limits = subject.spec, check_options.limits_of(subject)
+    excused = asking(spec, check_options.edges, check_options.promises)[1]
+    work = _Listing(
+        subject, limits, check_options.seed, Report(spec.name, "", check_options.seed), False, None, excused
+    )
+    work.all_of(check_options)
     return work.listed
 
 
@@ -255,26 +265,26 @@ class _CheckRun:
         spent = 0.0 if self.first_began is None else time.perf_counter() - self.first_began
         return (self.first_began is not None and spent >= self.limit) or time.time() >= self.until
 
-    def leave_out(self, run: CaseGroup, turns: Sequence[CaseChoices]) -> None:
+    def leave_out(self, run: CaseGroup, presets: Sequence[CasePreset]) -> None:
         """Count cases that are not run. None is drawn, which takes its time: where it is not known, any regime of
         values may be theirs."""
-        for turn in turns:
+        for turn in presets:
             self.report.left_out += 1
             self.report.missed.update([run.edge.name] if run.edge else [turn.regime] if turn.regime else VALUE_REGIMES)
 
-    def all_of(self, asked: CheckOptions) -> None:
+    def all_of(self, check_options: CheckOptions) -> None:
         """Carry out what is asked, or the part of it that is asked for."""
-        runs = plan(self.subject.spec, self.limits, asked.max_examples, asked.only)
-        self.carry_out(runs, asked.only is None and not self.limits.shapes, asked.shard)
+        runs = plan(self.subject.spec, self.limits, check_options.max_examples, check_options.only)
+        self.carry_out(runs, check_options.only is None and not self.limits.shapes, check_options.shard)
 
     def carry_out(self, runs: list[CaseGroup], with_laws: bool, shard: tuple[int, int]) -> None:
         part, parts = shard
         numbered = [*enumerate(runs)][part::parts]
-        each = max(1, min(EDGE_EXAMPLES, max((len(run.turns) for run in runs if run.edge), default=1)))
+        each = max(1, min(EDGE_EXAMPLES, max((len(run.presets) for run in runs if run.edge), default=1)))
         with_laws = with_laws and bool(_lawful(self.subject, self.limits))
         laws = [*enumerate(self.subject.spec.laws if with_laws else ())][part::parts]
         timed = min(self.limit, self.until) < math.inf and not self.limits.shapes
-        whole: list[Piece] = [(number, run, range(len(run.turns))) for number, run in numbered]
+        whole: list[Piece] = [(number, run, range(len(run.presets))) for number, run in numbered]
         first, rest = _most_telling(numbered) if timed else (whole, [])
         with self.subject.context():
             for number, run, places in first:
@@ -342,12 +352,12 @@ class _CheckRun:
         """Run one case; what it breaks is raised."""
         run_case(self.subject, case, self.report, self.excused)
 
-    def explore(self, run: CaseGroup, start: int, places: Sequence[int]) -> None:
+    def explore(self, run: CaseGroup, start: int, positions: Sequence[int]) -> None:
         """Draw some cases of a run and try them. A failure that is not the end may hide another of the same case."""
-        left = [*places]
+        left = [*positions]
         while left and not self.ended:
             if self.over:
-                self.leave_out(run, [run.turns[place] for place in left])
+                self.leave_out(run, [run.presets[place] for place in left])
                 return
             seed = start * RUNS + left[0]
             case, source = self.drawn(run, left[0], seed)
@@ -364,11 +374,11 @@ class _CheckRun:
             if self.progress:
                 self.progress(self.report.examples + sum(self.report.refused.values()))
 
-    def drawn(self, run: CaseGroup, place: int, seed: int) -> tuple[Case, Source]:
+    def drawn(self, run: CaseGroup, position: int, seed: int) -> tuple[Case, Source]:
         """A case of a run."""
         spec = self.subject.spec
         try:
-            return drawn(seed, spec, self.limits, self.subject.tiles, run.edge, run.turns[place], run.fills)
+            return drawn(seed, spec, self.limits, self.subject.tiles, run.edge, run.presets[position], run.fills)
         except Rejected:
             name = f"on its edge {run.edge.name!r} " if run.edge else ""
             raise SpecError(
@@ -388,17 +398,17 @@ class _CheckRun:
         return None
 
     def smallest(
-        self, run: CaseGroup, place: int, seed: int, source: Source, error: Exception
+        self, run: CaseGroup, position: int, seed: int, source: Source, error: Exception
     ) -> tuple[Case, Exception] | None:
         """A case of less choices that fails in the same way, and how; None where there is none."""
         if not self.shrink:
             return None
-        spec, known, turn = self.subject.spec, getattr(error, "kind", None), run.turns[place]
+        spec, known, turn = self.subject.spec, getattr(error, "kind", None), run.presets[position]
 
-        def fails(turn: CaseChoices, choices: Sequence[int] | None) -> tuple[Case, Exception] | None:
+        def fails(preset: CasePreset, choices: Sequence[int] | None) -> tuple[Case, Exception] | None:
             source.begin(choices)
             try:
-                case = case_of(source, spec, self.limits, self.subject.tiles, run.edge, turn, run.fills)
+                case = case_of(source, spec, self.limits, self.subject.tiles, run.edge, preset, run.fills)
             except Rejected:
                 return None
             found = self.outcome(case)
@@ -424,18 +434,18 @@ def _most_telling(runs: Sequence[tuple[int, CaseGroup]]) -> tuple[list[Piece], l
     """(each edge once, the other cases, a few free ones and those of an edge by turns): where the time may be up before
     all, whatever is asked is met early. The cases are the same in any order."""
     first: list[Piece] = [(n, run, range(1)) for n, run in runs if run.edge]
-    more = [(n, run, range(1, len(run.turns))) for n, run in runs if run.edge]
+    more = [(n, run, range(1, len(run.presets))) for n, run in runs if run.edge]
     free = [
-        (n, run, range(i, min(i + TIMED, len(run.turns))))
+        (n, run, range(i, min(i + TIMED, len(run.presets))))
         for n, run in runs
-        for i in range(0, len(run.turns) if not run.edge else 0, TIMED)
+        for i in range(0, len(run.presets) if not run.edge else 0, TIMED)
     ]
     return first, [part for pair in itertools.zip_longest(free, more) for part in pair if part]
 
 
 def _unless_told_to_end() -> None:
     """What a case raises once the process was told to end is that end, and no failure."""
-    if (how := ending.told()) is not None:
+    if (how := ending.cause()) is not None:
         raise how from None
 
 
@@ -457,8 +467,8 @@ class _Listing(_CheckRun):
 class _LeftOut(_CheckRun):
     """What would be tried, counted in the report as left out."""
 
-    def explore(self, run: CaseGroup, start: int, places: Sequence[int]) -> None:
-        self.leave_out(run, [run.turns[place] for place in places])
+    def explore(self, run: CaseGroup, start: int, positions: Sequence[int]) -> None:
+        self.leave_out(run, [run.presets[place] for place in positions])
 
     def attempt(self, case: Case | LawCase) -> Failure | None:
         assert isinstance(case, LawCase), case

@@ -20,12 +20,12 @@ __all__ = [
     "SampledCall",
     "along",
     "apart",
+    "chosen_axes",
     "extents_of",
     "part_call",
     "part_of",
     "picked",
     "pieces",
-    "places",
     "repeated",
     "stand_ins",
     "taken",
@@ -122,12 +122,12 @@ def along(call: Call, name: str, axis: int) -> bool:
 
 def taken(array: np.ndarray, dims: Sequence[Dim], call: Call, chosen: Mapping[str, Any]) -> np.ndarray:
     """An argument or output of a call at the chosen indices; what is broadcast along a dimension stays whole."""
-    for axis, index in places(array.shape, dims, call, chosen):
+    for axis, index in chosen_axes(array.shape, dims, call, chosen):
         array = np.take(array, index, axis)
     return array
 
 
-def places(
+def chosen_axes(
     shape: Sequence[int], dims: Sequence[Dim], call: Call, chosen: Mapping[str, Any]
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Axes of an argument or output of this shape, each with the chosen indices along it."""
@@ -225,7 +225,7 @@ class SampledCall:
     stands: Mapping[str, Any]
 
     @classmethod
-    def of(cls, call: Call, seed: int, same: Sequence[str] = ()) -> SampledCall:
+    def from_call(cls, call: Call, seed: int, same: Sequence[str] = ()) -> SampledCall:
         """``same``: the arguments for which one array is given."""
         shapes = [*(a.shape for a in call.arrays.values() if a is not None), *(s for s, _ in call.outputs.values())]
         rng = np.random.default_rng([seed, 2])
@@ -241,17 +241,17 @@ class SampledCall:
     def dims(self, name: str) -> Sequence[Dim]:
         return next(o.dims for o in self.call.spec.outputs if o.name == name)
 
-    def taken(self, name: str, whole: np.ndarray) -> np.ndarray:
+    def part_of_output(self, name: str, full: np.ndarray) -> np.ndarray:
         """The part of an output."""
-        return taken(whole, self.dims(name), self.call, self.chosen)
+        return taken(full, self.dims(name), self.call, self.chosen)
 
     def spread(self, name: str, some: np.ndarray) -> np.ndarray:
         """The whole of an output, of which this is the part."""
         return taken(some, self.dims(name), self.call, self.stands)
 
-    def place(self, name: str, index: tuple[int, ...]) -> tuple[int, ...]:
+    def full_index(self, name: str, index: tuple[int, ...]) -> tuple[int, ...]:
         """Where an element of the part of an output lies in the whole of it."""
         found, shape = [*index], self.call.outputs[name][0]
-        for axis, at in places(shape, self.dims(name), self.call, self.chosen):
+        for axis, at in chosen_axes(shape, self.dims(name), self.call, self.chosen):
             found[axis] = int(at[index[axis]])
         return tuple(found)

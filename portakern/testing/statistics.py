@@ -145,7 +145,7 @@ def examine(
     return seen
 
 
-def judge(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, sigma: np.ndarray, *, unbiased: bool) -> Evidence:
+def judge(actual: np.ndarray, ref: np.ndarray, bound: np.ndarray, sigma: np.ndarray, *, unbiased: bool) -> Evidence:
     """Judge an output that lies within its bound. Only for values of the RANDOM regimes.
 
     ``unbiased``: rounding to a 16-bit output outweighs every other error, so that errors may not lean.
@@ -155,15 +155,15 @@ def judge(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, sigma: np.ndarray
     ``n`` of the bias test is the number of distinct results. Where a few values hold most elements, as in a norm of
     rows of one number, which is +weight or -weight, nothing is judged: the error of one rounding is that of them all.
     """
-    got, bound = np.asarray(got).astype(np.float64), np.broadcast_to(bound, ref.shape)
-    use = np.isfinite(ref) & np.isfinite(got) & np.isfinite(bound) & np.isfinite(sigma) & (sigma > 0)
-    some = got[use]
+    actual, bound = np.asarray(actual).astype(np.float64), np.broadcast_to(bound, ref.shape)
+    use = np.isfinite(ref) & np.isfinite(actual) & np.isfinite(bound) & np.isfinite(sigma) & (sigma > 0)
+    some = actual[use]
     some = some[:: max(-(-some.size // MOST), 1)]
     distinct = np.unique(some).size
     _, counts = np.unique(np.abs(some), return_counts=True)
     if distinct < LEAST or 1 / np.sum((counts / counts.sum()) ** 2) < FEW:
         return Evidence()
-    error = (got[use] - ref[use]) / sigma[use]
+    error = (actual[use] - ref[use]) / sigma[use]
     z, largest, bias = (
         float(np.sqrt(np.mean(error**2))),
         float(np.abs(error).max()),
@@ -177,17 +177,17 @@ def judge(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, sigma: np.ndarray
             f"the largest error is {largest:.1f} times that of random rounding; at most "
             f"{largest_right(error.size):.1f} is right"
         )
-    most_lean = BIAS + 4 / np.sqrt(min(distinct, _draws(got[use], ref[use]))) if unbiased else math.inf
+    most_lean = BIAS + 4 / np.sqrt(min(distinct, _draws(actual[use], ref[use]))) if unbiased else math.inf
     if abs(bias) > most_lean:
         way = "towards 0, as truncation in place of rounding does" if bias < 0 else "away from 0"
         reasons.append(f"errors lean {way}: by {abs(bias):.2f} of random rounding's; at most {most_lean:.2f} is right")
     return Evidence(z, bias, largest, True, tuple(reasons))
 
 
-def _draws(got: np.ndarray, ref: np.ndarray) -> int:
+def _draws(actual: np.ndarray, ref: np.ndarray) -> int:
     """How many errors were drawn: that of x r in a row with one r is the same share wherever x has the same digits, of
     which bfloat16 has 128."""
-    step = max(-(-got.size // MOST), 1)
+    step = max(-(-actual.size // MOST), 1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        shares = (got[::step] - ref[::step]) / ref[::step]
+        shares = (actual[::step] - ref[::step]) / ref[::step]
     return int(np.unique(np.round(shares[np.isfinite(shares)], 12)).size) or 1

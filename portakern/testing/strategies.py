@@ -17,13 +17,13 @@ from portakern.spec import ArrayArg, Edge, Spec, Tile
 from portakern.spec.dtypes import DTYPES
 from portakern.spec.options import HUGE, TINY, Option, Range
 from portakern.testing.cases import Case, generators
-from portakern.testing.fixed import CaseChoices
+from portakern.testing.fixed import CasePreset
 from portakern.testing.layouts import REPEATS
 from portakern.testing.regimes import MASK_REGIMES, VALUE_REGIMES
 from portakern.testing.sizes import Limits, at_least_1, drawn_dims, filling_dims, one_form, shrink_to_fit
 from portakern.testing.source import Rejected, Source
 
-__all__ = ["Limits", "case_of", "drawn", "dtypes_of", "turns"]
+__all__ = ["Limits", "case_of", "drawn", "dtype_cycle", "dtypes_of"]
 
 Shape = tuple[int, ...]
 
@@ -38,7 +38,7 @@ def drawn(
     limits: Limits,
     tiles: Mapping[str, Tile],
     edge: Edge | None = None,
-    turn: CaseChoices | None = None,
+    preset: CasePreset | None = None,
     fills: bool = False,
 ) -> tuple[Case, Source]:
     """A case of :func:`case_of`, the same wherever ``seed`` is, and the choices that made it.
@@ -49,7 +49,7 @@ def drawn(
     for attempt in range(ATTEMPTS):
         source = Source(seed * ATTEMPTS + attempt)
         try:
-            return case_of(source, spec, limits, tiles, edge, turn, fills), source
+            return case_of(source, spec, limits, tiles, edge, preset, fills), source
         except Rejected:
             continue
     raise Rejected
@@ -61,27 +61,27 @@ def case_of(
     limits: Limits,
     tiles: Mapping[str, Tile],
     edge: Edge | None = None,
-    turn: CaseChoices | None = None,
+    preset: CasePreset | None = None,
     fills: bool = False,
 ) -> Case:
     """A case of ``spec`` within ``limits``; ``tiles`` are the tile names and ranges that a tiling may set; ``edge``:
-    the corner to visit; ``turn`` gives the dtype, and what else is not drawn; None: all is. What is drawn of the rest
+    the corner to visit; ``preset`` gives the dtype, and what else is not drawn; None: all is. What is drawn of the rest
     does not depend on it. ``fills``: the arrays fill a chip.
 
     Raises:
       Rejected: what was drawn is no case.
     """
-    edge, turn = edge or Edge(""), turn or CaseChoices("")
-    given, plain, shapes, dims, kept = _shaped(source, spec, limits, edge, turn, fills)
+    edge, preset = edge or Edge(""), preset or CasePreset("")
+    given, plain, shapes, dims, kept = _shaped(source, spec, limits, edge, preset, fills)
     layouts = _layouts(source, spec, given, limits, edge)
-    dtype = turn.dtype or source.of(dtypes_of(spec, limits))
-    regime = edge.regime if edge.name else turn.regime or source.of(VALUE_REGIMES)
+    dtype = preset.dtype or source.of(dtypes_of(spec, limits))
+    regime = edge.regime if edge.name else preset.regime or source.of(VALUE_REGIMES)
     options = _options(source, spec, shapes, limits, edge) | _wants(source, spec, limits, given, 6 if edge.name else 3)
-    if turn.across:
+    if preset.across:
         shapes, dims, options = _across(spec, plain, shapes, dims, options, limits, edge)
-    if turn.shapes is None:
+    if preset.shapes is None:
         shapes, dims = _along_axes(source, spec, plain, shapes, dims, options, limits, edge)
-    if spec.drops and turn.shapes is None:
+    if spec.drops and preset.shapes is None:
         dims = dims | dropped_dims(spec, dims, options)
         shapes |= {a.name: _stretch(source, a, dims) for a in given if a not in plain}
     given = [a for a in given if spec.reads_under(a.name, options, True)]
@@ -95,13 +95,13 @@ def case_of(
         layouts={a.name: layouts[a.name] for a in given if layouts.get(a.name, "contiguous") != "contiguous"},
         tiling={}
         if kept
-        else _tiling(source, spec, tiles, limits, edge, turn.times),  # the least tiles of long extents are many
+        else _tiling(source, spec, tiles, limits, edge, preset.times),  # the least tiles of long extents are many
         wider=tuple(a.name for a in given if a.or_float32 and source.yes() and _may_widen(a, narrow, limits, edge)),
         masks={a.name: source.of(MASK_REGIMES) for a in given if a.name in spec.masks and not edge.plant},
         edge=edge.name,
         dtypes={a.name: dtype for a in given if limits.one_dtype and not a.follows and dtype in a.dtypes},
         same=edge.same,
-        then="" if edge.same else source.of(THEN) if turn.then is None else turn.then,
+        then="" if edge.same else source.of(THEN) if preset.then is None else preset.then,
     )
     if not _binds(spec, case) or not case.obeys(spec):
         raise Rejected
@@ -109,13 +109,13 @@ def case_of(
 
 
 def _shaped(
-    source: Source, spec: Spec[Any], limits: Limits, edge: Edge, turn: CaseChoices, fills: bool
+    source: Source, spec: Spec[Any], limits: Limits, edge: Edge, preset: CasePreset, fills: bool
 ) -> tuple[list[ArrayArg], list[ArrayArg], dict[str, Shape], dict[str, Any], Sequence[str]]:
     """(the arrays that are given, those of them without a dropped axis, their shapes, the dimensions, those that keep
     their extents)."""
-    if turn.shapes is not None:
-        given = [a for a in spec.arrays if a.name in turn.shapes]
-        return given, given, dict(turn.shapes), {}, spec.dims
+    if preset.shapes is not None:
+        given = [a for a in spec.arrays if a.name in preset.shapes]
+        return given, given, dict(preset.shapes), {}, spec.dims
     drawn = _drawn(limits, edge)
     given = [
         a
@@ -130,7 +130,7 @@ def _shaped(
     if fills:
         dims = filling_dims(source, spec, given, limits)
     else:
-        wide, kept = drawn_dims(source, spec, edge, limits, turn.kind, turn.nth)
+        wide, kept = drawn_dims(source, spec, edge, limits, preset.kind, preset.nth)
         dims = shrink_to_fit(spec, given, wide, limits, edge, kept)
     dims = {n: e if isinstance(e, tuple) else drawn.extent(n, e) for n, e in dims.items()}
     if edge.same:
@@ -187,7 +187,7 @@ def _meant(name: str) -> str | None:
     return whole if whole in DTYPES else next(iter(difflib.get_close_matches(text, DTYPES, 1)), None)
 
 
-def turns(dtypes: Sequence[str], count: int, first: int = 0) -> list[str]:
+def dtype_cycle(dtypes: Sequence[str], count: int, first: int = 0) -> list[str]:
     """The dtypes of so many cases, one after the other: every second case has the first of them, where rounding hides
     least, and the others share the rest; ``first`` says where in that round they begin."""
     lead, *others = dtypes
@@ -326,7 +326,7 @@ def _with_run(a: ArrayArg, shape: Shape, run: str, before: Sequence[int], after:
 def _binds(spec: Spec[Any], case: Case) -> bool:
     """Whether the drawn arguments obey the rules across arguments (both of a pair, say)."""
     try:
-        case.form(spec)
+        case.bound_alone(spec)
     except SpecError:
         return False
     return True
@@ -360,12 +360,12 @@ def _fit_tiles(spec: Spec[Any], tiling: dict[str, int], tiles: Mapping[str, Tile
 
 
 def _stretch(
-    source: Source, a: ArrayArg, dims: dict[str, Any], ones: Sequence[str] = (), whole: Sequence[str] = ()
+    source: Source, a: ArrayArg, dims: dict[str, Any], ones: Sequence[str] = (), full: Sequence[str] = ()
 ) -> tuple[int, ...]:
     """The shape of an argument; axes that broadcast are 1, or missing at the front, now and then, and those of ``ones``
-    always 1. Arguments of ``whole`` have every axis."""
+    always 1. Arguments of ``full`` have every axis."""
     shape: list[int] = []
-    if a.name in whole:
+    if a.name in full:
         return shape_of(a.dims, dims)
     for d in a.dims:
         extents = shape_of((d,), dims)

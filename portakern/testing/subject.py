@@ -64,7 +64,7 @@ class Subject:
       fresh: a context in which memory that is handed out for outputs like these holds numbers, where that can be.
       variant: which of its backend's ``variants`` of the op it is; "" and none of a function.
       lacks: dtypes of more than 32 bits that it is not asked, with the reason: most accelerators have none.
-      ways: other ways in which people call it (:meth:`portakern.core.framework.Framework.ways`).
+      ways: other ways in which people call it (:meth:`portakern.core.framework.Framework.call_variants`).
       remote: whether it runs in a process of its own, so that any other exception than what is told of that is a
         mistake here.
     """
@@ -90,7 +90,7 @@ class Subject:
     drawn: Drawn = ANY
     unordered: Mapping[str, str] = field(default_factory=dict)
     lacks: Mapping[str, str] = field(default_factory=dict)
-    ways: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = field(default_factory=dict)
+    call_variants: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = field(default_factory=dict)
     remote: bool = False
     fresh: Callable[[tuple[Any, ...]], AbstractContextManager[None]] = lambda like: nullcontext()
     variant: str = ""
@@ -115,14 +115,14 @@ def backend_variants(
       UnavailableError: the backend serves no such device here. UnsupportedError: it has no such op there.
     """
     b = registry.backend(backend)
-    _, target = _place(b, device, b.profile_target(profile, arch))
+    _, target = _device_and_target(b, device, b.profile_target(profile, arch))
     names = [f.name for f, _ in b.families_for(target) if b.where(spec.name, f) is not None]
     if not names:
         raise UnsupportedError(f"backend {b.name!r} has no {spec.name} on {target}")
     return tuple(names)
 
 
-def _place(b: Backend, device: str | None, standing_for: Target | None = None) -> tuple[Any, Target]:
+def _device_and_target(b: Backend, device: str | None, standing_for: Target | None = None) -> tuple[Any, Target]:
     """The device that a backend's kernels are checked on, and what it is, or what the host stands in for."""
     b.check_available()
     fw = frameworks()[b.framework]
@@ -157,7 +157,7 @@ def backend_subject(
         b.check_variant(variant)
     fw = frameworks()[b.framework]
     standing_for = b.profile_target(profile, arch)
-    found, target = _place(b, device, standing_for)
+    found, target = _device_and_target(b, device, standing_for)
     homes = [(f, i) for f, i in b.families_for(target, variant) if b.where(spec.name, f) is not None]
     if not homes:
         raise UnsupportedError(
@@ -204,8 +204,8 @@ def _unserved(
     reason."""
     found = {}
     for dtype in (d for d in spec.dtypes if DTYPES[d].bits > 32):
-        if fw.held(dtype) != dtype:
-            found[dtype] = f"{fw.title} holds {dtype} as {fw.held(dtype)} here"
+        if fw.stored_dtype(dtype) != dtype:
+            found[dtype] = f"{fw.title} holds {dtype} as {fw.stored_dtype(dtype)} here"
         elif (
             impl is not None and not impl.backend.oracle and (why := _refusal(spec, fw, impl, dtype, target, interpret))
         ):
@@ -317,7 +317,7 @@ def function_subject(spec: Spec[Any], fn: Callable[..., Any] | None, framework: 
         name=f"{_name_of(fn)} on {fw.target(found)}",
         always=always,
         lacks=_unserved(spec, fw),
-        ways=fw.ways(),
+        call_variants=fw.call_variants(),
         overwrites=bool(spec.aliases) and not fw.immutable and "overwrite" in (arguments or ()),
         fresh=getattr(fn, "fresh", None) or functools.partial(other_memory, fw),
     )  # fmt: skip

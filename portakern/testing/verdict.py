@@ -164,24 +164,24 @@ def compare_call(
     return fractions
 
 
-def _share(found: Comparison, got: np.ndarray, ref: np.ndarray) -> float:
+def _share(found: Comparison, actual: np.ndarray, ref: np.ndarray) -> float:
     """The largest share of what is permitted; inf where NaN or an infinity is wrong, or should have come."""
     with np.errstate(all="ignore"):
-        numbers = np.isfinite(np.asarray(got).astype(np.float64)) & np.isfinite(ref)
+        numbers = np.isfinite(np.asarray(actual).astype(np.float64)) & np.isfinite(ref)
     return math.inf if (found.bad & ~numbers).any() else float(found.worst)
 
 
 def _looks(
     wide: Call,
     name: str,
-    got: np.ndarray,
+    actual: np.ndarray,
     ref: np.ndarray,
     bound: np.ndarray,
     dtype: str,
     within: tuple[SampledCall, Mapping[str, np.ndarray]] | None,
 ) -> Likeness:
     """What a wrong output looks like: a part by itself, else all of it."""
-    found = likeness(wide, got, ref, bound, compare(got, ref, bound, dtype).bad, dtype)
+    found = likeness(wide, actual, ref, bound, compare(actual, ref, bound, dtype).bad, dtype)
     if within is None or found.name not in ("", "part"):
         return found
     part, whole = within
@@ -197,39 +197,39 @@ LOOKS = {
 
 
 def compare_elsewhere(
-    call: Call, name: str, got: np.ndarray, some: np.ndarray, part: SampledCall, known: Expected
+    call: Call, name: str, actual: np.ndarray, some: np.ndarray, part: SampledCall, known: Expected
 ) -> None:
     """Hold all of a large output to the oracle of its part, whose elements stand for others.
 
     Args:
-      call: on the part; name: the output; got: all of it; some: its part.
+      call: on the part; name: the output; actual: all of it; some: its part.
       known: what :func:`expected` gave for the call.
 
     Raises:
       Broken, OtherEdges: as :func:`compare_call`.
     """
     same = part.spread(name, some)
-    raw = np.dtype(f"u{got.itemsize}")
-    differ = got.view(raw) != same.view(raw)
+    raw = np.dtype(f"u{actual.itemsize}")
+    differ = actual.view(raw) != same.view(raw)
     if not differ.any():
         return
     wide, exact, bounds = known
     i = next(i for i, o in enumerate(call.spec.outputs) if o.name == name)
     ref, bound = (part.spread(name, np.broadcast_to(a, exact[i].shape)) for a in (exact[i], bounds[i]))
-    bad = np.zeros(got.shape, bool)
-    found = compare(got[differ], ref[differ], bound[differ], got.dtype.name)
-    bad[differ], share = found.bad, {name: _share(found, got[differ], ref[differ])}
+    bad = np.zeros(actual.shape, bool)
+    found = compare(actual[differ], ref[differ], bound[differ], actual.dtype.name)
+    bad[differ], share = found.bad, {name: _share(found, actual[differ], ref[differ])}
     if bad.any():
-        what = describe(call, name, got, ref, bound, bad, {})
-        if _only_edges(wide, got, ref, bad):
+        what = describe(call, name, actual, ref, bound, bad, {})
+        if _only_edges(wide, actual, ref, bad):
             raise OtherEdges(f"edge semantics differ: {what}", "edges").at(share)
-        raise Broken(what, *likeness(wide, got, ref, bound, bad, got.dtype.name)).at(share)
+        raise Broken(what, *likeness(wide, actual, ref, bound, bad, actual.dtype.name)).at(share)
 
 
-def _only_edges(wide: Call, got: np.ndarray, ref: np.ndarray, bad: np.ndarray) -> bool:
+def _only_edges(wide: Call, actual: np.ndarray, ref: np.ndarray, bad: np.ndarray) -> bool:
     """Whether all that is bad is NaN or infinite, or should be, in a call whose own arrays hold such values."""
     with np.errstate(all="ignore"):
-        numbers = np.isfinite(np.asarray(got).astype(np.float64)) & np.isfinite(ref)
+        numbers = np.isfinite(np.asarray(actual).astype(np.float64)) & np.isfinite(ref)
     if (bad & numbers).any():
         return False
     floats = (a for a in wide.arrays.values() if a is not None and a.dtype.kind not in "iub")
@@ -239,7 +239,7 @@ def _only_edges(wide: Call, got: np.ndarray, ref: np.ndarray, bad: np.ndarray) -
 def describe(
     call: Call,
     name: str,
-    got: np.ndarray,
+    actual: np.ndarray,
     ref: np.ndarray,
     bound: np.ndarray,
     bad: np.ndarray,
@@ -248,14 +248,14 @@ def describe(
 ) -> str:
     """The first bad element in words."""
     index = tuple(int(i) for i in np.unravel_index(int(np.argmax(bad)), bad.shape))
-    value, want = np.asarray(got[index], np.float64), ref[index]
+    value, want = np.asarray(actual[index], np.float64), ref[index]
     known = bad.shape == call.outputs[name][0]  # not all of an output that the call is a part of
     places = [
         *tiles_of(call, name, index, tiling),
         *([call.spec.region(call, name, index)] if call.spec.region and known else []),
     ]
     where = f" ({'; '.join(places)})" if places else ""
-    at = list(within[0].place(name, index) if within else index)
+    at = list(within[0].full_index(name, index) if within else index)
     return (
         f"{name}{at}{where} is {value:.9g}; the oracle says {want:.9g}, permitted error {bound[index]:.3g}, "
         f"actual {abs(value - want):.3g}; {int(bad.sum())} of {bad.size} elements are out of bounds"

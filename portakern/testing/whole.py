@@ -107,13 +107,13 @@ def _backward(
     return bound.replace(arrays={**bound.arrays, **{n: exact[n] for n in saved}})
 
 
-def fraction(whole: WholeGradient, got: np.ndarray) -> float:
+def fraction(gradient: WholeGradient, actual: np.ndarray) -> float:
     """The largest share of its bound that a gradient is off by; inf where NaN or an infinity is not what it is."""
-    end, got = np.finfo(got.dtype).max if got.dtype.kind == "f" else 2.0**127, np.asarray(got, np.float64)
-    bound = np.where(np.isnan(whole.bound), np.inf, whole.bound)
+    end, actual = np.finfo(actual.dtype).max if actual.dtype.kind == "f" else 2.0**127, np.asarray(actual, np.float64)
+    bound = np.where(np.isnan(gradient.bound), np.inf, gradient.bound)
     with np.errstate(all="ignore"):
-        off = np.abs(got - whole.exact)
-        same = (got == whole.exact) | (np.isnan(got) & np.isnan(whole.exact))
-        same |= np.isinf(got) & (np.sign(got) == np.sign(whole.exact)) & (np.abs(whole.exact) + bound > end)
+        off = np.abs(actual - gradient.exact)
+        same = (actual == gradient.exact) | (np.isnan(actual) & np.isnan(gradient.exact))
+        same |= np.isinf(actual) & (np.sign(actual) == np.sign(gradient.exact)) & (np.abs(gradient.exact) + bound > end)
         share = np.where(same | np.isinf(bound), 0.0, np.where(bound > 0, off / bound, np.inf))
     return float(np.where(np.isnan(share), np.inf, share).max(initial=0.0))

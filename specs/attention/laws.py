@@ -88,8 +88,8 @@ def _draw(draw, batch, q_len, kv_len, heads, kv_heads, d):
     return q, k, v, o, lse.astype(np.float64 if draw.dtype == "float64" else np.float32), d_o
 
 
-def _same(draw, got, want, what):
-    for name, a, b in zip(("d_q", "d_k", "d_v"), got, want, strict=False):
+def _same(draw, actual, want, what):
+    for name, a, b in zip(("d_q", "d_k", "d_v"), actual, want, strict=False):
         draw.same_bits(a, b, f"{name} of {what}")
 
 

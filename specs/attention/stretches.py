@@ -32,7 +32,7 @@ def of_queries(call: Call, rng: np.random.Generator) -> Iterator[Stretch]:
     """Queries that follow each other, with all keys that one of them sees: the first, the last, and some between."""
     q_len, kv_len, left, right = _mask(call)
     before = kv_len - q_len  # keys that stand before the first query
-    for start, end in _places(rng, q_len):
+    for start, end in _positions(rng, q_len):
         last = kv_len if right is None else min(max(end + before + right, 1), kv_len)
         first = 0 if left is None else min(max(start + before - left, 0), last - 1)
         yield from _stretch(call, (start, end), (first, last))
@@ -43,7 +43,7 @@ def of_keys(call: Call, rng: np.random.Generator) -> Iterator[Stretch]:
     without the other keys."""
     q_len, kv_len, left, right = _mask(call)
     before = kv_len - q_len
-    for first, last in _places(rng, kv_len):
+    for first, last in _positions(rng, kv_len):
         start = 0 if right is None else min(max(first - before - right, 0), q_len - 1)
         end = q_len if left is None else max(min(last - before + left, q_len), start + 1)
         yield from _stretch(call, (start, end), (first, last))
@@ -57,7 +57,7 @@ def _mask(call: Call) -> tuple[int, int, int | None, int | None]:
     return call.dims["q_len"], call.dims["kv_len"], left, right
 
 
-def _places(rng: np.random.Generator, extent: int) -> Iterator[tuple[int, int]]:
+def _positions(rng: np.random.Generator, extent: int) -> Iterator[tuple[int, int]]:
     anywhere = int(rng.integers(0, max(extent - LONG, 1)))
     for start in dict.fromkeys((0, anywhere, max(extent - LONG, 0))):
         yield start, min(start + LONG, extent)

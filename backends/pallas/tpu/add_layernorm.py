@@ -24,7 +24,7 @@ from portakern.core.call import Call
 @BACKEND.implements("add_layernorm", **in_walks(HELD))
 def add_layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, ...]:
     run = partial(kernel, eps=call.options["eps"])
-    return normalised(call, tiling, run, statistics=("mean", "m2"), flops=10, held=HELD)
+    return normalised(call, tiling, run, statistics=("mean", "m2"), flops=10, vmem_use=HELD)
 
 
 @BACKEND.implements("add_layernorm_vjp", **in_walks(GRADIENT_HELD))

@@ -28,7 +28,7 @@ HELD = VmemUse(streamed=4, computed=4)
 @BACKEND.implements("add_rmsnorm", **in_walks(HELD))
 def add_rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, ...]:
     run = partial(kernel, eps=call.options["eps"], narrow=rounds_before(call))
-    return normalised(call, tiling, run, statistics=("squares",), flops=5, held=HELD)
+    return normalised(call, tiling, run, statistics=("squares",), flops=5, vmem_use=HELD)
 
 
 GRADIENT_HELD = VmemUse(streamed=4, computed=5)

@@ -105,7 +105,7 @@ def saved(call: Call) -> list[str]:
     return [name for name in ("lse", "lse_low") if name in call.wants]
 
 
-def together(call: Call) -> int:
+def heads_per_block(call: Call) -> int:
     """How many heads' queries are rows of one block."""
     return call.dims["group"] if call.arrays["bias"] is None else 1
 
@@ -114,7 +114,7 @@ def blocks(call: Call, tiling: Mapping[str, int]) -> tuple[int, int]:
     """How many rows one step holds, and how many keys it has scores of at a time."""
     of_q, of_kv = grains(call)
     kv_len, tile = call.dims["kv_len"], tiling["block_kv"]
-    rows = call.dims["q_len"] * together(call)
+    rows = call.dims["q_len"] * heads_per_block(call)
     bq, square = (row_block(call, rows, tiling["block_q"], grain, even=True) for grain in (of_q, LANES))
     if banded(call) and 16 * square <= 17 * bq:
         bq = square  # blocks of rows and of keys then meet the band's edges in corners, and fewer of them do
@@ -133,7 +133,7 @@ def parts(call: Call, bq: int, bkv: int) -> int:
     registers: a step of many narrow blocks would take more VMEM than they hold. Interpreted, where blocks are small,
     two, so that there are several steps too."""
     most = 2 if call.interpret else max(2 if banded(call) else 4, PAIRS // (bq * whole_lanes(bkv)))
-    seen = min(call.dims["kv_len"], reach(call) + bq // together(call))
+    seen = min(call.dims["kv_len"], reach(call) + bq // heads_per_block(call))
     number = max(1, min(most, pl.cdiv(pl.cdiv(seen, bkv), least_steps(call, bq, seen))))
     while number > 1 and resident(call, bq, bkv, number) > vmem_limit(call):
         number //= 2
@@ -153,8 +153,8 @@ def least_steps(call: Call, bq: int, seen: int) -> int:
     dims, cores = call.dims, hardware.cores or 1
     size = (whole_lanes(dims["d"]) + whole_lanes(dims["dv"])) * call.arrays["k"].dtype.itemsize
     arriving = seen * size * cores * (hardware.clock or 0.0) / (hardware.bandwidth or math.inf)
-    heads = dims["kv_heads"] * dims["group"] // together(call)
-    blocks_of_rows = pl.cdiv(dims["batch"] * heads * pl.cdiv(dims["q_len"] * together(call), bq), cores)
+    heads = dims["kv_heads"] * dims["group"] // heads_per_block(call)
+    blocks_of_rows = pl.cdiv(dims["batch"] * heads * pl.cdiv(dims["q_len"] * heads_per_block(call), bq), cores)
     return max(1, round(math.sqrt(arriving / (STEP * blocks_of_rows))))
 
 
@@ -165,7 +165,7 @@ def pieces_of(call: Call, bq: int, bkv: int) -> int:
     row's results are the same to the bit."""
     if not banded(call) or bq < (2 * GRAIN if call.interpret else LANES):
         return 0
-    passes_by = reach(call) < EVERY or 2 * bkv * together(call) <= bq
+    passes_by = reach(call) < EVERY or 2 * bkv * heads_per_block(call) <= bq
     return 2 if passes_by and bq % (2 * grains(call)[0]) == 0 else 1
 
 
@@ -226,7 +226,7 @@ def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
 
 
 def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    rows, (bq, bkv) = call.dims["q_len"] * together(call), blocks(call, tiling)
+    rows, (bq, bkv) = call.dims["q_len"] * heads_per_block(call), blocks(call, tiling)
     return refused(call, tiling, resident(call, bq, bkv, parts(call, bq, bkv)), rows)
 
 
@@ -431,7 +431,7 @@ def kernel(
 @BACKEND.implements("attention", key=key, fit=fit, supports=supports)
 def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
     batch, q_len, heads, d = call.arrays["q"].shape
-    dv, dtype, shared = call.dims["dv"], call.arrays["q"].dtype, together(call)
+    dv, dtype, shared = call.dims["dv"], call.arrays["q"].dtype, heads_per_block(call)
     heads, rows, of_keys = heads // shared, q_len * shared, call.dims["group"] // shared
     bq, bkv = blocks(call, tiling)
     band = Band.of(call, bq, bkv * parts(call, bq, bkv), shared).closing(q_len)

@@ -54,8 +54,8 @@ def key(call: Call) -> dict[str, str | int]:
     return {"dtype": call.dtype, "n": call.dims["n"]}
 
 
-def default_tiling(call: Call, held: VmemUse) -> dict[str, int]:
-    return row_tiling(call, call.dims["n"], 1, held)
+def default_tiling(call: Call, vmem_use: VmemUse) -> dict[str, int]:
+    return row_tiling(call, call.dims["n"], 1, vmem_use)
 
 
 def walk_of(call: Call, tiling: Mapping[str, int]) -> BlockWalk:
@@ -138,7 +138,7 @@ def normalised(
     kernel: Callable[..., Phases],
     statistics: tuple[str, ...],
     flops: int,
-    held: VmemUse = HELD,
+    vmem_use: VmemUse = HELD,
 ) -> tuple[jax.Array, ...]:
     """y of a normalisation along the last axis, and where there is a residual the sum: what ``kernel(ref, strip=...)``
     makes of x, and of the residual, the weight and the bias that the call has.
@@ -154,7 +154,7 @@ def normalised(
         call,
         kernel,
         walk,
-        held,
+        vmem_use,
         rows=there("x", "residual"),
         written={o.name: x.dtype for o in call.spec.outputs},
         inputs={
@@ -237,7 +237,7 @@ def gradients(
     gradient_kernel: Callable[..., Phases],
     statistics: tuple[str, ...],
     flops: int,
-    held: VmemUse,
+    vmem_use: VmemUse,
     x: jax.Array,
     past: jax.Array | None = None,
 ) -> tuple[jax.Array | None, ...]:
@@ -258,7 +258,7 @@ def gradients(
         call,
         gradient_kernel,
         walk,
-        held,
+        vmem_use,
         rows={"d_y": d_y} | ({"x": x} if reads_x else {}),
         late={"past": past} if past is not None and "d_x" in wants else {},
         written={"d_x": x.dtype} if "d_x" in wants else {},

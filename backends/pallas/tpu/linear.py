@@ -257,7 +257,7 @@ def supports_gradient(call: Call, tiling: Mapping[str, int]) -> str | None:
             dims = {"batch": (), "m": m, "n": columns, "k": depth}
             reason = products.supports(*inner(call, "matmul", dims, x, x))
     if "d_bias" in call.wants and not reason:
-        reason = along_rows(*summing(call, rows), held=over_rows.GRADIENT_HELD)
+        reason = along_rows(*summing(call, rows), vmem_use=over_rows.GRADIENT_HELD)
     return reason
 
 

@@ -98,9 +98,9 @@ def refused(call: Call, rows: int, n: int, d: int) -> str | None:
     makes = {"batch": (), "m": rows, "n": n, "k": d}
     return (
         products.supports(*inner(call, "matmul", makes, x, x))
-        or along_rows(*inner(call, "cross_entropy", dims, x, labels), held=losses.HELD)
+        or along_rows(*inner(call, "cross_entropy", dims, x, labels), vmem_use=losses.HELD)
         or along_rows(
-            *inner(call, "cross_entropy_vjp", dims, x, labels, numbers, numbers, numbers), held=losses.GRADIENT_HELD
+            *inner(call, "cross_entropy_vjp", dims, x, labels, numbers, numbers, numbers), vmem_use=losses.GRADIENT_HELD
         )
     )
 
@@ -143,7 +143,7 @@ def gradient_tiling(call: Call) -> dict[str, int]:
 
 def supports_gradient(call: Call, tiling: Mapping[str, int]) -> str | None:
     rows, n, d = math.prod(call.dims["batch"]), min(tiling["chunk_n"], call.dims["n"]), call.dims["d"]
-    reason = along_rows(*scaling(call), held=losses.GRADIENT_HELD) if "d_hidden" in call.wants else None
+    reason = along_rows(*scaling(call), vmem_use=losses.GRADIENT_HELD) if "d_hidden" in call.wants else None
     if reason or "d_weight" not in call.wants:
         return reason
     return refused(call, rows, n, d) or refused(call, n, d, rows)

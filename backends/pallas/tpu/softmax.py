@@ -48,9 +48,9 @@ def key(call: Call) -> dict[str, str | int]:
     return {"dtype": call.dtype, "across": "sublanes" if axis == 1 else "lanes", "n": shape[axis]}
 
 
-def default_tiling(call: Call, held: VmemUse) -> dict[str, int]:
+def default_tiling(call: Call, vmem_use: VmemUse) -> dict[str, int]:
     shape, axis = view(call)
-    return row_tiling(call, shape[axis], axis - 1, held)
+    return row_tiling(call, shape[axis], axis - 1, vmem_use)
 
 
 def walk_of(call: Call, tiling: Mapping[str, int]) -> BlockWalk:

@@ -118,7 +118,7 @@ def read(binary: bytes, name: str, assembly: str) -> CodeObject:
     (entry,) = struct.unpack_from("<q", descriptor, 16)
     mode, registers = struct.unpack_from("<II", descriptor, 48)
     (user,) = struct.unpack_from("<H", descriptor, 56)
-    places = _places(assembly)
+    places = _argument_layout(assembly)
     return CodeObject(
         base, length // 4, base + address + entry, scratch, max(arguments, 256), not mode >> 16 & 3,
         user, registers >> 1 & 31, registers >> 7 & 7,
@@ -140,7 +140,7 @@ def _symbol(binary: bytes, sections: list[tuple[int, ...]], wanted: str) -> int:
     raise KeyError(wanted)
 
 
-def _places(assembly: str) -> list[tuple[int, int, str]]:
+def _argument_layout(assembly: str) -> list[tuple[int, int, str]]:
     """(offset, bytes, kind) of each argument."""
     metadata = assembly[assembly.index(".amdgpu_metadata") :]
     found = re.findall(r"\.offset:\s+(\d+)\s+\.size:\s+(\d+)\s+\.value_kind:\s+(\S+)", metadata)

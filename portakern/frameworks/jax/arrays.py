@@ -156,10 +156,10 @@ class Jax(Framework):
         self.check_fits(array)
         return jax.device_put(array, device if device is not None else jax.local_devices(backend="cpu")[0])
 
-    def ways(self) -> Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
-        return {**super().ways(), "under jax.jit": _under_jit}
+    def call_variants(self) -> Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
+        return {**super().call_variants(), "under jax.jit": _under_jit}
 
-    def held(self, dtype: str) -> str:
+    def stored_dtype(self, dtype: str) -> str:
         return str(self.load().dtypes.canonicalize_dtype(numpy_dtype(dtype)).name)
 
     def check_fits(self, array: np.ndarray) -> None:

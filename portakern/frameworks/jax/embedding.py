@@ -40,44 +40,46 @@ AMD_LANES = 64
 def embed(program: Program, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
     """The outputs of a program on JAX arrays, traced ones too."""
     held: dict[int, Any] = {i: arrays[n] for i, n in enumerate(program.inputs)}
-    go(program, program.steps, held, frozenset(range(len(program.inputs))) - program.written)
-    return tuple(None if o is None else seen(held[o[0]], o[1]) for o in program.outputs)
+    embed_steps(program, program.steps, held, frozenset(range(len(program.inputs))) - program.written)
+    return tuple(None if o is None else apply_view(held[o[0]], o[1]) for o in program.outputs)
 
 
-def go(program: Program, steps: Iterable[Copy | Launch | Loop], held: dict[int, Any], fixed: frozenset[int]) -> None:
-    """Make steps part of what is traced. ``held``: the arrays that are there, to which what they make is added;
+def embed_steps(
+    program: Program, steps: Iterable[Copy | Launch | Loop], values: dict[int, Any], fixed: frozenset[int]
+) -> None:
+    """Make steps part of what is traced. ``values``: the arrays that are there, to which what they make is added;
     ``fixed``: those that they do not write to."""
     for step in steps:
         if isinstance(step, Copy):
-            held[step.to] = seen(held[step.source], step.view)
+            values[step.to] = apply_view(values[step.source], step.view)
         elif isinstance(step, Loop):
-            loop(program, step, held)
+            embed_loop(program, step, values)
         else:
-            launch(program, step, held, fixed)
+            embed_launch(program, step, values, fixed)
 
 
-def loop(program: Program, step: Loop, held: dict[int, Any]) -> None:
+def embed_loop(program: Program, step: Loop, values: dict[int, Any]) -> None:
     """Make a loop part of what is traced, one of XLA's, which holds what one part needs: the parts of a result go where
     it lies, and every array from before is read where it lies."""
 
     def once(i: Any, results: tuple[Any, ...]) -> tuple[Any, ...]:
         first = step.first + i * step.length
-        inside = held | {step.start: jnp.full((1,), first, jnp.int32)}
+        inside = values | {step.start: jnp.full((1,), first, jnp.int32)}
         for array, view, part in step.reads:
-            inside[part] = lax.dynamic_slice_in_dim(seen(held[array], view), first, step.length)
-        go(program, step.steps, inside, frozenset(inside))
+            inside[part] = lax.dynamic_slice_in_dim(apply_view(values[array], view), first, step.length)
+        embed_steps(program, step.steps, inside, frozenset(inside))
         parts = (inside[part] for _, part in step.writes)
         return tuple(lax.dynamic_update_slice_in_dim(y, p, first, 0) for y, p in zip(results, parts, strict=True))
 
     places = [(array, program.arrays[array]) for array, _ in step.writes]
-    before = tuple(held[i] if i in held else jnp.zeros(p.shape, _held(p)) for i, p in places)
+    before = tuple(values[i] if i in values else jnp.zeros(p.shape, _jax_dtype(p)) for i, p in places)
     after = lax.fori_loop(0, step.times, once, before) if step.times > 1 else once(0, before)
-    held.update(zip((i for i, _ in places), after, strict=True))
+    values.update(zip((i for i, _ in places), after, strict=True))
 
 
-def _held(place: ProgramArray) -> Any:
+def _jax_dtype(array: ProgramArray) -> Any:
     """The dtype in which JAX holds an array."""
-    return frameworks()["jax"].held(place.dtype)
+    return frameworks()["jax"].stored_dtype(array.dtype)
 
 
 def check_carried(code: Code) -> None:
@@ -97,7 +99,7 @@ def check_carried(code: Code) -> None:
     )
 
 
-def seen(array: Any, view: View) -> Any:
+def apply_view(array: Any, view: View) -> Any:
     for how, what in view:
         if how == "permute":
             array = jnp.transpose(array, what)
@@ -110,14 +112,14 @@ def seen(array: Any, view: View) -> Any:
     return array
 
 
-def launch(program: Program, step: Launch, held: dict[int, Any], fixed: frozenset[int]) -> None:
+def embed_launch(program: Program, step: Launch, values: dict[int, Any], fixed: frozenset[int]) -> None:
     """Make a launch part of what is traced. An array that nothing holds yet is a result; one that an earlier step made
     is an operand whose memory a result takes, since a kernel may go on writing to it. So is an input that the op may
     write to, of which XLA makes a copy where somebody else reads it; of all other inputs (``fixed``) no memory is
     taken, and in a loop of nothing that was there before."""
     check_carried(step.code)
-    made = [i for i in step.arrays if i not in held]
-    given = [a for a in step.arguments if isinstance(a, int) and a in held]
+    made = [i for i in step.arrays if i not in values]
+    given = [a for a in step.arguments if isinstance(a, int) and a in values]
     ends = [a for a in step.arguments if isinstance(a, int)][len(given) :]
     if ends != made:
         raise UnsupportedError(
@@ -132,15 +134,15 @@ def launch(program: Program, step: Launch, held: dict[int, Any], fixed: frozense
             f"{step.code.name} writes to an input that its op may not write to, or in a loop to what is there before, "
             "and to nothing else"
         )
-    results = [jax.ShapeDtypeStruct(program.arrays[i].shape, _held(program.arrays[i])) for i in (*made, *again)]
+    results = [jax.ShapeDtypeStruct(program.arrays[i].shape, _jax_dtype(program.arrays[i])) for i in (*made, *again)]
     call = jax.ffi.ffi_call(
         CUSTOM_CALL,
         results,
         vmap_method="sequential",
         input_output_aliases={given.index(i): len(made) + n for n, i in enumerate(again)},
     )
-    outputs = call(*(held[i] for i in given), opaque=zlib.compress(message(step)))
-    held.update(zip((*made, *again), outputs, strict=True))
+    outputs = call(*(values[i] for i in given), opaque=zlib.compress(message(step)))
+    values.update(zip((*made, *again), outputs, strict=True))
 
 
 # ---------------------------------------------------------------------------------------------- protocol buffers
@@ -155,7 +157,7 @@ def varint(number: int) -> bytes:
     return bytes((*found, number))
 
 
-def field(place: int, value: int | float | str | bytes, kind: str = "") -> bytes:
+def field(number: int, value: int | float | str | bytes, kind: str = "") -> bytes:
     """One field of a message. ``kind``: f32 or f64 of a float."""
     if kind in ("f32", "f64"):
         wire, body = (5, struct.pack("<f", value)) if kind == "f32" else (1, struct.pack("<d", value))
@@ -164,7 +166,7 @@ def field(place: int, value: int | float | str | bytes, kind: str = "") -> bytes
         wire, body = 2, varint(len(data)) + data
     else:
         wire, body = 0, varint(int(value))
-    return varint(place << 3 | wire) + body
+    return varint(number << 3 | wire) + body
 
 
 ARRAY, NUMBER = 1, {"bool": 2, "i32": 3, "i64": 5, "u64": 6, "f32": 7, "f64": 8}

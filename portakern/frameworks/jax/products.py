@@ -97,11 +97,11 @@ def _axes(axes: Sequence[int], ndim: int, which: str) -> tuple[int, ...]:
     return found
 
 
-def _precision(asked: Any) -> str:
+def _precision(requested: Any) -> str:
     """The op's word for a precision."""
-    if asked in (TF32, TF32.name):
+    if requested in (TF32, TF32.name):
         return "tf32"
-    refused = lowered(asked)
+    refused = lowered(requested)
     if refused is not None:
         raise SpecError(
             f"dot_general: precision is {shown(refused)}; sums are as exact as float32 makes them: leave it out, or "

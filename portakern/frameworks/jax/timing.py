@@ -84,10 +84,10 @@ class JaxInstruments(Instruments):
 
         return a.dtype == b.dtype and bool(jnp.array_equal(a, b))
 
-    def taken(self, array: Any, places: Iterable[tuple[int, np.ndarray]]) -> Any:
+    def taken(self, array: Any, indices: Iterable[tuple[int, np.ndarray]]) -> Any:
         import jax.numpy as jnp
 
-        for axis, index in places:
+        for axis, index in indices:
             array = jnp.take(array, index, axis=axis, unique_indices=True)
         return array
 

@@ -85,9 +85,9 @@ def _static(call: Call, choice: Choice) -> _Static:
     return _Static(call.spec, choice.backend, choice.variant, tiling, given, tuple(call.options.items()), call.wants)
 
 
-def _held(dtype: str) -> Any:
+def _output_dtype(dtype: str) -> Any:
     """NumPy's object for the dtype in which JAX holds an output."""
-    return numpy_dtype(frameworks()["jax"].held(dtype))
+    return numpy_dtype(frameworks()["jax"].stored_dtype(dtype))
 
 
 def _given(call: Call) -> list[Any]:
@@ -167,7 +167,8 @@ def trace(call: Call, choice: Choice) -> tuple[Any, ...]:
     if call.degenerate:
         gone = degenerate_values(call)
         return tuple(
-            jnp.full(s, gone.get(n, 0.0), _held(d)) if n in call.wants else None for n, (s, d) in call.outputs.items()
+            jnp.full(s, gone.get(n, 0.0), _output_dtype(d)) if n in call.wants else None
+            for n, (s, d) in call.outputs.items()
         )
     axis = next((axis for a in _given(call) for axis in mesh_axes(jax.typeof(a)) if axis is not None), None)
     if axis is not None:  # of a mesh with explicit axes: inside jax.shard_map a type has none
@@ -376,7 +377,7 @@ def _tell(
 
 
 def _callback(static: _Static, call: Call, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-    shapes = tuple(jax.ShapeDtypeStruct(s, _held(d)) for n, (s, d) in call.outputs.items() if n in call.wants)
+    shapes = tuple(jax.ShapeDtypeStruct(s, _output_dtype(d)) for n, (s, d) in call.outputs.items() if n in call.wants)
 
     def on_host(*values: Any) -> tuple[Any, ...]:
         inner = static.bind(tuple(host_framework().to_numpy(v) for v in values))
@@ -424,7 +425,7 @@ def _abstract(*avals: Any, static: _Static) -> list[Any]:
         for s, _ in inner.outputs.values()
     ]
     return [
-        first.update(shape=lead + s, dtype=_held(d), weak_type=False, sharding=sharding)
+        first.update(shape=lead + s, dtype=_output_dtype(d), weak_type=False, sharding=sharding)
         for (n, (s, d)), sharding in zip(inner.outputs.items(), unsharded, strict=True)
         if n in inner.wants
     ]
@@ -441,7 +442,7 @@ def _batch(arrays: tuple[Any, ...], axes: tuple[Any, ...], *, static: _Static) -
     lead, inner = _unbatched(nested, [jax.typeof(a) for a in moved])
     if 0 in lead:  # of no sample there is nothing to compute, and nothing that a kernel can be mapped over
         shapes = [lead + s for n, (s, _) in inner.outputs.items() if n in inner.wants]
-        outputs = [jnp.zeros(s, _held(inner.outputs[n][1])) for n, s in zip(inner.wants, shapes, strict=True)]
+        outputs = [jnp.zeros(s, _output_dtype(inner.outputs[n][1])) for n, s in zip(inner.wants, shapes, strict=True)]
     else:
         outputs = _primitive.bind(*moved, static=nested)
     return outputs, [0] * len(outputs)

@@ -169,9 +169,9 @@ class Torch(Framework):
         found: AbstractContextManager[None] = config.patch({n: FORMS for n in limits if hasattr(config, n)})
         return found
 
-    def ways(self) -> Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    def call_variants(self) -> Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:
         return {
-            **super().ways(),
+            **super().call_variants(),
             "in inference mode": _in_inference_mode,
             "on tensors that require gradients": _with_gradients,
         }

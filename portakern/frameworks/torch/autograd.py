@@ -117,7 +117,7 @@ class WatchedCall:
             return (None,) * len(self.names)
         saved = unwrap_dead_wrappers(ctx.saved_tensors if saved is None else saved)
         arrays = dict(zip(self.saved, saved, strict=True)) | self._cotangents(wired, cotangents, like)
-        found = self._found(run, arrays, self.room(ctx, wants, arrays), wants) if wants else ()
+        found = self._found(run, arrays, self.may_overwrite(ctx, wants, arrays), wants) if wants else ()
         given = dict(zip(wants, found, strict=True))
         return tuple(given.get(wired.gradients.get(n, ""), wired.passed(n, arrays)) for n in self.names)
 
@@ -132,7 +132,7 @@ class WatchedCall:
                 pass
         return run(arrays, options, wants)
 
-    def room(self, ctx: Any, wants: Sequence[str], arrays: Mapping[Any, Any]) -> tuple[str, ...]:
+    def may_overwrite(self, ctx: Any, wants: Sequence[str], arrays: Mapping[Any, Any]) -> tuple[str, ...]:
         """The names of saved tensors over which this backward pass writes the gradients ``wants``: those of ``over``,
         in memory that no other of ``arrays`` shares, where no further pass reads them."""
         if not (ctx.unseen and last_pass() and self.wiring is not None):

@@ -237,7 +237,7 @@ def _literal(o: Option) -> str:
 def _choice(spec: Spec[Any], backend: str, variant: str, tiling: str) -> Choice:
     extents = dict(part.split("=") for part in tiling.split(",")) if tiling else {}
     named = _backends.get(backend) or (registry.backend(backend) if backend else None)
-    return Choice.of(spec, named, variant or None, {name: int(value) for name, value in extents.items()})
+    return Choice.from_names(spec, named, variant or None, {name: int(value) for name, value in extents.items()})
 
 
 class _Rules:

@@ -155,7 +155,7 @@ class _Again(WatchedCall):
             saved, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
             wants = self.wiring.wants([n for n, gets in zip(self.names, needed, strict=True) if gets])
             given = dict(enumerate(cotangents)) | dict(zip(self.saved, saved, strict=True))
-            over = self.room(ctx, wants, given)
+            over = self.may_overwrite(ctx, wants, given)
         asked = (over, ctx.needs_input_grad, *[c is None for c in cotangents])
         way, found = self.ways.get(asked), None
         if way is not None and not OBSERVERS:

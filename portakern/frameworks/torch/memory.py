@@ -68,7 +68,7 @@ def materialised(array: Any) -> Any:
     return array.clone() if array._is_zerotensor() else array.resolve_conj().resolve_neg()
 
 
-def _lost(array: Any, held: int, needed: int) -> str:
+def _lost(array: Any, held_bytes: int, needed: int) -> str:
     """What is wrong with a tensor that has less memory than its elements take."""
     if array.is_meta or sys.modules["torch"]._is_functional_tensor(array):
         return (
@@ -76,7 +76,7 @@ def _lost(array: Any, held: int, needed: int) -> str:
             "torch.compile, torch.export or make_fx, or pass a tensor that has its values"
         )
     return (
-        f"needs {needed} bytes and its storage holds {held}: the memory was given back "
+        f"needs {needed} bytes and its storage holds {held_bytes}: the memory was given back "
         "(untyped_storage().resize_), as FSDP does with parameters between their uses; pass a tensor that has its "
         "values: of FSDP, call module.unshard() first (fully_shard), or enter FullyShardedDataParallel."
         "summon_full_params"

@@ -86,23 +86,23 @@ class TorchInstruments(Instruments):
     def has_nan(self, array: Any) -> bool:
         return bool((array.float() if array.dtype.itemsize == 1 else array).isnan().any())
 
-    def picked(self, array: Any, places: Iterable[tuple[int, np.ndarray]]) -> np.ndarray:
+    def picked(self, array: Any, indices: Iterable[tuple[int, np.ndarray]]) -> np.ndarray:
         """Picked on the device: to copy all of a large array to the host takes longer than the call that made it."""
-        return self.framework.to_numpy(self.taken(array, places))
+        return self.framework.to_numpy(self.taken(array, indices))
 
-    def taken(self, array: Any, places: Iterable[tuple[int, np.ndarray]]) -> Any:
+    def taken(self, array: Any, indices: Iterable[tuple[int, np.ndarray]]) -> Any:
         import torch
 
         bits = array.view(torch.uint8) if array.dtype.itemsize == 1 else array
-        for axis, index in places:
+        for axis, index in indices:
             bits = bits.index_select(axis, torch.from_numpy(index).to(bits.device))
         return bits.view(array.dtype)
 
-    def soil(self, forms: Iterable[tuple[tuple[int, ...], str]]) -> None:
+    def soil(self, shapes: Iterable[tuple[tuple[int, ...], str]]) -> None:
         """PyTorch's allocator hands the last freed block of a size out first."""
         import torch
 
-        kinds = [(shape, getattr(torch, dtype)) for shape, dtype in forms]
+        kinds = [(shape, getattr(torch, dtype)) for shape, dtype in shapes]
         for _ in range(2):  # a kernel's scratch memory may take the first
             held = [torch.full(s, torch.nan, dtype=d, device=self.device) for s, d in kinds if d.is_floating_point]
         del held

@@ -73,14 +73,14 @@ class Agreement:
     turned: Sequence[tuple[Row, Row]]
 
     @property
-    def ours(self) -> list[RowPair]:
+    def own(self) -> list[RowPair]:
         """Pairs of subjects that have a ratio."""
         return [p for p in self.pairs if p.first["subject"] and p.ratio is not None]
 
     @property
     def beyond(self) -> list[RowPair]:
         """Those of ours whose ratios differ by more than runs may, the worst first."""
-        return sorted((p for p in self.ours if abs(p.ratio or 0) > WITHIN), key=lambda p: -abs(p.ratio or 0))
+        return sorted((p for p in self.own if abs(p.ratio or 0) > WITHIN), key=lambda p: -abs(p.ratio or 0))
 
     def table(self) -> list[list[str]]:
         """A line a size of calls, and one of all, under :data:`HEADS`."""
@@ -91,7 +91,7 @@ class Agreement:
         return [*lines, ["all", *self._figures(0.0, inf)]]
 
     def _figures(self, least: float, most: float) -> list[str]:
-        ratios = [abs(p.ratio or 0) for p in self.ours if least <= p.us < most]
+        ratios = [abs(p.ratio or 0) for p in self.own if least <= p.us < most]
         return _spread(ratios) + _spread([abs(p.time) for p in self.pairs if least <= p.us < most])
 
 

@@ -26,11 +26,11 @@ __all__ = [
     "UserCall",
     "absent",
     "against_named",
+    "by_platform",
     "contenders",
     "here",
     "one_clock",
     "ready",
-    "together",
 ]  # fmt: skip
 
 
@@ -139,7 +139,7 @@ def _variants(spec: Spec[Any], b: Backend, target: Target) -> Sequence[str | Non
     return tuple(n for n in names if (impl := found[n]) is None or not impl.unasked(None))
 
 
-def together(subjects: Sequence[Backend], device: str | None) -> list[list[Backend]]:
+def by_platform(subjects: Sequence[Backend], device: str | None) -> list[list[Backend]]:
     """The subjects by the platform that they are measured on, whoever has most ops first: in its library's arrays
     calls are made, and only what it has can be timed."""
     platforms: dict[str, list[tuple[Backend, Target]]] = {}

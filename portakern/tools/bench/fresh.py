@@ -17,7 +17,7 @@ import numpy as np
 from portakern.core import registry
 from portakern.core.call import Call
 from portakern.testing.layouts import Buffer
-from portakern.testing.sampled import along, apart, extents_of, places, turned
+from portakern.testing.sampled import along, apart, chosen_axes, extents_of, turned
 from portakern.tools.bench.contenders import ReadyCall, UserCall
 from portakern.tools.bench.verdicts import Judge
 
@@ -124,7 +124,7 @@ class Fresh:
         notation = {a.name: a.dims for a in self.call.spec.arrays} | {o.name: o.dims for o in self.call.spec.outputs}
         chosen = turned(self.call, *self.axis, shift)
         for name, array in arrays.items():
-            found = places(tuple(array.shape), notation[name], self.call, chosen)
+            found = chosen_axes(tuple(array.shape), notation[name], self.call, chosen)
             index = [(axis, i) for axis, i in found if not np.array_equal(i, np.arange(len(i)))]
             yield name, self.instruments.taken(array, index) if index else array
 

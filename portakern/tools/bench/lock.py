@@ -45,7 +45,7 @@ class DeviceLock:
         self._pids[self.workers :] = [0] * (len(self._pids) - self.workers)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def exclusive(self) -> Iterator[None]:
         """While inside, no other process that joined uses the device, or anything else."""
         with self._turn:
             others, start = [i for i, pid in enumerate(self._pids) if pid and i != self.number], time.monotonic()

@@ -16,7 +16,7 @@ from portakern.tools.bench import suites
 
 __all__ = [
     "COLOURS", "FAINT", "INK", "MARKERS", "SOFT", "best_of_each_call", "call_without_op", "contenders", "draw",
-    "draw_into", "most_timed", "rate", "right_and_timed", "short",
+    "draw_into", "most_timed", "rate_text", "right_and_timed", "short",
 ]  # fmt: skip
 
 Row = Mapping[str, Any]
@@ -42,7 +42,7 @@ STYLE = {
 }  # fmt: skip
 
 
-def rate(value: float) -> str:
+def rate_text(value: float) -> str:
     """Operations a second in words."""
     return (
         f"{value / 1e15:.3g} P"
@@ -260,7 +260,7 @@ def curves(figure: Any, data: Mapping[str, Any]) -> None:
                 linestyle="-" if i < len(COLOURS) else "--", label=name,
             )  # fmt: skip
         axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_formatter(lambda value, position: rate(value) if value else "0")
+        axes.yaxis.set_major_formatter(lambda value, position: rate_text(value) if value else "0")
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
     handles = {label: h for axes in grid for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}

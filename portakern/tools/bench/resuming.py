@@ -12,9 +12,9 @@ from portakern.core.framework import host_framework
 from portakern.errors import SpecError
 from portakern.tools.bench.contenders import contenders, here
 from portakern.tools.bench.plan import BenchPlan
-from portakern.tools.bench.rows import FAR_BEHIND, Row, said
+from portakern.tools.bench.rows import FAR_BEHIND, Row, describe
 from portakern.tools.bench.suites import TimedCase
-from portakern.tools.compile.abstract import bound_form
+from portakern.tools.compile.abstract import bind_signature
 
 __all__ = ["Earlier", "read"]
 
@@ -37,15 +37,15 @@ class Earlier:
         plan does not have."""
         stay, left = dict(self.rows), []
         for case in plan.cases if self.rows else ():
-            place = self._place(plan, case)
+            place = self._key(plan, case)
             if not self._holds(plan, case, stay.get(place, ())):
                 left.append(case)
                 stay.pop(place, None)
         return (replace(plan, cases=left), stay) if self.rows else (plan, stay)
 
-    def _place(self, plan: BenchPlan, case: TimedCase) -> CallKey:
+    def _key(self, plan: BenchPlan, case: TimedCase) -> CallKey:
         spec, (_, _, target) = registry.find_spec(case.timed), here(plan.lead, plan.device)
-        return said(case, bound_form(spec, case.form, host_framework(), target)), str(target)
+        return describe(case, bind_signature(spec, case.signature, host_framework(), target)), str(target)
 
     def _holds(self, plan: BenchPlan, case: TimedCase, rows: Sequence[Row]) -> bool:
         """Whether nothing in a case's rows is other than in those that would be found now: whoever takes part now did,

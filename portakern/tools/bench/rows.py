@@ -18,15 +18,24 @@ from portakern.tools.bench.timing import Times
 from portakern.tools.bench.verdicts import Verdict
 
 __all__ = [
-    "FAILED", "FAR_BEHIND", "REFUSED", "RIGHT", "WRONG", "held_against", "impossible", "said", "settled",
-    "started", "timed",
+    "FAILED",
+    "FAR_BEHIND",
+    "REFUSED",
+    "RIGHT",
+    "WRONG",
+    "describe",
+    "held_against",
+    "impossible",
+    "settled",
+    "started",
+    "timed",
 ]  # fmt: skip
 
 RIGHT, WRONG, REFUSED, FAILED, FAR_BEHIND = "right", "wrong", "refused", "failed", "far behind"
 Row = dict[str, Any]
 
 
-def said(case: TimedCase, call: Call) -> str:
+def describe(case: TimedCase, call: Call) -> str:
     """A call in words, with what its dimensions do not say: optional arrays, layouts, arrays of another dtype."""
     there = {a.name: a for a in call.spec.arrays if call.arrays[a.name] is not None}
     beside = [f"with {n}" for n in case.given if n in there]
@@ -40,7 +49,7 @@ def started(case: TimedCase, call: Call, contender: Contender, target: Target) -
     """What is known before anything ran."""
     backend, variant = contender.backend, contender.variant
     return {
-        "suite": case.suite, "op": call.spec.name, "dtype": case.dtype, "call": said(case, call),
+        "suite": case.suite, "op": call.spec.name, "dtype": case.dtype, "call": describe(case, call),
         "dims": {n: list(e) if isinstance(e, tuple) else e for n, e in call.dims.items()},
         "contender": contender.name, "backend": backend.name, "variant": variant, "subject": contender.subject,
         "target": str(target), "bytes": moved(call), "flops": round(call.flops),

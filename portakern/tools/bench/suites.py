@@ -34,11 +34,22 @@ from portakern.errors import SpecError
 from portakern.spec import Spec
 from portakern.testing.layouts import LAYOUTS
 from portakern.testing.samples import samples
-from portakern.tools.compile.abstract import Form, extents, named_form, typical
+from portakern.tools.compile.abstract import CallSignature, extents, named_signature, typical
 
 __all__ = [
-    "DTYPES", "SAMPLES", "TYPICAL", "Suite", "TimedCase", "asked", "cases_of", "each", "in_order", "names",
-    "parse_shape", "read", "shaped",
+    "DTYPES",
+    "SAMPLES",
+    "TYPICAL",
+    "Suite",
+    "TimedCase",
+    "cases_of",
+    "each",
+    "in_order",
+    "names",
+    "parse_shape",
+    "read",
+    "requested_cases",
+    "shaped",
 ]  # fmt: skip
 
 FOLDER = Path(__file__).parent / "suites"
@@ -95,7 +106,7 @@ class TimedCase:
         return json.dumps(parts, sort_keys=True, default=str)
 
     @cached_property
-    def form(self) -> Form:
+    def signature(self) -> CallSignature:
         """The call that is timed, without arrays; every array is contiguous in it."""
         spec = self.spec
         options = {n: v for n, v in self.options.items() if n in {o.name for o in spec.options}}
@@ -104,7 +115,7 @@ class TimedCase:
             a.name: optional.get(a.name, spec.reads_under(a.name, options, False)) for a in spec.arrays if a.optional
         }
         dims = {n: extent for n, extent in self.dims.items() if n in spec.dims}
-        return named_form(spec, self.dtype, {**dims, **options, **given})
+        return named_signature(spec, self.dtype, {**dims, **options, **given})
 
 
 @dataclass(frozen=True)
@@ -221,7 +232,7 @@ def shaped(spec: Spec[Any], given: Mapping[str, Any]) -> TimedCase:
     return TimedCase(TYPICAL, spec.name, "", dims, {n: usual[n] for n in usual if n in options}, passed, rank=1)
 
 
-def asked(
+def requested_cases(
     name: str, given: Mapping[str, Any], dtypes: Sequence[str] | None, gradients: bool = True
 ) -> Iterator[TimedCase]:
     """The typical call of a named op with a user's extents and options, and its gradients; of an op of gradients these

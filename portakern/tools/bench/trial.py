@@ -27,10 +27,10 @@ from portakern.tools.bench.rows import (
     REFUSED,
     WRONG,
     Row,
+    describe,
     held_against,
     impossible,
     judged,
-    said,
     settled,
     started,
     timed,
@@ -173,7 +173,7 @@ class Trial:
         with context.spent.on("what gradients need"):
             self.inputs = of_gradient(forward, plan.lead, right) if case.gradient else forward
         self.judge = Judge(self.inputs, known=known)
-        self.call = said(case, self.inputs.call)
+        self.call = describe(case, self.inputs.call)
         self.among = contenders(self.inputs.spec, plan.subjects, plan.against, self.target)
 
     def of_saved(self, runs: Iterable[tuple[Target, bool]]) -> OfSaved:

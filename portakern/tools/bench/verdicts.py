@@ -15,7 +15,7 @@ from portakern.core.targets import Target
 from portakern.spec import Spec
 from portakern.spec.dtypes import DTYPES, numpy_dtype
 from portakern.spec.tolerance import compare
-from portakern.testing.sampled import part_call, picked, pieces, places
+from portakern.testing.sampled import chosen_axes, part_call, picked, pieces
 from portakern.testing.verdict import expected
 from portakern.tools.bench.inputs import Inputs
 
@@ -67,11 +67,11 @@ class Judge:
         for name, out in zip(call.wants, outputs, strict=True):
             shape, dtype = call.outputs[name]
             if not framework.owns(out) or tuple(out.shape) != shape:
-                return Verdict(False, {}, f"{name} is {_form(out)}; expected {dtype} {shape}")
+                return Verdict(False, {}, f"{name} is {_describe(out)}; expected {dtype} {shape}")
             if not framework.settled(type(out)):
                 why = f"{name} is a {type(out).__name__}, which may compute its values when they are read"
                 return Verdict(False, {}, f"{why}; expected a plain {framework.title} array")
-            if _name(out) != framework.held(dtype):
+            if _name(out) != framework.stored_dtype(dtype):
                 return Verdict(False, {}, f"{name} is {_name(out)}; expected {dtype}")
             if DTYPES[dtype].floating and instruments.has_nan(out):
                 return Verdict(False, {name: math.inf}, f"{name} holds NaN, and no input does")
@@ -83,7 +83,7 @@ class Judge:
         notation = {o.name: o.dims for o in call.spec.outputs}
         for piece in among:
             shape, dtype = call.outputs[piece.name]
-            found_at = places(shape, notation[piece.name], call, piece.chosen)
+            found_at = chosen_axes(shape, notation[piece.name], call, piece.chosen)
             got = instruments.picked(outputs[piece.name], found_at).astype(numpy_dtype(dtype), copy=False)
             found = compare(got, piece.exact, piece.bound, dtype)
             bad = int(found.bad.sum())
@@ -110,23 +110,23 @@ class Judge:
                 yield _thinned(Expected(name, piece.chosen, exact[place[name]], bounds[place[name]]), inputs.spec)
 
 
-def _thinned(whole: Expected, spec: Spec[Any]) -> Expected:
+def _thinned(expected: Expected, spec: Spec[Any]) -> Expected:
     """Of a large output that the oracle must compute whole, such as a sum over rows for each class of a vocabulary,
     some indices along its first dimension: all would go from process to process, and be compared for seconds."""
-    dims = spec.outputs[[o.name for o in spec.outputs].index(whole.name)].dims
+    dims = spec.outputs[[o.name for o in spec.outputs].index(expected.name)].dims
     plain = not any(d.variadic or len(d.factors) > 1 for d in dims)
-    if whole.exact.size <= MOST or not plain or dims[0].factors[0] in whole.chosen:
-        return whole
-    extent = whole.exact.shape[0]
-    index = picked(np.random.default_rng(extent), extent, max(1, MOST * extent // whole.exact.size))
-    chosen = {**whole.chosen, dims[0].factors[0]: [index]}
-    return Expected(whole.name, chosen, whole.exact[index], whole.bound[index])
+    if expected.exact.size <= MOST or not plain or dims[0].factors[0] in expected.chosen:
+        return expected
+    extent = expected.exact.shape[0]
+    index = picked(np.random.default_rng(extent), extent, max(1, MOST * extent // expected.exact.size))
+    chosen = {**expected.chosen, dims[0].factors[0]: [index]}
+    return Expected(expected.name, chosen, expected.exact[index], expected.bound[index])
 
 
 def _name(out: Any) -> str:
     return DTYPE_NAME.get(out.dtype, str(out.dtype))
 
 
-def _form(out: Any) -> str:
+def _describe(out: Any) -> str:
     """What came, in words."""
     return f"{getattr(out, 'dtype', type(out).__name__)} {tuple(getattr(out, 'shape', ()))}"

@@ -131,7 +131,7 @@ def _ready(bare: BenchPlan, names: tuple[list[str], list[str]], visited: frozens
     subjects, against = ([registry.backend(n) for n in group] for group in names)
     (device,) = _device
     plan = replace(bare, subjects=subjects, against=against)
-    _context[:] = [TimingContext(plan, quiet=device.held, visited=visited, clock=device.clock, shared=True)]
+    _context[:] = [TimingContext(plan, quiet=device.exclusive, visited=visited, clock=device.clock, shared=True)]
     _load(plan, visited, device)
 
 

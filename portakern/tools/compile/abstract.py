@@ -18,11 +18,20 @@ from portakern.errors import SpecError
 from portakern.spec import ArrayArg, Spec
 
 __all__ = [
-    "Form", "abstract_call", "bound_form", "cells", "compilers", "direction", "extents", "form_of", "named_form",
-    "training_form", "typical_form",
+    "CallSignature",
+    "abstract_call",
+    "bind_signature",
+    "cells",
+    "compilers",
+    "direction",
+    "extents",
+    "named_signature",
+    "signature_of",
+    "training_signature",
+    "typical_signature",
 ]  # fmt: skip
 
-Form = dict[str, Any]
+CallSignature = dict[str, Any]
 """A call as plain data: ``arrays``: name -> [shape, dtype, strides or None]; ``options``; ``wants``: outputs, or None
 for the default; ``over``: the arrays that results are written over, where there are any."""
 
@@ -38,7 +47,7 @@ def typical(spec: Spec[Any]) -> Mapping[str, Any]:
     return source.typical
 
 
-def typical_form(spec: Spec[Any], dtype: str, others: Mapping[str, Any] = MappingProxyType({})) -> Form:
+def typical_signature(spec: Spec[Any], dtype: str, others: Mapping[str, Any] = MappingProxyType({})) -> CallSignature:
     """The spec's typical call in one dtype; ``others``: dimensions, options and optional arrays that it has otherwise.
 
     Raises:
@@ -46,14 +55,14 @@ def typical_form(spec: Spec[Any], dtype: str, others: Mapping[str, Any] = Mappin
     """
     whole = not spec.typical and not set(spec.dims) - set(others)  # nothing is missing that a typical call would say
     usual = {} if whole else {n: v for n, v in typical(spec).items() if n in _names(spec)}
-    return named_form(spec, dtype, {**usual, **others})
+    return named_signature(spec, dtype, {**usual, **others})
 
 
-def named_form(spec: Spec[Any], dtype: str, values: Mapping[str, Any]) -> Form:
+def named_signature(spec: Spec[Any], dtype: str, values: Mapping[str, Any]) -> CallSignature:
     """The call in one dtype that has these dimensions, options and optional arrays, and no others.
 
     Raises:
-      SpecError: as :func:`typical_form`.
+      SpecError: as :func:`typical_signature`.
     """
     known = _names(spec)
     for name in values:
@@ -110,7 +119,7 @@ def _dtype(a: ArrayArg, dtype: str) -> str:
     return dtype if dtype in a.dtypes else a.dtypes[0]
 
 
-def form_of(call: Call) -> Form:
+def signature_of(call: Call) -> CallSignature:
     """The form of a bound call."""
     arrays = {
         n: [list(a.shape), call.dtype_of(n), call.framework.strides(a)] for n, a in call.arrays.items() if a is not None
@@ -121,48 +130,53 @@ def form_of(call: Call) -> Form:
 
 
 def abstract_call(
-    spec: Spec[Any], impl: Implementation, form: Form, hardware: Hardware, user: Mapping[str, int]
+    spec: Spec[Any], impl: Implementation, signature: CallSignature, hardware: Hardware, user: Mapping[str, int]
 ) -> tuple[Call, Mapping[str, int]]:
     """The call on arrays without memory, and its tiling under the tiles that the user named.
 
     Raises:
       UnsupportedError: the implementation refuses the call.
     """
-    call = bound_form(spec, form, frameworks()[impl.backend.framework], hardware.target)
+    call = bind_signature(spec, signature, frameworks()[impl.backend.framework], hardware.target)
     return call, resolve(impl, call, user).tiling
 
 
-def bound_form(spec: Spec[Any], form: Form, framework: Framework, target: Target, interpret: bool = False) -> Call:
+def bind_signature(
+    spec: Spec[Any], signature: CallSignature, framework: Framework, target: Target, interpret: bool = False
+) -> Call:
     """The call on a framework's arrays without memory, for a target."""
     framework.load()
     arrays = {
-        n: framework.abstract(tuple(shape), dtype, strides) for n, (shape, dtype, strides) in form["arrays"].items()
+        n: framework.abstract(tuple(shape), dtype, strides)
+        for n, (shape, dtype, strides) in signature["arrays"].items()
     }
-    options = {n: tuple(v) if isinstance(v, list) else v for n, v in form["options"].items()}
+    options = {n: tuple(v) if isinstance(v, list) else v for n, v in signature["options"].items()}
     call = unchecked(spec, **arrays, **options)
-    wants = call.wants if form["wants"] is None else tuple(form["wants"])
+    wants = call.wants if signature["wants"] is None else tuple(signature["wants"])
     return call.replace(
-        target=target, interpret=interpret, concrete=False, wants=wants, over=tuple(form.get("over", ()))
+        target=target, interpret=interpret, concrete=False, wants=wants, over=tuple(signature.get("over", ()))
     )
 
 
-def training_form(spec: Spec[Any], form: Form) -> Form | None:
+def training_signature(spec: Spec[Any], signature: CallSignature) -> CallSignature | None:
     """The form of the same forward call as a gradient needs it, with the outputs that its op saves; None where those
     are what the call gives anyway, or there is no gradient."""
     if not spec.vjp:
         return None
-    options = {o.name: o.default for o in spec.options} | form["options"]
+    options = {o.name: o.default for o in spec.options} | signature["options"]
     shown = [o.name for o in spec.shown if not o.wanted_by or options[o.wanted_by]]
     saved = wiring(spec).saves(options)
     return (
-        None if {*saved} <= {*shown} else form | {"wants": [o.name for o in spec.outputs if o.name in (*shown, *saved)]}
+        None
+        if {*saved} <= {*shown}
+        else signature | {"wants": [o.name for o in spec.outputs if o.name in (*shown, *saved)]}
     )
 
 
-def direction(spec: Spec[Any], form: Form) -> str:
+def direction(spec: Spec[Any], signature: CallSignature) -> str:
     """Which pass of a model a call belongs to: forward, backward, or training, forward with what gradients read."""
     hidden = {o.name for o in spec.outputs} - {o.name for o in spec.shown}
-    return "backward" if spec.is_vjp else "training" if hidden & {*(form["wants"] or ())} else "forward"
+    return "backward" if spec.is_vjp else "training" if hidden & {*(signature["wants"] or ())} else "forward"
 
 
 def compilers(

@@ -34,7 +34,15 @@ def key(job: Job) -> str:
         "portakern.tools.compile.build",
     ]
     what = {
-        "job": [job.spec.name, job.backend.name, job.family.name, job.hardware.name, job.form, job.tiling, job.quick],
+        "job": [
+            job.spec.name,
+            job.backend.name,
+            job.family.name,
+            job.hardware.name,
+            job.signature,
+            job.tiling,
+            job.quick,
+        ],
         "hardware": repr(job.hardware),
         "versions": job.family.load_compiler().versions(job.hardware),
         "source": _digest(frozenset(modules)),

@@ -50,8 +50,8 @@ def jobs_for(
         Job(spec, of, family, h, form, quick=quick)
         for spec, of, family, h, dtype in found
         for shape in shapes or [{}]
-        for typical in [abstract.typical_form(spec, dtype, shape)]
-        for form in (typical, abstract.training_form(spec, typical))
+        for typical in [abstract.typical_signature(spec, dtype, shape)]
+        for form in (typical, abstract.training_signature(spec, typical))
         if form is not None
     ]
     return jobs if variant else _served(jobs, refused)
@@ -61,7 +61,7 @@ def _served(jobs: Sequence[Job], refused: Callable[[Job, str], None]) -> list[Jo
     """Without those whose variant refuses what another takes for whoever names none."""
     alike: dict[tuple[str, str, str, str], list[Job]] = {}
     for job in jobs:
-        alike.setdefault((job.spec.name, job.backend.name, job.hardware.name, repr(job.form)), []).append(job)
+        alike.setdefault((job.spec.name, job.backend.name, job.hardware.name, repr(job.signature)), []).append(job)
     left_out: set[int] = set()
     for several in alike.values():
         if len(several) == 1:
@@ -80,7 +80,7 @@ def _refusal(job: Job) -> str | None:
     try:
         impl = job.backend.implementation(job.spec.name, job.family)
         if impl is not None:
-            abstract.abstract_call(job.spec, impl, job.form, job.hardware, job.tiling)
+            abstract.abstract_call(job.spec, impl, job.signature, job.hardware, job.tiling)
     except UnsupportedError as e:
         return str(e)
     except Exception:
@@ -173,7 +173,7 @@ def lower(
         )
     if call.degenerate:
         raise UnsupportedError(f"{call!r}: an extent is 0, so that no kernel runs")
-    form = abstract.form_of(call)
+    form = abstract.signature_of(call)
     b, family = _first_that_takes(call, form, choice, found, hardware)
     job = Job(call.spec, b, family, hardware, form, choice.tiling, quick=not cycles, assembly=True)
     if registry.importable(call.spec, b):
@@ -183,7 +183,11 @@ def lower(
 
 
 def _first_that_takes(
-    call: Call, form: abstract.Form, choice: Choice, found: list[tuple[Backend, Family]], hardware: targets.Hardware
+    call: Call,
+    signature: abstract.CallSignature,
+    choice: Choice,
+    found: list[tuple[Backend, Family]],
+    hardware: targets.Hardware,
 ) -> tuple[Backend, Family]:
     """Of the variants of the first backend the one that would serve the call: the last, whose refusal is then told, if
     none would.
@@ -191,5 +195,7 @@ def _first_that_takes(
     mine = [(x, x[0].implementation(call.spec.name, x[1])) for x in found if x[0] is found[0][0]]
     asked = [(x, impl) for x, impl in mine if impl is None or not impl.unasked(choice.variant)]
     *before, (last, _) = asked or mine
-    takes = (x for x, impl in before if impl and _refusal(Job(call.spec, *x, hardware, form, choice.tiling)) is None)
+    takes = (
+        x for x, impl in before if impl and _refusal(Job(call.spec, *x, hardware, signature, choice.tiling)) is None
+    )
     return next(takes, last)

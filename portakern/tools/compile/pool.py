@@ -42,17 +42,17 @@ class Job:
     backend: Backend
     family: Family
     hardware: Hardware
-    form: dict[str, Any]
+    signature: dict[str, Any]
     tiling: Mapping[str, int] = field(default_factory=dict)
     quick: bool = False
     assembly: bool = False
     way: str = "build"
 
     def failed(self, reason: str, seconds: float) -> Build:
-        dtype = next(d for _, d, _ in self.form["arrays"].values())
+        dtype = next(d for _, d, _ in self.signature["arrays"].values())
         return Build(
             self.spec.name,
-            direction(self.spec, self.form),
+            direction(self.spec, self.signature),
             dtype,
             self.hardware.name,
             self.backend.name,
@@ -85,7 +85,7 @@ class _CompilerWorker:
             self.close()
             self.process = self._begun(*wanted)
             self.home = wanted
-        answer = self._asked(self.process, job, timeout)
+        answer = self._request(self.process, job, timeout)
         if isinstance(answer, Build):
             return answer
         self.close()
@@ -101,10 +101,10 @@ class _CompilerWorker:
             env={**os.environ, "PORTAKERN_LOG": str(self.log), **variables}, start_new_session=True,
         )  # fmt: skip
 
-    def _asked(self, process: subprocess.Popen[str], job: Job, timeout: float) -> Build | str:
+    def _request(self, process: subprocess.Popen[str], job: Job, timeout: float) -> Build | str:
         """The answer, or how the process ended."""
         assert process.stdin is not None and process.stdout is not None
-        request = {"op": job.spec.name, "variant": job.family.name, "tiling": dict(job.tiling), "form": job.form,
+        request = {"op": job.spec.name, "variant": job.family.name, "tiling": dict(job.tiling), "form": job.signature,
                    "assembly": job.assembly, "way": job.way}  # fmt: skip
         try:
             process.stdin.write(json.dumps(request) + "\n")

@@ -33,14 +33,14 @@ def build(
     b: Backend,
     family: Family,
     hardware: Hardware,
-    form: dict[str, Any],
+    signature: dict[str, Any],
     tiling: Mapping[str, int],
     way: str = "build",
 ) -> Build:
     """Compile one call here, in this process, under the tiles that the user named. ``way``: the compiler's function
     that is asked, ``build`` where it has no such one."""
-    first = next(dtype for _, dtype, _ in form["arrays"].values())
-    result = Build(spec.name, direction(spec, form), first, hardware.name, b.name, variant=family.name)
+    first = next(dtype for _, dtype, _ in signature["arrays"].values())
+    result = Build(spec.name, direction(spec, signature), first, hardware.name, b.name, variant=family.name)
     start = time.perf_counter()
     try:
         compiler = family.load_compiler()
@@ -50,7 +50,7 @@ def build(
         impl = b.implementation(spec.name, family)
         if impl is None:
             raise SpecError(f"backend {b.name!r} has no {spec.name} in its variant {family.name!r}")
-        call, used = abstract_call(spec, impl, form, hardware, tiling)
+        call, used = abstract_call(spec, impl, signature, hardware, tiling)
         impl, used = impl.serving(call, used)
         result.call, result.tiling, result.variant = repr(call), dict(used), impl.family.name
         compiler = impl.family.load_compiler()
@@ -96,7 +96,7 @@ def main() -> None:
         job = json.loads(line)
         spec = registry.find_spec(job["op"])
         family = next(f for f in b.families if f.name == job["variant"])
-        tiling = Choice.of(spec, b, job["variant"], job["tiling"]).tiling
+        tiling = Choice.from_names(spec, b, job["variant"], job["tiling"]).tiling
         built = build(spec, b, family, hardware, job["form"], tiling, job.get("way", "build"))
         answers.write(json.dumps(built.to_dict(assembly=job["assembly"])) + "\n")
 

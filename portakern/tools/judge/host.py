@@ -137,8 +137,8 @@ def _words(error: BaseException, kind_of: Any) -> dict[str, Any]:
         return {"error": "crashed", "type": "an exception", "text": "its words cannot be read"}
 
 
-def _reply(sink: BinaryIO, told: dict[str, Any], payload: list[Any]) -> None:
-    text = json.dumps(told).encode()
+def _reply(sink: BinaryIO, message: dict[str, Any], payload: list[Any]) -> None:
+    text = json.dumps(message).encode()
     sink.write(struct.pack("<Q", len(text)) + text)
     for part in payload:
         sink.write(part)

@@ -90,7 +90,7 @@ def judge(
     framework: str | None = None,
     device: str = "cpu",
     shapes: Sequence[Mapping[str, Sequence[int]]] | None = None,
-    whole: bool = False,
+    fully: bool = False,
     dtypes: Sequence[str] | None = None,
     layouts: str | Sequence[str] | None = LAYOUTS,
     options: Mapping[str, Any] | None = None,
@@ -112,7 +112,7 @@ def judge(
       problem: the file with ``get_inputs`` and ``get_init_inputs``. Its inputs are read in a process without the
         candidate, whose own file names none: a module that needs them is refused without a problem or shapes.
       framework: numpy, torch or jax; None: what the file imports. device: cpu, cuda, rocm or tpu.
-      shapes: of the calls; None: those of the problem, or any. whole: False cuts calls along what does not matter to
+      shapes: of the calls; None: those of the problem, or any. fully: False cuts calls along what does not matter to
         a kernel's sums until they are quick; the report says to what.
       dtypes, layouts, options, edges, promises, max_examples, seed: as of :func:`portakern.check`; no seed: one that
         nobody knows before. No layout named: contiguous and shifted arrays; no shifted ones on an accelerator where a
@@ -148,7 +148,7 @@ def judge(
         theirs = _inputs_of(source, bounds) if source else []
         candidate = _Candidate(spec, path, source, which, form, library, target, places, fixed, line, theirs)
         judged.device = str(target)
-        judged.report = _judged(candidate, process, asked, terms, whole, case, lambda: _note_start(judged, start))
+        judged.report = _judged(candidate, process, asked, terms, fully, case, lambda: _note_start(judged, start))
     finally:
         process.end()
         judged.walls, judged.printed = process.walls, process.printed()
@@ -165,9 +165,9 @@ def _note_start(judged: Judged, start: float) -> None:
 def _judged(
     candidate: _Candidate,
     process: Process,
-    asked: CheckOptions,
+    check_options: CheckOptions,
     terms: Mapping[str, str],
-    whole: bool,
+    fully: bool,
     case: str | None,
     started: Callable[[], None],
 ) -> Report:
@@ -179,14 +179,14 @@ def _judged(
         started()
         if case is not None:
             _check_memory([_shapes_of_a_case(spec, case)])
-            return replay_subject(subject, case, edges=asked.edges, promises=asked.promises)
-        asked, words = _on_its_terms(*candidate.on_its_shapes(asked, whole), terms, candidate.target)
-        report = check_subject(subject, asked)
+            return replay_subject(subject, case, edges=check_options.edges, promises=check_options.promises)
+        check_options, words = _on_its_terms(*candidate.on_its_shapes(check_options, fully), terms, candidate.target)
+        report = check_subject(subject, check_options)
         report.concessions += words
     except Ended as e:
         line = candidate.line("").partition(" --case")[0]
         failure = Failure(spec.name, f"before any case: {advised(str(e))}", "", line, e.kind)
-        report = Report(spec.name, candidate.called, asked.seed, failures=[failure])
+        report = Report(spec.name, candidate.called, check_options.seed, failures=[failure])
     except MemoryError:
         raise UnavailableError(
             "judge: the judge's own memory ran out: name smaller calls with --shapes, or free some"
@@ -245,34 +245,34 @@ class _Candidate:
         subject = function_subject(spec, remote, "numpy", None)
         return replace(subject, target=self.target, remote=True, name=self.called, reproduce=self.line)
 
-    def on_its_shapes(self, asked: CheckOptions, whole: bool) -> tuple[CheckOptions, tuple[str, ...]]:
+    def on_its_shapes(self, check_options: CheckOptions, fully: bool) -> tuple[CheckOptions, tuple[str, ...]]:
         """What is asked on the shapes that somebody named, or else those of the problem, cut to quick calls; and what a
         report says of what that leaves out."""
         spec, words = self.spec, tuple[str, ...]()
-        if asked.shapes is not None:
-            _check_extents(asked.shapes)
-            checked_shapes(spec, asked.shapes, self.fixed)
-        shapes = _shapes(spec, asked.shapes, self.theirs, self.places, self.fixed)
-        if shapes and not whole:
+        if check_options.shapes is not None:
+            _check_extents(check_options.shapes)
+            checked_shapes(spec, check_options.shapes, self.fixed)
+        shapes = _shapes(spec, check_options.shapes, self.theirs, self.places, self.fixed)
+        if shapes and not fully:
             shapes, words = _cut(spec, shapes, self.fixed, self.target)
         _check_memory(shapes)
-        dtypes = asked.dtypes
+        dtypes = check_options.dtypes
         if dtypes is None and self.inputs and self.inputs[0].dtype in spec.dtypes:
             dtypes = [self.inputs[0].dtype]
             words = (*words, f"calls are in {dtypes[0]} alone, as the problem's inputs are")
         if self.problem == self.path:
             words = (*words, "its inputs are what the candidate's own file names, and may be easy ones")
-        return replace(asked, dtypes=dtypes, shapes=shapes or None), words
+        return replace(check_options, dtypes=dtypes, shapes=shapes or None), words
 
 
 def _checked_numbers(max_examples: int, seconds: float, seed: int | None) -> int:
     """The seed: one that nobody knows before, where none is named. A table of results by the hashes of inputs would be
     right on a seed that is always the same."""
-    within("max_examples", max_examples, 1, 100_000, whole=True)
+    within("max_examples", max_examples, 1, 100_000, fully=True)
     within("seconds", seconds, 1e-3, 1e6)
     if seed is None:
         return secrets.randbits(32)
-    within("seed", seed, 0, 2**63, whole=True)
+    within("seed", seed, 0, 2**63, fully=True)
     return seed
 
 
@@ -392,18 +392,21 @@ def _of_a_problem(
 
 
 def _on_its_terms(
-    asked: CheckOptions, words: tuple[str, ...], terms: Mapping[str, str], target: Target
+    check_options: CheckOptions, words: tuple[str, ...], terms: Mapping[str, str], target: Target
 ) -> tuple[CheckOptions, tuple[str, ...]]:
     """What is asked, and what a report says of it, of a problem whose own reference, on an accelerator, takes no
     shifted arrays (``aligned``; unless somebody named a layout) or leads infinities elsewhere than the formula
     (``edges``)."""
     if target.platform == HOST.platform:
-        return asked, words
-    if (why := terms.get("aligned")) and asked.layouts is LAYOUTS:
-        asked, words = replace(asked, layouts="contiguous"), (*words, f"no array is shifted: {why}")
-    if (why := terms.get("edges")) and asked.edges:
-        asked, words = replace(asked, edges=False), (*words, f"NaN and infinities may lead elsewhere: {why}")
-    return asked, words
+        return check_options, words
+    if (why := terms.get("aligned")) and check_options.layouts is LAYOUTS:
+        check_options, words = replace(check_options, layouts="contiguous"), (*words, f"no array is shifted: {why}")
+    if (why := terms.get("edges")) and check_options.edges:
+        check_options, words = (
+            replace(check_options, edges=False),
+            (*words, f"NaN and infinities may lead elsewhere: {why}"),
+        )
+    return check_options, words
 
 
 def _check_walls(bounds: Bounds) -> None:
@@ -485,18 +488,21 @@ def _imports(tree: ast.Module, name: str) -> bool:
 def _shapes(
     spec: Spec[Any],
     shapes: Sequence[Mapping[str, Sequence[int]]] | None,
-    theirs: Mapping[str, Sequence[int]],
-    places: Mapping[str, Slot],
+    candidate_shapes: Mapping[str, Sequence[int]],
+    slots: Mapping[str, Slot],
     fixed: Mapping[str, Any],
 ) -> Sequence[Mapping[str, Sequence[int]]]:
     """The calls' shapes in the op's terms, with the optional arrays that were mapped."""
     required = [a.name for a in spec.arrays if not a.optional]
     if shapes is None:
-        if not all(n in theirs for n in required):
+        if not all(n in candidate_shapes for n in required):
             return []
-        views = {n: places[n].views.of_shape(theirs[n]) if n in places else tuple(theirs[n]) for n in required}
+        views = {
+            n: slots[n].views.of_shape(candidate_shapes[n]) if n in slots else tuple(candidate_shapes[n])
+            for n in required
+        }
         shapes = [views]
-    mapped = [a.name for a in spec.arrays if a.optional and a.name in places]
+    mapped = [a.name for a in spec.arrays if a.optional and a.name in slots]
     return [given_optional(spec, s, mapped, fixed) for s in shapes]
 
 

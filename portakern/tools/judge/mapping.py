@@ -37,19 +37,19 @@ class CandidateView:
 
     def of_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The op's shape of a candidate's."""
-        return self.of(np.broadcast_to(np.zeros((), np.int8), tuple(shape))).shape if self.name != "flatten" else (
+        return self.to_op(np.broadcast_to(np.zeros((), np.int8), tuple(shape))).shape if self.name != "flatten" else (
             *shape[: self.args[0] % max(len(shape), 1)], math.prod(shape[self.args[0] % max(len(shape), 1) :])
         )  # fmt: skip
 
-    def of(self, theirs: np.ndarray) -> np.ndarray:
+    def to_op(self, candidate_array: np.ndarray) -> np.ndarray:
         """The op's array of the candidate's."""
         if self.name == "mT":
-            return np.swapaxes(theirs, -1, -2)
+            return np.swapaxes(candidate_array, -1, -2)
         if self.name == "movedim":
-            return np.moveaxis(theirs, *self.args)
+            return np.moveaxis(candidate_array, *self.args)
         if self.name == "flatten":
-            return theirs.reshape(self.of_shape(theirs.shape))
-        return theirs
+            return candidate_array.reshape(self.of_shape(candidate_array.shape))
+        return candidate_array
 
     def back(self, ours: np.ndarray, shape: Sequence[int] | None) -> np.ndarray:
         """The candidate's array of the op's; ``shape``: the candidate's, where axes were flattened."""

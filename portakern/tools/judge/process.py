@@ -57,16 +57,16 @@ class Bounds:
     def __post_init__(self) -> None:
         within("seconds of a call", self.seconds, 1e-3, 1e6)
         within("load_seconds", self.load_seconds, 1e-3, 1e6)
-        within("bytes of memory", self.memory, 1 << 20, 1 << 50, whole=True)
-        within("processes", self.processes, 1, 1 << 22, whole=True)
-        within("file_bytes", self.file_bytes, 1 << 10, 1 << 50, whole=True)
+        within("bytes of memory", self.memory, 1 << 20, 1 << 50, fully=True)
+        within("processes", self.processes, 1, 1 << 22, fully=True)
+        within("file_bytes", self.file_bytes, 1 << 10, 1 << 50, fully=True)
 
 
-def within(what: str, value: Any, least: float, most: float, whole: bool = False) -> None:
+def within(what: str, value: Any, least: float, most: float, fully: bool = False) -> None:
     """SpecError where what somebody asked for is no number, or none of this range."""
-    number = type(value) is int or (type(value) is float and not whole and math.isfinite(value))
+    number = type(value) is int or (type(value) is float and not fully and math.isfinite(value))
     if not number or not least <= value <= most:
-        kind = "a whole number" if whole else "a number"
+        kind = "a whole number" if fully else "a number"
         shown = printable(repr(value) if type(value) is not int or value.bit_length() < 999 else "a longer number")[:60]
         raise SpecError(f"judge: {what}: {shown}; expected {kind} from {least:g} to {most:g}")
 

@@ -39,12 +39,12 @@ class Remote:
         self,
         process: Process,
         spec: Spec[Any],
-        places: Mapping[str, Slot],
+        slots: Mapping[str, Slot],
         fixed: Mapping[str, Any],
-        theirs: Mapping[str, Sequence[int]],
+        shapes: Mapping[str, Sequence[int]],
         signature: inspect.Signature,
     ) -> None:
-        self.process, self.spec, self.places, self.theirs = process, spec, places, theirs
+        self.process, self.spec, self.places, self.theirs = process, spec, slots, shapes
         self.fixed = fixed
         self.__signature__ = signature
         self.ended: Ended | None = None
@@ -74,7 +74,7 @@ class Remote:
         if new:
             self.kept.clear()
         try:
-            return self.asked(arrays, given, sent, new)
+            return self.call_remotely(arrays, given, sent, new)
         except Ended as e:
             self.ended = e
             self.process.end()
@@ -83,7 +83,7 @@ class Remote:
             for name, x in arrays.items():
                 self.returned(name, x, ours[name], *sent[name])
 
-    def asked(
+    def call_remotely(
         self, arrays: Mapping[str, np.ndarray], options: Mapping[str, Any], sent: Mapping[str, Any], new: bool
     ) -> tuple[Any, ...]:
         """The outputs of one call over there."""
@@ -116,13 +116,13 @@ class Remote:
         return self.outputs(told, payload, arrays, call.wants)
 
     def outputs(
-        self, told: Sequence[WireOutput], payload: Sequence[np.ndarray] | None, arrays: Mapping[str, np.ndarray],
-        names: Sequence[str],
+        self, descriptions: Sequence[WireOutput], payload: Sequence[np.ndarray] | None,
+        arrays: Mapping[str, np.ndarray], names: Sequence[str],
     ) -> tuple[Any, ...]:  # fmt: skip
         """The outputs as the checker sees them."""
         found: list[Any] = []
         left = [*(payload or ())]
-        for i, o in enumerate(told):
+        for i, o in enumerate(descriptions):
             name = names[i] if i < len(names) else f"output {i}"
             if o.kind:
                 found.append(type(o.kind, (), {})())
@@ -136,19 +136,19 @@ class Remote:
                 raise Broken(f"{name} is {o.dtype} of shape {o.shape}", "form", LOOKS["form"]) from None
         return tuple(found)
 
-    def placed(self, name: str, value: np.ndarray, told: WireOutput, arrays: Mapping[str, np.ndarray]) -> Any:
+    def placed(self, name: str, value: np.ndarray, description: WireOutput, arrays: Mapping[str, np.ndarray]) -> Any:
         """An output in memory that it shares with what it shared it with over there."""
         place = self.places.get(name)
-        value = place.views.of(value) if place else value
-        inputs = [arrays[n] for n in told.shares if n in arrays and arrays[n].shape == value.shape]
+        value = place.views.to_op(value) if place else value
+        inputs = [arrays[n] for n in description.shares if n in arrays and arrays[n].shape == value.shape]
         if inputs and inputs[0].dtype == value.dtype:
             return inputs[0][...]
-        earlier = [self.kept[i] for i in told.before if i < len(self.kept)]
+        earlier = [self.kept[i] for i in description.before if i < len(self.kept)]
         earlier = [e for e in earlier if e.shape == value.shape and e.dtype == value.dtype]
         if earlier:
             earlier[0][...] = value
             value = earlier[0][...]
-        elif not told.contiguous:
+        elif not description.contiguous:
             wide = np.empty((*value.shape, 2), value.dtype)
             wide[..., 0] = value
             value = wide[..., 0]
@@ -165,26 +165,26 @@ class Remote:
         example = np.broadcast_to(np.zeros((), np.int8), tuple(shape))
         return place.views.back(example, self.theirs.get(name)).shape
 
-    def sent(self, name: str, x: np.ndarray, ours: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def sent(self, name: str, x: np.ndarray, array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(a memory, the view of it that the candidate gets) of an array, whose own memory that is unless the candidate
         sees it otherwise."""
         place = self.places.get(name)
         if place is None or not place.views.name:
-            return ours, x
+            return array, x
         theirs = place.views.back(x, self.theirs.get(name))
         if x.flags.c_contiguous and theirs.flags.c_contiguous and np.may_share_memory(x, theirs):
-            return ours, theirs
-        beside = BESIDE if ours.nbytes > x.nbytes else 0
+            return array, theirs
+        beside = BESIDE if array.nbytes > x.nbytes else 0
         memory = np.full(theirs.size + 2 * beside, np.nan if x.dtype.kind not in "iub" else 119, x.dtype)
         view = memory[beside : beside + theirs.size].reshape(theirs.shape)
         view[...] = theirs
         return memory.view(np.uint8), view
 
-    def returned(self, name: str, x: np.ndarray, ours: np.ndarray, memory: np.ndarray, view: np.ndarray) -> None:
+    def returned(self, name: str, x: np.ndarray, array: np.ndarray, memory: np.ndarray, view: np.ndarray) -> None:
         """What the candidate did to a memory of which the array is a view, done to the array."""
-        if memory is ours:
+        if memory is array:
             return
-        values = self.places[name].views.of(view)
+        values = self.places[name].views.to_op(view)
         if not same_bits(values, x):
             x[...] = values
         beside = (memory.nbytes // view.itemsize - view.size) // 2
@@ -192,7 +192,7 @@ class Remote:
         poison = around[:beside], around[beside + view.size :]
         fresh = np.full(beside, np.nan if x.dtype.kind not in "iub" else 119, x.dtype)
         if beside and not all(same_bits(p, fresh) for p in poison):
-            ours[0] ^= 255
+            array[0] ^= 255
 
 
 def _memory(x: np.ndarray) -> np.ndarray:
@@ -206,7 +206,7 @@ def _where(memory: np.ndarray) -> tuple[int, int]:
     return memory.ctypes.data, memory.nbytes
 
 
-def signature_of(spec: Spec[Any], parameters: Any, places: Mapping[str, Slot], who: str) -> inspect.Signature:
+def signature_of(spec: Spec[Any], parameters: Any, slots: Mapping[str, Slot], who: str) -> inspect.Signature:
     """Which of the op's arguments a candidate takes: those that were mapped, else those that it names.
 
     Raises:
@@ -214,12 +214,12 @@ def signature_of(spec: Spec[Any], parameters: Any, places: Mapping[str, Slot], w
     """
     required = [a.name for a in spec.arrays if not a.optional]
     known = {a.name for a in spec.arrays if a.optional} | {o.name for o in spec.options}
-    if any(p.position is not None or p.keyword or p.parameter for p in places.values()):
-        lacks = [n for n in required if n not in places]
+    if any(p.position is not None or p.keyword or p.parameter for p in slots.values()):
+        lacks = [n for n in required if n not in slots]
         if lacks:
             raise SpecError(f"judge: --map lacks {lacks[0]}, which every {spec.name} has: add {lacks[0]}=0")
-        taken = known & {*places}
-        always = {n for n in taken if places[n].parameter}  # else a module keeps what it was given before
+        taken = known & {*slots}
+        always = {n for n in taken if slots[n].parameter}  # else a module keeps what it was given before
     else:
         unknown = [(n, "POSITIONAL_OR_KEYWORD", True) for n in required]  # what is built in does not say
         taken, always = _named_by(spec, required, known, parameters or unknown, who)

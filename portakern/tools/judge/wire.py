@@ -57,39 +57,39 @@ def _none(name: str) -> Any:
     raise ValueError(f"its header holds {name}")
 
 
-def words(told: Mapping[str, Any], name: str, limit: int) -> str:
+def words(message: Mapping[str, Any], name: str, limit: int) -> str:
     """A text of a header as it may be printed, cut to so many letters."""
-    return printable(_is(str, told.get(name, ""), name)[:limit])
+    return printable(_is(str, message.get(name, ""), name)[:limit])
 
 
-def outputs(told: Mapping[str, Any]) -> list[WireOutput]:
+def outputs(message: Mapping[str, Any]) -> list[WireOutput]:
     """What is told of the outputs of a call."""
-    return [_output(_is(dict, o, "an output")) for o in _list(told.get("outputs"), OUTPUTS, "outputs")]
+    return [_output(_is(dict, o, "an output")) for o in _list(message.get("outputs"), OUTPUTS, "outputs")]
 
 
 def _output(o: Mapping[str, Any]) -> WireOutput:
     if "type" in o:
         return WireOutput(kind=words(o, "type", 60) or "?")
-    shape, dtype, size = _shape(o.get("shape")), words(o, "dtype", 40), _whole(o.get("bytes"), EXTENT, "bytes")
+    shape, dtype, size = _shape(o.get("shape")), words(o, "dtype", 40), _integer(o.get("bytes"), EXTENT, "bytes")
     if dtype in DTYPES and size != math.prod(shape) * DTYPES[dtype].numpy.itemsize:
         raise ValueError(f"an output of {dtype} {shape} has {size} bytes")
     shares = tuple(_is(str, n, "shares") for n in _list(o.get("shares", []), NAMES, "shares"))
-    before = tuple(_whole(n, EXTENT, "before") for n in _list(o.get("before", []), NAMES, "before"))
+    before = tuple(_integer(n, EXTENT, "before") for n in _list(o.get("before", []), NAMES, "before"))
     return WireOutput("", dtype, shape, _is(bool, o.get("contiguous"), "contiguous"), size, shares, before)
 
 
-def inputs(told: Mapping[str, Any]) -> list[Input]:
+def inputs(message: Mapping[str, Any]) -> list[Input]:
     """The inputs that a problem names."""
-    found = (_is(dict, i, "an input") for i in _list(told.get("inputs", []), NAMES, "inputs"))
+    found = (_is(dict, i, "an input") for i in _list(message.get("inputs", []), NAMES, "inputs"))
     return [Input(_shape(i.get("shape")), words(i, "dtype", 40)) for i in found]
 
 
-def parameters(told: Mapping[str, Any]) -> list[tuple[str, str, bool]] | None:
+def parameters(message: Mapping[str, Any]) -> list[tuple[str, str, bool]] | None:
     """(name, kind, whether it has no default) of a candidate's parameters; None where it does not say."""
-    if told.get("parameters") is None:
+    if message.get("parameters") is None:
         return None
     found = []
-    for p in _list(told["parameters"], NAMES, "parameters"):
+    for p in _list(message["parameters"], NAMES, "parameters"):
         name, kind, lone = _list(p, 3, "a parameter")
         if not _is(str, name, "a parameter").isidentifier():
             raise ValueError(f"{printable(name)[:40]} is no parameter")
@@ -109,11 +109,11 @@ def _list(value: Any, most: int, what: str) -> list[Any]:
     return list(value)
 
 
-def _whole(value: Any, most: int, what: str) -> int:
+def _integer(value: Any, most: int, what: str) -> int:
     if not 0 <= _is(int, value, what) <= most:
         raise ValueError(f"{what}: {printable(value)[:40] if value.bit_length() < 999 else 'a number'} of none")
     return int(value)
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(_whole(n, EXTENT, "an extent") for n in _list(value, AXES, "a shape"))
+    return tuple(_integer(n, EXTENT, "an extent") for n in _list(value, AXES, "a shape"))

@@ -212,7 +212,7 @@ def parse(text: str) -> list[Counted]:
         number = _number(value)
         if number is not None:
             counted[metric] = number * TO_BASE.get(unit.lower(), 1.0)
-    return _together(launches)
+    return _by_kernel(launches)
 
 
 def _cells(header: Sequence[str], rows: list[list[str]]) -> Iterator[tuple[tuple[str, str], str, str, str]]:
@@ -241,7 +241,7 @@ def _number(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _together(launches: Mapping[tuple[str, str], Mapping[str, float]]) -> list[Counted]:
+def _by_kernel(launches: Mapping[tuple[str, str], Mapping[str, float]]) -> list[Counted]:
     """The launches of each kernel as one: sums, and means that count a launch by its time."""
     kernels: dict[str, list[Mapping[str, float]]] = {}
     for (_, name), metrics in launches.items():

@@ -101,12 +101,12 @@ def _same(a: str, b: str) -> bool:
     return a == b or a in b.replace("<", " ").split() or b in a.replace("<", " ").split()
 
 
-def _timed(us: float | None, whole: float) -> list[Fact]:
+def _timed(us: float | None, total: float) -> list[Fact]:
     if us is None:
         return []
     return [
         Fact("time", us, "us", TIMES),
-        Fact("share of the call's time", 100 * us / whole if whole else 0, "%", TIMES),
+        Fact("share of the call's time", 100 * us / total if total else 0, "%", TIMES),
     ]
 
 
@@ -155,12 +155,12 @@ def _narrowest(kernel: Kernel, hardware: Hardware | None) -> list[Fact]:
 
 
 def _bound(
-    counters: Counted | None, forms: Sequence[Kernel], us: float | None, whole: float, ceiling: Ceiling | None
+    counters: Counted | None, forms: Sequence[Kernel], us: float | None, total: float, ceiling: Ceiling | None
 ) -> str:
     """What a kernel waits for, in words: by its counters; else, if it is nearly all of the call, by the roof."""
     hints = [f"{k.spills} bytes a thread are spilled" for k in forms if k.spills]
     hints += ["its matrix instructions wait for each other" for k in forms if k.serialised]
-    return "; ".join([_by_counters(counters) or _by_roof(us, whole, ceiling), *dict.fromkeys(hints)])
+    return "; ".join([_by_counters(counters) or _by_roof(us, total, ceiling), *dict.fromkeys(hints)])
 
 
 def _by_counters(counters: Counted | None) -> str | None:
@@ -174,10 +174,10 @@ def _by_counters(counters: Counted | None) -> str | None:
     return f"latency{stall}; the nearest limit is {COUNTED[name].name}, {percent:.0f} % of the peak"
 
 
-def _by_roof(us: float | None, whole: float, ceiling: Ceiling | None) -> str:
+def _by_roof(us: float | None, total: float, ceiling: Ceiling | None) -> str:
     if not us or ceiling is None:
         return "not known: nothing was run" if not us else "not known: no roof was measured"
-    if us < ALONE * whole:
+    if us < ALONE * total:
         return "not known without counters: the roof is of the whole call, and this is a part of it"
     share, what = ceiling.us / us, ceiling.what
     if share >= NEAR:

@@ -66,43 +66,43 @@ class CallProfile:
         return [{**whole, **kernel.to_dict()} for kernel in self.kernels]
 
 
-def ahead(of: ProfileRequest, target: str) -> CallProfile:
+def ahead(request: ProfileRequest, target: str) -> CallProfile:
     """What a compiler and the spec say of a call on a chip that need not be here.
 
     Raises:
       SpecError: the target is unknown, or the op has no such call. UnsupportedError: no backend compiles it for that.
     """
-    hardware, case = targets.find(target), of.case
-    named = registry.backend(of.backend) if of.backend else None
-    found = abstract.compilers(of.op, hardware, named, of.variant)
+    hardware, case = targets.find(target), request.case
+    named = registry.backend(request.backend) if request.backend else None
+    found = abstract.compilers(request.op, hardware, named, request.variant)
     if not found:
         who = "".join(f"; {why}" for why in abstract.uncompiled([hardware], named))
-        who = f"; {of.backend!r} was named{who}" if named else who
-        raise UnsupportedError(f"profile: no backend compiles {of.op} for {hardware.name} ahead of time{who}")
+        who = f"; {request.backend!r} was named{who}" if named else who
+        raise UnsupportedError(f"profile: no backend compiles {request.op} for {hardware.name} ahead of time{who}")
     framework = frameworks()[found[0][0].framework]
-    call = abstract.bound_form(registry.find_spec(of.op), case.form, framework, hardware.target)
-    built = lower(call, Choice(named, of.variant), target)
+    call = abstract.bind_signature(registry.find_spec(request.op), case.signature, framework, hardware.target)
+    built = lower(call, Choice(named, request.variant), target)
     if not built.kernels:
         raise UnsupportedError(f"profile: {call!r} for {hardware.name}: {built.reason}")
     kernels = kernels_of(built.kernels, [], [], None, hardware)
     facts = [*_declared(call), *_least(call, hardware)]
     why = "nothing was run: leave --target out on a machine with the GPU"
-    return CallProfile(of.op, call.dtype, repr(call), hardware.target, built.backend, built.variant, kernels, facts,
+    return CallProfile(request.op, call.dtype, repr(call), hardware.target, built.backend, built.variant, kernels, facts,
                    dict.fromkeys((TIMES, ROOF, NCU), why))  # fmt: skip
 
 
-def here(of: ProfileRequest, count: bool = True) -> CallProfile:
+def here(request: ProfileRequest, count: bool = True) -> CallProfile:
     """The call on the best device here that its backend compiles for: times, roof, the compiler's report, and, if
     ``count``, counters.
 
     Raises:
       UnsupportedError, UnavailableError: there is no such device, or the call is refused.
     """
-    entry, target = of.made()
-    return looked_at(of, entry, target, count)
+    entry, target = request.made()
+    return looked_at(request, entry, target, count)
 
 
-def looked_at(of: ProfileRequest, entry: ReadyCall, target: targets.Target, count: bool) -> CallProfile:
+def looked_at(request: ProfileRequest, entry: ReadyCall, target: targets.Target, count: bool) -> CallProfile:
     """The profile of a call that was made ready on a device."""
     call, instruments = entry.call, entry.instruments
     absent: dict[str, str] = {}
@@ -110,9 +110,9 @@ def looked_at(of: ProfileRequest, entry: ReadyCall, target: targets.Target, coun
     if not samples:
         absent[TIMES] = f"{entry.framework.title} tells no kernel's time on {target}"
     ceiling = roof.ceiling(call, roof.measure(instruments, instruments.recorder, ROUNDS))
-    built = _report(entry, target, of, absent)
+    built = _report(entry, target, request, absent)
     instruments.release()
-    counted = _counted(of, target, absent) if count else []
+    counted = _counted(request, target, absent) if count else []
     hardware = targets.family(target.arch)
     kernels = kernels_of(built.kernels if built else [], samples, counted, ceiling, hardware)
     whole = whole_of(samples)
@@ -123,12 +123,12 @@ def looked_at(of: ProfileRequest, entry: ReadyCall, target: targets.Target, coun
         facts.append(Fact("time of its kernels", whole, "us", TIMES))
     if ceiling and whole:
         facts.append(Fact("share of the roof", 100 * ceiling.us / whole, "%", ROOF))
-    variant = built.variant if built else of.variant
-    return CallProfile(of.op, call.dtype, repr(call), target, entry.contender.backend.name, variant, kernels, facts,
+    variant = built.variant if built else request.variant
+    return CallProfile(request.op, call.dtype, repr(call), target, entry.contender.backend.name, variant, kernels, facts,
                    absent)  # fmt: skip
 
 
-def _counted(of: ProfileRequest, target: targets.Target, absent: dict[str, str]) -> list[counters.Counted]:
+def _counted(request: ProfileRequest, target: targets.Target, absent: dict[str, str]) -> list[counters.Counted]:
     """The counters; why there are none goes to ``absent``."""
     ncu = counters.find()
     try:
@@ -136,14 +136,14 @@ def _counted(of: ProfileRequest, target: targets.Target, absent: dict[str, str])
             raise counters.NotCounted(f"it reads NVIDIA's GPUs, and this is {target}")
         if ncu is None:
             raise counters.NotCounted(counters.MISSING)
-        return counters.collect(ncu, command(of), COUNTING, os.environ)
+        return counters.collect(ncu, command(request), COUNTING, os.environ)
     except counters.NotCounted as e:
         absent[NCU] = str(e)
         return []
 
 
-def _report(entry: ReadyCall, target: targets.Target, of: ProfileRequest, absent: dict[str, str]) -> Build | None:
-    choice = Choice(entry.contender.backend, of.variant, dict(entry.tiling))
+def _report(entry: ReadyCall, target: targets.Target, request: ProfileRequest, absent: dict[str, str]) -> Build | None:
+    choice = Choice(entry.contender.backend, request.variant, dict(entry.tiling))
     try:
         built = lower(entry.call, choice, target.arch)
     except (SpecError, UnsupportedError, UnavailableError) as e:

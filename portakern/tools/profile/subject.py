@@ -18,7 +18,7 @@ from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.testing import backend_variants
 from portakern.tools.bench.contenders import ELSE, CallNotTaken, Contender, ReadyCall, here, ready
 from portakern.tools.bench.inputs import make
-from portakern.tools.bench.suites import TimedCase, asked
+from portakern.tools.bench.suites import TimedCase, requested_cases
 from portakern.tools.bench.trial import of_gradient
 
 __all__ = ["ProfileRequest", "command", "main", "marked"]
@@ -45,7 +45,7 @@ class ProfileRequest:
         spec = registry.find_spec(self.op)
         if self.dtype not in spec.dtypes:
             raise SpecError(f"{self.op}: dtype {self.dtype!r} is none of {', '.join(spec.dtypes)}")
-        return next(c for c in asked(self.op, self.shape, [self.dtype], True) if c.timed == self.op)
+        return next(c for c in requested_cases(self.op, self.shape, [self.dtype], True) if c.timed == self.op)
 
     def made(self) -> tuple[ReadyCall, Target]:
         """The call on arrays of a device here, by whoever serves it.
@@ -100,9 +100,9 @@ def marked() -> Iterator[None]:
         driver.cuProfilerStop()
 
 
-def command(of: ProfileRequest) -> list[str]:
+def command(request: ProfileRequest) -> list[str]:
     """What runs the call in a process of its own."""
-    return [sys.executable, "-m", "portakern.tools.profile.subject", json.dumps(asdict(of))]
+    return [sys.executable, "-m", "portakern.tools.profile.subject", json.dumps(asdict(request))]
 
 
 def main(text: str) -> None:

@@ -75,7 +75,7 @@ def survey(
     that it has to say; else what a launch finds then."""
     assert on.hardware is not None
     way = "survey" if on.is_here or not launches_find_it(on) else "build"
-    parts = case.spec, on.backend, on.family, on.hardware, case.form
+    parts = case.spec, on.backend, on.family, on.hardware, case.signature
     jobs = {Job(*parts, tiling=dict(t), quick=quick, way=way): t for t in tilings}
     for job, built in pool.run([*jobs]):
         yield frozen(jobs[job]), built
@@ -107,7 +107,7 @@ class StaticBench:
     def __post_init__(self) -> None:
         assert self.on.hardware is not None
         spec, impl = self.case.spec, self.on.impl
-        self.call, _ = abstract_call(spec, impl, self.case.form, self.on.hardware, {})
+        self.call, _ = abstract_call(spec, impl, self.case.signature, self.on.hardware, {})
 
     def build(self, tilings: Sequence[Tiling]) -> None:
         """Have tilings compiled beside each other."""

@@ -21,7 +21,7 @@ from portakern.core.framework import host_framework
 from portakern.core.targets import HOST
 from portakern.errors import SpecError
 from portakern.tools.bench.suites import TimedCase
-from portakern.tools.compile.abstract import bound_form
+from portakern.tools.compile.abstract import bind_signature
 
 __all__ = ["draw", "families"]
 
@@ -68,8 +68,8 @@ def draw(family: str, count: int, seed: int, dtypes: Sequence[str]) -> list[Time
 
 
 def _fits(case: TimedCase, rule: Mapping[str, Any]) -> bool:
-    call = bound_form(case.spec, case.form, host_framework(), HOST)
-    shapes = [shape for shape, _, _ in case.form["arrays"].values()] + [s for s, _ in call.outputs.values()]
+    call = bind_signature(case.spec, case.signature, host_framework(), HOST)
+    shapes = [shape for shape, _, _ in case.signature["arrays"].values()] + [s for s, _ in call.outputs.values()]
     elements = max(math.prod(s) for s in shapes)
     return elements <= rule["most_elements"] and call.flops <= rule["most_flops"]
 

@@ -61,7 +61,7 @@ def tune(
     groups: Sequence[Group],
     plan: SearchPlan,
     pool: Pool,
-    told: Callbacks,
+    callbacks: Callbacks,
     *,
     ship: bool = False,
     write: bool = True,
@@ -90,14 +90,14 @@ def tune(
                         ahead.begin(g)
                 share = _share(plan, len(groups) - i)
                 try:
-                    finding = tune_group(group, share, partial(ahead.bench, group), journal, told.progress)
+                    finding = tune_group(group, share, partial(ahead.bench, group), journal, callbacks.progress)
                 except UnsupportedError as e:
-                    told.refused(group, str(e))
+                    callbacks.refused(group, str(e))
                     continue
                 found.append(finding)
                 if write and finding.best is not None:
                     _keep(finding, ship)
-                told.found(finding)
+                callbacks.found(finding)
     finally:
         for journal in journals.values():
             journal.close()

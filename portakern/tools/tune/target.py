@@ -75,7 +75,7 @@ def tune_targets(spec: Spec[Any], target: str | None, backend: str | None, varia
     if variant:
         for b in among:
             b.check_variant(variant)
-    found = [p for b in among if not b.oracle and not b.unavailable() for p in _of(b, spec, target, variant)]
+    found = [p for b in among if not b.oracle and not b.unavailable() for p in _targets_of(b, spec, target, variant)]
     lacks = [why for p in found if not p.is_here and (why := _no_compiler(p))]
     if lacks and len(lacks) == len(found):
         raise UnavailableError(f"tune: {'; '.join(dict.fromkeys(lacks))}")
@@ -109,7 +109,7 @@ def _no_compiler(on: TuneTarget) -> str | None:
     return on.family.load_compiler().unavailable(on.hardware)
 
 
-def _of(b: Backend, spec: Spec[Any], target: str | None, variant: str | None) -> Iterator[TuneTarget]:
+def _targets_of(b: Backend, spec: Spec[Any], target: str | None, variant: str | None) -> Iterator[TuneTarget]:
     framework = frameworks()[b.framework]
     try:
         framework.load()

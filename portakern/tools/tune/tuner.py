@@ -21,7 +21,7 @@ from portakern.core.call import Call
 from portakern.core.tilings import Row
 from portakern.errors import SpecError, UnsupportedError
 from portakern.tools.bench.suites import TimedCase
-from portakern.tools.compile.abstract import bound_form
+from portakern.tools.compile.abstract import bind_signature
 from portakern.tools.tune import store
 from portakern.tools.tune.benches import Bench
 from portakern.tools.tune.journal import Journal
@@ -139,7 +139,7 @@ def _key(case: TimedCase, on: TuneTarget) -> Mapping[str, Any]:
 
 def _form_call(case: TimedCase, on: TuneTarget) -> Call:
     """The call on arrays of one element, stretched: its form, for keys and for what is shipped."""
-    return bound_form(case.spec, case.form, on.framework, on.target, on.interpret)
+    return bind_signature(case.spec, case.signature, on.framework, on.target, on.interpret)
 
 
 class _Opening(NamedTuple):

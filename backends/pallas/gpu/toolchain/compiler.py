@@ -128,10 +128,10 @@ def _name(path: Path) -> str:
     return path.name.partition(".")[0].rpartition("_")[0]
 
 
-def _resources_of(code: Path, told: set[Path]) -> Path:
+def _resources_of(code: Path, dumped: set[Path]) -> Path:
     """What was told of a kernel's resources. It is told when the kernel is lowered and its code when XLA compiles it,
     which from jax 0.12 on goes through kernels in another order: of those of one name the first is the first."""
-    of_name = sorted((p for p in told if _name(p) == _name(code)), key=_number)
+    of_name = sorted((p for p in dumped if _name(p) == _name(code)), key=_number)
     places = [p for p in of_name if p.suffix == ".ptx"]
     return [p for p in of_name if p.name.endswith(".resources.txt")][places.index(code)]
 

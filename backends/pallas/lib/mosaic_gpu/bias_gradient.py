@@ -240,11 +240,11 @@ def bring_bias(ref: Refs, plan: BiasPlan, block: BiasTile) -> None:
         return
     for c in range(CONSUMERS):
         for part in range(len(plan.parts)):
-            there = here.at[_places(plan, block, c, part)]
+            there = here.at[_query_and_key_rows(plan, block, c, part)]
             plgpu.copy_gmem_to_smem(there, ref.tile.copied.at[c, part], ref.bias_arrived)
 
 
-def _places(plan: BiasPlan, block: BiasTile, consumer: Any, part: int) -> tuple[Any, Any]:
+def _query_and_key_rows(plan: BiasPlan, block: BiasTile, consumer: Any, part: int) -> tuple[Any, Any]:
     """The queries, and the keys, of a buffer for a part of a tile."""
     rows = pl.ds(block.first * QUERIES + consumer * ROWS, ROWS)
     return rows, pl.ds(block.j * KEYS + plan.parts[part].start, plan.pairs.streamed.tile)
@@ -358,7 +358,7 @@ def write(ref: Refs, plan: BiasPlan, warpgroup: Any, block: BiasTile, sums: tupl
         ref.tile.tiled[warpgroup, part] = total.astype(plan.dtype)
     plgpu.commit_smem()
     for part in range(len(sums)):
-        there = ref.d_bias.at[block.batch, block.head].at[_places(plan, block, warpgroup, part)]
+        there = ref.d_bias.at[block.batch, block.head].at[_query_and_key_rows(plan, block, warpgroup, part)]
         plgpu.copy_smem_to_gmem(ref.tile.copied.at[warpgroup, part], there)
 
 
@@ -376,7 +376,7 @@ def write_row(ref: Refs, plan: BiasPlan, warpgroup: Any, block: BiasTile, sums: 
         plgpu.barrier_wait(ref.handed_over)
         for part, total in enumerate(sums):
             row = jnp.sum(total + plgpu.load(ref.handed.at[part], layout=TILE), axis=0)
-            keys = _places(plan, block, 0, part)[1]
+            keys = _query_and_key_rows(plan, block, 0, part)[1]
             store(ref.d_bias.at[block.batch, block.head, 0, keys], row.astype(plan.dtype))
 
 

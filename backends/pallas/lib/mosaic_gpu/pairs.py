@@ -302,7 +302,7 @@ def weights(
     s = s if plan.factor is None else s * plan.factor
     if bias is None and "bias" in ref:
         query_head = tile.head if plan.by_query else head
-        bias = bias_tile(ref.bias, tile.batch, query_head, *places(plan, place), plan.by_query)
+        bias = bias_tile(ref.bias, tile.batch, query_head, *resident_and_streamed_rows(plan, place), plan.by_query)
     shift = beside(plan, lse[0], s.shape)
     apart = s * rate_of(plan.unit) - shift if bias is None else (s + bias) - shift
     if cut:
@@ -328,7 +328,7 @@ def slopes(plan: AttentionGradientPlan, delta: Any, p: Any, t: Any, d_p: Any) ->
     return d_s if t is None else d_s * (1.0 - t * t)
 
 
-def places(plan: AttentionGradientPlan, place: Place) -> tuple[Any, Any]:
+def resident_and_streamed_rows(plan: AttentionGradientPlan, place: Place) -> tuple[Any, Any]:
     """The resident rows, and the streamed ones, of a tile."""
     warpgroup, tile, _, j, _ = place
     return pl.ds((quotient(tile.row, ROWS) + warpgroup) * ROWS, ROWS), pl.ds(j * plan.streamed.tile, plan.streamed.tile)
@@ -342,7 +342,7 @@ def beside(plan: AttentionGradientPlan, number: Any, shape: tuple[int, int]) -> 
 def shares_segment(ref: Refs, plan: AttentionGradientPlan, place: Place) -> Any:
     """Which pairs of a tile share a segment."""
     of_rows, of_columns = getattr(ref, plan.resident.ids), getattr(ref, plan.streamed.ids)
-    return same_segment(of_rows, of_columns, place[1].batch, *places(plan, place))
+    return same_segment(of_rows, of_columns, place[1].batch, *resident_and_streamed_rows(plan, place))
 
 
 def kept(ref: Refs, plan: AttentionGradientPlan, place: Place, unseen: float, *tiles: Any) -> tuple[Any, ...]:

@@ -183,10 +183,10 @@ class BlockWalk(NamedTuple):
         lengths = (self.block_n, self.block_rows) if self.along == 0 else (self.block_rows, self.block_n)
         return jax.ShapeDtypeStruct((self.grid[-1], *lengths), dtype)
 
-    def has_room(self, call: Call, held: VmemUse) -> bool:
+    def has_room(self, call: Call, vmem_use: VmemUse) -> bool:
         """Whether rows that take two sweeps are kept, of as many arrays as an op can read."""
-        kept = (held.streamed - 1) * self.grid[-1] * self.elements * jnp.dtype(call.dtype).itemsize
-        return self.sweeps == 1 or held.bytes(call, self.elements) + kept <= vmem_limit(call)
+        kept = (vmem_use.streamed - 1) * self.grid[-1] * self.elements * jnp.dtype(call.dtype).itemsize
+        return self.sweeps == 1 or vmem_use.bytes(call, self.elements) + kept <= vmem_limit(call)
 
     def weights(self, in_every_sweep: bool) -> pl.BlockSpec:
         """The blocks of one row (1, n) that is read beside every row block, in every sweep or in the last one alone."""
@@ -265,7 +265,7 @@ class BlockWalk(NamedTuple):
 
     # What a TPU refuses
 
-    def refused(self, call: Call, tiling: Mapping[str, int], held: VmemUse) -> str | None:
+    def refused(self, call: Call, tiling: Mapping[str, int], vmem_use: VmemUse) -> str | None:
         """Why a TPU cannot walk like this, or None. Only blocks of the least number of rows, of those that are turned
         as many as there are lanes, may ask for more VMEM than a kernel gets unasked: code of larger ones would take
         minutes to compile."""
@@ -274,7 +274,7 @@ class BlockWalk(NamedTuple):
         return (
             dtype_refused(call)
             or off_grid("block_rows", tiling["block_rows"], self.height, least)
-            or over_vmem(call, held.bytes(call, self.elements), "block_rows or block_n", limit)
+            or over_vmem(call, vmem_use.bytes(call, self.elements), "block_rows or block_n", limit)
         )
 
 
@@ -411,7 +411,7 @@ class RowScalar:
         self.value = value
 
 
-def row_tiling(call: Call, n: int, along: int, held: VmemUse) -> dict[str, int]:
+def row_tiling(call: Call, n: int, along: int, vmem_use: VmemUse) -> dict[str, int]:
     """Blocks of whole rows of n elements, so many as fit what a kernel gets of VMEM unasked; where that holds none, the
     least number that there is, and of a row as much as the chip allows. Of n, dtype and chip alone.
 
@@ -426,7 +426,7 @@ def row_tiling(call: Call, n: int, along: int, held: VmemUse) -> dict[str, int]:
         whole = max(limit, whole * 3 // 4)
 
     def needed(block_rows: int, block_n: int) -> int:
-        return held.bytes(call, block_rows * even_block(n, block_n, of_n))
+        return vmem_use.bytes(call, block_rows * even_block(n, block_n, of_n))
 
     block_n = next(v for v in parts.values if v >= min(n, parts.hi))
     if needed(least, block_n) > whole:
@@ -439,9 +439,9 @@ def row_tiling(call: Call, n: int, along: int, held: VmemUse) -> dict[str, int]:
 STEP = 600  # cycles that a step of the grid waits beyond its memory, about: by libtpu's estimates 400 to 1500
 
 
-def cycles(call: Call, walk: BlockWalk, held: VmemUse, hardware: Hardware) -> float:
+def cycles(call: Call, walk: BlockWalk, vmem_use: VmemUse, hardware: Hardware) -> float:
     """About how long a walk takes: each core its blocks of rows, of which the first are moved while nothing is done."""
-    cores, size = hardware.cores or 1, held.streamed * jnp.dtype(call.dtype).itemsize
+    cores, size = hardware.cores or 1, vmem_use.streamed * jnp.dtype(call.dtype).itemsize
     moved = walk.elements * size * cores * (hardware.clock or 0.0) / (hardware.bandwidth or math.inf)
     *blocks, sweeps, steps = walk.grid
     return pl.cdiv(math.prod(blocks), cores) * steps * (moved + sweeps * STEP) + moved
@@ -450,7 +450,7 @@ def cycles(call: Call, walk: BlockWalk, held: VmemUse, hardware: Hardware) -> fl
 def fitted(
     call: Call,
     tiling: Mapping[str, int],
-    held: VmemUse,
+    vmem_use: VmemUse,
     default: Callable[[Call, VmemUse], Mapping[str, int]],
     walk_of: Callable[[Call, Mapping[str, int]], BlockWalk],
 ) -> Mapping[str, int]:
@@ -462,7 +462,7 @@ def fitted(
         return tiling
     turned = walk_of(call, {**tiling, "block_rows": LANES}).stored is not None
     among: tuple[int, ...] = ()
-    if dict(tiling) == default(call, held):
+    if dict(tiling) == default(call, vmem_use):
         among = tuple(v for v in call.spec.tiling["block_rows"].values[::-1] if not turned or v % LANES == 0)
     elif turned and asked % LANES:
         among = (LANES,)
@@ -471,21 +471,21 @@ def fitted(
         for v in among:
             other = {**tiling, "block_rows": v}
             walk = walk_of(call, other)
-            if walk.refused(call, other, held) is None and (v <= asked or walk.has_room(call, held)):
-                found[v] = cycles(call, walk, held, hardware)
+            if walk.refused(call, other, vmem_use) is None and (v <= asked or walk.has_room(call, vmem_use)):
+                found[v] = cycles(call, walk, vmem_use, hardware)
     best = min(found, key=lambda v: (found[v], v != asked), default=asked)
     return tiling if best == asked else {**tiling, "block_rows": best}
 
 
 def refused(
-    call: Call, tiling: Mapping[str, int], held: VmemUse, walk_of: Callable[[Call, Mapping[str, int]], BlockWalk]
+    call: Call, tiling: Mapping[str, int], vmem_use: VmemUse, walk_of: Callable[[Call, Mapping[str, int]], BlockWalk]
 ) -> str | None:
     """Why a TPU cannot walk rows in such blocks, or None."""
-    return walk_of(call, tiling).refused(call, tiling, held)
+    return walk_of(call, tiling).refused(call, tiling, vmem_use)
 
 
 def in_walks(
-    held: VmemUse,
+    vmem_use: VmemUse,
     key: Callable[[Call], Mapping[str, str | int]],
     default: Callable[[Call, VmemUse], Mapping[str, int]],
     walk_of: Callable[[Call, Mapping[str, int]], BlockWalk],
@@ -493,9 +493,9 @@ def in_walks(
     """What an op that walks rows and holds so much declares beside its function."""
     return {
         "key": key,
-        "tiling": lambda call: default(call, held),
-        "fit": partial(fitted, held=held, default=default, walk_of=walk_of),
-        "supports": partial(refused, held=held, walk_of=walk_of),
+        "tiling": lambda call: default(call, vmem_use),
+        "fit": partial(fitted, vmem_use=vmem_use, default=default, walk_of=walk_of),
+        "supports": partial(refused, vmem_use=vmem_use, walk_of=walk_of),
     }
 
 
@@ -503,7 +503,7 @@ def launched(
     call: Call,
     kernel: Callable[..., Phases | None],
     walk: BlockWalk,
-    held: VmemUse,
+    vmem_use: VmemUse,
     *,
     rows: Mapping[str, jax.Array],
     late: Mapping[str, jax.Array] = MappingProxyType({}),
@@ -525,7 +525,7 @@ def launched(
     are an estimate for XLA, no more.
     """
     shape, size = next(iter(rows.values())).shape, math.prod(walk.shape)
-    walk, keeps, vmem = _keeping(call, walk, held, rows)
+    walk, keeps, vmem = _keeping(call, walk, vmem_use, rows)
     by_rows = {name: (walk.viewed(array), walk.read()) for name, array in rows.items()}
     by_rows |= {name: (walk.viewed(array), walk.in_last_sweep()) for name, array in late.items()}
     reads = len(rows) * (1 if walk.kept else walk.sweeps) + len(late)
@@ -562,11 +562,11 @@ def launched(
 
 
 def _keeping(
-    call: Call, walk: BlockWalk, held: VmemUse, rows: Mapping[str, jax.Array]
+    call: Call, walk: BlockWalk, vmem_use: VmemUse, rows: Mapping[str, jax.Array]
 ) -> tuple[BlockWalk, dict[str, jax.ShapeDtypeStruct], int]:
     """The walk, which keeps what sweep 0 reads where VMEM has room for that; what is kept, by name; and the bytes of
     VMEM that a step needs."""
-    vmem = held.bytes(call, walk.elements)
+    vmem = vmem_use.bytes(call, walk.elements)
     keeps = {f"kept_{name}": walk.keeps(x.dtype) for name, x in rows.items()} if walk.sweeps > 1 else {}
     room = vmem + sum(math.prod(form.shape) * form.dtype.itemsize for form in keeps.values())
     if not keeps or room > vmem_limit(call):

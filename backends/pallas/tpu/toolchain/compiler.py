@@ -34,7 +34,7 @@ from portakern.core.machine_code import Compiled, Kernel
 from portakern.core.targets import Hardware, Target
 from portakern.errors import UnsupportedError
 from portakern.tools.compile import cache
-from portakern.tools.compile.abstract import form_of
+from portakern.tools.compile.abstract import signature_of
 
 if TYPE_CHECKING:
     from portakern.backends.pallas.tpu.toolchain.static import GridWalk, Region
@@ -229,11 +229,11 @@ def _files(folder: Path | None) -> set[Path]:
     return {p for p in folder.rglob("*") if p.is_file()} if folder else set()
 
 
-def _read(name: str, told: set[Path], cycles: int | None) -> Kernel:
+def _read(name: str, dumped: set[Path], cycles: int | None) -> Kernel:
     """What libtpu told of one kernel; bare where it was not asked to."""
 
     def text(label: str) -> str:
-        found = [p for p in told if re.fullmatch(rf"\d+-{re.escape(name)}-\d+-{label}\.txt", p.name)]
+        found = [p for p in dumped if re.fullmatch(rf"\d+-{re.escape(name)}-\d+-{label}\.txt", p.name)]
         return found[0].read_text(errors="replace") if found else ""
 
     allocations = re.findall(r"#allocation\d+ \[[^\n]*?space=(vmem|smem), size = (0x[0-9a-f]+)", text("original"))
@@ -300,7 +300,7 @@ def _estimate(call: Call, tiling: Mapping[str, int], names: list[str]) -> dict[s
                         "op": call.spec.name,
                         "variant": FAMILY.name,
                         "tiling": dict(tiling),
-                        "form": form_of(call),
+                        "form": signature_of(call),
                         "assembly": False,
                     }
                 )

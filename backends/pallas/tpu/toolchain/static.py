@@ -334,8 +334,8 @@ def _body(walk: GridWalk, code: Region) -> Region:
     """The kernel's own code, of which the pipeline around it is made a straight part: it moves windows in regions of
     its own, which most steps come by, and guards the kernel with one that holds it all."""
     while _region_depth(code) > _depth(walk.body.inner):
-        guard = max(code.inner, key=lambda r: (bool(r.inner), _whole(r)))
-        around = code.bundles + sum(_whole(r) for r in code.inner if r is not guard)
+        guard = max(code.inner, key=lambda r: (bool(r.inner), _all_bundles(r)))
+        around = code.bundles + sum(_all_bundles(r) for r in code.inner if r is not guard)
         code = Region(guard.bundles + around, guard.inner, guard.loops)
     return code
 
@@ -346,7 +346,7 @@ def _inside(condition: Condition, code: Region, flops_a_cycle: float, depth: int
     many one in the other, run as often as it says."""
     pairs, lost = _matched(condition, code, flops_a_cycle)
     straight_flops = condition.flops + sum(c.flops for c in lost if c.steps)
-    straight = _whole(code) - sum(_whole(r) for _, r in pairs)
+    straight = _all_bundles(code) - sum(_all_bundles(r) for _, r in pairs)
     of_loops = [bundles for at, bundles in code.loops if at == depth]
     counts = [*condition.loops, *(count for c in lost for count in c.loops)]
     straight += sum((count - 1) * bundles for count, bundles in zip(counts, of_loops, strict=False))
@@ -373,16 +373,16 @@ def _matched(
 
     @functools.cache
     def best(i: int, j: int) -> tuple[float, tuple[tuple[int, int], ...]]:
-        rest = sum(map(alone, conditions[i:])) + sum(math.log1p(_whole(r) / SMALL) for r in regions[j:])
+        rest = sum(map(alone, conditions[i:])) + sum(math.log1p(_all_bundles(r) / SMALL) for r in regions[j:])
         found: list[tuple[float, tuple[tuple[int, int], ...]]] = [(rest, ())]
         if i < len(conditions) and j < len(regions):
-            unlike = math.log((_expected(conditions[i], flops_a_cycle) + SMALL) / (_whole(regions[j]) + SMALL))
+            unlike = math.log((_expected(conditions[i], flops_a_cycle) + SMALL) / (_all_bundles(regions[j]) + SMALL))
             cost, pairs = best(i + 1, j + 1)
             found.append((cost + abs(unlike), ((i, j), *pairs)))
             cost, pairs = best(i + 1, j)
             found.append((cost + alone(conditions[i]), pairs))
             cost, pairs = best(i, j + 1)
-            found.append((cost + math.log1p(_whole(regions[j]) / SMALL), pairs))
+            found.append((cost + math.log1p(_all_bundles(regions[j]) / SMALL), pairs))
         return min(found)
 
     _, pairs = best(0, 0)
@@ -401,8 +401,8 @@ def _total(c: Condition) -> int:
 
 
 @functools.cache
-def _whole(region: Region) -> int:
-    return region.bundles + sum(map(_whole, region.inner))
+def _all_bundles(region: Region) -> int:
+    return region.bundles + sum(map(_all_bundles, region.inner))
 
 
 def _depth(conditions: tuple[Condition, ...]) -> int:

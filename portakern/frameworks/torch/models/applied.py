@@ -80,7 +80,7 @@ class Patch:
         self.before = vars(module).get(name, Absent.ABSENT)
         vars(module)[name] = value
 
-    def place(self) -> str | None:
+    def attribute(self) -> str | None:
         """The attribute in which the value stands: accelerate's hooks, put on since, keep a forward beside theirs, and
         put it back when they go. None where it was replaced."""
         places = FORWARDS if self.name in FORWARDS else (self.name,)
@@ -88,7 +88,7 @@ class Patch:
         return next((name for name in places if own.get(name, Absent.ABSENT) is self.value), None)
 
     def undo(self) -> None:
-        place, own = self.place(), vars(self.module)
+        place, own = self.attribute(), vars(self.module)
         if self.before is not Absent.ABSENT and place is not None:
             own[place] = self.before
         elif place == FORWARDS[1]:
@@ -158,7 +158,7 @@ class Applied:
         Raises:
           SpecError: something else replaced a forward since, which would be lost or left behind.
         """
-        changed = [p for p in self._patches if p.place() is None]
+        changed = [p for p in self._patches if p.attribute() is None]
         if changed:
             p = changed[0]
             raise SpecError(

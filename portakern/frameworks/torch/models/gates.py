@@ -67,9 +67,9 @@ def served_gate(module: nn.Module, backend: str | None) -> tuple[str, Recipe] | 
     return act.op, Recipe(_gated, type(module), (kind, backend))
 
 
-def _gated(theirs: Any, kind: type, backend: str | None) -> Heart:
-    gate, act = expected(find(theirs, GATES), theirs), ACTIVATIONS[kind.__name__]
-    own_forward, options = inspect.unwrap(theirs.forward), act.options
+def _gated(original: Any, kind: type, backend: str | None) -> Heart:
+    gate, act = expected(find(original, GATES), original), ACTIVATIONS[kind.__name__]
+    own_forward, options = inspect.unwrap(original.forward), act.options
     shared, own = kept_op(act.op, backend), kept_op(act.op, backend, ("gate", "up"))
 
     def unless(self: nn.Module) -> str:

@@ -46,7 +46,7 @@ def _entropy(backend: str | None) -> Callable[..., Tensor]:
     return loss
 
 
-def _causal(backend: str | None, theirs: Any) -> Callable[..., Tensor]:
+def _causal(backend: str | None, original: Any) -> Callable[..., Tensor]:
     entropy = _entropy(backend)
 
     def loss(
@@ -61,7 +61,7 @@ def _causal(backend: str | None, theirs: Any) -> Callable[..., Tensor]:
         """transformers' ForCausalLMLoss: each place predicts its successor."""
         if asks_more(others):
             given = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
-            found: Tensor = theirs(logits, labels, vocab_size, shift_labels=shift_labels, **given, **others)
+            found: Tensor = original(logits, labels, vocab_size, shift_labels=shift_labels, **given, **others)
             return found
         if shift_labels is None and labels is None:
             raise SpecError("loss: labels is None, and so is shift_labels; expected one of them: pass labels")
@@ -71,7 +71,7 @@ def _causal(backend: str | None, theirs: Any) -> Callable[..., Tensor]:
     return loss
 
 
-def _masked(backend: str | None, theirs: Any) -> Callable[..., Tensor]:
+def _masked(backend: str | None, original: Any) -> Callable[..., Tensor]:
     entropy = _entropy(backend)
 
     def loss(
@@ -84,23 +84,23 @@ def _masked(backend: str | None, theirs: Any) -> Callable[..., Tensor]:
     ) -> Tensor:
         """transformers' ForMaskedLMLoss."""
         if asks_more(others):
-            found: Tensor = theirs(logits, labels, vocab_size, num_items_in_batch, ignore_index, **others)
+            found: Tensor = original(logits, labels, vocab_size, num_items_in_batch, ignore_index, **others)
             return found
         return entropy(logits, labels, vocab_size, ignore_index, num_items_in_batch).float()
 
     return loss
 
 
-def _classes(backend: str | None, theirs: Any) -> Callable[..., Tensor]:
+def _classes(backend: str | None, original: Any) -> Callable[..., Tensor]:
     entropy = _entropy(backend)
 
     def loss(labels: Tensor, pooled_logits: Tensor, config: Any, **others: Any) -> Tensor:
         """transformers' ForSequenceClassificationLoss; its regressions and independent labels are transformers' own."""
         one_class = config.num_labels > 1 and labels.dtype in (torch.int64, torch.int32)
         if config.problem_type != "single_label_classification" and not (config.problem_type is None and one_class):
-            return theirs(labels, pooled_logits, config, **others)
+            return original(labels, pooled_logits, config, **others)
         if asks_more({k: v for k, v in others.items() if k not in OF_LOSSES}):
-            return theirs(labels, pooled_logits, config, **others)
+            return original(labels, pooled_logits, config, **others)
         config.problem_type = "single_label_classification"
         ignored, number = others.get("ignore_index", -100), others.get("num_items_in_batch")
         found = entropy(pooled_logits, labels, config.num_labels, ignored, number)
@@ -118,17 +118,17 @@ LOSSES = {
 """transformers' loss function, by name -> what makes the one that stands for it."""
 
 
-def served_loss(theirs: Any, backend: str | None) -> Remade | None:
+def served_loss(original: Any, backend: str | None) -> Remade | None:
     """The loss function that stands for one of transformers'; None where there is none."""
-    return Remade(_loss, theirs, backend) if is_known(theirs) else None
+    return Remade(_loss, original, backend) if is_known(original) else None
 
 
-def is_known(theirs: Any, names: Iterable[str] = LOSSES) -> bool:
+def is_known(original: Any, names: Iterable[str] = LOSSES) -> bool:
     """Whether a loss function is one of transformers' that are known, and not another of its name."""
     from transformers.loss import loss_utils
 
-    name = getattr(theirs, "__name__", "")
-    return name in names and getattr(loss_utils, name, None) is theirs
+    name = getattr(original, "__name__", "")
+    return name in names and getattr(loss_utils, name, None) is original
 
 
 def computes(loss: Any, name: str) -> bool:
@@ -136,8 +136,8 @@ def computes(loss: Any, name: str) -> bool:
     return is_known(loss.args[0] if isinstance(loss, Remade) and loss.make is _loss else loss, (name,))
 
 
-def _loss(theirs: Any, backend: str | None) -> Callable[..., Tensor]:
-    return LOSSES[theirs.__name__](backend, theirs)
+def _loss(original: Any, backend: str | None) -> Callable[..., Tensor]:
+    return LOSSES[original.__name__](backend, original)
 
 
 def with_own_loss(model: nn.Module, backend: str | None) -> Recipe | None:

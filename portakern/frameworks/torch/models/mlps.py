@@ -108,10 +108,10 @@ def served_mlp(module: nn.Module, backend: str | None) -> ServedMlp | str | None
 
 
 def _activated(
-    theirs: Any, kind: type, act: type, where: torch.device, planned: frozenset[str], backend: str | None
+    original: Any, kind: type, act: type, where: torch.device, planned: frozenset[str], backend: str | None
 ) -> Heart:
-    mlp: Mlp = expected(find(theirs, MLPS), theirs)
-    own_forward, activation = inspect.unwrap(theirs.forward), ACTIVATIONS[act.__name__]
+    mlp: Mlp = expected(find(original, MLPS), original)
+    own_forward, activation = inspect.unwrap(original.forward), ACTIVATIONS[act.__name__]
     known: dict[tuple[str, int | None], frozenset[str]] = {(where.type, where.index): planned}
     linear = kept_op("linear", backend)
 
@@ -129,7 +129,7 @@ def _activated(
         opening: Any = getattr(self, mlp.projection)
         device = x.device.type, x.device.index
         if device not in known:
-            known[device] = _asked(backend, x.device)
+            known[device] = _dtypes_served(backend, x.device)
         if _dtype_of(x) not in known[device] or unless(self) or not has_plain_parameters(opening):
             y: Tensor = own_forward(self, x)
             return y if residual is None else residual + y
@@ -182,7 +182,7 @@ def _only(served: frozenset[str]) -> str:
 
 
 @torch.compiler.assume_constant_result
-def _asked(backend: str | None, device: torch.device) -> frozenset[str]:
+def _dtypes_served(backend: str | None, device: torch.device) -> frozenset[str]:
     """Of a device that the model was not on when it was read."""
     return dtypes_served(backend, device)
 

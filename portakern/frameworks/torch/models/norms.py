@@ -57,8 +57,8 @@ def served_norm(module: nn.Module, backend: str | None) -> tuple[str, Recipe] | 
     return None if find(kind, NORMS) is None else ("rmsnorm", Recipe(_transformers_norm, kind, (backend,)))
 
 
-def _transformers_norm(theirs: type, backend: str | None) -> Heart:
-    kind: RmsNormLayer = expected(find(theirs, NORMS), theirs)
+def _transformers_norm(original_class: type, backend: str | None) -> Heart:
+    kind: RmsNormLayer = expected(find(original_class, NORMS), original_class)
     norm, added = kept_op("rmsnorm", backend), kept_op("add_rmsnorm", backend)
 
     def normed(module: nn.Module, x: Tensor, residual: Tensor | None) -> Any:

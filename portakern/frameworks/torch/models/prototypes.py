@@ -110,9 +110,9 @@ def _is_of_transformers(function: Any) -> bool:
     return True
 
 
-def is_of_library(kind: type, places: tuple[str, ...] = ("torch.nn.modules.", "transformers.activations")) -> bool:
+def is_of_library(kind: type, modules: tuple[str, ...] = ("torch.nn.modules.", "transformers.activations")) -> bool:
     """Whether a class without a prototype is that of PyTorch or transformers, and not another one of its name."""
-    return kind.__module__.startswith(places)
+    return kind.__module__.startswith(modules)
 
 
 def names_in(module: nn.Module) -> tuple[str, ...]:

@@ -64,7 +64,7 @@ class Recipe(NamedTuple):
 class ServedForward:
     """Stands as ``forward`` in one module, as a bound method of it would; copies and pickles stand in their modules."""
 
-    __slots__ = ("__weakref__", "adds", "function", "heart", "module", "others", "recipe", "theirs", "unless")
+    __slots__ = ("__weakref__", "adds", "function", "heart", "module", "original", "others", "recipe", "unless")
     __name__ = "forward"
 
     def __init__(self, module: nn.Module, recipe: Recipe) -> None:
@@ -72,7 +72,7 @@ class ServedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
-        if type(module).forward is self.theirs:
+        if type(module).forward is self.original:
             return self.function(module, *args, **kwargs)
         if vars(module).get("forward") is not self:
             return self.function(module, *args, **kwargs)
@@ -86,8 +86,8 @@ class ServedForward:
         self.module, self.recipe = state
         kind: Any = self.recipe.kind
         heart = self.recipe.made()
-        self.theirs, self.heart = kind.forward, heart.forward
-        self.function, self.unless, self.adds = rewrapped(self.theirs, self.heart), heart.unless, heart.adds
+        self.original, self.heart = kind.forward, heart.forward
+        self.function, self.unless, self.adds = rewrapped(self.original, self.heart), heart.unless, heart.adds
         self.others: dict[Any, Callable[..., Any]] = {}
 
     def bound_to(self, module: nn.Module) -> ServedForward:
@@ -108,9 +108,9 @@ class ServedForward:
         What
         somebody took from the module before, and calls, stays what it was, as a bound method does."""
         own: Any = type(self.module).forward
-        if own is self.theirs or vars(self.module).get("forward") is not self:
+        if own is self.original or vars(self.module).get("forward") is not self:
             return self.function
-        if inspect.unwrap(own) is not inspect.unwrap(self.theirs):
+        if inspect.unwrap(own) is not inspect.unwrap(self.original):
             found: Callable[..., Any] = own
             return found
         if own not in self.others:
@@ -134,7 +134,7 @@ class ServedForward:
     @property
     def __signature__(self) -> inspect.Signature:
         """That of the module's own forward: a trainer reads from it which columns of a data set the model takes."""
-        return inspect.signature(MethodType(self.theirs, self.module))
+        return inspect.signature(MethodType(self.original, self.module))
 
 
 @torch.compiler.assume_constant_result
@@ -205,7 +205,7 @@ def _is_of_class(forward: Any, module: nn.Module) -> bool:
 def served_by(module: Any) -> ServedForward | None:
     """What stands for a module's forward, where a call of the module comes to it alone."""
     there = vars(module).get("forward")
-    ours = isinstance(there, ServedForward) and there.module is module and type(module).forward is there.theirs
+    ours = isinstance(there, ServedForward) and there.module is module and type(module).forward is there.original
     return there if ours and not _called_otherwise(module) else None
 
 
