@@ -87,8 +87,8 @@ def ahead(request: ProfileRequest, target: str) -> CallProfile:
     kernels = kernels_of(built.kernels, [], [], None, hardware)
     facts = [*_declared(call), *_least(call, hardware)]
     why = "nothing was run: leave --target out on a machine with the GPU"
-    return CallProfile(request.op, call.dtype, repr(call), hardware.target, built.backend, built.variant, kernels, facts,
-                   dict.fromkeys((TIMES, ROOF, NCU), why))  # fmt: skip
+    return CallProfile(request.op, call.dtype, repr(call), hardware.target, built.backend, built.variant, kernels,
+                   facts, dict.fromkeys((TIMES, ROOF, NCU), why))  # fmt: skip
 
 
 def here(request: ProfileRequest, count: bool = True) -> CallProfile:
@@ -124,8 +124,8 @@ def looked_at(request: ProfileRequest, entry: ReadyCall, target: targets.Target,
     if ceiling and whole:
         facts.append(Fact("share of the roof", 100 * ceiling.us / whole, "%", ROOF))
     variant = built.variant if built else request.variant
-    return CallProfile(request.op, call.dtype, repr(call), target, entry.contender.backend.name, variant, kernels, facts,
-                   absent)  # fmt: skip
+    return CallProfile(request.op, call.dtype, repr(call), target, entry.contender.backend.name, variant, kernels,
+                   facts, absent)  # fmt: skip
 
 
 def _counted(request: ProfileRequest, target: targets.Target, absent: dict[str, str]) -> list[counters.Counted]:
