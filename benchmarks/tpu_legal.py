@@ -269,7 +269,7 @@ def drawn(name: str, hardware: Hardware, seed: int) -> Drawn:
             if not largest or share_of(noted) >= LARGEST:
                 missed = 0
                 seen.add(this)
-                yield Job(spec, backend, of, hardware, form, tiling, quick=True, way="memory"), noted
+                yield Job(spec, backend, of, hardware, form, tiling, quick=True, mode="memory"), noted
 
 
 def noted_of(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Noted:

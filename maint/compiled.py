@@ -168,8 +168,8 @@ def _matrix_instruction(row: Row) -> str:
 def _details(rows: list[Row], limits: Mapping[str, Mapping[str, int]]) -> str:
     """A line a call, without the columns about which nothing is known."""
 
-    def shown(values: list[Any], of: Callable[[list[Any]], Any], form: str = "") -> str:
-        return format(of(values), form) if values else NONE
+    def shown(values: list[Any], statistic: Callable[[list[Any]], Any], template: str = "") -> str:
+        return format(statistic(values), template) if values else NONE
 
     lines = []
     for r in rows:

@@ -138,15 +138,15 @@ def _class(spec: Spec[Any]) -> str:
     return "".join(word.capitalize() for word in spec.name.split("_")) + "Op"
 
 
-def _parameters(spec: Spec[Any], array: str, way: Overload) -> Iterator[str]:
+def _parameters(spec: Spec[Any], array: str, overload: Overload) -> Iterator[str]:
     arrays = {a.name for a in spec.arrays}
     keywords = False
     for p in signature(spec).parameters.values():
         if p.kind is Parameter.KEYWORD_ONLY and not keywords:
             keywords = True
             yield "*"
-        if p.name in way.narrowed:
-            yield f"{p.name}: {way.narrowed[p.name]}"
+        if p.name in overload.narrowed:
+            yield f"{p.name}: {overload.narrowed[p.name]}"
             continue
         optional = " | None" if p.default is None else ""
         kind = array + optional if p.name in arrays else _type(p.annotation)

@@ -79,8 +79,8 @@ class FromSpec:
     def __init__(self, work_out: Callable[[Spec[Any]], Any], on_the_class: Any = None) -> None:
         self.work_out, self.on_the_class = work_out, on_the_class
 
-    def __get__(self, of: Op | None, owner: type[Op]) -> Any:
-        return self.on_the_class if of is None else self.work_out(of.spec)
+    def __get__(self, op: Op | None, owner: type[Op]) -> Any:
+        return self.on_the_class if op is None else self.work_out(op.spec)
 
 
 class Op:

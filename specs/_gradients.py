@@ -45,8 +45,8 @@ def each_alone(run: Callable[..., Any], draw: Any, names: Sequence[str], arrays:
         draw.same_bits(run(*arrays, wants=(name,))[i], together, f"{name} alone")
 
 
-def doubled(of: Callable[[Any], tuple[Any, ...]], draw: Any, names: Sequence[str], cotangent: Any) -> None:
-    """The law that a doubled cotangent doubles every gradient, to the bit. ``of`` gives those of a cotangent."""
+def doubled(bound: Callable[[Any], tuple[Any, ...]], draw: Any, names: Sequence[str], cotangent: Any) -> None:
+    """The law that a doubled cotangent doubles every gradient, to the bit. ``bound`` gives those of a cotangent."""
     two, cotangent = cotangent.dtype.type(2), cotangent * cotangent.dtype.type(64)  # far from subnormal results
-    for name, twice, once in zip(names, of(cotangent * two), of(cotangent), strict=True):
+    for name, twice, once in zip(names, bound(cotangent * two), bound(cotangent), strict=True):
         draw.same_bits(twice, once * two, f"{name} of a cotangent doubled")

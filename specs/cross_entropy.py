@@ -198,10 +198,10 @@ def low_bound(call: Call, lse: np.ndarray, err: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(lse), bound, inf)
 
 
-def _stored(call: Call, ref: tuple[Any, ...], of: Any, store: Any) -> tuple[Any, ...]:
+def _stored(call: Call, ref: tuple[Any, ...], errors: Any, store: Any) -> tuple[Any, ...]:
     return tuple(
         None if y is None else store(each, y, dtype)
-        for each, y, (_, dtype) in zip(of, ref, call.outputs.values(), strict=False)
+        for each, y, (_, dtype) in zip(errors, ref, call.outputs.values(), strict=False)
     )
 
 

@@ -128,9 +128,9 @@ def of_matmul(call: Call, measure: str, a: np.ndarray, b: np.ndarray, c: np.ndar
     return found
 
 
-def measured(of: Call, measure: str, *outputs: np.ndarray | None) -> tuple[np.ndarray, ...]:
+def measured(loss_call: Call, measure: str, *outputs: np.ndarray | None) -> tuple[np.ndarray, ...]:
     """What the ``measure`` ("bound" or "spread") of a call's op says of its outputs."""
-    found: tuple[np.ndarray, ...] = getattr(of.spec, measure)(of, outputs)
+    found: tuple[np.ndarray, ...] = getattr(loss_call.spec, measure)(loss_call, outputs)
     return found
 
 
@@ -164,10 +164,10 @@ class Logits(NamedTuple):
         arrays = {"logits": self.x, "labels": self.labels, "lse": lse, "d_loss": d_loss, "lse_low": low}
         return self._call(call, cross_entropy_vjp, arrays, ("d_logits",))
 
-    def _call(self, call: Call, of: Any, arrays: dict[str, Any], wants: tuple[str, ...]) -> Call:
-        options = {o.name: call.options.get(o.name, o.default) for o in of.options}
+    def _call(self, call: Call, spec: Any, arrays: dict[str, Any], wants: tuple[str, ...]) -> Call:
+        options = {o.name: call.options.get(o.name, o.default) for o in spec.options}
         dims = {"batch": self.labels.shape, "n": self.x.shape[1]}
-        return call.replace(spec=of, arrays=arrays, options=options, dims=dims, wants=wants, given=None, off={})
+        return call.replace(spec=spec, arrays=arrays, options=options, dims=dims, wants=wants, given=None, off={})
 
     def rise(self) -> np.ndarray:
         """How far lse may move as each logit moves by its ``err``, (rows,): log sum p exp(err), +inf where one of those
@@ -194,17 +194,17 @@ def wider(base: np.ndarray, more: np.ndarray, ref: np.ndarray) -> np.ndarray:
     return base + np.where(np.isnan(more), inf, more)
 
 
-def bracket_error(call: Call, at: Logits, of: Call, b: np.ndarray, shift: np.ndarray) -> np.ndarray:
+def bracket_error(call: Call, at: Logits, loss_call: Call, b: np.ndarray, shift: np.ndarray) -> np.ndarray:
     """How far the brackets b that a kernel multiplies may be off, (rows, n), where its logits are.
 
     cross_entropy_vjp's own bound, to which comes that p is exp of a difference which is off by err + ``shift``, as far
     as lse is off; no p exceeds 1. Where a logit may not be finite, p may be no number.
     """
-    (own,) = measured(of, "bound", b)
-    lse, z = of.arrays["lse"][:, None], call.options["z_loss"]
-    g, w = magnitude(of.arrays["d_loss"])[:, None], 1 + 2 * z * magnitude(lse)
+    (own,) = measured(loss_call, "bound", b)
+    lse, z = loss_call.arrays["lse"][:, None], call.options["z_loss"]
+    g, w = magnitude(loss_call.arrays["d_loss"])[:, None], 1 + 2 * z * magnitude(lse)
     theta = at.err + shift[:, None]
-    apart = apart_of(at.x, of.arrays["lse"], of.arrays["lse_low"])
+    apart = apart_of(at.x, loss_call.arrays["lse"], loss_call.arrays["lse_low"])
     p = np.exp(np.minimum(apart, 0.0))
     moved = np.maximum(np.exp(np.minimum(apart + theta, 0.0)) - p, p * -np.expm1(-theta))
     moved = np.where(np.isposinf(theta), inf, np.where(np.isnan(moved), 0.0, moved))
@@ -280,22 +280,22 @@ def cross_entropy_outputs(call: Call, at: Logits) -> tuple[np.ndarray, np.ndarra
     return np.where(at.counted, loss, 0.0), np.where(at.counted, part.lse, 0.0)
 
 
-def bracket_values(of: Call) -> np.ndarray:
+def bracket_values(loss_call: Call) -> np.ndarray:
     """d_logits of a call of cross_entropy_vjp."""
-    at = Bracket.of(of)
+    at = Bracket.of(loss_call)
     return np.where(at.counted, at.g * at.value, 0.0)
 
 
-def bracket_variance(call: Call, at: Logits, of: Call, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def bracket_variance(call: Call, at: Logits, loss_call: Call, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Of the brackets that a kernel multiplies: the variance of their own roundings, and g^2 p^2 (1 + 2 z lse)^2 times
     that of the logits they are made of, (rows, n). +inf, not known, where a logit is off by so much that p does not
     follow in proportion (``LINEAR``)."""
     h, w = rows_of(call), call.arrays["weight"].T
-    (own,) = measured(of, "spread", b)
-    lse, apart = of.arrays["lse"][:, None], apart_of(at.x, of.arrays["lse"], of.arrays["lse_low"])
+    (own,) = measured(loss_call, "spread", b)
+    lse, apart = loss_call.arrays["lse"][:, None], apart_of(at.x, loss_call.arrays["lse"], loss_call.arrays["lse_low"])
     p = np.exp(np.minimum(apart, 0.0)) * (1 + 2 * call.options["z_loss"] * lse)
     s_x = of_matmul(call, "spread", h, w, at.x)
-    of_x = magnitude(of.arrays["d_loss"][:, None] * p * s_x) ** 2
+    of_x = magnitude(loss_call.arrays["d_loss"][:, None] * p * s_x) ** 2
     of_x = np.where(s_x.max(-1, keepdims=True) > LINEAR, inf, of_x)
     counted = at.counted[:, None]
     return np.where(counted, np.asarray(own) ** 2, 0.0), np.where(counted, of_x, 0.0)

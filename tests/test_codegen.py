@@ -52,7 +52,7 @@ def of_gradients():
         y = op(torch.ones(2, 3, requires_grad=True))
         step = y.grad_fn.step
         y.backward(torch.ones(2, 3))
-    (way,) = step.ways.values()
+    (way,) = step.backwards.values()
     return lambda: way((), ()), "<gradients of softmax", "y,  = saved"
 
 

@@ -61,7 +61,7 @@ def kept(compilers, monkeypatch):
 
     def run(jobs, processes, timeout):
         for job in jobs:
-            backend, target, environment = pool.home(job)
+            backend, target, environment = pool.environment_of(job)
             key = (backend, target, *sorted(environment.items()))
             yield job, compilers.setdefault(key, pool._CompilerWorker()).serve(job, timeout)
 
@@ -680,9 +680,9 @@ def test_a_compiler_that_dies_or_hangs_costs_its_own_job(monkeypatch):
 
 @has_triton
 def test_variants_of_one_target_are_compiled_by_one_process():
-    first, second = map(pool.home, jobs("matmul"))
+    first, second = map(pool.environment_of, jobs("matmul"))
     assert first == second and {j.family.name for j in jobs("matmul")} == {"gpu", "hopper"}
-    (elsewhere,) = map(pool.home, jobs("matmul", target="gfx942"))
+    (elsewhere,) = map(pool.environment_of, jobs("matmul", target="gfx942"))
     assert elsewhere != first
 
 

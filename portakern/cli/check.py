@@ -97,7 +97,7 @@ def check(
 
 
 def _checked(
-    subjects: list[tuple[str, str, str | None]], jobs: int, budget: float | None, asked: dict[str, Any]
+    subjects: list[tuple[str, str, str | None]], jobs: int, budget: float | None, options: dict[str, Any]
 ) -> tuple[list[Any], BaseException | None]:
     """The subjects' reports, and what ended the checks before they had: what they found until then cost time, and is
     shown and written. A bar each shows how many of its cases were run; where standard error is no terminal, as in a
@@ -107,8 +107,8 @@ def _checked(
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True) as bar:
-        tasks = {s: bar.add_task("{} on {}, {}".format(*s), total=asked["max_examples"]) for s in subjects}
-        tally = Tally(len(subjects), asked["max_examples"])
+        tasks = {s: bar.add_task("{} on {}, {}".format(*s), total=options["max_examples"]) for s in subjects}
+        tally = Tally(len(subjects), options["max_examples"])
 
         def advance(subject: tuple[str, str, str | None], cases: int) -> None:
             bar.advance(tasks[subject], cases)
@@ -117,7 +117,7 @@ def _checked(
                 err.print(line, markup=False, highlight=False, soft_wrap=True)
 
         try:
-            return testing.check_all(subjects, jobs, advance, budget, **asked), None
+            return testing.check_all(subjects, jobs, advance, budget, **options), None
         except testing.Interrupted as e:
             ending.acknowledge()  # what was found is shown and written first
             return e.reports, e.by

@@ -206,13 +206,13 @@ def show_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
             print_indented(f"{name}: {cell}")
 
 
-def _widths(rows: list[list[str]], room: int) -> list[int] | None:
-    """The width of each column of a table within ``room``, none less than its longest word (rich shares out the room
+def _widths(rows: list[list[str]], width: int) -> list[int] | None:
+    """The width of each column of a table within ``width``, none less than its longest word (rich shares out the room
     without regard to words); None where they do not fit."""
     columns = list(zip(*rows, strict=True))
     least = [max((cell_len(word) for cell in column for word in cell.split()), default=1) for column in columns]
     whole = [max(cell_len(cell) for cell in column) for column in columns]
-    spare = room - sum(least) - (3 * len(columns) + 1)  # a line and a blank on both sides of each column, and a line
+    spare = width - sum(least) - (3 * len(columns) + 1)  # a line and a blank on both sides of each column, and a line
     if spare < 0:
         return None
     wanted = sum(whole) - sum(least)

@@ -50,9 +50,9 @@ class Draw:
         self.drawn = drawn
         self.rng = np.random.default_rng(seed)
 
-    def extent(self, lo: int, hi: int, of: str = "") -> int:
-        """From lo to hi; ``of``: the dimension, where a variant may take only some."""
-        return self.drawn.extent(of, int(self.rng.integers(lo, hi + 1)))
+    def extent(self, lo: int, hi: int, dim: str = "") -> int:
+        """From lo to hi; ``dim``: the dimension, where a variant may take only some."""
+        return self.drawn.extent(dim, int(self.rng.integers(lo, hi + 1)))
 
     def normal(self, *shape: int) -> np.ndarray:
         """Standard normal values in the op's dtype."""

@@ -101,18 +101,18 @@ def drawn_dims(
     arrays. ``kind``: one of KINDS; empty: any; ``nth``: how many of that kind came before (None: any number), for one
     dimension after the other is long, or as people have it.
     """
-    kind = "odd" if edge.name else kind or source.of(KINDS)
+    kind = "odd" if edge.name else kind or source.pick(KINDS)
     if kind in ("used", "long") and limits.used > limits.elements >= Limits.elements:
         return _used(source, spec, limits, kind == "long", nth)
     dims = _odd(source, spec, edge, limits)
     if kind == "odd" and not edge.name and 0 < _product(dims) <= 16 and source.below(8):
-        name = source.of(list(dims))  # of few elements most calls are alike
-        extent = source.of(EXTENTS[5:])
+        name = source.pick(list(dims))  # of few elements most calls are alike
+        extent = source.pick(EXTENTS[5:])
         dims[name] = extent if isinstance(dims[name], int) else (*dims[name][:-1], extent)
     if kind == "rank":
         beside = min((len(a.dims) - 1 for a in spec.arrays for d in a.dims if d.variadic), default=0)
         for name in (n for n in spec.dims if n in _variadic(spec)):  # a set has another order in each process
-            dims[name] = tuple(source.of((1, 2, 3)) for _ in range(RANK - beside))
+            dims[name] = tuple(source.pick((1, 2, 3)) for _ in range(RANK - beside))
     return dims, ()
 
 
@@ -126,21 +126,21 @@ def _used(
     few = (1, 2) if long else FEW
     likely = [n for n in spec.dims for _ in range(3 if n in most else 1)]
     among = most if long else list(spec.dims)
-    turn = source.of(most if long else likely) if nth is None else among[nth % len(among)]
-    kept = dict.fromkeys((turn,) if long else (source.of(likely), turn))
+    turn = source.pick(most if long else likely) if nth is None else among[nth % len(among)]
+    kept = dict.fromkeys((turn,) if long else (source.pick(likely), turn))
     if long and len(beyond) > 1:  # vocabularies in every second round of dimensions
         half, second = len(beyond) // 2, source.yes() if nth is None else nth // len(among) % 2 > 0
         beyond = beyond[:half] if second else beyond[half:]
     dims: dict[str, Any] = {}
     for name in spec.dims:
-        used = None if name not in kept else source.of(beyond) if long else _extent(source, longest[name])
+        used = None if name not in kept else source.pick(beyond) if long else _extent(source, longest[name])
         if name in _variadic(spec):
             ranks = (1, 2) if long and not used else (1, 1, 2, 2, 0)
-            rest = [source.of(few) for _ in range(source.of(ranks))]
-            place = source.of((len(rest), 0))  # rows of that length, or so many
+            rest = [source.pick(few) for _ in range(source.pick(ranks))]
+            place = source.pick((len(rest), 0))  # rows of that length, or so many
             dims[name] = (*rest[:place], used, *rest[place:]) if used else tuple(rest)
         else:
-            dims[name] = used or source.of(few)
+            dims[name] = used or source.pick(few)
     return _with_an_axis(source, spec, dims), tuple(kept)
 
 
@@ -150,7 +150,7 @@ def filling_dims(source: Source, spec: Spec[Any], given: Sequence[ArrayArg], lim
     variadic, there = _variadic(spec), {a.name for a in given}
     shapes = [a.dims for a in given] + [o.dims for o in spec.outputs if o.gradient_of in (None, *there)]
     shapes = [s for s in shapes if not any(f in spec.drops for d in s for f in d.factors)]
-    dims: dict[str, Any] = {n: (1,) if n in variadic else source.of(FEW) for n in spec.dims}
+    dims: dict[str, Any] = {n: (1,) if n in variadic else source.pick(FEW) for n in spec.dims}
     longest = {n: 4 * e if e == LONGEST else e for n, e in _longest(spec).items()}
 
     def elements(extents: Mapping[str, Any], among: Sequence[Any]) -> int:
@@ -161,13 +161,13 @@ def filling_dims(source: Source, spec: Spec[Any], given: Sequence[ArrayArg], lim
         of_one = elements(alone, [s for s in shapes if any(name in d.factors for d in s)])
         beside = math.prod(math.prod(e) if isinstance(e, tuple) else e for e in alone.values())
         most = limits.fill if name in variadic or name == spec.batch else longest[name]
-        extent = max(1, min(most, -(-limits.fill // of_one), PAIRS // beside) - source.of((0, 0, 1)))
+        extent = max(1, min(most, -(-limits.fill // of_one), PAIRS // beside) - source.pick((0, 0, 1)))
         dims[name] = (extent,) if name in variadic else extent
         if elements(dims, shapes) >= limits.fill:
             break
     for name, extent in dims.items():  # rows of a batch lie along two axes now and then; an op along an axis needs rows
         if isinstance(extent, tuple) and extent[0] > 64:
-            split = source.of((1, 7, 64, 1024, extent[0] // 8))  # the last: more rows than 16 bits count
+            split = source.pick((1, 7, 64, 1024, extent[0] // 8))  # the last: more rows than 16 bits count
             dims[name] = (split, -(-extent[0] // split)) if split > 1 and split < extent[0] else extent
     return dims
 
@@ -175,8 +175,8 @@ def filling_dims(source: Source, spec: Spec[Any], given: Sequence[ArrayArg], lim
 def _extent(source: Source, longest: int) -> int:
     """An extent as people have it, most often a power of two or next to one."""
     kinds = (WIDTHS, POWERS[:4], POWERS[4:], POWERS[4:])
-    extent = source.of(source.of(kinds))
-    return max(1, min(extent + source.of((0, 0, -1, 1)), longest))
+    extent = source.pick(source.pick(kinds))
+    return max(1, min(extent + source.pick((0, 0, -1, 1)), longest))
 
 
 def _longest(spec: Spec[Any]) -> dict[str, int]:
@@ -195,7 +195,7 @@ def _with_an_axis(source: Source, spec: Spec[Any], dims: dict[str, Any]) -> dict
     for a in spec.arrays:
         run = a.dims[0].factors[0] if len(a.dims) == 1 and a.dims[0].variadic and not a.optional else None
         if run in dims and not dims[run]:
-            dims[run] = (source.of(EXTENTS),)
+            dims[run] = (source.pick(EXTENTS),)
     return dims
 
 
@@ -203,7 +203,7 @@ def _odd_extent(source: Source, lo: int, hi: int) -> int:
     """From lo to hi: one of those that odd cases are made of, or any of the first few."""
     choices = [e for e in EXTENTS if lo <= e <= hi]
     few = (max(lo, 1) if hi else 0, min(hi, lo + 40))
-    return source.integer(*few) if not choices or source.yes() else source.of(choices)
+    return source.integer(*few) if not choices or source.yes() else source.pick(choices)
 
 
 def _run_of_extents(source: Source, lo: int, hi: int, least: int) -> tuple[int, ...]:

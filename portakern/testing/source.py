@@ -62,13 +62,13 @@ class Source:
         """Yes once in so many times."""
         return self.below(one_in) == one_in - 1
 
-    def of(self, among: Sequence[T]) -> T:
+    def pick(self, among: Sequence[T]) -> T:
         """One of these; the first is the simplest."""
         return among[self.below(len(among))]
 
     def some(self, among: Sequence[T]) -> list[T]:
         """One of these at least, in their order."""
-        return [x for x in among if self.yes()] or [self.of(among)]
+        return [x for x in among if self.yes()] or [self.pick(among)]
 
     def order(self, among: Sequence[T]) -> list[T]:
         """All of these in any order."""

@@ -74,8 +74,8 @@ def case_of(
     edge, preset = edge or Edge(""), preset or CasePreset("")
     given, plain, shapes, dims, kept = _shaped(source, spec, limits, edge, preset, fills)
     layouts = _layouts(source, spec, given, limits, edge)
-    dtype = preset.dtype or source.of(dtypes_of(spec, limits))
-    regime = edge.regime if edge.name else preset.regime or source.of(VALUE_REGIMES)
+    dtype = preset.dtype or source.pick(dtypes_of(spec, limits))
+    regime = edge.regime if edge.name else preset.regime or source.pick(VALUE_REGIMES)
     options = _options(source, spec, shapes, limits, edge) | _wants(source, spec, limits, given, 6 if edge.name else 3)
     if preset.across:
         shapes, dims, options = _across(spec, plain, shapes, dims, options, limits, edge)
@@ -97,11 +97,11 @@ def case_of(
         if kept
         else _tiling(source, spec, tiles, limits, edge, preset.times),  # the least tiles of long extents are many
         wider=tuple(a.name for a in given if a.or_float32 and source.yes() and _may_widen(a, narrow, limits, edge)),
-        masks={a.name: source.of(MASK_REGIMES) for a in given if a.name in spec.masks and not edge.plant},
+        masks={a.name: source.pick(MASK_REGIMES) for a in given if a.name in spec.masks and not edge.plant},
         edge=edge.name,
         dtypes={a.name: dtype for a in given if limits.one_dtype and not a.follows and dtype in a.dtypes},
         same=edge.same,
-        then="" if edge.same else source.of(THEN) if preset.then is None else preset.then,
+        then="" if edge.same else source.pick(THEN) if preset.then is None else preset.then,
     )
     if not _binds(spec, case) or not case.obeys(spec):
         raise Rejected
@@ -215,7 +215,7 @@ def _layouts(source: Source, spec: Spec[Any], given: Sequence[ArrayArg], limits:
                 kinds.remove("uniform")
             elif "uniform" in kinds:
                 kinds = ["uniform"]
-            found[a.name] = source.of(kinds)
+            found[a.name] = source.pick(kinds)
     if edge.same:
         found |= dict.fromkeys(edge.same, found.get(edge.same[0], "contiguous"))
     return found
@@ -337,13 +337,13 @@ def _tiling(
 ) -> dict[str, int]:
     """The default (an empty tiling), the smallest tiles or now and then twice those, which a kernel can take in halves,
     or any."""
-    kind = "smallest" if edge.smallest_tiles else source.of(["default", "smallest", "any"])
+    kind = "smallest" if edge.smallest_tiles else source.pick(["default", "smallest", "any"])
     if kind == "default":
         return {}
     if kind == "smallest":
-        times = times or source.of((1, 1, 2))
-        return {n: min(times * t.lo, t.hi) if n in spec.tiling else source.of(t.values[:4]) for n, t in tiles.items()}
-    return _fit_tiles(spec, {n: source.of(t.values) for n, t in tiles.items()}, tiles, limits)
+        times = times or source.pick((1, 1, 2))
+        return {n: min(times * t.lo, t.hi) if n in spec.tiling else source.pick(t.values[:4]) for n, t in tiles.items()}
+    return _fit_tiles(spec, {n: source.pick(t.values) for n, t in tiles.items()}, tiles, limits)
 
 
 def _fit_tiles(spec: Spec[Any], tiling: dict[str, int], tiles: Mapping[str, Tile], limits: Limits) -> dict[str, int]:
@@ -396,22 +396,22 @@ def _option_value(source: Source, o: Option, shapes: Mapping[str, tuple[int, ...
         anywhere = source.integer(-len(shape), len(shape) - 1)
         return shape.index(max(shape)) if source.yes() else anywhere
     if o.range is None:
-        return source.of(o.choices)
+        return source.pick(o.choices)
     kind = source.below(one_in)
     if o.choices and kind < one_in - 2:
-        return source.of(o.choices)
+        return source.pick(o.choices)
     if o.kind == "float":
-        return _anywhere(source, o.range) if kind == one_in - 2 else source.of(_ends(o.range))
+        return _anywhere(source, o.range) if kind == one_in - 2 else source.pick(_ends(o.range))
     ends = [e for e in (0, 1, 2**20, -1, -5) if e in o.range] or [*o.choices] or [o.default]
     if o.kind == "tuple":
-        return tuple(source.of((None, *ends)) for _ in next(filter(None, o.choices)))
-    return source.of(ends)
+        return tuple(source.pick((None, *ends)) for _ in next(filter(None, o.choices)))
+    return source.pick(ends)
 
 
 def _anywhere(source: Source, within: Range) -> float:
     """A number of any size in a range."""
-    found = _scaled(source.of((1.0, -1.0)), source.integer(-20, 20), source.integer(8, 15))
-    return next((v for v in (found, -found) if v in within), source.of(_ends(within)))
+    found = _scaled(source.pick((1.0, -1.0)), source.integer(-20, 20), source.integer(8, 15))
+    return next((v for v in (found, -found) if v in within), source.pick(_ends(within)))
 
 
 def _scaled(sign: float, exponent: int, eighths: int) -> float:

@@ -51,7 +51,7 @@ from portakern.backends.pallas.lib.mosaic_gpu.chip import (
     store,
     whole_pieces,
 )
-from portakern.backends.pallas.lib.mosaic_gpu.flash import PART, QUERIES, FlashPlan, Merge, QueryTile, rings
+from portakern.backends.pallas.lib.mosaic_gpu.flash import PART, QUERIES, Merge, MosaicFlashPlan, QueryTile, rings
 from portakern.core.backend import Drawn
 from portakern.core.call import Call
 
@@ -68,7 +68,7 @@ TOGETHER = 8
 
 
 @dataclass(frozen=True)
-class Packed(FlashPlan):
+class Packed(MosaicFlashPlan):
     """The plan of queries that share a tile: ``heads`` are those of k, ``group`` is 1, and ``q_len`` counts rows, of
     which each query has as many as ``band`` says."""
 
@@ -192,7 +192,7 @@ def write(ref: Refs, plan: Packed, warpgroup: Any, tile: QueryTile, acc: tuple[A
         plgpu.copy_smem_to_gmem(ref.written.at[slot, rows], there)
 
 
-class Row(NamedTuple):
+class SplitState(NamedTuple):
     """What is known of one row after some splits. acc: its elements, ``THREADS`` at a time."""
 
     l: Any
@@ -209,22 +209,22 @@ def combine(ref: Refs, *, plan: Packed, group: int) -> None:
     head = kv_head * group + row - query * group
     columns = range(0, ref.o.shape[-1], THREADS)
 
-    def known(share: Any) -> Row:
+    def known(share: Any) -> SplitState:
         l, m = (ref.statistics[batch, kv_head, share, which, row] for which in (0, 1))
         part = ref.parts.at[batch, kv_head, share, row]
-        return Row(l, m, tuple(plgpu.load(part.at[pl.ds(c, THREADS)], layout=STRIDED) for c in columns))
+        return SplitState(l, m, tuple(plgpu.load(part.at[pl.ds(c, THREADS)], layout=STRIDED) for c in columns))
 
-    def more(first: Any, count: int, total: Row) -> Row:
+    def more(first: Any, count: int, total: SplitState) -> SplitState:
         """The state with so many splits more: all are on their way before the first is merged."""
         for share in [known(first + i) for i in range(count)]:
             of_row = Merge.of(plan.scores, total.m, share.m)
             of_elements = Merge.of(plan.scores, _each(total.m), _each(share.m))
             acc = (of_elements.elements(before, part) for before, part in zip(total.acc, share.acc, strict=True))
-            total = Row(of_row.rows(total.l, share.l), of_row.maximum, tuple(acc))
+            total = SplitState(of_row.rows(total.l, share.l), of_row.maximum, tuple(acc))
         return total
 
     if plan.has_splits:
-        nothing = Row(jnp.float32(0.0), jnp.float32(-jnp.inf), tuple(_each(0.0) for _ in columns))
+        nothing = SplitState(jnp.float32(0.0), jnp.float32(-jnp.inf), tuple(_each(0.0) for _ in columns))
         groups, left = divmod(plan.splits, TOGETHER)
         total = lax.fori_loop(0, groups, lambda i, total: more(i * TOGETHER, TOGETHER, total), nothing)
         total = more(groups * TOGETHER, left, total)

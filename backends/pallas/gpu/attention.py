@@ -43,7 +43,7 @@ from portakern.backends.pallas.lib.mosaic_gpu.chip import (
 from portakern.backends.pallas.lib.mosaic_gpu.flash import (
     PART,
     QUERIES,
-    FlashPlan,
+    MosaicFlashPlan,
     QueryTile,
     part_of,
     rings,
@@ -70,13 +70,15 @@ def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
     return "; ".join(found) or None
 
 
-def _lse_length(plan: FlashPlan) -> int:
+def _lse_length(plan: MosaicFlashPlan) -> int:
     """Queries of lse as the kernel writes it: whole tiles. The engine that copies contiguous bytes stops where the
     array ends and not where an axis does: what a tile has beyond the last query would fall on the next head's first."""
     return padded(plan.q_len, plan.consumers * QUERIES)
 
 
-def write(ref: Refs, plan: FlashPlan, warpgroup: Any, tile: QueryTile, acc: tuple[Any, ...], l: Any, m: Any) -> None:
+def write(
+    ref: Refs, plan: MosaicFlashPlan, warpgroup: Any, tile: QueryTile, acc: tuple[Any, ...], l: Any, m: Any
+) -> None:
     """o = acc / l and lse = m + log l. A row that saw no key has l = 0: zeros, and -inf."""
     rows = pl.ds(tile.row + warpgroup * QUERIES, QUERIES)
     wanted = [name for name in LOG_SUM if name in ref]

@@ -67,8 +67,8 @@ from portakern.backends.pallas.lib.mosaic_gpu.pairs import (
     ROWS,
     SLOTS,
     AttentionGradientPlan,
-    Place,
     ResidentTile,
+    TilePosition,
     after_reading,
     is_far,
     kept,
@@ -143,7 +143,7 @@ def add(
 def in_sequence(
     ref: Refs,
     plan: AttentionGradientPlan,
-    place: Place,
+    position: TilePosition,
     buffer: Any,
     numbers: tuple[Any, ...],
     found: Any,
@@ -152,11 +152,11 @@ def in_sequence(
     """P and D of a tile when all its dots are there, then all products with them."""
     dots = [finished(acc, later=0) for acc in found]
     *lse, delta = numbers
-    p, t = weights(ref, plan, place, lse, dots[0])
+    p, t = weights(ref, plan, position, lse, dots[0])
     if not plan.by_query:
         plgpu.barrier_wait(ref.told.at[buffer])
     d_dot = [slopes(plan, delta, p, t, d_p) for d_p in dots[1:]]
-    p, *d_dot = kept(ref, plan, place, 0.0, p, *d_dot)
+    p, *d_dot = kept(ref, plan, position, 0.0, p, *d_dot)
     for name in plan.wants:
         multiply(name, p if name == "d_v" else d_dot[0])
 
@@ -164,7 +164,7 @@ def in_sequence(
 def overlapped(
     ref: Refs,
     plan: AttentionGradientPlan,
-    place: Place,
+    position: TilePosition,
     buffer: Any,
     numbers: tuple[Any, ...],
     found: Any,
@@ -173,14 +173,14 @@ def overlapped(
     """P beside the products dP, and D beside those with P. Pairs that do not see each other have a P of -0, which no
     exponential is: by that D knows them, whatever their dP holds."""
     *lse, delta = numbers
-    p, t = weights(ref, plan, place, lse, finished(found[0], later=sum(plan.parts[1 : len(found)])))
-    (p,) = kept(ref, plan, place, -0.0, p)
+    p, t = weights(ref, plan, position, lse, finished(found[0], later=sum(plan.parts[1 : len(found)])))
+    (p,) = kept(ref, plan, position, -0.0, p)
     if not plan.by_query:
         plgpu.barrier_wait(ref.told.at[buffer])  # and a basic block ends, over which no wait for products moves
     later = multiply("d_v", p) if "d_v" in plan.wants else 0
     for acc in found[1:]:
         d_dot = slopes(plan, delta, p, t, finished(acc, later=later))
-        if place[-1] or "q_ids" in ref:
+        if position[-1] or "q_ids" in ref:
             d_dot = jnp.where(lax.bitcast_convert_type(p, jnp.int32) == UNSEEN, 0.0, d_dot)
         for name in plan.wants:
             if name != "d_v":

@@ -112,11 +112,11 @@ def gradient_copies(call: Call, tiling: Mapping[str, int]) -> str | None:
 
 @BACKEND.implements("layernorm_vjp", **row_walk.declared(view, gradient_copies, arrays=2))
 def layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
-    return gradients(call, tiling, LayerNormVjp(call.options["eps"]), normalised_columns, told=2)
+    return gradients(call, tiling, LayerNormVjp(call.options["eps"]), normalised_columns, extra_numbers=2)
 
 
 def gradients(
-    call: Call, tiling: Mapping[str, int], formula: Formula, normalised_columns: Callable[..., Any], told: int
+    call: Call, tiling: Mapping[str, int], formula: Formula, normalised_columns: Callable[..., Any], extra_numbers: int
 ) -> tuple[jax.Array | None, ...]:
     """The gradients of a normalisation along the last axis that the call wants. ``formula`` makes d_x and tells so many
     numbers of each row, with which ``normalised_columns`` makes xh of some of its columns.
@@ -131,7 +131,7 @@ def gradients(
     sums = tuple(o.name for o in call.spec.outputs if o.name in SUMS) if "d_weight" in call.wants else ("d_bias",)
     if "d_x" in call.wants or "d_weight" in sums:
         weights = {} if weight is None else {"weight": weight}
-        d_x, numbers = launched(call, tiling, (x, d_y), formula, weights, told=told)
+        d_x, numbers = launched(call, tiling, (x, d_y), formula, weights, extra_numbers=extra_numbers)
         assert numbers is not None
         found["d_x"], of_rows = d_x.reshape(call.arrays["x"].shape), {"told": numbers}
 
@@ -140,7 +140,7 @@ def gradients(
         g = columns(ref.d_y.at[row])
         if "d_weight" not in sums:
             return {"d_bias": g}
-        xh = normalised_columns(columns(ref.x.at[row]), *(ref.told[i, row] for i in range(told)))
+        xh = normalised_columns(columns(ref.x.at[row]), *(ref.told[i, row] for i in range(extra_numbers)))
         return {"d_weight": g * xh, "d_bias": g}
 
     if any(name in call.wants for name in sums):

@@ -62,4 +62,4 @@ def rmsnorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None
         """xh of some columns of a row."""
         return narrowed(x * r, narrow)
 
-    return gradients(call, tiling, RmsNormVjp(call.options["eps"], narrow), normalised, told=1)
+    return gradients(call, tiling, RmsNormVjp(call.options["eps"], narrow), normalised, extra_numbers=1)

@@ -77,16 +77,16 @@ class Band(NamedTuple):
         first, last = self.span(i)
         return jnp.clip(first + step, 0, jnp.maximum(last, 0))
 
-    def ahead(self, place: Any, step: Any, blocks: int, order: Callable[[Any], Any]) -> tuple[Any, Any]:
-        """The query block and the key block that a step has resident. ``place``: which of so many query blocks it is
+    def ahead(self, position: Any, step: Any, blocks: int, order: Callable[[Any], Any]) -> tuple[Any, Any]:
+        """The query block and the key block that a step has resident. ``position``: which of so many query blocks it is
         in the grid's order; ``order``: which query block stands there. Past the last key block that it sees, those of
         the first step of the query block at the next place, which are then there when it begins."""
-        i = order(place)
+        i = order(position)
         if not self.has_edges:
             return i, self.block(i, step)
         first, last = self.span(i)
-        skipped = (first + step > last) & (place + 1 < blocks)
-        i_next = order(place + 1)
+        skipped = (first + step > last) & (position + 1 < blocks)
+        i_next = order(position + 1)
         following, end = self.span(i_next)[0], (self.kv_len - 1) // self.block_kv
         following = min(following, end) if isinstance(following, int) else jnp.minimum(following, end)
         return jnp.where(skipped, i_next, i), jnp.where(skipped, following, self.block(i, step))
@@ -143,7 +143,7 @@ class Band(NamedTuple):
         pl.when(visible & (inside ^ True))(lambda: body(True))
 
 
-def dealt(place: Any, blocks: int) -> Any:
+def dealt(position: Any, blocks: int) -> Any:
     """The block at a place among so many, of which the first half of the places goes to one core and the other half to
     another: as much work for both where it grows from block to block.
 
@@ -151,10 +151,10 @@ def dealt(place: Any, blocks: int) -> Any:
     blocks 1, 2, 5, 6 and 0, 3, 4, 7. Where their number is odd, the first core has the first block besides.
     """
     if blocks < 3:
-        return place
+        return position
     odd, half = blocks % 2, pl.cdiv(blocks, 2)
-    core = (place >= half).astype(place.dtype)
-    pair = place - core * (half - odd)
+    core = (position >= half).astype(position.dtype)
+    pair = position - core * (half - odd)
     return 2 * pair + ((pair + core + 1) & 1) - odd
 
 

@@ -132,13 +132,14 @@ def positions(shape: tuple[int, ...], axis: int, start: Any) -> Any:
     return start + lax.broadcasted_iota(jnp.int32, shape, axis)
 
 
-def within(x: Any, axis: int, start: Any, length: int, beyond: float = 0.0, of: int | None = None) -> Any:
+def within(x: Any, axis: int, start: Any, length: int, beyond: float = 0.0, divisor: int | None = None) -> Any:
     """x, a block that begins at `start` along `axis`, with the number `beyond` for what lies beyond `length`.
 
     There lies anything, and what a sum or a product runs over may hold no NaN: 0 * NaN is NaN. A block size that
-    divides the length leaves nothing beyond it, and no mask is made; ``of``: the size of the block that x is a part of.
+    divides the length leaves nothing beyond it, and no mask is made; ``divisor``: the size of the block that x is a
+    part of.
     """
-    if length % (of or x.shape[axis]) == 0:
+    if length % (divisor or x.shape[axis]) == 0:
         return x
     return jnp.where(positions(x.shape, axis, start) < length, x, beyond)
 

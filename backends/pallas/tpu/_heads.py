@@ -26,15 +26,15 @@ class AttentionOperands:
     """The arrays that every kernel of attention reads, in the layout in which it reads them: of q, so many heads that
     share their keys as rows beside each other."""
 
-    def __init__(self, call: Call, together: int = 1) -> None:
+    def __init__(self, call: Call, heads_per_block: int = 1) -> None:
         self.heads = {name: by_head(call.arrays[name]) for name in ("k", "v")}
-        self.heads["q"] = by_head(call.arrays["q"], together)
+        self.heads["q"] = by_head(call.arrays["q"], heads_per_block)
         self.bias = call.arrays["bias"]
         ids = {n: call.arrays[n] for n in ("q_segment_ids", "kv_segment_ids") if call.arrays[n] is not None}
         wide = any(a.dtype.itemsize == 8 for a in ids.values())
         self.ids = {name: words(a, 2 if wide else 1) for name, a in ids.items()}
-        if ids and together > 1:
-            self.ids["q_segment_ids"] = jnp.repeat(self.ids["q_segment_ids"], together, axis=2)
+        if ids and heads_per_block > 1:
+            self.ids["q_segment_ids"] = jnp.repeat(self.ids["q_segment_ids"], heads_per_block, axis=2)
 
     def at(self, bq: int, bkv: int, query: Place, key: Place) -> Blocks:
         """These arrays in blocks of bq queries and bkv keys, which a grid step has resident where ``query`` and ``key``
@@ -51,23 +51,23 @@ class AttentionOperands:
         return found
 
 
-def by_head(x: jax.Array, together: int = 1) -> jax.Array:
+def by_head(x: jax.Array, heads_per_block: int = 1) -> jax.Array:
     """(batch, len, heads, d) as (batch, heads / together, len * together, d): the rows of so many heads that follow
     each other, query by query."""
-    if together == 1:
+    if heads_per_block == 1:
         return jnp.swapaxes(x, 1, 2)
     batch, length, heads, d = x.shape
-    groups = jnp.swapaxes(x.reshape(batch, length, heads // together, together, d), 1, 2)
-    return groups.reshape(batch, heads // together, length * together, d)
+    groups = jnp.swapaxes(x.reshape(batch, length, heads // heads_per_block, heads_per_block, d), 1, 2)
+    return groups.reshape(batch, heads // heads_per_block, length * heads_per_block, d)
 
 
-def from_heads(x: jax.Array, together: int = 1) -> jax.Array:
+def from_heads(x: jax.Array, heads_per_block: int = 1) -> jax.Array:
     """What `by_head` gave, as it was."""
-    if together == 1:
+    if heads_per_block == 1:
         return jnp.swapaxes(x, 1, 2)
     batch, groups, rows, d = x.shape
-    queries = jnp.swapaxes(x.reshape(batch, groups, rows // together, together, d), 1, 2)
-    return queries.reshape(batch, rows // together, groups * together, d)
+    queries = jnp.swapaxes(x.reshape(batch, groups, rows // heads_per_block, heads_per_block, d), 1, 2)
+    return queries.reshape(batch, rows // heads_per_block, groups * heads_per_block, d)
 
 
 def head_blocks(length: int, d: int, at: Place) -> pl.BlockSpec:

@@ -440,14 +440,14 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, 
     split = batch * heads == 1 and may_share(call)  # several batches or heads are what cores share, where there are any
     order = partial(dealt, blocks=down) if split and band.one_sided else lambda place: place
 
-    def query(b: Any, h: Any, place: Any, step: Any) -> tuple[Any, Any, Any]:
-        return b, h, band.ahead(place, step, down, order)[0]
+    def query(b: Any, h: Any, index: Any, step: Any) -> tuple[Any, Any, Any]:
+        return b, h, band.ahead(index, step, down, order)[0]
 
-    def key(b: Any, h: Any, place: Any, step: Any) -> tuple[Any, Any, Any]:
-        return b, quotient(h, of_keys), band.ahead(place, step, down, order)[1]
+    def key(b: Any, h: Any, index: Any, step: Any) -> tuple[Any, Any, Any]:
+        return b, quotient(h, of_keys), band.ahead(index, step, down, order)[1]
 
-    def written(b: Any, h: Any, place: Any, step: Any) -> tuple[Any, Any, Any]:
-        return b, h, order(place)
+    def written(b: Any, h: Any, index: Any, step: Any) -> tuple[Any, Any, Any]:
+        return b, h, order(index)
 
     inputs = AttentionOperands(call, shared).at(bq, band.block_kv, query, key)
     outputs: Blocks = {"o": (jax.ShapeDtypeStruct((batch, heads, rows, dv), dtype), head_blocks(bq, dv, written))}

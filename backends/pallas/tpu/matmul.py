@@ -240,7 +240,7 @@ def within_k(x: jax.Array, axis: int, start: Any, k: int, few: bool = False) -> 
     if sure == size:
         return x
     last = lax.slice_in_dim(x, sure, size, axis=axis)
-    last = within(last.astype(jnp.float32) if few else last, axis, start + sure, k, of=size).astype(x.dtype)
+    last = within(last.astype(jnp.float32) if few else last, axis, start + sure, k, divisor=size).astype(x.dtype)
     return last if sure == 0 else jnp.concatenate([lax.slice_in_dim(x, 0, sure, axis=axis), last], axis)
 
 

@@ -68,8 +68,8 @@ from portakern.backends.pallas.lib.mosaic_gpu.pairs import (
     ROWS,
     SLOTS,
     AttentionGradientPlan,
-    Place,
     ResidentTile,
+    TilePosition,
     is_far,
     masks,
     plan_of,
@@ -257,14 +257,14 @@ def key_gradients(ref: Refs, how: Added, turn: Any, n: int, d: Any, totals: list
         issue_product(totals[part], d, ref.streamed_first.tiled.at[buffer, part])
 
 
-def kept(ref: Refs, how: Added, place: Place, *tiles: Any) -> tuple[Any, ...]:
+def kept(ref: Refs, how: Added, position: TilePosition, *tiles: Any) -> tuple[Any, ...]:
     """Tiles of numbers with 0 for pairs that do not see each other, whatever they hold."""
-    warpgroup, tile, _, j, masked = place
+    warpgroup, tile, _, j, masked = position
     plan, shape = how.plan, tiles[0].shape
     key = positions(shape, 0, (quotient(tile.row, ROWS) + warpgroup) * ROWS)
     rules = [key < plan.resident.length] if plan.resident.length % (CONSUMERS * ROWS) else []
     if "q_ids" in ref:
-        rules.append(shares_segment(ref, plan, place))
+        rules.append(shares_segment(ref, plan, position))
 
     def cut(bounds: Sequence[tuple[int | None, Any]], *tiles: Any) -> tuple[Any, ...]:
         from_first = [(key - (j * ROWS - bound)).astype(jnp.float32) for bound, _ in bounds]

@@ -70,17 +70,17 @@ def _samples(call: Call, lead: ArrayArg) -> int | None:
     return next((i for i in range(rank) if i not in axes), None)
 
 
-def _spec(call: Call, of: ArrayArg | Output, at: int | None, axis: Any) -> str:
+def _spec(call: Call, argument: ArrayArg | Output, at: int | None, axis: Any) -> str:
     """How an array is cut among the devices, as a PartitionSpec: along its samples, or not at all."""
-    lead, array = call.spec.lead, call.arrays.get(of.name)
-    shared = bool(of.dims) and _same(of.dims[0], lead.dims[0])
-    if isinstance(of, Output):
-        shared = shared or of.alias_of == lead.name or of.gradient_of == lead.name
+    lead, array = call.spec.lead, call.arrays.get(argument.name)
+    shared = bool(argument.dims) and _same(argument.dims[0], lead.dims[0])
+    if isinstance(argument, Output):
+        shared = shared or argument.alias_of == lead.name or argument.gradient_of == lead.name
     if at is None or not shared:
         return "jax.P()"
     if array is not None:  # an axis that is broadcast, or missing, is the same on every device
         missing = len(call.arrays[lead.name].shape) - len(array.shape)
-        if (missing and of.dims[0].variadic) or array.shape[at] != call.arrays[lead.name].shape[at]:
+        if (missing and argument.dims[0].variadic) or array.shape[at] != call.arrays[lead.name].shape[at]:
             return "jax.P()"
     return f"jax.P({'None, ' * at}{axis or 'data'!r})"
 

@@ -129,7 +129,7 @@ class _Again(WatchedCall):
     """A step that calls of one signature take. What they have in common is worked out for the first: where the saved
     tensors come from, and for each set of gradients that is asked for, how arguments and results of the vjp lie."""
 
-    __slots__ = ("places", "ways")
+    __slots__ = ("backwards", "places")
 
     def __init__(self, spec: Spec[Any], names: tuple[str, ...], *others: Any) -> None:
         super().__init__(spec, names, *others)
@@ -137,7 +137,7 @@ class _Again(WatchedCall):
         given = {n: i for i, n in reversed([*enumerate((*names, *self.wants))])}
         self.saved = [n for n in self.wiring.inputs + self.wiring.saves(self.options) if n in given]
         self.places = [given[n] for n in self.saved]
-        self.ways: dict[tuple[Any, ...], Way] = {}
+        self.backwards: dict[tuple[Any, ...], Way] = {}
 
     def save(self, ctx: Any, arrays: Sequence[Any], outputs: Sequence[Any]) -> None:
         ctx.step = self
@@ -157,17 +157,17 @@ class _Again(WatchedCall):
             given = dict(enumerate(cotangents)) | dict(zip(self.saved, saved, strict=True))
             over = self.may_overwrite(ctx, wants, given)
         asked = (over, ctx.needs_input_grad, *[c is None for c in cotangents])
-        way, found = self.ways.get(asked), None
+        way, found = self.backwards.get(asked), None
         if way is not None and not OBSERVERS:
             saved = ctx.saved_tensors if saved is None else saved
             found = way(saved, cotangents)
         if found is None:
             found = super().gradients(ctx, cotangents, saved)
             if way is None:
-                self.ways[asked] = self._way(ctx.needs_input_grad[1:], cotangents, over)
+                self.backwards[asked] = self._compiled_backward(ctx.needs_input_grad[1:], cotangents, over)
         return found
 
-    def _way(self, needed: Sequence[bool], cotangents: Sequence[Any], over: tuple[str, ...]) -> Way:
+    def _compiled_backward(self, needed: Sequence[bool], cotangents: Sequence[Any], over: tuple[str, ...]) -> Way:
         """Straight-line code for cotangents of which these are there, and these gradients, written over ``over``."""
         wired, backward = self.wiring, self.backward
         assert wired is not None and isinstance(backward, _Backward)

@@ -46,7 +46,7 @@ class Job:
     tiling: Mapping[str, int] = field(default_factory=dict)
     quick: bool = False
     assembly: bool = False
-    way: str = "build"
+    mode: str = "build"
 
     def failed(self, reason: str, seconds: float) -> Build:
         dtype = next(d for _, d, _ in self.signature["arrays"].values())
@@ -63,7 +63,7 @@ class Job:
         )
 
 
-def home(job: Job) -> tuple[str, str, Mapping[str, str]]:
+def environment_of(job: Job) -> tuple[str, str, Mapping[str, str]]:
     """Backend, target and environment of the process that may compile a job."""
     return job.backend.name, job.hardware.name, job.family.load_compiler().environment(job.hardware, job.quick)
 
@@ -79,7 +79,7 @@ class _CompilerWorker:
 
     def serve(self, job: Job, timeout: float) -> Build:
         start = time.perf_counter()
-        backend, target, environment = home(job)
+        backend, target, environment = environment_of(job)
         wanted = backend, target, {**environment, **self.variables}
         if self.process is None or wanted != self.home:
             self.close()
@@ -105,7 +105,7 @@ class _CompilerWorker:
         """The answer, or how the process ended."""
         assert process.stdin is not None and process.stdout is not None
         request = {"op": job.spec.name, "variant": job.family.name, "tiling": dict(job.tiling), "form": job.signature,
-                   "assembly": job.assembly, "way": job.way}  # fmt: skip
+                   "assembly": job.assembly, "way": job.mode}  # fmt: skip
         try:
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()

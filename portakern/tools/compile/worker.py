@@ -35,9 +35,9 @@ def build(
     hardware: Hardware,
     signature: dict[str, Any],
     tiling: Mapping[str, int],
-    way: str = "build",
+    mode: str = "build",
 ) -> Build:
-    """Compile one call here, in this process, under the tiles that the user named. ``way``: the compiler's function
+    """Compile one call here, in this process, under the tiles that the user named. ``mode``: the compiler's function
     that is asked, ``build`` where it has no such one."""
     first = next(dtype for _, dtype, _ in signature["arrays"].values())
     result = Build(spec.name, direction(spec, signature), first, hardware.name, b.name, variant=family.name)
@@ -54,7 +54,7 @@ def build(
         impl, used = impl.serving(call, used)
         result.call, result.tiling, result.variant = repr(call), dict(used), impl.family.name
         compiler = impl.family.load_compiler()
-        compile_call = getattr(compiler, way, compiler.build)
+        compile_call = getattr(compiler, mode, compiler.build)
         result.judge(compile_call(impl, call, used), hardware)
     except UnavailableError as e:
         result.reason, result.final = one_line(str(e)), False

@@ -37,8 +37,8 @@ class CalledCandidate:
             found = None
         return {"parameters": found}
 
-    def call(self, arrays: Mapping[str, Any], options: Mapping[str, Any], forms: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What the candidate gives for these arrays, every output for itself. ``forms``: output -> its shape and dtype,
+    def call(self, arrays: Mapping[str, Any], options: Mapping[str, Any], kinds: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What the candidate gives for these arrays, every output for itself. ``kinds``: output -> its shape and dtype,
         of those that are wanted, for a candidate that writes to arrays that it is handed."""
         positions: dict[int, Any] = {}
         named: dict[str, Any] = {}
@@ -56,7 +56,7 @@ class CalledCandidate:
                 named[place["keyword"]] = value
             else:
                 self.set_parameter(place["parameter"], value)
-        for name, form in forms.items():
+        for name, form in kinds.items():
             place = self.places.get(name, {})
             if place.get("position") is not None or place.get("keyword") is not None:
                 nothing = float("nan") if form["fill"] is None else form["fill"]

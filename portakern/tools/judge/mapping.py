@@ -51,15 +51,15 @@ class CandidateView:
             return candidate_array.reshape(self.of_shape(candidate_array.shape))
         return candidate_array
 
-    def back(self, ours: np.ndarray, shape: Sequence[int] | None) -> np.ndarray:
+    def back(self, array: np.ndarray, shape: Sequence[int] | None) -> np.ndarray:
         """The candidate's array of the op's; ``shape``: the candidate's, where axes were flattened."""
         if self.name == "mT":
-            return np.swapaxes(ours, -1, -2)
+            return np.swapaxes(array, -1, -2)
         if self.name == "movedim":
-            return np.moveaxis(ours, self.args[1], self.args[0])
+            return np.moveaxis(array, self.args[1], self.args[0])
         if self.name == "flatten" and shape is not None:
-            return ours.reshape((*ours.shape[:-1], *shape[self.args[0] % len(shape) :]))
-        return ours
+            return array.reshape((*array.shape[:-1], *shape[self.args[0] % len(shape) :]))
+        return array
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,13 @@ def parse(
             else:
                 fixed[name] = _literal(name, value)
         elif name in arrays or name in outputs:
-            places[name] = _place(name, value, returned=name in outputs)
+            places[name] = _slot(name, value, returned=name in outputs)
         else:
             raise SpecError(f"judge: --map names {name!r}; expected some of {', '.join((*arrays, *outputs, *options))}")
     return places, fixed
 
 
-def _place(name: str, value: str, returned: bool) -> Slot:
+def _slot(name: str, value: str, returned: bool) -> Slot:
     views, found = CandidateView(), VIEW.search(value)
     if found:
         value = value[: found.start()]

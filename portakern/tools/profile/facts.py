@@ -155,11 +155,11 @@ def _narrowest(kernel: Kernel, hardware: Hardware | None) -> list[Fact]:
 
 
 def _bound(
-    counters: Counted | None, forms: Sequence[Kernel], us: float | None, total: float, ceiling: Ceiling | None
+    counters: Counted | None, kernels: Sequence[Kernel], us: float | None, total: float, ceiling: Ceiling | None
 ) -> str:
     """What a kernel waits for, in words: by its counters; else, if it is nearly all of the call, by the roof."""
-    hints = [f"{k.spills} bytes a thread are spilled" for k in forms if k.spills]
-    hints += ["its matrix instructions wait for each other" for k in forms if k.serialised]
+    hints = [f"{k.spills} bytes a thread are spilled" for k in kernels if k.spills]
+    hints += ["its matrix instructions wait for each other" for k in kernels if k.serialised]
     return "; ".join([_by_counters(counters) or _by_roof(us, total, ceiling), *dict.fromkeys(hints)])
 
 

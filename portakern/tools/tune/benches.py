@@ -76,7 +76,7 @@ def survey(
     assert on.hardware is not None
     way = "survey" if on.is_here or not launches_find_it(on) else "build"
     parts = case.spec, on.backend, on.family, on.hardware, case.signature
-    jobs = {Job(*parts, tiling=dict(t), quick=quick, way=way): t for t in tilings}
+    jobs = {Job(*parts, tiling=dict(t), quick=quick, mode=way): t for t in tilings}
     for job, built in pool.run([*jobs]):
         yield frozen(jobs[job]), built
 

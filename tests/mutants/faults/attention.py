@@ -424,8 +424,8 @@ FAULTS = {
         Planted(
             "ahead-too-early",
             "the next queries are there one step before the last visible block",
-            old="band.ahead(place, step, down, order)[0]",
-            new="band.ahead(place, step + 1, down, order)[0]",
+            old="band.ahead(index, step, down, order)[0]",
+            new="band.ahead(index, step + 1, down, order)[0]",
         ),
     ],
     "pallas/gpu": [

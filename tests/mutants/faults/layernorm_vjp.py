@@ -144,8 +144,8 @@ FAULTS = {
         Planted(
             "first-rows-scale",
             "d_weight takes r of the first row for all",
-            old="*(ref.told[i, row] for i in range(told))",
-            new="*(ref.told[i, row if i == 0 else 0] for i in range(told))",
+            old="*(ref.told[i, row] for i in range(extra_numbers))",
+            new="*(ref.told[i, row if i == 0 else 0] for i in range(extra_numbers))",
         ),
         Planted(
             "mean-h-dropped",

@@ -49,8 +49,8 @@ from portakern.backends.pallas.lib.mosaic_gpu.flash import (
     ROW,
     SPLITS,
     TILE,
-    FlashPlan,
     Merge,
+    MosaicFlashPlan,
     QueryTile,
     bias_tile,
     in_ping_pong,
@@ -128,14 +128,14 @@ THREE = 192
 hidden."""
 
 
-def plan_of(call: Call, tiling: Mapping[str, int]) -> FlashPlan:
+def plan_of(call: Call, tiling: Mapping[str, int]) -> MosaicFlashPlan:
     dims, block_kv = call.dims, tiling["block_kv"]
     block_q = min(tiling["block_q"], padded(dims["q_len"], QUERIES))
     plain = call.options["softcap"] is None and call.arrays["bias"] is None and call.arrays["q_segment_ids"] is None
     if plain and block_q == 128 and max(dims["d"], dims["dv"]) <= PART and block_kv <= 128:
         block_q = THREE
     pre, unit = below_overflow(*score_unit(call))
-    return FlashPlan(
+    return MosaicFlashPlan(
         dims["batch"],
         dims["kv_heads"] * dims["group"],
         dims["group"],
@@ -213,7 +213,7 @@ def extended(x: jax.Array, axis: int, extent: int) -> jax.Array:
     return jnp.pad(x, [(0, lacking if i == axis else 0) for i in range(x.ndim)]) if lacking else x
 
 
-def kernel(ref: Refs, *, plan: FlashPlan, write: Callable[..., None]) -> None:
+def kernel(ref: Refs, *, plan: MosaicFlashPlan, write: Callable[..., None]) -> None:
     """Compute the tiles of a block. ``write(ref, plan, warpgroup, tile, acc, l, m)`` takes what a consumer found of
     one: its queries' state after all keys of the tile."""
     warpgroup = lax.axis_index("warpgroup")
@@ -252,7 +252,7 @@ def kernel(ref: Refs, *, plan: FlashPlan, write: Callable[..., None]) -> None:
 
 
 def consume(
-    ref: Refs, plan: FlashPlan, warpgroup: Any, write: Callable[..., None], tile: QueryTile, before: Any
+    ref: Refs, plan: MosaicFlashPlan, warpgroup: Any, write: Callable[..., None], tile: QueryTile, before: Any
 ) -> None:
     """Compute this warpgroup's queries of one tile, and write them."""
     plgpu.barrier_wait(ref.q_arrived.at[warpgroup])
@@ -263,7 +263,7 @@ def consume(
     write(ref, plan, warpgroup, tile, *state)
 
 
-def by_splits(ref: Refs, plan: FlashPlan, warpgroup: Any, tile: QueryTile, before: Any) -> tuple[Any, ...]:
+def by_splits(ref: Refs, plan: MosaicFlashPlan, warpgroup: Any, tile: QueryTile, before: Any) -> tuple[Any, ...]:
     """The state (acc, l, m) of a tile, whose splits are walked one by one, and merged. The loop over a split's keys has
     no code of borders, which costs registers and time where there is none."""
     splits = plan.split_of(tile, tile.steps - 1)  # before the last one
@@ -287,7 +287,7 @@ def by_splits(ref: Refs, plan: FlashPlan, warpgroup: Any, tile: QueryTile, befor
 
 
 def walk(
-    ref: Refs, plan: FlashPlan, warpgroup: Any, tile: QueryTile, before: Any, first: Any, end: Any
+    ref: Refs, plan: MosaicFlashPlan, warpgroup: Any, tile: QueryTile, before: Any, first: Any, end: Any
 ) -> tuple[tuple[Any, ...], Any, Any]:
     """The state (acc, l, m) of the tiles of keys [first, end) of a tile."""
     state = first_keys(ref, plan, warpgroup, tile, before, first)
@@ -297,7 +297,9 @@ def walk(
     return last_values(ref, plan, lax.rem(before + end - 1, jnp.int32(plan.stages)), acc, p), l, m
 
 
-def first_keys(ref: Refs, plan: FlashPlan, warpgroup: Any, tile: QueryTile, before: Any, step: Any) -> tuple[Any, ...]:
+def first_keys(
+    ref: Refs, plan: MosaicFlashPlan, warpgroup: Any, tile: QueryTile, before: Any, step: Any
+) -> tuple[Any, ...]:
     """The state (acc, l, m, p) after a split's first keys. Their values wait for the next: acc is 0, p the weights."""
     buffer = lax.rem(before + step, jnp.int32(plan.stages))
     plgpu.barrier_wait(ref.k_arrived.at[buffer])
@@ -316,7 +318,7 @@ def first_keys(ref: Refs, plan: FlashPlan, warpgroup: Any, tile: QueryTile, befo
 
 
 def more_keys(
-    ref: Refs, plan: FlashPlan, warpgroup: Any, tile: QueryTile, before: Any, step: Any, state: tuple[Any, ...]
+    ref: Refs, plan: MosaicFlashPlan, warpgroup: Any, tile: QueryTile, before: Any, step: Any, state: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """The state with one tile of keys more, and with the values of the one before. The weights of the tile come when
     those products are done: they take the place of the weights that the products have read, and the other consumer's
@@ -362,7 +364,7 @@ def keep(ref: Refs, warpgroup: Any, acc: tuple[Any, ...], first: Any) -> None:
 
 
 def merged(
-    ref: Refs, plan: FlashPlan, warpgroup: Any, sums: tuple[Any, Any], state: tuple[Any, ...], begun: Any
+    ref: Refs, plan: MosaicFlashPlan, warpgroup: Any, sums: tuple[Any, Any], state: tuple[Any, ...], begun: Any
 ) -> tuple[Any, ...]:
     """The state (acc, l, m) of a split merged with that of all before it. ``begun``: whether there are any."""
     (l_before, m_before), (acc, l, m) = sums, state
@@ -375,14 +377,14 @@ def merged(
     return tuple(parts), merge.rows(l_before, l), merge.maximum
 
 
-def last_values(ref: Refs, plan: FlashPlan, buffer: Any, acc: tuple[Any, ...], p: Any) -> tuple[Any, ...]:
+def last_values(ref: Refs, plan: MosaicFlashPlan, buffer: Any, acc: tuple[Any, ...], p: Any) -> tuple[Any, ...]:
     """acc with the values of the last keys."""
     acc, _ = in_registers(plan.interpret, lambda parts, _: multiply_values(ref, plan, buffer, p, parts), acc)
     plgpu.barrier_arrive(ref.v_free.at[buffer])
     return acc
 
 
-def seen(ref: Refs, plan: FlashPlan, warpgroup: Any, tile: QueryTile, step: Any, s: Any) -> Any:
+def seen(ref: Refs, plan: MosaicFlashPlan, warpgroup: Any, tile: QueryTile, step: Any, s: Any) -> Any:
     """Scores from dots: -inf where a query does not see a key."""
     i, j = quotient(tile.row, QUERIES) + warpgroup, tile.first + step
     rows, keys = pl.ds(i * QUERIES, QUERIES), pl.ds(j * plan.block_kv, plan.block_kv)

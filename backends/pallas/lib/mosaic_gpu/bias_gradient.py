@@ -301,15 +301,15 @@ def add(
     plan: BiasPlan,
     warpgroup: Any,
     tile: ResidentTile,
-    turn: Any,
+    round: Any,
     cut: bool,
     step: Any,
     sums: tuple[Any, ...],
 ) -> tuple[Any, ...]:
     """The sum with dS of one tile of queries and the keys of a turn. cut: whether some pair may not see each other."""
-    pairs, stages, count = plan.pairs, jnp.int32(plan.pairs.stages), turn * tile.steps + step
+    pairs, stages, count = plan.pairs, jnp.int32(plan.pairs.stages), round * tile.steps + step
     buffer = lax.rem(count, stages)
-    here, there = (anew(n, tile.row + count) for n in (buffer, lax.rem(turn, stages)))
+    here, there = (anew(n, tile.row + count) for n in (buffer, lax.rem(round, stages)))
     plgpu.barrier_wait(ref.queries_arrived.at[buffer])
 
     def work(accumulators: Any, totals: Any) -> None:
@@ -333,7 +333,7 @@ def add(
         for total, place, keys, p_n in zip(totals, places, plan.parts, p, strict=True):
             (d_s,) = kept(ref, pairs, place, 0.0, slopes(pairs, delta, p_n, None, d_p[:, keys]))
             if plan.one_row and cut:
-                d_s = within(d_s, 0, resident.row + warpgroup * ROWS, pairs.resident.length, of=QUERIES)
+                d_s = within(d_s, 0, resident.row + warpgroup * ROWS, pairs.resident.length, divisor=QUERIES)
             total[...] += d_s
 
     _, after = in_registers(pairs.interpret, work, (zeros(KEYS),) * 2, sums)

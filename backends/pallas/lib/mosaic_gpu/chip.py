@@ -133,13 +133,13 @@ def padded_rows(x: jax.Array, length: int | None = None) -> jax.Array:
     return jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, lacking)]) if lacking else x
 
 
-def store(place: Any, value: Any) -> None:
+def store(ref: Any, value: Any) -> None:
     """Write an array to a place in device memory, few bytes a thread at a time or many: from jax 0.12 on the compiler
     refuses the few unless it is told that they are meant."""
     if hasattr(plgpu, "store"):
-        plgpu.store(place, value, optimized=False)
+        plgpu.store(ref, value, optimized=False)
     else:
-        place[...] = value
+        ref[...] = value
 
 
 class InterpretedAccumulator:

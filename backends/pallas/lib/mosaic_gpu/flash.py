@@ -81,7 +81,7 @@ class QueryTile(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FlashPlan:
+class MosaicFlashPlan:
     """How one attention is cut.
 
     Attributes:
@@ -175,7 +175,7 @@ class FlashPlan:
         return QueryTile(batch, place - batch * self.heads, i * (QUERIES * self.consumers), first, steps)
 
 
-def heaviest_first(index: Any, places: int, tiles: int, band: Band) -> tuple[Any, Any]:
+def heaviest_first(index: Any, heads: int, tiles: int, band: Band) -> tuple[Any, Any]:
     """Which of so many heads of all sequences, and which of its tiles, has this index: of ``TOGETHER`` heads tiles that
     see most come first, the last ones where a band ends with them, else the first."""
     if band.first is None and band.last is None:
@@ -183,12 +183,12 @@ def heaviest_first(index: Any, places: int, tiles: int, band: Band) -> tuple[Any
         return place, index - place * tiles
     section = quotient(index, TOGETHER * tiles)
     rest = index - section * (TOGETHER * tiles)
-    width = jnp.minimum(places - section * TOGETHER, TOGETHER)
+    width = jnp.minimum(heads - section * TOGETHER, TOGETHER)
     down = lax.div(rest, width)
     return section * TOGETHER + rest - down * width, down if band.last is None else tiles - 1 - down
 
 
-def schedule(plan: FlashPlan) -> np.ndarray:
+def schedule(plan: MosaicFlashPlan) -> np.ndarray:
     """(blocks, 1 + rounds): how many tiles each block takes, and which. In the order of ``heaviest_first`` each tile
     goes to the block that will be done first, as if a multiprocessor took the next one then."""
     places, tiles = plan.batch * plan.heads, plan.tiles_q
@@ -254,7 +254,7 @@ class Merge(NamedTuple):
         return jnp.where(earlier, before, more) + jnp.where(earlier, more, before) * weight
 
 
-def rings(plan: FlashPlan, written: Any, **buffers: Any) -> dict[str, Any]:
+def rings(plan: MosaicFlashPlan, written: Any, **buffers: Any) -> dict[str, Any]:
     """``scratch`` for the rings that queries, keys and values come through, with their barriers, for what is
     ``written``, and for other buffers."""
     of_keys, of_values = plan.parts
@@ -276,7 +276,7 @@ def rings(plan: FlashPlan, written: Any, **buffers: Any) -> dict[str, Any]:
     }
 
 
-def produce(ref: Refs, plan: FlashPlan, tile: QueryTile, before: Any) -> None:
+def produce(ref: Refs, plan: MosaicFlashPlan, tile: QueryTile, before: Any) -> None:
     """Bring what one tile is made of, in the order in which it is used: values follow the next keys."""
     kv_head = quotient(tile.head, plan.group)
 
@@ -316,20 +316,20 @@ def bring(array: Any, buffer: Any, arrived: Any) -> None:
         plgpu.copy_gmem_to_smem(array.at[:, part_of(array, part)], buffer.at[part], arrived)
 
 
-def multiply_keys(ref: Refs, plan: FlashPlan, warpgroup: Any, buffer: Any, dots: Any) -> None:
+def multiply_keys(ref: Refs, plan: MosaicFlashPlan, warpgroup: Any, buffer: Any, dots: Any) -> None:
     """Issue dots += q k^T."""
     for part in range(plan.parts[0]):
         queries, keys = ref.queries.tiled.at[warpgroup, part], ref.keys.tiled.at[buffer, part]
         issue_product(dots, queries, keys, transposed=True)
 
 
-def multiply_values(ref: Refs, plan: FlashPlan, buffer: Any, p: Any, products: Any) -> None:
+def multiply_values(ref: Refs, plan: MosaicFlashPlan, buffer: Any, p: Any, products: Any) -> None:
     """Issue products += p v."""
     for part, acc in enumerate(products):
         issue_product(acc, p, ref.values.tiled.at[buffer, part])
 
 
-def in_ping_pong(ref: Refs, plan: FlashPlan, warpgroup: Any, issue: Callable[[], None]) -> None:
+def in_ping_pong(ref: Refs, plan: MosaicFlashPlan, warpgroup: Any, issue: Callable[[], None]) -> None:
     """Issue products when it is this consumer's turn."""
     if plan.consumers > 1:
         plgpu.barrier_wait(ref.ping_pong.at[warpgroup])

@@ -51,7 +51,7 @@ NUMBERS = "shift", "low", "delta"
 LEAST = 1e-30
 """What stands for a second number of 0 of an lse that is far from 0."""
 
-Place = tuple[Any, "ResidentTile", Any, Any, bool]
+TilePosition = tuple[Any, "ResidentTile", Any, Any, bool]
 """Where a tile of scores is: its warpgroup, the resident rows, the head and the streamed tile; and whether it is
 ``cut``: whether the band may cut through it, or lse be far from 0."""
 
@@ -136,20 +136,20 @@ class AttentionGradientPlan(NamedTuple):
         """The buffers of ``NUMBERS`` that come by beside queries. Resident queries have theirs in registers."""
         return (0 if self.by_query else self.stages), len(NUMBERS), self.streamed.tile
 
-    def inner(self, tile: ResidentTile, together: int = 1) -> tuple[Any, Any]:
-        """Turns of so many streamed tiles ``together``: the first of a head all of whose pairs see each other, and the
-        first after those."""
+    def inner(self, tile: ResidentTile, tiles_per_step: int = 1) -> tuple[Any, Any]:
+        """Turns of so many streamed tiles ``tiles_per_step``: the first of a head all of whose pairs see each other,
+        and the first after those."""
         band, rows, size = self.band, self.rows, self.streamed.tile
-        turns, begin = lax.div(tile.span, jnp.int32(together)), jnp.int32(0)
+        turns, begin = lax.div(tile.span, jnp.int32(tiles_per_step)), jnp.int32(0)
         ends = [] if band.closed or not band.kv_len % size else [jnp.int32(band.kv_len // size)]
         if band.first is not None:
             from_ = quotient(jnp.maximum(band.first + tile.row + (rows - 1), 0) + (size - 1), size)
-            begin = lax.div(jnp.maximum(from_ - tile.first, 0) + (together - 1), jnp.int32(together))
+            begin = lax.div(jnp.maximum(from_ - tile.first, 0) + (tiles_per_step - 1), jnp.int32(tiles_per_step))
         if band.last is not None:
             ends.append(quotient(jnp.maximum(band.last + tile.row + 1, 0), size))
         end = turns
         for after in ends:
-            end = jnp.minimum(end, lax.div(jnp.maximum(after - tile.first, 0), jnp.int32(together)))
+            end = jnp.minimum(end, lax.div(jnp.maximum(after - tile.first, 0), jnp.int32(tiles_per_step)))
         if band.rows and band.rows % rows:
             end = jnp.where(tile.row + rows <= band.rows, end, 0)
         begin = jnp.minimum(begin, turns)
@@ -241,16 +241,21 @@ def plan_of(call: Call, tiling: Mapping[str, int], wants: tuple[str, ...]) -> At
 
 
 def walk(
-    plan: AttentionGradientPlan, tile: ResidentTile, fold: Fold, sums: tuple[Any, ...], far: Any, together: int = 1
+    plan: AttentionGradientPlan,
+    tile: ResidentTile,
+    fold: Fold,
+    sums: tuple[Any, ...],
+    far: Any,
+    tiles_per_step: int = 1,
 ) -> tuple[Any, ...]:
-    """``fold(cut, turn, sums)`` over all streamed tiles, so many ``together``: of each head those on borders of the
-    band, those inside, where nothing has to be ``cut``, and those on borders. ``far``: all are cut (`is_far`)."""
-    turns, each = (lax.div(n, jnp.int32(together)) for n in (tile.steps, tile.span))
+    """``fold(cut, turn, sums)`` over all streamed tiles, so many ``tiles_per_step``: of each head those on borders of
+    the band, those inside, where nothing has to be ``cut``, and those on borders. ``far``: all are cut (`is_far`)."""
+    turns, each = (lax.div(n, jnp.int32(tiles_per_step)) for n in (tile.steps, tile.span))
     if plan.band.inside(*map(jnp.int32, (0, 0))) is True:
         near = jnp.where(far, 0, turns)
         sums = lax.fori_loop(0, near, partial(fold, False), sums)
         return lax.fori_loop(near, turns, partial(fold, True), sums)
-    begin, end = plan.inner(tile, together)
+    begin, end = plan.inner(tile, tiles_per_step)
     end = jnp.where(far, begin, end)
 
     def of_head(head: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -289,20 +294,20 @@ def read_number(ref: Refs, buffer: Any, i: int) -> Any:
 
 
 def weights(
-    ref: Refs, plan: AttentionGradientPlan, place: Place, lse: Sequence[Any], dots: Any, bias: Any = None
+    ref: Refs, plan: AttentionGradientPlan, position: TilePosition, lse: Sequence[Any], dots: Any, bias: Any = None
 ) -> tuple[Any, Any]:
     """P of a tile of dots, whether or not pairs see each other, and t where there is a softcap. Under a bias, which may
     be all that numbers hold for a whole row, the difference comes before the factor by which both would overflow.
     Elsewhere that product and the difference are one operation, as in the forward pass. lse: its two numbers. bias: the
     tile's, where it need not be read."""
-    _, tile, head, _, cut = place
+    _, tile, head, _, cut = position
     x = dots if plan.pre is None else dots * plan.pre
     t = tanh(x) if plan.capped else None
     s = x if t is None else t
     s = s if plan.factor is None else s * plan.factor
     if bias is None and "bias" in ref:
         query_head = tile.head if plan.by_query else head
-        bias = bias_tile(ref.bias, tile.batch, query_head, *resident_and_streamed_rows(plan, place), plan.by_query)
+        bias = bias_tile(ref.bias, tile.batch, query_head, *resident_and_streamed_rows(plan, position), plan.by_query)
     shift = beside(plan, lse[0], s.shape)
     apart = s * rate_of(plan.unit) - shift if bias is None else (s + bias) - shift
     if cut:
@@ -328,9 +333,9 @@ def slopes(plan: AttentionGradientPlan, delta: Any, p: Any, t: Any, d_p: Any) ->
     return d_s if t is None else d_s * (1.0 - t * t)
 
 
-def resident_and_streamed_rows(plan: AttentionGradientPlan, place: Place) -> tuple[Any, Any]:
+def resident_and_streamed_rows(plan: AttentionGradientPlan, position: TilePosition) -> tuple[Any, Any]:
     """The resident rows, and the streamed ones, of a tile."""
-    warpgroup, tile, _, j, _ = place
+    warpgroup, tile, _, j, _ = position
     return pl.ds((quotient(tile.row, ROWS) + warpgroup) * ROWS, ROWS), pl.ds(j * plan.streamed.tile, plan.streamed.tile)
 
 
@@ -339,17 +344,17 @@ def beside(plan: AttentionGradientPlan, number: Any, shape: tuple[int, int]) -> 
     return lax.broadcast_in_dim(number() if callable(number) else number, shape, (0 if plan.by_query else 1,))
 
 
-def shares_segment(ref: Refs, plan: AttentionGradientPlan, place: Place) -> Any:
+def shares_segment(ref: Refs, plan: AttentionGradientPlan, position: TilePosition) -> Any:
     """Which pairs of a tile share a segment."""
     of_rows, of_columns = getattr(ref, plan.resident.ids), getattr(ref, plan.streamed.ids)
-    return same_segment(of_rows, of_columns, place[1].batch, *resident_and_streamed_rows(plan, place))
+    return same_segment(of_rows, of_columns, position[1].batch, *resident_and_streamed_rows(plan, position))
 
 
-def kept(ref: Refs, plan: AttentionGradientPlan, place: Place, unseen: float, *tiles: Any) -> tuple[Any, ...]:
+def kept(ref: Refs, plan: AttentionGradientPlan, position: TilePosition, unseen: float, *tiles: Any) -> tuple[Any, ...]:
     """Tiles of numbers with ``unseen`` for pairs that do not see each other, whatever they hold."""
-    warpgroup, tile, _, j, cut = place
+    warpgroup, tile, _, j, cut = position
     if "q_ids" in ref:
-        same = shares_segment(ref, plan, place)
+        same = shares_segment(ref, plan, position)
         tiles = tuple(jnp.where(same, x, unseen) for x in tiles)
     if not cut:
         return tiles
@@ -367,7 +372,7 @@ def statistics(call: Call) -> dict[str, jax.Array]:
     batch, q_len, heads, dv = call.arrays["o"].shape
     of_rows = [call.arrays[name].reshape(-1, dv) for name in ("o", "d_o")]
     tiling = row_walk.default_tiling(dv, call.dtype, arrays=2)
-    _, told = row_walk.launched(call, tiling, of_rows, Delta(), {}, told=1)
+    _, told = row_walk.launched(call, tiling, of_rows, Delta(), {}, extra_numbers=1)
     assert told is not None
     delta = jnp.swapaxes(told[0, : batch * q_len * heads].reshape(batch, q_len, heads), 1, 2)
     if call.arrays["d_lse"] is not None:

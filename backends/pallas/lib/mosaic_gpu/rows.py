@@ -354,11 +354,11 @@ def launched(
     x: Sequence[jax.Array],
     formula: Formula,
     weights: Mapping[str, jax.Array],
-    told: int = 0,
+    extra_numbers: int = 0,
     approximate: bool = False,
 ) -> tuple[Any, jax.Array | None]:
-    """What a formula makes of the rows of arrays, (rows, n) each, and ``told`` numbers of each row, (told, rows or
-    more) in float32. ``weights``: what every row shares, (n,) each. ``approximate``: as of :func:`launch`."""
+    """What a formula makes of the rows of arrays, (rows, n) each, and ``extra_numbers`` numbers of each row, (told,
+    rows or more) in float32. ``weights``: what every row shares, (n,) each. ``approximate``: as of :func:`launch`."""
     rows, n = x[0].shape
     walk = WarpRowWalk.over(call, tiling, rows, n, len(x))
     kept = partial(_kept, interpret=call.interpret)
@@ -367,8 +367,8 @@ def launched(
         x = [padded_rows(array) for array in x]
         weights = {name: padded_rows(w, walk.chunk * walk.chunks) for name, w in weights.items()}
     outputs = {"y": jax.ShapeDtypeStruct((rows, walk.pitch), x[0].dtype)} if formula.writes else {}
-    if told:
-        outputs["told"] = jax.ShapeDtypeStruct((told, padded(rows, walk.block_rows)), jnp.float32)
+    if extra_numbers:
+        outputs["told"] = jax.ShapeDtypeStruct((extra_numbers, padded(rows, walk.block_rows)), jnp.float32)
     if walk.cluster > 1:
         form = walk.cluster, len(formula.empty), padded(rows, walk.block_rows)
         outputs["shares"] = jax.ShapeDtypeStruct(form, jnp.float32)
@@ -599,9 +599,9 @@ def weights_of(ref: Refs, walk: WarpRowWalk, names: tuple[str, ...], chunk: Any)
     return {name: partial(_shared, ref, name, walk, chunk * walk.chunk) for name in names}
 
 
-def _tell(ref: Refs, row: Any, told: tuple[Any, ...]) -> None:
+def _tell(ref: Refs, row: Any, numbers_of_rows: tuple[Any, ...]) -> None:
     """Write what is told of the rows from ``row`` on."""
-    for i, numbers in enumerate(told if "told" in ref else ()):
+    for i, numbers in enumerate(numbers_of_rows if "told" in ref else ()):
         store(ref.told.at[i, pl.ds(row, numbers.shape[0])], numbers)
 
 

@@ -93,16 +93,16 @@ class Turned:
         self.settled = lax.optimization_barrier if apart else lambda rows: rows
         self.seen: dict[Any, Any] = {}
 
-    def __getitem__(self, place: Any) -> Any:
-        lying, known = turned(place), str(place)  # slices of Python 3.11 are no keys
+    def __getitem__(self, index: Any) -> Any:
+        lying, known = turned(index), str(index)  # slices of Python 3.11 are no keys
         if not self.once or known not in self.seen:
             self.seen[known] = self.settled(self.ref[lying].T)
         return self.seen[known]
 
-    def __setitem__(self, place: Any, rows: Any) -> None:
-        self.ref[turned(place)] = self.settled(rows).T
+    def __setitem__(self, index: Any, rows: Any) -> None:
+        self.ref[turned(index)] = self.settled(rows).T
 
 
-def turned(place: Any) -> Any:
+def turned(index: Any) -> Any:
     """Where a place of a block lies when the block is turned."""
-    return place[::-1] if isinstance(place, tuple) else place
+    return index[::-1] if isinstance(index, tuple) else index

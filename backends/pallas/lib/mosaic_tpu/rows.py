@@ -163,12 +163,12 @@ class BlockWalk(NamedTuple):
         """The blocks of an array of rows that the last sweep alone reads or writes."""
         return self._rows(self._in_last_sweep)
 
-    def _rows(self, place: Callable[[Any, Any], Any]) -> pl.BlockSpec:
+    def _rows(self, row_block: Callable[[Any, Any], Any]) -> pl.BlockSpec:
         side_by_side = self.along == 0 or self.stored is not None
 
         def index(*at: Any) -> tuple[Any, ...]:
             *outer, group, sweep, step = at
-            here = place(sweep, step)
+            here = row_block(sweep, step)
             return (*outer, here, group) if side_by_side else (*outer, group, here)
 
         lengths = (self.block_n, self.block_rows) if side_by_side else (self.block_rows, self.block_n)
@@ -308,32 +308,33 @@ class Strip(NamedTuple):
         for start in range(0, walk.block_n, width):
             yield StripSlice(self, start, min(start + width, walk.block_n))
 
-    def sums(self, of: Callable[[StripSlice], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Sums along each row of what ``of`` makes of each piece, without what lies beyond the row's end."""
-        found = self.by_register(lambda at: tuple(map(at.within, of(at))), jnp.add)
+    def sums(self, function: Callable[[StripSlice], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Sums along each row of what ``function`` makes of each piece, without what lies beyond the row's end."""
+        found = self.by_register(lambda at: tuple(map(at.within, function(at))), jnp.add)
         return tuple(jnp.sum(values, axis=self.walk.along, keepdims=True) for values in found)
 
-    def maximum(self, of: Callable[[StripSlice], Any]) -> Any:
-        """The largest along each row of what ``of`` makes of each piece; beyond the row's end ``of`` says what is."""
-        (found,) = self.by_register(lambda at: (of(at),), jnp.maximum)
+    def maximum(self, function: Callable[[StripSlice], Any]) -> Any:
+        """The largest along each row of what ``function`` makes of each piece; beyond the row's end ``function`` says
+        what is."""
+        (found,) = self.by_register(lambda at: (function(at),), jnp.maximum)
         return jnp.max(found, axis=self.walk.along, keepdims=True)
 
     def by_register(
-        self, of: Callable[[StripSlice], tuple[Any, ...]], together: Callable[[Any, Any], Any]
+        self, function: Callable[[StripSlice], tuple[Any, ...]], combine: Callable[[Any, Any], Any]
     ) -> list[Any]:
-        """What ``of`` makes of all pieces, put together in as many elements of each row as lie in one register: pairs
-        of registers, one after another, so that the order does not hang on how long a piece is, nor on how many rows it
-        has. Of one register after another each would wait for the one before."""
+        """What ``function`` makes of all pieces, put together in as many elements of each row as lie in one register:
+        pairs of registers, one after another, so that the order does not hang on how long a piece is, nor on how many
+        rows it has. Of one register after another each would wait for the one before."""
         along = self.walk.along
         found: list[Any] = []
         for piece in self.pieces():
-            for i, values in enumerate(of(piece)):
+            for i, values in enumerate(function(piece)):
                 for pair in cut(values, along, 2 * self.register):
-                    part = functools.reduce(together, cut(pair, along, self.register))
+                    part = functools.reduce(combine, cut(pair, along, self.register))
                     if i == len(found):
                         found.append(part)
                     else:
-                        found[i] = together(found[i], part)
+                        found[i] = combine(found[i], part)
         return found
 
 
@@ -373,14 +374,16 @@ class StripSlice(NamedTuple):
         walk = self.strip.walk
         if self.stop <= walk.n - (walk.grid[-1] - 1) * walk.block_n:
             return values
-        return within(values, walk.along, self.strip.step * walk.block_n + self.start, walk.n, beyond, of=walk.block_n)
+        return within(
+            values, walk.along, self.strip.step * walk.block_n + self.start, walk.n, beyond, divisor=walk.block_n
+        )
 
     def add_to(self, ref: Any, values: Any) -> None:
         """Add the piece over its rows, without those beyond the last, to sums of `BlockWalk.partial_sums`. They are
         eight
         of each, which are added up when all rows of the block have come by: here sublanes would wait for each other."""
         walk = self.strip.walk
-        values = within(values, 0, self.strip.first, walk.height, of=self.strip.of)
+        values = within(values, 0, self.strip.first, walk.height, divisor=self.strip.of)
         ref[:, self.start : self.stop] += jnp.sum(values.reshape(-1, SUBLANES, values.shape[1]), axis=0)
 
 
@@ -666,12 +669,12 @@ class RowBlock:
         if walk.kept:
             self.homes |= {name: getattr(ref, f"kept_{name}").at[step] for name in rows}
 
-    def lying(self, name: str, place: Any = None) -> Any:
+    def lying(self, name: str, index: Any = None) -> Any:
         """An array of rows, or those of a place, as rows that lie one after another."""
         block = self.homes[name]
         if not self.walk.stored or (self.walk.kept and name in self.rows):
-            return block if place is None else block.at[place]
-        return Turned(block if place is None else block.at[turned(place)], self.walk.sweeps == 1, self.apart)
+            return block if index is None else block.at[index]
+        return Turned(block if index is None else block.at[turned(index)], self.walk.sweeps == 1, self.apart)
 
     def keep(self) -> None:
         """Take what arrived to where the second sweep finds it."""

@@ -123,10 +123,10 @@ def _walk(eqn: Any, given: Sequence[Any], cores: int) -> GridWalk:
     known = {ref: array for ref, array in zip(body.invars, scalars, strict=False) if array is not None}
     text = "\n".join([str(body), *(f"{m.block_shape} {m.index_map_jaxpr}" for m in mapping.block_mappings)])
 
-    def of(places: list[np.ndarray], beside: tuple[GridWalk, ...]) -> GridWalk:
-        taken = np.ones(len(places[0]) if places else 1, bool)
-        inner = tuple(_conditions(body, known, places, taken))
-        moved = [_moved(m, places, scalars) for m in mapping.block_mappings]
+    def of(indices: list[np.ndarray], beside: tuple[GridWalk, ...]) -> GridWalk:
+        taken = np.ones(len(indices[0]) if indices else 1, bool)
+        inner = tuple(_conditions(body, known, indices, taken))
+        moved = [_moved(m, indices, scalars) for m in mapping.block_mappings]
         return GridWalk(
             name,
             len(taken),
@@ -141,7 +141,7 @@ def _walk(eqn: Any, given: Sequence[Any], cores: int) -> GridWalk:
     return of(first, tuple(of(places, ()) for places in others))
 
 
-def _shares(params: Any, grid: tuple[int, ...], places: list[np.ndarray], cores: int) -> list[list[np.ndarray]]:
+def _shares(params: Any, grid: tuple[int, ...], indices: list[np.ndarray], cores: int) -> list[list[np.ndarray]]:
     """The steps of each core: the first parallel axis of several steps is cut into as many runs, as libtpu's estimates
     say, which are of the first."""
     semantics = getattr(params, "dimension_semantics", None) or ()
@@ -149,20 +149,20 @@ def _shares(params: Any, grid: tuple[int, ...], places: list[np.ndarray], cores:
         a for a, (kind, extent) in enumerate(zip(semantics, grid, strict=False)) if kind == PARALLEL and extent > 1
     ]
     if cores == 1 or not parallel:
-        return [places]
-    share = places[parallel[0]] // -(-grid[parallel[0]] // cores)
-    return [[axis[share == core] for axis in places] for core in range(share.max() + 1)]
+        return [indices]
+    share = indices[parallel[0]] // -(-grid[parallel[0]] // cores)
+    return [[axis[share == core] for axis in indices] for core in range(share.max() + 1)]
 
 
-def _moved(mapping: Any, places: list[np.ndarray], scalars: Sequence[Any]) -> np.ndarray:
+def _moved(mapping: Any, indices: list[np.ndarray], scalars: Sequence[Any]) -> np.ndarray:
     """Bytes of a window's moves, step by step: it is moved at the first one, and wherever its index changes. A window
     that hangs over its array's end is moved as far as that, in whole native tiles: the copies of libtpu's code are as
     long as the rest of the array then."""
     closed = mapping.index_map_jaxpr
     known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    known |= {v: a for v, a in zip(closed.jaxpr.invars, [*places, *scalars], strict=False) if a is not None}
-    known = _evaluated(closed.jaxpr, known, places)
-    steps = len(places[0]) if places else 1
+    known |= {v: a for v, a in zip(closed.jaxpr.invars, [*indices, *scalars], strict=False) if a is not None}
+    known = _evaluated(closed.jaxpr, known, indices)
+    steps = len(indices[0]) if indices else 1
     at = np.stack([np.broadcast_to(_value(v, known), steps) for v in closed.jaxpr.outvars])
     moves = np.concatenate([[True], (at[:, 1:] != at[:, :-1]).any(0)])
     array = mapping.array_aval.shape
@@ -181,18 +181,18 @@ NATIVE = (8, 128)
 """Rows and lanes of a tile of device memory."""
 
 
-def _evaluated(jaxpr: Any, known: dict[Any, Any], places: list[np.ndarray]) -> dict[Any, Any]:
+def _evaluated(jaxpr: Any, known: dict[Any, Any], indices: list[np.ndarray]) -> dict[Any, Any]:
     """``known`` with every scalar that follows from it and from the step's indices, each as an array over the steps."""
     found = dict(known)
     for eqn in jaxpr.eqns:
-        _evaluate(eqn, found, places)
+        _evaluate(eqn, found, indices)
     return found
 
 
-def _evaluate(eqn: Any, known: dict[Any, Any], places: list[np.ndarray]) -> None:
+def _evaluate(eqn: Any, known: dict[Any, Any], indices: list[np.ndarray]) -> None:
     """Add what an equation gives, where it is made of known scalars alone."""
     if eqn.primitive.name == "program_id":
-        known[eqn.outvars[0]] = places[eqn.params["axis"]]
+        known[eqn.outvars[0]] = indices[eqn.params["axis"]]
         return
     if any(getattr(v.aval, "shape", None) != () for v in eqn.outvars) or not eqn.outvars:
         return
@@ -206,11 +206,11 @@ def _evaluate(eqn: Any, known: dict[Any, Any], places: list[np.ndarray]) -> None
     inner = next(_inner(eqn), None)
     if inner is not None:
         if eqn.primitive.name in ("pjit", "jit", "closed_call", "custom_jvp_call"):
-            deeper = _evaluated(inner, dict(zip(inner.invars, values, strict=True)), places)
+            deeper = _evaluated(inner, dict(zip(inner.invars, values, strict=True)), indices)
             results = [_value(v, deeper) for v in inner.outvars]
             known.update({v: r for v, r in zip(eqn.outvars, results, strict=True) if r is not None})
         return
-    steps = len(places[0]) if places else 1
+    steps = len(indices[0]) if indices else 1
     wide = [np.broadcast_to(v, steps) for v in values]
     with jax.ensure_compile_time_eval():
         made = eqn.primitive.bind(*map(jax.numpy.asarray, wide), **eqn.params)
@@ -224,12 +224,12 @@ def _value(v: Any, known: dict[Any, Any]) -> Any:
     return known.get(v)
 
 
-def _conditions(jaxpr: Any, known: dict[Any, Any], places: list[np.ndarray], taken: np.ndarray) -> Iterator[Condition]:
+def _conditions(jaxpr: Any, known: dict[Any, Any], indices: list[np.ndarray], taken: np.ndarray) -> Iterator[Condition]:
     """The branches of a kernel; ``taken``: which steps come by."""
     known = dict(known)
     for eqn in jaxpr.eqns:
         if eqn.primitive.name != "cond":
-            _evaluate(eqn, known, places)
+            _evaluate(eqn, known, indices)
             continue
         index = _value(eqn.invars[0], known)
         for number, branch in enumerate(eqn.params["branches"]):
@@ -238,7 +238,7 @@ def _conditions(jaxpr: Any, known: dict[Any, Any], places: list[np.ndarray], tak
             here = taken if index is None else taken & (np.broadcast_to(index, taken.shape).astype(int) == number)
             given = zip(branch.jaxpr.invars, (_value(v, known) for v in eqn.invars[1:]), strict=True)
             inside = {v: value for v, value in given if value is not None}
-            inner = tuple(_conditions(branch.jaxpr, inside, places, here))
+            inner = tuple(_conditions(branch.jaxpr, inside, indices, here))
             body = branch.jaxpr
             yield Condition(int(here.sum()), _work(body), _flops(body), inner, _loops(body))
 

@@ -121,19 +121,19 @@ def names_in(module: nn.Module) -> tuple[str, ...]:
     return () if code is None else code.co_names
 
 
-def rewrapped(function: Callable[..., Any], heart: Callable[..., Any]) -> Callable[..., Any]:
+def rewrapped(function: Callable[..., Any], inner_function: Callable[..., Any]) -> Callable[..., Any]:
     """What a function does around the one that it wraps, around another: transformers wraps the forward of a layer in
     its checkpoints. A function that wraps none is replaced whole."""
     inner = getattr(function, "__wrapped__", None)
     if inner is None:
-        return heart
+        return inner_function
     cells = function.__closure__ or ()
     if not any(cell.cell_contents is inner for cell in cells):
         raise UnsupportedError(
             f"apply: {function.__qualname__} wraps another function and does not keep it where it is found; expected "
             "a plain forward: leave its part out of parts"
         )
-    again = rewrapped(inner, heart)
+    again = rewrapped(inner, inner_function)
     kept = tuple(types.CellType(again) if cell.cell_contents is inner else cell for cell in cells)
     made: Any = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, kept)
     made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
