@@ -276,13 +276,14 @@ def noted_of(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Not
     """What ``supports`` finds of a tiling, and of one that is large what the kernels find when they are traced: some
     take what is left of the VMEM to keep rows there."""
     with estimates() as noted:
-        impl.supports(call, tiling)
+        config = impl.configured(call.spec, tiling)
+        impl.supports(call, config)
         if share_of(noted) >= LARGE:
             names = [n for n, a in call.arrays.items() if a is not None]
 
             def run(*arrays: Any) -> tuple[Any, ...]:
                 of = call.replace(arrays={**call.arrays, **dict(zip(names, arrays, strict=True))})
-                return tuple(o for o in impl.run(of, tiling) if o is not None)
+                return tuple(o for o in impl.run(of, config) if o is not None)
 
             jax.eval_shape(run, *(call.arrays[n] for n in names))
     return noted

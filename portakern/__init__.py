@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from portakern.api import Op as Op
     from portakern.core.backend import Backend as Backend
     from portakern.core.call import Call as Call
+    from portakern.core.config import Config as Config
     from portakern.core.observe import observe as observe
     from portakern.core.registry import backends as backends
     from portakern.core.registry import ops as ops
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "Backend": "core.backend",
     "Call": "core.call",
+    "Config": "core.config",
     "Op": "api",
     "Report": "testing",
     "backends": "core.registry",
@@ -49,6 +51,7 @@ _LAZY = {
 __all__ = [
     "Backend",
     "Call",
+    "Config",
     "Op",
     "Report",
     "SpecError",

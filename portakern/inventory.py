@@ -12,6 +12,7 @@ from typing import Any
 
 from portakern.core import registry
 from portakern.core.backend import Backend, Family
+from portakern.core.config import fields_of
 from portakern.core.framework import frameworks
 from portakern.errors import UnavailableError
 from portakern.install import installed
@@ -125,11 +126,12 @@ def _tilings(s: Spec[Any], b: Backend) -> list[dict[str, Any]]:
             continue
         if impl is None:
             continue
+        known = fields_of(impl.config)
         for name, tile in {**s.tiling, **impl.knobs}.items():
             kind = "whole numbers" if isinstance(tile, Count) else "powers of two"
             values = f"{kind} {tile.lo} to {tile.hi}" if tile.hi - tile.lo > 3 else ", ".join(map(str, tile.values))
             rows.append({"backend": b.name, "variant": family.name, "name": name, "values": values,
-                         "meaning": b.meanings.get(name, "")})  # fmt: skip
+                         "meaning": known[name].meaning if name in known else ""})  # fmt: skip
     return rows
 
 

@@ -3,6 +3,8 @@ meets a wrong kernel."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import numpy as np
 import torch
 
@@ -76,6 +78,10 @@ def worst_of_far_strides(record, gpu):
     return max(worst)
 
 
+class Rows(pk.Config):
+    rows_at_once: Annotated[int, Tile(32, 128), "rows at once"]
+
+
 def tuned_beside_a_wrong_kernel(platform, shape):
     """Tune a softmax that is wrong, and fastest, with one of three tiles; what is found. The caller has a cache folder
     and a registry of its own."""
@@ -90,7 +96,7 @@ def tuned_beside_a_wrong_kernel(platform, shape):
 
     backend.implements(
         "softmax", key=lambda call: {"dtype": call.dtype}, tiling=lambda call: {"rows_at_once": 32},
-        knobs={"rows_at_once": Tile(32, 128)},
+        config=Rows,
     )(softmax)  # fmt: skip
     pk.register(backend)
     cases = [*requested_cases("softmax", {"shape": shape}, ["float32"], gradients=False)]

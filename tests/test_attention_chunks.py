@@ -15,6 +15,7 @@ from portakern.core.targets import Target
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
+from portakern.backends.triton.configs import AttentionConfig  # noqa: E402
 from portakern.backends.triton.gpu import attention as kernels  # noqa: E402
 from portakern.backends.triton.hopper import attention as hopper  # noqa: E402
 from portakern.backends.triton.lib import attention as portable  # noqa: E402
@@ -77,7 +78,7 @@ def test_a_program_a_chunk_or_one_for_all(shape, options, monkeypatch):
 
 
 def test_a_chunk_sees_neither_queries_nor_heads_nor_samples():
-    tiling = {"chunk": 512, "block_kv": 64}
+    tiling = AttentionConfig(chunk=512, block_kv=64)
     lengths = {
         split.chunk_length(bound(b, q, h, g, 5000, 64, 64, **options), tiling)
         for options in ({}, {"is_causal": True})
@@ -92,7 +93,7 @@ def test_a_chunk_sees_neither_queries_nor_heads_nor_samples():
 def test_a_table_says_how_many_keys_are_one_chunk_and_how_many_chunks_there_are():
     def length(keys: int, **more: Any) -> int | None:
         window = more.pop("window", None)
-        tiling = {"chunk": 512, "block_kv": 64, "whole": 2048, "most": 4, **more}
+        tiling = AttentionConfig(**{"chunk": 512, "block_kv": 64, "whole": 2048, "most": 4, **more})
         return split.chunk_length(bound(1, 1, 1, 1, keys, 8, 8, window=window), tiling)
 
     assert length(2048) is None and length(2049) == 1024 and length(2049, most=8) == 512
@@ -152,13 +153,13 @@ def test_what_hopper_leaves_to_the_portable_kernel(more, why):
 
 def test_hopper_refuses_what_has_no_room():
     call = bound(1, 90, 1, 1, 1000, 256, 256)
-    tiling = dict(tilings.default(variant("hopper"), call).tiling)
+    tiling = tilings.default(variant("hopper"), call).tiling
     assert hopper.supports(call, tiling) is None
-    assert "registers a thread" in hopper.supports(call, {**tiling, "block_kv": 256})
-    assert "bytes of shared memory" in hopper.supports(call, {**tiling, "num_stages": 4})
-    assert "up to 256 keys" in hopper.supports(call, {**tiling, "block_kv": 512})
+    assert "registers a thread" in hopper.supports(call, tiling.replace(block_kv=256))
+    assert "bytes of shared memory" in hopper.supports(call, tiling.replace(num_stages=4))
+    assert "up to 256 keys" in hopper.supports(call, tiling.replace(block_kv=512))
     # a group waits for the next keys before it hands the place of these back: an H100 waited for ever
-    assert "take 2 or more" in hopper.supports(call, {**tiling, "num_stages": 1})
+    assert "take 2 or more" in hopper.supports(call, tiling.replace(num_stages=1))
 
 
 @pytest.mark.parametrize(("d", "kv_len"), [(64, 1100), (128, 1100), (128, 600), (256, 1100)])
@@ -175,10 +176,10 @@ def test_few_queries_have_more_keys_on_their_way(d, q_len, stages):
     tiling = tilings.default(variant("hopper"), call).tiling
     plan, how = portable.rows_plan(call, tiling)
     assert how["num_stages"] == stages and plan.block_q == (64 if q_len == 1 else 128)
-    rows = {**tiling, "block_q": plan.block_q, "num_stages": stages}
+    rows = tiling.replace(block_q=plan.block_q, num_stages=stages)
     assert portable.shared_bytes(call, rows) <= 232448
-    _, how = portable.rows_plan(call, {**tiling, "few_stages": 8})
-    most = {**rows, "num_stages": how["num_stages"]}
+    _, how = portable.rows_plan(call, tiling.replace(few_stages=8))
+    most = rows.replace(num_stages=how["num_stages"])
     assert portable.shared_bytes(call, most) <= 232448, "more than there is room for"
 
 
@@ -208,7 +209,7 @@ def test_few_rows_are_one_a_thread_and_no_product_waits(d, q_len, shares, weight
     """A thread has half as many weights of a tile where a group has up to 32 rows: of the loop's and of the last one.
     Beside them stand factors of what was summed before, one or two a tile, and two of a merger."""
     impl, call = variant("hopper"), bound(1, q_len, 8, 4, 1100, d, d, is_causal=True)
-    tiling = {**tilings.default(impl, call).tiling, "shares": shares}
+    tiling = tilings.default(impl, call).tiling.replace(shares=shares)
     kernel = impl.family.load_compiler().build(impl, call, tiling).kernels[0]
     assert kernel.name == "attention_shares_kernel" and not kernel.serialised and (kernel.spills or 0) <= 32
     assert 2 * weights < kernel.assembly.count("MUFU.EX2") < 2 * weights + 8

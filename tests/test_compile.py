@@ -521,7 +521,7 @@ def test_lower_in_this_process_for_a_backend_that_no_other_knows():
         compiler=BACKEND.families[-1].compiler,
     )
     impl = BACKEND.implementation("softmax", BACKEND.families[-1])
-    mine.implements("softmax", key=impl.key, tiling=impl.tiling, supports=impl.supports, knobs=impl.knobs)(impl.fn)
+    mine.implements("softmax", key=impl.key, tiling=impl.tiling, supports=impl.supports, config=impl.config)(impl.fn)
     built = pk.op("softmax", backend=mine).lower(np.zeros((4, 256), np.float32), target="sm_89")
     assert built.ok and built.backend == "mine" and built.kernels[0].matrix == {}
 

@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from portakern.backends.triton import interpreter, plan  # noqa: E402
 from portakern.backends.triton import launch as launching  # noqa: E402
+from portakern.backends.triton.configs import HopperProductConfig  # noqa: E402
 from portakern.backends.triton.hopper import _float32, _warps  # noqa: E402
 from portakern.backends.triton.hopper import _tiles as products  # noqa: E402
 from portakern.backends.triton.lib import gluon  # noqa: E402
@@ -119,7 +120,7 @@ def test_how_c_leaves_follows_how_many_tiles_a_program_has():
     assert (one["halves"], one["num_stages"]) == (2, 5) and (several["halves"], several["num_stages"]) == (1, 5)
     call = product(3072, 3072, 3072)[1]
     assert (found := products.fit(call, one))["halves"] == 0 and found["num_stages"] == 4
-    assert "one tile" in products.supports(call, {**one, "num_stages": 4})
+    assert "one tile" in products.supports(call, one.replace(num_stages=4))
     # Rows of c that begin anywhere pass through shared memory on their way to registers.
     assert tiles(3071, 3065, 3072)[1]["num_stages"] == 4
     short, long = tiles(512, 512, 512, 64)[1], tiles(4096, 4096, 4096)[1]
@@ -151,13 +152,13 @@ def test_linear_takes_one_row_without_a_batch_and_no_roles_for_float32_in_ieee()
         x, weight = torch.empty(shape, dtype=dtype, device="meta"), torch.empty(65, *shape, dtype=dtype, device="meta")
         impl, call = bound("linear", x, weight)
         tiling = resolve(impl, call, {}).tiling
-        assert impl.supports(call, {**tiling, **ROLES, "swapped": 0, "roles": 1, "halves": 0}) is None
+        assert impl.supports(call, tiling.replace(**ROLES, swapped=0, roles=1, halves=0)) is None
     x = torch.empty(300, 64, device="meta")
-    roles = {"block_m": 128, "block_n": 128, "block_k": 32, "num_warps": 8, "num_stages": 2, "group": 1, "swapped": 0}
+    roles = HopperProductConfig(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=2, group=1, swapped=0)
     impl, call = bound("linear", x, x)
-    assert "use roles=0" in impl.supports(call, {**roles, "roles": 1})
+    assert "use roles=0" in impl.supports(call, roles.replace(roles=1))
     impl, call = bound("linear", x, x, precision="tf32")
-    assert impl.supports(call, {**roles, "roles": 1}) is None
+    assert impl.supports(call, roles.replace(roles=1)) is None
 
 
 def test_the_tile_follows_rows_and_the_split_of_k_does_not():
@@ -318,7 +319,7 @@ def test_warps_with_roles_meet_the_bound_in_other_ways(name, tmp_path, monkeypat
     if named.get("halves") == 2:  # one group of warps writes c while what the other has written is on its way
         monkeypatch.setattr(host, "LATE", {0: 0.05, 1: 0.055})
     impl, call = bound("matmul", a, b, precision="tf32" if name.startswith("tf32") else "ieee")
-    tiling = products.fit(call, {**ROLES, "swapped": 0, "roles": 1, "halves": 0, **named})
+    tiling = products.fit(call, HopperProductConfig(**{**ROLES, "swapped": 0, "roles": 1, "halves": 0, **named}))
     assert products.supports(call, tiling) is None and tiling["halves"] == named.get("halves", 0)
     with launching.recording(on_the_host):
         (c,) = impl.run(call, tiling)
@@ -353,7 +354,7 @@ def test_gradients_take_the_tiles_that_suit_each():
 
     own = {name: own_tiling(call, of, default(impl, call).tiling) for name, of in bare_products(call).items()}
     assert own["d_a"]["swapped"] == 1 and own["d_b"]["roles"] == 1
-    named = {**default(impl, call).tiling, "block_n": 128}
+    named = default(impl, call).tiling.replace(block_n=128)
     assert own_tiling(call, bare_products(call)["d_b"], named) == named
 
 

@@ -177,7 +177,7 @@ def test_what_is_left_to_the_portable_kernel(more, why):
 
 def test_what_has_no_room_is_refused():
     call = bound(1, 90, 1, 1, 1000, 128, device="meta")
-    tiling = dict(tiling_of(call))
+    tiling = tiling_of(call)
     for named, why in (
         ({"block_q": 256}, "takes 32, 64 or 128"),
         ({"block_q": 128}, "registers a thread"),
@@ -185,7 +185,7 @@ def test_what_has_no_room_is_refused():
         ({"dq_stages": 8}, "bytes of shared memory"),
         ({"num_stages": 1, "ahead": 1}, "before this one's place is free"),
     ):
-        assert why in attention_vjp_gluon.supports(call, {**tiling, **named})
+        assert why in attention_vjp_gluon.supports(call, tiling.replace(**named))
     capped = bound(1, 90, 1, 1, 1000, 128, device="meta", softcap=5.0)
     assert tiling_of(capped)["dq_block_kv"] < tiling["dq_block_kv"]  # slopes take registers beside scores
     assert tiling_of(capped)["block_q"] == tiling["block_q"]

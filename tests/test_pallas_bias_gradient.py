@@ -250,7 +250,7 @@ def abstract_call(q_len, kv_len, d, dv, bias, low, dtype="bfloat16", wants=D_BIA
 def test_there_is_room_for_heads_of_any_width(d, dv, low, rows):
     call = abstract_call(70, 90, d, dv, (1, 1, rows, 90), low)
     for stages in (1, 2, 8):
-        tiling = {**tilings.default(VARIANT, call).tiling, "stages": stages}
+        tiling = tilings.default(VARIANT, call).tiling.replace(stages=stages)
         plan = bias_gradient.bias_plan(call, tiling)
         assert VARIANT.supports(call, tiling) is None
         assert plan.fits and 1 <= plan.pairs.stages <= stages

@@ -259,7 +259,7 @@ def test_a_deep_sum_in_chunks_is_whole(m, n, k, pair, cores, monkeypatch):
     rng = np.random.default_rng(0)
     a, b = (jnp.asarray(rng.integers(-3, 4, shape), jnp.bfloat16) for shape in ((m, k), (k, n)))
     tiling = {"block_m": 128, "block_n": 128, "block_k": 64, "stages": 2, "band": 1, "beside": 1, "pair": pair}
-    plan = matmul.plan_of(pk.op("matmul").bind(a=a, b=b), tiling)
+    plan = matmul.plan_of(pk.op("matmul").bind(a=a, b=b), matmul.HopperProductConfig(**tiling))
     assert plan.parts > 4 and plan.num_splits == (plan.parts if cores > 1 else 1)
     jax.clear_caches()
     try:
@@ -364,7 +364,9 @@ def test_gradients_of_products_read_what_lies_transposed(dtype, precision, turne
     call = pk.op("matmul_vjp").bind(*forms, precision=precision)
 
     def gradients(*arrays):
-        return matmul_vjp.matmul_vjp(call.replace(arrays=dict(zip(call.arrays, arrays, strict=True))), built.tiling)
+        return matmul_vjp.matmul_vjp(
+            call.replace(arrays=dict(zip(call.arrays, arrays, strict=True))), matmul.HopperProductConfig(**built.tiling)
+        )
 
     program = jax.make_jaxpr(gradients)(*forms)
     assert [e.primitive.name for e in program.eqns].count("transpose") == turned
@@ -475,10 +477,10 @@ def test_the_shortest_ring_that_is_not_refused_waits_for_nothing(op, variant, kn
     call, least = pk.op(op).bind(**arrays).replace(interpret=True), impl.knobs[knob].lo
     tiling = tilings.resolve(impl, call, tiling).tiling
     with PALLAS.profile("races"):
-        jax.block_until_ready(impl.run(call, {**tiling, knob: least}))
+        jax.block_until_ready(impl.run(call, tiling.replace(**{knob: least})))
         if least > 1:
             with pytest.raises(Exception, match="waits for ever"):
-                jax.block_until_ready(impl.run(call, {**tiling, knob: least - 1}))
+                jax.block_until_ready(impl.run(call, tiling.replace(**{knob: least - 1})))
     with pytest.raises(SpecError, match=f"{knob}'\\] is {least - 1}; expected one of {least}, "):
         pk.op(op, backend="pallas", variant=variant, tiling={knob: least - 1})(**arrays)
 

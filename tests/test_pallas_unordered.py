@@ -194,7 +194,7 @@ def test_what_has_no_room_is_refused():
         ({"d": 64, "dtype": "float32"}, {}, "float32"),
     ):
         call = abstract_call(1, 90, 1, 1, 90, **more)
-        assert why in VARIANT.supports(call, {**tilings.default(VARIANT, call).tiling, **named})
+        assert why in VARIANT.supports(call, tilings.default(VARIANT, call).tiling.replace(**named))
     with pytest.raises(UnsupportedError, match="float32"):
         pk.op("attention_vjp", backend="pallas", variant="unordered")(
             **{n: x.astype(jnp.float32) for n, x in arrays_of(1, 9, 1, 1, 9, 64).items()}

@@ -195,7 +195,7 @@ builtins.backend_of_the_test.implements("softmax")(softmax)
 def test_the_gradient_of_an_op_may_lie_in_the_module_of_the_op(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "their_kernels").mkdir()
-    both = '@BACKEND.implements("spin", knobs=KNOBS)\n@BACKEND.implements(\n    "spin_vjp", knobs=KNOBS\n)\n'
+    both = '@BACKEND.implements("spin", config=SPIN)\n@BACKEND.implements(\n    "spin_vjp", config=SPIN\n)\n'
     texts = {"__init__": "", "spin": both, "tilt": '"""tilt_vjp is the tilt_vjp of fold."""', "tilt_vjp": ""}
     texts["fold"] = 'other = "fold_vjp"'
     for name, text in texts.items():

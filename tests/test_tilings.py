@@ -19,6 +19,7 @@ from portakern.core import registry, tilings
 from portakern.core.backend import Implementation
 from portakern.core.binder import unchecked
 from portakern.core.call import dropped_dims, shape_of
+from portakern.core.config import fields_of
 from portakern.core.framework import frameworks
 from portakern.core.targets import HARDWARE, HOST, Target
 
@@ -450,7 +451,8 @@ def test_every_tile_and_knob_has_its_meaning(name):
                 impl = b.implementation(op, family)
             except pk.UnavailableError as e:
                 pytest.skip(str(e))
-            taken |= {*pk.op(op).spec.tiling, *impl.knobs}
-    assert taken - {*b.meanings} == set()
+            known = fields_of(impl.config)
+            assert {*known} == {*pk.op(op).spec.tiling, *impl.knobs} and all(f.meaning for f in known.values()), op
+            taken |= {*known}
     if not any(f.lacks() for f in b.declared):
-        assert {*b.meanings} - taken == set()
+        assert {name for config in b.configs for name in fields_of(config)} == taken

@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from maint import store
 from portakern import results
 from portakern.api import op
+from portakern.backends.pallas.configs import AttentionGradientsConfig, ProductConfig, RowsConfig, TilesConfig
 from portakern.backends.pallas.lib.band import Band, dealt
 from portakern.backends.pallas.lib.blocks import block, even_block, quotient
 from portakern.backends.pallas.lib.mosaic_tpu import chip as tpu_chip
@@ -197,7 +198,7 @@ def test_a_loop_s_code_counts_as_often_as_it_runs():
 
 def test_programs_that_differ_in_extents_are_the_same():
     spec, impl = registry.find_spec("matmul"), tpu("matmul")
-    tiling = {"block_m": 128, "block_n": 128, "block_k": 128}
+    tiling = ProductConfig(block_m=128, block_n=128, block_k=128)
 
     def program(m, k):
         form = typical_signature(spec, "float32", {"m": m, "n": 256, "k": k})
@@ -225,7 +226,7 @@ def matmul():
     return tpu("matmul")
 
 
-CUBE = {"block_m": 1024, "block_n": 1024, "block_k": 1024}
+CUBE = ProductConfig(block_m=1024, block_n=1024, block_k=1024)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +253,7 @@ def test_vmem_is_the_chips(arch, fits):
 )
 def test_parts_of_float32_operands_take_vmem(arch, tiles, fits):
     """Of libtpu's own verdicts."""
-    tiling = dict(zip(CUBE, tiles, strict=True))
+    tiling = ProductConfig(**dict(zip(CUBE, tiles, strict=True)))
     assert (matmul().supports(matmul_call(arch, dtype="float32"), tiling) is None) == fits
 
 
@@ -262,7 +263,7 @@ def test_parts_of_float32_operands_take_vmem(arch, tiles, fits):
 )
 def test_tall_blocks_of_a_beside_narrow_ones_of_b_take_vmem(tiles, fits):
     """Of libtpu's own verdicts: 16.7 and 16.05 MiB, of blocks of 13 and 12; v4 has 16."""
-    reason = matmul().supports(matmul_call("v4"), dict(zip(CUBE, tiles, strict=True)))
+    reason = matmul().supports(matmul_call("v4"), ProductConfig(**dict(zip(CUBE, tiles, strict=True))))
     assert (reason is None) == fits
 
 
@@ -317,7 +318,7 @@ def test_a_window_that_hides_nothing_is_none():
 
 
 def test_what_a_chip_has_is_the_end():
-    reason = matmul().supports(matmul_call("v5p"), dict.fromkeys(CUBE, 2048))
+    reason = matmul().supports(matmul_call("v5p"), ProductConfig(**dict.fromkeys(CUBE, 2048)))
     assert "v5p lets a kernel have 48 MiB" in reason
 
 
@@ -329,12 +330,12 @@ def test_more_is_asked_for_where_it_is_needed(monkeypatch):
         raise UnsupportedError("enough")
 
     monkeypatch.setattr(tpu_chip.blocks, "launch", record)
-    small, wide = dict.fromkeys(CUBE, 512), {"block_m": 512, "block_n": 512, "block_k": 1024}
+    small, wide = ProductConfig(**dict.fromkeys(CUBE, 512)), ProductConfig(block_m=512, block_n=512, block_k=1024)
     cases = [("", small, "bfloat16"), ("v5e", small, "bfloat16"), ("v5e", CUBE, "bfloat16"), ("v6e", small, "bfloat16")]
     # of 13.8 MiB, and libtpu needs more than 16 on v5e, which keeps the parts of float32 operands
     cases += [("v6e", CUBE, "bfloat16"), ("v5e", wide, "float32"), ("v6e", wide, "float32")]
     # 14.4 MiB by the count of blocks: masks of ragged ones come to them
-    cases += [("v5e", {"block_m": 1024, "block_n": 1024, "block_k": 512}, "bfloat16")]
+    cases += [("v5e", ProductConfig(block_m=1024, block_n=1024, block_k=512), "bfloat16")]
     for arch, tiling, dtype in cases:
         call = matmul_call(arch, dtype=dtype)
         with pytest.raises(UnsupportedError, match="enough"):
@@ -371,7 +372,7 @@ def test_small_tiles_of_short_extents_are_lowered(name, given):
     dims = {"batch": 2, "kv_heads": 1, "group": 2, "d": 64, "dv": 64, "q_len": 300, "kv_len": 53}
     form = typical_signature(spec, "float32", dims | dict.fromkeys(given, True))
     call = bind_signature(spec, form, frameworks()["jax"], Target("tpu", "v5e"))
-    tiling = {**tilings.resolve(impl, call, {}).tiling, "block_kv": 64}
+    tiling = tilings.resolve(impl, call, {}).tiling.replace(block_kv=64)
     assert impl.supports(call, tiling) is None
     names = [n for n, a in call.arrays.items() if a is not None]
 
@@ -387,7 +388,7 @@ def test_small_tiles_of_short_extents_are_lowered(name, given):
 def test_few_rows_of_a_ragged_k_are_masked_in_float32(m, few, depth):
     """Mosaic chooses between 16-bit elements of an array of at most 4 rows nowhere: "Not implemented: Sublane
     broadcast"."""
-    call, tiling = matmul_call("v5e", m, 256, 576), {"block_m": 256, "block_n": 256, "block_k": depth}
+    call, tiling = matmul_call("v5e", m, 256, 576), ProductConfig(block_m=256, block_n=256, block_k=depth)
     text = str(
         jax.make_jaxpr(lambda a, b: tpu("matmul").fn(call.replace(arrays={"a": a, "b": b}), tiling))(
             *call.arrays.values()
@@ -399,7 +400,7 @@ def test_few_rows_of_a_ragged_k_are_masked_in_float32(m, few, depth):
 @pytest.mark.parametrize(("n", "few"), [(1, True), (4, True), (8, False)])
 def test_few_columns_of_a_ragged_k_are_masked_in_float32(n, few):
     """XLA keeps such a b column by column, and the kernel reads it as n rows."""
-    call, tiling = matmul_call("v6e", 256, n, 3254), {"block_m": 256, "block_n": 128, "block_k": 4096}
+    call, tiling = matmul_call("v6e", 256, n, 3254), ProductConfig(block_m=256, block_n=128, block_k=4096)
     text = str(
         jax.make_jaxpr(lambda a, b: tpu("matmul").fn(call.replace(arrays={"a": a, "b": b}), tiling))(
             *call.arrays.values()
@@ -470,7 +471,9 @@ def test_the_formula_of_products_is_legal_and_cuts_k_alike_for_any_rows(arch, n,
     assert len({tiling["block_k"] for tiling in chosen}) == 1, "a row's bits would depend on how many there are"
     (default,) = {tuple(matmul().tiling(call).items()) for call in calls}
     for call, tiling in zip(calls, chosen, strict=True):
-        assert matmul().supports(call, tiling) is None and matmul().supports(call, dict(default)) is None
+        assert (
+            matmul().supports(call, tiling) is None and matmul().supports(call, ProductConfig(**dict(default))) is None
+        )
 
 
 @pytest.mark.parametrize(
@@ -485,7 +488,7 @@ def test_the_formula_of_products_is_legal_and_cuts_k_alike_for_any_rows(arch, n,
 def test_a_product_s_blocks_follow_its_rows(m, k, n, blocks):
     call = matmul_call("v6e", m, n, k)
     assert tuple(tilings.default(matmul(), call).tiling.values()) == blocks
-    named = dict(zip(CUBE, (256, 256, 256), strict=True))
+    named = ProductConfig(**dict(zip(CUBE, (256, 256, 256), strict=True)))
     assert matmul().fit(call, named) == named, "what a user names stays"
     default = matmul().tiling(call)
     assert matmul().fit(call.replace(interpret=True), default) == default, "on a host the order of sums follows shapes"
@@ -493,7 +496,7 @@ def test_a_product_s_blocks_follow_its_rows(m, k, n, blocks):
 
 def test_rows_of_a_batch_that_share_b_are_one_matrix_for_memory_too():
     """They are in the kernel: blocks of 2048 rows, not of 64."""
-    spec, tiling = registry.find_spec("matmul"), {"block_m": 2048, "block_n": 2048, "block_k": 4096}
+    spec, tiling = registry.find_spec("matmul"), ProductConfig(block_m=2048, block_n=2048, block_k=4096)
     form = typical_signature(spec, "bfloat16", {"batch": (64,), "m": 64, "n": 4096, "k": 4096})
     apart = bind_signature(spec, form, frameworks()["jax"], Target("tpu", "v6e"))
     assert matmul().supports(apart, tiling) is None
@@ -558,7 +561,7 @@ def test_a_band_with_several_rows_a_query(heads, first, last):
 
 def walk_of_product(arch, m, k, n, blocks):
     """The kernel of a bfloat16 product, with the two cores of v5p, and its program."""
-    call, tiling = matmul_call(arch, m, n, k), dict(zip(CUBE, blocks, strict=True))
+    call, tiling = matmul_call(arch, m, n, k), ProductConfig(**dict(zip(CUBE, blocks, strict=True)))
     jaxpr = jax.make_jaxpr(lambda a, b: matmul().fn(call.replace(arrays={"a": a, "b": b}), tiling)[0])(
         call.arrays["a"], call.arrays["b"]
     ).jaxpr
@@ -661,7 +664,7 @@ def test_attention_gives_both_cores_as_many_blocks_of_keys(arch, options, batch,
     dims = {"batch": batch, "kv_heads": 1, "group": 1, "q_len": 2048, "kv_len": 2048, "d": 128, "dv": 128}
     form = typical_signature(spec, "bfloat16", dims | {"is_causal": False, "window": None} | options)
     call = bind_signature(spec, form, frameworks()["jax"], Target("tpu", arch))
-    tiling = {"block_q": 512, "block_kv": 256}
+    tiling = TilesConfig(block_q=512, block_kv=256)
     arrays = [call.arrays[name] for name in "qkv"]
 
     def run(q, k, v):
@@ -787,8 +790,8 @@ def test_gates_are_cut_evenly():
 
 def test_a_table_s_blocks_of_few_rows_have_no_array_copied():
     """Where rows lie side by side 128 are turned at a time; a user who names fewer gets them."""
-    impl, few = tpu("rmsnorm"), {"block_rows": 64, "block_n": 1024}
-    assert impl.fit(rows_call("rmsnorm", 4096, 1000, "v6e"), few) == {**few, "block_rows": 128}
+    impl, few = tpu("rmsnorm"), RowsConfig(block_rows=64, block_n=1024)
+    assert impl.fit(rows_call("rmsnorm", 4096, 1000, "v6e"), few) == few.replace(block_rows=128)
     assert impl.fit(rows_call("rmsnorm", 100, 1000, "v6e"), few) is few
     call = rows_call("rmsnorm", 4096, 1000, "v6e")
     assert tilings.resolve(impl, call, few).tiling == few
@@ -812,14 +815,16 @@ def test_one_kernel_of_gradients_where_all_keys_sums_fit(arch, kv_len, kernels):
 
 
 def test_one_kernel_of_gradients_that_does_not_fit_is_refused_in_words():
-    reason = tpu("attention_vjp").supports(gradients_call(8192, "v4"), {"block_q": 512, "block_kv": 512, "kernels": 1})
+    reason = tpu("attention_vjp").supports(
+        gradients_call(8192, "v4"), AttentionGradientsConfig(block_q=512, block_kv=512, kernels=1)
+    )
     assert reason and "or kernels=2" in reason
 
 
 def test_all_of_k_in_a_block_is_read_once():
     call = matmul_call("v6e")
     for depth, fetched in ((4096, 1), (2048, 4)):
-        tiling = {"block_m": 1024, "block_n": 1024, "block_k": depth}
+        tiling = ProductConfig(block_m=1024, block_n=1024, block_k=depth)
 
         def run(a, b, tiling=tiling):
             return tpu("matmul").fn(call.replace(arrays={"a": a, "b": b}), tiling)
@@ -982,7 +987,7 @@ def test_the_vmem_of_a_product_is_what_its_compiler_takes_and_not_much_more(chip
     form = typical_signature(spec, dtype, {"m": m, "n": n, "k": k})
     call = bind_signature(spec, form, frameworks()["jax"], Target("tpu", chip))
     with tpu_chip.estimates() as noted:
-        refused = impl.supports(call, dict(zip(("block_m", "block_n", "block_k"), tiles, strict=True)))
+        refused = impl.supports(call, ProductConfig(**dict(zip(("block_m", "block_n", "block_k"), tiles, strict=True))))
     ((needed, may_have),) = noted
     assert took * 2**20 <= needed <= 1.1 * took * 2**20
     assert (refused is None) is (needed <= may_have) and (took * 2**20 <= may_have or refused)
@@ -1013,7 +1018,7 @@ def test_the_vmem_of_a_linear_layer_is_what_its_compiler_takes_and_not_much_more
     spec = registry.find_spec("linear")
     call = bind_signature(spec, typical_signature(spec, dtype, dims | there), frameworks()["jax"], Target("tpu", chip))
     with tpu_chip.estimates() as noted:
-        tpu("linear").supports(call, {"block_m": bm, "block_n": bn, "block_k": bk})
+        tpu("linear").supports(call, ProductConfig(block_m=bm, block_n=bn, block_k=bk))
     ((needed, _),) = noted
     assert took * 2**20 <= needed <= 1.35 * took * 2**20
 
@@ -1065,7 +1070,7 @@ def test_the_vmem_of_attention_is_what_its_compiler_takes_and_not_much_more(chip
     small = {"batch": 1, "q_len": 4096, "kv_heads": 1, "group": 1, "d": 128, "kv_len": 4096, "dv": 128}
     call = bind_signature(spec, named_signature(spec, dtype, small | dims), frameworks()["jax"], Target("tpu", chip))
     with tpu_chip.estimates() as noted:
-        impl.supports(call, dict(zip(("block_q", "block_kv"), tiles, strict=True)))
+        impl.supports(call, TilesConfig(block_q=tiles[0], block_kv=tiles[1]))
     ((needed, _),) = noted
     assert took * 2**20 <= needed <= 1.27 * took * 2**20
 
@@ -1092,7 +1097,7 @@ def test_the_vmem_of_attention_s_gradients_is_what_its_compiler_takes_and_not_mu
     form = typical_signature(spec, dtype, {**small, "is_causal": True, **dims})
     call = bind_signature(spec, form, frameworks()["jax"], Target("tpu", chip))
     with tpu_chip.estimates() as noted:
-        impl.supports(call, dict(zip(("block_q", "block_kv"), tiles, strict=True)) | {"kernels": 2})
+        impl.supports(call, AttentionGradientsConfig(block_q=tiles[0], block_kv=tiles[1], kernels=2))
     ((needed, _),) = noted
     assert took * 2**20 <= needed <= 1.2 * took * 2**20
 

@@ -19,7 +19,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pytest
@@ -63,6 +63,18 @@ def own_cache(tmp_path, monkeypatch):
     tilings.forget()
 
 
+class ThreeTiles(pk.Config):
+    rows_at_once: Annotated[int, Tile(32, 128), "rows at once"]
+
+
+class TwoTiles(ThreeTiles):
+    rows_at_once: Annotated[int, Tile(32, 64)]
+
+
+class FiveTiles(ThreeTiles):
+    rows_at_once: Annotated[int, Tile(16, 256)]
+
+
 def softmax(call, tiling):
     """Right with every tile but 128, with which it is fastest: it leaves a row out."""
     x, axis = call.arrays["x"].astype(np.float32), call.options["axis"]
@@ -74,13 +86,13 @@ def softmax(call, tiling):
     return (y,)
 
 
-def registered(fn=softmax, refuse=None, **knobs):
+def registered(fn=softmax, refuse=None, config=ThreeTiles):
     backend = pk.Backend("mine", framework="numpy")
     backend.implements(
         "softmax",
         key=lambda call: {"dtype": call.dtype, "n": call.dims["shape"][-1]},
         tiling=lambda call: {"rows_at_once": 32},
-        knobs=knobs or {"rows_at_once": Tile(32, 128)},
+        config=config,
         supports=lambda call, tiling: refuse(tiling) if refuse else None,
     )(fn)
     pk.register(backend)
@@ -191,7 +203,7 @@ def test_an_output_that_is_not_written_everywhere_does_not_count():
     backend = pk.Backend("mine", framework="torch")
     backend.implements(
         "softmax", key=lambda call: {"dtype": call.dtype}, tiling=lambda call: {"rows_at_once": 32},
-        knobs={"rows_at_once": Tile(32, 64)},
+        config=TwoTiles,
     )(lazy)  # fmt: skip
     pk.register(backend)
     (finding,), _, _ = tuned()
@@ -298,7 +310,7 @@ def test_of_candidates_that_were_timed_together_when_a_run_ended_each_is_judged_
             if calls[-1] == 64 and calls.count(64) == 2 and sys.argv[1] == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
             return t.softmax(call, tiling)
-        t.registered(deadly, rows_at_once=Tile(16, 256))
+        t.registered(deadly, config=t.FiveTiles)
         (found,), _, _ = t.tuned()
         for tile in 16, 64, 128, 256:
             key = (("rows_at_once", tile),)
@@ -405,12 +417,16 @@ HANGING = """
     import time
     import numpy as np
     import portakern as pk
+    from typing import Annotated
     from portakern.spec import Tile
 
     BACKEND = pk.Backend("hanging", framework="numpy", platforms=["cpu"])
 
+    class FiveTiles(pk.Config):
+        rows_at_once: Annotated[int, Tile(16, 256)]
+
     @BACKEND.implements("softmax", key=lambda call: {"n": 1}, tiling=lambda call: {"rows_at_once": 32},
-                        knobs={"rows_at_once": Tile(16, 256)})
+                        config=FiveTiles)
     def softmax(call, tiling):
         rows = tiling["rows_at_once"]
         while rows == 64:  # as a group of warps that nobody arrives for
@@ -797,7 +813,7 @@ def test_keys_come_in_the_order_of_their_calls():
     other, lengths = "logsumexp", (40, 50)
     ops = ("softmax", other)
     backend.implements(other, key=lambda call: {"n": call.dims["axis"]}, tiling=lambda call: {"rows_at_once": 32},
-                       knobs={"rows_at_once": Tile(32, 128)})(softmax)  # fmt: skip
+                       config=ThreeTiles)(softmax)  # fmt: skip
     calls = [of_op(registry.find_spec(op), "float32", {"shape": (4, n)}) for n in lengths for op in ops]
     found = [(g.cases[0].timed, g.key["n"]) for g in groups_of(calls, "cpu", "mine", None)]
     assert found == [(op, n) for n in lengths for op in ops]
@@ -806,7 +822,7 @@ def test_keys_come_in_the_order_of_their_calls():
 def test_an_op_without_a_key_does_not_end_the_tuning_of_others(caplog):
     """A suite has calls of ops whose kernels are other ops', and whose tiles are in their tables."""
     keyless = "logsumexp"
-    registered().implements(keyless, knobs={"rows_at_once": Tile(32, 128)})(softmax)
+    registered().implements(keyless, config=ThreeTiles)(softmax)
     (tabled,) = asked()
     calls = [of_op(registry.find_spec(keyless), "float32", {"shape": (4, 40)}), tabled]
     assert [g.cases for g in groups_of(calls, "cpu", "mine", None)] == [(tabled,)]
@@ -830,7 +846,7 @@ def test_each_call_is_held_against_its_own_best(own_cache):
         time.sleep(0.01 if many == (tiling["rows_at_once"] == 32) else 0.0)
         return y
 
-    registered(picky, rows_at_once=Tile(32, 64))
+    registered(picky, config=TwoTiles)
     found, _, _ = tuned(asked=asked(shape=(4, 40)) + asked(shape=(9, 40)))
     few, many = found[0].rows
     assert few["best_tiling"] == {"rows_at_once": 32} and few["loss"] == 0

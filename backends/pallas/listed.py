@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
+
+from portakern.core.config import Config
 
 if TYPE_CHECKING:
     from portakern.core.backend import Implementation
@@ -17,13 +19,13 @@ KERNELS = ("pallas_call", "mpmd_map")
 """What JAX calls a kernel for a TPU, and one for a GPU."""
 
 
-def kernels(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[str, ...]:
+def kernels(impl: Implementation, call: Call, config: Config) -> tuple[str, ...]:
     """The names of a call's kernels, as profiles show them, in the order of the program."""
     given = {name: array for name, array in call.arrays.items() if array is not None}
 
     def outputs(arrays: dict[str, Any]) -> list[Any]:
         inner = call.replace(arrays={**call.arrays, **arrays}, concrete=False)
-        return [o for o in impl.run(inner, tiling) if o is not None]
+        return [o for o in impl.run(inner, config) if o is not None]
 
     return tuple(_named(jax.make_jaxpr(outputs)(given).jaxpr))
 

@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 from portakern.core import registry
-from portakern.core.backend import Backend, Tiling
+from portakern.core.backend import Backend
 from portakern.core.call import Call
+from portakern.core.config import Config
 from portakern.spec import Spec
 
 __all__ = ["LACKS", "Provided", "provides"]
@@ -81,7 +82,7 @@ class Provided:
         """The arguments of a spec that it can be given."""
         return self.known | {a.name for a in spec.arrays if not a.optional}
 
-    def supports(self, call: Call, tiling: Tiling) -> str | None:
+    def supports(self, call: Call, config: Config) -> str | None:
         """None, or what the call asks for and the library does not have."""
         name, takes = self.fn.__name__, self.takes(call.spec)
         for a in call.spec.arrays:
@@ -115,7 +116,7 @@ class Provided:
         with self.around(call):
             return run()
 
-    def __call__(self, call: Call, tiling: Tiling) -> tuple[Any, ...]:
+    def __call__(self, call: Call, config: Config) -> tuple[Any, ...]:
         outputs = dict(zip(call.wants, self.prepared(call)(), strict=True))
         whole = {n: y if call.framework.contiguous(y) else y.contiguous() for n, y in outputs.items()}
         return tuple(whole.get(o.name) for o in call.spec.outputs)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from portakern.backends.reference import BACKEND
 from portakern.backends.reference.rmsnorm import rmsnorm
 from portakern.core.call import Call
+from portakern.core.config import Config
 from portakern.core.oracle import rounded
 
 
@@ -23,10 +22,10 @@ def added(call: Call) -> tuple[Call, np.ndarray]:
 
 
 @BACKEND.implements("add_rmsnorm")
-def add_rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
+def add_rmsnorm(call: Call, config: Config) -> tuple[np.ndarray, np.ndarray]:
     """residual_out = x + residual, y = rmsnorm(residual_out).
 
     x, residual: (*batch, n), weight: (n) or None -> y, residual_out: (*batch, n).
     """
     norm, total = added(call)
-    return (*rmsnorm(norm, tiling), total)
+    return (*rmsnorm(norm, config), total)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from portakern.backends.reference import BACKEND
 from portakern.backends.reference.rmsnorm_vjp import rmsnorm_vjp
 from portakern.core.call import Call
+from portakern.core.config import Config
 
 
 def at_sum(call: Call) -> Call:
@@ -25,10 +24,10 @@ def with_that_of_the_sum(call: Call, d_x: np.ndarray | None) -> np.ndarray | Non
 
 
 @BACKEND.implements("add_rmsnorm_vjp")
-def add_rmsnorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray | None, ...]:
+def add_rmsnorm_vjp(call: Call, config: Config) -> tuple[np.ndarray | None, ...]:
     """d_x = d_residual_out + d_x of rmsnorm at residual_out; d_weight of rmsnorm there.
 
     residual_out, d_y, d_residual_out: (*batch, n), weight: (n) or None -> d_x: (*batch, n), d_weight: (n).
     """
-    d_x, *others = rmsnorm_vjp(at_sum(call), tiling)
+    d_x, *others = rmsnorm_vjp(at_sum(call), config)
     return with_that_of_the_sum(call, d_x), *others

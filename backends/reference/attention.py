@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import numpy as np
 
 from portakern.backends.reference import BACKEND
 from portakern.core.call import Call
+from portakern.core.config import Config
 from portakern.spec.tolerance import rounded
 from portakern.specs.attention import allowed
 
 
 @BACKEND.implements("attention")
-def attention(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray | None, ...]:
+def attention(call: Call, config: Config) -> tuple[np.ndarray | None, ...]:
     """Every query's mean of the values that it sees, weighted by the exponentials of its scores:
 
         p_j = exp(s_j - m), m = max s_j, l = sum_j p_j;  o = sum_j p_j v_j / l, lse + lse_low = m + log l

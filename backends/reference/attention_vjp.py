@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import numpy as np
 
 from portakern.backends.reference import BACKEND
 from portakern.backends.reference.attention import scores, weighted_sum
 from portakern.core.call import Call
+from portakern.core.config import Config
 
 
 @BACKEND.implements("attention_vjp")
-def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray | None, ...]:
+def attention_vjp(call: Call, config: Config) -> tuple[np.ndarray | None, ...]:
     """The gradients of attention by the scores, and from there by its arguments:
 
         P = exp(min(s - lse - lse_low, 0)), Delta = sum(d_o * o) - d_lse, dS = P (d_o v^T - Delta)

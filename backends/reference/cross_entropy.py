@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from portakern.backends.reference import BACKEND
 from portakern.backends.reference.attention import sum_in_two
 from portakern.core.call import Call
+from portakern.core.config import Config
 
 
 @BACKEND.implements("cross_entropy")
-def cross_entropy(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray | None, ...]:
+def cross_entropy(call: Call, config: Config) -> tuple[np.ndarray | None, ...]:
     """loss = log l + (1 - e) (m - x_t) + e (m - mean x) + z lse^2, l = sum exp(x - m), lse = m + log l; 0 where
     ignored.
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from portakern.backends.reference import BACKEND
 from portakern.core.call import Call
+from portakern.core.config import Config
 
 
 @BACKEND.implements("cross_entropy_vjp")
-def cross_entropy_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray]:
+def cross_entropy_vjp(call: Call, config: Config) -> tuple[np.ndarray]:
     """d_logits_j = d_loss [p_j (1 + 2 z lse) - (1 - e) [j = t] - e / n], p = exp(min(logits - lse - lse_low, 0)); 0
     where ignored.
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import erfc, pi, sqrt
 
 import numpy as np
 
 from portakern.backends.reference import BACKEND
 from portakern.core.call import Call
+from portakern.core.config import Config
 
 
 def share(gate: np.ndarray, approximate: str) -> np.ndarray:
@@ -19,7 +19,7 @@ def share(gate: np.ndarray, approximate: str) -> np.ndarray:
 
 
 @BACKEND.implements("geglu")
-def geglu(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray]:
+def geglu(call: Call, config: Config) -> tuple[np.ndarray]:
     """y = gate P(gate) up. gelu(-inf) is -inf 0, NaN by plain arithmetic."""
     gate, up = call.arrays["gate"], call.arrays["up"]
     with np.errstate(all="ignore"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import pi, sqrt
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy as np
 from portakern.backends.reference import BACKEND
 from portakern.backends.reference.geglu import share
 from portakern.core.call import Call
+from portakern.core.config import Config
 
 
 def slope(gate: np.ndarray, approximate: str) -> np.ndarray:
@@ -25,7 +25,7 @@ def slope(gate: np.ndarray, approximate: str) -> np.ndarray:
 
 
 @BACKEND.implements("geglu_vjp")
-def geglu_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray | None, ...]:
+def geglu_vjp(call: Call, config: Config) -> tuple[np.ndarray | None, ...]:
     """d_gate = d_y up D(gate) and d_up = d_y gate P(gate)."""
     gate, up, d_y = (call.arrays[name] for name in ("gate", "up", "d_y"))
     approximate = call.options["approximate"]

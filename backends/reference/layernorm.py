@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from portakern.backends.reference import BACKEND
 from portakern.core.call import Call
+from portakern.core.config import Config
 
 
 @BACKEND.implements("layernorm")
-def layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray]:
+def layernorm(call: Call, config: Config) -> tuple[np.ndarray]:
     """y = (x - mean) / sqrt(var + eps) * weight + bias, var = mean (x - mean)^2.
 
     x: (*batch, n), weight and bias: (n) or None -> y: (*batch, n). An inf or NaN makes var, and so its whole row, NaN.

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from portakern.backends.reference import BACKEND
 from portakern.backends.reference.layernorm import mean_of
 from portakern.core.call import Call
+from portakern.core.config import Config
 
 
 @BACKEND.implements("layernorm_vjp")
-def layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray | None, ...]:
+def layernorm_vjp(call: Call, config: Config) -> tuple[np.ndarray | None, ...]:
     """The gradients by way of the normalised row xh:
 
         r = (var + eps)^-1/2, xh = (x - mean) r, h = d_y weight

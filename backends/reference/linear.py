@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from portakern.backends.reference import BACKEND
 from portakern.backends.reference.geglu import share
 from portakern.core.call import Call
+from portakern.core.config import Config
 
 
 def activated(z: np.ndarray, activation: str) -> np.ndarray:
@@ -23,7 +22,7 @@ def activated(z: np.ndarray, activation: str) -> np.ndarray:
 
 
 @BACKEND.implements("linear")
-def linear(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray | None, ...]:
+def linear(call: Call, config: Config) -> tuple[np.ndarray | None, ...]:
     """x (*batch, k) @ weight (n, k)^T + bias (n) -> f of it + residual (*batch, n)."""
     x, weight, bias, residual = (call.arrays[name] for name in ("x", "weight", "bias", "residual"))
     with np.errstate(all="ignore"):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from portakern.backends.reference import BACKEND
 from portakern.backends.reference.linear_cross_entropy import brackets
 from portakern.core.call import Call
+from portakern.core.config import Config
 
 
 @BACKEND.implements("linear_cross_entropy_vjp")
-def linear_cross_entropy_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray | None, ...]:
+def linear_cross_entropy_vjp(call: Call, config: Config) -> tuple[np.ndarray | None, ...]:
     """d_hidden = d_loss slope, and d_weight_j = sum of d_loss b_j h over all rows h of hidden.
 
     hidden, slope: (*batch, d), weight: (n, d), labels, lse, d_loss: (*batch) -> d_hidden, d_weight as those.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from portakern.backends.reference import BACKEND
 from portakern.backends.reference.geglu_vjp import slope
 from portakern.core.call import Call
+from portakern.core.config import Config
 
 
 def d_activated(d_y: np.ndarray, z: np.ndarray, activation: str) -> np.ndarray:
@@ -25,7 +24,7 @@ def d_activated(d_y: np.ndarray, z: np.ndarray, activation: str) -> np.ndarray:
 
 
 @BACKEND.implements("linear_vjp")
-def linear_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray | None, ...]:
+def linear_vjp(call: Call, config: Config) -> tuple[np.ndarray | None, ...]:
     """d_x = d_z weight, d_weight = d_z^T x, d_bias = the sum of d_z over rows."""
     x, weight, d_y, pre = (call.arrays[name] for name in ("x", "weight", "d_y", "pre"))
     with np.errstate(all="ignore"):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from portakern.backends.reference import BACKEND
 from portakern.core.call import Call
+from portakern.core.config import Config
 
 
 @BACKEND.implements("logsumexp")
-def logsumexp(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray]:
+def logsumexp(call: Call, config: Config) -> tuple[np.ndarray]:
     """y = m + log sum exp(x - m) along the axis, m = max x, or 0 where that is infinite.
 
     Then exp(inf) = inf and log 0 = -inf by plain arithmetic, and a NaN anywhere is the sum's.

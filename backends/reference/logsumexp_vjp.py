@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from portakern.backends.reference import BACKEND
 from portakern.core.call import Call
+from portakern.core.config import Config
 
 
 @BACKEND.implements("logsumexp_vjp")
-def logsumexp_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray]:
+def logsumexp_vjp(call: Call, config: Config) -> tuple[np.ndarray]:
     """d_x = d_y exp(x - m) / sum exp(x - m) along the axis, m = max x.
 
     A row of -inf, or with +inf (inf - inf) or NaN, is all NaN by plain arithmetic.

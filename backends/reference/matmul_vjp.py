@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from portakern.backends.reference import BACKEND
 from portakern.core.call import Call
+from portakern.core.config import Config
 
 
 @BACKEND.implements("matmul_vjp")
-def matmul_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray | None, ...]:
+def matmul_vjp(call: Call, config: Config) -> tuple[np.ndarray | None, ...]:
     """d_a = d_c b^T and d_b = a^T d_c, each summed over the batch axes along which its operand was broadcast.
 
     No product is left out: 0 * inf is NaN.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from portakern.backends.reference import BACKEND
 from portakern.core.call import Call
+from portakern.core.config import Config
 from portakern.core.oracle import rounded
 from portakern.spec.dtypes import DTYPES
 
@@ -19,7 +18,7 @@ def narrowed(call: Call, values: np.ndarray) -> np.ndarray:
 
 
 @BACKEND.implements("rmsnorm")
-def rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray]:
+def rmsnorm(call: Call, config: Config) -> tuple[np.ndarray]:
     """y = x r weight, r = (mean x^2 + eps)^-1/2; rounded "before_weight", x r is rounded to x's dtype.
 
     x: (*batch, n), weight: (n) or None -> y: (*batch, n). A NaN makes r, and so its row, NaN; an inf makes r 0, and

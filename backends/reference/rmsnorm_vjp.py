@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from portakern.backends.reference import BACKEND
 from portakern.backends.reference.rmsnorm import narrowed
 from portakern.core.call import Call
+from portakern.core.config import Config
 
 
 @BACKEND.implements("rmsnorm_vjp")
-def rmsnorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray | None, ...]:
+def rmsnorm_vjp(call: Call, config: Config) -> tuple[np.ndarray | None, ...]:
     """The gradients by way of the normalised row xh:
 
         r = (mean x^2 + eps)^-1/2, xh = x r, h = d_y weight

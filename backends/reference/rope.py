@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from portakern.backends.reference import BACKEND
 from portakern.core.call import Call
+from portakern.core.config import Config
 
 
 def turned(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool) -> np.ndarray:
@@ -22,6 +21,6 @@ def turned(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool) -
 
 
 @BACKEND.implements("rope")
-def rope(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray]:
+def rope(call: Call, config: Config) -> tuple[np.ndarray]:
     x, cos, sin = (call.arrays[name] for name in ("x", "cos", "sin"))
     return (turned(x, cos, sin, call.options["interleaved"]),)

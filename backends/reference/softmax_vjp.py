@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from portakern.backends.reference import BACKEND
 from portakern.core.call import Call
+from portakern.core.config import Config
 
 
 @BACKEND.implements("softmax_vjp")
-def softmax_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray]:
+def softmax_vjp(call: Call, config: Config) -> tuple[np.ndarray]:
     """d_x = y (d_y - sum y d_y) along the axis, from y as it was stored.
 
     0 * inf is NaN, by plain arithmetic, and a NaN anywhere makes its whole row NaN.

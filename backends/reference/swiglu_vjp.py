@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from portakern.backends.reference import BACKEND
 from portakern.core.call import Call
+from portakern.core.config import Config
 
 
 @BACKEND.implements("swiglu_vjp")
-def swiglu_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[np.ndarray | None, ...]:
+def swiglu_vjp(call: Call, config: Config) -> tuple[np.ndarray | None, ...]:
     """d_gate = d_y up s (1 + gate q) and d_up = d_y gate s, with s = 1 / (1 + exp(-gate)) and q = 1 / (1 + exp(gate)).
 
     silu(-inf) and the slope at an infinite gate are NaN by plain arithmetic, as in swiglu.

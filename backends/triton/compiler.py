@@ -14,7 +14,7 @@ import struct
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from portakern import install
@@ -22,6 +22,7 @@ from portakern.backends.triton import BACKEND
 from portakern.backends.triton.imports import check_compiled
 from portakern.backends.triton.leaks import leaking_products
 from portakern.core import targets
+from portakern.core.config import Config
 from portakern.core.machine_code import Compiled, Kernel, occupancy
 from portakern.core.targets import Hardware
 
@@ -48,12 +49,12 @@ def versions(hardware: Hardware) -> dict[str, str]:
     return {package: install.installed(package) or "none" for package in ("torch", "triton")}
 
 
-def build(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compiled:
+def build(impl: Implementation, call: Call, config: Config) -> Compiled:
     """Compile every launch of a call for ``call.target``; equal launches once."""
-    return _build(impl, call, tiling, _compile)
+    return _build(impl, call, config, _compile)
 
 
-def survey(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compiled:
+def survey(impl: Implementation, call: Call, config: Config) -> Compiled:
     """The same through the user's own cache of Triton's, where a launch finds what is compiled here, and this what was
     compiled before. The report lacks what only the assembler says as it works."""
     from triton import knobs
@@ -61,16 +62,16 @@ def survey(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compi
     with knobs.cache.scope():
         users = os.environ.get(USERS_CACHE, "")
         knobs.cache.dir = users or knobs.cache.get_triton_dir("cache")
-        return _build(impl, call, tiling, _compile_as_launched)
+        return _build(impl, call, config, _compile_as_launched)
 
 
-def _build(impl: Implementation, call: Call, tiling: Mapping[str, int], compile_one: Callable[..., Kernel]) -> Compiled:
+def _build(impl: Implementation, call: Call, config: Config, compile_one: Callable[..., Kernel]) -> Compiled:
     from portakern.backends.triton.launch import recording
 
     check_compiled()
     launches: list[tuple[Any, int, tuple[Any, ...], dict[str, Any]]] = []
     with recording(lambda *launch: launches.append(launch)):
-        impl.run(call, tiling)
+        impl.run(call, config)
     hardware = targets.find(call.target.arch)
     sources: dict[str, list[Any]] = {}
     for kernel, _, args, constexprs in launches:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,10 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from portakern.backends.triton.capture import CAPTURES, Launched, tracing
+from portakern.backends.triton.configs import RowsConfig
 from portakern.backends.triton.layout import SHAPES
 from portakern.core import targets
+from portakern.core.config import Config
 
 if TYPE_CHECKING:
     import torch
@@ -129,10 +131,10 @@ def tmem_columns(arch: str) -> int:
     return (targets.family(arch).on_chip.get("tmem") or 0) // 512
 
 
-def compiler_options(tiling: Mapping[str, int]) -> dict[str, int]:
+def compiler_options(config: Config) -> dict[str, int]:
     """What a tiling says to Triton's compiler. ``matrix_instr_nonkdim``, rows and columns of one matrix instruction,
     stands in tilings for CDNA alone: NVIDIA's launch refuses the word."""
-    return {n: tiling[n] for n in ("num_warps", "num_stages", "matrix_instr_nonkdim") if n in tiling}
+    return {n: config[n] for n in ("num_warps", "num_stages", "matrix_instr_nonkdim") if n in config}
 
 
 def lanes(arch: str) -> int:
@@ -180,10 +182,10 @@ def refuse_common(call: Call, num_warps: int, programs: int, *tiles: tuple[str, 
     return None
 
 
-def refuse_tile(call: Call, tiling: Mapping[str, int], rows: int) -> str | None:
-    block_rows, num_warps = tiling["block_rows"], tiling["num_warps"]
-    reason = _refuse_tile(block_rows * tiling["block_n"], num_warps, call.interpret)
-    reason = reason or refuse_over(call, num_warps, block_rows * tiling["block_n"])
+def refuse_tile(call: Call, config: RowsConfig, rows: int) -> str | None:
+    block_rows, num_warps = config.block_rows, config.num_warps
+    reason = _refuse_tile(block_rows * config.block_n, num_warps, call.interpret)
+    reason = reason or refuse_over(call, num_warps, block_rows * config.block_n)
     return reason or refuse_common(call, num_warps, cdiv(rows, block_rows))
 
 

@@ -16,12 +16,13 @@ from portakern.backends.triton.capture import Capture, capturing
 from portakern.backends.triton.compiler import gpu_target, specialised
 from portakern.backends.triton.trace import AbstractArray, Trace, abstracted
 from portakern.core import targets
+from portakern.core.config import Config
 from portakern.core.program import Code, Copy, Launch, Loop, Program, ScalarArgument
 from portakern.core.targets import Hardware, Target
 from portakern.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from portakern.core.backend import Implementation, Tiling
+    from portakern.core.backend import Implementation
     from portakern.core.call import Call
 
 __all__ = ["kernels", "stage"]
@@ -38,11 +39,11 @@ def stage(impl: Implementation, embed: Embed) -> Implementation:
     """The implementation for arrays of a library that makes programs part of its own: ``embed(program, arrays)``."""
 
     @functools.wraps(impl.fn)
-    def fn(call: Call, tiling: Tiling) -> tuple[Any, ...]:
-        return embed(program(impl, call, tiling), call.arrays)
+    def fn(call: Call, config: Config) -> tuple[Any, ...]:
+        return embed(program(impl, call, config), call.arrays)
 
-    def copies(call: Call, tiling: Tiling) -> str | None:
-        trace, _ = written(impl, call, tiling)
+    def copies(call: Call, config: Config) -> str | None:
+        trace, _ = written(impl, call, config)
         what = [f"{trace.places[s.to].dtype} {trace.places[s.to].shape}" for s in copied(trace.steps)]
         return f"gathered or cast before a kernel reads it: {', '.join(what)}" if what else None
 
@@ -51,10 +52,10 @@ def stage(impl: Implementation, embed: Embed) -> Implementation:
         impl,
         fn=fn,
         tiling=lambda call: impl.tiling(abstracted(call)),
-        supports=lambda call, tiling: unsupported(call.target) or impl.supports(abstracted(call), tiling),
+        supports=lambda call, config: unsupported(call.target) or impl.supports(abstracted(call), config),
         key=None if key is None else lambda call: key(abstracted(call)),
-        fit=None if fit is None else lambda call, tiling: fit(abstracted(call), tiling),
-        delegate=None if delegate is None else lambda call, tiling: delegate(abstracted(call), tiling),
+        fit=None if fit is None else lambda call, config: fit(abstracted(call), config),
+        delegate=None if delegate is None else lambda call, config: delegate(abstracted(call), config),
         copies=copies,
     )
 
@@ -66,17 +67,17 @@ def unsupported(target: Target) -> str | None:
     return None
 
 
-def written(impl: Implementation, call: Call, tiling: Tiling) -> tuple[Trace, tuple[Any, ...]]:
+def written(impl: Implementation, call: Call, config: Config) -> tuple[Trace, tuple[Any, ...]]:
     """What an implementation does for a call, and its outputs."""
     trace = Trace()
     inner = abstracted(call, trace)
     with capturing(trace):
-        return trace, impl.run(inner, tiling)
+        return trace, impl.run(inner, config)
 
 
-def program(impl: Implementation, call: Call, tiling: Tiling) -> Program:
+def program(impl: Implementation, call: Call, config: Config) -> Program:
     """A call, written down and compiled."""
-    trace, outputs = written(impl, call, tiling)
+    trace, outputs = written(impl, call, config)
     names = tuple(n for n, a in call.arrays.items() if a is not None)
     return Program(
         names,
@@ -198,15 +199,15 @@ class Listed(Capture):
     runs = False
 
 
-def kernels(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[str, ...]:
+def kernels(impl: Implementation, call: Call, config: Config) -> tuple[str, ...]:
     """The kernels of a call in the order of their launches, each as its module in this backend and its name. Arrays
     that another library holds are abstract: of a loop over parts of them, the launches for one part are given."""
     if call.framework.name != impl.backend.framework:
-        trace, _ = written(impl, call, tiling)
+        trace, _ = written(impl, call, config)
         return tuple(qualified(step[0]) for step in launches(trace.steps))
     capture = Listed()
     with capturing(capture):
-        impl.run(call, tiling)
+        impl.run(call, config)
     return tuple(qualified(launch.kernel) for launch in capture.launches)
 
 

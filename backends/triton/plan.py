@@ -25,6 +25,7 @@ from portakern.backends.triton.descriptors import bare, base_of, elsewhere, is_d
 from portakern.backends.triton.launch import RECORDERS, launch
 from portakern.backends.triton.launcher import WATCHED, WATCHES, Handles
 from portakern.core import codegen
+from portakern.core.config import Config
 
 if TYPE_CHECKING:
     from portakern.core.backend import Implementation
@@ -235,15 +236,15 @@ def quick_on(device: torch.device | None) -> Callable[..., torch.Tensor] | None:
     return None
 
 
-def learn(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[tuple[Any, ...], Run | None]:
+def learn(impl: Implementation, call: Call, config: Config) -> tuple[tuple[Any, ...], Run | None]:
     """The outputs of a call, and what gives them for other calls of its signature; None where nothing shorter does."""
     # an array may be given twice: as tensors of their own, what is done with each can be told apart
     theirs = call.arrays
     call = call.replace(arrays={n: None if a is None else a.detach() for n, a in theirs.items()})
     capture = Capture()
     with capturing(capture):
-        outputs = impl.run(call, tiling)
-    plan = planned(impl, call, tiling, capture, outputs)
+        outputs = impl.run(call, config)
+    plan = planned(impl, call, config, capture, outputs)
     over = {id(call.arrays[n]): theirs[n] for n in call.over}
     outputs = tuple(over.get(id(o), o) for o in outputs)
     if plan is None:
@@ -252,7 +253,7 @@ def learn(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[
 
 
 def planned(
-    impl: Implementation, call: Call, tiling: Mapping[str, int], capture: Capture, outputs: tuple[Any, ...]
+    impl: Implementation, call: Call, config: Config, capture: Capture, outputs: tuple[Any, ...]
 ) -> LaunchPlan | None:
     """The plan of a call of which a run was captured; None where that did more than to allocate and to launch."""
     given = {n: a for n, a in call.arrays.items() if a is not None}
@@ -281,7 +282,7 @@ def planned(
     plan = LaunchPlan(
         bare_call, next(iter(given.values())).get_device(), tuple(n for n in given if n in own), [*new.values()],
         {name: part for part, name in parts.items()}, steps, tuple(slots), None,
-        lambda arrays: impl.run(bare_call.replace(arrays=dict(arrays)), tiling),
+        lambda arrays: impl.run(bare_call.replace(arrays=dict(arrays)), config),
     )  # fmt: skip
     if any(step.described for step in steps):
         plan.only = plan.placed(given)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from portakern import install
 from portakern.core import outputs
 from portakern.core.cache import BoundedCache, forget
+from portakern.core.config import Config, completed, fields_of
 from portakern.core.framework import Framework, frameworks
 from portakern.core.observe import say
 from portakern.core.targets import HOST, Hardware, Target, find
@@ -29,19 +30,18 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
     from portakern.core.machine_code import Compiled
 
-__all__ = ["ANY", "Backend", "Compiler", "Drawn", "Family", "Implementation", "Need", "Profile", "Tiling"]
+__all__ = ["ANY", "Backend", "Compiler", "Drawn", "Family", "Implementation", "Need", "Profile"]
 
-Tiling = Mapping[str, int]
 F = TypeVar("F", bound=Callable[..., Any])
 
 IN_PROCESS = ""  # stands for a package where there is none: functions registered by hand
 
 
-def _no_tiling(call: Call) -> dict[str, int]:
+def _no_tiling(call: Call) -> Mapping[str, int]:
     return {}
 
 
-def _always(call: Call, tiling: Tiling) -> str | None:
+def _always(call: Call, config: Config) -> str | None:
     return None
 
 
@@ -60,12 +60,12 @@ class Compiler(Protocol):
     def versions(self, hardware: Hardware) -> dict[str, str]:
         """The versions of everything that decides the machine code."""
 
-    def build(self, impl: Implementation, call: Call, tiling: Tiling) -> Compiled:
+    def build(self, impl: Implementation, call: Call, config: Config) -> Compiled:
         """Compile a call on arrays without memory, for ``call.target``. Any exception is the reason why it cannot
         be.
         """
 
-    # A compiler may have ``survey(impl, call, tiling) -> Compiled`` too: for a tuner, which compiles one call in many
+    # A compiler may have ``survey(impl, call, config) -> Compiled`` too: for a tuner, which compiles one call in many
     # tilings. Either it keeps the machine code where a launch finds it, and says so: ``LAUNCHES_FIND_IT = True``. Or it
     # takes what it found of a kernel that is the same but for its extents, so that calls of many are ranked in no time.
     # ``memory``, of the same form, says what each kernel takes and may take of the chip's memory, and nothing else.
@@ -127,9 +127,9 @@ class Family:
       needs: what must be installed beside the backend's own ``requires``, or the family is not there.
       compiler: the module that compiles its calls for hardware that is not here (see :class:`Compiler`), or None.
       plans: "module:function" that runs a call and learns from it how to serve calls of its signature in less time:
-        ``(implementation, call, tiling) -> (outputs, arrays by name -> outputs)``, None for what it cannot learn.
+        ``(implementation, call, config) -> (outputs, arrays by name -> outputs)``, None for what it cannot learn.
       lists: "module:function" that names the kernels of a call, in the order of their launches, without one:
-        ``(implementation, call, tiling) -> names``; None: ``explain()`` names none.
+        ``(implementation, call, config) -> names``; None: ``explain()`` names none.
       stages: "module:function" that makes its kernels part of the programs of an array library that is not the
         backend's own, and holds machine code (:attr:`portakern.core.framework.Framework.embeds`): ``(implementation,
         embed) -> the implementation for arrays of that library``, which needs nothing of the backend's own library.
@@ -203,9 +203,9 @@ class Family:
         """The function that learns to serve calls of a signature."""
         return _load(self.plans) if self.plans else None
 
-    def kernels(self, impl: Implementation, call: Call, tiling: Tiling) -> tuple[str, ...]:
+    def kernels(self, impl: Implementation, call: Call, config: Config) -> tuple[str, ...]:
         """The kernels that a call would launch, in their order; none where nothing lists them."""
-        return tuple(_load(self.lists)(impl, call, tiling)) if self.lists else ()
+        return tuple(_load(self.lists)(impl, call, config)) if self.lists else ()
 
     def staged(self, impl: Implementation, framework: Framework) -> Implementation:
         """The implementation for a framework that embeds its machine code, always the same one."""
@@ -311,15 +311,16 @@ class Implementation:
     """One variant of one op on one backend.
 
     Attributes:
-      fn: ``fn(call, tiling)`` returns every output in the spec's order, None for one that ``call.wants`` does not name.
+      fn: ``fn(call, config)`` returns every output in the spec's order, None for one that ``call.wants`` does not name.
       tiling: the default tiling of a call where no table has one. Where there is a ``key`` it is asked once for each
         key and target, so that it may use nothing else of a call.
-      supports: None, or why this variant cannot serve the call with this tiling, in a user's words.
-      knobs: launch parameters of its own, tunable beside the spec's tiles.
+      supports: None, or why this variant cannot serve the call with this config, in a user's words.
+      config: the class that a tiling becomes: the spec's tiles, and launch parameters tunable beside them
+        (:class:`portakern.Config`). Tiles that it leaves out it gets from the spec.
       key: name -> value of what decides a call's tiling beside the target; tables are looked up by it
         (:mod:`portakern.core.tilings`). None: no table is asked.
-      fit: ``fit(call, tiling)`` gives a tiling that was found as it is, or a changed copy for this very call, where a
-        bias takes room, say.
+      fit: ``fit(call, config)`` gives what was found as it is, or a changed copy for this very call, where a bias
+        takes room, say.
       takes: the arguments that it knows of those that a spec has; None: all. The checker draws no others, and holds it
         to no law.
       copies: what it copies through the framework before or after its kernels, in words; None: nothing.
@@ -328,7 +329,7 @@ class Implementation:
         ``supports`` refuses the tilings in which it cannot.
       drawn: which calls the checker draws of a variant that takes few.
       compiled_alone: why its kernels run in no interpreter, in words, where those of its family do; None: they do.
-      delegate: ``delegate(call, tiling)`` of a call that it supports with this tiling: None where its own kernels serve
+      delegate: ``delegate(call, config)`` of a call that it supports with this config: None where its own kernels serve
         it; else the name of the variant of its backend that does, and the tiling that this one runs with.
       ahead: the dtypes in which it was measured to take no longer, with its gradients, than the functions of an array
         library that come to the same one after the other. Who would put it in their place asks
@@ -344,22 +345,32 @@ class Implementation:
     backend: Backend
     family: Family
     op: str
-    fn: Callable[[Call, Tiling], tuple[Any, ...]]
-    tiling: Callable[[Call], dict[str, int]]
-    supports: Callable[[Call, Tiling], str | None]
-    knobs: Mapping[str, Tile]
+    fn: Callable[[Call, Any], tuple[Any, ...]]
+    tiling: Callable[[Call], Mapping[str, int]]
+    supports: Callable[[Call, Any], str | None]
+    config: type[Config] = Config
     key: Callable[[Call], Mapping[str, str | int]] | None = None
-    fit: Callable[[Call, Tiling], Tiling] | None = None
+    fit: Callable[[Call, Any], Config] | None = None
     takes: Callable[[Spec[Any]], frozenset[str]] | None = None
-    copies: Callable[[Call, Tiling], str | None] | None = None
+    copies: Callable[[Call, Any], str | None] | None = None
     same_bits: bool = False
     overwrites: bool = False
     drawn: Drawn = ANY
     compiled_alone: str | None = None
-    delegate: Callable[[Call, Tiling], tuple[str, Tiling] | None] | None = None
+    delegate: Callable[[Call, Any], tuple[str, Mapping[str, int]] | None] | None = None
     ahead: tuple[str, ...] = ()
     unordered: Mapping[str, str] = field(default_factory=dict)
     _looked: BoundedCache[Any, bool] = field(default_factory=BoundedCache, init=False, repr=False)
+
+    @functools.cached_property
+    def knobs(self) -> Mapping[str, Tile]:
+        """The launch parameters of its own and their values, without the spec's tiles."""
+        return {name: field.values for name, field in fields_of(self.config).items() if field.values is not None}
+
+    def configured(self, spec: Spec[Any], tiling: Mapping[str, int]) -> Config:
+        """A tiling as its functions take it; SpecError where it has other names than the Config."""
+        made = completed(self.config, spec.name, tuple(spec.tiling))
+        return tiling if isinstance(tiling, made) else made(**tiling)
 
     @functools.cached_property
     def is_own(self) -> bool:
@@ -381,38 +392,40 @@ class Implementation:
             else None
         )
 
-    def refuses(self, call: Call, tiling: Tiling) -> str | None:
-        """None, or why it cannot serve the call with this tiling, in a user's words."""
+    def refuses(self, call: Call, config: Config) -> str | None:
+        """None, or why it cannot serve the call with this config, in a user's words."""
         if call.over and not (self.overwrites or self.backend.oracle):  # whose caller rounds, and writes, its results
             return "it writes no result over an input; leave overwrite out"
-        return self.supports(call, tiling)
+        return self.supports(call, config)
 
-    def serving(self, call: Call, tiling: Tiling) -> tuple[Implementation, Tiling]:
-        """The implementation whose kernels serve a call that this one supports with this tiling, and the tiling that
+    def serving(self, call: Call, config: Config) -> tuple[Implementation, Config]:
+        """The implementation whose kernels serve a call that this one supports with this config, and the config that
         they run with: its own, or those of the variant to which it leaves the call (``delegate``).
 
         Raises:
           UnsupportedError: that variant refuses the call. SpecError: there is none of its name.
         """
-        to = self.delegate(call, tiling) if self.delegate is not None else None
+        to = self.delegate(call, config) if self.delegate is not None else None
         if to is None:
-            return self, tiling
+            return self, config
         variant, tiling = to
         self.backend.check_variant(variant)
         family = next(f for f in self.backend.families if f.name == variant)
         impl = self.backend.implementation(self.op, family)
-        reason = impl.refuses(call, tiling) if impl is not None else f"it has no {self.op}"
+        if impl is not None:
+            config = impl.configured(call.spec, tiling)
+        reason = impl.refuses(call, config) if impl is not None else f"it has no {self.op}"
         if impl is None or reason:
             raise UnsupportedError(
                 f"{call!r} on {call.target}: backend {self.backend.name!r} cannot: {self.family.name} leaves it to "
                 f"{variant}: {reason}"
             )
-        return impl.serving(call, tiling)
+        return impl.serving(call, config)
 
-    def run(self, call: Call, tiling: Tiling) -> tuple[Any, ...]:
+    def run(self, call: Call, config: Config) -> tuple[Any, ...]:
         """``fn``, held to returning a tuple of the right length, and where others bring it to what is in that tuple,
         the first time that a call of a signature comes."""
-        out = self.fn(call, tiling)
+        out = self.fn(call, config)
         if not isinstance(out, tuple) or len(out) != len(call.spec.outputs):
             out = outputs.counted(self, call, out)
         if not self.is_own and not self.backend.oracle:
@@ -546,36 +559,35 @@ class Backend:
         return in_order(self.name, found)
 
     @functools.cached_property
-    def meanings(self) -> Mapping[str, str]:
-        """What each tile and launch knob of its kernels means: ``MEANING`` of the module ``knobs`` in the backend's
-        package, which imports no framework. Empty where there is none."""
-        try:
-            return dict(importlib.import_module(f"{self.package}.knobs").MEANING) if self.package else {}
-        except ModuleNotFoundError as e:
-            if e.name != f"{self.package}.knobs":
-                raise
-            return {}
+    def configs(self) -> tuple[type[Config], ...]:
+        """The Configs in the module ``configs`` of the backend's package, which imports no framework: they are known
+        where its kernels cannot be imported. Empty where there is none."""
+        module = f"{self.package}.configs"
+        if self.package is None or importlib.util.find_spec(module) is None:
+            return ()
+        found = vars(importlib.import_module(module)).values()
+        return tuple(c for c in found if isinstance(c, type) and issubclass(c, Config) and c is not Config)
 
     def implements(
         self,
         op: str,
         *,
-        tiling: Callable[[Call], dict[str, int]] = _no_tiling,
-        supports: Callable[[Call, Tiling], str | None] = _always,
-        knobs: Mapping[str, Tile] = MappingProxyType({}),
+        tiling: Callable[[Call], Mapping[str, int]] = _no_tiling,
+        supports: Callable[[Call, Any], str | None] = _always,
+        config: type[Config] = Config,
         key: Callable[[Call], Mapping[str, str | int]] | None = None,
-        fit: Callable[[Call, Tiling], Tiling] | None = None,
+        fit: Callable[[Call, Any], Config] | None = None,
         takes: Callable[[Spec[Any]], frozenset[str]] | None = None,
-        copies: Callable[[Call, Tiling], str | None] | None = None,
+        copies: Callable[[Call, Any], str | None] | None = None,
         same_bits: bool = False,
         overwrites: bool = False,
         drawn: Drawn = ANY,
         compiled_alone: str | None = None,
-        delegate: Callable[[Call, Tiling], tuple[str, Tiling] | None] | None = None,
+        delegate: Callable[[Call, Any], tuple[str, Mapping[str, int]] | None] | None = None,
         ahead: tuple[str, ...] = (),
         unordered: Mapping[str, str] = MappingProxyType({}),
     ) -> Callable[[F], F]:
-        """Register the decorated ``fn(call, tiling)`` as this backend's ``op`` (see :class:`Implementation`).
+        """Register the decorated ``fn(call, config)`` as this backend's ``op`` (see :class:`Implementation`).
 
         A function of a family's own package is that family's; one from elsewhere serves all platforms, in the fewest
         families that do, and replaces no other: only itself, when a notebook cell runs again.
@@ -594,7 +606,7 @@ class Backend:
                     )
             for family in own or self._broadest():
                 made = Implementation(
-                    self, family, op, fn, tiling, supports, knobs, key, fit, takes, copies, same_bits, overwrites,
+                    self, family, op, fn, tiling, supports, config, key, fit, takes, copies, same_bits, overwrites,
                     drawn, compiled_alone, delegate, ahead, unordered,
                 )  # fmt: skip
                 self._found[family.package, op] = made

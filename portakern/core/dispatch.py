@@ -13,6 +13,7 @@ from portakern.core import registry
 from portakern.core.backend import Backend, Family, Implementation
 from portakern.core.cache import BoundedCache
 from portakern.core.call import Call
+from portakern.core.config import Config
 from portakern.core.framework import Framework, convert, frameworks
 from portakern.core.observe import say
 from portakern.core.signatures import Signature
@@ -38,7 +39,7 @@ class Route:
     framework: Framework
     """The implementation's, or the one in whose programs its kernels are embedded."""
     embedded: bool = False
-    run: Callable[[Call, Mapping[str, int]], tuple[Any, ...]] = field(init=False)
+    run: Callable[[Call, Config], tuple[Any, ...]] = field(init=False)
     """Runs the implementation as its framework does: directly, unless that has a way of its own."""
 
     def __post_init__(self) -> None:
@@ -61,7 +62,7 @@ class Choice:
 
     backend: Backend | None = None
     variant: str | None = None
-    tiling: dict[str, int] = field(default_factory=dict)
+    tiling: Mapping[str, int] = field(default_factory=dict)
     spends: tuple[str, ...] = ()
     found: BoundedCache[tuple[Framework, Any], tuple[Route, ...]] = field(default_factory=BoundedCache, repr=False)
     gradients: BoundedCache[Any, Any] = field(default_factory=BoundedCache, repr=False)
@@ -247,19 +248,19 @@ def _has(b: Backend, op: str, families: Iterable[Family]) -> bool:
     return any(b.where(op, family) is not None for family in families)
 
 
-def pick(candidates: tuple[Route, ...], call: Call, user: Mapping[str, int]) -> tuple[Route, Mapping[str, int]]:
+def pick(candidates: tuple[Route, ...], call: Call, user: Mapping[str, int]) -> tuple[Route, Config]:
     """Who serves the call, and with which tiling: the first candidate that takes it, or the variant to which that
     leaves it; UnsupportedError with every reason where none takes it."""
     route, found = taking(candidates, call, user)
     return serving(route, call, found.tiling)
 
 
-def serving(route: Route, call: Call, tiling: Mapping[str, int]) -> tuple[Route, Mapping[str, int]]:
-    """The route of the variant whose kernels serve a call that was taken, and their tiling."""
-    impl, tiling = route.impl.serving(call, tiling)
+def serving(route: Route, call: Call, config: Config) -> tuple[Route, Config]:
+    """The route of the variant whose kernels serve a call that was taken, and their config."""
+    impl, config = route.impl.serving(call, config)
     if impl is route.impl:
-        return route, tiling
-    return replace(route, impl=impl.family.staged(impl, route.framework) if route.embedded else impl), tiling
+        return route, config
+    return replace(route, impl=impl.family.staged(impl, route.framework) if route.embedded else impl), config
 
 
 def taking(candidates: tuple[Route, ...], call: Call, user: Mapping[str, int]) -> tuple[Route, Resolved]:

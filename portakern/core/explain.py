@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from portakern.core import registry
 from portakern.core.call import Call
+from portakern.core.config import NOTHING, Config
 from portakern.core.dispatch import Choice, Route, choose, find_routes, serving, taking, to_framework, why_not
 from portakern.core.tilings import attempt
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
@@ -66,14 +67,14 @@ def _plan(call: Call, choice: Choice, candidates: tuple[Route, ...]) -> list[str
     lines = [f"  backend: {backend.name} ({'named' if choice.backend else 'chosen from the arrays'}), {how}"]
     if call.degenerate:
         return [*lines, f"  implementation: {route.impl.fn.__module__}", "  plan: no kernel: an extent is 0"]
-    tiling: Mapping[str, int] = {}
+    config = NOTHING
     asked, sources = route, dict[str, str]()
     if not backend.oracle:
         if framework is not call.framework:
             inner = to_framework(inner, framework)
         asked, resolved = taking(candidates, inner, choice.tiling)
         sources = resolved.sources
-        route, tiling = serving(asked, inner, resolved.tiling)
+        route, config = serving(asked, inner, resolved.tiling)
     lines.append(f"  implementation: {route.impl.fn.__module__}")
     if len(backend.families) > 1:
         lines += _variants(inner, choice, candidates, asked, route)
@@ -84,19 +85,19 @@ def _plan(call: Call, choice: Choice, candidates: tuple[Route, ...]) -> list[str
     if framework is not call.framework:
         lines.append(f"  crossing: {call.framework.name} -> {framework.name} and back")
     if not backend.oracle:
-        parts = (f"{name}={tile} ({sources.get(name) or asked.impl.family.name})" for name, tile in tiling.items())
+        parts = (f"{name}={tile} ({sources.get(name) or asked.impl.family.name})" for name, tile in config.items())
         lines.append(f"  tiling: {', '.join(parts) or 'none'}")
-        lines += _kernels(route, inner, tiling)
-        copied = route.impl.copies(inner, tiling) if route.impl.copies else None
+        lines += _kernels(route, inner, config)
+        copied = route.impl.copies(inner, config) if route.impl.copies else None
         lines += [f"  copied by {framework.title}: {copied}"] if copied else []
         lines += [f"  bits of {name} may change from run to run: {why}" for name, why in route.impl.unordered.items()]
     return lines
 
 
-def _kernels(route: Route, call: Call, tiling: Mapping[str, int]) -> list[str]:
+def _kernels(route: Route, call: Call, config: Config) -> list[str]:
     """What the implementation would launch: which of several kernels it takes follows from the call's form."""
     impl = route.impl.backend.implementation(call.spec.name, route.impl.family)  # as it is where it is not embedded
-    counts = Counter(route.impl.family.kernels(impl, call, tiling)) if impl is not None else Counter[str]()
+    counts = Counter(route.impl.family.kernels(impl, call, config)) if impl is not None else Counter[str]()
     told = (name if count == 1 else f"{name} x{count}" for name, count in counts.items())
     return [f"  kernels: {', '.join(told)}"] if counts else []
 

@@ -28,6 +28,7 @@ from portakern.spec.dtypes import DTYPES, numpy_dtype
 if TYPE_CHECKING:
     from portakern.core.backend import Implementation
     from portakern.core.call import Call
+    from portakern.core.config import Config
     from portakern.core.dispatch import Choice
     from portakern.core.program import Program
 
@@ -239,9 +240,9 @@ class Framework:
 
     # --- calls that the library watches, records, or runs in a way of its own ---
 
-    def run(self, impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    def run(self, impl: Implementation, call: Call, config: Config) -> tuple[Any, ...]:
         """Run an implementation on arrays that are here: every output in the spec's order."""
-        return impl.run(call, tiling)
+        return impl.run(call, config)
 
     def outside(self) -> AbstractContextManager[Any]:
         """While inside, arrays that are made here have values, also where the library traces what runs now."""

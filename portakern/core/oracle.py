@@ -9,6 +9,7 @@ import numpy as np
 
 from portakern.core import outputs, registry
 from portakern.core.call import Call
+from portakern.core.config import NOTHING
 from portakern.core.framework import host_framework
 from portakern.errors import SpecError, UnavailableError
 from portakern.spec.tolerance import rounded
@@ -47,7 +48,7 @@ def oracle(call: Call) -> tuple[Any, ...]:
     broken = broken_rule(wide)
     if broken:
         raise BrokenRule(f"{call.spec.name}: {broken}")
-    found = impl.run(wide, {})
+    found = impl.run(wide, NOTHING)
     outputs.exact(impl, wide, found)
     return found
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from portakern.core.call import Call
+from portakern.core.config import NOTHING, Config
 from portakern.core.dispatch import Choice, Route, pick, routes, to_framework
 from portakern.core.framework import Framework, convert
 from portakern.core.observe import OBSERVERS, Served, tell
@@ -28,10 +29,10 @@ class Plan:
         to another framework.
     """
 
-    __slots__ = ("_made", "_once", "call", "lasting", "route", "serve", "tiling")
+    __slots__ = ("_made", "_once", "call", "config", "lasting", "route", "serve")
 
-    def __init__(self, call: Call, route: Route, tiling: Mapping[str, int], once: Once | None = None) -> None:
-        self.call, self.route, self.tiling = call.replace(arrays={}), route, tiling
+    def __init__(self, call: Call, route: Route, config: Config, once: Once | None = None) -> None:
+        self.call, self.route, self.config = call.replace(arrays={}), route, config
         self.lasting, self._once = once is None, once
         self._settle(self._first)
 
@@ -43,16 +44,16 @@ class Plan:
         """Serve the call for which this was decided, and tell whoever looks on."""
         seen = _kept(call) if OBSERVERS and call.over else call
         if self._once is not None:
-            self.route, self.tiling, outputs = self._once(call)
+            self.route, self.config, outputs = self._once(call)
         else:
             outputs = self.serve(call.arrays)
         if OBSERVERS:
             impl = self.route.impl
-            tell(Served(seen, impl.backend.name, impl.family.name, self.route.interpret, dict(self.tiling), outputs))
+            tell(Served(seen, impl.backend.name, impl.family.name, self.route.interpret, dict(self.config), outputs))
         return outputs
 
     def _run(self, arrays: dict[str, Any]) -> tuple[Any, ...]:
-        return self.route.run(self.call.replace(arrays=arrays), self.tiling)
+        return self.route.run(self.call.replace(arrays=arrays), self.config)
 
     def _over(self, arrays: dict[str, Any]) -> tuple[Any, ...]:
         """Where arrays lie is no part of a signature, and no kernel tells their library what it wrote to."""
@@ -71,13 +72,13 @@ class Plan:
         self._settle(self._run)  # for other threads meanwhile
         learn = self.route.impl.family.load_planner()
         assert learn is not None
-        outputs, again = learn(self.route.impl, self.call.replace(arrays=arrays), self.tiling)
+        outputs, again = learn(self.route.impl, self.call.replace(arrays=arrays), self.config)
         self._settle(again or self._run)
         found: tuple[Any, ...] = outputs
         return found
 
 
-Once = Callable[[Call], tuple[Route, Mapping[str, int], tuple[Any, ...]]]
+Once = Callable[[Call], tuple[Route, Config, tuple[Any, ...]]]
 """Serves one call: by whom, with which tiling, and its outputs."""
 
 
@@ -104,12 +105,12 @@ def decide(call: Call, choice: Choice) -> Plan | None:
     route = candidates[0]  # all are of one backend, and run on one target
     call.target, call.interpret = route.target, route.interpret
     if call.degenerate:
-        return Plan(call, route, {}, lambda call: (route, {}, _written_over(call, degenerate_outputs(call))))
+        return Plan(call, route, NOTHING, lambda call: (route, NOTHING, _written_over(call, degenerate_outputs(call))))
     if route.impl.backend.oracle:
-        tiling = resolve(route.impl, call, choice.tiling).tiling
-        return Plan(call, route, tiling, functools.partial(_by_oracle, route, tiling))
+        config = resolve(route.impl, call, choice.tiling).tiling
+        return Plan(call, route, config, functools.partial(_by_oracle, route, config))
     if route.framework is not call.framework:
-        return Plan(call, route, {}, functools.partial(_crossing, candidates, choice.tiling))
+        return Plan(call, route, NOTHING, functools.partial(_crossing, candidates, choice.tiling))
     return Plan(call, *pick(candidates, call, choice.tiling))
 
 
@@ -120,9 +121,9 @@ def serve(call: Call, choice: Choice) -> tuple[Any, ...]:
     return plan.begin(call)
 
 
-def _by_oracle(route: Route, tiling: Mapping[str, int], call: Call) -> Any:
+def _by_oracle(route: Route, config: Config, call: Call) -> Any:
     outputs = _outputs_back(call, route.framework, rounded_oracle(call), copy=False)
-    return route, tiling, _written_over(call, outputs)
+    return route, config, _written_over(call, outputs)
 
 
 def _crossing(candidates: tuple[Route, ...], user: Mapping[str, int], call: Call) -> Any:
@@ -130,11 +131,11 @@ def _crossing(candidates: tuple[Route, ...], user: Mapping[str, int], call: Call
     framework = candidates[0].framework
     with framework.outside():
         inner = to_framework(call, framework).replace(over=())
-        route, tiling = pick(candidates, inner, user)
-        outputs = route.run(inner if route.impl.is_own else _guarded(inner, call), tiling)
+        route, config = pick(candidates, inner, user)
+        outputs = route.run(inner if route.impl.is_own else _guarded(inner, call), config)
         # no immutable array may share memory that a kernel keeps (a workspace) or that somebody may write to
         outputs = _outputs_back(call, framework, outputs, copy=call.framework.immutable or framework.immutable)
-    return route, tiling, _written_over(call, outputs)
+    return route, config, _written_over(call, outputs)
 
 
 def _kept(call: Call) -> Call:

@@ -49,6 +49,7 @@ from portakern.spec.options import shown
 if TYPE_CHECKING:
     from portakern.core.backend import Implementation
     from portakern.core.call import Call
+    from portakern.core.config import Config
     from portakern.core.targets import Target
     from portakern.spec import Spec
 
@@ -88,7 +89,7 @@ class TableTiling(NamedTuple):
 class Resolved(NamedTuple):
     """The tiling of a call. ``found``: before it was fitted to the call; ``user``: what the user named."""
 
-    tiling: Mapping[str, int]
+    tiling: Any  # a Config of the implementation's class
     found: TableTiling
     user: Mapping[str, int]
 
@@ -136,27 +137,24 @@ def default(impl: Implementation, call: Call) -> Resolved:
     """
     if impl.key is None:
         heuristic = impl.tiling(call)
-        return Resolved(heuristic, TableTiling(heuristic, {}), _NOTHING)
+        return Resolved(impl.configured(call.spec, heuristic), TableTiling(heuristic, {}), _NOTHING)
     key = impl.key(call)
     place = (impl, call.target, *key.values())
     kept = _kept.get(place)
     if kept is None:
         found = _look_up(impl, call, key)
-        kept = _kept.keep(place, Resolved(found.tiling, found, _NOTHING))
+        kept = _kept.keep(place, Resolved(impl.configured(call.spec, found.tiling), found, _NOTHING))
     if impl.fit is None:
         return kept
     tiling = impl.fit(call, kept.tiling)
     return kept if tiling is kept.tiling else Resolved(tiling, kept.found, _NOTHING)
 
 
-def shipped(impl: Implementation, call: Call) -> Mapping[str, int]:
+def shipped(impl: Implementation, call: Call) -> Config:
     """The tiling of a call for somebody who never tuned anything: the user's own table is not asked."""
-    tiling: Mapping[str, int] = dict(impl.tiling(call))
-    if impl.key is not None:
-        row = _shipped_row(impl, call, impl.key(call))
-        tiling = {**tiling, **(row.tiling if row else {})}
-        tiling = impl.fit(call, tiling) if impl.fit else tiling
-    return tiling
+    row = None if impl.key is None else _shipped_row(impl, call, impl.key(call))
+    config = impl.configured(call.spec, {**impl.tiling(call), **(row.tiling if row else {})})
+    return config if impl.key is None or impl.fit is None else impl.fit(call, config)
 
 
 def own_table(backend: str, target: Target) -> Path:
@@ -187,7 +185,7 @@ def _named(impl: Implementation, call: Call, user: Mapping[str, int]) -> Resolve
                 f"{call.spec.name}: tiling[{name!r}] is {shown(value)}; "
                 f"expected one of {', '.join(map(str, impl.knobs[name].values))}: leave it out for the default"
             )
-    return Resolved({**tiling, **user}, found, user)
+    return Resolved(tiling.replace(**user), found, user)
 
 
 def _look_up(impl: Implementation, call: Call, key: Key) -> TableTiling:

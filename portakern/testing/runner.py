@@ -12,6 +12,7 @@ from typing import Any
 
 from portakern.core import ending, registry
 from portakern.core.backend import Backend
+from portakern.core.config import fields_of
 from portakern.core.failing import Ended, kind_of
 from portakern.core.framework import advised
 from portakern.defaults import EXAMPLES
@@ -529,7 +530,9 @@ def _refuse_unknown_tiles(subject: Subject, case: Case | LawCase) -> None:
                     continue
             except UnavailableError:
                 pass
-            known |= {*b.meanings}  # which of them this kernel has cannot be known here
+            known |= {
+                name for config in b.configs for name in fields_of(config)
+            }  # which of them this kernel has cannot be known here
     for name in left:
         if name not in known:
             raise SpecError(

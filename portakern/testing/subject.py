@@ -276,9 +276,10 @@ def _legal(
     # an implementation may have fewer tiles than its spec, or none
     tiling = {n: v for n, v in case.tiling.items() if n in default}
     for grown in _grown(spec, tiling) if tiling else ():
-        refused = impl.supports(call, {**default, **grown})
+        config = default.replace(**grown)
+        refused = impl.supports(call, config)
         if refused is None:
-            return grown, {**default, **grown}, None
+            return grown, config, None
         reason = reason or refused
     return {}, default, reason
 

@@ -200,7 +200,7 @@ def _again(served: Served, backend: Backend, variant: str | None) -> list[Any]:
     (family, _), *_ = backend.families_for(call.target, variant)
     impl = backend.implementation(call.spec.name, family)
     assert impl is not None
-    outputs = call.framework.run(impl, call, served.tiling)
+    outputs = call.framework.run(impl, call, impl.configured(call.spec, served.tiling))
     return [None if o is None else call.framework.to_numpy(o) for o in outputs]
 
 

@@ -26,7 +26,6 @@ Source: Flash-Decoding (Dao, Haziza, Massa, Sizov 2023); the walk over keys is F
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, NamedTuple
@@ -38,6 +37,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.configs import FlashConfig
 from portakern.backends.pallas.lib.band import Band
 from portakern.backends.pallas.lib.blocks import Refs, padded, quotient
 from portakern.backends.pallas.lib.mosaic_gpu import attention as online
@@ -113,9 +113,9 @@ class Packed(MosaicFlashPlan):
         return quotient(tile.first, self.split_tiles) - self.seen[0] // self.split_tiles
 
 
-def plan_of(call: Call, tiling: Mapping[str, int]) -> Packed:
-    dims, block_kv = call.dims, tiling["block_kv"]
-    whole = online.plan_of(call, {**tiling, "block_q": QUERIES})
+def plan_of(call: Call, config: FlashConfig) -> Packed:
+    dims, block_kv = call.dims, config.block_kv
+    whole = online.plan_of(call, config.replace(block_q=QUERIES))
     changed = {
         "heads": dims["kv_heads"],
         "group": 1,
@@ -126,23 +126,21 @@ def plan_of(call: Call, tiling: Mapping[str, int]) -> Packed:
     return Packed(**same | changed)
 
 
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    if tiling["block_q"] != QUERIES:
-        return (
-            f"block_q={tiling['block_q']} is no tile of wgmma's here: use {QUERIES}, which all queries of a group share"
-        )
+def supports(call: Call, config: FlashConfig) -> str | None:
+    if config.block_q != QUERIES:
+        return f"block_q={config.block_q} is no tile of wgmma's here: use {QUERIES}, which all queries of a group share"
     rows = call.dims["q_len"] * call.dims["group"]
     if rows > QUERIES:
         return (
             f"{call.dims['q_len']} queries of {call.dims['group']} heads are {rows} rows, more than the {QUERIES} that "
             "decode together: use variant 'gpu'"
         )
-    return online.supports(call, tiling) or over_shared(
-        plan_of(call, tiling).shared, "block_kv or stages", across_warps=False
+    return online.supports(call, config) or over_shared(
+        plan_of(call, config).shared, "block_kv or stages", across_warps=False
     )
 
 
-def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
+def copies(call: Call, config: FlashConfig) -> str | None:
     """What XLA copies besides, in words."""
     dims, bias = call.dims, call.arrays["bias"]
     found = []
@@ -153,8 +151,8 @@ def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
             found.append(f"heads of {names} are padded from {extent} to {wide}")
     if (wide := padded(dims["dv"], THREADS)) != dims["dv"]:
         found.append(f"o is cut from {wide} to {dims['dv']}")
-    if bias is not None and (bias.shape[1] * bias.shape[2] > 1 or bias.shape[3] % tiling["block_kv"]):
-        found.append(f"bias is gathered and padded to whole tiles of {QUERIES} x {tiling['block_kv']}")
+    if bias is not None and (bias.shape[1] * bias.shape[2] > 1 or bias.shape[3] % config.block_kv):
+        found.append(f"bias is gathered and padded to whole tiles of {QUERIES} x {config.block_kv}")
     return "; ".join(found) or None
 
 
@@ -243,9 +241,9 @@ def _each(x: Any) -> Any:
     return plgpu.layout_cast(jnp.full((THREADS,), x, jnp.float32), STRIDED)
 
 
-@BACKEND.implements("attention", key=online.key, supports=supports, knobs=online.KNOBS, copies=copies, drawn=DRAWN)
-def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
-    plan, dims = plan_of(call, tiling), call.dims
+@BACKEND.implements("attention", key=online.key, supports=supports, config=FlashConfig, copies=copies, drawn=DRAWN)
+def attention(call: Call, config: FlashConfig) -> tuple[jax.Array | None, ...]:
+    plan, dims = plan_of(call, config), call.dims
     of_shares, wide = (plan.batch, plan.heads, plan.splits), padded(plan.dv, THREADS)
     known = launch(
         call,

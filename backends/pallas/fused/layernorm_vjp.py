@@ -16,7 +16,7 @@ in use at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.configs import HopperRowsConfig, RingConfig
 from portakern.backends.pallas.lib.blocks import Refs
 from portakern.backends.pallas.lib.mosaic_gpu import rows as rows_of
 from portakern.backends.pallas.lib.mosaic_gpu.chip import (
@@ -53,10 +54,6 @@ from portakern.backends.pallas.lib.mosaic_gpu.rows import (
 )
 from portakern.core.backend import Drawn
 from portakern.core.call import Call
-from portakern.spec import Count
-
-KNOBS = {"ring": Count(2, 8)}
-"""Two rows at least: the next is sent for while one is worked on."""
 
 LONGEST = 4096
 """Elements of a row at most: a thread holds those of two arrays and as many sums in its registers."""
@@ -71,20 +68,21 @@ AHEAD = 64
 DRAWN = Drawn(multiples={"n": 8}, most={"n": 1024})
 
 
-def default_tiling(call: Call) -> dict[str, int]:
-    return {"block_rows": 8, "block_n": max(THREADS, pl.next_power_of_2(call.dims["n"])), "ring": 3}
+def default_tiling(call: Call) -> RingConfig:
+    return RingConfig(block_rows=8, block_n=max(THREADS, pl.next_power_of_2(call.dims["n"])), ring=3)
 
 
-def walk_of(call: Call, tiling: Mapping[str, int]) -> WarpRowWalk:
+def walk_of(call: Call, config: RingConfig) -> WarpRowWalk:
     """The walk of a block: a row at a time, in all warps."""
     rows, n = math.prod(call.dims["batch"]), call.dims["n"]
-    blocks = BLOCKS * min(4, pl.cdiv(SHORT, tiling["block_n"]))
-    of_block = max(tiling["block_rows"], pl.cdiv(rows, blocks))
-    return WarpRowWalk.over(call, {**tiling, "block_rows": of_block, "row_warps": WARPS}, rows, n, arrays=2)
+    blocks = BLOCKS * min(4, pl.cdiv(SHORT, config.block_n))
+    of_block = max(config.block_rows, pl.cdiv(rows, blocks))
+    of_rows = HopperRowsConfig(block_rows=of_block, block_n=config.block_n, row_warps=WARPS)
+    return WarpRowWalk.over(call, of_rows, rows, n, arrays=2)
 
 
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    n, block_n = call.dims["n"], tiling["block_n"]
+def supports(call: Call, config: RingConfig) -> str | None:
+    n, block_n = call.dims["n"], config.block_n
     reason = dtype_refused(call)
     if reason:
         return reason
@@ -92,31 +90,31 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
         return f"rows of {n} elements do not fit the registers that {min(block_n, LONGEST)} take: use variant 'gpu'"
     if element_by_element(n, call.dtype):
         return f"rows of {n} elements are no whole pieces of 16 bytes, as the ring wants them: use variant 'gpu'"
-    walk = walk_of(call, tiling)
-    needed = tiling["ring"] * walk.arrays * walk.chunk * walk.itemsize
+    walk = walk_of(call, config)
+    needed = config.ring * walk.arrays * walk.chunk * walk.itemsize
     return walk._replace(block_rows=1).refused() or over_shared(aligned(needed), "ring or block_n")
 
 
-def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
+def copies(call: Call, config: RingConfig) -> str | None:
     return rows_of.copies(call, call.dims["n"])
 
 
 @BACKEND.implements(
-    "layernorm_vjp", key=key, tiling=default_tiling, supports=supports, knobs=KNOBS, copies=copies, drawn=DRAWN
+    "layernorm_vjp", key=key, tiling=default_tiling, supports=supports, config=RingConfig, copies=copies, drawn=DRAWN
 )
-def layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
-    return gradients(call, tiling, LayerNormVjp(call.options["eps"]), normalised_columns)
+def layernorm_vjp(call: Call, config: RingConfig) -> tuple[jax.Array | None, ...]:
+    return gradients(call, config, LayerNormVjp(call.options["eps"]), normalised_columns)
 
 
 def gradients(
-    call: Call, tiling: Mapping[str, int], formula: Formula, normalised_columns: Callable[..., Any]
+    call: Call, config: RingConfig, formula: Formula, normalised_columns: Callable[..., Any]
 ) -> tuple[jax.Array | None, ...]:
     """The gradients of a normalisation along the last axis that the call wants. ``formula`` makes d_x, and with what it
     tells of a row ``normalised_columns`` makes xh.
 
     The kernels make all gradients that the op has, whichever are wanted: what a compiler fuses hangs on what stands
     beside it, so that kernels of some of them would have other bits."""
-    walk, n, weight = walk_of(call, tiling), call.dims["n"], call.arrays["weight"]
+    walk, n, weight = walk_of(call, config), call.dims["n"], call.arrays["weight"]
     sums = tuple(o.name for o in call.spec.outputs if o.name in SUMS)
     blocks = pl.cdiv(walk.rows, walk.block_rows)
     inputs = {operand(i): padded_rows(call.arrays[name].reshape(-1, n)) for i, name in enumerate(("x", "d_y"))}
@@ -126,16 +124,14 @@ def gradients(
     }
     found = launch(
         call,
-        partial(
-            kernel, walk=walk, formula=formula, normalised_columns=normalised_columns, sums=sums, ring=tiling["ring"]
-        ),
+        partial(kernel, walk=walk, formula=formula, normalised_columns=normalised_columns, sums=sums, ring=config.ring),
         call.spec.name,
         (blocks,),
         inputs=inputs | ({} if weight is None else {"weight": padded_rows(weight, walk.chunk)}),
         outputs=outputs,
         scratch={
-            "arrived": plgpu.Barrier(num_arrivals=walk.arrays, num_barriers=tiling["ring"]),
-            "buffer": plgpu.SMEM((walk.arrays, tiling["ring"], *walk.block), inputs["x0"].dtype),
+            "arrived": plgpu.Barrier(num_arrivals=walk.arrays, num_barriers=config.ring),
+            "buffer": plgpu.SMEM((walk.arrays, config.ring, *walk.block), inputs["x0"].dtype),
         },
     )
     made = {"d_x": found["y"][:, :n].reshape(call.arrays["x"].shape)}

@@ -12,25 +12,25 @@ in use at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.fused.layernorm_vjp import DRAWN, KNOBS, copies, default_tiling, gradients, supports
+from portakern.backends.pallas.configs import RingConfig
+from portakern.backends.pallas.fused.layernorm_vjp import DRAWN, copies, default_tiling, gradients, supports
 from portakern.backends.pallas.lib.mosaic_gpu.norms import RmsNormVjp, key, narrow_dtype, narrowed
 from portakern.core.call import Call
 
 
 @BACKEND.implements(
-    "rmsnorm_vjp", key=key, tiling=default_tiling, supports=supports, knobs=KNOBS, copies=copies, drawn=DRAWN
+    "rmsnorm_vjp", key=key, tiling=default_tiling, supports=supports, config=RingConfig, copies=copies, drawn=DRAWN
 )
-def rmsnorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
+def rmsnorm_vjp(call: Call, config: RingConfig) -> tuple[jax.Array | None, ...]:
     narrow = narrow_dtype(call)
 
     def normalised(x: Any, r: Any) -> Any:
         """xh of a row."""
         return narrowed(x * r, narrow)
 
-    return gradients(call, tiling, RmsNormVjp(call.options["eps"], narrow), normalised)
+    return gradients(call, config, RmsNormVjp(call.options["eps"], narrow), normalised)

@@ -11,7 +11,6 @@ keys, and of values, that are on their way or in use at a time; splits, chunk: w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -22,9 +21,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.configs import FlashConfig
 from portakern.backends.pallas.lib.blocks import Refs, padded
 from portakern.backends.pallas.lib.mosaic_gpu.attention import (
-    KNOBS,
     LOG_SUM,
     kernel,
     key,
@@ -52,7 +51,7 @@ from portakern.backends.pallas.lib.mosaic_gpu.flash import (
 from portakern.core.call import Call
 
 
-def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
+def copies(call: Call, config: FlashConfig) -> str | None:
     """What XLA copies besides, in words."""
     found = []
     for names, extent in (("q and k", call.dims["d"]), ("v", call.dims["dv"])):
@@ -60,7 +59,7 @@ def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
             found.append(f"heads of {names} are padded from {extent} to {wide}")
     if found and "v" in found[-1].split():
         found.append(f"o is cut from {whole_pieces(call.dims['dv'], call.dtype)} to {call.dims['dv']}")
-    plan, bias = plan_of(call, tiling), call.arrays["bias"]
+    plan, bias = plan_of(call, config), call.arrays["bias"]
     tiles = plan.consumers * QUERIES, plan.block_kv
     if bias is not None and ((bias.shape[2] > 1 and bias.shape[2] % tiles[0]) or bias.shape[3] % tiles[1]):
         found.append(f"bias is padded to whole tiles of {tiles[0]} x {tiles[1]}")
@@ -101,9 +100,9 @@ def write(
         plgpu.copy_smem_to_gmem(ref.written.copied.at[warpgroup, slot], there)
 
 
-@BACKEND.implements("attention", key=key, supports=supports, knobs=KNOBS, copies=copies)
-def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
-    plan = plan_of(call, tiling)
+@BACKEND.implements("attention", key=key, supports=supports, config=FlashConfig, copies=copies)
+def attention(call: Call, config: FlashConfig) -> tuple[jax.Array | None, ...]:
+    plan = plan_of(call, config)
     wide, dtype = whole_pieces(plan.dv, plan.dtype), plan.dtype
     outputs = {"o": jax.ShapeDtypeStruct((plan.batch, plan.q_len, plan.heads, wide), dtype)}
     sums = (plan.consumers, plan.parts[1], QUERIES, PART) if plan.merges else None

@@ -35,12 +35,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.configs import FlashGradientsConfig
 from portakern.backends.pallas.lib.blocks import Refs
 from portakern.backends.pallas.lib.mosaic_gpu import bias_gradient
 from portakern.backends.pallas.lib.mosaic_gpu.accumulators import finished, in_registers
 from portakern.backends.pallas.lib.mosaic_gpu.attention import key
 from portakern.backends.pallas.lib.mosaic_gpu.attention_vjp import (
-    KNOBS,
     copies,
     gradient_forms,
     kernel,
@@ -187,14 +187,14 @@ def overlapped(
                 multiply(name, d_dot)
 
 
-@BACKEND.implements("attention_vjp", key=key, supports=supports, knobs=KNOBS, copies=copies)
-def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
+@BACKEND.implements("attention_vjp", key=key, supports=supports, config=FlashGradientsConfig, copies=copies)
+def attention_vjp(call: Call, config: FlashGradientsConfig) -> tuple[jax.Array | None, ...]:
     inputs = {name: padded_rows(call.arrays[name]) for name in ("q", "k", "v", "d_o")} | statistics(call)
     found: dict[str, jax.Array] = {}
-    for plan in plans(call, tiling):
+    for plan in plans(call, config):
         found |= gradients(call, plan, inputs | masks(call, plan))
     if "d_bias" in call.wants:
-        found["d_bias"] = bias_gradient.bias_gradient(call, tiling, inputs)
+        found["d_bias"] = bias_gradient.bias_gradient(call, config, inputs)
     return tuple(found.get(output.name) for output in call.spec.outputs)
 
 

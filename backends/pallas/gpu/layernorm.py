@@ -20,7 +20,7 @@ equation 2.1; Ba, Kiros and Hinton, "Layer Normalization" (2016), section 3.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.configs import HopperRowsConfig
 from portakern.backends.pallas.lib.blocks import Refs
 from portakern.backends.pallas.lib.mosaic_gpu import rows as row_walk
 from portakern.backends.pallas.lib.mosaic_gpu.columns import ColumnTerms, column_sums, fewest_columns
@@ -48,7 +49,7 @@ def view(call: Call) -> tuple[int, int]:
     return math.prod(call.dims["batch"]), call.dims["n"]
 
 
-def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
+def copies(call: Call, config: HopperRowsConfig) -> str | None:
     return row_walk.copies(call, call.dims["n"])
 
 
@@ -90,19 +91,19 @@ class LayerNorm(Formula):
 
 
 @BACKEND.implements("layernorm", **row_walk.declared(view, copies))
-def layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
-    return normalised(call, tiling, LayerNorm(call.options["eps"]))
+def layernorm(call: Call, config: HopperRowsConfig) -> tuple[jax.Array]:
+    return normalised(call, config, LayerNorm(call.options["eps"]))
 
 
-def normalised(call: Call, tiling: Mapping[str, int], formula: Formula) -> tuple[jax.Array]:
+def normalised(call: Call, config: HopperRowsConfig, formula: Formula) -> tuple[jax.Array]:
     """y of a normalisation along the last axis, with the weight and bias that the call has."""
     x = call.arrays["x"]
     weights = {n: call.arrays[n] for n in ("weight", "bias") if call.arrays.get(n) is not None}
-    y, _ = launched(call, tiling, (x.reshape(-1, call.dims["n"]),), formula, weights)
+    y, _ = launched(call, config, (x.reshape(-1, call.dims["n"]),), formula, weights)
     return (y.reshape(x.shape),)
 
 
-def gradient_copies(call: Call, tiling: Mapping[str, int]) -> str | None:
+def gradient_copies(call: Call, config: HopperRowsConfig) -> str | None:
     n = call.dims["n"]
     columns = fewest_columns(n)
     padded = f"for sums over rows, rows of {n} elements are padded to {columns}: each thread has a column"
@@ -111,12 +112,12 @@ def gradient_copies(call: Call, tiling: Mapping[str, int]) -> str | None:
 
 
 @BACKEND.implements("layernorm_vjp", **row_walk.declared(view, gradient_copies, arrays=2))
-def layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
-    return gradients(call, tiling, LayerNormVjp(call.options["eps"]), normalised_columns, extra_numbers=2)
+def layernorm_vjp(call: Call, config: HopperRowsConfig) -> tuple[jax.Array | None, ...]:
+    return gradients(call, config, LayerNormVjp(call.options["eps"]), normalised_columns, extra_numbers=2)
 
 
 def gradients(
-    call: Call, tiling: Mapping[str, int], formula: Formula, normalised_columns: Callable[..., Any], extra_numbers: int
+    call: Call, config: HopperRowsConfig, formula: Formula, normalised_columns: Callable[..., Any], extra_numbers: int
 ) -> tuple[jax.Array | None, ...]:
     """The gradients of a normalisation along the last axis that the call wants. ``formula`` makes d_x and tells so many
     numbers of each row, with which ``normalised_columns`` makes xh of some of its columns.
@@ -131,7 +132,7 @@ def gradients(
     sums = tuple(o.name for o in call.spec.outputs if o.name in SUMS) if "d_weight" in call.wants else ("d_bias",)
     if "d_x" in call.wants or "d_weight" in sums:
         weights = {} if weight is None else {"weight": weight}
-        d_x, numbers = launched(call, tiling, (x, d_y), formula, weights, extra_numbers=extra_numbers)
+        d_x, numbers = launched(call, config, (x, d_y), formula, weights, extra_numbers=extra_numbers)
         assert numbers is not None
         found["d_x"], of_rows = d_x.reshape(call.arrays["x"].shape), {"told": numbers}
 

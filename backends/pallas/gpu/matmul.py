@@ -46,6 +46,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.configs import HopperProductConfig
 from portakern.backends.pallas.lib.blocks import Refs, padded
 from portakern.backends.pallas.lib.mosaic_gpu.chip import (
     BULK_BYTES,
@@ -64,7 +65,6 @@ from portakern.backends.pallas.lib.mosaic_gpu.chip import (
 from portakern.backends.pallas.lib.mosaic_gpu.columns import ColumnTerms, column_sums
 from portakern.backends.pallas.lib.mosaic_gpu.pipeline import drain, free_all, warp_specialized
 from portakern.core.call import Call
-from portakern.spec import Count
 
 FEW_ROWS = 64
 """Rows of the lowest tile that tensor cores multiply."""
@@ -105,7 +105,7 @@ OUT_SLOTS, OUT_ROWS = 2, 64
 """Buffers for what a consumer writes, and rows of each: one is filled while the other is on its way."""
 
 
-ANY_TILING = {"block_m": 128, "block_n": 256, "block_k": 64, "stages": 2, "band": 1, "beside": 1}
+ANY_TILING = HopperProductConfig(block_m=128, block_n=256, block_k=64, stages=2, band=1, beside=1)
 """For what a plan says of a call whatever the tiling."""
 
 
@@ -272,7 +272,7 @@ def split(x: jax.Array, operand: int, axis: int) -> jax.Array:
     return jnp.concatenate([*chosen, found[-1]], axis).astype(jnp.bfloat16)
 
 
-def plan_of(call: Call, tiling: Mapping[str, int], transposed: Collection[str] = ()) -> MatmulPlan:
+def plan_of(call: Call, config: HopperProductConfig, transposed: Collection[str] = ()) -> MatmulPlan:
     """``transposed``: which operands lie in memory transposed."""
     batch, dims = math.prod(call.dims["batch"]), call.dims
     m = dims["m"] if "a" in transposed else rows_of(call)
@@ -287,7 +287,7 @@ def plan_of(call: Call, tiling: Mapping[str, int], transposed: Collection[str] =
         dims["k"] * (len(PRODUCTS) if parts else 1),
         a,
         b,
-        **tiling,
+        **config,
         size=jnp.dtype(operands(call)).itemsize,
         out=jnp.dtype(call.outputs["c"][1]),
         a_transposed="a" in transposed and operands(call) != "float32",
@@ -351,15 +351,15 @@ def cost(call: Call, name: str, transposed: Collection[str]) -> float:
     return rounds * rows * columns / RATES["pieces" if plan.ragged else "tiles"][name] * paired / below
 
 
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+def supports(call: Call, config: HopperProductConfig) -> str | None:
     reason = dtype_refused(call, call.outputs["c"][1])
     if reason:
         return reason
-    block_m, block_n, block_k = (tiling[f"block_{axis}"] for axis in "mnk")
+    block_m, block_n, block_k = (config[f"block_{axis}"] for axis in "mnk")
     for name, tile, legal in (("block_m", block_m, (64, 128, 256)), ("block_n", block_n, (64, 128, 256))):
         if tile not in legal:
             return f"{name}={tile} is no tile of wgmma's here: use one of {', '.join(map(str, legal))}"
-    plan = plan_of(call, tiling)
+    plan = plan_of(call, config)
     if block_k * plan.size != SWIZZLED_BYTES:
         return (
             f"block_k={block_k} is not the {SWIZZLED_BYTES} bytes that a row of a buffer has: use "
@@ -380,10 +380,10 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     return over_shared(plan.shared, "block_m, block_n or stages")
 
 
-def copies(call: Call, tiling: Mapping[str, int], transposed: Collection[str] = ()) -> str | None:
+def copies(call: Call, config: HopperProductConfig, transposed: Collection[str] = ()) -> str | None:
     """What XLA copies besides, in words. ``transposed``: as of :func:`plan_of`."""
     found = ["a and b are split into parts of bfloat16, six times k deep"] if in_parts(call) else []
-    plan = plan_of(call, tiling, transposed)
+    plan = plan_of(call, config, transposed)
     k, a_m, b_n, c_n = _padded_extents(plan)
     turned = {"a": plan.a_transposed, "b": plan.b_transposed}
     found += [f"{name} is transposed" for name in turned if turned[name] != (name in transposed)]
@@ -579,20 +579,16 @@ def write(ref: Refs, plan: MatmulPlan, warpgroup: Any, mine: Any, tile: Place, c
         plgpu.copy_smem_to_gmem(ref.written.copied.at[warpgroup, slot], there)
 
 
-KNOBS = {"stages": Count(2, 8), "band": Count(1, 16), "beside": Count(1, 4), "pair": Count(0, 2)}
-"""Two stages at least: a buffer is in use until the next has arrived."""
-
-
-@BACKEND.implements("matmul", key=key, supports=supports, knobs=KNOBS, copies=copies, same_bits=True)
-def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
-    return (product(call, tiling, call.arrays),)
+@BACKEND.implements("matmul", key=key, supports=supports, config=HopperProductConfig, copies=copies, same_bits=True)
+def matmul(call: Call, config: HopperProductConfig) -> tuple[jax.Array]:
+    return (product(call, config, call.arrays),)
 
 
 def product(
-    call: Call, tiling: Mapping[str, int], arrays: Mapping[str, jax.Array], transposed: Collection[str] = ()
+    call: Call, config: HopperProductConfig, arrays: Mapping[str, jax.Array], transposed: Collection[str] = ()
 ) -> jax.Array:
     """C of a call on these arrays, of which those in ``transposed`` are (..., k, m) and (..., n, k)."""
-    plan = plan_of(call, tiling, transposed)
+    plan = plan_of(call, config, transposed)
     a, b = _as_read(call, plan, arrays, transposed)
     dtype, columns = a.dtype, _padded_extents(plan)[-1]
     # What a block fetches for both may come where the other still multiplies, so both say when that is free.

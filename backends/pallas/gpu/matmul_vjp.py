@@ -13,13 +13,14 @@ Source: the derivative of the matrix product; the products themselves are `matmu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.configs import HopperProductConfig
 from portakern.backends.pallas.gpu import matmul as forward
 from portakern.backends.pallas.lib.mosaic_gpu.chip import dtype_refused
 from portakern.core.binder import sibling
@@ -86,19 +87,19 @@ def key(call: Call) -> dict[str, str | int]:
     return {"dtype": forward.operands(inner[0][0]) if inner else product_dtype(call), "tile": tile}
 
 
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+def supports(call: Call, config: HopperProductConfig) -> str | None:
     refused = dtype_refused(call, product_dtype(call), call.dtype_of("d_c"))
-    reasons = (refused or _named(name, forward.supports(of.call, tiling)) for name, of in products(call))
+    reasons = (refused or _named(name, forward.supports(of.call, config)) for name, of in products(call))
     return next(filter(None, reasons), None)
 
 
-def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
+def copies(call: Call, config: HopperProductConfig) -> str | None:
     """What XLA copies besides, in words."""
     found = []
     for name, of in products(call):
         if of.moved:
             found.append(_named(name, "batch axes that are summed are moved into the contraction"))
-        found.append(_named(f"in the product of {name}", forward.copies(of.call, tiling, TRANSPOSED[name])))
+        found.append(_named(f"in the product of {name}", forward.copies(of.call, config, TRANSPOSED[name])))
     return "; ".join(filter(None, found)) or None
 
 
@@ -106,8 +107,8 @@ def _named(name: str, words: str | None) -> str | None:
     return words and f"{name}: {words}"
 
 
-@BACKEND.implements("matmul_vjp", key=key, supports=supports, knobs=forward.KNOBS, copies=copies)
-def matmul_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
+@BACKEND.implements("matmul_vjp", key=key, supports=supports, config=HopperProductConfig, copies=copies)
+def matmul_vjp(call: Call, config: HopperProductConfig) -> tuple[jax.Array | None, ...]:
     def gradient(name: str) -> jax.Array | None:
         if name not in call.wants:
             return None
@@ -116,7 +117,7 @@ def matmul_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None,
             call.arrays[x].reshape(shape).astype(dtype).transpose(of.order).reshape(folded)
             for x, shape, folded in zip(FACTORS[name], of.shapes, of.folded, strict=True)
         ]
-        c = forward.product(of.call, tiling, dict(zip("ab", factors, strict=True)), TRANSPOSED[name])
+        c = forward.product(of.call, config, dict(zip("ab", factors, strict=True)), TRANSPOSED[name])
         return c.reshape(call.outputs[name][0])
 
     return gradient("d_a"), gradient("d_b")

@@ -16,7 +16,6 @@ Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.configs import HopperRowsConfig
 from portakern.backends.pallas.gpu.layernorm import copies, gradient_copies, gradients, normalised, view
 from portakern.backends.pallas.lib.mosaic_gpu.norms import RmsNormVjp, narrow_dtype, narrowed
 from portakern.backends.pallas.lib.mosaic_gpu.rows import Formula, WarpRowWalk, Weights, declared
@@ -50,16 +50,16 @@ class RmsNormFormula(Formula):
 
 
 @BACKEND.implements("rmsnorm", **declared(view, copies))
-def rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
-    return normalised(call, tiling, RmsNormFormula(call.options["eps"], narrow_dtype(call)))
+def rmsnorm(call: Call, config: HopperRowsConfig) -> tuple[jax.Array]:
+    return normalised(call, config, RmsNormFormula(call.options["eps"], narrow_dtype(call)))
 
 
 @BACKEND.implements("rmsnorm_vjp", **declared(view, gradient_copies, arrays=2))
-def rmsnorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
+def rmsnorm_vjp(call: Call, config: HopperRowsConfig) -> tuple[jax.Array | None, ...]:
     narrow = narrow_dtype(call)
 
     def normalised(x: Any, r: Any) -> Any:
         """xh of some columns of a row."""
         return narrowed(x * r, narrow)
 
-    return gradients(call, tiling, RmsNormVjp(call.options["eps"], narrow), normalised, extra_numbers=1)
+    return gradients(call, config, RmsNormVjp(call.options["eps"], narrow), normalised, extra_numbers=1)

@@ -16,13 +16,13 @@ Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (201
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.configs import HopperRowsConfig
 from portakern.backends.pallas.lib.mosaic_gpu import rows as row_walk
 from portakern.backends.pallas.lib.mosaic_gpu.rows import Formula, WarpRowWalk, Weights, launched
 from portakern.core.call import Call
@@ -40,7 +40,7 @@ def inner(call: Call) -> int:
     return math.prod(call.dims["shape"][call.options["axis"] :][1:])
 
 
-def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
+def copies(call: Call, config: HopperRowsConfig) -> str | None:
     moved = f"axis {call.options['axis']} is moved to the end, and back in the results" if inner(call) > 1 else None
     return "; ".join(filter(None, (moved, row_walk.copies(call, view(call)[1])))) or None
 
@@ -78,10 +78,10 @@ def shift_of(m: Any) -> Any:
 
 
 @BACKEND.implements("softmax", **row_walk.declared(view, copies))
-def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
+def softmax(call: Call, config: HopperRowsConfig) -> tuple[jax.Array]:
     x, axis, n = call.arrays["x"], call.options["axis"], view(call)[1]
     rows = jnp.moveaxis(x, axis, -1)
-    y, _ = launched(call, tiling, (rows.reshape(-1, n),), SoftmaxFormula(), {}, approximate=True)
+    y, _ = launched(call, config, (rows.reshape(-1, n),), SoftmaxFormula(), {}, approximate=True)
     return (jnp.moveaxis(y.reshape(rows.shape), -1, axis),)
 
 
@@ -100,8 +100,8 @@ class SoftmaxVjp(Formula):
 
 
 @BACKEND.implements("softmax_vjp", **row_walk.declared(view, copies, arrays=2))
-def softmax_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
+def softmax_vjp(call: Call, config: HopperRowsConfig) -> tuple[jax.Array]:
     axis, n = call.options["axis"], view(call)[1]
     y, d_y = (jnp.moveaxis(call.arrays[name], axis, -1) for name in ("y", "d_y"))
-    d_x, _ = launched(call, tiling, (y.reshape(-1, n), d_y.reshape(-1, n)), SoftmaxVjp(), {})
+    d_x, _ = launched(call, config, (y.reshape(-1, n), d_y.reshape(-1, n)), SoftmaxVjp(), {})
     return (jnp.moveaxis(d_x.reshape(y.shape), -1, axis),)

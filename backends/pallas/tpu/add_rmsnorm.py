@@ -11,12 +11,12 @@ Source: Xiong et al., "On layer normalization in the transformer architecture" (
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
 import jax
 
 from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.configs import RowsConfig
 from portakern.backends.pallas.lib.mosaic_tpu.rows import VmemUse
 from portakern.backends.pallas.tpu.layernorm import gradients, in_walks, normalised
 from portakern.backends.pallas.tpu.rmsnorm import gradient_kernel, kernel, rounds_before
@@ -26,16 +26,16 @@ HELD = VmemUse(streamed=4, computed=4)
 
 
 @BACKEND.implements("add_rmsnorm", **in_walks(HELD))
-def add_rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, ...]:
+def add_rmsnorm(call: Call, config: RowsConfig) -> tuple[jax.Array, ...]:
     run = partial(kernel, eps=call.options["eps"], narrow=rounds_before(call))
-    return normalised(call, tiling, run, statistics=("squares",), flops=5, vmem_use=HELD)
+    return normalised(call, config, run, statistics=("squares",), flops=5, vmem_use=HELD)
 
 
 GRADIENT_HELD = VmemUse(streamed=4, computed=5)
 
 
 @BACKEND.implements("add_rmsnorm_vjp", **in_walks(GRADIENT_HELD))
-def add_rmsnorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
+def add_rmsnorm_vjp(call: Call, config: RowsConfig) -> tuple[jax.Array | None, ...]:
     run = partial(gradient_kernel, eps=call.options["eps"], narrow=rounds_before(call))
     x, past = call.arrays["residual_out"], call.arrays["d_residual_out"]
-    return gradients(call, tiling, run, ("squares", "hx"), 13, GRADIENT_HELD, x, past)
+    return gradients(call, config, run, ("squares", "hx"), 13, GRADIENT_HELD, x, past)

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.configs import TilesConfig
 from portakern.backends.pallas.lib.band import Band, both, dealt
 from portakern.backends.pallas.lib.blocks import (
     Blocks,
@@ -110,12 +111,12 @@ def heads_per_block(call: Call) -> int:
     return call.dims["group"] if call.arrays["bias"] is None else 1
 
 
-def blocks(call: Call, tiling: Mapping[str, int]) -> tuple[int, int]:
+def blocks(call: Call, config: TilesConfig) -> tuple[int, int]:
     """How many rows one step holds, and how many keys it has scores of at a time."""
     of_q, of_kv = grains(call)
-    kv_len, tile = call.dims["kv_len"], tiling["block_kv"]
+    kv_len, tile = call.dims["kv_len"], config.block_kv
     rows = call.dims["q_len"] * heads_per_block(call)
-    bq, square = (row_block(call, rows, tiling["block_q"], grain, even=True) for grain in (of_q, LANES))
+    bq, square = (row_block(call, rows, config.block_q, grain, even=True) for grain in (of_q, LANES))
     if banded(call) and 16 * square <= 17 * bq:
         bq = square  # blocks of rows and of keys then meet the band's edges in corners, and fewer of them do
     return bq, block(kv_len, tile, of_kv) if kv_len <= tile else min(tile, even_block(kv_len, tile, LANES))
@@ -173,16 +174,14 @@ GRAIN = 16
 """Rows of the least tile: interpreted ones of twice that are not few, so that small calls go both ways."""
 
 
-def refused(
-    call: Call, tiling: Mapping[str, int], needed: int, rows: int, names: str = "block_q or block_kv"
-) -> str | None:
+def refused(call: Call, config: TilesConfig, needed: int, rows: int, names: str = "block_q or block_kv") -> str | None:
     """Why a TPU cannot run attention, or its gradients, on so many rows in these tiles, which need so many bytes of
     VMEM; or None. ``names``: what to choose smaller."""
     of_q, of_kv = grains(call)
     return (
         dtype_refused(call)
-        or off_grid("block_q", tiling["block_q"], rows, of_q)
-        or off_grid("block_kv", tiling["block_kv"], call.dims["kv_len"], of_kv)
+        or off_grid("block_q", config.block_q, rows, of_q)
+        or off_grid("block_kv", config.block_kv, call.dims["kv_len"], of_kv)
         or over_vmem(call, needed, names)
     )
 
@@ -217,17 +216,17 @@ def resident(call: Call, bq: int, bkv: int, number: int) -> int:
     return 2 * streamed + sums + max(scores * bq * lanes, begun) + little
 
 
-def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
+def fit(call: Call, config: TilesConfig) -> TilesConfig:
     """Half of both, as often as VMEM demands of a bias or long heads, however few rows there are."""
-    bq, bkv = tiling["block_q"], tiling["block_kv"]
+    bq, bkv = config.block_q, config.block_kv
     while resident(call, bq, bkv, 1) > vmem_limit(call) and bkv > LANES:
         bq, bkv = max(LANES, bq // 2), bkv // 2
-    return tiling if bkv == tiling["block_kv"] else {"block_q": bq, "block_kv": bkv}
+    return config if bkv == config.block_kv else TilesConfig(block_q=bq, block_kv=bkv)
 
 
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    rows, (bq, bkv) = call.dims["q_len"] * heads_per_block(call), blocks(call, tiling)
-    return refused(call, tiling, resident(call, bq, bkv, parts(call, bq, bkv)), rows)
+def supports(call: Call, config: TilesConfig) -> str | None:
+    rows, (bq, bkv) = call.dims["q_len"] * heads_per_block(call), blocks(call, config)
+    return refused(call, config, resident(call, bq, bkv, parts(call, bq, bkv)), rows)
 
 
 def may_share(call: Call) -> bool:
@@ -428,12 +427,12 @@ def kernel(
                 ref.lse[row : row + 1, :] = numbers[name][:, :1].T
 
 
-@BACKEND.implements("attention", key=key, fit=fit, supports=supports)
-def attention(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
+@BACKEND.implements("attention", key=key, fit=fit, supports=supports, config=TilesConfig)
+def attention(call: Call, config: TilesConfig) -> tuple[jax.Array | None, ...]:
     batch, q_len, heads, d = call.arrays["q"].shape
     dv, dtype, shared = call.dims["dv"], call.arrays["q"].dtype, heads_per_block(call)
     heads, rows, of_keys = heads // shared, q_len * shared, call.dims["group"] // shared
-    bq, bkv = blocks(call, tiling)
+    bq, bkv = blocks(call, config)
     band = Band.of(call, bq, bkv * parts(call, bq, bkv), shared).closing(q_len)
     down = pl.cdiv(rows, bq)
 

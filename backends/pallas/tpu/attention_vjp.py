@@ -44,6 +44,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.configs import AttentionGradientsConfig
 from portakern.backends.pallas.lib.band import Band
 from portakern.backends.pallas.lib.blocks import Blocks, Refs, block, padded, quotient, row_block, step_along, within
 from portakern.backends.pallas.lib.double_float import in_two
@@ -60,20 +61,19 @@ from portakern.backends.pallas.tpu._heads import (
 from portakern.backends.pallas.tpu.attention import TpuScores, grains, key, refused, visible_pairs
 from portakern.backends.pallas.tpu.softmax import exponential
 from portakern.core.call import Call
-from portakern.spec import Count
 from portakern.specs.attention import scale_of
 
 
-def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
+def fit(call: Call, config: AttentionGradientsConfig) -> AttentionGradientsConfig:
     """Half of both, as often as VMEM demands; two kernels where it does not hold what one keeps there, or where that is
     so much that compiling takes minutes."""
-    bq, bkv, kernels = tiling["block_q"], tiling["block_kv"], tiling["kernels"]
+    bq, bkv, kernels = config.block_q, config.block_kv, config.kernels
     while resident(call, bq, bkv) > vmem_limit(call) and bkv > LANES:
         bq, bkv = max(LANES, bq // 2), bkv // 2
     too_much = resident_at_once(call, bq, bkv) > vmem_limit(call) or call.dims["kv_len"] > MOST_KEYS
     if wants_all(call) and too_much:
         kernels = 2
-    return {"block_q": bq, "block_kv": bkv, "kernels": kernels}
+    return AttentionGradientsConfig(block_q=bq, block_kv=bkv, kernels=kernels)
 
 
 MOST_KEYS = 16384
@@ -119,13 +119,13 @@ def of_a_step(call: Call, bq: int, bkv: int) -> int:
     return streamed + 16 * pairs + waiting + split
 
 
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+def supports(call: Call, config: AttentionGradientsConfig) -> str | None:
     of_q, of_kv = grains(call)
-    bq, bkv = block(call.dims["q_len"], tiling["block_q"], of_q), block(call.dims["kv_len"], tiling["block_kv"], of_kv)
-    at_once = resident_at_once(call, bq, bkv) if tiling["kernels"] == 1 and wants_all(call) else 0
+    bq, bkv = block(call.dims["q_len"], config.block_q, of_q), block(call.dims["kv_len"], config.block_kv, of_kv)
+    at_once = resident_at_once(call, bq, bkv) if config.kernels == 1 and wants_all(call) else 0
     needed = max(at_once, resident(call, bq, bkv))
     names = "block_q or block_kv" if needed > at_once else "block_q or block_kv, or kernels=2"
-    return refused(call, tiling, needed, call.dims["q_len"], names)
+    return refused(call, config, needed, call.dims["q_len"], names)
 
 
 # The kernels
@@ -389,10 +389,10 @@ def launched(
 # The gradients
 
 
-def query_gradient(call: Call, tiling: Mapping[str, int], saved: GradientOperands) -> dict[str, jax.Array]:
+def query_gradient(call: Call, config: AttentionGradientsConfig, saved: GradientOperands) -> dict[str, jax.Array]:
     (batch, q_len, heads, d), group = call.arrays["q"].shape, call.dims["group"]
     of_q, of_kv = grains(call)
-    bq, bkv = row_block(call, q_len, tiling["block_q"], of_q), block(call.dims["kv_len"], tiling["block_kv"], of_kv)
+    bq, bkv = row_block(call, q_len, config.block_q, of_q), block(call.dims["kv_len"], config.block_kv, of_kv)
     band = Band.of(call, bq, bkv)
 
     def query(b: Any, h: Any, i: Any, step: Any) -> tuple[Any, Any, Any]:
@@ -416,11 +416,11 @@ def query_gradient(call: Call, tiling: Mapping[str, int], saved: GradientOperand
     return {"d_q": from_heads(found["d_q"])}
 
 
-def key_gradients(call: Call, tiling: Mapping[str, int], saved: GradientOperands) -> dict[str, jax.Array]:
+def key_gradients(call: Call, config: AttentionGradientsConfig, saved: GradientOperands) -> dict[str, jax.Array]:
     group, q_len = call.dims["group"], call.dims["q_len"]
     batch, kv_len, kv_heads, _ = call.arrays["k"].shape
     of_q, of_kv = grains(call)
-    bq, bkv = block(q_len, tiling["block_q"], of_q), row_block(call, kv_len, tiling["block_kv"], of_kv)
+    bq, bkv = block(q_len, config.block_q, of_q), row_block(call, kv_len, config.block_kv, of_kv)
     band = turned(Band.of(call, bq, bkv), q_len)
 
     def query(b: Any, h: Any, j: Any, head: Any, step: Any) -> tuple[Any, Any, Any]:
@@ -452,12 +452,12 @@ def key_gradients(call: Call, tiling: Mapping[str, int], saved: GradientOperands
     return {name: from_heads(gradient) for name, gradient in found.items()}
 
 
-def all_gradients(call: Call, tiling: Mapping[str, int], saved: GradientOperands) -> dict[str, jax.Array]:
+def all_gradients(call: Call, config: AttentionGradientsConfig, saved: GradientOperands) -> dict[str, jax.Array]:
     """d_q, d_k and d_v of one kernel."""
     (batch, q_len, heads, d), group = call.arrays["q"].shape, call.dims["group"]
     kv_len, dv, dtype = call.dims["kv_len"], call.dims["dv"], call.arrays["q"].dtype
     of_q, of_kv = grains(call)
-    bq, bkv = row_block(call, q_len, tiling["block_q"], of_q), block(kv_len, tiling["block_kv"], of_kv)
+    bq, bkv = row_block(call, q_len, config.block_q, of_q), block(kv_len, config.block_kv, of_kv)
     band, keys = Band.of(call, bq, bkv), padded(kv_len, bkv)
 
     def query(b: Any, h: Any, head: Any, i: Any, step: Any) -> tuple[Any, Any, Any]:
@@ -487,12 +487,12 @@ def all_gradients(call: Call, tiling: Mapping[str, int], saved: GradientOperands
     return {name: from_heads(gradient) for name, gradient in found.items()}
 
 
-def bias_gradient(call: Call, tiling: Mapping[str, int], saved: GradientOperands) -> dict[str, jax.Array]:
+def bias_gradient(call: Call, config: AttentionGradientsConfig, saved: GradientOperands) -> dict[str, jax.Array]:
     (batch, q_len, heads, _), group, kv_len = call.arrays["q"].shape, call.dims["group"], call.dims["kv_len"]
     bias = call.arrays["bias"]
     batches, bias_heads, rows, _ = bias.shape
     of_q, of_kv = grains(call)
-    bq, bkv = row_block(call, q_len, tiling["block_q"], of_q), row_block(call, kv_len, tiling["block_kv"], of_kv)
+    bq, bkv = row_block(call, q_len, config.block_q, of_q), row_block(call, kv_len, config.block_kv, of_kv)
     band, one_row = turned(Band.of(call, bq, bkv), q_len), rows == 1
 
     # b and batch, h and head: of each pair of grid axes one has a single step, whose index is 0
@@ -518,12 +518,12 @@ def bias_gradient(call: Call, tiling: Mapping[str, int], saved: GradientOperands
     )
 
 
-@BACKEND.implements("attention_vjp", key=key, fit=fit, supports=supports, knobs={"kernels": Count(1, 2)})
-def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
+@BACKEND.implements("attention_vjp", key=key, fit=fit, supports=supports, config=AttentionGradientsConfig)
+def attention_vjp(call: Call, config: AttentionGradientsConfig) -> tuple[jax.Array | None, ...]:
     saved = GradientOperands(call)
-    found = all_gradients(call, tiling, saved) if tiling["kernels"] == 1 and wants_all(call) else {}
+    found = all_gradients(call, config, saved) if config.kernels == 1 and wants_all(call) else {}
     rest = [name for name in call.wants if name not in found]
-    found |= query_gradient(call, tiling, saved) if "d_q" in rest else {}
-    found |= key_gradients(call, tiling, saved) if "d_k" in rest or "d_v" in rest else {}
-    found |= bias_gradient(call, tiling, saved) if "d_bias" in rest else {}
+    found |= query_gradient(call, config, saved) if "d_q" in rest else {}
+    found |= key_gradients(call, config, saved) if "d_k" in rest or "d_v" in rest else {}
+    found |= bias_gradient(call, config, saved) if "d_bias" in rest else {}
     return tuple(found.get(output.name) for output in call.spec.outputs)

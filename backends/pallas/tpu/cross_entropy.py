@@ -18,7 +18,6 @@ Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (20
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -28,6 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.configs import RowsConfig
 from portakern.backends.pallas.lib.blocks import Refs
 from portakern.backends.pallas.lib.double_float import added
 from portakern.backends.pallas.lib.mosaic_tpu.rows import BlockWalk, VmemUse, launched
@@ -78,8 +78,8 @@ def kernel(ref: Refs, *, walk: BlockWalk, ignored: int, even: float, z: float) -
 
 
 @BACKEND.implements("cross_entropy", **in_walks(HELD))
-def cross_entropy(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
-    x, walk = call.arrays["logits"], walk_of(call, tiling)._replace(sweeps=1)  # nothing is read again
+def cross_entropy(call: Call, config: RowsConfig) -> tuple[jax.Array | None, ...]:
+    x, walk = call.arrays["logits"], walk_of(call, config)._replace(sweeps=1)  # nothing is read again
     shape, blocks = walk.numbers()
     found = launched(
         call,
@@ -125,13 +125,13 @@ def gradient_kernel(ref: Refs, *, walk: BlockWalk, ignored: int, even: float, z:
 
 
 @BACKEND.implements("cross_entropy_vjp", **in_walks(GRADIENT_HELD))
-def cross_entropy_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
-    return gradient(call, tiling, call.dims["n"])
+def cross_entropy_vjp(call: Call, config: RowsConfig) -> tuple[jax.Array]:
+    return gradient(call, config, call.dims["n"])
 
 
-def gradient(call: Call, tiling: Mapping[str, int], classes: int) -> tuple[jax.Array]:
+def gradient(call: Call, config: RowsConfig, classes: int) -> tuple[jax.Array]:
     """The gradient by the logits of n of so many classes, by whose places among them the labels go."""
-    x, walk = call.arrays["logits"], walk_of(call, tiling)._replace(sweeps=1)
+    x, walk = call.arrays["logits"], walk_of(call, config)._replace(sweeps=1)
     names = [name for name in ("lse", "lse_low", "d_loss") if call.arrays[name] is not None]
     of_rows = {name: call.arrays[name].astype(jnp.float32) for name in names}
     of_rows["labels"] = call.arrays["labels"].astype(jnp.int32)

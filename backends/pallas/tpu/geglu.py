@@ -13,7 +13,6 @@ units" (2016).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from math import pi, sqrt
 from typing import Any
@@ -23,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.configs import RowsConfig
 from portakern.backends.pallas.lib.blocks import Refs
 from portakern.backends.pallas.tpu.swiglu import element_by_element, key, open_and_shut, supports, supports_gradient
 from portakern.core.call import Call
@@ -43,10 +43,10 @@ def kernel(ref: Refs, *, approximate: str) -> None:
     ref.y[...] = (g * share(g, approximate) * ref.up[...].astype(jnp.float32)).astype(ref.y.dtype)
 
 
-@BACKEND.implements("geglu", key=key, supports=supports)
-def geglu(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
+@BACKEND.implements("geglu", key=key, supports=supports, config=RowsConfig)
+def geglu(call: Call, config: RowsConfig) -> tuple[jax.Array]:
     of = partial(kernel, approximate=call.options["approximate"])
-    return (element_by_element(call, tiling, of, ("gate", "up"), ("y",), flops=10)["y"],)
+    return (element_by_element(call, config, of, ("gate", "up"), ("y",), flops=10)["y"],)
 
 
 FAR = 40.0
@@ -71,9 +71,9 @@ def gradient_kernel(ref: Refs, *, approximate: str) -> None:
         ref.d_up[...] = (d_y * (g * p)).astype(ref.d_up.dtype)
 
 
-@BACKEND.implements("geglu_vjp", key=key, supports=supports_gradient)
-def geglu_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
+@BACKEND.implements("geglu_vjp", key=key, supports=supports_gradient, config=RowsConfig)
+def geglu_vjp(call: Call, config: RowsConfig) -> tuple[jax.Array | None, ...]:
     inputs = ("gate", "up", "d_y") if "d_gate" in call.wants else ("gate", "d_y")
     of = partial(gradient_kernel, approximate=call.options["approximate"])
-    found = element_by_element(call, tiling, of, inputs, call.wants, flops=18)
+    found = element_by_element(call, config, of, inputs, call.wants, flops=18)
     return found.get("d_gate"), found.get("d_up")

@@ -22,7 +22,7 @@ equation 2.1; Ba, Kiros and Hinton, "Layer Normalization" (2016), section 3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.configs import RowsConfig
 from portakern.backends.pallas.lib.blocks import Blocks, Refs, block, even_block, step_along, within
 from portakern.backends.pallas.lib.mosaic_tpu import rows as row_walk
 from portakern.backends.pallas.lib.mosaic_tpu.chip import LANES, launch, sublanes
@@ -54,13 +55,13 @@ def key(call: Call) -> dict[str, str | int]:
     return {"dtype": call.dtype, "n": call.dims["n"]}
 
 
-def default_tiling(call: Call, vmem_use: VmemUse) -> dict[str, int]:
+def default_tiling(call: Call, vmem_use: VmemUse) -> RowsConfig:
     return row_tiling(call, call.dims["n"], 1, vmem_use)
 
 
-def walk_of(call: Call, tiling: Mapping[str, int]) -> BlockWalk:
+def walk_of(call: Call, config: RowsConfig) -> BlockWalk:
     """How a normalisation along the last axis walks the rows of its arrays."""
-    return BlockWalk.along_last(call, tiling, (*call.dims["batch"], call.dims["n"]))
+    return BlockWalk.along_last(call, config, (*call.dims["batch"], call.dims["n"]))
 
 
 supports = partial(refused, walk_of=walk_of)
@@ -128,13 +129,13 @@ def kernel(ref: Refs, *, strip: Strip, eps: float) -> Phases:
 
 
 @BACKEND.implements("layernorm", **in_walks(HELD))
-def layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, ...]:
-    return normalised(call, tiling, partial(kernel, eps=call.options["eps"]), statistics=("mean", "m2"), flops=9)
+def layernorm(call: Call, config: RowsConfig) -> tuple[jax.Array, ...]:
+    return normalised(call, config, partial(kernel, eps=call.options["eps"]), statistics=("mean", "m2"), flops=9)
 
 
 def normalised(
     call: Call,
-    tiling: Mapping[str, int],
+    config: RowsConfig,
     kernel: Callable[..., Phases],
     statistics: tuple[str, ...],
     flops: int,
@@ -145,7 +146,7 @@ def normalised(
 
     The kernel keeps the named statistics of each row, and does so many operations an element.
     """
-    x, walk = call.arrays["x"], walk_of(call, tiling)
+    x, walk = call.arrays["x"], walk_of(call, config)
 
     def there(*names: str) -> dict[str, jax.Array]:
         return {name: call.arrays[name] for name in names if call.arrays.get(name) is not None}
@@ -224,16 +225,16 @@ def with_past(ref: Refs, at: StripSlice, d_x: jax.Array) -> jax.Array:
 
 
 @BACKEND.implements("layernorm_vjp", **in_walks(GRADIENT_HELD))
-def layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
+def layernorm_vjp(call: Call, config: RowsConfig) -> tuple[jax.Array | None, ...]:
     statistics = ("mean", "m2", "h_sum", "hx")
     return gradients(
-        call, tiling, partial(gradient_kernel, eps=call.options["eps"]), statistics, 18, GRADIENT_HELD, call.arrays["x"]
+        call, config, partial(gradient_kernel, eps=call.options["eps"]), statistics, 18, GRADIENT_HELD, call.arrays["x"]
     )
 
 
 def gradients(
     call: Call,
-    tiling: Mapping[str, int],
+    config: RowsConfig,
     gradient_kernel: Callable[..., Phases],
     statistics: tuple[str, ...],
     flops: int,
@@ -247,7 +248,7 @@ def gradients(
     d_x, and partial sums of d_weight and d_bias over the rows of each row block.
     """
     d_y, weight, wants = call.arrays["d_y"], call.arrays["weight"], call.wants
-    walk = walk_of(call, tiling)
+    walk = walk_of(call, config)
     reads_x = "d_x" in wants or "d_weight" in wants
     if not reads_x:
         walk = walk._replace(sweeps=1)

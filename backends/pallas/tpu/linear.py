@@ -20,7 +20,6 @@ section 4, with VMEM as the cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -29,6 +28,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.configs import ProductConfig, RowsConfig
 from portakern.backends.pallas.lib.blocks import Refs, even_block
 from portakern.backends.pallas.lib.mosaic_tpu.chip import (
     LANES,
@@ -48,6 +48,7 @@ from portakern.backends.pallas.tpu.swiglu import element_by_element, open_and_sh
 from portakern.backends.pallas.tpu.swiglu import refused as walk_refused
 from portakern.core import targets
 from portakern.core.call import Call
+from portakern.core.config import Config
 
 
 def activated(z: Any, activation: str) -> Any:
@@ -91,32 +92,32 @@ def as_product(call: Call) -> Call:
     )
 
 
-def blocks(call: Call, tiling: Mapping[str, int]) -> tuple[int, int, int]:
+def blocks(call: Call, config: ProductConfig) -> tuple[int, int, int]:
     """(block_m, block_n, block_k)."""
     of = as_product(call)
-    return products.blocks(of, tiling, of.dims["m"])
+    return products.blocks(of, config, of.dims["m"])
 
 
-def default_tiling(call: Call) -> dict[str, int]:
+def default_tiling(call: Call) -> ProductConfig:
     """matmul's, where there is room."""
     return with_room(call, products.default_tiling(call))
 
 
-def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
+def fit(call: Call, config: ProductConfig) -> ProductConfig:
     """In place of the default's blocks those of matmul for as many rows."""
-    if call.interpret or dict(tiling) != default_tiling(call):
-        return tiling
+    if call.interpret or config != default_tiling(call):
+        return config
     return with_room(call, products.fit(as_product(call), products.default_tiling(call)))
 
 
-def with_room(call: Call, tiling: Mapping[str, int]) -> dict[str, int]:
+def with_room(call: Call, config: ProductConfig) -> ProductConfig:
     """The tiling with fewer rows a block where there would be no room for a residual and pre. It does not follow
     whether these are there: the same row gives the same bits beside any of them."""
     limit = vmem_limit(call) if call.target.arch in targets.HARDWARE else targets.least("tpu", "vmem")
-    bm, bn, bk = tiling["block_m"], *(even_block(call.dims[axis], tiling[f"block_{axis}"], LANES) for axis in "nk")
+    bm, bn, bk = config.block_m, *(even_block(call.dims[axis], config[f"block_{axis}"], LANES) for axis in "nk")
     while bm > 128 and resident(call, bm, bn, bk, more=2) > limit:
         bm //= 2
-    return {**tiling, "block_m": bm}
+    return config.replace(block_m=bm)
 
 
 def resident(call: Call, bm: int, bn: int, bk: int, more: int | None = None) -> int:
@@ -155,23 +156,23 @@ def kept_apart(call: Call) -> bool:
     return wide and (call.arrays["bias"] is not None or call.arrays["residual"] is not None)
 
 
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+def supports(call: Call, config: ProductConfig) -> str | None:
     m, n, k = (as_product(call).dims[axis] for axis in "mnk")
     return (
         dtype_refused(call)
-        or off_grid("block_m", tiling["block_m"], m, sublanes(call.arrays["x"].dtype))
-        or off_grid("block_n", tiling["block_n"], n, LANES)
-        or off_grid("block_k", tiling["block_k"], k, LANES)
-        or over_vmem(call, resident(call, *blocks(call, tiling)), "block_m, block_n or block_k")
+        or off_grid("block_m", config.block_m, m, sublanes(call.arrays["x"].dtype))
+        or off_grid("block_n", config.block_n, n, LANES)
+        or off_grid("block_k", config.block_k, k, LANES)
+        or over_vmem(call, resident(call, *blocks(call, config)), "block_m, block_n or block_k")
     )
 
 
-@BACKEND.implements("linear", key=products.key, tiling=default_tiling, fit=fit, supports=supports)
-def linear(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
+@BACKEND.implements("linear", key=products.key, tiling=default_tiling, fit=fit, supports=supports, config=ProductConfig)
+def linear(call: Call, config: ProductConfig) -> tuple[jax.Array | None, ...]:
     x, weight = call.arrays["x"], call.arrays["weight"]
     shape, dtype = call.outputs["y"]
     m, n, k = math.prod(shape[:-1]), call.dims["n"], call.dims["k"]
-    bm, bn, bk = blocks(call, tiling)
+    bm, bn, bk = blocks(call, config)
     of_y = pl.BlockSpec((bm, bn), lambda row, column, depth: (row, column))
     inputs: dict[str, Any] = {
         "x": (x.reshape(m, k), pl.BlockSpec((bm, bk), lambda row, column, depth: (row, depth))),
@@ -223,7 +224,7 @@ def slope_kernel(ref: Refs, *, activation: str) -> None:
     ref.d_z[...] = times_slope(d, z, activation).astype(ref.d_z.dtype)
 
 
-def walk(call: Call) -> tuple[Call, Mapping[str, int]]:
+def walk(call: Call) -> tuple[Call, RowsConfig]:
     """The call with the extents of d_z as the only ones, as ops that go element by element have them, and the tiling of
     such a gradient."""
     dims = {"batch": (math.prod(call.dims["batch"]), call.dims["n"])}
@@ -235,17 +236,17 @@ def cotangent(call: Call) -> jax.Array:
     activation, n = call.options["activation"], call.dims["n"]
     if activation == "none":
         return call.arrays["d_y"].reshape(-1, n)
-    (of, tiling), run = walk(call), partial(slope_kernel, activation=activation)
-    return element_by_element(of, tiling, run, ("pre", "d_y"), ("d_z",), flops=16)["d_z"]
+    (of, config), run = walk(call), partial(slope_kernel, activation=activation)
+    return element_by_element(of, config, run, ("pre", "d_y"), ("d_z",), flops=16)["d_z"]
 
 
-def summing(call: Call, rows: int) -> tuple[Call, Mapping[str, int]]:
+def summing(call: Call, rows: int) -> tuple[Call, RowsConfig]:
     """The call, still without arrays, whose d_bias is a sum of so many rows, and its tiling."""
-    of, tiling = inner(call, "layernorm_vjp", {"batch": (rows,), "n": call.dims["n"]}, None, None, None, None)
-    return of.replace(wants=("d_bias",)), tiling
+    of, config = inner(call, "layernorm_vjp", {"batch": (rows,), "n": call.dims["n"]}, None, None, None, None)
+    return of.replace(wants=("d_bias",)), config
 
 
-def supports_gradient(call: Call, tiling: Mapping[str, int]) -> str | None:
+def supports_gradient(call: Call, config: Config) -> str | None:
     rows, n, k = math.prod(call.dims["batch"]), call.dims["n"], call.dims["k"]
     x, extents = call.arrays["x"], {"d_x": (rows, k, n), "d_weight": (n, k, rows)}
     reason = dtype_refused(call)
@@ -262,7 +263,7 @@ def supports_gradient(call: Call, tiling: Mapping[str, int]) -> str | None:
 
 
 @BACKEND.implements("linear_vjp", supports=supports_gradient)
-def linear_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
+def linear_vjp(call: Call, config: Config) -> tuple[jax.Array | None, ...]:
     x, weight, d_z = call.arrays["x"], call.arrays["weight"], cotangent(call)
     d_x = multiply(call, d_z, weight).reshape(x.shape) if "d_x" in call.wants else None
     d_weight = multiply(call, d_z.T, x.reshape(-1, x.shape[-1])) if "d_weight" in call.wants else None

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.configs import LogitGradientsConfig, LogitsConfig, RowsConfig
 from portakern.backends.pallas.lib.blocks import Refs
 from portakern.backends.pallas.lib.mosaic_tpu.chip import dtype_refused
 from portakern.backends.pallas.lib.mosaic_tpu.rows import BlockWalk, launched
@@ -39,7 +40,7 @@ from portakern.core.registry import find_spec
 from portakern.core.tilings import default
 
 
-def inner(call: Call, name: str, dims: Mapping[str, Any], *arrays: Any) -> tuple[Call, Mapping[str, int]]:
+def inner(call: Call, name: str, dims: Mapping[str, Any], *arrays: Any) -> tuple[Call, Any]:
     """The call of another op of this folder, with this one's options, and its tiling."""
     spec, implementation = find_spec(name), BACKEND.implementation(name, FAMILY)
     assert implementation is not None
@@ -79,12 +80,12 @@ def key(call: Call) -> dict[str, str | int]:
     return {"dtype": call.dtype, "n": call.dims["n"]}
 
 
-def default_tiling(call: Call) -> dict[str, int]:
+def default_tiling(call: Call) -> LogitsConfig:
     """Rows enough that a product reads the weight seldom, and logits that take no more memory than for 2^28 of them."""
     rows = 2048
     while rows > 256 and rows * call.dims["n"] > 2**28:
         rows //= 2
-    return {"chunk_rows": rows}
+    return LogitsConfig(chunk_rows=rows)
 
 
 def refused(call: Call, rows: int, n: int, d: int) -> str | None:
@@ -105,13 +106,13 @@ def refused(call: Call, rows: int, n: int, d: int) -> str | None:
     )
 
 
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    rows = min(tiling["chunk_rows"], math.prod(call.dims["batch"]))
+def supports(call: Call, config: LogitsConfig) -> str | None:
+    rows = min(config.chunk_rows, math.prod(call.dims["batch"]))
     return refused(call, rows, call.dims["n"], call.dims["d"]) or refused(call, rows, call.dims["d"], call.dims["n"])
 
 
-@BACKEND.implements("linear_cross_entropy", key=key, tiling=default_tiling, supports=supports)
-def linear_cross_entropy(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
+@BACKEND.implements("linear_cross_entropy", key=key, tiling=default_tiling, supports=supports, config=LogitsConfig)
+def linear_cross_entropy(call: Call, config: LogitsConfig) -> tuple[jax.Array | None, ...]:
     weight, n, sloped = call.arrays["weight"], call.dims["n"], "slope" in call.wants
     hidden, labels = call.arrays["hidden"].reshape(-1, call.dims["d"]), call.arrays["labels"].reshape(-1)
 
@@ -125,7 +126,7 @@ def linear_cross_entropy(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Arr
         return loss, lse, low, multiply(call, b, weight)
 
     names = ("loss", "lse", "lse_low", "slope")
-    found = dict(zip(names, one_after_another(piece, tiling["chunk_rows"], hidden, labels), strict=False))
+    found = dict(zip(names, one_after_another(piece, config.chunk_rows, hidden, labels), strict=False))
     return tuple(found[n].reshape(shape) if n in call.wants else None for n, (shape, _) in call.outputs.items())
 
 
@@ -137,25 +138,31 @@ def gradient_key(call: Call) -> dict[str, str | int]:
     return {"dtype": call.dtype}
 
 
-def gradient_tiling(call: Call) -> dict[str, int]:
-    return {"chunk_n": 4096}
+def gradient_tiling(call: Call) -> LogitGradientsConfig:
+    return LogitGradientsConfig(chunk_n=4096)
 
 
-def supports_gradient(call: Call, tiling: Mapping[str, int]) -> str | None:
-    rows, n, d = math.prod(call.dims["batch"]), min(tiling["chunk_n"], call.dims["n"]), call.dims["d"]
+def supports_gradient(call: Call, config: LogitGradientsConfig) -> str | None:
+    rows, n, d = math.prod(call.dims["batch"]), min(config.chunk_n, call.dims["n"]), call.dims["d"]
     reason = along_rows(*scaling(call), vmem_use=losses.GRADIENT_HELD) if "d_hidden" in call.wants else None
     if reason or "d_weight" not in call.wants:
         return reason
     return refused(call, rows, n, d) or refused(call, n, d, rows)
 
 
-@BACKEND.implements("linear_cross_entropy_vjp", key=gradient_key, tiling=gradient_tiling, supports=supports_gradient)
-def linear_cross_entropy_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
+@BACKEND.implements(
+    "linear_cross_entropy_vjp",
+    key=gradient_key,
+    tiling=gradient_tiling,
+    supports=supports_gradient,
+    config=LogitGradientsConfig,
+)
+def linear_cross_entropy_vjp(call: Call, config: LogitGradientsConfig) -> tuple[jax.Array | None, ...]:
     d_hidden = hidden_gradient(call) if "d_hidden" in call.wants else None
-    return d_hidden, weight_gradient(call, tiling) if "d_weight" in call.wants else None
+    return d_hidden, weight_gradient(call, config) if "d_weight" in call.wants else None
 
 
-def scaling(call: Call) -> tuple[Call, Mapping[str, int]]:
+def scaling(call: Call) -> tuple[Call, RowsConfig]:
     """The rows of the slope as those of logits, and the tiling of their gradient, which reads and writes as much."""
     names = ("slope", "labels", "lse", "d_loss", "lse_low")
     dims = {"batch": call.dims["batch"], "n": call.dims["d"]}
@@ -187,7 +194,7 @@ def hidden_gradient(call: Call) -> jax.Array:
     return found["d_hidden"]
 
 
-def weight_gradient(call: Call, tiling: Mapping[str, int]) -> jax.Array:
+def weight_gradient(call: Call, config: LogitGradientsConfig) -> jax.Array:
     weight, n = call.arrays["weight"], call.dims["n"]
     hidden = call.arrays["hidden"].reshape(-1, call.dims["d"])
     counted = call.arrays["labels"] != call.options["ignore_index"]
@@ -205,4 +212,4 @@ def weight_gradient(call: Call, tiling: Mapping[str, int]) -> jax.Array:
         (d_x,) = losses.gradient(of, tiles, n)
         return (multiply(call, d_x.T, hidden),)
 
-    return one_after_another(piece, tiling["chunk_n"], weight, jnp.arange(n, dtype=jnp.int32))[0]
+    return one_after_another(piece, config.chunk_n, weight, jnp.arange(n, dtype=jnp.int32))[0]

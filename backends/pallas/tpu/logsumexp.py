@@ -14,7 +14,6 @@ Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (201
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -22,6 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.configs import RowsConfig
 from portakern.backends.pallas.lib.blocks import Refs
 from portakern.backends.pallas.lib.mosaic_tpu.rows import BlockWalk, launched
 from portakern.backends.pallas.tpu.softmax import HELD, in_walks, online_step, walk_of
@@ -60,9 +60,9 @@ def kernel(ref: Refs, *, walk: BlockWalk) -> None:
 
 
 @BACKEND.implements("logsumexp", **in_walks(HELD))
-def logsumexp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
+def logsumexp(call: Call, config: RowsConfig) -> tuple[jax.Array]:
     x = call.arrays["x"]
-    walk = walk_of(call, tiling)._replace(sweeps=1)  # no element is written: nothing is read again
+    walk = walk_of(call, config)._replace(sweeps=1)  # no element is written: nothing is read again
     shape, blocks = walk.numbers()
     found = launched(
         call,
@@ -101,9 +101,9 @@ def gradient_kernel(ref: Refs, *, walk: BlockWalk) -> None:
 
 
 @BACKEND.implements("logsumexp_vjp", **in_walks(HELD))
-def logsumexp_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
+def logsumexp_vjp(call: Call, config: RowsConfig) -> tuple[jax.Array]:
     x, d_y = call.arrays["x"], call.arrays["d_y"]
-    walk = walk_of(call, tiling)
+    walk = walk_of(call, config)
     found = launched(
         call,
         gradient_kernel,

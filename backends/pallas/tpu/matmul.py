@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.configs import ProductConfig
 from portakern.backends.pallas.lib.blocks import Refs, even_block, padded, row_block, step_along, within
 from portakern.backends.pallas.lib.mosaic_tpu.chip import (
     LANES,
@@ -135,20 +136,19 @@ def least_of(chip: Chip, m: int, n: int, k: int, block_k: int) -> tuple[int, int
     return min(PAIRS, key=lambda pair: cycles(chip, m, n, k, (*pair, block_k)))
 
 
-def default_tiling(call: Call) -> dict[str, int]:
+def default_tiling(call: Call) -> ProductConfig:
     """The blocks with which products of few and of many rows take least (`least`)."""
-    return dict(
-        zip(("block_m", "block_n", "block_k"), least(Chip.of(call), call.dims["n"], call.dims["k"]), strict=True)
-    )
+    block_m, block_n, block_k = least(Chip.of(call), call.dims["n"], call.dims["k"])
+    return ProductConfig(block_m=block_m, block_n=block_n, block_k=block_k)
 
 
-def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
+def fit(call: Call, config: ProductConfig) -> ProductConfig:
     """In place of the default's block_m and block_n those that suit the call's rows: an accelerator's units sum a row
     in one order whatever these are."""
-    if call.interpret or dict(tiling) != default_tiling(call):
-        return tiling
-    best = least_of(Chip.of(call), rows_of(call), call.dims["n"], call.dims["k"], tiling["block_k"])
-    return {**tiling, "block_m": best[0], "block_n": best[1]}
+    if call.interpret or config != default_tiling(call):
+        return config
+    best = least_of(Chip.of(call), rows_of(call), call.dims["n"], call.dims["k"], config.block_k)
+    return config.replace(block_m=best[0], block_n=best[1])
 
 
 SIZES = (256, 512, 1024, 2048)
@@ -174,12 +174,12 @@ def rows_of(call: Call) -> int:
     return call.dims["m"] * (math.prod(call.dims["batch"]) if shared else 1)
 
 
-def blocks(call: Call, tiling: Mapping[str, int], m: int) -> tuple[int, int, int]:
+def blocks(call: Call, config: ProductConfig, m: int) -> tuple[int, int, int]:
     """(block_m, block_n, block_k) of a call whose a has m rows for each b."""
     return (
-        row_block(call, m, tiling["block_m"], sublanes(call.arrays["a"].dtype), even=True),
-        even_block(call.dims["n"], tiling["block_n"], LANES),
-        even_block(call.dims["k"], tiling["block_k"], LANES),
+        row_block(call, m, config.block_m, sublanes(call.arrays["a"].dtype), even=True),
+        even_block(call.dims["n"], config.block_n, LANES),
+        even_block(call.dims["k"], config.block_k, LANES),
     )
 
 
@@ -215,14 +215,14 @@ def resident_bytes(bm: int, bn: int, bk: int, size: int, out: int, columns: int)
     return max(blocks * 6 // 5, parts + LITTLE)
 
 
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+def supports(call: Call, config: ProductConfig) -> str | None:
     m, n, k = rows_of(call), call.dims["n"], call.dims["k"]
-    needed = resident(call, *blocks(call, tiling, m))
+    needed = resident(call, *blocks(call, config, m))
     return (
         dtype_refused(call, call.outputs["c"][1])
-        or off_grid("block_m", tiling["block_m"], m, sublanes(call.arrays["a"].dtype))
-        or off_grid("block_n", tiling["block_n"], n, LANES)
-        or off_grid("block_k", tiling["block_k"], k, LANES)
+        or off_grid("block_m", config.block_m, m, sublanes(call.arrays["a"].dtype))
+        or off_grid("block_n", config.block_n, n, LANES)
+        or off_grid("block_k", config.block_k, k, LANES)
         or over_vmem(call, needed, "block_m, block_n or block_k")
     )
 
@@ -329,15 +329,15 @@ def operand(shape: tuple[int, ...], block_shape: tuple[int, int], axes: tuple[in
     return pl.BlockSpec((*(None for _ in batch), *block_shape), index)
 
 
-@BACKEND.implements("matmul", key=key, tiling=default_tiling, fit=fit, supports=supports)
-def matmul(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
+@BACKEND.implements("matmul", key=key, tiling=default_tiling, fit=fit, supports=supports, config=ProductConfig)
+def matmul(call: Call, config: ProductConfig) -> tuple[jax.Array]:
     a, b = call.arrays["a"], call.arrays["b"]
     shape, dtype = call.outputs["c"]
     if math.prod(b.shape[:-2]) == 1:
         a, b = a.reshape(-1, a.shape[-1]), b.reshape(b.shape[-2:])
     batch = shape[:-2] if b.ndim > 2 or a.ndim > 2 else ()
     (m, k), n = a.shape[-2:], b.shape[-1]
-    bm, bn, bk = blocks(call, tiling, m)
+    bm, bn, bk = blocks(call, config, m)
     columns_first = by_columns(m, n, k, bm, bn, bk)
     hardware = targets.HARDWARE.get(call.target.arch)
     if hardware and (hardware.cores or 1) > 1 and math.prod(batch) == 1:
@@ -408,7 +408,7 @@ def gradient_key(call: Call) -> dict[str, str | int]:
     return {**key(call), "dtype": product_dtype(call)}
 
 
-def supports_gradient(call: Call, tiling: Mapping[str, int]) -> str | None:
+def supports_gradient(call: Call, config: ProductConfig) -> str | None:
     m, n, k, dtype = call.dims["m"], call.dims["n"], call.dims["k"], product_dtype(call)
     refused = dtype_refused(call, dtype, call.dtype_of("d_c"))
     kind = jnp.dtype("float32" if dtype == "float64" else dtype)
@@ -426,21 +426,23 @@ def supports_gradient(call: Call, tiling: Mapping[str, int]) -> str | None:
                 dims={"batch": batch, "m": i, "n": j, "k": contraction},
                 options={"precision": call.options["precision"], "out_dtype": call.outputs[name][1]},
             )
-            reason = supports(inner, tiling)
+            reason = supports(inner, config)
             refused = reason and f"{name}: {reason}"
     return refused
 
 
-def gradient_tiling(call: Call) -> dict[str, int]:
+def gradient_tiling(call: Call) -> ProductConfig:
     return default_tiling(call.replace(dtype=product_dtype(call)))
 
 
-@BACKEND.implements("matmul_vjp", key=gradient_key, tiling=gradient_tiling, supports=supports_gradient)
-def matmul_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+@BACKEND.implements(
+    "matmul_vjp", key=gradient_key, tiling=gradient_tiling, supports=supports_gradient, config=ProductConfig
+)
+def matmul_vjp(call: Call, config: ProductConfig) -> tuple[Any, ...]:
     def gradient(name: str) -> jax.Array | None:
         if name not in call.wants:
             return None
-        (c,) = matmul(product(call, name), tiling)
+        (c,) = matmul(product(call, name), config)
         return c.reshape(call.outputs[name][0])
 
     return gradient("d_a"), gradient("d_b")

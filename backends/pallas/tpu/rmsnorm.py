@@ -15,7 +15,6 @@ Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -24,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.configs import RowsConfig
 from portakern.backends.pallas.lib.blocks import Refs
 from portakern.backends.pallas.lib.mosaic_tpu.rows import Phases, Strip, StripSlice
 from portakern.backends.pallas.tpu.layernorm import (
@@ -72,9 +72,9 @@ def kernel(ref: Refs, *, strip: Strip, eps: float, narrow: bool) -> Phases:
 
 
 @BACKEND.implements("rmsnorm", **in_walks(HELD))
-def rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array, ...]:
+def rmsnorm(call: Call, config: RowsConfig) -> tuple[jax.Array, ...]:
     run = partial(kernel, eps=call.options["eps"], narrow=rounds_before(call))
-    return normalised(call, tiling, run, statistics=("squares",), flops=4)
+    return normalised(call, config, run, statistics=("squares",), flops=4)
 
 
 def gradient_kernel(ref: Refs, *, strip: Strip, eps: float, narrow: bool) -> Phases:
@@ -111,6 +111,6 @@ def gradient_kernel(ref: Refs, *, strip: Strip, eps: float, narrow: bool) -> Pha
 
 
 @BACKEND.implements("rmsnorm_vjp", **in_walks(GRADIENT_HELD))
-def rmsnorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
+def rmsnorm_vjp(call: Call, config: RowsConfig) -> tuple[jax.Array | None, ...]:
     run = partial(gradient_kernel, eps=call.options["eps"], narrow=rounds_before(call))
-    return gradients(call, tiling, run, ("squares", "hx"), 12, GRADIENT_HELD, call.arrays["x"])
+    return gradients(call, config, run, ("squares", "hx"), 12, GRADIENT_HELD, call.arrays["x"])

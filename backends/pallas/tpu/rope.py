@@ -16,7 +16,6 @@ Source: Su et al., "RoFormer" (2021), equation 34.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -25,6 +24,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.configs import RopeConfig
 from portakern.backends.pallas.lib.blocks import Refs, positions, row_block
 from portakern.backends.pallas.lib.mosaic_tpu.chip import (
     dtype_refused,
@@ -42,19 +42,19 @@ def key(call: Call) -> dict[str, str | int]:
     return {"dtype": call.dtype}
 
 
-def blocks(call: Call, tiling: Mapping[str, int]) -> tuple[int, int]:
+def blocks(call: Call, config: RopeConfig) -> tuple[int, int]:
     """The tokens and the heads of a block."""
-    block_seq = row_block(call, call.dims["seq"], tiling["block_seq"], sublanes(call.dtype))
-    return block_seq, row_block(call, call.dims["heads"], tiling["block_heads"], 1)
+    block_seq = row_block(call, call.dims["seq"], config.block_seq, sublanes(call.dtype))
+    return block_seq, row_block(call, call.dims["heads"], config.block_heads, 1)
 
 
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    block_seq, block_heads = blocks(call, tiling)
+def supports(call: Call, config: RopeConfig) -> str | None:
+    block_seq, block_heads = blocks(call, config)
     size, lanes = jnp.dtype(call.dtype).itemsize, whole_lanes(call.dims["d"])
     needed = block_seq * lanes * (2 * 2 * block_heads * size + 2 * 2 * 4 + 6 * 4) + 2**18
     return (
         dtype_refused(call)
-        or off_grid("block_seq", tiling["block_seq"], call.dims["seq"], sublanes(call.dtype))
+        or off_grid("block_seq", config.block_seq, call.dims["seq"], sublanes(call.dtype))
         or over_vmem(call, needed, "block_seq or block_heads", vmem_granted(call))
     )
 
@@ -78,14 +78,14 @@ def kernel(ref: Refs, *, pairs: int, interleaved: bool) -> None:
         ref.y[head] = y if 2 * pairs == x.shape[1] else jnp.where(lane < 2 * pairs, y, stored)
 
 
-def turned(call: Call, tiling: Mapping[str, int], x: jax.Array, transposed: bool) -> jax.Array:
+def turned(call: Call, config: RopeConfig, x: jax.Array, transposed: bool) -> jax.Array:
     """x, each pair of its numbers turned by the call's tables, with -sin where ``transposed``."""
     dims, interleaved = call.dims, call.options["interleaved"]
     cos, sin = call.arrays["cos"], call.arrays["sin"]
     sin = -sin if transposed else sin
     tables = {"cos": wide(cos, cos, dims["d"], interleaved), "sin": wide(-sin, sin, dims["d"], interleaved)}
     x = jnp.swapaxes(x, 1, 2)
-    block_seq, block_heads = blocks(call, tiling)
+    block_seq, block_heads = blocks(call, config)
     heads = pl.BlockSpec((None, block_heads, block_seq, dims["d"]), lambda batch, tile, head: (batch, head, tile, 0))
 
     def columns(table: jax.Array) -> pl.BlockSpec:
@@ -105,11 +105,11 @@ def turned(call: Call, tiling: Mapping[str, int], x: jax.Array, transposed: bool
     return jnp.swapaxes(found["y"], 1, 2)
 
 
-@BACKEND.implements("rope", key=key, supports=supports)
-def rope(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
-    return (turned(call, tiling, call.arrays["x"], transposed=False),)
+@BACKEND.implements("rope", key=key, supports=supports, config=RopeConfig)
+def rope(call: Call, config: RopeConfig) -> tuple[jax.Array]:
+    return (turned(call, config, call.arrays["x"], transposed=False),)
 
 
-@BACKEND.implements("rope_vjp", key=key, supports=supports)
-def rope_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
-    return (turned(call, tiling, call.arrays["d_y"], transposed=True),)
+@BACKEND.implements("rope_vjp", key=key, supports=supports, config=RopeConfig)
+def rope_vjp(call: Call, config: RopeConfig) -> tuple[jax.Array]:
+    return (turned(call, config, call.arrays["d_y"], transposed=True),)

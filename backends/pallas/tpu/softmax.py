@@ -15,7 +15,6 @@ Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (201
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -23,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.configs import RowsConfig
 from portakern.backends.pallas.lib.blocks import Refs
 from portakern.backends.pallas.lib.mosaic_tpu import rows as row_walk
 from portakern.backends.pallas.lib.mosaic_tpu.chip import across
@@ -48,17 +48,17 @@ def key(call: Call) -> dict[str, str | int]:
     return {"dtype": call.dtype, "across": "sublanes" if axis == 1 else "lanes", "n": shape[axis]}
 
 
-def default_tiling(call: Call, vmem_use: VmemUse) -> dict[str, int]:
+def default_tiling(call: Call, vmem_use: VmemUse) -> RowsConfig:
     shape, axis = view(call)
     return row_tiling(call, shape[axis], axis - 1, vmem_use)
 
 
-def walk_of(call: Call, tiling: Mapping[str, int]) -> BlockWalk:
+def walk_of(call: Call, config: RowsConfig) -> BlockWalk:
     """How softmax and its gradient walk the rows of their arrays."""
     if call.options["axis"] == len(call.dims["shape"]) - 1:
-        return BlockWalk.along_last(call, tiling, call.dims["shape"])
+        return BlockWalk.along_last(call, config, call.dims["shape"])
     shape, axis = view(call)
-    return BlockWalk.over(call, tiling, shape, axis - 1)
+    return BlockWalk.over(call, config, shape, axis - 1)
 
 
 in_walks = partial(row_walk.in_walks, key=key, default=default_tiling, walk_of=walk_of)
@@ -111,12 +111,12 @@ def kernel(ref: Refs, *, strip: Strip) -> Phases:
 
 
 @BACKEND.implements("softmax", **in_walks(HELD))
-def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
+def softmax(call: Call, config: RowsConfig) -> tuple[jax.Array]:
     x = call.arrays["x"]
     found = launched(
         call,
         kernel,
-        walk_of(call, tiling),
+        walk_of(call, config),
         HELD,
         rows={"x": x},
         written={"y": x.dtype},
@@ -148,12 +148,12 @@ def gradient_kernel(ref: Refs, *, strip: Strip) -> Phases:
 
 
 @BACKEND.implements("softmax_vjp", **in_walks(GRADIENT_HELD))
-def softmax_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
+def softmax_vjp(call: Call, config: RowsConfig) -> tuple[jax.Array]:
     y, d_y = call.arrays["y"], call.arrays["d_y"]
     found = launched(
         call,
         gradient_kernel,
-        walk_of(call, tiling),
+        walk_of(call, config),
         GRADIENT_HELD,
         rows={"y": y, "d_y": d_y},
         written={"d_x": y.dtype},

@@ -14,7 +14,7 @@ Source: Shazeer, "GLU variants improve transformer" (2020), equation 5.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.configs import RowsConfig
 from portakern.backends.pallas.lib.blocks import Refs, even_block, row_block
 from portakern.backends.pallas.lib.mosaic_tpu.chip import (
     LANES,
@@ -45,26 +46,26 @@ def view(call: Call) -> tuple[int, int]:
     return math.prod(shape[:-1]), shape[-1] if shape else 1
 
 
-def blocks(call: Call, tiling: Mapping[str, int]) -> tuple[int, int]:
+def blocks(call: Call, config: RowsConfig) -> tuple[int, int]:
     """The extents of a block."""
     rows, n = view(call)
-    block_rows = row_block(call, rows, tiling["block_rows"], sublanes(call.dtype), even=True)
-    return block_rows, even_block(n, tiling["block_n"], LANES)
+    block_rows = row_block(call, rows, config.block_rows, sublanes(call.dtype), even=True)
+    return block_rows, even_block(n, config.block_n, LANES)
 
 
-def refused(call: Call, tiling: Mapping[str, int], streamed: int, computed: int) -> str | None:
+def refused(call: Call, config: RowsConfig, streamed: int, computed: int) -> str | None:
     """Why a TPU cannot hold blocks of so many arrays twice, and so many of float32 beside them, or None."""
-    block_rows, block_n = blocks(call, tiling)
+    block_rows, block_n = blocks(call, config)
     needed = block_rows * block_n * (2 * streamed * jnp.dtype(call.dtype).itemsize + 4 * computed)
     return (
         dtype_refused(call)
-        or off_grid("block_rows", tiling["block_rows"], view(call)[0], sublanes(call.dtype))
+        or off_grid("block_rows", config.block_rows, view(call)[0], sublanes(call.dtype))
         or over_vmem(call, needed, "block_rows or block_n", vmem_granted(call))
     )
 
 
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    return refused(call, tiling, streamed=3, computed=3)
+def supports(call: Call, config: RowsConfig) -> str | None:
+    return refused(call, config, streamed=3, computed=3)
 
 
 def open_and_shut(g: Any) -> tuple[Any, Any]:
@@ -83,14 +84,14 @@ def kernel(ref: Refs) -> None:
 
 def element_by_element(
     call: Call,
-    tiling: Mapping[str, int],
+    config: RowsConfig,
     kernel: Callable[[Refs], None],
     inputs: tuple[str, ...],
     outputs: tuple[str, ...],
     flops: int,
 ) -> dict[str, jax.Array]:
     """What a kernel of blocks of the named arrays, all of one shape, writes by name; so many operations an element."""
-    (rows, n), (block_rows, block_n) = view(call), blocks(call, tiling)
+    (rows, n), (block_rows, block_n) = view(call), blocks(call, config)
     spec = pl.BlockSpec((block_rows, block_n), lambda row, column: (row, column))
     form = jax.ShapeDtypeStruct((rows, n), call.arrays[inputs[0]].dtype)
     size = rows * n
@@ -111,13 +112,13 @@ def element_by_element(
     return {name: y.reshape(call.dims["batch"]) for name, y in found.items()}
 
 
-@BACKEND.implements("swiglu", key=key, supports=supports)
-def swiglu(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
-    return (element_by_element(call, tiling, kernel, ("gate", "up"), ("y",), flops=6)["y"],)
+@BACKEND.implements("swiglu", key=key, supports=supports, config=RowsConfig)
+def swiglu(call: Call, config: RowsConfig) -> tuple[jax.Array]:
+    return (element_by_element(call, config, kernel, ("gate", "up"), ("y",), flops=6)["y"],)
 
 
-def supports_gradient(call: Call, tiling: Mapping[str, int]) -> str | None:
-    return refused(call, tiling, streamed=5, computed=4)
+def supports_gradient(call: Call, config: RowsConfig) -> str | None:
+    return refused(call, config, streamed=5, computed=4)
 
 
 def gradient_kernel(ref: Refs) -> None:
@@ -129,8 +130,8 @@ def gradient_kernel(ref: Refs) -> None:
         ref.d_up[...] = (d_y * (g * s)).astype(ref.d_up.dtype)
 
 
-@BACKEND.implements("swiglu_vjp", key=key, supports=supports_gradient)
-def swiglu_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
+@BACKEND.implements("swiglu_vjp", key=key, supports=supports_gradient, config=RowsConfig)
+def swiglu_vjp(call: Call, config: RowsConfig) -> tuple[jax.Array | None, ...]:
     inputs = ("gate", "up", "d_y") if "d_gate" in call.wants else ("gate", "d_y")
-    found = element_by_element(call, tiling, gradient_kernel, inputs, call.wants, flops=11)
+    found = element_by_element(call, config, gradient_kernel, inputs, call.wants, flops=11)
     return found.get("d_gate"), found.get("d_up")

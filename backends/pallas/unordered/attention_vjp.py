@@ -45,6 +45,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.configs import UnorderedGradientsConfig
 from portakern.backends.pallas.lib.band import both
 from portakern.backends.pallas.lib.blocks import Refs, padded, positions, quotient
 from portakern.backends.pallas.lib.mosaic_gpu import attention_vjp as ordered
@@ -82,14 +83,12 @@ from portakern.backends.pallas.lib.mosaic_gpu.pairs import (
 )
 from portakern.backends.pallas.unordered import _additions
 from portakern.core.call import Call
-from portakern.spec import Count
 from portakern.specs.attention import scale_of
 
 WIDEST = 2 * PART  # head dimension
 ALIGNED = 8  # queries: the sums that the copy engine adds to have whole groups of so many
 ADDED = "many blocks add to it in memory, in the order in which they come"
-KNOBS = {"stages": Count(2, 8), "last": Count(0, 1)}
-"""Two stages at least: two tiles that came by may be in use together."""
+
 
 WANTS = "d_k", "d_v"
 """The gradients that registers sum up."""
@@ -136,12 +135,12 @@ class Added(NamedTuple):
         return tile._replace(first=first * self.together, span=span * self.together)
 
 
-def added(call: Call, tiling: Mapping[str, int]) -> Added:
-    plan = plan_of(call, tiling, WANTS)
+def added(call: Call, config: UnorderedGradientsConfig) -> Added:
+    plan = plan_of(call, config, WANTS)
     plan = plan._replace(band=plan.band._replace(closed=True))  # queries that are not there have an lse of inf
     if plan.parts[1] > plan.parts[0]:  # a tile's d_q is then two halves of columns all the same
         plan = plan._replace(d=PART + 8)
-    return Added(plan, CONSUMERS // plan.parts[0], bool(tiling["last"]))
+    return Added(plan, CONSUMERS // plan.parts[0], config.last)
 
 
 def without_d_q(call: Call) -> Call:
@@ -149,24 +148,24 @@ def without_d_q(call: Call) -> Call:
     return call.replace(wants=tuple(n for n in call.wants if n != "d_q") or WANTS)
 
 
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+def supports(call: Call, config: UnorderedGradientsConfig) -> str | None:
     widest = max(call.dims["d"], call.dims["dv"])
     if widest > WIDEST:
         return (
             f"heads of {widest} are wider than the {WIDEST} elements that fit here, where sums of d_k and d_v lie "
             "beside each other: leave variant= out"
         )
-    if (tiling["block_q"], tiling["block_kv"]) != (ROWS, ROWS):
-        return f"block_q={tiling['block_q']}, block_kv={tiling['block_kv']}: a consumer's products here take 64 and 64"
-    reason = ordered.supports(without_d_q(call), tiling)
-    return reason or over_shared(added(call, tiling).shared, "stages", across_warps=False)
+    if (config.block_q, config.block_kv) != (ROWS, ROWS):
+        return f"block_q={config.block_q}, block_kv={config.block_kv}: a consumer's products here take 64 and 64"
+    reason = ordered.supports(without_d_q(call), config)
+    return reason or over_shared(added(call, config).shared, "stages", across_warps=False)
 
 
-def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
+def copies(call: Call, config: UnorderedGradientsConfig) -> str | None:
     """What XLA copies besides, in words."""
-    found = [] if (of_ordered := ordered.copies(without_d_q(call), tiling)) is None else [of_ordered]
+    found = [] if (of_ordered := ordered.copies(without_d_q(call), config)) is None else [of_ordered]
     if "d_q" in call.wants:
-        if (wide := added(call, tiling).plan.d) != call.dims["d"]:
+        if (wide := added(call, config).plan.d) != call.dims["d"]:
             found.append(f"heads of q and k are padded from {call.dims['d']} to {wide}")
         found.append("d_q's sums, in float32, are set to 0 before the kernel, and scaled and rounded after it")
     return "; ".join(found) or None
@@ -312,15 +311,15 @@ def kernel(ref: Refs, *, how: Added) -> None:
     ordered.kernel(ref, plan=how.plan, consume=partial(consume, how=how), tile_of=how.tile)
 
 
-def delegate(call: Call, tiling: Mapping[str, int]) -> tuple[str, Mapping[str, int]] | None:
+def delegate(call: Call, config: UnorderedGradientsConfig) -> tuple[str, UnorderedGradientsConfig] | None:
     """Gradients without d_q have no sum that several blocks add to: they are the ordered kernel's."""
-    return None if "d_q" in call.wants else ("gpu", tiling)
+    return None if "d_q" in call.wants else ("gpu", config)
 
 
-@BACKEND.implements("attention_vjp", key=key, supports=supports, knobs=KNOBS, copies=copies, delegate=delegate,
-                    unordered={"d_q": ADDED})  # fmt: skip
-def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | None, ...]:
-    how, d = added(call, tiling), call.dims["d"]
+@BACKEND.implements("attention_vjp", key=key, supports=supports, config=UnorderedGradientsConfig,
+                    copies=copies, delegate=delegate, unordered={"d_q": ADDED})  # fmt: skip
+def attention_vjp(call: Call, config: UnorderedGradientsConfig) -> tuple[jax.Array | None, ...]:
+    how, d = added(call, config), call.dims["d"]
     plan, batch, q_len = how.plan, call.dims["batch"], call.dims["q_len"]
     heads = call.dims["kv_heads"] * plan.group
     width = whole_pieces(plan.d, plan.dtype)
@@ -335,7 +334,7 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[jax.Array | No
     d_q = (jax.freeze(sums)[:, :q_len, :, :d] * scale_of(call)).astype(plan.dtype)
     found = {"d_q": d_q, "d_k": found["d_k"][..., :d], "d_v": found["d_v"][..., : plan.dv]}
     if "d_bias" in call.wants:
-        found["d_bias"] = bias_gradient(call, tiling, inputs)
+        found["d_bias"] = bias_gradient(call, config, inputs)
     return tuple(found[o.name] if o.name in call.wants else None for o in call.spec.outputs)
 
 

@@ -18,16 +18,15 @@ Xiong et al., "On layer normalization in the transformer architecture" (2020), s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.configs import RowGradientsConfig, RowsConfig
 from portakern.backends.triton.gpu.add_rmsnorm import SumStrides, load_sum, sum_tiles
 from portakern.backends.triton.gpu.layernorm import (
-    GRADIENT_KNOBS,
     Affine,
     default_tiling,
     gradient_tiling,
@@ -41,7 +40,6 @@ from portakern.backends.triton.gpu.layernorm import (
 from portakern.backends.triton.launch import cdiv, launch
 from portakern.backends.triton.layout import fresh_like, result_like, walk_rows
 from portakern.backends.triton.lib.rows import Extents, centred, own_rows, row_tile, start_of, whole_rows
-from portakern.spec import Tile
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -90,23 +88,23 @@ def add_layernorm_kernel(x, residual, weight, bias, y, total, extents, eps, stri
     key=key,
     tiling=default_tiling,
     supports=supports,
-    knobs={"num_warps": Tile(1, 32)},
+    config=RowsConfig,
     overwrites=True,
 )
-def add_layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+def add_layernorm(call: Call, config: RowsConfig) -> tuple[Any, ...]:
     x, residual, weight, bias = (call.arrays[name] for name in ("x", "residual", "weight", "bias"))
     n, y, total = call.dims["n"], fresh_like(x), result_like(residual, call, "residual_out")
     (x, residual), rows = walk_rows(x.ndim - 1, x, residual)
     weight_n, bias_n = (0 if w is None else w.stride(0) for w in (weight, bias))
-    launch(add_layernorm_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, residual, weight, bias, y, total,
+    launch(add_layernorm_kernel, cdiv(rows.height, config.block_rows), call, x, residual, weight, bias, y, total,
            Extents(rows.height, rows.inner, n), call.options["eps"],
-           SumStrides(rows.strides[0], rows.strides[1], weight_n, bias_n), tile=row_tile(call, rows, n, tiling),
-           num_warps=tiling["num_warps"])  # fmt: skip
+           SumStrides(rows.strides[0], rows.strides[1], weight_n, bias_n), tile=row_tile(call, rows, n, config),
+           num_warps=config.num_warps)  # fmt: skip
     return y, total
 
 
 @BACKEND.implements(
-    "add_layernorm_vjp", key=key, tiling=gradient_tiling, supports=supports_gradient, knobs=GRADIENT_KNOBS
+    "add_layernorm_vjp", key=key, tiling=gradient_tiling, supports=supports_gradient, config=RowGradientsConfig
 )
-def add_layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    return gradients(call, tiling, call.arrays["residual_out"], call.arrays["d_residual_out"])
+def add_layernorm_vjp(call: Call, config: RowGradientsConfig) -> tuple[Any, ...]:
+    return gradients(call, config, call.arrays["residual_out"], call.arrays["d_residual_out"])

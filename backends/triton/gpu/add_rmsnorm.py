@@ -16,15 +16,14 @@ transformers, Xiong et al., "On layer normalization in the transformer architect
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.configs import RowGradientsConfig, RowsConfig
 from portakern.backends.triton.gpu.layernorm import (
-    GRADIENT_KNOBS,
     Affine,
     default_tiling,
     gradient_tiling,
@@ -38,7 +37,6 @@ from portakern.backends.triton.gpu.rmsnorm import gradients, rounds_before
 from portakern.backends.triton.launch import cdiv, launch
 from portakern.backends.triton.layout import Strides, fresh_like, result_like, walk_rows
 from portakern.backends.triton.lib.rows import Extents, own_rows, row_sum, row_tile, start_of, whole_rows
-from portakern.spec import Tile
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -113,23 +111,23 @@ def add_rmsnorm_kernel(
     key=key,
     tiling=default_tiling,
     supports=supports,
-    knobs={"num_warps": Tile(1, 32)},
+    config=RowsConfig,
     overwrites=True,
 )
-def add_rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+def add_rmsnorm(call: Call, config: RowsConfig) -> tuple[Any, ...]:
     x, residual, weight = (call.arrays[name] for name in ("x", "residual", "weight"))
     n, y, total = call.dims["n"], fresh_like(x), result_like(residual, call, "residual_out")
     (x, residual), rows = walk_rows(x.ndim - 1, x, residual)
     weight_n = 0 if weight is None else weight.stride(0)
-    launch(add_rmsnorm_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, residual, weight, y, total,
+    launch(add_rmsnorm_kernel, cdiv(rows.height, config.block_rows), call, x, residual, weight, y, total,
            Extents(rows.height, rows.inner, n), call.options["eps"],
            SumStrides(rows.strides[0], rows.strides[1], weight_n), narrow=rounds_before(call),
-           tile=row_tile(call, rows, n, tiling), num_warps=tiling["num_warps"])  # fmt: skip
+           tile=row_tile(call, rows, n, config), num_warps=config.num_warps)  # fmt: skip
     return y, total
 
 
 @BACKEND.implements(
-    "add_rmsnorm_vjp", key=key, tiling=gradient_tiling, supports=supports_gradient, knobs=GRADIENT_KNOBS
+    "add_rmsnorm_vjp", key=key, tiling=gradient_tiling, supports=supports_gradient, config=RowGradientsConfig
 )
-def add_rmsnorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    return gradients(call, tiling, call.arrays["residual_out"], call.arrays["d_residual_out"])
+def add_rmsnorm_vjp(call: Call, config: RowGradientsConfig) -> tuple[Any, ...]:
+    return gradients(call, config, call.arrays["residual_out"], call.arrays["d_residual_out"])

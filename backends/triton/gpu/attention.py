@@ -16,20 +16,19 @@ is one fused operation (``exponents`` of the spec).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.configs import AttentionConfig
 from portakern.backends.triton.launch import (
     launch,
     torch_dtype,
 )
 from portakern.backends.triton.layout import fresh, gathered
 from portakern.backends.triton.lib.attention import (
-    KNOBS,
     Parts,
     Results,
     combine,
@@ -291,14 +290,14 @@ def least_chunk(call: Call) -> dict[str, int]:
     return {"chunk": 1024}
 
 
-@BACKEND.implements("attention", tiling=least_chunk, key=key, fit=fit, supports=supports, knobs=KNOBS)
-def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+@BACKEND.implements("attention", tiling=least_chunk, key=key, fit=fit, supports=supports, config=AttentionConfig)
+def attention(call: Call, config: AttentionConfig) -> tuple[Any, ...]:
     arrays, dims, options = call.arrays, call.dims, call.options
     q, k, v, bias = arrays["q"], arrays["k"], arrays["v"], arrays["bias"]
     segments = arrays["q_segment_ids"], arrays["kv_segment_ids"]
     if not call.interpret:
         k, v = _head_dim_innermost(k), _head_dim_innermost(v)
-    plan, how = rows_plan(call, tiling)
+    plan, how = rows_plan(call, config)
     batch, q_len, heads, dv = dims["batch"], dims["q_len"], dims["kv_heads"] * dims["group"], dims["dv"]
     o, lse, low = results(call, q)
 
@@ -306,7 +305,7 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     window = window_of(options["is_causal"], options["window"], q_len + dims["kv_len"])
     extents = Extents(heads, dims["group"], q_len, dims["kv_len"], dims["d"], dv)
     strides = strides_of(q, k, v, bias, segments, (batch, heads, q_len, dims["kv_len"]))
-    tiles_q, programs, chunk, chunks = programs_of(call, tiling, plan)
+    tiles_q, programs, chunk, chunks = programs_of(call, config, plan)
     parts, out = Parts(None, None), Results(o, lse, low)
     if chunks:
         accurate = torch_dtype("float64" if call.dtype == "float64" else "float32")

@@ -21,13 +21,13 @@ are what the next dots take. ``lib.heads`` says what the groups hold in which th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.configs import AttentionGradientsConfig
 from portakern.backends.triton.gpu.attention import _head_dim_innermost, over_keys, tanh
 from portakern.backends.triton.launch import (
     accumulator,
@@ -42,7 +42,6 @@ from portakern.backends.triton.launch import (
 )
 from portakern.backends.triton.layout import fresh
 from portakern.backends.triton.lib.attention import (
-    GRADIENT_KNOBS,
     STATISTICS_AT_ONCE,
     key,
     padded,
@@ -352,39 +351,37 @@ def attention_vjp_d_bias_kernel(
         tl.store(d_bias + at, acc.to(d_bias.dtype.element_ty), mask=(i < q_len) & j_ok[None, :])
 
 
-def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
+def fit(call: Call, config: AttentionGradientsConfig) -> AttentionGradientsConfig:
     """Smaller tiles where terms of the scores take registers beside them, or where shared memory has no room."""
-    smaller, terms = dict(tiling), (call.arrays["bias"], call.arrays["q_segment_ids"], call.options["softcap"])
+    terms = (call.arrays["bias"], call.arrays["q_segment_ids"], call.options["softcap"])
     if any(term is not None for term in terms):
-        smaller["block_q"] = min(smaller["block_q"], 32)
-    while shared_bytes(call, smaller) > shared_limit(call.target.arch):
-        if smaller["num_stages"] > 1:
-            smaller["num_stages"] -= 1
+        config = config.replace(block_q=min(config.block_q, 32))
+    while shared_bytes(call, config) > shared_limit(call.target.arch):
+        if config.num_stages > 1:
+            config = config.replace(num_stages=config.num_stages - 1)
             continue
-        widest = max(("block_q", "block_kv", "dq_block_q", "dq_block_kv"), key=smaller.__getitem__)
-        if smaller[widest] == 16:
+        widest = max(("block_q", "block_kv", "dq_block_q", "dq_block_kv"), key=config.__getitem__)
+        if config[widest] == 16:
             break
-        smaller[widest] //= 2
-    return smaller
+        config = config.replace(**{widest: config[widest] // 2})
+    return config
 
 
-def _passes(call: Call, tiling: Mapping[str, int]) -> list[tuple[int, int, int]]:
+def _passes(call: Call, config: AttentionGradientsConfig) -> list[tuple[int, int, int]]:
     """(rows that a program owns, rows that it walks at a time, columns that it sums up), for each launch."""
     d, dv = padded(call.dims["d"]), padded(call.dims["dv"])
-    own_keys = (tiling["block_kv"], tiling["block_q"], d + dv)
-    return [own_keys] * (call.wants != ("d_q",)) + [(tiling["dq_block_q"], tiling["dq_block_kv"], d)] * (
-        "d_q" in call.wants
-    )
+    own_keys = (config.block_kv, config.block_q, d + dv)
+    return [own_keys] * (call.wants != ("d_q",)) + [(config.dq_block_q, config.dq_block_kv, d)] * ("d_q" in call.wants)
 
 
-def shared_bytes(call: Call, tiling: Mapping[str, int]) -> int:
+def shared_bytes(call: Call, config: AttentionGradientsConfig) -> int:
     """Shared memory that the compiler gives this call, or somewhat less: two tiles that stay, and a buffer a stage for
     the two that the loop loads.
 
     On AMD a stage is one buffer less, what stays passes through before the loop and ds within it.
     """
     size, bias = (2 if call.dtype in ("float16", "bfloat16") else 4), call.arrays["bias"]
-    d, dv, stages = padded(call.dims["d"]), padded(call.dims["dv"]), tiling["num_stages"]
+    d, dv, stages = padded(call.dims["d"]), padded(call.dims["dv"]), config.num_stages
 
     def of(own: int, walked: int) -> int:
         if call.target.arch.startswith("gfx"):
@@ -392,51 +389,51 @@ def shared_bytes(call: Call, tiling: Mapping[str, int]) -> int:
             return max(own * max(d, dv), buffers + own * walked) * size
         extra = 0 if bias is None else max(1, stages - 1) * own * walked * bias.element_size()
         extra += walked * max(d, dv) * size if stages == 1 else (stages - 1) * walked * 16 + 2048
-        if precision_of(call, tiling) == "threefold":
+        if precision_of(call, config) == "threefold":
             extra += max(own, walked) * max(d, dv) * size
         return (own + stages * walked) * (d + dv) * size + extra
 
-    return max(of(own, walked) for own, walked, _ in _passes(call, tiling))
+    return max(of(own, walked) for own, walked, _ in _passes(call, config))
 
 
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    dims, warps, d, dv = call.dims, tiling["num_warps"], padded(call.dims["d"]), padded(call.dims["dv"])
+def supports(call: Call, config: AttentionGradientsConfig) -> str | None:
+    dims, warps, d, dv = call.dims, config.num_warps, padded(call.dims["d"]), padded(call.dims["dv"])
     if dims["q_len"] + dims["kv_len"] > 1 << 30:
         return "more than 2^30 queries and keys: positions are 32-bit here"
-    for own, walked, _ in _passes(call, tiling):
+    for own, walked, _ in _passes(call, config):
         if max(own * walked, max(own, walked) * max(d, dv)) > 1 << 20:
             return (
                 f"tiles of {own} and {walked} rows at head dimensions {dims['d']} and {dims['dv']} exceed Triton's "
                 "limit of 2^20 elements"
             )
     columns = tmem_columns(call.target.arch) if call.dtype != "float32" or dot_precision(call) == "tf32" else 0
-    if 0 < columns <= d + dv and call.wants != ("d_q",) and tiling["block_kv"] >= 64 and warps in (4, 8):
+    if 0 < columns <= d + dv and call.wants != ("d_q",) and config.block_kv >= 64 and warps in (4, 8):
         return (
-            f"d_k and d_v of {tiling['block_kv']} keys fill the {columns} columns of {call.target.arch}'s tensor "
+            f"d_k and d_v of {config.block_kv} keys fill the {columns} columns of {call.target.arch}'s tensor "
             "memory; use block_kv = 32"
         )
-    shared, limit = shared_bytes(call, tiling), shared_limit(call.target.arch)
+    shared, limit = shared_bytes(call, config), shared_limit(call.target.arch)
     if not call.interpret and shared > limit:
         return (
-            f"this tiling with {tiling['num_stages']} stages takes {shared} bytes of shared memory; "
+            f"this tiling with {config.num_stages} stages takes {shared} bytes of shared memory; "
             f"{call.target.arch} has {limit}"
         )
     tiles_q, tiles_kv = (
-        cdiv(dims["q_len"], min(tiling["dq_block_q"], max(1, STATISTICS_AT_ONCE // dv))),
-        cdiv(dims["kv_len"], tiling["block_kv"]),
+        cdiv(dims["q_len"], min(config.dq_block_q, max(1, STATISTICS_AT_ONCE // dv))),
+        cdiv(dims["kv_len"], config.block_kv),
     )
-    tiles_bias = cdiv(dims["q_len"], tiling["block_q"]) * tiles_kv if "d_bias" in call.wants else 0
+    tiles_bias = cdiv(dims["q_len"], config.block_q) * tiles_kv if "d_bias" in call.wants else 0
     kept = [
         (f"a tile of {own} rows that walks {walked} at a time", own * (summed + 2 * walked))
-        for own, walked, summed in _passes(call, tiling)
+        for own, walked, summed in _passes(call, config)
     ]
     return refuse_common(
         call, warps, max(tiles_q, tiles_kv, tiles_bias) * dims["kv_heads"] * dims["group"] * dims["batch"], *kept
     )
 
 
-@BACKEND.implements("attention_vjp", key=key, fit=fit, supports=supports, knobs=GRADIENT_KNOBS)
-def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+@BACKEND.implements("attention_vjp", key=key, fit=fit, supports=supports, config=AttentionGradientsConfig)
+def attention_vjp(call: Call, config: AttentionGradientsConfig) -> tuple[Any, ...]:
     arrays, dims, options, wants = call.arrays, call.dims, call.options, call.wants
     q, k, v, bias, d_o = arrays["q"], arrays["k"], arrays["v"], arrays["bias"], arrays["d_o"]
     o = arrays["o"]
@@ -457,16 +454,16 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     window = window_of(options["is_causal"], options["window"], q_len + kv_len)
     extents = Extents(heads, group, q_len, kv_len, d, dv)
     strides = strides_of(q, k, v, bias, segments, (batch, heads, q_len, kv_len))._replace(d_o=d_o.stride())
-    plan = Plan(tiling["block_q"], tiling["block_kv"], block_d, block_dv, block_d != d, block_dv != dv,
-                precision_of(call, tiling), acc_dtype)  # fmt: skip
-    how, tiles_kv = compiler_options(tiling), cdiv(kv_len, plan.block_kv)
+    plan = Plan(config.block_q, config.block_kv, block_d, block_dv, block_d != d, block_dv != dv,
+                precision_of(call, config), acc_dtype)  # fmt: skip
+    how, tiles_kv = compiler_options(config), cdiv(kv_len, plan.block_kv)
     if "d_k" in wants or "d_v" in wants:
         programs, own = tiles_kv * dims["kv_heads"] * batch, plan._replace(want_k="d_k" in wants, want_v="d_v" in wants)
         launch(attention_vjp_d_k_d_v_kernel, programs, call, *given, KeyGradients(out["d_k"], out["d_v"]),
                scores, window, Work(tiles_kv, scale), extents, strides, plan=own, **how)  # fmt: skip
     if "d_q" in wants:
-        tiles_q = cdiv(q_len, tiling["dq_block_q"])
-        own = plan._replace(block_q=tiling["dq_block_q"], block_kv=tiling["dq_block_kv"])
+        tiles_q = cdiv(q_len, config.dq_block_q)
+        own = plan._replace(block_q=config.dq_block_q, block_kv=config.dq_block_kv)
         launch(attention_vjp_d_q_kernel, tiles_q * heads * batch, call, *given, out["d_q"],
                scores, window, Work(tiles_q, scale), extents, strides, plan=own, **how)  # fmt: skip
     if "d_bias" in wants:

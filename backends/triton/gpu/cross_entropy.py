@@ -21,40 +21,37 @@ the derivative of the formula.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.configs import RowsConfig
 from portakern.backends.triton.copies import in_order
 from portakern.backends.triton.gpu.softmax import default_tiling, key, supports
 from portakern.backends.triton.launch import cdiv, refuse_tile
 from portakern.backends.triton.layout import result_like
 from portakern.backends.triton.lib.columns import lead, side_by_side
 from portakern.backends.triton.lib.cross_entropy import gradient_into, losses_into, numbers, tile_brackets, tile_turned
-from portakern.spec import Tile
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
 
 
-@BACKEND.implements(
-    "cross_entropy", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)}
-)
-def cross_entropy(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+@BACKEND.implements("cross_entropy", key=key, tiling=default_tiling, supports=supports, config=RowsConfig)
+def cross_entropy(call: Call, config: RowsConfig) -> tuple[Any, ...]:
     x = call.arrays["logits"]
     loss, lse, low = (numbers(call, x) if name in call.wants else None for name in ("loss", "lse", "lse_low"))
-    losses_into(call, x, in_order(call, call.arrays["labels"]), loss, (lse, low), tiling)  # small: a number a row
+    losses_into(call, x, in_order(call, call.arrays["labels"]), loss, (lse, low), config)  # small: a number a row
     return loss, lse, low
 
 
-def gradient_tiling(call: Call) -> dict[str, int]:
+def gradient_tiling(call: Call) -> RowsConfig:
     x, axis = lead(call)
     return tile_turned(call) if side_by_side(x, axis) else tile_brackets(x.shape[axis], call.target.arch)
 
 
-def supports_gradient(call: Call, tiling: Mapping[str, int]) -> str | None:
-    n, block_n = call.dims["n"], tiling["block_n"]
-    return refuse_tile(call, tiling, call.arrays["labels"].numel() * (cdiv(n, block_n) + (n > block_n)))
+def supports_gradient(call: Call, config: RowsConfig) -> str | None:
+    n, block_n = call.dims["n"], config.block_n
+    return refuse_tile(call, config, call.arrays["labels"].numel() * (cdiv(n, block_n) + (n > block_n)))
 
 
 @BACKEND.implements(
@@ -62,13 +59,13 @@ def supports_gradient(call: Call, tiling: Mapping[str, int]) -> str | None:
     key=key,
     tiling=gradient_tiling,
     supports=supports_gradient,
-    knobs={"num_warps": Tile(1, 32)},
+    config=RowsConfig,
     overwrites=True,
 )
-def cross_entropy_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+def cross_entropy_vjp(call: Call, config: RowsConfig) -> tuple[Any, ...]:
     x = call.arrays["logits"]
     labels, lse, d_loss = (in_order(call, call.arrays[name]) for name in ("labels", "lse", "d_loss"))
     low = None if call.arrays["lse_low"] is None else in_order(call, call.arrays["lse_low"])
     d_x = result_like(x, call, "d_logits")
-    gradient_into(call, x, labels, (lse, low), d_loss, d_x, tiling, 0, call.dims["n"])
+    gradient_into(call, x, labels, (lse, low), d_loss, d_x, config, 0, call.dims["n"])
     return (d_x,)

@@ -19,15 +19,14 @@ as in swiglu.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.configs import RowsConfig
 from portakern.backends.triton.gpu.swiglu import (
-    KNOBS,
     fit,
     gated,
     gated_vjp,
@@ -57,9 +56,9 @@ def geglu_kernel(gate, up, y, extents, gate_strides, up_strides, y_strides, tanh
         gated(gate, up, y, extents, gate_strides, up_strides, y_strides, erf_form, tile)
 
 
-@BACKEND.implements("geglu", key=key, fit=fit, supports=supports, knobs=KNOBS)
-def geglu(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    return (product(geglu_kernel, call, tiling, tanh=call.options["approximate"] == "tanh"),)
+@BACKEND.implements("geglu", key=key, fit=fit, supports=supports, config=RowsConfig)
+def geglu(call: Call, config: RowsConfig) -> tuple[Any, ...]:
+    return (product(geglu_kernel, call, config, tanh=call.options["approximate"] == "tanh"),)
 
 
 @triton.jit
@@ -75,6 +74,6 @@ def geglu_vjp_kernel(
                   of_erf_form, tile)  # fmt: skip
 
 
-@BACKEND.implements("geglu_vjp", key=key, fit=fit, supports=supports, knobs=KNOBS, overwrites=True)
-def geglu_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    return gradients(geglu_vjp_kernel, call, tiling, tanh=call.options["approximate"] == "tanh")
+@BACKEND.implements("geglu_vjp", key=key, fit=fit, supports=supports, config=RowsConfig, overwrites=True)
+def geglu_vjp(call: Call, config: RowsConfig) -> tuple[Any, ...]:
+    return gradients(geglu_vjp_kernel, call, config, tanh=call.options["approximate"] == "tanh")

@@ -24,13 +24,13 @@ a pairwise algorithm for computing sample variances" (1979), equation 2.1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.configs import RowGradientsConfig, RowsConfig
 from portakern.backends.triton.launch import cdiv, lanes, launch, shared_limit
 from portakern.backends.triton.layout import Rows, Strides, aligned, fresh, fresh_like, pow2_at_least, walk_rows
 from portakern.backends.triton.lib.column_sums import add_up, scratch
@@ -53,7 +53,6 @@ from portakern.backends.triton.lib.rows import (
     tiles_of,
     whole_rows,
 )
-from portakern.spec import Tile
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -203,23 +202,23 @@ def key(call: Call) -> dict[str, str | int]:
     return {"dtype": call.dtype, "n": call.dims["n"]}
 
 
-def default_tiling(call: Call) -> dict[str, int]:
+def default_tiling(call: Call) -> RowsConfig:
     return tile_rows(call.dims["n"], call.target.arch, norm=True)
 
 
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    return refuse_rows(call, tiling, call.dims["n"], call.arrays["x"].numel() // call.dims["n"])
+def supports(call: Call, config: RowsConfig) -> str | None:
+    return refuse_rows(call, config, call.dims["n"], call.arrays["x"].numel() // call.dims["n"])
 
 
-@BACKEND.implements("layernorm", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
-def layernorm(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+@BACKEND.implements("layernorm", key=key, tiling=default_tiling, supports=supports, config=RowsConfig)
+def layernorm(call: Call, config: RowsConfig) -> tuple[Any, ...]:
     x, weight, bias, n = call.arrays["x"], call.arrays["weight"], call.arrays["bias"], call.dims["n"]
     y = fresh_like(x)
     (x,), rows = walk_rows(x.ndim - 1, x)
     weight_n, bias_n = (0 if w is None else w.stride(0) for w in (weight, bias))
-    launch(layernorm_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, weight, bias, y,
+    launch(layernorm_kernel, cdiv(rows.height, config.block_rows), call, x, weight, bias, y,
            Extents(rows.height, rows.inner, n), call.options["eps"], rows.strides[0], weight_n, bias_n,
-           tile=row_tile(call, rows, n, tiling), num_warps=tiling["num_warps"])  # fmt: skip
+           tile=row_tile(call, rows, n, config), num_warps=config.num_warps)  # fmt: skip
     return (y,)
 
 
@@ -343,7 +342,7 @@ def layernorm_vjp_kernel(
             tl.store(d_biases + part * n + lane[i], tl.sum(b_sum[i], 0), mask=inside[i])
 
 
-def gradient_tiling(call: Call) -> dict[str, int]:
+def gradient_tiling(call: Call) -> RowGradientsConfig:
     """A formula of n, as softmax's.
 
     A program takes a whole row where 512 threads can hold it and its sums, 16 elements a thread, and 32 rows after one
@@ -376,7 +375,9 @@ def gradient_tiling(call: Call) -> dict[str, int]:
     stages = (4 if short else 2) if nvidia and n <= 8192 else 1
     ahead = streams(call) * elements * (2 if short else 4)  # bytes of a stage beyond the first
     stages = min(stages, 1 + shared_limit(arch) // ahead) if stages > 1 else 1
-    return {"block_rows": block_rows, "block_n": block_n, "steps": steps, "num_stages": stages, "num_warps": num_warps}
+    return RowGradientsConfig(
+        block_rows=block_rows, block_n=block_n, steps=steps, num_stages=stages, num_warps=num_warps
+    )
 
 
 def streams(call: Call) -> int:
@@ -384,47 +385,46 @@ def streams(call: Call) -> int:
     return sum(a.name not in ("weight", "bias") for a in call.spec.arrays)
 
 
-def supports_gradient(call: Call, tiling: Mapping[str, int]) -> str | None:
+def supports_gradient(call: Call, config: RowGradientsConfig) -> str | None:
     n, d_y = call.dims["n"], call.arrays["d_y"]
-    tile = tiling["block_rows"] * (tiling["block_n"] + tiles_of(call, n, tiling)[0])
-    buffers = streams(call) * (tiling["num_stages"] - 1) * tile * d_y.element_size()
+    tile = config.block_rows * (config.block_n + tiles_of(call, n, config)[0])
+    buffers = streams(call) * (config.num_stages - 1) * tile * d_y.element_size()
     if not call.interpret and buffers > shared_limit(call.target.arch):
         return (
-            f"num_stages = {tiling['num_stages']} of {tiling['block_rows']} x {tiling['block_n']} take {buffers} bytes "
+            f"num_stages = {config.num_stages} of {config.block_rows} x {config.block_n} take {buffers} bytes "
             "of shared memory; use fewer or a smaller block_n"
         )
-    return refuse_rows(call, tiling, n, d_y.numel() // n * cdiv(n, tiling["block_n"]))
+    return refuse_rows(call, config, n, d_y.numel() // n * cdiv(n, config.block_n))
 
 
-GRADIENT_KNOBS = {"num_warps": Tile(1, 32), "num_stages": Tile(1, 8), "steps": Tile(1, 1024)}
+@BACKEND.implements(
+    "layernorm_vjp", key=key, tiling=gradient_tiling, supports=supports_gradient, config=RowGradientsConfig
+)
+def layernorm_vjp(call: Call, config: RowGradientsConfig) -> tuple[Any, ...]:
+    return gradients(call, config, call.arrays["x"], None)
 
 
-@BACKEND.implements("layernorm_vjp", key=key, tiling=gradient_tiling, supports=supports_gradient, knobs=GRADIENT_KNOBS)
-def layernorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    return gradients(call, tiling, call.arrays["x"], None)
-
-
-def gradients(call: Call, tiling: Mapping[str, int], x: Any, past: Any) -> tuple[Any, ...]:
+def gradients(call: Call, config: RowGradientsConfig, x: Any, past: Any) -> tuple[Any, ...]:
     """d_x, d_weight and d_bias of the norm of x, those that the call wants; ``past``: what is added to d_x, or None."""
     d_y, weight, n = call.arrays["d_y"], call.arrays["weight"], call.dims["n"]
     want_x, want_weight = "d_x" in call.wants, "d_weight" in call.wants
     sums: list[str] = [name for name in ("d_weight", "d_bias") if name in call.wants]
     d_x = fresh(x.shape, x.dtype, x.device) if want_x else None
     (x, d_y, past), rows = walk_beside(x, d_y, past if want_x else None)
-    group = tiling["block_rows"] * (tiling["steps"] if sums else 1)
-    groups, (parts, tile), read_x = cdiv(rows.height, group), shared_tile(call, rows, n, tiling), want_x or want_weight
+    group = config.block_rows * (config.steps if sums else 1)
+    groups, (parts, tile), read_x = cdiv(rows.height, group), shared_tile(call, rows, n, config), want_x or want_weight
     strides = strides_of(rows, weight, past)
     stats = scratch(call, 4, rows.height) if parts > 1 and read_x else None
     if stats is not None:
-        launch(layernorm_vjp_statistics_kernel, cdiv(rows.height, tiling["block_rows"]), call, x,
+        launch(layernorm_vjp_statistics_kernel, cdiv(rows.height, config.block_rows), call, x,
                d_y if want_x else None, weight, stats, Extents(rows.height, rows.inner, n), call.options["eps"],
-               *strides[:2], strides.weight.n, tile=block_tile(call, rows, tiling),
-               num_warps=tiling["num_warps"])  # fmt: skip
+               *strides[:2], strides.weight.n, tile=block_tile(call, rows, config),
+               num_warps=config.num_warps)  # fmt: skip
     partial = {name: scratch(call, groups, n) for name in sums}
     launch(layernorm_vjp_kernel, groups * parts, call, d_y, x if read_x else None, weight if want_x else None, past,
            stats, d_x, partial.get("d_weight"), partial.get("d_bias"),
            GroupedExtents(rows.height, rows.inner, group, parts, n), call.options["eps"], strides,
-           tile=tile._replace(stages=tiling["num_stages"]), num_warps=tiling["num_warps"])  # fmt: skip
+           tile=tile._replace(stages=config.num_stages), num_warps=config.num_warps)  # fmt: skip
     result = add_up(call, partial)
     return (d_x, result.get("d_weight"), result.get("d_bias"))
 

@@ -22,7 +22,6 @@ Source: the order of tiles in "Matrix Multiplication" of the Triton tutorials (T
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,6 +30,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.configs import ProductConfig
 from portakern.backends.triton.gpu import matmul as products
 from portakern.backends.triton.gpu.linear_cross_entropy import multiply, refused
 from portakern.backends.triton.gpu.matmul import ProductTile, summed
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     import torch
 
     from portakern.core.call import Call
+    from portakern.core.config import Config
 
 
 class Extents(NamedTuple):
@@ -103,17 +104,17 @@ def as_product(call: Call) -> Call:
     return call.replace(dims={**call.dims, "batch": (), "m": prod(call.dims["batch"])})
 
 
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    return products.supports(as_product(call), tiling)
+def supports(call: Call, config: ProductConfig) -> str | None:
+    return products.supports(as_product(call), config)
 
 
-@BACKEND.implements("linear", key=products.key, fit=products.fit, supports=supports, knobs=products.KNOBS)
-def linear(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+@BACKEND.implements("linear", key=products.key, fit=products.fit, supports=supports, config=ProductConfig)
+def linear(call: Call, config: ProductConfig) -> tuple[Any, ...]:
     x, weight, bias, residual = (call.arrays[name] for name in ("x", "weight", "bias", "residual"))
     m, n, k = prod(call.dims["batch"]), call.dims["n"], call.dims["k"]
     x, residual, (outer, inner), of_rows = rows(x, residual)
     y, pre = (fresh((*x.shape[:-1], n), x.dtype, x.device) if name in call.wants else None for name in ("y", "pre"))
-    tiles_m, tiles_n, steps_k = cdiv(m, tiling["block_m"]), cdiv(n, tiling["block_n"]), cdiv(k, tiling["block_k"])
+    tiles_m, tiles_n, steps_k = cdiv(m, config.block_m), cdiv(n, config.block_n), cdiv(k, config.block_k)
     (x_outer, x_inner), (r_outer, r_inner) = of_rows
     weight_n, weight_k = weight.stride()
     strides = LinearStrides(
@@ -122,9 +123,9 @@ def linear(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     )  # fmt: skip
     launch(linear_kernel, tiles_m * tiles_n, call, x, weight, bias, residual, y, pre,
            Extents(m, n, k, tiles_m, tiles_n, None if outer == 1 else inner), steps_k,
-           strides, activation=call.options["activation"], tile=ProductTile.of(call, tiling),
-           num_warps=tiling["num_warps"],
-           num_stages=tiling["num_stages"], enable_fp_fusion=False)  # fmt: skip
+           strides, activation=call.options["activation"], tile=ProductTile.of(call, config),
+           num_warps=config.num_warps,
+           num_stages=config.num_stages, enable_fp_fusion=False)  # fmt: skip
     return y, pre
 
 
@@ -147,5 +148,5 @@ def rows(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[Any, Any, tupl
 
 
 @BACKEND.implements("linear_vjp", supports=partial(supports_gradient, of=refused))
-def linear_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+def linear_vjp(call: Call, config: Config) -> tuple[Any, ...]:
     return gradients(call, multiply)

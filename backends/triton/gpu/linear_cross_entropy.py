@@ -24,11 +24,11 @@ large-vocabulary language models", section 4, for logits taken again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.configs import LogitGradientsConfig, LogitsConfig
 from portakern.backends.triton.gpu import matmul as portable
 from portakern.backends.triton.gpu.family import FAMILY
 from portakern.backends.triton.lib.linear_cross_entropy import (
@@ -63,9 +63,15 @@ def refused(call: Call, m: int, n: int, k: int) -> str | None:
     return portable.supports(of, default(matmul, of).tiling)
 
 
-@BACKEND.implements("linear_cross_entropy", key=key, tiling=default_tiling, supports=partial(supports, refused=refused))
-def linear_cross_entropy(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    return in_chunks(call, tiling, multiply)
+@BACKEND.implements(
+    "linear_cross_entropy",
+    key=key,
+    tiling=default_tiling,
+    supports=partial(supports, refused=refused),
+    config=LogitsConfig,
+)
+def linear_cross_entropy(call: Call, config: LogitsConfig) -> tuple[Any, ...]:
+    return in_chunks(call, config, multiply)
 
 
 @BACKEND.implements(
@@ -74,6 +80,7 @@ def linear_cross_entropy(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ..
     tiling=gradient_tiling,
     supports=partial(supports_gradient, refused=refused),
     overwrites=True,
+    config=LogitGradientsConfig,
 )
-def linear_cross_entropy_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    return gradients_in_chunks(call, tiling, multiply)
+def linear_cross_entropy_vjp(call: Call, config: LogitGradientsConfig) -> tuple[Any, ...]:
+    return gradients_in_chunks(call, config, multiply)

@@ -17,13 +17,13 @@ is read twice: first its statistics, by online normalisation, then its result, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.configs import RowsConfig
 from portakern.backends.triton.copies import in_order
 from portakern.backends.triton.gpu.softmax import default_tiling, exponentials, key, supports
 from portakern.backends.triton.launch import cdiv, launch
@@ -51,7 +51,6 @@ from portakern.backends.triton.lib.rows import (
     weigh_long_rows,
     whole_rows,
 )
-from portakern.spec import Tile
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -89,19 +88,19 @@ def logsumexp_columns_kernel(x, y, m, l, extents, x_strides, y_strides, tile: tl
     tl.store(begin(y, group, lane, y_strides, 1), out.to(y.dtype.element_ty), mask=inside)
 
 
-@BACKEND.implements("logsumexp", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
-def logsumexp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+@BACKEND.implements("logsumexp", key=key, tiling=default_tiling, supports=supports, config=RowsConfig)
+def logsumexp(call: Call, config: RowsConfig) -> tuple[Any, ...]:
     x, axis = call.arrays["x"], call.options["axis"]
     y, n = fresh(call.dims["rest"], x.dtype, x.device), call.dims["axis"]
     if side_by_side(x, axis):
-        (x,), strips = walk_strips(call, axis, tiling, x)
+        (x,), strips = walk_strips(call, axis, config, x)
         m, l = sum_parts(call, strips, n, x)
         launch(logsumexp_columns_kernel, strips.programs // max(strips.parts, 1), call, x, y, m, l, strips.extents(n),
                strips.strides[0], strips.numbers, tile=strips.tile(call), num_warps=strips.num_warps)  # fmt: skip
         return (y,)
     (x,), rows = walk_rows(axis, x)
-    launch(logsumexp_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, y, Extents(rows.height, rows.inner, n),
-           rows.strides[0], tile=row_tile(call, rows, n, tiling), num_warps=tiling["num_warps"])  # fmt: skip
+    launch(logsumexp_kernel, cdiv(rows.height, config.block_rows), call, x, y, Extents(rows.height, rows.inner, n),
+           rows.strides[0], tile=row_tile(call, rows, n, config), num_warps=config.num_warps)  # fmt: skip
     return (y,)
 
 
@@ -129,21 +128,19 @@ def logsumexp_vjp_columns_kernel(
     weigh_strips(x, d_x, d_y, m, l, extents, x_strides, d_x_strides, d_y_strides, tile)
 
 
-@BACKEND.implements(
-    "logsumexp_vjp", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)}
-)
-def logsumexp_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+@BACKEND.implements("logsumexp_vjp", key=key, tiling=default_tiling, supports=supports, config=RowsConfig)
+def logsumexp_vjp(call: Call, config: RowsConfig) -> tuple[Any, ...]:
     x, axis = call.arrays["x"], call.options["axis"]
     d_y = in_order(call, call.arrays["d_y"])  # one number a row, in the order of the rows: a copy is a small thing
     d_x, n = fresh(x.shape, x.dtype, x.device), call.dims["axis"]
     if side_by_side(x, axis):
-        (x,), strips = walk_strips(call, axis, tiling, x)
+        (x,), strips = walk_strips(call, axis, config, x)
         m, l = sum_parts(call, strips, n, x)
         launch(logsumexp_vjp_columns_kernel, strips.programs, call, x, d_y, d_x, m, l, strips.extents(n),
                *strips.strides, strips.numbers, tile=strips.tile(call), num_warps=strips.num_warps)  # fmt: skip
         return (d_x,)
     (x,), rows = walk_rows(axis, x)
-    launch(logsumexp_vjp_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, d_y, d_x,
-           Extents(rows.height, rows.inner, n), *rows.strides, tile=row_tile(call, rows, n, tiling),
-           num_warps=tiling["num_warps"])  # fmt: skip
+    launch(logsumexp_vjp_kernel, cdiv(rows.height, config.block_rows), call, x, d_y, d_x,
+           Extents(rows.height, rows.inner, n), *rows.strides, tile=row_tile(call, rows, n, config),
+           num_warps=config.num_warps)  # fmt: skip
     return (d_x,)

@@ -17,13 +17,13 @@ Source: the order of tiles in "Matrix Multiplication" of the Triton tutorials (T
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.configs import ProductConfig
 from portakern.backends.triton.launch import (
     accumulator,
     cdiv,
@@ -35,7 +35,6 @@ from portakern.backends.triton.launch import (
 )
 from portakern.backends.triton.layout import collapse, contiguous_strides, fresh, pow2_at_least
 from portakern.backends.triton.lib.matmul import place, product, products
-from portakern.spec import Count, Tile
 from portakern.specs.matmul import batch_axes, product_dtype
 
 if TYPE_CHECKING:
@@ -79,8 +78,8 @@ class ProductTile(NamedTuple):
     whole_k: bool
 
     @classmethod
-    def of(cls, call: Call, tiling: Mapping[str, int]) -> ProductTile:
-        blocks = (tiling[name] for name in ("block_m", "block_n", "block_k", "group"))
+    def of(cls, call: Call, config: ProductConfig) -> ProductTile:
+        blocks = (config[name] for name in ("block_m", "block_n", "block_k", "group"))
         block_m, block_n, block_k, group = blocks
         whole_k = call.dims["k"] % block_k == 0
         return cls(block_m, block_n, block_k, group, accumulator(call.dtype), dot_precision(call), whole_k)
@@ -137,51 +136,48 @@ def key(call: Call) -> dict[str, str | int]:
     return {"products": products(call, call.dtype), "aligned": n % 8 == k % 8 == 0, "n": n, "k": k}
 
 
-def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
-    return fit_to(call.dims["n"], call.dims["k"], tiling)
+def fit(call: Call, config: ProductConfig) -> ProductConfig:
+    return fit_to(call.dims["n"], call.dims["k"], config)
 
 
-def fit_to(n: int, k: int, tiling: Mapping[str, int]) -> Mapping[str, int]:
+def fit_to(n: int, k: int, config: ProductConfig) -> ProductConfig:
     """Tiles no wider than n and k need."""
-    block_n, block_k = tiling["block_n"], tiling["block_k"]
+    block_n, block_k = config.block_n, config.block_k
     if n >= block_n and k >= block_k:
-        return tiling
+        return config
     narrow = {"block_n": pow2_at_least(n, 16, block_n), "block_k": pow2_at_least(k, 16, block_k)}
-    return {**tiling, **narrow}
+    return config.replace(**narrow)
 
 
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    block_m, block_n, block_k = tiling["block_m"], tiling["block_n"], tiling["block_k"]
+def supports(call: Call, config: ProductConfig) -> str | None:
+    block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     if max(block_m * block_n, block_m * block_k, block_k * block_n) > 1 << 20:
         return f"a tile of {block_m} x {block_n} x {block_k} has an operand over Triton's limit of 2^20 elements"
     if not call.interpret:
         size = 2 if call.dtype in ("float16", "bfloat16") else 4
         # The matrix units of Hopper and Blackwell read shared memory, so every stage stays there.
         in_registers = call.target.arch not in ("sm_90", "sm_100", "sm_103")
-        buffers = max(1, tiling["num_stages"] - in_registers)
+        buffers = max(1, config.num_stages - in_registers)
         shared = buffers * (block_m + block_n) * block_k * size
         if shared > shared_limit(call.target.arch):
             arch, limit = call.target.arch, shared_limit(call.target.arch)
             return (
-                f"{tiling['num_stages']} stages of {block_m} x {block_n} x {block_k} take {shared} bytes "
+                f"{config.num_stages} stages of {block_m} x {block_n} x {block_k} take {shared} bytes "
                 f"of shared memory; {arch} has {limit}"
             )
-        if block_m * block_n > tiling["num_warps"] * 32 * 256:
+        if block_m * block_n > config.num_warps * 32 * 256:
             return (
-                f"a {block_m} x {block_n} accumulator does not fit in the registers of {tiling['num_warps']} warps; "
+                f"a {block_m} x {block_n} accumulator does not fit in the registers of {config.num_warps} warps; "
                 "use a smaller tile or more warps"
             )
     tiles = cdiv(call.dims["m"], block_m) * cdiv(call.dims["n"], block_n)
     for extent in call.dims["batch"]:
         tiles *= extent
-    return refuse_common(call, tiling["num_warps"], tiles)
+    return refuse_common(call, config.num_warps, tiles)
 
 
-KNOBS = {"num_warps": Tile(1, 32), "num_stages": Count(1, 8), "group": Tile(1, 64)}
-
-
-@BACKEND.implements("matmul", key=key, fit=fit, supports=supports, knobs=KNOBS)
-def matmul(call: Call, tiling: Mapping[str, int], into: torch.Tensor | None = None) -> tuple[Any, ...]:
+@BACKEND.implements("matmul", key=key, fit=fit, supports=supports, config=ProductConfig)
+def matmul(call: Call, config: ProductConfig, into: torch.Tensor | None = None) -> tuple[Any, ...]:
     """``into``: contiguous memory for c, where another op has some."""
     dims, a, b = call.dims, call.arrays["a"], call.arrays["b"]
     batch, m, n, k = dims["batch"], dims["m"], dims["n"], dims["k"]
@@ -196,12 +192,12 @@ def matmul(call: Call, tiling: Mapping[str, int], into: torch.Tensor | None = No
         rows, strides = _rows(a, b, c)
     batch_outer, batch_inner, m = ((1, 1) + rows)[-3:]
     (a_outer, a_inner, a_m), (b_outer, b_inner, _), (c_outer, c_inner, c_m) = (((0, 0) + s)[-3:] for s in strides)
-    tiles_m, tiles_n, steps_k = cdiv(m, tiling["block_m"]), cdiv(n, tiling["block_n"]), cdiv(k, tiling["block_k"])
+    tiles_m, tiles_n, steps_k = cdiv(m, config.block_m), cdiv(n, config.block_n), cdiv(k, config.block_k)
     launch(matmul_kernel, batch_outer * batch_inner * tiles_m * tiles_n, call, a, b, c,
            Extents(m, n, k, tiles_m, tiles_n, steps_k, batch_inner), Strides(a_outer, a_inner, a_m, a.stride(-1)),
            Strides(b_outer, b_inner, b.stride(-2), b.stride(-1)), Strides(c_outer, c_inner, c_m),
-           tile=ProductTile.of(call, tiling), num_warps=tiling["num_warps"],
-           num_stages=tiling["num_stages"])  # fmt: skip
+           tile=ProductTile.of(call, config), num_warps=config.num_warps,
+           num_stages=config.num_stages)  # fmt: skip
     return (c,)
 
 
@@ -233,30 +229,30 @@ def gradient_key(call: Call) -> dict[str, str | int]:
     return {"products": kind, "aligned": extent % 8 == 0, "n": extent, "k": extent}
 
 
-def fit_gradient(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
+def fit_gradient(call: Call, config: ProductConfig) -> ProductConfig:
     extent = reach(call)
-    return fit_to(extent, extent, tiling)
+    return fit_to(extent, extent, config)
 
 
-def supports_gradient(call: Call, tiling: Mapping[str, int]) -> str | None:
+def supports_gradient(call: Call, config: ProductConfig) -> str | None:
     m, n, k, batch = (call.dims[name] for name in ("m", "n", "k", "batch"))
     dims = {"d_a": {"m": m, "n": k, "k": n}, "d_b": {"m": k, "n": n, "k": m}}
     for name in call.wants:
         kept, _ = batch_axes(call, name)
         reason = supports(
-            call.replace(dtype=product_dtype(call), dims=dims[name] | {"batch": tuple(batch[i] for i in kept)}), tiling
+            call.replace(dtype=product_dtype(call), dims=dims[name] | {"batch": tuple(batch[i] for i in kept)}), config
         )
         if reason:
             return f"{name}: {reason}"
     return None
 
 
-@BACKEND.implements("matmul_vjp", key=gradient_key, fit=fit_gradient, supports=supports_gradient, knobs=KNOBS)
-def matmul_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+@BACKEND.implements("matmul_vjp", key=gradient_key, fit=fit_gradient, supports=supports_gradient, config=ProductConfig)
+def matmul_vjp(call: Call, config: ProductConfig) -> tuple[Any, ...]:
     def gradient(name: str) -> torch.Tensor | None:
         if name not in call.wants:
             return None
-        (c,) = matmul(product(call, name), tiling)
+        (c,) = matmul(product(call, name), config)
         return c.reshape(call.outputs[name][0])
 
     return gradient("d_a"), gradient("d_b")

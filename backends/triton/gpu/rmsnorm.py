@@ -18,15 +18,14 @@ Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), equat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.configs import RowGradientsConfig, RowsConfig
 from portakern.backends.triton.gpu.layernorm import (
-    GRADIENT_KNOBS,
     Affine,
     default_tiling,
     gradient_tiling,
@@ -57,7 +56,6 @@ from portakern.backends.triton.lib.rows import (
     start_of,
     whole_rows,
 )
-from portakern.spec import Tile
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -100,15 +98,15 @@ def rounds_before(call: Call) -> bool:
     return call.options["rounding"] == "before_weight" and call.dtype in ("float16", "bfloat16")
 
 
-@BACKEND.implements("rmsnorm", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
-def rmsnorm(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+@BACKEND.implements("rmsnorm", key=key, tiling=default_tiling, supports=supports, config=RowsConfig)
+def rmsnorm(call: Call, config: RowsConfig) -> tuple[Any, ...]:
     x, weight, n = call.arrays["x"], call.arrays["weight"], call.dims["n"]
     y = fresh_like(x)
     (x,), rows = walk_rows(x.ndim - 1, x)
-    launch(rmsnorm_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, weight, y,
+    launch(rmsnorm_kernel, cdiv(rows.height, config.block_rows), call, x, weight, y,
            Extents(rows.height, rows.inner, n), call.options["eps"], rows.strides[0],
-           0 if weight is None else weight.stride(0), narrow=rounds_before(call), tile=row_tile(call, rows, n, tiling),
-           num_warps=tiling["num_warps"])  # fmt: skip
+           0 if weight is None else weight.stride(0), narrow=rounds_before(call), tile=row_tile(call, rows, n, config),
+           num_warps=config.num_warps)  # fmt: skip
     return (y,)
 
 
@@ -193,28 +191,30 @@ def rmsnorm_vjp_kernel(
             tl.store(d_weights + part * n + lane[i], tl.sum(w_sum[i], 0), mask=inside[i])
 
 
-@BACKEND.implements("rmsnorm_vjp", key=key, tiling=gradient_tiling, supports=supports_gradient, knobs=GRADIENT_KNOBS)
-def rmsnorm_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    return gradients(call, tiling, call.arrays["x"], None)
+@BACKEND.implements(
+    "rmsnorm_vjp", key=key, tiling=gradient_tiling, supports=supports_gradient, config=RowGradientsConfig
+)
+def rmsnorm_vjp(call: Call, config: RowGradientsConfig) -> tuple[Any, ...]:
+    return gradients(call, config, call.arrays["x"], None)
 
 
-def gradients(call: Call, tiling: Mapping[str, int], x: Any, past: Any) -> tuple[Any, ...]:
+def gradients(call: Call, config: RowGradientsConfig, x: Any, past: Any) -> tuple[Any, ...]:
     """d_x and d_weight of the norm of x, those that the call wants; ``past``: what is added to d_x, or None."""
     d_y, weight, n, eps = call.arrays["d_y"], call.arrays["weight"], call.dims["n"], call.options["eps"]
     want_x, want_weight = "d_x" in call.wants, "d_weight" in call.wants
     d_x = fresh(x.shape, x.dtype, x.device) if want_x else None
     (x, d_y, past), rows = walk_beside(x, d_y, past if want_x else None)
-    group = tiling["block_rows"] * (tiling["steps"] if want_weight else 1)
-    groups, (parts, tile) = cdiv(rows.height, group), shared_tile(call, rows, n, tiling)
+    group = config.block_rows * (config.steps if want_weight else 1)
+    groups, (parts, tile) = cdiv(rows.height, group), shared_tile(call, rows, n, config)
     strides, narrow = strides_of(rows, weight, past), rounds_before(call)
     stats = scratch(call, 2, rows.height) if parts > 1 else None
     if stats is not None:
-        launch(rmsnorm_vjp_statistics_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, d_y if want_x else None,
+        launch(rmsnorm_vjp_statistics_kernel, cdiv(rows.height, config.block_rows), call, x, d_y if want_x else None,
                weight if want_x else None, stats, Extents(rows.height, rows.inner, n), eps, *strides[:2],
-               strides.weight.n, narrow=narrow, tile=block_tile(call, rows, tiling),
-               num_warps=tiling["num_warps"])  # fmt: skip
+               strides.weight.n, narrow=narrow, tile=block_tile(call, rows, config),
+               num_warps=config.num_warps)  # fmt: skip
     partial = {"d_weight": scratch(call, groups, n)} if want_weight else {}
     launch(rmsnorm_vjp_kernel, groups * parts, call, d_y, x, weight if want_x else None, past,
            stats, d_x, partial.get("d_weight"), GroupedExtents(rows.height, rows.inner, group, parts, n), eps, strides,
-           narrow=narrow, tile=tile._replace(stages=tiling["num_stages"]), num_warps=tiling["num_warps"])  # fmt: skip
+           narrow=narrow, tile=tile._replace(stages=config.num_stages), num_warps=config.num_warps)  # fmt: skip
     return (d_x, add_up(call, partial).get("d_weight"))

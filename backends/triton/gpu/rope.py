@@ -12,7 +12,6 @@ Gradient of the rotary position embedding: the kernel of rope, with -sin for sin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,16 +19,15 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.configs import RopeConfig
 from portakern.backends.triton.launch import accumulator, cdiv, launch, refuse_common, refuse_over
 from portakern.backends.triton.layout import aligned, contiguous_strides, pow2_at_least, result_like
-from portakern.spec import Tile
 from portakern.spec.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
 
 
-KNOBS = {"num_warps": Tile(1, 32)}
 LEAST_PAIRS = 16  # of a tile: what passes through is copied as many pairs at a time
 USUAL_PAIRS = 64  # of a head, for which the rows of tables are written
 USUAL_TILE = 512  # pairs that a warp turns
@@ -130,59 +128,59 @@ def block_pairs(call: Call) -> int:
     return pow2_at_least(call.dims["pairs"], LEAST_PAIRS)
 
 
-def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
+def fit(call: Call, config: RopeConfig) -> RopeConfig:
     """As many numbers in more tokens, where heads are fewer or shorter than a tile's; fewer, where they are longer, and
     more warps, where they are longer still."""
     least_heads, least_seq = (call.spec.tiling[name].lo for name in ("block_heads", "block_seq"))
-    volume = tiling["block_seq"] * tiling["block_heads"] * USUAL_PAIRS // block_pairs(call)
-    block_heads = pow2_at_least(call.dims["heads"], least_heads, max(least_heads, tiling["block_heads"]))
+    volume = config.block_seq * config.block_heads * USUAL_PAIRS // block_pairs(call)
+    block_heads = pow2_at_least(call.dims["heads"], least_heads, max(least_heads, config.block_heads))
     block_seq = pow2_at_least(volume // block_heads, least_seq, 256)
-    num_warps = max(tiling["num_warps"], min(32, block_seq * block_heads * block_pairs(call) // USUAL_TILE))
-    return {**tiling, "block_heads": block_heads, "block_seq": block_seq, "num_warps": num_warps}
+    num_warps = max(config.num_warps, min(32, block_seq * block_heads * block_pairs(call) // USUAL_TILE))
+    return config.replace(block_heads=block_heads, block_seq=block_seq, num_warps=num_warps)
 
 
-def tiles(call: Call, tiling: Mapping[str, int]) -> tuple[int, int]:
+def tiles(call: Call, config: RopeConfig) -> tuple[int, int]:
     """The tiles of a sample's tokens, and of its heads."""
-    return cdiv(call.dims["seq"], tiling["block_seq"]), cdiv(call.dims["heads"], tiling["block_heads"])
+    return cdiv(call.dims["seq"], config.block_seq), cdiv(call.dims["heads"], config.block_heads)
 
 
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    seq, heads = tiles(call, tiling)
-    tile = tiling["block_seq"] * tiling["block_heads"] * block_pairs(call)
-    name = f"a tile of block_seq * block_heads = {tiling['block_seq']} * {tiling['block_heads']} heads"
+def supports(call: Call, config: RopeConfig) -> str | None:
+    seq, heads = tiles(call, config)
+    tile = config.block_seq * config.block_heads * block_pairs(call)
+    name = f"a tile of block_seq * block_heads = {config.block_seq} * {config.block_heads} heads"
     if tile > 1 << 19:
         return f"{name} of {call.dims['pairs']} pairs is over Triton's limit of 2^20 elements; use a smaller tile"
-    if not call.interpret and tile > tiling["num_warps"] * 32 * 32:
+    if not call.interpret and tile > config.num_warps * 32 * 32:
         return (
             f"{name} of {call.dims['pairs']} pairs is over 128 registers a thread at num_warps = "
-            f"{tiling['num_warps']}; use a smaller tile or more warps"
+            f"{config.num_warps}; use a smaller tile or more warps"
         )
     programs = call.dims["batch"] * seq * heads
-    return refuse_over(call, tiling["num_warps"], tile) or refuse_common(call, tiling["num_warps"], programs)
+    return refuse_over(call, config.num_warps, tile) or refuse_common(call, config.num_warps, programs)
 
 
-def turned(call: Call, tiling: Mapping[str, int], x: Any, transposed: bool) -> Any:
+def turned(call: Call, config: RopeConfig, x: Any, transposed: bool) -> Any:
     """x, each pair of its numbers turned by the call's tables."""
     dims, y = call.dims, result_like(x, call, call.spec.outputs[0].name)
     cos, sin = (call.arrays[name].expand(dims["batch"], dims["seq"], dims["pairs"]) for name in ("cos", "sin"))
-    tiles_seq, tiles_heads = tiles(call, tiling)
+    tiles_seq, tiles_heads = tiles(call, config)
     extents = Extents(dims["seq"], dims["heads"], dims["pairs"], dims["d"] - 2 * dims["pairs"], tiles_seq, tiles_heads)
     strides = Strides(x.stride(), contiguous_strides(x.shape), cos.stride(), sin.stride())
     elements = 16 // numpy_dtype(call.dtype).itemsize
     step = gcd(extents.pairs, *(n for of in strides for n in of[:-1]))
-    tile = HeadsTile(tiling["block_seq"], tiling["block_heads"], block_pairs(call), accumulator(call.dtype),
+    tile = HeadsTile(config.block_seq, config.block_heads, block_pairs(call), accumulator(call.dtype),
                      1 if step % elements else elements)  # fmt: skip
     launch(rope_kernel, dims["batch"] * tiles_seq * tiles_heads, call, x, cos, sin, y, extents, strides,
            interleaved=call.options["interleaved"], transposed=transposed, whole=not extents.rest, tile=tile,
-           num_warps=tiling["num_warps"])  # fmt: skip
+           num_warps=config.num_warps)  # fmt: skip
     return y
 
 
-@BACKEND.implements("rope", key=key, fit=fit, supports=supports, knobs=KNOBS, overwrites=True)
-def rope(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    return (turned(call, tiling, call.arrays["x"], transposed=False),)
+@BACKEND.implements("rope", key=key, fit=fit, supports=supports, config=RopeConfig, overwrites=True)
+def rope(call: Call, config: RopeConfig) -> tuple[Any, ...]:
+    return (turned(call, config, call.arrays["x"], transposed=False),)
 
 
-@BACKEND.implements("rope_vjp", key=key, fit=fit, supports=supports, knobs=KNOBS, overwrites=True)
-def rope_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    return (turned(call, tiling, call.arrays["d_y"], transposed=True),)
+@BACKEND.implements("rope_vjp", key=key, fit=fit, supports=supports, config=RopeConfig, overwrites=True)
+def rope_vjp(call: Call, config: RopeConfig) -> tuple[Any, ...]:
+    return (turned(call, config, call.arrays["d_y"], transposed=True),)

@@ -18,7 +18,6 @@ stays in registers, as in softmax. A longer one is read twice: first for Delta, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.configs import RowsConfig
 from portakern.backends.triton.launch import cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh_like, result_like, walk_rows
 from portakern.backends.triton.lib.columns import (
@@ -59,7 +59,6 @@ from portakern.backends.triton.lib.rows import (
     weigh_long_rows,
     whole_rows,
 )
-from portakern.spec import Tile
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -99,31 +98,31 @@ def key(call: Call) -> dict[str, str | int]:
     return {"dtype": call.dtype, "rows": "side by side" if side_by_side(x, axis) else "apart", "n": x.shape[axis]}
 
 
-def default_tiling(call: Call) -> dict[str, int]:
+def default_tiling(call: Call) -> RowsConfig:
     x, axis = lead(call)
     return (tile_columns if side_by_side(x, axis) else tile_rows)(x.shape[axis], call.target.arch)
 
 
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+def supports(call: Call, config: RowsConfig) -> str | None:
     x, axis = lead(call)
     if side_by_side(x, axis):
-        return refuse_strips(call, x, axis, tiling)
-    return refuse_rows(call, tiling, x.shape[axis], prod(x.shape) // x.shape[axis])
+        return refuse_strips(call, x, axis, config)
+    return refuse_rows(call, config, x.shape[axis], prod(x.shape) // x.shape[axis])
 
 
-@BACKEND.implements("softmax", key=key, tiling=default_tiling, supports=supports, knobs={"num_warps": Tile(1, 32)})
-def softmax(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+@BACKEND.implements("softmax", key=key, tiling=default_tiling, supports=supports, config=RowsConfig)
+def softmax(call: Call, config: RowsConfig) -> tuple[Any, ...]:
     x, axis = lead(call)
     y, n = fresh_like(x), x.shape[axis]
     if side_by_side(x, axis):
-        (x,), strips = walk_strips(call, axis, tiling, x)
+        (x,), strips = walk_strips(call, axis, config, x)
         m, l = sum_parts(call, strips, n, x)
         launch(softmax_columns_kernel, strips.programs, call, x, y, m, l, strips.extents(n), *strips.strides,
                tile=strips.tile(call), num_warps=strips.num_warps)  # fmt: skip
         return (y,)
     (x,), rows = walk_rows(axis, x)
-    launch(softmax_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, y, Extents(rows.height, rows.inner, n),
-           *rows.strides, tile=row_tile(call, rows, n, tiling), num_warps=tiling["num_warps"])  # fmt: skip
+    launch(softmax_kernel, cdiv(rows.height, config.block_rows), call, x, y, Extents(rows.height, rows.inner, n),
+           *rows.strides, tile=row_tile(call, rows, n, config), num_warps=config.num_warps)  # fmt: skip
     return (y,)
 
 
@@ -188,21 +187,21 @@ def softmax_vjp_columns_kernel(
     key=key,
     tiling=default_tiling,
     supports=supports,
-    knobs={"num_warps": Tile(1, 32)},
+    config=RowsConfig,
     overwrites=True,
 )
-def softmax_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+def softmax_vjp(call: Call, config: RowsConfig) -> tuple[Any, ...]:
     y, d_y, axis = call.arrays["y"], call.arrays["d_y"], call.options["axis"]
     d_x = result_like(y, call, "d_x")
     n = y.shape[axis]
     if side_by_side(y, axis):
-        (y, d_y), strips = walk_strips(call, axis, tiling, y, d_y)
+        (y, d_y), strips = walk_strips(call, axis, config, y, d_y)
         _, total = sum_parts(call, strips, n, y, d_y)
         launch(softmax_vjp_columns_kernel, strips.programs, call, y, d_y, d_x, total, strips.extents(n),
                *strips.strides, tile=strips.tile(call), num_warps=strips.num_warps)  # fmt: skip
         return (d_x,)
     (y, d_y), rows = walk_rows(axis, y, d_y)
-    launch(softmax_vjp_kernel, cdiv(rows.height, tiling["block_rows"]), call, y, d_y, d_x,
-           Extents(rows.height, rows.inner, n), *rows.strides, tile=row_tile(call, rows, n, tiling),
-           num_warps=tiling["num_warps"])  # fmt: skip
+    launch(softmax_vjp_kernel, cdiv(rows.height, config.block_rows), call, y, d_y, d_x,
+           Extents(rows.height, rows.inner, n), *rows.strides, tile=row_tile(call, rows, n, config),
+           num_warps=config.num_warps)  # fmt: skip
     return (d_x,)

@@ -16,7 +16,6 @@ A program owns a tile as in swiglu.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +23,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.configs import RowsConfig
 from portakern.backends.triton.launch import accumulator, cdiv, launch, refuse_tile
 from portakern.backends.triton.layout import (
     aligned,
@@ -37,13 +37,9 @@ from portakern.backends.triton.layout import (
 )
 from portakern.backends.triton.lib.activations import of_silu, open_and_shut
 from portakern.backends.triton.lib.rows import tile_of
-from portakern.spec import Tile
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
-
-
-KNOBS = {"num_warps": Tile(1, 32)}
 
 
 class ElementExtents(NamedTuple):
@@ -121,7 +117,7 @@ class Tiles(NamedTuple):
     tile: ElementTile
 
 
-def share(call: Call, tiling: Mapping[str, int], *tensors: Any) -> tuple[tuple[Any, ...], Tiles]:
+def share(call: Call, config: RowsConfig, *tensors: Any) -> tuple[tuple[Any, ...], Tiles]:
     """The tensors, and how to share their elements. Those that two dimensions do not describe are gathered first."""
     shape = tuple(tensors[0].shape)
     extents, strides = collapse(shape, *[t.stride() for t in tensors], contiguous_strides(shape))
@@ -131,7 +127,7 @@ def share(call: Call, tiling: Mapping[str, int], *tensors: Any) -> tuple[tuple[A
     height, n = ((1, 1) + extents)[-2:]
     rows = rows_of(1, (height, n), *[((0, 0) + s)[-2:] for s in strides[:-1]])
     assert rows is not None
-    block_rows, block_n = tiling["block_rows"], tiling["block_n"]
+    block_rows, block_n = config.block_rows, config.block_n
     if height == 1:
         block_rows, block_n = 1, block_rows * block_n
     steps = cdiv(n, block_n)
@@ -144,34 +140,34 @@ def key(call: Call) -> dict[str, str | int]:
     return {"dtype": call.dtype}
 
 
-def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
+def fit(call: Call, config: RowsConfig) -> RowsConfig:
     """As many elements in more rows, where rows are shorter than a tile."""
     shape = call.dims["batch"]
-    block_n = pow2_at_least(shape[-1] if shape else 1, 128, tiling["block_n"])
-    if block_n == tiling["block_n"]:
-        return tiling
-    block_rows = min(tiling["block_rows"] * tiling["block_n"] // block_n, 256)
-    return {**tiling, "block_rows": block_rows, "block_n": block_n}
+    block_n = pow2_at_least(shape[-1] if shape else 1, 128, config.block_n)
+    if block_n == config.block_n:
+        return config
+    block_rows = min(config.block_rows * config.block_n // block_n, 256)
+    return config.replace(block_rows=block_rows, block_n=block_n)
 
 
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+def supports(call: Call, config: RowsConfig) -> str | None:
     shape = call.dims["batch"]
-    return refuse_tile(call, tiling, prod(shape[:-1]) * cdiv(shape[-1] if shape else 1, tiling["block_n"]))
+    return refuse_tile(call, config, prod(shape[:-1]) * cdiv(shape[-1] if shape else 1, config.block_n))
 
 
-def product(kernel: Any, call: Call, tiling: Mapping[str, int], **forms: Any) -> Any:
+def product(kernel: Any, call: Call, config: RowsConfig, **forms: Any) -> Any:
     """What a kernel like swiglu's, which may have several ``forms``, makes of the call's gate and up."""
     gate, up = call.arrays["gate"], call.arrays["up"]
     y = fresh_like(gate)
-    (gate, up), tiles = share(call, tiling, gate, up)
+    (gate, up), tiles = share(call, config, gate, up)
     launch(kernel, tiles.programs, call, gate, up, y, tiles.extents, *tiles.strides, **forms, tile=tiles.tile,
-           num_warps=tiling["num_warps"])  # fmt: skip
+           num_warps=config.num_warps)  # fmt: skip
     return y
 
 
-@BACKEND.implements("swiglu", key=key, fit=fit, supports=supports, knobs=KNOBS)
-def swiglu(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    return (product(swiglu_kernel, call, tiling),)
+@BACKEND.implements("swiglu", key=key, fit=fit, supports=supports, config=RowsConfig)
+def swiglu(call: Call, config: RowsConfig) -> tuple[Any, ...]:
+    return (product(swiglu_kernel, call, config),)
 
 
 @triton.jit
@@ -202,7 +198,7 @@ def swiglu_vjp_kernel(
     gated_vjp(gate, up, d_y, d_gate, d_up, extents, gate_strides, up_strides, d_y_strides, out_strides, of_silu, tile)
 
 
-def gradients(kernel: Any, call: Call, tiling: Mapping[str, int], **forms: Any) -> tuple[Any, ...]:
+def gradients(kernel: Any, call: Call, config: RowsConfig, **forms: Any) -> tuple[Any, ...]:
     """What a kernel like swiglu_vjp's, which may have several ``forms``, makes of the call's arrays.
 
     Without fusion: the compiler would contract a product into a sum where nothing else reads the product, and whether
@@ -210,13 +206,13 @@ def gradients(kernel: Any, call: Call, tiling: Mapping[str, int], **forms: Any) 
     """
     gate, up, d_y = (call.arrays[name] for name in ("gate", "up", "d_y"))
     d_gate, d_up = (result_like(gate, call, name) if name in call.wants else None for name in ("d_gate", "d_up"))
-    (gate, up, d_y), tiles = share(call, tiling, gate, up, d_y)
+    (gate, up, d_y), tiles = share(call, config, gate, up, d_y)
     launch(kernel, tiles.programs, call, gate, None if d_gate is None else up, d_y, d_gate, d_up, tiles.extents,
-           *tiles.strides, **forms, tile=tiles.tile, num_warps=tiling["num_warps"],
+           *tiles.strides, **forms, tile=tiles.tile, num_warps=config.num_warps,
            enable_fp_fusion=False)  # fmt: skip
     return d_gate, d_up
 
 
-@BACKEND.implements("swiglu_vjp", key=key, fit=fit, supports=supports, knobs=KNOBS, overwrites=True)
-def swiglu_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    return gradients(swiglu_vjp_kernel, call, tiling)
+@BACKEND.implements("swiglu_vjp", key=key, fit=fit, supports=supports, config=RowsConfig, overwrites=True)
+def swiglu_vjp(call: Call, config: RowsConfig) -> tuple[Any, ...]:
+    return gradients(swiglu_vjp_kernel, call, config)

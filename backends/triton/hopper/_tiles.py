@@ -6,17 +6,16 @@ has follows from n and k alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from enum import IntEnum
+from collections.abc import Callable
 from math import prod
 from typing import TYPE_CHECKING
 
+from portakern.backends.triton.configs import EpilogueSubtile, HopperProductConfig, WarpSpecialized
 from portakern.backends.triton.hopper._scratch import begins_off_lines
 from portakern.backends.triton.launch import MAX_GRID, cdiv, refuse_common, shared_limit
 from portakern.backends.triton.layout import pow2_at_least
 from portakern.backends.triton.lib.matmul import products
 from portakern.core import targets
-from portakern.spec import Count, Tile
 from portakern.spec.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
@@ -67,31 +66,6 @@ MOST_PARTS = 8
 an H200 57.9 us for 54.3)."""
 
 
-class WarpSpecialized(IntEnum):
-    """``roles`` of a tiling: whether one warp copies and others multiply, and how many columns a tile then has beside
-    its ``block_n``."""
-
-    NO = 0
-    YES = 1
-    HALF_MORE = 2
-    QUARTER_MORE = 3
-
-
-class EpilogueSubtile(IntEnum):
-    """``halves`` of a tiling: how a tile of c leaves, of warps that have roles. By halves, or, where a program has one
-    tile, through a's stages, which nobody needs any more, it leaves room for one more stage."""
-
-    WHOLE = 0
-    HALVES = 1
-    IN_STAGES = 2
-
-
-KNOBS = {
-    "num_warps": Tile(4, 8), "num_stages": Count(2, 8), "group": Tile(1, 32),
-    "swapped": Count(0, 1), "roles": Count(0, max(WarpSpecialized)), "halves": Count(0, max(EpilogueSubtile)),
-}  # fmt: skip
-"""``swapped``: tiles of c^T (swap_ab)."""
-
 MORE: dict[int, int] = {WarpSpecialized.HALF_MORE: 2, WarpSpecialized.QUARTER_MORE: 4}
 """Of how many parts of a tile's columns there is one more: 128 and 64 are 192, 128 and 32 are 160."""
 
@@ -111,10 +85,10 @@ def split(tiles: int, n: int, k: int) -> int:
     return parts if cdiv(tiles * parts, MULTIPROCESSORS) * chunk < 0.8 * alone else 1
 
 
-def parts_of(call: Call, tiling: Mapping[str, int]) -> int:
+def parts_of(call: Call, config: HopperProductConfig) -> int:
     """How many programs share a tile's sum over k, of warps that all do the same."""
     (entries, m), n = extents(call), call.dims["n"]
-    return split(entries * cdiv(m, tiling["block_m"]) * cdiv(n, tiling["block_n"]), n, call.dims["k"])
+    return split(entries * cdiv(m, config.block_m) * cdiv(n, config.block_n), n, call.dims["k"])
 
 
 def extents(call: Call) -> tuple[int, int]:
@@ -202,135 +176,130 @@ def on_matrix_unit(call: Call) -> bool:
     return may_have_roles(call) and products(call, call.dtype) != "ieee"
 
 
-def warp_specialized(call: Call, tiling: Mapping[str, int]) -> bool:
+def warp_specialized(call: Call, config: HopperProductConfig) -> bool:
     """Whether warps have roles."""
-    return tiling["roles"] != WarpSpecialized.NO
+    return config.roles != WarpSpecialized.NO
 
 
-def subtile_of(tiling: Mapping[str, int]) -> EpilogueSubtile:
-    """How a tile of c leaves."""
-    return EpilogueSubtile(tiling.get("halves", EpilogueSubtile.WHOLE))
-
-
-def refuse_roles(call: Call, tiling: Mapping[str, int]) -> str | None:
+def refuse_roles(call: Call, config: HopperProductConfig) -> str | None:
     """Why warps cannot have roles, or None."""
-    rows, columns, depth, size = tiling["block_m"], tiling["block_n"], tiling["block_k"], size_of(call.dtype)
-    told, stages = f"warps with roles (roles={tiling['roles']})", tiling["num_stages"]
+    rows, columns, depth, size = config.block_m, config.block_n, config.block_k, size_of(call.dtype)
+    told, stages = f"warps with roles (roles={config.roles})", config.num_stages
     if call.interpret:
         return f"{told} are compiled alone: Gluon has no interpreter; use roles=0"
     if not may_have_roles(call):
         return f"{told} take products whose sums are whole, of operands of c's size and up to 32 bits; use roles=0"
-    if (tiling["num_warps"], tiling["swapped"]) != (8, 0):
+    if (config.num_warps, config.swapped) != (8, 0):
         return f"{told} are 8 that multiply, rows first; use num_warps=8 and swapped=0"
     if depth * size != 128 or (rows, columns) not in ((128, 128), (128, 256), (256, 128)):
         return (
             f"{told} take tiles of 128 x 128, 128 x 256 and 256 x 128, in steps of {128 // size} of k, not {rows} x "
             f"{columns} x {depth}"
         )
-    if rows == 256 and (size == 4 or tiling["roles"] in MORE):
+    if rows == 256 and (size == 4 or config.roles in MORE):
         return f"{told} take tiles of 256 x 128 where operands have 16 bits and roles=1"
-    if products(call, call.dtype) == "ieee" and (columns != 128 or tiling["roles"] in MORE):
+    if products(call, call.dtype) == "ieee" and (columns != 128 or config.roles in MORE):
         return f"{told} take tiles of 128 x 128 in ieee; use block_n=128 and roles=1"
-    if subtile_of(tiling) and size == 4:
+    if config.halves and size == 4:
         return f"{told} write c by halves (halves=1 or 2) where they take 16-bit operands"
-    if subtile_of(tiling) and tiling["roles"] == WarpSpecialized.QUARTER_MORE:
+    if config.halves and config.roles == WarpSpecialized.QUARTER_MORE:
         return f"{told}, which are of 160 columns, write c at once; use halves=0"
-    if subtile_of(tiling) == EpilogueSubtile.IN_STAGES and tiles_of(call, tiling) > MULTIPROCESSORS:
+    if config.halves == EpilogueSubtile.IN_STAGES and tiles_of(call, config) > MULTIPROCESSORS:
         return f"{told} write c through stages (halves=2) where each program has one tile; use halves=0 or 1"
-    if subtile_of(tiling) == EpilogueSubtile.IN_STAGES and columns + more_columns(tiling) > 64 * stages:
+    if config.halves == EpilogueSubtile.IN_STAGES and columns + more_columns(config) > 64 * stages:
         return f"{told} write 64 columns of c through each of {stages} stages (halves=2); use more stages"
-    if tiling["roles"] in MORE and (columns == 256 or size == 4):
+    if config.roles in MORE and (columns == 256 or size == 4):
         return f"{told}, which add columns, take 16-bit operands and block_n=128"
     return None
 
 
 def without_idle_roles(
-    call: Call, tiling: Mapping[str, int], may: Callable[[Call], bool] = may_have_roles
-) -> dict[str, int]:
+    call: Call, config: HopperProductConfig, may: Callable[[Call], bool] = may_have_roles
+) -> HopperProductConfig:
     """The tiling without roles where a call has no use for them, and c's way one that it can take."""
     if not may(call):
-        return {**tiling, **dict.fromkeys({"roles", "halves"} & set(tiling), 0)}
-    if subtile_of(tiling) != EpilogueSubtile.IN_STAGES or tiles_of(call, tiling) <= MULTIPROCESSORS:
-        return dict(tiling)
-    return {**tiling, "halves": int(EpilogueSubtile.WHOLE)}
+        return config.replace(**dict.fromkeys({"roles", "halves"} & set(config), 0))
+    if config.halves != EpilogueSubtile.IN_STAGES or tiles_of(call, config) <= MULTIPROCESSORS:
+        return config
+    return config.replace(halves=EpilogueSubtile.WHOLE)
 
 
-def tiles_of(call: Call, tiling: Mapping[str, int]) -> int:
+def tiles_of(call: Call, config: HopperProductConfig) -> int:
     """How many tiles of c there are, of warps that have roles."""
     entries, m = extents(call)
-    return entries * cdiv(m, tiling["block_m"]) * cdiv(call.dims["n"], tiling["block_n"] + more_columns(tiling))
+    return entries * cdiv(m, config.block_m) * cdiv(call.dims["n"], config.block_n + more_columns(config))
 
 
-def more_columns(tiling: Mapping[str, int]) -> int:
+def more_columns(config: HopperProductConfig) -> int:
     """Columns that a tile has beside those of its two powers of two, where warps have roles."""
-    return tiling["block_n"] // MORE[tiling["roles"]] if tiling["roles"] in MORE else 0
+    return config.block_n // MORE[config.roles] if config.roles in MORE else 0
 
 
-def box_columns(tiling: Mapping[str, int], size: int) -> int:
+def box_columns(config: HopperProductConfig, size: int) -> int:
     """Columns of c that leave at a time, of warps that have roles."""
-    if subtile_of(tiling) == EpilogueSubtile.IN_STAGES or (subtile_of(tiling) and tiling["roles"] in MORE):
+    if config.halves == EpilogueSubtile.IN_STAGES or (config.halves and config.roles in MORE):
         return 64
-    if more := more_columns(tiling):
+    if more := more_columns(config):
         return more
-    return int(min(tiling["block_n"], 512 // size)) // (2 if subtile_of(tiling) == EpilogueSubtile.HALVES else 1)
+    return int(min(config.block_n, 512 // size)) // (2 if config.halves == EpilogueSubtile.HALVES else 1)
 
 
-def shared_memory(call: Call, tiling: Mapping[str, int]) -> int:
+def shared_memory(call: Call, config: HopperProductConfig) -> int:
     """Bytes of shared memory: the stages of operands, and what of c waits there."""
-    rows, columns, size, stored = tiling["block_m"], tiling["block_n"], size_of(call.dtype), 0
-    if warp_specialized(call, tiling) and products(call, call.dtype) == "ieee":
+    rows, columns, size, stored = config.block_m, config.block_n, size_of(call.dtype), 0
+    if warp_specialized(call, config) and products(call, call.dtype) == "ieee":
         stored = 1024
-    elif warp_specialized(call, tiling):
-        columns += more_columns(tiling)
-        boxes = columns if tiling["roles"] in MORE and not subtile_of(tiling) else box_columns(tiling, size)
+    elif warp_specialized(call, config):
+        columns += more_columns(config)
+        boxes = columns if config.roles in MORE and not config.halves else box_columns(config, size)
         if call.dims["n"] * size % 16:
             boxes = max(boxes, 128)  # what turns c's elements into rows takes as much
-        elif subtile_of(tiling) == EpilogueSubtile.IN_STAGES:
+        elif config.halves == EpilogueSubtile.IN_STAGES:
             boxes = 0
         stored = rows * boxes * size + 1024
-    elif call.dims["n"] * size_of(call.outputs["c"][1]) % 16 == 0 and parts_of(call, tiling) == 1:
+    elif call.dims["n"] * size_of(call.outputs["c"][1]) % 16 == 0 and parts_of(call, config) == 1:
         stored = rows * columns * size_of(call.outputs["c"][1])
-    return tiling["num_stages"] * (rows + columns) * tiling["block_k"] * size + stored
+    return config.num_stages * (rows + columns) * config.block_k * size + stored
 
 
 def fit(
-    call: Call, tiling: Mapping[str, int], needed: Callable[[Call, Mapping[str, int]], int] = shared_memory,
+    call: Call, config: HopperProductConfig, needed: Callable[[Call, HopperProductConfig], int] = shared_memory,
     may: Callable[[Call], bool] = may_have_roles,
-) -> Mapping[str, int]:  # fmt: skip
+) -> HopperProductConfig:  # fmt: skip
     """No roles where a call has no use for them (``may``), and as many stages as shared memory has room for:
     ``needed``, a tiling's bytes."""
     if call.interpret:
-        return tiling
-    found = without_idle_roles(call, tiling, may)
-    while found["num_stages"] > 2 and needed(call, found) > shared_limit(call.target.arch):
-        found["num_stages"] -= 1
+        return config
+    found = without_idle_roles(call, config, may)
+    while found.num_stages > 2 and needed(call, found) > shared_limit(call.target.arch):
+        found = found.replace(num_stages=found.num_stages - 1)
     return found
 
 
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    block_m, block_n, block_k = tiling["block_m"], tiling["block_n"], tiling["block_k"]
+def supports(call: Call, config: HopperProductConfig) -> str | None:
+    block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     if max(block_m, block_n, block_k) > 256:
         return f"a tile of {block_m} x {block_n} x {block_k} is longer than the copy engine's 256"
     if max(call.dims["n"], call.dims["k"], extents(call)[1]) > 2**31 - 512:
         return "an extent of 2^31 is beyond what the copy engine counts"
-    if warp_specialized(call, tiling):
-        reason = refuse_roles(call, tiling)
+    if warp_specialized(call, config):
+        reason = refuse_roles(call, config)
         if reason:
             return reason
     if not call.interpret:
-        shared, limit = shared_memory(call, tiling), shared_limit(call.target.arch)
+        shared, limit = shared_memory(call, config), shared_limit(call.target.arch)
         if shared > limit:
             return (
-                f"{tiling['num_stages']} stages of {block_m} x {block_n} x {block_k}, and c's tile, take {shared} "
+                f"{config.num_stages} stages of {block_m} x {block_n} x {block_k}, and c's tile, take {shared} "
                 "bytes "
                 f"of shared memory; {call.target.arch} has {limit}"
             )
-        if not warp_specialized(call, tiling) and block_m * block_n > tiling["num_warps"] * 32 * 128:
+        if not warp_specialized(call, config) and block_m * block_n > config.num_warps * 32 * 128:
             return (
-                f"a {block_m} x {block_n} accumulator does not fit in the registers of {tiling['num_warps']} warps; "
+                f"a {block_m} x {block_n} accumulator does not fit in the registers of {config.num_warps} warps; "
                 "use a smaller tile or more warps"
             )
     entries, m = extents(call)
     return refuse_common(
-        call, tiling["num_warps"], min(entries * cdiv(m, block_m) * cdiv(call.dims["n"], block_n), 8 * MAX_GRID)
+        call, config.num_warps, min(entries * cdiv(m, block_m) * cdiv(call.dims["n"], block_n), 8 * MAX_GRID)
     )

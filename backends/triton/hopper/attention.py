@@ -11,14 +11,13 @@ this runs in the interpreter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
 from triton.experimental.gluon import language as gl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.configs import FewQueries, FlashConfig, FlashGradientsConfig
 from portakern.backends.triton.descriptors import describe
 from portakern.backends.triton.hopper._flash import FlashPlan, Work, attention_flash_kernel
 from portakern.backends.triton.hopper._flash_gradients import attention_vjp_gradients_kernel
@@ -32,7 +31,6 @@ from portakern.backends.triton.lib.heads import Scores
 from portakern.backends.triton.lib.split_kv import chunk_length, chunks_of_a_tile, seen_keys, worth_spreading
 from portakern.backends.triton.lib.tma import BARRIERS, QUERIES, REGISTERS, TOGETHER, movable, processors, tiled
 from portakern.core.backend import Drawn
-from portakern.spec import Count
 from portakern.specs.attention import scale_of
 
 if TYPE_CHECKING:
@@ -44,34 +42,11 @@ MERGER = 3.0  # tiles of keys that the merger of chunks takes as long as
 MOST_STAGES = 6  # of keys on their way to one group of rows
 
 
-class FewQueries(IntEnum):
-    """``shares`` of a tiling: what becomes of few queries. No bit of a result depends on it."""
-
-    PORTABLE = 0
-    """They are the portable kernel's."""
-    FASTER = 1
-    """Split or walked, whichever is faster (see ``times``)."""
-    SPLIT = 2
-    """A program takes a chunk of keys (split-KV)."""
-    WALKED = 3
-    """A program takes a group of heads, and all its chunks."""
-
-
-KNOBS = {
-    **shared.KNOBS,
-    "consumers": Count(2, 3),
-    "stay": Count(0, 1),
-    "shares": Count(0, max(FewQueries)),
-}
-"""``stay``: whether programs are persistent and take tiles by pairs where some see more keys than others, if that is
-faster (see ``persistent``). No bit of a result depends on it."""
-
-
-def plan_of(call: Call, tiling: Mapping[str, int]) -> FlashPlan:
+def plan_of(call: Call, config: FlashConfig) -> FlashPlan:
     """What the kernel is compiled for."""
     block_d, block_dv = (pow2_at_least(call.dims[n], 64) for n in ("d", "dv"))
-    chunked, consumers = chunk_length(call, tiling) is not None, tiling["consumers"]
-    apart = FlashPlan(consumers, tiling["block_kv"], block_d, block_dv, tiling["num_stages"], chunked, o_in_q=False,
+    chunked, consumers = chunk_length(call, config) is not None, config.consumers
+    apart = FlashPlan(consumers, config.block_kv, block_d, block_dv, config.num_stages, chunked, o_in_q=False,
                  registers=REGISTERS[consumers][0])  # fmt: skip
     crowded = block_d == block_dv and shared_bytes(apart) > shared_limit(call.target.arch)
     return apart._replace(o_in_q=crowded)
@@ -85,8 +60,8 @@ def shared_bytes(plan: FlashPlan) -> int:
     return 2 * held + BARRIERS
 
 
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    dims, plan = call.dims, plan_of(call, tiling)
+def supports(call: Call, config: FlashConfig) -> str | None:
+    dims, plan = call.dims, plan_of(call, config)
     if reason := gradients.refused(call):
         return reason
     if plan.stages < 2:
@@ -104,7 +79,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
             f"{plan.stages} stages of {plan.block_kv} keys take {shared_bytes(plan)} bytes of shared memory; "
             f"{call.target.arch or 'sm_90'} has {shared_limit(call.target.arch)}"
         )
-    return shared.supports(call, tiling)
+    return shared.supports(call, config)
 
 
 def least_chunk(call: Call) -> dict[str, int]:
@@ -120,29 +95,29 @@ def least_chunk(call: Call) -> dict[str, int]:
     return {"chunk": 1024}
 
 
-def delegate(call: Call, tiling: Mapping[str, int]) -> tuple[str, Mapping[str, int]] | None:
+def delegate(call: Call, config: FlashConfig) -> tuple[str, FlashConfig] | None:
     """Few queries that are not shared out are the portable kernel's, with the tiling of here, on which bits depend."""
-    return ("gpu", tiling) if shares_of(call, tiling) is None and few_queries(call, tiling) else None
+    return ("gpu", config) if shares_of(call, config) is None and few_queries(call, config) else None
 
 
 DRAWN = Drawn(("bias", "q_segment_ids", "kv_segment_ids"), {"d": 8, "dv": 8}, {"q_len": QUERIES + 1})
 
 
-@BACKEND.implements("attention", tiling=least_chunk, key=shared.key, fit=shared.fit, supports=supports, knobs=KNOBS,
-                    delegate=delegate, drawn=DRAWN, compiled_alone=GLUON)  # fmt: skip
-def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+@BACKEND.implements("attention", tiling=least_chunk, key=shared.key, fit=shared.fit, supports=supports,
+                    config=FlashConfig, delegate=delegate, drawn=DRAWN, compiled_alone=GLUON)  # fmt: skip
+def attention(call: Call, config: FlashConfig) -> tuple[Any, ...]:
     dims, options = call.dims, call.options
-    shares = shares_of(call, tiling)
-    plan = plan_of(call, tiling)
+    shares = shares_of(call, config)
+    plan = plan_of(call, config)
     q_len, kv_len = dims["q_len"], dims["kv_len"]
     q, k, v = (movable(call.arrays[n]) for n in "qkv")
     o, lse, low = shared.results(call, q)
     scores = Scores.of(call)
     left, right = shared.window_of(options["is_causal"], options["window"], q_len + kv_len)
     if shares is not None:
-        by_shares(call, tiling, plan, (q, k, v), (o, lse, low), scores, (left, right), *shares)
+        by_shares(call, config, plan, (q, k, v), (o, lse, low), scores, (left, right), *shares)
         return o, lse, low
-    work, programs = work_of(call, tiling, plan.consumers * QUERIES, (left, right), processors(q.device))
+    work, programs = work_of(call, config, plan.consumers * QUERIES, (left, right), processors(q.device))
     described = (tiled(q, QUERIES, plan.block_d), tiled(k, plan.block_kv, plan.block_d),
                  tiled(v, plan.block_kv, plan.block_dv), tiled(o, QUERIES, plan.block_dv))  # fmt: skip
     launch(attention_flash_kernel, programs, call, *described, lse, low, Softmax(scores, (left, right)), work.ahead,
@@ -151,20 +126,20 @@ def attention(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     return o, lse, low
 
 
-def few_queries(call: Call, tiling: Mapping[str, int]) -> bool:
+def few_queries(call: Call, config: FlashConfig) -> bool:
     """Whether tiles of queries that are this variant's would be half empty, or too few to occupy a GPU."""
-    rows, _ = shared.rows_plan(call, tiling)
-    _, _, _, chunks = shared.programs_of(call, tiling, rows)
+    rows, _ = shared.rows_plan(call, config)
+    _, _, _, chunks = shared.programs_of(call, config, rows)
     return bool(chunks) or rows.packed or call.dims["q_len"] <= QUERIES
 
 
-def shares_of(call: Call, tiling: Mapping[str, int]) -> tuple[int, bool] | None:
+def shares_of(call: Call, config: FlashConfig) -> tuple[int, bool] | None:
     """(chunks of each group of heads, whether one program walks them all) where ``by_shares`` takes the call; else
     None."""
-    dims, wanted, rows = call.dims, tiling["shares"], rows_of(call)
+    dims, wanted, rows = call.dims, config.shares, rows_of(call)
     if wanted == FewQueries.PORTABLE or rows > QUERIES:
         return None
-    chunk, groups = chunk_length(call, tiling), dims["batch"] * dims["kv_heads"]
+    chunk, groups = chunk_length(call, config), dims["batch"] * dims["kv_heads"]
     chunks = 1 if chunk is None else chunks_of_a_tile(call, chunk, dims["q_len"])
     may_walk = rows <= HALF.value
     if chunks == 1:
@@ -172,23 +147,23 @@ def shares_of(call: Call, tiling: Mapping[str, int]) -> tuple[int, bool] | None:
         return (1, False) if chunk is None or may_walk else None
     apart = worth_spreading(call, groups, chunks)
     if wanted == FewQueries.FASTER:
-        walked, split = times(call, tiling, chunks)
+        walked, split = times(call, config, chunks)
         walks = may_walk and (walked <= split or not apart)
     else:
         walks = may_walk and wanted == FewQueries.WALKED
     return (chunks, walks) if walks or apart else None
 
 
-def times(call: Call, tiling: Mapping[str, int], chunks: int) -> tuple[float, float]:
+def times(call: Call, config: FlashConfig, chunks: int) -> tuple[float, float]:
     """What a program for each group of heads and a program for each chunk would take, in the time of a tile of keys.
 
     A program computes no faster than a tile in that time (0.7 us at d 128), and ``SATURATED`` of them together read no
     faster. On an H200 that chose the faster one for 42 calls of 512 to 54720 keys and 1 to 256 groups of heads.
     """
     dims, many = call.dims, processors(call.arrays["q"].device)
-    groups, tiles = dims["batch"] * dims["kv_heads"], cdiv(seen_keys(call), tiling["block_kv"])
+    groups, tiles = dims["batch"] * dims["kv_heads"], cdiv(seen_keys(call), config.block_kv)
     memory = groups * tiles / SATURATED
-    each = cdiv(chunk_length(call, tiling) or dims["kv_len"], tiling["block_kv"])
+    each = cdiv(chunk_length(call, config) or dims["kv_len"], config.block_kv)
     longest = cdiv(groups * chunks, many) * min(each, tiles)
     return max(cdiv(groups, many) * tiles, memory), max(longest, memory) + MERGER
 
@@ -199,7 +174,7 @@ def rows_of(call: Call) -> int:
 
 
 def by_shares(
-    call: Call, tiling: Mapping[str, int], plan: FlashPlan, arrays: tuple[Any, ...], out: tuple[Any, Any, Any],
+    call: Call, config: FlashConfig, plan: FlashPlan, arrays: tuple[Any, ...], out: tuple[Any, Any, Any],
     scores: Scores,
     window: tuple[int | None, int | None], chunks: int, walks: bool,
 ) -> None:  # fmt: skip
@@ -207,7 +182,7 @@ def by_shares(
     there are several, their merger, which is launched beside the end of the first kernel."""
     dims, (q, k, v) = call.dims, arrays
     batch, q_len, kv_heads, group, dv = (dims[n] for n in ("batch", "q_len", "kv_heads", "group", "dv"))
-    heads, groups, chunk = kv_heads * group, batch * kv_heads, chunk_length(call, tiling) or dims["kv_len"]
+    heads, groups, chunk = kv_heads * group, batch * kv_heads, chunk_length(call, config) or dims["kv_len"]
     rows = HALF.value if rows_of(call) <= HALF.value else QUERIES
     plan = plan._replace(consumers=1, stages=2, chunked=walks, o_in_q=False, heads=pow2_at_least(group), rows=rows)
     limit = shared_limit(call.target.arch)
@@ -248,7 +223,7 @@ def by_group(q: torch.Tensor, group: int, columns: int) -> Any:
 
 
 def work_of(
-    call: Call, tiling: Mapping[str, int], queries: int, window: tuple[int | None, int | None], processors: int
+    call: Call, config: FlashConfig, queries: int, window: tuple[int | None, int | None], processors: int
 ) -> tuple[Work, int]:
     """The tiles of so many ``queries``, and how many programs take them.
 
@@ -264,18 +239,18 @@ def work_of(
         together = cdiv(all_heads, cdiv(all_heads, TOGETHER))
     if window != (None, None):
         pairs = cdiv(tiles, 2)
-        if tiling.get("stay") and persistent(call, tiling, queries, window, pairs, processors):
+        if config.stay and persistent(call, config, queries, window, pairs, processors):
             ahead, programs = pairs, min(pairs, processors)
         else:
             programs = tiles
-    chunk = chunk_length(call, tiling) or kv_len
+    chunk = chunk_length(call, config) or kv_len
     return Work(
         tiles, ahead, tiles_q, together, heads, dims["group"], all_heads, dims["q_len"], kv_len, chunk
     ), programs
 
 
 def persistent(
-    call: Call, tiling: Mapping[str, int], queries: int, window: tuple[int | None, int | None], pairs: int,
+    call: Call, config: FlashConfig, queries: int, window: tuple[int | None, int | None], pairs: int,
     processors: int,
 ) -> bool:  # fmt: skip
     """Whether programs that stay and take tiles by pairs end before programs of one tile, of which the longest come
@@ -288,22 +263,13 @@ def persistent(
     seen = kv_len if right is None else max(0, kv_len - q_len // 2 + right)
     if left is not None:
         seen = min(seen, queries + left + (kv_len if right is None else right))
-    here, anew = (min(seen, kv_len) / tiling["block_kv"] + beginning for beginning in BEGINNINGS)
+    here, anew = (min(seen, kv_len) / config.block_kv + beginning for beginning in BEGINNINGS)
     return cdiv(pairs, processors) * processors * here <= pairs * anew
 
 
-GRADIENT_KNOBS = {
-    **shared.GRADIENT_KNOBS,
-    "consumers": Count(2, 3),
-    "dq_consumers": Count(2, 3),
-    "dq_stages": Count(1, 8),
-    "ahead": Count(0, 1),
-}
-
-
 @BACKEND.implements("attention_vjp", key=shared.key, fit=gradients.fit, supports=gradients.supports,
-                    knobs=GRADIENT_KNOBS, drawn=gradients.DRAWN, compiled_alone=GLUON)  # fmt: skip
-def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+                    config=FlashGradientsConfig, drawn=gradients.DRAWN, compiled_alone=GLUON)  # fmt: skip
+def attention_vjp(call: Call, config: FlashGradientsConfig) -> tuple[Any, ...]:
     dims, options = call.dims, call.options
     q, k, v, d_o, o = (movable(call.arrays[n]) for n in ("q", "k", "v", "d_o", "o"))
     out = {
@@ -313,7 +279,7 @@ def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
     scale, (scores, rate) = scale_of(call), gradients.scores_of(call)
     lines, low, flags = gradients.lines_of(call, o, d_o, rate)
     left, right = shared.window_of(options["is_causal"], options["window"], dims["q_len"] + dims["kv_len"])
-    for wants, plan in gradients.plans(call, tiling).items():
+    for wants, plan in gradients.plans(call, config).items():
         first, second = (out.get(n) if n in wants else None for n in (("d_k", "d_v") if plan.by_key else ("d_q", "")))
         keys = (k, v), dims["kv_len"], dims["kv_heads"]
         queries = (q, d_o), dims["q_len"], dims["kv_heads"] * dims["group"]

@@ -21,7 +21,6 @@ Source: the order of tiles in "Matrix Multiplication" of the Triton tutorials (T
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.configs import HopperProductConfig
 from portakern.backends.triton.hopper import _tiles
 from portakern.backends.triton.hopper import matmul as products
 from portakern.backends.triton.hopper._scratch import Operand, operand
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     import torch
 
     from portakern.core.call import Call
+    from portakern.core.config import Config
 
 
 @triton.jit(do_not_specialize=["m", "n", "k", "chunk"])
@@ -75,35 +76,35 @@ def key(call: Call) -> dict[str, str | int]:
     return _tiles.key(product_of(call))
 
 
-def shared_memory(of: Call, tiling: Mapping[str, int]) -> int:
+def shared_memory(of: Call, config: HopperProductConfig) -> int:
     """Bytes of shared memory: as matmul's, where warps have roles; else a tile of the sums waits there, which other
     threads write than have multiplied it."""
-    if _tiles.warp_specialized(of, tiling):
-        return _tiles.shared_memory(of, tiling)
-    rows, columns, depth, size = tiling["block_m"], tiling["block_n"], tiling["block_k"], _tiles.size_of(of.dtype)
-    return tiling["num_stages"] * (rows + columns) * depth * size + rows * columns * 4
+    if _tiles.warp_specialized(of, config):
+        return _tiles.shared_memory(of, config)
+    rows, columns, depth, size = config.block_m, config.block_n, config.block_k, _tiles.size_of(of.dtype)
+    return config.num_stages * (rows + columns) * depth * size + rows * columns * 4
 
 
-def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
-    return _tiles.fit(product_of(call), tiling, shared_memory, _tiles.on_matrix_unit)
+def fit(call: Call, config: HopperProductConfig) -> HopperProductConfig:
+    return _tiles.fit(product_of(call), config, shared_memory, _tiles.on_matrix_unit)
 
 
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+def supports(call: Call, config: HopperProductConfig) -> str | None:
     of = product_of(call)
-    if _tiles.warp_specialized(of, tiling) and not (call.interpret or _tiles.on_matrix_unit(of)):
+    if _tiles.warp_specialized(of, config) and not (call.interpret or _tiles.on_matrix_unit(of)):
         return (
-            f"warps with roles (roles={tiling['roles']}) take products of the matrix unit, which float32 in ieee is "
+            f"warps with roles (roles={config.roles}) take products of the matrix unit, which float32 in ieee is "
             "none of; use roles=0"
         )
-    if not call.interpret and not _tiles.warp_specialized(of, tiling):
-        shared, limit = shared_memory(of, tiling), shared_limit(call.target.arch)
+    if not call.interpret and not _tiles.warp_specialized(of, config):
+        shared, limit = shared_memory(of, config), shared_limit(call.target.arch)
         if shared > limit:
-            tile = f"{tiling['block_m']} x {tiling['block_n']} x {tiling['block_k']}"
+            tile = f"{config.block_m} x {config.block_n} x {config.block_k}"
             return (
-                f"{tiling['num_stages']} stages of {tile}, and the sums, take {shared} bytes of shared memory; "
+                f"{config.num_stages} stages of {tile}, and the sums, take {shared} bytes of shared memory; "
                 f"{call.target.arch} has {limit}"
             )
-    return _tiles.supports(of, tiling)
+    return _tiles.supports(of, config)
 
 
 @BACKEND.implements(
@@ -111,27 +112,27 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     key=key,
     fit=fit,
     supports=supports,
-    knobs=_tiles.KNOBS,
+    config=HopperProductConfig,
     same_bits=True,
     ahead=("float16", "bfloat16"),  # docs/porting/linear.md has the times
 )
-def linear(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+def linear(call: Call, config: HopperProductConfig) -> tuple[Any, ...]:
     x, weight, bias, residual = (call.arrays[name] for name in ("x", "weight", "bias", "residual"))
     m, n, k = prod(call.dims["batch"]), call.dims["n"], call.dims["k"]
     y, pre = (fresh((*x.shape[:-1], n), x.dtype, x.device) if name in call.wants else None for name in ("y", "pre"))
     of = product_of(call)
     along_x, along_w = _tiles.ALONG.get(kind_of(of, of.dtype), (None, None))
-    if tiling["swapped"]:
+    if config.swapped:
         along_x, along_w = None, None
-    whole = _tiles.copied(of) if _tiles.warp_specialized(of, tiling) else None
+    whole = _tiles.copied(of) if _tiles.warp_specialized(of, config) else None
     of_x = operand(call, x.reshape(m, k), 0, (1, m, k), along_x, whole == "a")
     of_weight = operand(call, weight.mT, 0, (1, k, n), along_w, whole == "b")
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else _by_rows(residual.reshape(m, n))
-    if _tiles.warp_specialized(of, tiling):
-        _launch_roles(call, of, of_x, of_weight, bias, residual, y, pre, tiling)
+    if _tiles.warp_specialized(of, config):
+        _launch_roles(call, of, of_x, of_weight, bias, residual, y, pre, config)
     else:
-        _launch(call, of, of_x, of_weight, bias, residual, y, pre, tiling)
+        _launch(call, of, of_x, of_weight, bias, residual, y, pre, config)
     return y, pre
 
 
@@ -142,12 +143,12 @@ def _by_rows(x: torch.Tensor) -> torch.Tensor:
 
 def _launch_roles(
     call: Call, of: Call, x: Operand, weight: Operand, bias: Any, residual: Any, y: Any, pre: Any,
-    tiling: Mapping[str, int],
+    config: HopperProductConfig,
 ) -> None:  # fmt: skip
     from portakern.backends.triton.hopper._warps import linear_by_roles
 
     m, n, k = (of.dims[name] for name in "mnk")
-    roles = products.roles_of(of, x, weight, (1, m), tiling)
+    roles = products.roles_of(of, x, weight, (1, m), config)
     launch(linear_by_roles, roles.grid, call, *roles.operands, roles.result(y), bias, residual,
            None if pre is None else roles.result(pre), 0 if residual is None else residual.stride(0), m, n, k,
            plan=roles.plan._replace(activation=call.options["activation"]), num_warps=4,
@@ -156,23 +157,23 @@ def _launch_roles(
 
 def _launch(
     call: Call, of: Call, x: Operand, weight: Operand, bias: Any, residual: Any, y: Any, pre: Any,
-    tiling: Mapping[str, int],
+    config: HopperProductConfig,
 ) -> None:  # fmt: skip
     m, n, k = (of.dims[name] for name in "mnk")
-    block_m, block_n, block_k = tiling["block_m"], tiling["block_n"], tiling["block_k"]
+    block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     how: dict[str, Any] = {"tf32": True} if dot_precision(call) == "tf32" else {}
     of_x = products.described(x, (1, m, k), (block_m, block_k), False, **how)
     of_weight = products.described(weight, (1, k, n), (block_k, block_n), False, **how)
     chunk = cdiv(_tiles.chunk_of(n, k), block_k)
     plan = products.TilePlan(
-        block_m, block_n, block_k, tiling["group"], x.across, weight.across, bool(tiling["swapped"]),
+        block_m, block_n, block_k, config.group, x.across, weight.across, config.swapped,
         chunk * block_k < k, dot_precision(call), accumulator(call.dtype), activation=call.options["activation"],
     )  # fmt: skip
     launch(linear_kernel, cdiv(m, block_m) * cdiv(n, block_n), call, of_x, of_weight, bias, residual,
            y, pre, 0 if residual is None else residual.stride(0), m, n, k, chunk, plan=plan,
-           num_warps=tiling["num_warps"], num_stages=tiling["num_stages"], enable_fp_fusion=False)  # fmt: skip
+           num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=False)  # fmt: skip
 
 
 @BACKEND.implements("linear_vjp", supports=partial(supports_gradient, of=refused))
-def linear_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+def linear_vjp(call: Call, config: Config) -> tuple[Any, ...]:
     return gradients(call, multiply)

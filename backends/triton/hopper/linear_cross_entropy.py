@@ -7,11 +7,11 @@ there are many, and how they are cut must not show. Where warps cannot have role
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.configs import HopperProductConfig, LogitGradientsConfig, LogitsConfig
 from portakern.backends.triton.hopper import _tiles
 from portakern.backends.triton.hopper import matmul as forward
 from portakern.backends.triton.hopper.family import FAMILY
@@ -25,16 +25,16 @@ MANY_ROWS, WHOLE = 1024, 8192
 """Of the product whose tiling a long sum takes: as many rows as give it tiles enough, and a sum that is not split."""
 
 
-def tiling_of(of: Call) -> tuple[Call, Mapping[str, int]]:
+def tiling_of(of: Call) -> tuple[Call, HopperProductConfig]:
     """A product as its tiling is looked up, and that: matmul's own, or that of many rows where the sum is long."""
     matmul = BACKEND.implementation("matmul", FAMILY)
     assert matmul is not None
     m, n, k = (of.dims[name] for name in "mnk")
     if not of.interpret and _tiles.chunk_of(n, k) < k:
         whole = of.replace(dims={**of.dims, "m": max(m, MANY_ROWS), "k": WHOLE})
-        tiling = default(matmul, whole).tiling
-        if _tiles.on_matrix_unit(whole) and _tiles.warp_specialized(whole, tiling):
-            return whole, tiling
+        config = default(matmul, whole).tiling
+        if _tiles.on_matrix_unit(whole) and _tiles.warp_specialized(whole, config):
+            return whole, config
     return of, default(matmul, of).tiling
 
 
@@ -52,9 +52,11 @@ def refused(call: Call, m: int, n: int, k: int) -> str | None:
 supports = partial(shared.supports, refused=refused)
 
 
-@BACKEND.implements("linear_cross_entropy", key=shared.key, tiling=shared.default_tiling, supports=supports)
-def linear_cross_entropy(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    return shared.in_chunks(call, tiling, multiply)
+@BACKEND.implements(
+    "linear_cross_entropy", key=shared.key, tiling=shared.default_tiling, supports=supports, config=LogitsConfig
+)
+def linear_cross_entropy(call: Call, config: LogitsConfig) -> tuple[Any, ...]:
+    return shared.in_chunks(call, config, multiply)
 
 
 @BACKEND.implements(
@@ -63,6 +65,7 @@ def linear_cross_entropy(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ..
     tiling=shared.gradient_tiling,
     supports=partial(shared.supports_gradient, refused=refused),
     overwrites=True,
+    config=LogitGradientsConfig,
 )
-def linear_cross_entropy_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    return shared.gradients_in_chunks(call, tiling, multiply)
+def linear_cross_entropy_vjp(call: Call, config: LogitGradientsConfig) -> tuple[Any, ...]:
+    return shared.gradients_in_chunks(call, config, multiply)

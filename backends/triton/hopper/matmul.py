@@ -26,7 +26,7 @@ Source: the order of tiles in "Matrix Multiplication" of the Triton tutorials (T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,13 +35,12 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.configs import EpilogueSubtile, HopperProductConfig
 from portakern.backends.triton.descriptors import describe
 from portakern.backends.triton.hopper import _tiles
 from portakern.backends.triton.hopper._scratch import Operand, operand
 from portakern.backends.triton.hopper._tiles import (
     ALONG,
-    KNOBS,
-    EpilogueSubtile,
     box_columns,
     chunk_of,
     copied,
@@ -52,7 +51,6 @@ from portakern.backends.triton.hopper._tiles import (
     refuse_roles,
     size_of,
     split,
-    subtile_of,
     supports,
     warp_specialized,
     without_idle_roles,
@@ -209,8 +207,8 @@ def matmul_add_parts_kernel(partial, c, numel, parts: tl.constexpr, block: tl.co
     tl.store(c + i, acc.to(c.dtype.element_ty), mask=inside)
 
 
-@BACKEND.implements("matmul", key=key, fit=fit, supports=supports, knobs=KNOBS, same_bits=True)
-def matmul(call: Call, tiling: Mapping[str, int], into: torch.Tensor | None = None) -> tuple[Any, ...]:
+@BACKEND.implements("matmul", key=key, fit=fit, supports=supports, config=HopperProductConfig, same_bits=True)
+def matmul(call: Call, config: HopperProductConfig, into: torch.Tensor | None = None) -> tuple[Any, ...]:
     """``into``: contiguous memory for c, where another op has some."""
     dims, dtype = call.dims, call.options["out_dtype"]
     a, b, n, k = call.arrays["a"], call.arrays["b"], dims["n"], dims["k"]
@@ -219,18 +217,18 @@ def matmul(call: Call, tiling: Mapping[str, int], into: torch.Tensor | None = No
     c = into
     entries, m = extents(call)
     kind = products(call, call.dtype)
-    along_a, along_b = (None, None) if tiling["swapped"] else ALONG.get(kind, (None, None))
-    if warp_specialized(call, tiling) and kind == "tf32":
+    along_a, along_b = (None, None) if config.swapped else ALONG.get(kind, (None, None))
+    if warp_specialized(call, config) and kind == "tf32":
         along_b = None
-    whole = copied(call) if warp_specialized(call, tiling) else None
+    whole = copied(call) if warp_specialized(call, config) else None
     of_a = _operand(call, a, (entries, m, k), along_a, whole == "a", flattened=m != dims["m"])
     of_b = _operand(call, b, (entries, k, n), along_b, whole == "b")
-    if warp_specialized(call, tiling) and (kind == "ieee" or (kind == "tf32" and not of_b.across)):
-        _launch_float32(call, of_a, of_b, c, (entries, m), tiling)
-    elif warp_specialized(call, tiling):
-        _launch_roles(call, of_a, of_b, c, (entries, m), tiling)
+    if warp_specialized(call, config) and (kind == "ieee" or (kind == "tf32" and not of_b.across)):
+        _launch_float32(call, of_a, of_b, c, (entries, m), config)
+    elif warp_specialized(call, config):
+        _launch_roles(call, of_a, of_b, c, (entries, m), config)
     else:
-        _launch(call, of_a, of_b, c, (entries, m), tiling)
+        _launch(call, of_a, of_b, c, (entries, m), config)
     return (c,)
 
 
@@ -283,14 +281,14 @@ class Roles(NamedTuple):
     plan: WarpPlan
 
 
-def roles_of(call: Call, a: Operand, b: Operand, extents: tuple[int, int], tiling: Mapping[str, int]) -> Roles:
+def roles_of(call: Call, a: Operand, b: Operand, extents: tuple[int, int], config: HopperProductConfig) -> Roles:
     """How warps with roles take the product of a and b. extents: batch entries and rows."""
     from triton.experimental.gluon import language as gl
 
     from portakern.backends.triton.hopper._warps import WarpPlan
 
     (entries, m), n, k, given = extents, call.dims["n"], call.dims["k"], a.memory.dtype
-    rows, columns, depth, more = tiling["block_m"], tiling["block_n"], tiling["block_k"], more_columns(tiling)
+    rows, columns, depth, more = config.block_m, config.block_n, config.block_k, more_columns(config)
     dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[given]
     tf32, batched = given == torch.float32, entries > 1
 
@@ -300,7 +298,7 @@ def roles_of(call: Call, a: Operand, b: Operand, extents: tuple[int, int], tilin
         return described(x, (entries, *shape), block, batched, layout=layout, tf32=tf32)
 
     size = size_of(call.dtype)
-    box = (rows // 2, box_columns(tiling, size))
+    box = (rows // 2, box_columns(config, size))
     in_boxes = n * size % 16 == 0
 
     def result(c: torch.Tensor) -> Any:
@@ -310,26 +308,26 @@ def roles_of(call: Call, a: Operand, b: Operand, extents: tuple[int, int], tilin
     of_more = tile(b, (k, n), (depth, more)) if more else of_b
     grid = min(_tiles.MULTIPROCESSORS, cdiv(m, rows) * cdiv(n, columns + more) * entries)
     plan = WarpPlan(
-        rows, columns, depth, tiling["group"], tiling["num_stages"], more=more, a_across=a.across, b_across=b.across,
+        rows, columns, depth, config.group, config.num_stages, more=more, a_across=a.across, b_across=b.across,
         batched=batched, a_batched=int(a.batch > 0), b_batched=int(b.batch > 0), described=in_boxes,
-        c_in_stages=subtile_of(tiling) == EpilogueSubtile.IN_STAGES,
-        c_whole=subtile_of(tiling) == EpilogueSubtile.WHOLE,
+        c_in_stages=config.halves == EpilogueSubtile.IN_STAGES,
+        c_whole=config.halves == EpilogueSubtile.WHOLE,
     )  # fmt: skip
     return Roles(grid, (of_a, of_b, of_more), result, plan)
 
 
 def _launch_roles(
-    call: Call, a: Operand, b: Operand, c: torch.Tensor, extents: tuple[int, int], tiling: Mapping[str, int]
+    call: Call, a: Operand, b: Operand, c: torch.Tensor, extents: tuple[int, int], config: HopperProductConfig
 ) -> None:
     from portakern.backends.triton.hopper._warps import matmul_by_roles
 
-    (entries, m), roles = extents, roles_of(call, a, b, extents, tiling)
+    (entries, m), roles = extents, roles_of(call, a, b, extents, config)
     launch(matmul_by_roles, roles.grid, call, *roles.operands, roles.result(c), m, call.dims["n"], call.dims["k"],
            entries, plan=roles.plan, num_warps=4)  # fmt: skip
 
 
 def _launch_float32(
-    call: Call, a: Operand, b: Operand, c: torch.Tensor, extents: tuple[int, int], tiling: Mapping[str, int]
+    call: Call, a: Operand, b: Operand, c: torch.Tensor, extents: tuple[int, int], config: HopperProductConfig
 ) -> None:
     """Of operands whose lines run along k and n. In tf32 the longer side of a tile is rows, and what c does not take of
     shared memory holds a stage more."""
@@ -339,8 +337,8 @@ def _launch_float32(
     from portakern.backends.triton.hopper._warps import WarpPlan
 
     (entries, m), n, k, tf32 = extents, call.dims["n"], call.dims["k"], dot_precision(call) == "tf32"
-    rows, columns, depth, batched = tiling["block_m"], tiling["block_n"], tiling["block_k"], entries > 1
-    kernel, stages, slices, warps = _float32.matmul_in_slices, tiling["num_stages"], depth // _float32.SLICE.value, 8
+    rows, columns, depth, batched = config.block_m, config.block_n, config.block_k, entries > 1
+    kernel, stages, slices, warps = _float32.matmul_in_slices, config.num_stages, depth // _float32.SLICE.value, 8
     if tf32:
         kernel, stages, slices, warps, rows, columns = _float32.matmul_turned, stages + 1, 1, 4, columns, rows
 
@@ -349,23 +347,23 @@ def _launch_float32(
         return described(x, (entries, *shape), block, batched, layout=layout, tf32=tf32)
 
     grid = min(_tiles.MULTIPROCESSORS, cdiv(m, rows) * cdiv(n, columns) * entries)
-    plan = WarpPlan(rows, columns, depth, tiling["group"], stages, slices=slices, batched=batched,
+    plan = WarpPlan(rows, columns, depth, config.group, stages, slices=slices, batched=batched,
                      a_batched=int(a.batch > 0), b_batched=int(b.batch > 0))  # fmt: skip
     launch(kernel, grid, call, tile(a, (m, k), (rows, depth // slices)), tile(b, (k, n), (depth, columns)), c, m, n, k,
            entries, plan=plan, num_warps=warps)  # fmt: skip
 
 
 def _launch(
-    call: Call, a: Operand, b: Operand, c: torch.Tensor, rows: tuple[int, int], tiling: Mapping[str, int]
+    call: Call, a: Operand, b: Operand, c: torch.Tensor, rows: tuple[int, int], config: HopperProductConfig
 ) -> None:
     (entries, m), n, k = rows, call.dims["n"], call.dims["k"]
-    block_m, block_n, block_k = tiling["block_m"], tiling["block_n"], tiling["block_k"]
+    block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     tiles = entries * cdiv(m, block_m) * cdiv(n, block_n)
     parts, chunk = split(tiles, n, k), cdiv(chunk_of(n, k), block_k)
     chunked = parts == 1 and chunk * block_k < k
     acc = accumulator(call.dtype)
     target = c if parts == 1 else fresh((parts, entries * m, n), torch_dtype(TORCH[acc]), c.device)
-    batched, swapped = entries > 1, bool(tiling["swapped"])
+    batched, swapped = entries > 1, config.swapped
     in_boxes = parts == 1 and n * c.element_size() % 16 == 0
     stays = in_boxes and not swapped
     how: dict[str, Any] = {"tf32": True} if dot_precision(call) == "tf32" else {}
@@ -374,14 +372,14 @@ def _launch(
     of_c = Operand(c, m * n * batched, n, False)
     grid = min(_tiles.MULTIPROCESSORS if stays else MAX_GRID, tiles * parts)
     plan = TilePlan(
-        block_m, block_n, block_k, tiling["group"], a.across, b.across, swapped, chunked, dot_precision(call), acc,
+        block_m, block_n, block_k, config.group, a.across, b.across, swapped, chunked, dot_precision(call), acc,
         batched=batched, a_batched=int(a.batch > 0), b_batched=int(b.batch > 0), flat=stays and not chunked,
         c_described=in_boxes, c_dtype=ELEMENTS[target.dtype],
     )  # fmt: skip
     launch(matmul_kernel, grid, call, of_a, of_b,
            described(of_c, (entries, m, n), (block_m, block_n), batched) if in_boxes else target,
-           m, n, k, chunk, parts, entries, n, plan=plan, num_warps=tiling["num_warps"],
-           num_stages=tiling["num_stages"])  # fmt: skip
+           m, n, k, chunk, parts, entries, n, plan=plan, num_warps=config.num_warps,
+           num_stages=config.num_stages)  # fmt: skip
     if parts > 1:
         launch(matmul_add_parts_kernel, cdiv(c.numel(), ADDED), call, target, c, c.numel(), parts=parts, block=ADDED,
                num_warps=4, maxnreg=128)  # fmt: skip
@@ -404,33 +402,35 @@ def gradient_key(call: Call) -> dict[str, str | int]:
     return key(next(iter(bare_products(call).values())))
 
 
-def own_tiling(call: Call, of: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
+def own_tiling(call: Call, of: Call, config: HopperProductConfig) -> HopperProductConfig:
     """The tiling of a gradient's product: matmul's own for it, unless somebody named or found another for the call,
     which is then for both; warps have roles in the products that have a use for them."""
     gradients, forward = (BACKEND.implementation(op, FAMILY) for op in ("matmul_vjp", "matmul"))
     assert gradients is not None and forward is not None
-    if dict(default(gradients, call).tiling) != dict(tiling):
-        return without_idle_roles(of, tiling)
+    if default(gradients, call).tiling != config:
+        return without_idle_roles(of, config)
     return default(forward, of).tiling
 
 
-def supports_gradient(call: Call, tiling: Mapping[str, int]) -> str | None:
-    if call.interpret and warp_specialized(call, tiling):
-        return refuse_roles(call, tiling)
+def supports_gradient(call: Call, config: HopperProductConfig) -> str | None:
+    if call.interpret and warp_specialized(call, config):
+        return refuse_roles(call, config)
     for name, of in bare_products(call).items():
-        reason = supports(of, own_tiling(call, of, tiling))
+        reason = supports(of, own_tiling(call, of, config))
         if reason:
             return f"{name}: {reason}"
     return None
 
 
-@BACKEND.implements("matmul_vjp", key=gradient_key, supports=supports_gradient, knobs=KNOBS, same_bits=True)
-def matmul_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+@BACKEND.implements(
+    "matmul_vjp", key=gradient_key, supports=supports_gradient, config=HopperProductConfig, same_bits=True
+)
+def matmul_vjp(call: Call, config: HopperProductConfig) -> tuple[Any, ...]:
     def gradient(name: str) -> torch.Tensor | None:
         if name not in call.wants:
             return None
         of = product(call, name)
-        (c,) = matmul(of, own_tiling(call, of, tiling))
+        (c,) = matmul(of, own_tiling(call, of, config))
         return c.reshape(call.outputs[name][0])
 
     return gradient("d_a"), gradient("d_b")

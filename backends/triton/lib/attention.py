@@ -3,12 +3,13 @@ its gradients what they measure scores from, a number a row, by a kernel before 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 import triton.language as tl
 
+from portakern.backends.triton.configs import AttentionConfig
 from portakern.backends.triton.launch import (
     accumulator,
     cdiv,
@@ -34,7 +35,6 @@ from portakern.backends.triton.lib.split_kv import (
     merge,
     worth_spreading,
 )
-from portakern.spec import Count, Tile
 from portakern.spec.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
@@ -47,18 +47,6 @@ AT_ONCE = 1024  # elements of o for a program of attention_combine_kernel
 FEW_ROWS = 512  # so many rows at most have a program of attention_combine_kernel each
 
 AHEAD = tl.constexpr(8)  # parts that it reads before it needs the first of them
-
-KNOBS = {
-    "chunk": Tile(16, 1 << 20),
-    "whole": Tile(16, 1 << 20),
-    "most": Tile(1, 128),
-    "few_q": Tile(16, 128),
-    "few_stages": Count(1, 8),
-    "threefold": Count(0, 1),
-    "num_warps": Tile(1, 16),
-    "num_stages": Count(1, 8),
-    "matrix_instr_nonkdim": Tile(16, 32),
-}
 
 
 class Results(NamedTuple):
@@ -176,38 +164,35 @@ def key(call: Call) -> dict[str, str | int]:
     return {"products": products(call, call.dtype), "d": max(call.dims["d"], call.dims["dv"]), "size": size}
 
 
-def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
+def fit(call: Call, config: AttentionConfig) -> AttentionConfig:
     """Fewer stages, then fewer keys at a time, where shared memory has no room: a bias takes some too."""
     limit = shared_limit(call.target.arch)
-    if shared_bytes(call, tiling) <= limit:
-        return tiling
-    smaller = dict(tiling)
-    while smaller["num_stages"] > 1 and shared_bytes(call, smaller) > limit:
-        smaller["num_stages"] -= 1
-    while smaller["block_kv"] > 16 and shared_bytes(call, smaller) > limit:
-        smaller["block_kv"] //= 2
-    return smaller
+    while config.num_stages > 1 and shared_bytes(call, config) > limit:
+        config = config.replace(num_stages=config.num_stages - 1)
+    while config.block_kv > 16 and shared_bytes(call, config) > limit:
+        config = config.replace(block_kv=config.block_kv // 2)
+    return config
 
 
-def shared_bytes(call: Call, tiling: Mapping[str, int]) -> int:
+def shared_bytes(call: Call, config: AttentionConfig) -> int:
     """Shared memory that the compiler gives this call: q, and a buffer a stage for each tile that the loop loads.
 
     On AMD a stage is one buffer less, q passes through before the loop and p within it.
     """
     size, bias = (2 if call.dtype in ("float16", "bfloat16") else 4), call.arrays["bias"]
-    (d, dv), block_q, block_kv, stages = head_tiles(call), tiling["block_q"], tiling["block_kv"], tiling["num_stages"]
+    (d, dv), block_q, block_kv, stages = head_tiles(call), config.block_q, config.block_kv, config.num_stages
     if call.target.arch.startswith("gfx"):
         return max(block_q * d * size, max(1, stages - 1) * block_kv * (d + dv) * size + block_q * block_kv * size)
     extra = 0 if bias is None else block_q * block_kv * bias.element_size()
     extra += 0 if call.arrays["q_segment_ids"] is None else block_kv * 8
-    if precision_of(call, tiling) == "threefold":  # both parts of q, and of k or v in turn
+    if precision_of(call, config) == "threefold":  # both parts of q, and of k or v in turn
         parts = 2 * (block_q * d + block_kv * max(d, dv))
         return (parts + (stages - 1) * block_kv * (d + dv)) * size + max(0, stages - 1) * extra
     return (block_q * d + stages * block_kv * (d + dv)) * size + max(0, stages - 1) * extra
 
 
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    dims, block_q, block_kv = call.dims, tiling["block_q"], tiling["block_kv"]
+def supports(call: Call, config: AttentionConfig) -> str | None:
+    dims, block_q, block_kv = call.dims, config.block_q, config.block_kv
     d, dv = head_tiles(call)
     if dims["q_len"] + dims["kv_len"] > 1 << 30:
         return "more than 2^30 queries and keys: positions are 32-bit here"
@@ -217,15 +202,15 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
             "of 2^20 elements"
         )
     if not call.interpret:
-        shared, limit = shared_bytes(call, tiling), shared_limit(call.target.arch)
+        shared, limit = shared_bytes(call, config), shared_limit(call.target.arch)
         if shared > limit:
             return (
-                f"tiles of {block_q} x {block_kv} with {tiling['num_stages']} stages take {shared} bytes of shared "
+                f"tiles of {block_q} x {block_kv} with {config.num_stages} stages take {shared} bytes of shared "
                 f"memory; {call.target.arch} has {limit}"
             )
-    _, programs, _, _ = programs_of(call, tiling, rows_plan(call, tiling)[0])
+    _, programs, _, _ = programs_of(call, config, rows_plan(call, config)[0])
     return refuse_common(
-        call, tiling["num_warps"], programs, (f"a tile of {block_q} x {block_kv}", block_q * (dv + block_kv))
+        call, config.num_warps, programs, (f"a tile of {block_q} x {block_kv}", block_q * (dv + block_kv))
     )
 
 
@@ -255,7 +240,7 @@ def combine(
            **({"launch_pdl": True, "maxnreg": 128} if follows else {}))  # fmt: skip
 
 
-def rows_plan(call: Call, tiling: Mapping[str, int]) -> tuple[Plan, dict[str, int]]:
+def rows_plan(call: Call, config: AttentionConfig) -> tuple[Plan, dict[str, int]]:
     """How a tile's rows are chosen and computed, and what the compiler is told.
 
     A head whose queries do not fill a tile shares it with the other heads of its group; rows that are few altogether
@@ -263,24 +248,24 @@ def rows_plan(call: Call, tiling: Mapping[str, int]) -> tuple[Plan, dict[str, in
     moves a bit of a row where a row of scores lies in as many lanes either way, which is why ``few_q`` stands in rows
     of tables and has no formula.
     """
-    dims, block_q, warps, stages = call.dims, tiling["block_q"], tiling["num_warps"], tiling["num_stages"]
+    dims, block_q, warps, stages = call.dims, config.block_q, config.num_warps, config.num_stages
     packed = dims["group"] > 1 and dims["q_len"] < block_q
-    few = min(tiling.get("few_q", block_q), block_q)
+    few = min(config.get("few_q", block_q), block_q)
     if dims["q_len"] * (dims["group"] if packed else 1) <= few < block_q:
         block_q, warps = few, min(warps, max(4, warps * few // block_q))
-        for more in range(stages + 1, tiling.get("few_stages", stages) + 1):
-            needed = shared_bytes(call, {**tiling, "block_q": few, "num_stages": more})
+        for more in range(stages + 1, config.get("few_stages", stages) + 1):
+            needed = shared_bytes(call, config.replace(block_q=few, num_stages=more))
             stages = more if needed <= shared_limit(call.target.arch) else stages
     (block_d, block_dv), d, dv = head_tiles(call), dims["d"], dims["dv"]
-    plan = Plan(block_q, tiling["block_kv"], block_d, block_dv, block_d != d, block_dv != dv,
-                precision_of(call, tiling), accumulator(call.dtype), packed=packed)  # fmt: skip
-    return plan, compiler_options(tiling) | {"num_warps": warps, "num_stages": stages}
+    plan = Plan(block_q, config.block_kv, block_d, block_dv, block_d != d, block_dv != dv,
+                precision_of(call, config), accumulator(call.dtype), packed=packed)  # fmt: skip
+    return plan, compiler_options(config) | {"num_warps": warps, "num_stages": stages}
 
 
-def programs_of(call: Call, tiling: Mapping[str, int], plan: Plan) -> tuple[int, int, int | None, int | None]:
+def programs_of(call: Call, config: AttentionConfig, plan: Plan) -> tuple[int, int, int | None, int | None]:
     """(tiles of queries that a head has, or a group; programs; keys of a chunk, or None; chunks of a tile that have
     programs of their own, or None)."""
-    dims, chunk = call.dims, chunk_length(call, tiling)
+    dims, chunk = call.dims, chunk_length(call, config)
     packed = dims["group"] if plan.packed else 1
     tiles_q = cdiv(dims["q_len"] * packed, plan.block_q)
     programs = tiles_q * dims["kv_heads"] * (dims["group"] // packed) * dims["batch"]
@@ -430,13 +415,3 @@ def statistics(
 def flagged(dv: int) -> int:
     """How many queries share a flag that says whether one of them has an lse far from 0."""
     return max(1, STATISTICS_AT_ONCE // padded(dv))
-
-
-GRADIENT_KNOBS = {
-    "num_warps": Tile(1, 16),
-    "num_stages": Count(1, 8),
-    "dq_block_q": Tile(16, 1024),
-    "dq_block_kv": Tile(16, 1024),
-    "threefold": Count(0, 1),
-    "matrix_instr_nonkdim": Tile(16, 32),
-}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from triton.experimental.gluon import language as gl
 
+from portakern.backends.triton.configs import FlashGradientsConfig
 from portakern.backends.triton.descriptors import describe
 from portakern.backends.triton.launch import cdiv, shared_limit
 from portakern.backends.triton.layout import fresh, pow2_at_least
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
 SPARE = 30  # registers of a consumer's thread for addresses and counters
 
 
-def plans(call: Call, tiling: Mapping[str, int]) -> dict[tuple[str, ...], GradientsPlan]:
+def plans(call: Call, config: FlashGradientsConfig) -> dict[tuple[str, ...], GradientsPlan]:
     """What the kernel is compiled for, for each launch, by the gradients that it computes."""
     block_d, block_dv = (pow2_at_least(call.dims[n], 64) for n in ("d", "dv"))
     found: dict[tuple[str, ...], GradientsPlan] = {}
     keys = tuple(n for n in ("d_k", "d_v") if n in call.wants)
     if keys:
-        both = GradientsPlan(True, tiling["consumers"], tiling["block_q"], block_d, block_dv, tiling["num_stages"],
-                    bool(tiling["ahead"] and len(keys) == 2), "d_k" in keys, "d_v" in keys,
-                    REGISTERS[tiling["consumers"]][0], shared.flagged(call.dims["dv"]))  # fmt: skip
+        both = GradientsPlan(True, config.consumers, config.block_q, block_d, block_dv, config.num_stages,
+                    config.ahead and len(keys) == 2, "d_k" in keys, "d_v" in keys,
+                    REGISTERS[config.consumers][0], shared.flagged(call.dims["dv"]))  # fmt: skip
         if block_d + block_dv <= 256:
             found[keys] = both
         else:  # registers do not hold the two sums beside each other
             found |= {(n,): both._replace(ahead=False, want_first=n == "d_k", want_second=n == "d_v") for n in keys}
     if "d_q" in call.wants:
-        found["d_q",] = GradientsPlan(False, tiling["dq_consumers"], tiling["dq_block_kv"], block_d, block_dv,
-                             tiling["dq_stages"], False, True, False,
-                             REGISTERS[tiling["dq_consumers"]][0], shared.flagged(call.dims["dv"]))  # fmt: skip
+        found["d_q",] = GradientsPlan(False, config.dq_consumers, config.dq_block_kv, block_d, block_dv,
+                             config.dq_stages, False, True, False,
+                             REGISTERS[config.dq_consumers][0], shared.flagged(call.dims["dv"]))  # fmt: skip
     return found
 
 
@@ -59,14 +59,14 @@ def held(call: Call, plan: GradientsPlan) -> int:
     return sums // 2 + plan.block + plan.block // 2 * plan.ahead + slopes
 
 
-def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
+def fit(call: Call, config: FlashGradientsConfig) -> FlashGradientsConfig:
     """Smaller tiles where terms of the scores take registers beside them."""
-    smaller = dict(tiling)
-    for plan in plans(call, tiling).values():
+    smaller = {}
+    for plan in plans(call, config).values():
         while held(call, plan) > plan.registers - SPARE and plan.block > 32:
             plan = plan._replace(block=plan.block // 2)
         smaller["block_q" if plan.by_key else "dq_block_kv"] = plan.block
-    return smaller
+    return config.replace(**smaller)
 
 
 def refused(call: Call) -> str | None:
@@ -82,13 +82,13 @@ def refused(call: Call) -> str | None:
     return None
 
 
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+def supports(call: Call, config: FlashGradientsConfig) -> str | None:
     dims = call.dims
     if reason := refused(call):
         return reason
     if score_unit(call)[1] > LARGEST:
         return f"scale = {scale_of(call):g} goes to the portable kernel: its product with log2(e) overflows float32"
-    for plan in plans(call, tiling).values():
+    for plan in plans(call, config).values():
         if plan.block not in (32, 64, 128):
             return f"tiles of {plan.block} rows: this kernel takes 32, 64 or 128"
         if plan.ahead and plan.stages < 2:

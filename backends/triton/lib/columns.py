@@ -17,12 +17,12 @@ Kernels take their numbers in groups: ``StripExtents``, ``StripStrides`` of each
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 import triton.language as tl
 
+from portakern.backends.triton.configs import RowsConfig
 from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, refuse_tile, torch_dtype
 from portakern.backends.triton.layout import Rows, aligned, fresh, pow2_at_least, walk_rows
 from portakern.backends.triton.lib.rows import (
@@ -277,22 +277,22 @@ class Strips(NamedTuple):
         return StripTile(self.block_rows, self.block_n, self.parts, deep, accumulator(call.dtype), self.unit)
 
 
-def walk_strips(call: Call, axis: int, tiling: Mapping[str, int], *tensors: Any) -> tuple[tuple[Any, ...], Strips]:
+def walk_strips(call: Call, axis: int, config: RowsConfig, *tensors: Any) -> tuple[tuple[Any, ...], Strips]:
     """The tensors, whose rows along ``axis`` lie side by side, and how to walk them."""
     tensors, rows = walk_rows(axis, *tensors)
-    return tensors, strips_of(call, rows, tensors[0].shape[axis], tiling)
+    return tensors, strips_of(call, rows, tensors[0].shape[axis], config)
 
 
-def strips_of(call: Call, rows: Rows, n: int, tiling: Mapping[str, int]) -> Strips:
+def strips_of(call: Call, rows: Rows, n: int, config: RowsConfig) -> Strips:
     lanes, groups, numbers = rows.inner, rows.height // rows.inner, StripStrides(rows.inner, 1)
     strides: tuple[tuple[int, int, int], ...] = rows.strides
     outer, inner, _ = strides[0]
     if groups > 1 and (0 < outer < inner or lanes == 1):
         lanes, groups, numbers = groups, lanes, StripStrides(1, rows.inner)
         strides = tuple((b, a, c) for a, b, c in strides)
-    tile = tile_of_strips(call, n, lanes, tiling)
-    blocks = cdiv(n, tile["block_n"])
-    chunk = tile["block_n"] * cdiv(blocks, PARTS)
+    tile = tile_of_strips(call, n, lanes, config)
+    blocks = cdiv(n, tile.block_n)
+    chunk = tile.block_n * cdiv(blocks, PARTS)
     vector = 16 // numpy_dtype(call.dtype).itemsize
     alike = all(lane == 1 and not group % vector and not step % vector for group, lane, step in strides)
     unit, parts = vector if alike and lanes % vector == 0 else 1, cdiv(n, chunk) if blocks > 1 else 0
@@ -300,23 +300,23 @@ def strips_of(call: Call, rows: Rows, n: int, tiling: Mapping[str, int]) -> Stri
     return Strips(rows.height, lanes, groups, of_arrays, numbers, unit, parts, chunk, **tile)
 
 
-def tile_of_strips(call: Call, n: int, lanes_there_are: int, tiling: Mapping[str, int]) -> dict[str, int]:
+def tile_of_strips(call: Call, n: int, lanes_there_are: int, config: RowsConfig) -> RowsConfig:
     """A tiling's tile, no longer than a row and no wider than its strip, and warps that have a number each of it."""
     width = lanes(call.target.arch)
-    block_n = min(tiling["block_n"], pow2_at_least(n))
-    block_rows = min(tiling["block_rows"], max(pow2_at_least(lanes_there_are), width // block_n))
-    num_warps = min(tiling["num_warps"], max(block_rows * block_n // width, 1))
-    return {"block_rows": block_rows, "block_n": block_n, "num_warps": num_warps}
+    block_n = min(config.block_n, pow2_at_least(n))
+    block_rows = min(config.block_rows, max(pow2_at_least(lanes_there_are), width // block_n))
+    num_warps = min(config.num_warps, max(block_rows * block_n // width, 1))
+    return RowsConfig(block_rows=block_rows, block_n=block_n, num_warps=num_warps)
 
 
-def refuse_strips(call: Call, x: torch.Tensor, axis: int, tiling: Mapping[str, int]) -> str | None:
+def refuse_strips(call: Call, x: torch.Tensor, axis: int, config: RowsConfig) -> str | None:
     """Why rows that lie side by side cannot be walked with this tiling."""
-    _, strips = walk_strips(call, axis, tiling, x)
-    tile = {"block_rows": strips.block_rows, "block_n": strips.block_n, "num_warps": strips.num_warps}
+    _, strips = walk_strips(call, axis, config, x)
+    tile = RowsConfig(block_rows=strips.block_rows, block_n=strips.block_n, num_warps=strips.num_warps)
     return refuse_tile(call, tile, strips.programs * strips.block_rows)
 
 
-def tile_columns(n: int, arch: str) -> dict[str, int]:
+def tile_columns(n: int, arch: str) -> RowsConfig:
     """A formula of n: whole rows of up to 1024 numbers; of longer ones 128 of 32 rows; 32 numbers a thread.
 
     64 rows side by side are 128 bytes of 16-bit numbers, a line of the cache; 16 are a sector of it, the least that
@@ -325,7 +325,7 @@ def tile_columns(n: int, arch: str) -> dict[str, int]:
     block_n = pow2_at_least(n) if n <= 1024 else 128
     block_rows = 32 if n > 1024 else 64 if block_n <= 256 else 16384 // block_n
     num_warps = pow2_at_least(block_rows * block_n // (32 * lanes(arch)), 1, 1024 // lanes(arch))
-    return {"block_rows": block_rows, "block_n": max(block_n, 128), "num_warps": num_warps}
+    return RowsConfig(block_rows=block_rows, block_n=max(block_n, 128), num_warps=num_warps)
 
 
 def sum_parts(

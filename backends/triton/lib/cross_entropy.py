@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 import triton.language as tl
 
+from portakern.backends.triton.configs import RowsConfig
 from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, torch_dtype
 from portakern.backends.triton.layout import aligned, fresh, pow2_at_least, row_start, walk_rows
 from portakern.backends.triton.lib.columns import (
@@ -170,7 +170,7 @@ def write_losses(out, row, there, x_at, x_n, label, counted, found, n, terms: tl
 
 def losses_into(
     call: Call, x: torch.Tensor, labels: torch.Tensor, loss: torch.Tensor | None,
-    lse: tuple[torch.Tensor | None, torch.Tensor | None], tiling: Mapping[str, int],
+    lse: tuple[torch.Tensor | None, torch.Tensor | None], config: RowsConfig,
 ) -> None:  # fmt: skip
     """Write the loss, and lse and lse_low, of each row of logits x, of a call with this op's options. Contiguous
     labels."""
@@ -178,15 +178,15 @@ def losses_into(
     (x,), rows = walk_rows(x.ndim - 1, x)
     terms, ignored = Terms.of(call), call.options["ignore_index"]
     if beside:
-        strips = strips_of(call, rows._replace(strides=rows.strides[:1]), n, tiling)  # no result has such rows
+        strips = strips_of(call, rows._replace(strides=rows.strides[:1]), n, config)  # no result has such rows
         m, l = sum_parts(call, strips, n, x)
         launch(cross_entropy_columns_kernel, strips.programs // max(strips.parts, 1), call, x, labels, loss, *lse, m, l,
                strips.extents(n), ignored, ColumnStrides(strips.strides[0], strips.numbers), terms=terms,
                tile=strips.tile(call), num_warps=strips.num_warps)  # fmt: skip
         return
-    launch(cross_entropy_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, labels, loss, *lse,
+    launch(cross_entropy_kernel, cdiv(rows.height, config.block_rows), call, x, labels, loss, *lse,
            Extents(rows.height, rows.inner, n), ignored, rows.strides[0], terms=terms,
-           tile=row_tile(call, rows, n, tiling), num_warps=tiling["num_warps"])  # fmt: skip
+           tile=row_tile(call, rows, n, config), num_warps=config.num_warps)  # fmt: skip
 
 
 def numbers(call: Call, x: torch.Tensor) -> torch.Tensor:
@@ -377,33 +377,33 @@ def cross_entropy_vjp_kernel(
     tl.store(d_x + (row * n)[:, None] + col, out.to(d_x.dtype.element_ty), mask=row_ok & (col < n))
 
 
-def tile_brackets(n: int, arch: str) -> dict[str, int]:
+def tile_brackets(n: int, arch: str) -> RowsConfig:
     """Tiles of 4096 elements, 16 a thread, of one row where that is so long."""
     block_n = pow2_at_least(n, 128, 4096)
     block_rows = pow2_at_least(4096 // block_n, 1, 16)
     width = lanes(arch)
-    return {"block_rows": block_rows, "block_n": block_n,
-            "num_warps": pow2_at_least(block_rows * block_n // (16 * width), 1, 512 // width)}  # fmt: skip
+    return RowsConfig(block_rows=block_rows, block_n=block_n,
+            num_warps=pow2_at_least(block_rows * block_n // (16 * width), 1, 512 // width))  # fmt: skip
 
 
-def tile_turned(call: Call) -> dict[str, int]:
+def tile_turned(call: Call) -> RowsConfig:
     """Tiles of logits whose rows lie side by side: 128 bytes, a line of the cache, of what lies beside each other where
     they are read, and no less where the gradient, whose rows lie one after the other, is written."""
     block_rows, block_n = 128 // numpy_dtype(call.dtype).itemsize, 128
-    return {"block_rows": block_rows, "block_n": block_n,
-            "num_warps": block_rows * block_n // (16 * lanes(call.target.arch))}  # fmt: skip
+    return RowsConfig(block_rows=block_rows, block_n=block_n,
+            num_warps=block_rows * block_n // (16 * lanes(call.target.arch)))  # fmt: skip
 
 
-def fitted(call: Call, n: int, tiling: Mapping[str, int]) -> dict[str, int]:
+def fitted(call: Call, n: int, config: RowsConfig) -> RowsConfig:
     """A tiling's tile of rows that lie side by side, no longer than a row of few classes, and warps that fill it."""
-    block_rows, block_n = tiling["block_rows"], min(tiling["block_n"], pow2_at_least(n))
-    num_warps = min(tiling["num_warps"], max(block_rows * block_n // (16 * lanes(call.target.arch)), 1))
-    return {"block_rows": block_rows, "block_n": block_n, "num_warps": num_warps}
+    block_rows, block_n = config.block_rows, min(config.block_n, pow2_at_least(n))
+    num_warps = min(config.num_warps, max(block_rows * block_n // (16 * lanes(call.target.arch)), 1))
+    return RowsConfig(block_rows=block_rows, block_n=block_n, num_warps=num_warps)
 
 
 def gradient_into(
     call: Call, x: torch.Tensor, labels: torch.Tensor, lse: tuple[torch.Tensor, torch.Tensor | None],
-    d_loss: torch.Tensor | None, d_x: torch.Tensor, tiling: Mapping[str, int], first: int, classes: int,
+    d_loss: torch.Tensor | None, d_x: torch.Tensor, config: RowsConfig, first: int, classes: int,
     start: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write the gradient by logits x, those from class ``first`` on of ``classes``, of a call with this op's options.
@@ -412,9 +412,9 @@ def gradient_into(
     n, beside = x.shape[-1], side_by_side(x, x.ndim - 1)
     (x,), rows = walk_rows(x.ndim - 1, x)
     if beside:
-        tiling = fitted(call, n, tiling)
-    num_warps, terms = tiling["num_warps"], Terms.of(call)._replace(reads_ignored=beside)
-    width, vector = tiling["block_rows"] * tiling["block_n"], 16 // numpy_dtype(call.dtype).itemsize
+        config = fitted(call, n, config)
+    num_warps, terms = config.num_warps, Terms.of(call)._replace(reads_ignored=beside)
+    width, vector = config.block_rows * config.block_n, 16 // numpy_dtype(call.dtype).itemsize
     of_classes = Classes(call.options["ignore_index"], first, classes)
     if rows.strides[0] == rows.strides[1] and n >= width >= vector and not beside:
         edges = max(vector, num_warps * lanes(call.target.arch))
@@ -422,7 +422,7 @@ def gradient_into(
                LongExtents(rows.height, n), of_classes, terms=terms, tile=LongTile(width, vector, edges),
                num_warps=num_warps)  # fmt: skip
         return
-    steps = cdiv(n, tiling["block_n"])
-    launch(cross_entropy_vjp_kernel, cdiv(rows.height, tiling["block_rows"]) * steps, call, x, labels, *lse, d_loss,
+    steps = cdiv(n, config.block_n)
+    launch(cross_entropy_vjp_kernel, cdiv(rows.height, config.block_rows) * steps, call, x, labels, *lse, d_loss,
            start, d_x, TiledExtents(rows.height, rows.inner, n, steps), of_classes, rows.strides[0], terms=terms,
-           tile=block_tile(call, rows, tiling), num_warps=num_warps)  # fmt: skip
+           tile=block_tile(call, rows, config), num_warps=num_warps)  # fmt: skip

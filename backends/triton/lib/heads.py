@@ -8,13 +8,13 @@ a program walks, and ``Pairs`` how what it owns sees that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import e, log2
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 import triton.language as tl
 
+from portakern.backends.triton.configs import PortableTilesConfig
 from portakern.backends.triton.launch import dot_precision
 from portakern.core import targets
 from portakern.specs._exponents import below_overflow, exponents, two_parts
@@ -206,13 +206,13 @@ def product(a, b, acc, plan: tl.constexpr):
         return tl.dot(a, b, acc, input_precision=plan.precision, out_dtype=plan.acc_dtype)
 
 
-def precision_of(call: Call, tiling: Mapping[str, int]) -> str:
+def precision_of(call: Call, config: PortableTilesConfig) -> str:
     """How a kernel multiplies: ``input_precision``, or "threefold" (see :func:`product`) where a tiling asks for it,
     of float32 in ieee on NVIDIA's matrix units."""
     precision, hardware = dot_precision(call), targets.family(call.target.arch)
     exact = precision == "ieee" and call.dtype == "float32" and not call.interpret
     may = exact and hardware.platform == "cuda" and "tf32" in hardware.matrix_dtypes
-    return "threefold" if may and tiling.get("threefold") else precision
+    return "threefold" if may and config.threefold else precision
 
 
 @triton.jit

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import triton
 import triton.language as tl
 
+from portakern.backends.triton.configs import RowsConfig
 from portakern.backends.triton.launch import accumulator, cdiv, launch, refuse_tile
 from portakern.backends.triton.layout import aligned, fresh, pow2_at_least, walk_rows
 from portakern.backends.triton.lib.activations import activated, of_erf_form, of_silu, of_tanh_form
 from portakern.backends.triton.lib.column_sums import add_up, scratch
 from portakern.backends.triton.lib.linear_cross_entropy import Product, Refused
 from portakern.backends.triton.lib.rows import GroupedExtents, RowTile, start_of
+from portakern.core.config import Config
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -112,12 +113,12 @@ def refused(call: Call, m: int, n: int, k: int, of: Refused) -> str | None:
     return of(call.replace(arrays={"hidden": call.arrays["x"], "weight": call.arrays["weight"]}), m, n, k)
 
 
-def supports_gradient(call: Call, tiling: Mapping[str, int], of: Refused) -> str | None:
+def supports_gradient(call: Call, config: Config, of: Refused) -> str | None:
     rows, n, k = prod(call.dims["batch"]), call.dims["n"], call.dims["k"]
     extents = {"d_x": (rows, k, n), "d_weight": (n, k, rows)}
     reasons = [refused(call, *extents[name], of) for name in call.wants if name in extents]
     walk = Walk.of(call)
-    tile = {"block_rows": walk.block_rows, "block_n": walk.block_n, "num_warps": WARPS}
+    tile = RowsConfig(block_rows=walk.block_rows, block_n=walk.block_n, num_warps=WARPS)
     reasons.append(refuse_tile(call, tile, cdiv(rows, walk.group) * walk.tiles))
     return next(filter(None, reasons), None)
 

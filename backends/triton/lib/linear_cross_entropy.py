@@ -3,7 +3,7 @@ products a variant has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton.chunked import in_parts, scratch
+from portakern.backends.triton.configs import LogitGradientsConfig, LogitsConfig, RowsConfig
 from portakern.backends.triton.copies import in_order
 from portakern.backends.triton.launch import cdiv, launch, refuse_tile, torch_dtype
 from portakern.backends.triton.layout import aligned, collapse, fresh, pow2_at_least, result_like, walk_rows
@@ -45,21 +46,21 @@ def key(call: Call) -> dict[str, str | int]:
     return {"dtype": call.dtype, "n": call.dims["n"], "d": call.dims["d"]}
 
 
-def default_tiling(call: Call) -> dict[str, int]:
+def default_tiling(call: Call) -> LogitsConfig:
     """Rows enough that the product with weight, of few columns, has tiles for all multiprocessors: on an H100 at 8192
     rows of 4096 columns, 128256 classes, 2048 take 24.9 ms, 512 34.8, 1024 26.9 and 4096 25.6."""
-    return {"chunk_rows": 2048}
+    return LogitsConfig(chunk_rows=2048)
 
 
-def walks_of(call: Call) -> tuple[dict[str, int], dict[str, int]]:
+def walks_of(call: Call) -> tuple[RowsConfig, RowsConfig]:
     """The tilings of the loss of the logits that one chunk has, and of their gradient."""
     n, arch = call.dims["n"], call.target.arch
     return tile_rows(n, arch), tile_brackets(n, arch)
 
 
-def supports(call: Call, tiling: Mapping[str, int], refused: Refused) -> str | None:
+def supports(call: Call, config: LogitsConfig, refused: Refused) -> str | None:
     rows, n, d = prod(call.dims["batch"]), call.dims["n"], call.dims["d"]
-    chunk = min(tiling["chunk_rows"], rows)
+    chunk = min(config.chunk_rows, rows)
     walks = walks_of(call)
     return (
         refused(call, chunk, n, d)
@@ -68,7 +69,7 @@ def supports(call: Call, tiling: Mapping[str, int], refused: Refused) -> str | N
     )
 
 
-def in_chunks(call: Call, tiling: Mapping[str, int], multiply: Product) -> tuple[Any, ...]:
+def in_chunks(call: Call, config: LogitsConfig, multiply: Product) -> tuple[Any, ...]:
     hidden, labels, n, d = flat(call, "hidden", "labels", "n", "d")
     weight, rows = call.arrays["weight"], prod(call.dims["batch"])
     wide = torch_dtype("float64" if call.dtype == "float64" else "float32")
@@ -77,7 +78,7 @@ def in_chunks(call: Call, tiling: Mapping[str, int], multiply: Product) -> tuple
     loss, lse, low = (fresh((rows,), wide, hidden.device) if of & {*call.wants} else None for of in made)
     slope = fresh((rows, d), hidden.dtype, hidden.device) if "slope" in call.wants else None
     walk, back = walks_of(call)
-    chunk = min(tiling["chunk_rows"], rows)
+    chunk = min(config.chunk_rows, rows)
     room = scratch(hidden, chunk, n)
 
     def piece(
@@ -128,19 +129,19 @@ def linear_cross_entropy_vjp_scale_kernel(x, labels, factor, y, extents, ignored
     tl.store(y + (row * n)[:, None] + col, out.to(y.dtype.element_ty), mask=row_ok[:, None] & (col < n))
 
 
-def gradient_tiling(call: Call) -> dict[str, int]:
+def gradient_tiling(call: Call) -> LogitGradientsConfig:
     """About half as many classes as hidden has columns, whose logits take half as much memory as hidden does; but not
     few. With 128256 classes and 8192 rows of 4096 columns the loss and its gradients take 52.1 ms on an H100 in chunks
     of 2048, and 53 to 54 in chunks of 4096."""
-    return {"chunk_n": pow2_at_least(cdiv(call.dims["d"], 2), 2048, 8192)}
+    return LogitGradientsConfig(chunk_n=pow2_at_least(cdiv(call.dims["d"], 2), 2048, 8192))
 
 
-def supports_gradient(call: Call, tiling: Mapping[str, int], refused: Refused) -> str | None:
+def supports_gradient(call: Call, config: LogitGradientsConfig, refused: Refused) -> str | None:
     rows, n, d = prod(call.dims["batch"]), call.dims["n"], call.dims["d"]
-    chunk = min(tiling["chunk_n"], n)
+    chunk = min(config.chunk_n, n)
     walks = {"d_hidden": (scaling(call), d), "d_weight": (bracketing(call, chunk), chunk)}
     reasons = [
-        refuse_tile(call, walk, rows * cdiv(length, walk["block_n"]))
+        refuse_tile(call, walk, rows * cdiv(length, walk.block_n))
         for name, (walk, length) in walks.items()
         if name in call.wants
     ]
@@ -149,30 +150,30 @@ def supports_gradient(call: Call, tiling: Mapping[str, int], refused: Refused) -
     return next(filter(None, reasons), None)
 
 
-def bracketing(call: Call, n: int) -> dict[str, int]:
+def bracketing(call: Call, n: int) -> RowsConfig:
     """The tiling of the gradient of cross_entropy on rows of n."""
     return tile_brackets(n, call.target.arch)
 
 
-def scaling(call: Call) -> dict[str, int]:
+def scaling(call: Call) -> RowsConfig:
     """The tiling of rows that are scaled: that of as long a row of another elementwise kernel."""
     return bracketing(call, call.dims["d"])
 
 
-def gradients_in_chunks(call: Call, tiling: Mapping[str, int], multiply: Product) -> tuple[Any, ...]:
+def gradients_in_chunks(call: Call, config: LogitGradientsConfig, multiply: Product) -> tuple[Any, ...]:
     """The weight's gradient first: its scratch is free again when the other's memory is taken."""
-    d_weight = weight_gradient(call, tiling, multiply) if "d_weight" in call.wants else None
+    d_weight = weight_gradient(call, config, multiply) if "d_weight" in call.wants else None
     return hidden_gradient(call) if "d_hidden" in call.wants else None, d_weight
 
 
-def weight_gradient(call: Call, tiling: Mapping[str, int], multiply: Product) -> Any:
+def weight_gradient(call: Call, config: LogitGradientsConfig, multiply: Product) -> Any:
     hidden, labels, n = flat(call, "hidden", "labels", "n")
     weight, rows = call.arrays["weight"], hidden.shape[0]
     lse, d_loss, low = (
         None if call.arrays[name] is None else in_order(call, call.arrays[name]).reshape(-1)
         for name in ("lse", "d_loss", "lse_low")
     )
-    chunk = min(tiling["chunk_n"], n)
+    chunk = min(config.chunk_n, n)
     d_weight = fresh(weight.shape, weight.dtype, weight.device)
     room = scratch(hidden, rows, chunk)
 
@@ -194,8 +195,8 @@ def hidden_gradient(call: Call) -> Any:
     labels, d_loss = (in_order(call, call.arrays[name]) for name in ("labels", "d_loss"))
     d_hidden = result_like(slope, call, "d_hidden")
     (slope,), rows = walk_rows(slope.ndim - 1, slope)
-    steps = cdiv(d, walk["block_n"])
-    launch(linear_cross_entropy_vjp_scale_kernel, cdiv(rows.height, walk["block_rows"]) * steps, call, slope, labels,
+    steps = cdiv(d, walk.block_n)
+    launch(linear_cross_entropy_vjp_scale_kernel, cdiv(rows.height, walk.block_rows) * steps, call, slope, labels,
            d_loss, d_hidden, TiledExtents(rows.height, rows.inner, d, steps), call.options["ignore_index"],
-           rows.strides[0], tile=block_tile(call, rows, walk), num_warps=walk["num_warps"])  # fmt: skip
+           rows.strides[0], tile=block_tile(call, rows, walk), num_warps=walk.num_warps)  # fmt: skip
     return d_hidden

@@ -11,13 +11,13 @@ constant ``tile`` a ``RowTile``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from math import e, log2
 from typing import TYPE_CHECKING, NamedTuple
 
 import triton
 import triton.language as tl
 
+from portakern.backends.triton.configs import RowsConfig
 from portakern.backends.triton.launch import accumulator, cdiv, held, lanes, refuse_over, refuse_tile
 from portakern.backends.triton.layout import SHAPES, Rows, aligned, pow2_at_least, row_start
 from portakern.spec.dtypes import numpy_dtype
@@ -275,10 +275,10 @@ def kept(n: int, block_rows: int, block_n: int, num_warps: int, least: int) -> t
     return (tail, 2) if tail <= block_n and held(block_rows * (block_n + tail), num_warps) else (0, 0)
 
 
-def tiles_of(call: Call, n: int, tiling: Mapping[str, int]) -> tuple[int, int]:
+def tiles_of(call: Call, n: int, config: RowsConfig) -> tuple[int, int]:
     """:func:`kept`, of a call's rows of n."""
-    num_warps = tiling["num_warps"]
-    return kept(n, tiling["block_rows"], tiling["block_n"], num_warps, threads_read(call, n, num_warps))
+    num_warps = config.num_warps
+    return kept(n, config.block_rows, config.block_n, num_warps, threads_read(call, n, num_warps))
 
 
 def threads_read(call: Call, n: int, num_warps: int) -> int:
@@ -287,34 +287,34 @@ def threads_read(call: Call, n: int, num_warps: int) -> int:
     return num_warps * lanes(call.target.arch) * (1 if n % vector else vector)
 
 
-def row_tile(call: Call, rows: Rows, n: int, tiling: Mapping[str, int]) -> RowTile:
+def row_tile(call: Call, rows: Rows, n: int, config: RowsConfig) -> RowTile:
     """The tile of a kernel over rows of n. A long row is read ``deep`` tiles at a time: as many as one has elements
     that all threads read at once, so that what a thread adds up is in its own hands."""
-    tail, tiles = tiles_of(call, n, tiling)
-    deep = 1 if tiles else min(max(tiling["block_n"] // threads_read(call, n, tiling["num_warps"]), 1), 16)
-    return block_tile(call, rows, tiling)._replace(tail=tail, tiles=tiles, deep=deep)
+    tail, tiles = tiles_of(call, n, config)
+    deep = 1 if tiles else min(max(config.block_n // threads_read(call, n, config.num_warps), 1), 16)
+    return block_tile(call, rows, config)._replace(tail=tail, tiles=tiles, deep=deep)
 
 
-def block_tile(call: Call, rows: Rows, tiling: Mapping[str, int]) -> RowTile:
+def block_tile(call: Call, rows: Rows, config: RowsConfig) -> RowTile:
     """The tile of a kernel that knows no row as a whole."""
-    return RowTile(tiling["block_rows"], tiling["block_n"], accumulator(call.dtype), **rows.known(call.dtype))
+    return RowTile(config.block_rows, config.block_n, accumulator(call.dtype), **rows.known(call.dtype))
 
 
-def shared_tile(call: Call, rows: Rows, n: int, tiling: Mapping[str, int]) -> tuple[int, RowTile]:
+def shared_tile(call: Call, rows: Rows, n: int, config: RowsConfig) -> tuple[int, RowTile]:
     """How many programs share a row of n that may not stay in registers, and the tile of each."""
-    tail, tiles = tiles_of(call, n, tiling)
-    tile = block_tile(call, rows, tiling)._replace(tail=tail, tiles=tiles or 1)
-    return 1 if tiles else cdiv(n, tiling["block_n"]), tile
+    tail, tiles = tiles_of(call, n, config)
+    tile = block_tile(call, rows, config)._replace(tail=tail, tiles=tiles or 1)
+    return 1 if tiles else cdiv(n, config.block_n), tile
 
 
-def refuse_rows(call: Call, tiling: Mapping[str, int], n: int, rows: int) -> str | None:
+def refuse_rows(call: Call, config: RowsConfig, n: int, rows: int) -> str | None:
     """Why rows of n cannot be walked with this tiling."""
-    tail, _ = tiles_of(call, n, tiling)
-    reason = refuse_tile(call, tiling, rows)
-    return reason or (refuse_over(call, tiling["num_warps"], tiling["block_rows"] * tail) if tail else None)
+    tail, _ = tiles_of(call, n, config)
+    reason = refuse_tile(call, config, rows)
+    return reason or (refuse_over(call, config.num_warps, config.block_rows * tail) if tail else None)
 
 
-def tile_rows(n: int, arch: str, norm: bool = False) -> dict[str, int]:
+def tile_rows(n: int, arch: str, norm: bool = False) -> RowsConfig:
     """A formula of n instead of a table: nothing that was timed asked for another choice at some n, or on some chip.
 
     A program takes a whole row where 1024 threads can hold it, some short ones together (:func:`together`), and else a
@@ -337,7 +337,7 @@ def tile_rows(n: int, arch: str, norm: bool = False) -> dict[str, int]:
     odd, width = n % 8 > 0, lanes(arch)
     if n > (20480 if odd else 32768):  # odd rows that are longer would not fit in the registers of 1024 threads
         block_n = 4096 if odd else 16384
-        return {"block_rows": 1, "block_n": block_n, "num_warps": block_n // (16 * width)}
+        return RowsConfig(block_rows=1, block_n=block_n, num_warps=block_n // (16 * width))
     block_n = first_tile(n, 1024 if norm else 8192)
     two = n > block_n
     row = block_n + pow2_at_least(n - block_n) if two else block_n
@@ -349,7 +349,7 @@ def tile_rows(n: int, arch: str, norm: bool = False) -> dict[str, int]:
     block_rows = together(n, row, block_n, norm)
     counted = row if two and odd and not norm else block_n
     num_warps = pow2_at_least(block_rows * counted // (elements * width), least, 1024 // width)
-    return {"block_rows": block_rows, "block_n": block_n, "num_warps": num_warps}
+    return RowsConfig(block_rows=block_rows, block_n=block_n, num_warps=num_warps)
 
 
 def together(n: int, row: int, block_n: int, norm: bool) -> int:

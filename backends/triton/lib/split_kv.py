@@ -11,12 +11,12 @@ Source: the split of keys as Flash-Decoding has it (Dao, Haziza, Massa, Sizov 20
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 
+from portakern.backends.triton.configs import AttentionConfig
 from portakern.backends.triton.launch import cdiv
 from portakern.backends.triton.layout import pow2_at_least
 
@@ -122,7 +122,7 @@ def store_part(parts, statistics, state, at, ok, dv, block_dv: tl.constexpr):
     tl.store(statistics + at * 2 + 1, m[:, None], mask=ok)
 
 
-def chunk_length(call: Call, tiling: Mapping[str, int]) -> int | None:
+def chunk_length(call: Call, config: AttentionConfig) -> int | None:
     """How many keys make a chunk; None where one holds them all.
 
     It follows from the length of the keys, from how many of them a window shows to a query, and from the tiling, whose
@@ -131,9 +131,8 @@ def chunk_length(call: Call, tiling: Mapping[str, int]) -> int | None:
     depends on its company.
     """
     kv_len, seen = call.dims["kv_len"], seen_keys(call)
-    whole = tiling.get("whole", 0)
-    least = max(tiling["chunk"], whole) if seen <= whole else tiling["chunk"]
-    chunk = max(least, tiling["block_kv"], pow2_at_least(cdiv(seen, tiling.get("most", MOST))))
+    least = max(config.chunk, config.whole) if seen <= config.whole else config.chunk
+    chunk = max(least, config.block_kv, pow2_at_least(cdiv(seen, config.get("most", MOST))))
     return chunk if chunk < kv_len else None
 
 

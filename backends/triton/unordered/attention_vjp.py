@@ -6,13 +6,13 @@ other. A call that wants no d_q is that variant's, whose bits never change.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from triton.experimental.gluon import language as gl
 
 from portakern.backends.triton import BACKEND
+from portakern.backends.triton.configs import FlashGradientsConfig, UnorderedGradientsConfig
 from portakern.backends.triton.descriptors import describe
 from portakern.backends.triton.launch import cdiv, launch, shared_limit, torch_dtype
 from portakern.backends.triton.layout import fresh, pow2_at_least
@@ -26,7 +26,6 @@ from portakern.backends.triton.unordered._flash_unordered import (
     attention_vjp_unordered_kernel,
     attention_vjp_unordered_round_kernel,
 )
-from portakern.spec import Count
 from portakern.specs.attention import scale_of
 
 if TYPE_CHECKING:
@@ -35,15 +34,13 @@ if TYPE_CHECKING:
 KEYS = QUERIES * GROUPS.value  # of a program
 WIDEST = 128  # head dimension
 ADDED = "many programs add to it in memory, in the order in which they come"
-KNOBS = {"num_stages": Count(1, 8), "behind": Count(0, 1)}
-"""``behind``: d_q of a tile is computed beside the weights of the next."""
 
 
-def plan_of(call: Call, tiling: Mapping[str, int]) -> GradientsPlan:
+def plan_of(call: Call, config: UnorderedGradientsConfig) -> GradientsPlan:
     """What the kernel is compiled for."""
     columns = pow2_at_least(max(call.dims["d"], call.dims["dv"]), 64)
-    return GradientsPlan(True, GROUPS.value, tiling["block_q"], columns, columns, tiling["num_stages"],
-                bool(tiling["behind"]), True, True, REGISTERS[GROUPS.value][0],
+    return GradientsPlan(True, GROUPS.value, config.block_q, columns, columns, config.num_stages,
+                config.behind, True, True, REGISTERS[GROUPS.value][0],
                 shared.flagged(call.dims["dv"]))  # fmt: skip
 
 
@@ -52,20 +49,22 @@ def shared_bytes(plan: GradientsPlan) -> int:
     return ordered.shared_bytes(plan) + 2 * 2 * KEYS * plan.block + 4 * GROUPS.value * 64 * 64
 
 
-def without_d_q(call: Call, tiling: Mapping[str, int]) -> tuple[Call, Mapping[str, int]]:
+def without_d_q(call: Call, config: UnorderedGradientsConfig) -> tuple[Call, FlashGradientsConfig]:
     """The call for d_k and d_v alone, and what the ordered kernel is told of its tiles."""
     rest = call.replace(wants=tuple(n for n in call.wants if n != "d_q") or ("d_k", "d_v"))
-    return rest, ordered.fit(rest, {**tiling, "consumers": GROUPS.value, "ahead": 0})
+    tiles = FlashGradientsConfig(block_q=config.block_q, block_kv=config.block_kv, num_stages=config.num_stages,
+                                 consumers=GROUPS.value, ahead=0)  # fmt: skip
+    return rest, ordered.fit(rest, tiles)
 
 
-def fit(call: Call, tiling: Mapping[str, int]) -> Mapping[str, int]:
+def fit(call: Call, config: UnorderedGradientsConfig) -> UnorderedGradientsConfig:
     """Queries that come by together are as many as give each group of warps half of a d_q of 64 x 128 elements."""
-    block = 64 * WIDEST // plan_of(call, tiling).block_d
-    return tiling if tiling["block_q"] == block else {**tiling, "block_q": block}
+    block = 64 * WIDEST // plan_of(call, config).block_d
+    return config if config.block_q == block else config.replace(block_q=block)
 
 
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
-    plan = plan_of(call, tiling)
+def supports(call: Call, config: UnorderedGradientsConfig) -> str | None:
+    plan = plan_of(call, config)
     if plan.block_d > WIDEST:
         return (
             f"head dimensions {call.dims['d']} and {call.dims['dv']}: sums of more than {WIDEST} columns of d_k and "
@@ -79,18 +78,18 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
             f"{plan.stages} stages of {plan.block} queries take {shared} bytes of shared memory; "
             f"{call.target.arch or 'sm_90'} has {shared_limit(call.target.arch)}"
         )
-    return ordered.supports(*without_d_q(call, tiling))
+    return ordered.supports(*without_d_q(call, config))
 
 
-def delegate(call: Call, tiling: Mapping[str, int]) -> tuple[str, Mapping[str, int]] | None:
+def delegate(call: Call, config: UnorderedGradientsConfig) -> tuple[str, FlashGradientsConfig] | None:
     """Gradients without d_q have no sum that several programs add to: they are the ordered kernel's."""
-    return None if "d_q" in call.wants else ("hopper", without_d_q(call, tiling)[1])
+    return None if "d_q" in call.wants else ("hopper", without_d_q(call, config)[1])
 
 
-@BACKEND.implements("attention_vjp", key=shared.key, fit=fit, supports=supports, knobs=KNOBS, drawn=ordered.DRAWN,
-                    delegate=delegate, unordered={"d_q": ADDED})  # fmt: skip
-def attention_vjp(call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
-    dims, options, plan = call.dims, call.options, plan_of(call, tiling)
+@BACKEND.implements("attention_vjp", key=shared.key, fit=fit, supports=supports, config=UnorderedGradientsConfig,
+                    drawn=ordered.DRAWN, delegate=delegate, unordered={"d_q": ADDED})  # fmt: skip
+def attention_vjp(call: Call, config: UnorderedGradientsConfig) -> tuple[Any, ...]:
+    dims, options, plan = call.dims, call.options, plan_of(call, config)
     batch, q_len, kv_len, kv_heads, group = (dims[n] for n in ("batch", "q_len", "kv_len", "kv_heads", "group"))
     heads = kv_heads * group
     q, k, v, d_o, o = (movable(call.arrays[n]) for n in ("q", "k", "v", "d_o", "o"))

@@ -22,6 +22,7 @@ from portakern.spec.dtypes import numpy_dtype
 if TYPE_CHECKING:
     from portakern.core.backend import Implementation
     from portakern.core.call import Call
+    from portakern.core.config import Config
     from portakern.core.dispatch import Choice
     from portakern.core.program import Program
 
@@ -193,11 +194,11 @@ class Jax(Framework):
 
     # --- calls are jitted where arrays are here, and staged where they are not ---
 
-    def run(self, impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+    def run(self, impl: Implementation, call: Call, config: Config) -> tuple[Any, ...]:
         from portakern.frameworks.jax import tracing
 
         refuse_forked()
-        return tracing.run(impl, call, tiling)
+        return tracing.run(impl, call, config)
 
     def embed(self, program: Program, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
         from portakern.frameworks.jax import embedding

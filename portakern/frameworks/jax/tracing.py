@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,6 +39,7 @@ from portakern.core.backend import Backend, Implementation
 from portakern.core.batching import fold
 from portakern.core.binder import bind
 from portakern.core.call import Call
+from portakern.core.config import Config
 from portakern.core.dispatch import Choice, Route, announce, choose, find_routes, gradient_choice, pick
 from portakern.core.framework import frameworks, host_framework
 from portakern.core.gradients import wiring
@@ -103,7 +104,7 @@ def _spread(call: Call, wanted: Any) -> tuple[Any, ...]:
 def _apply(impl: Implementation, static: _Static, target: Target, interpret: bool, *arrays: Any) -> tuple[Any, ...]:
     call = static.bind(arrays)
     call.target, call.interpret, call.concrete = target, interpret, False
-    return tuple(o for o in impl.run(call, dict(static.tiling)) if o is not None)
+    return tuple(o for o in impl.run(call, impl.configured(call.spec, dict(static.tiling))) if o is not None)
 
 
 def scoped(op: str) -> AbstractContextManager[Any]:
@@ -129,13 +130,13 @@ def _program(op: str, interpret: bool) -> Callable[..., tuple[Any, ...]]:
     return jax.jit(apply, static_argnums=(0, 1, 2, 3), compiler_options=options)
 
 
-def run(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+def run(impl: Implementation, call: Call, config: Config) -> tuple[Any, ...]:
     """Run an implementation on concrete JAX arrays, compiled once per shape by ``jax.jit``.
 
     While JAX traces, a call on constants is part of what it traces."""
     if trace_ctx.trace is not eval_trace:
-        return trace(call, Choice(impl.backend, impl.family.name, dict(tiling)))
-    program, static = _program(call.spec.name, call.interpret), _static(call, Choice(impl.backend, tiling=dict(tiling)))
+        return trace(call, Choice(impl.backend, impl.family.name, config))
+    program, static = _program(call.spec.name, call.interpret), _static(call, Choice(impl.backend, tiling=config))
     with _compiled():
         return _spread(call, program(impl, static, call.target, call.interpret, *_given(call)))
 
@@ -361,19 +362,17 @@ def _on_target(target: Target, exported: bool, static: _Static, *arrays: Any) ->
         )
     if backend.oracle:
         return _callback(static, call, arrays)
-    route, tiling = pick(candidates, call, dict(static.tiling))
-    outputs = tuple(o for o in route.impl.run(call, tiling) if o is not None)
+    route, config = pick(candidates, call, dict(static.tiling))
+    outputs = tuple(o for o in route.impl.run(call, config) if o is not None)
     if OBSERVERS:
-        jax.debug.callback(functools.partial(_tell, static, route, tiling), arrays, outputs)
+        jax.debug.callback(functools.partial(_tell, static, route, config), arrays, outputs)
     return outputs
 
 
-def _tell(
-    static: _Static, route: Route, tiling: Mapping[str, int], arrays: tuple[Any, ...], outputs: tuple[Any, ...]
-) -> None:
+def _tell(static: _Static, route: Route, config: Config, arrays: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
     call = static.bind(tuple(map(np.asarray, arrays))).replace(target=route.target, interpret=route.interpret)
     impl, told = route.impl, _spread(call, tuple(map(np.asarray, outputs)))
-    tell(Served(call, impl.backend.name, impl.family.name, route.interpret, tiling, told))
+    tell(Served(call, impl.backend.name, impl.family.name, route.interpret, dict(config), told))
 
 
 def _callback(static: _Static, call: Call, arrays: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from portakern.core import registry
 from portakern.core.backend import Backend, Family, Implementation
 from portakern.core.binder import unchecked
 from portakern.core.call import Call, dropped_dims, shape_of
+from portakern.core.config import Config
 from portakern.core.framework import Framework, frameworks
 from portakern.core.gradients import wiring
 from portakern.core.targets import Hardware, Target
@@ -131,7 +132,7 @@ def signature_of(call: Call) -> CallSignature:
 
 def abstract_call(
     spec: Spec[Any], impl: Implementation, signature: CallSignature, hardware: Hardware, user: Mapping[str, int]
-) -> tuple[Call, Mapping[str, int]]:
+) -> tuple[Call, Config]:
     """The call on arrays without memory, and its tiling under the tiles that the user named.
 
     Raises:

@@ -92,10 +92,11 @@ def space_of(spec: Spec[Any], impl: Implementation, calls: Sequence[Call], defau
     values = {n: tuple(v for v in ranges[n].values if v in useful[n] or v == default[n]) for n in default}
 
     def refuses(tiling: Tiling) -> str | None:
+        config = impl.configured(spec, tiling)
         for call in calls:
-            if impl.fit is not None and dict(impl.fit(call, tiling)) != dict(tiling):
+            if impl.fit is not None and impl.fit(call, config) != config:
                 return "it is fitted to the call"
-            reason = impl.supports(call, tiling)
+            reason = impl.supports(call, config)
             if reason:
                 return reason
         return None

@@ -38,8 +38,8 @@ FAULTS = {
         Planted(
             "tail-unmasked",
             "operands are not masked beyond k",
-            old="tile=ProductTile.of(call, tiling)",
-            new="tile=ProductTile.of(call, tiling)._replace(whole_k=True)",
+            old="tile=ProductTile.of(call, config)",
+            new="tile=ProductTile.of(call, config)._replace(whole_k=True)",
             gpu=False,
         ),
         Planted(

@@ -9,7 +9,7 @@ FAULTS = {
         Planted(
             "summed-batches-rounded",
             "each batch entry's product is rounded before the entries are summed",
-            old="        (c,) = matmul(product(call, name), tiling)\n",
+            old="        (c,) = matmul(product(call, name), config)\n",
             new=(
                 "        from portakern.core.binder import sibling\n"
                 "        from portakern.core.registry import find_spec\n\n"
@@ -19,7 +19,7 @@ FAULTS = {
                 "        parts = [(left[..., at : at + step], right[..., at : at + step, :]) for at in range(0,"
                 " left.shape[-1], step)]\n"
                 '        c = sum(matmul(sibling(call, find_spec("matmul"), x, y, **inner.options), '
-                "tiling)[0] for x, y in parts)\n"
+                "config)[0] for x, y in parts)\n"
             ),
         ),
         Planted(
@@ -54,7 +54,7 @@ FAULTS = {
         Planted(
             "summed-batches-rounded",
             "each batch entry's product is rounded before the entries are summed",
-            old="        (c,) = matmul(product(call, name), tiling)\n",
+            old="        (c,) = matmul(product(call, name), config)\n",
             new=(
                 "        from portakern.core.binder import sibling\n"
                 "        from portakern.core.registry import find_spec\n\n"
@@ -64,7 +64,7 @@ FAULTS = {
                 "        parts = [(left[..., at : at + step], right[..., at : at + step, :]) for at in range(0,"
                 " left.shape[-1], step)]\n"
                 '        c = sum(matmul(sibling(call, find_spec("matmul"), x, y, **inner.options), '
-                "tiling)[0] for x, y in parts)\n"
+                "config)[0] for x, y in parts)\n"
             ),
         ),
         Planted(

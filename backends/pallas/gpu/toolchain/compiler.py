@@ -13,12 +13,13 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portakern import install
 from portakern.core import targets
+from portakern.core.config import Config
 from portakern.core.machine_code import Compiled, Kernel, occupancy
 from portakern.core.targets import Hardware
 
@@ -52,13 +53,13 @@ def versions(hardware: Hardware) -> dict[str, str]:
     return {package: install.installed(package) or "none" for package in PACKAGES}
 
 
-def build(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compiled:
+def build(impl: Implementation, call: Call, config: Config) -> Compiled:
     """Compile a call for one GPU of the target's kind."""
     hardware, folder = targets.find(call.target.arch), Path(os.environ[DUMP]) if DUMP in os.environ else None
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     before = _files(folder)
-    compiled = lowered(impl, call, tiling).compile()
+    compiled = lowered(impl, call, config).compile()
     told = _files(folder) - before
     code = sorted((p for p in told if p.suffix == ".ptx"), key=_number)
     kernels = [_read(path, _resources_of(path, told), hardware) for path in code]
@@ -67,7 +68,7 @@ def build(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compil
     return Compiled(kernels, compiled.memory_analysis().generated_code_size_in_bytes)
 
 
-def lowered(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Any:
+def lowered(impl: Implementation, call: Call, config: Config) -> Any:
     """The program that a call makes for one GPU of the target's kind, before it is compiled."""
     import jax
     from jax.experimental import topologies
@@ -76,7 +77,7 @@ def lowered(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Any:
 
     def program(*arrays: Any) -> tuple[Any, ...]:
         inner = call.replace(arrays={**call.arrays, **dict(zip(names, arrays, strict=True))})
-        return tuple(o for o in impl.run(inner, tiling) if o is not None)
+        return tuple(o for o in impl.run(inner, config) if o is not None)
 
     hardware = targets.find(call.target.arch)
     topology = topologies.get_topology_desc(

@@ -21,7 +21,7 @@ Source: Shah et al., "FlashAttention-3" (2024), algorithms 1 and 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from math import e, log2
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from portakern.backends.pallas.configs import FlashConfig
 from portakern.backends.pallas.lib.band import Band
 from portakern.backends.pallas.lib.blocks import Refs, padded, quotient, words
 from portakern.backends.pallas.lib.double_float import in_two
@@ -47,7 +48,6 @@ from portakern.backends.pallas.lib.mosaic_gpu.flash import (
     PART,
     QUERIES,
     ROW,
-    SPLITS,
     TILE,
     Merge,
     MosaicFlashPlan,
@@ -63,12 +63,8 @@ from portakern.backends.pallas.lib.mosaic_gpu.flash import (
 )
 from portakern.backends.pallas.lib.mosaic_gpu.pipeline import REGISTERS, drain, free_all, warp_specialized
 from portakern.core.call import Call
-from portakern.spec import Count
 from portakern.specs._exponents import below_overflow, exponents, two_parts
 from portakern.specs.attention import score_unit
-
-KNOBS = {"stages": Count(2, 8), **SPLITS}
-"""Two stages at least: values are in use until those of the next keys have arrived; one buffer waits for ever."""
 
 WIDEST = 256
 """Elements of a head at most: more do not fit into registers and shared memory beside each other."""
@@ -128,9 +124,9 @@ THREE = 192
 hidden."""
 
 
-def plan_of(call: Call, tiling: Mapping[str, int]) -> MosaicFlashPlan:
-    dims, block_kv = call.dims, tiling["block_kv"]
-    block_q = min(tiling["block_q"], padded(dims["q_len"], QUERIES))
+def plan_of(call: Call, config: FlashConfig) -> MosaicFlashPlan:
+    dims, block_kv = call.dims, config.block_kv
+    block_q = min(config.block_q, padded(dims["q_len"], QUERIES))
     plain = call.options["softcap"] is None and call.arrays["bias"] is None and call.arrays["q_segment_ids"] is None
     if plain and block_q == 128 and max(dims["d"], dims["dv"]) <= PART and block_kv <= 128:
         block_q = THREE
@@ -144,8 +140,8 @@ def plan_of(call: Call, tiling: Mapping[str, int]) -> MosaicFlashPlan:
         dims["dv"],
         block_q // QUERIES,
         block_kv,
-        tiling["stages"],
-        tiles_of_split(call, tiling),
+        config.stages,
+        tiles_of_split(call, config),
         Band.of(call, block_q, block_kv),
         GpuScores(pre, call.options["softcap"], unit),
         jnp.dtype(call.dtype),
@@ -167,14 +163,14 @@ def operands_refused(call: Call) -> str | None:
     return None
 
 
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+def supports(call: Call, config: FlashConfig) -> str | None:
     if reason := operands_refused(call):
         return reason
-    block_q, block_kv = tiling["block_q"], tiling["block_kv"]
+    block_q, block_kv = config.block_q, config.block_kv
     for name, tile, legal in (("block_q", block_q, (64, 128)), ("block_kv", block_kv, (64, 128, 256))):
         if tile not in legal:
             return f"{name}={tile} is no tile of wgmma's here: use one of {', '.join(map(str, legal))}"
-    plan = plan_of(call, tiling)
+    plan = plan_of(call, config)
     held = plan.parts[1] * PART // 2 + block_kv // 2 + block_kv // 4
     if held > HELD:
         return (

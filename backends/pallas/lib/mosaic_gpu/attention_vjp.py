@@ -8,7 +8,7 @@ Source: Shah et al., "FlashAttention-3" (2024), section 3.1, for the warpgroups.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from portakern.backends.pallas.configs import FlashGradientsConfig
 from portakern.backends.pallas.lib.blocks import Refs, quotient
 from portakern.backends.pallas.lib.mosaic_gpu import bias_gradient
 from portakern.backends.pallas.lib.mosaic_gpu import rows as row_walk
@@ -45,27 +46,23 @@ from portakern.backends.pallas.lib.mosaic_gpu.pairs import (
 )
 from portakern.backends.pallas.lib.mosaic_gpu.pipeline import drain_last, warp_specialized
 from portakern.core.call import Call
-from portakern.spec import Count
 from portakern.specs._exponents import LARGEST
 from portakern.specs.attention import scale_of, score_unit
-
-KNOBS = {"stages": Count(1, 8)}
-"""One stage will do: a tile is done with before the next is waited for."""
 
 HELD = 224
 """Registers of a consumer's thread for sums, scores and weights: the others hold what it needs besides."""
 
 
-def plans(call: Call, tiling: Mapping[str, int]) -> list[AttentionGradientPlan]:
+def plans(call: Call, config: FlashGradientsConfig) -> list[AttentionGradientPlan]:
     """One for each run of the kernel."""
     keys = tuple(name for name in ("d_k", "d_v") if name in call.wants)
-    found = [plan_of(call, tiling, ("d_q",))] if "d_q" in call.wants else []
-    if keys and plan_of(call, tiling, ("d_k", "d_v")).held > HELD:
-        return found + [plan_of(call, tiling, (name,)) for name in keys]
-    return found + [plan_of(call, tiling, keys)] if keys else found
+    found = [plan_of(call, config, ("d_q",))] if "d_q" in call.wants else []
+    if keys and plan_of(call, config, ("d_k", "d_v")).held > HELD:
+        return found + [plan_of(call, config, (name,)) for name in keys]
+    return found + [plan_of(call, config, keys)] if keys else found
 
 
-def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
+def supports(call: Call, config: FlashGradientsConfig) -> str | None:
     if reason := operands_refused(call):
         return reason
     if call.dims["q_len"] * call.dims["group"] + call.dims["kv_len"] >= 1 << COUNTED:
@@ -73,9 +70,9 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     if score_unit(call)[1] > LARGEST:
         return f"scale={scale_of(call):g} times log2(e) is beyond float32: multiply q by a part of it beforehand"
     for name in ("block_q", "block_kv"):
-        if tiling[name] not in (64, 128):
-            return f"{name}={tiling[name]} is no tile of wgmma's here: use one of 64, 128"
-    for plan in plans(call, tiling):
+        if config[name] not in (64, 128):
+            return f"{name}={config[name]} is no tile of wgmma's here: use one of 64, 128"
+    for plan in plans(call, config):
         if plan.held > HELD:
             return (
                 f"tiles of {plan.streamed.tile} with heads of {call.dims['d']} and {call.dims['dv']} take {plan.held} "
@@ -87,7 +84,7 @@ def supports(call: Call, tiling: Mapping[str, int]) -> str | None:
     return None
 
 
-def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
+def copies(call: Call, config: FlashGradientsConfig) -> str | None:
     """What XLA copies besides, in words."""
     found = []
     for names, extent in (("q and k", call.dims["d"]), ("v and d_o", call.dims["dv"])):
@@ -95,9 +92,9 @@ def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
             found.append(f"heads of {names} are padded from {extent} to {wide}, and of gradients cut again")
     if of_rows := row_walk.copies(call, call.dims["dv"]):
         found.append(f"for Delta {of_rows}")
-    if call.arrays["bias"] is not None and plans(call, tiling):
+    if call.arrays["bias"] is not None and plans(call, config):
         found.append("bias is padded to whole tiles" + (", and transposed for d_k and d_v" if _by_key(call) else ""))
-    if "d_bias" in call.wants and (of_bias := bias_gradient.copies(call, tiling)):
+    if "d_bias" in call.wants and (of_bias := bias_gradient.copies(call, config)):
         found.append(of_bias)
     return "; ".join(found) or None
 

@@ -33,6 +33,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from portakern.backends.pallas.configs import FlashGradientsConfig
 from portakern.backends.pallas.lib.blocks import Refs, padded, quotient, within
 from portakern.backends.pallas.lib.mosaic_gpu.accumulators import finished, in_registers
 from portakern.backends.pallas.lib.mosaic_gpu.chip import (
@@ -173,12 +174,12 @@ class BiasPlan(NamedTuple):
         return ResidentTile(batch, head, block.j * KEYS, streamed, heads, block.first, block.span)
 
 
-def bias_plan(call: Call, tiling: Mapping[str, int]) -> BiasPlan:
+def bias_plan(call: Call, config: FlashGradientsConfig) -> BiasPlan:
     """With the tiling's stages, or as many as there is room for."""
     bias, dtype = call.arrays["bias"], jnp.dtype(call.arrays["bias"].dtype)
     columns = SWIZZLED_BYTES // dtype.itemsize
-    for stages in range(tiling["stages"], 0, -1):
-        cut = {"block_q": QUERIES, "block_kv": KEYS, "stages": stages}
+    for stages in range(config.stages, 0, -1):
+        cut = FlashGradientsConfig(block_q=QUERIES, block_kv=KEYS, stages=stages)
         pairs, visits = (plan_of(call, cut, wants) for wants in (("d_q",), ("d_k",)))
         # A key's sum is its own, whatever keys beyond the last have; so is a query's, where it has a row of bias.
         band = pairs.band._replace(block_kv=columns, closed=True)
@@ -190,9 +191,9 @@ def bias_plan(call: Call, tiling: Mapping[str, int]) -> BiasPlan:
     return plan
 
 
-def copies(call: Call, tiling: Mapping[str, int]) -> str | None:
+def copies(call: Call, config: FlashGradientsConfig) -> str | None:
     """What XLA copies besides, in words."""
-    plan, kv_len = bias_plan(call, tiling), call.dims["kv_len"]
+    plan, kv_len = bias_plan(call, config), call.dims["kv_len"]
     wide = _width(plan)
     return f"for d_bias, bias is padded from {kv_len} keys to {wide}, and d_bias cut again" if wide != kv_len else None
 
@@ -380,9 +381,9 @@ def write_row(ref: Refs, plan: BiasPlan, warpgroup: Any, block: BiasTile, sums: 
             store(ref.d_bias.at[block.batch, block.head, 0, keys], row.astype(plan.dtype))
 
 
-def bias_gradient(call: Call, tiling: Mapping[str, int], inputs: Mapping[str, jax.Array]) -> jax.Array:
+def bias_gradient(call: Call, config: FlashGradientsConfig, inputs: Mapping[str, jax.Array]) -> jax.Array:
     """d_bias. inputs: among others q, k, v and d_o as the copy engine takes them, and ``NUMBERS``."""
-    plan = bias_plan(call, tiling)
+    plan = bias_plan(call, config)
     width = _width(plan)
     bias = padded_rows(call.arrays["bias"], width)
     rows, keys = (padded(call.dims[name], QUERIES) for name in ("q_len", "kv_len"))

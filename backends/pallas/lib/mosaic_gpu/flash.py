@@ -20,7 +20,7 @@ Source: Shah et al., "FlashAttention-3" (2024), algorithm 1 and section 3.1; the
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,12 +30,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from portakern.backends.pallas.configs import FlashConfig
 from portakern.backends.pallas.lib.band import Band, both
 from portakern.backends.pallas.lib.blocks import Refs, quotient
 from portakern.backends.pallas.lib.mosaic_gpu.chip import ALIGNED, HOPPER, Swizzled, issue_product, over_shared
 from portakern.core.call import Call
-from portakern.spec import Count
-from portakern.spec import Tile as PowerOfTwo
 
 QUERIES = 64
 """Queries of a consumer: the rows of one instruction of the tensor cores."""
@@ -48,10 +47,6 @@ OF_THREE = 24, 160
 
 LSE_BYTES = 2 * ALIGNED
 """Shared memory for what is written of lse and lse_low, which is less."""
-
-SPLITS = {"splits": Count(1, 64), "chunk": PowerOfTwo(64, 1 << 20)}
-"""Knobs: the splits of the keys that a query sees, at most, and one more where they begin within one; keys of a split
-at least."""
 
 TOGETHER = 8
 """Heads whose tiles are taken by turns where the last queries see most keys: their keys stay in the L2 cache."""
@@ -210,13 +205,13 @@ def schedule(plan: MosaicFlashPlan) -> np.ndarray:
     return found
 
 
-def tiles_of_split(call: Call, tiling: Mapping[str, int]) -> int:
+def tiles_of_split(call: Call, config: FlashConfig) -> int:
     """Tiles of keys that make a split."""
     kv_len, (left, right) = call.dims["kv_len"], call.options["window"] or (None, None)
     right = 0 if call.options["is_causal"] else right
     seen = kv_len if left is None or right is None else min(kv_len, left + right + 1)
-    tiles = pl.cdiv(seen, tiling["block_kv"])
-    return max(pl.cdiv(tiles, tiling["splits"]), pl.cdiv(tiling["chunk"], tiling["block_kv"]))
+    tiles = pl.cdiv(seen, config.block_kv)
+    return max(pl.cdiv(tiles, config.splits), pl.cdiv(config.chunk, config.block_kv))
 
 
 class Merge(NamedTuple):

@@ -15,7 +15,7 @@ other. What is made of them the kernels say: ``attention_vjp.py`` those of q, k 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import e, log2
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import nvvm
 
+from portakern.backends.pallas.configs import FlashGradientsConfig
 from portakern.backends.pallas.lib.band import Band
 from portakern.backends.pallas.lib.blocks import Refs, padded, quotient, words
 from portakern.backends.pallas.lib.double_float import UnitOf, in_two
@@ -208,10 +209,10 @@ class Delta(Formula):
         return statistics
 
 
-def plan_of(call: Call, tiling: Mapping[str, int], wants: tuple[str, ...]) -> AttentionGradientPlan:
+def plan_of(call: Call, config: FlashGradientsConfig, wants: tuple[str, ...]) -> AttentionGradientPlan:
     dims, by_query = call.dims, wants == ("d_q",)
-    queries = Side("q", "d_o", "q_ids", tiling["block_q"], dims["q_len"])
-    keys = Side("k", "v", "kv_ids", tiling["block_kv"], dims["kv_len"])
+    queries = Side("q", "d_o", "q_ids", config.block_q, dims["q_len"])
+    keys = Side("k", "v", "kv_ids", config.block_kv, dims["kv_len"])
     resident, streamed = (queries, keys) if by_query else (keys, queries)
     band = Band.of(call, ROWS, streamed.tile)
     if not by_query:
@@ -228,7 +229,7 @@ def plan_of(call: Call, tiling: Mapping[str, int], wants: tuple[str, ...]) -> At
         by_query,
         dims["d"],
         dims["dv"],
-        tiling["stages"],
+        config.stages,
         band,
         pre,
         call.options["softcap"] is not None,
@@ -371,8 +372,8 @@ def statistics(call: Call) -> dict[str, jax.Array]:
     (batch, kv_heads): whether some lse is not near 0. ``delta``."""
     batch, q_len, heads, dv = call.arrays["o"].shape
     of_rows = [call.arrays[name].reshape(-1, dv) for name in ("o", "d_o")]
-    tiling = row_walk.default_tiling(dv, call.dtype, arrays=2)
-    _, told = row_walk.launched(call, tiling, of_rows, Delta(), {}, extra_numbers=1)
+    config = row_walk.default_tiling(dv, call.dtype, arrays=2)
+    _, told = row_walk.launched(call, config, of_rows, Delta(), {}, extra_numbers=1)
     assert told is not None
     delta = jnp.swapaxes(told[0, : batch * q_len * heads].reshape(batch, q_len, heads), 1, 2)
     if call.arrays["d_lse"] is not None:

@@ -29,6 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import nvvm
 
+from portakern.backends.pallas.configs import HopperRowsConfig
 from portakern.backends.pallas.lib.blocks import Refs, padded
 from portakern.backends.pallas.lib.mosaic_gpu.chip import (
     BARRIERS,
@@ -45,11 +46,7 @@ from portakern.backends.pallas.lib.mosaic_gpu.chip import (
     whole_pieces,
 )
 from portakern.core.call import Call
-from portakern.spec import Tile
-
-KNOBS = {"row_warps": Tile(1, WARPS), "cluster": Tile(1, 8)}
-"""``row_warps``: warps to a row. One that is read element by element has all of them. ``cluster``: blocks to a row, no
-more than it has chunks. One that is read element by element has one."""
+from portakern.core.config import fields_of
 
 KEPT_BYTES, HALF_BYTES = 208 * 1024, 110 * 1024
 """Bytes of long rows that stay in the shared memory of a block at most, and so that two have a multiprocessor."""
@@ -141,10 +138,10 @@ class WarpRowWalk(NamedTuple):
     cluster: int = 1
 
     @classmethod
-    def over(cls, call: Call, tiling: Mapping[str, int], rows: int, n: int, arrays: int = 1) -> WarpRowWalk:
+    def over(cls, call: Call, config: HopperRowsConfig, rows: int, n: int, arrays: int = 1) -> WarpRowWalk:
         """The walk of an op on rows of n elements, of so many arrays."""
         dtype = jnp.dtype(call.dtype)
-        block_rows, block_n, row_warps = (tiling[name] for name in ("block_rows", "block_n", "row_warps"))
+        block_rows, block_n, row_warps = (config[name] for name in ("block_rows", "block_n", "row_warps"))
         if element_by_element(n, dtype):
             whole = padded(n, THREADS)
             walk = cls(rows, n, n, block_rows, min(block_n, whole), WARPS, 1, arrays, dtype.itemsize)
@@ -152,7 +149,7 @@ class WarpRowWalk(NamedTuple):
         vector = min(BULK_BYTES // dtype.itemsize, block_n // (LANES * row_warps))
         chunk = min(block_n, padded(n, LANES * row_warps * vector))
         walk = cls(rows, n, whole_pieces(n, dtype), block_rows, chunk, row_warps, vector, arrays, dtype.itemsize)
-        cluster = min(tiling.get("cluster", 1), walk.chunks)
+        cluster = min(config.cluster, walk.chunks)
         # In the interpreter a block takes a thread of the host: where these are too few it would wait for ever.
         return walk._replace(cluster=1 if call.interpret and cluster > _host_threads() else cluster)
 
@@ -288,7 +285,7 @@ def key(call: Call, n: int) -> dict[str, str | int]:
     return {"dtype": call.dtype, "n": n}
 
 
-def default_tiling(n: int, dtype: str, arrays: int = 1) -> dict[str, int]:
+def default_tiling(n: int, dtype: str, arrays: int = 1) -> HopperRowsConfig:
     """A formula of n and the dtype: about 16 KiB of a block's rows are on their way at once, short rows have a warp
     each, and a row that fits into the registers of four warps is worked on as a whole. A longer one has as many blocks
     as keep it. Rows that are read element by element have a block each."""
@@ -296,38 +293,40 @@ def default_tiling(n: int, dtype: str, arrays: int = 1) -> dict[str, int]:
     whole = max(THREADS, pl.next_power_of_2(n))
     if whole > longest:
         block_n, cluster = (4096, 1) if element_by_element(n, dtype) else _fewest_blocks(n, size, arrays)
-        return {"block_rows": 1, "block_n": block_n, "row_warps": WARPS, "cluster": cluster}
+        return HopperRowsConfig(block_rows=1, block_n=block_n, row_warps=WARPS, cluster=cluster)
     if element_by_element(n, dtype):
-        return {"block_rows": 1, "block_n": whole, "row_warps": WARPS, "cluster": 1}
+        return HopperRowsConfig(block_rows=1, block_n=whole, row_warps=WARPS, cluster=1)
     row_warps = 1 if whole <= 1024 else 2 if whole <= 2048 else WARPS
     rows = max(WARPS // row_warps, min(32, 16384 // (size * whole)))
-    return {"block_rows": rows, "block_n": whole, "row_warps": row_warps, "cluster": 1}
+    return HopperRowsConfig(block_rows=rows, block_n=whole, row_warps=row_warps, cluster=1)
 
 
 def _fewest_blocks(n: int, size: int, arrays: int) -> tuple[int, int]:
     """``block_n`` and the fewest blocks that keep rows of n elements, of ``size`` bytes in all arrays, if possible two
     on a multiprocessor: alone it computes while nothing is on its way. Rows too long for any are read twice."""
-    for most, cluster in [*((HALF_BYTES, c) for c in KNOBS["cluster"].values), (KEPT_BYTES, KNOBS["cluster"].hi)]:
+    clusters = fields_of(HopperRowsConfig)["cluster"].values
+    assert clusters is not None
+    for most, cluster in [*((HALF_BYTES, c) for c in clusters.values), (KEPT_BYTES, clusters.hi)]:
         for block_n in (elements // arrays for elements in LONG):
             if pl.cdiv(pl.cdiv(n, block_n), cluster) * block_n * size <= most:
                 return block_n, cluster
     return LONG[-1], 1
 
 
-def supports(call: Call, tiling: Mapping[str, int], rows: int, n: int, arrays: int = 1) -> str | None:
-    return dtype_refused(call) or WarpRowWalk.over(call, tiling, rows, n, arrays).refused()
+def supports(call: Call, config: HopperRowsConfig, rows: int, n: int, arrays: int = 1) -> str | None:
+    return dtype_refused(call) or WarpRowWalk.over(call, config, rows, n, arrays).refused()
 
 
 def declared(
-    view: Callable[[Call], tuple[int, int]], copies: Callable[[Call, Mapping[str, int]], str | None], arrays: int = 1
+    view: Callable[[Call], tuple[int, int]], copies: Callable[[Call, HopperRowsConfig], str | None], arrays: int = 1
 ) -> dict[str, Any]:
     """What an op on rows of so many arrays declares beside its function. ``view``: the rows of a call, and the elements
     of each."""
     return {
         "key": lambda call: key(call, view(call)[1]),
         "tiling": lambda call: default_tiling(view(call)[1], call.dtype, arrays),
-        "supports": lambda call, tiling: supports(call, tiling, *view(call), arrays),
-        "knobs": KNOBS,
+        "supports": lambda call, config: supports(call, config, *view(call), arrays),
+        "config": HopperRowsConfig,
         "copies": copies,
     }
 
@@ -350,7 +349,7 @@ def copies(call: Call, n: int) -> str | None:
 
 def launched(
     call: Call,
-    tiling: Mapping[str, int],
+    config: HopperRowsConfig,
     x: Sequence[jax.Array],
     formula: Formula,
     weights: Mapping[str, jax.Array],
@@ -360,7 +359,7 @@ def launched(
     """What a formula makes of the rows of arrays, (rows, n) each, and ``extra_numbers`` numbers of each row, (told,
     rows or more) in float32. ``weights``: what every row shares, (n,) each. ``approximate``: as of :func:`launch`."""
     rows, n = x[0].shape
-    walk = WarpRowWalk.over(call, tiling, rows, n, len(x))
+    walk = WarpRowWalk.over(call, config, rows, n, len(x))
     kept = partial(_kept, interpret=call.interpret)
     read = _direct if walk.direct else _once if walk.chunks == 1 else kept if walk.kept else _twice
     if not walk.direct:

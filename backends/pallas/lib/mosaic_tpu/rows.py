@@ -30,6 +30,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from portakern.backends.pallas.configs import RowsConfig
 from portakern.backends.pallas.lib.blocks import Blocks, Refs, even_block, row_block, step_along, within
 from portakern.backends.pallas.lib.mosaic_tpu.chip import (
     LANES,
@@ -86,21 +87,21 @@ class BlockWalk(NamedTuple):
 
     @classmethod
     def over(
-        cls, call: Call, tiling: Mapping[str, int], shape: tuple[int, ...], along: int, stored: SideBySide | None = None
+        cls, call: Call, config: RowsConfig, shape: tuple[int, ...], along: int, stored: SideBySide | None = None
     ) -> BlockWalk:
         """The walk of an op that needs a whole row before it writes any of it, over an array of that shape."""
         n, height = shape[-2:][along], shape[-2:][1 - along]
         of_rows, of_n = grains(call, along)
-        block_n = even_block(n, tiling["block_n"], of_n)
-        block_rows = row_block(call, height, tiling["block_rows"], LANES if stored else of_rows, even=True)
+        block_n = even_block(n, config.block_n, of_n)
+        block_rows = row_block(call, height, config.block_rows, LANES if stored else of_rows, even=True)
         return cls(shape, along, block_rows, block_n, min(pl.cdiv(n, block_n), 2), stored)
 
     @classmethod
-    def along_last(cls, call: Call, tiling: Mapping[str, int], shape: tuple[int, ...]) -> BlockWalk:
+    def along_last(cls, call: Call, config: RowsConfig, shape: tuple[int, ...]) -> BlockWalk:
         """`over` the rows along the last axis of an array, as XLA lays them out. Blocks of fewer rows than there are
         lanes, which a user may ask for, cannot be turned: XLA copies the array then."""
-        stored = SideBySide.of(shape) if tiling["block_rows"] % LANES == 0 else None
-        return cls.over(call, tiling, stored.rows if stored else (math.prod(shape[:-1]), shape[-1]), 1, stored)
+        stored = SideBySide.of(shape) if config.block_rows % LANES == 0 else None
+        return cls.over(call, config, stored.rows if stored else (math.prod(shape[:-1]), shape[-1]), 1, stored)
 
     @property
     def n(self) -> int:
@@ -265,7 +266,7 @@ class BlockWalk(NamedTuple):
 
     # What a TPU refuses
 
-    def refused(self, call: Call, tiling: Mapping[str, int], vmem_use: VmemUse) -> str | None:
+    def refused(self, call: Call, config: RowsConfig, vmem_use: VmemUse) -> str | None:
         """Why a TPU cannot walk like this, or None. Only blocks of the least number of rows, of those that are turned
         as many as there are lanes, may ask for more VMEM than a kernel gets unasked: code of larger ones would take
         minutes to compile."""
@@ -273,7 +274,7 @@ class BlockWalk(NamedTuple):
         limit = vmem_limit(call) if self.block_rows <= least else vmem_granted(call)
         return (
             dtype_refused(call)
-            or off_grid("block_rows", tiling["block_rows"], self.height, least)
+            or off_grid("block_rows", config.block_rows, self.height, least)
             or over_vmem(call, vmem_use.bytes(call, self.elements), "block_rows or block_n", limit)
         )
 
@@ -414,7 +415,7 @@ class RowScalar:
         self.value = value
 
 
-def row_tiling(call: Call, n: int, along: int, vmem_use: VmemUse) -> dict[str, int]:
+def row_tiling(call: Call, n: int, along: int, vmem_use: VmemUse) -> RowsConfig:
     """Blocks of whole rows of n elements, so many as fit what a kernel gets of VMEM unasked; where that holds none, the
     least number that there is, and of a row as much as the chip allows. Of n, dtype and chip alone.
 
@@ -436,7 +437,7 @@ def row_tiling(call: Call, n: int, along: int, vmem_use: VmemUse) -> dict[str, i
         while needed(least, block_n) > limit and block_n > parts.lo:
             block_n //= 2
     fitting = [v for v in rows.values if v >= least and needed(v, block_n) <= vmem_granted(call)]
-    return {"block_rows": max(fitting, default=least), "block_n": block_n}
+    return RowsConfig(block_rows=max(fitting, default=least), block_n=block_n)
 
 
 STEP = 600  # cycles that a step of the grid waits beyond its memory, about: by libtpu's estimates 400 to 1500
@@ -452,50 +453,51 @@ def cycles(call: Call, walk: BlockWalk, vmem_use: VmemUse, hardware: Hardware) -
 
 def fitted(
     call: Call,
-    tiling: Mapping[str, int],
+    config: RowsConfig,
     vmem_use: VmemUse,
-    default: Callable[[Call, VmemUse], Mapping[str, int]],
-    walk_of: Callable[[Call, Mapping[str, int]], BlockWalk],
-) -> Mapping[str, int]:
+    default: Callable[[Call, VmemUse], RowsConfig],
+    walk_of: Callable[[Call, RowsConfig], BlockWalk],
+) -> RowsConfig:
     """In place of the default's block_rows those with which the call's rows take least: an accelerator's units sum a
     row in one order whatever rows share its block. Blocks of fewer rows than there are lanes, which a table may have
     from where rows lay otherwise, become as many where XLA would copy the array for them."""
-    hardware, asked = targets.HARDWARE.get(call.target.arch), tiling["block_rows"]
+    hardware, asked = targets.HARDWARE.get(call.target.arch), config.block_rows
     if call.interpret or hardware is None:
-        return tiling
-    turned = walk_of(call, {**tiling, "block_rows": LANES}).stored is not None
+        return config
+    turned = walk_of(call, config.replace(block_rows=LANES)).stored is not None
     among: tuple[int, ...] = ()
-    if dict(tiling) == default(call, vmem_use):
+    if config == default(call, vmem_use):
         among = tuple(v for v in call.spec.tiling["block_rows"].values[::-1] if not turned or v % LANES == 0)
     elif turned and asked % LANES:
         among = (LANES,)
     found: dict[int, float] = {}
     with estimates():  # of blocks that are only weighed nobody is told
         for v in among:
-            other = {**tiling, "block_rows": v}
+            other = config.replace(block_rows=v)
             walk = walk_of(call, other)
             if walk.refused(call, other, vmem_use) is None and (v <= asked or walk.has_room(call, vmem_use)):
                 found[v] = cycles(call, walk, vmem_use, hardware)
     best = min(found, key=lambda v: (found[v], v != asked), default=asked)
-    return tiling if best == asked else {**tiling, "block_rows": best}
+    return config if best == asked else config.replace(block_rows=best)
 
 
 def refused(
-    call: Call, tiling: Mapping[str, int], vmem_use: VmemUse, walk_of: Callable[[Call, Mapping[str, int]], BlockWalk]
+    call: Call, config: RowsConfig, vmem_use: VmemUse, walk_of: Callable[[Call, RowsConfig], BlockWalk]
 ) -> str | None:
     """Why a TPU cannot walk rows in such blocks, or None."""
-    return walk_of(call, tiling).refused(call, tiling, vmem_use)
+    return walk_of(call, config).refused(call, config, vmem_use)
 
 
 def in_walks(
     vmem_use: VmemUse,
     key: Callable[[Call], Mapping[str, str | int]],
-    default: Callable[[Call, VmemUse], Mapping[str, int]],
-    walk_of: Callable[[Call, Mapping[str, int]], BlockWalk],
+    default: Callable[[Call, VmemUse], RowsConfig],
+    walk_of: Callable[[Call, RowsConfig], BlockWalk],
 ) -> dict[str, Any]:
     """What an op that walks rows and holds so much declares beside its function."""
     return {
         "key": key,
+        "config": RowsConfig,
         "tiling": lambda call: default(call, vmem_use),
         "fit": partial(fitted, vmem_use=vmem_use, default=default, walk_of=walk_of),
         "supports": partial(refused, vmem_use=vmem_use, walk_of=walk_of),

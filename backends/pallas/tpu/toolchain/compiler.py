@@ -19,17 +19,16 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from portakern import install
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.tpu.family import FAMILY
 from portakern.core import targets
+from portakern.core.config import NOTHING, Config
 from portakern.core.machine_code import Compiled, Kernel
 from portakern.core.targets import Hardware, Target
 from portakern.errors import UnsupportedError
@@ -80,9 +79,9 @@ def versions(hardware: Hardware) -> dict[str, str]:
     return {package: install.installed(package) or "none" for package in ("jax", "jaxlib", "libtpu")}
 
 
-def build(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compiled:
+def build(impl: Implementation, call: Call, config: Config) -> Compiled:
     """Compile a call for one core of the target's chip."""
-    compiled, walks, codes = _build(traced(impl, call, tiling), call.target, call, tiling)
+    compiled, walks, codes = _build(traced(impl, call, config), call.target, call, config)
     return Compiled(_counted(compiled.kernels, walks, codes, call.target), compiled.code_bytes)
 
 
@@ -95,16 +94,16 @@ def kernels_of(program: Any, target: Target) -> list[Kernel]:
     return _counted(compiled.kernels, walks, codes, target)
 
 
-def survey(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compiled:
+def survey(impl: Implementation, call: Call, config: Config) -> Compiled:
     """As :func:`build`, without the machine code's text, and what that says is taken from an earlier call of this
     process whose kernels are the same but for the extents of arrays and grid: to rank calls, and for nothing else."""
     from portakern.backends.pallas.tpu.toolchain.static import walks_of
 
-    program = traced(impl, call, tiling)
+    program = traced(impl, call, config)
     walks = walks_of(program.jaxpr.jaxpr, cores=TOGETHER.get(call.target.arch, 1))
     key = (call.target, *(w.program for w in walks))
     if key not in _SURVEYED or os.environ.get(WANT_ESTIMATE):
-        compiled, walks, codes = _build(program, call.target, call, tiling)
+        compiled, walks, codes = _build(program, call.target, call, config)
         _SURVEYED[key] = Compiled([replace(k, assembly="") for k in compiled.kernels], compiled.code_bytes), codes
     kept, codes = _SURVEYED[key]
     return Compiled(_counted([replace(k) for k in kept.kernels], walks, codes, call.target), kept.code_bytes)
@@ -113,14 +112,14 @@ def survey(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compi
 _SURVEYED: dict[Any, tuple[Compiled, list[Region | None]]] = {}
 
 
-def memory(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Compiled:
+def memory(impl: Implementation, call: Call, config: Config) -> Compiled:
     """As :func:`build`, of each kernel the VMEM that it takes and may take, to the byte, and nothing else. It is kept
     under the name of the program that libtpu is given: an edit that leaves the program as it was asks libtpu nothing.
 
     Raises:
       UnsupportedError: a kernel takes more than it may; libtpu says of how much no more than hundredths of a MiB.
     """
-    lowered = traced(impl, call, tiling).lower()
+    lowered = traced(impl, call, config).lower()
     program = re.sub(r"\\22debug_locations\\22: \\22[^\\]*\\22", "", lowered.as_text())
     hardware = targets.find(call.target.arch)
     asked = json.dumps([hardware.name, versions(hardware), os.environ.get("LIBTPU_INIT_ARGS"), program])
@@ -164,7 +163,7 @@ VMEM = "1"  # as XLA numbers memories
 
 
 def _build(
-    program: Any, target: Target, call: Call | None = None, tiling: Mapping[str, int] = MappingProxyType({})
+    program: Any, target: Target, call: Call | None = None, config: Config = NOTHING
 ) -> tuple[Compiled, list[GridWalk], list[Region | None]]:
     """What libtpu made, how its kernels walk their grids, and of each the regions of its code, where that was told."""
     from portakern.backends.pallas.tpu.toolchain.static import regions, walks_of
@@ -175,7 +174,7 @@ def _build(
     told = _files(dump) - before
     text = compiled.as_text()
     made = re.findall(r"%([\w.-]+) = .*custom_call_target=\"tpu_custom_call\"", text)
-    cycles = _estimate(call, tiling, made) if call and os.environ.get(WANT_ESTIMATE) else {}
+    cycles = _estimate(call, config, made) if call and os.environ.get(WANT_ESTIMATE) else {}
     read = {name: _read(name, told, cycles.get(name)) for name in made}
     for name, takes, may_take in scoped_memory(text, targets.find(target.arch)):
         read[name].on_chip["vmem"], read[name].granted["vmem"] = takes, may_take
@@ -188,7 +187,7 @@ def _build(
     return Compiled(kernels, size), walks, codes
 
 
-def traced(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Any:
+def traced(impl: Implementation, call: Call, config: Config) -> Any:
     """The program of a call, traced for the first chip of a topology that is only described."""
     import jax
     from jax.experimental import topologies
@@ -197,7 +196,7 @@ def traced(impl: Implementation, call: Call, tiling: Mapping[str, int]) -> Any:
 
     def program(*arrays: Any) -> tuple[Any, ...]:
         inner = call.replace(arrays={**call.arrays, **dict(zip(names, arrays, strict=True))})
-        return tuple(o for o in impl.run(inner, tiling) if o is not None)
+        return tuple(o for o in impl.run(inner, config) if o is not None)
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY[call.target.arch])
     sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
@@ -279,7 +278,7 @@ def _busy(table: str) -> dict[str, int]:
     return dict(zip(units, map(sum, zip(*rows, strict=True)), strict=False))
 
 
-def _estimate(call: Call, tiling: Mapping[str, int], names: list[str]) -> dict[str, int]:
+def _estimate(call: Call, config: Config, names: list[str]) -> dict[str, int]:
     """Kernel -> cycles of a whole run, where another process came to an estimate before it died or had taken enough."""
     with tempfile.TemporaryDirectory() as folder:
         told = partial(_told_cycles, Path(folder), names)
@@ -299,7 +298,7 @@ def _estimate(call: Call, tiling: Mapping[str, int], names: list[str]) -> dict[s
                     {
                         "op": call.spec.name,
                         "variant": FAMILY.name,
-                        "tiling": dict(tiling),
+                        "tiling": dict(config),
                         "form": signature_of(call),
                         "assembly": False,
                     }

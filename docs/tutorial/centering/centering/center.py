@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import inf, prod
 from typing import Any, NamedTuple, TypeVar
 
@@ -100,7 +99,7 @@ center.sample("rows", dims={"batch": (3,), "n": 5})
 
 # --8<-- [start:oracle]
 @pk.backends()["reference"].implements("center")
-def oracle(call: pk.Call, tiling: Mapping[str, int]) -> tuple[np.ndarray]:
+def oracle(call: pk.Call, config: pk.Config) -> tuple[np.ndarray]:
     x = call.arrays["x"]
     with np.errstate(all="ignore"):
         return (x - x.sum(-1, keepdims=True) / x.shape[-1],)

@@ -6,15 +6,13 @@ block needs one sweep, which does both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 import portakern as pk
 from centering.center import key, row_tiles
-from portakern.backends.pallas.lib import BlockWalk, Refs, VmemUse, launched
+from portakern.backends.pallas.lib import BlockWalk, Refs, RowsConfig, VmemUse, launched
 
 HELD = VmemUse(streamed=2, computed=2)  # x and y come and go, and a block of each is computed with
 
@@ -35,23 +33,23 @@ def kernel(ref: Refs, *, walk: BlockWalk) -> None:
         ref.y[...] = (ref.x[...].astype(jnp.float32) - ref.total[...] / walk.n).astype(ref.y.dtype)
 
 
-def walk_of(call: pk.Call, tiling: Mapping[str, int]) -> BlockWalk:
+def walk_of(call: pk.Call, config: RowsConfig) -> BlockWalk:
     """The rows of x, however many axes they lie along, and as XLA lays them out."""
-    return BlockWalk.along_last(call, tiling, (*call.dims["batch"], call.dims["n"]))
+    return BlockWalk.along_last(call, config, (*call.dims["batch"], call.dims["n"]))
 
 
-def refused(call: pk.Call, tiling: Mapping[str, int]) -> str | None:
+def refused(call: pk.Call, config: RowsConfig) -> str | None:
     """Why a TPU cannot walk like this, or None."""
-    return walk_of(call, tiling).refused(call, tiling, HELD)
+    return walk_of(call, config).refused(call, config, HELD)
 
 
-@pk.backends()["pallas"].implements("center", key=key, tiling=row_tiles, supports=refused)
-def center(call: pk.Call, tiling: Mapping[str, int]) -> tuple[jax.Array]:
+@pk.backends()["pallas"].implements("center", key=key, tiling=row_tiles, supports=refused, config=RowsConfig)
+def center(call: pk.Call, config: RowsConfig) -> tuple[jax.Array]:
     x = call.arrays["x"]
     found = launched(
         call,
         kernel,
-        walk_of(call, tiling),
+        walk_of(call, config),
         HELD,
         rows={"x": x},
         written={"y": x.dtype},

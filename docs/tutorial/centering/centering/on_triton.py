@@ -6,7 +6,6 @@ write its result. The second time it comes from cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -16,6 +15,7 @@ import triton.language as tl
 import portakern as pk
 from centering.center import key, row_tiles
 from portakern.backends.triton.lib import (
+    RowsConfig,
     accumulator,
     aligned,
     cdiv,
@@ -25,7 +25,6 @@ from portakern.backends.triton.lib import (
     row_start,
     walk_rows,
 )
-from portakern.spec import Tile
 
 
 @triton.jit
@@ -49,21 +48,21 @@ def center_kernel(x, y, rows, rows_inner, n, x_outer, x_inner, x_n,
         tl.store(y_row + (start + col), (t - mean[:, None]).to(y.dtype.element_ty), mask=ok)
 
 
-def tiles(call: pk.Call) -> dict[str, int]:
-    return {**row_tiles(call), "num_warps": 8}
+def tiles(call: pk.Call) -> RowsConfig:
+    return RowsConfig(**row_tiles(call), num_warps=8)
 
 
-def refused(call: pk.Call, tiling: Mapping[str, int]) -> str | None:
+def refused(call: pk.Call, config: RowsConfig) -> str | None:
     """Why a program cannot hold such a tile, or None."""
-    return refuse_tile(call, tiling, prod(call.dims["batch"]))
+    return refuse_tile(call, config, prod(call.dims["batch"]))
 
 
-@pk.backends()["triton"].implements("center", key=key, tiling=tiles, supports=refused, knobs={"num_warps": Tile(1, 32)})
-def center(call: pk.Call, tiling: Mapping[str, int]) -> tuple[Any, ...]:
+@pk.backends()["triton"].implements("center", key=key, tiling=tiles, supports=refused, config=RowsConfig)
+def center(call: pk.Call, config: RowsConfig) -> tuple[Any, ...]:
     x, n = call.arrays["x"], call.dims["n"]
     y = fresh_like(x)
     (x,), rows = walk_rows(x.ndim - 1, x)
-    launch(center_kernel, cdiv(rows.height, tiling["block_rows"]), call, x, y, rows.height, rows.inner, n,
-           *rows.strides[0], block_rows=tiling["block_rows"], block_n=tiling["block_n"],
-           acc_dtype=accumulator(call.dtype), num_warps=tiling["num_warps"], **rows.known(call.dtype))  # fmt: skip
+    launch(center_kernel, cdiv(rows.height, config.block_rows), call, x, y, rows.height, rows.inner, n,
+           *rows.strides[0], block_rows=config.block_rows, block_n=config.block_n,
+           acc_dtype=accumulator(call.dtype), num_warps=config.num_warps, **rows.known(call.dtype))  # fmt: skip
     return (y,)

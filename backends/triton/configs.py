@@ -1,0 +1,188 @@
+"""What the Triton kernels take beside a call. Tiles have their values in the specs."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Annotated
+
+from portakern.core.config import Config
+from portakern.spec import Count, Tile
+
+
+class WarpsConfig(Config):
+    """What every kernel is compiled for."""
+
+    num_warps: Annotated[int, Tile(1, 32), "warps of a program"]
+
+
+class PipelineConfig(Config):
+    """Of kernels whose loops have loads on their way."""
+
+    num_stages: Annotated[int, Count(1, 8), "tiles of the inputs in flight: the depth of the software pipeline"]
+
+
+class RowsConfig(WarpsConfig):
+    """Of ops on rows."""
+
+    block_rows: Annotated[int, "rows that a program owns"]
+    block_n: Annotated[int, "columns of a tile: elements of a row that are read at once"]
+
+
+class RowGradientsConfig(RowsConfig, PipelineConfig):
+    """Of gradients of norms, which sum over rows."""
+
+    num_stages: Annotated[int, Tile(1, 8)]
+    steps: Annotated[int, Tile(1, 1024), "blocks of rows that a program adds up before it writes its partial sum"]
+
+
+class RopeConfig(WarpsConfig):
+    """Of rotary embeddings."""
+
+    block_seq: Annotated[int, "tokens in a tile"]
+    block_heads: Annotated[int, "heads in a tile"]
+
+
+class LogitsConfig(Config):
+    """Of a loss whose logits are made a chunk of rows at a time."""
+
+    chunk_rows: Annotated[int, "rows whose logits are in memory at once"]
+
+
+class LogitGradientsConfig(Config):
+    """Of the gradients of such a loss, a chunk of classes at a time."""
+
+    chunk_n: Annotated[int, "classes whose logits are in memory at once"]
+
+
+# ------------------------------------------------------------------------------------------------------------ products
+
+
+class ProductConfig(WarpsConfig, PipelineConfig):
+    """Of matrix products."""
+
+    block_m: Annotated[int, "rows of the result that a program computes"]
+    block_n: Annotated[int, "columns of the result that a program computes"]
+    block_k: Annotated[int, "elements along the summed dimension in a step"]
+    group: Annotated[
+        int,
+        Tile(1, 64),
+        "rows of tiles that are finished column by column, so that their operands stay in the L2 cache",
+    ]
+
+
+class WarpSpecialized(IntEnum):
+    """Whether one warp copies and others multiply, and how many columns a tile then has beside its ``block_n``."""
+
+    NO = 0
+    YES = 1
+    HALF_MORE = 2
+    QUARTER_MORE = 3
+
+
+class EpilogueSubtile(IntEnum):
+    """How a tile of c leaves, of warps that have roles. By halves, or, where a program has one tile, through a's
+    stages, which nobody needs any more, it leaves room for one more stage."""
+
+    WHOLE = 0
+    HALVES = 1
+    IN_STAGES = 2
+
+
+class HopperProductConfig(ProductConfig):
+    """Of matrix products on Hopper."""
+
+    num_warps: Annotated[int, Tile(4, 8)]
+    num_stages: Annotated[int, Count(2, 8)]
+    group: Annotated[int, Tile(1, 32)]
+    swapped: Annotated[bool, "1: compute the transpose of the result (swap A and B), for few rows"]
+    roles: Annotated[
+        WarpSpecialized,
+        "0: all warps do the same; 1: warp specialization; 2, 3: and a half or a quarter of a tile more columns",
+    ]
+    halves: Annotated[
+        EpilogueSubtile,
+        "epilogue subtile; 1: store the tile in two halves; 2: through the shared memory of the inputs",
+    ] = EpilogueSubtile.WHOLE
+
+
+# ----------------------------------------------------------------------------------------------------------- attention
+
+
+class TilesConfig(PipelineConfig):
+    """Of attention, forward and backward."""
+
+    block_q: Annotated[int, "queries in a tile"]
+    block_kv: Annotated[int, "keys in a tile"]
+
+
+class PortableTilesConfig(TilesConfig, WarpsConfig):
+    """Of its kernels for every GPU."""
+
+    num_warps: Annotated[int, Tile(1, 16)]
+    threefold: Annotated[bool, "1: float32 products as three products of the matrix unit"] = False
+    matrix_instr_nonkdim: Annotated[int, Tile(16, 32), "AMD: rows and columns of one matrix instruction"]
+
+
+class AttentionConfig(PortableTilesConfig):
+    """Of attention."""
+
+    chunk: Annotated[int, Tile(16, 1 << 20), "split KV: the least number of keys in a split"]
+    whole: Annotated[int, Tile(16, 1 << 20), "split KV: up to so many keys are one split"] = 0
+    most: Annotated[int, Tile(1, 128), "split KV: the largest number of splits of a row"]
+    few_q: Annotated[int, Tile(16, 128), "queries in a tile where there are few"]
+    few_stages: Annotated[int, Count(1, 8), "tiles of keys in flight where there are few queries"]
+
+
+class FewQueries(IntEnum):
+    """What becomes of few queries. No bit of a result depends on it."""
+
+    PORTABLE = 0
+    """They are the portable kernel's."""
+    FASTER = 1
+    """Split or walked, whichever is faster (``times`` of hopper/attention.py)."""
+    SPLIT = 2
+    """A program takes a chunk of keys (split-KV)."""
+    WALKED = 3
+    """A program takes a group of heads, and all its chunks."""
+
+
+class ConsumersConfig(Config):
+    """Of warp-specialized kernels of attention."""
+
+    consumers: Annotated[int, Count(2, 3), "warp groups that multiply, with 64 rows each; one more loads"]
+
+
+class FlashConfig(AttentionConfig, ConsumersConfig):
+    """Of attention on Hopper."""
+
+    stay: Annotated[
+        bool,
+        "1: persistent programs that take tiles in pairs, where some see more keys than others and that is faster; no "
+        "bit of a result depends on it",
+    ] = False
+    shares: Annotated[
+        FewQueries,
+        "few queries; 0: the portable kernel; 1: the faster of a program for each split and for each group of heads; "
+        "2: for each split; 3: for each group of heads",
+    ]
+
+
+class AttentionGradientsConfig(PortableTilesConfig):
+    """Of attention's gradients."""
+
+    dq_block_q: Annotated[int, Tile(16, 1024), "queries in a tile of the kernel of d_q"]
+    dq_block_kv: Annotated[int, Tile(16, 1024), "keys in a tile of the kernel of d_q"]
+
+
+class FlashGradientsConfig(AttentionGradientsConfig, ConsumersConfig):
+    """Of attention's gradients on Hopper."""
+
+    dq_consumers: Annotated[int, Count(2, 3), "warp groups that multiply in the kernel of d_q"]
+    dq_stages: Annotated[int, Count(1, 8), "tiles in flight in the kernel of d_q"]
+    ahead: Annotated[bool, "1: compute the scores of the next tile beside the gradients of this one"]
+
+
+class UnorderedGradientsConfig(TilesConfig):
+    """Of attention's gradients on Hopper whose d_q many programs add to."""
+
+    behind: Annotated[bool, "1: compute d_q of a tile beside the weights of the next"]

@@ -1,0 +1,130 @@
+"""What a kernel takes beside a call: whole numbers by name, each declared once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import ItemsView, Iterator, Mapping
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar, get_args, get_origin, get_type_hints
+
+from portakern.errors import SpecError
+from portakern.spec import Count, Tile
+
+__all__ = ["NOTHING", "Config", "Field", "completed", "fields_of"]
+
+C = TypeVar("C", bound="Config")
+
+
+class Field(NamedTuple):
+    """A field of a Config: the type that reading it gives; the values that it may have, None where the spec says, whose
+    tile it is; and what it means."""
+
+    kind: type
+    values: Tile | None
+    meaning: str
+
+
+class Config(Mapping[str, int]):
+    """The tiles and launch parameters of a kernel: numbers that change how fast it is, and never what it promises.
+
+    A subclass declares fields, each with what it means, and one that is no tile of the spec with its values::
+
+        class RowsConfig(pk.Config):
+            block_rows: Annotated[int, "rows that a program owns"]
+            num_warps: Annotated[int, Tile(1, 32), "warps of a program"]
+            persistent: Annotated[bool, "programs take several tiles each"]
+
+    A ``bool`` or an ``IntEnum`` brings its values itself. A field that is declared again keeps the meaning, or the
+    values, that it does not state anew.
+
+    A kernel reads ``config.num_warps``. As a mapping, which tables, results and ``explain()`` see, it holds integers.
+    Fields that nobody gave a value are not in it; reading one gives the default that the class has, if any. It is
+    immutable; :meth:`replace` makes another.
+    """
+
+    __slots__ = ("__dict__", "_values")  # a field's value where attributes are looked up, and all of them as integers
+    _fields: ClassVar[Mapping[str, Field]] = MappingProxyType({})
+    _values: dict[str, int]
+
+    def __init_subclass__(cls) -> None:
+        known: dict[str, Field] = {}
+        for base in reversed(cls.__mro__[1:]):
+            known |= vars(base).get("_fields", {})
+        hints = get_type_hints(cls, include_extras=True)
+        cls._fields = MappingProxyType(known | {n: _field(cls, n, hints[n], known) for n in cls.__annotations__})
+
+    def __init__(self, **values: int) -> None:
+        for name, value in values.items():
+            if name not in self._fields:
+                raise SpecError(
+                    f"{type(self).__name__} has no {name!r}; expected names among {', '.join(self._fields) or '(none)'}"
+                )
+            kind = self._fields[name].kind
+            self.__dict__[name] = value if kind is int else kind(value)
+        object.__setattr__(self, "_values", {name: int(value) for name, value in values.items()})
+
+    def __getitem__(self, name: str) -> int:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def items(self) -> ItemsView[str, int]:
+        """Names and integers, as :class:`dict` has them."""
+        return self._values.items()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"a Config is immutable; config.replace({name}=...) makes another")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self.items())})"
+
+    def replace(self, **values: int) -> Self:
+        """The same with other values for these names."""
+        return type(self)(**(self._values | values))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(type(self), **self), ()
+
+
+NOTHING = Config()
+"""Of an op without tiles, and where nobody named any."""
+
+
+def _field(cls: type[Config], name: str, hint: Any, known: Mapping[str, Field]) -> Field:
+    """A field of a class from its annotation, and from the same name in a base."""
+    if hasattr(Config, name) or name.startswith("_"):
+        raise SpecError(f"{cls.__name__}: a field is called {name!r}; expected a name that no Config has for itself")
+    kind, *said = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    before = known.get(name, Field(kind, None, ""))
+    values = next((part for part in said if isinstance(part, Tile)), before.values)
+    if isinstance(kind, type) and issubclass(kind, (bool, IntEnum)):
+        values = Count(0, 1) if kind is bool else Count(int(min(kind)), int(max(kind)))
+    elif kind is not int:
+        raise SpecError(f"{cls.__name__}.{name} is of type {kind!r}; expected int, bool or an IntEnum")
+    return Field(kind, values, next((part for part in said if isinstance(part, str)), before.meaning))
+
+
+def fields_of(config: type[Config] | Config) -> Mapping[str, Field]:
+    """The fields of a Config by name."""
+    return config._fields
+
+
+@functools.cache
+def completed(config: type[C], op: str, tiles: tuple[str, ...]) -> type[C]:
+    """A Config that has all tiles of an op's spec: the class itself, or where it leaves some out one made from it.
+
+    Raises:
+      SpecError: a field has no values, and is no tile; or it is a tile, whose values the spec says.
+    """
+    for name, field in fields_of(config).items():
+        if (field.values is None) != (name in tiles):
+            what = "a tile of the spec, which says its values" if name in tiles else "no tile of the spec"
+            expected = "a meaning alone" if name in tiles else "its values too: Annotated[int, Tile(1, 8), ...]"
+            raise SpecError(f"{config.__name__}.{name} for {op} is {what}; expected {expected}")
+    missing = [name for name in tiles if name not in fields_of(config)]
+    return type(config.__name__, (config,), {"__annotations__": dict.fromkeys(missing, int)}) if missing else config
