@@ -180,7 +180,7 @@ def with_a_slope(ref, plan, place, lse, dots, bias):
 
 weights, bias_of = bias_gradient.weights, bias_gradient.bias_of
 FAULTS = {
-    "one turn alone": ("shared by sequences", bias_gradient.BiasPlan, "turns", property(lambda plan: 1)),
+    "one turn alone": ("shared by sequences", bias_gradient.BiasPlan, "iterations", property(lambda plan: 1)),
     "one head of a group alone": (
         "shared by heads of one group", bias_gradient.ResidentTile, "steps", property(lambda tile: tile.span)),
     "queries of one consumer alone": ("one row", bias_gradient, "write_row", of_one_consumer),

@@ -195,7 +195,7 @@ def test_shares_hold_every_tile_that_is_seen_once(q_len, kv_len, options):
         assert steps >= 1 and begin // plan.split_tiles == (begin + steps - 1) // plan.split_tiles, (
             "a split begins at a multiple"
         )
-        assert int(plan.place(tile)) == index % plan.splits and int(tile.row) == 0
+        assert int(plan.split_index(tile)) == index % plan.splits and int(tile.row) == 0
         found.setdefault((int(tile.batch), int(tile.head)), []).extend(range(begin, begin + steps))
     first, last = plan.seen
     assert found == {(b, h): [*range(first, last + 1)] for b in range(2) for h in range(3)}

@@ -29,7 +29,7 @@ class _Seen(NamedTuple):
     """A wrong output: what came and what should have, in float64, where it is ``bad``, and the call in float64."""
 
     call: Call
-    got: np.ndarray
+    actual: np.ndarray
     ref: np.ndarray
     bound: np.ndarray
     bad: np.ndarray
@@ -38,7 +38,7 @@ class _Seen(NamedTuple):
     @property
     def numbers(self) -> np.ndarray:
         """Where both are numbers."""
-        return np.isfinite(self.got) & np.isfinite(self.ref)
+        return np.isfinite(self.actual) & np.isfinite(self.ref)
 
     def inputs(self) -> Iterator[tuple[str, np.ndarray]]:
         for name, array in self.call.arrays.items():
@@ -67,25 +67,25 @@ def likeness(
 
 def _one_value(s: _Seen) -> Likeness | None:
     if s.ref.size > 1 and not (s.ref == s.ref.flat[0]).all():
-        if (s.got == 0).all():
+        if (s.actual == 0).all():
             return Likeness("zeros", "every element is 0")
-        if (s.got == s.got.flat[0]).all():
-            return Likeness("constant", f"every element is {s.got.flat[0]:.6g}")
-        if np.isnan(s.got).all() and np.isfinite(s.ref).all():
+        if (s.actual == s.actual.flat[0]).all():
+            return Likeness("constant", f"every element is {s.actual.flat[0]:.6g}")
+        if np.isnan(s.actual).all() and np.isfinite(s.ref).all():
             return Likeness("nan", "every element is NaN")
     return None
 
 
 def _an_input(s: _Seen) -> Likeness | None:
     for name, array in s.inputs():
-        if array.shape == s.got.shape and array.size > 1 and np.array_equal(array, s.got, equal_nan=True):
+        if array.shape == s.actual.shape and array.size > 1 and np.array_equal(array, s.actual, equal_nan=True):
             return Likeness("input", f"the input {name} came back as it was")
     return None
 
 
 def _no_number(s: _Seen) -> Likeness | None:
-    lost = s.bad & np.isfinite(s.ref) & ~np.isfinite(s.got)
-    kept = s.bad & ~np.isfinite(s.ref) & np.isfinite(s.got)
+    lost = s.bad & np.isfinite(s.ref) & ~np.isfinite(s.actual)
+    kept = s.bad & ~np.isfinite(s.ref) & np.isfinite(s.actual)
     if lost.sum() * 2 > s.bad.sum():
         if not all(np.isfinite(a).all() for _, a in s.inputs()):
             return Likeness("leak", "a NaN or an infinity reached elements that do not depend on it")
@@ -107,7 +107,7 @@ def _one_factor(s: _Seen) -> Likeness | None:
     use = s.numbers & (s.ref != 0) & (np.abs(s.ref) > 4 * s.bound)
     if use.sum() < 8:
         return None
-    factor = s.got[use] / s.ref[use]
+    factor = s.actual[use] / s.ref[use]
     middle = float(np.median(factor))
     if abs(middle - 1) > 1e-3 and np.mean(np.abs(factor - middle) < 0.1 * abs(middle - 1)) > 0.95:
         return Likeness("scaled", f"the right elements times {middle:.6g}")
@@ -118,7 +118,7 @@ def _one_offset(s: _Seen) -> Likeness | None:
     use = s.numbers & s.bad
     if use.sum() < 8:
         return None
-    offset = s.got[use] - s.ref[use]
+    offset = s.actual[use] - s.ref[use]
     middle = float(np.median(offset))
     if np.mean(np.abs(offset - middle) <= 2 * s.bound[use] + 1e-6 * abs(middle)) > 0.95:
         return Likeness("offset", f"the right elements plus {middle:.6g}")
@@ -131,7 +131,7 @@ def _elsewhere(s: _Seen) -> Likeness | None:
         return None
 
     def agrees(other: np.ndarray) -> bool:
-        right = (np.abs(s.got - other) <= 2 * s.bound) | (s.got == other)
+        right = (np.abs(s.actual - other) <= 2 * s.bound) | (s.actual == other)
         return bool(right[s.bad].mean() > 0.9) and not np.array_equal(other, s.ref, equal_nan=True)
 
     for axis in range(s.ref.ndim):
@@ -147,14 +147,16 @@ def _elsewhere(s: _Seen) -> Likeness | None:
 
 def _few_bits(s: _Seen) -> Likeness | None:
     """Results of a narrower dtype than the output's."""
-    use = s.numbers & (s.got != 0)
+    use = s.numbers & (s.actual != 0)
     own = DTYPES[s.dtype]
     if use.sum() < 8 or not own.floating or own.bits < 32 or s.bad.mean() < 0.1:
         return None
     for name, narrow in (("bfloat16", ml_dtypes.bfloat16), ("float16", np.float16), ("float32", np.float32)):
-        if DTYPES[name].bits < own.bits and np.array_equal(s.got[use].astype(narrow).astype(np.float64), s.got[use]):
+        if DTYPES[name].bits < own.bits and np.array_equal(
+            s.actual[use].astype(narrow).astype(np.float64), s.actual[use]
+        ):
             return Likeness("downgraded", f"every element is one that {name} holds: stored or computed in {name}")
-    error = float(np.sqrt(np.mean((s.got[use] - s.ref[use]) ** 2) / np.mean(s.ref[use] ** 2)))
+    error = float(np.sqrt(np.mean((s.actual[use] - s.ref[use]) ** 2) / np.mean(s.ref[use] ** 2)))
     if 2.0**-20 < error < 2.0**-6 and own.bits == 32:
         kind = "bfloat16" if error > 2.0**-10 else "tf32 or float16"
         return Likeness("downgraded", f"errors are 2^{np.log2(error):.0f} of the result: as if computed in {kind}")

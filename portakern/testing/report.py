@@ -199,7 +199,7 @@ class Report:
     @property
     def lacking(self) -> str:
         """How much of each kind was not visited: "13 of 14 edges, 1 of 3 dtypes"."""
-        there = {w: len({n for v in self.visits.values() for n in v.there.get(w, ())}) for w in WHAT}
+        there = {w: len({n for v in self.visits.values() for n in v.present.get(w, ())}) for w in WHAT}
         return ", ".join(f"{len(names)} of {there[w]} {w}" for w, names in self.unvisited.items())
 
     @property

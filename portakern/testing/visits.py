@@ -25,7 +25,7 @@ DEFAULT, OTHERS = "default", "others than the default"
 class Visits:
     """Of one subject: ``there``, what its contract has of each of WHAT; ``met``, what some compared case had of it."""
 
-    there: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    present: dict[str, tuple[str, ...]] = field(default_factory=dict)
     met: dict[str, set[str]] = field(default_factory=dict)
 
     def meet(self, what: str, *names: str) -> None:
@@ -44,7 +44,7 @@ class Visits:
     def to_dict(self) -> dict[str, dict[str, list[str]]]:
         """As plain data for JSON."""
         return {
-            "there": {w: [*names] for w, names in self.there.items()},
+            "there": {w: [*names] for w, names in self.present.items()},
             "met": {w: sorted(names) for w, names in self.met.items()},
         }
 
@@ -56,13 +56,13 @@ class Visits:
 
     def without(self) -> dict[str, tuple[str, ...]]:
         """What no compared case had, by kind; kinds of which nothing is missing are left out."""
-        left = {w: tuple(n for n in self.there.get(w, ()) if n not in self.met.get(w, ())) for w in WHAT}
+        left = {w: tuple(n for n in self.present.get(w, ()) if n not in self.met.get(w, ())) for w in WHAT}
         return {w: names for w, names in left.items() if names}
 
     def with_(self, other: Visits) -> Visits:
         """Both parts of a check of one subject."""
         met = {w: self.met.get(w, set()) | other.met.get(w, set()) for w in (*self.met, *other.met)}
-        return Visits({**self.there, **other.there}, met)
+        return Visits({**self.present, **other.present}, met)
 
 
 def contract(

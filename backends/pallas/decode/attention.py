@@ -108,7 +108,7 @@ class Packed(MosaicFlashPlan):
         row = 0 * index  # traced: a start that is known is held to the rows that there are
         return QueryTile(batch, place - batch * self.heads, row, begin, steps)
 
-    def place(self, tile: QueryTile) -> Any:
+    def split_index(self, tile: QueryTile) -> Any:
         """Which share of its head a tile is."""
         return quotient(tile.first, self.split_tiles) - self.seen[0] // self.split_tiles
 
@@ -175,7 +175,7 @@ def packed(call: Call, plan: Packed) -> dict[str, jax.Array]:
 def write(ref: Refs, plan: Packed, warpgroup: Any, tile: QueryTile, acc: tuple[Any, ...], l: Any, m: Any) -> None:
     """Leave what is known of the rows after one split. Whole pieces are written, of rows that there are: the copy
     engine does not stop where an axis ends."""
-    place = tile.batch, tile.head, plan.place(tile)
+    place = tile.batch, tile.head, plan.split_index(tile)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     ref.known[0] = l
     ref.known[1] = m

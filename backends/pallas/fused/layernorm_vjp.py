@@ -166,7 +166,7 @@ def kernel(
         x, d_y = loaded(ref, walk, buffer)
         statistics = formula.gather(formula.start(walk), (x, d_y), walk, 0, weights)
         send_rows(ref, walk, first + i, 0, buffer, formula.result(statistics, (x, d_y), walk, weights))
-        xh = normalised_columns(x, *map(walk.spread, formula.told(statistics, walk)))
+        xh = normalised_columns(x, *map(walk.spread, formula.row_numbers(statistics, walk)))
         terms = {"d_weight": d_y * xh, "d_bias": d_y}
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the row before has left its buffer, which is next
         read(i + ring - 1)

@@ -108,7 +108,7 @@ def add(
     """The sums with what one streamed tile adds. numbers: ``NUMBERS`` of resident queries. cut: whether some pair may
     not see each other, by causality or a window, or as one lies beyond the end, or some lse be far from 0."""
     buffer = lax.rem(step, jnp.int32(plan.stages))
-    place = warpgroup, tile, *tile.place(step), cut
+    place = warpgroup, tile, *tile.head_and_tile(step), cut
     plgpu.barrier_wait(ref.arrived.at[buffer])
     dots = plan.parts if plan.wants != ("d_v",) else plan.parts[:1]
     resident_buffers, streamed_buffers = (

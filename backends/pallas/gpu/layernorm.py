@@ -60,7 +60,7 @@ class LayerNorm(Formula):
     empty = 0.0, 0.0
     eps: float
 
-    def whole(self, x: Any, walk: WarpRowWalk, weights: Weights) -> tuple[Any, tuple[Any, ...]]:
+    def whole_row(self, x: Any, walk: WarpRowWalk, weights: Weights) -> tuple[Any, tuple[Any, ...]]:
         mean = mean_of(x, walk)
         centred = walk.within(x - walk.spread(mean), 0.0)
         return self.scaled(centred, jnp.sum(centred * centred, axis=1), walk, weights), ()

@@ -425,7 +425,7 @@ def kernel(ref: Refs, *, plan: MatmulPlan) -> None:
     warpgroup = lax.axis_index("warpgroup")
     tiles_m, tiles_n = plan.tiles
 
-    def place(index: Any) -> Place:
+    def tile_at(index: Any) -> Place:
         """In bands of rows of tiles, so that operands stay in L2."""
         (below, beside), mine = plan.paired, lax.axis_index("pair") if plan.pair else 0
         shape = tiles_m // below, tiles_n // beside
@@ -442,7 +442,7 @@ def kernel(ref: Refs, *, plan: MatmulPlan) -> None:
 
         @plgpu.nd_loop((tiles,), collective_axes="block", init_carry=jnp.int32(0))
         def _(info: plgpu.NDLoopInfo, carry: Any) -> Any:
-            tile = place(info.index[0])
+            tile = tile_at(info.index[0])
             work(tile, carry)
             return carry + tile.steps
 
@@ -622,15 +622,15 @@ def _as_read(
     not so already."""
     k, a_m, b_n, _ = _padded_extents(plan)
 
-    def form(name: str, operand: int, entries: int, turned: bool, rows: int, columns: int) -> jax.Array:
+    def operand_read(name: str, operand: int, entries: int, turned: bool, rows: int, columns: int) -> jax.Array:
         x, last_is_k = _with_whole_batch(call, arrays[name]), (name == "a") != (name in transposed)
         x = split(x, operand, -1 if last_is_k else -2) if plan.split else x
         x = jnp.swapaxes(x, -1, -2) if turned != (name in transposed) else x
         x = padded_rows(x.reshape(entries, -1, x.shape[-1]), columns)
         return jnp.pad(x, ((0, 0), (0, rows - x.shape[1]), (0, 0))) if rows > x.shape[1] else x
 
-    a = form("a", 0, plan.a_batch, plan.a_transposed, *((k, a_m) if plan.a_transposed else (plan.m, k)))
-    b = form("b", 1, plan.b_batch, plan.b_transposed, *((plan.n, k) if plan.b_transposed else (k, b_n)))
+    a = operand_read("a", 0, plan.a_batch, plan.a_transposed, *((k, a_m) if plan.a_transposed else (plan.m, k)))
+    b = operand_read("b", 1, plan.b_batch, plan.b_transposed, *((plan.n, k) if plan.b_transposed else (k, b_n)))
     return a, b
 
 

@@ -50,7 +50,7 @@ class SoftmaxFormula(Formula):
 
     empty = -math.inf, 0.0
 
-    def whole(self, x: Any, walk: WarpRowWalk, weights: Weights) -> tuple[Any, tuple[Any, ...]]:
+    def whole_row(self, x: Any, walk: WarpRowWalk, weights: Weights) -> tuple[Any, tuple[Any, ...]]:
         x = walk.within(x, -jnp.inf)
         p = jnp.exp(x - walk.spread(jnp.max(x, axis=1)))
         return p * walk.spread(1.0 / jnp.sum(p, axis=1)), ()

@@ -335,16 +335,16 @@ def row_statistics(call: Call, d_o: jax.Array) -> jax.Array:
     batch, heads, q_len, dv = d_o.shape
     rows = row_block(call, q_len, whole_lanes(max(2**18 // whole_lanes(dv), 1)), LANES)
 
-    def place(b: Any, h: Any, i: Any) -> tuple[Any, Any, Any]:
+    def block_of(b: Any, h: Any, i: Any) -> tuple[Any, Any, Any]:
         return b, h, i
 
-    by_rows = head_blocks(rows, dv, place)
+    by_rows = head_blocks(rows, dv, block_of)
     inputs: Blocks = {"o": (by_head(call.arrays["o"]), by_rows), "d_o": (d_o, by_rows)}
     for name in ("lse", "lse_low", "d_lse"):
         if call.arrays[name] is not None:
-            inputs[name] = (call.arrays[name][:, :, None], row_blocks(1, rows, place))
+            inputs[name] = (call.arrays[name][:, :, None], row_blocks(1, rows, block_of))
     form = jax.ShapeDtypeStruct((batch, heads, 3, q_len), jnp.float32)
-    outputs: Blocks = {"of_rows": (form, row_blocks(3, rows, place))}
+    outputs: Blocks = {"of_rows": (form, row_blocks(3, rows, block_of))}
     kernel = partial(by_row, unit=TpuScores.of_gradients(call).unit)
     return launched(call, kernel, (batch, heads, pl.cdiv(q_len, rows)), 0, inputs, outputs)["of_rows"]
 

@@ -148,7 +148,7 @@ def normalised(
     """
     x, walk = call.arrays["x"], walk_of(call, config)
 
-    def there(*names: str) -> dict[str, jax.Array]:
+    def present(*names: str) -> dict[str, jax.Array]:
         return {name: call.arrays[name] for name in names if call.arrays.get(name) is not None}
 
     found = launched(
@@ -156,11 +156,11 @@ def normalised(
         kernel,
         walk,
         vmem_use,
-        rows=there("x", "residual"),
+        rows=present("x", "residual"),
         written={o.name: x.dtype for o in call.spec.outputs},
         inputs={
             name: (array.reshape(1, walk.n), walk.weights(in_every_sweep=False))
-            for name, array in there("weight", "bias").items()
+            for name, array in present("weight", "bias").items()
         },
         statistics=statistics,
         strips=True,

@@ -16,15 +16,15 @@ the next**. d_k and d_v have one owner and one order, as there.
 
 A consumer has D^T of its 64 keys in registers. d_q wants that of all 128 keys as one left operand, since each addition
 to memory that is spared is worth more than a barrier: so both consumers put theirs into shared memory, in one of two
-buffers in turn, and each computes half of the tile's d_q. Of heads of 65 to 128 a tile is 64 queries, of which a
+buffers in iteration, and each computes half of the tile's d_q. Of heads of 65 to 128 a tile is 64 queries, of which a
 consumer has 64 columns; of narrower heads it is two tiles of 64 queries that came by, of which each has one. A buffer
 is written anew when both have put the tile in between into the other one, hence are done with products of this one.
 
 block_q: 64, the queries that come by together; block_kv: 64, the keys of a consumer; stages: buffers for queries; last:
 1, the products with d_k come after those with d_q, and d_q leaves beside them; 0, before them, while the other consumer
 shows its D. Tiles all of whose pairs see each other have a loop of their own, without a mask. P and D of a tile are
-computed when all its dots are there, and d_q in the same turn: walks in which they run beside products, or in which d_q
-waits for the next tile, are slower (docs/porting/attention.md).
+computed when all its dots are there, and d_q in the same iteration: walks in which they run beside products, or in
+which d_q waits for the next tile, are slower (docs/porting/attention.md).
 
 Source: Dao, "FlashAttention-2" (2023), algorithm 2, with its additions to d_q; Shah et al., "FlashAttention-3" (2024),
 section 3.1, for the warpgroups.
@@ -97,11 +97,12 @@ WANTS = "d_k", "d_v"
 class Added(NamedTuple):
     """How d_q is added up, and how the run with resident keys, ``plan``, is cut.
 
-    together: tiles of queries whose d_q two consumers compute. last: whether a turn's products with d_k are its last.
+    together: tiles of queries whose d_q two consumers compute. last: whether a iteration's products with d_k are its
+    last.
     """
 
     plan: AttentionGradientPlan
-    together: int
+    tiles_per_iteration: int
     last: bool
 
     @property
@@ -110,7 +111,7 @@ class Added(NamedTuple):
         two buffers of D."""
         leaving = CONSUMERS * ROWS * PART * jnp.dtype(jnp.float32).itemsize
         written = CONSUMERS * SLOTS * ROWS * PART * self.plan.dtype.itemsize
-        shown = 2 * self.together * CONSUMERS * ROWS * PART * self.plan.dtype.itemsize
+        shown = 2 * self.tiles_per_iteration * CONSUMERS * ROWS * PART * self.plan.dtype.itemsize
         numbers = aligned(4 * math.prod(self.numbers)) - aligned(4 * math.prod(self.plan.numbers))
         return self.plan.shared - written + max(leaving, written) + shown + numbers
 
@@ -127,12 +128,14 @@ class Added(NamedTuple):
 
     def tile(self, tile: ResidentTile) -> ResidentTile:
         """The same tile of keys, and whole groups of tiles of queries that are computed ``together``."""
-        if self.together == 1:
+        if self.tiles_per_iteration == 1:
             return tile
-        first = lax.div(jnp.int32(tile.first), jnp.int32(self.together))
-        after = lax.div(jnp.int32(tile.first + tile.span + (self.together - 1)), jnp.int32(self.together))
+        first = lax.div(jnp.int32(tile.first), jnp.int32(self.tiles_per_iteration))
+        after = lax.div(
+            jnp.int32(tile.first + tile.span + (self.tiles_per_iteration - 1)), jnp.int32(self.tiles_per_iteration)
+        )
         span = jnp.where(tile.span > 0, after - first, 0)
-        return tile._replace(first=first * self.together, span=span * self.together)
+        return tile._replace(first=first * self.tiles_per_iteration, span=span * self.tiles_per_iteration)
 
 
 def added(call: Call, config: UnorderedGradientsConfig) -> Added:
@@ -178,64 +181,67 @@ def consume(ref: Refs, plan: AttentionGradientPlan, warpgroup: Any, tile: Reside
     for c in range(CONSUMERS):
         plgpu.barrier_wait(ref.resident_arrived.at[c])
     none = tuple(zeros(PART) for _ in range(sum(plan.sums.values())))
-    sums = walk(plan, tile, partial(fold, ref, how, warpgroup, tile), none, is_far(ref, plan, tile), how.together)
+    sums = walk(
+        plan, tile, partial(fold, ref, how, warpgroup, tile), none, is_far(ref, plan, tile), how.tiles_per_iteration
+    )
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     ordered.write(ref, ref.leaving, plan, warpgroup, tile, sums)
 
 
 def fold(
-    ref: Refs, how: Added, warpgroup: Any, tile: ResidentTile, cut: bool, turn: Any, sums: tuple[Any, ...]
+    ref: Refs, how: Added, warpgroup: Any, tile: ResidentTile, cut: bool, iteration: Any, sums: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """(d_k, d_v) with the queries of a turn, ``together`` tiles of them, whose d_q is added to memory."""
-    shown = lax.rem(turn, jnp.int32(2))
-    arrive(ref, how, turn, 0)  # before the accumulators are set to 0, which the first products then do
+    """(d_k, d_v) with the queries of an iteration, ``tiles_per_iteration`` tiles of them, whose d_q is added to
+    memory."""
+    shown = lax.rem(iteration, jnp.int32(2))
+    arrive(ref, how, iteration, 0)  # before the accumulators are set to 0, which the first products then do
 
     def work(accumulators: Any, others: Any) -> None:
         dots, d_ps, *totals = accumulators
-        for n in range(how.together):
+        for n in range(how.tiles_per_iteration):
             if n:
-                arrive(ref, how, turn, n)
+                arrive(ref, how, iteration, n)
                 dots[...] = d_ps[...] = zeros(PART)
-            d = fold_tile(ref, how, (warpgroup, tile, turn, n, cut), dots, d_ps, totals)
+            d = fold_tile(ref, how, (warpgroup, tile, iteration, n, cut), dots, d_ps, totals)
             ref.shown[shown, n, warpgroup] = d
-            if n == how.together - 1:
+            if n == how.tiles_per_iteration - 1:
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(ref.there.at[shown])
-            if n < how.together - 1 or not how.last:
-                key_gradients(ref, how, turn, n, d, totals)
+            if n < how.tiles_per_iteration - 1 or not how.last:
+                key_gradients(ref, how, iteration, n, d, totals)
         plgpu.barrier_wait(ref.there.at[shown])
         dots[...] = zeros(PART)
-        query_gradients(ref, how, warpgroup, tile, turn, dots)
+        query_gradients(ref, how, warpgroup, tile, iteration, dots)
         if how.last:
-            key_gradients(ref, how, turn, how.together - 1, d, totals)
+            key_gradients(ref, how, iteration, how.tiles_per_iteration - 1, d, totals)
         d_q = finished(dots, later=how.plan.parts[0] if how.last else 0)
         if not how.last:
-            free(ref, how, turn)
-        leave(ref, how, warpgroup, tile, turn, d_q)
+            free(ref, how, iteration)
+        leave(ref, how, warpgroup, tile, iteration, d_q)
 
     after, _ = in_registers(how.plan.interpret, work, (zeros(PART), zeros(PART), *sums))
     if how.last:
-        free(ref, how, turn)
+        free(ref, how, iteration)
     return tuple(after[2:])
 
 
-def arrive(ref: Refs, how: Added, turn: Any, n: int) -> None:
+def arrive(ref: Refs, how: Added, iteration: Any, n: int) -> None:
     """Wait for the queries of a tile."""
-    buffer = lax.rem(turn * how.together + n, jnp.int32(how.plan.stages))
+    buffer = lax.rem(iteration * how.tiles_per_iteration + n, jnp.int32(how.plan.stages))
     plgpu.barrier_wait(ref.arrived.at[buffer])
     plgpu.barrier_wait(ref.told.at[buffer])
 
 
 def fold_tile(ref: Refs, how: Added, where: tuple[Any, ...], dots: Any, d_ps: Any, totals: list[Any]) -> Any:
     """D of a tile of queries; its products with d_v are issued."""
-    warpgroup, tile, turn, n, cut = where
-    plan, step = how.plan, turn * how.together + n
+    warpgroup, tile, iteration, n, cut = where
+    plan, step = how.plan, iteration * how.tiles_per_iteration + n
     buffer = lax.rem(step, jnp.int32(plan.stages))
-    place = warpgroup, tile, *tile.place(step), cut
+    place = warpgroup, tile, *tile.head_and_tile(step), cut
     queries, d_o = ref.streamed_first.tiled, ref.streamed_second.tiled
     of_first, of_second = plan.parts
 
-    here = anew(warpgroup, tile.row + turn)
+    here = anew(warpgroup, tile.row + iteration)
     for part in range(of_first):
         issue_product(dots, ref.resident_first.tiled.at[here, part], queries.at[buffer, part], transposed=True)
     for part in range(of_second):
@@ -249,9 +255,9 @@ def fold_tile(ref: Refs, how: Added, where: tuple[Any, ...], dots: Any, d_ps: An
     return d.astype(plan.dtype)
 
 
-def key_gradients(ref: Refs, how: Added, turn: Any, n: int, d: Any, totals: list[Any]) -> None:
+def key_gradients(ref: Refs, how: Added, iteration: Any, n: int, d: Any, totals: list[Any]) -> None:
     """Issue d_k += D^T q of a tile of queries."""
-    buffer = lax.rem(turn * how.together + n, jnp.int32(how.plan.stages))
+    buffer = lax.rem(iteration * how.tiles_per_iteration + n, jnp.int32(how.plan.stages))
     for part in range(how.plan.parts[0]):
         issue_product(totals[part], d, ref.streamed_first.tiled.at[buffer, part])
 
@@ -282,18 +288,18 @@ def columns(ref: Refs, how: Added, warpgroup: Any, shape: tuple[int, int]) -> An
     return lax.broadcast_in_dim(found, shape, (1,))
 
 
-def query_gradients(ref: Refs, how: Added, warpgroup: Any, tile: ResidentTile, turn: Any, acc: Any) -> None:
-    """Issue acc += this warpgroup's half of D k of a turn: its columns, or its tile of queries."""
-    n, part = (0, warpgroup) if how.together == 1 else (warpgroup, 0)
+def query_gradients(ref: Refs, how: Added, warpgroup: Any, tile: ResidentTile, iteration: Any, acc: Any) -> None:
+    """Issue acc += this warpgroup's half of D k of an iteration: its columns, or its tile of queries."""
+    n, part = (0, warpgroup) if how.tiles_per_iteration == 1 else (warpgroup, 0)
     for c in range(CONSUMERS):
-        shown = ref.shown.at[lax.rem(turn, jnp.int32(2)), n, c].T
-        issue_product(acc, shown, ref.resident_first.tiled.at[anew(c, tile.row + turn), part])
+        shown = ref.shown.at[lax.rem(iteration, jnp.int32(2)), n, c].T
+        issue_product(acc, shown, ref.resident_first.tiled.at[anew(c, tile.row + iteration), part])
 
 
-def leave(ref: Refs, how: Added, warpgroup: Any, tile: ResidentTile, turn: Any, d_q: Any) -> None:
-    """Have this warpgroup's half of a turn's d_q added to the sums; nobody waits for it."""
-    n, part = (0, warpgroup) if how.together == 1 else (warpgroup, 0)
-    head, j = tile.place(turn * how.together + n)
+def leave(ref: Refs, how: Added, warpgroup: Any, tile: ResidentTile, iteration: Any, d_q: Any) -> None:
+    """Have this warpgroup's half of an iteration's d_q added to the sums; nobody waits for it."""
+    n, part = (0, warpgroup) if how.tiles_per_iteration == 1 else (warpgroup, 0)
+    head, j = tile.head_and_tile(iteration * how.tiles_per_iteration + n)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was in this buffer before has left
     ref.leaving.sums[warpgroup] = d_q
     plgpu.commit_smem()
@@ -301,10 +307,10 @@ def leave(ref: Refs, how: Added, warpgroup: Any, tile: ResidentTile, turn: Any, 
     plgpu.copy_smem_to_gmem(ref.leaving.sums.at[warpgroup], there, reduction_op="add")
 
 
-def free(ref: Refs, how: Added, turn: Any) -> None:
-    """Hand the queries of a turn back."""
-    for n in range(how.together):
-        plgpu.barrier_arrive(ref.free.at[lax.rem(turn * how.together + n, jnp.int32(how.plan.stages))])
+def free(ref: Refs, how: Added, iteration: Any) -> None:
+    """Hand the queries of an iteration back."""
+    for n in range(how.tiles_per_iteration):
+        plgpu.barrier_arrive(ref.free.at[lax.rem(iteration * how.tiles_per_iteration + n, jnp.int32(how.plan.stages))])
 
 
 def kernel(ref: Refs, *, how: Added) -> None:
@@ -353,7 +359,7 @@ def launched(call: Call, how: Added, inputs: Mapping[str, Any]) -> dict[str, jax
             sum(plan.parts) + len(NUMBERS) - 1,
             leaving=Swizzled((CONSUMERS, SLOTS, ROWS, PART), plan.dtype, sums=(CONSUMERS, ROWS, PART)),
             numbers=plgpu.SMEM(how.numbers, jnp.float32),
-            shown=tiled_buffer((2, how.together, CONSUMERS, ROWS, PART), plan.dtype),
+            shown=tiled_buffer((2, how.tiles_per_iteration, CONSUMERS, ROWS, PART), plan.dtype),
             there=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=2),
             told=plgpu.Barrier(num_arrivals=1, num_barriers=plan.stages),
         ),

@@ -47,7 +47,7 @@ class CodeObject:
     user: int
     user_registers: int
     groups: int
-    places: list[tuple[int, int]]
+    argument_layout: list[tuple[int, int]]
     hidden: dict[str, tuple[int, int]]
     memory: Any = field(repr=False)
 

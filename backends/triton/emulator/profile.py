@@ -140,11 +140,11 @@ def _run(kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[str, An
     memory = ctypes.create_string_buffer(program.code.arguments + 2 * KERNARG_ALIGNMENT)
     begin = -(-ctypes.addressof(memory) // KERNARG_ALIGNMENT) * KERNARG_ALIGNMENT
     ranges = {"the arguments": (begin, begin + program.code.arguments)}
-    if len(values) > len(program.code.places):
+    if len(values) > len(program.code.argument_layout):
         raise RuntimeError(
-            f"{meta.name} has {len(program.code.places)} arguments; expected {len(values)}: a new Triton?"
+            f"{meta.name} has {len(program.code.argument_layout)} arguments; expected {len(values)}: a new Triton?"
         )
-    for (offset, size), (name, kind, value) in zip(program.code.places, values, strict=False):
+    for (offset, size), (name, kind, value) in zip(program.code.argument_layout, values, strict=False):
         if isinstance(value, torch.Tensor):
             storage = value.untyped_storage()
             ranges[name] = (storage.data_ptr(), storage.data_ptr() + storage.nbytes())

@@ -216,7 +216,7 @@ class _Candidate:
         return f"{self.path.name}:{self.name} on {self.target}"
 
     @property
-    def theirs(self) -> dict[str, tuple[int, ...]]:
+    def candidate_shapes(self) -> dict[str, tuple[int, ...]]:
         """Array -> the candidate's shape of it, of those that the problem names."""
         shapes = [i.shape for i in self.inputs]
         required = [a.name for a in self.spec.arrays if not a.optional]
@@ -241,7 +241,7 @@ class _Candidate:
                        for n, p in places.items()},
         })  # fmt: skip
         signature = signature_of(spec, parameters, places, self.name)
-        remote = Remote(process, spec, places, self.fixed, self.theirs, signature)
+        remote = Remote(process, spec, places, self.fixed, self.candidate_shapes, signature)
         subject = function_subject(spec, remote, "numpy", None)
         return replace(subject, target=self.target, remote=True, name=self.called, reproduce=self.line)
 
@@ -252,7 +252,7 @@ class _Candidate:
         if check_options.shapes is not None:
             _check_extents(check_options.shapes)
             checked_shapes(spec, check_options.shapes, self.fixed)
-        shapes = _shapes(spec, check_options.shapes, self.theirs, self.places, self.fixed)
+        shapes = _shapes(spec, check_options.shapes, self.candidate_shapes, self.places, self.fixed)
         if shapes and not fully:
             shapes, words = _cut(spec, shapes, self.fixed, self.target)
         _check_memory(shapes)

@@ -57,7 +57,7 @@ def plans(call: Call, config: FlashGradientsConfig) -> list[AttentionGradientPla
     """One for each run of the kernel."""
     keys = tuple(name for name in ("d_k", "d_v") if name in call.wants)
     found = [plan_of(call, config, ("d_q",))] if "d_q" in call.wants else []
-    if keys and plan_of(call, config, ("d_k", "d_v")).held > HELD:
+    if keys and plan_of(call, config, ("d_k", "d_v")).registers > HELD:
         return found + [plan_of(call, config, (name,)) for name in keys]
     return found + [plan_of(call, config, keys)] if keys else found
 
@@ -73,9 +73,9 @@ def supports(call: Call, config: FlashGradientsConfig) -> str | None:
         if config[name] not in (64, 128):
             return f"{name}={config[name]} is no tile of wgmma's here: use one of 64, 128"
     for plan in plans(call, config):
-        if plan.held > HELD:
+        if plan.registers > HELD:
             return (
-                f"tiles of {plan.streamed.tile} with heads of {call.dims['d']} and {call.dims['dv']} take {plan.held} "
+                f"tiles of {plan.streamed.tile} with heads of {call.dims['d']} and {call.dims['dv']} take {plan.registers} "
                 f"registers a thread for sums and scores, and {HELD} are free: use smaller block_q and block_kv"
             )
         reason = over_shared(plan.shared, "block_q, block_kv or stages", across_warps=False)
@@ -156,7 +156,7 @@ def produce(ref: Refs, plan: AttentionGradientPlan, tile: ResidentTile) -> None:
     @pl.loop(0, tile.steps)
     def _(step: Any) -> None:
         buffer = lax.rem(step, jnp.int32(plan.stages))
-        head, j = tile.place(step)
+        head, j = tile.head_and_tile(step)
         pl.when(step >= plan.stages)(lambda: plgpu.barrier_wait(ref.free.at[buffer]))
         rows = pl.ds(j * plan.streamed.tile, plan.streamed.tile)
         for name, buffers in ((plan.streamed.first, ref.streamed_first), (plan.streamed.second, ref.streamed_second)):

@@ -7,11 +7,11 @@ bias and d_bias: (batch or 1, heads or 1, q_len or 1, kv_len), and the others as
 after the softcap, so that dS has no slope of it.
 
 A block owns a tile of d_bias, of 128 queries, 64 to a consumer, and 64 keys, and nobody else adds to it. It walks
-what the tile is summed over: batch entries and key heads, whose keys come by in turns, and in each turn the queries of
-the heads that share these, one tile after the other. One more warpgroup brings both through rings of buffers. The sum
-stays in float32 registers, in an order that never changes, and is written once; nothing else takes memory. Where bias
-has one row, a turn walks the tiles of queries too, and at the end the sums of both consumers are added, and their rows
-then. Tiles that the band empties are written as 0, and nothing is read for them.
+what the tile is summed over: batch entries and key heads, whose keys come by in iterations, and in each iteration the
+queries of the heads that share these, one tile after the other. One more warpgroup brings both through rings of
+buffers. The sum stays in float32 registers, in an order that never changes, and is written once; nothing else takes
+memory. Where bias has one row, a iteration walks the tiles of queries too, and at the end the sums of both consumers
+are added, and their rows then. Tiles that the band empties are written as 0, and nothing is read for them.
 
 The tile of bias is the same at every step. It comes once, to the buffer that the tile of d_bias leaves by.
 
@@ -82,15 +82,15 @@ KEYS = 64
 
 
 class BiasTile(NamedTuple):
-    """The tile of d_bias that a block owns: tile ``j`` of the keys of an entry of bias. In each of so many ``turns``
-    ``span`` tiles of queries come by, from the ``first`` on."""
+    """The tile of d_bias that a block owns: tile ``j`` of the keys of an entry of bias. In each of so many
+    ``iterations`` ``span`` tiles of queries come by, from the ``first`` on."""
 
     batch: Any
     head: Any
     j: Any
     first: Any
     span: Any
-    turns: Any
+    iterations: Any
 
 
 class BiasPlan(NamedTuple):
@@ -129,7 +129,7 @@ class BiasPlan(NamedTuple):
         return self.visits.heads if self.shape[1] == 1 else 1
 
     @property
-    def turns(self) -> int:
+    def iterations(self) -> int:
         """Batch entries and key heads that a tile is summed over."""
         return (self.pairs.batch if self.shape[0] == 1 else 1) * self.key_heads
 
@@ -146,8 +146,8 @@ class BiasPlan(NamedTuple):
         """Whether a block has room for it: with one stage it has, of any heads that are served."""
         return over_shared(self.shared, "stages", across_warps=self.one_row) is None
 
-    def block(self, index: Any, turns: Any) -> BiasTile:
-        """The tile of a block. ``turns``: as many as there are."""
+    def block(self, index: Any, iterations: Any) -> BiasTile:
+        """The tile of a block. ``iterations``: as many as there are."""
         band, (of_queries, of_keys) = self.visits.band._replace(block_q=KEYS), self.tiles
         places = self.shape[0] * self.shape[1]
         if self.one_row:
@@ -161,12 +161,12 @@ class BiasPlan(NamedTuple):
             j, (low, high) = rest - i * of_keys, band.span(rest - i * of_keys)
             first, span = i, ((low <= i) & (i <= high)).astype(jnp.int32)
         batch = quotient(place, self.shape[1])
-        return BiasTile(batch, place - batch * self.shape[1], j, first, span, jnp.where(span > 0, turns, 0))
+        return BiasTile(batch, place - batch * self.shape[1], j, first, span, jnp.where(span > 0, iterations, 0))
 
-    def turn(self, block: BiasTile, turn: Any) -> ResidentTile:
-        """The keys of a turn, and the heads and tiles of queries that come by."""
-        batch = quotient(turn, self.key_heads)
-        head, heads = turn - batch * self.key_heads, self.pairs.group
+    def iteration(self, block: BiasTile, iteration: Any) -> ResidentTile:
+        """The keys of a iteration, and the heads and tiles of queries that come by."""
+        batch = quotient(iteration, self.key_heads)
+        head, heads = iteration - batch * self.key_heads, self.pairs.group
         streamed = head * heads
         if self.shape[1] > 1:
             head, streamed, heads = quotient(block.head, self.pairs.group), block.head, 1
@@ -207,7 +207,7 @@ def _width(plan: BiasPlan) -> int:
 
 def kernel(ref: Refs, *, plan: BiasPlan) -> None:
     """One tile of d_bias."""
-    warpgroup, block = lax.axis_index("warpgroup"), plan.block(lax.axis_index("block"), ref.turns[0])
+    warpgroup, block = lax.axis_index("warpgroup"), plan.block(lax.axis_index("block"), ref.iterations[0])
 
     warp_specialized(
         warpgroup, CONSUMERS, lambda: produce(ref, plan, block), lambda: consume(ref, plan, warpgroup, block)
@@ -215,21 +215,21 @@ def kernel(ref: Refs, *, plan: BiasPlan) -> None:
 
 
 def produce(ref: Refs, plan: BiasPlan, block: BiasTile) -> None:
-    """Bring the tile of bias, then in each turn keys, and queries as buffers are free."""
+    """Bring the tile of bias, then in each iteration keys, and queries as buffers are free."""
     stages = jnp.int32(plan.pairs.stages)
-    pl.when(block.turns > 0)(lambda: bring_bias(ref, plan, block))
+    pl.when(block.iterations > 0)(lambda: bring_bias(ref, plan, block))
 
-    @pl.loop(0, block.turns)
-    def _(turn: Any) -> None:
-        tile, buffer = plan.turn(block, turn), lax.rem(turn, stages)
-        pl.when(turn >= stages)(lambda: plgpu.barrier_wait(ref.keys_free.at[buffer]))
+    @pl.loop(0, block.iterations)
+    def _(iteration: Any) -> None:
+        tile, buffer = plan.iteration(block, iteration), lax.rem(iteration, stages)
+        pl.when(iteration >= stages)(lambda: plgpu.barrier_wait(ref.keys_free.at[buffer]))
         for array, buffers in ((ref.k, ref.keys), (ref.v, ref.values)):
             there = array.at[tile.batch, pl.ds(tile.row, KEYS), tile.head]
             bring(there, buffers.copied.at[buffer], ref.keys_arrived.at[buffer])
-        pl.loop(0, tile.steps)(lambda step: bring_queries(ref, tile, turn * tile.steps + step, stages, step))
+        pl.loop(0, tile.steps)(lambda step: bring_queries(ref, tile, iteration * tile.steps + step, stages, step))
 
-    steps = block.turns * plan.turn(block, jnp.int32(0)).steps
-    drain_last(ref.keys_free, block.turns, stages)
+    steps = block.iterations * plan.iteration(block, jnp.int32(0)).steps
+    drain_last(ref.keys_free, block.iterations, stages)
     drain_last(ref.queries_free, steps, stages)
 
 
@@ -252,8 +252,8 @@ def _query_and_key_rows(plan: BiasPlan, block: BiasTile, consumer: Any, part: in
 
 
 def bring_queries(ref: Refs, tile: ResidentTile, count: Any, stages: Any, step: Any) -> None:
-    """Bring the queries of a turn's step, with their ``NUMBERS``, to the next buffer. count: steps before."""
-    buffer, (head, i) = lax.rem(count, stages), tile.place(step)
+    """Bring the queries of a iteration's step, with their ``NUMBERS``, to the next buffer. count: steps before."""
+    buffer, (head, i) = lax.rem(count, stages), tile.head_and_tile(step)
     arrived = ref.queries_arrived.at[buffer]
     pl.when(count >= stages)(lambda: plgpu.barrier_wait(ref.queries_free.at[buffer]))
     for c in range(CONSUMERS):
@@ -267,34 +267,35 @@ def bring_queries(ref: Refs, tile: ResidentTile, count: Any, stages: Any, step: 
 
 def consume(ref: Refs, plan: BiasPlan, warpgroup: Any, block: BiasTile) -> None:
     """Sum up dS of this warpgroup's queries, and write it."""
-    pl.when(block.turns > 0)(lambda: plgpu.barrier_wait(ref.bias_arrived))
+    pl.when(block.iterations > 0)(lambda: plgpu.barrier_wait(ref.bias_arrived))
 
-    def of_turn(visit: Callable[..., Any], turn: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
-        tile, buffer = plan.turn(block, turn), lax.rem(turn, jnp.int32(plan.pairs.stages))
+    def of_iteration(visit: Callable[..., Any], iteration: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+        tile, buffer = plan.iteration(block, iteration), lax.rem(iteration, jnp.int32(plan.pairs.stages))
         plgpu.barrier_wait(ref.keys_arrived.at[buffer])
-        sums = visit(tile, partial(add, ref, plan, warpgroup, tile, turn), sums)
+        sums = visit(tile, partial(add, ref, plan, warpgroup, tile, iteration), sums)
         plgpu.barrier_arrive(ref.keys_free.at[buffer])
         return sums
 
     sums = tuple(zeros(plan.pairs.streamed.tile) for _ in plan.parts)
     for visit, first, after in visits_of(plan, block, ref.far[0] != 0):
-        sums = lax.fori_loop(first, after, partial(of_turn, visit), sums)
+        sums = lax.fori_loop(first, after, partial(of_iteration, visit), sums)
     (write_row if plan.one_row else write)(ref, plan, warpgroup, block, sums)
 
 
 def visits_of(plan: BiasPlan, block: BiasTile, far: Any) -> list[tuple[Callable[..., Any], Any, Any]]:
-    """How the tiles of queries of a turn are visited, ``visit(tile, fold, sums)``, from one turn on and before another.
-    Where a turn has one, the band cuts through it in all turns or in none: as a choice within a turn, that spilled.
-    ``far``: all are cut (`is_far`)."""
+    """How the tiles of queries of a iteration are visited, ``visit(tile, fold, sums)``, from one iteration on and
+    before another.
+    Where a iteration has one, the band cuts through it in all iterations or in none: as a choice within a iteration,
+    that spilled. ``far``: all are cut (`is_far`)."""
 
     def heads(cut: bool, tile: ResidentTile, fold: Fold, sums: tuple[Any, ...]) -> tuple[Any, ...]:
         return lax.fori_loop(0, tile.steps, partial(fold, cut), sums)
 
     if plan.one_row:
-        return [(partial(walk, plan.visits, far=far), 0, block.turns)]
-    begin, end = plan.visits.inner(plan.turn(block, jnp.int32(0))) if plan.pairs.band.has_edges else (0, 1)
-    inside = jnp.where(far, 0, jnp.where(begin < end, block.turns, 0))
-    return [(partial(heads, False), 0, inside), (partial(heads, True), inside, block.turns)]
+        return [(partial(walk, plan.visits, far=far), 0, block.iterations)]
+    begin, end = plan.visits.inner(plan.iteration(block, jnp.int32(0))) if plan.pairs.band.has_edges else (0, 1)
+    inside = jnp.where(far, 0, jnp.where(begin < end, block.iterations, 0))
+    return [(partial(heads, False), 0, inside), (partial(heads, True), inside, block.iterations)]
 
 
 def add(
@@ -307,7 +308,8 @@ def add(
     step: Any,
     sums: tuple[Any, ...],
 ) -> tuple[Any, ...]:
-    """The sum with dS of one tile of queries and the keys of a turn. cut: whether some pair may not see each other."""
+    """The sum with dS of one tile of queries and the keys of a iteration. cut: whether some pair may not see each
+    other."""
     pairs, stages, count = plan.pairs, jnp.int32(plan.pairs.stages), round * tile.steps + step
     buffer = lax.rem(count, stages)
     here, there = (anew(n, tile.row + count) for n in (buffer, lax.rem(round, stages)))
@@ -321,7 +323,7 @@ def add(
         *lse, delta = (
             plgpu.load(ref.numbers.at[buffer, n, warpgroup], layout=ROW, optimized=False) for n in range(len(NUMBERS))
         )
-        head, i = tile.place(step)
+        head, i = tile.head_and_tile(step)
         resident = tile._replace(head=head, row=i * QUERIES)
         first = quotient(tile.row, pairs.streamed.tile)
         places = [(warpgroup, resident, head, first + n, cut) for n in range(len(plan.parts))]
@@ -387,11 +389,11 @@ def bias_gradient(call: Call, config: FlashGradientsConfig, inputs: Mapping[str,
     width = _width(plan)
     bias = padded_rows(call.arrays["bias"], width)
     rows, keys = (padded(call.dims[name], QUERIES) for name in ("q_len", "kv_len"))
-    # A number of turns that compilers know they know too much (``anew``).
+    # A number of iterations that compilers know they know too much (``anew``).
     more = {
         "far": jnp.max(inputs["far"]).reshape(1),
         "bias": bias,
-        "turns": jnp.full((1,), plan.turns, jnp.int32),
+        "iterations": jnp.full((1,), plan.iterations, jnp.int32),
     } | segments(call, rows, keys)
     found = launch(
         call,

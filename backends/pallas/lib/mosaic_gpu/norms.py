@@ -73,7 +73,7 @@ class LayerNormVjp(Formula):
         pull = walk.spread(h_sum / walk.n) + xh * walk.spread(r * (hx / walk.n))
         return walk.spread(r) * (cotangent(x[1], weights) - pull)
 
-    def told(self, statistics: tuple[Any, ...], walk: WarpRowWalk) -> tuple[Any, ...]:
+    def row_numbers(self, statistics: tuple[Any, ...], walk: WarpRowWalk) -> tuple[Any, ...]:
         return statistics[0], self.scale(statistics, walk)
 
     def scale(self, statistics: tuple[Any, ...], walk: WarpRowWalk) -> Any:
@@ -115,11 +115,11 @@ class RmsNormVjp(Formula):
         return jnp.sum(x * x, axis=1), jnp.sum(h * x, axis=1)
 
     def result(self, statistics: tuple[Any, ...], x: Any, walk: WarpRowWalk, weights: Weights) -> Any:
-        (r,) = self.told(statistics, walk)
+        (r,) = self.row_numbers(statistics, walk)
         xh = x[0] * walk.spread(r)
         return walk.spread(r) * (self.cotangent(x[1], weights) - xh * walk.spread(r * (statistics[1] / walk.n)))
 
-    def told(self, statistics: tuple[Any, ...], walk: WarpRowWalk) -> tuple[Any, ...]:
+    def row_numbers(self, statistics: tuple[Any, ...], walk: WarpRowWalk) -> tuple[Any, ...]:
         return (lax.rsqrt(statistics[0] / walk.n + self.eps),)
 
     def cotangent(self, d_y: Any, weights: Weights) -> Any:

@@ -157,7 +157,7 @@ class AttentionGradientPlan(NamedTuple):
         return begin, jnp.maximum(end, begin)
 
     @property
-    def held(self) -> int:
+    def registers(self) -> int:
         """Registers of a consumer's thread: sums, two tiles of numbers, and what is rounded of them."""
         return sum(self.sums.values()) * PART // 2 + self.streamed.tile + self.streamed.tile // 4 * len(self.wants)
 
@@ -185,7 +185,7 @@ class ResidentTile(NamedTuple):
     def steps(self) -> Any:
         return self.span * self.heads
 
-    def place(self, step: Any) -> tuple[Any, Any]:
+    def head_and_tile(self, step: Any) -> tuple[Any, Any]:
         """The head and the streamed tile of a step."""
         if self.heads == 1:
             return self.streamed_head, self.first + step
@@ -205,7 +205,7 @@ class Delta(Formula):
     def result(self, statistics: tuple[Any, ...], x: Any, walk: WarpRowWalk, weights: Weights) -> None:
         return None
 
-    def told(self, statistics: tuple[Any, ...], walk: WarpRowWalk) -> tuple[Any, ...]:
+    def row_numbers(self, statistics: tuple[Any, ...], walk: WarpRowWalk) -> tuple[Any, ...]:
         return statistics
 
 

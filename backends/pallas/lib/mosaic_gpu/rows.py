@@ -102,14 +102,14 @@ class Formula:
         """The result of a chunk, once the statistics are of the whole row."""
         raise NotImplementedError
 
-    def told(self, statistics: tuple[Any, ...], walk: WarpRowWalk) -> tuple[Any, ...]:
+    def row_numbers(self, statistics: tuple[Any, ...], walk: WarpRowWalk) -> tuple[Any, ...]:
         """What the op wants to know of each row beside its result, (rows,) each."""
         return ()
 
-    def whole(self, x: Any, walk: WarpRowWalk, weights: Weights) -> tuple[Any, tuple[Any, ...]]:
+    def whole_row(self, x: Any, walk: WarpRowWalk, weights: Weights) -> tuple[Any, tuple[Any, ...]]:
         """The result of whole rows, and what is told of them."""
         statistics = self.gather(self.start(walk), x, walk, 0, weights)
-        return self.result(statistics, x, walk, weights), self.told(statistics, walk)
+        return self.result(statistics, x, walk, weights), self.row_numbers(statistics, walk)
 
 
 class WarpRowWalk(NamedTuple):
@@ -414,7 +414,7 @@ def _once(ref: Refs, *, walk: WarpRowWalk, formula: Formula, weights: tuple[str,
     @pl.loop(0, walk.groups)
     def work(group: Any) -> None:
         plgpu.barrier_wait(ref.arrived.at[group])
-        y, told = formula.whole(loaded(ref, walk, group), walk, shared)
+        y, told = formula.whole_row(loaded(ref, walk, group), walk, shared)
         _tell(ref, first + group * walk.at_once, told)
         send_rows(ref, walk, first + group * walk.at_once, 0, group, y)
 
@@ -449,7 +449,7 @@ def _twice(ref: Refs, *, walk: WarpRowWalk, formula: Formula, weights: tuple[str
             return found
 
         statistics = lax.fori_loop(0, walk.chunks, gather, formula.start(walk))
-        _tell(ref, row, formula.told(statistics, walk))
+        _tell(ref, row, formula.row_numbers(statistics, walk))
 
         @pl.loop(walk.chunks, steps)
         def write(step: Any) -> None:
@@ -488,7 +488,7 @@ def _kept(ref: Refs, *, walk: WarpRowWalk, formula: Formula, weights: tuple[str,
         statistics = lax.fori_loop(0, chunks, gather, formula.start(walk))
         if walk.cluster > 1:
             statistics = _of_all_shares(ref, walk, formula, row, share, statistics, interpret)
-        pl.when(share == 0)(lambda: _tell(ref, row, formula.told(statistics, walk)))
+        pl.when(share == 0)(lambda: _tell(ref, row, formula.row_numbers(statistics, walk)))
 
         @pl.loop(0, chunks)
         def write(buffer: Any) -> None:
@@ -570,13 +570,13 @@ def _direct(ref: Refs, *, walk: WarpRowWalk, formula: Formula, weights: tuple[st
         start = formula.start(walk)
         statistics = lax.fori_loop(0, whole, lambda chunk, found: gather(walk, chunk * walk.chunk, found), start)
         statistics = gather(tail, last, statistics) if tail else statistics
-        _tell(ref, row, formula.told(statistics, walk))
+        _tell(ref, row, formula.row_numbers(statistics, walk))
         if tail:
             result(tail, last)
         pl.loop(0, whole)(lambda chunk: result(walk, chunk * walk.chunk))
 
     def once(row: Any) -> None:
-        y, told = formula.whole(read(row, walk, 0), walk, shared(walk, 0))
+        y, told = formula.whole_row(read(row, walk, 0), walk, shared(walk, 0))
         _tell(ref, row, told)
         write(row, walk, 0, y)
 

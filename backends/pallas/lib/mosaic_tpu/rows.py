@@ -147,7 +147,7 @@ class BlockWalk(NamedTuple):
         """An array that the grid saw like that, in its own shape."""
         return self.stored.back(array) if self.stored else array.reshape(shape)
 
-    def form(self, dtype: Any) -> jax.ShapeDtypeStruct:
+    def output_shape(self, dtype: Any) -> jax.ShapeDtypeStruct:
         """An array of rows that is written, as the grid sees it."""
         *outer, rows, n = self.shape
         return jax.ShapeDtypeStruct((*outer, n, rows) if self.stored else self.shape, dtype)
@@ -155,10 +155,10 @@ class BlockWalk(NamedTuple):
     def read(self) -> pl.BlockSpec:
         """The blocks of an array of rows that every sweep reads, or the first one for the second as well."""
 
-        def place(sweep: Any, step: Any) -> Any:
+        def row_block(sweep: Any, step: Any) -> Any:
             return step + sweep * (self.grid[-1] - 1 - step) if self.kept else step
 
-        return self._rows(place)
+        return self._rows(row_block)
 
     def in_last_sweep(self) -> pl.BlockSpec:
         """The blocks of an array of rows that the last sweep alone reads or writes."""
@@ -353,7 +353,7 @@ class StripSlice(NamedTuple):
     stop: int
 
     @property
-    def place(self) -> tuple[slice, ...]:
+    def slices(self) -> tuple[slice, ...]:
         """Where it lies in an array of rows, or of one number for each element of a row."""
         here = slice(self.start, self.stop)
         return (here, slice(None)) if self.strip.walk.along == 0 else (slice(None), here)
@@ -361,13 +361,13 @@ class StripSlice(NamedTuple):
     def __call__(self, ref: Any) -> Any:
         """What it holds of an array, in float32; of weights, one for each element of a row, what is to be multiplied
         with, or added to, every row."""
-        values, walk = ref[self.place].astype(jnp.float32), self.strip.walk
+        values, walk = ref[self.slices].astype(jnp.float32), self.strip.walk
         repeated = walk.along == 1 and values.shape[0] == SUBLANES < walk.block_rows
         return jnp.tile(values, (walk.block_rows // SUBLANES, 1)) if repeated else values
 
     def write(self, ref: Any, values: Any) -> None:
         """Store it in an array of rows, in that array's dtype."""
-        ref[self.place] = values.astype(ref.dtype)
+        ref[self.slices] = values.astype(ref.dtype)
 
     def within(self, values: Any, beyond: float = 0.0) -> Any:
         """The piece, with the number `beyond` for what lies beyond the end of its rows. That is in the last block
@@ -543,7 +543,7 @@ def launched(
         names = [*(f"sums_{name}" for name in sums), *(f"repeated_{name}" for name in repeated)]
         state |= dict.fromkeys(names, (SUBLANES, walk.block_n))
     outputs = (
-        {name: (walk.form(dtype), walk.in_last_sweep()) for name, dtype in written.items()}
+        {name: (walk.output_shape(dtype), walk.in_last_sweep()) for name, dtype in written.items()}
         | {name: walk.partial_sums() for name in sums}
         | (outputs or {})
     )
@@ -685,7 +685,7 @@ class RowBlock:
             if self.walk.stored:
                 arrived = Turned(arrived, once=True, apart=self.apart)
             for at in Strip(self.walk, self.step, self.above, self.walk.block_rows).pieces():
-                self.homes[name][at.place] = arrived[at.place]
+                self.homes[name][at.slices] = arrived[at.slices]
 
     def do(self, *phases: str) -> None:
         """These phases of every strip, in order."""
