@@ -16,12 +16,12 @@ FAULTS = {
         Planted(
             "other-cotangent-for-d-y",
             "the cotangent of the sum goes through the norm, and that of y past it",
-            old='    return gradients(call, tiling, call.arrays["residual_out"], call.arrays["d_residual_out"])',
+            old='    return gradients(call, config, call.arrays["residual_out"], call.arrays["d_residual_out"])',
             new='    other = call.arrays["d_residual_out"]\n'
             "    if other is None:\n"
-            '        return gradients(call, tiling, call.arrays["residual_out"], None)\n'
+            '        return gradients(call, config, call.arrays["residual_out"], None)\n'
             '    swapped = call.replace(arrays={**call.arrays, "d_y": other})\n'
-            '    return gradients(swapped, tiling, call.arrays["residual_out"], call.arrays["d_y"])',
+            '    return gradients(swapped, config, call.arrays["residual_out"], call.arrays["d_y"])',
         ),
     ],
     "pallas": [
