@@ -163,7 +163,7 @@ def test_the_command_says_what_is_wrong_and_ends_with_status_1(own_cache, monkey
     command = ["tune", "softmax", "--backend", "mine", "--target", "cpu", "--dtype", "float32", "--shape", "shape=4x40"]
     result = CliRunner().invoke(cli.app, [*command, "--json", str(file)])
     assert result.exit_code == 1, result.output
-    assert "WRONG, and never kept: softmax with rows_at_once=128: wrong: " in result.output
+    assert "WRONG, and dropped: softmax with rows_at_once=128: wrong: " in result.output
     assert "kept 1 of 1 in" in result.output
     (row,) = results.read(file).rows
     assert row["best_tiling"] == {"rows_at_once": 64} and row["default"] > row["best"] and row["loss"] > 0.2

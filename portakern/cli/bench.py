@@ -36,7 +36,7 @@ RowsFile = Annotated[
     typer.Option(
         "--json",
         metavar="[FILE]",
-        help="Write the rows here too, as they come; what is there is not timed. Alone, or with -, print them.",
+        help="Also write the rows to this file, and do not time again what it holds. Alone, or with -, print them.",
     ),
 ]
 
@@ -67,10 +67,10 @@ def bench(
     rounds: Annotated[int, typer.Option(min=2, help="Samples of each contender, taken in turns.")] = 20,
     budget: Annotated[float, typer.Option(min=1, help="Seconds after which no more calls are begun.")] = 450.0,
     jobs: Annotated[
-        int | None, typer.Option(min=0, help="Processes that compile ahead; 0: none. A core less than there are.")
+        int | None, typer.Option(min=0, help="Processes that compile ahead; 0: none. Default: one less than the cores.")
     ] = None,
     json_file: RowsFile = None,
-    fresh: Annotated[bool, typer.Option(help="Time again what stands in the file of --json.")] = False,
+    fresh: Annotated[bool, typer.Option(help="Time again the rows that the file of --json holds.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw the plots into this folder.")] = None,
     every_peer: EveryPeer = False,
 ) -> None:

@@ -45,8 +45,8 @@ def check(
     variant: Annotated[
         str | None, typer.Option(help="Only this variant of the backend; each that runs there when not named.")
     ] = None,
-    max_examples: Annotated[int, typer.Option(min=1, help="Cases an op and variant.")] = EXAMPLES,
-    seed: Annotated[int, typer.Option(min=0, help="Which cases.")] = 0,
+    max_examples: Annotated[int, typer.Option(min=1, help="Cases for each op and variant.")] = EXAMPLES,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the cases.")] = 0,
     device: Annotated[
         str | None, typer.Option(help="cpu (interpreters), cuda, rocm or tpu; the best here when not named.")
     ] = None,
@@ -60,7 +60,9 @@ def check(
     ] = None,
     promises: Annotated[
         bool,
-        typer.Option(help="Hold to what is promised beyond the bounds: bits that stay the same, memory of its own."),
+        typer.Option(
+            help="Also check promises beyond the bounds: the same bits each time, results in memory of their own."
+        ),
     ] = True,
     jobs: Annotated[int, typer.Option(min=1, help="Processes to share the work.")] = 1,
     budget: Budget = None,

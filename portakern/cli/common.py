@@ -115,7 +115,7 @@ def main() -> None:
     except tuple(signals.ENDS.values()) as e:
         sys.exit(signals.status(e))
     except (SpecError, UnsupportedError, UnavailableError, results.ResultError) as e:
-        text = printable(f"{type(e).__name__}: {e}", lines=True)  # it may quote a file that nobody has read
+        text = printable(f"{type(e).__name__}: {e}", lines=True)  # it may quote an untrusted file
         err.print(text, style="red", markup=False, highlight=False, emoji=False, soft_wrap=True)
         sys.exit(2)
     finally:
@@ -222,7 +222,7 @@ def _widths(rows: list[list[str]], width: int) -> list[int] | None:
 
 def print_indented(text: str) -> None:
     """A text under a heading, broken between words at this terminal's width, of which 40 columns are taken for
-    granted. It may quote what nobody has read: nothing in it is obeyed, and no line begins within a word."""
+    granted. It may quote untrusted code: nothing in it is obeyed, and no line begins within a word."""
     width = max(out.width, 40) - 2
     for line in textwrap.wrap(
         printable(text), width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False

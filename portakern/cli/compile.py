@@ -42,7 +42,8 @@ def compile_(
     shape: Annotated[
         list[str] | None,
         typer.Option(
-            "--shape", help="Dimensions and options of a call, the others as is typical: m=64,n=4096; may be repeated."
+            "--shape",
+            help="Dimensions and options of a call, the others as in the typical call: m=64,n=4096; may be repeated.",
         ),
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Compilers at a time.")] = 1,
@@ -51,8 +52,9 @@ def compile_(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that one compilation may take.")] = 900.0,
     json_file: JsonFile = None,
 ) -> None:
-    """Compile ops, forward alone, forward with what gradients read, and backward, for hardware that need not be here,
-    and say what each kernel takes of it, for TPUs in cycles too; exit status 1 if any cannot be.
+    """Compile ops for hardware that need not be here: forward, forward for training, and gradients.
+
+    Shows what each kernel takes of the chip, and cycles on TPUs. Exit status 1 if one does not compile.
     """
     from portakern.tools.bench.suites import parse_shape
     from portakern.tools.compile import abstract

@@ -30,7 +30,9 @@ Candidate = Annotated[
 ]
 Op = Annotated[
     str | None,
-    typer.Option("--op", help="What it should compute: see portakern ops. A known problem's own when not named."),
+    typer.Option(
+        "--op", help="The op that it should compute (portakern ops lists them). Default: that of a known problem."
+    ),
 ]
 Map = Annotated[
     str | None,
@@ -58,7 +60,7 @@ Promise = Annotated[
 Framework = Annotated[str | None, typer.Option(help="numpy, torch or jax; what the file imports when not named.")]
 Without = Annotated[
     list[str] | None,
-    typer.Option(help="Leave out this wall, where a device cannot be reached behind it; may be repeated."),
+    typer.Option(help="Leave out this protection, where no device can be reached with it; may be repeated."),
 ]
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """What glibc's malloc.h calls the least memory that is given back (-1: none is), and how many blocks are mapped."""
@@ -76,13 +78,15 @@ def judge(
     dtype: Dtype = None,
     layout: Layout = None,
     promise: Promise = None,
-    edges: Annotated[bool, typer.Option(help="NaN and infinities lead where the formula leads them.")] = True,
+    edges: Annotated[bool, typer.Option(help="Check NaN and infinities against the formula.")] = True,
     framework: Framework = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, rocm or tpu.")] = "cpu",
     max_examples: Annotated[int, typer.Option(min=1, help="Cases.")] = EXAMPLES,
-    seed: Annotated[int | None, typer.Option(min=0, help="Which cases; others each time when not named.")] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="From the first case on, after which none begins.")] = 15.0,
-    call_seconds: Annotated[float, typer.Option(min=0.1, help="For one call, after which it hangs.")] = 30.0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the cases. Default: another each time.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="No case begins so many seconds after the first.")] = 15.0,
+    call_seconds: Annotated[
+        float, typer.Option(min=0.1, help="Seconds of one call; a longer one counts as hanging.")
+    ] = 30.0,
     memory: Annotated[float, typer.Option(min=0.1, help="GiB of memory that it may use.")] = 8.0,
     without: Without = None,
     case: Annotated[str | None, typer.Option(help="Run one case again, as a failure printed it.")] = None,

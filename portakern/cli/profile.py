@@ -21,7 +21,7 @@ def profile(
     context: typer.Context,
     op: Annotated[str, typer.Argument(help="The op whose call is profiled.")],
     shape: Annotated[
-        str, typer.Option(help="Dimensions and options of the call, the others as is typical: m=4096,n=4096.")
+        str, typer.Option(help="Dimensions and options of the call, the others as in the typical call: m=4096.")
     ] = "",
     dtype: Annotated[str, typer.Option(help="The call's dtype.")] = "bfloat16",
     backend: Annotated[
@@ -29,7 +29,7 @@ def profile(
     ] = None,
     variant: Annotated[str | None, typer.Option(help="Which variant of the backend.")] = None,
     target: Annotated[
-        str | None, typer.Option(help="A chip that need not be here, as sm_90: the half for which nothing is run.")
+        str | None, typer.Option(help="A chip that need not be here, such as sm_90; only what needs no run.")
     ] = None,
     counters: Annotated[bool, typer.Option(help="Read the GPU's counters too, by Nsight Compute.")] = True,
     json_file: JsonFile = None,

@@ -18,7 +18,7 @@ TwoRuns = Annotated[
     tuple[Path, Path] | None,
     typer.Option(
         metavar="FIRST SECOND",
-        help="Write nothing: hold two files of portakern bench, of one kind of device, against each other; exit status "
+        help="Write nothing: compare two files of portakern bench from one kind of device; exit status "
         "1 where a ratio of ours differs by more than 5 %, or a verdict.",
     ),
 ]

@@ -30,7 +30,8 @@ Targets = Annotated[
 Shapes = Annotated[
     list[str] | None,
     typer.Option(
-        "--shape", help="Dimensions and options of a call, the others as is typical: m=64,n=4096; may be repeated."
+        "--shape",
+        help="Dimensions and options of a call, the others as in the typical call: m=64,n=4096; may be repeated.",
     ),
 ]
 Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help="May be repeated; bfloat16 when none is named.")]
@@ -39,7 +40,7 @@ Families = Annotated[
     list[str] | None,
     typer.Option(
         "--loss",
-        help="Keep nothing: draw calls of this family, and say what the shipped choice loses; may be repeated.",
+        help="Keep nothing: say what shipped tilings lose on drawn calls of this family; may be repeated.",
     ),
 ]
 Search = Annotated[str, typer.Option(help="auto, all, climb or optuna; auto takes all of a small space.")]
@@ -62,7 +63,7 @@ def tune(
     budget: Annotated[str | None, typer.Option(help="Time for all of it: 90s, 5m, 1h; no end when not given.")] = None,
     tries: Annotated[int, typer.Option(min=1, help="Candidates of a key, at most.")] = 96,
     search: Search = "auto",
-    seed: Annotated[int, typer.Option(min=0, help="Of what is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the drawn calls and candidates.")] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="Compilers at a time.")] = 1,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that one compilation may take.")] = 120.0,
     last: Last = True,
@@ -71,7 +72,7 @@ def tune(
     json_file: JsonFile = None,
 ) -> None:
     """Search legal tilings, and keep the best: by device time, or by what a compiler tells of a chip that is not here.
-    What is wrong is never kept. A run that was ended goes on where it was. Exit status 1 where a wrong result was seen.
+    Wrong candidates are reported and dropped. A run that was ended resumes. Exit status 1 if one was wrong.
     """
     from portakern.tools.compile.pool import Pool
     from portakern.tools.tune.session import groups_of
@@ -211,7 +212,7 @@ def _show(found: Sequence[Any], refused: Sequence[tuple[Any, str]], left: int, l
     for finding in found:
         for key, why in finding.wrong.items():
             tiles = ", ".join(f"{n}={v}" for n, v in key)
-            say(f"WRONG, and never kept: {finding.group.on.impl.op} with {tiles}: {why}", style="red")
+            say(f"WRONG, and dropped: {finding.group.on.impl.op} with {tiles}: {why}", style="red")
         for key, why in finding.fatal.items():
             tiles = ", ".join(f"{n}={v}" for n, v in key)
             say(f"NOT RUN AGAIN: {finding.group.on.impl.op} with {tiles} {why}", style="red")
