@@ -54,11 +54,12 @@ def _missed(kept: StoredResults) -> tuple[str, str]:
     if not errors:
         return title, ""
     small, seeds = sum(e < 1e-2 for e in errors), max(len(row["seeds"]) for row, _ in rows)
+    everywhere = sum(caught(row) for row, _ in rows)
     return title, (
         f"{len(rows)} mistakes were planted in the kernels, one at a time. `assert_allclose(rtol=1e-2, atol=1e-2)` "
         f"misses {small} of them ({small / len(errors):.0%}) on ordinary inputs. `portakern check` finds "
-        f"{sum(caught(row) for row, _ in rows)} on each of {seeds} seeds. Hardware: a CPU, with Triton's and Pallas's "
-        "interpreters."
+        f"{'all of them' if everywhere == len(rows) else everywhere} on each of {seeds} seeds. Hardware: a CPU, with "
+        "Triton's and Pallas's interpreters."
     )
 
 
@@ -71,7 +72,9 @@ def chips(kept: StoredResults) -> str:
     lines = []
     for backend in sorted({b for b, _, _ in checked}):
         devices = sorted({d for b, _, d in [*timed, *checked] if b == backend})
-        lines.append(f"* {' and '.join(devices)}: {backend}, {_named({o for b, o, _ in checked if b == backend})}.")
+        lines.append(
+            f"* {' and '.join(devices)}: {backend.capitalize()}, {_named({o for b, o, _ in checked if b == backend})}."
+        )
     text = ["**Run, checked and timed:**", "\n".join(lines)] if lines else []
     here = {r.target.arch for r in ran(kept) if r.how == "compiled"}
     lines = []
@@ -140,7 +143,7 @@ def _ports() -> list[Port]:
                     new = tuple(f for f in families if f.package not in seen)
                     seen |= {f.package for f in families}
                     chips = ", ".join(sorted({t for f in families for t in f.targets}))
-                    name, only = f"{b.name}, {chips or MACHINES[platform]}", len(families) == len(here)
+                    name, only = f"{b.name.capitalize()}, {chips or MACHINES[platform]}", len(families) == len(here)
                     found.append(Port(name, b.name, platform, families, new, only, b.declared[-1].name))
     return found
 
