@@ -92,6 +92,30 @@ def test_relative_links_lead_somewhere() -> None:
     assert {(name, link) for name, link in links if not ((ROOT / name).parent / link).exists()} == set()
 
 
+def test_sections_that_are_linked_to_are_there() -> None:
+    """Where a link names one of a text of the repository: the site's build, which takes minutes, follows all."""
+    pages = [*map(Path, ("README.md", "PORTING.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
+    pages += [
+        p.relative_to(ROOT) for folder in ("docs", "examples", "notebooks") for p in (ROOT / folder).rglob("*.md")
+    ]
+    lost, count = [], 0
+    for page in pages:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        for path, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]+\.md)?#([\w-]+)\)", text):
+            target = (ROOT / page).parent / path if path else ROOT / page
+            made = (
+                re.search(r"^(::: |<!-- include)", target.read_text(encoding="utf-8"), re.M)
+                if target.exists()
+                else True
+            )
+            if not made:  # what is made with the site has other sections
+                count += 1
+                headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+                slugs = {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", h).strip().lower()) for h in headings}
+                lost += [] if anchor in slugs else [(str(page), path, anchor)]
+    assert lost == [] and count > 30
+
+
 def test_the_guide_for_contributors_is_short() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     assert len(text.split()) <= 2500, "move details to docs/how-to"
