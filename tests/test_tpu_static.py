@@ -451,7 +451,7 @@ def test_blocks_of_rows_meet_a_band_s_edge_in_corners(length, causal, rows):
     spec = registry.find_spec("attention")
     dims = {"kv_heads": 1, "group": 1, "d": 128, "dv": 128, "q_len": length, "kv_len": length, "is_causal": causal}
     call = bind_signature(spec, typical_signature(spec, "bfloat16", dims), frameworks()["jax"], Target("tpu", "v6e"))
-    assert module.blocks(call, {"block_q": 1024, "block_kv": 512})[0] == rows
+    assert module.blocks(call, TilesConfig(block_q=1024, block_kv=512))[0] == rows
 
 
 @pytest.mark.parametrize("b", [1, 2, 8, 512, 3, 12])
@@ -785,7 +785,7 @@ def test_gates_are_cut_evenly():
     from portakern.backends.pallas.tpu.swiglu import blocks
 
     call = gate_call("swiglu", 14336, "bfloat16", "v5p")
-    assert blocks(call, {"block_rows": 128, "block_n": 4096}) == (128, 3584), "four of 4096 would move a seventh more"
+    assert blocks(call, RowsConfig(block_rows=128, block_n=4096)) == (128, 3584), "four of 4096 would move a seventh more"
 
 
 def test_a_table_s_blocks_of_few_rows_have_no_array_copied():
