@@ -72,20 +72,23 @@ def fingerprint(
       checkout: where the sources lie; None: those that run.
     """
     place = checkout or root()
+    known = _known.get()
+    if known is None:
+        return _fingerprint(_Tree(place), op, backend, variant, target)
+    key = (place, op, backend.name, variant, target)
+    if key not in known:
+        known[key] = _fingerprint(known.setdefault(place, _Tree(place)), op, backend, variant, target)
+    return known[key]
+
+
+def _fingerprint(tree: _Tree, op: str, backend: Backend, variant: str | None, target: Target) -> str | None:
     # Sources are read, not run: of what cannot be imported here too, such as Hopper's Pallas with an older JAX.
     lacking = [f for f in backend.declared if f.lacks() and f.compiles_for(target) and variant in (None, f.name)]
     families = [f for f in (*(f for f, _ in backend.families_for(target, variant)), *lacking) if backend.where(op, f)]
     module = backend.where(op, families[0]) if families else None
-    if module is None or not files(place, module):
+    if module is None or not files(tree.root, module):
         return None
-    known = _known.get()
-    if known is None:
-        return _hashed(_Tree(place), op, families[0], module, target)
-    key = (place, op, module, families[0].plans, target)
-    if key not in known:
-        tree = known.setdefault(place, _Tree(place))
-        known[key] = _hashed(tree, op, families[0], module, target)  # type: ignore[arg-type]
-    return str(known[key])
+    return _hashed(tree, op, families[0], module, target)
 
 
 @contextlib.contextmanager
@@ -134,7 +137,7 @@ def _hashed(tree: _Tree, op: str, family: Family, module: str, target: Target) -
     for s in specs:
         roots += tree.find(f"{s.fn.__module__}.{s.name}")[0]
         homes |= tree.beside(s.fn.__module__)
-    text = sorted(set(tree.hashes(tree.reached(roots, homes))))
+    text = sorted({tree.hashed(at, ROUNDS + 1) for at in tree.reached(roots, homes)})
     package = module.rpartition(".")[0]
     folder = tree.root.joinpath(*package.split(".")).parent / "tuned"
     for table in tilings.tables_for(target):
@@ -153,6 +156,7 @@ class _Tree:
         self.root = root
         self.file, self.module = functools.cache(self._file), functools.cache(self._module)
         self.find, self.added = functools.cache(self._find), functools.cache(self._added)
+        self.hashed, self.named = functools.cache(self._hashed), functools.cache(self._named)
 
     def _file(self, name: str) -> Path | None:
         """The file of a module; of a package, its ``__init__.py``."""
@@ -207,9 +211,14 @@ class _Tree:
             at = queue.pop()
             if at not in found:
                 found.add(at)
-                queue += [to for t in self.statement(at).tokens if isinstance(t, Ref) for to in self.find(t.path)[0]]
+                queue += self.named(at)
                 queue += [to for name in {at[0], *homes} for to in self.added(name).get(at, ())]
         return found
+
+    def _named(self, at: Location) -> list[Location]:
+        """The statements that a statement names."""
+        paths = dict.fromkeys(t.path for t in self.statement(at).tokens if isinstance(t, Ref))
+        return [to for path in paths for to in self.find(path)[0]]
 
     def _added(self, name: str) -> dict[Location, list[Location]]:
         """Statement -> those of a module that register with what it defines, or change it."""
@@ -220,22 +229,17 @@ class _Tree:
                     found.setdefault(to, []).append(at)
         return found
 
-    def hashes(self, among: Iterable[Location]) -> list[str]:
-        """A hash of each statement and of what it names, and these name, ``ROUNDS`` deep."""
-        before = dict.fromkeys(among, "")
-        for _ in range(ROUNDS + 1):
-            before = {at: self.hashed(self.statement(at), before) for at in before}
-        return [*before.values()]
-
-    def hashed(self, s: Statement, before: dict[Location, str]) -> str:
-        """A hash of a statement, in which what it names stands as its own hash."""
+    def _hashed(self, at: Location, rounds: int) -> str:
+        """A hash of a statement, in which what it names stands as its own hash, that many rounds deep; "" of none."""
+        if not rounds:
+            return ""
         seen: dict[object, int] = {}
         text = []
-        for t in s.tokens:
+        for t in self.statement(at).tokens:
             if isinstance(t, Ref):
                 to, rest = self.find(t.path)
                 number = seen.setdefault(tuple(to) or rest, len(seen))
-                text.append(f"{number} {[before[at] for at in to]} {rest}")
+                text.append(f"{number} {[self.hashed(other, rounds - 1) for other in to]} {rest}")
             else:
                 text.append(self.keyword(t) if isinstance(t, Keyword) else t)
         return _digest(text)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import re
 import shlex
 import sys
@@ -220,10 +221,12 @@ def test_lists_are_nested_as_python_markdown_reads_them(maker) -> None:
 
 
 def test_every_op_has_its_page(maker) -> None:
-    operations = maker("operations")
-    made = operations.pages(DOCS.parent)
-    assert set(made) == {f"reference/ops/{name}.md" for name in (*registry.ops(), "index")}
-    page = made["reference/ops/softmax.md"]
+    made = maker("operations").made(DOCS.parent)
+    assert set(made.pages) == {f"reference/ops/{name}.md" for name in (*registry.ops(), "index")}
+    page = made.pages["reference/ops/softmax.md"]
+    assert "softmax on NVIDIA" in made.data["reference/ops/softmax.svg"]
+    speed = json.loads(made.data["reference/results.json"])["speed"]
+    assert {len(row) for row in speed["rows"]} == {len(speed["columns"])} and len(speed["rows"]) > 100
     for part in (
         "* `x`: any shape",
         "chain(N)",
@@ -233,3 +236,9 @@ def test_every_op_has_its_page(maker) -> None:
         "| 0.9",
     ):
         assert part in page, part
+
+
+@pytest.mark.parametrize("op", registry.ops())
+def test_the_call_on_an_ops_page_runs(op: str, maker) -> None:
+    code = maker("opening").example(registry.find_spec(op)).removeprefix("```python\n").removesuffix("```")
+    exec(compile(code, op, "exec"), {})

@@ -45,18 +45,18 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add what is made: an op's page, the command line's, the hardware's, texts of the root, and sources linked to."""
     made = {
-        **operations.pages(ROOT),
+        **operations.made(ROOT).pages,
         "reference/command-line.md": commands.page(),
         "reference/hardware.md": hardware.page(),
     }
     made |= {there: (ROOT / name).read_text(encoding="utf-8") for name, there in AT_THE_ROOT.items()}
-    for uri, text in made.items():
+    for uri, text in (made | operations.made(ROOT).data).items():
         files.append(File.generated(config, uri, content=text))
     texts = [
         (Path(config.docs_dir) / f.src_uri, f.content_string) for f in files.documentation_pages() if not f.generated_by
     ]
     texts += [(ROOT / name, (ROOT / name).read_text(encoding="utf-8")) for name in (*AT_THE_ROOT, "README.md")]
-    texts += [(ROOT / operations.NOMINAL, text) for text in (*made.values(), *operations.tables(ROOT).values())]
+    texts += [(ROOT / operations.NOMINAL, text) for text in (*made.values(), *operations.made(ROOT).tables.values())]
     for uri, content in repository.pages(ROOT, texts, HERE).items():
         if isinstance(content, Path):
             files.append(File.generated(config, uri, abs_src_path=str(content)))
@@ -74,7 +74,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return repository.relinked(text, page.file.src_uri, folder, ROOT, HERE)
 
     def table(name: str) -> str:
-        return operations.tables(ROOT)[name]
+        return operations.made(ROOT).tables[name]
 
     folder = _folder(page.file.src_uri)
     return dialect.adapted(sections.included(markdown, ROOT, folder, relink, table))

@@ -1,5 +1,5 @@
-"""A page an op, made of what is declared: mathematics, arguments, bounds, edges, laws, who implements it, and what
-was measured.
+"""A page an op: first a call, the error and the speed (:mod:`opening`), then arguments, and folded what is declared and
+measured: tiles, bounds, edges, laws, implementations, tables.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from maint.markdown import table
+import explorer
+import opening
+
+from maint.markdown import fold, table
 from maint.measurements import StoredResults
 from maint.report import TABLES
 from portakern import inventory, sources
@@ -63,44 +66,54 @@ def navigation() -> Iterator[dict[str, str]]:
     yield from ({name: f"{FOLDER}/{name}.md"} for name in registry.ops())
 
 
+class Made(NamedTuple):
+    """What the site shows of a checkout: pages by file, plots (SVG) and rows (JSON) by file, tables of the report by
+    name."""
+
+    pages: dict[str, str]
+    data: dict[str, str]
+    tables: dict[str, str]
+
+
 @functools.cache
 @sources.unchanging()
-def tables(root: Path) -> dict[str, str]:
-    """Every table of a checkout, by its name."""
+def made(root: Path) -> Made:
+    """Every op's page and the list of them, every op's plot, and the report's tables."""
     kept = StoredResults.load(root)
-    return {name: make(kept) for name, make in TABLES.items()}
-
-
-@sources.unchanging()
-def pages(root: Path) -> dict[str, str]:
-    """Every op's page, and the list of them."""
-    kept = StoredResults.load(root)
-    made = {f"{FOLDER}/{name}.md": _page(registry.find_spec(name), kept) for name in registry.ops()}
+    specs = [registry.find_spec(name) for name in registry.ops()]
+    plots = {f"{FOLDER}/{name}.svg": svg for name, svg in opening.plots(specs, kept)}
+    pages = {f"{FOLDER}/{s.name}.md": _page(s, kept, f"{FOLDER}/{s.name}.svg" in plots) for s in specs}
     rows = [
         [f"[`{r['op']}`](docs/{FOLDER}/{r['op']}.md)", _first(registry.find_spec(r["op"]).doc),
          ", ".join(r["backends"]), ", ".join(r["peers"])]
         for r in inventory.ops()
     ]  # fmt: skip
-    return made | {
-        f"{FOLDER}/index.md": "# Ops\n\n" + table(["op", "what it computes", "backends", "peers"], rows, words=4)
-    }
+    index = "# Ops\n\n" + table(["op", "what it computes", "backends", "peers"], rows, words=4)
+    tables = {name: make(kept) for name, make in TABLES.items()}
+    return Made(pages | {f"{FOLDER}/index.md": index}, plots | {explorer.FILE: explorer.rows(kept)}, tables)
 
 
-def _page(s: Spec[Any], kept: StoredResults) -> str:
+def _page(s: Spec[Any], kept: StoredResults, plotted: bool) -> str:
     shown = inventory.show(s.name)
+    first, _, rest = s.doc.partition("\n\n")
     parts = [
         f"# {s.name}",
-        f"```python\n{s.name}{_call(s)}\n```",
-        prose(s.doc),
-        _arguments(shown),
+        prose(first),
+        opening.example(s),
+        opening.promise(s, kept),
+        opening.speed(s, kept, f"{s.name}.svg" if plotted else None),
+        f"## Arguments\n\n```python\n{s.name}{_call(s)}\n```",
+        prose(rest),
+        fold("Shapes, dtypes, defaults", _arguments(shown)),
+        _tiles(shown),
         _bounds(s),
         _named(
             "Edges",
-            "Corners that the checker visits beside the cases that it draws.",
+            "Special cases that the checker adds to those it draws",
             {n: e.doc for n, e in s.edges.items()},
         ),
         _named(
-            "Laws", "What holds between calls, to the bit.", {n: inspect.getdoc(law) or "" for n, law in s.laws.items()}
+            "Laws", "What holds between calls, to the bit", {n: inspect.getdoc(law) or "" for n, law in s.laws.items()}
         ),
         _implementations(shown),
         *_figures(s, kept),
@@ -156,34 +169,53 @@ def _arguments(shown: dict[str, Any]) -> str:
     ]
     outputs = [[f"`{o['name']}`", f"`({o['shape']})`", o["dtype"], o["given"], o["memory"]] for o in shown["outputs"]]
     options = [[f"`{o['name']}`", f"`{o['default']!r}`", o["expected"]] for o in shown["options"]]
-    tiles = [[f"`{n}`", f"{lo} to {hi}"] for n, (lo, hi) in shown["tiling"].items()]
-    parts = ["## Arrays and options", table(["array", "shape", "dtypes"], arrays, words=3)]
+    parts = [table(["array", "shape", "dtypes"], arrays, words=3)]
     if options:
         parts.append(table(["option", "default", "expected"], options, words=3))
-    parts += ["## Results", table(["output", "shape", "dtype", "given", "memory"], outputs, words=5)]
+    parts.append(table(["output", "shape", "dtype", "given", "memory"], outputs, words=5))
     if shown["empty"]:
         rows = [
             [f"`{d}` = 0", ", ".join(f"{o} = {v}" for o, v in values.items())] for d, values in shown["empty"].items()
         ]
         parts.append(table(["a reduced extent of 0", "gives"], rows, words=2))
+    return "\n\n".join(parts)
+
+
+def _tiles(shown: dict[str, Any]) -> str:
+    """The knobs of the variants, and the values that each takes."""
+    tiles = [[f"`{n}`", f"{lo} to {hi}"] for n, (lo, hi) in shown["tiling"].items()]
     taken: dict[tuple[str, str, str], list[str]] = {}
     for r in shown["tilings"]:
         key = f"`{r['name']}`", r["values"], r["meaning"]
         taken.setdefault(key, []).append(f"{r['backend']} {r['variant']}")
     knobs = [[name, values, meaning, ", ".join(of)] for (name, values, meaning), of in taken.items()]
-    parts += ["## Tiles", table(["tile", "powers of two"], tiles, words=2)]
-    return "\n\n".join([*parts, table(["taken by kernels", "values", "meaning", "variants"], knobs, words=4)])
+    both = [
+        table(["tile", "powers of two"], tiles, words=2),
+        table(["taken by kernels", "values", "meaning", "variants"], knobs, words=4),
+    ]
+    return _folded("Tiles", "What the argument tiling takes, and the kernels that read it", "\n\n".join(both))
+
+
+def _folded(title: str, summary: str, text: str) -> str:
+    """A section whose text a reader opens: its heading stays in the table of contents."""
+    return f"## {title}\n\n{fold(summary, text)}"
 
 
 def _bounds(s: Spec[Any]) -> str:
     """What the functions that compute bound and typical error say of themselves."""
-    said = (("Error bound", s.bound), ("Typical error", s.spread), ("Exact elements", s.forced))
-    return "\n\n".join(f"## {title}\n\n{prose(inspect.getdoc(fn) or '')}" for title, fn in said if fn is not None)
+    said = (
+        ("Error bound", "The largest error that rounding permits", s.bound),
+        ("Typical error", "The error to expect, which finds kernels that err too often", s.spread),
+        ("Exact elements", "Elements that no rounding may change", s.forced),
+    )
+    return "\n\n".join(
+        _folded(title, what, prose(inspect.getdoc(fn) or "")) for title, what, fn in said if fn is not None
+    )
 
 
 def _named(title: str, what: str, said: dict[str, str]) -> str:
     rows = [[f"`{name}`", escaped(text.replace("\n", " "))] for name, text in said.items()]
-    return f"## {title}\n\n{what}\n\n{table(['name', 'what it says'], rows, words=2)}" if rows else ""
+    return _folded(title, f"{what} ({len(rows)})", table(["name", "what it says"], rows, words=2)) if rows else ""
 
 
 def _implementations(shown: dict[str, Any]) -> str:
@@ -192,7 +224,9 @@ def _implementations(shown: dict[str, Any]) -> str:
         for kind, group in (("portakern's", "implementations"), ("a peer", "peers"))
         for i in shown[group]
     ]
-    return "## Implementations\n\n" + table(["backend", "variant", "module", "lines", "whose"], rows, words=5)
+    ours = len(shown["implementations"])
+    what = f"{ours} of portakern, {len(rows) - ours} peers"
+    return _folded("Implementations", what, table(["backend", "variant", "module", "lines", "whose"], rows, words=5))
 
 
 def _module(name: str) -> str:
@@ -217,9 +251,9 @@ def _figures(s: Spec[Any], kept: StoredResults) -> Iterator[str]:
     titled = [(title, TABLES[name]) for name, title in TITLES.items() if title and name in TABLES]
     found = [(title, make) for (title, benchmark), make in titled if benchmark in there]
     if found:
-        yield "## Figures"
+        yield "## Measurements"
     of_op = StoredResults(kept.root, tuple(mine))
-    yield from (f"### {title}\n\n{make(of_op)}" for title, make in found)
+    yield from (fold(title, make(of_op)) for title, make in found)
 
 
 def _of_op(told: Any, op: str) -> Any:
