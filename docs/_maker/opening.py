@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from maint.markdown import NONE, fold, table
-from maint.measurements import STALE, Row, StoredResults, changed, source
+from maint.measurements import AGED, STALE, Row, StoredResults, changed, source
 from portakern.results import Result
 from portakern.spec import Spec
 from portakern.spec.dtypes import DTYPES
@@ -96,12 +96,9 @@ def promise(s: Spec[Any], kept: StoredResults) -> str:
         f"{worst:.3f} of the bound; above 1 is wrong."
     )
     heads = ["implementation", "device", "cases", "largest error / bound", "right"]
-    stale = [_STALE] if any(STALE in line[3] for line in lines) else []
+    stale = [AGED] if any(STALE in line[3] for line in lines) else []
     details = "\n\n".join([table(heads, lines, words=2), *stale, source(run for _, run in found)])
     return "\n\n".join([*text, fold("Each implementation and device", details)])
-
-
-_STALE = f"{STALE} stale: the sources of what was measured have changed since."
 
 
 # ---------------------------------------------------------------------------------------------------------------- speed
@@ -123,7 +120,7 @@ def speed(s: Spec[Any], kept: StoredResults, plot: str | None) -> str:
     if len(lines) > SHOWN:
         text.append(fold(f"{len(lines) - SHOWN} more calls", table(heads, lines[SHOWN:], words=2)))
     if any(STALE in cell for line in lines for cell in line):
-        text.append(_STALE)
+        text.append(AGED)
     return "\n\n".join([*text, fold("The runs", source(run for _, run in found))])
 
 
