@@ -16,6 +16,7 @@ import json
 import subprocess
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import portakern
@@ -34,7 +35,16 @@ ROUNDS = 3  # how far a statement's hash sees: with 0, two functions called in e
 Location = tuple[str, int]
 """A statement: its module, and its number there."""
 
-_known: ContextVar[dict[object, object] | None] = ContextVar("sources that do not change", default=None)
+
+@dataclass
+class _Known:
+    """What was read inside :func:`unchanging`: the statements of a checkout, and hashes by what was asked."""
+
+    trees: dict[Path, _Tree] = field(default_factory=dict)
+    hashes: dict[object, str | None] = field(default_factory=dict)
+
+
+_known: ContextVar[_Known | None] = ContextVar("sources that do not change", default=None)
 
 
 def root() -> Path:
@@ -76,9 +86,10 @@ def fingerprint(
     if known is None:
         return _fingerprint(_Tree(place), op, backend, variant, target)
     key = (place, op, backend.name, variant, target)
-    if key not in known:
-        known[key] = _fingerprint(known.setdefault(place, _Tree(place)), op, backend, variant, target)
-    return known[key]
+    if key not in known.hashes:
+        tree = known.trees.setdefault(place, _Tree(place))
+        known.hashes[key] = _fingerprint(tree, op, backend, variant, target)
+    return known.hashes[key]
 
 
 def _fingerprint(tree: _Tree, op: str, backend: Backend, variant: str | None, target: Target) -> str | None:
@@ -97,7 +108,7 @@ def unchanging() -> Iterator[None]:
     if _known.get() is not None:
         yield
         return
-    token = _known.set({})
+    token = _known.set(_Known())
     try:
         yield
     finally:

@@ -216,7 +216,7 @@ def test_the_tokens_of_a_statement(old, new, same):
         tree = sources._Tree(ROOT)
         tree.file = lambda name: ROOT if name == "portakern.specs.a" else sources._Tree(ROOT)._file(name)
         tree.module = lambda name: module
-        return sorted(tree.hashes(tree.find("portakern.specs.a")[0]))
+        return sorted(tree.hashed(at, sources.ROUNDS + 1) for at in tree.find("portakern.specs.a")[0])
 
     changed = re.sub(old, new, FIRST)
     assert changed != FIRST
@@ -228,7 +228,7 @@ def test_functions_called_in_each_others_place_are_told_apart():
         module = syntax.read("portakern.specs.a", f"{text}\ndef one(x): return x + 1\ndef two(x): return x - 1\n")
         tree = sources._Tree(ROOT)
         tree.file, tree.module = (lambda name: ROOT if name == "portakern.specs.a" else None), (lambda name: module)
-        return sorted(tree.hashes(tree.find("portakern.specs.a")[0]))
+        return sorted(tree.hashed(at, sources.ROUNDS + 1) for at in tree.find("portakern.specs.a")[0])
 
     assert hashes("def f(x): return one(two(x))") != hashes("def f(x): return two(one(x))")
     assert hashes("A, B = 1, 2\ndef f(x): return A") != hashes("A, B = 1, 2\ndef f(x): return B")

@@ -55,9 +55,6 @@ TITLES: Mapping[str, tuple[str, str] | None] = {
     "found": None,
     "soundness": None,
     "lines": None,
-    "chips": None,
-    "headline": None,
-    "porting": None,
 }
 """Table of the porting report -> its title here and the benchmark whose rows it shows; None: it tells of no single op.
 A table that is missing here fails the build."""
