@@ -25,6 +25,8 @@ OPS = []  # all, or some: ["softmax", "attention"]
 
 # %%
 import glob
+import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -125,7 +127,6 @@ if "$platform" == "tpu" and {"jax", "torch_xla"} & set(sys.modules):
 # portakern needs $needs. What this runtime has stays as it is: a virtual environment beside it gets $installs.
 
 # %%
-VENV = Path(tempfile.gettempdir()) / "portakern-venv"
 WANTED = "$wanted"  # package -> its oldest version
 FLOORS = """
 import json, re, sys
@@ -148,6 +149,8 @@ def lacks(python):
 
 def requirement(source, extras):
     """What pip installs for SOURCE."""
+    if re.match(r"\w+://.*\.(whl|tar\.gz|zip)$$", source):
+        return f"portakern[{extras}] @ {source}"
     if re.match(r"(git\+)?\w+://", source):
         return f"portakern[{extras}] @ git+{source.removeprefix('git+')}"
     if not Path(source).exists():
@@ -161,13 +164,40 @@ def found_here():
     return next(iter(checkouts + sorted(glob.glob("portakern-*.whl")) + sorted(glob.glob("portakern-*.tar.gz"))), "")
 
 
+def digest(source):
+    """A hash of what a source holds; of an address, of its text and of the commit that git finds there."""
+    path = Path(source)
+    if path.is_file():
+        content = path.read_bytes()
+    elif path.is_dir():
+        files = sorted(f for f in path.rglob("*.py") if not {".git", "build"} & set(f.relative_to(path).parts))
+        content = b"".join(f.read_bytes() for f in [*files, path / "pyproject.toml"] if f.exists())
+    else:
+        address = source.removeprefix("git+").partition("@")[0]
+        asked = ["git", "ls-remote", address, "HEAD"]
+        git = shutil.which("git") and subprocess.run(asked, capture_output=True, timeout=60, stdin=subprocess.DEVNULL)
+        content = source.encode() + (git.stdout if git else b"")
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
+def is_of(source):
+    """Whether the runtime's own portakern lies in a source: a checkout that was installed as it stands."""
+    found = importlib.util.find_spec("portakern")
+    return bool(found and found.origin and Path(source).resolve() in Path(found.origin).parents)
+
+
+ORIGIN = SOURCE or found_here()
+# an environment of another source is another one: none that holds an older portakern is taken for it
+VENV = Path(tempfile.gettempdir()) / f"portakern-venv-{digest(ORIGIN) if ORIGIN else 'none'}"
+
+
 def install():
     """The virtual environment's Python, with everything in it."""
     source = SOURCE or found_here()
     if not source:
         raise RuntimeError(
-            "SOURCE in the first cell is empty: set it to the address of the repository that you have this notebook "
-            "from, $upload"
+            "SOURCE in the first cell is empty. In a checkout, `pip wheel . --no-deps --wheel-dir dist` builds a wheel: "
+            "set SOURCE to its address or to that of the repository, $upload"
         )
     python = str(VENV / "bin" / "python")
     for command in (
@@ -207,6 +237,24 @@ def jax_for_gpu():
 MORE = [jax_for_gpu()]
 
 
+def capability():
+    """The compute capability of the first GPU, such as (9, 0); None where no driver tells."""
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    told = subprocess.run(query, capture_output=True, text=True).stdout if "cuda" in devices() else ""
+    found = re.match(r"(\d+)\.(\d+)", told)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+LIMITS = []  # of what is checked and timed
+if capability() and capability() < (8, 0):
+    LIMITS = ["--dtype", "float16", "--dtype", "float32"]
+    loudly(
+        f"This GPU has compute capability {'.'.join(map(str, capability()))}, as a T4 has. portakern was tried on 8.0 and "
+        "later.\nbfloat16 is left out below: the GPU has no instructions for it. float16 and float32 may fail to compile.\n"
+        "What was tried: $choose."
+    )
+
+
 # %% rocm
 # PyTorch for ROCm lies on PyTorch's own index, a folder a release of ROCm, and brings a Triton of its own.
 def rocm():
@@ -226,9 +274,13 @@ if "rocm" not in (installed("torch") or ""):  # none here that it could see
 # %% tpu
 SEEN_TOO, MORE = [], []
 
+# %% tpu rocm
+LIMITS = []
+
 # %%
-if lacks(sys.executable):
-    print(f"This runtime lacks {', '.join(lacks(sys.executable))}.")
+missing = lacks(sys.executable)
+if missing or (ORIGIN and not is_of(ORIGIN)):
+    print(f"This runtime lacks {', '.join(missing) or f'portakern of {ORIGIN}'}.")
     PYTHON = str(VENV / "bin" / "python")
     if not Path(PYTHON).exists() or lacks(PYTHON):
         PYTHON = install()
@@ -313,7 +365,7 @@ if run(PYTHON, "-c", FIRST) != 0:
 
 # %%
 conformance = f"conformance-$backend-{NAME}.json"
-check = ["--backend", "$backend", "--device", DEVICE, "--max-examples", str(EXAMPLES), "--json", conformance]
+check = ["--backend", "$backend", "--device", DEVICE, "--max-examples", str(EXAMPLES), "--json", conformance, *LIMITS]
 if DEVICE in ("cuda", "rocm"):
     check += ["--jobs", str(min(os.cpu_count() or 1, 8))]  # compiling is most of it
 if run(*PORTAKERN, "check", *OPS, *check) != 0:
@@ -330,6 +382,8 @@ times = f"bench-$backend-{NAME}.json"
 bench = ["--backend", "$backend", "--device", DEVICE, "--budget", str(SECONDS), "--json", times, "--plot", "plots"]
 if DEVICE == "cpu":
     bench += ["--against", "$interpreted_peer", "--rounds", "2", "--dtype", "float32", "--no-gradients"]
+else:
+    bench += LIMITS
 if DEVICE not in ("cuda", "rocm"):
     bench += ["--jobs", "0"]  # one process owns the device
 if run(*PORTAKERN, "bench", *OPS, *bench) != 0:

@@ -129,6 +129,36 @@ def test_what_is_there_stays_and_a_virtual_environment_is_made_beside_it(session
     wheel = tmp_path / "portakern-0.1.0-py3-none-any.whl"
     wheel.touch()
     assert names["requirement"](names["found_here"](), "cli") == f"{wheel}[cli]"
+    address = "https://host.example/portakern-0.1.0-py3-none-any.whl"
+    assert names["requirement"](address, "cli") == f"portakern[cli] @ {address}"
+
+
+def test_an_environment_is_of_one_source(session, tmp_path):
+    """Two wheels of the same name, and two addresses, have environments of their own."""
+    wheel = tmp_path / "portakern-0.1.0-py3-none-any.whl"
+    found = []
+    for content in (b"one", b"two", b"one"):
+        wheel.write_bytes(content)
+        found.append(session("tpu_colab.ipynb", "def lacks")["VENV"])
+    assert found[0] == found[2] != found[1]
+
+
+def test_a_portakern_of_another_source_does_not_serve(session, tmp_path):
+    (tmp_path / "portakern-0.1.0-py3-none-any.whl").write_bytes(b"one")
+    there = tmp_path / "venv" / "bin" / "python"
+    there.parent.mkdir(parents=True)
+    there.touch()
+    names = session("tpu_colab.ipynb", "def lacks", "PORTAKERN = ", lacks=lambda python: [], VENV=tmp_path / "venv")
+    assert names["PYTHON"] == str(there)
+
+
+@pytest.mark.parametrize(("capability", "limited"), [("7.5", True), ("9.0", False), ("", False)])
+def test_a_t4_is_told_what_runs(capability, limited, session, monkeypatch, capsys):
+    monkeypatch.setattr("shutil.which", lambda name: "/bin/true" if name == "nvidia-smi" else None)
+    answers = {"-L": "GPU 0: Tesla T4", "--query-gpu=driver_version": "550.54", "--query-gpu=compute_cap": capability}
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: SimpleNamespace(stdout=answers[command[1]]))
+    names = session("gpu_colab.ipynb", "def lacks", "def jax_for_gpu")
+    assert bool(names["LIMITS"]) == limited == ("bfloat16 is left out" in capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("lacking", [False, True])
@@ -146,7 +176,7 @@ def test_the_runtimes_libtpu_is_for_its_own_jax(lacking, session, monkeypatch, t
 @pytest.mark.parametrize(("driver", "wanted"), [("550.54.15", "cuda12"), ("580.65.06", "cuda13"), ("", None)])
 def test_jax_comes_with_the_cuda_that_the_driver_runs(driver, wanted, session, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: "/bin/true" if driver else None)
-    answers = {"-L": "GPU 0: NVIDIA L4", "--query-gpu=driver_version": driver}
+    answers = {"-L": "GPU 0: NVIDIA L4", "--query-gpu=driver_version": driver, "--query-gpu=compute_cap": "8.9"}
     monkeypatch.setattr(subprocess, "run", lambda command, **_: SimpleNamespace(stdout=answers[command[1]]))
     names = session("gpu_colab.ipynb", "def lacks", "def jax_for_gpu")
     assert names["MORE"] == [f"jax[{wanted}]>=0.10" if wanted else "jax>=0.10"]
