@@ -208,7 +208,7 @@ class Worker:
     scratch: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="portakern-cycles-")))
 
     def __post_init__(self) -> None:
-        target, anywhere, estimates = self.place
+        target, anywhere, estimates = self.allocate
         compiler = pallas()[1].load_compiler()
         variables = compiler.environment(targets.find(target), quick=True)
         variables = {n: v.replace("{scratch}", str(self.scratch)) for n, v in variables.items()}
@@ -228,8 +228,8 @@ class Worker:
     def ask(self, program: Asking, timeout: float) -> Found:
         start = time.perf_counter()
         answer = self._answer(json.dumps([program.case, program.who, program.blocks]), timeout)
-        if "died" in answer and self.place[2] and program.who not in LIKED:
-            bare = Worker((*self.place[:2], False))
+        if "died" in answer and self.allocate[2] and program.who not in LIKED:
+            bare = Worker((*self.allocate[:2], False))
             answer = bare._answer(json.dumps([program.case, program.who, program.blocks]), timeout)
             bare.close()
         spent = {"seconds": round(time.perf_counter() - start, 1)}

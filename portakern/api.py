@@ -14,7 +14,7 @@ from portakern.core.call import Call
 from portakern.core.dispatch import Choice
 from portakern.core.framework import frameworks
 from portakern.core.observe import OBSERVERS
-from portakern.core.plan import Plan, call_through
+from portakern.core.plan import CallPlan, call_through
 from portakern.core.signatures import Signature, reader
 from portakern.spec import Spec
 from portakern.spec.signature import described, signature
@@ -100,7 +100,7 @@ class Op:
         self._alone = [] if spec.is_vjp else [o.name for o in spec.outputs]  # outputs that may be the result itself
         self._bare, self._shown = len(self._alone) == 1, len(spec.shown)
         self.kept = {f.name: f.keep(self) for f in RECORDERS}
-        self._plans: BoundedCache[Signature, Plan] = choice.plans
+        self._plans: BoundedCache[Signature, CallPlan] = choice.plans
         self._read = reader(spec)
 
     @property

@@ -137,7 +137,7 @@ def test_every_thread_has_a_context_before_a_map_is_made_in_it(by_triton, bound)
     maps = descriptors.Maps(pair()[0], lambda described: [bound.copy(), *descriptors.Maps(described, None).rest])
     third = in_a_thread(lambda: maps[MEMORY.data_ptr()])
     assert bound == maps[MEMORY.data_ptr()] == [mine, other, third]
-    fourth = in_a_thread(lambda: launcher._At(pair()[0])[MEMORY.data_ptr()])
+    fourth = in_a_thread(lambda: launcher._DescriptorsByAddress(pair()[0])[MEMORY.data_ptr()])
     assert bound == [mine, other, third, fourth]
 
 

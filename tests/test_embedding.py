@@ -158,7 +158,7 @@ GPU_CALL = SimpleNamespace(interpret=False)
 def program(run, *shapes, written=()):
     """What ``run(trace, *arrays)`` does; it returns an abstract array."""
     traced = trace.Trace()
-    arrays = [traced.place(s, "float32") for s in shapes]
+    arrays = [traced.allocate(s, "float32") for s in shapes]
     with capturing(traced):
         out = run(traced, *arrays)
     steps = lowering.finished(SM_90.target, traced.steps)
@@ -305,7 +305,7 @@ def test_abstract_arrays_are_seen_as_tensors_are(shape, steps, seed):
     """Shapes and strides are PyTorch's, it copies where PyTorch does, and JAX's array has the tensor's values."""
     traced = trace.Trace()
     x = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
-    o = traced.place(shape, "float32")
+    o = traced.allocate(shape, "float32")
     held = {0: jnp.asarray(x.numpy())}
 
     def pick(n):
@@ -406,7 +406,7 @@ def test_code_for_amd_gpus_travels_with_the_program(arch, monkeypatch):
 def test_arrays_are_promised_aligned_only_where_they_are_held_to_it():
     """Triton compiled for pointers at multiples of 16 bytes; jaxlib launches on no others, if it is told."""
     traced = trace.Trace()
-    x, y = traced.place((16,), "float32"), traced.place((16,), "float32")
+    x, y = traced.allocate((16,), "float32"), traced.allocate((16,), "float32")
     source, _ = specialised(twice, (x, y), {"n": 16}, SM_90)
     promised = max(n for attrs in source.attrs.values() for what, n in attrs if what == "tt.divisibility")
     assert carried(step_of(0)).parameters[0][1][2] % promised == 0
@@ -415,7 +415,7 @@ def test_arrays_are_promised_aligned_only_where_they_are_held_to_it():
 def test_buffer_instructions_of_amd_reach_what_is_small():
     """As on tensors, of which Triton asks PyTorch; an array of 2 GiB is out of their reach."""
     traced, hardware = trace.Trace(), targets.find("gfx942")
-    small, large = traced.place((16,), "float32"), traced.place((2**29,), "float32")
+    small, large = traced.allocate((16,), "float32"), traced.allocate((2**29,), "float32")
     source, _ = lowering.specialised_for(twice, (small, large), {"n": 16}, hardware)
     tensors, _ = specialised(twice, (torch.zeros(16), torch.zeros(16)), {"n": 16}, hardware)
     assert sorted(source.attrs[0,]) == sorted(tensors.attrs[0,]) and ["tt.pointer_range", 32] in source.attrs[0,]
@@ -565,7 +565,7 @@ def test_for_which_chip_has_to_be_said():
 
 def test_what_a_launcher_does_on_the_host_is_refused(monkeypatch):
     traced = trace.Trace()
-    x = traced.place((16,), "float32")
+    x = traced.allocate((16,), "float32")
     source, options = specialised(twice, (x, x), {"n": 16}, SM_90)
     for meta, message in (
         ({"num_ctas": 2}, "runs programs in step"),
@@ -595,19 +595,19 @@ def without_aliases(real):
 
 FAULTS = {
     "a view of a copy is left out": (
-        embedding, "seen", lambda real: lambda array, view: array,
+        embedding, "apply_view", lambda real: lambda array, view: array,
         test_copies_and_outputs_are_seen_as_the_program_says),
     "results take no operand's memory": (
         Plugin, "ffi_call", without_aliases, test_a_kernel_goes_on_writing_to_what_an_earlier_one_made),
     "every part is taken from the beginning": (
-        embedding, "loop", lambda real: lambda program, step, held: real(
+        embedding, "embed_loop", lambda real: lambda program, step, held: real(
             program, dataclasses.replace(step, first=0), held),
         test_a_loop_does_for_each_part_what_is_done_for_one),
     "a loop leaves what is left over out": (
-        embedding, "loop", lambda real: lambda program, step, held: real(program, step, held) if step.times > 1 else 0,
+        embedding, "embed_loop", lambda real: lambda program, step, held: real(program, step, held) if step.times > 1 else 0,
         test_a_loop_does_for_each_part_what_is_done_for_one),
     "in a loop kernels may write to what was there": (
-        embedding, "go", lambda real: lambda program, steps, held, fixed: real(program, steps, held, frozenset()),
+        embedding, "embed_steps", lambda real: lambda program, steps, held, fixed: real(program, steps, held, frozenset()),
         test_in_a_loop_nothing_from_before_is_written_to),
     "a loop over classes counts labels anew": (
         trace.Trace, "repeat", lambda real: lambda traced, first, times, length, piece, reads, writes: real(

@@ -141,16 +141,16 @@ def test_launches_go_to_the_current_stream():
 
 @gpu
 def test_a_kernel_that_does_not_fit_says_so_every_time():
-    from portakern.backends.triton.gpu.matmul import Extents, ProductTile, Strides, matmul_kernel
+    from portakern.backends.triton.gpu.matmul import MatmulExtents, MatrixStrides, ProductTile, matmul_kernel
 
     a = torch.randn(256, 256, device="cuda")
     c = torch.empty_like(a)
     for _ in range(2):
         with pytest.raises(triton.runtime.errors.OutOfResources):
             launching.launch(
-                matmul_kernel, 4, Call, a, a, c, Extents(256, 256, 256, 2, 2, 2, 1), Strides(0, 0, 256, 1),
-                Strides(0, 0, 256, 1), Strides(0, 0, 256), tile=ProductTile(128, 128, 128, 8, tl.float32, "tf32", True),
-                num_warps=8, num_stages=5,
+                matmul_kernel, 4, Call, a, a, c, MatmulExtents(256, 256, 256, 2, 2, 2, 1), MatrixStrides(0, 0, 256, 1),
+                MatrixStrides(0, 0, 256, 1), MatrixStrides(0, 0, 256),
+                tile=ProductTile(128, 128, 128, 8, tl.float32, "tf32", True), num_warps=8, num_stages=5,
             )  # fmt: skip
 
 

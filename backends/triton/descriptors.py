@@ -18,7 +18,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 __all__ = [
-    "At", "Maps", "bare", "base_of", "bind_thread", "describe", "describes", "elsewhere", "is_descriptor",
+    "ArrayAddress", "Maps", "bare", "base_of", "bind_thread", "describe", "describes", "elsewhere", "is_descriptor",
     "mend_rounding", "raw",
 ]  # fmt: skip
 
@@ -81,7 +81,7 @@ def bare(descriptor: Any) -> Any:
     return elsewhere(descriptor, None)
 
 
-class At:
+class ArrayAddress:
     """Stands for a tensor of which nobody asks more than where it begins."""
 
     __slots__ = ("address",)
@@ -127,7 +127,7 @@ class Maps(dict[int, Any]):
         if len(self) >= KEPT:
             self.clear()
         bind_thread()
-        made, *rest = self.encode(elsewhere(self.descriptor, At(address)))
+        made, *rest = self.encode(elsewhere(self.descriptor, ArrayAddress(address)))
         if rest != self.rest:
             raise RuntimeError(f"Triton passes {rest} of a descriptor after its map; expected {self.rest}")
         self[address] = made

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GLUON", "MAX_GRID", "RECORDERS", "TILE_REGISTERS", "accumulator", "cdiv", "compiler_options", "dot_precision",
-    "held",
+    "fits_registers",
     "lanes", "launch", "recording", "refuse_common", "refuse_over", "shared_limit", "tmem_columns", "torch_dtype",
 ]  # fmt: skip
 
@@ -189,7 +189,7 @@ def refuse_tile(call: Call, config: RowsConfig, rows: int) -> str | None:
     return reason or refuse_common(call, num_warps, cdiv(rows, block_rows))
 
 
-def held(tile: int, num_warps: int) -> bool:
+def fits_registers(tile: int, num_warps: int) -> bool:
     """Whether the registers that a tile may take hold one of so many elements."""
     return tile <= num_warps * 32 * TILE_REGISTERS
 
@@ -198,7 +198,7 @@ def held(tile: int, num_warps: int) -> bool:
 def _refuse_tile(tile: int, num_warps: int, interpret: bool) -> str | None:
     if tile > 1 << 20:
         return f"a tile of block_rows * block_n = {tile} elements is over Triton's limit of 2^20"
-    if not interpret and not held(tile, num_warps):
+    if not interpret and not fits_registers(tile, num_warps):
         return (
             f"a tile of {tile} elements is over {TILE_REGISTERS} registers a thread at num_warps = {num_warps}; "
             "use a smaller block_n or more warps"

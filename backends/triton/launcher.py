@@ -21,7 +21,15 @@ import torch
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from portakern.backends.triton.descriptors import At, base_of, bind_thread, describes, elsewhere, mend_rounding, raw
+from portakern.backends.triton.descriptors import (
+    ArrayAddress,
+    base_of,
+    bind_thread,
+    describes,
+    elsewhere,
+    mend_rounding,
+    raw,
+)
 from portakern.backends.triton.imports import check_compiled
 from portakern.backends.triton.leaks import leaking_products
 from portakern.core import codegen
@@ -54,7 +62,7 @@ PREPARED = {*NOTHING, "active_driver", "kernel_args"}
 """What ``__call__`` may work out before it launches; ``kernel_args`` are ``args`` unless ``gsan_enabled``."""
 
 WHOLE = ("grid", "1", "1", "stream", "function", "metadata", "None", "None", "None", "*")
-"""How ``__call__`` itself is called; see :func:`_form`."""
+"""How ``__call__`` itself is called; see :func:`_signature`."""
 
 
 class _Unexpected(Exception):
@@ -274,13 +282,13 @@ def launching(
     """
     run, function, metadata = handles
     kind: type = type(run)
-    form = _form(kind)
+    form = _signature(kind)
     scratch = getattr(run, "global_scratch_size", 0) or getattr(run, "profile_scratch_size", 0)
     found: tuple[Any, Sequence[Any]] | None = None
     if form is not None and not scratch and not getattr(run, "gsan_enabled", False):
         found = raw(run, list(described.values())) if described else (run.launch, [])
     if form is None or found is None:
-        form, found = WHOLE, (run, [_At(d) for d in described.values()])
+        form, found = WHOLE, (run, [_DescriptorsByAddress(d) for d in described.values()])
     launch, maps = found
     env: dict[str, Any] = {name: launch}
 
@@ -307,7 +315,7 @@ def launching(
     return f"{name}({', '.join(words)})", env
 
 
-class _At:
+class _DescriptorsByAddress:
     """Address -> the descriptor of an array that begins there, for a launcher that makes its map itself."""
 
     rest: tuple[Any, ...] = ()
@@ -317,11 +325,11 @@ class _At:
 
     def __getitem__(self, address: int) -> Any:
         bind_thread()
-        return elsewhere(self.descriptor, At(address))
+        return elsewhere(self.descriptor, ArrayAddress(address))
 
 
 @functools.cache
-def _form(launcher: type) -> tuple[str, ...] | None:
+def _signature(launcher: type) -> tuple[str, ...] | None:
     """The arguments of ``launch`` in the order of a launcher class's ``__call__``: words of :func:`launching`, the
     last one "*" where the kernel's own arguments follow one by one, "()" where they come as a tuple. None where it does
     anything else than to call ``launch`` last with what is known here."""

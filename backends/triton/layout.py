@@ -23,8 +23,20 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 __all__ = [
-    "SHAPES", "Rows", "Strides", "aligned", "collapse", "contiguous_strides", "fresh", "fresh_like",
-    "gathered", "pow2_at_least", "result_like", "row_start", "rows_of", "walk_rows",
+    "SHAPES",
+    "RowStrides",
+    "TensorRows",
+    "aligned",
+    "collapse",
+    "contiguous_strides",
+    "fresh",
+    "fresh_like",
+    "gathered",
+    "pow2_at_least",
+    "result_like",
+    "row_start",
+    "rows_of",
+    "walk_rows",
 ]  # fmt: skip
 
 SHAPES = 4096  # the latest shapes whose layout is remembered: to work one out takes longer than to launch its kernel
@@ -41,7 +53,7 @@ def aligned(number, unit: tl.constexpr):
 
 @triton.jit
 def row_start(x, row, rows_inner, x_outer, x_inner, flat: tl.constexpr, unit: tl.constexpr):
-    """Where rows begin (see :class:`Rows`).
+    """Where rows begin (see :class:`TensorRows`).
 
     One row dimension needs no division, so that the compiler still sees which rows are adjacent.
     """
@@ -51,7 +63,7 @@ def row_start(x, row, rows_inner, x_outer, x_inner, flat: tl.constexpr, unit: tl
         return x + ((row // rows_inner) * aligned(x_outer, unit) + (row % rows_inner) * aligned(x_inner, unit))
 
 
-class Strides(NamedTuple):
+class RowStrides(NamedTuple):
     """Of one array: between rows in their outer and in their inner dimension, and along a row."""
 
     outer: int
@@ -59,7 +71,7 @@ class Strides(NamedTuple):
     n: int
 
 
-class Rows(NamedTuple):
+class TensorRows(NamedTuple):
     """How a kernel walks the rows of several tensors of one shape.
 
     Row i is (i // inner, i % inner) in two row dimensions.
@@ -73,7 +85,7 @@ class Rows(NamedTuple):
     height: int
     inner: int
     flat: bool
-    strides: tuple[Strides, ...]
+    strides: tuple[RowStrides, ...]
     step: int
 
     def known(self, dtype: str) -> dict[str, Any]:
@@ -86,7 +98,7 @@ class Rows(NamedTuple):
         return {"flat": self.flat, "unit": 1 if self.step % elements else elements}
 
 
-def walk_rows(axis: int, *tensors: Any) -> tuple[tuple[Any, ...], Rows]:
+def walk_rows(axis: int, *tensors: Any) -> tuple[tuple[Any, ...], TensorRows]:
     """The tensors, whose rows lie along ``axis``, and how to walk them.
 
     Three or more row dimensions that no two strides describe are the one case that gathers copies.
@@ -101,7 +113,7 @@ def walk_rows(axis: int, *tensors: Any) -> tuple[tuple[Any, ...], Rows]:
 
 
 @functools.lru_cache(SHAPES)
-def rows_of(axis: int, shape: tuple[int, ...], *strides: tuple[int, ...]) -> Rows | None:
+def rows_of(axis: int, shape: tuple[int, ...], *strides: tuple[int, ...]) -> TensorRows | None:
     """How to walk tensors of these strides, None where two row dimensions do not suffice."""
 
     def across(dims: Sequence[int]) -> tuple[int, ...]:
@@ -116,8 +128,8 @@ def rows_of(axis: int, shape: tuple[int, ...], *strides: tuple[int, ...]) -> Row
     across_and_along = (
         (*((0, shape[axis] * s[axis]) + step)[-2:], s[axis]) for s, step in zip(strides, steps, strict=True)
     )
-    whole = tuple(Strides(a, b, c) for a, b, c in across_and_along)
-    return Rows(
+    whole = tuple(RowStrides(a, b, c) for a, b, c in across_and_along)
+    return TensorRows(
         outer * inner, inner, len(extents) < 2, whole, gcd(shape[axis], *(s for step in whole for s in step[:2]))
     )
 

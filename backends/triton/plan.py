@@ -298,7 +298,7 @@ def _step(launched: Launched, known: Mapping[str, torch.Tensor], parts: dict[Par
     if not args or args[0] is None or any(map(_holds_tensors, args[count:])):
         return None
     tensors = tuple(map(base_of, args[:count]))
-    places = {id(t): _place(t, known) for t in _leaves(tensors) if t is not None}
+    places = {id(t): _source_of(t, known) for t in _leaves(tensors) if t is not None}
     if None in places.values():
         return None
 
@@ -317,9 +317,11 @@ def _tensors_alone(value: Any) -> bool:
     return value is None or isinstance(value, torch.Tensor)
 
 
-def _each(value: Any, of: Callable[[Any], Any]) -> Any:
-    """``of`` each member of a group, in a group of the same kind."""
-    return tuple.__new__(type(value), [_each(v, of) for v in value]) if isinstance(value, tuple) else of(value)
+def _each(value: Any, function: Callable[[Any], Any]) -> Any:
+    """``function`` each member of a group, in a group of the same kind."""
+    return (
+        tuple.__new__(type(value), [_each(v, function) for v in value]) if isinstance(value, tuple) else function(value)
+    )
 
 
 def _leaves(value: Any) -> Iterable[Any]:
@@ -327,7 +329,7 @@ def _leaves(value: Any) -> Iterable[Any]:
     return [leaf for v in value for leaf in _leaves(v)] if isinstance(value, tuple) else [value]
 
 
-def _place(tensor: torch.Tensor, known: Mapping[str, torch.Tensor]) -> str | Part | None:
+def _source_of(tensor: torch.Tensor, known: Mapping[str, torch.Tensor]) -> str | Part | None:
     """What a tensor is: what begins where it does, or a part of the one input or allocation that it lies in. A part
     that begins at another multiple of bytes than 16 is left out: it would not be as aligned as the whole."""
     whole = _beginning(tensor, known)

@@ -60,13 +60,13 @@ class Trace(Capture):
         self.places: list[ProgramArray] = []
         self.steps: list[Any] = []
 
-    def place(self, shape: Sequence[int], dtype: str) -> AbstractArray:
+    def allocate(self, shape: Sequence[int], dtype: str) -> AbstractArray:
         """A new array, as it lies."""
         self.places.append(ProgramArray(tuple(shape), dtype))
         return AbstractArray(self, len(self.places) - 1, tuple(shape), contiguous_strides(tuple(shape)), dtype)
 
     def fresh(self, shape: Sequence[int], dtype: Any) -> AbstractArray:
-        return self.place(shape, DTYPE_NAME[dtype])
+        return self.allocate(shape, DTYPE_NAME[dtype])
 
     def dtype(self, name: str) -> np.dtype[Any]:
         return numpy_dtype(name)
@@ -79,8 +79,8 @@ class Trace(Capture):
     ) -> None:
         """A loop, whose steps are what ``piece`` does for a part that begins anywhere."""
         before, self.steps = self.steps, []
-        start = self.place((1,), "int32")
-        parts = [None if x is None else self.place((length, *x.shape[1:]), x.name) for x in (*reads, *writes)]
+        start = self.allocate((1,), "int32")
+        parts = [None if x is None else self.allocate((length, *x.shape[1:]), x.name) for x in (*reads, *writes)]
         try:
             piece(0, start, *parts)
         finally:
@@ -94,7 +94,7 @@ class Trace(Capture):
         shape, dtype = x.shape, x.name
         for how, what in more:
             shape, dtype = (shape, what[0]) if how == "cast" else (what, dtype)
-        made = self.place(shape, dtype)
+        made = self.allocate(shape, dtype)
         self.steps.append(Copy(made.number, x.number, (*x.view, *more)))
         return made
 
@@ -228,5 +228,7 @@ def viewed(shape: tuple[int, ...], strides: tuple[int, ...], wanted: tuple[int, 
 def abstracted(call: Call, trace: Trace | None = None) -> Call:
     """The call with an abstract array in place of each: the first places of ``trace``, in the order of the arrays."""
     trace = Trace() if trace is None else trace
-    arrays = {n: None if a is None else trace.place(tuple(a.shape), call.dtype_of(n)) for n, a in call.arrays.items()}
+    arrays = {
+        n: None if a is None else trace.allocate(tuple(a.shape), call.dtype_of(n)) for n, a in call.arrays.items()
+    }
     return call.replace(arrays=arrays, framework=ABSTRACT, device=None, given=None)

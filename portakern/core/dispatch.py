@@ -57,7 +57,7 @@ class Choice:
       backend, variant: the backend, and which of its variants of the op. tiling: overrides of the tiling.
       spends: arrays that nobody reads after the call but its gradients, which may be written over them.
       found: the routes of calls of a framework and a device, all of one spec; gradients: what computes the gradients of
-        such calls; plans: what was decided for calls of a signature (:class:`portakern.core.plan.Plan`).
+        such calls; plans: what was decided for calls of a signature (:class:`portakern.core.plan.CallPlan`).
     """
 
     backend: Backend | None = None

@@ -254,7 +254,7 @@ class Framework:
 
     def differentiate(self, call: Call, choice: Choice) -> tuple[tuple[Any, ...], Any]:
         """The outputs of a call that :meth:`check` says is watched, and what was decided for it, to keep for calls of
-        its signature: ``call`` and ``serve`` as :class:`portakern.core.plan.Plan` has them; None where something is
+        its signature: ``call`` and ``serve`` as :class:`portakern.core.plan.CallPlan` has them; None where something is
         left to decide each time."""
         raise NotImplementedError
 

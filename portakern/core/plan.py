@@ -16,10 +16,10 @@ from portakern.core.oracle import degenerate_outputs, rounded_oracle
 from portakern.core.refusals import check_room
 from portakern.core.tilings import resolve
 
-__all__ = ["Plan", "call_through", "decide", "serve"]
+__all__ = ["CallPlan", "call_through", "decide", "serve"]
 
 
-class Plan:
+class CallPlan:
     """What was decided for one call, or for calls of one signature: who serves them, with which tiling, on which
     target.
 
@@ -97,7 +97,7 @@ def call_through(call: Call, choice: Choice) -> tuple[tuple[Any, ...], Any]:
     return plan.begin(call), plan if plan.lasting else None
 
 
-def decide(call: Call, choice: Choice) -> Plan | None:
+def decide(call: Call, choice: Choice) -> CallPlan | None:
     """Who serves a checked call, and how; None while its arrays have no device."""
     candidates = routes(call, choice)
     if candidates is None:
@@ -105,13 +105,15 @@ def decide(call: Call, choice: Choice) -> Plan | None:
     route = candidates[0]  # all are of one backend, and run on one target
     call.target, call.interpret = route.target, route.interpret
     if call.degenerate:
-        return Plan(call, route, NOTHING, lambda call: (route, NOTHING, _written_over(call, degenerate_outputs(call))))
+        return CallPlan(
+            call, route, NOTHING, lambda call: (route, NOTHING, _written_over(call, degenerate_outputs(call)))
+        )
     if route.impl.backend.oracle:
         config = resolve(route.impl, call, choice.tiling).tiling
-        return Plan(call, route, config, functools.partial(_by_oracle, route, config))
+        return CallPlan(call, route, config, functools.partial(_by_oracle, route, config))
     if route.framework is not call.framework:
-        return Plan(call, route, NOTHING, functools.partial(_crossing, candidates, choice.tiling))
-    return Plan(call, *pick(candidates, call, choice.tiling))
+        return CallPlan(call, route, NOTHING, functools.partial(_crossing, candidates, choice.tiling))
+    return CallPlan(call, *pick(candidates, call, choice.tiling))
 
 
 def serve(call: Call, choice: Choice) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 """The signature of a call: all of its arguments that decide how it is served, everything but the arrays' values.
 
 Calls of one signature are bound, routed and tiled alike, so that this is done for the first of them and kept
-(:class:`portakern.core.plan.Plan`). To read one must cost less than what it saves: :func:`reader` writes a
+(:class:`portakern.core.plan.CallPlan`). To read one must cost less than what it saves: :func:`reader` writes a
 straight-line function for each op and framework, as :mod:`portakern.core.binder` does.
 """
 

@@ -10,7 +10,7 @@ import numpy as np
 from portakern.spec.tolerance import beyond_range, magnitude, round_to
 from portakern.specs._gradients import stored_bounds
 from portakern.specs.attention.contract import attention, attention_vjp
-from portakern.specs.attention.pairs import KeyHead, Pairs, SoftmaxRows, sum_error
+from portakern.specs.attention.pairs import KeyHead, PairTerms, SoftmaxRows, sum_error
 from portakern.specs.attention.scores import scale_of, units_of
 
 if TYPE_CHECKING:
@@ -105,7 +105,8 @@ def _bound_lse(call, unit, row):
 # ---------------------------------------------------------------------------------------------------------- gradient
 @attention_vjp.tolerance
 def bound_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Bounds of the gradients, from those of P, dS and D at each pair that a row sees: g, E and F of :class:`Pairs`.
+    """Bounds of the gradients, from those of P, dS and D at each pair that a row sees: g, E and F of
+    :class:`PairTerms`.
 
     P, dS and D are those of the contract; u, U, tau, eta, flush, tf32 are :class:`portakern.spec.tolerance.Units`.
 
@@ -131,7 +132,7 @@ def bound_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     sums = None if ref[3] is None else np.zeros((4, *ref[3].shape))
     with np.errstate(all="ignore"):
         for head in KeyHead.all_of(call):
-            pairs = Pairs.of(head)
+            pairs = PairTerms.of(head)
             D = _ProductWeights(pairs.seen, pairs.D, pairs.F, pairs.nan, pairs.wild)
             P = _ProductWeights(pairs.seen, pairs.P, pairs.g, pairs.nan_P, pairs.wild_P)
             d_q[head.b, :, head.heads] = head.by_query(_product(unit, D, head.keys("k"), scale))

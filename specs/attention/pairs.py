@@ -172,7 +172,7 @@ class KeyHead(NamedTuple):
             at += value.sum(1, keepdims=True) if at.shape[1] == 1 else value
 
 
-class Pairs(NamedTuple):
+class PairTerms(NamedTuple):
     """What the queries of a group and their keys make of each other, (group*q_len, kv_len).
 
     s, t, P, dS, D and Delta are those of the contract, dP = d_o v^T, c the softcap, dv the extent of a value; u, ex,
@@ -225,7 +225,7 @@ class Pairs(NamedTuple):
     wild_P: np.ndarray
 
     @classmethod
-    def of(cls, head: KeyHead) -> Pairs:
+    def of(cls, head: KeyHead) -> PairTerms:
         call, unit, u = head.call, head.unit, head.unit.u
         heads = range(head.heads.start, head.heads.stop)
         scores = (ScoreErrors.of(call, unit, head.b, h) for h in heads)

@@ -11,7 +11,7 @@ from portakern.spec.dtypes import numpy_dtype
 from portakern.spec.tolerance import KAPPA, dot_spread, store_spread, units
 from portakern.specs._gradients import stored_spreads
 from portakern.specs.attention.contract import attention, attention_vjp
-from portakern.specs.attention.pairs import KeyHead, Pairs, SoftmaxRows, finite
+from portakern.specs.attention.pairs import KeyHead, PairTerms, SoftmaxRows, finite
 from portakern.specs.attention.scores import scale_of
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def sigma_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     storing = _Storing(call)
     with np.errstate(all="ignore"):
         for head in KeyHead.all_of(call):
-            pairs = Pairs.of(head)
+            pairs = PairTerms.of(head)
             spread = _Spread.of(head, pairs)
             at, row_D = (head.b, slice(None), head.kv_head), spread.row * pairs.J
             lean_D = [x * pairs.J for x in spread.lean_S]
@@ -206,7 +206,7 @@ class _Storing:
 
 
 class _Spread(NamedTuple):
-    """Beside :class:`Pairs`, (group*q_len, kv_len).
+    """Beside :class:`PairTerms`, (group*q_len, kv_len).
 
     Attributes:
       var_S, var_D, var_P: the variances of dS, D and P at each pair by itself.
@@ -224,7 +224,7 @@ class _Spread(NamedTuple):
     unknown: np.ndarray
 
     @classmethod
-    def of(cls, head: KeyHead, pairs: Pairs) -> _Spread:
+    def of(cls, head: KeyHead, pairs: PairTerms) -> _Spread:
         call, unit, kappa2, P2 = head.call, head.unit, (KAPPA * head.unit.u) ** 2, np.square(pairs.P)
         spreads = (score_spread(call, unit, head.b, h) for h in range(head.heads.start, head.heads.stop))
         of_c, cut = (np.concatenate(x) for x in zip(*spreads, strict=True))

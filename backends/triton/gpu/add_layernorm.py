@@ -39,7 +39,7 @@ from portakern.backends.triton.gpu.layernorm import (
 )
 from portakern.backends.triton.launch import cdiv, launch
 from portakern.backends.triton.layout import fresh_like, result_like, walk_rows
-from portakern.backends.triton.lib.rows import Extents, centred, own_rows, row_tile, start_of, whole_rows
+from portakern.backends.triton.lib.rows import RowExtents, centred, own_rows, row_tile, start_of, whole_rows
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -97,7 +97,7 @@ def add_layernorm(call: Call, config: RowsConfig) -> tuple[Any, ...]:
     (x, residual), rows = walk_rows(x.ndim - 1, x, residual)
     weight_n, bias_n = (0 if w is None else w.stride(0) for w in (weight, bias))
     launch(add_layernorm_kernel, cdiv(rows.height, config.block_rows), call, x, residual, weight, bias, y, total,
-           Extents(rows.height, rows.inner, n), call.options["eps"],
+           RowExtents(rows.height, rows.inner, n), call.options["eps"],
            SumStrides(rows.strides[0], rows.strides[1], weight_n, bias_n), tile=row_tile(call, rows, n, config),
            num_warps=config.num_warps)  # fmt: skip
     return y, total

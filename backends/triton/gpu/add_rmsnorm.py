@@ -35,8 +35,8 @@ from portakern.backends.triton.gpu.layernorm import (
 )
 from portakern.backends.triton.gpu.rmsnorm import gradients, rounds_before
 from portakern.backends.triton.launch import cdiv, launch
-from portakern.backends.triton.layout import Strides, fresh_like, result_like, walk_rows
-from portakern.backends.triton.lib.rows import Extents, own_rows, row_sum, row_tile, start_of, whole_rows
+from portakern.backends.triton.layout import RowStrides, fresh_like, result_like, walk_rows
+from portakern.backends.triton.lib.rows import RowExtents, own_rows, row_sum, row_tile, start_of, whole_rows
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 class SumStrides(NamedTuple):
     """Of both terms of a sum, and of weight and bias, None where a norm has no bias."""
 
-    x: Strides
-    residual: Strides
+    x: RowStrides
+    residual: RowStrides
     weight: int
     bias: int | None = None
 
@@ -120,7 +120,7 @@ def add_rmsnorm(call: Call, config: RowsConfig) -> tuple[Any, ...]:
     (x, residual), rows = walk_rows(x.ndim - 1, x, residual)
     weight_n = 0 if weight is None else weight.stride(0)
     launch(add_rmsnorm_kernel, cdiv(rows.height, config.block_rows), call, x, residual, weight, y, total,
-           Extents(rows.height, rows.inner, n), call.options["eps"],
+           RowExtents(rows.height, rows.inner, n), call.options["eps"],
            SumStrides(rows.strides[0], rows.strides[1], weight_n), narrow=rounds_before(call),
            tile=row_tile(call, rows, n, config), num_warps=config.num_warps)  # fmt: skip
     return y, total

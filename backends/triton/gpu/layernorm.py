@@ -32,11 +32,19 @@ import triton.language as tl
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.configs import RowGradientsConfig, RowsConfig
 from portakern.backends.triton.launch import cdiv, lanes, launch, shared_limit
-from portakern.backends.triton.layout import Rows, Strides, aligned, fresh, fresh_like, pow2_at_least, walk_rows
+from portakern.backends.triton.layout import (
+    RowStrides,
+    TensorRows,
+    aligned,
+    fresh,
+    fresh_like,
+    pow2_at_least,
+    walk_rows,
+)
 from portakern.backends.triton.lib.column_sums import add_up, scratch
 from portakern.backends.triton.lib.rows import (
-    Extents,
     GroupedExtents,
+    RowExtents,
     block_tile,
     centred,
     columns,
@@ -146,9 +154,9 @@ def moments_of_long_rows(x_row, x_n, n, row_ok, tile: tl.constexpr):
 
 
 @triton.jit
-def numbers_at(n, col, places: tl.constexpr):
+def numbers_at(n, col, columns: tl.constexpr):
     """How many of n numbers come to each place ``col``, one after another."""
-    return tl.maximum((n - col + places - 1) // places, 0)
+    return tl.maximum((n - col + columns - 1) // columns, 0)
 
 
 @triton.jit
@@ -217,7 +225,7 @@ def layernorm(call: Call, config: RowsConfig) -> tuple[Any, ...]:
     (x,), rows = walk_rows(x.ndim - 1, x)
     weight_n, bias_n = (0 if w is None else w.stride(0) for w in (weight, bias))
     launch(layernorm_kernel, cdiv(rows.height, config.block_rows), call, x, weight, bias, y,
-           Extents(rows.height, rows.inner, n), call.options["eps"], rows.strides[0], weight_n, bias_n,
+           RowExtents(rows.height, rows.inner, n), call.options["eps"], rows.strides[0], weight_n, bias_n,
            tile=row_tile(call, rows, n, config), num_warps=config.num_warps)  # fmt: skip
     return (y,)
 
@@ -233,10 +241,10 @@ class GradientStrides(NamedTuple):
     """Strides of the arrays that a norm's gradient reads; those of an array that is absent are 1. Of weight only ``n``
     is used. It is a group all the same: Triton 3.6 loses the constants of a group that follows a plain number."""
 
-    x: Strides
-    d_y: Strides
-    weight: Strides
-    past: Strides
+    x: RowStrides
+    d_y: RowStrides
+    weight: RowStrides
+    past: RowStrides
 
 
 @triton.jit
@@ -417,7 +425,7 @@ def gradients(call: Call, config: RowGradientsConfig, x: Any, past: Any) -> tupl
     stats = scratch(call, 4, rows.height) if parts > 1 and read_x else None
     if stats is not None:
         launch(layernorm_vjp_statistics_kernel, cdiv(rows.height, config.block_rows), call, x,
-               d_y if want_x else None, weight, stats, Extents(rows.height, rows.inner, n), call.options["eps"],
+               d_y if want_x else None, weight, stats, RowExtents(rows.height, rows.inner, n), call.options["eps"],
                *strides[:2], strides.weight.n, tile=block_tile(call, rows, config),
                num_warps=config.num_warps)  # fmt: skip
     partial = {name: scratch(call, groups, n) for name in sums}
@@ -429,15 +437,15 @@ def gradients(call: Call, config: RowGradientsConfig, x: Any, past: Any) -> tupl
     return (d_x, result.get("d_weight"), result.get("d_bias"))
 
 
-def strides_of(rows: Rows, weight: Any, past: Any) -> GradientStrides:
+def strides_of(rows: TensorRows, weight: Any, past: Any) -> GradientStrides:
     """Of what :func:`walk_beside` gave."""
     x, d_y, *others = rows.strides
-    none = Strides(1, 1, 1)
+    none = RowStrides(1, 1, 1)
     of_weight = none if weight is None else none._replace(n=weight.stride(0))
     return GradientStrides(x, d_y, of_weight, none if past is None else others[0])
 
 
-def walk_beside(x: Any, d_y: Any, past: Any) -> tuple[tuple[Any, Any, Any], Rows]:
+def walk_beside(x: Any, d_y: Any, past: Any) -> tuple[tuple[Any, Any, Any], TensorRows]:
     """x, d_y and past, which may be None, and how to walk their rows."""
     tensors, rows = walk_rows(x.ndim - 1, x, d_y, *(() if past is None else (past,)))
     return (tensors[0], tensors[1], None if past is None else tensors[2]), rows

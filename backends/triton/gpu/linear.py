@@ -35,9 +35,9 @@ from portakern.backends.triton.gpu import matmul as products
 from portakern.backends.triton.gpu.linear_cross_entropy import multiply, refused
 from portakern.backends.triton.gpu.matmul import ProductTile, summed
 from portakern.backends.triton.launch import cdiv, launch
-from portakern.backends.triton.layout import Strides, collapse, contiguous_strides, fresh, row_start
+from portakern.backends.triton.layout import RowStrides, collapse, contiguous_strides, fresh, row_start
 from portakern.backends.triton.lib.linear import finish, gradients, supports_gradient
-from portakern.backends.triton.lib.matmul import place
+from portakern.backends.triton.lib.matmul import tile_index
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from portakern.core.config import Config
 
 
-class Extents(NamedTuple):
+class LinearExtents(NamedTuple):
     """Of a product; ``inner``: the rows of x in the inner of two dimensions, None where there is one."""
 
     m: int
@@ -60,11 +60,11 @@ class Extents(NamedTuple):
 class LinearStrides(NamedTuple):
     """Of x and the residual by rows, of weight (n, k), and of bias; 0 for what is absent."""
 
-    x: Strides
+    x: RowStrides
     weight_n: int
     weight_k: int
     bias: int
-    residual: Strides
+    residual: RowStrides
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def linear_kernel(
     x, weight, bias, residual, y, pre, extents, steps_k, strides, activation: tl.constexpr, tile: tl.constexpr
 ):  # fmt: skip
     """bias, residual and pre may be None."""
-    tile_m, tile_n = place(tl.program_id(0), extents.tiles_m, extents.tiles_n, tile.group)
+    tile_m, tile_n = tile_index(tl.program_id(0), extents.tiles_m, extents.tiles_n, tile.group)
     row = tile_m.to(tl.int64) * tile.block_m + tl.arange(0, tile.block_m)
     col = tile_n.to(tl.int64) * tile.block_n + tl.arange(0, tile.block_n)
     row_ok, col_ok = (row < extents.m)[:, None], (col < extents.n)[None, :]
@@ -118,11 +118,11 @@ def linear(call: Call, config: ProductConfig) -> tuple[Any, ...]:
     (x_outer, x_inner), (r_outer, r_inner) = of_rows
     weight_n, weight_k = weight.stride()
     strides = LinearStrides(
-        Strides(x_outer, x_inner, x.stride(-1)), weight_n, weight_k, 0 if bias is None else bias.stride(0),
-        Strides(r_outer, r_inner, 0 if residual is None else residual.stride(-1)),
+        RowStrides(x_outer, x_inner, x.stride(-1)), weight_n, weight_k, 0 if bias is None else bias.stride(0),
+        RowStrides(r_outer, r_inner, 0 if residual is None else residual.stride(-1)),
     )  # fmt: skip
     launch(linear_kernel, tiles_m * tiles_n, call, x, weight, bias, residual, y, pre,
-           Extents(m, n, k, tiles_m, tiles_n, None if outer == 1 else inner), steps_k,
+           LinearExtents(m, n, k, tiles_m, tiles_n, None if outer == 1 else inner), steps_k,
            strides, activation=call.options["activation"], tile=ProductTile.of(call, config),
            num_warps=config.num_warps,
            num_stages=config.num_stages, enable_fp_fusion=False)  # fmt: skip
@@ -147,6 +147,6 @@ def rows(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[Any, Any, tupl
     return x, residual, ((1, 1) + extents)[-2:], (of_x, of_residual)
 
 
-@BACKEND.implements("linear_vjp", supports=partial(supports_gradient, of=refused))
+@BACKEND.implements("linear_vjp", supports=partial(supports_gradient, refusal=refused))
 def linear_vjp(call: Call, config: Config) -> tuple[Any, ...]:
     return gradients(call, multiply)

@@ -40,7 +40,7 @@ from portakern.backends.triton.lib.columns import (
     weigh_strips,
 )
 from portakern.backends.triton.lib.rows import (
-    Extents,
+    RowExtents,
     finite_or_zero,
     load_tiles,
     maximum_and_sum,
@@ -99,7 +99,7 @@ def logsumexp(call: Call, config: RowsConfig) -> tuple[Any, ...]:
                strips.strides[0], strips.numbers, tile=strips.tile(call), num_warps=strips.num_warps)  # fmt: skip
         return (y,)
     (x,), rows = walk_rows(axis, x)
-    launch(logsumexp_kernel, cdiv(rows.height, config.block_rows), call, x, y, Extents(rows.height, rows.inner, n),
+    launch(logsumexp_kernel, cdiv(rows.height, config.block_rows), call, x, y, RowExtents(rows.height, rows.inner, n),
            rows.strides[0], tile=row_tile(call, rows, n, config), num_warps=config.num_warps)  # fmt: skip
     return (y,)
 
@@ -141,6 +141,6 @@ def logsumexp_vjp(call: Call, config: RowsConfig) -> tuple[Any, ...]:
         return (d_x,)
     (x,), rows = walk_rows(axis, x)
     launch(logsumexp_vjp_kernel, cdiv(rows.height, config.block_rows), call, x, d_y, d_x,
-           Extents(rows.height, rows.inner, n), *rows.strides, tile=row_tile(call, rows, n, config),
+           RowExtents(rows.height, rows.inner, n), *rows.strides, tile=row_tile(call, rows, n, config),
            num_warps=config.num_warps)  # fmt: skip
     return (d_x,)

@@ -34,7 +34,7 @@ from portakern.backends.triton.launch import (
     torch_dtype,
 )
 from portakern.backends.triton.layout import collapse, contiguous_strides, fresh, pow2_at_least
-from portakern.backends.triton.lib.matmul import place, product, products
+from portakern.backends.triton.lib.matmul import product, products, tile_index
 from portakern.specs.matmul import batch_axes, product_dtype
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 
-class Extents(NamedTuple):
+class MatmulExtents(NamedTuple):
     """Of a product; ``tiles_m``, ``tiles_n``: the tiles of c; ``steps_k``: of the sum; ``batch_inner``: the extent of
     the inner batch dimension."""
 
@@ -56,7 +56,7 @@ class Extents(NamedTuple):
     batch_inner: int
 
 
-class Strides(NamedTuple):
+class MatrixStrides(NamedTuple):
     """Of one array: in the outer and the inner batch dimension, between rows and between columns, None for 1."""
 
     outer: int
@@ -114,7 +114,7 @@ def summed(a_tile, b_tile, i_ok, j_ok, k, steps_k, a_k, b_k, tile: tl.constexpr)
 def matmul_kernel(a, b, c, extents, a_strides, b_strides, c_strides, tile: tl.constexpr):
     program, tiles = tl.program_id(0), extents.tiles_m * extents.tiles_n
     batch, index = program // tiles, program % tiles
-    tile_m, tile_n = place(index, extents.tiles_m, extents.tiles_n, tile.group)
+    tile_m, tile_n = tile_index(index, extents.tiles_m, extents.tiles_n, tile.group)
     i = tile_m.to(tl.int64) * tile.block_m + tl.arange(0, tile.block_m)
     j = tile_n.to(tl.int64) * tile.block_n + tl.arange(0, tile.block_n)
     kk = tl.arange(0, tile.block_k)
@@ -194,8 +194,9 @@ def matmul(call: Call, config: ProductConfig, into: torch.Tensor | None = None) 
     (a_outer, a_inner, a_m), (b_outer, b_inner, _), (c_outer, c_inner, c_m) = (((0, 0) + s)[-3:] for s in strides)
     tiles_m, tiles_n, steps_k = cdiv(m, config.block_m), cdiv(n, config.block_n), cdiv(k, config.block_k)
     launch(matmul_kernel, batch_outer * batch_inner * tiles_m * tiles_n, call, a, b, c,
-           Extents(m, n, k, tiles_m, tiles_n, steps_k, batch_inner), Strides(a_outer, a_inner, a_m, a.stride(-1)),
-           Strides(b_outer, b_inner, b.stride(-2), b.stride(-1)), Strides(c_outer, c_inner, c_m),
+           MatmulExtents(m, n, k, tiles_m, tiles_n, steps_k, batch_inner),
+           MatrixStrides(a_outer, a_inner, a_m, a.stride(-1)),
+           MatrixStrides(b_outer, b_inner, b.stride(-2), b.stride(-1)), MatrixStrides(c_outer, c_inner, c_m),
            tile=ProductTile.of(call, config), num_warps=config.num_warps,
            num_stages=config.num_stages)  # fmt: skip
     return (c,)

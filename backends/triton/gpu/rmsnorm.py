@@ -42,8 +42,8 @@ from portakern.backends.triton.launch import cdiv, launch
 from portakern.backends.triton.layout import aligned, fresh, fresh_like, walk_rows
 from portakern.backends.triton.lib.column_sums import add_up, scratch
 from portakern.backends.triton.lib.rows import (
-    Extents,
     GroupedExtents,
+    RowExtents,
     block_tile,
     columns,
     load_columns,
@@ -104,7 +104,7 @@ def rmsnorm(call: Call, config: RowsConfig) -> tuple[Any, ...]:
     y = fresh_like(x)
     (x,), rows = walk_rows(x.ndim - 1, x)
     launch(rmsnorm_kernel, cdiv(rows.height, config.block_rows), call, x, weight, y,
-           Extents(rows.height, rows.inner, n), call.options["eps"], rows.strides[0],
+           RowExtents(rows.height, rows.inner, n), call.options["eps"], rows.strides[0],
            0 if weight is None else weight.stride(0), narrow=rounds_before(call), tile=row_tile(call, rows, n, config),
            num_warps=config.num_warps)  # fmt: skip
     return (y,)
@@ -210,7 +210,7 @@ def gradients(call: Call, config: RowGradientsConfig, x: Any, past: Any) -> tupl
     stats = scratch(call, 2, rows.height) if parts > 1 else None
     if stats is not None:
         launch(rmsnorm_vjp_statistics_kernel, cdiv(rows.height, config.block_rows), call, x, d_y if want_x else None,
-               weight if want_x else None, stats, Extents(rows.height, rows.inner, n), eps, *strides[:2],
+               weight if want_x else None, stats, RowExtents(rows.height, rows.inner, n), eps, *strides[:2],
                strides.weight.n, narrow=narrow, tile=block_tile(call, rows, config),
                num_warps=config.num_warps)  # fmt: skip
     partial = {"d_weight": scratch(call, groups, n)} if want_weight else {}

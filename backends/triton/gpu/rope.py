@@ -33,7 +33,7 @@ USUAL_PAIRS = 64  # of a head, for which the rows of tables are written
 USUAL_TILE = 512  # pairs that a warp turns
 
 
-class Extents(NamedTuple):
+class RotaryExtents(NamedTuple):
     """``rest``: the numbers of a head that are in no pair; ``tiles_seq``, ``tiles_heads``: of a sample."""
 
     seq: int
@@ -44,7 +44,7 @@ class Extents(NamedTuple):
     tiles_heads: int
 
 
-class Strides(NamedTuple):
+class RotaryStrides(NamedTuple):
     """Of x and y along (batch, seq, heads, d), of cos and sin along (batch, seq, pairs)."""
 
     x: Any
@@ -65,7 +65,7 @@ class HeadsTile(NamedTuple):
 
 
 @triton.jit
-def place(array, batch, s, h, strides, unit: tl.constexpr):
+def pointers(array, batch, s, h, strides, unit: tl.constexpr):
     """Where the heads h of the tokens s begin."""
     of_batch, of_seq, of_heads, _ = strides
     array += batch * aligned(of_batch, unit)
@@ -82,10 +82,10 @@ def columns(table, batch, s, p, ok, strides, acc_dtype: tl.constexpr, unit: tl.c
 
 @triton.jit
 def rope_kernel(
-    x, cos, sin, y, extents, strides, interleaved: tl.constexpr, transposed: tl.constexpr, whole: tl.constexpr,
+    x, cos, sin, y, extents, strides, interleaved: tl.constexpr, transposed: tl.constexpr, full: tl.constexpr,
     tile: tl.constexpr,
 ):  # fmt: skip
-    """``transposed``: by -sin; ``whole``: every number of a head is in a pair. Tiles are (tokens, heads, numbers)."""
+    """``transposed``: by -sin; ``full``: every number of a head is in a pair. Tiles are (tokens, heads, numbers)."""
     index = tl.program_id(0)
     rest, batch = index // extents.tiles_heads, (index // extents.tiles_heads // extents.tiles_seq).to(tl.int64)
     s = rest % extents.tiles_seq * tile.block_seq + tl.arange(0, tile.block_seq)[:, None, None]
@@ -97,7 +97,7 @@ def rope_kernel(
     c = columns(cos, batch, s, p, here, strides.cos, tile.acc_dtype, tile.unit)
     sine = columns(sin, batch, s, p, here, strides.sin, tile.acc_dtype, tile.unit)
     sine = -sine if transposed else sine
-    x_at, y_at = place(x, batch, s, h, strides.x, tile.unit), place(y, batch, s, h, strides.y, tile.unit)
+    x_at, y_at = pointers(x, batch, s, h, strides.x, tile.unit), pointers(y, batch, s, h, strides.y, tile.unit)
     x_d = strides.x[3]
 
     if interleaved:
@@ -114,7 +114,7 @@ def rope_kernel(
         tl.store(y_at + p, (a * c - b * sine).to(y.dtype.element_ty), mask=ok)
         tl.store(y_at + q, (b * c + a * sine).to(y.dtype.element_ty), mask=ok)
 
-    if not whole:
+    if not full:
         for first in range(0, extents.rest, 2 * tile.block_pairs):
             column, passes = 2 * pairs + first + two, there & (first + two < extents.rest)
             tl.store(y_at + column, tl.load(x_at + column.to(tl.int64) * x_d, mask=passes, other=0.0), mask=passes)
@@ -164,14 +164,16 @@ def turned(call: Call, config: RopeConfig, x: Any, transposed: bool) -> Any:
     dims, y = call.dims, result_like(x, call, call.spec.outputs[0].name)
     cos, sin = (call.arrays[name].expand(dims["batch"], dims["seq"], dims["pairs"]) for name in ("cos", "sin"))
     tiles_seq, tiles_heads = tiles(call, config)
-    extents = Extents(dims["seq"], dims["heads"], dims["pairs"], dims["d"] - 2 * dims["pairs"], tiles_seq, tiles_heads)
-    strides = Strides(x.stride(), contiguous_strides(x.shape), cos.stride(), sin.stride())
+    extents = RotaryExtents(
+        dims["seq"], dims["heads"], dims["pairs"], dims["d"] - 2 * dims["pairs"], tiles_seq, tiles_heads
+    )
+    strides = RotaryStrides(x.stride(), contiguous_strides(x.shape), cos.stride(), sin.stride())
     elements = 16 // numpy_dtype(call.dtype).itemsize
     step = gcd(extents.pairs, *(n for of in strides for n in of[:-1]))
     tile = HeadsTile(config.block_seq, config.block_heads, block_pairs(call), accumulator(call.dtype),
                      1 if step % elements else elements)  # fmt: skip
     launch(rope_kernel, dims["batch"] * tiles_seq * tiles_heads, call, x, cos, sin, y, extents, strides,
-           interleaved=call.options["interleaved"], transposed=transposed, whole=not extents.rest, tile=tile,
+           interleaved=call.options["interleaved"], transposed=transposed, full=not extents.rest, tile=tile,
            num_warps=config.num_warps)  # fmt: skip
     return y
 

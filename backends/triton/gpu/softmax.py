@@ -46,7 +46,7 @@ from portakern.backends.triton.lib.columns import (
     weigh_strips,
 )
 from portakern.backends.triton.lib.rows import (
-    Extents,
+    RowExtents,
     load_tiles,
     of_long_rows,
     own_rows,
@@ -121,7 +121,7 @@ def softmax(call: Call, config: RowsConfig) -> tuple[Any, ...]:
                tile=strips.tile(call), num_warps=strips.num_warps)  # fmt: skip
         return (y,)
     (x,), rows = walk_rows(axis, x)
-    launch(softmax_kernel, cdiv(rows.height, config.block_rows), call, x, y, Extents(rows.height, rows.inner, n),
+    launch(softmax_kernel, cdiv(rows.height, config.block_rows), call, x, y, RowExtents(rows.height, rows.inner, n),
            *rows.strides, tile=row_tile(call, rows, n, config), num_warps=config.num_warps)  # fmt: skip
     return (y,)
 
@@ -202,6 +202,6 @@ def softmax_vjp(call: Call, config: RowsConfig) -> tuple[Any, ...]:
         return (d_x,)
     (y, d_y), rows = walk_rows(axis, y, d_y)
     launch(softmax_vjp_kernel, cdiv(rows.height, config.block_rows), call, y, d_y, d_x,
-           Extents(rows.height, rows.inner, n), *rows.strides, tile=row_tile(call, rows, n, config),
+           RowExtents(rows.height, rows.inner, n), *rows.strides, tile=row_tile(call, rows, n, config),
            num_warps=config.num_warps)  # fmt: skip
     return (d_x,)

@@ -76,7 +76,7 @@ def own_elements(extents, tile: tl.constexpr):
 
 
 @triton.jit
-def place(x, row, col, strides, tile: tl.constexpr):
+def pointers(x, row, col, strides, tile: tl.constexpr):
     """Where elements of x lie."""
     return row_start(x, row, 1, 0, strides.row, True, tile.unit)[:, None] + col * strides.n
 
@@ -92,10 +92,10 @@ def open_share(g):
 def gated(gate, up, y, extents, gate_strides, up_strides, y_strides, opening: tl.constexpr, tile: tl.constexpr):
     """y = g opening(g) u of this program's tile."""
     row, col, ok = own_elements(extents, tile)
-    g = tl.load(place(gate, row, col, gate_strides, tile), mask=ok, other=0.0)
-    u = tl.load(place(up, row, col, up_strides, tile), mask=ok, other=0.0)
+    g = tl.load(pointers(gate, row, col, gate_strides, tile), mask=ok, other=0.0)
+    u = tl.load(pointers(up, row, col, up_strides, tile), mask=ok, other=0.0)
     g = g.to(tile.acc_dtype)
-    y_at = place(y, row, col, y_strides, tile)
+    y_at = pointers(y, row, col, y_strides, tile)
     tl.store(y_at, (g * opening(g) * u.to(tile.acc_dtype)).to(y.dtype.element_ty), mask=ok)
 
 
@@ -104,7 +104,7 @@ def swiglu_kernel(gate, up, y, extents, gate_strides, up_strides, y_strides, til
     gated(gate, up, y, extents, gate_strides, up_strides, y_strides, open_share, tile)
 
 
-class Tiles(NamedTuple):
+class ElementTiles(NamedTuple):
     """How programs share the elements of several tensors of one shape, and of a contiguous result.
 
     Attributes:
@@ -117,7 +117,7 @@ class Tiles(NamedTuple):
     tile: ElementTile
 
 
-def share(call: Call, config: RowsConfig, *tensors: Any) -> tuple[tuple[Any, ...], Tiles]:
+def share(call: Call, config: RowsConfig, *tensors: Any) -> tuple[tuple[Any, ...], ElementTiles]:
     """The tensors, and how to share their elements. Those that two dimensions do not describe are gathered first."""
     shape = tuple(tensors[0].shape)
     extents, strides = collapse(shape, *[t.stride() for t in tensors], contiguous_strides(shape))
@@ -133,7 +133,7 @@ def share(call: Call, config: RowsConfig, *tensors: Any) -> tuple[tuple[Any, ...
     steps = cdiv(n, block_n)
     of_arrays = tuple(ElementStrides(s.inner, s.n) for s in rows.strides)
     tile = ElementTile(block_rows, block_n, accumulator(call.dtype), rows.known(call.dtype)["unit"])
-    return tensors, Tiles(ElementExtents(height, n, steps), of_arrays, cdiv(height, block_rows) * steps, tile)
+    return tensors, ElementTiles(ElementExtents(height, n, steps), of_arrays, cdiv(height, block_rows) * steps, tile)
 
 
 def key(call: Call) -> dict[str, str | int]:
@@ -178,16 +178,16 @@ def gated_vjp(
     """Either result may be None; up is None where d_up alone is wanted. ``opening`` of a gate g gives the share of it
     that is open, and the slope of their product."""
     row, col, ok = own_elements(extents, tile)
-    g = tl.load(place(gate, row, col, gate_strides, tile), mask=ok, other=0.0)
-    d = tl.load(place(d_y, row, col, d_y_strides, tile), mask=ok, other=0.0)
+    g = tl.load(pointers(gate, row, col, gate_strides, tile), mask=ok, other=0.0)
+    d = tl.load(pointers(d_y, row, col, d_y_strides, tile), mask=ok, other=0.0)
     g, d = g.to(tile.acc_dtype), d.to(tile.acc_dtype)
     s, slope = opening(g)
     if d_gate is not None:
-        u = tl.load(place(up, row, col, up_strides, tile), mask=ok, other=0.0)
-        d_gate_at = place(d_gate, row, col, out_strides, tile)
+        u = tl.load(pointers(up, row, col, up_strides, tile), mask=ok, other=0.0)
+        d_gate_at = pointers(d_gate, row, col, out_strides, tile)
         tl.store(d_gate_at, (d * u.to(tile.acc_dtype) * slope).to(d_gate.dtype.element_ty), mask=ok)
     if d_up is not None:
-        d_up_at = place(d_up, row, col, out_strides, tile)
+        d_up_at = pointers(d_up, row, col, out_strides, tile)
         tl.store(d_up_at, (d * (g * s)).to(d_up.dtype.element_ty), mask=ok)
 
 

@@ -68,7 +68,7 @@ class FlashPlan(NamedTuple):
     rows: int = 64
 
 
-class Work(NamedTuple):
+class TileSchedule(NamedTuple):
     """The tiles of a call. ``tiles``: of all heads; ``ahead``: how many of them are taken from the first on, the others
     from the last on (see ``following``); ``tiles_q``: of one head; ``together``: heads whose tiles are taken by turns,
     the last queries first where these see most keys."""
@@ -85,7 +85,7 @@ class Work(NamedTuple):
     chunk: int
 
 
-class Inputs(NamedTuple):
+class QkvInputs(NamedTuple):
     """q, k and v: described, (batch, length, heads, d)."""
 
     q: Any
@@ -117,7 +117,7 @@ class PingPong(NamedTuple):
     theirs: Any
 
 
-class Band(NamedTuple):
+class KeyLimits(NamedTuple):
     """What rows see of the keys: ``limits``, each its own [lo, hi), and [all_lo, all_hi), what all of them see."""
 
     limits: Any
@@ -402,7 +402,7 @@ def consumer(GROUP: gl.constexpr, tiles, q_ring, ring, turns, out, softmax, work
 
         mbarrier.wait(q_ring.full.index(GROUP), count & 1)
         state, turn, unit = attend(turn, unit, span, q, q_ring.empty.index(GROUP), tiles, ring, turns,
-                                   Band(limits, all_lo, all_hi), (scores, work.chunk), GROUP, plan)  # fmt: skip
+                                   KeyLimits(limits, all_lo, all_hi), (scores, work.chunk), GROUP, plan)  # fmt: skip
         acc, l, m = state
         inverse = 1.0 / gl.where(l == 0.0, 1.0, l)
         result = acc * gl.convert_layout(inverse, by_row(plan.block_dv))[:, None]
@@ -480,12 +480,14 @@ def producer(tiles, q_ring, ring, inputs, window, work, plan: gl.constexpr):
 @gluon.jit(do_not_specialize=["ahead", "together", "group", "chunk"])
 def attention_flash_kernel(q, k, v, o, lse, low, softmax, ahead, together, group, chunk, plan: gl.constexpr):
     """o, and lse and low (lse_low) unless these are None. q, k, v, o: described, (batch, length, heads, d). From
-    ``ahead`` on: of ``Work``, numbers that are handed over one by one, as in a tuple Triton would compile the kernel
-    for what divides them."""
+    ``ahead`` on: of ``TileSchedule``, numbers that are handed over one by one, as in a tuple Triton would compile the
+    kernel for what divides them."""
     batch, q_len, heads, _ = q.shape
     tiles_q, all_heads = gl.cdiv(q_len, ROWS * plan.consumers), batch * heads
-    work = Work(tiles_q * all_heads, ahead, tiles_q, together, heads, group, all_heads, q_len, k.shape[1], chunk)
-    inputs, out = Inputs(q, k, v), Outputs(o, lse, low)
+    work = TileSchedule(
+        tiles_q * all_heads, ahead, tiles_q, together, heads, group, all_heads, q_len, k.shape[1], chunk
+    )
+    inputs, out = QkvInputs(q, k, v), Outputs(o, lse, low)
     dtype: gl.constexpr = q.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_tiles = gl.allocate_shared_memory(dtype, [plan.consumers, ROWS, plan.block_d], tile)

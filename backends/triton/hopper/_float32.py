@@ -26,7 +26,7 @@ from portakern.backends.triton.hopper._warps import (
     CONSUMER_REGISTERS,
     LOADER_REGISTERS,
     PART,
-    Extents,
+    GemmExtents,
     Operands,
     count_of,
     grid_of,
@@ -97,7 +97,7 @@ def turned_consumer(tiles, ring, c, extents, plan: gl.constexpr, half: gl.conste
 @gluon.jit(do_not_specialize=["m", "k", "entries"])
 def matmul_turned(a, b, c, m, n, k, entries, plan: gl.constexpr):
     """c = a b in tf32."""
-    extents, operands = Extents(m, n, k, entries), Operands(a, b, None)
+    extents, operands = GemmExtents(m, n, k, entries), Operands(a, b, None)
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     a_tiles = gl.allocate_shared_memory(gl.float32, [plan.stages, plan.rows, plan.depth], layout)
     b_tiles = gl.allocate_shared_memory(gl.float32, [plan.stages, plan.depth, plan.columns], layout)
@@ -145,7 +145,7 @@ def slices_consumer(tiles, ring, c, extents, plan: gl.constexpr):
 @gluon.jit(do_not_specialize=["m", "k", "entries"])
 def matmul_in_slices(a, b, c, m, n, k, entries, plan: gl.constexpr):
     """c = a b in ieee. a: described in boxes of a slice's columns. Of ``num_warps`` 8."""
-    extents, operands = Extents(m, n, k, entries), Operands(a, b, None)
+    extents, operands = GemmExtents(m, n, k, entries), Operands(a, b, None)
     a_layout: gl.constexpr = gl.NVMMASharedLayout(32, 32, 2)
     b_layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     a_tiles = gl.allocate_shared_memory(gl.float32, [plan.stages * plan.slices, plan.rows, SLICE], a_layout)

@@ -102,14 +102,14 @@ def begins_off_lines(x: torch.Tensor) -> bool:
 
 
 def operand(
-    call: Call, x: torch.Tensor, batch: int, extents: tuple[int, int, int], along: int | None, whole: bool = False
+    call: Call, x: torch.Tensor, batch: int, extents: tuple[int, int, int], along: int | None, full: bool = False
 ) -> Operand:
     """``x``, or a copy of it, as it can be described.
 
     Args:
       batch: its stride over the batch axis. extents: batch entries that it has, and of its two axes.
       along: which of the axes lines must run along, if any: 0 or 1.
-      whole: lines must begin where lines of the cache do.
+      full: lines must begin where lines of the cache do.
     """
     entries, rows, columns = extents
     x_row, x_column = x.stride(-2), x.stride(-1)
@@ -118,7 +118,7 @@ def operand(
         extent, length = (columns, rows)[line], (rows, columns)[line]
         one_line = extent == 1
         fits = (unit == 1 or length == 1) and (
-            one_line or (stride * size % (LINE if whole else PIECE) == 0 and length <= stride < FARTHEST // size)
+            one_line or (stride * size % (LINE if full else PIECE) == 0 and length <= stride < FARTHEST // size)
         )
         of_batches = entries == 1 or (batch * size % PIECE == 0 and 0 < batch < FARTHEST // size)
         if along in (None, line) and fits and of_batches and x.data_ptr() % PIECE == 0:

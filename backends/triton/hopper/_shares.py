@@ -29,10 +29,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from portakern.backends.triton.hopper._flash import (
-    Band,
     Buffers,
-    Inputs,
+    KeyLimits,
     Outputs,
+    QkvInputs,
     beside,
     fetch_first,
     fetch_others,
@@ -62,7 +62,7 @@ class Shares(NamedTuple):
     dv: int
 
 
-class Parts(NamedTuple):
+class ChunkOutputs(NamedTuple):
     """Where the states of chunks go, (batch, heads, q_len, chunks, dv) and (.., 2), l and m; None twice where there are
     no chunks but o."""
 
@@ -288,7 +288,7 @@ def consumer(tiles, q_ring, ring, parts, out, softmax, work, plan: gl.constexpr)
         for share in range(of, of + each):
             start, end, first, last = part_of(share, work, left, right, plan.block_kv)
             limits = gl.maximum(lo, start), gl.minimum(hi, end)
-            band = Band(limits, gl.maximum(all_lo, start), gl.minimum(all_hi, end))
+            band = KeyLimits(limits, gl.maximum(all_lo, start), gl.minimum(all_hi, end))
             part, unit = attend_few(unit, first, last, tiles.q, tiles, ring, band, scores, plan)
             if plan.chunked:
                 acc, l, m = merge((acc, l, m), part, scores, row_o)
@@ -347,7 +347,7 @@ def attention_shares_kernel(q, k, v, parts, statistics, o, lse, low, softmax, nu
     """
     batch, kv_heads, q_len, group, _ = q.shape
     work = Shares(batch * kv_heads, num_splits, kv_heads, group, q_len, k.shape[1], chunk, v.shape[3])
-    inputs, parts, out = Inputs(q, k, v), Parts(parts, statistics), Outputs(o, lse, low)
+    inputs, parts, out = QkvInputs(q, k, v), ChunkOutputs(parts, statistics), Outputs(o, lse, low)
     dtype: gl.constexpr = k.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_tile = gl.allocate_shared_memory(dtype, [1, ROWS, plan.block_d], tile).index(0)

@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from portakern.backends.triton.lib.activations import activated
 from portakern.backends.triton.lib.gluon import acquire, await_full, load_tile, ring_of, store_tile
-from portakern.backends.triton.lib.matmul import place
+from portakern.backends.triton.lib.matmul import tile_index
 
 together = getattr(gl, "barrier", None) or gl.thread_barrier
 
@@ -74,7 +74,7 @@ class WarpPlan(NamedTuple):
     activation: str | None = None
 
 
-class Extents(NamedTuple):
+class GemmExtents(NamedTuple):
     """a is (entries, m, k) and b (entries, k, n); entries: None where there is one."""
 
     m: Any
@@ -101,7 +101,7 @@ class Epilogue(NamedTuple):
     pre: Any
 
 
-class At(NamedTuple):
+class TileOrigin(NamedTuple):
     """Where a tile of c begins: entry, row and column."""
 
     z: Any
@@ -170,7 +170,7 @@ def tile_of_c(index, tiles_m, tiles_n, plan: gl.constexpr):
     tile, z = index, 0
     if plan.batched:
         tile, z = index % (tiles_m * tiles_n), index // (tiles_m * tiles_n)
-    tile_m, tile_n = place(tile, tiles_m, tiles_n, plan.group)
+    tile_m, tile_n = tile_index(tile, tiles_m, tiles_n, plan.group)
     return z, tile_m, tile_n
 
 
@@ -308,7 +308,7 @@ def complete(c, c_tiles, epilogue, acc, acc_more, at, extents, half: gl.constexp
     if plan.described:
         line: gl.constexpr = 128 // bits
         n = n // line * line  # what c's rows are multiples of: elements that lie side by side are read together
-    extents = Extents(m, n, k, entries)
+    extents = GemmExtents(m, n, k, entries)
     if pre is not None:
         acc = biased(acc, bias, j, n)
         if plan.more:
@@ -371,7 +371,7 @@ def consumer(tiles, c_tiles, ring, c, epilogue, extents, plan: gl.constexpr, hal
             together()  # a's stages are written over, which other warps' products may still have read
         if not more:
             acc_more = acc
-        at = At(z, tile_m * plan.rows + half * own, tile_n * (columns + more))
+        at = TileOrigin(z, tile_m * plan.rows + half * own, tile_n * (columns + more))
         complete(c, c_tiles, epilogue, acc, acc_more, at, extents, half, plan, bits)
     if plan.described:
         tma.store_wait(0)
@@ -434,11 +434,11 @@ def by_roles(operands, c, epilogue, extents, plan: gl.constexpr):
 @gluon.jit(do_not_specialize=["m", "n", "k", "entries"])
 def matmul_by_roles(a, b, b_more, c, m, n, k, entries, plan: gl.constexpr):
     """c = a b."""
-    by_roles(Operands(a, b, b_more), c, Epilogue(None, None, None, None), Extents(m, n, k, entries), plan)
+    by_roles(Operands(a, b, b_more), c, Epilogue(None, None, None, None), GemmExtents(m, n, k, entries), plan)
 
 
 @gluon.jit(do_not_specialize=["m", "n", "k"])
 def linear_by_roles(x, weight, weight_more, y, bias, residual, pre, residual_row, m, n, k, plan: gl.constexpr):
     """y, and pre unless that is None; weight: described as (k, n)."""
     epilogue = Epilogue(bias, residual, residual_row, pre)
-    by_roles(Operands(x, weight, weight_more), y, epilogue, Extents(m, n, k, None), plan)
+    by_roles(Operands(x, weight, weight_more), y, epilogue, GemmExtents(m, n, k, None), plan)

@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.configs import FewQueries, FlashConfig, FlashGradientsConfig
 from portakern.backends.triton.descriptors import describe
-from portakern.backends.triton.hopper._flash import FlashPlan, Work, attention_flash_kernel
+from portakern.backends.triton.hopper._flash import FlashPlan, TileSchedule, attention_flash_kernel
 from portakern.backends.triton.hopper._flash_gradients import attention_vjp_gradients_kernel
 from portakern.backends.triton.hopper._shares import HALF, attention_shares_kernel
 from portakern.backends.triton.launch import GLUON, cdiv, launch, shared_limit, torch_dtype
@@ -224,7 +224,7 @@ def by_group(q: torch.Tensor, group: int, columns: int) -> Any:
 
 def work_of(
     call: Call, config: FlashConfig, queries: int, window: tuple[int | None, int | None], processors: int
-) -> tuple[Work, int]:
+) -> tuple[TileSchedule, int]:
     """The tiles of so many ``queries``, and how many programs take them.
 
     Tiles that are alike are dealt out beforehand. Where some see more keys, so are their pairs, if these fill the
@@ -244,7 +244,7 @@ def work_of(
         else:
             programs = tiles
     chunk = chunk_length(call, config) or kv_len
-    return Work(
+    return TileSchedule(
         tiles, ahead, tiles_q, together, heads, dims["group"], all_heads, dims["q_len"], kv_len, chunk
     ), programs
 

@@ -39,8 +39,8 @@ from portakern.backends.triton.launch import accumulator, cdiv, dot_precision, l
 from portakern.backends.triton.layout import fresh
 from portakern.backends.triton.lib.linear import finish, gradients, supports_gradient
 from portakern.backends.triton.lib.linear_cross_entropy import as_product
-from portakern.backends.triton.lib.matmul import place
 from portakern.backends.triton.lib.matmul import products as kind_of
+from portakern.backends.triton.lib.matmul import tile_index
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 def linear_kernel(x, weight, bias, residual, y, pre, residual_row, m, n, k, chunk, plan: tl.constexpr):
     """bias, residual and pre may be None."""
     activation: tl.constexpr = plan.activation  # Triton 3.6 hands on no word of a tuple
-    tile_m, tile_n = place(tl.program_id(0), tl.cdiv(m, plan.block_m), tl.cdiv(n, plan.block_n), plan.group)
+    tile_m, tile_n = tile_index(tl.program_id(0), tl.cdiv(m, plan.block_m), tl.cdiv(n, plan.block_n), plan.group)
     i, j = tile_m * plan.block_m, tile_n * plan.block_n
     z = in_chunks(x, weight, 0, 0, i, j, 0, tl.cdiv(k, plan.block_k), chunk, plan)
     if plan.swap_ab:
@@ -76,12 +76,12 @@ def key(call: Call) -> dict[str, str | int]:
     return _tiles.key(product_of(call))
 
 
-def shared_memory(of: Call, config: HopperProductConfig) -> int:
+def shared_memory(call: Call, config: HopperProductConfig) -> int:
     """Bytes of shared memory: as matmul's, where warps have roles; else a tile of the sums waits there, which other
     threads write than have multiplied it."""
-    if _tiles.warp_specialized(of, config):
-        return _tiles.shared_memory(of, config)
-    rows, columns, depth, size = config.block_m, config.block_n, config.block_k, _tiles.size_of(of.dtype)
+    if _tiles.warp_specialized(call, config):
+        return _tiles.shared_memory(call, config)
+    rows, columns, depth, size = config.block_m, config.block_n, config.block_k, _tiles.size_of(call.dtype)
     return config.num_stages * (rows + columns) * depth * size + rows * columns * 4
 
 
@@ -142,13 +142,13 @@ def _by_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _launch_roles(
-    call: Call, of: Call, x: Operand, weight: Operand, bias: Any, residual: Any, y: Any, pre: Any,
+    call: Call, product_call: Call, x: Operand, weight: Operand, bias: Any, residual: Any, y: Any, pre: Any,
     config: HopperProductConfig,
 ) -> None:  # fmt: skip
     from portakern.backends.triton.hopper._warps import linear_by_roles
 
-    m, n, k = (of.dims[name] for name in "mnk")
-    roles = products.roles_of(of, x, weight, (1, m), config)
+    m, n, k = (product_call.dims[name] for name in "mnk")
+    roles = products.roles_of(product_call, x, weight, (1, m), config)
     launch(linear_by_roles, roles.grid, call, *roles.operands, roles.result(y), bias, residual,
            None if pre is None else roles.result(pre), 0 if residual is None else residual.stride(0), m, n, k,
            plan=roles.plan._replace(activation=call.options["activation"]), num_warps=4,
@@ -156,10 +156,10 @@ def _launch_roles(
 
 
 def _launch(
-    call: Call, of: Call, x: Operand, weight: Operand, bias: Any, residual: Any, y: Any, pre: Any,
+    call: Call, product_call: Call, x: Operand, weight: Operand, bias: Any, residual: Any, y: Any, pre: Any,
     config: HopperProductConfig,
 ) -> None:  # fmt: skip
-    m, n, k = (of.dims[name] for name in "mnk")
+    m, n, k = (product_call.dims[name] for name in "mnk")
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     how: dict[str, Any] = {"tf32": True} if dot_precision(call) == "tf32" else {}
     of_x = products.described(x, (1, m, k), (block_m, block_k), False, **how)
@@ -174,6 +174,6 @@ def _launch(
            num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=False)  # fmt: skip
 
 
-@BACKEND.implements("linear_vjp", supports=partial(supports_gradient, of=refused))
+@BACKEND.implements("linear_vjp", supports=partial(supports_gradient, refusal=refused))
 def linear_vjp(call: Call, config: Config) -> tuple[Any, ...]:
     return gradients(call, multiply)

@@ -25,17 +25,17 @@ MANY_ROWS, WHOLE = 1024, 8192
 """Of the product whose tiling a long sum takes: as many rows as give it tiles enough, and a sum that is not split."""
 
 
-def tiling_of(of: Call) -> tuple[Call, HopperProductConfig]:
+def tiling_of(call: Call) -> tuple[Call, HopperProductConfig]:
     """A product as its tiling is looked up, and that: matmul's own, or that of many rows where the sum is long."""
     matmul = BACKEND.implementation("matmul", FAMILY)
     assert matmul is not None
-    m, n, k = (of.dims[name] for name in "mnk")
-    if not of.interpret and _tiles.chunk_of(n, k) < k:
-        whole = of.replace(dims={**of.dims, "m": max(m, MANY_ROWS), "k": WHOLE})
+    m, n, k = (call.dims[name] for name in "mnk")
+    if not call.interpret and _tiles.chunk_of(n, k) < k:
+        whole = call.replace(dims={**call.dims, "m": max(m, MANY_ROWS), "k": WHOLE})
         config = default(matmul, whole).tiling
         if _tiles.on_matrix_unit(whole) and _tiles.warp_specialized(whole, config):
             return whole, config
-    return of, default(matmul, of).tiling
+    return call, default(matmul, call).tiling
 
 
 def multiply(call: Call, a: Any, b: Any, c: Any) -> None:

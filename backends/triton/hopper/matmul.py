@@ -65,7 +65,7 @@ from portakern.backends.triton.launch import (
     torch_dtype,
 )
 from portakern.backends.triton.layout import collapse, fresh
-from portakern.backends.triton.lib.matmul import place, product, products
+from portakern.backends.triton.lib.matmul import product, products, tile_index
 from portakern.core.tilings import default
 from portakern.specs.matmul import product_dtype
 
@@ -172,7 +172,7 @@ def matmul_kernel(a, b, c, m, n, k, chunk, parts, entries, c_m, plan: tl.constex
     tiles_m, tiles_n = tl.cdiv(m, plan.block_m), tl.cdiv(n, plan.block_n)
     steps, tiles = tl.cdiv(k, plan.block_k), tiles_m * tiles_n
     for index in tl.range(tl.program_id(0), tiles * parts * entries, tl.num_programs(0), flatten=plan.flat):
-        tile_m, tile_n = place(index % tiles, tiles_m, tiles_n, plan.group)
+        tile_m, tile_n = tile_index(index % tiles, tiles_m, tiles_n, plan.group)
         i, j = tile_m * plan.block_m, tile_n * plan.block_n
         part, z = index // tiles % parts, index // tiles // parts
         acc = in_chunks(a, b, z * plan.a_batched, z * plan.b_batched, i, j, part, steps, chunk, plan)
@@ -233,10 +233,10 @@ def matmul(call: Call, config: HopperProductConfig, into: torch.Tensor | None = 
 
 
 def _operand(
-    call: Call, x: torch.Tensor, extents: tuple[int, int, int], along: int | None, whole: bool, flattened: bool = False
+    call: Call, x: torch.Tensor, extents: tuple[int, int, int], along: int | None, full: bool, flattened: bool = False
 ) -> Operand:
     """``x`` with its batch axes as one, or as rows (``flattened``). Axes that one stride does not walk are gathered.
-    ``whole``: lines begin where lines of the cache do."""
+    ``full``: lines begin where lines of the cache do."""
     entries, rows, columns = extents
     if flattened:
         x = x.expand(*call.dims["batch"], -1, -1)
@@ -244,15 +244,15 @@ def _operand(
         if len(shape) > 1:
             x, strides = x.contiguous(), (columns,)
         x = x.as_strided((rows, columns), (strides[0] if shape else columns, x.stride(-1)))
-        return operand(call, x, 0, (1, rows, columns), along, whole)
+        return operand(call, x, 0, (1, rows, columns), along, full)
     if prod(x.shape[:-2]) == 1:
-        return operand(call, x, 0, (1, rows, columns), along, whole)
+        return operand(call, x, 0, (1, rows, columns), along, full)
     x = x.expand(*call.dims["batch"], -1, -1)
     shape, (strides,) = collapse(x.shape[:-2], x.stride()[:-2])
     if len(shape) > 1:
         x = x.contiguous()
         strides = (rows * columns,)
-    return operand(call, x, strides[0], (entries, rows, columns), along, whole)
+    return operand(call, x, strides[0], (entries, rows, columns), along, full)
 
 
 def described(x: Operand, shape: tuple[int, int, int], block: tuple[int, int], batched: bool, **how: Any) -> Any:
@@ -402,14 +402,14 @@ def gradient_key(call: Call) -> dict[str, str | int]:
     return key(next(iter(bare_products(call).values())))
 
 
-def own_tiling(call: Call, of: Call, config: HopperProductConfig) -> HopperProductConfig:
+def own_tiling(call: Call, product_call: Call, config: HopperProductConfig) -> HopperProductConfig:
     """The tiling of a gradient's product: matmul's own for it, unless somebody named or found another for the call,
     which is then for both; warps have roles in the products that have a use for them."""
     gradients, forward = (BACKEND.implementation(op, FAMILY) for op in ("matmul_vjp", "matmul"))
     assert gradients is not None and forward is not None
     if default(gradients, call).tiling != config:
-        return without_idle_roles(of, config)
-    return default(forward, of).tiling
+        return without_idle_roles(product_call, config)
+    return default(forward, product_call).tiling
 
 
 def supports_gradient(call: Call, config: HopperProductConfig) -> str | None:

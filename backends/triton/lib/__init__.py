@@ -2,9 +2,17 @@
 
 from portakern.backends.triton.configs import RowsConfig
 from portakern.backends.triton.launch import accumulator, cdiv, launch, refuse_tile
-from portakern.backends.triton.layout import Rows, aligned, fresh_like, row_start, walk_rows
+from portakern.backends.triton.layout import TensorRows, aligned, fresh_like, row_start, walk_rows
 
 __all__ = [
-    "Rows", "RowsConfig", "accumulator", "aligned", "cdiv", "fresh_like", "launch", "refuse_tile", "row_start",
+    "RowsConfig",
+    "TensorRows",
+    "accumulator",
+    "aligned",
+    "cdiv",
+    "fresh_like",
+    "launch",
+    "refuse_tile",
+    "row_start",
     "walk_rows",
 ]  # fmt: skip

@@ -24,7 +24,7 @@ import triton.language as tl
 
 from portakern.backends.triton.configs import RowsConfig
 from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, refuse_tile, torch_dtype
-from portakern.backends.triton.layout import Rows, aligned, fresh, pow2_at_least, walk_rows
+from portakern.backends.triton.layout import TensorRows, aligned, fresh, pow2_at_least, walk_rows
 from portakern.backends.triton.lib.rows import (
     finite_or_zero,
     running,
@@ -283,7 +283,7 @@ def walk_strips(call: Call, axis: int, config: RowsConfig, *tensors: Any) -> tup
     return tensors, strips_of(call, rows, tensors[0].shape[axis], config)
 
 
-def strips_of(call: Call, rows: Rows, n: int, config: RowsConfig) -> Strips:
+def strips_of(call: Call, rows: TensorRows, n: int, config: RowsConfig) -> Strips:
     lanes, groups, numbers = rows.inner, rows.height // rows.inner, StripStrides(rows.inner, 1)
     strides: tuple[tuple[int, int, int], ...] = rows.strides
     outer, inner, _ = strides[0]

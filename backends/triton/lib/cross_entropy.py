@@ -23,7 +23,7 @@ from portakern.backends.triton.lib.columns import (
     tree_sum,
 )
 from portakern.backends.triton.lib.rows import (
-    Extents,
+    RowExtents,
     TiledExtents,
     block_tile,
     exp_or_zero,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 
-class Terms(NamedTuple):
+class LossWeights(NamedTuple):
     """What a loss is made of: ``even``, the share e of the target that all classes divide, and ``z``, of log-sums.
 
     Attributes:
@@ -61,7 +61,7 @@ class Terms(NamedTuple):
     reads_ignored: bool = False
 
     @classmethod
-    def of(cls, call: Call) -> Terms:
+    def of(cls, call: Call) -> LossWeights:
         return cls(call.options["label_smoothing"], call.options["z_loss"], accumulator(call.dtype))
 
 
@@ -142,7 +142,7 @@ def cross_entropy_columns_kernel(
 
 
 @triton.jit
-def write_losses(out, row, there, x_at, x_n, label, counted, found, n, terms: tl.constexpr):
+def write_losses(out, row, present, x_at, x_n, label, counted, found, n, terms: tl.constexpr):
     """The loss and the lse of rows that begin at ``x_at``, with the maximum m, l and the sum ``total`` of each; of the
     first only where e is above 0. lse and low may be None."""
     m, l, total = found
@@ -156,16 +156,16 @@ def write_losses(out, row, there, x_at, x_n, label, counted, found, n, terms: tl
         value = log + (shift - at)
     if terms.z > 0:
         value += terms.z * (shift + log) * (shift + log)
-    tl.store(out.loss + row, tl.where(counted, value, 0.0).to(out.loss.dtype.element_ty), mask=there)
+    tl.store(out.loss + row, tl.where(counted, value, 0.0).to(out.loss.dtype.element_ty), mask=present)
     if out.lse is not None or out.low is not None:
         total = shift + log
         if out.lse is not None:
-            tl.store(out.lse + row, tl.where(counted, total, 0.0).to(out.lse.dtype.element_ty), mask=there)
+            tl.store(out.lse + row, tl.where(counted, total, 0.0).to(out.lse.dtype.element_ty), mask=present)
         if out.low is not None:  # what rounding took from the sum: Knuth, volume 2, section 4.2.2, theorem B
             added = total - shift
             rest = (shift - (total - added)) + (log - added)
             rest = tl.where(counted & (tl.abs(total) < float("inf")), rest, 0.0)
-            tl.store(out.low + row, rest.to(out.low.dtype.element_ty), mask=there)
+            tl.store(out.low + row, rest.to(out.low.dtype.element_ty), mask=present)
 
 
 def losses_into(
@@ -176,7 +176,7 @@ def losses_into(
     labels."""
     n, beside = x.shape[-1], side_by_side(x, x.ndim - 1)
     (x,), rows = walk_rows(x.ndim - 1, x)
-    terms, ignored = Terms.of(call), call.options["ignore_index"]
+    terms, ignored = LossWeights.of(call), call.options["ignore_index"]
     if beside:
         strips = strips_of(call, rows._replace(strides=rows.strides[:1]), n, config)  # no result has such rows
         m, l = sum_parts(call, strips, n, x)
@@ -185,7 +185,7 @@ def losses_into(
                tile=strips.tile(call), num_warps=strips.num_warps)  # fmt: skip
         return
     launch(cross_entropy_kernel, cdiv(rows.height, config.block_rows), call, x, labels, loss, *lse,
-           Extents(rows.height, rows.inner, n), ignored, rows.strides[0], terms=terms,
+           RowExtents(rows.height, rows.inner, n), ignored, rows.strides[0], terms=terms,
            tile=row_tile(call, rows, n, config), num_warps=config.num_warps)  # fmt: skip
 
 
@@ -257,24 +257,24 @@ def gradient(t, is_label, log_sum, low, g, counted, classes, terms: tl.constexpr
 
 
 @triton.jit
-def of_row(of, row, there, ignored, acc_dtype: tl.constexpr):
+def of_row(of, row, present, ignored, acc_dtype: tl.constexpr):
     """A row's label, whether it counts, its lse and lse_low, and its cotangent, 1 where there is none."""
-    label = tl.load(of.labels + row, mask=there, other=ignored).to(tl.int64)
-    log_sum, rest = log_sum_of(of, row, there, acc_dtype)
+    label = tl.load(of.labels + row, mask=present, other=ignored).to(tl.int64)
+    log_sum, rest = log_sum_of(of, row, present, acc_dtype)
     if of.d_loss is not None:
-        g = tl.load(of.d_loss + row, mask=there, other=0.0).to(acc_dtype)
+        g = tl.load(of.d_loss + row, mask=present, other=0.0).to(acc_dtype)
     else:  # a tuple that is returned holds no None where JAX's programs are compiled; compilers drop a factor of 1
         g = tl.full(row.shape, 1.0, acc_dtype)
     return label, label != ignored, log_sum, rest, g
 
 
 @triton.jit
-def log_sum_of(of, row, there, acc_dtype: tl.constexpr):
+def log_sum_of(of, row, present, acc_dtype: tl.constexpr):
     """lse of rows, and lse_low, which is 0 where there is none."""
     rest = tl.zeros(row.shape, acc_dtype)
     if of.low is not None:
-        rest = tl.load(of.low + row, mask=there, other=0.0).to(acc_dtype)
-    return tl.load(of.lse + row, mask=there, other=0.0).to(acc_dtype), rest
+        rest = tl.load(of.low + row, mask=present, other=0.0).to(acc_dtype)
+    return tl.load(of.lse + row, mask=present, other=0.0).to(acc_dtype), rest
 
 
 @triton.jit
@@ -413,7 +413,7 @@ def gradient_into(
     (x,), rows = walk_rows(x.ndim - 1, x)
     if beside:
         config = fitted(call, n, config)
-    num_warps, terms = config.num_warps, Terms.of(call)._replace(reads_ignored=beside)
+    num_warps, terms = config.num_warps, LossWeights.of(call)._replace(reads_ignored=beside)
     width, vector = config.block_rows * config.block_n, 16 // numpy_dtype(call.dtype).itemsize
     of_classes = Classes(call.options["ignore_index"], first, classes)
     if rows.strides[0] == rows.strides[1] and n >= width >= vector and not beside:

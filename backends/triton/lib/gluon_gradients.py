@@ -48,7 +48,7 @@ class GradientsPlan(NamedTuple):
     flagged: int
 
 
-class Tiles(NamedTuple):
+class SharedTiles(NamedTuple):
     """Tiles of a side in shared memory, and the ring whose stages they are. shift and delta: numbers of queries that
     come by, a line a tile."""
 
@@ -61,9 +61,9 @@ class Tiles(NamedTuple):
 
 class Sides(NamedTuple):
     """Arrays in memory, described: (batch, length, heads, d or dv); the gradients None that nobody wants. lines: of the
-    queries of all heads and batch entries, ``Work.pitch`` apart, shift, which is lse log2(e), and behind them delta;
-    described where queries come by. low, what shift lacks, in such lines, and the flags, (heads of all batch entries, a
-    flag for ``plan.flagged`` queries), are not described: they are seldom read."""
+    queries of all heads and batch entries, ``GradientTileSchedule.pitch`` apart, shift, which is lse log2(e), and
+    behind them delta; described where queries come by. low, what shift lacks, in such lines, and the flags, (heads of
+    all batch entries, a flag for ``plan.flagged`` queries), are not described: they are seldom read."""
 
     home_first: Any
     home_second: Any
@@ -76,7 +76,7 @@ class Sides(NamedTuple):
     d_second: Any
 
 
-class Work(NamedTuple):
+class GradientTileSchedule(NamedTuple):
     """The tiles of a call, as ``_flash.Work`` has them, with rows at home for queries and guests for keys. ``heads``,
     ``all_heads``: at home. ``pitch``: of a line of shift and delta."""
 
@@ -108,7 +108,7 @@ def work_of(sides, window, group, plan: gl.constexpr):
     tiles = gl.num_programs(0)
     if left is None and right is None:
         tiles = tiles_q * all_heads
-    return Work(tiles, tiles_q, AT_A_TIME, heads, group, all_heads, q_len, kv_len, pitch)
+    return GradientTileSchedule(tiles, tiles_q, AT_A_TIME, heads, group, all_heads, q_len, kv_len, pitch)
 
 
 class Own(NamedTuple):
@@ -286,4 +286,4 @@ def tiles_of(dtype: gl.constexpr, count: gl.constexpr, rows: gl.constexpr, plan:
     second = gl.allocate_shared_memory(dtype, [count, rows, plan.block_dv], tile)
     shift = gl.allocate_shared_memory(gl.float32, [count, 1, rows], line)
     delta = gl.allocate_shared_memory(gl.float32, [count, 1, rows], line)
-    return Tiles(first, second, shift, delta, ring_of(count, readers))
+    return SharedTiles(first, second, shift, delta, ring_of(count, readers))

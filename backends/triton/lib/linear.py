@@ -84,7 +84,7 @@ def linear_cotangent_kernel(
         tl.store(sums + part * n + lane, tl.sum(total, 0), mask=lane < n)
 
 
-class Walk(NamedTuple):
+class ReductionTiling(NamedTuple):
     """How programs share a walk over rows of n elements: tiles of block_rows x block_n, and ``group`` rows a program.
 
     Attributes:
@@ -98,7 +98,7 @@ class Walk(NamedTuple):
     stages: int
 
     @classmethod
-    def of(cls, call: Call) -> Walk:
+    def of(cls, call: Call) -> ReductionTiling:
         """Tiles of 1024 elements, and groups of up to 64 of them where that leaves 512 programs, four for each of an
         H100's multiprocessors: their sums are then a 50th of what is read and written."""
         rows, n = prod(call.dims["batch"]), call.dims["n"]
@@ -109,15 +109,15 @@ class Walk(NamedTuple):
         return cls(block_rows, block_n, block_rows * steps, tiles, stages)
 
 
-def refused(call: Call, m: int, n: int, k: int, of: Refused) -> str | None:
-    return of(call.replace(arrays={"hidden": call.arrays["x"], "weight": call.arrays["weight"]}), m, n, k)
+def refused(call: Call, m: int, n: int, k: int, refusal: Refused) -> str | None:
+    return refusal(call.replace(arrays={"hidden": call.arrays["x"], "weight": call.arrays["weight"]}), m, n, k)
 
 
-def supports_gradient(call: Call, config: Config, of: Refused) -> str | None:
+def supports_gradient(call: Call, config: Config, refusal: Refused) -> str | None:
     rows, n, k = prod(call.dims["batch"]), call.dims["n"], call.dims["k"]
     extents = {"d_x": (rows, k, n), "d_weight": (n, k, rows)}
-    reasons = [refused(call, *extents[name], of) for name in call.wants if name in extents]
-    walk = Walk.of(call)
+    reasons = [refused(call, *extents[name], refusal) for name in call.wants if name in extents]
+    walk = ReductionTiling.of(call)
     tile = RowsConfig(block_rows=walk.block_rows, block_n=walk.block_n, num_warps=WARPS)
     reasons.append(refuse_tile(call, tile, cdiv(rows, walk.group) * walk.tiles))
     return next(filter(None, reasons), None)
@@ -145,7 +145,7 @@ def cotangent(call: Call) -> tuple[Any, Any]:
     tensors, rows = walk_rows(d_y.ndim - 1, d_y, *(() if bare else (pre,)))
     d_y, pre = (*tensors, None)[:2]
     d_z = None if bare else fresh((rows.height, n), d_y.dtype, d_y.device)
-    walk = Walk.of(call)
+    walk = ReductionTiling.of(call)
     groups = cdiv(rows.height, walk.group)
     sums = scratch(call, groups, n) if summed else None
     tile = RowTile(walk.block_rows, walk.block_n, accumulator(call.dtype), **rows.known(call.dtype), stages=walk.stages)

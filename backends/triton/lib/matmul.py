@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def place(tile, tiles_m, tiles_n, group: tl.constexpr):
+def tile_index(tile, tiles_m, tiles_n, group: tl.constexpr):
     """The row and the column of tiles of the ``tile``-th: ``group`` rows of tiles are finished column by column."""
     first_m = tile // (group * tiles_n) * group
     rest = tile % (group * tiles_n)

@@ -4,7 +4,7 @@ A row that a program keeps in registers lies in one tile or, where the power of 
 than the row, in two: the first is full, so that no column of it is masked, and the second takes what is left. A kernel
 holds a tuple of as many tiles wherever it would hold a tile, and sums and maxima are over all of them.
 
-Kernels take their numbers in groups: ``Extents`` of the rows, ``Strides`` of each array (``layout``), and as the
+Kernels take their numbers in groups: ``RowExtents`` of the rows, ``Strides`` of each array (``layout``), and as the
 constant ``tile`` a ``RowTile``.
 """
 
@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton.configs import RowsConfig
-from portakern.backends.triton.launch import accumulator, cdiv, held, lanes, refuse_over, refuse_tile
-from portakern.backends.triton.layout import SHAPES, Rows, aligned, pow2_at_least, row_start
+from portakern.backends.triton.launch import accumulator, cdiv, fits_registers, lanes, refuse_over, refuse_tile
+from portakern.backends.triton.layout import SHAPES, TensorRows, aligned, pow2_at_least, row_start
 from portakern.spec.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 LOG2_E = tl.constexpr(log2(e))
 
 
-class Extents(NamedTuple):
+class RowExtents(NamedTuple):
     """``height``: how many rows there are, ``inner`` of them in the inner row dimension; ``n``: the numbers of each."""
 
     height: int
@@ -60,7 +60,7 @@ class RowTile(NamedTuple):
 
     Attributes:
       block_rows, block_n: the extents of a tile; acc_dtype: what sums are kept in.
-      flat, unit: of :meth:`Rows.known`.
+      flat, unit: of :meth:`TensorRows.known`.
       tail: the width of a second tile, or 0; tiles: how many hold a row, 0 where it is read in blocks.
       deep: of a row that is read in blocks, how many tiles make a block.
       stages: tiles of rows one after another whose loads are under way.
@@ -272,7 +272,7 @@ def kept(n: int, block_rows: int, block_n: int, num_warps: int, least: int) -> t
     if n <= block_n:
         return 0, 1
     tail = pow2_at_least(n - block_n, min(least, block_n))
-    return (tail, 2) if tail <= block_n and held(block_rows * (block_n + tail), num_warps) else (0, 0)
+    return (tail, 2) if tail <= block_n and fits_registers(block_rows * (block_n + tail), num_warps) else (0, 0)
 
 
 def tiles_of(call: Call, n: int, config: RowsConfig) -> tuple[int, int]:
@@ -287,7 +287,7 @@ def threads_read(call: Call, n: int, num_warps: int) -> int:
     return num_warps * lanes(call.target.arch) * (1 if n % vector else vector)
 
 
-def row_tile(call: Call, rows: Rows, n: int, config: RowsConfig) -> RowTile:
+def row_tile(call: Call, rows: TensorRows, n: int, config: RowsConfig) -> RowTile:
     """The tile of a kernel over rows of n. A long row is read ``deep`` tiles at a time: as many as one has elements
     that all threads read at once, so that what a thread adds up is in its own hands."""
     tail, tiles = tiles_of(call, n, config)
@@ -295,12 +295,12 @@ def row_tile(call: Call, rows: Rows, n: int, config: RowsConfig) -> RowTile:
     return block_tile(call, rows, config)._replace(tail=tail, tiles=tiles, deep=deep)
 
 
-def block_tile(call: Call, rows: Rows, config: RowsConfig) -> RowTile:
+def block_tile(call: Call, rows: TensorRows, config: RowsConfig) -> RowTile:
     """The tile of a kernel that knows no row as a whole."""
     return RowTile(config.block_rows, config.block_n, accumulator(call.dtype), **rows.known(call.dtype))
 
 
-def shared_tile(call: Call, rows: Rows, n: int, config: RowsConfig) -> tuple[int, RowTile]:
+def shared_tile(call: Call, rows: TensorRows, n: int, config: RowsConfig) -> tuple[int, RowTile]:
     """How many programs share a row of n that may not stay in registers, and the tile of each."""
     tail, tiles = tiles_of(call, n, config)
     tile = block_tile(call, rows, config)._replace(tail=tail, tiles=tiles or 1)
@@ -317,7 +317,8 @@ def refuse_rows(call: Call, config: RowsConfig, n: int, rows: int) -> str | None
 def tile_rows(n: int, arch: str, norm: bool = False) -> RowsConfig:
     """A formula of n instead of a table: nothing that was timed asked for another choice at some n, or on some chip.
 
-    A program takes a whole row where 1024 threads can hold it, some short ones together (:func:`together`), and else a
+    A program takes a whole row where 1024 threads can hold it, some short ones together (:func:`rows_per_program`), and
+    else a
     block of it at a time, twice: 16384 numbers, held by 1024 threads (H100, 4096 x 65536: layernorm 450 us, 592 by 512
     threads, rmsnorm 480 and 500; x 131072: layernorm 1052 and 1275, softmax 954 and 1047), or 4096 of rows that are not
     aligned (H100, n = 131072: 74 us in blocks of 16384, 82 in blocks of 8192; n = 21775, which is not aligned: 76 us in
@@ -346,13 +347,13 @@ def tile_rows(n: int, arch: str, norm: bool = False) -> RowsConfig:
     least = 1 if short or (norm and odd) else 64 // elements
     if odd and row == 1024:  # H100, 8192 x 1001: softmax 17.3 us, 18.1 in two rows of 2 warps
         least = 128 // width
-    block_rows = together(n, row, block_n, norm)
+    block_rows = rows_per_program(n, row, block_n, norm)
     counted = row if two and odd and not norm else block_n
     num_warps = pow2_at_least(block_rows * counted // (elements * width), least, 1024 // width)
     return RowsConfig(block_rows=block_rows, block_n=block_n, num_warps=num_warps)
 
 
-def together(n: int, row: int, block_n: int, norm: bool) -> int:
+def rows_per_program(n: int, row: int, block_n: int, norm: bool) -> int:
     """How many rows of n a program takes, whose tiles have ``row`` columns.
 
     About 2048 elements of rows in one tile, or 1024 of 257 to 512 and of those that are not aligned (H100, rmsnorm of

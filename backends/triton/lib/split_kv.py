@@ -84,13 +84,13 @@ def plain_product(a, b):
 
 
 @triton.jit
-def merge(whole, part, scores):
+def merge(full, part, scores):
     """The state of all keys, from the states (acc, l, m) of those so far and of those that follow them.
 
     A part that holds no key changes nothing. The fused operations are written out: which product of two a compiler
     fuses with their sum is its choice, and another kernel's might be another one.
     """
-    acc, l, m = whole
+    acc, l, m = full
     acc_part, l_part, m_part = part
     m_new = tl.maximum(m, m_part)
     under = origin(m_new, scores)

@@ -63,7 +63,7 @@ def add_tile(described: Any, at: Any, tile: Any, _semantic: Any = None) -> None:
 GROUPS = gl.constexpr(2)  # of four warps, each of which owns 64 keys and computes half of a tile's d_q
 
 
-class Parts(NamedTuple):
+class GroupExchange(NamedTuple):
     """What the groups show each other. ``tiles``: D^T, rounded, two buffers of a tile a group; ``there``: whether all
     groups have put theirs into a buffer; ``done``: whether all are done with the keys at home. ``leaving``: a group's
     half of a d_q each, where the copy engine adds to memory."""
@@ -74,7 +74,7 @@ class Parts(NamedTuple):
     leaving: Any
 
 
-class Walk(NamedTuple):
+class QueryWalk(NamedTuple):
     """What a walk over queries works with: what a group of warps owns, all keys at home, the ring of queries, what
     groups show each other, where d_q is added up, and units and tiles."""
 
@@ -251,7 +251,7 @@ def consumer(GROUP: gl.constexpr, home, guests, parts, sides, sums, softmax, gro
         for g in gl.static_range(GROUPS):
             mbarrier.wait(home.ring.full.index(g), count & 1)
         own = Own(home_first, home_second, limits, all_lo, all_hi, None, None, sides.low, sides.flags)
-        of = Walk(own, home.first, guests, parts, sums, softmax.scores, work)
+        of = QueryWalk(own, home.first, guests, parts, sums, softmax.scores, work)
         d_first = gl.zeros([ROWS, block_d], gl.float32, accumulator(block_d))
         d_second = gl.zeros([ROWS, block_dv], gl.float32, accumulator(block_dv))
         place, guest = (head * work.group, first), (first, last, steps)
@@ -290,7 +290,7 @@ def attention_vjp_unordered_kernel(
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     home = tiles_of(dtype, GROUPS, ROWS, plan, 1)
     guests = tiles_of(dtype, plan.stages, plan.block, plan, GROUPS)
-    parts = Parts(
+    parts = GroupExchange(
         gl.allocate_shared_memory(dtype, [2 * (block // 64) * GROUPS, ROWS, 64], swizzled),
         gl.allocate_shared_memory(gl.int64, [2, 1], bar),
         gl.allocate_shared_memory(gl.int64, [1, 1], bar).index(0),

@@ -85,7 +85,7 @@ class Training:
     """What was decided for calls of one signature that autograd watches: a step that any of them may take.
 
     Attributes:
-      call: such a call, without its arrays. serve: see :class:`portakern.core.plan.Plan`.
+      call: such a call, without its arrays. serve: see :class:`portakern.core.plan.CallPlan`.
     """
 
     __slots__ = ("_apply", "_names", "_step", "_wanted", "call")

@@ -45,8 +45,8 @@ FAULTS = {
         Planted(
             "grid-turned",
             "tiles are numbered as if rows and columns were each other's",
-            old="place(tl.program_id(0), extents.tiles_m, extents.tiles_n, tile.group)",
-            new="place(tl.program_id(0), extents.tiles_n, extents.tiles_m, tile.group)",
+            old="tile_index(tl.program_id(0), extents.tiles_m, extents.tiles_n, tile.group)",
+            new="tile_index(tl.program_id(0), extents.tiles_n, extents.tiles_m, tile.group)",
             gpu=False,
         ),
         Planted(

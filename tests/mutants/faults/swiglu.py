@@ -38,8 +38,8 @@ FAULTS = {
         Planted(
             "rows-of-the-gate",
             "up is read with the rows of the gate",
-            old="\n    u = tl.load(place(up, row, col, up_strides, tile)",
-            new="\n    u = tl.load(place(up, row, col, gate_strides, tile)",
+            old="\n    u = tl.load(pointers(up, row, col, up_strides, tile)",
+            new="\n    u = tl.load(pointers(up, row, col, gate_strides, tile)",
             gpu=False,
             small=True,
         ),

@@ -38,8 +38,8 @@ FAULTS = {
         Planted(
             "rows-of-the-gate",
             "d_y is read with the rows of the gate",
-            old="place(d_y, row, col, d_y_strides, tile)",
-            new="place(d_y, row, col, gate_strides, tile)",
+            old="pointers(d_y, row, col, d_y_strides, tile)",
+            new="pointers(d_y, row, col, gate_strides, tile)",
             gpu=False,
             small=True,
         ),
@@ -48,7 +48,7 @@ FAULTS = {
             "the gate is read again for d_up, where d_gate may lie over it by then",
             old="    if d_up is not None:\n",
             new="    if d_up is not None:\n"
-            "        g = tl.load(place(gate, row, col, gate_strides, tile), mask=ok)\n"
+            "        g = tl.load(pointers(gate, row, col, gate_strides, tile), mask=ok)\n"
             "        g = g.to(tile.acc_dtype)\n",
             sample=True,
         ),
