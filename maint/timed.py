@@ -151,7 +151,7 @@ def speeds(kept: StoredResults) -> str:
 
 
 def _speed(rows: Sequence[Row], root: Path) -> str:
-    """The calls of one op on one device, ours and those of peers."""
+    """The calls of one op on one device, portakern's and those of peers."""
     if any(r["subject"] and r["verdict"] in ("wrong", "failed") for r in rows):
         return "**wrong**"
     found = _ratios(rows)

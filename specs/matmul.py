@@ -105,14 +105,14 @@ def exact(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """
     a, b, unit = call.arrays["a"], call.arrays["b"], units(call)
 
-    def whole(x: np.ndarray) -> np.ndarray:
+    def integral(x: np.ndarray) -> np.ndarray:
         kept = x == np.trunc(x)
         if unit.tf32:
             mantissa, _ = np.frexp(x)
             kept &= mantissa * 2**11 == np.trunc(mantissa * 2**11)
         return kept & np.isfinite(x)
 
-    rows, columns = whole(a).all(-1, keepdims=True), whole(b).all(-2, keepdims=True)
+    rows, columns = integral(a).all(-1, keepdims=True), integral(b).all(-2, keepdims=True)
     if not (rows.any() and columns.any()):
         return (np.zeros(ref[0].shape, bool),)
     return (rows & columns & (abs_matmul(a, b, unit) < 1 / unit.u),)

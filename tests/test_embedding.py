@@ -604,10 +604,12 @@ FAULTS = {
             program, dataclasses.replace(step, first=0), held),
         test_a_loop_does_for_each_part_what_is_done_for_one),
     "a loop leaves what is left over out": (
-        embedding, "embed_loop", lambda real: lambda program, step, held: real(program, step, held) if step.times > 1 else 0,
+        embedding, "embed_loop",
+        lambda real: lambda program, step, held: real(program, step, held) if step.times > 1 else 0,
         test_a_loop_does_for_each_part_what_is_done_for_one),
     "in a loop kernels may write to what was there": (
-        embedding, "embed_steps", lambda real: lambda program, steps, held, fixed: real(program, steps, held, frozenset()),
+        embedding, "embed_steps",
+        lambda real: lambda program, steps, held, fixed: real(program, steps, held, frozenset()),
         test_in_a_loop_nothing_from_before_is_written_to),
     "a loop over classes counts labels anew": (
         trace.Trace, "repeat", lambda real: lambda traced, first, times, length, piece, reads, writes: real(

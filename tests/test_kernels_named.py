@@ -87,7 +87,7 @@ CALLS = {  # what a variant chooses by the form of a call
     "gradients": (
         lambda: on_hopper("attention_vjp", *[empty(1, 512, 4, 64)] * 4, empty(1, 4, 512, dtype=torch.float32),
                           empty(1, 512, 4, 64)),
-        {"lib.attention_vjp.", "hopper._flash_gradients.attention_vjp_gradients_kernel"},
+        {"lib.attention.", "hopper._flash_gradients.attention_vjp_gradients_kernel"},
     ),
     "a large product": (lambda: product(4096, 4096, 4096), {"hopper._warps.matmul_by_roles"}),
     "few rows": (lambda: product(16, 4096, 4096), {"hopper.matmul.matmul_kernel"}),

@@ -785,7 +785,9 @@ def test_gates_are_cut_evenly():
     from portakern.backends.pallas.tpu.swiglu import blocks
 
     call = gate_call("swiglu", 14336, "bfloat16", "v5p")
-    assert blocks(call, RowsConfig(block_rows=128, block_n=4096)) == (128, 3584), "four of 4096 would move a seventh more"
+    assert blocks(call, RowsConfig(block_rows=128, block_n=4096)) == (128, 3584), (
+        "four of 4096 would move a seventh more"
+    )
 
 
 def test_a_table_s_blocks_of_few_rows_have_no_array_copied():

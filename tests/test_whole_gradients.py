@@ -14,7 +14,7 @@ import pytest
 import portakern as pk
 from portakern import testing
 from portakern.core.binder import bind
-from portakern.testing.whole import cotangents_of, fraction, whole_gradients
+from portakern.testing.whole_gradients import cotangents_of, fraction, whole_gradients
 from tests.ops import forward_records
 from tests.whole import DRAWN, NARROW, cases, gradients, worst
 

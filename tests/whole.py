@@ -29,7 +29,7 @@ from portakern.testing.layouts import row_major
 from portakern.testing.sizes import Limits
 from portakern.testing.source import Rejected
 from portakern.testing.strategies import drawn
-from portakern.testing.whole import cotangents_of, fraction, whole_gradients
+from portakern.testing.whole_gradients import cotangents_of, fraction, whole_gradients
 
 SMALL = Limits(elements=1024, flops=2e5, tile_volume=2**13, used=0, layouts=("contiguous",))
 NARROW = replace(SMALL, dtypes=("float32", "float16", "bfloat16"))

@@ -49,8 +49,8 @@ def scratch(like: Any, rows: int, columns: int) -> Callable[[int, int], Any]:
         return lambda height, width: fresh((height, width), like.dtype, like.device)
     buffer = fresh((rows, columns), like.dtype, like.device)
 
-    def room(height: int, width: int) -> Any:
+    def allocate(height: int, width: int) -> Any:
         whole = (height, width) == (rows, columns)
         return buffer if whole else buffer.view(-1)[: height * width].view(height, width)
 
-    return room
+    return allocate

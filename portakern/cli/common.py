@@ -79,8 +79,8 @@ out = Console()
 err = Console(stderr=True)
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(requested: bool) -> None:
+    if requested:
         print(f"portakern {__version__}")
         raise typer.Exit
 

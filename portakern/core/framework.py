@@ -2,8 +2,8 @@
 watches its calls.
 
 On the host every crossing goes through NumPy without a copy (bfloat16 as ml_dtypes); between two libraries on a GPU it
-is DLPack. The libraries themselves are described in :mod:`portakern.frameworks`, one wing each, found by walking that
-package.
+is DLPack. The libraries themselves are described in :mod:`portakern.frameworks`, one adapter each, found by walking
+that package.
 """
 
 from __future__ import annotations

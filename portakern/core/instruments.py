@@ -1,6 +1,6 @@
 """What is measured of calls on a device: time, memory, the roof, and whether an array is as it should be.
 
-Here is the host's share, which every library can fall back on. What a library's own device can tell is in its wing
+Here is the host's share, which every library can fall back on. What a library's own device can tell is in its adapter
 (:meth:`portakern.core.framework.Framework.instruments`)."""
 
 from __future__ import annotations

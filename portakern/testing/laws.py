@@ -106,12 +106,12 @@ def run_law(subject: Subject, case: LawCase, limits: Limits | None = None) -> No
     required, names = [a.name for a in spec.arrays if not a.optional], [o.name for o in spec.outputs]
     defaults = {o.name: o.default for o in spec.options if o.name in subject.always}
 
-    def ours(a: np.ndarray) -> Any:
+    def on_device(a: np.ndarray) -> Any:
         memory = np.ascontiguousarray(a).reshape(-1)
         return fw.strided(memory, a.shape, row_major(a.shape), 0, subject.device)
 
     def run(*arrays: np.ndarray | None, **options: Any) -> Any:
-        given = {a.name: ours(x) for a, x in zip(spec.arrays, arrays, strict=False) if x is not None}
+        given = {a.name: on_device(x) for a, x in zip(spec.arrays, arrays, strict=False) if x is not None}
         optional = {n: x for n, x in given.items() if n not in required}
         lacks = subject.always & {a.name for a in spec.arrays} - {*given}
         if lacks or not all(map(limits.takes, (*optional, *options))):

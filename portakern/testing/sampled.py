@@ -161,13 +161,15 @@ def stand_ins(call: Call, chosen: Mapping[str, Any], rng: np.random.Generator) -
     """Dimension -> for every index along it the place in ``chosen`` of one that stands for it: itself where it was
     chosen, else any."""
 
-    def of(index: np.ndarray, extent: int) -> np.ndarray:
+    def stands_for(index: np.ndarray, extent: int) -> np.ndarray:
         found = rng.integers(0, len(index), extent)
         found[index] = np.arange(len(index))
         return found
 
     names = [n for n in chosen if n not in call.spec.drops]
-    found: dict[str, Any] = {n: [of(i, e) for i, e in zip(chosen[n], extents_of(call, n), strict=True)] for n in names}
+    found: dict[str, Any] = {
+        n: [stands_for(i, e) for i, e in zip(chosen[n], extents_of(call, n), strict=True)] for n in names
+    }
     return found | _with_an_axis_dropped(call, found)
 
 

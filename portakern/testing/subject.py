@@ -221,7 +221,7 @@ def _refusal(
     takes = None if impl.takes is None else impl.takes(spec) | {"wants"}
     limits = Limits(elements=256, arguments=takes, empty=False, drawn=impl.drawn, layouts=("contiguous",))
 
-    def said(case: Case, dtype: str) -> str | None:
+    def reason_of(case: Case, dtype: str) -> str | None:
         case = replace(case, dtype=dtype, dtypes={}, wider=())
         call = bind(spec, **{n: b.view() for n, b in case.buffers(spec).items()}, **case.options)
         call.target, call.interpret = target, interpret
@@ -233,8 +233,8 @@ def _refusal(
             case, _ = drawn(seed, spec, limits, {})
         except Rejected:
             return None
-        if said(case, spec.dtypes[0]) is None:
-            return said(case, dtype)
+        if reason_of(case, spec.dtypes[0]) is None:
+            return reason_of(case, dtype)
     return None
 
 

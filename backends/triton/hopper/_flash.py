@@ -8,7 +8,7 @@ beside the products of the other.
 
 Keys i and values i - 1 arrive under one barrier, as unit i of a walk over n tiles: unit 0 is keys alone, unit n values
 alone. Chunks of keys (``lib/split_kv.py``) do not end the walk: the first scores of a chunk are issued beside the last
-products of the one before, whose state is then merged with the whole row's, and the chunk's first product begins its
+products of the one before, whose state is then merged with the total row's, and the chunk's first product begins its
 sum anew. The row's state stays in registers, two accumulators beside one tile of scores; at head dimensions beyond 128
 the compiler moves it to local memory, which is touched where chunks meet and nowhere else.
 
@@ -70,13 +70,13 @@ class FlashPlan(NamedTuple):
 
 class TileSchedule(NamedTuple):
     """The tiles of a call. ``tiles``: of all heads; ``ahead``: how many of them are taken from the first on, the others
-    from the last on (see ``following``); ``tiles_q``: of one head; ``together``: heads whose tiles are taken by turns,
-    the last queries first where these see most keys."""
+    from the last on (see ``following``); ``tiles_q``: of one head; ``interleaved_heads``: heads whose tiles are taken
+    in turn, the last queries first where these see most keys."""
 
     tiles: int
     ahead: int
     tiles_q: int
-    together: int
+    interleaved_heads: int
     heads: int
     group: int
     all_heads: int
@@ -113,8 +113,8 @@ class Buffers(NamedTuple):
 class PingPong(NamedTuple):
     """Barriers by which two groups take turns: the one that this group waits at, and the one where the other does."""
 
-    mine: Any
-    theirs: Any
+    own: Any
+    other: Any
 
 
 class KeyLimits(NamedTuple):
@@ -247,9 +247,9 @@ def weights_under(s, under):
 
 
 @gluon.jit
-def merge(whole, part, scores, row: gl.constexpr):
+def merge(total, part, scores, row: gl.constexpr):
     """As ``merge`` of ``lib/split_kv.py``."""
-    acc, l, m = whole
+    acc, l, m = total
     acc_part, l_part, m_part = part
     m_new = gl.maximum(m, m_part)
     under = origin(m_new, scores)
@@ -260,49 +260,49 @@ def merge(whole, part, scores, row: gl.constexpr):
 
 
 @gluon.jit
-def at_border(opens, whole, part, alpha, opened, start, scores, plan: gl.constexpr):
-    """(whole, acc, first key of the chunk): a chunk that is done (``opens``: the next one has begun) is merged into the
-    whole, and its accumulator not set back, since the next product writes it anew; else the accumulator is scaled."""
+def at_border(opens, total, part, alpha, opened, start, scores, plan: gl.constexpr):
+    """(total, acc, first key of the chunk): a chunk that is done (``opens``: the next one has begun) is merged into the
+    total, and its accumulator not set back, since the next product writes it anew; else the accumulator is scaled."""
     acc, l, m = part
     row_o: gl.constexpr = by_row(plan.block_dv)
     if opens:
-        whole = merge(whole, (acc, gl.convert_layout(gl.sum(l, 1), by_row(plan.block_kv)), m), scores, row_o)
+        total = merge(total, (acc, gl.convert_layout(gl.sum(l, 1), by_row(plan.block_kv)), m), scores, row_o)
         opened = start
     else:
         acc = acc * gl.convert_layout(alpha, row_o)[:, None]
-    return whole, acc, opened
+    return total, acc, opened
 
 
 @gluon.jit
-def take_turn(turn, turns, GROUP: gl.constexpr, plan: gl.constexpr):
+def wait_pingpong(handoff, pingpong, GROUP: gl.constexpr, plan: gl.constexpr):
     """Wait until the other group has issued its products."""
     if plan.consumers == 2:
-        mbarrier.wait(turns.mine, (turn & 1) ^ (1 if GROUP == 0 else 0))
+        mbarrier.wait(pingpong.own, (handoff & 1) ^ (1 if GROUP == 0 else 0))
 
 
 @gluon.jit
-def pass_turn(turns, plan: gl.constexpr):
+def signal_pingpong(pingpong, plan: gl.constexpr):
     """Let the other group issue its products."""
     if plan.consumers == 2:
-        mbarrier.arrive(turns.theirs, count=1)
+        mbarrier.arrive(pingpong.other, count=1)
 
 
 @gluon.jit
-def first_dots(turn, unit, q, tiles, ring, turns, GROUP: gl.constexpr, plan: gl.constexpr):
+def first_dots(handoff, unit, q, tiles, ring, pingpong, GROUP: gl.constexpr, plan: gl.constexpr):
     """The products of queries and the first tile of keys, with nothing beside them."""
     block: gl.constexpr = plan.block_kv
     zeros = gl.zeros([ROWS, block], gl.float32, accumulator(block))
     stage = await_full(ring, unit)
-    take_turn(turn, turns, GROUP, plan)
+    wait_pingpong(handoff, pingpong, GROUP, plan)
     dots = warpgroup_mma(q, tiles.k.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    pass_turn(turns, plan)
+    signal_pingpong(pingpong, plan)
     s = warpgroup_mma_wait(0, deps=[dots])
     mbarrier.arrive(ring.empty.index(stage), count=1)
     return s
 
 
 @gluon.jit
-def last_products(p16, state, whole, grows, unit, tiles, ring, scores, plan: gl.constexpr):
+def last_products(p16, state, total, grows, unit, tiles, ring, scores, plan: gl.constexpr):
     """The state (acc, l, m) with the last tile's products, which start the accumulator unless it ``grows``."""
     acc, l, m = state
     stage = unit % plan.stages
@@ -311,14 +311,14 @@ def last_products(p16, state, whole, grows, unit, tiles, ring, scores, plan: gl.
     acc = warpgroup_mma_wait(0, deps=[products])
     mbarrier.arrive(ring.empty.index(stage), count=1)
     if plan.chunked:
-        acc, l_row, m = merge(whole, (acc, l_row, m), scores, by_row(plan.block_dv))
+        acc, l_row, m = merge(total, (acc, l_row, m), scores, by_row(plan.block_dv))
     return acc, l_row, m
 
 
 @gluon.jit
-def attend(turn, unit, span, q, q_empty, tiles, ring, turns, band, scores_chunk, GROUP: gl.constexpr,
+def attend(handoff, unit, span, q, q_empty, tiles, ring, pingpong, band, scores_chunk, GROUP: gl.constexpr,
            plan: gl.constexpr):  # fmt: skip
-    """The state (acc, l, m) of the keys of a span [first, last), and what ``turn`` and ``unit`` are after them. q is
+    """The state (acc, l, m) of the keys of a span [first, last), and what ``handoff`` and ``unit`` are after them. q is
     given back when the last scores are there, unless o is to take its place."""
     weights: gl.constexpr = gl.DotOperandLayout(0, accumulator(plan.block_dv), 2)
     row_s: gl.constexpr = by_row(plan.block_kv)
@@ -331,11 +331,11 @@ def attend(turn, unit, span, q, q_empty, tiles, ring, turns, band, scores_chunk,
     zeros = gl.zeros([ROWS, block], gl.float32, accumulator(block))
     nothing = gl.full([ROWS], float("-inf"), gl.float32, row_s)
     acc = gl.zeros([ROWS, block_dv], gl.float32, accumulator(block_dv))
-    whole = acc, gl.zeros([ROWS], gl.float32, row_s), nothing
+    total = acc, gl.zeros([ROWS], gl.float32, row_s), nothing
     opened = first  # the first key of the chunk that acc, l and m are of
     border = first // chunk * chunk + chunk  # the first key of the next one: counted, since a division takes 200 cycles
-    s = first_dots(turn, unit, q, tiles, ring, turns, GROUP, plan)
-    turn += 1
+    s = first_dots(handoff, unit, q, tiles, ring, pingpong, GROUP, plan)
+    handoff += 1
     s = seen_scores(s, first, cols, band, scores)
     m, under, _ = risen(s, nothing, scores, row_s)
     p = weights_under(s, under)
@@ -344,12 +344,12 @@ def attend(turn, unit, span, q, q_empty, tiles, ring, turns, band, scores_chunk,
     unit += 1
     await_full(ring, unit)
     for start in range(first + block, last, block):
-        take_turn(turn, turns, GROUP, plan)
+        wait_pingpong(handoff, pingpong, GROUP, plan)
         dots = warpgroup_mma(q, tiles.k.index(unit % stages).permute((1, 0)), zeros, use_acc=False, is_async=True)
         products = warpgroup_mma(p16, tiles.v.index(unit % stages), acc, use_acc=start - block > opened, is_async=True)
-        pass_turn(turns, plan)
+        signal_pingpong(pingpong, plan)
         s = warpgroup_mma_wait(1, deps=[dots])
-        turn += 1
+        handoff += 1
         s = seen_scores(s, start, cols, band, scores)
         m_before = m
         if plan.chunked:
@@ -363,7 +363,7 @@ def attend(turn, unit, span, q, q_empty, tiles, ring, turns, band, scores_chunk,
         acc = warpgroup_mma_wait(0, deps=[products])
         mbarrier.arrive(ring.empty.index(unit % stages), count=1)
         if plan.chunked:
-            whole, acc, opened = at_border(opens, whole, (acc, l, m_before), alpha, opened, start, scores, plan)
+            total, acc, opened = at_border(opens, total, (acc, l, m_before), alpha, opened, start, scores, plan)
         else:
             acc = acc * gl.convert_layout(alpha, by_row(block_dv))[:, None]
         p = weights_under(s, under)
@@ -373,12 +373,12 @@ def attend(turn, unit, span, q, q_empty, tiles, ring, turns, band, scores_chunk,
     if not plan.o_in_q:
         mbarrier.arrive(q_empty, count=1)
     grows = (last - 1) // block * block > opened
-    state = last_products(p16, (acc, l, m), whole, grows, unit, tiles, ring, scores, plan)
-    return state, turn, unit + 1
+    state = last_products(p16, (acc, l, m), total, grows, unit, tiles, ring, scores, plan)
+    return state, handoff, unit + 1
 
 
 @gluon.jit
-def consumer(GROUP: gl.constexpr, tiles, q_ring, ring, turns, out, softmax, work, plan: gl.constexpr):
+def consumer(GROUP: gl.constexpr, tiles, q_ring, ring, pingpong, out, softmax, work, plan: gl.constexpr):
     """Four warps that own 64 queries of each tile of this program."""
     row_s: gl.constexpr = by_row(plan.block_kv)
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
@@ -388,7 +388,7 @@ def consumer(GROUP: gl.constexpr, tiles, q_ring, ring, turns, out, softmax, work
     before = work.kv_len - work.q_len  # keys that stand before query 0
     q = tiles.q.index(GROUP)
     unit = 0
-    turn = 0
+    handoff = 0
     count = 0
     index = gl.program_id(0)
     back = 0
@@ -401,7 +401,7 @@ def consumer(GROUP: gl.constexpr, tiles, q_ring, ring, turns, out, softmax, work
         limits, all_lo, all_hi = reach(mine_top + before, work, left, right, row_s)
 
         mbarrier.wait(q_ring.full.index(GROUP), count & 1)
-        state, turn, unit = attend(turn, unit, span, q, q_ring.empty.index(GROUP), tiles, ring, turns,
+        state, handoff, unit = attend(handoff, unit, span, q, q_ring.empty.index(GROUP), tiles, ring, pingpong,
                                    KeyLimits(limits, all_lo, all_hi), (scores, work.chunk), GROUP, plan)  # fmt: skip
         acc, l, m = state
         inverse = 1.0 / gl.where(l == 0.0, 1.0, l)
@@ -477,15 +477,15 @@ def producer(tiles, q_ring, ring, inputs, window, work, plan: gl.constexpr):
         index, back = following(index, back, work, left, right)
 
 
-@gluon.jit(do_not_specialize=["ahead", "together", "group", "chunk"])
-def attention_flash_kernel(q, k, v, o, lse, low, softmax, ahead, together, group, chunk, plan: gl.constexpr):
+@gluon.jit(do_not_specialize=["ahead", "interleaved_heads", "group", "chunk"])
+def attention_flash_kernel(q, k, v, o, lse, low, softmax, ahead, interleaved_heads, group, chunk, plan: gl.constexpr):
     """o, and lse and low (lse_low) unless these are None. q, k, v, o: described, (batch, length, heads, d). From
     ``ahead`` on: of ``TileSchedule``, numbers that are handed over one by one, as in a tuple Triton would compile the
     kernel for what divides them."""
     batch, q_len, heads, _ = q.shape
     tiles_q, all_heads = gl.cdiv(q_len, ROWS * plan.consumers), batch * heads
     work = TileSchedule(
-        tiles_q * all_heads, ahead, tiles_q, together, heads, group, all_heads, q_len, k.shape[1], chunk
+        tiles_q * all_heads, ahead, tiles_q, interleaved_heads, heads, group, all_heads, q_len, k.shape[1], chunk
     )
     inputs, out = QkvInputs(q, k, v), Outputs(o, lse, low)
     dtype: gl.constexpr = q.dtype
@@ -498,11 +498,11 @@ def attention_flash_kernel(q, k, v, o, lse, low, softmax, ahead, together, group
         o_tiles = gl.allocate_shared_memory(dtype, [plan.consumers, ROWS, plan.block_dv], tile)
     tiles = Buffers(q_tiles, k_tiles, v_tiles, o_tiles)
     q_ring, ring = ring_of(plan.consumers, 1), ring_of(plan.stages, plan.consumers)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    pingpong = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
-        mbarrier.init(turns.index(i), count=1)
+        mbarrier.init(pingpong.index(i), count=1)
     fence_async_shared()
-    first, second = PingPong(turns.index(0), turns.index(1)), PingPong(turns.index(1), turns.index(0))
+    first, second = PingPong(pingpong.index(0), pingpong.index(1)), PingPong(pingpong.index(1), pingpong.index(0))
     # A tuple that is given a name loses its constexprs: the groups are written out.
     if plan.consumers == 2:
         gl.warp_specialize([

@@ -121,7 +121,7 @@ def attention(call: Call, config: FlashConfig) -> tuple[Any, ...]:
     described = (tiled(q, QUERIES, plan.block_d), tiled(k, plan.block_kv, plan.block_d),
                  tiled(v, plan.block_kv, plan.block_dv), tiled(o, QUERIES, plan.block_dv))  # fmt: skip
     launch(attention_flash_kernel, programs, call, *described, lse, low, Softmax(scores, (left, right)), work.ahead,
-           work.together, work.group, work.chunk, plan=plan, num_warps=4,
+           work.interleaved_heads, work.group, work.chunk, plan=plan, num_warps=4,
            maxnreg=REGISTERS[plan.consumers][1])  # fmt: skip
     return o, lse, low
 

@@ -51,7 +51,7 @@ def shared_bytes(plan: GradientsPlan) -> int:
     return rows * (2 * (plan.block_d + plan.block_dv) + 8 * plan.by_key) + BARRIERS
 
 
-def held(call: Call, plan: GradientsPlan) -> int:
+def registers_of(call: Call, plan: GradientsPlan) -> int:
     """Registers of a consumer's thread for sums, two tiles of numbers, what is rounded of them beside products, and
     the slopes of a softcap, of which a few are on their way to P."""
     sums = plan.block_d * plan.want_first + plan.block_dv * plan.want_second
@@ -63,7 +63,7 @@ def fit(call: Call, config: FlashGradientsConfig) -> FlashGradientsConfig:
     """Smaller tiles where terms of the scores take registers beside them."""
     smaller = {}
     for plan in plans(call, config).values():
-        while held(call, plan) > plan.registers - SPARE and plan.block > 32:
+        while registers_of(call, plan) > plan.registers - SPARE and plan.block > 32:
             plan = plan._replace(block=plan.block // 2)
         smaller["block_q" if plan.by_key else "dq_block_kv"] = plan.block
     return config.replace(**smaller)
@@ -93,10 +93,10 @@ def supports(call: Call, config: FlashGradientsConfig) -> str | None:
             return f"tiles of {plan.block} rows: this kernel takes 32, 64 or 128"
         if plan.ahead and plan.stages < 2:
             return f"ahead = 1 with num_stages = {plan.stages}: the next tile arrives before this one's place is free"
-        if held(call, plan) > plan.registers - SPARE:
+        if registers_of(call, plan) > plan.registers - SPARE:
             return (
                 f"tiles of {plan.block} rows at head dimensions {dims['d']} and {dims['dv']} need some "
-                f"{held(call, plan)} registers a thread for sums and scores; {plan.consumers} consumers have "
+                f"{registers_of(call, plan)} registers a thread for sums and scores; {plan.consumers} consumers have "
                 f"{plan.registers}"
             )
         if shared_bytes(plan) > shared_limit(call.target.arch):

@@ -257,32 +257,32 @@ def gradient(t, is_label, log_sum, low, g, counted, classes, terms: tl.constexpr
 
 
 @triton.jit
-def of_row(of, row, present, ignored, acc_dtype: tl.constexpr):
+def of_row(saved, row, present, ignored, acc_dtype: tl.constexpr):
     """A row's label, whether it counts, its lse and lse_low, and its cotangent, 1 where there is none."""
-    label = tl.load(of.labels + row, mask=present, other=ignored).to(tl.int64)
-    log_sum, rest = log_sum_of(of, row, present, acc_dtype)
-    if of.d_loss is not None:
-        g = tl.load(of.d_loss + row, mask=present, other=0.0).to(acc_dtype)
+    label = tl.load(saved.labels + row, mask=present, other=ignored).to(tl.int64)
+    log_sum, rest = log_sum_of(saved, row, present, acc_dtype)
+    if saved.d_loss is not None:
+        g = tl.load(saved.d_loss + row, mask=present, other=0.0).to(acc_dtype)
     else:  # a tuple that is returned holds no None where JAX's programs are compiled; compilers drop a factor of 1
         g = tl.full(row.shape, 1.0, acc_dtype)
     return label, label != ignored, log_sum, rest, g
 
 
 @triton.jit
-def log_sum_of(of, row, present, acc_dtype: tl.constexpr):
+def log_sum_of(saved, row, present, acc_dtype: tl.constexpr):
     """lse of rows, and lse_low, which is 0 where there is none."""
     rest = tl.zeros(row.shape, acc_dtype)
-    if of.low is not None:
-        rest = tl.load(of.low + row, mask=present, other=0.0).to(acc_dtype)
-    return tl.load(of.lse + row, mask=present, other=0.0).to(acc_dtype), rest
+    if saved.low is not None:
+        rest = tl.load(saved.low + row, mask=present, other=0.0).to(acc_dtype)
+    return tl.load(saved.lse + row, mask=present, other=0.0).to(acc_dtype), rest
 
 
 @triton.jit
-def within_a_row(x, of, d_x, begin, row, classes, terms: tl.constexpr, tile: tl.constexpr):
+def within_a_row(x, saved, d_x, begin, row, classes, terms: tl.constexpr, tile: tl.constexpr):
     """A tile of one row that counts, whose label is elsewhere."""
     at = begin + tl.arange(0, tile.width)
     row = row + tl.arange(0, 1)
-    _, _, log_sum, low, g = of_row(of, row, row >= 0, classes.ignored, terms.acc_dtype)
+    _, _, log_sum, low, g = of_row(saved, row, row >= 0, classes.ignored, terms.acc_dtype)
     t = tl.load(x + at).to(terms.acc_dtype)
     out = gradient(t, None, log_sum, low, g, None, classes.classes, terms)
     tl.store(d_x + at, out.to(d_x.dtype.element_ty))
@@ -295,14 +295,14 @@ def column(at, width: tl.constexpr):
 
 
 @triton.jit
-def where_rows_meet(x, of, d_x, begin, row, extents, classes, terms: tl.constexpr, tile: tl.constexpr):
+def where_rows_meet(x, saved, d_x, begin, row, extents, classes, terms: tl.constexpr, tile: tl.constexpr):
     """A tile of any two rows, but what the last whole vector of all leaves."""
     row = row + tl.arange(0, 1)
     border = (row + 1) * extents.n - begin
     limit = tl.minimum(extents.height * extents.n - begin, tile.width).to(tl.int32) // tile.vector * tile.vector
-    label, counted, log_sum, rest, g = of_row(of, row, row < extents.height, classes.ignored, terms.acc_dtype)
+    label, counted, log_sum, rest, g = of_row(saved, row, row < extents.height, classes.ignored, terms.acc_dtype)
     label_2, counted_2, log_sum_2, rest_2, g_2 = of_row(
-        of, row + 1, row + 1 < extents.height, classes.ignored, terms.acc_dtype
+        saved, row + 1, row + 1 < extents.height, classes.ignored, terms.acc_dtype
     )
     hit = column(label - classes.first + border - extents.n, tile.width)
     hit_2 = column(label_2 - classes.first + border, tile.width)
@@ -319,12 +319,12 @@ def where_rows_meet(x, of, d_x, begin, row, extents, classes, terms: tl.constexp
 
 
 @triton.jit
-def behind_vectors(x, of, d_x, extents, classes, terms: tl.constexpr, tile: tl.constexpr):
+def behind_vectors(x, saved, d_x, extents, classes, terms: tl.constexpr, tile: tl.constexpr):
     """The elements behind the last whole vector of all rows; ``edges``: the threads, of which few have one."""
     at = extents.height * extents.n // tile.vector * tile.vector + tl.arange(0, tile.edges)
     there = at < extents.height * extents.n
     row = extents.height - 1 + tl.arange(0, 1)
-    label, counted, log_sum, rest, g = of_row(of, row, row >= 0, classes.ignored, terms.acc_dtype)
+    label, counted, log_sum, rest, g = of_row(saved, row, row >= 0, classes.ignored, terms.acc_dtype)
     t = tl.load(x + at, mask=there & counted, other=float("-inf")).to(terms.acc_dtype)
     out = gradient(t, at - row * extents.n == label - classes.first, log_sum, rest, g, counted, classes.classes, terms)
     tl.store(d_x + at, out.to(d_x.dtype.element_ty), mask=there)

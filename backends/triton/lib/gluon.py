@@ -111,11 +111,11 @@ def tile_at(index, work, right, by_turns: gl.constexpr = True):
     if not by_turns:
         return index % work.tiles_q, index // work.tiles_q
     else:
-        section = index // (work.together * work.tiles_q)
-        rest = index - section * (work.together * work.tiles_q)
-        width = gl.minimum(work.together, work.all_heads - section * work.together)
+        section = index // (work.interleaved_heads * work.tiles_q)
+        rest = index - section * (work.interleaved_heads * work.tiles_q)
+        width = gl.minimum(work.interleaved_heads, work.all_heads - section * work.interleaved_heads)
         tile = rest // width
-        head = section * work.together + rest - tile * width
+        head = section * work.interleaved_heads + rest - tile * width
         if right is not None:
             tile = work.tiles_q - 1 - tile
         return tile, head

@@ -30,10 +30,10 @@ LINE = gl.constexpr(4)  # float32 numbers: lines of queries' numbers begin at mu
 class GradientsPlan(NamedTuple):
     """What the kernel is compiled for.
 
-    ``by_key``: keys are at home, and d_k and d_v are summed; else d_q. ``consumers`` groups of 64 rows at home; tiles
-    of ``block`` guests, of block_d and block_dv columns, ``stages`` of them on their way. ``ahead``: the products of a
-    tile are computed beside the weights of the next. ``want_first``, ``want_second``: which of d_first and d_second
-    are. registers: of a consumer's threads. ``flagged``: queries of which there is a flag."""
+    ``by_key``: keys are resident, and d_k and d_v are summed; else d_q. ``consumers`` groups of 64 resident rows; tiles
+    of ``block`` streamed rows, of block_d and block_dv columns, ``stages`` of them on their way. ``ahead``: the
+    products of a tile are computed beside the weights of the next. ``want_first``, ``want_second``: which of d_first
+    and d_second are. registers: of a consumer's threads. ``flagged``: queries of which there is a flag."""
 
     by_key: bool
     consumers: int
@@ -65,10 +65,10 @@ class Sides(NamedTuple):
     behind them delta; described where queries come by. low, what shift lacks, in such lines, and the flags, (heads of
     all batch entries, a flag for ``plan.flagged`` queries), are not described: they are seldom read."""
 
-    home_first: Any
-    home_second: Any
-    guest_first: Any
-    guest_second: Any
+    resident_first: Any
+    resident_second: Any
+    streamed_first: Any
+    streamed_second: Any
     lines: Any
     low: Any
     flags: Any
@@ -77,12 +77,12 @@ class Sides(NamedTuple):
 
 
 class GradientTileSchedule(NamedTuple):
-    """The tiles of a call, as ``_flash.Work`` has them, with rows at home for queries and guests for keys. ``heads``,
-    ``all_heads``: at home. ``pitch``: of a line of shift and delta."""
+    """The tiles of a call, as ``_flash.Work`` has them, with resident rows for queries and streamed ones for keys.
+    ``heads``, ``all_heads``: resident. ``pitch``: of a line of shift and delta."""
 
     tiles: Any
     tiles_q: Any
-    together: Any
+    interleaved_heads: Any
     heads: Any
     group: Any
     all_heads: Any
@@ -93,18 +93,18 @@ class GradientTileSchedule(NamedTuple):
 
 @gluon.jit
 def work_of(sides, window, group, plan: gl.constexpr):
-    """What follows from how long both sides are, and how many heads are at home. group: query heads of a key head, or
-    None, and keys are at home. Under a window a program has one tile; else programs stay."""
-    batch, q_len, heads, _ = sides.home_first.shape
+    """What follows from how long both sides are, and how many heads are resident. group: query heads of a key head, or
+    None, and keys are resident. Under a window a program has one tile; else programs stay."""
+    batch, q_len, heads, _ = sides.resident_first.shape
     left, right = window
     if group is None:
-        group = sides.guest_first.shape[2] // heads
+        group = sides.streamed_first.shape[2] // heads
     tiles_q, all_heads = gl.cdiv(q_len, ROWS * plan.consumers), batch * heads
     if plan.by_key:
         pitch = sides.lines.shape[1]
     else:
         pitch = gl.cdiv(q_len, LINE) * LINE
-    kv_len = sides.guest_first.shape[1]
+    kv_len = sides.streamed_first.shape[1]
     tiles = gl.num_programs(0)
     if left is None and right is None:
         tiles = tiles_q * all_heads
@@ -112,9 +112,9 @@ def work_of(sides, window, group, plan: gl.constexpr):
 
 
 class Own(NamedTuple):
-    """What a group of four warps owns: its rows at home in shared memory; what each sees, and what all see, of guests;
-    their shift, delta, low and whether one of them is flagged, where they are queries; else the memory of ``low`` and
-    ``flags``. low of queries: where it begins, and how many there are."""
+    """What a group of four warps owns: its resident rows in shared memory; what each sees, and what all see, of
+    streamed rows; their shift, delta, low and whether one of them is flagged, where they are queries; else the memory
+    of ``low`` and ``flags``. low of queries: where it begins, and how many there are."""
 
     first: Any
     second: Any
@@ -128,10 +128,11 @@ class Own(NamedTuple):
 
 
 @gluon.jit
-def statistic_of(own, guest, stage, by_key: gl.constexpr, mma: gl.constexpr):
-    """Shift or delta of the queries of a tile: rows at home have theirs in registers, guests in shared memory."""
+def statistic_of(own, streamed, stage, by_key: gl.constexpr, mma: gl.constexpr):
+    """Shift or delta of the queries of a tile: resident rows have theirs in registers, streamed ones in shared
+    memory."""
     if by_key:
-        return guest.index(stage).load(mma)
+        return streamed.index(stage).load(mma)
     else:
         return own
 
@@ -154,7 +155,8 @@ def any_flag(flags, line, start, queries: gl.constexpr, length, plan: gl.constex
 
 @gluon.jit
 def far_of(own, line, start, work, plan: gl.constexpr):
-    """Whether a query of a tile has an lse far from 0: of those at home it is known, guests of a ``line`` are asked."""
+    """Whether a query of a tile has an lse far from 0: of resident ones it is known, streamed ones of a ``line`` are
+    read."""
     if plan.by_key:
         return any_flag(own.flags, line, start, plan.block, work.kv_len, plan)
     else:
@@ -174,11 +176,11 @@ def low_of(own, line, start, like, cols, work, by_key: gl.constexpr):
 
 
 @gluon.jit
-def weights_of(dots, shift, far, place, cols, own, scores, work, by_key: gl.constexpr):
-    """(P, P cap'(s)) of a tile of dot products. shift: lse log2(e), for P is 2^(s log2(e) - shift). place: (line, first
-    guest). far: whether a query has an lse far from 0: the score is the number that it was in the forward pass, so that
-    with what shift lacks P is what it was."""
-    line, start = place
+def weights_of(dots, shift, far, position, cols, own, scores, work, by_key: gl.constexpr):
+    """(P, P cap'(s)) of a tile of dot products. shift: lse log2(e), for P is 2^(s log2(e) - shift). position: (line,
+    first streamed row). far: whether a query has an lse far from 0: the score is the number that it was in the forward
+    pass, so that with what shift lacks P is what it was."""
+    line, start = position
     t = dots
     if scores.softcap is not None:
         t = tanh(dots * scores.pre)
@@ -207,7 +209,7 @@ def score_gradients(sloped, d_p, delta, start, cols, own):
 
 @gluon.jit
 def guests_of(index, work, left, right, rows: gl.constexpr, block: gl.constexpr, by_key: gl.constexpr):
-    """(first row at home, batch entry and head as one number, first guest, last guest, tiles of guests)."""
+    """(first resident row, batch entry and head as one number, first and last streamed row, streamed tiles)."""
     tile, head = tile_at(index, work, right, left is not None or right is not None)
     top = tile * rows
     before = work.kv_len - work.q_len
@@ -221,21 +223,21 @@ def guests_of(index, work, left, right, rows: gl.constexpr, block: gl.constexpr,
 
 @gluon.jit
 def after(start, first, last, block: gl.constexpr):
-    """Where the tile of guests after the one at ``start`` begins: after a head's last, at the next head's first."""
+    """Where the streamed tile after the one at ``start`` begins: after a head's last, at the next head's first."""
     start += block
     return gl.where(start < last, start, first)
 
 
 @gluon.jit
-def next_tile(place, first, last, block: gl.constexpr):
-    """The place (line, first guest) after one: after a head's last, the next head's first."""
-    line, start = place
+def next_tile(position, first, last, block: gl.constexpr):
+    """The position (line, first streamed row) after one: after a head's last, the next head's first."""
+    line, start = position
     following = after(start, first, last, block)
     return line + gl.where(following > start, 0, 1), following
 
 
 @gluon.jit
-def producer(home, guests, sides, softmax, group, plan: gl.constexpr):
+def producer(resident, streamed, sides, softmax, group, plan: gl.constexpr):
     """One warp that fetches what the consumers take, in their order."""
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     block: gl.constexpr = plan.block
@@ -251,27 +253,29 @@ def producer(home, guests, sides, softmax, group, plan: gl.constexpr):
         top, head, first, last, steps = guests_of(index, work, left, right, rows, block, plan.by_key)
         b, h = head // work.heads, head % work.heads
         for g in gl.static_range(consumers):
-            mbarrier.wait(home.ring.empty.index(g), (count & 1) ^ 1)
-            full = home.ring.full.index(g)
+            mbarrier.wait(resident.ring.empty.index(g), (count & 1) ^ 1)
+            full = resident.ring.full.index(g)
             mbarrier.expect(full, ROWS * row_bytes)
-            load_tile(sides.home_first, [b, top + g * ROWS, h, 0], full, boxed(home.first.index(g), box))
-            load_tile(sides.home_second, [b, top + g * ROWS, h, 0], full, boxed(home.second.index(g), box))
+            load_tile(sides.resident_first, [b, top + g * ROWS, h, 0], full, boxed(resident.first.index(g), box))
+            load_tile(sides.resident_second, [b, top + g * ROWS, h, 0], full, boxed(resident.second.index(g), box))
         start = first
-        guest = h // work.group
+        streamed_head = h // work.group
         if plan.by_key:
-            guest = h * work.group
+            streamed_head = h * work.group
         for _ in range(steps):
-            stage, full = acquire(guests.ring, unit, block * row_bytes + (8 * block if plan.by_key else 0))
-            load_tile(sides.guest_first, [b, start, guest, 0], full, boxed(guests.first.index(stage), box))
-            load_tile(sides.guest_second, [b, start, guest, 0], full, boxed(guests.second.index(stage), box))
+            stage, full = acquire(streamed.ring, unit, block * row_bytes + (8 * block if plan.by_key else 0))
+            load_tile(sides.streamed_first, [b, start, streamed_head, 0], full, boxed(streamed.first.index(stage), box))
+            load_tile(
+                sides.streamed_second, [b, start, streamed_head, 0], full, boxed(streamed.second.index(stage), box)
+            )
             if plan.by_key:
-                line = b * work.heads * work.group + guest
+                line = b * work.heads * work.group + streamed_head
                 lines = work.all_heads * work.group
-                load_tile(sides.lines, [line, start], full, guests.shift.index(stage))
-                load_tile(sides.lines, [lines + line, start], full, guests.delta.index(stage))
+                load_tile(sides.lines, [line, start], full, streamed.shift.index(stage))
+                load_tile(sides.lines, [lines + line, start], full, streamed.delta.index(stage))
             unit += 1
             if plan.by_key:
-                guest = gl.where(start + block < last, guest, guest + 1)
+                streamed_head = gl.where(start + block < last, streamed_head, streamed_head + 1)
             start = after(start, first, last, block)
         count += 1
         index += gl.num_programs(0)

@@ -5,7 +5,7 @@
     d_q = scale D k         d_k = scale D^T q   d_v = P^T d_o
 
 The two launches of ``hopper/_flash_gradients.py`` compute s and d_o v^T twice, once for d_q and once for d_k and d_v.
-Here there is one, with keys at home as there for d_k and d_v: a program owns 128 keys, and the queries that see them
+Here there is one, with resident keys as there for d_k and d_v: a program owns 128 keys, and the queries that see them
 come by. What a tile of queries gets of these keys is added to its d_q in memory, in float32. So many programs add to a
 d_q, in the order in which they come: **its last bits may change from one run to the next**. d_k and d_v are summed by
 one owner in one order, as there.
@@ -65,7 +65,7 @@ GROUPS = gl.constexpr(2)  # of four warps, each of which owns 64 keys and comput
 
 class GroupExchange(NamedTuple):
     """What the groups show each other. ``tiles``: D^T, rounded, two buffers of a tile a group; ``there``: whether all
-    groups have put theirs into a buffer; ``done``: whether all are done with the keys at home. ``leaving``: a group's
+    groups have put theirs into a buffer; ``done``: whether all are done with the resident keys. ``leaving``: a group's
     half of a d_q each, where the copy engine adds to memory."""
 
     tiles: Any
@@ -75,12 +75,12 @@ class GroupExchange(NamedTuple):
 
 
 class QueryWalk(NamedTuple):
-    """What a walk over queries works with: what a group of warps owns, all keys at home, the ring of queries, what
+    """What a walk over queries works with: what a group of warps owns, all resident keys, the ring of queries, what
     groups show each other, where d_q is added up, and units and tiles."""
 
     own: Any
     keys: Any
-    guests: Any
+    streamed: Any
     parts: Any
     sums: Any
     scores: Any
@@ -102,10 +102,10 @@ def query_gradients(GROUP: gl.constexpr, buffer, keys, parts, plan: gl.constexpr
 
 
 @gluon.jit
-def add_to_memory(GROUP: gl.constexpr, sums, parts, d_q, place, plan: gl.constexpr):
-    """Have this group's half of d_q added to the sums of the queries of a ``place``, (head of all batch entries, first
-    query); nobody waits for it."""
-    head, start = place
+def add_to_memory(GROUP: gl.constexpr, sums, parts, d_q, position, plan: gl.constexpr):
+    """Have this group's half of d_q added to the sums of the queries of a ``position``, (head of all batch entries,
+    first query); nobody waits for it."""
+    head, start = position
     leaving = parts.leaving.index(GROUP)
     tma.store_wait(0)  # what was in this tile before has left
     leaving.store(d_q)
@@ -118,7 +118,7 @@ def add_to_memory(GROUP: gl.constexpr, sums, parts, d_q, place, plan: gl.constex
 
 
 @gluon.jit
-def fold_tile(GROUP: gl.constexpr, follows: gl.constexpr, turn, place, before, of, d_first, d_second,
+def fold_tile(GROUP: gl.constexpr, follows: gl.constexpr, ring_state, position, before, context, d_first, d_second,
               plan: gl.constexpr):  # fmt: skip
     """(d_k, d_v) with a tile of queries, 64 at a time of the ``block`` that come together, their last products on the
     way; D is put where the other group sees it. ``follows``: beside its first weights d_q of the tile ``before`` is
@@ -127,22 +127,22 @@ def fold_tile(GROUP: gl.constexpr, follows: gl.constexpr, turn, place, before, o
     left_first: gl.constexpr = gl.DotOperandLayout(0, accumulator(plan.block_d), 2)
     left_second: gl.constexpr = gl.DotOperandLayout(0, accumulator(plan.block_dv), 2)
     several: gl.constexpr = plan.block // 64
-    own, keys, guests, parts, sums, scores, work = of
-    stage, phase, buffer, filled = turn
-    line, start = place
+    own, keys, streamed, parts, sums, scores, work = context
+    stage, phase, buffer, filled = ring_state
+    line, start = position
     zeros = gl.zeros([ROWS, 64], gl.float32, mma)
     cols = gl.arange(0, 64, gl.SliceLayout(0, mma))
     far = any_flag(own.flags, line, start, plan.block, work.kv_len, plan)
-    mbarrier.wait(guests.ring.full.index(stage), phase)
+    mbarrier.wait(streamed.ring.full.index(stage), phase)
     for n in gl.static_range(several):
-        q, d_o = guests.first.index(stage).slice(n * 64, 64), guests.second.index(stage).slice(n * 64, 64)
+        q, d_o = streamed.first.index(stage).slice(n * 64, 64), streamed.second.index(stage).slice(n * 64, 64)
         dots = warpgroup_mma(own.first, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        shift = guests.shift.index(stage).slice(n * 64, 64, 1).load(mma)
+        shift = streamed.shift.index(stage).slice(n * 64, 64, 1).load(mma)
         if follows and n == 0:
             mbarrier.wait(parts.there.index(buffer ^ 1), filled ^ buffer ^ 1)
             d_q = query_gradients(GROUP, buffer ^ 1, keys, parts, plan)
             dots = warpgroup_mma_wait(2, deps=[dots])
-            p, sloped = weights_of(dots, shift, far, place, cols, own, scores, work, True)
+            p, sloped = weights_of(dots, shift, far, position, cols, own, scores, work, True)
             d_q = warpgroup_mma_wait(0, deps=[d_q])
             add_to_memory(GROUP, sums, parts, d_q, before, plan)
             d_p = warpgroup_mma(own.second, d_o.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -153,7 +153,7 @@ def fold_tile(GROUP: gl.constexpr, follows: gl.constexpr, turn, place, before, o
         p16 = gl.convert_layout(p.to(q.dtype), left_second)
         d_second = warpgroup_mma(p16, d_o, d_second, is_async=True)
         d_p = warpgroup_mma_wait(1, deps=[d_p])
-        delta = guests.delta.index(stage).slice(n * 64, 64, 1).load(mma)
+        delta = streamed.delta.index(stage).slice(n * 64, 64, 1).load(mma)
         d = score_gradients(sloped, d_p, delta, start + n * 64, cols, own)
         d16 = d.to(q.dtype)
         parts.tiles.index((buffer * several + n) * GROUPS + GROUP).store(d16)
@@ -164,60 +164,62 @@ def fold_tile(GROUP: gl.constexpr, follows: gl.constexpr, turn, place, before, o
 
 
 @gluon.jit
-def next_turn(turn, stages: gl.constexpr):
+def next_stage(ring_state, stages: gl.constexpr):
     """What comes after (stage, its phase, buffer, its phase). Counted one by one: of a count of tiles the compiler
     would keep an address of each buffer."""
-    stage, phase, buffer, filled = turn
+    stage, phase, buffer, filled = ring_state
     phase ^= gl.where(stage == stages - 1, 1, 0)
     stage = gl.where(stage == stages - 1, 0, stage + 1)
     return stage, phase, buffer ^ 1, filled ^ buffer
 
 
 @gluon.jit
-def walk_each(GROUP: gl.constexpr, turn, place, guest, of, d_first, d_second, plan: gl.constexpr):
-    """(d_k, d_v, turn) after all queries that see the keys at home, from ``place`` on. guest: (first, last, steps), of
-    each head of theirs, and of all. A group waits at each tile for the other one's D."""
-    first, last, steps = guest
-    guests, parts = of.guests, of.parts
+def walk_each(GROUP: gl.constexpr, ring_state, position, streamed_span, context, d_first, d_second, plan: gl.constexpr):
+    """(d_k, d_v, ring_state) after all queries that see the resident keys, from ``position`` on. streamed_span: (first,
+    last, steps), of each head of theirs, and of all. A group waits at each tile for the other one's D."""
+    first, last, steps = streamed_span
+    streamed, parts = context.streamed, context.parts
     for _ in range(steps):
-        d_first, d_second = fold_tile(GROUP, False, turn, place, place, of, d_first, d_second, plan)
-        stage, _, buffer, filled = turn
+        d_first, d_second = fold_tile(GROUP, False, ring_state, position, position, context, d_first, d_second, plan)
+        stage, _, buffer, filled = ring_state
         mbarrier.wait(parts.there.index(buffer), filled)
-        d_q = query_gradients(GROUP, buffer, of.keys, parts, plan)
+        d_q = query_gradients(GROUP, buffer, context.keys, parts, plan)
         d_first, d_second = warpgroup_mma_wait(2, deps=[d_first, d_second])
-        mbarrier.arrive(guests.ring.empty.index(stage), count=1)
+        mbarrier.arrive(streamed.ring.empty.index(stage), count=1)
         d_q = warpgroup_mma_wait(0, deps=[d_q])
-        add_to_memory(GROUP, of.sums, parts, d_q, place, plan)
-        turn = next_turn(turn, plan.stages)
-        place = next_tile(place, first, last, plan.block)
-    return d_first, d_second, turn
+        add_to_memory(GROUP, context.sums, parts, d_q, position, plan)
+        ring_state = next_stage(ring_state, plan.stages)
+        position = next_tile(position, first, last, plan.block)
+    return d_first, d_second, ring_state
 
 
 @gluon.jit
-def walk_behind(GROUP: gl.constexpr, turn, place, guest, of, d_first, d_second, plan: gl.constexpr):
+def walk_behind(
+    GROUP: gl.constexpr, ring_state, position, streamed_span, context, d_first, d_second, plan: gl.constexpr
+):
     """As ``walk_each``, with d_q of a tile computed beside the weights of the next, so that no group waits for what the
     other has just begun."""
-    first, last, steps = guest
-    guests, parts = of.guests, of.parts
-    d_first, d_second = fold_tile(GROUP, False, turn, place, place, of, d_first, d_second, plan)
+    first, last, steps = streamed_span
+    streamed, parts = context.streamed, context.parts
+    d_first, d_second = fold_tile(GROUP, False, ring_state, position, position, context, d_first, d_second, plan)
     d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])
-    mbarrier.arrive(guests.ring.empty.index(turn[0]), count=1)
-    turn = next_turn(turn, plan.stages)
-    before = place
-    place = next_tile(place, first, last, plan.block)
+    mbarrier.arrive(streamed.ring.empty.index(ring_state[0]), count=1)
+    ring_state = next_stage(ring_state, plan.stages)
+    before = position
+    position = next_tile(position, first, last, plan.block)
     for _ in range(1, steps):
-        d_first, d_second = fold_tile(GROUP, True, turn, place, before, of, d_first, d_second, plan)
+        d_first, d_second = fold_tile(GROUP, True, ring_state, position, before, context, d_first, d_second, plan)
         d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])
-        mbarrier.arrive(guests.ring.empty.index(turn[0]), count=1)
-        turn = next_turn(turn, plan.stages)
-        before = place
-        place = next_tile(place, first, last, plan.block)
-    _, _, buffer, filled = turn
+        mbarrier.arrive(streamed.ring.empty.index(ring_state[0]), count=1)
+        ring_state = next_stage(ring_state, plan.stages)
+        before = position
+        position = next_tile(position, first, last, plan.block)
+    _, _, buffer, filled = ring_state
     mbarrier.wait(parts.there.index(buffer ^ 1), filled ^ buffer ^ 1)
-    d_q = query_gradients(GROUP, buffer ^ 1, of.keys, parts, plan)
+    d_q = query_gradients(GROUP, buffer ^ 1, context.keys, parts, plan)
     d_q = warpgroup_mma_wait(0, deps=[d_q])
-    add_to_memory(GROUP, of.sums, parts, d_q, before, plan)
-    return d_first, d_second, turn
+    add_to_memory(GROUP, context.sums, parts, d_q, before, plan)
+    return d_first, d_second, ring_state
 
 
 @gluon.jit
@@ -231,17 +233,17 @@ def reach_of_keys(first, work, left, right, row: gl.constexpr):
 
 
 @gluon.jit
-def consumer(GROUP: gl.constexpr, home, guests, parts, sides, sums, softmax, group, plan: gl.constexpr):
+def consumer(GROUP: gl.constexpr, resident, streamed, parts, sides, sums, softmax, group, plan: gl.constexpr):
     """Four warps that own 64 keys."""
     block: gl.constexpr = plan.block
     block_d: gl.constexpr = plan.block_d
     block_dv: gl.constexpr = plan.block_dv
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
-    dtype: gl.constexpr = home.first.dtype
+    dtype: gl.constexpr = resident.first.dtype
     left, right = softmax.window
     work = work_of(sides, softmax.window, group, plan)
-    home_first, home_second = home.first.index(GROUP), home.second.index(GROUP)
-    turn = 0, 0, 0, 0
+    resident_first, resident_second = resident.first.index(GROUP), resident.second.index(GROUP)
+    ring_state = 0, 0, 0, 0
     count = 0
     index = gl.program_id(0)
     while index < work.tiles:
@@ -249,29 +251,33 @@ def consumer(GROUP: gl.constexpr, home, guests, parts, sides, sums, softmax, gro
         mine = top + GROUP * ROWS
         limits, all_lo, all_hi = reach_of_keys(mine, work, left, right, by_row(64))
         for g in gl.static_range(GROUPS):
-            mbarrier.wait(home.ring.full.index(g), count & 1)
-        own = Own(home_first, home_second, limits, all_lo, all_hi, None, None, sides.low, sides.flags)
-        of = QueryWalk(own, home.first, guests, parts, sums, softmax.scores, work)
+            mbarrier.wait(resident.ring.full.index(g), count & 1)
+        own = Own(resident_first, resident_second, limits, all_lo, all_hi, None, None, sides.low, sides.flags)
+        context = QueryWalk(own, resident.first, streamed, parts, sums, softmax.scores, work)
         d_first = gl.zeros([ROWS, block_d], gl.float32, accumulator(block_d))
         d_second = gl.zeros([ROWS, block_dv], gl.float32, accumulator(block_dv))
-        place, guest = (head * work.group, first), (first, last, steps)
+        position, streamed_span = (head * work.group, first), (first, last, steps)
         if plan.ahead:
-            d_first, d_second, turn = walk_behind(GROUP, turn, place, guest, of, d_first, d_second, plan)
+            d_first, d_second, ring_state = walk_behind(
+                GROUP, ring_state, position, streamed_span, context, d_first, d_second, plan
+            )
         else:
-            d_first, d_second, turn = walk_each(GROUP, turn, place, guest, of, d_first, d_second, plan)
+            d_first, d_second, ring_state = walk_each(
+                GROUP, ring_state, position, streamed_span, context, d_first, d_second, plan
+            )
         mbarrier.arrive(parts.done, count=1)
         mbarrier.wait(parts.done, count & 1)
-        # The rows at home are not read any more: their gradients leave by way of their memory.
+        # The resident rows are not read any more: their gradients leave by way of their memory.
         b, h = head // work.heads, head % work.heads
-        home_first.store((d_first * softmax.scale).to(dtype))
-        home_second.store(d_second.to(dtype))
+        resident_first.store((d_first * softmax.scale).to(dtype))
+        resident_second.store(d_second.to(dtype))
         fence_async_shared()
         if sides.d_first is not None:
-            store_tile(sides.d_first, [b, mine, h, 0], boxed(home_first, box))
+            store_tile(sides.d_first, [b, mine, h, 0], boxed(resident_first, box))
         if sides.d_second is not None:
-            store_tile(sides.d_second, [b, mine, h, 0], boxed(home_second, box))
+            store_tile(sides.d_second, [b, mine, h, 0], boxed(resident_second, box))
         tma.store_wait(0)
-        mbarrier.arrive(home.ring.empty.index(GROUP), count=1)
+        mbarrier.arrive(resident.ring.empty.index(GROUP), count=1)
         count += 1
         index += gl.num_programs(0)
 
@@ -281,15 +287,15 @@ def attention_vjp_unordered_kernel(
     k, v, q, d_o, lines, low, flags, d_k, d_v, sums, softmax, plan: gl.constexpr,
 ):  # fmt: skip
     """d_k and d_v, scaled, and D k added to ``sums``, float32, described: (heads of all batch entries, pitch, 1,
-    block_d). The other arguments are those of ``attention_vjp_gradients_kernel`` with keys at home; d_k and d_v may be
+    block_d). The other arguments are those of ``attention_vjp_gradients_kernel`` with resident keys; d_k and d_v may be
     None."""
     sides = Sides(k, v, q, d_o, lines, low, flags, d_k, d_v)
     dtype: gl.constexpr = k.dtype
     block: gl.constexpr = plan.block
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    home = tiles_of(dtype, GROUPS, ROWS, plan, 1)
-    guests = tiles_of(dtype, plan.stages, plan.block, plan, GROUPS)
+    resident = tiles_of(dtype, GROUPS, ROWS, plan, 1)
+    streamed = tiles_of(dtype, plan.stages, plan.block, plan, GROUPS)
     parts = GroupExchange(
         gl.allocate_shared_memory(dtype, [2 * (block // 64) * GROUPS, ROWS, 64], swizzled),
         gl.allocate_shared_memory(gl.int64, [2, 1], bar),
@@ -301,9 +307,9 @@ def attention_vjp_unordered_kernel(
     mbarrier.init(parts.done, count=GROUPS)
     fence_async_shared()
     gl.warp_specialize([
-        (consumer, (0, home, guests, parts, sides, sums, softmax, None, plan)),
-        (consumer, (1, home, guests, parts, sides, sums, softmax, None, plan)),
-        (producer, (home, guests, sides, softmax, None, plan)),
+        (consumer, (0, resident, streamed, parts, sides, sums, softmax, None, plan)),
+        (consumer, (1, resident, streamed, parts, sides, sums, softmax, None, plan)),
+        (producer, (resident, streamed, sides, softmax, None, plan)),
     ], [4, 1], [plan.registers, 24])  # fmt: skip
 
 

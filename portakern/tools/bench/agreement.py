@@ -79,7 +79,7 @@ class Agreement:
 
     @property
     def beyond(self) -> list[RowPair]:
-        """Those of ours whose ratios differ by more than runs may, the worst first."""
+        """portakern's pairs whose ratios differ by more than runs may, the worst first."""
         return sorted((p for p in self.own if abs(p.ratio or 0) > WITHIN), key=lambda p: -abs(p.ratio or 0))
 
     def table(self) -> list[list[str]]:

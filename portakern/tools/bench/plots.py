@@ -77,7 +77,7 @@ def _best(rows: Iterable[Row]) -> Row | None:
 
 
 def best_of_each_call(rows: Iterable[Row]) -> list[Row]:
-    """The fastest right variant of ours on every call that one finished."""
+    """The fastest right variant of portakern's on every call that one finished."""
     return [best for mine in contenders(rows).values() if (best := _best(mine))]
 
 

@@ -239,7 +239,7 @@ class Process:
 
 
 def _environment(folder: str) -> dict[str, str]:
-    """What a candidate's process needs of ours, with all folders to write to in its own."""
+    """What a candidate's process needs of portakern's, with all folders to write to in its own."""
     kept = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "LANG", "CUDA_HOME", "CUDA_VISIBLE_DEVICES",
             "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "JAX_PLATFORMS", "TRITON_INTERPRET",
             "SYSTEMROOT")  # fmt: skip

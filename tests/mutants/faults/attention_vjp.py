@@ -444,11 +444,11 @@ FAULTS = {
         {
             "a buffer is handed back while it is read": (
                 "causal",
-                "        stage = await_full(guests.ring, unit)\n"
-                "        dots, d_p = first_products(own, guests, stage, plan)\n        d_second",
-                "        stage = await_full(guests.ring, unit)\n"
-                "        mbarrier.arrive(guests.ring.empty.index(before), count=1)\n"
-                "        dots, d_p = first_products(own, guests, stage, plan)\n        d_second",
+                "        stage = await_full(streamed.ring, unit)\n"
+                "        dots, d_p = first_products(own, streamed, stage, plan)\n        d_second",
+                "        stage = await_full(streamed.ring, unit)\n"
+                "        mbarrier.arrive(streamed.ring.empty.index(before), count=1)\n"
+                "        dots, d_p = first_products(own, streamed, stage, plan)\n        d_second",
             ),
             "dP is taken before it is there": (
                 "causal",
@@ -457,8 +457,8 @@ FAULTS = {
             ),
             "statistics are fetched over some that threads read": (
                 "causal",
-                "give_back(guests.ring.empty.index(before), plan.by_key)",
-                "give_back(guests.ring.empty.index(before), False)",
+                "give_back(streamed.ring.empty.index(before), plan.by_key)",
+                "give_back(streamed.ring.empty.index(before), False)",
             ),
             "gradients leave before they are seen to be written": (
                 "causal",
@@ -472,12 +472,16 @@ FAULTS = {
         "lib.gluon_gradients",
         {
             "statistics are not waited for": ("causal", " + (8 * block if plan.by_key else 0)", ""),
-            "rows at home are fetched over gradients that leave": (
+            "resident rows are fetched over gradients that leave": (
                 "programs that stay",
-                "mbarrier.wait(home.ring.empty.index(g), (count & 1) ^ 1)",
+                "mbarrier.wait(resident.ring.empty.index(g), (count & 1) ^ 1)",
                 "0",
             ),
-            "one head's queries come by for all of its group": ("causal", "guest, guest + 1)", "guest, guest)"),
+            "one head's queries come by for all of its group": (
+                "causal",
+                "streamed_head, streamed_head + 1)",
+                "streamed_head, streamed_head)",
+            ),
             "a head's first queries are left out": (
                 "causal",
                 "where(start < last, start, first)",
@@ -512,12 +516,12 @@ FAULTS = {
             ),
             "a tile's d_q is left out": (
                 "causal",
-                "\n        add_to_memory(GROUP, of.sums, parts, d_q, place, plan)\n",
+                "\n        add_to_memory(GROUP, context.sums, parts, d_q, position, plan)\n",
                 "\n",
             ),
             "the last tile's d_q is left out": (
                 "behind",
-                "\n    add_to_memory(GROUP, of.sums, parts, d_q, before, plan)\n",
+                "\n    add_to_memory(GROUP, context.sums, parts, d_q, before, plan)\n",
                 "\n",
             ),
             "one buffer for all tiles": ("causal", "phase, buffer ^ 1, filled ^ buffer", "phase, buffer, filled"),
@@ -534,14 +538,14 @@ FAULTS = {
             "queries are handed back while products read them": (
                 "causal",
                 "        d_q = query_gradients(GROUP, buffer, ",
-                "        mbarrier.arrive(guests.ring.empty.index(stage), count=1)\n"
+                "        mbarrier.arrive(streamed.ring.empty.index(stage), count=1)\n"
                 "        d_q = query_gradients(GROUP, buffer, ",
             ),
             "queries are handed back while products behind read them": (
                 "behind",
                 "        d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])\n"
-                "        mbarrier.arrive(guests.ring.empty.index(turn[0]), count=1)\n",
-                "        mbarrier.arrive(guests.ring.empty.index(turn[0]), count=1)\n"
+                "        mbarrier.arrive(streamed.ring.empty.index(ring_state[0]), count=1)\n",
+                "        mbarrier.arrive(streamed.ring.empty.index(ring_state[0]), count=1)\n"
                 "        d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])\n",
             ),
             "both groups compute the first columns": ("causal", "slice(GROUP * 64, 64, 1)", "slice(0, 64, 1)"),
@@ -549,16 +553,16 @@ FAULTS = {
             "one group's keys are left out": ("causal", "use_acc=g > 0", "use_acc=False"),
             "all heads of a group add to the first": (
                 "causal",
-                "place = next_tile(place, first, last, plan.block)",
-                "place = place[0], next_tile(place, first, last, plan.block)[1]",
+                "position = next_tile(position, first, last, plan.block)",
+                "position = position[0], next_tile(position, first, last, plan.block)[1]",
                 3,
             ),
             "the first tile's place for all": (
                 "causal",
-                "add_to_memory(GROUP, of.sums, parts, d_q, place, plan)",
-                "add_to_memory(GROUP, of.sums, parts, d_q, (place[0], first), plan)",
+                "add_to_memory(GROUP, context.sums, parts, d_q, position, plan)",
+                "add_to_memory(GROUP, context.sums, parts, d_q, (position[0], first), plan)",
             ),
-            "the first tile's place for all, behind": ("behind", "        before = place\n", ""),
+            "the first tile's position for all, behind": ("behind", "        before = position\n", ""),
             "a sum's tile is written over before it has left": (
                 "causal",
                 "    tma.store_wait(0)  # what was in this tile before has left\n",

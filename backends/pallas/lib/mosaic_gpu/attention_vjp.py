@@ -76,7 +76,8 @@ def supports(call: Call, config: FlashGradientsConfig) -> str | None:
         if plan.registers > HELD:
             return (
                 f"tiles of {plan.streamed.tile} with heads of {call.dims['d']} and {call.dims['dv']} take "
-                f"{plan.registers} registers a thread for sums and scores, and {HELD} are free: use smaller block_q and block_kv"
+                f"{plan.registers} registers a thread for sums and scores, and {HELD} are free: use smaller "
+                f"block_q and block_kv"
             )
         reason = over_shared(plan.shared, "block_q, block_kv or stages", across_warps=False)
         if reason:

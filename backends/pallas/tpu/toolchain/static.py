@@ -123,7 +123,7 @@ def _walk(eqn: Any, given: Sequence[Any], cores: int) -> GridWalk:
     known = {ref: array for ref, array in zip(body.invars, scalars, strict=False) if array is not None}
     text = "\n".join([str(body), *(f"{m.block_shape} {m.index_map_jaxpr}" for m in mapping.block_mappings)])
 
-    def of(indices: list[np.ndarray], beside: tuple[GridWalk, ...]) -> GridWalk:
+    def walk_over(indices: list[np.ndarray], beside: tuple[GridWalk, ...]) -> GridWalk:
         taken = np.ones(len(indices[0]) if indices else 1, bool)
         inner = tuple(_conditions(body, known, indices, taken))
         moved = [_moved(m, indices, scalars) for m in mapping.block_mappings]
@@ -138,7 +138,7 @@ def _walk(eqn: Any, given: Sequence[Any], cores: int) -> GridWalk:
         )
 
     first, *others = _shares(eqn.params["compiler_params"], grid, every, cores)
-    return of(first, tuple(of(places, ()) for places in others))
+    return walk_over(first, tuple(walk_over(places, ()) for places in others))
 
 
 def _shares(params: Any, grid: tuple[int, ...], indices: list[np.ndarray], cores: int) -> list[list[np.ndarray]]:

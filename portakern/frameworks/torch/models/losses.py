@@ -132,7 +132,7 @@ def is_known(original: Any, names: Iterable[str] = LOSSES) -> bool:
 
 
 def computes(loss: Any, name: str) -> bool:
-    """Whether a loss function, ours or theirs, computes what transformers' of that name does."""
+    """Whether a loss function, portakern's or transformers', computes what that of transformers' of that name does."""
     return is_known(loss.args[0] if isinstance(loss, Remade) and loss.make is _loss else loss, (name,))
 
 
