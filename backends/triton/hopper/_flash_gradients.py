@@ -196,8 +196,8 @@ def consumer(GROUP: gl.constexpr, resident, streamed, sides, softmax, group, pla
                 gl.zeros([ROWS, block_dv], gl.float32, accumulator(block_dv)))  # fmt: skip
         streamed_span = first, last, steps
         if plan.ahead:
-            d_first, d_second, unit = walk_ahead(unit, (line, first), streamed_span, own, streamed, sums, softmax.scores,
-                                                 work, plan)  # fmt: skip
+            d_first, d_second, unit = walk_ahead(unit, (line, first), streamed_span, own, streamed, sums,
+                                                 softmax.scores, work, plan)  # fmt: skip
         else:
             d_first, d_second, unit = walk(
                 unit, (line, first), streamed_span, own, streamed, sums, softmax.scores, work, plan

@@ -1,7 +1,7 @@
 """Gradients of attention on Hopper in one pass over the scores, with d_q added up in memory: see ``_flash_unordered``.
 
-Takes what ``attention_vjp`` of ``hopper/attention.py`` takes, at head dimensions up to 128: registers hold no wider sums
-beside each other. A call that wants no d_q is that variant's, whose bits never change.
+Takes what ``attention_vjp`` of ``hopper/attention.py`` takes, at head dimensions up to 128: registers hold no wider
+sums beside each other. A call that wants no d_q is that variant's, whose bits never change.
 """
 
 from __future__ import annotations
