@@ -1,6 +1,7 @@
 """Prove that the linters see.
 
-In a copy of the tree, plant forbidden imports, type errors and an undefined name, and demand that each is reported;
+In a copy of the tree, plant forbidden imports, type errors, an undefined name and names that readers do not understand
+(maint/names.py), and demand that each is reported;
 and demand that ruff, mypy and import-linter each read as many files as there are. The packages under portakern/ are
 partly symlinks, which a tool can skip in silence: then it reports success on a handful of files. maint/ is read too.
 """
@@ -61,6 +62,16 @@ MAINTAINERS_ERROR = (
     "planted_type_error.py:1: error: Incompatible types in assignment",
 )
 UNDEFINED_NAME = ("tests/planted_name.py", "print(planted)\n", "F821 Undefined name `planted`")
+BANNED_WORD = (
+    "specs/planted_word.py",
+    "def settled(told: int) -> int:\n    return told\n",
+    "specs/planted_word.py:1: parameter 'told'; use message",
+)
+SHARED_CLASS = (
+    "specs/planted_class.py",
+    "class Band:\n    pass\n",
+    "class 'Band' is also in",
+)
 MYPY = ["mypy", "-p", "portakern", "-p", "maint"]
 TYPE_ERROR = (
     "backends/reference/planted_type_error.py",
@@ -118,6 +129,8 @@ def _plants_reported(tree: Path) -> Iterator[str]:
         (MAINTAINERS_ERROR, MYPY),
         (TYPE_ERROR, MYPY),
         (UNDEFINED_NAME, ["ruff", "check", "tests"]),
+        (BANNED_WORD, ["python", "-m", "maint.names"]),
+        (SHARED_CLASS, ["python", "-m", "maint.names"]),
     ):
         (tree / path).write_text(text, encoding="utf-8")
         status, output = _run(tree, *command)

@@ -12,12 +12,12 @@ import ast
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 from maint.report import checkout
 
-__all__ = ["BANNED", "BANNED_TEXT", "SHARED", "faults"]
+__all__ = ["BANNED", "BANNED_ALONE", "BANNED_MODULES", "BANNED_TEXT", "SHARED", "faults"]
 
 FOLDERS = ("portakern", "specs", "backends", "maint")
 
@@ -27,7 +27,7 @@ BANNED = {
     "got": "actual",
     "guest": "streamed",
     "guests": "streamed tiles",
-    "held": "what is held: values, outputs, registers",
+    "held": "what it is: values, outputs, registers",
     "house": "package",
     "ours": "own, or actual beside expected",
     "place": "index, position, path, pointers or target",
@@ -46,19 +46,24 @@ BANNED = {
 }
 """Name of a module, class, function or parameter, without underscores before it -> what to call it."""
 
-BANNED_ALONE = {"it": "", "of": "", "so": "", "there": ""}
-"""The same of what only a sentence gives a meaning. A class method ``of`` is a constructor: ``Scores.of(call)``."""
+BANNED_ALONE = {"it", "of", "so", "there"}
+"""Names that mean something in a sentence alone. A class method ``of`` is a constructor: ``Scores.of(call)``."""
+
+BANNED_MODULES = {"here", "kept", "misc", "part", "parts", "reach", "run", "utils", "what"}
+"""Names that say nothing of what a module holds."""
 
 BANNED_TEXT = {
     r"\bwings?\b": "adapter",
     r"\bours\b": "portakern's",
+    r"\bguests?\b": "streamed rows or tiles",
+    r"\bat home\b": "resident",
 }
 """Words of docstrings, as regular expressions -> what to write."""
 
 SHARED = {
-    r"\w+Config": "what an op's kernels take as a tiling on one backend; each backend's configs.py has that of its own",
+    r"\w+Config": "what an op's kernels take as a tiling on one backend: each has a configs.py of its own",
 }
-"""Names that classes of several modules may share, as regular expressions -> why."""
+"""Names that classes of several modules may share, as regular expressions -> why. None may share one in a module."""
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -68,7 +73,7 @@ def faults(root: Path) -> list[str]:
     found, classes = list[str](), defaultdict[str, list[str]](list)
     for file in sorted(f for folder in FOLDERS for f in _files(root / folder)):
         at = file.relative_to(root).as_posix()
-        found += [f"{at}:1: module {file.stem!r}; {hint}" for hint in _hint(file.stem)]
+        found += [f"{at}:1: module {file.stem!r}; {hint}" for hint in _hint(file.stem, BANNED_MODULES | BANNED_ALONE)]
         tree = ast.parse(file.read_text(encoding="utf-8"))
         found += [f"{at}:{line}: {fault}" for line, fault in _in_tree(tree, inside=None)]
         for node in ast.walk(tree):
@@ -106,10 +111,10 @@ def _in_docstring(node: ast.Module | Definition) -> Iterator[tuple[int, str]]:
             yield getattr(node, "lineno", 1), f"docstring says {word!r}; write {instead}"
 
 
-def _hint(name: str) -> list[str]:
-    """What to use in place of a name; empty where it may stay."""
+def _hint(name: str, empty: Set[str] = frozenset(BANNED_ALONE)) -> list[str]:
+    """What to use in place of a name; nothing where it may stay. ``empty``: names that say nothing."""
     name = name.lstrip("_")
-    if name in BANNED_ALONE:
+    if name in empty:
         return ["say what it stands for"]
     return [f"use {BANNED[name]}"] if name in BANNED else []
 

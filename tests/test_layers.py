@@ -114,13 +114,3 @@ def test_a_circle_is_seen(tmp_path):
     back.write_text("import portakern.c\n")
     files = {"portakern.a": lazy, "portakern.b": other, "portakern.c": typed, "portakern.d": back}
     assert circles(graph(files)) == [["portakern.a", "portakern.b"]]
-
-
-UNTOLD = {"asked", "here", "kept", "misc", "part", "parts", "place", "places", "reach", "run", "told", "utils", "what"}
-"""Names that say nothing of what a module holds; three modules of one such name were in three packages."""
-
-
-def test_a_module_is_called_what_it_holds():
-    assert {name for name in modules() if name.rpartition(".")[2].lstrip("_") in UNTOLD} == {
-        "portakern.examples.train.run"
-    }

@@ -83,15 +83,15 @@ def tanh(x):
 
 @triton.jit
 def over_keys(
-    visit: tl.constexpr, state, own, place, operands, strides, scores, window, extents, plan: tl.constexpr, chunk=None,
+    visit: tl.constexpr, state, own, program, operands, strides, scores, window, extents, plan: tl.constexpr, chunk=None,
     share=None,
 ):  # fmt: skip
     """The state after ``visit`` has folded into it all the keys that a tile of queries sees.
 
-    Query i stands beside key i + kv_len - q_len. own: what the program owns, as ``visit`` takes it. place: (tile, query
-    head, key head, batch entry). chunk, share: as :func:`walk` takes them. The others are the kernel's arguments.
+    Query i stands beside key i + kv_len - q_len. own: what the program owns, as ``visit`` takes it. program: (tile,
+    query head, key head, batch entry). chunk, share: as :func:`walk` takes them. The others are the kernel's arguments.
     """
-    tile, head, kv_head, batch = place
+    tile, head, kv_head, batch = program
     k, v, masks = operands
     bias, q_segments, kv_segments = masks
     k_b, k_s, k_h, k_d = strides.k

@@ -84,7 +84,7 @@ class KeyGradients(NamedTuple):
     d_v: Any
 
 
-class Work(NamedTuple):
+class GradientWork(NamedTuple):
     """``tiles``: of a head; ``scale``: what a sum is multiplied by at last."""
 
     tiles: int
@@ -383,7 +383,7 @@ def shared_bytes(call: Call, config: AttentionGradientsConfig) -> int:
     size, bias = (2 if call.dtype in ("float16", "bfloat16") else 4), call.arrays["bias"]
     d, dv, stages = padded(call.dims["d"]), padded(call.dims["dv"]), config.num_stages
 
-    def of(own: int, walked: int) -> int:
+    def bytes_of(own: int, walked: int) -> int:
         if call.target.arch.startswith("gfx"):
             buffers = (stages - 1) * walked * (d + dv) if stages > 1 else max(own, walked) * max(d, dv)
             return max(own * max(d, dv), buffers + own * walked) * size
@@ -393,7 +393,7 @@ def shared_bytes(call: Call, config: AttentionGradientsConfig) -> int:
             extra += max(own, walked) * max(d, dv) * size
         return (own + stages * walked) * (d + dv) * size + extra
 
-    return max(of(own, walked) for own, walked, _ in _passes(call, config))
+    return max(bytes_of(own, walked) for own, walked, _ in _passes(call, config))
 
 
 def supports(call: Call, config: AttentionGradientsConfig) -> str | None:
@@ -460,12 +460,12 @@ def attention_vjp(call: Call, config: AttentionGradientsConfig) -> tuple[Any, ..
     if "d_k" in wants or "d_v" in wants:
         programs, own = tiles_kv * dims["kv_heads"] * batch, plan._replace(want_k="d_k" in wants, want_v="d_v" in wants)
         launch(attention_vjp_d_k_d_v_kernel, programs, call, *given, KeyGradients(out["d_k"], out["d_v"]),
-               scores, window, Work(tiles_kv, scale), extents, strides, plan=own, **how)  # fmt: skip
+               scores, window, GradientWork(tiles_kv, scale), extents, strides, plan=own, **how)  # fmt: skip
     if "d_q" in wants:
         tiles_q = cdiv(q_len, config.dq_block_q)
         own = plan._replace(block_q=config.dq_block_q, block_kv=config.dq_block_kv)
         launch(attention_vjp_d_q_kernel, tiles_q * heads * batch, call, *given, out["d_q"],
-               scores, window, Work(tiles_q, scale), extents, strides, plan=own, **how)  # fmt: skip
+               scores, window, GradientWork(tiles_q, scale), extents, strides, plan=own, **how)  # fmt: skip
     if "d_bias" in wants:
         bias_batches, bias_heads, bias_rows, _ = bias.shape
         tiles_q = cdiv(bias_rows, plan.block_q)

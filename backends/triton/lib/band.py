@@ -26,13 +26,13 @@ def band(top, bottom, before, after, length, block: tl.constexpr):
 
 
 @triton.jit
-def limits(place, before, after, length):
-    """What each place sees as [lo, hi)."""
-    lo, hi = place * 0, place * 0 + length
+def limits(position, before, after, length):
+    """What each position sees as [lo, hi)."""
+    lo, hi = position * 0, position * 0 + length
     if before is not None:
-        lo = place - before
+        lo = position - before
     if after is not None:
-        hi = tl.minimum(place + after + 1, length)
+        hi = tl.minimum(position + after + 1, length)
     return lo, hi
 
 
