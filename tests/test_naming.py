@@ -24,7 +24,8 @@ PLANTED = {
     "a module": ("backends/_turns.py", "", "backends/_turns.py:1: module '_turns'; use iterations"),
     "a module that says nothing": ("backends/utils.py", "", "backends/utils.py:1: module 'utils'; say what"),
     "a function that says nothing": ("specs/a.py", "def of(x):\n    pass\n", "specs/a.py:1: 'of'; say what"),
-    "a docstring": ("specs/a.py", '"""An adapter of ours."""\n', "specs/a.py:1: docstring says 'ours'; write portakern's"),
+    "a docstring": (
+        "specs/a.py", '"""An adapter of ours."""\n', "specs/a.py:1: docstring says 'ours'; write portakern's"),
 }  # fmt: skip
 
 

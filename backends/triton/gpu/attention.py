@@ -83,8 +83,8 @@ def tanh(x):
 
 @triton.jit
 def over_keys(
-    visit: tl.constexpr, state, own, program, operands, strides, scores, window, extents, plan: tl.constexpr, chunk=None,
-    share=None,
+    visit: tl.constexpr, state, own, program, operands, strides, scores, window, extents, plan: tl.constexpr,
+    chunk=None, share=None,
 ):  # fmt: skip
     """The state after ``visit`` has folded into it all the keys that a tile of queries sees.
 
