@@ -201,15 +201,18 @@ def _took(mine: Sequence[Ran]) -> str:
 def _speed(kept: StoredResults, port: Port) -> str:
     """Beside the best peer where hardware ran it, beside the best other program by static cycles where none did."""
     found: dict[str, dict[tuple[str, str], float]] = {}
-    aged = False
+    aged: set[str] = set()
     for row, run in kept.rows("bench"):
         if row["subject"] and row.get("ratio") and port.compiled(row):
             calls, call = found.setdefault(run.device, {}), (row["op"], row["call"])
             calls[call] = max(row["ratio"], calls.get(call, 0.0))
-            aged |= changed(row, kept.root)
+            aged |= {run.device} if changed(row, kept.root) else set()
     if found:
-        each = (f"{device}: {_spread([*calls.values()])}" for device, calls in sorted(found.items()))
-        return "; ".join(each).replace("NVIDIA ", "") + (STALE if aged else "")
+        each = (
+            f"{device.removeprefix('NVIDIA ')}: {_spread([*calls.values()])}{STALE * (device in aged)}"
+            for device, calls in sorted(found.items())
+        )
+        return "; ".join(each)
     static = [1 / max(over) for over in _static(kept, port)]
     return f"not measured; by static cycles {_spread(static)}" if static else UNKNOWN
 

@@ -719,7 +719,7 @@ def test_what_is_said_never_to_have_run_is_in_no_kept_result():
 
 def test_the_first_figures_name_their_hardware(tree):
     """A model's step stands beside Liger's, faults beside a flat tolerance; without one of them it is left out."""
-    kept = StoredResults.of(tree)
+    kept = StoredResults.load(tree)
     assert summaries.headline(kept) == "Nothing was measured yet."
     step = {"stage": "eager", "ms": 80.0, "best_ms": 79.0, "worst_ms": 90.0, "peak_gib": 7.2, "gradients_apart": 0.03}
     rows = [step | {"contender": "portakern"}, step | {"contender": "torch", "ms": 110.4, "peak_gib": 20.0}]
@@ -742,7 +742,7 @@ def test_the_first_figures_name_their_hardware(tree):
 
 
 def test_chips_that_ran_and_chips_that_never_did_are_told_apart(tree):
-    kept = StoredResults.of(tree)
+    kept = StoredResults.load(tree)
     rows = [checked_on("triton on cuda sm_90 (compiled)"), checked_on("triton on cuda sm_90 (compiled)", "softmax_vjp")]
     rows.append(checked_on("triton on cuda sm_90 (compiled)", "matmul", passed=False))
     said = summaries.chips(with_rows(kept, "conformance", rows, DEVICE))
@@ -755,7 +755,7 @@ def test_a_port_says_what_it_cost_and_how_fast_it_is(tree, monkeypatch):
     """AMD has Triton's files for NVIDIA; a time is of the port whose variant it names; what nobody measured says so."""
     monkeypatch.setattr(lines, "ops", lambda root: ["softmax"])
     kept = with_rows(
-        StoredResults.of(tree), "conformance", [checked_on("triton on cpu (interpreted)", seconds=9.0)], ""
+        StoredResults.load(tree), "conformance", [checked_on("triton on cpu (interpreted)", seconds=9.0)], ""
     )
     text = summaries.porting(kept)
     told = {line.split(" | ")[0]: line.rstrip(" |").split(" | ")[1:] for line in text.splitlines() if line[0:1] == "|"}
