@@ -22,7 +22,7 @@ from portakern.backends.triton.lib import attention as portable  # noqa: E402
 from portakern.backends.triton.lib import split_kv as split  # noqa: E402
 
 SM_90 = Target("cuda", "sm_90")
-SMALL = {"chunk": 32, "block_q": 32, "block_kv": 16}
+SMALL = {"min_split_keys": 32, "block_q": 32, "block_kv": 16}
 
 
 def qkv(batch: int, q_len: int, kv_heads: int, group: int, kv_len: int, d: int, dv: int, dtype: Any = None) -> Any:
@@ -78,7 +78,7 @@ def test_a_program_a_chunk_or_one_for_all(shape, options, monkeypatch):
 
 
 def test_a_chunk_sees_neither_queries_nor_heads_nor_samples():
-    tiling = AttentionConfig(chunk=512, block_kv=64)
+    tiling = AttentionConfig(min_split_keys=512, block_kv=64)
     lengths = {
         split.chunk_length(bound(b, q, h, g, 5000, 64, 64, **options), tiling)
         for options in ({}, {"is_causal": True})
@@ -93,10 +93,12 @@ def test_a_chunk_sees_neither_queries_nor_heads_nor_samples():
 def test_a_table_says_how_many_keys_are_one_chunk_and_how_many_chunks_there_are():
     def length(keys: int, **more: Any) -> int | None:
         window = more.pop("window", None)
-        tiling = AttentionConfig(**{"chunk": 512, "block_kv": 64, "whole": 2048, "most": 4, **more})
+        tiling = AttentionConfig(
+            **{"min_split_keys": 512, "block_kv": 64, "unsplit_keys": 2048, "max_splits": 4, **more}
+        )
         return split.chunk_length(bound(1, 1, 1, 1, keys, 8, 8, window=window), tiling)
 
-    assert length(2048) is None and length(2049) == 1024 and length(2049, most=8) == 512
+    assert length(2048) is None and length(2049) == 1024 and length(2049, max_splits=8) == 512
     assert length(4096) == 1024 and length(4097) == 2048 and length(40000) == 16384
     # what a window shows of more keys is as many keys
     assert length(40000, window=(2047, 0)) == 2048 and length(40000, window=(2048, 0)) == 1024
@@ -178,7 +180,7 @@ def test_few_queries_have_more_keys_on_their_way(d, q_len, stages):
     assert how["num_stages"] == stages and plan.block_q == (64 if q_len == 1 else 128)
     rows = tiling.replace(block_q=plan.block_q, num_stages=stages)
     assert portable.shared_bytes(call, rows) <= 232448
-    _, how = portable.rows_plan(call, tiling.replace(few_stages=8))
+    _, how = portable.rows_plan(call, tiling.replace(num_stages_few=8))
     most = rows.replace(num_stages=how["num_stages"])
     assert portable.shared_bytes(call, most) <= 232448, "more than there is room for"
 
@@ -209,7 +211,7 @@ def test_few_rows_are_one_a_thread_and_no_product_waits(d, q_len, shares, weight
     """A thread has half as many weights of a tile where a group has up to 32 rows: of the loop's and of the last one.
     Beside them stand factors of what was summed before, one or two a tile, and two of a merger."""
     impl, call = variant("hopper"), bound(1, q_len, 8, 4, 1100, d, d, is_causal=True)
-    tiling = tilings.default(impl, call).tiling.replace(shares=shares)
+    tiling = tilings.default(impl, call).tiling.replace(few_queries=shares)
     kernel = impl.family.load_compiler().build(impl, call, tiling).kernels[0]
     assert kernel.name == "attention_shares_kernel" and not kernel.serialised and (kernel.spills or 0) <= 32
     assert 2 * weights < kernel.assembly.count("MUFU.EX2") < 2 * weights + 8

@@ -324,8 +324,8 @@ def test_another_ops_knob_is_refused_where_every_kernel_of_the_op_is_known(monke
         pytest.skip(triton.unavailable() or "a variant of triton cannot be imported here")
     known = {"reference": registry.backend("reference"), "triton": triton}
     monkeypatch.setattr(registry, "backends", lambda: known)
-    with pytest.raises(pk.SpecError, match="the case's tiling has 'swapped'; expected names among"):
-        testing.replay("softmax", CASE + ',"tiling":{"swapped":1}}', backend="reference")
+    with pytest.raises(pk.SpecError, match="the case's tiling has 'swap_ab'; expected names among"):
+        testing.replay("softmax", CASE + ',"tiling":{"swap_ab":1}}', backend="reference")
 
 
 def test_a_case_may_have_another_implementations_knobs():

@@ -240,7 +240,7 @@ def test_on_hopper_an_element_has_the_same_bits_in_every_tiling_and_company(exte
     served = []
     with pk.observe(served.append):
         whole = matmul(a, b, precision=precision)
-    at_once = {"halves": 0} if "halves" in served[0].tiling else {}
+    at_once = {"epilogue_subtile": 0} if "epilogue_subtile" in served[0].tiling else {}
     for rows in (1, 17, 40, 65, 150, 299):
         assert torch.equal(matmul(a[7 : 7 + rows], b, precision=precision), whole[7 : 7 + rows]), rows
     assert torch.equal(matmul(torch.stack([a, a]), torch.stack([b, b]), precision=precision)[1], whole)
@@ -250,7 +250,7 @@ def test_on_hopper_an_element_has_the_same_bits_in_every_tiling_and_company(exte
         tilings += [(128, 256, 1, 0)] + [(128, 128, 2, 0), (128, 128, 3, 0)] * (precision == "ieee")
     for block_m, block_n, roles, swapped in tilings:
         tiling = {"block_m": block_m, "block_n": block_n, "block_k": depth, "num_warps": 8 if block_n > 64 else 4,
-                  "num_stages": 3, "roles": roles, "swapped": swapped, **at_once}  # fmt: skip
+                  "num_stages": 3, "warp_specialized": roles, "swap_ab": swapped, **at_once}  # fmt: skip
         tiled = pk.op("matmul", backend="triton", variant="hopper", tiling=tiling)
         assert torch.equal(tiled(a, b, precision=precision), whole), tiling
     if precision == "ieee" and k < 16384:  # the portable kernel sums k in one chain too
@@ -263,7 +263,7 @@ def test_on_hopper_an_element_has_the_same_bits_in_every_tiling_and_company(exte
 @pytest.mark.parametrize("m, n", [(2048, 2048), (2000, 2008), (1999, 2007)])
 def test_on_hopper_a_product_that_leaves_by_halves_is_the_same(m, n):
     a, b = normal(m, 520, dtype=torch.bfloat16), normal(520, n, dtype=torch.bfloat16)
-    by_halves, whole = ({"halves": halves, "num_stages": 3} for halves in (1, 0))
+    by_halves, whole = ({"epilogue_subtile": halves, "num_stages": 3} for halves in (1, 0))
     results = [pk.op("matmul", backend="triton", variant="hopper", tiling=t)(a, b) for t in (by_halves, whole)]
     assert torch.equal(*results)
 
@@ -276,7 +276,9 @@ def test_on_hopper_a_product_that_leaves_by_halves_is_the_same(m, n):
 def test_on_hopper_a_product_that_leaves_through_stages_is_the_same(m, n, batch, turned):
     a, b = normal(*batch, m, 776, dtype=torch.bfloat16), normal(*batch, 776, n, dtype=torch.bfloat16)
     a = a.mT.contiguous().mT if turned else a
-    ways = [{"block_n": 128, "roles": 2, "halves": halves, "num_stages": 4} for halves in (0, 1, 2)]
+    ways = [
+        {"block_n": 128, "warp_specialized": 2, "epilogue_subtile": halves, "num_stages": 4} for halves in (0, 1, 2)
+    ]
     matmul = [pk.op("matmul", backend="triton", variant="hopper", tiling=way) for way in ways]
     whole, *others = [product(a, b) for product in matmul]
     assert all(torch.equal(other, whole) for other in others)
@@ -290,10 +292,10 @@ def test_on_hopper_a_product_that_leaves_through_stages_is_the_same(m, n, batch,
 def test_on_hopper_float32_has_the_same_bits_by_warps_with_roles(m, n, k, batch, precision):
     """Of b as it lies, and in tf32 of b that lies turned."""
     a, b = normal(*batch, m, k, dtype=torch.float32), normal(*batch, k, n, dtype=torch.float32)
-    tile = {"block_m": 128, "block_n": 128, "block_k": 32, "num_warps": 8, "num_stages": 3, "swapped": 0}
+    tile = {"block_m": 128, "block_n": 128, "block_k": 32, "num_warps": 8, "num_stages": 3, "swap_ab": 0}
 
     def by(roles, b):
-        op = pk.op("matmul", backend="triton", variant="hopper", tiling={**tile, "roles": roles})
+        op = pk.op("matmul", backend="triton", variant="hopper", tiling={**tile, "warp_specialized": roles})
         return op(a, b, precision=precision)
 
     found = by(1, b)
@@ -318,8 +320,8 @@ def test_on_hopper_a_query_alone_has_the_bits_that_it_has_among_others(keys, gro
     def same(here, there):
         return torch.equal(here[0], there[0][:, few]) and torch.equal(here[1], there[1][:, :, few])
 
-    for one in {}, {"chunk": 512}, {"chunk": 1 << 14}:
+    for one in {}, {"min_split_keys": 512}, {"min_split_keys": 1 << 14}:
         whole = attend(q, **one)
-        assert all(map(torch.equal, attend(q, **one, stay=0), whole))
+        assert all(map(torch.equal, attend(q, **one, persistent=0), whole))
         for shares in 0, 1, 2, 3:
-            assert same(attend(q[:, few], **one, shares=shares), whole), (one, shares)
+            assert same(attend(q[:, few], **one, few_queries=shares), whole), (one, shares)

@@ -97,17 +97,17 @@ def test_what_a_call_has_no_use_for_is_fitted_or_refused():
     told = {name: tiles(640, 2048, 512, out_dtype=name)[1] for name in ("bfloat16", "float32")}
     assert tiles(640, 2048, 512)[0] == "128 x 128"
     assert told["bfloat16"]["num_stages"] == 6 and told["float32"]["num_stages"] == 5
-    assert tiles(512, 512, 512, 64)[1]["roles"] == 1  # of a batch too
+    assert tiles(512, 512, 512, 64)[1]["warp_specialized"] == 1  # of a batch too
     assert told["bfloat16"]["block_n"] == told["float32"]["block_n"] == 128
     wide = dict(tiles(4096, 4096, 4096)[1])
     impl, call = product(2048, 2048, 65536)
-    assert resolve(impl, call, {}).tiling == {**wide, "roles": 0}  # its sums go in chunks
+    assert resolve(impl, call, {}).tiling == {**wide, "warp_specialized": 0}  # its sums go in chunks
     for (m, n, k), named, reason in (
         ((2048, 2048, 65536), wide, "sums are whole"),
         ((4096, 4096, 4096), {**wide, "num_warps": 4}, "num_warps=8"),
-        ((4096, 4096, 4096), {**wide, "swapped": 1}, "swapped=0"),
+        ((4096, 4096, 4096), {**wide, "swap_ab": 1}, "swap_ab=0"),
         ((4096, 4096, 4096), {**wide, "block_k": 32}, "steps of 64"),
-        ((4096, 4096, 4096), {**wide, "roles": 2}, "block_n=128"),
+        ((4096, 4096, 4096), {**wide, "warp_specialized": 2}, "block_n=128"),
         ((4096, 4096, 4096), {**wide, "num_stages": 5}, "shared memory"),
     ):
         impl, call = product(m, n, k)
@@ -117,14 +117,20 @@ def test_what_a_call_has_no_use_for_is_fitted_or_refused():
 
 def test_how_c_leaves_follows_how_many_tiles_a_program_has():
     one, several = tiles(1000, 2944, 5120)[1], tiles(3072, 3072, 3072)[1]
-    assert (one["halves"], one["num_stages"]) == (2, 5) and (several["halves"], several["num_stages"]) == (1, 5)
+    assert (one["epilogue_subtile"], one["num_stages"]) == (2, 5) and (
+        several["epilogue_subtile"],
+        several["num_stages"],
+    ) == (1, 5)
     call = product(3072, 3072, 3072)[1]
-    assert (found := products.fit(call, one))["halves"] == 0 and found["num_stages"] == 4
+    assert (found := products.fit(call, one))["epilogue_subtile"] == 0 and found["num_stages"] == 4
     assert "one tile" in products.supports(call, one.replace(num_stages=4))
     # Rows of c that begin anywhere pass through shared memory on their way to registers.
     assert tiles(3071, 3065, 3072)[1]["num_stages"] == 4
     short, long = tiles(512, 512, 512, 64)[1], tiles(4096, 4096, 4096)[1]
-    assert (short["halves"], short["num_stages"]) == (1, 4) and (long["halves"], long["num_stages"]) == (0, 3)
+    assert (short["epilogue_subtile"], short["num_stages"]) == (1, 4) and (
+        long["epilogue_subtile"],
+        long["num_stages"],
+    ) == (0, 3)
 
 
 def test_float32_has_warps_with_roles_where_there_are_rounds_of_tiles():
@@ -152,23 +158,25 @@ def test_linear_takes_one_row_without_a_batch_and_no_roles_for_float32_in_ieee()
         x, weight = torch.empty(shape, dtype=dtype, device="meta"), torch.empty(65, *shape, dtype=dtype, device="meta")
         impl, call = bound("linear", x, weight)
         tiling = resolve(impl, call, {}).tiling
-        assert impl.supports(call, tiling.replace(**ROLES, swapped=0, roles=1, halves=0)) is None
+        assert impl.supports(call, tiling.replace(**ROLES, swap_ab=0, warp_specialized=1, epilogue_subtile=0)) is None
     x = torch.empty(300, 64, device="meta")
-    roles = HopperProductConfig(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=2, group=1, swapped=0)
+    roles = HopperProductConfig(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=2, group=1, swap_ab=0)
     impl, call = bound("linear", x, x)
-    assert "use roles=0" in impl.supports(call, roles.replace(roles=1))
+    assert "use warp_specialized=0" in impl.supports(call, roles.replace(warp_specialized=1))
     impl, call = bound("linear", x, x, precision="tf32")
-    assert impl.supports(call, roles.replace(roles=1)) is None
+    assert impl.supports(call, roles.replace(warp_specialized=1)) is None
 
 
 def test_the_tile_follows_rows_and_the_split_of_k_does_not():
-    assert tiles(4096, 4096, 4096)[0] == "128 x 256" and tiles(4096, 4096, 4096)[1]["roles"] == 1
-    assert tiles(1000, 2944, 5120)[0] == "128 x 192" and tiles(1000, 2944, 5120)[1]["roles"] == 2
+    assert tiles(4096, 4096, 4096)[0] == "128 x 256" and tiles(4096, 4096, 4096)[1]["warp_specialized"] == 1
+    assert tiles(1000, 2944, 5120)[0] == "128 x 192" and tiles(1000, 2944, 5120)[1]["warp_specialized"] == 2
     # Where one round of tiles is all, rows of tiles go in smaller groups.
     assert tiles(1000, 2944, 5120)[1]["group"] < tiles(4095, 4097, 4093)[1]["group"]
-    assert tiles(1, 4096, 4096)[0] == "16 rows x 64" and tiles(40, 4096, 4096)[1]["swapped"] == 1
+    assert tiles(1, 4096, 4096)[0] == "16 rows x 64" and tiles(40, 4096, 4096)[1]["swap_ab"] == 1
     assert tiles(16, 14336, 4096)[0] == "16 rows x 128"  # as many rounds as 64 columns make
-    assert tiles(4096, 4096, 4096, out_dtype="float32")[1]["roles"] == 0  # c's tile would leave no room for operands
+    assert (
+        tiles(4096, 4096, 4096, out_dtype="float32")[1]["warp_specialized"] == 0
+    )  # c's tile would leave no room for operands
     from portakern.backends.triton.hopper._tiles import chunk_of, split
 
     assert chunk_of(4096, 4096) == 4096 and chunk_of(512, 65536) == 8192
@@ -266,20 +274,21 @@ BY_ROLES = {
     "192 columns, odd": (normal(130, 136), normal(136, 197), 2),
     "128 columns": (normal(300, 200), normal(200, 264), 1),
 }
-FLOATS = {"block_m": 128, "block_n": 128, "block_k": 32, "roles": 1}
+FLOATS = {"block_m": 128, "block_n": 128, "block_k": 32, "warp_specialized": 1}
+IN_STAGES = {"warp_specialized": 2, "epilogue_subtile": 2}
 IN_OTHER_WAYS = {
-    "192 columns, through a's stages": (normal(130, 200), normal(200, 190), {"roles": 2, "halves": 2}),
-    "192 columns, a transposed": (normal(200, 130).T, normal(200, 176), {"roles": 2, "halves": 2}),
-    "192 columns of a batch": (normal(2, 100, 520), normal(2, 520, 192), {"roles": 2, "halves": 2}),
-    "192 columns by parts": (normal(300, 200), normal(200, 400), {"roles": 2, "halves": 1}),
-    "192 columns, odd": (normal(130, 136), normal(136, 191), {"roles": 2, "halves": 2}),
-    "256 rows": (normal(300, 200), normal(200, 264), {"block_m": 256, "halves": 1}),
-    "256 rows, b transposed": (normal(257, 72), normal(136, 72).T, {"block_m": 256, "halves": 0}),
-    "256 rows, a transposed": (normal(72, 200).T, normal(72, 136), {"block_m": 256, "halves": 0}),
-    "256 rows, odd": (normal(300, 200), normal(200, 131), {"block_m": 256, "halves": 0}),
-    "256 rows of a batch": (normal(2, 260, 200), normal(2, 200, 136), {"block_m": 256, "halves": 1}),
+    "192 columns, through a's stages": (normal(130, 200), normal(200, 190), IN_STAGES),
+    "192 columns, a transposed": (normal(200, 130).T, normal(200, 176), IN_STAGES),
+    "192 columns of a batch": (normal(2, 100, 520), normal(2, 520, 192), IN_STAGES),
+    "192 columns by parts": (normal(300, 200), normal(200, 400), {"warp_specialized": 2, "epilogue_subtile": 1}),
+    "192 columns, odd": (normal(130, 136), normal(136, 191), IN_STAGES),
+    "256 rows": (normal(300, 200), normal(200, 264), {"block_m": 256, "epilogue_subtile": 1}),
+    "256 rows, b transposed": (normal(257, 72), normal(136, 72).T, {"block_m": 256, "epilogue_subtile": 0}),
+    "256 rows, a transposed": (normal(72, 200).T, normal(72, 136), {"block_m": 256, "epilogue_subtile": 0}),
+    "256 rows, odd": (normal(300, 200), normal(200, 131), {"block_m": 256, "epilogue_subtile": 0}),
+    "256 rows of a batch": (normal(2, 260, 200), normal(2, 200, 136), {"block_m": 256, "epilogue_subtile": 1}),
     "256 columns, through a's stages": (
-        normal(200, 40), normal(40, 256), {"block_n": 256, "halves": 2, "num_stages": 4},
+        normal(200, 40), normal(40, 256), {"block_n": 256, "epilogue_subtile": 2, "num_stages": 4},
     ),
     "float32": (normal(300, 100, dtype=torch.float32), normal(100, 132, dtype=torch.float32), FLOATS),
     "float32, odd, of a batch": (
@@ -316,11 +325,13 @@ def test_warps_with_roles_meet_the_bound_in_other_ways(name, tmp_path, monkeypat
         return host.launched(kernel, modules, grid, args, plan=constexprs["plan"])
 
     monkeypatch.setattr(products, "MULTIPROCESSORS", 2)
-    if named.get("halves") == 2:  # one group of warps writes c while what the other has written is on its way
+    if named.get("epilogue_subtile") == 2:  # one group of warps writes c while what the other has written is on its way
         monkeypatch.setattr(host, "LATE", {0: 0.05, 1: 0.055})
     impl, call = bound("matmul", a, b, precision="tf32" if name.startswith("tf32") else "ieee")
-    tiling = products.fit(call, HopperProductConfig(**{**ROLES, "swapped": 0, "roles": 1, "halves": 0, **named}))
-    assert products.supports(call, tiling) is None and tiling["halves"] == named.get("halves", 0)
+    tiling = products.fit(
+        call, HopperProductConfig(**{**ROLES, "swap_ab": 0, "warp_specialized": 1, "epilogue_subtile": 0, **named})
+    )
+    assert products.supports(call, tiling) is None and tiling["epilogue_subtile"] == named.get("epilogue_subtile", 0)
     with launching.recording(on_the_host):
         (c,) = impl.run(call, tiling)
     assert "matmul_gather_tiles" not in launches
@@ -341,7 +352,11 @@ def test_warps_with_roles_meet_the_bound(name, tmp_path, monkeypatch):
 
     monkeypatch.setattr(products, "MULTIPROCESSORS", 2)
     impl, call = bound("matmul", a, b)
-    named = {**ROLES, "roles": roles, **dict.fromkeys({"halves"} & {*default(impl, call).tiling}, 0)}
+    named = {
+        **ROLES,
+        "warp_specialized": roles,
+        **dict.fromkeys({"epilogue_subtile"} & {*default(impl, call).tiling}, 0),
+    }
     with launching.recording(on_the_host):
         (c,) = impl.run(call, resolve(impl, call, named).tiling)
     assert max(testing.compare_call(call, [call.framework.to_numpy(c)]).values()) <= 1
@@ -353,7 +368,7 @@ def test_gradients_take_the_tiles_that_suit_each():
     from portakern.backends.triton.hopper.matmul import bare_products, own_tiling
 
     own = {name: own_tiling(call, of, default(impl, call).tiling) for name, of in bare_products(call).items()}
-    assert own["d_a"]["swapped"] == 1 and own["d_b"]["roles"] == 1
+    assert own["d_a"]["swap_ab"] == 1 and own["d_b"]["warp_specialized"] == 1
     named = default(impl, call).tiling.replace(block_n=128)
     assert own_tiling(call, bare_products(call)["d_b"], named) == named
 

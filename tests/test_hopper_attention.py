@@ -87,27 +87,32 @@ FLASH = ["attention_flash_kernel"]
 CASES = {
     "full": ((1, 200, 2, 1, 300, 64), {}, {}, FLASH),
     "causal": ((1, 300, 2, 2, 300, 64), {"is_causal": True}, {}, FLASH),
-    "causal pairs": ((2, 300, 2, 2, 300, 64), {"is_causal": True}, {"stay": 1}, FLASH),
-    "pairs and one": ((1, 300, 1, 3, 300, 64), {"is_causal": True}, {"stay": 1}, FLASH),
-    "pairs of a band": ((1, 400, 1, 4, 500, 72, 40), {"window": (90, 30), "softcap": 5.0}, {"stay": 1}, FLASH),
-    "wide pairs": ((1, 300, 2, 2, 300, 256), {"is_causal": True, "dtype": torch.float16}, {"stay": 1}, FLASH),
-    "chunks": ((1, 300, 1, 1, 1300, 64), {"is_causal": True}, {"stay": 1}, FLASH),
-    "several chunks": ((1, 200, 1, 2, 1300, 128), {}, {"chunk": 512}, FLASH),
-    "shares": ((2, 1, 2, 4, 1300, 64), {}, {"shares": 2}, SHARES),
-    "shares of several queries": ((1, 3, 2, 5, 1100, 128), {"is_causal": True}, {"shares": 2}, SHARES),
-    "shares of a band": ((1, 40, 2, 1, 2100, 64, 72), {"window": (700, 10), "softcap": 4.0}, {"shares": 2}, SHARES),
-    "shares of rows of which a thread has two": ((1, 9, 2, 4, 1300, 64), {"is_causal": True}, {"shares": 2}, SHARES),
-    "one share": ((2, 1, 2, 3, 700, 64, 40), {"dtype": torch.float16}, {"shares": 2}, SHARES[:1]),
+    "causal pairs": ((2, 300, 2, 2, 300, 64), {"is_causal": True}, {"persistent": 1}, FLASH),
+    "pairs and one": ((1, 300, 1, 3, 300, 64), {"is_causal": True}, {"persistent": 1}, FLASH),
+    "pairs of a band": ((1, 400, 1, 4, 500, 72, 40), {"window": (90, 30), "softcap": 5.0}, {"persistent": 1}, FLASH),
+    "wide pairs": ((1, 300, 2, 2, 300, 256), {"is_causal": True, "dtype": torch.float16}, {"persistent": 1}, FLASH),
+    "chunks": ((1, 300, 1, 1, 1300, 64), {"is_causal": True}, {"persistent": 1}, FLASH),
+    "several chunks": ((1, 200, 1, 2, 1300, 128), {}, {"min_split_keys": 512}, FLASH),
+    "shares": ((2, 1, 2, 4, 1300, 64), {}, {"few_queries": 2}, SHARES),
+    "shares of several queries": ((1, 3, 2, 5, 1100, 128), {"is_causal": True}, {"few_queries": 2}, SHARES),
+    "shares of a band": ((1, 40, 2, 1, 2100, 64, 72), {"window": (700, 10), "softcap": 4.0},
+        {"few_queries": 2}, SHARES),
+    "shares of rows of which a thread has two": ((1, 9, 2, 4, 1300, 64), {"is_causal": True},
+        {"few_queries": 2}, SHARES),
+    "one share": ((2, 1, 2, 3, 700, 64, 40), {"dtype": torch.float16}, {"few_queries": 2}, SHARES[:1]),
     "one share of several queries": ((1, 40, 2, 1, 300, 128), {"window": (70, 10), "softcap": 4.0}, {}, SHARES[:1]),
     "one share of queries of which some see nothing": ((2, 30, 1, 1, 20, 64), {"is_causal": True}, {}, SHARES[:1]),
-    "walks": ((3, 2, 1, 4, 1300, 128), {"is_causal": True}, {"shares": 3}, SHARES[:1]),
-    "walks of a band": ((1, 20, 3, 1, 2100, 64, 72), {"window": (700, 10), "softcap": 4.0}, {"shares": 3}, SHARES[:1]),
+    "walks": ((3, 2, 1, 4, 1300, 128), {"is_causal": True}, {"few_queries": 3}, SHARES[:1]),
+    "walks of a band": ((1, 20, 3, 1, 2100, 64, 72), {"window": (700, 10), "softcap": 4.0}, {"few_queries": 3},
+        SHARES[:1]),
     "walks of a band, some chunks of it empty": ((1, 2, 3, 5, 2000, 64), {"window": (300, 0)},
-                                                 {"chunk": 256, "whole": 16, "shares": 3}, SHARES[:1]),
-    "no walk of rows of which a thread has two": ((1, 64, 1, 1, 1300, 64), {}, {"shares": 3, "chunk": 128},
+                                                 {"min_split_keys": 256, "unsplit_keys": 16, "few_queries": 3},
+                                                 SHARES[:1]),
+    "no walk of rows of which a thread has two": ((1, 64, 1, 1, 1300, 64), {},
+        {"few_queries": 3, "min_split_keys": 128},
                                                   ["attention_kernel"]),
-    "none": ((3, 1, 1, 4, 300, 64), {}, {"shares": 0}, ["attention_kernel"]),
-    "too many rows to share": ((1, 20, 1, 5, 1100, 64), {}, {"shares": 2}, ["attention_kernel", SHARES[1]]),
+    "none": ((3, 1, 1, 4, 300, 64), {}, {"few_queries": 0}, ["attention_kernel"]),
+    "too many rows to share": ((1, 20, 1, 5, 1100, 64), {}, {"few_queries": 2}, ["attention_kernel", SHARES[1]]),
 }  # fmt: skip
 
 
@@ -130,8 +135,9 @@ def test_every_role_meets_the_bound(name):
 
 
 @pytest.mark.parametrize("tiling, keys, few, shares, dtype", [
-    ({}, 2100, 14, 2, torch.bfloat16), ({"chunk": 256}, 2100, 8, 2, torch.float16), ({}, 900, 14, 2, torch.float16),
-    ({}, 900, 5, 3, torch.bfloat16), ({"chunk": 256}, 2100, 8, 3, torch.bfloat16),
+    ({}, 2100, 14, 2, torch.bfloat16), ({"min_split_keys": 256}, 2100, 8, 2, torch.float16),
+    ({}, 900, 14, 2, torch.float16),
+    ({}, 900, 5, 3, torch.bfloat16), ({"min_split_keys": 256}, 2100, 8, 3, torch.bfloat16),
 ])  # fmt: skip
 def test_a_query_alone_has_the_bits_that_it_has_among_others(tiling, keys, few, shares, dtype):
     """In chunks that have programs of their own those of a walk over all chunks, and in one that is the whole. Rows are
@@ -142,7 +148,7 @@ def test_a_query_alone_has_the_bits_that_it_has_among_others(tiling, keys, few, 
     last = call.replace(arrays=arrays, dims={**call.dims, "q_len": few})
     with recording(partial(on_the_host, ran=ran)):
         o, lse, _ = run(call, tiling_of(call, **tiling))
-        o_alone, lse_alone, _ = run(last, tiling_of(last, shares=shares, **tiling))
+        o_alone, lse_alone, _ = run(last, tiling_of(last, few_queries=shares, **tiling))
     assert ran == [*FLASH, *(SHARES if keys > 1024 and shares == 2 else SHARES[:1])]
     assert torch.equal(o_alone, o[:, -few:]) and torch.equal(lse_alone, lse[:, :, -few:])
 
@@ -203,8 +209,8 @@ def test_what_is_faster_is_the_default(monkeypatch):
 def test_a_tuner_tries_what_the_tables_do_not_ship(d):
     call = bound(1, 1, 8, 4, 900, d, device="meta")
     space = space_of(call.spec, VARIANT, [call], tiling_of(call))
-    assert space.values["shares"] == (0, 1, 2, 3)
-    assert all(space.legal({**tiling_of(call), "shares": shares}) for shares in (2, 3))
+    assert space.values["few_queries"] == (0, 1, 2, 3)
+    assert all(space.legal({**tiling_of(call), "few_queries": shares}) for shares in (2, 3))
 
 
 def test_another_length_is_no_reason_to_compile():
@@ -217,9 +223,9 @@ def test_another_length_is_no_reason_to_compile():
     one = [bound(batch, 1, 8, 4, keys, 128, device="meta") for batch in (1, 16) for keys in (3, 17, 512, 1000, 1024)]
     for alike in long, whole:
         assert len(kernels_of(*((call, tiling_of(call)) for call in alike))[FLASH[0]]) == 1
-    found = kernels_of(*((call, tiling_of(call, shares=2)) for call in few))
+    found = kernels_of(*((call, tiling_of(call, few_queries=2)) for call in few))
     assert {name: len(anew) for name, anew in found.items()} == dict.fromkeys(SHARES, 1)
-    found = kernels_of(*((call, tiling_of(call, shares=2)) for call in one))
+    found = kernels_of(*((call, tiling_of(call, few_queries=2)) for call in one))
     assert {name: len(anew) for name, anew in found.items()} == {SHARES[0]: 1}
 
 

@@ -182,7 +182,7 @@ def test_what_has_no_room_is_refused():
         ({"block_q": 256}, "takes 32, 64 or 128"),
         ({"block_q": 128}, "registers a thread"),
         ({"num_stages": 8}, "bytes of shared memory"),
-        ({"dq_stages": 8}, "bytes of shared memory"),
+        ({"dq_num_stages": 8}, "bytes of shared memory"),
         ({"num_stages": 1, "ahead": 1}, "before this one's place is free"),
     ):
         assert why in attention_vjp_gluon.supports(call, tiling.replace(**named))

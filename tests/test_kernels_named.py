@@ -157,11 +157,11 @@ def test_every_kernel_in_gluon_says_so():
     assert sum(impl.compiled_alone is not None for _, impl in ON_HOPPER) == 2
 
 
-@pytest.mark.parametrize("op", [op for op, impl in ON_HOPPER if "roles" in impl.knobs])
+@pytest.mark.parametrize("op", [op for op, impl in ON_HOPPER if "warp_specialized" in impl.knobs])
 def test_warps_with_roles_are_refused_where_nothing_is_compiled(op):
     arrays, options = sample_arrays(op, samples(op)[0], framework="torch")
-    named_roles = pk.op(op, backend="triton", variant="hopper", tiling={"roles": 1})
-    with pytest.raises(pk.UnsupportedError, match=r"warps with roles \(roles=1\) are compiled alone.*use roles=0"):
+    named_roles = pk.op(op, backend="triton", variant="hopper", tiling={"warp_specialized": 1})
+    with pytest.raises(pk.UnsupportedError, match=r"warps with roles \(warp_specialized=1\) are compiled alone"):
         named_roles(**arrays, **options)
 
 

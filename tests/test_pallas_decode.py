@@ -86,8 +86,8 @@ def test_within_bounds():
 CALLS = [
     ((2, 1, 2, 4, 500, 64), {}, {}),
     ((1, 3, 2, 2, 400, 72, 40), {"is_causal": True, "softcap": 2.0}, {}),
-    ((1, 5, 1, 3, 450, 128), {"window": (140, 2)}, {"block_kv": 64, "splits": 3, "chunk": 64}),
-    ((1, 2, 1, 2, 300, 16, 136), {"window": (None, 0)}, {"block_kv": 64, "splits": 1}),
+    ((1, 5, 1, 3, 450, 128), {"window": (140, 2)}, {"block_kv": 64, "max_splits": 3, "min_split_keys": 64}),
+    ((1, 2, 1, 2, 300, 16, 136), {"window": (None, 0)}, {"block_kv": 64, "max_splits": 1}),
     ((1, 9, 1, 2, 4, 24), {"is_causal": True}, {}),
 ]
 
@@ -112,7 +112,8 @@ def test_every_mask_at_once():
     }
     for form in ((2, 4, 2, 300), (1, 4, 1, 300), (1, 1, 2, 300), (2, 1, 1, 300)):
         bias = jnp.asarray(rng.standard_normal(form), jnp.float32)
-        got = decoding(block_kv=64, splits=3, chunk=64)(**arrays, bias=bias, **ids, window=(250, 0), return_lse=True)
+        served = decoding(block_kv=64, max_splits=3, min_split_keys=64)
+        got = served(**arrays, bias=bias, **ids, window=(250, 0), return_lse=True)
         exact = {name: np.asarray(x, np.float32) for name, x in arrays.items()}
         own = {name: np.asarray(x) for name, x in ids.items()}
         want = pk.op("attention", backend="reference")(
@@ -124,7 +125,7 @@ def test_every_mask_at_once():
 
 def test_a_querys_bits_do_not_tell_its_company():
     arrays = arrays_of(3, 2, 2, 4, 400, 64)
-    short = decoding(chunk=64)
+    short = decoding(min_split_keys=64)
     whole, lse = short(**arrays, return_lse=True)
     for b, i, h in ((0, 1, 0), (2, 0, 1)):
         heads = slice(4 * h + 1, 4 * h + 3)  # two of a group
@@ -135,11 +136,15 @@ def test_a_querys_bits_do_not_tell_its_company():
 
 
 SHARES = [
-    ((1, 3, 2, 2, 300, 64), {}, {"splits": 1}),
-    ((2, 3, 1, 2, 400, 72, 40), {"is_causal": True, "softcap": 2.0}, {"block_kv": 64, "chunk": 64}),
-    ((1, 5, 1, 3, 450, 128), {"window": (140, 2)}, {"block_kv": 64, "chunk": 64, "splits": 3}),
-    ((1, 16, 1, 4, 450, 64), {"window": (0, 30)}, {"block_kv": 64, "chunk": 64}),
-    ((1, 1, 1, 2, 1200, 16), {}, {"block_kv": 64, "chunk": 64, "splits": 19}),  # more than are on their way at a time
+    ((1, 3, 2, 2, 300, 64), {}, {"max_splits": 1}),
+    ((2, 3, 1, 2, 400, 72, 40), {"is_causal": True, "softcap": 2.0}, {"block_kv": 64, "min_split_keys": 64}),
+    ((1, 5, 1, 3, 450, 128), {"window": (140, 2)}, {"block_kv": 64, "min_split_keys": 64, "max_splits": 3}),
+    ((1, 16, 1, 4, 450, 64), {"window": (0, 30)}, {"block_kv": 64, "min_split_keys": 64}),
+    (
+        (1, 1, 1, 2, 1200, 16),
+        {},
+        {"block_kv": 64, "min_split_keys": 64, "max_splits": 19},
+    ),  # more than are on their way at a time
 ]
 
 
@@ -155,7 +160,7 @@ def test_a_querys_bits_do_not_tell_which_kernel_it_was(shape, options, tiling):
 
 
 def test_the_last_of_many_queries_have_the_bits_of_a_few():
-    arrays, tiling = arrays_of(1, 70, 1, 2, 300, 24), {"block_kv": 64, "chunk": 64}
+    arrays, tiling = arrays_of(1, 70, 1, 2, 300, 24), {"block_kv": 64, "min_split_keys": 64}
     many = pk.op("attention", backend="pallas", variant="gpu", tiling=tiling)(**arrays, is_causal=True)
     few = decoding(**tiling)(**arrays | {"q": arrays["q"][:, -5:]}, is_causal=True)
     assert (few == many[:, -5:]).all()
@@ -187,7 +192,7 @@ def test_a_share_sees_neither_queries_nor_heads_nor_samples():
 @pytest.mark.parametrize("options", [{}, {"window": (99, 0)}, {"window": (700, 3)}, {"is_causal": True}], ids=str)
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 8192), (7, 1000), (8, 5), (3, 129)])
 def test_shares_hold_every_tile_that_is_seen_once(q_len, kv_len, options):
-    plan = plan_for((2, q_len, 3, 2, kv_len, 64), {"splits": 8, "chunk": 64}, **options)
+    plan = plan_for((2, q_len, 3, 2, kv_len, 64), {"max_splits": 8, "min_split_keys": 64}, **options)
     found = {}
     for index in range(plan.tiles):
         tile = plan.tile(jnp.int32(index))
@@ -220,7 +225,7 @@ def test_nothing_is_written_beyond_an_axis(shape, monkeypatch):
     monkeypatch.setattr(decode.plgpu, "copy_smem_to_gmem", spy)
     jax.clear_caches()
     _, q_len, _, group, _, _, *dv = shape
-    decoding(chunk=64, splits=16)(**arrays_of(*shape))
+    decoding(min_split_keys=64, max_splits=16)(**arrays_of(*shape))
     jax.clear_caches()
     parts = -(-(dv or shape[-1:])[0] // 64)
     assert {*written} == {(2, 64), (q_len * group, 64)} and written.count((q_len * group, 64)) % parts == 0
@@ -293,7 +298,8 @@ def test_what_it_takes_of_the_chip(d, monkeypatch, tmp_path):
 def test_many_shares_take_no_more_code_than_a_few(monkeypatch, tmp_path):
     monkeypatch.setenv("PORTAKERN_CACHE", str(tmp_path))
     arrays = arrays_of(1, 1, 1, 4, 4096, 64)
-    few, many = (decoding(block_kv=64, chunk=64, splits=n).lower(**arrays, target="sm_90") for n in (16, 64))
+    cut = {"block_kv": 64, "min_split_keys": 64}
+    few, many = (decoding(**cut, max_splits=n).lower(**arrays, target="sm_90") for n in (16, 64))
     assert len(many.kernels[1].assembly) < 1.1 * len(few.kernels[1].assembly)
 
 

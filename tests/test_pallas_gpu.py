@@ -460,8 +460,8 @@ def _attention(q_len, **more):
 
 
 RINGS = [
-    ("attention", "gpu", "stages", _attention(200), {"block_kv": 64, "chunk": 64, "splits": 2}),
-    ("attention", "decode", "stages", _attention(1), {"block_kv": 64, "chunk": 256}),
+    ("attention", "gpu", "stages", _attention(200), {"block_kv": 64, "min_split_keys": 64, "max_splits": 2}),
+    ("attention", "decode", "stages", _attention(1), {"block_kv": 64, "min_split_keys": 256}),
     ("attention_vjp", "gpu", "stages", _attention(200, o=1, d_o=1), {"block_q": 64, "block_kv": 64}),
     ("matmul", "gpu", "stages", {"a": _random(130, 300), "b": _random(300, 130)}, {"block_m": 128, "block_n": 128}),
     ("layernorm_vjp", "fused", "ring", {"x": _random(21, 256), "weight": _random(256), "d_y": _random(21, 256)}, {}),

@@ -185,9 +185,9 @@ def test_gradients_of_norms_read_longer_rows_in_blocks():
 
 def test_gradients_of_norms_over_rows_that_cannot_be_copied_ahead_have_twice_the_programs():
     """Where two programs fit a multiprocessor: one waits for its rows while the other computes."""
-    of = {n: launches("rmsnorm_vjp", n)["tiling"]["steps"] for n in (4097, 5001, 4096, 5000)}
+    of = {n: launches("rmsnorm_vjp", n)["tiling"]["blocks_per_program"] for n in (4097, 5001, 4096, 5000)}
     assert of == {4097: 16, 5001: 32, 4096: 32, 5000: 32}
-    assert launches("rmsnorm_vjp", 4097, dtype="float32")["tiling"]["steps"] == 32
+    assert launches("rmsnorm_vjp", 4097, dtype="float32")["tiling"]["blocks_per_program"] == 32
 
 
 @pytest.mark.parametrize(("n", "rows"), [(100, 64), (128, 64), (200, 64), (512, 64), (513, 32), (1001, 32), (1024, 32)])
@@ -195,7 +195,7 @@ def test_gradients_of_norms_over_few_short_rows_fill_a_gpu(n, rows):
     """Each program sums so many rows that 6000 of them are programs for nearly all multiprocessors."""
     for op in ("layernorm_vjp", "rmsnorm_vjp", "add_layernorm_vjp", "add_rmsnorm_vjp"):
         tiling = launches(op, n)["tiling"]
-        assert tiling["block_rows"] * tiling["steps"] == rows, op
+        assert tiling["block_rows"] * tiling["blocks_per_program"] == rows, op
 
 
 @pytest.mark.parametrize("norm", [False, True])

@@ -316,6 +316,7 @@ WRONG_ROWS = {
     "ops/attention/gpu/0/key/d is 1.5; expected text, a whole number or a list": own_row({}, d=1.5),
     "ops/attention/gpu/0/from is 'cuda'; expected '<target>/<op>'": {"from": "cuda"},
     "attention, row 'mine': tiling is 'block_m'; expected names among block_q, block_kv": own_row({"block_m": 64}),
+    "attention, row 'mine': tiling is 'few_q'; expected names among block_q, block_kv": own_row({"few_q": 16}),
     "attention, row 'mine': key is 'b'; expected names among products, d": own_row({}, b=1),
     "attention, row 'mine': key['d'] is '64'; expected a whole number": own_row({}, d="64"),
     "attention, row 'mine': key is {'d': 64}; expected a value of 'products'": {**own_row({}), "key": {"d": 64}},
@@ -438,7 +439,7 @@ def test_tilings_are_as_they_were_measured(op, arch, products):
                 size = {"16-bit": 2, "tf32": 4}.get(products, 8)
                 key = {"products": products} | ({"aligned": True} if "matmul" in op else {"d": d, "size": size})
                 found = tilings._look_up(impl, call, key).tiling
-                assert tuple(v for n, v in found.items() if n not in ("chunk", "few_q")) == tiles, d
+                assert tuple(v for n, v in found.items() if n not in ("min_split_keys", "block_q_few")) == tiles, d
 
 
 @pytest.mark.parametrize("name", [n for n, b in pk.backends().items() if not b.oracle])

@@ -106,13 +106,13 @@ class FlashConfig(TilesConfig, PipelineConfig):
     buffer waits for ever."""
 
     stages: Annotated[int, Count(2, 8)]
-    splits: Annotated[
+    max_splits: Annotated[
         int,
         Count(1, 64),
         "split KV: the largest number of splits of the keys that a query sees, and one more where they begin within "
         "one",
     ]
-    chunk: Annotated[int, Tile(64, 1 << 20), "split KV: the least number of keys in a split"]
+    min_split_keys: Annotated[int, Tile(64, 1 << 20), "split KV: the least number of keys in a split"]
 
 
 class FlashGradientsConfig(TilesConfig, PipelineConfig):

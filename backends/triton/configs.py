@@ -32,7 +32,9 @@ class RowGradientsConfig(RowsConfig, PipelineConfig):
     """Of gradients of norms, which sum over rows."""
 
     num_stages: Annotated[int, Tile(1, 8)]
-    steps: Annotated[int, Tile(1, 1024), "blocks of rows that a program adds up before it writes its partial sum"]
+    blocks_per_program: Annotated[
+        int, Tile(1, 1024), "blocks of rows that a program adds up before it writes its partial sum"
+    ]
 
 
 class RopeConfig(WarpsConfig):
@@ -94,12 +96,12 @@ class HopperProductConfig(ProductConfig):
     num_warps: Annotated[int, Tile(4, 8)]
     num_stages: Annotated[int, Count(2, 8)]
     group: Annotated[int, Tile(1, 32)]
-    swapped: Annotated[bool, "1: compute the transpose of the result (swap A and B), for few rows"]
-    roles: Annotated[
+    swap_ab: Annotated[bool, "1: compute the transpose of the result (swap A and B), for few rows"]
+    warp_specialized: Annotated[
         WarpSpecialized,
         "0: all warps do the same; 1: warp specialization; 2, 3: and a half or a quarter of a tile more columns",
     ]
-    halves: Annotated[
+    epilogue_subtile: Annotated[
         EpilogueSubtile,
         "epilogue subtile; 1: store the tile in two halves; 2: through the shared memory of the inputs",
     ] = EpilogueSubtile.WHOLE
@@ -126,11 +128,11 @@ class PortableTilesConfig(TilesConfig, WarpsConfig):
 class AttentionConfig(PortableTilesConfig):
     """Of attention."""
 
-    chunk: Annotated[int, Tile(16, 1 << 20), "split KV: the least number of keys in a split"]
-    whole: Annotated[int, Tile(16, 1 << 20), "split KV: up to so many keys are one split"] = 0
-    most: Annotated[int, Tile(1, 128), "split KV: the largest number of splits of a row"]
-    few_q: Annotated[int, Tile(16, 128), "queries in a tile where there are few"]
-    few_stages: Annotated[int, Count(1, 8), "tiles of keys in flight where there are few queries"]
+    min_split_keys: Annotated[int, Tile(16, 1 << 20), "split KV: the least number of keys in a split"]
+    unsplit_keys: Annotated[int, Tile(16, 1 << 20), "split KV: up to so many keys are one split"] = 0
+    max_splits: Annotated[int, Tile(1, 128), "split KV: the largest number of splits of a row"]
+    block_q_few: Annotated[int, Tile(16, 128), "queries in a tile where there are few"]
+    num_stages_few: Annotated[int, Count(1, 8), "tiles of keys in flight where there are few queries"]
 
 
 class FewQueries(IntEnum):
@@ -155,12 +157,12 @@ class ConsumersConfig(Config):
 class FlashConfig(AttentionConfig, ConsumersConfig):
     """Of attention on Hopper."""
 
-    stay: Annotated[
+    persistent: Annotated[
         bool,
         "1: persistent programs that take tiles in pairs, where some see more keys than others and that is faster; no "
         "bit of a result depends on it",
     ] = False
-    shares: Annotated[
+    few_queries: Annotated[
         FewQueries,
         "few queries; 0: the portable kernel; 1: the faster of a program for each split and for each group of heads; "
         "2: for each split; 3: for each group of heads",
@@ -178,7 +180,7 @@ class FlashGradientsConfig(AttentionGradientsConfig, ConsumersConfig):
     """Of attention's gradients on Hopper."""
 
     dq_consumers: Annotated[int, Count(2, 3), "warp groups that multiply in the kernel of d_q"]
-    dq_stages: Annotated[int, Count(1, 8), "tiles in flight in the kernel of d_q"]
+    dq_num_stages: Annotated[int, Count(1, 8), "tiles in flight in the kernel of d_q"]
     ahead: Annotated[bool, "1: compute the scores of the next tile beside the gradients of this one"]
 
 

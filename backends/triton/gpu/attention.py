@@ -287,7 +287,7 @@ def least_chunk(call: Call) -> dict[str, int]:
     chunks of 512 took 14 % longer than one of all keys, so some 2 % a border; half of it is the price of 1024, at which
     one row of 8 heads over 8192 keys still has 64 programs.
     """
-    return {"chunk": 1024}
+    return {"min_split_keys": 1024}
 
 
 @BACKEND.implements("attention", tiling=least_chunk, key=key, fit=fit, supports=supports, config=AttentionConfig)

@@ -12,11 +12,11 @@ those of all places; then its result.
     d_x = r (h - mean(h) - xh mean(h xh))        h = weight d_y
     d_weight = sum over rows of d_y xh        d_bias = sum over rows of d_y
 
-A program of the gradients owns a group of rows, ``steps`` times ``block_rows``, and ``block_n`` columns. It loads its
-weights once, keeps its sums for d_weight and d_bias in registers while it walks the group, and writes them as one row
-of partial sums; a second kernel adds those up. Groups are counted in rows and every sum has one order, so that two runs
-give the same bits. A row that fits in ``block_n`` is read once and its statistics are two-pass. For longer rows a
-kernel of its own finds the statistics first, merging tiles so that it, too, reads the row once.
+A program of the gradients owns a group of rows, ``blocks_per_program`` times ``block_rows``, and ``block_n`` columns.
+It loads its weights once, keeps its sums for d_weight and d_bias in registers while it walks the group, and writes
+them as one row of partial sums; a second kernel adds those up. Groups are counted in rows and every sum has one order,
+so that two runs give the same bits. A row that fits in ``block_n`` is read once and its statistics are two-pass. For
+longer rows a kernel of its own finds the statistics first, merging tiles so that it, too, reads the row once.
 
 Sources: Ba, Kiros and Hinton, "Layer Normalization" (2016), section 3; Chan, Golub and LeVeque, "Updating formulae and
 a pairwise algorithm for computing sample variances" (1979), equation 2.1.
@@ -384,7 +384,7 @@ def gradient_tiling(call: Call) -> RowGradientsConfig:
     ahead = streams(call) * elements * (2 if short else 4)  # bytes of a stage beyond the first
     stages = min(stages, 1 + shared_limit(arch) // ahead) if stages > 1 else 1
     return RowGradientsConfig(
-        block_rows=block_rows, block_n=block_n, steps=steps, num_stages=stages, num_warps=num_warps
+        block_rows=block_rows, block_n=block_n, blocks_per_program=steps, num_stages=stages, num_warps=num_warps
     )
 
 
@@ -419,7 +419,7 @@ def gradients(call: Call, config: RowGradientsConfig, x: Any, past: Any) -> tupl
     sums: list[str] = [name for name in ("d_weight", "d_bias") if name in call.wants]
     d_x = fresh(x.shape, x.dtype, x.device) if want_x else None
     (x, d_y, past), rows = walk_beside(x, d_y, past if want_x else None)
-    group = config.block_rows * (config.steps if sums else 1)
+    group = config.block_rows * (config.blocks_per_program if sums else 1)
     groups, (parts, tile), read_x = cdiv(rows.height, group), shared_tile(call, rows, n, config), want_x or want_weight
     strides = strides_of(rows, weight, past)
     stats = scratch(call, 4, rows.height) if parts > 1 and read_x else None

@@ -204,7 +204,7 @@ def gradients(call: Call, config: RowGradientsConfig, x: Any, past: Any) -> tupl
     want_x, want_weight = "d_x" in call.wants, "d_weight" in call.wants
     d_x = fresh(x.shape, x.dtype, x.device) if want_x else None
     (x, d_y, past), rows = walk_beside(x, d_y, past if want_x else None)
-    group = config.block_rows * (config.steps if want_weight else 1)
+    group = config.block_rows * (config.blocks_per_program if want_weight else 1)
     groups, (parts, tile) = cdiv(rows.height, group), shared_tile(call, rows, n, config)
     strides, narrow = strides_of(rows, weight, past), rounds_before(call)
     stats = scratch(call, 2, rows.height) if parts > 1 else None

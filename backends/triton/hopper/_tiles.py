@@ -178,37 +178,40 @@ def on_matrix_unit(call: Call) -> bool:
 
 def warp_specialized(call: Call, config: HopperProductConfig) -> bool:
     """Whether warps have roles."""
-    return config.roles != WarpSpecialized.NO
+    return config.warp_specialized != WarpSpecialized.NO
 
 
 def refuse_roles(call: Call, config: HopperProductConfig) -> str | None:
     """Why warps cannot have roles, or None."""
     rows, columns, depth, size = config.block_m, config.block_n, config.block_k, size_of(call.dtype)
-    told, stages = f"warps with roles (roles={config.roles})", config.num_stages
+    told, stages = f"warps with roles (warp_specialized={config.warp_specialized})", config.num_stages
     if call.interpret:
-        return f"{told} are compiled alone: Gluon has no interpreter; use roles=0"
+        return f"{told} are compiled alone: Gluon has no interpreter; use warp_specialized=0"
     if not may_have_roles(call):
-        return f"{told} take products whose sums are whole, of operands of c's size and up to 32 bits; use roles=0"
-    if (config.num_warps, config.swapped) != (8, 0):
-        return f"{told} are 8 that multiply, rows first; use num_warps=8 and swapped=0"
+        return (
+            f"{told} take products whose sums are whole, of operands of c's size and up to 32 bits; "
+            "use warp_specialized=0"
+        )
+    if (config.num_warps, config.swap_ab) != (8, 0):
+        return f"{told} are 8 that multiply, rows first; use num_warps=8 and swap_ab=0"
     if depth * size != 128 or (rows, columns) not in ((128, 128), (128, 256), (256, 128)):
         return (
             f"{told} take tiles of 128 x 128, 128 x 256 and 256 x 128, in steps of {128 // size} of k, not {rows} x "
             f"{columns} x {depth}"
         )
-    if rows == 256 and (size == 4 or config.roles in MORE):
-        return f"{told} take tiles of 256 x 128 where operands have 16 bits and roles=1"
-    if products(call, call.dtype) == "ieee" and (columns != 128 or config.roles in MORE):
-        return f"{told} take tiles of 128 x 128 in ieee; use block_n=128 and roles=1"
-    if config.halves and size == 4:
-        return f"{told} write c by halves (halves=1 or 2) where they take 16-bit operands"
-    if config.halves and config.roles == WarpSpecialized.QUARTER_MORE:
-        return f"{told}, which are of 160 columns, write c at once; use halves=0"
-    if config.halves == EpilogueSubtile.IN_STAGES and tiles_of(call, config) > MULTIPROCESSORS:
-        return f"{told} write c through stages (halves=2) where each program has one tile; use halves=0 or 1"
-    if config.halves == EpilogueSubtile.IN_STAGES and columns + more_columns(config) > 64 * stages:
-        return f"{told} write 64 columns of c through each of {stages} stages (halves=2); use more stages"
-    if config.roles in MORE and (columns == 256 or size == 4):
+    if rows == 256 and (size == 4 or config.warp_specialized in MORE):
+        return f"{told} take tiles of 256 x 128 where operands have 16 bits and warp_specialized=1"
+    if products(call, call.dtype) == "ieee" and (columns != 128 or config.warp_specialized in MORE):
+        return f"{told} take tiles of 128 x 128 in ieee; use block_n=128 and warp_specialized=1"
+    if config.epilogue_subtile and size == 4:
+        return f"{told} write c by halves (epilogue_subtile=1 or 2) where they take 16-bit operands"
+    if config.epilogue_subtile and config.warp_specialized == WarpSpecialized.QUARTER_MORE:
+        return f"{told}, which are of 160 columns, write c at once; use epilogue_subtile=0"
+    if config.epilogue_subtile == EpilogueSubtile.IN_STAGES and tiles_of(call, config) > MULTIPROCESSORS:
+        return f"{told} write c through stages where each program has one tile; use epilogue_subtile=0 or 1, not 2"
+    if config.epilogue_subtile == EpilogueSubtile.IN_STAGES and columns + more_columns(config) > 64 * stages:
+        return f"{told} write 64 columns of c through each of {stages} stages (epilogue_subtile=2); use more stages"
+    if config.warp_specialized in MORE and (columns == 256 or size == 4):
         return f"{told}, which add columns, take 16-bit operands and block_n=128"
     return None
 
@@ -218,10 +221,10 @@ def without_idle_roles(
 ) -> HopperProductConfig:
     """The tiling without roles where a call has no use for them, and c's way one that it can take."""
     if not may(call):
-        return config.replace(**dict.fromkeys({"roles", "halves"} & set(config), 0))
-    if config.halves != EpilogueSubtile.IN_STAGES or tiles_of(call, config) <= MULTIPROCESSORS:
+        return config.replace(**dict.fromkeys({"warp_specialized", "epilogue_subtile"} & set(config), 0))
+    if config.epilogue_subtile != EpilogueSubtile.IN_STAGES or tiles_of(call, config) <= MULTIPROCESSORS:
         return config
-    return config.replace(halves=EpilogueSubtile.WHOLE)
+    return config.replace(epilogue_subtile=EpilogueSubtile.WHOLE)
 
 
 def tiles_of(call: Call, config: HopperProductConfig) -> int:
@@ -232,16 +235,18 @@ def tiles_of(call: Call, config: HopperProductConfig) -> int:
 
 def more_columns(config: HopperProductConfig) -> int:
     """Columns that a tile has beside those of its two powers of two, where warps have roles."""
-    return config.block_n // MORE[config.roles] if config.roles in MORE else 0
+    return config.block_n // MORE[config.warp_specialized] if config.warp_specialized in MORE else 0
 
 
 def box_columns(config: HopperProductConfig, size: int) -> int:
     """Columns of c that leave at a time, of warps that have roles."""
-    if config.halves == EpilogueSubtile.IN_STAGES or (config.halves and config.roles in MORE):
+    if config.epilogue_subtile == EpilogueSubtile.IN_STAGES or (
+        config.epilogue_subtile and config.warp_specialized in MORE
+    ):
         return 64
     if more := more_columns(config):
         return more
-    return int(min(config.block_n, 512 // size)) // (2 if config.halves == EpilogueSubtile.HALVES else 1)
+    return int(min(config.block_n, 512 // size)) // (2 if config.epilogue_subtile == EpilogueSubtile.HALVES else 1)
 
 
 def shared_memory(call: Call, config: HopperProductConfig) -> int:
@@ -251,10 +256,12 @@ def shared_memory(call: Call, config: HopperProductConfig) -> int:
         stored = 1024
     elif warp_specialized(call, config):
         columns += more_columns(config)
-        boxes = columns if config.roles in MORE and not config.halves else box_columns(config, size)
+        boxes = (
+            columns if config.warp_specialized in MORE and not config.epilogue_subtile else box_columns(config, size)
+        )
         if call.dims["n"] * size % 16:
             boxes = max(boxes, 128)  # what turns c's elements into rows takes as much
-        elif config.halves == EpilogueSubtile.IN_STAGES:
+        elif config.epilogue_subtile == EpilogueSubtile.IN_STAGES:
             boxes = 0
         stored = rows * boxes * size + 1024
     elif call.dims["n"] * size_of(call.outputs["c"][1]) % 16 == 0 and parts_of(call, config) == 1:

@@ -92,7 +92,7 @@ def least_chunk(call: Call) -> dict[str, int]:
     keys of 8 heads 27.5 and 25.0, 32 such sequences 386 and 376; 1024 queries and keys 177 and, being one chunk, 162,
     one query over 1024 keys 14.1 and 18.7.
     """
-    return {"chunk": 1024}
+    return {"min_split_keys": 1024}
 
 
 def delegate(call: Call, config: FlashConfig) -> tuple[str, FlashConfig] | None:
@@ -136,7 +136,7 @@ def few_queries(call: Call, config: FlashConfig) -> bool:
 def shares_of(call: Call, config: FlashConfig) -> tuple[int, bool] | None:
     """(chunks of each group of heads, whether one program walks them all) where ``by_shares`` takes the call; else
     None."""
-    dims, wanted, rows = call.dims, config.shares, rows_of(call)
+    dims, wanted, rows = call.dims, config.few_queries, rows_of(call)
     if wanted == FewQueries.PORTABLE or rows > QUERIES:
         return None
     chunk, groups = chunk_length(call, config), dims["batch"] * dims["kv_heads"]
@@ -239,7 +239,7 @@ def work_of(
         together = cdiv(all_heads, cdiv(all_heads, TOGETHER))
     if window != (None, None):
         pairs = cdiv(tiles, 2)
-        if config.stay and persistent(call, config, queries, window, pairs, processors):
+        if config.persistent and persistent(call, config, queries, window, pairs, processors):
             ahead, programs = pairs, min(pairs, processors)
         else:
             programs = tiles

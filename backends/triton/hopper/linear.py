@@ -93,8 +93,8 @@ def supports(call: Call, config: HopperProductConfig) -> str | None:
     of = product_of(call)
     if _tiles.warp_specialized(of, config) and not (call.interpret or _tiles.on_matrix_unit(of)):
         return (
-            f"warps with roles (roles={config.roles}) take products of the matrix unit, which float32 in ieee is "
-            "none of; use roles=0"
+            f"warps with roles (warp_specialized={config.warp_specialized}) take products of the matrix unit, which "
+            "float32 in ieee is none of; use warp_specialized=0"
         )
     if not call.interpret and not _tiles.warp_specialized(of, config):
         shared, limit = shared_memory(of, config), shared_limit(call.target.arch)
@@ -122,7 +122,7 @@ def linear(call: Call, config: HopperProductConfig) -> tuple[Any, ...]:
     y, pre = (fresh((*x.shape[:-1], n), x.dtype, x.device) if name in call.wants else None for name in ("y", "pre"))
     of = product_of(call)
     along_x, along_w = _tiles.ALONG.get(kind_of(of, of.dtype), (None, None))
-    if config.swapped:
+    if config.swap_ab:
         along_x, along_w = None, None
     whole = _tiles.copied(of) if _tiles.warp_specialized(of, config) else None
     of_x = operand(call, x.reshape(m, k), 0, (1, m, k), along_x, whole == "a")
@@ -166,7 +166,7 @@ def _launch(
     of_weight = products.described(weight, (1, k, n), (block_k, block_n), False, **how)
     chunk = cdiv(_tiles.chunk_of(n, k), block_k)
     plan = products.TilePlan(
-        block_m, block_n, block_k, config.group, x.across, weight.across, config.swapped,
+        block_m, block_n, block_k, config.group, x.across, weight.across, config.swap_ab,
         chunk * block_k < k, dot_precision(call), accumulator(call.dtype), activation=call.options["activation"],
     )  # fmt: skip
     launch(linear_kernel, cdiv(m, block_m) * cdiv(n, block_n), call, of_x, of_weight, bias, residual,

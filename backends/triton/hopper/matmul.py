@@ -7,7 +7,7 @@ in steps of block_k; tiles of operands are described, and arrive in shared memor
 Programs stay, and take one tile after another. Large products are by warps that have roles (:mod:`._warps`; of float32
 :mod:`._float32` too).
 
-Few rows are multiplied the other way round, c^T = b^T a^T (``swapped``): the matrix unit takes 64 rows at a time, and
+Few rows are multiplied the other way round, c^T = b^T a^T (``swap_ab``): the matrix unit takes 64 rows at a time, and
 then these are columns of b, where m is filled up to 16.
 
 A long k and few columns make too few tiles. There the sum over k goes in ``chunk`` long parts, each summed alone, which
@@ -217,7 +217,7 @@ def matmul(call: Call, config: HopperProductConfig, into: torch.Tensor | None = 
     c = into
     entries, m = extents(call)
     kind = products(call, call.dtype)
-    along_a, along_b = (None, None) if config.swapped else ALONG.get(kind, (None, None))
+    along_a, along_b = (None, None) if config.swap_ab else ALONG.get(kind, (None, None))
     if warp_specialized(call, config) and kind == "tf32":
         along_b = None
     whole = copied(call) if warp_specialized(call, config) else None
@@ -310,8 +310,8 @@ def roles_of(call: Call, a: Operand, b: Operand, extents: tuple[int, int], confi
     plan = WarpPlan(
         rows, columns, depth, config.group, config.num_stages, more=more, a_across=a.across, b_across=b.across,
         batched=batched, a_batched=int(a.batch > 0), b_batched=int(b.batch > 0), described=in_boxes,
-        c_in_stages=config.halves == EpilogueSubtile.IN_STAGES,
-        c_whole=config.halves == EpilogueSubtile.WHOLE,
+        c_in_stages=config.epilogue_subtile == EpilogueSubtile.IN_STAGES,
+        c_whole=config.epilogue_subtile == EpilogueSubtile.WHOLE,
     )  # fmt: skip
     return Roles(grid, (of_a, of_b, of_more), result, plan)
 
@@ -363,7 +363,7 @@ def _launch(
     chunked = parts == 1 and chunk * block_k < k
     acc = accumulator(call.dtype)
     target = c if parts == 1 else fresh((parts, entries * m, n), torch_dtype(TORCH[acc]), c.device)
-    batched, swapped = entries > 1, config.swapped
+    batched, swapped = entries > 1, config.swap_ab
     in_boxes = parts == 1 and n * c.element_size() % 16 == 0
     stays = in_boxes and not swapped
     how: dict[str, Any] = {"tf32": True} if dot_precision(call) == "tf32" else {}

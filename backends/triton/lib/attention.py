@@ -244,16 +244,16 @@ def rows_plan(call: Call, config: AttentionConfig) -> tuple[Plan, dict[str, int]
     """How a tile's rows are chosen and computed, and what the compiler is told.
 
     A head whose queries do not fill a tile shares it with the other heads of its group; rows that are few altogether
-    take a tile of ``few_q``, with ``few_stages`` of keys on their way, or as many as there is room for. None of it
-    moves a bit of a row where a row of scores lies in as many lanes either way, which is why ``few_q`` stands in rows
-    of tables and has no formula.
+    take a tile of ``block_q_few``, with ``num_stages_few`` of keys on their way, or as many as there is room for. None
+    of it moves a bit of a row where a row of scores lies in as many lanes either way, which is why ``block_q_few``
+    stands in rows of tables and has no formula.
     """
     dims, block_q, warps, stages = call.dims, config.block_q, config.num_warps, config.num_stages
     packed = dims["group"] > 1 and dims["q_len"] < block_q
-    few = min(config.get("few_q", block_q), block_q)
+    few = min(config.get("block_q_few", block_q), block_q)
     if dims["q_len"] * (dims["group"] if packed else 1) <= few < block_q:
         block_q, warps = few, min(warps, max(4, warps * few // block_q))
-        for more in range(stages + 1, config.get("few_stages", stages) + 1):
+        for more in range(stages + 1, config.get("num_stages_few", stages) + 1):
             needed = shared_bytes(call, config.replace(block_q=few, num_stages=more))
             stages = more if needed <= shared_limit(call.target.arch) else stages
     (block_d, block_dv), d, dv = head_tiles(call), dims["d"], dims["dv"]

@@ -40,7 +40,7 @@ def plans(call: Call, config: FlashGradientsConfig) -> dict[tuple[str, ...], Gra
             found |= {(n,): both._replace(ahead=False, want_first=n == "d_k", want_second=n == "d_v") for n in keys}
     if "d_q" in call.wants:
         found["d_q",] = GradientsPlan(False, config.dq_consumers, config.dq_block_kv, block_d, block_dv,
-                             config.dq_stages, False, True, False,
+                             config.dq_num_stages, False, True, False,
                              REGISTERS[config.dq_consumers][0], shared.flagged(call.dims["dv"]))  # fmt: skip
     return found
 

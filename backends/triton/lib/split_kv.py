@@ -126,13 +126,13 @@ def chunk_length(call: Call, config: AttentionConfig) -> int | None:
     """How many keys make a chunk; None where one holds them all.
 
     It follows from the length of the keys, from how many of them a window shows to a query, and from the tiling, whose
-    ``chunk`` is the least. Where the tiling has them, up to ``whole`` keys are one chunk, and a row has up to ``most``
-    of them, for :data:`MOST`. How many queries, heads or samples there are does not count, so that no bit of a row
-    depends on its company.
+    ``min_split_keys`` is the least. Where the tiling has them, up to ``unsplit_keys`` keys are one chunk, and a row has
+    up to ``max_splits`` of them, for :data:`MOST`. How many queries, heads or samples there are does not count, so that
+    no bit of a row depends on its company.
     """
     kv_len, seen = call.dims["kv_len"], seen_keys(call)
-    least = max(config.chunk, config.whole) if seen <= config.whole else config.chunk
-    chunk = max(least, config.block_kv, pow2_at_least(cdiv(seen, config.get("most", MOST))))
+    least = max(config.min_split_keys, config.unsplit_keys) if seen <= config.unsplit_keys else config.min_split_keys
+    chunk = max(least, config.block_kv, pow2_at_least(cdiv(seen, config.get("max_splits", MOST))))
     return chunk if chunk < kv_len else None
 
 

@@ -177,7 +177,7 @@ def supports(call: Call, config: FlashConfig) -> str | None:
             f"block_kv={block_kv} with heads of {call.dims['dv']} takes {held} registers a thread for sums and scores, "
             f"and {HELD} are free: use a smaller block_kv"
         )
-    names = "block_kv or stages" + (", or splits=1" if plan.merges else "")
+    names = "block_kv or stages" + (", or max_splits=1" if plan.merges else "")
     return over_shared(plan.shared, names, across_warps=False)
 
 

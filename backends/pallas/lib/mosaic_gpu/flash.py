@@ -211,7 +211,7 @@ def tiles_of_split(call: Call, config: FlashConfig) -> int:
     right = 0 if call.options["is_causal"] else right
     seen = kv_len if left is None or right is None else min(kv_len, left + right + 1)
     tiles = pl.cdiv(seen, config.block_kv)
-    return max(pl.cdiv(tiles, config.splits), pl.cdiv(config.chunk, config.block_kv))
+    return max(pl.cdiv(tiles, config.max_splits), pl.cdiv(config.min_split_keys, config.block_kv))
 
 
 class Merge(NamedTuple):
