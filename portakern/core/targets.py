@@ -120,24 +120,33 @@ _HALF = ("float16", "bfloat16", "tf32")
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 
 
-def _nvidia(name: str, product: str, rates: str, *, shared: int, warps: int, blocks: int, sms: int | None, matrix: str,
-            takes: tuple[str, ...], peak: Mapping[str, float],
-            bandwidth: float, capacity: float, l2: int | None = None, tmem: int | None = None,
-            notes: Mapping[str, str] = MappingProxyType({})) -> Hardware:
-    """``shared``: KiB of an SM; ``rates``: the document of the product's figures, operations in tera a second;
-    ``bandwidth``, ``capacity`` in GB.
+class _Sm(NamedTuple):
+    """A streaming multiprocessor: KiB of shared memory, warps and blocks that are resident at once, KiB of tensor
+    memory."""
+
+    shared: int
+    warps: int
+    blocks: int
+    tmem: int | None = None
+
+
+def _nvidia(name: str, product: str, rates: str, *, sm: _Sm, sms: int | None, matrix: str,
+            takes: tuple[str, ...], peak: Mapping[str, float], bandwidth: float, capacity: float,
+            l2: int | None = None, notes: Mapping[str, str] = MappingProxyType({})) -> Hardware:
+    """``sms``: SMs of the product; ``rates``: the document of the product's figures, operations in tera a second;
+    ``bandwidth``, ``capacity`` in GB, ``l2`` in MiB.
     """
-    on_chip: dict[str, int | None] = {"shared": (shared - 1) * KIB}  # the system keeps 1 KiB of each block
-    core_memory: dict[str, int | None] = {"shared": shared * KIB}
-    if tmem:
-        on_chip["tmem"] = core_memory["tmem"] = tmem * KIB
+    on_chip: dict[str, int | None] = {"shared": (sm.shared - 1) * KIB}  # the system keeps 1 KiB of each block
+    core_memory: dict[str, int | None] = {"shared": sm.shared * KIB}
+    if sm.tmem:
+        on_chip["tmem"] = core_memory["tmem"] = sm.tmem * KIB
     limits = ("lanes", "program_threads", "core_threads", "thread_registers", "core_registers", "core_programs",
         "simds", "on_chip shared", "core_memory shared")
     sources = dict.fromkeys(limits, CUDA) | dict.fromkeys(("matrix_dtypes", "on_chip tmem", "core_memory tmem"), PTX)
     sources |= dict.fromkeys(("cores", "l2", "capacity", "bandwidth", *(f"flops {d}" for d in peak)), rates)
     return Hardware(
-        name, "cuda", product, lanes=32, program_threads=1024, core_threads=warps * 32, thread_registers=255,
-        core_registers=65536, core_programs=blocks, simds=4,
+        name, "cuda", product, lanes=32, program_threads=1024, core_threads=sm.warps * 32, thread_registers=255,
+        core_registers=65536, core_programs=sm.blocks, simds=4,
         on_chip=on_chip, core_memory=core_memory, matrix=matrix, matrix_dtypes=takes,
         flops={d: r * TERA for d, r in peak.items()},
         bandwidth=bandwidth * GB, capacity=capacity * GB, cores=sms, l2=None if l2 is None else l2 * MIB,
@@ -148,31 +157,31 @@ def _nvidia(name: str, product: str, rates: str, *, shared: int, warps: int, blo
 _NO_L2 = {"l2": "not in the product's data sheet"}
 _NVIDIA = (
     _nvidia("sm_80", "A100 SXM4 80 GB", "NVIDIA, A100 Tensor Core GPU data sheet and architecture white paper",
-            shared=164, warps=64, blocks=32, sms=108,
+            sm=_Sm(164, 64, 32), sms=108,
             matrix="mma.sync (HMMA)", takes=(*_HALF, "float64", "int8"), l2=40, bandwidth=2039, capacity=80,
             peak={"float32": 19.5, "float64": 19.5, "tf32": 156, "float16": 312, "bfloat16": 312, "int8": 624}),
-    _nvidia("sm_86", "A10", "NVIDIA, A10 Tensor Core GPU data sheet", shared=100, warps=48, blocks=16, sms=72,
+    _nvidia("sm_86", "A10", "NVIDIA, A10 Tensor Core GPU data sheet", sm=_Sm(100, 48, 16), sms=72,
             matrix="mma.sync (HMMA)", takes=(*_HALF, "int8"), bandwidth=600, capacity=24, notes=_NO_L2,
             peak={"float32": 31.2, "tf32": 62.5, "float16": 125, "bfloat16": 125, "int8": 250}),
-    _nvidia("sm_89", "L40S", "NVIDIA, L40S data sheet", shared=100, warps=48, blocks=24, sms=142,
+    _nvidia("sm_89", "L40S", "NVIDIA, L40S data sheet", sm=_Sm(100, 48, 24), sms=142,
             matrix="mma.sync (HMMA)", takes=(*_HALF, *_FP8, "int8"), bandwidth=864, capacity=48, notes=_NO_L2,
             peak={"float32": 91.6, "tf32": 183, "float16": 362.05, "bfloat16": 362.05, "float8_e4m3fn": 733,
                   "int8": 733}),
     _nvidia("sm_90", "H100 SXM5 80 GB",
             "NVIDIA, H100 Tensor Core GPU architecture white paper (rates without sparsity)",
-            shared=228, warps=64, blocks=32, sms=132,
+            sm=_Sm(228, 64, 32), sms=132,
             matrix="wgmma (HGMMA)", takes=(*_HALF, *_FP8, "int8"), l2=50, bandwidth=3350, capacity=80,
             peak={"float32": 66.9, "float64": 66.9, "tf32": 494.7, "float16": 989.4, "bfloat16": 989.4,
             "float8_e4m3fn": 1978.9, "int8": 1978.9}),
-    _nvidia("sm_100", "B200", "NVIDIA, HGX B200 data sheet (an eighth of the board, without sparsity)", shared=228,
-            warps=64, blocks=32, sms=None, tmem=256,
+    _nvidia("sm_100", "B200", "NVIDIA, HGX B200 data sheet (an eighth of the board, without sparsity)",
+            sm=_Sm(228, 64, 32, tmem=256), sms=None,
             matrix="tcgen05.mma (UTCHMMA)", takes=(*_HALF, *_FP8, "int8"), bandwidth=8000, capacity=180,
             peak={"float32": 75, "tf32": 1125, "float16": 2250, "bfloat16": 2250, "float8_e4m3fn": 4500},
             notes=_NO_L2 | {"cores": "not in the board's data sheet",
             "flops float8_e4m3fn": "tcgen05 takes 6- and 4-bit operands too, at higher rates"}),
     _nvidia("sm_120", "GeForce RTX 5090",
             "NVIDIA, RTX Blackwell GPU Architecture white paper, appendix A (float32 accumulation, without sparsity)",
-            shared=100, warps=48, blocks=24, sms=170, matrix="mma.sync (HMMA)", takes=(*_HALF, *_FP8, "int8"), l2=96,
+            sm=_Sm(100, 48, 24), sms=170, matrix="mma.sync (HMMA)", takes=(*_HALF, *_FP8, "int8"), l2=96,
             bandwidth=1792, capacity=32,
             peak={"float32": 104.8, "tf32": 104.8, "float16": 209.5, "bfloat16": 209.5, "float8_e4m3fn": 419}),
 )
