@@ -196,8 +196,8 @@ def install():
     source = SOURCE or found_here()
     if not source:
         raise RuntimeError(
-            "SOURCE in the first cell is empty. In a checkout, `pip wheel . --no-deps --wheel-dir dist` builds a wheel: "
-            "set SOURCE to its address or to that of the repository, $upload"
+            "SOURCE in the first cell is empty. In a checkout, `pip wheel . --no-deps --wheel-dir dist` builds a "
+            "wheel: set SOURCE to its address or to that of the repository, $upload"
         )
     python = str(VENV / "bin" / "python")
     for command in (
@@ -249,9 +249,9 @@ LIMITS = []  # of what is checked and timed
 if capability() and capability() < (8, 0):
     LIMITS = ["--dtype", "float16", "--dtype", "float32"]
     loudly(
-        f"This GPU has compute capability {'.'.join(map(str, capability()))}, as a T4 has. portakern was tried on 8.0 and "
-        "later.\nbfloat16 is left out below: the GPU has no instructions for it. float16 and float32 may fail to compile.\n"
-        "What was tried: $choose."
+        f"This GPU has compute capability {'.'.join(map(str, capability()))}, as a T4 has. portakern was tried on 8.0 "
+        "and later.\nbfloat16 is left out below: the GPU has no instructions for it. float16 and float32 may fail to "
+        "compile.\nWhat was tried: $choose."
     )
 
 

@@ -1,5 +1,5 @@
-"""Each block of the README's Python runs as printed when it is copied alone, CI finds the commands that it tells readers
-to run, and both it and the porting report are short.
+"""Each block of the README's Python runs as printed when it is copied alone, CI finds the commands that it tells
+readers to run, and both it and the porting report are short.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def test_the_guide_for_contributors_is_short() -> None:
 
 
 def test_the_porting_report_begins_with_one_page() -> None:
-    """What a port takes: one table and at most 600 words. What an op needed stands in docs/porting, what was measured in
-    docs/reference/results.md."""
+    """What a port takes: one table and at most 600 words. What an op needed stands in docs/porting, what was measured
+    in docs/reference/results.md."""
     text = (ROOT / "PORTING.md").read_text(encoding="utf-8")
     page = [line for line in text.partition("## One port")[0].splitlines() if not line.startswith("|")]
     assert sum(len(line.split()) for line in page) <= 600 and len(text.split()) <= 2000, "move details to docs/porting"

@@ -112,8 +112,8 @@ def speed(s: Spec[Any], kept: StoredResults, plot: str | None) -> str:
     lines = [_line(row, call, [r for r, _ in found], kept) for row, call in zip(rows, calls, strict=True)]
     heads = ["dtype", "call", "µs", "by", "best peer", "its µs", "speed / best peer's"]
     text = [
-        f"## Speed\n\nMeasured on one {device}: device time, caches cold, medians. A ratio above 1 is faster than every "
-        "peer that was measured." + (f" All calls: {shared}." if shared else ""),
+        f"## Speed\n\nMeasured on one {device}: device time, caches cold, medians. A ratio above 1 is faster than "
+        "every peer that was measured." + (f" All calls: {shared}." if shared else ""),
         *([f"![Speed of {s.name} on {device}: portakern and its peers, a row a call]({plot})"] if plot else []),
         table(heads, lines[:SHOWN], words=2),
     ]
