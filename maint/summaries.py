@@ -241,8 +241,8 @@ def _notes(kept: StoredResults) -> str:
     apart = sorted(k.cycles / k.issued for k in kernels if k.cycles and k.issued)
     said = (
         "Lines: of code. Processor time: up to 200 interpreted cases, the median of the ops and the extremes. Speed: "
-        "the best peer's time over ours, the median of the calls and the extremes; above 1 is faster. By static cycles: "
-        "the same beside XLA's and JAX's own programs. No chip has confirmed a static count."
+        "the best peer's time over ours, the median of the calls and the extremes; above 1 is faster. By static "
+        "cycles: the same beside XLA's and JAX's own programs. No chip has confirmed a static count."
     )
     if apart:
         few = len(apart) // 20
