@@ -31,7 +31,7 @@ FAULTS = {
             "delta-of-rounded-products",
             "Delta sums products that were rounded to the inputs' dtype",
             old="tl.sum(o_tile * d_o_tile, 1)",
-            new="tl.sum((o_tile * d_o_tile).to(o.dtype.element_ty).to(acc_dtype), 1)",
+            new="tl.sum((o_tile * d_o_tile).to(o.dtype.element_ty).to(tile.acc_dtype), 1)",
             small=True,
             within="lib.attention",
         ),
@@ -158,7 +158,7 @@ FAULTS = {
             "a bias of one row sums all queries but those of the last ragged tile",
             old="    for n in range(sum_batches",
             new=(
-                "    if one_row:\n"
+                "    if plan.one_row:\n"
                 "        last = tl.maximum(last // plan.block_q * plan.block_q, plan.block_q)\n"
                 "    for n in range(sum_batches"
             ),
@@ -174,13 +174,12 @@ FAULTS = {
         Planted(
             "d-q-truncated",
             "a bfloat16 d_q is cut instead of rounded to nearest",
-            old="    tl.store(d_q + at",
+            old="    tl.store(d_q + at, (acc * work.scale)",
             new=(
-                "    acc = acc * scale\n"
-                "    scale = 1.0\n"
+                "    acc = acc * work.scale\n"
                 "    if d_q.dtype.element_ty == tl.bfloat16:\n"
                 "        acc = (acc.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)\n"
-                "    tl.store(d_q + at"
+                "    tl.store(d_q + at, acc"
             ),
             small=True,
         ),

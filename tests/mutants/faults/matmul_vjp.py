@@ -41,6 +41,7 @@ FAULTS = {
             "a float32 cotangent loses 13 bits although precision is ieee",
             old="    kept, summed = batch_axes(call, name)\n    left =",
             new=(
+                "    import torch\n\n"
                 "    if dtype == torch.float32:\n"
                 "        left, right = ((x.contiguous().view(torch.int32) & -8192).view(torch.float32) for x "
                 "in (left, right))\n"
