@@ -25,12 +25,12 @@ SUBJECT = re.compile(
 )
 """How :class:`portakern.testing.subject.Subject` calls what it checks."""
 COLUMNS = ("machines", "kernels", "compiled", "interpreted", "simulated", "emulated", "run there", "timed there")
-NO = "no"
+NO = "not measured"
 NOTES = (
-    f"Counted from {link('benchmarks/results')}, gradients too. Compiled: ahead of time, typical calls. Interpreted, "
-    "simulated (a stricter interpreter), emulated (machine code, in an emulator, [not on "
-    "hardware](docs/how-to/amd-and-intel.md#without-the-hardware)) and run: every element of every drawn case was held "
-    f'to a derived error bound. "{NO}" means that no stored result covers it.'
+    f"Counted from {link('benchmarks/results')}, gradients included. Compiled: typical calls, ahead of time. "
+    "Simulated: in a stricter interpreter. Emulated: machine code, [not on "
+    "hardware](docs/how-to/amd-and-intel.md#without-the-hardware). Every element of every drawn case was compared with "
+    f"the oracle, under a derived error bound. {NO.capitalize()}: no stored result covers it."
 )
 
 
