@@ -43,10 +43,10 @@ from portakern.backends.triton.lib.attention import (
 )
 from portakern.backends.triton.lib.band import band, fold, limits
 from portakern.backends.triton.lib.heads import (
-    Extents,
+    AttentionExtents,
     Keys,
     Masks,
-    Pairs,
+    PairMask,
     Scores,
     load_head,
     load_tile,
@@ -116,7 +116,7 @@ def over_keys(
         q_segment = tl.load(q_segments + batch * q_seg_b + row * q_seg_s, mask=i_ok, other=0)
         kv_segments += batch * kv_seg_b
     lo, hi = limits(i + (kv_len - q_len), left, right, kv_len)
-    pairs = Pairs(i_ok, lo, hi, bias, bias_s, q_segment, kv_segments, kv_seg_s)
+    pairs = PairMask(i_ok, lo, hi, bias, bias_s, q_segment, kv_segments, kv_seg_s)
 
     top += kv_len - q_len
     bottom += kv_len - q_len
@@ -303,7 +303,7 @@ def attention(call: Call, config: AttentionConfig) -> tuple[Any, ...]:
 
     scores = Scores.of(call)
     window = window_of(options["is_causal"], options["window"], q_len + dims["kv_len"])
-    extents = Extents(heads, dims["group"], q_len, dims["kv_len"], dims["d"], dv)
+    extents = AttentionExtents(heads, dims["group"], q_len, dims["kv_len"], dims["d"], dv)
     strides = strides_of(q, k, v, bias, segments, (batch, heads, q_len, dims["kv_len"]))
     tiles_q, programs, chunk, chunks = programs_of(call, config, plan)
     parts, out = Parts(None, None), Results(o, lse, low)

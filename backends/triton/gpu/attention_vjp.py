@@ -50,10 +50,10 @@ from portakern.backends.triton.lib.attention import (
 )
 from portakern.backends.triton.lib.band import band, fold, limits
 from portakern.backends.triton.lib.heads import (
-    Extents,
+    AttentionExtents,
+    AttentionPlan,
     Masks,
-    Pairs,
-    Plan,
+    PairMask,
     Scores,
     load_head,
     load_tile,
@@ -228,7 +228,7 @@ def attention_vjp_d_k_d_v_kernel(
         bias_of = None
         if bias is not None:
             bias_of = bias + (batch * bias_b + head * bias_h) + col * bias_s
-        pairs = Pairs(j_ok, lo, hi, bias_of, bias_q, kv_segment, q_segments, q_seg_s)
+        pairs = PairMask(j_ok, lo, hi, bias_of, bias_q, kv_segment, q_segments, q_seg_s)
         state = dk_acc, dv_acc
         dk_acc, dv_acc = fold(visit_queries, state, (k_tile, v_tile), queries, pairs, scores, span, right, plan)
 
@@ -452,9 +452,9 @@ def attention_vjp(call: Call, config: AttentionGradientsConfig) -> tuple[Any, ..
     scale = scale_of(call)
     given = q, k, v, OfQueries(d_o, shift, low, delta), Masks(bias, *segments)
     window = window_of(options["is_causal"], options["window"], q_len + kv_len)
-    extents = Extents(heads, group, q_len, kv_len, d, dv)
+    extents = AttentionExtents(heads, group, q_len, kv_len, d, dv)
     strides = strides_of(q, k, v, bias, segments, (batch, heads, q_len, kv_len))._replace(d_o=d_o.stride())
-    plan = Plan(config.block_q, config.block_kv, block_d, block_dv, block_d != d, block_dv != dv,
+    plan = AttentionPlan(config.block_q, config.block_kv, block_d, block_dv, block_d != d, block_dv != dv,
                 precision_of(call, config), acc_dtype)  # fmt: skip
     how, tiles_kv = compiler_options(config), cdiv(kv_len, plan.block_kv)
     if "d_k" in wants or "d_v" in wants:

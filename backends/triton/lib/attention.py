@@ -21,7 +21,7 @@ from portakern.backends.triton.launch import (
 )
 from portakern.backends.triton.layout import fresh, pow2_at_least
 from portakern.backends.triton.lib.heads import (
-    Plan,
+    AttentionPlan,
     Scores,
     precision_of,
     program,
@@ -240,7 +240,7 @@ def combine(
            **({"launch_pdl": True, "maxnreg": 128} if follows else {}))  # fmt: skip
 
 
-def rows_plan(call: Call, config: AttentionConfig) -> tuple[Plan, dict[str, int]]:
+def rows_plan(call: Call, config: AttentionConfig) -> tuple[AttentionPlan, dict[str, int]]:
     """How a tile's rows are chosen and computed, and what the compiler is told.
 
     A head whose queries do not fill a tile shares it with the other heads of its group; rows that are few altogether
@@ -257,12 +257,12 @@ def rows_plan(call: Call, config: AttentionConfig) -> tuple[Plan, dict[str, int]
             needed = shared_bytes(call, config.replace(block_q=few, num_stages=more))
             stages = more if needed <= shared_limit(call.target.arch) else stages
     (block_d, block_dv), d, dv = head_tiles(call), dims["d"], dims["dv"]
-    plan = Plan(block_q, config.block_kv, block_d, block_dv, block_d != d, block_dv != dv,
+    plan = AttentionPlan(block_q, config.block_kv, block_d, block_dv, block_d != d, block_dv != dv,
                 precision_of(call, config), accumulator(call.dtype), packed=packed)  # fmt: skip
     return plan, compiler_options(config) | {"num_warps": warps, "num_stages": stages}
 
 
-def programs_of(call: Call, config: AttentionConfig, plan: Plan) -> tuple[int, int, int | None, int | None]:
+def programs_of(call: Call, config: AttentionConfig, plan: AttentionPlan) -> tuple[int, int, int | None, int | None]:
     """(tiles of queries that a head has, or a group; programs; keys of a chunk, or None; chunks of a tile that have
     programs of their own, or None)."""
     dims, chunk = call.dims, chunk_length(call, config)

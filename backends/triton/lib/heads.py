@@ -1,9 +1,9 @@
 """What the kernels of attention and of its gradients share: the groups in which they pass numbers on, and how the rows
 of one head are read.
 
-A kernel's numbers come in the groups ``Scores``, ``Extents``, ``Strides`` and ``Plan``, and in ``window``, a pair: how
-far to the left and to the right of its own place a query sees, None for all the way. Within a kernel, ``Keys`` is what
-a program walks, and ``Pairs`` how what it owns sees that.
+A kernel's numbers come in the groups ``Scores``, ``AttentionExtents``, ``AttentionStrides`` and ``AttentionPlan``, and
+in ``window``, a pair: how far to the left and to the right of its own place a query sees, None for all the way. Within
+a kernel, ``Keys`` is what a program walks, and ``PairMask`` how what it owns sees that.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Scores(NamedTuple):
         return cls(pre, softcap, unit * LOG2E, settle), two_parts(1.0 / unit, call.dtype == "float64")
 
 
-class Extents(NamedTuple):
+class AttentionExtents(NamedTuple):
     """``heads`` are those of q, of which ``group`` share one of k and v; ``d`` is the head dimension of q and k, ``dv``
     of v and o."""
 
@@ -91,7 +91,7 @@ class Masks(NamedTuple):
     kv_segments: Any
 
 
-class Strides(NamedTuple):
+class AttentionStrides(NamedTuple):
     """Of q, k and v, which are (batch, length, heads, d); of bias, broadcast to (batch, heads, q_len, kv_len); of
     segments, (batch, length). 0 for what is absent. Of gradients those of d_o too, which is as v is."""
 
@@ -104,7 +104,7 @@ class Strides(NamedTuple):
     d_o: tuple[int, ...] | None = None
 
 
-class Plan(NamedTuple):
+class AttentionPlan(NamedTuple):
     """What a kernel is compiled for: the extents of its tiles, whether their columns reach past the head dimensions,
     how it multiplies and adds, which of d_k and d_v somebody wants, whether the rows of a tile are of all query heads
     that share a key head (see ``rows_of``), and whether a bias has one row for all queries."""
@@ -136,7 +136,7 @@ class Keys(NamedTuple):
     kv_len: Any
 
 
-class Pairs(NamedTuple):
+class PairMask(NamedTuple):
     """How the rows that a program owns see the columns that it walks, beside what q . k says: queries see keys, or keys
     are seen by queries.
 
@@ -162,10 +162,10 @@ def strides_of(
     bias: torch.Tensor | None,
     segments: tuple[torch.Tensor | None, torch.Tensor | None],
     scores: tuple[int, int, int, int],
-) -> Strides:
+) -> AttentionStrides:
     """``segments``: the queries' and the keys', or None twice. ``scores``: the shape that bias is broadcast to."""
     queries, keys = segments
-    return Strides(
+    return AttentionStrides(
         q.stride(),
         k.stride(),
         v.stride(),

@@ -4,7 +4,7 @@ A row that a program keeps in registers lies in one tile or, where the power of 
 than the row, in two: the first is full, so that no column of it is masked, and the second takes what is left. A kernel
 holds a tuple of as many tiles wherever it would hold a tile, and sums and maxima are over all of them.
 
-Kernels take their numbers in groups: ``RowExtents`` of the rows, ``Strides`` of each array (``layout``), and as the
+Kernels take their numbers in groups: ``RowExtents`` of the rows, ``RowStrides`` of each array (``layout``), and as the
 constant ``tile`` a ``RowTile``.
 """
 

@@ -49,8 +49,8 @@ FAULTS = {
         Planted(
             "window-off-by-one",
             "the window is one key short on its left",
-            old="    pairs = Pairs(i_ok, lo, hi,",
-            new="    if left is not None:\n        lo += 1\n    pairs = Pairs(i_ok, lo, hi,",
+            old="    pairs = PairMask(i_ok, lo, hi,",
+            new="    if left is not None:\n        lo += 1\n    pairs = PairMask(i_ok, lo, hi,",
             sample=True,
         ),
         Planted(
