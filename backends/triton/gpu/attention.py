@@ -41,7 +41,7 @@ from portakern.backends.triton.lib.attention import (
     supports,
     window_of,
 )
-from portakern.backends.triton.lib.band import band, fold, limits
+from portakern.backends.triton.lib.band import band, fold, inside, limits
 from portakern.backends.triton.lib.heads import (
     AttentionExtents,
     Keys,
@@ -79,6 +79,23 @@ def tanh(x):
     instructions, of which a score has no use: it is multiplied by the softcap, and beside it stand others near 1.
     """
     return 1.0 - 2.0 * (1.0 / (1.0 + tl.exp2(x * 2.8853900817779268)))
+
+
+@triton.jit
+def unbiased(a, b, scores, plan: tl.constexpr):
+    """Scores of a tile a b^T before a bias; under a softcap, in its unit."""
+    t = product(a, tl.trans(b), None, plan)
+    if scores.pre is not None:
+        t = t * scores.pre
+    if scores.softcap is not None:
+        t = tanh(t)
+    return t
+
+
+@triton.jit
+def load_bias(pairs, place, place_ok, edge: tl.constexpr, plan: tl.constexpr):
+    """The bias of a tile at the places that are walked."""
+    return load_tile(pairs.bias + place * pairs.bias_step, pairs.row_ok, place_ok, True, edge).to(plan.acc_dtype)
 
 
 @triton.jit
@@ -194,18 +211,13 @@ def visit(state, q_tile, keys, pairs, scores, first, last, edge: tl.constexpr, p
         row, col = j.to(tl.int64)[:, None], j.to(tl.int64)[None, :]
         k_tile = load_tile(keys.k + row * keys.k_s, j_ok[:, None], keys.d_ok, edge, plan.ragged_d)
 
-        s = product(q_tile, tl.trans(k_tile), None, plan)
-        if scores.pre is not None:
-            s = s * scores.pre
-        if scores.softcap is not None:
-            s = tanh(s)
+        s = unbiased(q_tile, k_tile, scores, plan)
         if pairs.bias is not None:
             if scores.softcap is not None:
                 s = s * scores.softcap
-            bias = load_tile(pairs.bias + col * pairs.bias_step, pairs.row_ok, j_ok[None, :], True, edge)
-            s = s + bias.to(plan.acc_dtype)
+            s = s + load_bias(pairs, col, j_ok[None, :], edge, plan)
         if edge:
-            s = tl.where((j[None, :] >= pairs.lo) & (j[None, :] < pairs.hi), s, float("-inf"))
+            s = tl.where(inside(j, pairs.lo, pairs.hi), s, float("-inf"))
         if pairs.segments is not None:
             kv_segment = tl.load(pairs.segments + col * pairs.segment_step, mask=j_ok[None, :], other=0)
             s = tl.where(pairs.segment == kv_segment, s, float("-inf"))

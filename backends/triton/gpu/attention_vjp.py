@@ -28,7 +28,7 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.configs import AttentionGradientsConfig
-from portakern.backends.triton.gpu.attention import _head_dim_innermost, over_keys, tanh
+from portakern.backends.triton.gpu.attention import _head_dim_innermost, load_bias, over_keys, unbiased
 from portakern.backends.triton.launch import (
     accumulator,
     cdiv,
@@ -48,7 +48,7 @@ from portakern.backends.triton.lib.attention import (
     statistics,
     window_of,
 )
-from portakern.backends.triton.lib.band import band, fold, limits
+from portakern.backends.triton.lib.band import band, fold, inside, limits
 from portakern.backends.triton.lib.heads import (
     AttentionExtents,
     AttentionPlan,
@@ -122,11 +122,7 @@ class Queries(NamedTuple):
 def weights(a, b, shift, low, bias, allowed, scores, plan: tl.constexpr):
     """(p, t) of a tile of scores a b^T; ``allowed`` None: every pair is. ``shift`` + ``low``: lse in the scores' unit.
     The difference comes before the factor ``rate``, by which the largest scores would overflow."""
-    t = product(a, tl.trans(b), None, plan)
-    if scores.pre is not None:
-        t = t * scores.pre
-    if scores.softcap is not None:
-        t = tanh(t)
+    t = unbiased(a, b, scores, plan)
     s = t
     if scores.unit is not None:
         s = s * scores.unit
@@ -152,6 +148,22 @@ def score_gradients(p, t, a, b, delta, allowed, scores, plan: tl.constexpr):
 
 
 @triton.jit
+def bias_and_mask(place, place_ok, pairs, edge: tl.constexpr, plan: tl.constexpr):
+    """The bias of a tile at the places that are walked, and which of its pairs see each other; None where there is no
+    bias, and where all do. ``edge``: a pair may lie outside [lo, hi)."""
+    bias, allowed = None, None
+    at = place.to(tl.int64)
+    if pairs.bias is not None:
+        bias = load_bias(pairs, at[None, :], place_ok[None, :], edge, plan)
+    if edge:
+        allowed = inside(place, pairs.lo, pairs.hi)
+    if pairs.segments is not None:
+        same = tl.load(pairs.segments + at * pairs.segment_step, mask=place_ok, other=0)[None, :] == pairs.segment
+        allowed = allowed & same if edge else same
+    return bias, allowed
+
+
+@triton.jit
 def visit_queries(state, own, queries, pairs, scores, first, last, edge: tl.constexpr, plan: tl.constexpr):
     """Add the queries from ``first`` to ``last`` to the state (dk, dv). ``edge``: a pair may lie outside [lo, hi)."""
     dk, dv = state
@@ -163,16 +175,7 @@ def visit_queries(state, own, queries, pairs, scores, first, last, edge: tl.cons
         d_o_tile = load_tile(
             queries.d_o + row[:, None] * queries.do_s, i_ok[:, None], queries.dv_ok, edge, plan.ragged_dv
         )
-        bias_tile, allowed = None, None
-        if pairs.bias is not None:
-            bias_at = pairs.bias + row[None, :] * pairs.bias_step
-            bias_tile = load_tile(bias_at, i_ok[None, :], pairs.row_ok, edge, True).to(plan.acc_dtype)
-        if edge:
-            allowed = (i[None, :] >= pairs.lo) & (i[None, :] < pairs.hi)
-        if pairs.segments is not None:
-            same = tl.load(pairs.segments + row * pairs.segment_step, mask=i_ok, other=0)[None, :] == pairs.segment
-            allowed = allowed & same if edge else same
-
+        bias_tile, allowed = bias_and_mask(i, i_ok, pairs, edge, plan)
         shift_i = load_tile(queries.shift + i, i_ok, i_ok, edge, False)[None, :]
         low_i = load_tile(queries.low + i, i_ok, i_ok, edge, False)[None, :]
         p, t = weights(k_tile, q_tile, shift_i, low_i, bias_tile, allowed, scores, plan)
@@ -248,16 +251,7 @@ def visit_keys(dq, own, keys, pairs, scores, first, last, edge: tl.constexpr, pl
         j_ok, col = j < keys.kv_len, j.to(tl.int64)
         k_tile = load_tile(keys.k + col[:, None] * keys.k_s, j_ok[:, None], keys.d_ok, edge, plan.ragged_d)
         v_tile = load_tile(keys.v + col[:, None] * keys.v_s, j_ok[:, None], keys.dv_ok, edge, plan.ragged_dv)
-        bias_tile, allowed = None, None
-        if pairs.bias is not None:
-            bias_at = pairs.bias + col[None, :] * pairs.bias_step
-            bias_tile = load_tile(bias_at, pairs.row_ok, j_ok[None, :], True, edge).to(plan.acc_dtype)
-        if edge:
-            allowed = (j[None, :] >= pairs.lo) & (j[None, :] < pairs.hi)
-        if pairs.segments is not None:
-            same = tl.load(pairs.segments + col * pairs.segment_step, mask=j_ok, other=0)[None, :] == pairs.segment
-            allowed = allowed & same if edge else same
-
+        bias_tile, allowed = bias_and_mask(j, j_ok, pairs, edge, plan)
         p, t = weights(q_tile, k_tile, shift_i, low_i, bias_tile, allowed, scores, plan)
         _, ds = score_gradients(p, t, d_o_tile, v_tile, delta_i, allowed, scores, plan)
         dq = product(ds.to(k_tile.dtype), k_tile, dq, plan)
@@ -330,7 +324,7 @@ def attention_vjp_d_bias_kernel(
             q_tile = load_head(q, strides.q, batch, head, row, i_ok, d, plan.block_d, plan.ragged_d)
             d_o_tile = load_head(d_o, strides.d_o, batch, head, row, i_ok, dv, plan.block_dv, plan.ragged_dv)
             lo, hi = limits(i + (kv_len - q_len), left, right, kv_len)
-            allowed = (j[None, :] >= lo) & (j[None, :] < hi) & i_ok
+            allowed = inside(j, lo, hi) & i_ok
             if q_segments is not None:
                 q_segment = tl.load(q_segments + batch * q_seg_b + row * q_seg_s, mask=i_ok, other=0)
                 kv_segment = tl.load(kv_segments + batch * kv_seg_b + col * kv_seg_s, mask=j_ok, other=0)

@@ -37,6 +37,12 @@ def limits(position, before, after, length):
 
 
 @triton.jit
+def inside(place, lo, hi):
+    """Which places of a row of tiles lie in the [lo, hi) of each row."""
+    return (place[None, :] >= lo) & (place[None, :] < hi)
+
+
+@triton.jit
 def fold(visit: tl.constexpr, state, own, walked, pairs, scores, span, before, plan: tl.constexpr):
     """The state after ``visit`` has walked the ``span`` that ``band`` gives: tiles on the near edge of the band, then
     tiles that every place sees whole, which need no masking, then tiles on its far edge or over the end of what is

@@ -70,8 +70,8 @@ FAULTS = {
         Planted(
             "finite-sentinel",
             "causal, window and tail masks write -1e4 for -inf",
-            old='< pairs.hi), s, float("-inf"))',
-            new="< pairs.hi), s, -1e4)",
+            old='inside(j, pairs.lo, pairs.hi), s, float("-inf"))',
+            new="inside(j, pairs.lo, pairs.hi), s, -1e4)",
             small=True,
             sample=True,
         ),
@@ -146,15 +146,15 @@ FAULTS = {
             "q-prescaled",
             "q is scaled and rounded to its dtype before the dot, where a bias or a softcap follows",
             old=(
-                "        s = product(q_tile, tl.trans(k_tile), None, plan)\n"
-                "        if scores.pre is not None:\n"
-                "            s = s * scores.pre"
+                "    t = product(a, tl.trans(b), None, plan)\n"
+                "    if scores.pre is not None:\n"
+                "        t = t * scores.pre"
             ),
             new=(
-                "        qs = q_tile\n"
-                "        if scores.pre is not None:\n"
-                "            qs = (q_tile.to(plan.acc_dtype) * scores.pre).to(q_tile.dtype)\n"
-                "        s = product(qs, tl.trans(k_tile), None, plan)"
+                "    scaled = a\n"
+                "    if scores.pre is not None:\n"
+                "        scaled = (a.to(plan.acc_dtype) * scores.pre).to(a.dtype)\n"
+                "    t = product(scaled, tl.trans(b), None, plan)"
             ),
             small=True,
         ),

@@ -105,8 +105,12 @@ FAULTS = {
         Planted(
             "last-query-dropped",
             "the last of many queries is masked on the edge tiles of d_k and d_v",
-            old="(i[None, :] < pairs.hi)",
-            new="(i[None, :] < pairs.hi) & (i[None, :] < queries.q_len - tl.minimum(queries.q_len // 65, 1))",
+            old="bias_and_mask(i, i_ok, pairs, edge, plan)",
+            new=(
+                "bias_and_mask(i, i_ok, pairs, edge, plan)\n"
+                "        if edge:\n"
+                "            allowed = allowed & (i[None, :] < queries.q_len - tl.minimum(queries.q_len // 65, 1))"
+            ),
         ),
         Planted(
             "last-head-dropped",
@@ -145,7 +149,6 @@ FAULTS = {
             "segments are compared on edge tiles only",
             old="allowed = allowed & same if edge else same",
             new="allowed = allowed & same if edge else None",
-            times=2,
         ),
         Planted(
             "bias-batch-not-summed",
