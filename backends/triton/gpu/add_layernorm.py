@@ -25,7 +25,7 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.configs import RowGradientsConfig, RowsConfig
-from portakern.backends.triton.gpu.add_rmsnorm import SumStrides, load_sum, sum_tiles
+from portakern.backends.triton.gpu.add_rmsnorm import SumStrides, load_sum, starts_of_sum, sum_tiles
 from portakern.backends.triton.gpu.layernorm import (
     Affine,
     default_tiling,
@@ -39,7 +39,7 @@ from portakern.backends.triton.gpu.layernorm import (
 )
 from portakern.backends.triton.launch import cdiv, launch
 from portakern.backends.triton.layout import fresh_like, result_like, walk_rows
-from portakern.backends.triton.lib.rows import RowExtents, centred, own_rows, row_tile, start_of, whole_rows
+from portakern.backends.triton.lib.rows import RowExtents, centred, row_tile, whole_rows
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -47,10 +47,7 @@ if TYPE_CHECKING:
 
 @triton.jit
 def add_layernorm_kernel(x, residual, weight, bias, y, total, extents, eps, strides, tile: tl.constexpr):
-    row, n = own_rows(extents, tile)
-    x_row = start_of(x, row, extents, strides.x, tile)
-    residual_row = start_of(residual, row, extents, strides.residual, tile)
-    out, row_ok = (row * n)[:, None], (row < extents.height)[:, None]
+    n, x_row, residual_row, out, row_ok = starts_of_sum(x, residual, extents, strides, tile)
     affine = Affine(weight, strides.weight, bias, strides.bias)
 
     if tile.tiles:

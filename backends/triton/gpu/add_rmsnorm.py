@@ -33,10 +33,10 @@ from portakern.backends.triton.gpu.layernorm import (
     supports,
     supports_gradient,
 )
-from portakern.backends.triton.gpu.rmsnorm import gradients, rounds_before
+from portakern.backends.triton.gpu.rmsnorm import gradients, inverse_rms, rounds_before
 from portakern.backends.triton.launch import cdiv, launch
 from portakern.backends.triton.layout import RowStrides, fresh_like, result_like, walk_rows
-from portakern.backends.triton.lib.rows import RowExtents, own_rows, row_sum, row_tile, start_of, whole_rows
+from portakern.backends.triton.lib.rows import RowExtents, own_rows, row_tile, start_of, whole_rows
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -49,6 +49,16 @@ class SumStrides(NamedTuple):
     residual: RowStrides
     weight: int
     bias: int | None = None
+
+
+@triton.jit
+def starts_of_sum(x, residual, extents, strides, tile: tl.constexpr):
+    """Of the rows that this program owns the numbers of each, and, as columns, where they begin in both terms and,
+    counted in elements, in contiguous results, and which of them there are."""
+    row, n = own_rows(extents, tile)
+    x_row = start_of(x, row, extents, strides.x, tile)
+    residual_row = start_of(residual, row, extents, strides.residual, tile)
+    return n, x_row, residual_row, (row * n)[:, None], (row < extents.height)[:, None]
 
 
 @triton.jit
@@ -72,16 +82,13 @@ def sum_tiles(x, residual, strides, total, col, ok, acc_dtype: tl.constexpr):
 def add_rmsnorm_kernel(
     x, residual, weight, y, total, extents, eps, strides, narrow: tl.constexpr, tile: tl.constexpr
 ):  # fmt: skip
-    row, n = own_rows(extents, tile)
-    x_row = start_of(x, row, extents, strides.x, tile)
-    residual_row = start_of(residual, row, extents, strides.residual, tile)
-    out, row_ok = (row * n)[:, None], (row < extents.height)[:, None]
+    n, x_row, residual_row, out, row_ok = starts_of_sum(x, residual, extents, strides, tile)
     affine = Affine(weight, strides.weight, None, None)
 
     if tile.tiles:
         lane, inside, col, ok = whole_rows(n, row_ok, tile)
         s = sum_tiles(x_row, residual_row, strides, total + out, col, ok, tile.acc_dtype)
-        r = tl.rsqrt(row_sum([a * a for a in s]) / n + eps)[:, None]
+        r = inverse_rms(s, n, eps)
         for i in tl.static_range(len(col)):
             xh = narrowed(s[i] * r, x, narrow)
             normed = scale_and_shift(xh, affine, lane[i], inside[i], tile)

@@ -57,6 +57,7 @@ from portakern.backends.triton.lib.rows import (
     row_tile,
     shared_tile,
     start_of,
+    starts_of,
     tile_rows,
     tiles_of,
     whole_rows,
@@ -188,9 +189,7 @@ def normalise_long_rows(x_row, x_n, y_row, affine, mean, r, n, row_ok, narrow: t
 
 @triton.jit
 def layernorm_kernel(x, weight, bias, y, extents, eps, x_strides, weight_n, bias_n, tile: tl.constexpr):
-    row, n = own_rows(extents, tile)
-    x_row = start_of(x, row, extents, x_strides, tile)
-    y_row, row_ok = (y + row * n)[:, None], (row < extents.height)[:, None]
+    n, x_row, y_row, row_ok = starts_of(x, y, extents, x_strides, tile)
     affine = Affine(weight, weight_n, bias, bias_n)
 
     if tile.tiles:

@@ -54,11 +54,18 @@ from portakern.backends.triton.lib.rows import (
     row_tile,
     shared_tile,
     start_of,
+    starts_of,
     whole_rows,
 )
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
+
+
+@triton.jit
+def inverse_rms(t, n, eps):
+    """r of rows that stay in registers."""
+    return tl.rsqrt(row_sum([a * a for a in t]) / n + eps)[:, None]
 
 
 @triton.jit
@@ -75,15 +82,13 @@ def squares_of_long_rows(x_row, x_n, n, row_ok, tile: tl.constexpr):
 
 @triton.jit
 def rmsnorm_kernel(x, weight, y, extents, eps, x_strides, weight_n, narrow: tl.constexpr, tile: tl.constexpr):
-    row, n = own_rows(extents, tile)
-    x_row = start_of(x, row, extents, x_strides, tile)
-    y_row, row_ok = (y + row * n)[:, None], (row < extents.height)[:, None]
+    n, x_row, y_row, row_ok = starts_of(x, y, extents, x_strides, tile)
     affine = Affine(weight, weight_n, None, None)
 
     if tile.tiles:
         lane, inside, col, ok = whole_rows(n, row_ok, tile)
         t = load_tiles(x_row, x_strides.n, col, ok, 0.0, tile.acc_dtype)
-        r = tl.rsqrt(row_sum([a * a for a in t]) / n + eps)[:, None]
+        r = inverse_rms(t, n, eps)
         for i in tl.static_range(len(t)):
             xh = narrowed(t[i] * r, x, narrow)
             out = scale_and_shift(xh, affine, lane[i], inside[i], tile)
@@ -164,7 +169,7 @@ def rmsnorm_vjp_kernel(
         g = load_tiles(d_y_row, strides.d_y.n, col, ok, 0.0, tile.acc_dtype)
         t = load_tiles(x_row, strides.x.n, col, ok, 0.0, tile.acc_dtype)
         if stats is None:
-            r = tl.rsqrt(row_sum([a * a for a in t]) / n + eps)[:, None]
+            r = inverse_rms(t, n, eps)
         else:
             r = tl.load(stats + row[:, None], mask=row_ok, other=0.0)
         # of no row, r may be infinite, and 0 * inf would enter the sums over rows

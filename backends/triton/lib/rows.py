@@ -91,6 +91,15 @@ def start_of(x, row, extents, strides, tile: tl.constexpr):
 
 
 @triton.jit
+def starts_of(x, y, extents, x_strides, tile: tl.constexpr):
+    """Of the rows that this program owns the numbers of each and, as columns, where they begin in x and, contiguous,
+    in y, and which of them there are."""
+    row, n = own_rows(extents, tile)
+    x_row = start_of(x, row, extents, x_strides, tile)
+    return n, x_row, (y + row * n)[:, None], (row < extents.height)[:, None]
+
+
+@triton.jit
 def tile_of(steps, tile: tl.constexpr):
     """The rows and the elements of each that this program owns."""
     pid = tl.program_id(0).to(tl.int64)

@@ -27,6 +27,7 @@ FAULTS = {
             new="start_of(residual, row, extents, strides.x, tile)",
             gpu=False,
             small=True,
+            within="add_rmsnorm",
         ),
         Planted(
             "long-sum-of-x",

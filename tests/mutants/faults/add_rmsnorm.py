@@ -33,8 +33,8 @@ FAULTS = {
         Planted(
             "mean-over-tile",
             "the mean of squares divides by the tile's extent",
-            old="row_sum([a * a for a in s]) / n + eps",
-            new="row_sum([a * a for a in s]) / tile.block_n + eps",
+            old="inverse_rms(s, n, eps)",
+            new="inverse_rms(s, tile.block_n, eps)",
         ),
         Planted(
             "long-sum-of-x",

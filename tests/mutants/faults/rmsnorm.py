@@ -9,24 +9,21 @@ FAULTS = {
         Planted(
             "mean-over-tile",
             "the mean of squares divides by the tile's extent",
-            old="\n        r = tl.rsqrt(row_sum([a * a for a in t]) / n + eps)",
-            new="\n        r = tl.rsqrt(row_sum([a * a for a in t]) / tile.block_n + eps)",
+            old="tl.rsqrt(row_sum([a * a for a in t]) / n + eps)",
+            new="tl.rsqrt(row_sum([a * a for a in t]) / t[0].shape[1] + eps)",
         ),
         Planted(
             "eps-outside",
             "eps is added to the root",
-            old="\n        r = tl.rsqrt(row_sum([a * a for a in t]) / n + eps)",
-            new="\n        r = (1.0 / (tl.sqrt(row_sum([a * a for a in t]) / n) + eps))",
+            old="tl.rsqrt(row_sum([a * a for a in t]) / n + eps)",
+            new="(1.0 / (tl.sqrt(row_sum([a * a for a in t]) / n) + eps))",
             small=True,
         ),
         Planted(
             "squares-rounded",
-            "squares are rounded to x's dtype",
-            old="\n        r = tl.rsqrt(row_sum([a * a for a in t]) / n + eps)",
-            new=(
-                "\n        r = tl.rsqrt("
-                "row_sum([(a * a).to(x.dtype.element_ty).to(tile.acc_dtype) for a in t]) / n + eps)"
-            ),
+            "squares are rounded to bfloat16",
+            old="tl.rsqrt(row_sum([a * a for a in t]) / n + eps)",
+            new="tl.rsqrt(row_sum([(a * a).to(tl.bfloat16).to(a.dtype) for a in t]) / n + eps)",
             small=True,
         ),
         Planted(
