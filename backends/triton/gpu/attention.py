@@ -93,9 +93,9 @@ def unbiased(a, b, scores, plan: tl.constexpr):
 
 
 @triton.jit
-def load_bias(pairs, place, place_ok, edge: tl.constexpr, plan: tl.constexpr):
-    """The bias of a tile at the places that are walked."""
-    return load_tile(pairs.bias + place * pairs.bias_step, pairs.row_ok, place_ok, True, edge).to(plan.acc_dtype)
+def load_bias(pairs, position, position_ok, edge: tl.constexpr, plan: tl.constexpr):
+    """The bias of a tile at the positions that are walked."""
+    return load_tile(pairs.bias + position * pairs.bias_step, pairs.row_ok, position_ok, True, edge).to(plan.acc_dtype)
 
 
 @triton.jit

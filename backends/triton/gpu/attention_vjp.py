@@ -148,17 +148,17 @@ def score_gradients(p, t, a, b, delta, allowed, scores, plan: tl.constexpr):
 
 
 @triton.jit
-def bias_and_mask(place, place_ok, pairs, edge: tl.constexpr, plan: tl.constexpr):
-    """The bias of a tile at the places that are walked, and which of its pairs see each other; None where there is no
-    bias, and where all do. ``edge``: a pair may lie outside [lo, hi)."""
+def bias_and_mask(position, position_ok, pairs, edge: tl.constexpr, plan: tl.constexpr):
+    """The bias of a tile at the positions that are walked, or None, and which of its pairs see each other, None where
+    all do. ``edge``: a pair may lie outside [lo, hi)."""
     bias, allowed = None, None
-    at = place.to(tl.int64)
+    at = position.to(tl.int64)
     if pairs.bias is not None:
-        bias = load_bias(pairs, at[None, :], place_ok[None, :], edge, plan)
+        bias = load_bias(pairs, at[None, :], position_ok[None, :], edge, plan)
     if edge:
-        allowed = inside(place, pairs.lo, pairs.hi)
+        allowed = inside(position, pairs.lo, pairs.hi)
     if pairs.segments is not None:
-        same = tl.load(pairs.segments + at * pairs.segment_step, mask=place_ok, other=0)[None, :] == pairs.segment
+        same = tl.load(pairs.segments + at * pairs.segment_step, mask=position_ok, other=0)[None, :] == pairs.segment
         allowed = allowed & same if edge else same
     return bias, allowed
 

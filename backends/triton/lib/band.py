@@ -37,9 +37,9 @@ def limits(position, before, after, length):
 
 
 @triton.jit
-def inside(place, lo, hi):
-    """Which places of a row of tiles lie in the [lo, hi) of each row."""
-    return (place[None, :] >= lo) & (place[None, :] < hi)
+def inside(position, lo, hi):
+    """Which positions lie in the [lo, hi) of each row."""
+    return (position[None, :] >= lo) & (position[None, :] < hi)
 
 
 @triton.jit
