@@ -12,11 +12,13 @@ Every sum has one owner, so nothing is added atomically and a result has the sam
 statistics writes delta and lse. A program of the one of d_k and d_v owns block_kv keys of one key head and walks, head
 by head of its group, the tiles of block_q queries that see them; one of d_q owns dq_block_q queries and walks tiles of
 dq_block_kv keys; one of d_bias owns a block_q x block_kv tile of the bias and walks the axes along which the bias is
-broadcast. All three recompute p by ``weights`` and ds by ``score_gradients``. As
-in the forward pass tiles that masks empty are not visited, and only those on an edge pay for masking.
+broadcast. All three recompute p by ``weights`` and ds by ``score_gradients``. As in the forward pass tiles that masks
+empty are not visited, and only those on an edge pay for masking.
 
 A tile of scores is a b^T either way round: d_q has queries as rows; d_k and d_v have keys as rows, so that p^T and ds^T
 are what the next dots take. ``lib.heads`` says what the groups hold in which the kernels take their numbers.
+
+A module of its own: with the forward pass, whose walk over keys, scores and bias it takes, it would have 800 lines.
 """
 
 from __future__ import annotations
