@@ -1,4 +1,4 @@
-"""portakern: GPU and TPU kernels, declared once, written in Triton and Pallas, held to bounds derived from rounding.
+"""portakern: GPU and TPU kernels in Triton and Pallas, each checked against an error bound derived from rounding.
 
 >>> import portakern as pk
 >>> attention = pk.op("attention")             # backend chosen per call, from the arrays

@@ -1,4 +1,4 @@
-"""Ops as users call them: a thin face over binding, routing and serving (:mod:`portakern.core`)."""
+"""The public interface of ops, on top of :mod:`portakern.core`: ``portakern.op`` and the class ``Op``."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def op(
     variant: str | None = None,
     tiling: Mapping[str, int] | None = None,
 ) -> Op:
-    """An op to call.
+    """Get an op by name. The result is callable.
 
     Args:
       which: the op's name (see :func:`portakern.ops`), or its spec.
-      backend: who must serve it, by name or as an object; it runs there or raises. None: chosen per call from the
-        arrays (PyTorch on an NVIDIA or AMD GPU: triton; JAX on a TPU: pallas; anything on a CPU: the float64 oracle,
-        which is slow and says so once in the log).
-      variant: which of the backend's variants of the op must serve it, by the name that ``explain()`` shows; None: the
-        first in their declared order that takes the call.
-      tiling: overrides of the default tile extents and launch knobs, powers of two within the declared ranges (stages:
-        any number).
+      backend: a backend's name or object; a call runs on this backend or raises. None: chosen per call from the arrays
+        (PyTorch on an NVIDIA or AMD GPU: triton; JAX on a TPU: pallas; a CPU: the float64 oracle, which is slow and
+        logs this once).
+      variant: a variant of the backend, by the name in ``explain()``. None: the first in the declared order that
+        supports the call.
+      tiling: tile sizes and launch parameters that replace the defaults; powers of two within the declared ranges
+        (num_stages: any integer). ``portakern show OP`` lists them.
 
     Raises:
       SpecError: an unknown op, backend, variant or tile.
@@ -61,8 +61,7 @@ def op(
 def make(
     which: str | Spec[Any], backend: str | Backend | None, variant: str | None, tiling: Mapping[str, int] | None
 ) -> Op:
-    """The op of :func:`op`, whoever records. Ops made alike are one object, so that what one call of it decided serves
-    the others, wherever they make it."""
+    """The op of :func:`op`, without recording. Equal arguments give the same object, whose cached plans are shared."""
     spec = which if isinstance(which, Spec) else registry.find_spec(str(which))
     if variant is not None or tiling is not None:
         return Op(spec, Choice.from_names(spec, backend, variant, tiling))
@@ -74,7 +73,7 @@ _made: BoundedCache[tuple[Spec[Any], Backend | None], Op] = BoundedCache()
 
 
 class FromSpec:
-    """An attribute of an op that is worked out of its spec when somebody asks, and costs nothing before."""
+    """An attribute of an op that is computed from its spec on access."""
 
     def __init__(self, work_out: Callable[[Spec[Any]], Any], on_the_class: Any = None) -> None:
         self.work_out, self.on_the_class = work_out, on_the_class
@@ -86,8 +85,8 @@ class FromSpec:
 class Op:
     """A callable op, as :func:`op` makes it.
 
-    ``op(*arrays, **options)`` takes NumPy, PyTorch or JAX arrays and returns the same kind; ``help(op)`` and
-    ``inspect.signature(op)`` tell of the arguments.
+    ``op(*arrays, **options)`` takes NumPy, PyTorch or JAX arrays and returns the same kind. ``help(op)`` and
+    ``inspect.signature(op)`` show the arguments.
     """
 
     __doc__ = FromSpec(described, __doc__)
@@ -105,12 +104,12 @@ class Op:
 
     @property
     def backend(self) -> Backend | None:
-        """The backend that was named."""
+        """The backend that was named; None: chosen per call."""
         return self.choice.backend
 
     @property
     def user_tiling(self) -> Mapping[str, int]:
-        """The tiles that were named."""
+        """The tiles that were named, by name."""
         return self.choice.tiling
 
     def __repr__(self) -> str:
@@ -121,7 +120,7 @@ class Op:
         return isinstance(other, Op) and self.spec is other.spec and self.choice == other.choice
 
     def __hash__(self) -> int:
-        """Ops that are made alike count as one: to ``jax.jit``, which would trace each anew, and in trees of layers."""
+        """Equal ops hash equally: ``jax.jit`` does not trace each again, and pytrees of layers compare equal."""
         return hash((self.spec, self.choice))
 
     def __copy__(self) -> Op:
@@ -131,18 +130,17 @@ class Op:
         return self
 
     def __reduce__(self) -> tuple[Callable[..., Op], tuple[Any, ...]]:
-        """Names alone are pickled: whoever loads them has the op and the backend of that name."""
+        """Pickle names only; loading finds the op and the backend by name."""
         backend = self.choice.backend
         if not registry.has_name(self.spec):
             raise pickle.PicklingError(
-                f"{self!r} cannot be pickled: its spec is not installed under the name {self.spec.name!r}, by which it "
-                "would be found again; name it in an entry point of the group portakern.specs"
+                f"{self!r} cannot be pickled: its spec is not installed under the name {self.spec.name!r}; "
+                "add an entry point of the group portakern.specs"
             )
         if backend is not None and not registry.known(backend):
             raise pickle.PicklingError(
-                f"{self!r} cannot be pickled: its backend {backend.name!r} is not registered under that name, by which "
-                "it would be found again; portakern.register it here and where it is loaded, or name it in an entry "
-                "point of the group portakern.backends"
+                f"{self!r} cannot be pickled: its backend {backend.name!r} is not registered under that name; "
+                "call portakern.register here and where it is loaded, or add an entry point of the group portakern.backends"
             )
         named = None if backend is None else backend.name
         return make, (self.spec.name, named, self.choice.variant, dict(self.choice.tiling))
@@ -162,13 +160,13 @@ class Op:
         return outputs[0] if self._bare else self._result(known.call, outputs)
 
     def _result(self, call: Call, outputs: tuple[Any, ...]) -> Any:
-        """What a call gives its caller, of every output in the spec's order."""
+        """The return value of a call, from all outputs in the spec's order."""
         if len(call.wants) == 1 and self._alone:
             return outputs[0] if len(outputs) == 1 else outputs[self._alone.index(call.wants[0])]
         return call.spec.result(*outputs[: self._shown])
 
     def _anew(self, key: Signature | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a call of which nothing is known yet. ``key``: its signature, under which to keep its plan."""
+        """Run a call without a cached plan. ``key``: its signature, under which the plan is cached."""
         for framework in RECORDERS:
             how = framework.interposes(self._casts)
             if how == "records" and any(framework.is_array(a) for a in (*args, *kwargs.values())):
@@ -187,28 +185,27 @@ class Op:
         return outputs[0] if self._bare else self._result(call, outputs)
 
     def bind(self, /, *args: Any, **kwargs: Any) -> Call:
-        """Check the arguments and solve for the dimensions, without running anything."""
+        """Check the arguments and compute the dimensions; nothing runs."""
         return bind(self.spec, *args, **kwargs)
 
     def lower(self, /, *args: Any, target: str | None = None, cycles: bool = False, **kwargs: Any) -> Build:
-        """Compile the call for a target that need not be here; the arrays' values are not read.
+        """Compile the call for a target, which may be absent. The arrays' values are not read.
 
         Args:
-          target: an architecture (``"sm_90"``, ``"gfx942"``, ``"v6e"``); None: where the arrays are.
-          cycles: for TPUs, ask the compiler for its own estimate too, which takes up to a minute.
+          target: an architecture (``"sm_90"``, ``"gfx942"``, ``"v6e"``); None: that of the arrays' device.
+          cycles: for TPUs, also get the compiler's estimate of cycles, which takes up to a minute.
 
         Returns:
-          what the compiler made: ``.ok`` or ``.reason``, ``.kernels`` with registers, spills, on-chip memory and matrix
-          instructions, and ``.assembly``; for TPUs ``.least``, the cycles of a run that nothing was run for.
+          The compiler's output: ``.ok``, or ``.reason`` of a failure; ``.kernels`` with registers, spills, on-chip
+          memory and matrix instructions; ``.assembly``; for TPUs ``.least``, the estimated cycles.
         """
         from portakern.tools.compile.matrix import lower  # a tool: a call loads none
 
         return lower(unchecked(self.spec, *args, **kwargs), self.choice, target, cycles=cycles)
 
     def explain(self, *args: Any, **kwargs: Any) -> str:
-        """Which implementation would serve this call, with which tiling from where, and why not the others.
-
-        Nothing runs."""
+        """Explain which implementation would serve this call, its tiling and source of the tiling, and why others would
+        not. Nothing runs."""
         from portakern.core.explain import explain
 
         return explain(self.bind(*args, **kwargs), self.choice)

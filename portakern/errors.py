@@ -1,4 +1,4 @@
-"""The ways a call can fail, so that a caller can tell a wrong call from a missing kernel from a missing device."""
+"""Exceptions of portakern: a wrong call, a missing kernel, a missing device or package."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ __all__ = ["NotEmulatedError", "SpecError", "UnavailableError", "UnsupportedErro
 
 
 class SpecError(ValueError, TypeError):
-    """The call is wrong on every backend: a shape, dtype, option or argument breaks the op's declaration.
+    """The call is wrong on every backend: a shape, dtype, option or argument does not fit the op's spec.
 
-    It is both a ``ValueError`` and a ``TypeError`` because NumPy, PyTorch and JAX disagree on which of the two a bad
-    argument raises; code written against any of them catches it.
+    It is both a ``ValueError`` and a ``TypeError``: NumPy, PyTorch and JAX raise one or the other for the same mistake,
+    and code that catches either also catches this.
     """
 
 
 class UnsupportedError(NotImplementedError):
-    """The call is right, but this backend cannot serve it; the message says why and what can."""
+    """The call is valid, but this backend cannot serve it. The message gives the reason and the backends that can."""
 
 
 class NotEmulatedError(UnsupportedError):
-    """The call is right and its kernel may be, but what stands in for the hardware lacks something, which the message
-    names. The checker counts it apart from refusals."""
+    """The call is valid, but the hardware's emulator lacks a feature that the kernel uses; the message names it. The
+    checker counts these cases separately from refusals."""
 
 
 class UnavailableError(RuntimeError):
-    """The backend cannot run in this process; the message says what is missing and how to install it."""
+    """The backend cannot run in this process. The message names what is missing and how to install it."""

@@ -87,12 +87,12 @@ def show(op: str) -> dict[str, Any]:
                 "name": o.name,
                 "shape": o.shape,
                 "dtype": o.dtype or o.dtype_option or f"that of {o.alias_of or s.lead.name}",
-                "given": f"with {o.wanted_by}" if o.wanted_by else "to gradients" if o.saved else "always",
+                "given": f"with {o.wanted_by}" if o.wanted_by else "to the gradient only" if o.saved else "always",
                 "memory": f"new, or that of {o.alias_of} with overwrite" if o.alias_of else "new",
             }
             for o in s.outputs
         ],
-        "drops": {d: f"{whole} without the axis that {option} names" for d, whole, option in _drops(s)},
+        "drops": {d: f"{whole} without the axis {option}" for d, whole, option in _drops(s)},
         "values": [r.message for r in s.require if r.values],
         "samples": [*s.samples],
         "tiling": {n: [t.lo, t.hi] for n, t in s.tiling.items()},
@@ -199,9 +199,9 @@ def _diagnose(b: Backend, platforms: set[str]) -> tuple[str, str]:
     compiled = sorted(platforms & set(b.compiled_platforms()))
     later = b.lacking()
     if b.oracle:
-        return "runs on the host, in float64", "nothing: it is the yardstick"
+        return "runs on the host, in float64", "none: this is the oracle"
     if compiled:
-        return f"compiles for {', '.join(compiled)}", "; ".join(later) or "nothing"
-    can = "interprets on cpu: exact semantics, slow" if b.can_interpret() else "nothing: no device that it compiles for"
-    speed = f"for speed: a machine with {' or '.join(b.compiled_platforms())} and {b.framework} built for it"
+        return f"compiles for {', '.join(compiled)}", "; ".join(later) or "none"
+    can = "interpreter on cpu: exact, slow" if b.can_interpret() else "cannot run: no device that it compiles for"
+    speed = f"for speed: use a machine with {' or '.join(b.compiled_platforms())}, and a build of {b.framework} for it"
     return can, "; ".join((speed, *later))

@@ -1,4 +1,4 @@
-"""Drop-in twins of JAX's own functions on portakern ops, and the chip for which JAX lowers them."""
+"""Twins of JAX's functions on portakern ops, and the choice of a chip for lowering."""
 
 from portakern.frameworks.jax.functions import dot_product_attention, rotary_tables
 from portakern.frameworks.jax.products import dot_general

@@ -1,6 +1,4 @@
-"""Drop-in twins of PyTorch's own functions on portakern ops, and a way to swap them into a model that calls
-PyTorch's.
-"""
+"""Twins of PyTorch's functions on portakern ops, and functions that put them into existing models."""
 
 from portakern.frameworks.torch.functions import (
     apply_rotary_pos_emb,

@@ -76,7 +76,7 @@ DTYPES = {
     ),
     "byte order": (
         lambda: softmax(zeros(3, dtype=">f4")),
-        r"x is >f4, which is not this machine's byte order; pass x.astype\(x.dtype.newbyteorder\('='\)\)",
+        r"x is >f4, not in the native byte order; pass x.astype\(x.dtype.newbyteorder\('='\)\)",
     ),
 }
 

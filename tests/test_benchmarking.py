@@ -112,7 +112,7 @@ def test_an_interpreters_time_is_held_against_nothing():
     rows = run(BenchPlan([CASE], [triton], [], "cpu", rounds=2), lambda found, case: None).rows
     assert all(r["interpreted"] for r in rows if r["backend"] == "triton")
     words = _parts(next(r for r in rows if r["backend"] == "triton"))
-    assert "an interpreter's time, which tells of no device" in words and not any("roof" in w for w in words)
+    assert "time of the interpreter, not of a device" in words and not any("roof" in w for w in words)
 
 
 def test_backends_that_are_measured_together_are_no_peers_of_each_other():
@@ -699,7 +699,7 @@ def test_the_command_writes_rows_that_can_be_read(tmp_path):
     found = bench("softmax", gradient, "--backend", "triton", "--against", "torch", "--against", "liger",
                   "--device", "cpu", "--rounds", "2", "--dtype", "float32", "--json", file)  # fmt: skip
     assert found.exit_code == 0, found.output
-    assert "clock: host" in found.output and "liger takes no part: " in found.output
+    assert "clock: host" in found.output and "liger is not timed: " in found.output
     read = results.read(file)
     assert read.benchmark == "bench" and {r["op"] for r in read.rows} == {"softmax", gradient}
     assert {r["contender"] for r in read.rows} == {"triton", "torch"} and read.device == "host CPU"
@@ -740,7 +740,7 @@ def test_a_table_is_completed_by_several_runs(tmp_path, monkeypatch):
     assert again("--no-gradients")[0] == ["softmax"]
     first = results.read(file)
     done, shown, _ = again()
-    assert done == [gradient] and "1 calls stand in" in shown
+    assert done == [gradient] and "1 calls are already in" in shown
     both = results.read(file)
     assert [*both.rows[: len(first.rows)]] == [*first.rows] and {r["op"] for r in both.rows} == {"softmax", gradient}
     assert both.extra["wall_seconds"] >= first.extra["wall_seconds"] and both.extra["rates"]
@@ -753,8 +753,8 @@ def test_a_table_is_completed_by_several_runs(tmp_path, monkeypatch):
         over.setattr("portakern.tools.bench.session._Run._seconds", lambda self: -1.0)
         before = file.read_text()
         done, shown, _ = again("--no-gradients", "--plot", tmp_path / "plots")
-    assert not done and "the budget ended before 1 calls" in shown and "calls stand in" in shown
-    assert f"{sum(r['op'] == 'softmax' for r in three)} rows of" in shown and "of other sources than today's" in shown
+    assert not done and "1 calls were not timed, the budget ended" in shown and "calls are already in" in shown
+    assert f"{sum(r['op'] == 'softmax' for r in three)} rows of" in shown and "(their sources have changed)" in shown
     assert file.read_text() == before  # a run that comes to nothing leaves what holds and what does not as it was
     assert again("--no-gradients")[0] == ["softmax"] and {r["op"] for r in results.read(file).rows} == {
         "softmax", gradient
@@ -844,8 +844,8 @@ def test_a_wrong_subject_is_the_commands_failure():
     ("arguments", "said"),
     [
         (["--suite", "rwos"], "bench: --suite is 'rwos'; expected one of attention, decode,"),
-        (["--shape", "m=4"], "bench: --shape is of an op; name it"),
-        (["softmax", "--shape", "shape=4", "--suite", "rows"], "bench: --shape takes the place of suites"),
+        (["--shape", "m=4"], "bench: --shape needs an op; name it"),
+        (["softmax", "--shape", "shape=4", "--suite", "rows"], "bench: --shape and --suite exclude each other"),
         (["softmax", "--dtype", "fp8"], "bench: --dtype is 'fp8'; expected one of"),
         (["conv"], "op 'conv' is unknown"),
         (["softmax", "--backend", "triton", "--device", "tpu"], "bench: backend 'triton' serves no tpu here"),

@@ -519,10 +519,10 @@ def test_what_has_no_default_is_given_and_told_as_a_concession():
     report = pk.check("rmsnorm", fn=norm, max_examples=150, one_dtype=True, empty=False)
     assert report.passed, report.failures
     assert report.concessions == (
-        "never given: rounding",
-        "eps is always given: it has no default",
-        "weight is always given: it has no default",
-        "arrays that may be float32 beside 16-bit ones have the op's dtype",
+        "never passed: rounding",
+        "eps is always passed: it has no default",
+        "weight is always passed: it has no default",
+        "no array is float32 with 16-bit ones, all have the op's dtype",
         "no extent is 0",
     )
     assert report.to_dict()["concessions"] == list(report.concessions)

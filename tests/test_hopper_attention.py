@@ -310,8 +310,8 @@ def test_who_asks_is_told_which_variant_leaves_a_call_to_which(monkeypatch):
         told = explain(call, dispatch.Choice(BACKEND, variant))
         assert "implementation: portakern.backends.triton.gpu.attention" in told
         named = " (named)" if variant else ""
-        assert f"variant hopper: leaves this call to gpu{named}\n" in told
-        assert "variant gpu: serves this call, which hopper leaves to it\n" in told
+        assert f"variant hopper: delegates this call to gpu{named}\n" in told
+        assert "variant gpu: serves this call, delegated by hopper\n" in told
         assert "consumers=2 (shipped sm_90: d to 64)" in told
         assert "kernels: gpu.attention.attention_kernel, lib.attention.attention_combine_kernel" in told
 

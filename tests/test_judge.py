@@ -512,7 +512,7 @@ def softmax(x):
 def test_a_function_is_right_and_what_was_conceded_is_told(tmp_path):
     result = judged(tmp_path, NUMPY_RIGHT, max_examples=12)
     assert result.report.outcome == "right" and result.report.examples == 12, result.report.failures
-    assert "calls are of the shapes x [8, 100] alone" in result.report.concessions
+    assert "only the shapes x [8, 100] are called" in result.report.concessions
     assert result.walls == [*WALLS] and len(result.sha256) == 64
     plain = json.loads(json.dumps(result.to_dict()))
     assert plain["outcome"] == "right" and plain["walls"] == [*WALLS] and plain["name"] == "softmax"
@@ -965,7 +965,7 @@ def test_files_beside_a_problem_are_no_libraries(tmp_path):
     problem.write_text(PROBLEM.replace("import torch", "import colorsys\nimport torch\nassert colorsys.rgb_to_hls"))
     (tmp_path / "colorsys.py").write_text("raise SystemExit('of the candidate')")
     result = judged(tmp_path, NUMPY_RIGHT, shapes=None, dtypes=None, problem=problem, max_examples=2)
-    assert not result.report.failures and "calls are of the shapes x [6, 100] alone" in result.report.concessions
+    assert not result.report.failures and "only the shapes x [6, 100] are called" in result.report.concessions
 
 
 def test_a_problem_that_names_no_inputs_is_named(tmp_path):

@@ -69,7 +69,7 @@ def test_an_op_that_served_a_call_is_pickled_without_what_it_found():
 def test_what_has_no_name_says_why_it_is_not_pickled():
     mine = pk.Backend("mine", framework="numpy")
     op = pk.op("softmax", backend=mine)
-    with pytest.raises(pickle.PicklingError, match="its backend 'mine' is not registered.*portakern.register it"):
+    with pytest.raises(pickle.PicklingError, match="its backend 'mine' is not registered.*portakern.register here"):
         pickle.dumps(op)
     assert copy.deepcopy([op])[0] == op
     pk.register(mine)

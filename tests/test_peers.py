@@ -62,7 +62,7 @@ def test_a_peer_is_named_and_explained():
     said = softmax.explain(X)
     assert "backend: torch (named), compiled for cpu" in said
     assert "implementation: portakern.backends.peers.torch_eager" in said
-    assert "crossing: numpy -> torch and back" in said
+    assert "conversion: numpy -> torch and back" in said
 
 
 def test_a_backend_registered_as_a_peer_is_one():
@@ -228,7 +228,7 @@ LACKING = {
                "torch says: Flash attention requires q,k,v to have the same last dimension"),
     "heads": (("attention", "pallas_flash"), {"q": Q.repeat(17, 3), "k": Q.repeat(17, 3)},
               "the kernel takes heads up to 128 wide and multiples of 128; these are 136 wide"),
-    "platform": (("attention", "sdpa_cudnn"), {}, "it compiles for cuda, and has nothing for cpu yet"),
+    "platform": (("attention", "sdpa_cudnn"), {}, "it compiles for cuda, and has no kernels for cpu"),
     "op": (("softmax", "sdpa_flash"), {}, "it has no softmax"),
 }  # fmt: skip
 ARRAYS = {"attention": {"q": Q, "k": Q, "v": Q}, "matmul": {"a": X, "b": X.T}, "softmax": {"x": X}}

@@ -311,7 +311,7 @@ def test_the_half_that_needs_no_device(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["softmax"], "serves no accelerator here.*--target sm_90 says"),
+        (["softmax"], "serves no accelerator here.*--target sm_90, to profile"),
         (["nothing"], "nothing"),
         (["softmax", "--dtype", "int3"], "--dtype is 'int3'"),
         (["softmax", "--shape", "rows=3", "--target", "sm_90"], "--shape names 'rows'"),

@@ -329,8 +329,8 @@ def test_a_wheel_says_that_it_needs_a_checkout_and_compares_without(tmp_path, mo
     monkeypatch.setattr(sources, "root", lambda: tmp_path)
     said = CliRunner().invoke(app, ["report", "--check"])
     assert str(said.exception) == (
-        f"portakern report works on a checkout of portakern, and {tmp_path} has no maint/report.py; run it in a "
-        "checkout (report --compare FIRST SECOND needs none)"
+        f"portakern report needs a checkout of portakern, and {tmp_path} has no maint/report.py; run it in a checkout "
+        "(report --compare FIRST SECOND needs none)"
     )
     files = (
         benched(tmp_path, "first.json", BENCH),
@@ -403,7 +403,7 @@ def test_two_runs_are_held_against_each_other(tmp_path):
     said = CliRunner().invoke(app, ["report", "--compare", *map(str, files)])
     assert said.exit_code == 1 and "1 of 2 ratios of ours are within 5%" in said.output
     assert "-20.0% triton 1.000, then 0.800 of the best peer's speed (8.0, then 10.0 us): attention(" in said.output
-    assert "1 times are in one run alone" in said.output
+    assert "1 times are in one run only" in said.output
 
 
 def test_runs_that_agree_end_with_status_0(tmp_path):
@@ -413,16 +413,16 @@ def test_runs_that_agree_end_with_status_0(tmp_path):
     said = CliRunner().invoke(app, ["report", "--compare", str(first), str(second)])
     assert said.exit_code == 0 and "1 of 1 ratios of ours are within 5%" in said.output, said.output
     # torch's row is the first run's to the last digit: a file that was continued holds what it held
-    assert "1 times are the first run's own" in said.output
+    assert "1 times were left out: the second file copies" in said.output
     same = CliRunner().invoke(app, ["report", "--compare", str(first), str(first)])
-    assert "have no ratio in common that both measured of the same sources" in str(same.exception)
+    assert "share no ratio that both measured with the same sources" in str(same.exception)
 
 
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
         ({"verdict": "wrong", "why": "NaN", **NO_TIME}, "right, then wrong: triton on attention("),
-        ({"median_us": 100.5, "sources": "f" * 16}, "1 times are of other sources in the second run"),
+        ({"median_us": 100.5, "sources": "f" * 16}, "1 times were left out: their sources changed"),
     ],
 )
 def test_what_two_runs_do_not_share_is_told(tmp_path, changes, told):
@@ -507,7 +507,7 @@ def test_replace_takes_it_all_the_same(fresh, tmp_path):
     assert "| `softmax` | 30.0 |" in (fresh / "README.md").read_text()
     assert (
         str(report(fresh, "--add", file, "--check").exception)
-        == "report: --check writes nothing, and --add does; give one of them"
+        == "report: --check and --add exclude each other; pass one of them"
     )
 
 

@@ -101,7 +101,7 @@ def test_nothing_changes_for_calls_that_name_no_backend():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     before = pk.op("softmax").explain(X)
     mine("torch", platforms=["cpu", "cuda"])
-    assert pk.op("softmax").explain(X) == before + "\n  not mine: serves these arrays only when named"
+    assert pk.op("softmax").explain(X) == before + "\n  not mine: used for these arrays only when named"
     assert "backend: reference (chosen" in pk.op("softmax").explain(torch.zeros(3))
     assert [b.name for b in pk.backends().values() if b.auto] == [*pk.backends()][:-1]
 
@@ -116,7 +116,7 @@ def test_names_are_taken_once():
         pk.register(pk.Backend("mine", framework="numpy"))
     with pytest.raises(pk.SpecError, match="backend name 'triton' is taken"):
         pk.register(pk.Backend("triton", framework="torch"))
-    with pytest.raises(pk.SpecError, match="'second' says oracle=True, and 'reference' is the oracle"):
+    with pytest.raises(pk.SpecError, match="'second' has oracle=True, but 'reference' is the oracle already"):
         pk.register(pk.Backend("second", framework="numpy", oracle=True))
     with pytest.raises(
         pk.SpecError, match="softmax on backend 'reference' is taken by portakern.backends.reference.softmax"
@@ -212,7 +212,7 @@ def test_a_module_that_is_named_for_an_op_and_registers_none_is_refused(elsewher
     elsewhere("holds_nothing", "")
     backend.implemented_in("softmax", "holds_nothing")
     with pytest.raises(
-        pk.SpecError, match=r"holds_nothing, which is to hold softmax on backend 'mine', registers none"
+        pk.SpecError, match=r"holds_nothing, declared to implement softmax on backend 'mine', does not register it"
     ):
         pk.op("softmax", backend=backend)(np.zeros((2, 4), np.float32))
 
@@ -223,7 +223,7 @@ def test_backends_are_declared_right():
     with pytest.raises(pk.SpecError, match=r"platforms is 'cuda'; expected a list of names: \['cuda'\]"):
         pk.Backend("x", framework="torch", platforms="cuda")
     mine(platforms=["cuda"])
-    with pytest.raises(pk.UnsupportedError, match="it compiles for cuda, and has nothing for cpu yet"):
+    with pytest.raises(pk.UnsupportedError, match="it compiles for cuda, and has no kernels for cpu"):
         pk.op("softmax", backend="mine")(X)
     with pytest.raises(pk.UnsupportedError, match="backend 'mine' cannot: it has no layernorm in nowhere"):
         pk.op("layernorm", backend=pk.Backend("mine", framework="numpy", compiles={"cpu": "nowhere"}))(X)
@@ -514,8 +514,8 @@ def test_installed_backends_that_clash_are_named_and_broken_ones_left_out(shell)
     listed = shell("import portakern as pk; print(*pk.backends())")
     assert listed.stdout.split() == ["pallas", "reference", "triton", "theirs"]
     assert (
-        "backend 'other': their_backend:BACKEND (rival 0.1) left out: cannot be loaded: its entry point is called "
-        "'other' and its name is 'theirs'"
+        "backend 'other': their_backend:BACKEND (rival 0.1) left out: cannot be loaded: its entry point is named "
+        "'other', but the backend 'theirs'"
     ) in listed.stderr
     assert (
         "'function': their_backend:scale_up (rival 0.1) left out: cannot be loaded: it is a function" in listed.stderr
@@ -526,7 +526,7 @@ def test_installed_backends_that_clash_are_named_and_broken_ones_left_out(shell)
     both = {f"their_backend:BACKEND ({who})" for who in ("rival 0.1", "theirs 1.2")}
     first, _, second = clash.stderr.partition("backend 'theirs': ")[2].partition(" left out")[0].partition(" and ")
     assert {first, second} == both
-    assert "backend 'theirs' is unknown (" in clash.stderr and "the name comes from two places" in clash.stderr
+    assert "backend 'theirs' is unknown (" in clash.stderr and "two packages have this name" in clash.stderr
 
 
 HOSTILE = {  # no plug-in should do any of this
@@ -574,17 +574,17 @@ HOSTILE = {  # no plug-in should do any of this
 }
 SAID = [
     "backend 'triton': their_backend:BACKEND (rival 0.1) left out: portakern's own has that name; rename its entry",
-    "backend 'exits': exits:BACKEND (rival 0.1) left out: cannot be loaded: it called sys.exit(3)",
+    "backend 'exits': exits:BACKEND (rival 0.1) left out: cannot be loaded: its module called sys.exit(3)",
     "backend 'raises': raises:BACKEND (rival 0.1) left out: cannot be loaded: ZeroDivisionError: division by zero",
     "backend 'no_family': no_family:BACKEND (rival 0.1) left out: cannot be loaded: OSError: no driver",
     "backend 'no_order': no_order:BACKEND (rival 0.1) left out: cannot be loaded: backend 'no_order': nothing "
     "says which "
     "of its families 'one' and 'two' is tried first",
-    "backend 'no_package': raises.ops cannot be imported, and is left out: ZeroDivisionError",
+    "backend 'no_package': raises.ops is left out, it cannot be imported: ZeroDivisionError",
     "scale_up on no_module left out: UnavailableError: backend 'no_module' cannot run here: modules.scale_up called",
     "op 'matmul': rival:op (rival 0.1) left out: portakern's own has that name; rename its entry point",
     "op 'raises' cannot be loaded from raises:op (rival 0.1): ZeroDivisionError: division by zero",
-    "op 'exits' cannot be loaded from exits:op (rival 0.1): it called sys.exit(3)",
+    "op 'exits' cannot be loaded from exits:op (rival 0.1): its module called sys.exit(3)",
 ]
 UNHARMED = """
 import sys

@@ -334,7 +334,7 @@ def test_a_broken_cache_file_is_named_once_and_passed_over(words, own_cache, cap
         for _ in range(2):
             tilings.forget()
             assert "block_q=64 (shipped cpu: ieee, d to 64)" in attention.explain(*arrays)
-    told = [r.getMessage() for r in caplog.records if "the tilings in" in r.getMessage()]
+    told = [r.getMessage() for r in caplog.records if "tiling table" in r.getMessage()]
     assert len(told) == 1 and str(path) in told[0] and words in told[0], told
 
 
@@ -344,7 +344,7 @@ def test_a_broken_shipped_table_is_an_error(tmp_path, monkeypatch):
     folder.mkdir()
     (folder / "cpu.json").write_text('{"schema": 7}')
     monkeypatch.setattr(tilings, "shipped_folder", lambda package: folder)
-    with pytest.raises(pk.SpecError, match=r"the table of tilings .*cpu\.json is wrong: schema is 7; expected 1"):
+    with pytest.raises(pk.SpecError, match=r"tiling table .*cpu\.json is invalid: schema is 7; expected 1"):
         attention.explain(*arrays)
 
 

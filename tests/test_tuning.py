@@ -152,9 +152,9 @@ def test_a_function_without_a_key_is_not_searched_and_the_command_says_so(own_ca
     pk.register(backend)
     command = ["tune", "softmax", "--backend", "mine", "--target", "cpu", "--dtype", "float32", "--shape", "shape=4x40"]
     result = CliRunner().invoke(cli.app, command)
-    assert result.exit_code == 1 and "none of what was tried" not in result.output
+    assert result.exit_code == 1 and "no tiling is faster" not in result.output
     assert "not searched: softmax on mine declares no key" in result.output
-    assert "nothing was searched: no call has a key" in result.output
+    assert "nothing was searched: no call can be tuned" in result.output
 
 
 def test_the_command_says_what_is_wrong_and_ends_with_status_1(own_cache, monkeypatch):
@@ -163,8 +163,8 @@ def test_the_command_says_what_is_wrong_and_ends_with_status_1(own_cache, monkey
     command = ["tune", "softmax", "--backend", "mine", "--target", "cpu", "--dtype", "float32", "--shape", "shape=4x40"]
     result = CliRunner().invoke(cli.app, [*command, "--json", str(file)])
     assert result.exit_code == 1, result.output
-    assert "WRONG, and dropped: softmax with rows_at_once=128: wrong: " in result.output
-    assert "kept 1 of 1 in" in result.output
+    assert "WRONG RESULT, tiling dropped: softmax with rows_at_once=128: wrong: " in result.output
+    assert "wrote 1 of 1 in" in result.output
     (row,) = results.read(file).rows
     assert row["best_tiling"] == {"rows_at_once": 64} and row["default"] > row["best"] and row["loss"] > 0.2
 
@@ -919,10 +919,10 @@ def test_drawn_calls_are_the_same_for_a_seed_and_within_limits():
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (["--budget", "soon"], "--budget is 'soon'; expected a number of seconds, or 90s, 5m, 1h"),
-        (["--loss", "matmul", "matmul"], "--loss draws its own calls"),
+        (["--budget", "soon"], "--budget is 'soon'; expected a time, e.g. 90, 90s, 5m or 1h"),
+        (["--loss", "matmul", "matmul"], "--loss measures random calls"),
         (["matmul", "--target", "h100"], "target 'h100' is unknown"),
-        (["matmul", "--suite", "rows", "--shape", "shape=3x4"], "give one of them"),
+        (["matmul", "--suite", "rows", "--shape", "shape=3x4"], "pass one of them"),
         (["matmul", "--dtype", "bf16"], "--dtype is 'bf16'"),
     ],
 )

@@ -161,7 +161,7 @@ def test_gradients_go_where_the_forward_call_was_told():
     assert dispatch.gradient_choice(BACKEND, softmax_vjp, named).variant is None, "it has no such gradients"
     x = torch.ones(1, 8, 2, 16, requires_grad=True)
     pk.op("attention", backend="triton", variant="gpu")(x, x, x).sum().backward()
-    with pytest.raises(pk.UnsupportedError, match="its variant 'unordered' is not for cpu"):
+    with pytest.raises(pk.UnsupportedError, match="variant 'unordered' is not for cpu"):
         pk.op("attention", backend="triton", variant="unordered")(x, x, x)
 
 
@@ -172,12 +172,12 @@ def test_explain_says_whose_bits_may_change(monkeypatch):
         return explain(call, dispatch.Choice.from_names(call.spec, "triton", variant, None))
 
     named, unnamed = told(CALL, "unordered"), told(CALL, None)
-    assert f"  bits of d_q may change from run to run: {unordered.ADDED}" in named
+    assert f"  not deterministic: d_q: {unordered.ADDED}" in named
     assert "variant unordered: serves this call (named)" in named
     assert "  bits of" not in unnamed
-    assert "variant unordered: only where it is named: bits of d_q may change from run to run" in unnamed
+    assert "variant unordered: used only when named: not deterministic: bits of d_q may change from run" in unnamed
     forward = unchecked(registry.find_spec("attention"), *(CALL.arrays[n] for n in "qkv"))
-    assert "variant unordered: it has no attention, and serves its gradients" in told(forward, "unordered")
+    assert "variant unordered: has no attention; serves its gradients" in told(forward, "unordered")
     assert "variant hopper: serves this call\n" in told(forward, "unordered")
 
 

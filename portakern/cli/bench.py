@@ -27,7 +27,7 @@ EveryPeer = Annotated[
     bool,
     typer.Option(
         "--every-peer",
-        help="Time peers on every call, also those that two calls of a suite found wrong or twice as slow as the best.",
+        help="Time each peer on every call, even if it was wrong or twice as slow as the best on two calls of a suite.",
     ),
 ]
 
@@ -36,7 +36,7 @@ RowsFile = Annotated[
     typer.Option(
         "--json",
         metavar="[FILE]",
-        help="Also write the rows to this file, and do not time again what it holds. Alone, or with -, print them.",
+        help="Also write rows to this file; calls already in it are not timed again. Without a file, or with -, print.",
     ),
 ]
 
@@ -44,38 +44,38 @@ RowsFile = Annotated[
 @app.command()
 def bench(
     context: typer.Context,
-    ops: Annotated[list[str] | None, typer.Argument(help="Ops to time; all when none is named.")] = None,
+    ops: Annotated[list[str] | None, typer.Argument(help="Ops to time. Default: all.")] = None,
     backend: Annotated[
         list[str] | None,
-        typer.Option(help="Backend to measure, each of its variants; may be repeated; all that compile here."),
+        typer.Option(help="Backend to time, with all its variants; may be repeated. Default: all that compile here."),
     ] = None,
     against: Annotated[
-        list[str] | None, typer.Option(help="Peer or backend to hold it against; may be repeated; every peer here.")
+        list[str] | None, typer.Option(help="Peer or backend to compare with; may be repeated. Default: all peers.")
     ] = None,
     shape: Annotated[
         list[str] | None,
         typer.Option(
-            help="Typical calls with these, as in m=4096,is_causal=true, in place of suites; may be repeated."
+            help="A typical call with these values, e.g. m=4096,is_causal=true, instead of suites; may be repeated."
         ),
     ] = None,
-    suite: Annotated[list[str] | None, typer.Option(help="Only this suite; may be repeated.")] = None,
+    suite: Annotated[list[str] | None, typer.Option(help="Time the calls of this suite only; may be repeated.")] = None,
     dtype: Annotated[
-        list[str] | None, typer.Option(help="May be repeated; what the suites say when none is named.")
+        list[str] | None, typer.Option(help="Only this dtype; may be repeated. Default: the dtypes of the suites.")
     ] = None,
-    gradients: Annotated[bool, typer.Option(help="Time the gradients too.")] = True,
-    device: Annotated[str | None, typer.Option(help="cuda, rocm, tpu or cpu; the best accelerator here.")] = None,
-    rounds: Annotated[int, typer.Option(min=2, help="Samples of each contender, taken in turns.")] = 20,
-    budget: Annotated[float, typer.Option(min=1, help="Seconds after which no more calls are begun.")] = 450.0,
+    gradients: Annotated[bool, typer.Option(help="Also time the gradients.")] = True,
+    device: Annotated[str | None, typer.Option(help="cuda, rocm, tpu or cpu. Default: the accelerator here.")] = None,
+    rounds: Annotated[int, typer.Option(min=2, help="Samples of each contender; contenders alternate.")] = 20,
+    budget: Annotated[float, typer.Option(min=1, help="Seconds after which no further call is started.")] = 450.0,
     jobs: Annotated[
-        int | None, typer.Option(min=0, help="Processes that compile ahead; 0: none. Default: one less than the cores.")
+        int | None, typer.Option(min=0, help="Processes that compile in advance; 0: none. Default: cores minus 1.")
     ] = None,
     json_file: RowsFile = None,
-    fresh: Annotated[bool, typer.Option(help="Time again the rows that the file of --json holds.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Also draw the plots into this folder.")] = None,
+    fresh: Annotated[bool, typer.Option(help="Time the calls that are already in the --json file again.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Also write plots to this folder.")] = None,
     every_peer: EveryPeer = False,
 ) -> None:
-    """Time ops on the device alone, beside every peer and the measured roof, each result first held to its error bound;
-    exit status 1 if a result of the backend is wrong.
+    """Measure the device time of ops, their peers and the measured roof. Each result is checked against its error bound
+    before it is timed. Exit status 1 if a result of the backend is wrong.
     """
     start = time.perf_counter()
     from portakern.tools.bench.background import set_environment
@@ -93,7 +93,7 @@ def bench(
     subjects = [registry.backend(b) for b in backend] if backend else _compiling_here(device)
     cases = _cases(ops, suite, shape, dtype, gradients, any_cpu=device == "cpu")
     if not cases:
-        raise SpecError("bench: no call is left of what was named; see the suites' dtypes and ops, or give --shape")
+        raise SpecError("bench: no call matches the given ops, dtypes and suites; change them, or pass --shape")
     found = _RowFile(json_file, start, earlier)
     named = [b for b in against_named(against) if b not in subjects]
     found.absent |= absent(named)
@@ -158,12 +158,12 @@ def _check_asked(
         if name not in suites.names():
             raise SpecError(f"bench: --suite is {name!r}; expected one of {', '.join(suites.names())}")
     if shape and suite:
-        raise SpecError("bench: --shape takes the place of suites; give one of the two")
+        raise SpecError("bench: --shape and --suite exclude each other; pass one of them")
     if shape and not ops:
-        raise SpecError("bench: --shape is of an op; name it: portakern bench matmul --shape m=4096,n=4096,k=4096")
+        raise SpecError("bench: --shape needs an op; name it: portakern bench matmul --shape m=4096,n=4096,k=4096")
     check_dtypes("bench", dtype)
     if plot and plot.exists() and not plot.is_dir():
-        raise SpecError(f"bench: --plot is {plot}, which is no folder")
+        raise SpecError(f"bench: --plot is {plot}, a file; expected a folder")
 
 
 def _compiling_here(device: str | None) -> list[Any]:
@@ -307,12 +307,12 @@ class _RowFile:
     def show(self, plots: Path | None = None) -> None:
         """Print it, and draw it into a folder where one is named."""
         if self.hold:
-            say(f"{len(self.hold)} calls stand in {self.file}, and were not timed again; --fresh times them")
+            say(f"{len(self.hold)} calls are already in {self.file} and were not timed again; --fresh times them again")
         if self.file and (gone := self.gone()):
             names = ", ".join(f"{name} of {n} calls" for name, n in gone.items())
-            say(f"{self.file} no longer has the times of {names}: a call's are of one run; --against names them again")
+            say(f"{self.file} no longer has the times of {names}: all times of a call come from one run; add --against")
         if self.file and (aged := len(self.rows) - len(self.holding)):
-            say(f"{aged} rows of {self.file} are of other sources than today's, and were not come to")
+            say(f"{aged} rows of {self.file} are stale (their sources have changed) and were not timed again")
         calls: dict[str, list[dict[str, Any]]] = {}
         for row in self.holding:
             calls.setdefault(row["call"], []).append(row)
@@ -328,15 +328,15 @@ class _RowFile:
         if dearest:
             say(f"seconds of the slowest calls: {dearest}")
         for name, why in self.absent.items():
-            say(f"{name} takes no part: {why}")
+            say(f"{name} is not timed: {why}")
         for subjects, outcome in self.outcomes.items():
             rates = ", ".join(_rate(n, r) for n, r in outcome.rates.items())
-            say(f"the roof on the device of {subjects}, measured: {rates}")
+            say(f"measured roof on the device of {subjects}: {rates}")
             for case, why in outcome.unserved:
                 say(f"{case.timed} {case.dtype} of {case.suite} cannot be timed: {why}", style="red")
             if outcome.left_out:
                 names = ", ".join(dict.fromkeys(f"{c.timed} of {c.suite}" for c in outcome.left_out))
-                text = f"the budget ended before {len(outcome.left_out)} calls: {names}; --budget gives more seconds"
+                text = f"{len(outcome.left_out)} calls were not timed, the budget ended: {names}; raise --budget"
                 say(text, style="yellow")
         if plots:
             from portakern.tools.bench.plots import draw_into
@@ -375,7 +375,7 @@ def _parts(row: dict[str, Any]) -> list[str]:
     rate = f"{row['byte_rate'] / 1e9:,.0f} GB/s" if by_memory else f"{row['flop_rate'] / 1e12:,.3g} TFLOP/s"
     parts = [
         f"{row['median_us']:,.1f} us ({row['best_us']:,.1f} to {row['worst_us']:,.1f})",
-        "an interpreter's time, which tells of no device" if row.get("interpreted") else "",
+        "time of the interpreter, not of a device" if row.get("interpreted") else "",
         f"host {row['host_us']:,.0f} us",
         "" if row.get("interpreted") else rate,
         f"{row['share']:.0%} of the roof" if row["share"] is not None and not row.get("interpreted") else "",

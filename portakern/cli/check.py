@@ -1,4 +1,4 @@
-"""``portakern check``: implementations held to the float64 oracle."""
+"""``portakern check``: compare implementations with the float64 oracle."""
 
 from __future__ import annotations
 
@@ -30,46 +30,42 @@ Where = tuple[str | None, str | None, str | None]
 
 Budget = Annotated[
     float | None,
-    typer.Option(min=1, help="Seconds after which no more cases, or laws, are begun; all run when not named."),
+    typer.Option(min=1, help="Seconds after which no further case or law is started. Default: no limit."),
 ]
 
 
 @app.command()
 def check(
     context: typer.Context,
-    ops: Annotated[list[str] | None, typer.Argument(help="Ops to check; all when none is named.")] = None,
+    ops: Annotated[list[str] | None, typer.Argument(help="Ops to check. Default: all.")] = None,
     backend: Annotated[
         list[str] | None,
-        typer.Option(help="Backend or peer to check; may be repeated; all backends that run here when none is named."),
+        typer.Option(help="Backend or peer to check; may be repeated. Default: all backends that run here."),
     ] = None,
     variant: Annotated[
-        str | None, typer.Option(help="Only this variant of the backend; each that runs there when not named.")
+        str | None, typer.Option(help="Only this variant of the backend. Default: each that runs on the device.")
     ] = None,
     max_examples: Annotated[int, typer.Option(min=1, help="Cases for each op and variant.")] = EXAMPLES,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the cases.")] = 0,
     device: Annotated[
-        str | None, typer.Option(help="cpu (interpreters), cuda, rocm or tpu; the best here when not named.")
+        str | None, typer.Option(help="cpu (interpreters), cuda, rocm or tpu. Default: the accelerator here, else cpu.")
     ] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="Only this dtype; may be repeated.")] = None,
-    edge: Annotated[list[str] | None, typer.Option(help="Visit this edge and no other case; may be repeated.")] = None,
-    profile: Annotated[
-        str | None, typer.Option(help="A profile that the backend declares, such as a stricter interpreter.")
-    ] = None,
+    edge: Annotated[list[str] | None, typer.Option(help="Run only cases of this edge; may be repeated.")] = None,
+    profile: Annotated[str | None, typer.Option(help="A profile of the backend, e.g. a stricter interpreter.")] = None,
     target: Annotated[
-        str | None, typer.Option(help="What the profile stands in for: gfx942 with --profile emulated.")
+        str | None, typer.Option(help="The chip that the profile emulates, e.g. gfx942 with --profile emulated.")
     ] = None,
     promises: Annotated[
         bool,
-        typer.Option(
-            help="Also check promises beyond the bounds: the same bits each time, results in memory of their own."
-        ),
+        typer.Option(help="Also check promises: repeated calls give the same bits, results have their own memory."),
     ] = True,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes to share the work.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Number of worker processes.")] = 1,
     budget: Budget = None,
-    case: Annotated[str | None, typer.Option(help="Run one case again, as a failure printed it.")] = None,
+    case: Annotated[str | None, typer.Option(help="Run one case again: the JSON text that a failure printed.")] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Check implementations against the float64 oracle; exit status 1 if any leaves its error bound."""
+    """Check implementations against the float64 oracle. Exit status 1 if one exceeds its error bound."""
     from portakern import testing
 
     start = time.perf_counter()
@@ -138,7 +134,7 @@ def _having(profile: str | None, backends: list[str]) -> list[str]:
     if not having:
         there = "; ".join(f"{b}: {', '.join(names)}" for b, names in known.items() if names)
         raise SpecError(
-            f"check: --profile is {profile!r}, which no backend here has; expected one of {there or 'none'}"
+            f"check: --profile is {profile!r}, which no backend declares here; expected one of {there or 'none'}"
         )
     return having
 
@@ -202,7 +198,7 @@ def _subjects(
         except Exception as e:  # somebody's module that cannot be imported, say
             if not every or of.auto:
                 raise
-            err.print(f"{op} on {b} left out: {type(e).__name__}: {e}", style="red", markup=False, highlight=False)
+            err.print(f"not checked: {op} on {b}: {type(e).__name__}: {e}", style="red", markup=False, highlight=False)
             continue
         found += [(op, b, v) for v in names]
     for why in lacking:
@@ -235,7 +231,7 @@ def _show_reports(reports: list[Any], ended: BaseException | None) -> None:
             ]
         )
     show_table(
-        "Conformance (worst: share of the permitted error)",
+        "Conformance (worst: largest error / error bound)",
         ["op", "on", "verdict", "cases", "refused", "worst", "s"],
         rows,
     )
@@ -245,12 +241,12 @@ def _show_reports(reports: list[Any], ended: BaseException | None) -> None:
         for reason, count in r.refused.most_common():
             out.print(f"refused {count} x {r.op} on {r.subject}: {reason}", markup=False, highlight=False)
         if r.left_out:
-            why = "the budget ended" if ended is None else "the check was ended"
-            text = f"{why} before {r.left_out} cases of {r.op} on {r.subject}"
-            text += "" if ended is not None else "; --budget gives more seconds"
+            why = "the budget ended" if ended is None else "the check was interrupted"
+            text = f"{r.left_out} cases of {r.op} on {r.subject} were not run: {why}"
+            text += "" if ended is not None else "; raise --budget"
             out.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
         if r.conceded:
-            out.print(f"conceded to {r.subject}: {'; '.join(r.conceded)}", markup=False, highlight=False)
+            out.print(f"not required of {r.subject}: {'; '.join(r.conceded)}", markup=False, highlight=False)
         for what, names in _unvisited(r, reports).items():
             text = f"not visited on {r.subject}: {what} of {r.op}: {', '.join(names)}"
             out.print(text, markup=False, highlight=False)

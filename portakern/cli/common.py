@@ -73,7 +73,7 @@ class _App(typer.Typer):
 app = _App(
     no_args_is_help=True,
     add_completion=False,
-    help="GPU and TPU kernels, declared once, written in Triton and Pallas, held to bounds derived from rounding.",
+    help="GPU and TPU kernels in Triton and Pallas, each checked against an error bound derived from rounding.",
 )
 out = Console()
 err = Console(stderr=True)
@@ -100,7 +100,7 @@ def _portakern(
 
 JsonFile = Annotated[
     Path | None,
-    typer.Option("--json", metavar="[FILE]", help="Write JSON to this file too; alone, or with -, print it instead."),
+    typer.Option("--json", metavar="[FILE]", help="Also write JSON to this file. Without a file, or with -, print it."),
 ]
 PRINTED = "-"
 """What stands for standard output where a file is expected."""

@@ -1,4 +1,4 @@
-"""``portakern compile``: machine code for hardware that need not be here."""
+"""``portakern compile``: machine code for a chip, without the chip."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from portakern.tools.compile.build import CYCLES
 
 @app.command("compile")
 def compile_(
-    ops: Annotated[list[str] | None, typer.Argument(help="Ops to compile; all when none is named.")] = None,
+    ops: Annotated[list[str] | None, typer.Argument(help="Ops to compile. Default: all.")] = None,
     target: Annotated[
         list[str] | None, typer.Option(help="Architecture, such as sm_90, gfx942 or v6e; may be repeated.")
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Every architecture that portakern knows.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Compile for every architecture that portakern knows.")] = False,
     dtype: Annotated[
-        list[str] | None, typer.Option(help="May be repeated; bfloat16 and float32 when none is named.")
+        list[str] | None, typer.Option(help="Only this dtype; may be repeated. Default: bfloat16 and float32.")
     ] = None,
     backend: Annotated[str | None, typer.Option(help="Only this backend.")] = None,
     variant: Annotated[str | None, typer.Option(help="Only this variant of a backend.")] = None,
@@ -43,18 +43,18 @@ def compile_(
         list[str] | None,
         typer.Option(
             "--shape",
-            help="Dimensions and options of a call, the others as in the typical call: m=64,n=4096; may be repeated.",
+            help="Dimensions and options that differ from the op's typical call, e.g. m=64,n=4096; may be repeated.",
         ),
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Compilers at a time.")] = 1,
-    quick: Annotated[bool, typer.Option(help="Nothing that takes longer than compiling: no cycle estimates.")] = False,
-    fresh: Annotated[bool, typer.Option(help="Compile again what is in the cache.")] = False,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that one compilation may take.")] = 900.0,
+    jobs: Annotated[int, typer.Option(min=1, help="Compilations in parallel.")] = 1,
+    quick: Annotated[bool, typer.Option(help="Compile only; do not estimate cycles.")] = False,
+    fresh: Annotated[bool, typer.Option(help="Ignore the cache and compile again.")] = False,
+    timeout: Annotated[float, typer.Option(min=1, help="Time limit of one compilation, in seconds.")] = 900.0,
     json_file: JsonFile = None,
 ) -> None:
-    """Compile ops for hardware that need not be here: forward, forward for training, and gradients.
+    """Compile ops for a chip, without the chip: forward, forward for training, and gradients.
 
-    Shows what each kernel takes of the chip, and cycles on TPUs. Exit status 1 if one does not compile.
+    Prints each kernel's registers, on-chip memory and instructions, and cycles on TPUs. Exit status 1 if one fails.
     """
     from portakern.tools.bench.suites import parse_shape
     from portakern.tools.compile import abstract
@@ -106,11 +106,11 @@ def _check_asked(
     """What is wrong with what was asked for, before anything is compiled."""
     if every == bool(target):
         raise SpecError(
-            f"compile: name one or more --target, or --all, and not both; targets: {', '.join(targets.HARDWARE)}"
+            f"compile: pass --target (may be repeated) or --all, not both; targets: {', '.join(targets.HARDWARE)}"
         )
     check_dtypes("compile", dtype)
     if shape and not ops:
-        raise SpecError("compile: --shape gives the dimensions of an op's call: name the ops")
+        raise SpecError("compile: --shape needs an op; name it: portakern compile softmax --shape m=64,n=4096")
     for op in ops or ():
         registry.find_spec(op)
     if variant and backend:
@@ -149,7 +149,7 @@ def _show_builds(built: list[Any]) -> None:
             _show_build(b)
     for b in built:
         if b.least:
-            said = f"{b.call or b.op} for {b.target}: {b.least:.0f} cycles, not run"
+            said = f"{b.call or b.op} for {b.target}: {b.least:.0f} cycles, estimated, not measured"
             say(said)
     if any(b.least for b in built):
         print_indented(f"cycles: {CYCLES}")

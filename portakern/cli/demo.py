@@ -14,11 +14,11 @@ from portakern.cli.common import JsonFile, app, err, errors_only, may_write, out
 def demo(
     context: typer.Context,
     backend: Annotated[
-        list[str] | None, typer.Option(help="Backend to run; may be repeated; all that run here when none is named.")
+        list[str] | None, typer.Option(help="Backend to run; may be repeated. Default: all that run here.")
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Embed sentences with all-MiniLM-L6-v2, every kernel through portakern, on every backend that runs here."""
+    """Embed sentences with the model all-MiniLM-L6-v2; every kernel is one of portakern's."""
     from portakern.examples.minilm import demo as minilm
 
     errors_only(context)

@@ -1,4 +1,4 @@
-"""``portakern judge``: a kernel that somebody else, or a program, wrote, judged from outside of its process."""
+"""``portakern judge``: check an untrusted kernel, from a person or a program, in a separate process."""
 
 from __future__ import annotations
 
@@ -26,41 +26,41 @@ from portakern.files import write_atomically
 from portakern.printable import printable
 
 Candidate = Annotated[
-    str, typer.Argument(help="FILE or FILE:NAME: a function, a torch.nn.Module, ns::op of a library.")
+    str, typer.Argument(help="FILE or FILE:NAME. NAME: a function, a torch.nn.Module, or ns::op of a compiled library.")
 ]
 Op = Annotated[
     str | None,
     typer.Option(
-        "--op", help="The op that it should compute (portakern ops lists them). Default: that of a known problem."
+        "--op", help="The op that the kernel should compute (see portakern ops). Default: the op of a known problem."
     ),
 ]
 Map = Annotated[
     str | None,
     typer.Option(
-        "--map", help="How the op's arguments are the candidate's: x=0,axis=1, y=out, a=0.mT, weight=@norm.weight."
+        "--map", help="How the op's arguments map to the kernel's, e.g. x=0,axis=1, y=out, a=0.mT, weight=@norm.weight."
     ),
 ]
 Problem = Annotated[
     Path | None,
-    typer.Option(help="The file with get_inputs, read without the candidate; a candidate's own names nothing."),
+    typer.Option(help="A separate file that defines get_inputs; get_inputs in the kernel's file is ignored."),
 ]
 Shapes = Annotated[
     list[str] | None,
-    typer.Option(help="Shapes of every call, x=64x39321 or a=64x32,b=32x8; may be repeated. Any when not named."),
+    typer.Option(help="Shapes of every call, e.g. x=64x39321 or a=64x32,b=32x8; may be repeated. Default: any."),
 ]
 Dtype = Annotated[list[str] | None, typer.Option(help="Only this dtype; may be repeated.")]
 Layout = Annotated[
     list[str] | None,
-    typer.Option(help="How arrays may lie; may be repeated. contiguous and shifted when not named."),
+    typer.Option(help="Memory layouts of arrays; may be repeated. Default: contiguous and shifted."),
 ]
 Promise = Annotated[
     list[str] | None,
-    typer.Option(help="Hold it to this promise; may be repeated. inputs, outside, own_memory, kept when not named."),
+    typer.Option(help="Check this promise; may be repeated. Default: inputs, outside, own_memory, kept."),
 ]
-Framework = Annotated[str | None, typer.Option(help="numpy, torch or jax; what the file imports when not named.")]
+Framework = Annotated[str | None, typer.Option(help="numpy, torch or jax. Default: the one that the file imports.")]
 Without = Annotated[
     list[str] | None,
-    typer.Option(help="Leave out this protection, where no device can be reached with it; may be repeated."),
+    typer.Option(help="Omit this protection, if the device does not work with it; may be repeated."),
 ]
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """What glibc's malloc.h calls the least memory that is given back (-1: none is), and how many blocks are mapped."""
@@ -74,25 +74,25 @@ def judge(
     map: Map = None,
     problem: Problem = None,
     shapes: Shapes = None,
-    whole: Annotated[bool, typer.Option(help="Do not cut large shapes to calls that are quick.")] = False,
+    whole: Annotated[bool, typer.Option(help="Run large shapes in full, not reduced to quick calls.")] = False,
     dtype: Dtype = None,
     layout: Layout = None,
     promise: Promise = None,
-    edges: Annotated[bool, typer.Option(help="Check NaN and infinities against the formula.")] = True,
+    edges: Annotated[bool, typer.Option(help="Also check NaN and infinities.")] = True,
     framework: Framework = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, rocm or tpu.")] = "cpu",
-    max_examples: Annotated[int, typer.Option(min=1, help="Cases.")] = EXAMPLES,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the cases. Default: another each time.")] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="No case begins so many seconds after the first.")] = 15.0,
+    max_examples: Annotated[int, typer.Option(min=1, help="Number of cases.")] = EXAMPLES,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the cases. Default: random.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds after which no further case is started.")] = 15.0,
     call_seconds: Annotated[
-        float, typer.Option(min=0.1, help="Seconds of one call; a longer one counts as hanging.")
+        float, typer.Option(min=0.1, help="Time limit of one call, in seconds; a longer call counts as hung.")
     ] = 30.0,
-    memory: Annotated[float, typer.Option(min=0.1, help="GiB of memory that it may use.")] = 8.0,
+    memory: Annotated[float, typer.Option(min=0.1, help="Memory limit of the kernel's process, in GiB.")] = 8.0,
     without: Without = None,
-    case: Annotated[str | None, typer.Option(help="Run one case again, as a failure printed it.")] = None,
+    case: Annotated[str | None, typer.Option(help="Run one case again: the JSON text that a failure printed.")] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Judge a kernel in a process of its own; exit status 0 where it is right, 1 where it is not."""
+    """Check an untrusted kernel in a separate process. Exit status 0 if it is right, else 1."""
     from portakern.tools.judge.judgement import judge as judge_file
     from portakern.tools.judge.process import Bounds
 
@@ -166,27 +166,27 @@ def show(judged: Any) -> None:
     _say(f"{r.outcome}: {Path(judged.file).name}:{judged.name} as {r.op} on {judged.device}", style)
     worst = ", ".join(f"{n} {w:.2f}" for n, w in r.worst.items())
     print_indented(f"{r.examples} cases of seed {r.seed} in {judged.seconds:.1f} s"
-                   + (f"; worst share of the permitted error: {worst}" if worst else "")
-                   + (f"; {r.left_out} more were left out: the time was up" if r.left_out else ""))  # fmt: skip
+                   + (f"; largest error / error bound: {worst}" if worst else "")
+                   + (f"; {r.left_out} more were not run: the time ended" if r.left_out else ""))  # fmt: skip
     for reason, count in r.refused.most_common():
         print_indented(f"refused {count} cases: {reason}")
     for what, names in r.unvisited.items() if r.passed else ():
         print_indented(f"not visited: {what}: {', '.join(names)}")
     if r.unmet:
-        print_indented(f"not met: {', '.join(r.unmet)}; --seconds gives more time")
+        print_indented(f"not checked in time: {', '.join(r.unmet)}; raise --seconds")
     for f in r.failures:
         _say(str(f), "red")
     print_indented(_hashed(judged.hashes))
     if judged.problem:
-        print_indented(f"on the inputs that {Path(judged.problem).name} names")
+        print_indented(f"inputs: those of {Path(judged.problem).name}")
     for conceded in r.conceded:
-        print_indented(f"conceded: {conceded}")
+        print_indented(f"not required: {conceded}")
     from portakern.tools.judge.walls import WALLS
 
     for name in [w for w in WALLS if w not in judged.walls]:
-        print_indented(f"not walled in: {WALLS[name]}")
+        print_indented(f"protection missing: {WALLS[name]}")
     if judged.printed and not r.passed:
-        _say(f"  it printed: {judged.printed}")
+        _say(f"  output of the kernel's process: {judged.printed}")
 
 
 def _say(text: str, style: str = "") -> None:
@@ -200,8 +200,8 @@ def _hashed(hashes: Any) -> str:
     if others:
         named = ", ".join(name for name, _ in others[:NAMED])
         more = f" and {len(others) - NAMED} more" if len(others) > NAMED else ""
-        text += f"; with what lies beside it, {hashes.all[:16]}: {named}{more}"
+        text += f"; with the other files of its folder, {hashes.all[:16]}: {named}{more}"
     if hashes.unhashed:
         count = "too many to count" if hashes.unhashed < 0 else str(hashes.unhashed)
-        text += f"; files beside it that were not hashed: {count}"
+        text += f"; files of its folder that were not hashed: {count}"
     return text

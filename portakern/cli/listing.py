@@ -1,4 +1,4 @@
-"""``portakern ops | backends | show | doctor``: what is declared, installed and reachable."""
+"""``portakern ops | backends | show | doctor``: what is declared, installed and available."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from portakern.core import registry
 
 @app.command()
 def ops(json_file: JsonFile = None) -> None:
-    """List the ops and which backends implement each."""
+    """List the ops and the backends that implement each."""
     rows = inventory.ops()
     if print_json("ops", json_file, rows):
         return
@@ -30,12 +30,12 @@ def ops(json_file: JsonFile = None) -> None:
 
 @app.command()
 def backends(json_file: JsonFile = None) -> None:
-    """List the backends, where each runs, and what it lacks here; then the peers, which run when they are named."""
+    """List the backends and the peers: where each runs, and what is missing here."""
     rows, peers = inventory.backends(), inventory.peers()
     if print_json("backends", json_file, rows + peers):
         return
-    columns = ["backend", "arrays", "compiles for", "interpreter", "here"]
-    for title, listed in {"Backends": rows, "Peers: they serve nothing unless they are named": peers}.items():
+    columns = ["backend", "arrays", "compiles for", "interpreter", "status"]
+    for title, listed in {"Backends": rows, "Peers: used only when named": peers}.items():
         show_table(
             title,
             columns,
@@ -53,8 +53,8 @@ def backends(json_file: JsonFile = None) -> None:
 
 
 @app.command()
-def show(op: Annotated[str, typer.Argument(help="An op's name.")], json_file: JsonFile = None) -> None:
-    """Show an op's declaration: arguments, options, outputs, tiles, edge values, implementations."""
+def show(op: Annotated[str, typer.Argument(help="Name of the op.")], json_file: JsonFile = None) -> None:
+    """Show an op's declaration: arguments, options, outputs, tilings and implementations."""
     info = inventory.show(op)
     if print_json("show", json_file, info):
         return
@@ -72,11 +72,11 @@ def show(op: Annotated[str, typer.Argument(help="An op's name.")], json_file: Js
     )
     show_table(
         "Outputs",
-        ["name", "shape", "dtype", "given", "memory"],
+        ["name", "shape", "dtype", "returned", "memory"],
         [[o["name"], o["shape"], o["dtype"], o["given"], o["memory"]] for o in info["outputs"]],
     )
     if info["drops"]:
-        show_table("Dimensions", ["name", "is"], [[f"*{n}", what] for n, what in info["drops"].items()])
+        show_table("Dimensions", ["name", "meaning"], [[f"*{n}", what] for n, what in info["drops"].items()])
     for rule in info["values"]:
         out.print(f"Values: {rule}", markup=False, highlight=False, soft_wrap=True)
     show_table("Tiles", ["name", "powers of two"], [[n, f"{lo} to {hi}"] for n, (lo, hi) in info["tiling"].items()])
@@ -98,12 +98,12 @@ def show(op: Annotated[str, typer.Argument(help="An op's name.")], json_file: Js
 
 @app.command()
 def doctor(json_file: JsonFile = None) -> None:
-    """Say what is installed, which devices there are, what each backend can do here, and what to install next."""
+    """Show versions, devices, what each backend can do on this machine, and what to install."""
     info = inventory.doctor()
     if print_json("doctor", json_file, info):
         return
     show_table("Installed", ["package", "version"], [[k, v or "-"] for k, v in info["environment"].items()])
     show_table("Devices", ["framework", "device"], [[d["framework"], d["device"]] for d in info["devices"]])
     show_table(
-        "Backends", ["backend", "here", "next"], [[b["backend"], b["here"], b["next"]] for b in info["backends"]]
+        "Backends", ["backend", "status", "next step"], [[b["backend"], b["here"], b["next"]] for b in info["backends"]]
     )

@@ -1,4 +1,4 @@
-"""``portakern profile``: what bounds each kernel of a call, every fact with its source."""
+"""``portakern profile``: what limits each kernel of a call, every fact with its source."""
 
 from __future__ import annotations
 
@@ -19,23 +19,21 @@ if TYPE_CHECKING:
 @app.command()
 def profile(
     context: typer.Context,
-    op: Annotated[str, typer.Argument(help="The op whose call is profiled.")],
+    op: Annotated[str, typer.Argument(help="Op to profile.")],
     shape: Annotated[
-        str, typer.Option(help="Dimensions and options of the call, the others as in the typical call: m=4096.")
+        str, typer.Option(help="Dimensions and options that differ from the op's typical call, e.g. m=4096.")
     ] = "",
-    dtype: Annotated[str, typer.Option(help="The call's dtype.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Dtype of the call.")] = "bfloat16",
     backend: Annotated[
-        str | None, typer.Option(help="Who serves it; the first that compiles for a device here.")
+        str | None, typer.Option(help="Backend of the call. Default: the first that compiles here.")
     ] = None,
-    variant: Annotated[str | None, typer.Option(help="Which variant of the backend.")] = None,
-    target: Annotated[
-        str | None, typer.Option(help="A chip that need not be here, such as sm_90; only what needs no run.")
-    ] = None,
-    counters: Annotated[bool, typer.Option(help="Read the GPU's counters too, by Nsight Compute.")] = True,
+    variant: Annotated[str | None, typer.Option(help="Variant of the backend.")] = None,
+    target: Annotated[str | None, typer.Option(help="Only compile, for this chip, e.g. sm_90; nothing runs.")] = None,
+    counters: Annotated[bool, typer.Option(help="Also read the GPU's counters with Nsight Compute.")] = True,
     json_file: JsonFile = None,
 ) -> None:
-    """Say what bounds each kernel of a call: the device's counters where they may be read, times, the spec's bytes and
-    operations against the measured roof, and what the machine code takes.
+    """Show what limits each kernel of a call: device counters if readable, times, bytes and operations compared with
+    the measured roof, and the registers and memory of the machine code.
     """
     from portakern.tools.bench.background import set_environment
     from portakern.tools.bench.suites import parse_shape
@@ -57,7 +55,7 @@ def profile(
         try:
             found = session.here(asked, counters)
         except (UnsupportedError, UnavailableError) as e:
-            raise type(e)(f"{e}; --target sm_90 says what can be said of a chip that is not here") from e
+            raise type(e)(f"{e}; pass --target, e.g. --target sm_90, to profile the machine code alone") from e
     if json_file:
         device = results.HOST_CPU if target else None
         command = results.command_line("portakern", json_file)
@@ -68,14 +66,14 @@ def profile(
 def _show(found: CallProfile) -> None:
     who = f"{found.backend}, variant {found.variant}" if found.variant else found.backend
     say(f"{found.call} on {found.target.arch} by {who}", style="bold")
-    show_table("the call", ["what", "", "from"], _cells(found.facts))
+    show_table("Call", ["quantity", "value", "source"], _cells(found.facts))
     for kernel in found.kernels:
         times = f" x{kernel.launches}" if kernel.launches > 1 else ""
-        show_table(f"{kernel.name}{times}", ["what", "", "from"], _cells(kernel.facts))
-        print_indented(f"bound by: {kernel.bound}")
+        show_table(f"{kernel.name}{times}", ["quantity", "value", "source"], _cells(kernel.facts))
+        print_indented(f"limited by: {kernel.bound}")
     for why in dict.fromkeys(found.absent.values()):
         missing = ", ".join(source for source, reason in found.absent.items() if reason == why)
-        print_indented(f"nothing from: {missing}; {why}")
+        print_indented(f"missing: {missing}; {why}")
 
 
 def _cells(facts: list[Fact]) -> list[list[str]]:

@@ -18,8 +18,8 @@ TwoRuns = Annotated[
     tuple[Path, Path] | None,
     typer.Option(
         metavar="FIRST SECOND",
-        help="Write nothing: compare two files of portakern bench from one kind of device; exit status "
-        "1 where a ratio of ours differs by more than 5 %, or a verdict.",
+        help="Write nothing: compare two files of portakern bench from one kind of device. Exit status 1 if a "
+        "verdict differs, or a ratio of portakern differs by more than 5 %.",
     ),
 ]
 
@@ -32,28 +32,24 @@ def report(
             "--check", help="Write nothing; exit status 1 if a table, plot or stub is stale or was changed by hand."
         ),
     ] = False,
-    add: Annotated[
-        Path | None, typer.Option(help="A file of results of a run made elsewhere, to take in first.")
-    ] = None,
+    add: Annotated[Path | None, typer.Option(help="A file of results from another machine, to add first.")] = None,
     replace: Annotated[
         bool,
         typer.Option(
-            "--replace", help="With --add: take it even if it is not newer, or lacks rows of the one that it replaces."
+            "--replace", help="With --add: replace a file even if the new one is not newer, or lacks some of its rows."
         ),
     ] = False,
     compare: TwoRuns = None,
-    root: Annotated[
-        Path | None, typer.Option(help="The checkout; the one that portakern runs from when not given.")
-    ] = None,
+    root: Annotated[Path | None, typer.Option(help="The checkout. Default: the one that portakern runs from.")] = None,
 ) -> None:
-    """Make the tables of PORTING.md and README.md, the plots of docs/plots and the stub of editors."""
+    """Generate the tables of PORTING.md and README.md, the plots of docs/plots and the type stub."""
     if compare and (check or add or replace):
-        raise SpecError("report: --compare writes nothing, and looks at no table; leave out --check, --add, --replace")
+        raise SpecError("report: --compare works alone; leave out --check, --add, --replace")
     if compare:
         _compare(*compare)
         return
     if check and add:
-        raise SpecError("report: --check writes nothing, and --add does; give one of them")
+        raise SpecError("report: --check and --add exclude each other; pass one of them")
     made = _maint()
     where = made.checkout(root)
     if add:
@@ -88,8 +84,8 @@ def _maint() -> Any:
     here = sources.root()
     if not (here / "maint" / "report.py").is_file():
         raise UnavailableError(
-            f"portakern report works on a checkout of portakern, and {here} has no maint/report.py; run it in a "
-            "checkout (report --compare FIRST SECOND needs none)"
+            f"portakern report needs a checkout of portakern, and {here} has no maint/report.py; run it in a checkout "
+            "(report --compare FIRST SECOND needs none)"
         )
     if str(here) not in sys.path:
         sys.path.append(str(here))
@@ -110,13 +106,13 @@ def _compare(first: Path, second: Path) -> None:
     for a, b in found.turned:
         say(f"{a['verdict']}, then {b['verdict']}: {a['contender']} on {a['call']}", "red")
     if found.alone:
-        say(f"{found.alone} times are in one run alone")
+        say(f"{found.alone} times are in one run only")
     if found.changed:
-        say(f"{found.changed} times are of other sources in the second run, and were left out")
+        say(f"{found.changed} times were left out: their sources changed between the runs")
     if found.kept:
-        say(f"{found.kept} times are the first run's own, which the second took over, and were left out")
+        say(f"{found.kept} times were left out: the second file copies them from the first")
     if not found.own:
-        raise SpecError(f"report: {first} and {second} have no ratio in common that both measured of the same sources")
+        raise SpecError(f"report: {first} and {second} share no ratio that both measured with the same sources")
     said = f"{len(found.own) - len(found.beyond)} of {len(found.own)} ratios of ours are within {WITHIN:.0%}"
     say(said, "red" if found.beyond else "green")
     if found.beyond or found.turned:

@@ -1,4 +1,4 @@
-"""``portakern tune``: the best legal tilings, found, checked and kept."""
+"""``portakern tune``: search for the best legal tilings, check them and write them to a table."""
 
 from __future__ import annotations
 
@@ -20,32 +20,34 @@ from portakern.errors import SpecError
 DTYPE = "bfloat16"
 
 
-Ops = Annotated[list[str] | None, typer.Argument(help="Ops to tune; all when neither op nor suite is named.")]
+Ops = Annotated[list[str] | None, typer.Argument(help="Ops to tune. Default: all, or those of --suite.")]
 Targets = Annotated[
     list[str] | None,
     typer.Option(
-        "--target", help="Architecture, such as sm_90 or v6e, here or not; may be repeated; the best here if not named."
+        "--target", help="Architecture, e.g. sm_90 or v6e, present or not; may be repeated. Default: the one here."
     ),
 ]
 Shapes = Annotated[
     list[str] | None,
     typer.Option(
         "--shape",
-        help="Dimensions and options of a call, the others as in the typical call: m=64,n=4096; may be repeated.",
+        help="Dimensions and options that differ from the op's typical call, e.g. m=64,n=4096; may be repeated.",
     ),
 ]
-Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help="May be repeated; bfloat16 when none is named.")]
-Suites = Annotated[list[str] | None, typer.Option("--suite", help="The calls of this suite; may be repeated.")]
+Dtypes = Annotated[
+    list[str] | None, typer.Option("--dtype", help="Only this dtype; may be repeated. Default: bfloat16.")
+]
+Suites = Annotated[list[str] | None, typer.Option("--suite", help="Tune the calls of this suite; may be repeated.")]
 Families = Annotated[
     list[str] | None,
     typer.Option(
         "--loss",
-        help="Keep nothing: say what shipped tilings lose on drawn calls of this family; may be repeated.",
+        help="Measure the slowdown of the shipped tilings on random calls of this family, write none; may be repeated.",
     ),
 ]
-Search = Annotated[str, typer.Option(help="auto, all, climb or optuna; auto takes all of a small space.")]
-Last = Annotated[bool, typer.Option(help="Judge the best few again: more samples, or the compiler's own estimates.")]
-Ship = Annotated[bool, typer.Option("--ship", help="Write the tables of the checkout, not the user's cache.")]
+Search = Annotated[str, typer.Option(help="auto, all, climb or optuna; auto tries all tilings of a small space.")]
+Last = Annotated[bool, typer.Option(help="Compare the best few again: with more samples, or the compiler's estimates.")]
+Ship = Annotated[bool, typer.Option("--ship", help="Write tilings to the checkout's tables, not to the user's cache.")]
 
 
 @app.command()
@@ -59,20 +61,20 @@ def tune(
     dtype: Dtypes = None,
     suite: Suites = None,
     loss: Families = None,
-    draws: Annotated[int, typer.Option(min=1, help="With --loss: calls of each family.")] = 30,
-    budget: Annotated[str | None, typer.Option(help="Time for all of it: 90s, 5m, 1h; no end when not given.")] = None,
-    tries: Annotated[int, typer.Option(min=1, help="Candidates of a key, at most.")] = 96,
+    draws: Annotated[int, typer.Option(min=1, help="With --loss: number of calls of each family.")] = 30,
+    budget: Annotated[str | None, typer.Option(help="Time limit of the search: 90s, 5m, 1h. Default: none.")] = None,
+    tries: Annotated[int, typer.Option(min=1, help="Most tilings to try for a call.")] = 96,
     search: Search = "auto",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the drawn calls and candidates.")] = 0,
-    jobs: Annotated[int, typer.Option(min=1, help="Compilers at a time.")] = 1,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that one compilation may take.")] = 120.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random calls and tilings.")] = 0,
+    jobs: Annotated[int, typer.Option(min=1, help="Compilations in parallel.")] = 1,
+    timeout: Annotated[float, typer.Option(min=1, help="Time limit of one compilation, in seconds.")] = 120.0,
     last: Last = True,
     ship: Ship = False,
-    fresh: Annotated[bool, typer.Option(help="Forget what an earlier run found.")] = False,
+    fresh: Annotated[bool, typer.Option(help="Ignore the results of earlier runs.")] = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Search legal tilings, and keep the best: by device time, or by what a compiler tells of a chip that is not here.
-    Wrong candidates are reported and dropped. A run that was ended resumes. Exit status 1 if one was wrong.
+    """Search for the fastest legal tilings: by device time, or by the compiler's estimates for an absent chip. Tilings
+    with wrong results are reported and dropped. An interrupted run can resume. Exit status 1 if a result was wrong.
     """
     from portakern.tools.compile.pool import Pool
     from portakern.tools.tune.session import groups_of
@@ -111,7 +113,9 @@ def _check_asked(dtypes: list[str] | None, loss: bool, named: bool) -> None:
     """What is wrong with a tuning that was asked for, before the first candidate."""
     check_dtypes("tune", dtypes)
     if loss and named:
-        raise SpecError("tune: --loss draws its own calls and keeps nothing: leave out ops, --suite, --shape, --ship")
+        raise SpecError(
+            "tune: --loss measures random calls and writes nothing; leave out ops, --suite, --shape, --ship"
+        )
 
 
 def _seconds(text: str | None) -> float:
@@ -119,7 +123,7 @@ def _seconds(text: str | None) -> float:
         return math.inf
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
     if not match:
-        raise SpecError(f"tune: --budget is {text!r}; expected a number of seconds, or 90s, 5m, 1h")
+        raise SpecError(f"tune: --budget is {text!r}; expected a time, e.g. 90, 90s, 5m or 1h")
     return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
 
 
@@ -138,11 +142,12 @@ def _requested_cases(
 
     if suites:
         if shapes:
-            raise SpecError("tune: --shape changes an op's typical call, and --suite brings its own: give one of them")
+            raise SpecError("tune: --shape and --suite exclude each other; pass one of them")
         cases = in_order([c for name in suites for c in cases_of(name, dtypes)])
         found = [c for c in cases if not ops or c.timed in ops]
         if not found:
-            raise SpecError(f"tune: no call of {', '.join(suites)} is of {', '.join(ops or ['any op'])}")
+            named = ", ".join(ops or ["any op"])
+            raise SpecError(f"tune: {', '.join(suites)} has no call of {named}; name another op or suite")
         return found
     given = [parse_shape(text) for text in shapes or []] or [{}]
     specs = [registry.find_spec(name) for name in ops or registry.loadable()]
@@ -212,7 +217,7 @@ def _show(found: Sequence[Any], refused: Sequence[tuple[Any, str]], left: int, l
     for finding in found:
         for key, why in finding.wrong.items():
             tiles = ", ".join(f"{n}={v}" for n, v in key)
-            say(f"WRONG, and dropped: {finding.group.on.impl.op} with {tiles}: {why}", style="red")
+            say(f"WRONG RESULT, tiling dropped: {finding.group.on.impl.op} with {tiles}: {why}", style="red")
         for key, why in finding.fatal.items():
             tiles = ", ".join(f"{n}={v}" for n, v in key)
             say(f"NOT RUN AGAIN: {finding.group.on.impl.op} with {tiles} {why}", style="red")
@@ -220,22 +225,22 @@ def _show(found: Sequence[Any], refused: Sequence[tuple[Any, str]], left: int, l
         say(f"left out: {group.on.impl.op}: {why}", style="red")
     if not found:
         why = (
-            "no call has a key"
+            "no call can be tuned"
             if not refused and not left
             else "every call is refused"
             if not left
-            else "no time was left"
+            else "the time ended"
         )
         say(f"nothing was searched: {why}", style="red")
     elif not loss:
         kept = [f for f in found if f.best is not None]
         tables = dict.fromkeys(str(table_of(f.group.on, ship)) for f in kept)
         say(
-            f"kept {len(kept)} of {len(found)}"
-            + (f" in {', '.join(tables)}" if tables else ": none of what was tried is faster than what is shipped")
+            f"wrote {len(kept)} of {len(found)}"
+            + (f" in {', '.join(tables)}" if tables else ": no tiling is faster than the shipped one")
         )
     if left:
-        say(f"the time is over: {left} keys are left; the same command goes on with them")
+        say(f"the time ended: {left} keys are left; run the same command again to continue")
 
 
 def _show_losses(rows: Sequence[Any]) -> None:
@@ -251,4 +256,4 @@ def _show_losses(rows: Sequence[Any]) -> None:
     heads = ["target", "family", "calls", "tried, median", "median", "worst", "beyond 5%", "beyond 15%", "gain"]
     show_table("Loss", heads, [[*k, *figures([r for r in tried if kind(r) == k])] for k in kinds])
     if len(tried) < len(rows):
-        say(f"{len(rows) - len(tried)} calls had no time: nothing else than what is shipped was tried")
+        say(f"{len(rows) - len(tried)} calls were not tuned, the time ended")

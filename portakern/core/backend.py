@@ -148,7 +148,7 @@ class Family:
     plans: str | None = None
     lists: str | None = None
     stages: str | None = None
-    unstaged: str = "nothing makes its kernels part of another library's programs"
+    unstaged: str = "its kernels run in their own framework only"
     profiles: Mapping[str, str | Profile] = field(default_factory=dict, hash=False)
     imports: str | None = None
 
@@ -215,7 +215,7 @@ class Family:
     def load_compiler(self) -> Compiler:
         """The module that compiles ahead of time."""
         if self.compiler is None:
-            raise UnavailableError(f"{self.name} compiles nothing ahead of time")
+            raise UnavailableError(f"variant {self.name} cannot compile ahead of time; name another variant")
         found: Any = importlib.import_module(self.compiler)
         return found
 
@@ -233,13 +233,13 @@ def in_order(backend: str, families: Sequence[Family]) -> tuple[Family, ...]:
     by_name = {f.name: f for f in families}
     if len(by_name) != len(families):
         twice = next(f.name for f in families if by_name[f.name] is not f)
-        raise SpecError(f"backend {backend!r} has two families called {twice!r}; expected a name for each")
+        raise SpecError(f"backend {backend!r} has two families called {twice!r}; rename one")
     first = {f.name: {g.name for g in families if f.name in g.before} for f in families}  # name -> what precedes it
     for f in families:
         for name in f.before:
             if name not in by_name:
                 raise SpecError(
-                    f"backend {backend!r}: family {f.name!r} says before={name!r}; expected one of "
+                    f"backend {backend!r}: family {f.name!r} declares before={name!r}; expected one of "
                     f"{', '.join(n for n in by_name if n != f.name) or '(it has no other)'}"
                 )
     said, by_targets = _all_before(backend, first), sorted(families, key=lambda f: (len(f.targets) or 10**6, f.name))
@@ -270,7 +270,7 @@ def _all_before(backend: str, first: Mapping[str, set[str]]) -> dict[str, set[st
     for name, names in said.items():
         if name in names:
             circle = ", ".join(repr(other) for other in sorted(said) if other in names and name in said[other])
-            raise SpecError(f"backend {backend!r}: of its families {circle} each is to be tried before the others")
+            raise SpecError(f"backend {backend!r}: the before= of families {circle} form a cycle; remove one")
     return said
 
 
@@ -382,7 +382,7 @@ class Implementation:
         are for those alone who ask for them."""
         if variant is not None or not self.unordered:
             return None
-        return f"bits of {', '.join(self.unordered)} may change from run to run"
+        return f"not deterministic: bits of {', '.join(self.unordered)} may change from run to run"
 
     def uninterpreted(self, interpret: bool) -> str | None:
         """None, or why it serves no arrays that an interpreter would."""
@@ -395,7 +395,7 @@ class Implementation:
     def refuses(self, call: Call, config: Config) -> str | None:
         """None, or why it cannot serve the call with this config, in a user's words."""
         if call.over and not (self.overwrites or self.backend.oracle):  # whose caller rounds, and writes, its results
-            return "it writes no result over an input; leave overwrite out"
+            return "it cannot write a result over an input; leave out overwrite="
         return self.supports(call, config)
 
     def serving(self, call: Call, config: Config) -> tuple[Implementation, Config]:
@@ -417,8 +417,8 @@ class Implementation:
         reason = impl.refuses(call, config) if impl is not None else f"it has no {self.op}"
         if impl is None or reason:
             raise UnsupportedError(
-                f"{call!r} on {call.target}: backend {self.backend.name!r} cannot: {self.family.name} leaves it to "
-                f"{variant}: {reason}"
+                f"{call!r} on {call.target}: backend {self.backend.name!r} cannot: {self.family.name} delegates it "
+                f"to {variant}: {reason}"
             )
         return impl.serving(call, config)
 
@@ -496,8 +496,8 @@ class Backend:
     ) -> None:
         if not isinstance(self.name, str) or not re.fullmatch(r"\w[\w.-]*", self.name):
             raise SpecError(
-                f"backend name is {self.name!r}; expected letters, digits, '_', '-' and '.', of which the first is a "
-                "letter, a digit or '_': it names files and options of the command line"
+                f"backend name is {self.name!r}; expected letters, digits, '_', '-' and '.', beginning with a letter, "
+                "a digit or '_' (the name is used for files and command-line options)"
             )
         if self.framework not in frameworks():
             raise SpecError(
@@ -687,7 +687,7 @@ class Backend:
         except ModuleNotFoundError:  # the package itself is missing
             return None
         except (Exception, SystemExit) as e:  # somebody's package, which every list of backends asks
-            say(f"portakern: backend {self.name!r}: {family.package} cannot be imported, and is left out: {e!r}")
+            say(f"portakern: backend {self.name!r}: {family.package} is left out, it cannot be imported: {e!r}")
             return None
 
     def having(self, op: str) -> Iterator[Family]:
@@ -706,8 +706,8 @@ class Backend:
                 ) from e
             if op in self._elsewhere and (family.package, op) not in self._found:
                 raise SpecError(
-                    f"{self._elsewhere[op]}, which is to hold {op} on backend {self.name!r}, registers none: decorate "
-                    f"its function with @pk.backends()[{self.name!r}].implements({op!r})"
+                    f"{self._elsewhere[op]}, declared to implement {op} on backend {self.name!r}, does not "
+                    f"register it: decorate its function with @pk.backends()[{self.name!r}].implements({op!r})"
                 )
         return self._found.get((family.package, op))
 

@@ -83,7 +83,7 @@ class Choice:
         b = None if backend is None else registry.backend(backend)
         if variant is not None:
             if b is None:
-                raise SpecError(f"{spec.name}: variant is {shown(variant)} and no backend is named; pass backend= too")
+                raise SpecError(f"{spec.name}: variant is {shown(variant)}, but no backend is named; pass backend= too")
             b.check_variant(variant)
         return cls(b, variant, _checked_tiling(spec, tiling or {}, b))
 
@@ -140,8 +140,8 @@ def choose(spec: Spec[Any], framework: Framework, target: Target) -> Backend:
     reasons = [f"{b.name}: {why[b.name]}" for b in known if not b.oracle and why[b.name]]
     serving = [f"backend={name!r}" for name, reason in why.items() if reason is None]
     raise UnsupportedError(
-        f"{spec.name}: no backend serves {framework.name} arrays on {target} by itself. {'; '.join(reasons)}. "
-        f"These serve it when named: {', '.join(serving) or 'none'}"
+        f"{spec.name}: no backend serves {framework.name} arrays on {target} by default. {'; '.join(reasons)}. "
+        f"Backends that can be named: {', '.join(serving) or 'none'}"
     )
 
 
@@ -167,7 +167,7 @@ def why_not(
     homes = b.families_for(target, variant)
     if not homes:
         if variant is not None and b.families_for(target):
-            return f"its variant {variant!r} is not for {target}"
+            return f"variant {variant!r} is not for {target}"
         return _nothing_for(b, target)
     if any(b.where(spec.name, family) for family, _ in homes):
         return None
@@ -182,11 +182,11 @@ def _nothing_for(b: Backend, target: Target) -> str:
         return "; ".join(lacking)
     there = dict.fromkeys(arch for f in b.declared if target.platform in f.platforms for arch in f.targets)
     if there:
-        chips = f"its kernels for {target.platform} are for {', '.join(there)} alone"
-        return chips if target.arch else f"{chips}, and nothing here says for which chip this is lowered"
-    also = ", interprets on cpu" if b.can_interpret() else ""
+        chips = f"its kernels for {target.platform} are only for {', '.join(there)}"
+        return chips if target.arch else f"{chips}, and the chip to lower for is unknown"
+    also = ", has an interpreter on cpu" if b.can_interpret() else ""
     platforms = " and ".join(b.compiled_platforms())
-    return f"it compiles for {platforms}{also}, and has nothing for {target.platform} yet"
+    return f"it compiles for {platforms}{also}, and has no kernels for {target.platform}"
 
 
 def find_routes(b: Backend, call: Call, target: Target, variant: str | None = None) -> tuple[Route, ...]:
@@ -220,7 +220,7 @@ def find_routes(b: Backend, call: Call, target: Target, variant: str | None = No
         if impl is not None:
             found.append(Route(impl, interpret, target, frameworks()[b.framework]))
     if not found:
-        reason = why_not(b, call.spec, call.framework, target, variant) or "; ".join(waiting) or "it has none"
+        reason = why_not(b, call.spec, call.framework, target, variant) or "; ".join(waiting) or "no variant"
         known = (o for o in registry.backends().values() if o is not b)
         others = [o.name for o in known if why_not(o, call.spec, call.framework, target) is None]
         raise UnsupportedError(
@@ -294,8 +294,8 @@ def announce(route: Route) -> None:
     """Say once that a slow path was taken."""
     b = route.impl.backend
     if route.interpret:
-        say(f"portakern: {b.name} runs in its interpreter on CPU arrays: exact semantics, slow")
+        say(f"portakern: {b.name} runs in its interpreter on CPU arrays: exact, slow")
     elif b.oracle and route.target != HOST:
-        say(f"portakern: {b.name} copies arrays from {route.target} to the host: it is the float64 oracle, and slow")
+        say(f"portakern: {b.name}, the float64 oracle, copies arrays from {route.target} to the host: exact, slow")
     elif b.oracle:
-        say(f"portakern: CPU arrays are served by {b.name}, the float64 oracle: right, and slow")
+        say(f"portakern: CPU arrays run on {b.name}, the float64 oracle: exact, slow; backend= names another")

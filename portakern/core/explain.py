@@ -1,4 +1,4 @@
-"""Say in words what routing would do with a call."""
+"""Explain in words which implementation a call would run on."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["explain"]
 
 
 def explain(call: Call, choice: Choice) -> str:
-    """A few lines: the call, who serves it and how, the tiling and its source, and why the other backends do not."""
+    """A few lines: the call, its backend and variant, the tiling and its source, and why the others do not serve it."""
     target = call.framework.target(call.device)
     lines = [repr(call), f"  arrays: {call.framework.name} on {target}", *_readings(call)]
     if target.platform == "traced":
-        return "\n".join([*lines, f"  chosen when {call.framework.title} lowers the traced function for a platform"])
+        return "\n".join([*lines, f"  backend: chosen later, when {call.framework.title} lowers the traced function"])
     chosen = None
     try:
         chosen = choice.backend or choose(call.spec, call.framework, target)
@@ -31,7 +31,7 @@ def explain(call: Call, choice: Choice) -> str:
         lines.append(f"  refused: {e}")
     for b in registry.backends().values():
         if b is not chosen:
-            named = "another backend was named" if choice.backend else "serves these arrays only when named"
+            named = "another backend was named" if choice.backend else "used for these arrays only when named"
             lines.append(f"  not {b.name}: {why_not(b, call.spec, call.framework, target) or named}")
     return "\n".join(lines)
 
@@ -39,7 +39,7 @@ def explain(call: Call, choice: Choice) -> str:
 def _readings(call: Call) -> list[str]:
     """How the axes of each array are read: as the spec's signature names them."""
     return [
-        f"    {a.name}: {' '.join(f'{n}={e}' for n, e in _axes(a, call.arrays[a.name].shape)) or 'one number'}"
+        f"    {a.name}: {' '.join(f'{n}={e}' for n, e in _axes(a, call.arrays[a.name].shape)) or 'scalar'}"
         for a in call.spec.arrays
         if call.arrays[a.name] is not None
     ]
@@ -66,7 +66,7 @@ def _plan(call: Call, choice: Choice, candidates: tuple[Route, ...]) -> list[str
     how = "float64 oracle on the host" if backend.oracle else "interpreter" if route.interpret else how
     lines = [f"  backend: {backend.name} ({'named' if choice.backend else 'chosen from the arrays'}), {how}"]
     if call.degenerate:
-        return [*lines, f"  implementation: {route.impl.fn.__module__}", "  plan: no kernel: an extent is 0"]
+        return [*lines, f"  implementation: {route.impl.fn.__module__}", "  kernels: none, an extent is 0"]
     config = NOTHING
     asked, sources = route, dict[str, str]()
     if not backend.oracle:
@@ -80,17 +80,17 @@ def _plan(call: Call, choice: Choice, candidates: tuple[Route, ...]) -> list[str
         lines += _variants(inner, choice, candidates, asked, route)
     if route.embedded:
         lines.append(
-            f"  embedded: its machine code is a part of {framework.title}'s own program, without {backend.framework}"
+            f"  embedded: its machine code is part of {framework.title}'s program, without {backend.framework}"
         )
     if framework is not call.framework:
-        lines.append(f"  crossing: {call.framework.name} -> {framework.name} and back")
+        lines.append(f"  conversion: {call.framework.name} -> {framework.name} and back")
     if not backend.oracle:
         parts = (f"{name}={tile} ({sources.get(name) or asked.impl.family.name})" for name, tile in config.items())
         lines.append(f"  tiling: {', '.join(parts) or 'none'}")
         lines += _kernels(route, inner, config)
         copied = route.impl.copies(inner, config) if route.impl.copies else None
         lines += [f"  copied by {framework.title}: {copied}"] if copied else []
-        lines += [f"  bits of {name} may change from run to run: {why}" for name, why in route.impl.unordered.items()]
+        lines += [f"  not deterministic: {name}: {why}" for name, why in route.impl.unordered.items()]
     return lines
 
 
@@ -111,25 +111,21 @@ def _variants(call: Call, choice: Choice, candidates: tuple[Route, ...], request
         route = of.get(family)
         named = " (named)" if choice.variant == family.name else ""
         if family is served.impl.family:
-            why = (
-                f"serves this call{named}"
-                if requested is served
-                else f"serves this call, which {left} leaves to it{named}"
-            )
+            why = f"serves this call{named}" if requested is served else f"serves this call, delegated by {left}{named}"
         elif route is requested:
-            why = f"leaves this call to {served.impl.family.name}{named}"
+            why = f"delegates this call to {served.impl.family.name}{named}"
         elif choice.variant == family.name:
-            why = f"it has no {call.spec.name}, and serves its gradients"
+            why = f"has no {call.spec.name}; serves its gradients"
         elif choice.variant is not None and left == choice.variant:
             why = "another variant was named"
         elif route is None:
             has = served.impl.backend.where(call.spec.name, family) is not None
-            why = f"not for {call.target}" if has else f"it has no {call.spec.name}"
+            why = f"not for {call.target}" if has else f"has no {call.spec.name}"
             impl = served.impl.backend.implementation(call.spec.name, family) if has else None
             if impl is not None and (unasked := impl.unasked(None)) and family.compiles_for(call.target):
-                why = f"only where it is named: {unasked}"
+                why = f"used only when named: {unasked}"
             if has and served.embedded and family.compiles_for(call.target):
-                why = f"no part of {served.framework.title}'s programs: {family.unstaged}"
+                why = f"cannot be embedded in {served.framework.title}'s programs: {family.unstaged}"
         else:
             why = _reason(route, call, choice) or f"{left} comes first"
         lines.append(f"  variant {family.name}: {why}")

@@ -35,8 +35,8 @@ class Served:
 
 @contextmanager
 def observe(callback: Callable[[Served], None]) -> Iterator[None]:
-    """While inside, ``callback`` sees every op call after it was served, and those of functions that ``jax.jit``
-    compiles while inside, as NumPy arrays, when they run.
+    """A context in which ``callback`` gets every op call after the call ran. Calls in functions that ``jax.jit``
+    compiles inside the context are reported when the functions run, with NumPy arrays.
     """
     OBSERVERS.append(callback)
     try:

@@ -1,5 +1,5 @@
-"""What is wrong with the arguments of a call, in words: what a binder (:mod:`portakern.core.binder`) calls where a
-check fails, or needs more than a line."""
+"""Error messages for wrong arguments of a call, raised by binders (:mod:`portakern.core.binder`), and the checks that
+are longer than a line."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def bad_dtype(spec: Spec[Any], name: str, actual: Any, dtype: str | None) -> NoR
         if name in spec.masks and text.startswith(("bool", "int", "uint")):
             condition = name if text == "bool" else f"{name} != 0"
             raise SpecError(
-                f"{spec.name}: {name} is {text} but {spec.lead.name} is {dtype}; expected {dtype}{also}, to be added "
-                f"to scores: a cast would add ones and zeros; pass where({condition}, 0, -inf) if true means that a "
-                "pair takes part"
+                f"{spec.name}: {name} is {text} but {spec.lead.name} is {dtype}; expected {dtype}{also}, added to "
+                f"the scores (a cast would add ones and zeros); pass where({condition}, 0, -inf) if true means that a "
+                "pair is attended"
             )
         raise SpecError(
             f"{spec.name}: {name} is {text} but {spec.lead.name} is {dtype}; expected {dtype}{also}: cast one of them"
@@ -68,7 +68,7 @@ def bad_dtype(spec: Spec[Any], name: str, actual: Any, dtype: str | None) -> NoR
         raise SpecError(f"{spec.name}: {name} is {text}; expected {expected}: cast it")
     if getattr(actual, "isnative", True) is False:
         raise SpecError(
-            f"{spec.name}: {name} is {text}, which is not this machine's byte order; pass "
+            f"{spec.name}: {name} is {text}, not in the native byte order; pass "
             f"{name}.astype({name}.dtype.newbyteorder('='))"
         )
     raise SpecError(f"{spec.name}: {name} is {text}; expected one of {', '.join(a.dtypes)}: cast it")
@@ -97,15 +97,12 @@ def bad_axis(spec: Spec[Any], name: str, axis: int, actual: Any, want: Any, dim:
 
 def bad_division(spec: Spec[Any], name: str, axis: int, actual: int, dim: str, divisor: str, value: int) -> NoReturn:
     raise SpecError(
-        f"{spec.name}: {name} axis {axis} ({dim}) is {actual}, which {divisor} = {value} does not divide; make it a "
-        f"multiple of {value}"
+        f"{spec.name}: {name} axis {axis} ({dim}) is {actual}; expected a multiple of {divisor} = {value}; change one"
     )
 
 
 def bad_zero(spec: Spec[Any], dim: str, actual: int, where: str) -> NoReturn:
-    raise SpecError(
-        f"{spec.name}: {dim} is {actual} ({where}); expected at least 1: an array without any has no result"
-    )
+    raise SpecError(f"{spec.name}: {dim} is {actual} ({where}); expected at least 1: an empty axis has no result")
 
 
 def broadcast(
@@ -143,7 +140,7 @@ def check_wants(spec: Spec[Any], wants: Any, possible: tuple[str, ...]) -> tuple
     for name in wants:
         if name not in possible:
             absent = next((o.gradient_of for o in spec.outputs if o.name == name), None)
-            why = f"a gradient with respect to {absent}, which is not given" if absent else "no output"
+            why = f"the gradient of {absent}, which is not passed" if absent else "which is not an output"
             raise SpecError(
                 f"{spec.name}: wants names {shown(name)}, {why}; expected names among {', '.join(possible)}"
             )
@@ -159,18 +156,17 @@ def check_overwrite(call: Call, overwrite: Any) -> tuple[str, ...]:
     if not isinstance(names, (tuple, list, set, frozenset)):
         raise SpecError(
             f"{spec.name}: overwrite is {shown(overwrite)}; expected names among {', '.join(possible)}: leave it out "
-            "for results in memory of their own"
+            "to get new arrays"
         )
     for name in names:
         if name not in possible:
             raise SpecError(
-                f"{spec.name}: overwrite names {shown(name)}; expected names among {', '.join(possible)}, over which "
-                "a result may be written"
+                f"{spec.name}: overwrite names {shown(name)}; expected names among {', '.join(possible)} (arguments "
+                "that a result may overwrite)"
             )
         if call.arrays[name] is None or possible[name] not in call.wants:
             raise SpecError(
-                f"{spec.name}: overwrite names {name}, for {possible[name]}, which this call does not want; leave it "
-                "out"
+                f"{spec.name}: overwrite names {name}, but this call does not compute {possible[name]}; leave it out"
             )
     return tuple(a.name for a in spec.arrays if a.name in names)
 
@@ -184,14 +180,13 @@ def check_room(call: Call, watched: bool = False) -> None:
         others = {n: a for n, a in call.arrays.items() if n != name and a is not None}
         if framework.immutable:
             raise SpecError(
-                f"{op}: overwrite names {name}, and {framework.title} arrays never change; leave it out"
+                f"{op}: overwrite names {name}, but {framework.title} arrays are immutable; leave it out"
                 + (f", and {framework.donates}" if framework.donates else "")
             )
         if watched:
             raise SpecError(
-                f"{op}: overwrite names {name}, and {framework.title} records this call, for gradients or to map over "
-                "it: it may read again what would be gone; leave it out, or call where nothing is recorded, on arrays "
-                "without a gradient"
+                f"{op}: overwrite names {name}, but {framework.title} records this call for gradients or vmap, and may "
+                "read the argument again; leave it out, or call without recording, on arrays that need no gradient"
             )
         if 0 in array.shape:
             continue
@@ -199,12 +194,12 @@ def check_room(call: Call, watched: bool = False) -> None:
             continue
         shared = next((n for n, a in others.items() if not framework.may_write(array, [a])), None)
         if not framework.may_write(array, []):
-            why = "is read-only, or several of its elements are one number in memory"
+            why = "is read-only, or has elements that share memory"
         elif shared is not None:
             why = f"shares memory with {shared}, which the call reads"
         else:
             why = "is not contiguous"
-        raise SpecError(f"{op}: overwrite names {name}, which {why}; leave it out, for a result of its own")
+        raise SpecError(f"{op}: overwrite names {name}, which {why}; leave it out to get a new array")
 
 
 def check_axis(spec: Spec[Any], option: Any, value: Any, shape: tuple[int, ...]) -> int:

@@ -77,9 +77,7 @@ def _installed() -> Mapping[str, Backend]:
         if name in found:
             _leave_out(name, [entry, *others], "portakern's own has that name; rename its entry point")
         elif others and not _is_own(entry):  # which one served would depend on the order of the path
-            _leave_out(
-                name, [entry, *others], "the name comes from two places; uninstall one, or rename its entry point"
-            )
+            _leave_out(name, [entry, *others], "two packages have this name; uninstall one, or rename its entry point")
         else:
             try:
                 b = entry.load()
@@ -93,7 +91,7 @@ def _installed() -> Mapping[str, Backend]:
                 _leave_out(name, others, "portakern's own has that name; rename its entry point")
     if not any(b.auto for b in found.values()):
         raise UnavailableError(
-            f"no backend is registered: portakern must be installed so that its entry points exist; {install.command()}"
+            f"no backend is registered: portakern's entry points are missing; install portakern; {install.command()}"
         )
     return MappingProxyType(found)
 
@@ -106,7 +104,7 @@ def _leave_out(name: str, entries: Sequence[EntryPoint], why: str) -> None:
 def _message_of(error: BaseException) -> str:
     """What was raised, on a line: a module that ends the process says nothing else."""
     if isinstance(error, SystemExit):
-        return f"it called sys.exit({'' if error.code is None else repr(error.code)})"
+        return f"its module called sys.exit({'' if error.code is None else repr(error.code)})"
     known = isinstance(error, (SpecError, UnavailableError))
     return str(error) if known else f"{type(error).__name__}: {error}"
 
@@ -115,7 +113,7 @@ def _check_backend(entry: EntryPoint, b: Any, known: Mapping[str, Backend]) -> N
     if not isinstance(b, Backend):
         raise SpecError(f"it is a {type(b).__name__}; expected a portakern.Backend")
     if b.name != entry.name:
-        raise SpecError(f"its entry point is called {entry.name!r} and its name is {b.name!r}; make them equal")
+        raise SpecError(f"its entry point is named {entry.name!r}, but the backend {b.name!r}; make the names equal")
     _check_oracle(b, known)
     if not _is_own(entry):
         _ = b.families, b.unavailable()  # asked of every backend, so that one that cannot say so must not be among them
@@ -125,7 +123,7 @@ def _check_oracle(b: Backend, known: Mapping[str, Backend]) -> None:
     first = next((o.name for o in known.values() if o.oracle), None)
     if b.oracle and first:
         raise SpecError(
-            f"backend {b.name!r} says oracle=True, and {first!r} is the oracle; register its ops there: "
+            f"backend {b.name!r} has oracle=True, but {first!r} is the oracle already; register its ops there: "
             f"@pk.backends()[{first!r}].implements(...)"
         )
 
@@ -153,13 +151,14 @@ def known(b: Backend) -> bool:
 
 
 def register(b: Backend) -> Backend:
-    """Make a backend known by its name in this process. Calls that name no backend are served as before. A backend of
-    the same name that the same module, script or notebook registered before is replaced, since a cell may run again;
-    ops that were made with that one keep it.
+    """Register a backend in this process, for calls with ``backend="name"``. Calls without ``backend=`` do not use it.
+
+    A backend that the same module, script or notebook cell registered under this name is replaced. Existing ops keep
+    the old one.
 
     Raises:
-      SpecError: the name is taken by somebody else, it claims to be a second oracle, or nothing says which of its
-        families is tried first.
+      SpecError: the name is taken by another module, the backend declares a second oracle, or the order of its
+        families is not declared.
     """
     if not isinstance(b, Backend):
         raise SpecError(f"register() got a {type(b).__name__}; expected a portakern.Backend")
@@ -192,7 +191,7 @@ def backend(name: str | Backend) -> Backend:
         why = f" ({_left_out[name]})" if isinstance(name, str) and name in _left_out else ""
         raise SpecError(
             f"backend {name!r} is unknown{why}; {_alike(str(name))}expected one of {', '.join(backends())}, a peer "
-            f"({', '.join(peers()) or 'there is none'}), or a Backend object"
+            f"({', '.join(peers()) or 'none'}), or a Backend object"
         )
     return found
 
@@ -300,7 +299,7 @@ def find_spec(op: str) -> Spec[Any]:
         raise UnavailableError(f"op {op!r} cannot be loaded from {named[0]}: {_message_of(e)}") from e
     if not isinstance(found, Spec) or found.name != op:
         what = f"the spec of {found.name!r}" if isinstance(found, Spec) else f"a {type(found).__name__}"
-        raise SpecError(f"op {op!r} leads to {what} in {named[0]}; expected a spec whose function is called {op!r}")
+        raise SpecError(f"op {op!r}: {named[0]} is {what}; expected a spec with the function name {op!r}")
     return found
 
 

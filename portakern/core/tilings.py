@@ -178,7 +178,7 @@ def _named(impl: Implementation, call: Call, user: Mapping[str, int]) -> Resolve
         if name not in tiling:
             raise SpecError(
                 f"{call.spec.name}: tiling has no {name!r} on {impl.backend.name}; "
-                f"expected one of {', '.join(tiling) or '(none: it has no tiles)'}"
+                f"expected one of {', '.join(tiling) or 'none: this backend has no tiles'}"
             )
         if name in impl.knobs and value not in impl.knobs[name]:
             raise SpecError(
@@ -211,7 +211,7 @@ def _look_up(impl: Implementation, call: Call, key: Key) -> TableTiling:
         tables = " or ".join(f"tuned/{name}.json" for name in tables_for(call.target))
         raise UnsupportedError(
             f"{call!r} on {call.target}: backend {impl.backend.name!r} has no {', '.join(call.spec.tiling)} for "
-            f"{dict(key)}; add a row to {tables}, or give implements() a formula, tiling="
+            f"{dict(key)}; add a row to {tables}, or pass a default to implements(tiling=...)"
         )
     return TableTiling(tiling, sources)
 
@@ -223,9 +223,7 @@ def _shipped_row(impl: Implementation, call: Call, key: Key) -> Row | None:
 def _warn_of_age(row: Row, impl: Implementation, call: Call) -> None:
     """Say once where a row of the user's was found with another compiler, or on another chip, than what is here."""
     path = own_table(impl.backend.name, call.target)
-    again = (
-        f"it is used as it is; to find out whether it still holds, tune again (portakern tune {impl.op}), or delete "
-    )
+    again = f"the tiling is used; to update it, tune again (portakern tune {impl.op}), or delete "
     for package, then in row.made.get("versions", {}).items():
         here = _installed(package)
         if here is not None and here != then:
@@ -317,7 +315,7 @@ def shipped_rows(folder: Path, target: str, op: str, variant: str) -> tuple[Row,
     try:
         return _with_borrowed(_table(path), op, variant, folder)
     except ValueError as e:
-        raise SpecError(f"the table of tilings {path} is wrong: {e}") from None
+        raise SpecError(f"tiling table {path} is invalid: {e}") from None
 
 
 def _own_rows(impl: Implementation, spec: Spec[Any], path: Path, key: Key) -> tuple[Row, ...]:
@@ -328,7 +326,7 @@ def _own_rows(impl: Implementation, spec: Spec[Any], path: Path, key: Key) -> tu
         for row in found:
             check_row(impl, spec, row, key)
     except ValueError as e:
-        _warn(f"portakern: the tilings in {path} are left out: {e}; tune again, or delete the file")
+        _warn(f"portakern: tiling table {path} is ignored: {e}; tune again, or delete the file")
         return ()
     return found
 

@@ -54,7 +54,7 @@ StretchFn = Callable[["Call", np.random.Generator], Iterable[tuple[Mapping[str, 
 
 @dataclass(eq=False)
 class Spec(Generic[P]):
-    """An op's declaration. Built by :func:`spec`; read by binding, dispatch, the checker and the command line."""
+    """The declaration of an op, made by :func:`spec`; binding, dispatch, checker and command line read it."""
 
     name: str
     fn: Callable[P, Any]
@@ -150,29 +150,28 @@ class Spec(Generic[P]):
         return next(a for a in self.arrays if a.name == name)
 
     def tolerance(self, fn: ErrorFn) -> ErrorFn:
-        """Decorator: ``fn(call, ref)`` gives, per output, the elementwise permitted absolute error (float64; +inf:
-        anything goes)."""
+        """Decorator: ``fn(call, ref)`` gives the permitted absolute error of each element of each output (float64;
+        +inf: any value is permitted)."""
         self.bound = fn
         return fn
 
     def sigma(self, fn: ErrorFn) -> ErrorFn:
-        """Decorator: ``fn(call, ref)`` gives, per output, the RMS error that random rounding leaves at each element
-        (float64; +inf: not known there).
+        """Decorator: ``fn(call, ref)`` gives the RMS error from random rounding of each element of each output
+        (float64; +inf: unknown).
 
-        Kept as :attr:`spread`; :mod:`portakern.testing.statistics` holds typical errors to it."""
+        Stored as :attr:`spread`; :mod:`portakern.testing.statistics` compares typical errors with it."""
         self.spread = fn
         return fn
 
     def exact(self, fn: ErrorFn) -> ErrorFn:
-        """Decorator: ``fn(call, ref)`` gives, per output, which elements (bool) must equal the reference rounded once,
-        because no step of any right kernel can round them. Kept as :attr:`forced`."""
+        """Decorator: ``fn(call, ref)`` gives for each output a bool array of the elements that must equal the
+        reference rounded once: no step of a right kernel rounds them. Stored as :attr:`forced`."""
         self.forced = fn
         return fn
 
     def edge(self, **where: Any) -> Callable[[F], F]:
-        """Decorator: an :class:`Edge` named like the function, which plants its values; ``where`` holds Edge's other
-        attributes. The name of an edge or a law of a gradient op leaves out the function's ending ``_vjp``, by which
-        its module tells it from the forward op's."""
+        """Decorator: declare an :class:`Edge` with the name of the function, which plants its values; ``where``: Edge's
+        other attributes. For a gradient op, the ending ``_vjp`` of the function's name is dropped."""
 
         def declare(plant: F) -> F:
             name = self._short(plant)
@@ -182,8 +181,8 @@ class Spec(Generic[P]):
         return declare
 
     def law(self, fn: F) -> F:
-        """Decorator: ``fn(run, draw)`` asserts what any implementation obeys across calls. ``run(*arrays, **options)``
-        calls it on NumPy arrays with its default tiling and gives NumPy arrays; ``draw`` is a
+        """Decorator: ``fn(run, draw)`` asserts a law between calls of an implementation. ``run(*arrays, **options)``
+        calls it on NumPy arrays with the default tiling and returns NumPy arrays; ``draw`` is a
         :class:`portakern.testing.laws.Draw`."""
         self.laws[self._short(fn)] = fn
         return fn
@@ -196,10 +195,10 @@ class Spec(Generic[P]):
         """Decorator: ``fn(rng, shape, dims, options)`` makes the values of the array argument ``name``, for the checker
         and for samples: sorted offsets, a permutation, labels of which some are ignored.
 
-        ``rng`` is a NumPy generator, ``shape`` the array's, ``dims`` and ``options`` are the bound call's. What it
-        returns has that shape, and values of the argument's kind that obey the op's rules. An integer array without one
-        is drawn from a few small numbers (int8, int16, uint8 and bool: from all), a float array from a regime. The
-        array of a gradient op that is called like the forward's takes the forward's generator unless it has its own.
+        ``rng`` is a NumPy generator, ``shape`` the array's shape; ``dims`` and ``options`` are those of the bound call.
+        The result has this shape, and values of the argument's dtype kind that obey the op's rules. Without a
+        generator, integers are a few small numbers (int8, int16, uint8 and bool: all values) and floats come from a
+        regime. A gradient op uses the generators of the forward op's arrays of the same names, unless it declares one.
         """
         if name not in {a.name for a in self.arrays}:
             names = ", ".join(a.name for a in self.arrays)
@@ -223,7 +222,7 @@ class Spec(Generic[P]):
         return fn
 
     def sample(self, name: str, **call: Any) -> Sample:
-        """Declare a :class:`Sample`: a small call that lists of calls in tests and benchmarks are made of.
+        """Declare a :class:`Sample`: a small named call for tests and benchmarks.
 
         >>> softmax.sample("rows", dims={"shape": (3, 5)})
         """
@@ -235,8 +234,8 @@ class Spec(Generic[P]):
         return made
 
     def locate(self, fn: Callable[[Call, str, tuple[int, ...]], str]) -> Callable[[Call, str, tuple[int, ...]], str]:
-        """Decorator: ``fn(call, output, index)`` says in words in which region of the masks an output's element lies,
-        for failure messages."""
+        """Decorator: ``fn(call, output, index)`` describes the region of the masks of an output's element, for failure
+        messages."""
         self.region = fn
         return fn
 
@@ -269,45 +268,43 @@ def spec(
     autocast: Literal["lower", "float32"] | None = None,
     typical: Mapping[str, Any] | None = None,
 ) -> Callable[[Callable[P, Any]], Spec[P]]:
-    """Declare an op from a typed signature (see the module's text).
+    """Declare an op from a typed signature (see the module's docstring).
 
     Args:
-      tiling: tile names and the powers of two that each may take.
+      tiling: tile name -> the powers of two that it may be.
       flops: floating-point operations of a bound call (options included: a causal mask halves them).
-      dtypes: dtypes that ``Float`` arguments may have; they all share one within a call, the op's. An op without a
-        ``Float`` argument has the dtype of its first array.
-      or_float32: float arguments that may be float32 beside 16-bit ones.
-      own_dtype: float arguments whose dtype is any of ``dtypes``, whatever the others'.
+      dtypes: dtypes of ``Float`` arguments; within a call all have the same, the op's dtype. An op without a ``Float``
+        argument has the dtype of its first array.
+      or_float32: float arguments that may be float32 in a 16-bit call.
+      own_dtype: float arguments with any dtype of ``dtypes``, independent of the others.
       result_dtype: output name -> option that overrides its dtype.
-      returns: output name -> bool option that asks for it; the others are always given.
+      returns: output name -> bool option that requests it; other outputs are always returned.
       require: rules across arguments.
-      doubts: rules that calls as people mean them obey, such as which of two extents is the longer. A call that does
-        not is served, and the message is logged, once in a process.
+      doubts: rules that intended calls obey, such as the order of two extents. A call that breaks one runs, and the
+        message is logged once per process.
       positive: dimensions whose extent 0 is refused.
-      empty: reduced dimension -> the value of each output when its extent is 0; of an axis that is dropped, the option
-        that names it.
+      empty: reduced dimension, or option that names a dropped axis -> the value of each output when its extent is 0.
       drops: dimension -> the option whose axis it lacks: in ``drops={"rest": "axis"}``, with x of ``*shape`` and the
         option ``axis`` an axis of x, ``*rest`` is ``*shape`` without that axis. ``call.dims`` then holds ``rest``, and
         as ``axis`` the extent that is gone.
-      aliases: output -> the input over which a caller may have it written, of the same shape and dtype: calls take
-        ``overwrite=``, the names of such inputs. No other input is written to, and none where nobody asks. An
-        implementation that can says so (``implements(..., overwrites=True)``) and asks each call
-        (:meth:`portakern.core.call.Call.overwritten`); on any other such a call is refused.
-      also: output of a gradient op -> further inputs of the forward op whose gradient it is, as in a sum of terms.
-      passes: input of the forward op -> the cotangent that is its gradient as it is, so that no output stands for it.
-      reads: optional argument of a gradient op, saved by the forward call -> under which options it is read. Elsewhere
-        it must be absent, and the forward call neither computes nor keeps it.
-      masks: additive masks among the arrays, whose -inf hides a pair.
-      apart: dimensions along which results do not see each other: the op on some indices of the arguments gives what it
-        gives there on all of them. An axis that an option names is none. Or what gives them, from the options and the
-        outputs that are wanted. Large calls are then compared in part.
+      aliases: output -> the input of the same shape and dtype that it may overwrite, if a call names the input in
+        ``overwrite=``. No other input is written to. An implementation that supports this declares it
+        (``implements(..., overwrites=True)``) and reads :meth:`portakern.core.call.Call.overwritten`; others refuse
+        such a call.
+      also: output of a gradient op -> further inputs of the forward op with the same gradient, as in a sum of terms.
+      passes: input of the forward op -> the cotangent that equals its gradient; the gradient op has no output for it.
+      reads: optional argument of a gradient op, saved by the forward call -> the options under which it is read.
+        Otherwise it must be absent, and the forward call neither computes nor saves it.
+      masks: the arrays that are additive masks, where -inf masks a pair.
+      apart: independent dimensions: the op on some indices of the arguments gives the results of these indices. An axis
+        that an option names is not one. Or a function of the options and the wanted outputs that returns them. Large
+        calls are compared in part along these dimensions.
       vjp: the name of the op that computes gradients (see :mod:`portakern.core.gradients`).
-      saved: a named tuple of further outputs, which the gradient op alone reads, as optional arguments.
-      autocast: what torch.autocast makes of the float arguments, float64 apart: "lower" casts them to its dtype, as it
-        does for matrix products, "float32" to that, as for reductions on accelerators (on CPUs it leaves those alone);
-        None leaves them alone.
-      typical: a call as users make it, for what compiles or measures without one of theirs: dimension -> extent, option
-        -> value, optional array -> True where it is passed. A gradient op without one takes its forward's.
+      saved: a named tuple of further outputs that only the gradient op reads, as optional arguments.
+      autocast: the cast of float arguments (except float64) under torch.autocast: "lower": to its dtype, as for matrix
+        products; "float32": to float32, as for reductions on accelerators (on CPUs they are not cast); None: no cast.
+      typical: a typical call, for compiling and measuring without a given call: dimension -> extent, option -> value,
+        optional array -> True if it is passed. A gradient op without one uses the forward op's.
     """
 
     def declare(fn: Callable[P, Any]) -> Spec[P]:
@@ -350,5 +347,5 @@ def _given_when(name: str, when: When) -> Rule:
     """The rule that an array is given where it is read, and nowhere else."""
     return Rule(
         lambda call: (call.arrays[name] is not None) == when.holds(call.options),
-        f"{name} is read {when.words}: pass it there, and leave it out elsewhere",
+        f"{name} is read {when.words}: pass it then, and leave it out otherwise",
     )

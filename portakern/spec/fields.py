@@ -18,8 +18,8 @@ ValuesFn = Callable[[Any, tuple[int, ...], Mapping[str, Any], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Tile:
-    """The powers of two from ``lo`` to ``hi``, both included: the values that a tile extent or a launch knob may take.
-    ``of``: the dimension it divides, or the option that names the axis."""
+    """The values of a tile size or launch parameter: powers of two from ``lo`` to ``hi``, both included. ``of``: the
+    dimension that the tile divides, or the option that names the axis."""
 
     lo: int
     hi: int
@@ -35,7 +35,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Count(Tile):
-    """The whole numbers from ``lo`` to ``hi``: a knob that is no extent, such as a number of stages."""
+    """The integers from ``lo`` to ``hi``: the values of a launch parameter such as num_stages."""
 
     @property
     def values(self) -> tuple[int, ...]:
@@ -44,20 +44,20 @@ class Count(Tile):
 
 @dataclass(frozen=True)
 class Edge:
-    """A named corner of the contract, that the checker visits several times: which calls reach it, and what is planted
+    """A named special case that the checker visits several times: the calls that have it, and the values that are planted
     in their arrays.
 
     Attributes:
-      name, doc: what must hold there.
-      dims: dimension -> (least, largest) extent, of the axis that an option names under the option's name; the others
-        are drawn freely, as are layouts and tilings.
+      name; doc: what must hold.
+      dims: dimension -> (least, largest) extent; an axis that an option names is listed under the option's name. Other
+        dimensions, layouts and tilings are drawn freely.
       options: option -> value; the others are drawn freely.
       given, absent: optional arrays that must, or must not, be passed.
       stretched: array -> dimensions along which it has an extent of 1, and is broadcast.
       regime: how float values are drawn before planting.
-      smallest_tiles: run with the smallest tiling that is legal, so that few elements make many tiles; by turns also
-        with twice those.
-      same: arrays that are one object, given for each of them.
+      smallest_tiles: run with the smallest legal tiling, so that few elements make many tiles, and in turn with twice
+        that.
+      same: arguments that are passed as one and the same array.
       plant: ``plant(arrays, rng, options)`` changes values in place (float64 and integer NumPy arrays by name).
     """
 
@@ -76,12 +76,12 @@ class Edge:
 
 @dataclass(frozen=True)
 class Sample:
-    """A small named call, of which lists of calls in tests and benchmarks are made (:mod:`portakern.testing.samples`).
+    """A small named call for tests and benchmarks (:mod:`portakern.testing.samples`).
 
     Attributes:
-      name: what tells it from the op's other samples.
+      name: its name, unique within the op.
       dims: dimension -> extent, of every dimension of the signature; a tuple of extents for a variadic one.
-      options: option -> value, of those that are not at their default.
+      options: option -> value, for options that are not at their default.
       given: optional arrays that are passed.
       stretched: array -> dimensions along which it has an extent of 1, and is broadcast.
       wider: arrays that are float32 where the op's dtype has 16 bits.
@@ -99,14 +99,13 @@ class Sample:
 class Rule:
     """A condition across arguments: ``holds(call)`` must be true, else the call is refused with ``message``.
 
-    ``values``: it reads the values of arrays, as "offsets rise" does. Binding does not check such a rule: on an
-    accelerator that would wait for the device on every call, and while a call is traced there are no values. Breaking
-    it is the caller's mistake, and what a kernel then does is not promised. The oracle has the values on the host,
-    refuses such a call, and so tells a caller who names it; the checker draws no case that breaks the rule. There
-    ``holds`` sees NumPy arrays, float64 where they are floats.
+    ``values``: the rule reads values of arrays, e.g. "offsets rise". Binding does not check such a rule: this would
+    synchronize with the accelerator on every call, and a traced call has no values. The behavior of a kernel is
+    undefined if the caller breaks the rule. The oracle, which has the values on the host, checks it and refuses the
+    call. The checker draws no case that breaks it. ``holds`` gets NumPy arrays, floats as float64.
 
-    ``mends``: from the extents of all dimensions, those of some that make it hold, which may be theirs already: what
-    the checker gives a case whose extents it has drawn. Without it such cases are drawn until one obeys.
+    ``mends``: a function from the extents of all dimensions to new extents of some, with which the rule holds. The
+    checker applies it to drawn extents. Without it, cases are drawn until one obeys the rule.
     """
 
     holds: Callable[[Call], bool]
@@ -117,7 +116,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class When:
-    """Under which options something counts; ``words``: the same for a user, as in "it is read where ..."."""
+    """A condition on options; ``words``: the same for a message, as in "it is read where ..."."""
 
     holds: Callable[[Mapping[str, Any]], bool]
     words: str

@@ -1,4 +1,4 @@
-"""On which cases an implementation is checked, and what it is held to."""
+"""The options of a check: its cases, and what is checked."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ MOST_EXAMPLES = 1_000_000
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """On which cases a subject is checked, and what it is held to: the arguments of
-    :func:`portakern.check` that do not say what is checked, which explains each of them."""
+    """The cases of a check, and what is checked: the arguments of :func:`portakern.check` except those that name the
+    implementation. They are documented there."""
 
     dtypes: Sequence[str] | None = None
     only: Sequence[str] | None = None
@@ -48,18 +48,18 @@ class CheckOptions:
     shard: tuple[int, int] = (0, 1)
     progress: Callable[[int], None] | None = None
     until: float | None = None
-    """As of time.time(): no case begins after it, whenever the first one did."""
+    """Time of time.time() after which no case is started."""
 
     def __post_init__(self) -> None:
         n = self.max_examples
         if type(n) is not int or not 0 <= n <= MOST_EXAMPLES:
             raise SpecError(
-                f"check: max_examples is {shown(n)}; expected a whole number up to {MOST_EXAMPLES}: run it again with "
-                "another seed for more"
+                f"check: max_examples is {shown(n)}; expected a whole number up to {MOST_EXAMPLES}; for more, "
+                "run again with another seed"
             )
 
     def limits_of(self, subject: Subject) -> Limits:
-        """What the subject can be asked of that."""
+        """The limits that fit the subject."""
         compiled = not (subject.interpret or subject.emulated) and subject.target.platform != "cpu"
         limits = self.limits or (EMULATED if subject.emulated else Limits(fill=FILL if compiled else 0))
         fixed = {**limits.options, **_checked(subject.spec, self.options or {})}

@@ -27,10 +27,10 @@ def read(spec: Spec[Any], text: str) -> Case | LawCase:
         raw = json.loads(text)
     except (ValueError, RecursionError) as e:
         raise SpecError(
-            f"{spec.name}: the case {shown(text)} is not JSON: {e}; expected the line that a failure printed"
+            f"{spec.name}: the case {shown(text)} is not JSON: {e}; expected the JSON object that a failure printed"
         ) from None
     if not isinstance(raw, dict):
-        raise SpecError(f"{spec.name}: the case is {shown(raw)}; expected an object, as a failure printed it")
+        raise SpecError(f"{spec.name}: the case is {shown(raw)}; expected the JSON object that a failure printed")
     kind = LawCase if "law" in raw else Case
     _named(spec, "the case", raw, [f.name for f in fields(kind)])
     for f in fields(kind):
@@ -40,9 +40,7 @@ def read(spec: Spec[Any], text: str) -> Case | LawCase:
     seed = raw.get("seed", 0)
     _expect(spec, "seed", seed, type(seed) is int and seed >= 0, "a whole number >= 0")
     if kind is LawCase:
-        _expect(
-            spec, "law", raw["law"], raw["law"] in [*spec.laws], f"one of {', '.join(spec.laws) or '(it has none)'}"
-        )
+        _expect(spec, "law", raw["law"], raw["law"] in [*spec.laws], f"one of {', '.join(spec.laws) or '(no laws)'}")
         return LawCase(**raw)
     return _case(spec, raw)
 

@@ -1,4 +1,4 @@
-"""What a check found."""
+"""The report of a check."""
 
 from __future__ import annotations
 
@@ -35,11 +35,16 @@ MOST = sys.float_info.max
 
 @dataclass(frozen=True)
 class Failure:
-    """A case that broke the contract. ``reproduce`` is a line for a shell or for Python (see :class:`Subject`);
-    ``case`` the same for :func:`replay`. ``kind`` says what is broken: "bounds", "edges" (NaN and infinities lead
-    elsewhere than in the formula) or "promises" (see :data:`portakern.testing.verdict.KINDS`), or what ended the
-    check: see ENDS. ``which``: of a promise, which one (:data:`portakern.testing.verdict.PROMISES`); of a wrong output,
-    the mistake that it looks like in one word; ``looks``: that in words."""
+    """A failing case.
+
+    Attributes:
+      op: the op's name; what: the failure in words.
+      case: the case as JSON, for :func:`replay`; reproduce: a shell command or Python line that runs it again.
+      kind: "bounds", "edges" (NaN and infinities give other results than the formula) or "promises" (see
+        :data:`portakern.testing.verdict.KINDS`), or what ended the check (see ENDS).
+      which: the broken promise (:data:`portakern.testing.verdict.PROMISES`), or for a wrong output the likely mistake
+        in one word; looks: the same in words.
+    """
 
     op: str
     what: str
@@ -57,27 +62,27 @@ class Failure:
 
 @dataclass
 class Report:
-    """What a check found.
+    """The result of a check.
 
     Attributes:
-      op, subject: what was checked, on what (backend, device, compiled or interpreted).
-      seed: the seed of the run; examples: cases that ran and were compared, a wrong one counted once.
-      failures: broken cases, made small, at most one of a kind, the gravest first; empty when none was found.
-      asked: what was held to: "promises" is missing where nobody asked for them.
-      concessions: what was not asked of a function because it cannot be given it, in words.
-      worst: output name -> largest error as a fraction of what is permitted, of failures too: inf where NaN or an
-        infinity came, or should have. worst_case: the case that reached it.
-      refused: reason -> number of cases refused with it, all of them declared by the backend (an undeclared refusal is
-        a failure).
-      not_emulated: what stands in for the hardware lacks -> number of cases and laws that it ended.
+      op, subject: the op, and its backend, device and how it ran (compiled or interpreted).
+      seed: the seed of the run; examples: cases that ran and were compared; a wrong one counts once.
+      failures: failing cases, shrunk, at most one of each kind, the most severe first.
+      asked: the kinds that were checked; without "promises" if these were not requested.
+      concessions: what was not required of the implementation, in words.
+      worst: output name -> largest error / error bound, failures included; inf for an unexpected or missing NaN or
+        infinity. worst_case: the case with the largest value.
+      refused: reason -> number of cases refused for it. The backend declares all of them (an undeclared refusal is a
+        failure).
+      not_emulated: feature that the emulator lacks -> number of cases and laws that need it.
       tilings_refused: reason -> number of drawn tilings that were not legal for their case, which then ran with the
         default.
       cells: "dtype | regime | edge | tiling" -> number of compared cases.
       layouts, edges, laws: name -> number of compared cases.
-      left_out: cases that were not run because the time was up or the check was interrupted; missed: edge or else
-        regime of values -> how many of those were of it, or might have been where they had not been drawn; "law " and
-        its name -> instances that were not asked.
-      visits: subject -> what of the op's contract was met (``unvisited`` names the rest).
+      left_out: cases that were not run: the time ended or the check was interrupted. missed: edge, or else regime of
+        values -> number of those cases that have it, or may have it if they were not drawn; "law " and its name ->
+        instances that were not run.
+      visits: subject -> the parts of the op's spec that were covered (``unvisited`` names the others).
       seconds: wall time.
     """
 
@@ -103,11 +108,11 @@ class Report:
     visits: dict[str, Visits] = field(default_factory=dict)
 
     def fail(self, failure: Failure) -> None:
-        """Take in a failure, in its place."""
+        """Add a failure, sorted by severity."""
         self.failures = _by_gravity([*self.failures, failure])
 
     def note(self, fractions: Mapping[str, float], case: Case) -> None:
-        """Take in the shares of what is permitted that a case reached."""
+        """Add the largest error / error bound of each output of a case."""
         for name, fraction in fractions.items():
             if fraction >= max(self.worst.values(), default=0.0):
                 self.worst_case = case.to_json()
@@ -119,19 +124,19 @@ class Report:
         counted[str(error).partition("cannot: ")[2] or str(error)] += 1
 
     def meet(self, what: str, name: str) -> None:
-        """Something of the contract was met (:data:`portakern.testing.visits.WHAT`)."""
+        """Record that a part of the spec was covered (:data:`portakern.testing.visits.WHAT`)."""
         self.visits.setdefault(self.subject, Visits()).meet(what, name)
 
     @property
     def unmet(self) -> tuple[str, ...]:
-        """The regimes of values, the edges and the laws of what was left out, of which nothing was compared."""
+        """The regimes of values, edges and laws of the cases left out that no compared case has."""
         met = {word for cell in self.cells for word in cell.split(" | ")[1:3]}
         met |= {f"law {name}" for name in self.laws}
         return tuple(name for name in self.missed if name not in met)
 
     @property
     def met(self) -> Counter[str]:
-        """Edge or else regime of values, and law -> how many were compared, named as those that were missed."""
+        """Edge, or else regime of values, or law -> number of compared cases, with the names of ``missed``."""
         met = Counter({f"law {name}": count for name, count in self.laws.items()})
         for cell, count in self.cells.items():
             _, regime, edge, _ = cell.split(" | ")
@@ -140,8 +145,8 @@ class Report:
 
     @property
     def unvisited(self) -> dict[str, tuple[str, ...]]:
-        """What the op's contract has that no compared case had: edges, laws, regimes of values, dtypes, arguments,
-        layouts, tilings and variants, by name. The verdict says nothing of these."""
+        """The edges, laws, regimes of values, dtypes, arguments, layouts, tilings and variants that no compared case
+        covered, by name. The verdict does not include them."""
         seen = self.visits.values()
         left = {w: dict.fromkeys(n for v in seen for n in v.without().get(w, ())) for w in WHAT}
         ran = {n for v in seen for n in v.met.get("variants", ())}  # each is a subject of its own
@@ -155,39 +160,39 @@ class Report:
 
     @property
     def taken(self) -> float:
-        """The share of the cases that came to what is checked which it did not refuse."""
+        """The fraction of cases that were not refused."""
         return self.ran / max(1, self.ran + sum(self.refused.values()))
 
     @property
     def passed(self) -> bool:
-        """Whether nothing that was asked failed; what was not asked stands in ``unvisited`` and ``told``."""
+        """Whether nothing that was checked failed; ``unvisited`` and ``conceded`` name what was not checked."""
         return not self.failures and self.ran > 0 and not self.unmet and self.taken >= LEAST
 
     @property
     def conceded(self) -> tuple[str, ...]:
-        """The concessions, with what was refused where that is more than half."""
+        """The concessions, and the number of refused cases if it is more than half."""
         refused = sum(self.refused.values())
         few = (f"{refused} of {self.ran + refused} cases were refused",) if self.ran and self.taken < HALF else ()
         return (*self.concessions, *few)
 
     @property
     def verdicts(self) -> dict[str, bool | None]:
-        """Kind -> whether it held. None: nobody asked, or the check ended before it could tell: at a wrong element."""
+        """Kind -> whether it holds. None: not requested, or the check ended earlier, at a wrong element."""
         broken = {f.kind for f in self.failures}
         ended = bool({"bounds", *ENDS} & broken) or (not self.passed and not broken)
         return {k: False if k in broken else None if ended or k not in self.asked else True for k in KINDS}
 
     @property
     def verdict(self) -> str:
-        """The verdicts in words: passed, and how much of the contract was not visited; or which of them failed and
-        which held; or why there is none."""
+        """The verdict in words: passed, and how much of the spec was not visited; or the kinds that failed and those
+        that held; or why it is incomplete."""
         if self.passed:
             said = "passed" if self.asked == KINDS else f"passed: {' and '.join(self.asked)}"
             return said + (f"; not visited: {self.lacking}" if self.unvisited else "")
         if not self.failures:
             return {
-                UNFINISHED: f"{UNFINISHED}: not met were {', '.join(self.unmet)}",
-                NOT_RUN: f"{NOT_RUN}: no case was begun",
+                UNFINISHED: f"{UNFINISHED}: not checked were {', '.join(self.unmet)}",
+                NOT_RUN: f"{NOT_RUN}: no case was started",
                 MOSTLY_REFUSED: f"{MOSTLY_REFUSED}: {sum(self.refused.values())} cases, {self.ran} compared",
                 REFUSED: f"{REFUSED}: every case",
             }.get(self.outcome, self.outcome)
@@ -198,15 +203,15 @@ class Report:
 
     @property
     def lacking(self) -> str:
-        """How much of each kind was not visited: "13 of 14 edges, 1 of 3 dtypes"."""
+        """The numbers that were not visited, e.g. "13 of 14 edges, 1 of 3 dtypes"."""
         there = {w: len({n for v in self.visits.values() for n in v.present.get(w, ())}) for w in WHAT}
         return ", ".join(f"{len(names)} of {there[w]} {w}" for w, names in self.unvisited.items())
 
     @property
     def outcome(self) -> str:
-        """The verdict in one of a few words: right (nothing that was asked failed), wrong, other edges, broke a
-        promise, refused, mostly refused, crashed, hung, ran out of memory; unfinished, or not run, where the time was
-        up or the check was ended; "nothing compared" where no case was."""
+        """The verdict in a few words: right (nothing that was checked failed), wrong, other edges, broke a promise,
+        refused, mostly refused, crashed, hung, ran out of memory; unfinished, not run (the time ended or the check was
+        interrupted); "nothing compared"."""
         for failure in self.failures:
             return OUTCOMES[failure.kind]
         if self.unmet:
@@ -219,7 +224,7 @@ class Report:
         lines = [f"{self.op} on {self.subject}: {self.verdict} ({self.ran} compared, seed {self.seed})"]
         if self.passed:  # else it ended early
             lines += [f"  not visited: {what}: {', '.join(names)}" for what, names in self.unvisited.items()]
-        lines += [f"  conceded: {words}" for words in self.conceded]
+        lines += [f"  not required: {words}" for words in self.conceded]
         return "\n".join([*lines, *map(str, self.failures)])
 
     def to_dict(self) -> dict[str, Any]:
@@ -234,7 +239,7 @@ class Report:
         return {**plain, **told, "failures": [asdict(f) for f in self.failures], "passed": self.passed}
 
     def merge(self, other: Report) -> Report:
-        """This report and that of another shard of the same check, as one; seconds add up."""
+        """Combine the reports of two shards of a check; seconds add up."""
         worst = {k: max(self.worst.get(k, 0.0), other.worst.get(k, 0.0)) for k in {**self.worst, **other.worst}}
         worse = max(other.worst.values(), default=0.0) > max(self.worst.values(), default=0.0)
         subject = self.subject if other.subject in self.subject else f"{self.subject}; {other.subject}"
@@ -266,5 +271,5 @@ class Report:
 
 
 def _by_gravity(failures: list[Failure]) -> list[Failure]:
-    """The gravest first: wrong values, then what ended a case, then edges, then promises."""
+    """The most severe first: wrong values, then what ended a case, then edges, then promises."""
     return sorted(failures, key=lambda f: [*OUTCOMES].index(f.kind))

@@ -1,4 +1,4 @@
-"""Run cases, hold every element to its bound, and report."""
+"""Run cases, compare every element with its bound, and report."""
 
 from __future__ import annotations
 
@@ -86,54 +86,50 @@ def check(
     shard: tuple[int, int] = (0, 1),
     progress: Callable[[int], None] | None = None,
 ) -> Report:
-    """Check an implementation against the oracle on generated cases: up to half on the spec's named edges (at least 5
-    an edge from 300 examples on), the rest drawn freely, and as many instances of each law as there are examples of an
-    edge. Half of the cases are float32.
+    """Check an implementation against the oracle on generated cases. Up to half of the cases are the spec's edges (at
+    least 5 per edge from 300 examples on), the others are drawn freely. Each law runs as often as each edge. Half of
+    the cases are float32.
 
-    Three things are told apart (``report.verdicts``): *bounds*, every element within the error that rounding may cause;
-    *edges*, NaN and infinities that lead where the formula leads them; *promises*, what portakern's own kernels
-    keep beyond that: the same bits for the same call, for a row alone and among others, and so on (the spec's laws),
-    outputs in contiguous memory of their own, inputs that are not written to. A check goes on after a broken promise
-    and after other edges, to tell whether the rest holds.
+    ``report.verdicts`` has three kinds: *bounds*: every element is within its error bound. *edges*: NaN and infinities
+    give the results of the formula. *promises*: further properties of portakern's own kernels, such as the same bits
+    for the same call, and for a row alone and among others (the spec's laws), outputs in contiguous memory of their
+    own, and unchanged inputs. A check continues after a broken promise or a wrong edge, to check the other kinds.
 
     Args:
       op: the op's name or spec.
-      backend: a backend's name, or a Backend that nobody registered;
-      variant: one of the backend's variants of the op; None: each that runs there, one after the other, with all the
-        examples; or
-      fn: any callable with the op's arguments, or some of them: required arrays come by position, the others by name.
-        Optional arrays and options that it does not take are not drawn, those without a default there always given.
-      framework: whose arrays ``fn`` takes: numpy, torch or jax.
+      backend: a backend's name, or a Backend object, registered or not. Pass either backend or fn.
+      variant: a variant of the backend; None: each that runs on the device, with all the examples.
+      fn: a callable with the op's arguments, or some of them. Required arrays are passed by position, others by name.
+        Optional arrays and options that fn does not take are not drawn; those without a default in fn are always
+        passed.
+      framework: the framework of ``fn``'s arrays: numpy, torch or jax.
       device: cpu, cuda, rocm or tpu; None: the best one here that the backend serves.
       dtypes: restrict the op's dtype to these.
-      only: visit these edges and no others (see :func:`portakern.testing.edges`), with all the examples.
-      max_examples: number of cases; seed: which ones.
-      limits: sizes of the cases, and which arguments may be drawn; None: small ones, smaller where hardware is
-        emulated; where kernels are compiled for
-        an accelerator a third of the cases fill it (``Limits.fill``), and are compared with the oracle in part.
+      only: run only these edges (see :func:`portakern.testing.edges`), with all the examples.
+      max_examples: number of cases; seed: seed of the cases.
+      limits: sizes of the cases, and the arguments that may be drawn. None: small sizes, smaller under emulation; with
+        kernels compiled for an accelerator, a third of the cases fill it (``Limits.fill``) and are compared in part.
       profile: a profile that the backend declares (``Backend.profiles``), such as a stricter interpreter.
-      target: the architecture that the profile stands in for, where it stands in for hardware that is not here.
-      shapes: of all calls, array -> shape each, for a kernel that was written for them: optional arrays are given where
-        they are named. Values are of every regime, one after the other, and of the edges that such calls reach; laws
-        are not asked, since they draw shapes of their own, and a failing case does not shrink.
-      layouts: how arrays may lie in memory: names of :data:`portakern.testing.layouts.LAYOUTS`, or one; None: any way.
-      options: values that options have in every case. A function that does not take such an option has it built in, as
-        a model's norm has its rounding.
-      empty: False: no extent is 0. one_dtype: True: no array is float32 beside 16-bit ones.
-      edges: False for a kernel that may lead NaN and infinities elsewhere than the formula does.
-      promises: False for a kernel that never made any; or the names of those that it did
-        (:data:`portakern.testing.verdict.PROMISES`).
-      seconds: from the first case on, after which no further one begins, nor an instance of a law, which then come
-        before free cases; ``report.left_out`` counts those. A check that was ended so before every regime of values,
-        every edge and every law was met did not pass: it is unfinished (``report.unmet`` names them).
-      shrink: make a failing case as small as possible; False stops at the first one.
-      shard: (i, n): only the i-th of n parts of the work; :meth:`Report.merge` puts the parts together. What is drawn
-        does not depend on n.
-      progress: called with the number of cases done so far; None: in a notebook, and where somebody types into a
-        terminal, a line that is written over shows it after two seconds.
+      target: the architecture that the profile emulates, for a profile that emulates hardware.
+      shapes: the shapes of all calls, one dict from array to shape each, for a kernel with fixed shapes. Optional
+        arrays are passed where they are named. All regimes of values are used in turn, and the edges that such calls
+        can have. Laws are not checked, since they need other shapes, and failing cases are not shrunk.
+      layouts: memory layouts of arrays, from :data:`portakern.testing.layouts.LAYOUTS`; None: any.
+      options: fixed values of options in every case. A function that lacks such an option must have this value built
+        in.
+      empty: False: no extent is 0. one_dtype: True: no array is float32 with 16-bit ones.
+      edges: False: NaN and infinities may give other results than the formula.
+      promises: False: check none; or the names of those to check (:data:`portakern.testing.verdict.PROMISES`).
+      seconds: time after the first case at which no further case or law is started; laws then come before free cases.
+        ``report.left_out`` counts what did not run. If a regime of values, an edge or a law was not reached, the check
+        does not pass; it is unfinished (``report.unmet`` names them).
+      shrink: make a failing case as small as possible; False: stop at the first failure.
+      shard: (i, n): run only part i of n; :meth:`Report.merge` combines the parts. The cases do not depend on n.
+      progress: called with the number of cases done. None: in a notebook or an interactive terminal, a progress line
+        appears after two seconds.
 
     Returns:
-      A report; ``report.passed`` is False if any case broke the contract.
+      A report; ``report.passed`` is False if a case failed.
 
     Raises:
       SpecError: neither or both of backend and fn, unknown names, a function that cannot be called with the op's
@@ -152,7 +148,7 @@ def check(
 
 
 def _shown(subject: Subject, options: CheckOptions) -> Report:
-    """Check, and show how far it is where somebody waits for it."""
+    """Check, with a progress line in an interactive session."""
     if options.progress is not None or not interactive():
         return check_subject(subject, options)
     with Line(f"{subject.spec.name} on {subject.name}", options.max_examples) as line:

@@ -366,16 +366,16 @@ def _taken(spec: Spec[Any], fn: Callable[..., Any]) -> tuple[frozenset[str] | No
 CONCESSIONS: Mapping[str, tuple[Callable[[Spec[Any], Limits], bool], str]] = {
     "one_dtype": (
         lambda spec, limits: limits.one_dtype and any(a.or_float32 for a in spec.arrays),
-        "arrays that may be float32 beside 16-bit ones have the op's dtype",
+        "no array is float32 with 16-bit ones, all have the op's dtype",
     ),
     "no_empty": (lambda spec, limits: not limits.empty and not limits.shapes, "no extent is 0"),
     "layouts": (
         lambda spec, limits: not {*DRAWN} <= {*limits.layouts},
-        "arrays lie in memory no other way than: {layouts}",
+        "memory layouts are only: {layouts}",
     ),
     "no_laws": (
         lambda spec, limits: bool(limits.shapes and spec.laws),
-        "laws are not asked: they draw shapes of their own",
+        "laws are not checked: they need other shapes",
     ),
 }
 """What a check may leave out for a kernel that has never seen it: name -> (whether limits do, in words)."""
@@ -386,14 +386,14 @@ def conceded(
 ) -> tuple[str, ...]:
     """What a report says of everything that was not asked. unordered: as of a :class:`Subject`."""
     lacks = _lacking(spec, limits)
-    lacking = [f"never given: {', '.join(lacks)}"] if lacks else []
-    given = [f"{n} is always given: it has no default" for n in sorted(limits.always)]
+    lacking = [f"never passed: {', '.join(lacks)}"] if lacks else []
+    given = [f"{n} is always passed: it has no default" for n in sorted(limits.always)]
     built_in = [f"{n} is {v!r} in every call" for n, v in limits.options.items()]
-    shaped = [f"calls are of the shapes {' or '.join(map(with_shape, limits.shapes))} alone"] if limits.shapes else []
+    shaped = [f"only the shapes {' or '.join(map(with_shape, limits.shapes))} are called"] if limits.shapes else []
     words = [
         what.format(layouts=", ".join(limits.layouts)) for made, what in CONCESSIONS.values() if made(spec, limits)
     ]
-    edges = ["NaN and infinities may lead elsewhere than in the formula"] if "edges" in excused else []
+    edges = ["NaN and infinities may give other results than the formula"] if "edges" in excused else []
     some = [n for n in PROMISES if n in excused and "promises" not in excused]
     asked = {"laws": not limits.shapes, "overwrite": bool(spec.aliases)}
     some = [n for n in some if asked.get(n, True)]

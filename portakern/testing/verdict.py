@@ -37,15 +37,15 @@ the formula; bits, memory or neighbours are not as portakern's own kernels promi
 
 PROMISES = {
     "inputs": "an input is not written to",
-    "outside": "the memory beside an input is not written to",
-    "own_memory": "an output lies in memory of its own, not in an input's",
-    "overwrite": "a result that is wanted over an input lies there, in the same bits, and nothing else is written to",
-    "kept": "a later call neither hands out the memory of an earlier result nor writes to it",
+    "outside": "memory outside an input's elements is not written to",
+    "own_memory": "an output has its own memory, not an input's",
+    "overwrite": "a result written over an input has the same bits as otherwise, and nothing else is written to",
+    "kept": "a later call neither reuses the memory of an earlier result nor writes to it",
     "contiguous": "outputs are contiguous",
-    "ways": "a call works on another thread too, on arrays that nobody may write to, and as a library's users make it",
+    "ways": "a call also works on another thread, on read-only arrays, and under the library's transformations",
     "same_bits": "the same call gives the same bits again",
-    "sums": "a sum of n terms is a chain of n / 32 + 32 at most, what is added to it comes last, what cancels first",
-    "laws": "what the spec says of two calls, to the bit: a row alone and among others",
+    "sums": "a sum of n terms is a chain of at most n / 32 + 32 additions; terms that cancel come first, others last",
+    "laws": "the spec's laws between two calls hold to the bit, e.g. a row alone and among others",
 }
 """What portakern's own kernels promise beyond the bounds: name -> in words. Without ``sums`` bounds are those of sums
 in any order, one term after the other too."""

@@ -38,7 +38,7 @@ SHAPES = {
     ),
     "heads that do not divide": (
         lambda: call(zeros(2, 5, 3, 8), K, K),
-        r"q axis 2 \(kv_heads\*group\) is 3, which kv_heads = 2 does not divide; make it a multiple of 2",
+        r"q axis 2 \(kv_heads\*group\) is 3; expected a multiple of kv_heads = 2; change one",
     ),
     "no heads": (
         lambda: call(Q, zeros(2, 7, 0, 8), zeros(2, 7, 0, 8)),

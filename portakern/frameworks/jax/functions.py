@@ -47,30 +47,29 @@ def dot_product_attention(
     qk_attn_weights_einsum: Any = None,
     attn_weights_value_einsum: Any = None,
 ) -> Any:
-    """``jax.nn.dot_product_attention`` on the attention op. It is also an ``attention_fn`` of flax's layers, nnx's and
-    linen's.
+    """``jax.nn.dot_product_attention`` on the attention op, also an ``attention_fn`` of flax's layers (nnx and linen).
 
-    Causal masks and windows are aligned at the top left: query i stands beside key i. A row that may see no key is the
-    mean of all values, and zeros where the query lies beyond ``query_seq_lengths``. (A row hidden by a bias of -inf is
-    the mean too, where JAX's XLA path gives NaN.)
+    Causal masks and windows are aligned at the top left: query i is at the position of key i. A row with all keys
+    masked is the mean of all values, and zeros if the query is beyond ``query_seq_lengths``. (A row masked by a bias of
+    -inf is also the mean; JAX's XLA path gives NaN.)
 
     Args:
       query: (B, T, N, H) or (T, N, H); key, value: (B, S, K, H) or (S, K, H), where K divides N.
-      bias: added to the scaled logits; mask: bool, True where a pair takes part. Both of 4 axes (3 without B),
+      bias: added to the scaled logits; mask: bool, True where a query attends to a key. Both have 4 axes (3 without B),
         broadcastable to (B, N, T, S).
-      scale: of the logits; None: 1/sqrt(H).
+      scale: factor of the logits; None: 1/sqrt(H).
       query_seq_lengths, key_value_seq_lengths: (B,) integers.
-      local_window_size: (left, right) keys that a query sees beside its own, or one number for both.
-      implementation: the name of a portakern backend (JAX's names its own: xla, cudnn); None: chosen from the arrays.
-      return_residual: also return the log-sum-exp, (B, T, N) in key's dtype, through which no gradient flows.
-      dtype: of query, key and value, which are cast to it, by ``promote_dtype`` if that is given; None: as they are.
+      local_window_size: (left, right) keys before and after its own that a query sees, or one int for both.
+      implementation: a portakern backend (not JAX's xla or cudnn); None: chosen from the arrays.
+      return_residual: also return the log-sum-exp, (B, T, N) in key's dtype, without a gradient.
+      dtype: query, key and value are cast to it, by ``promote_dtype`` if that is given; None: no cast.
       broadcast_dropout, dropout_rng, dropout_rate, deterministic, precision, module, force_fp32_for_softmax,
-        einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: what flax's layers pass on. Sums and
-        weights are float32 whatever precision is asked for; dropout, weights that are shown to a module, and functions
-        in place of the products are refused by name. A layer's mask may be numbers, of which 0 hides a pair.
+        einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum: arguments of flax's layers. Sums
+        and weights are float32 for every precision; dropout, sown attention weights and replaced products are refused
+        by name. A layer's mask may be numeric, where 0 masks a pair.
 
     Returns:
-      The query's shape with value's last axis; with return_residual a pair.
+      query's shape with value's last axis; with return_residual a pair.
 
     Raises:
       SpecError: shapes or dtypes that do not agree. UnsupportedError: the backend cannot.
@@ -234,7 +233,7 @@ def rotary_tables(
         are not whole 2^-32 is what counts. inv_freq: (pairs,), values that are known while tracing: the angle of each
         pair from a token to the next, scaled as the model has it.
       scaling: the attention factor.
-      dtype: of the tables: float32, or that of the queries.
+      dtype: dtype of the tables: float32, or that of the queries.
 
     Returns:
       cos, sin: (1 or batch, seq, pairs).

@@ -30,22 +30,22 @@ def dot_general(
     out_sharding: Any = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """``jax.lax.dot_general`` on the matmul op. It is also a ``dot_general`` of flax's layers, nnx's and linen's.
+    """``jax.lax.dot_general`` on the matmul op, also a ``dot_general`` of flax's layers (nnx and linen).
 
-    Axes that are contracted become one, and so do those of either side that are not: what is left is a product of
-    matrices, or a batch of them.
+    The contracted axes are merged, and so are the free axes of each operand. The result is one matrix product, or a
+    batch of products.
 
     Args:
-      lhs, rhs: of one dtype, any shapes that agree.
+      lhs, rhs: arrays of one dtype, of any shapes that agree.
       dimension_numbers: ((contracted axes of lhs, of rhs), (batch axes of lhs, of rhs)), from 0 up.
-      precision: sums are as exact as float32 makes them, whatever ``jax.lax.Precision`` is named; the algorithm
-        TF32_TF32_F32 keeps 10 bits of each float32 operand; another is refused by name.
-      preferred_element_type: the result's dtype, to which sums are rounded once; None: that of lhs.
-      out_sharding: refused by name: the product is made where the arrays are.
+      precision: products accumulate in float32 for every ``jax.lax.Precision``; the algorithm TF32_TF32_F32 rounds
+        float32 operands to 10 bits; other algorithms are refused by name.
+      preferred_element_type: the result's dtype; sums are rounded to it once. None: that of lhs.
+      out_sharding: None; the product is computed on the arrays' devices.
       implementation: the name of a portakern backend; None: chosen from the arrays.
 
     Returns:
-      batch axes, then those of lhs and those of rhs that are left, each in their order.
+      the batch axes, then the free axes of lhs, then those of rhs.
 
     Raises:
       SpecError: axes, extents or dtypes that do not agree. UnsupportedError: the backend cannot.

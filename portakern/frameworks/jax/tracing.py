@@ -315,10 +315,10 @@ def _named() -> Any:
 
 @contextmanager
 def lowered_for(arch: str) -> Iterator[None]:
-    """While inside, what JAX lowers for the platform of ``arch`` is for that chip, whatever is here.
+    """A context in which JAX lowers for the chip ``arch``, present or not, when it lowers for that chip's platform.
 
-    A program for a chip that is not here says by itself for which platform it is (``lowering_platforms`` of ``lower``,
-    ``platforms`` of ``jax.export.export``) and not for which chip.
+    JAX's own arguments name only the platform (``lowering_platforms`` of ``lower``, ``platforms`` of
+    ``jax.export.export``), not the chip.
 
     Args:
       arch: ``"sm_90"``, ``"gfx942"``, ``"v6e"`` and so on.

@@ -69,26 +69,27 @@ def scaled_dot_product_attention(
     Args:
       query: (..., L, E); key: (..., S, E); value: (..., S, Ev). The leading axes broadcast; the last of them is the
         heads.
-      attn_mask: bool, True where a pair takes part, or of query's dtype or float32, added to the scores; it broadcasts
-        to (..., L, S). Or a ``torch.nn.attention.bias.CausalBias`` of that shape, such as ``causal_lower_right(L, S)``.
-      dropout_p: 0; more is refused, for no kernel here draws random numbers.
+      attn_mask: bool, True where a query attends to a key; or of query's dtype or float32, added to the scores. It
+        broadcasts to (..., L, S). Or a ``torch.nn.attention.bias.CausalBias`` of that shape, such as
+        ``causal_lower_right(L, S)``.
+      dropout_p: 0; no kernel supports dropout.
       is_causal: query i sees keys up to i (aligned at the top left).
       scale: None is 1/sqrt(E).
       enable_gqa: key and value may have fewer heads, which divide query's.
-      backend: who must serve it; None: chosen from the arrays.
+      backend: the backend that must run it; None: chosen from the arrays.
 
     Returns:
-      (..., L, Ev). A row that may see no key is zeros.
+      (..., L, Ev). A row with all keys masked is zeros.
 
     Raises:
-      UnsupportedError: dropout_p > 0, a mask of a class that makes up its values. SpecError: shapes that do not
-        broadcast, a mask beside is_causal, or of integers.
+      UnsupportedError: dropout_p > 0; a mask of a tensor subclass that has no values in memory. SpecError: shapes that
+        do not broadcast; attn_mask with is_causal=True; an integer mask.
     """
     name = "scaled_dot_product_attention"
     if dropout_p > 0.0:
         raise UnsupportedError(
-            f"{name}: dropout_p is {dropout_p}; expected 0.0: no kernel draws random numbers; pass 0.0, or dropout "
-            "the output"
+            f"{name}: dropout_p is {dropout_p}; expected 0.0: no kernel draws random numbers; pass 0.0, or apply "
+            "dropout to the output"
         )
     if attn_mask is not None and is_causal:
         raise SpecError(
@@ -222,7 +223,7 @@ def softmax(
     *,
     backend: str | None = None,
 ) -> Tensor:
-    """``torch.nn.functional.softmax`` on the softmax op: along ``dim``, after a cast to ``dtype`` where one is given.
+    """``torch.nn.functional.softmax`` on the softmax op: along ``dim``, after a cast to ``dtype`` if it is not None.
 
     Raises:
       SpecError: dim None (PyTorch's implicit choice is deprecated) or out of range, a dtype that is not floating-point.
@@ -247,15 +248,15 @@ def logsumexp(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """``torch.logsumexp`` on the logsumexp op: along one axis or several, which are made one.
+    """``torch.logsumexp`` on the logsumexp op, along one or several axes.
 
     Args:
-      input: any shape; integers become numbers of PyTorch's default dtype.
-      dim: the axes that are reduced; keepdim: whether they keep an extent of 1.
-      out: a tensor of the result's shape and dtype to write it to, or one without elements, which is given that shape.
+      input: any shape; integers are cast to PyTorch's default dtype.
+      dim: the axes to reduce; keepdim: keep them with extent 1.
+      out: a tensor of the result's shape and dtype to write to, or an empty one, which is resized.
 
     Raises:
-      SpecError: an axis out of range or named twice, an ``out`` that does not fit or takes part in a gradient.
+      SpecError: an axis out of range or named twice; an ``out`` of another shape or dtype, or that requires a gradient.
     """
     given = (dim,) if isinstance(dim, int) else tuple(dim)
     rank = max(input.dim(), 1)  # PyTorch takes a number for a row of one
@@ -290,22 +291,22 @@ def cross_entropy(
     *,
     backend: str | None = None,
 ) -> Tensor:
-    """``torch.nn.functional.cross_entropy`` on the cross_entropy op, for targets that are classes.
+    """``torch.nn.functional.cross_entropy`` on the cross_entropy op, for class indices as targets.
 
     Args:
       input: (C), (N, C) or (N, C, d1, ...), logits; target: input's shape without C, integers from 0 to C - 1.
-      weight: None, and size_average and reduce, which PyTorch deprecates, too.
-      ignore_index: a target whose row takes no part, and is not counted in the mean.
+      weight, size_average, reduce: None; PyTorch deprecates the last two.
+      ignore_index: rows with this target are ignored, and not counted in the mean.
       reduction: "none", "sum" or "mean", over rows in float32 before the result is rounded to input's dtype.
-      label_smoothing: the share of the target that all classes divide evenly.
+      label_smoothing: the part of the target that is spread evenly over all classes.
 
     Returns:
-      target's shape or a number, of input's dtype (float32 of 16 bits under autocast, as PyTorch's). The mean of no
-      row is NaN. A target that is no class makes NaN, where PyTorch raises an error or ends the process.
+      target's shape or a scalar, in input's dtype (under autocast float32 for 16-bit input, as in PyTorch). The mean of
+      no rows is NaN. An invalid class gives NaN, where PyTorch raises an error or aborts the process.
 
     Raises:
-      UnsupportedError: weight, targets that are probabilities, size_average, reduce. SpecError: shapes that do not
-        agree, another reduction.
+      UnsupportedError: weight, size_average, reduce, or probabilities as targets. SpecError: shapes that do not agree,
+        or an unknown reduction.
     """
     for argument, given in (("weight", weight), ("size_average", size_average), ("reduce", reduce)):
         if given is not None:
@@ -346,25 +347,26 @@ def linear_cross_entropy(
     backend: str | None = None,
 ) -> Tensor:
     """``torch.nn.functional.linear_cross_entropy`` on the linear_cross_entropy op: the cross entropy of the logits
-    input linear_weight^T, which are never whole in memory, for targets that are classes. Also where PyTorch has none.
+    input linear_weight^T for class indices as targets. The full logits are never stored. Works with PyTorch versions
+    without this function.
 
-    Where a gradient is wanted, that of input is made beside the loss, but for the loss's cotangent, and that of
-    linear_weight in the backward pass, which takes the logits a second time.
+    For training, the gradient of input is computed with the loss, without the loss's cotangent; the gradient of
+    linear_weight is computed in the backward pass, which computes the logits again.
 
     Args:
-      input: (..., E), hidden states; linear_weight: (C, E), a row a class; target: (...), integers from 0 to C - 1.
+      input: (..., E), hidden states; linear_weight: (C, E), one row per class; target: (...), integers from 0 to C - 1.
       linear_bias, weight: None.
       reduction: "none", "sum" or "mean", over rows in float32 before the result is rounded to input's dtype.
-      ignore_index: a target whose row takes no part, and is not counted in the mean; None: -100.
-      label_smoothing: the share of the target that all classes divide evenly.
-      options: PyTorch's, which say how it makes chunks, and have no say here: the op's tiling does.
+      ignore_index: rows with this target are ignored, and not counted in the mean; None: -100.
+      label_smoothing: the part of the target that is spread evenly over all classes.
+      options: PyTorch's chunk options, ignored here; the op's tiling replaces them.
 
     Returns:
-      target's shape or a number, as of :func:`cross_entropy`.
+      target's shape or a scalar, as in :func:`cross_entropy`.
 
     Raises:
-      UnsupportedError: linear_bias, weight, targets that are probabilities, a weight of more than two axes. SpecError:
-        shapes that do not agree, another reduction.
+      UnsupportedError: linear_bias, weight, probabilities as targets, a linear_weight of more than two axes.
+      SpecError: shapes that do not agree, or an unknown reduction.
     """
     for argument, given in (("linear_bias", linear_bias), ("weight", weight)):
         if given is not None:
@@ -423,11 +425,11 @@ def layer_norm(
     *,
     backend: str | None = None,
 ) -> Tensor:
-    """``torch.nn.functional.layer_norm`` on the layernorm op: over the trailing axes ``normalized_shape``, which weight
-    and bias share.
+    """``torch.nn.functional.layer_norm`` on the layernorm op, over the trailing axes ``normalized_shape``, the shape of
+    weight and bias.
 
     Raises:
-      SpecError: normalized_shape is not how input's shape ends, or weight or bias has another shape.
+      SpecError: input's shape does not end with normalized_shape, or weight or bias has another shape.
     """
     return _normalised("layer_norm", kept_op("layernorm", backend), input, normalized_shape, eps, weight, bias)
 
@@ -440,15 +442,14 @@ def rms_norm(
     *,
     backend: str | None = None,
 ) -> Tensor:
-    """``torch.nn.functional.rms_norm`` on the rmsnorm op: over the trailing axes ``normalized_shape``, which weight
-    shares.
+    """``torch.nn.functional.rms_norm`` on the rmsnorm op, over the trailing axes ``normalized_shape``, the shape of
+    weight.
 
     Args:
-      eps: None is ``torch.finfo(dtype).eps`` of the dtype that PyTorch computes in: float32 for 16-bit input, input's
-        otherwise.
+      eps: None: ``torch.finfo(dtype).eps`` of the compute dtype: float32 for 16-bit input, else input's.
 
     Raises:
-      SpecError: normalized_shape is not how input's shape ends, or weight has another shape.
+      SpecError: input's shape does not end with normalized_shape, or weight has another shape.
     """
     if eps is None:
         eps = FLOAT64_EPS if input.dtype == torch.float64 else FLOAT32_EPS
@@ -482,10 +483,10 @@ def matmul(input: Tensor, other: Tensor, *, out: Tensor | None = None, backend: 
 
     Args:
       input: (..., m, k) or (k,); other: (..., k, n) or (k,).
-      out: a tensor of the result's shape and dtype to write it to, or one without elements, which is given that shape.
+      out: a tensor of the result's shape and dtype to write to, or an empty one, which is resized.
 
     Raises:
-      SpecError: shapes that do not agree, a number for a matrix, an ``out`` that does not fit or takes part in a
+      SpecError: shapes that do not agree; a scalar operand; an ``out`` of another shape or dtype, or that requires a
         gradient.
     """
     if input.dim() > 1 and other.dim() > 1:  # as most calls have it
@@ -540,16 +541,16 @@ def into(name: str, out: Tensor | None, result: Tensor) -> Tensor:
 def rotary_tables(
     positions: Tensor, inv_freq: Tensor, *, scaling: float = 1.0, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rope op, one column a pair: cos(p f) scaling and sin(p f) scaling, rounded once.
+    """cos and sin tables for the rope op, one column per pair: cos(p f) scaling and sin(p f) scaling, rounded once.
 
-    The angle is formed in float64, and is wrong by 2^-53 of itself: at position 131072 by 10^-11, where one in float32
-    may be wrong by 0.008.
+    The angle is computed in float64 with a relative error of 2^-53: 10^-11 at position 131072, where float32 would have
+    an error of up to 0.008.
 
     Args:
-      positions: (seq,) or (batch, seq), integers; inv_freq: (pairs,), the angle of each pair from a token to the next,
-        scaled as the model has it; on one device.
+      positions: (seq,) or (batch, seq), integers; inv_freq: (pairs,), the angle of each pair between adjacent
+        tokens, with the model's scaling; on the same device.
       scaling: the attention factor.
-      dtype: of the tables: float32, or that of the queries.
+      dtype: dtype of the tables: float32, or that of the queries.
 
     Returns:
       cos, sin: (1 or batch, seq, pairs).
@@ -561,20 +562,20 @@ def rotary_tables(
 def apply_rotary_pos_emb(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1, *, backend: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The function of this name of transformers' models whose pairs are halves (Llama's and most others'), on the rope
-    op: views in and views out, nothing is copied.
+    """transformers' function of this name, for models that pair the two halves of a head (Llama and most others), on
+    the rope op. It takes and returns views and copies nothing.
 
     Args:
-      q, k: (batch, heads, seq, d), or (batch, seq, heads, d) with unsqueeze_dim=2; either has heads of its own.
-      cos, sin: (batch or 1, seq, 2 pairs), whose second half repeats the first, as transformers' rotary embeddings make
-        them; of the second nothing is read. Numbers beyond the 2 pairs first of a head pass through.
-      unsqueeze_dim: where q and k have their heads: 1 or 2.
+      q, k: (batch, heads, seq, d), or (batch, seq, heads, d) with unsqueeze_dim=2; the numbers of heads may differ.
+      cos, sin: (batch or 1, seq, 2 pairs) from transformers' rotary embeddings; the second half repeats the first, and
+        is not read. Elements of a head beyond the first 2 pairs are returned unchanged.
+      unsqueeze_dim: the axis of the heads in q and k: 1 or 2.
 
     Returns:
-      q, k: turned, in the order of axes that they came in. No gradient of the tables is given.
+      q, k: rotated, with their axes in the same order. cos and sin get no gradient.
 
     Raises:
-      SpecError: another unsqueeze_dim, or tables of an odd width.
+      SpecError: another unsqueeze_dim, or tables with an odd number of columns.
     """
     if unsqueeze_dim not in (1, 2):
         raise SpecError(
