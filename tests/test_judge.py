@@ -92,9 +92,9 @@ ESCAPES = {
             return x * 0
         """,
         ("crashed",),
-        "a reply is outputs or the words of a failure; no word of it is a verdict",
+        "a reply contains outputs or an error message, never a verdict",
     ),
-    "outputs on the pipe before they are asked for": Escape(
+    "outputs on the pipe before the call": Escape(
         """
         import json, os, stat, struct
 
@@ -111,7 +111,7 @@ ESCAPES = {
             return x * 0
         """,
         ("wrong",),
-        "forged outputs are outputs: they are compared as any others",
+        "forged outputs are compared like all outputs",
     ),
     "a header of a gigabyte": Escape(
         """
@@ -127,17 +127,17 @@ ESCAPES = {
             return x * 0
         """,
         ("crashed",),
-        "headers are short, and outputs no longer than what was asked for",
+        "a header and outputs have a maximum length",
     ),
     "os._exit(0)": Escape(
-        "import os\ndef softmax(x):\n    os._exit(0)\n", ("crashed",), "a process that ends has not answered"
+        "import os\ndef softmax(x):\n    os._exit(0)\n", ("crashed",), "a process that exits has sent no reply"
     ),
     "sys.exit(0) at import": Escape(
         "import sys\nsys.exit(0)\ndef softmax(x):\n    return x\n",
         ("crashed",),
-        "an exit is an exception, and ends in words",
+        "an exit is an exception, with an error message",
     ),
-    "another comparison": Escape(
+    "a replaced comparison": Escape(
         """
         import numpy as np
         import portakern.spec.tolerance
@@ -151,7 +151,7 @@ ESCAPES = {
             return np.zeros_like(x)
         """,
         ("wrong",),
-        "nothing is compared in its process",
+        "nothing is compared in the kernel's process",
     ),
     "arrays that compare equal to all": Escape(
         """
@@ -167,9 +167,9 @@ ESCAPES = {
             return np.zeros_like(x).view(Right)
         """,
         ("wrong",),
-        "outputs leave as bytes",
+        "outputs are sent as bytes",
     ),
-    "a clock that stands still": Escape(
+    "a stopped clock": Escape(
         """
         import select, time
 
@@ -181,9 +181,9 @@ ESCAPES = {
                 pass
         """,
         ("hung",),
-        "the clock is the judge's",
+        "the judge has its own clock",
     ),
-    "memory without end": Escape(
+    "unlimited memory": Escape(
         """
         def softmax(x):
             kept = []
@@ -191,9 +191,9 @@ ESCAPES = {
                 kept.append(bytearray(1 << 28))
         """,
         ("ran out of memory",),
-        "a limit on its address space, and a watch over all its processes",
+        "a limit on its address space, and on the memory of all its processes",
     ),
-    "printing without end": Escape(
+    "unlimited printing": Escape(
         """
         import os
 
@@ -203,7 +203,7 @@ ESCAPES = {
             return x * 0
         """,
         ("crashed",),
-        "a limit on the size of files, of which what it prints is one",
+        "a limit on the size of files; its output is a file",
     ),
     "signals to the judge": Escape(
         """
@@ -220,7 +220,7 @@ ESCAPES = {
             return x * 0
         """,
         ("wrong", "crashed"),
-        "a process namespace: it has no number for the judge",
+        "a process namespace: the judge has no process id in it",
     ),
     "the judge's memory": Escape(
         """
@@ -253,7 +253,7 @@ ESCAPES = {
         ("wrong",),
         "the kernel ends a process namespace with its first process",
     ),
-    "processes without end": Escape(
+    "unlimited processes": Escape(
         """
         import os, time
 
@@ -265,7 +265,7 @@ ESCAPES = {
             time.sleep(30)
         """,
         ("crashed", "hung", "ran out of memory"),
-        "a count of its processes and of their memory",
+        "a limit on its processes and on their memory",
     ),
     "files of the judge": Escape(
         """
@@ -284,7 +284,7 @@ ESCAPES = {
             return x * 0
         """,
         ("wrong",),
-        "Landlock: it writes in its own folder alone, which is its home",
+        "Landlock: it writes only in its own folder",
     ),
     "a network": Escape(
         """
@@ -315,9 +315,9 @@ ESCAPES = {
             return y
         """,
         ("crashed",),
-        "the judge copies that memory, and never maps it",
+        "the judge copies the memory, and does not map it",
     ),
-    "an input made easy": Escape(
+    "an input replaced by an easy one": Escape(
         """
         import numpy as np
 
@@ -329,7 +329,7 @@ ESCAPES = {
         ("wrong",),
         "the reference is computed from the judge's own copy",
     ),
-    "an answer that comes later": Escape(
+    "outputs that are written after the call": Escape(
         """
         import threading, time
         import numpy as np
@@ -365,7 +365,7 @@ ESCAPES = {
         ("refused",),
         "a candidate that refuses is not right",
     ),
-    "outputs that say they are inputs, and earlier outputs": Escape(
+    "outputs that claim the memory of inputs and of earlier outputs": Escape(
         """
         import __main__ as host
 
@@ -383,9 +383,9 @@ ESCAPES = {
         host.Host.call = forged
         """,
         ("wrong",),
-        "values are compared first, whatever memory they are said to be in",
+        "values are compared first, before their memory",
     ),
-    "an exception without words": Escape(
+    "an exception whose message fails": Escape(
         """
         class Odd(Exception):
             def __str__(self):
@@ -395,7 +395,7 @@ ESCAPES = {
             raise Odd
         """,
         ("crashed", "refused"),
-        "what is told of an exception may fail, and is told",
+        "a failing message is replaced and reported",
     ),
     "an array of objects": Escape(
         """
@@ -405,14 +405,14 @@ ESCAPES = {
             return np.array([[object()] * x.shape[1]] * x.shape[0])
         """,
         ("wrong",),
-        "an array has a dtype that the op has, or is none",
+        "the dtype must be one of the op's",
     ),
     "a hundred outputs": Escape(
         "def softmax(x):\n    return tuple(x * 0 for _ in range(100))\n",
         ("crashed",),
-        "a reply has one form, and a few outputs",
+        "a reply has a fixed format, with few outputs",
     ),
-    "libraries for whoever comes next": Escape(
+    "libraries left for the next process": Escape(
         """
         import os
 
@@ -426,7 +426,7 @@ ESCAPES = {
             return x * 0
         """,
         ("wrong",),
-        "its home is a folder of its own that goes with it, and the judge imports from none of these",
+        "its home is a temporary folder, from which the judge imports nothing",
     ),
     "an array too large to look at": Escape(
         """
@@ -436,7 +436,7 @@ ESCAPES = {
             return np.broadcast_to(np.float32(0), (1 << 40,))
         """,
         ("ran out of memory", "wrong"),
-        "form and size are compared before values are taken",
+        "shape and size are compared before values are read",
     ),
 }
 
