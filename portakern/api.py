@@ -140,7 +140,8 @@ class Op:
         if backend is not None and not registry.known(backend):
             raise pickle.PicklingError(
                 f"{self!r} cannot be pickled: its backend {backend.name!r} is not registered under that name; "
-                "call portakern.register here and where it is loaded, or add an entry point of the group portakern.backends"
+                "call portakern.register here and where it is loaded, or add an entry point of the group "
+                "portakern.backends"
             )
         named = None if backend is None else backend.name
         return make, (self.spec.name, named, self.choice.variant, dict(self.choice.tiling))

@@ -486,7 +486,7 @@ def test_wrong_arguments_are_refused_by_name(message, change):
 def test_what_was_changed_since_is_not_undone_in_silence():
     model = build()
     applied = portakern.torch.apply(model)
-    with pytest.raises(pk.SpecError, match="portakern's already"):
+    with pytest.raises(pk.SpecError, match="is replaced by portakern already"):
         portakern.torch.apply(model)
     ours, model.model.norm.forward = model.model.norm.forward, lambda x: x
     with pytest.raises(pk.SpecError, match="forward of LlamaRMSNorm is not what apply set"):

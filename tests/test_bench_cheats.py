@@ -319,5 +319,5 @@ def test_a_call_that_a_variant_leaves_to_another_is_timed_under_that_ones_name_a
 
     assert ready(Contender(registry.backend("reference"), "reference", True), inputs)
     monkeypatch.setattr(contenders, "pick", left_to_another)
-    with pytest.raises(contenders.CallNotTaken, match="leaves this call to 'portable', a row of its own"):
+    with pytest.raises(contenders.CallNotTaken, match="delegates this call to 'portable', which has its own row"):
         ready(Contender(registry.backend("reference"), "reference", True), inputs)

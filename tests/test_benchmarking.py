@@ -259,7 +259,7 @@ def test_gradients_are_timed_on_what_a_right_forward_op_saved():
     wrong = backend("wrong", lambda x, axis: x + 1)
     outcome = run(BenchPlan([case], [wrong], [], "cpu", rounds=2), lambda found, case: None)
     assert not outcome.rows
-    assert "softmax, which saves for its gradients, is wrong: 240 of 240" in outcome.unserved[0][1]
+    assert "softmax, which its gradient reads, is wrong: 240 of 240" in outcome.unserved[0][1]
 
 
 def test_what_other_processes_expect_is_what_this_one_would(tmp_path):

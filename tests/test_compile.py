@@ -213,7 +213,7 @@ def test_no_typical_call_is_said():
         pytest.param("matmul", "m=-3", "matmul: m is -3; expected a whole number from 1 on"),
         pytest.param("matmul", "m=true", "matmul: m is True; expected"),
         pytest.param("matmul", "m=4k", "matmul: m is 4k; expected"),
-        pytest.param("matmul", "m=none", "matmul: no extent for m; say it, as in m=64"),
+        pytest.param("matmul", "m=none", "matmul: no extent for m; pass one, e.g. m=64"),
     ],
 )
 def test_a_shape_that_a_user_gives_is_one_or_is_refused_in_words(op, shape, expected):

@@ -92,8 +92,8 @@ def refused_by_choice(target):
 def test_a_gpu_without_a_native_backend_names_what_serves_it(arch):
     pytest.importorskip("jax", reason="jax is not installed")
     told = refused_by_choice(Target("cuda", arch))
-    assert f"no backend serves jax arrays on cuda {arch} by itself" in told
-    assert "pallas: its kernels for cuda are for sm_90 alone" in told
+    assert f"no backend serves jax arrays on cuda {arch} by default" in told
+    assert "pallas: its kernels for cuda are only for sm_90" in told
     assert "Backends that can be named: backend='reference'" in told
 
 
@@ -171,11 +171,11 @@ SM90 = {"targets": ("sm_90",)}
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (families(one=SM90, two=SM90), "nothing says which of its families 'one' and 'two' is tried first; "),
-        (families(one={}, two={}), "nothing says which of its families 'one' and 'two'"),
-        (families(one={"targets": ("sm_80", "sm_90")}, two={"targets": ("sm_90", "sm_100")}), "nothing says which"),
+        (families(one=SM90, two=SM90), "the order of its families 'one' and 'two' is not declared; "),
+        (families(one={}, two={}), "the order of its families 'one' and 'two'"),
+        (families(one={"targets": ("sm_80", "sm_90")}, two={"targets": ("sm_90", "sm_100")}), "the order of its"),
         (families(one=SM90 | {"before": ("zwei",)}, two={}), "'one' declares before='zwei'; expected one of two"),
-        (families(one=SM90 | {"before": ("two",)}, two=SM90 | {"before": ("one",)}), "'one', 'two' each is to be"),
+        (families(one=SM90 | {"before": ("two",)}, two=SM90 | {"before": ("one",)}), "'one', 'two' form a cycle"),
         ([*families(one=SM90), Family("other.one")], "has two families called 'one'"),
     ],
 )

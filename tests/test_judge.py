@@ -529,7 +529,7 @@ def test_walls_are_left_out_by_name_and_the_verdict_says_so(tmp_path):
     result = judged(tmp_path, NUMPY_RIGHT, bounds=Bounds(without=("processes", "files")))
     assert result.report.outcome == "right" and {*WALLS} - {*result.walls} == {"processes", "files"}
     for name in ("moat", "session"):
-        with pytest.raises(pk.SpecError, match=f"'{name}' is no wall to leave out; expected some of limits, "):
+        with pytest.raises(pk.SpecError, match=f"'{name}' cannot be omitted; expected some of limits, "):
             judged(tmp_path, NUMPY_RIGHT, bounds=Bounds(without=(name,)))
 
 
@@ -726,7 +726,7 @@ def test_mappings_that_are_none_are_named(text, words, tmp_path):
 
 
 def test_files_that_are_none_are_named(tmp_path):
-    with pytest.raises(pk.SpecError, match="is no file"):
+    with pytest.raises(pk.SpecError, match="is not a file"):
         judge(tmp_path / "nothing.py", "softmax")
     with pytest.raises(pk.SpecError, match="candidate is no problem that is known here; say with --op"):
         judged(tmp_path, ZEROS, None)
@@ -1028,7 +1028,7 @@ def test_what_changes_while_it_is_judged_has_no_verdict(tmp_path, monkeypatch):
         return seen[-1]
 
     monkeypatch.setattr(judgement, "hashes", meanwhile)
-    with pytest.raises(pk.UnavailableError, match=r"helper\.py changed while it was judged: judge it again"):
+    with pytest.raises(pk.UnavailableError, match=r"helper\.py changed during the check; run it again"):
         judged(tmp_path, NUMPY_RIGHT)
 
 

@@ -272,7 +272,7 @@ SHAPE, REST, Y = {"x": Float[A, "*shape"]}, {"y": Float[A, "*rest"]}, {"y": Floa
 ODD = {
     "an output of its own": (
         lambda: declared(SHAPE, REST),
-        "odd: 'rest' of y is not an argument's dimension; declare it: as an axis of an argument, or as drops={'rest': ",
+        "odd: 'rest' of y is not an argument's dimension; declare it as an axis of an argument, or as drops={'rest': ",
     ),
     "an axis that no option names": (
         lambda: declared(SHAPE, REST, drops={"rest": "axis"}),
@@ -280,7 +280,7 @@ ODD = {
     ),
     "an axis without a value": (
         lambda: declared(SHAPE, REST, AXIS, drops={"rest": "axis"}),
-        "odd: no output has the axis that axis names; say what an extent of 0 there gives",
+        "odd: no output has the axis that axis names; declare the result for extent 0",
     ),
     "an axis of many arrays": (
         lambda: declared({"x": Float[A, "*shape n"]}, REST, AXIS, drops={"rest": "axis"}),
@@ -300,7 +300,7 @@ ODD = {
     ),
     "a result that follows nothing": (
         lambda: declared({"x": Int8[A, "n"]}, Y),
-        "odd: the output y is Float and no argument is",
+        "odd: the output y is Float, but no argument is",
     ),
     "dtypes that are no floats": (
         lambda: declared({"x": Float[A, "n"]}, Y, dtypes=["int8"]),
@@ -308,19 +308,19 @@ ODD = {
     ),
     "an alias of another shape": (
         lambda: declared({"x": Float[A, "n"], "z": Float[A, "n n"]}, Y, aliases={"y": "z"}),
-        "odd: y cannot take the memory of z: it is Float[..., 'n'] and z is Float[..., 'n n']",
+        "odd: y cannot overwrite z: it is Float[..., 'n'] and z is Float[..., 'n n']",
     ),
     "an alias of another dtype": (
         lambda: declared({"x": Float[A, "n"], "z": Float32[A, "n"]}, Y, aliases={"y": "z"}),
-        "odd: y cannot take the memory of z: it is Float[..., 'n'] and z is Float32[..., 'n']",
+        "odd: y cannot overwrite z: it is Float[..., 'n'] and z is Float32[..., 'n']",
     ),
     "an alias of nothing": (
         lambda: declared({"x": Float[A, "n"]}, Y, aliases={"y": "w"}),
-        "odd: aliases says that y may take the memory of w; expected an output among y and an array argument among x",
+        "odd: aliases has y over w; expected an output among y and an array argument among x",
     ),
     "two aliases of one": (
         lambda: declared({"x": Bool[A, "n"]}, {"y": Bool[A, "n"], "z": Bool[A, "n"]}, aliases={"y": "x", "z": "x"}),
-        "odd: aliases gives the memory of one input to two outputs",
+        "odd: aliases has two outputs over one input",
     ),
     "a sample without an extent": (
         lambda: ops.peak.sample("odd", dims={}),

@@ -1,4 +1,4 @@
-"""A backend: which functions implement which ops, for which machines, in which array library."""
+"""A backend: the functions that implement ops, by machine, for the arrays of one framework."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _always(call: Call, config: Config) -> str | None:
 
 
 class Compiler(Protocol):
-    """What a family's module for compiling ahead of time has. Importing it imports no framework."""
+    """The interface of a family's module for compiling ahead of time. Importing the module imports no framework."""
 
     def unavailable(self, hardware: Hardware) -> str | None:
         """None, or what must be installed to compile for ``hardware``."""
@@ -61,9 +61,7 @@ class Compiler(Protocol):
         """The versions of everything that decides the machine code."""
 
     def build(self, impl: Implementation, call: Call, config: Config) -> Compiled:
-        """Compile a call on arrays without memory, for ``call.target``. Any exception is the reason why it cannot
-        be.
-        """
+        """Compile a call on abstract arrays for ``call.target``. Any exception is the reason for the failure."""
 
     # A compiler may have ``survey(impl, call, config) -> Compiled`` too: for a tuner, which compiles one call in many
     # tilings. Either it keeps the machine code where a launch finds it, and says so: ``LAUNCHES_FIND_IT = True``. Or it
@@ -72,10 +70,10 @@ class Compiler(Protocol):
 
 
 class Need(NamedTuple):
-    """A package without which, or before whose ``version``, the kernels of a family cannot be imported.
+    """A package, with a minimum ``version``, that the kernels of a family need.
 
     Attributes:
-      package: as pip names it; version: the least one, numbers with dots; note: what else that version asks for.
+      package: its name on PyPI; version: the minimum, numbers with dots; note: a further requirement of that version.
     """
 
     package: str
@@ -102,10 +100,9 @@ class Profile:
     """A context in which the checker runs a family's kernels.
 
     Attributes:
-      place: "module:function" of a context manager: of a slower and stricter interpreter, say.
-      targets: architectures of which it stands in for one that is not here; calls on the host's arrays are then
-        compiled
-        for it, and the function takes the target that was named. Empty: kernels run where they run.
+      place: "module:function" of a context manager, e.g. of a stricter interpreter.
+      targets: the architectures that it can emulate; calls on the host's arrays are compiled for the target that is
+        named, and the function gets this target. Empty: nothing is emulated.
     """
 
     place: str
@@ -114,28 +111,27 @@ class Profile:
 
 @dataclass(frozen=True)
 class Family:
-    """A package of op modules, the kernels for one kind of machine. An op that several families of a backend have is
-    one op with several variants.
+    """A package of op modules with kernels for one kind of machine. If several families of a backend implement an op,
+    each is a variant of this op.
 
     Attributes:
-      package: where the modules lie: ``<package>.<op>``, with its gradient or beside that. Its last name is the
-        variant's.
-      platforms: what its kernels are compiled for: cpu, cuda, rocm, tpu.
-      targets: the architectures of those platforms that it is for; empty: every one.
-      before: the names of families that are tried after this one, where both could serve (:func:`in_order`).
+      package: the package of the modules ``<package>.<op>``. The last part of its name is the variant's name.
+      platforms: the platforms that its kernels are compiled for: cpu, cuda, rocm, tpu.
+      targets: the supported architectures of those platforms; empty: all.
+      before: the names of families that are tried after this one (:func:`in_order`).
       interprets: its kernels also run on CPU arrays, in an interpreter.
-      needs: what must be installed beside the backend's own ``requires``, or the family is not there.
-      compiler: the module that compiles its calls for hardware that is not here (see :class:`Compiler`), or None.
-      plans: "module:function" that runs a call and learns from it how to serve calls of its signature in less time:
-        ``(implementation, call, config) -> (outputs, arrays by name -> outputs)``, None for what it cannot learn.
-      lists: "module:function" that names the kernels of a call, in the order of their launches, without one:
-        ``(implementation, call, config) -> names``; None: ``explain()`` names none.
-      stages: "module:function" that makes its kernels part of the programs of an array library that is not the
-        backend's own, and holds machine code (:attr:`portakern.core.framework.Framework.embeds`): ``(implementation,
-        embed) -> the implementation for arrays of that library``, which needs nothing of the backend's own library.
-        Or None, and ``unstaged`` says why not.
-      profiles: name -> a :class:`Profile`, or its place alone.
-      imports: "module:function" that gives a context in which its modules are imported; None: as anybody's.
+      needs: packages required in addition to the backend's ``requires``; without them the family is not available.
+      compiler: the module that compiles ahead of time for absent hardware (see :class:`Compiler`), or None.
+      plans: "module:function" that runs a call and makes a faster path for calls of its signature: ``(implementation,
+        call, config) -> (outputs, arrays by name -> outputs)``; None if there is no faster path.
+      lists: "module:function" that names the kernels of a call in launch order, without a launch: ``(implementation,
+        call, config) -> names``; None: ``explain()`` names none.
+      stages: "module:function" that embeds machine code of its kernels in programs of another framework
+        (:attr:`portakern.core.framework.Framework.embeds`): ``(implementation, embed) -> the implementation for arrays
+        of that framework``, which does not need the backend's own framework. None: not possible; ``unstaged`` is the
+        reason.
+      profiles: name -> a :class:`Profile`, or only its place.
+      imports: "module:function" of a context manager in which its modules are imported; None: no context.
     """
 
     package: str
@@ -154,7 +150,7 @@ class Family:
 
     @property
     def name(self) -> str:
-        """What ``variant=`` calls it."""
+        """Its name in ``variant=``."""
         return self.package.rpartition(".")[2] or "own"
 
     def compiles_for(self, target: Target) -> bool:
@@ -228,7 +224,7 @@ def in_order(backend: str, families: Sequence[Family]) -> tuple[Family, ...]:
     between is listed by the number of architectures, and then by name.
 
     Raises:
-      SpecError: nothing says which of two comes first, or both do; ``before`` names no family; two have one name.
+      SpecError: two families have no order, or form a cycle; ``before`` names no family; two have one name.
     """
     by_name = {f.name: f for f in families}
     if len(by_name) != len(families):
@@ -249,9 +245,9 @@ def in_order(backend: str, families: Sequence[Family]) -> tuple[Family, ...]:
                 first[g.name].add(f.name)
             elif not g.narrower(f):
                 raise SpecError(
-                    f"backend {backend!r}: nothing says which of its families {f.name!r} and {g.name!r} is "
-                    f"tried first; "
-                    f"where that is {f.name!r}, write Family(..., before=({g.name!r},)) in {f.package}"
+                    f"backend {backend!r}: the order of its families {f.name!r} and {g.name!r} is "
+                    f"not declared; "
+                    f"to try {f.name!r} first, write Family(..., before=({g.name!r},)) in {f.package}"
                 )
     said = _all_before(backend, first)
     found: list[Family] = []
@@ -276,12 +272,12 @@ def _all_before(backend: str, first: Mapping[str, set[str]]) -> dict[str, set[st
 
 @dataclass(frozen=True)
 class Drawn:
-    """The calls that the checker draws of a variant which takes few of an op's, so that its own kernels run in them and
-    not a refusal. Edges are drawn as of any other.
+    """Limits of the calls that the checker draws for a variant that supports few calls, so that its kernels run and do
+    not refuse. Edges are not limited.
 
     Attributes:
-      absent: optional arrays and options that no call gives. multiples: dimension -> what its extent is a multiple of.
-      least, most: dimension -> its least extent, and its largest.
+      absent: optional arrays and options that no call has. multiples: dimension -> a divisor of its extent.
+      least, most: dimension -> its smallest and largest extent.
     """
 
     absent: tuple[str, ...] = ()
@@ -311,35 +307,33 @@ class Implementation:
     """One variant of one op on one backend.
 
     Attributes:
-      fn: ``fn(call, config)`` returns every output in the spec's order, None for one that ``call.wants`` does not name.
-      tiling: the default tiling of a call where no table has one. Where there is a ``key`` it is asked once for each
-        key and target, so that it may use nothing else of a call.
-      supports: None, or why this variant cannot serve the call with this config, in a user's words.
-      config: the class that a tiling becomes: the spec's tiles, and launch parameters tunable beside them
-        (:class:`portakern.Config`). Tiles that it leaves out it gets from the spec.
-      key: name -> value of what decides a call's tiling beside the target; tables are looked up by it
-        (:mod:`portakern.core.tilings`). None: no table is asked.
-      fit: ``fit(call, config)`` gives what was found as it is, or a changed copy for this very call, where a bias
-        takes room, say.
-      takes: the arguments that it knows of those that a spec has; None: all. The checker draws no others, and holds it
-        to no law.
-      copies: what it copies through the framework before or after its kernels, in words; None: nothing.
+      fn: ``fn(call, config)`` returns all outputs in the spec's order, with None for outputs not in ``call.wants``.
+      tiling: the default tiling of a call that no table has. With a ``key`` it runs once per key and target, and may
+        use nothing else of the call.
+      supports: None, or the reason, for a user, why this variant cannot serve the call with this config.
+      config: the class of its tilings (:class:`portakern.Config`): the spec's tiles, other launch parameters. Tiles
+        that the class does not declare are added from the spec.
+      key: a function from a call to the names and values by which tables of tilings are looked up, with the target
+        (:mod:`portakern.core.tilings`). None: no table is used.
+      fit: ``fit(call, config)`` returns the config, or a copy that is changed for this call, e.g. to make room for a
+        bias.
+      takes: the spec's arguments that it supports; None: all. The checker draws no others, and checks no laws.
+      copies: the copies that it makes with the framework before or after its kernels, in words; None: none.
       same_bits: a row's bits are the same in every tiling.
-      overwrites: it writes results over inputs where a call asks (:meth:`Call.overwritten`), and hands those back;
+      overwrites: it supports ``overwrite=`` (:meth:`Call.overwritten`): it writes results over inputs and returns them;
         ``supports`` refuses the tilings in which it cannot.
-      drawn: which calls the checker draws of a variant that takes few.
-      compiled_alone: why its kernels run in no interpreter, in words, where those of its family do; None: they do.
-      delegate: ``delegate(call, config)`` of a call that it supports with this config: None where its own kernels serve
-        it; else the name of the variant of its backend that does, and the tiling that this one runs with.
-      ahead: the dtypes in which it was measured to take no longer, with its gradients, than the functions of an array
-        library that come to the same one after the other. Who would put it in their place asks
-        (:func:`portakern.core.dispatch.ahead`).
-      unordered: outputs whose bits may change from one run of a call to the next, each with the reason in words. A
-        variant that has such serves calls that name it, and no others; ``explain()`` says so, and the checker holds
-        these outputs to their bounds alone, and all others to every promise.
+      drawn: limits of the calls that the checker draws, for a variant that supports few calls.
+      compiled_alone: the reason why its kernels do not run in the family's interpreter, in words; None: they do.
+      delegate: ``delegate(call, config)`` for a supported call: None if its own kernels serve it; else the name of the
+        variant that does, and that variant's tiling.
+      ahead: the dtypes in which it and its gradients were measured at least as fast as the framework's equivalent
+        functions. Code that replaces those functions reads it (:func:`portakern.core.dispatch.ahead`).
+      unordered: non-deterministic outputs, whose bits may change from run to run -> the reason in words. Such a variant
+        serves only calls that name it. The checker compares these outputs with their bounds only, and checks every
+        promise for the others.
 
-    Neither ``tiling`` nor ``key`` nor ``fit`` may depend on batch or row counts, so that a row's bits do not either;
-    but where they are the ``same_bits`` in every tiling, and ``fit`` in tiles that leave a row's bits as they are.
+    ``tiling``, ``key`` and ``fit`` must not depend on batch or row counts, because a row's bits must not. Exceptions:
+    ``same_bits``, and tiles in ``fit`` that do not change a row's bits.
     """
 
     backend: Backend
@@ -589,8 +583,8 @@ class Backend:
     ) -> Callable[[F], F]:
         """Register the decorated ``fn(call, config)`` as this backend's ``op`` (see :class:`Implementation`).
 
-        A function of a family's own package is that family's; one from elsewhere serves all platforms, in the fewest
-        families that do, and replaces no other: only itself, when a notebook cell runs again.
+        A function in a family's package belongs to that family. A function from another module serves all platforms.
+        It may replace only itself, when a notebook cell runs again.
         """
 
         def register(fn: F) -> F:
@@ -601,8 +595,8 @@ class Backend:
                 before = self._found.get((family.package, op))
                 if there and not (_same_place(before.fn, fn) if before else there == self._elsewhere.get(op)):
                     raise SpecError(
-                        f"{op} on backend {self.name!r} is taken by {there}; "
-                        f"{fn.__module__}.{fn.__qualname__} needs a backend of its own: pk.Backend(...)"
+                        f"{op} on backend {self.name!r} is implemented by {there} already; "
+                        f"register {fn.__module__}.{fn.__qualname__} on a new backend: pk.Backend(...)"
                     )
             for family in own or self._broadest():
                 made = Implementation(
@@ -616,10 +610,10 @@ class Backend:
         return register
 
     def implemented_in(self, op: str, module: str) -> None:
-        """Say which module holds this backend's ``op``, of an op that is declared outside of the backend's package.
+        """Name the module of this backend's ``op``, for an op that is declared outside of the backend's package.
 
-        The module is imported when a call first needs it, and registers its function with :meth:`implements`: a
-        package so names its Triton kernels without importing Triton.
+        The module is imported at the first call that needs it, and registers its function with :meth:`implements`. In
+        this way a package names its Triton kernels without importing Triton.
 
         Raises:
           SpecError: another module has the op already.
@@ -627,7 +621,10 @@ class Backend:
         for family in self.families:
             there = self.where(op, family)
             if there not in (None, module):
-                raise SpecError(f"{op} on backend {self.name!r} is taken by {there}; {module} cannot have it too")
+                raise SpecError(
+                    f"{op} on backend {self.name!r} is implemented by {there} already; remove one, or register "
+                    f"{module} on a new backend"
+                )
         self._elsewhere[op] = module
         forget()
 

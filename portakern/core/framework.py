@@ -228,7 +228,7 @@ class Framework:
 
     def abstract(self, shape: tuple[int, ...], dtype: str, strides: Sequence[int] | None = None) -> Any:
         """An array of this form without memory, to compile for."""
-        raise UnsupportedError(f"{self.name} has no arrays without memory")
+        raise UnsupportedError(f"{self.name} has no abstract arrays; pass arrays of PyTorch or JAX")
 
     def full(self, shape: tuple[int, ...], dtype: str, value: float, device: Any) -> Any:
         """An array filled with one value."""

@@ -90,7 +90,7 @@ def wiring(spec: Spec[Any]) -> Wiring:
             else "has no gradient"
         )
         raise UnsupportedError(
-            f"{spec.name} {what}; cut the graph in front of its inputs (torch: .detach() or torch.no_grad(), JAX: "
+            f"{spec.name} {what}; cut the graph before its inputs (torch: .detach() or torch.no_grad(), JAX: "
             "jax.lax.stop_gradient)"
         )
     vjp = registry.find_spec(spec.vjp)
@@ -103,20 +103,18 @@ def wiring(spec: Spec[Any]) -> Wiring:
                 "an output; rename it"
             )
         if not optional and any(a.name == name and a.optional for a in spec.arrays):
-            raise SpecError(
-                f"{vjp.name}: {name} is optional in {spec.name} and must be so here; give it the default None"
-            )
+            raise SpecError(f"{vjp.name}: {name} is optional in {spec.name}; give it the default None here too")
     gradients = {of: o.name for o in vjp.outputs for of in (o.gradient_of, *vjp.also.get(o.name, ())) if of}
     for output, others in vjp.also.items():
         if output not in gradients.values() or not mine.issuperset(others):
             raise SpecError(
-                f"{vjp.name}: also says that {output} is the gradient of {', '.join(others)} too; expected a gradient "
+                f"{vjp.name}: also declares {output} as the gradient of {', '.join(others)} too; expected a gradient "
                 f"among its outputs, and inputs of {spec.name}: {', '.join(a.name for a in spec.arrays)}"
             )
     for name, cotangent in vjp.passes.items():
         if name not in mine or cotangent not in taken or cotangent.removeprefix("d_") not in outputs:
             raise SpecError(
-                f"{vjp.name}: passes says that the gradient of {name} is {cotangent}; expected an input of {spec.name} "
+                f"{vjp.name}: passes declares {cotangent} as the gradient of {name}; expected an input of {spec.name} "
                 f"and a cotangent among the arguments: {', '.join(taken)}"
             )
         gradients[name] = cotangent

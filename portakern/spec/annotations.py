@@ -79,8 +79,7 @@ def outputs(
         named = _named(op, name, hint)
         if not (_is_float(named) or len(named) == 1 or name in aliases):
             raise SpecError(
-                f"{op}: the output {name} may be {' or '.join(named)}; expected one dtype, which results have: name "
-                "it, as Int32 does"
+                f"{op}: the output {name} may be {' or '.join(named)}; expected one dtype: name it, as in Int32"
             )
         dtype = named[0] if len(named) == 1 else None
         gradient_of = name[2:] if name.startswith("d_") else None
@@ -106,7 +105,7 @@ def _named(op: str, name: str, hint: Any) -> tuple[str, ...]:
     if not isinstance(names, (tuple, list)):
         raise SpecError(
             f"{op}: {name} is annotated {hint!r}; expected one of jaxtyping's with a shape: Float[A, 'm n'] or "
-            "Int32[A, 'n'], and '| None' beside it where the default is None"
+            "Int32[A, 'n'], and '| None' if the default is None"
         )
     found = tuple(d for d in DTYPES if d in names)
     if not found:
@@ -149,18 +148,18 @@ def check_aliases(
     for out, name in aliases.items():
         if out not in results or name not in arguments:
             raise SpecError(
-                f"{op}: aliases says that {out} may take the memory of {name}; expected an output among "
+                f"{op}: aliases has {out} over {name}; expected an output among "
                 f"{', '.join(results)} and an array argument among {', '.join(arguments)}"
             )
         ours, theirs = results[out], _without_none(arguments[name])
         same = _dims(ours) == _dims(theirs) and _named(op, out, ours) == _named(op, name, theirs)
         if not same or any(d.broadcast for d in _dims(theirs)):
             raise SpecError(
-                f"{op}: {out} cannot take the memory of {name}: it is {_written(ours)} and {name} is "
+                f"{op}: {out} cannot overwrite {name}: it is {_written(ours)} and {name} is "
                 f"{_written(theirs)}; declare both with one annotation, without axes that broadcast"
             )
     if len(set(aliases.values())) < len(aliases):
-        raise SpecError(f"{op}: aliases gives the memory of one input to two outputs; expected one output for each")
+        raise SpecError(f"{op}: aliases has two outputs over one input; expected one output for each")
 
 
 def _written(hint: Any) -> str:
@@ -174,8 +173,7 @@ def check_declaration(spec: Spec[Any]) -> None:
     for name in spec.reads:
         if name not in {a.name for a in spec.arrays if a.optional}:
             raise SpecError(
-                f"{spec.name}: reads says when {name} is read; expected an array argument that may be absent: give it "
-                "the default None"
+                f"{spec.name}: reads names {name}; expected an optional array argument: give it the default None"
             )
     solved = {f for a in spec.arrays for d in a.dims for f in d.factors}
     for dim in spec.drops:
@@ -183,8 +181,8 @@ def check_declaration(spec: Spec[Any]) -> None:
     for o in spec.outputs:
         for name in {f for d in o.dims for f in d.factors} - solved - set(spec.drops):
             raise SpecError(
-                f"{spec.name}: {name!r} of {o.name} is not an argument's dimension; declare it: as an axis of an "
-                f"argument, or as drops={{{name!r}: option}}, a shape without the axis that an option names"
+                f"{spec.name}: {name!r} of {o.name} is not an argument's dimension; declare it as an axis of an "
+                f"argument, or as drops={{{name!r}: option}} (a shape without the axis that the option names)"
             )
 
 
@@ -192,21 +190,17 @@ def _check_lead(spec: Spec[Any]) -> None:
     """The op's dtype must be known wherever something follows it."""
     lead = spec.lead
     if lead.optional:
-        raise SpecError(f"{spec.name}: {lead.name} may be absent, and no array is always there; make one required")
+        raise SpecError(f"{spec.name}: {lead.name} is optional, and no array is required; make one required")
     late = [a.name for a in spec.arrays if a.follows and a.optional and not lead.follows]
     if late:
         raise SpecError(
-            f"{spec.name}: {late[0]} is Float and may be absent, and no Float argument is always there, so that the op "
-            "has "
-            f"no dtype; make one required, name {late[0]}'s dtype (Float32), or list it in own_dtype"
+            f"{spec.name}: {late[0]} is an optional Float, and no Float argument is required, therefore the op "
+            f"has no dtype; make one required, name {late[0]}'s dtype (Float32), or list it in own_dtype"
         )
     floating = all(DTYPES[d].floating for d in lead.dtypes)
     for o in spec.outputs:
         if o.dtype is None and o.alias_of is None and o.gradient_of is None and not floating:
-            raise SpecError(
-                f"{spec.name}: the output {o.name} is Float and no argument is, so that it follows no dtype; name its "
-                "own: Float32"
-            )
+            raise SpecError(f"{spec.name}: the output {o.name} is Float, but no argument is; name its dtype: Float32")
 
 
 def _check_drop(spec: Spec[Any], dim: str) -> None:
@@ -242,7 +236,7 @@ def _check_drop(spec: Spec[Any], dim: str) -> None:
     shown = {f for o in spec.outputs for d in o.dims for f in d.factors}
     if whole not in shown and name not in spec.empty and name not in spec.positive:
         raise SpecError(
-            f"{spec.name}: no output has the axis that {name} names; say what an extent of 0 there gives, "
+            f"{spec.name}: no output has the axis that {name} names; declare the result for extent 0, "
             f"empty={{{name!r}: {{output: value}}}}, or refuse it, positive=({name!r},)"
         )
 

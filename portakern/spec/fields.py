@@ -44,8 +44,8 @@ class Count(Tile):
 
 @dataclass(frozen=True)
 class Edge:
-    """A named special case that the checker visits several times: the calls that have it, and the values that are planted
-    in their arrays.
+    """A named special case that the checker visits several times: the calls that have it, and the values planted in
+    their arrays.
 
     Attributes:
       name; doc: what must hold.

@@ -187,7 +187,7 @@ def ready(contender: Contender, inputs: Inputs) -> ReadyCall:
     except (UnsupportedError, UnavailableError, SpecError) as e:
         raise CallNotTaken(str(e).partition("cannot: ")[2] or str(e)) from e
     if contender.variant and (serves := route.impl.family.name) != contender.variant:
-        raise CallNotTaken(f"it leaves this call to {serves!r}, a row of its own")
+        raise CallNotTaken(f"it delegates this call to {serves!r}, which has its own row")
     prepared = getattr(route.impl.fn, "prepared", None)
     return ReadyCall(contender, prepared(call) if prepared else UserCall(chosen, call), call, dict(tiling))
 
@@ -197,7 +197,7 @@ def _crossed(inputs: Inputs, framework: Framework) -> Call:
     crossed = to_framework(inputs.call, framework)
     lead = next(a for a in crossed.arrays.values() if a is not None)
     if inputs.strided and framework.strides(lead) is None:
-        raise CallNotTaken(f"{framework.title}'s arrays have no strides, and this call is about them")
+        raise CallNotTaken(f"this call tests strides, and {framework.title}'s arrays have none")
     return crossed
 
 

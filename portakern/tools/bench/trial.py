@@ -146,7 +146,7 @@ def of_gradient(forward: Inputs, lead: Backend, right: Callable[[Inputs], bool] 
         kept = [o for o in outputs if o is not None]
         verdict = saving.verdict(call.framework, kept, call.target, call.interpret)
         if not verdict.right:
-            raise UnsupportedError(f"{forward.spec.name}, which saves for its gradients, is wrong: {verdict.why}")
+            raise UnsupportedError(f"{forward.spec.name}, which its gradient reads, is wrong: {verdict.why}")
     return inputs
 
 
@@ -279,7 +279,7 @@ class Trial:
             raise DeviceLost(
                 f"bench: {name} is no longer what times are read from: code of one of "
                 f"{', '.join(c.name for c in self.among)} "
-                "put another in its place, and no time of this process counts; the rows before it are kept"
+                "put another in its place, and the times of this process are invalid; earlier rows are saved"
             )
 
     def _settled(self, row: Row, entry: ReadyCall, before: Sequence[Any], times: Times) -> Row:

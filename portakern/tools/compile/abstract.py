@@ -100,7 +100,7 @@ def extents(spec: Spec[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     for name in spec.dims:
         value = values.get(name, () if name in runs else None)
         if value is None:
-            raise SpecError(f"{spec.name}: no extent for {name}; say it, as in {name}=64")
+            raise SpecError(f"{spec.name}: no extent for {name}; pass one, e.g. {name}=64")
         run = value if isinstance(value, (tuple, list)) and name in runs else (value,)
         if not all(type(extent) is int and extent > 0 for extent in run):
             of = "whole numbers from 1 on, as in 8x1024" if name in runs else "a whole number from 1 on"

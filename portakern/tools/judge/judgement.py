@@ -188,9 +188,7 @@ def _judged(
         failure = Failure(spec.name, f"before any case: {advised(str(e))}", "", line, e.kind)
         report = Report(spec.name, candidate.called, check_options.seed, failures=[failure])
     except MemoryError:
-        raise UnavailableError(
-            "judge: the judge's own memory ran out: name smaller calls with --shapes, or free some"
-        ) from None
+        raise UnavailableError("judge: the judge ran out of memory; pass smaller --shapes, or free memory") from None
     return report
 
 
@@ -309,7 +307,7 @@ def _changed(before: Hashes, after: Hashes) -> tuple[str, ...]:
     changed = before.changed(after)
     judged = [n for n in changed if n in [*before.files][:1] or Path(n).suffix in set(IMPORTED) - {".pyc"}]
     if judged:
-        raise UnavailableError(f"judge: {', '.join(judged)} changed while it was judged: judge it again")
+        raise UnavailableError(f"judge: {', '.join(judged)} changed during the check; run it again")
     return (f"changed while it was judged: {', '.join(changed)}",) if changed else ()
 
 
@@ -374,7 +372,7 @@ def _memory() -> int:
 def _file(file: str | Path) -> Path:
     path = Path(file).resolve()
     if not path.is_file():
-        raise SpecError(f"judge: {str(file)!r} is no file; expected a Python file or an extension that was built")
+        raise SpecError(f"judge: {str(file)!r} is not a file; expected a Python file or a compiled extension")
     return path
 
 
@@ -385,7 +383,7 @@ def _of_a_problem(
     does not do on an accelerator: ``aligned`` or ``edges`` -> why (:func:`_on_its_terms`)."""
     known = tomllib.loads(Path(__file__).with_name("problems.toml").read_text()).get(stem, {})
     if op is None and not known:
-        raise SpecError(f"judge: {stem} is no problem that is known here; say with --op what it should compute")
+        raise SpecError(f"judge: {stem} is not a known problem; name the op that it should compute with --op")
     same = op is None or op == known.get("op") or getattr(op, "name", op) == known.get("op")
     known = known if same else {}
     return op or known["op"], map if map is not None else known.get("map", ""), known
@@ -418,7 +416,7 @@ def _check_walls(bounds: Bounds) -> None:
     optional = [w for w in WALLS if w != "session"]
     for name in bounds.without:
         if name not in optional:
-            raise SpecError(f"judge: {name!r} is no wall to leave out; expected some of {', '.join(optional)}")
+            raise SpecError(f"judge: {name!r} cannot be omitted; expected some of {', '.join(optional)}")
 
 
 def _target(library: str, device: str) -> Target:

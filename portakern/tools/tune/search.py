@@ -40,7 +40,7 @@ def search(kind: str, space: Space, seeds: Iterable[Tiling], seed: int = 0) -> S
     every = space.every
     if kind == "all" and every is None:
         raise SpecError(
-            f"tune: all of {space.combinations} combinations are too many to look at; name --search optuna or climb"
+            f"tune: {space.combinations} combinations are too many for --search all; pass --search optuna or climb"
         )
     if every is not None and (kind == "all" or (kind == "auto" and len(every) <= SMALL)):
         return ExhaustiveSearch(every, begin)
@@ -122,9 +122,8 @@ class OptunaSearch:
     def __init__(self, space: Space, seeds: Sequence[Tiling], seed: int) -> None:
         if importlib.util.find_spec("optuna") is None:
             raise UnavailableError(
-                f"{space.combinations} combinations of tiles are too many to try all, and optuna, which searches them, "
-                f"is not installed; {install.command('tune')}, or name --search climb, which needs nothing and "
-                "goes from neighbour to neighbour"
+                f"{space.combinations} combinations of tiles are too many to try all, and optuna is not installed; "
+                f"{install.command('tune')}, or pass --search climb (hill climbing, without optuna)"
             )
         import optuna
 

@@ -82,9 +82,7 @@ def _locked(path: Path) -> Iterator[None]:
     try:
         import filelock
     except ImportError:
-        raise UnavailableError(
-            f"filelock, which keeps two tuners apart, is not installed; {install.command('cli')}"
-        ) from None
+        raise UnavailableError(f"filelock (a lock between tuners) is not installed; {install.command('cli')}") from None
     try:
         with filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_SECONDS):
             yield

@@ -240,7 +240,7 @@ class _KeySearch:
         for bench, tiling in zip(self.benches, self.shipped, strict=True):
             why = bench.refused([tiling]).get(frozen(tiling))
             if why:
-                raise UnsupportedError(f"tune: {bench.call!r}: the shipped tiling {tiling} does not count: {why}")
+                raise UnsupportedError(f"tune: {bench.call!r}: the shipped tiling {tiling} cannot be measured: {why}")
         for tiling in self.shipped:
             self.ratios[frozen(tiling)] = 1.0
 

@@ -117,14 +117,14 @@ class ServedModule(NamedTuple):
             return "" if now == self.value else f"its attention is {now!r} now"
         own = vars(self.module)
         if not any(value is self.value for value in own.values()):
-            return "what stood for it was replaced since"
+            return "its replaced forward was replaced again later"
         return self.value.why_not() if isinstance(self.value, ServedForward) else ""
 
 
 class Applied:
-    """What :func:`apply` did to a model: ``print`` shows what is served by what now; ``undo`` takes it back.
+    """The result of :func:`apply`: ``print`` shows the table of replaced modules; ``undo`` restores the model.
 
-    As a context manager it takes it back at the end.
+    As a context manager it restores the model at the end.
 
     Attributes:
       model: the model.
@@ -153,17 +153,17 @@ class Applied:
         return tuple(sorted(rows, key=lambda row: (row.op is None, order.index(row.part))))
 
     def undo(self) -> None:
-        """Give every module of the model back what it was; nothing, where that was done before.
+        """Restore every module of the model. A second call does nothing.
 
         Raises:
-          SpecError: something else replaced a forward since, which would be lost or left behind.
+          SpecError: other code replaced a forward after apply.
         """
         changed = [p for p in self._patches if p.attribute() is None]
         if changed:
             p = changed[0]
             raise SpecError(
-                f"undo: {p.name} of {type(p.module).__name__} is not what apply set; expected it unchanged: take back "
-                "first what was put over it since"
+                f"undo: {p.name} of {type(p.module).__name__} was replaced after apply; expected it unchanged: first "
+                "undo that later change"
             )
         while self._patches:
             self._patches.pop().undo()
@@ -195,39 +195,39 @@ def apply(
     parts: Iterable[str] | None = None,
     otherwise: Literal["raise", "torch"] = "raise",
 ) -> Applied:
-    """Put portakern under one model: its norms with the residuals before them, attention, feed-forward layers and loss.
+    """Run parts of one model on portakern: norms with the residuals before them, attention, feed-forward layers, loss.
 
-    A language model that is given labels in training makes no logits: its loss comes of the hidden states, and its
-    output has None for logits. Leave "linear_loss" out of ``parts``, or call ``model.eval()``, where they are needed.
+    A language model in training with labels returns None for logits: the loss is computed from the hidden states. If
+    you need the logits, leave "linear_loss" out of ``parts``, or call ``model.eval()``.
 
     >>> applied = portakern.torch.apply(model)
     >>> print(applied)
     >>> model(input_ids=ids, labels=ids).loss.backward()
     >>> applied.undo()
 
-    Forwards are replaced in the model's own modules, and nothing outside it changes: another model, of the same classes
-    or the same config, stays as it was. Parameters, buffers, the keys of ``state_dict``, hooks and what wraps modules
-    (FSDP, checkpoints, adapters of PEFT, accelerate's hooks) stay as they are, put on before or afterwards. A module
-    with hooks that would see another result, or none, is PyTorch's while it has them, as is one with a forward of
-    somebody's: the table says so as it is printed. Copies and pickles of the model are served as it is.
+    Only the forwards of this model's modules are replaced; other models of the same classes or config do not change.
+    Parameters, buffers, ``state_dict`` keys, hooks and wrappers (FSDP, checkpointing, PEFT adapters, accelerate's
+    hooks) keep working, added before or after. A module stays with PyTorch while it has hooks that would get another
+    result or none, or a user's forward; ``print(applied)`` shows this. Copies and pickles of the model keep the
+    replaced forwards.
 
-    A module is known by what its forward does (:mod:`portakern.frameworks.torch.models.prototypes`), whatever family of
-    transformers it is of; of models from elsewhere PyTorch's own norms are served.
+    A module is recognized by the computation of its forward (:mod:`portakern.frameworks.torch.models.prototypes`), in
+    any model family of transformers. In other models, PyTorch's own norms are replaced.
 
     Args:
-      model: changed in place; a model of transformers, or any module with PyTorch's norms inside.
-      backend: who must serve it; None: chosen from the arrays of each call.
-      parts: which of PARTS to serve ("norm", "add_norm", "attention", "rope", "gate", "mlp", "loss", "linear_loss");
-        None: all. A residual is added by its norm, so that "add_norm" needs "norm".
-      otherwise: what becomes of a norm, a feed-forward layer or an attention that is not known: "raise" names its
-        class; "torch" leaves it with PyTorch, and the table says why.
+      model: changed in place; a transformers model, or any module that contains PyTorch's norms.
+      backend: the backend that must run it; None: chosen from the arrays of each call.
+      parts: the parts to replace ("norm", "add_norm", "attention", "rope", "gate", "mlp", "loss", "linear_loss");
+        None: all. "add_norm" needs "norm".
+      otherwise: for an unknown norm, feed-forward layer or attention: "raise": an error names its class; "torch": the
+        module stays with PyTorch, and the table gives the reason.
 
     Returns:
-      what serves what, and the way back.
+      An object with the table of replaced modules and ``undo()``.
 
     Raises:
-      UnsupportedError: a module that is not known, before anything is changed; a device that no backend serves.
-      SpecError: an unknown part or backend; a model that is served already.
+      UnsupportedError: an unknown module (the model is unchanged); a device that no backend serves.
+      SpecError: an unknown part or backend; a model to which apply was called already.
     """
     wanted = _checked(model, parts, otherwise)
     if backend is not None:
@@ -237,7 +237,7 @@ def apply(
     if plan.unknown and otherwise == "raise":
         raise UnsupportedError(
             "apply: " + "; ".join(dict.fromkeys(plan.unknown)) + ". Leave its part out of parts, or pass "
-            "otherwise='torch' to leave such modules with PyTorch"
+            "otherwise='torch' to keep such modules on PyTorch"
         )
     return Applied(model, plan)
 
@@ -258,8 +258,8 @@ def _checked(model: Any, parts: Iterable[str] | None, otherwise: str) -> frozens
     for module in model.modules():
         if any(isinstance(vars(module).get(name), ServedForward) for name in FORWARDS):
             raise SpecError(
-                f"apply: the forward of {type(module).__name__} is portakern's already; call undo() of what apply "
-                "returned before; of a copy that is copy.deepcopy((model, applied))"
+                f"apply: the forward of {type(module).__name__} is replaced by portakern already; call undo() of "
+                "the earlier result of apply (for a copy: copy.deepcopy((model, applied)))"
             )
     return wanted
 

@@ -58,7 +58,7 @@ def register_attention(name: str = "portakern", backend: str | None = None) -> N
             if not causal or keys != length:
                 raise UnsupportedError(
                     f"{name}: sliding_window is {sliding_window} beside {keys} keys and no attention_mask; expected a "
-                    "mask that says which keys a query sees, as the models of transformers make it"
+                    "mask of the keys that each query sees, as transformers' models make it"
                 )
             window = (sliding_window - 1, 0)
         if query.shape[0] != key.shape[0]:  # learned queries, one for the whole batch
@@ -142,13 +142,13 @@ def refuse(name: str, dropout: float, mask: torch.Tensor | None, others: Mapping
             if mask is None:
                 raise UnsupportedError(
                     f"{name}: {argument} is given and no attention_mask; expected packed sequences as a mask: pass "
-                    "position_ids, of which the model makes it"
+                    "position_ids, from which the model makes it"
                 )
             continue
         shown = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, torch.Tensor) else repr(given)
         raise UnsupportedError(
-            f"{name}: {argument} is {shown}; the attention op does not have it, and without it the result would be "
-            'another; build this model with attn_implementation="eager"'
+            f"{name}: {argument} is {shown}; expected None: the attention op does not support it; "
+            'build this model with attn_implementation="eager"'
         )
 
 

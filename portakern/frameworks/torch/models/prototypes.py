@@ -130,8 +130,8 @@ def rewrapped(function: Callable[..., Any], inner_function: Callable[..., Any]) 
     cells = function.__closure__ or ()
     if not any(cell.cell_contents is inner for cell in cells):
         raise UnsupportedError(
-            f"apply: {function.__qualname__} wraps another function and does not keep it where it is found; expected "
-            "a plain forward: leave its part out of parts"
+            f"apply: {function.__qualname__} wraps another function, which cannot be found; expected a plain forward: "
+            "leave its part out of parts"
         )
     again = rewrapped(inner, inner_function)
     kept = tuple(types.CellType(again) if cell.cell_contents is inner else cell for cell in cells)

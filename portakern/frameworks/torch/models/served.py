@@ -256,7 +256,7 @@ def expected(found: Any, kind: type) -> Any:
     """What a maker found of a class that it was found of before; the class may have changed since it was pickled."""
     if found is None:
         raise UnsupportedError(
-            f"apply: {kind.__name__} does not compute what it did when portakern was put under this model; expected "
-            "the release of transformers with which it was saved: call undo() before saving, and apply after loading"
+            f"apply: {kind.__name__} computes something else than when apply was called; expected the release of "
+            "transformers with which the model was saved: call undo() before saving, and apply after loading"
         )
     return found
