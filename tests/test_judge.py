@@ -521,7 +521,7 @@ def test_a_function_is_right_and_what_was_conceded_is_told(tmp_path):
 def test_a_device_that_does_not_begin_behind_the_walls_ends_with_their_names_and_what_to_do(tmp_path, monkeypatch):
     """The judge reaches it; the candidate's process has none here."""
     monkeypatch.setattr("portakern.tools.judge.judgement._target", lambda library, device: Target("cuda", "sm_90"))
-    with pytest.raises(pk.UnavailableError, match=r"numpy reaches the cuda .*, files\).* --without files"):
+    with pytest.raises(pk.UnavailableError, match=r"numpy finds the cuda .*, files\).* --without files"):
         judged(tmp_path, NUMPY_RIGHT, device="cuda")
 
 

@@ -438,10 +438,10 @@ def _begin(process: Process, library: str, target: Target) -> None:
         return
     walls = [w for w in process.walls if w != "session"]
     raise UnavailableError(
-        f"judge: {library} reaches the {target.platform} device here, and not behind the walls that the candidate gets "
-        f"({', '.join(walls)}). A driver that does not begin behind the wall 'files' begins with --without files; the "
-        "verdict then says that it did not stand. Trust such a candidate, or give it a machine of its own"
-        + (f". Its driver said: {process.why}" if process.why else "")
+        f"judge: {library} finds the {target.platform} device, but its driver does not start under the candidate's "
+        f"protections ({', '.join(walls)}). If 'files' is the cause, omit it with --without files: the verdict then "
+        "says that it is missing. Do this only with a trusted candidate, or on a separate machine"
+        + (f". The driver's message: {process.why}" if process.why else "")
     )
 
 
