@@ -1,4 +1,4 @@
-"""One bound call: its arguments, checked, and what was solved from them."""
+"""A bound call: checked arguments, and the dimensions computed from them."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ EXACT: Mapping[str, Any] = MappingProxyType({})
 
 
 class Call:
-    """One bound call, as a backend sees it.
+    """A bound call, the argument of implementations.
 
     Attributes:
       spec: the op.
-      arrays: argument name -> array, None where an optional one was not given.
+      arrays: argument name -> array; None for an optional one that was not passed.
       options: option name -> canonical value, defaults filled in.
-      dims: dimension name -> extent; a variadic one is a tuple. The extent of an axis that no output has is under the
+      dims: dimension name -> extent; a tuple for a variadic one. The extent of a dropped axis is stored under the
         name of the option that names it (see ``drops`` of :func:`portakern.spec.spec`).
       dtype: the op's dtype, that of its first ``Float`` array (``spec.lead``).
       wants: names of the outputs that are needed, in the spec's order.
-      framework: whose arrays these are; device: where they live, in that framework's terms.
-      target: the hardware; interpret: run in the backend's interpreter; concrete: False where
-        the arrays have no values, under JAX's tracing and to compile for.
-      any_order: what ran never promised how it adds: bounds hold for sums in any order.
-      given: array name -> dtype name before the arrays were widened for the oracle; None: they are as they were given.
-      degenerate: an output extent or a reduced extent is 0, so that no kernel runs.
-      over: names of the arrays that results are written over, as the caller asked (:meth:`overwritten`).
-      off: argument name -> how far its values may be off, for the bound of a gradient whose forward call computed them;
-        an argument that is not there is exact.
+      framework: the framework of the arrays; device: their device in that framework.
+      target: the hardware; interpret: run in the backend's interpreter; concrete: False if the arrays have no values
+        (JAX tracing, ahead-of-time compilation).
+      any_order: the implementation may sum in any order; bounds allow for this.
+      given: array name -> dtype name before widening for the oracle; None: the arrays were not widened.
+      degenerate: an output extent or a reduced extent is 0; no kernel runs.
+      over: names of the arrays in ``overwrite=`` (:meth:`overwritten`).
+      off: argument name -> error of its values, for the bound of a gradient whose forward call computed them; other
+        arguments are exact.
     """
 
     __slots__ = (

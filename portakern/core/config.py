@@ -1,4 +1,4 @@
-"""What a kernel takes beside a call: whole numbers by name, each declared once."""
+"""Tilings as typed objects: the tile sizes and launch parameters of a kernel."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ class Field(NamedTuple):
 
 
 class Config(Mapping[str, int]):
-    """The tiles and launch parameters of a kernel: numbers that change how fast it is, and never what it promises.
+    """The tile sizes and launch parameters of a kernel: they change its speed, not its contract.
 
-    A subclass declares fields, each with what it means, and one that is no tile of the spec with its values::
+    A subclass declares fields with their meaning; a field that is not a tile of the spec also declares its values::
 
         class RowsConfig(pk.Config):
             block_rows: Annotated[int, "rows that a program owns"]
             num_warps: Annotated[int, Tile(1, 32), "warps of a program"]
             persistent: Annotated[bool, "programs take several tiles each"]
 
-    A ``bool`` or an ``IntEnum`` brings its values itself. A field that is declared again keeps the meaning, or the
-    values, that it does not state anew.
+    A ``bool`` or ``IntEnum`` field needs no values. A field that is declared again inherits the meaning or values that
+    it does not declare.
 
-    A kernel reads ``config.num_warps``. As a mapping, which tables, results and ``explain()`` see, it holds integers.
-    Fields that nobody gave a value are not in it; reading one gives the default that the class has, if any. It is
-    immutable; :meth:`replace` makes another.
+    A kernel reads ``config.num_warps``. As a mapping (in tables, results and ``explain()``) it has only integers.
+    Fields without a value are not in the mapping; reading one gives the default of the class, if any. It is immutable;
+    :meth:`replace` makes a changed copy.
     """
 
     __slots__ = ("__dict__", "_values")  # a field's value where attributes are looked up, and all of them as integers
@@ -78,13 +78,13 @@ class Config(Mapping[str, int]):
         return self._values.items()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"a Config is immutable; config.replace({name}=...) makes another")
+        raise AttributeError(f"a Config is immutable; use config.replace({name}=...)")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self.items())})"
 
     def replace(self, **values: int) -> Self:
-        """The same with other values for these names."""
+        """A copy with other values for these names."""
         return type(self)(**(self._values | values))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -98,7 +98,7 @@ NOTHING = Config()
 def _field(cls: type[Config], name: str, hint: Any, known: Mapping[str, Field]) -> Field:
     """A field of a class from its annotation, and from the same name in a base."""
     if hasattr(Config, name) or name.startswith("_"):
-        raise SpecError(f"{cls.__name__}: a field is called {name!r}; expected a name that no Config has for itself")
+        raise SpecError(f"{cls.__name__}: a field is called {name!r}, an attribute of Config; rename the field")
     kind, *said = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     before = known.get(name, Field(kind, None, ""))
     values = next((part for part in said if isinstance(part, Tile)), before.values)

@@ -1,4 +1,4 @@
-"""Who looks on while ops are served."""
+"""Observers of op calls, and log messages that appear once."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["OBSERVERS", "Served", "observe", "say", "tell"]
 log = logging.getLogger("portakern")
 _said: set[str] = set()
 OBSERVERS: list[Callable[[Served], None]] = []
-"""Whoever looks on now. Every call asks whether there is anybody."""
+"""The active observers; every call checks whether there is one."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """One finished op call, as :func:`observe` hands it out: the caller's ``call``, who served it, its outputs (None
-    where unwanted).
+    """One finished op call, for :func:`observe`: the ``call``, its backend, variant and tiling, and its outputs (None
+    if not wanted).
     """
 
     call: Call
@@ -46,13 +46,13 @@ def observe(callback: Callable[[Served], None]) -> Iterator[None]:
 
 
 def tell(served: Served) -> None:
-    """Show the observers a call."""
+    """Pass a call to the observers."""
     for callback in tuple(OBSERVERS):  # another thread's may come or go meanwhile, and none may be passed over
         callback(served)
 
 
 def doubt(spec: Spec[Any], rule: Rule) -> None:
-    """Say that a call is unlike what anybody means, by a rule that its spec declares of those."""
+    """Log that a call is probably a mistake, by a rule in ``doubts`` of its spec."""
     say(f"portakern: {spec.name}: {rule.message}; its explain(...) prints how each axis is read")
 
 

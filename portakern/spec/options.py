@@ -23,7 +23,7 @@ TINY, HUGE = (
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from ``lo`` to ``hi``; ``open`` excludes the ends. ``typical`` is what the checker draws from."""
+    """Numbers from ``lo`` to ``hi``; ``open`` excludes the ends. ``typical``: the values that the checker draws."""
 
     lo: float = -math.inf
     hi: float = math.inf
@@ -42,7 +42,7 @@ class Range:
 
 
 def shown(value: Any, limit: int = 80) -> str:
-    """A caller's value for an error message: its repr, cut, whatever it is."""
+    """Any value as text for an error message: its repr, cut."""
     try:
         text = " ".join(repr(value).split())
     except Exception:
@@ -59,16 +59,15 @@ class Axis:
 
 @dataclass(frozen=True)
 class DType:
-    """A floating-point dtype: a name, or NumPy's, PyTorch's or JAX's object for it. Backends see the name."""
+    """A floating-point dtype: a name, or NumPy's, PyTorch's or JAX's dtype object. Backends get the name."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """A keyword-only argument. ``check(value)`` returns its canonical value or raises ValueError with what was
-    expected.
+    """A keyword-only argument. ``check(value)`` returns the canonical value or raises ValueError with what it expected.
 
-    ``kind`` is bool, int, float, choice (a string), dtype (a name) or tuple (of integers and None); ``optional``: it
-    may be None instead; ``range``: which numbers it takes, None of what is no number."""
+    ``kind``: bool, int, float, choice (a string), dtype (a name) or tuple (of integers and None); ``optional``: it may
+    be None; ``range``: the range of a number, else None."""
 
     name: str
     default: Any

@@ -1,4 +1,4 @@
-"""Hold every op call of a running program to its bound."""
+"""Compare every op call of a running program with its error bound."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["Audit", "audit"]
 
 @dataclass
 class Audit:
-    """What an audit saw.
+    """The result of an audit.
 
     Attributes:
       calls: (op, backend) -> number of calls served.
-      worst: op -> largest error of any element as a fraction of what is permitted.
-      broken: descriptions of outputs that left their bound.
-      seconds: time that the audit itself took, to subtract from the program's.
+      worst: op -> largest error / error bound of any element.
+      broken: descriptions of outputs that exceed their bound.
+      seconds: time of the audit itself.
     """
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -45,7 +45,7 @@ class Audit:
 
 @contextmanager
 def audit() -> Iterator[Audit]:
-    """While inside, every eager op call is compared with the oracle.
+    """A context in which every eager op call is compared with the oracle.
 
     >>> with audit() as seen:
     ...     model(x)

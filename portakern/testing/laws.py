@@ -22,7 +22,7 @@ __all__ = ["ArgumentNotTaken", "Draw", "LawCase", "run_law"]
 
 
 class ArgumentNotTaken(Exception):
-    """A law needs an argument that what is checked does not take."""
+    """A law needs an argument that the implementation does not take."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class LawCase:
 
 
 class Unordered(np.ndarray):
-    """An output whose bits may change from one call to the next, or what a law made of it: no law holds it to bits."""
+    """A non-deterministic output, or a value derived from it: laws do not compare its bits."""
 
 
 class Draw:
-    """Random extents and arrays for a law, and its assertion. ``dtype`` is the op's; ``drawn``: of a variant that takes
-    few calls, those that it takes."""
+    """Random extents and arrays for a law, and its assertion. ``dtype``: the op's; ``drawn``: the limits of a variant
+    that supports few calls."""
 
     def __init__(self, dtype: str, seed: int, drawn: Drawn = ANY) -> None:
         self.dtype = dtype
@@ -69,7 +69,7 @@ class Draw:
         self.same_bits(run(x[row : row + 1]), run(x)[row : row + 1], "a row alone")
 
     def same_bits(self, actual: np.ndarray, want: np.ndarray, what: str) -> None:
-        """The law's claim: two results agree to the bit, unless nobody promises the bits of either."""
+        """Assert that two results are equal to the bit, unless one is non-deterministic."""
         if actual.shape != want.shape or actual.dtype != want.dtype:
             raise BrokenPromise(
                 f"{what}: {actual.dtype.name} {actual.shape} and {want.dtype.name} {want.shape}; expected the same",

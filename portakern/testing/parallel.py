@@ -29,8 +29,8 @@ BESIDE_OTHERS = SHARING | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREAD
 
 
 class Interrupted(BaseException):
-    """Checks were told to end (Ctrl-C, or a signal) before they had. ``reports``: what each had found, with the rest
-    as left out; ``by``: what told them."""
+    """Checks were interrupted (Ctrl-C or a signal). ``reports``: their partial reports, with the rest as left out;
+    ``by``: the exception that interrupted them."""
 
     def __init__(self, reports: list[Report], by: BaseException) -> None:
         super().__init__(reports, by)
@@ -46,12 +46,12 @@ def check_all(
 ) -> list[Report]:
     """A report for each (op, backend, variant), with ``options`` of :func:`portakern.testing.check`.
 
-    ``jobs`` processes share the work; what is drawn does not depend on how many. ``advance(subject, cases)`` is called
-    as cases are done. ``seconds``: after these, loading included, no further case begins, of all subjects together;
-    each has about its share of the cases by then.
+    ``jobs``: number of processes; the cases do not depend on it. ``advance(subject, cases)`` is called as cases finish.
+    ``seconds``: time limit of all subjects together, loading included, after which no case is started; each subject
+    gets an equal share.
 
     Raises:
-      Interrupted: for whatever tells the program to end.
+      Interrupted: by Ctrl-C or a signal.
     """
     deadline = None if seconds is None else time.time() + seconds
     found: dict[Of, list[Report]] = {subject: [] for subject in subjects}

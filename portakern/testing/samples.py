@@ -34,7 +34,7 @@ def samples(op: str | Spec[Any]) -> Mapping[str, Sample]:
 
 
 def _for_gradient(spec: Spec[Any], sample: Sample) -> Sample:
-    """A forward op's sample as one of its gradient op: without what that does not take."""
+    """A forward op's sample for its gradient op, without the arguments that the gradient op lacks."""
     options, arrays = {o.name for o in spec.options}, {a.name for a in spec.arrays}
     return Sample(
         sample.name,
@@ -47,15 +47,15 @@ def _for_gradient(spec: Spec[Any], sample: Sample) -> Sample:
 
 
 def sample_case(op: str | Spec[Any], name: str | None = None, *, dtype: str | None = None, seed: int = 0) -> Case:
-    """A sample as a case of the checker, which :func:`portakern.testing.replay` takes too.
+    """A sample as a case of the checker, e.g. for :func:`portakern.testing.replay`.
 
     Args:
-      op: the op's name or spec; name: the sample's, None: the first.
-      dtype: the op's dtype; None: the first that it has.
-      seed: of the values.
+      op: the op's name or spec; name: the sample's name; None: the first sample.
+      dtype: the op's dtype; None: the first of its spec.
+      seed: seed of the values.
 
     Raises:
-      SpecError: no such sample or dtype, or one that gives a dimension no extent.
+      SpecError: no such sample or dtype, or a sample that lacks a dimension.
     """
     spec = registry.find_spec(op) if isinstance(op, str) else op
     known = samples(spec)
@@ -95,16 +95,16 @@ def sample_arrays(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arrays and options of a sample: ``pk.op(name)(**arrays, **options)``.
 
-    Values are standard normal, or what the argument's generator makes; what a gradient op saves from its forward is
-    that op's oracle's.
+    Values are standard normal, or from the argument's generator. Saved outputs of the forward op are computed by the
+    oracle.
 
     Args:
-      op, name, dtype, seed: as of :func:`sample_case`.
-      framework: whose arrays: numpy, torch or jax.
-      device: where, in that framework's terms; None: on the host.
+      op, name, dtype, seed: as in :func:`sample_case`.
+      framework: framework of the arrays: numpy, torch or jax.
+      device: a device of that framework; None: the host.
 
     Returns:
-      argument -> contiguous array, of the arrays that the sample gives; option -> value, of those not at their default.
+      (argument -> contiguous array, for the sample's arrays; option -> value, for options not at their default).
     """
     spec = registry.find_spec(op) if isinstance(op, str) else op
     if framework not in frameworks():

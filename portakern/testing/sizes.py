@@ -44,22 +44,22 @@ PAIRS = 2**27
 
 @dataclass(frozen=True)
 class Limits:
-    """What a case may ask for. The defaults suit interpreters.
+    """Limits of the size and the arguments of cases. The defaults suit interpreters.
 
     Attributes:
-      elements: of the largest array; flops: of the call; tile_volume: the product of its tile extents.
-      used: elements of the largest array in a case of the sizes that people use, which has few other long extents; 0:
-        no such case, as where ``elements`` is less than the default.
-      programs: that a kernel is at least made of, one for each index along what no tile covers, such as heads; 0: any.
-      longest: the longest extent that people have, in a case of one such extent.
-      fill: elements of the largest array, at least, in a third of all cases, so that they fill a chip; 0: no such case.
-      dtypes: the op's, empty: all that it has; arguments: those that the implementation takes, None: all of the spec's.
-      layouts: how arrays may lie in memory (keys of LAYOUTS).
-      shapes: the calls' shapes, array -> shape, where they are not drawn; empty: they are.
-      always: arguments that are given in every call, because the implementation has no default for them.
-      options: values that options have in every call, whether the implementation takes them or has them built in.
-      one_dtype: no array is float32 beside 16-bit ones; empty: an extent may be 0.
-      drawn: of a variant that takes few calls, those that are drawn beside edges.
+      elements: of the largest array; flops: of the call; tile_volume: the product of its tile sizes.
+      used: elements of the largest array in a case with one or two typical extents; 0: no such case, also if
+        ``elements`` is less than the default.
+      programs: the most programs that a kernel launches for untiled axes such as heads; 0: any number.
+      longest: the longest extent, in a case with one long extent.
+      fill: the least elements of the largest array in a third of all cases, to fill a chip; 0: no such case.
+      dtypes: the op's dtypes; empty: all. arguments: those that the implementation takes; None: all.
+      layouts: the memory layouts of arrays (keys of LAYOUTS).
+      shapes: fixed shapes of the calls, array -> shape; empty: shapes are drawn.
+      always: arguments that every call passes, because the implementation has no default for them.
+      options: fixed values of options, passed or built into the implementation.
+      one_dtype: no array is float32 with 16-bit ones; empty: an extent may be 0.
+      drawn: the limits of a variant that supports few calls; edges are not limited.
     """
 
     elements: int = 4096

@@ -28,7 +28,7 @@ OF_A_REPORT = {"max_examples", "seed", "seconds", "shrink", "shard", "progress",
 
 @dataclass
 class Conformance:
-    """What is held to which op; ``how``: other arguments of :func:`portakern.check`."""
+    """A kernel and the op that it is checked against; ``how``: other arguments of :func:`portakern.check`."""
 
     op: str | Spec[Any]
     how: Mapping[str, Any]
@@ -40,7 +40,7 @@ class Conformance:
         return subject_of(self.op, **{n: v for n, v in self.how.items() if n in WHAT})
 
     def cases(self, examples: int | None, seeds: Sequence[int] | None) -> list[tuple[str, Case | LawCase]]:
-        """(id, case), the same whenever examples and seeds are."""
+        """(id, case); equal examples and seeds give equal cases."""
         count = self.examples or examples or EXAMPLES
         found = []
         for seed in [self.seed] if self.seed is not None else seeds or [0]:
@@ -51,7 +51,7 @@ class Conformance:
         return found
 
     def hold(self, case: Case | LawCase) -> None:
-        """Run a case; the failure of the test where the contract is broken."""
+        """Run a case; fail the test if the case fails."""
         import pytest
 
         asked = {n: v for n, v in self.how.items() if n in ("edges", "promises")}
@@ -61,7 +61,7 @@ class Conformance:
         for reason in (*report.refused, *report.not_emulated):
             pytest.skip(f"refused: {reason}")
         if not report.examples and not report.laws:
-            pytest.skip("it does not take an argument of this law")
+            pytest.skip("the kernel lacks an argument that this law needs")
 
 
 def conformance(
@@ -73,20 +73,20 @@ def conformance(
     seed: int | None = None,
     **how: Any,
 ) -> Callable[..., None]:
-    """A test of pytest that holds a kernel to an op's contract, one test a case:
+    """Make a pytest test that checks a kernel against an op's spec, one test per case:
 
     >>> test_mine = portakern.testing.conformance("softmax", my_softmax, framework="torch", dtypes=["float32"])
 
-    ``pytest --portakern-examples 200 --portakern-seed 7`` draws others, where the test does not say which. An id, such
-    as ``test_mine[0-017-float32-near_overflow]``, runs that case alone while examples and seed are the same.
+    ``pytest --portakern-examples 200 --portakern-seed 7`` sets both for tests that do not. A test id, such as
+    ``test_mine[0-017-float32-near_overflow]``, runs one case, with the same examples and seed.
 
     Args:
-      op, fn, backend: as of :func:`portakern.check`.
-      examples: cases; None: as the command line says, as many as a check draws where it says nothing. seed: which ones.
-      how: any other arguments of :func:`portakern.check` but those that shape a report.
+      op, fn, backend: as in :func:`portakern.check`.
+      examples: number of cases; None: the command line's, else the default of ``check``. seed: seed of the cases.
+      how: other arguments of :func:`portakern.check`, except those of the report.
 
     Raises:
-      SpecError: an argument that ``check`` does not have, or that makes no sense here.
+      SpecError: an argument that ``check`` does not have, or that does not apply here.
     """
     known = {*WHAT, *(f.name for f in fields(CheckOptions))} - OF_A_REPORT
     for name in how:

@@ -52,7 +52,7 @@ in any order, one term after the other too."""
 
 
 class Broken(AssertionError):
-    """A case that broke the contract, with what is wrong in words; ``kind`` is one of KINDS.
+    """A failing case, with the failure in words; ``kind`` is one of KINDS.
 
     ``which``: of a broken promise one of PROMISES, of a wrong output the mistake that it looks like in one word, "" for
     none; ``looks``: that in words. ``fractions``: output -> worst share of what is permitted, of those that were
@@ -78,20 +78,20 @@ class Broken(AssertionError):
 
 
 class Refused(Broken):
-    """A call of the contract that a backend refuses, and does not declare to."""
+    """A valid call that a backend refuses without declaring this refusal."""
 
     kind = "refused"
 
 
 class OtherEdges(Broken):
-    """Inputs hold NaN or infinities, and no element is wrong but those that are one, or should be."""
+    """Inputs hold NaN or infinities, and every wrong element is or should be NaN or infinite."""
 
     kind = "edges"
 
 
 class BrokenPromise(Broken):
-    """What portakern's own kernels promise beyond the bounds: the same bits for the same call, whatever else is in it,
-    outputs in contiguous memory of their own, inputs that are not written to."""
+    """A broken promise: portakern's own kernels also give the same bits for the same call and row, return contiguous
+    outputs in their own memory, and do not write to inputs."""
 
     kind = "promises"
 
@@ -123,17 +123,17 @@ def compare_call(
     within: tuple[SampledCall, Mapping[str, np.ndarray]] | None = None,
     known: Expected | None = None,
 ) -> dict[str, float]:
-    """Output name -> worst fraction of the bound, for the wanted outputs of ``call`` as NumPy arrays.
+    """Output name -> largest error / error bound, for the wanted outputs of ``call`` as NumPy arrays.
 
-    ``call.target`` and ``call.interpret`` say what ran; ``tiling`` with which tiles; ``regime`` how the values were
-    drawn, "" for anything but a regime's own values; ``within``, where the call is a part of one: which, and all of the
-    outputs; ``known``: what :func:`expected` gave for the call, where somebody asked before.
+    ``call.target`` and ``call.interpret`` are those of the run; ``tiling``: its tiling; ``regime``: the regime of the
+    values, "" for others; ``within``: if the call is a part of a large call, that call and all its outputs; ``known``:
+    the result of :func:`expected` for the call, if known.
 
     Raises:
-      Broken: a wrong shape or dtype; an element out of bounds: it names the first one, its tile and mask region, what
-        came, what was wanted and the bound; errors within bounds that random rounding would not give (see
+      Broken: a wrong shape or dtype; an element out of bounds (the message has its index, tile, mask region, value,
+        expected value and bound); or errors within bounds that random rounding does not give (see
         :mod:`portakern.testing.statistics`).
-      OtherEdges: the inputs hold NaN or infinities, and every element that is out of bounds is one, or should be.
+      OtherEdges: the inputs hold NaN or infinities, and every element out of bounds is or should be one.
     """
     wide, exact, bounds = known or expected(call)
     fractions = {}

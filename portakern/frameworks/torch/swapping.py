@@ -75,7 +75,7 @@ def _layer_norm(
     *,
     backend: str | None = None,
 ) -> Tensor:
-    """``torch.layer_norm``, which also takes ``cudnn_enable``, and does nothing with it."""
+    """``torch.layer_norm``; ``cudnn_enable`` is ignored."""
     return layer_norm(input, normalized_shape, weight, bias, eps, backend=backend)
 
 
@@ -129,7 +129,7 @@ SWAPS: Mapping[Any, Swap] = {
     for theirs in [getattr(F, "linear_cross_entropy", None)]  # older releases have none
     if theirs
 }
-"""PyTorch's functions that are taken."""
+"""PyTorch's functions that :func:`swapped` replaces."""
 
 OPERATORS = frozenset({Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__})
 """What the operator @ may be by the time that a mode sees it. PyTorch takes a TypeError of an operator's for "try the
@@ -151,17 +151,17 @@ class swapped(TorchFunctionMode):
     ...     model(x).sum().backward()
     >>> print(s.report())
 
-    It holds for the thread that entered it, and for the backward passes that are started inside it, wherever PyTorch
-    runs them. What ``torch.utils.checkpoint`` ran inside it is recomputed as it ran, also by a backward pass after it.
-    Other threads call PyTorch's functions until they enter a context of their own. A context may be entered around a
-    function that torch.compile compiles and inside it; what is traced without it (what ``multi_head_attention_forward``
-    and checkpoints call) is refused with fullgraph=True and runs outside of the graph without.
+    The context applies to the thread that entered it, and to backward passes that start inside it, on any thread.
+    ``torch.utils.checkpoint`` recomputes on portakern what ran inside it, even in a later backward pass. Other threads
+    call PyTorch's functions until they enter their own context. A context may be entered around a function that
+    torch.compile compiles, or inside it. Calls that are traced without it (in ``multi_head_attention_forward`` and
+    checkpoints) are refused with fullgraph=True, and otherwise run outside of the graph.
 
     Args:
-      backend: who must serve them; None: chosen from the arrays.
-      otherwise: what happens to a call that portakern refuses: "raise", or "torch" to let PyTorch serve it, which the
-        log says once a reason. A refusal of ``a @ b`` or ``a.matmul(b)`` is a plain ValueError that says the same, as
-        PyTorch loses the words of a TypeError there, which a SpecError is.
+      backend: the backend that must run them; None: chosen from the arrays.
+      otherwise: for a call that portakern refuses: "raise", or "torch": PyTorch runs it, which is logged once per
+        reason. For ``a @ b`` and ``a.matmul(b)`` the error is a plain ValueError with the same message, because PyTorch
+        drops the message of a TypeError (and a SpecError is one).
     """
 
     def __init__(self, backend: str | None = None, otherwise: Literal["raise", "torch"] = "raise") -> None:

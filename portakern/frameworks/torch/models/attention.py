@@ -16,14 +16,14 @@ __all__ = ["Registered", "register_attention", "somebodys"]
 
 
 def register_attention(name: str = "portakern", backend: str | None = None) -> None:
-    """Let models of transformers be built with ``attn_implementation=name``.
+    """Register the attention op with transformers, for models built with ``attn_implementation=name``.
 
-    Masks come as for its "sdpa", and are always made for models that have none. What a model hands to attention and
-    the op does not have is refused by name.
+    Masks are those of transformers' "sdpa", and are always created, even if a model passes none. Arguments that the op
+    does not support are refused by name.
 
     Args:
-      name: what models ask for; a name that is registered already is given this meaning.
-      backend: who must serve them; None: chosen from the arrays.
+      name: the name to register; an existing registration of this name is replaced.
+      backend: the backend that must run it; None: chosen from the arrays.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
