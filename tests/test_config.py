@@ -48,7 +48,7 @@ def test_it_is_a_mapping_of_integers_and_attributes_have_their_types():
 
 def test_it_is_immutable_and_replace_makes_another():
     config = Rows(block_rows=3)
-    with pytest.raises(AttributeError, match=r"immutable; config.replace\(block_rows=...\)"):
+    with pytest.raises(AttributeError, match=r"immutable; use config.replace\(block_rows=...\)"):
         config.block_rows = 4
     assert config.replace(block_rows=4, num_warps=1) == {"block_rows": 4, "num_warps": 1} and config.block_rows == 3
 

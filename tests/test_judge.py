@@ -297,7 +297,7 @@ ESCAPES = {
             return x * 0
         """,
         ("wrong",),
-        "a network namespace without interfaces",
+        "its own network namespace without interfaces",
     ),
     "inputs cut short under the judge": Escape(
         """
@@ -728,7 +728,7 @@ def test_mappings_that_are_none_are_named(text, words, tmp_path):
 def test_files_that_are_none_are_named(tmp_path):
     with pytest.raises(pk.SpecError, match="is not a file"):
         judge(tmp_path / "nothing.py", "softmax")
-    with pytest.raises(pk.SpecError, match="candidate is no problem that is known here; say with --op"):
+    with pytest.raises(pk.SpecError, match="candidate is not a known problem; name the op"):
         judged(tmp_path, ZEROS, None)
     with pytest.raises(pk.SpecError, match="has no 'other'; it defines softmax"):
         judged(tmp_path, ZEROS, name="other")
@@ -922,7 +922,7 @@ def test_a_module_does_not_name_what_it_is_asked(tmp_path):
     assert result.report.outcome == "wrong" and result.problem == str(problem)
     trusted = judge(file, problem=file, max_examples=2, seconds=60.0)
     assert "its inputs are what the candidate's own file names, and may be easy ones" in trusted.report.concessions
-    assert "calls are in float32 alone, as the problem's inputs are" in trusted.report.concessions
+    assert "only the dtype of the problem's inputs is called: float32" in trusted.report.concessions
 
 
 TAKES_OVER = """

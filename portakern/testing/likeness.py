@@ -1,4 +1,4 @@
-"""Which mistake a wrong output looks like: a guess, of which the verdict does not depend."""
+"""The mistake that a wrong output looks like: a guess, on which the verdict does not depend."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _one_value(s: _Seen) -> Likeness | None:
 def _an_input(s: _Seen) -> Likeness | None:
     for name, array in s.inputs():
         if array.shape == s.actual.shape and array.size > 1 and np.array_equal(array, s.actual, equal_nan=True):
-            return Likeness("input", f"the input {name} came back as it was")
+            return Likeness("input", f"the input {name}, returned unchanged")
     return None
 
 
@@ -88,14 +88,14 @@ def _no_number(s: _Seen) -> Likeness | None:
     kept = s.bad & ~np.isfinite(s.ref) & np.isfinite(s.actual)
     if lost.sum() * 2 > s.bad.sum():
         if not all(np.isfinite(a).all() for _, a in s.inputs()):
-            return Likeness("leak", "a NaN or an infinity reached elements that do not depend on it")
+            return Likeness("leak", "a NaN or infinity spread to elements that do not depend on it")
         if max((float(np.abs(a).max()) for _, a in s.inputs()), default=0.0) > LARGE:
             return Likeness(
                 "overflow", "an intermediate overflowed where the result does not: a maximum not subtracted?"
             )
-        return Likeness("nan", f"NaN or an infinity where every input is moderate, as 0/0 gives{_where(s)}")
+        return Likeness("nan", f"NaN or infinity from finite, moderate inputs, as from 0/0{_where(s)}")
     if kept.sum() * 2 > s.bad.sum():
-        return Likeness("swallowed", "a number where NaN or an infinity must lead")
+        return Likeness("swallowed", "a number where the result is NaN or infinite")
     return None
 
 
@@ -137,7 +137,7 @@ def _elsewhere(s: _Seen) -> Likeness | None:
     for axis in range(s.ref.ndim):
         for step in (1, -1):
             if agrees(np.roll(s.ref, step, axis)):
-                return Likeness("moved", f"the right elements one further along axis {axis}")
+                return Likeness("moved", f"the right elements, shifted by one along axis {axis}")
         if agrees(np.flip(s.ref, axis)):
             return Likeness("moved", f"the right elements in reverse along axis {axis}")
     if s.ref.ndim > 1 and s.ref.shape[-1] == s.ref.shape[-2] and agrees(np.swapaxes(s.ref, -1, -2)):
@@ -155,11 +155,11 @@ def _few_bits(s: _Seen) -> Likeness | None:
         if DTYPES[name].bits < own.bits and np.array_equal(
             s.actual[use].astype(narrow).astype(np.float64), s.actual[use]
         ):
-            return Likeness("downgraded", f"every element is one that {name} holds: stored or computed in {name}")
+            return Likeness("downgraded", f"every element is a {name} number: stored or computed in {name}")
     error = float(np.sqrt(np.mean((s.actual[use] - s.ref[use]) ** 2) / np.mean(s.ref[use] ** 2)))
     if 2.0**-20 < error < 2.0**-6 and own.bits == 32:
         kind = "bfloat16" if error > 2.0**-10 else "tf32 or float16"
-        return Likeness("downgraded", f"errors are 2^{np.log2(error):.0f} of the result: as if computed in {kind}")
+        return Likeness("downgraded", f"relative errors are about 2^{np.log2(error):.0f}: as if computed in {kind}")
     return None
 
 

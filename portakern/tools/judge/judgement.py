@@ -257,7 +257,7 @@ class _Candidate:
         dtypes = check_options.dtypes
         if dtypes is None and self.inputs and self.inputs[0].dtype in spec.dtypes:
             dtypes = [self.inputs[0].dtype]
-            words = (*words, f"calls are in {dtypes[0]} alone, as the problem's inputs are")
+            words = (*words, f"only the dtype of the problem's inputs is called: {dtypes[0]}")
         if self.problem == self.path:
             words = (*words, "its inputs are what the candidate's own file names, and may be easy ones")
         return replace(check_options, dtypes=dtypes, shapes=shapes or None), words
@@ -511,7 +511,7 @@ def _cut(
     kind = "cpu" if target.platform == HOST.platform else "accelerator"
     found = [cut_to(spec, s, fixed, ELEMENTS[kind], FLOPS[kind]) for s in shapes]
     words = tuple(
-        f"cut from {', '.join(f'{n} {[*s]}' for n, s in was.items())} along what no sum runs over"
+        f"reduced from {', '.join(f'{n} {[*s]}' for n, s in was.items())} along independent dimensions"
         for was, now in zip(shapes, found, strict=True)
         if {n: tuple(s) for n, s in was.items()} != now
     )

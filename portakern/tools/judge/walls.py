@@ -19,12 +19,12 @@ from collections.abc import Collection, Iterator
 __all__ = ["WALLS", "raise_walls"]
 
 WALLS = {
-    "session": "a session and process group of its own, and a signal that kills it when the judge ends",
-    "limits": "limits on address space, on processor time, on the size of files, on core dumps",
-    "privileges": "no new privileges, and a user namespace in which it has none over others",
-    "processes": "a process namespace: no signal reaches the judge, and what it started ends with it",
-    "network": "a network namespace without interfaces",
-    "files": "files may be read, and written in its own folder alone (Landlock)",
+    "session": "its own session and process group, killed when the judge ends",
+    "limits": "limits on address space, processor time, file size and core dumps",
+    "privileges": "no new privileges, and its own user namespace without privileges over others",
+    "processes": "its own process namespace: no signal reaches the judge, and child processes end with it",
+    "network": "its own network namespace without interfaces",
+    "files": "files are writable only in its own folder (Landlock)",
 }
 
 MS_REC, MS_PRIVATE = 0x4000, 0x40000
