@@ -18,7 +18,7 @@ def errors(kept: StoredResults) -> str:
     rows = [(row, r) for row, r in kept.rows("conformance") if r.device != EMULATED]
     if not rows:
         return (
-            "No conformance run is kept yet: `portakern check --backend NAME --json FILE`, and `portakern report "
+            "No conformance run is stored yet: `portakern check --backend NAME --json FILE`, and `portakern report "
             "--add FILE`."
         )
     columns: dict[str, dict[str, Row]] = {}

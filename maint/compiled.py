@@ -224,7 +224,7 @@ def cycles(kept: StoredResults) -> str:
     found = {id(r): _whole_run(r) for r in rows}
     rows = [r for r in rows if found[id(r)]]
     if not rows:
-        return "No count of cycles is kept." + (f"\n\n{said}" if said else "")
+        return "No cycle counts are stored." + (f"\n\n{said}" if said else "")
     columns = known_targets(r["target"] for r in rows)
     lines = []
     for (op, dtype), mine in _by_op(rows).items():
@@ -255,7 +255,7 @@ def beside(kept: StoredResults) -> str:
     """Programs beside what others make of the same maths: a line a case, a column a target."""
     rows = kept.rows("tpu-cycles")
     if not rows:
-        return "Nothing was compiled beside others yet: `python benchmarks/tpu_cycles.py --target v5e --json FILE`."
+        return "No comparison with other kernels is stored: `python benchmarks/tpu_cycles.py --target v5e --json FILE`."
     columns = known_targets(row["target"] for row, _ in rows)
     cells: dict[str, dict[str, str]] = {}
     for row, _ in rows:

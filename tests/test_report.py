@@ -191,7 +191,7 @@ def test_tables_show_the_results(fresh):
     assert "| `softmax` | bfloat16 | triton | sm_90, gfx942 | `block_n=4096` |" in pieces["tilings"]
     assert "| `matmul` | bfloat16 | 2,000 |" in pieces["cycles"]
     assert f"**{DEVICE}**" in pieces["launch"] and "| `softmax` | 40.0 |" in pieces["launch"]
-    assert pieces["errors"].startswith("No conformance run is kept yet")
+    assert pieces["errors"].startswith("No conformance run is stored yet")
     assert pieces["steps"].startswith("No step was timed yet")
     fast = pieces["speed"]
     assert "| `attention` | 2 | 1.00 | 0.50 | 1.50 | 50% | 0 |" in fast
@@ -646,7 +646,7 @@ def test_an_estimate_that_cannot_be_true_is_not_shown(tree):
     v5e = targets.find("v5e")
     assert "| `matmul` | bfloat16 | 300 |" in told({**believed, "moved": int(300_000 * v5e.bandwidth / v5e.clock)})
     for missing in ({"cycles": 90_000}, {}):
-        assert "No count of cycles is kept." in told(believed, missing)
+        assert "No cycle counts are stored." in told(believed, missing)
 
 
 def test_kernels_stand_beside_the_best_of_others(tree):

@@ -316,8 +316,8 @@ def elsewhere(call, tiling):
 
 WRITES_WRONGLY = {
     over_another: "the input scales was written to",
-    reading_what_it_wrote: "with results over total",
-    beside_it: "the memory beside the input total was written to",
+    reading_what_it_wrote: "with overwrite of total",
+    beside_it: "memory outside the input total was written to",
     elsewhere: "in other memory; expected total itself, written over",
 }
 

@@ -135,7 +135,7 @@ class CaseOnSubject:
             shown = fw.to_numpy(out)
             taken = call.spec.aliases[name] if call.overwritten(name) is not None else None
             if taken is not None and shown.size and not self.lies_over(out, arrays[taken]):
-                self.breaks("overwrite", f"{name} lies in other memory than {taken}, which it is to be written over")
+                self.breaks("overwrite", f"{name} is not in the memory of {taken}, which it must overwrite")
             if not fw.contiguous(out):
                 self.breaks("contiguous", f"{name} is not contiguous")
             for other, array in arrays.items():
@@ -226,7 +226,7 @@ class CaseOnSubject:
             try:
                 self.compare(after, call)
             except Broken as e:
-                raise e.after("called again", "once", "right on the first call, and no longer") from None
+                raise e.after("called again", "once", "right on the first call only") from None
             self.breaks("same_bits", "the same call twice gave different bits")
         self.apart(before, after, call)
         return after
@@ -267,9 +267,7 @@ class CaseOnSubject:
         changed = beside & (whole.view(word) != b.memory.view(word))
         if changed.any():
             first = int(np.argmax(changed)) - b.offset
-            self.breaks(
-                "outside", f"the memory beside the input {name} was written to, {first} elements from its start"
-            )
+            self.breaks("outside", f"memory outside the input {name} was written to, {first} elements from its start")
 
     def changed(self, first: CallOutputs) -> None:
         """An input takes other values where it lies, and the call is made a third time; "often": it changes there and
@@ -346,7 +344,7 @@ class CaseOnSubject:
                 continue
             finally:
                 self.untouched(self.arrays, call)
-            self.breaks("overwrite", f"a result was written over {name}, whose elements are not alone in their places")
+            self.breaks("overwrite", f"a result was written over {name}, whose elements share memory")
         if not able:
             return
         call = call.replace(over=tuple(able))
@@ -362,9 +360,9 @@ class CaseOnSubject:
             try:
                 self.compare(second, self.reference)
             except Broken as e:
-                raise e.after(f"with results over {names}", "overwrite", PROMISES["overwrite"]) from None
+                raise e.after(f"with overwrite of {names}", "overwrite", PROMISES["overwrite"]) from None
             if first is not None:
-                self.breaks("overwrite", f"with results over {names} the call gives other bits")
+                self.breaks("overwrite", f"with overwrite of {names} the call gives other bits")
         self.untouched(self.arrays, call)
 
     def overwriting(self, names: tuple[str, ...]) -> Any:
@@ -373,7 +371,7 @@ class CaseOnSubject:
             return self.called(overwrite=names)
         except UnsupportedError as e:
             if not self.subject.accepts(str(e)):
-                raise Refused(f"refused, and the backend does not declare it among its refusals: {e}") from e
+                raise Refused(f"refused, but the backend does not declare this refusal: {e}") from e
             return None
 
     def may_be_overwritten(self, name: str) -> bool:
@@ -415,7 +413,7 @@ def run_case(subject: Subject, case: Case, report: Report, excused: Collection[s
         return
     except UnsupportedError as e:  # of the first call, or of one with other values in the same arrays
         if not subject.accepts(str(e)):
-            raise Refused(f"refused, and the backend does not declare it among its refusals: {e}") from e
+            raise Refused(f"refused, but the backend does not declare this refusal: {e}") from e
         report.refuse(e)
         return
     except Broken as e:

@@ -165,9 +165,9 @@ def einsum(*args: Any, backend: str | None = None) -> Tensor:
     if all(
         1 in (a.shape[left.index(i)], b.shape[right.index(i)]) for i in summed
     ):  # which PyTorch multiplies as numbers
-        raise Elsewhere(f"einsum: {equation!r} sums over no index of which both operands have more than one element")
+        raise Elsewhere(f"einsum: {equation!r} sums over no index with an extent above 1 in both operands")
     if any(i not in result for i in rows + columns):
-        raise Elsewhere(f"einsum: {equation!r} sums over an index of one operand alone")
+        raise Elsewhere(f"einsum: {equation!r} sums over an index that only one operand has")
     outer, k = [sizes[i] for i in batch], math.prod([sizes[i] for i in summed])
     m, n = [math.prod([sizes[i] for i in some]) for some in (rows, columns)]  # lists: dynamo takes no generator here
     a = _arranged(a, left, batch + rows + summed, sizes).reshape(*outer, m, k)
@@ -185,7 +185,7 @@ def _indices(equation: str, *ranks: int) -> list[list[str]]:
         raise Elsewhere(f"einsum: {equation!r} does not name two operands")
     hidden = [rank - len(term.replace("...", "")) for term, rank in zip(operands, ranks, strict=True)]
     if any(n < 0 or (n and "..." not in term) for n, term in zip(hidden, operands, strict=True)):
-        raise Elsewhere(f"einsum: {equation!r} names other axes than its operands have")
+        raise Elsewhere(f"einsum: {equation!r} does not match the numbers of axes of its operands")
     rest = [f"...{n}" for n in range(max(hidden), 0, -1)]
     if not arrow:
         once = sorted(i for i in set("".join(operands)) - {"."} if "".join(operands).count(i) == 1)
@@ -194,9 +194,9 @@ def _indices(equation: str, *ranks: int) -> list[list[str]]:
     named.append(_named(result, rest if "..." in result else []))
     for term in named:
         if len(set(term)) != len(term):
-            raise Elsewhere(f"einsum: {equation!r} names an index twice in one place, which is a diagonal")
+            raise Elsewhere(f"einsum: {equation!r} repeats an index within an operand or the result (a diagonal)")
     if not set(named[2]) <= set(named[0]) | set(named[1]):
-        raise Elsewhere(f"einsum: {equation!r} has a result with an index of no operand")
+        raise Elsewhere(f"einsum: {equation!r} has an index in the result that no operand has")
     return named
 
 
