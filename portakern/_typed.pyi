@@ -2062,17 +2062,17 @@ def op(
     variant: str | None = None,
     tiling: Mapping[str, int] | None = None,
 ) -> Op:
-    """An op to call.
+    """Get an op by name. The result is callable.
 
     Args:
       which: the op's name (see :func:`portakern.ops`), or its spec.
-      backend: who must serve it, by name or as an object; it runs there or raises. None: chosen per call from the
-        arrays (PyTorch on an NVIDIA or AMD GPU: triton; JAX on a TPU: pallas; anything on a CPU: the float64 oracle,
-        which is slow and says so once in the log).
-      variant: which of the backend's variants of the op must serve it, by the name that ``explain()`` shows; None: the
-        first in their declared order that takes the call.
-      tiling: overrides of the default tile extents and launch knobs, powers of two within the declared ranges (stages:
-        any number).
+      backend: a backend's name or object; a call runs on this backend or raises. None: chosen per call from the arrays
+        (PyTorch on an NVIDIA or AMD GPU: triton; JAX on a TPU: pallas; a CPU: the float64 oracle, which is slow and
+        logs this once).
+      variant: a variant of the backend, by the name in ``explain()``. None: the first in the declared order that
+        supports the call.
+      tiling: tile sizes and launch parameters that replace the defaults; powers of two within the declared ranges
+        (num_stages: any integer). ``portakern show OP`` lists them.
 
     Raises:
       SpecError: an unknown op, backend, variant or tile.
