@@ -150,19 +150,17 @@ def score_gradients(p, t, a, b, delta, allowed, scores, plan: tl.constexpr):
 
 
 @triton.jit
-def bias_and_mask(position, position_ok, pairs, edge: tl.constexpr, plan: tl.constexpr):
-    """The bias of a tile at the positions that are walked, or None, and which of its pairs see each other, None where
-    all do. ``edge``: a pair may lie outside [lo, hi)."""
-    bias, allowed = None, None
-    at = position.to(tl.int64)
-    if pairs.bias is not None:
-        bias = load_bias(pairs, at[None, :], position_ok[None, :], edge, plan)
-    if edge:
-        allowed = inside(position, pairs.lo, pairs.hi)
+def seen(position, position_ok, pairs, edge: tl.constexpr):
+    """Which pairs of a tile see each other, where there are segments or, with ``edge``, where a pair may lie outside
+    [lo, hi). Triton 3.6 lets no function return None, so that a caller asks only then."""
     if pairs.segments is not None:
-        same = tl.load(pairs.segments + at * pairs.segment_step, mask=position_ok, other=0)[None, :] == pairs.segment
-        allowed = allowed & same if edge else same
-    return bias, allowed
+        at = pairs.segments + position.to(tl.int64) * pairs.segment_step
+        allowed = tl.load(at, mask=position_ok, other=0)[None, :] == pairs.segment
+        if edge:
+            allowed = inside(position, pairs.lo, pairs.hi) & allowed
+    else:
+        allowed = inside(position, pairs.lo, pairs.hi)
+    return allowed
 
 
 @triton.jit
@@ -177,7 +175,11 @@ def visit_queries(state, own, queries, pairs, scores, first, last, edge: tl.cons
         d_o_tile = load_tile(
             queries.d_o + row[:, None] * queries.do_s, i_ok[:, None], queries.dv_ok, edge, plan.ragged_dv
         )
-        bias_tile, allowed = bias_and_mask(i, i_ok, pairs, edge, plan)
+        bias_tile, allowed = None, None
+        if pairs.bias is not None:
+            bias_tile = load_bias(pairs, row[None, :], i_ok[None, :], edge, plan)
+        if edge or pairs.segments is not None:
+            allowed = seen(i, i_ok, pairs, edge)
         shift_i = load_tile(queries.shift + i, i_ok, i_ok, edge, False)[None, :]
         low_i = load_tile(queries.low + i, i_ok, i_ok, edge, False)[None, :]
         p, t = weights(k_tile, q_tile, shift_i, low_i, bias_tile, allowed, scores, plan)
@@ -253,7 +255,11 @@ def visit_keys(dq, own, keys, pairs, scores, first, last, edge: tl.constexpr, pl
         j_ok, col = j < keys.kv_len, j.to(tl.int64)
         k_tile = load_tile(keys.k + col[:, None] * keys.k_s, j_ok[:, None], keys.d_ok, edge, plan.ragged_d)
         v_tile = load_tile(keys.v + col[:, None] * keys.v_s, j_ok[:, None], keys.dv_ok, edge, plan.ragged_dv)
-        bias_tile, allowed = bias_and_mask(j, j_ok, pairs, edge, plan)
+        bias_tile, allowed = None, None
+        if pairs.bias is not None:
+            bias_tile = load_bias(pairs, col[None, :], j_ok[None, :], edge, plan)
+        if edge or pairs.segments is not None:
+            allowed = seen(j, j_ok, pairs, edge)
         p, t = weights(q_tile, k_tile, shift_i, low_i, bias_tile, allowed, scores, plan)
         _, ds = score_gradients(p, t, d_o_tile, v_tile, delta_i, allowed, scores, plan)
         dq = product(ds.to(k_tile.dtype), k_tile, dq, plan)

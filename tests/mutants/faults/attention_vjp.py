@@ -105,9 +105,9 @@ FAULTS = {
         Planted(
             "last-query-dropped",
             "the last of many queries is masked on the edge tiles of d_k and d_v",
-            old="bias_and_mask(i, i_ok, pairs, edge, plan)",
+            old="allowed = seen(i, i_ok, pairs, edge)",
             new=(
-                "bias_and_mask(i, i_ok, pairs, edge, plan)\n"
+                "allowed = seen(i, i_ok, pairs, edge)\n"
                 "        if edge:\n"
                 "            allowed = allowed & (i[None, :] < queries.q_len - tl.minimum(queries.q_len // 65, 1))"
             ),
