@@ -672,7 +672,7 @@ def test_without_optuna_a_large_space_says_what_to_do(monkeypatch):
     monkeypatch.setattr(searches, "SMALL", 10)
     monkeypatch.setitem(sys.modules, "optuna", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UnavailableError, match=r"75 combinations .*pip install -e '\.\[tune\]', or name --search"):
+    with pytest.raises(UnavailableError, match=r"75 combinations .*pip install -e '\.\[tune\]', or pass --search"):
         search("auto", space(), [])
     with pytest.raises(SpecError, match="search is 'best'; expected one of auto, all, climb, optuna"):
         search("best", space(), [])
