@@ -55,7 +55,7 @@ DTYPES = {
     ),
     "a mask for a bias": (
         lambda: attention(*[zeros(1, 2, 1, 4)] * 3, zeros(1, 1, 2, 2, dtype=bool)),
-        r"attention: bias is bool but q is float32; .*a cast would add ones and zeros; pass where\(bias, 0, -inf\)",
+        r"attention: bias is bool but q is float32; .*a cast would add ones and zeros\); pass where\(bias, 0, -inf\)",
     ),
     "a mask of integers for a bias": (
         lambda: attention(*[zeros(1, 2, 1, 4)] * 3, zeros(1, 1, 2, 2, dtype="int64")),
