@@ -42,7 +42,7 @@ SHAPES = {
     ),
     "no heads": (
         lambda: call(Q, zeros(2, 7, 0, 8), zeros(2, 7, 0, 8)),
-        r"kv_heads is 0 \(k axis 2\); expected at least 1: an array without any",
+        r"kv_heads is 0 \(k axis 2\); expected at least 1: an empty axis",
     ),
     "no query heads": (lambda: call(zeros(2, 5, 0, 8), K, K), r"group is 0 \(q axis 2\); expected at least 1"),
     "no head_dim": (
