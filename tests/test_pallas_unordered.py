@@ -225,12 +225,16 @@ def test_short_queries_take_little_memory_for_sums(monkeypatch):
     assert sums == [(512, 8, 1, 64)]
 
 
-def test_gradients_of_keys_alone_are_the_ordered_kernel_s():
+@pytest.mark.parametrize("given", [{}, {"last": 1}])
+def test_gradients_of_keys_alone_are_the_ordered_kernel_s(given):
+    """Whatever tiling the caller gave: the ordered kernel has no parameter ``last``."""
     arrays = arrays_of(1, 70, 1, 1, 70, 64)
     call = pk.op("attention_vjp").bind(**arrays).replace(interpret=True, wants=("d_k", "d_v"))
-    serving, tiling = VARIANT.serving(call, resolved(call))
-    assert serving.family.name == "gpu" and serving.fn is ordered.attention_vjp and tiling == resolved(call)
-    assert VARIANT.serving(call.replace(wants=("d_q", "d_k")), tiling) == (VARIANT, tiling)
+    own = resolved(call, given)
+    serving, tiling = VARIANT.serving(call, own)
+    assert serving.family.name == "gpu" and serving.fn is ordered.attention_vjp
+    assert dict(tiling) == {name: value for name, value in own.items() if name != "last"}
+    assert VARIANT.serving(call.replace(wants=("d_q", "d_k")), own) == (VARIANT, own)
     assert serving.run(call, tiling)[0] is None
 
 

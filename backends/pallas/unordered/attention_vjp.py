@@ -45,7 +45,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from portakern.backends.pallas import BACKEND
-from portakern.backends.pallas.configs import UnorderedGradientsConfig
+from portakern.backends.pallas.configs import FlashGradientsConfig, UnorderedGradientsConfig
 from portakern.backends.pallas.lib.band import both
 from portakern.backends.pallas.lib.blocks import Refs, padded, positions, quotient
 from portakern.backends.pallas.lib.mosaic_gpu import attention_vjp as ordered
@@ -317,9 +317,11 @@ def kernel(ref: Refs, *, how: Added) -> None:
     ordered.kernel(ref, plan=how.plan, consume=partial(consume, how=how), tile_of=how.tile)
 
 
-def delegate(call: Call, config: UnorderedGradientsConfig) -> tuple[str, UnorderedGradientsConfig] | None:
+def delegate(call: Call, config: UnorderedGradientsConfig) -> tuple[str, FlashGradientsConfig] | None:
     """Gradients without d_q have no sum that several blocks add to: they are the ordered kernel's."""
-    return None if "d_q" in call.wants else ("gpu", config)
+    if "d_q" in call.wants:
+        return None
+    return "gpu", FlashGradientsConfig(block_q=config.block_q, block_kv=config.block_kv, stages=config.stages)
 
 
 @BACKEND.implements("attention_vjp", key=key, supports=supports, config=UnorderedGradientsConfig,
