@@ -397,12 +397,14 @@ class _CheckRun:
     def smallest(
         self, run: CaseGroup, position: int, seed: int, source: Source, error: Exception
     ) -> tuple[Case, Exception] | None:
-        """A case of less choices that fails in the same way, and how; None where there is none."""
+        """A case of less choices that fails in the same way, and how; None where there is none, or the time is up."""
         if not self.shrink:
             return None
         spec, known, turn = self.subject.spec, getattr(error, "kind", None), run.presets[position]
 
         def fails(preset: CasePreset, choices: Sequence[int] | None) -> tuple[Case, Exception] | None:
+            if self.over:
+                return None
             source.begin(choices)
             try:
                 case = case_of(source, spec, self.limits, self.subject.tiles, run.edge, preset, run.fills)
