@@ -22,6 +22,7 @@ import numpy as np
 import portakern as pk
 from portakern import results
 from portakern.core.backend import Implementation
+from portakern.core.config import Config
 from portakern.core.dispatch import Route
 from portakern.core.framework import frameworks
 from portakern.core.targets import HOST
@@ -39,9 +40,9 @@ def stub_op(framework: str, result: Any) -> pk.Op:
         lambda call, tiling: (result, None),
         lambda call: {"block_q": 128, "block_kv": 64},
         lambda call, tiling: None,
-        {},
+        Config,
     )
-    vars(impl)["ours"] = True  # a kernel that others bring is looked at once a form: not what is measured here
+    vars(impl)["is_own"] = True  # a kernel that others bring is looked at once a form: not what is measured here
     fw = frameworks()[framework]
     op = pk.op("attention")
     op.choice.found[fw, fw.device(result)] = (Route(impl, False, HOST, fw),)

@@ -527,7 +527,7 @@ def test_the_plan_is_said():
     with plugged_in():
         told = on_triton("matmul").explain(x, x.T)
         assert "embedded: its machine code is part of JAX's program, without torch" in told
-        assert "variant hopper: no part of JAX's programs: its kernels take tensor descriptors" in told
+        assert "variant hopper: cannot be embedded in JAX's programs: its kernels take tensor descriptors" in told
         with pytest.raises(pk.UnsupportedError, match="variant|hopper|descriptors|cannot"):
             jax.jit(on_triton("matmul", variant="hopper"))(x, x.T)
 

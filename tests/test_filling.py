@@ -230,4 +230,4 @@ def test_one_array_along_one_axis_of_which_lie_two_dimensions_is_chosen_once():
     repeated_x = repeated({"x": buffer, "y": buffer}, call, part.chosen, part.stands)["x"].view()
     d = np.abs(repeated_x[:, None] - repeated_x)
     assert 0 < len(np.unique(repeated_x)) < 640
-    assert np.array_equal(part.spread("d", part.taken("d", d)), d)
+    assert np.array_equal(part.spread("d", part.part_of_output("d", d)), d)

@@ -119,7 +119,7 @@ def test_they_are_right_and_nothing_beside_them_is_touched(name, call, layout):
     shape, axis, dtype, tiling = call
     given = shapes(name, shape, axis)
     case = {"dtype": dtype, "shapes": given, "options": {"axis": axis}, "regime": "normal", "seed": 3}
-    case["tiling"] = tiling or tile_columns(shape[axis], "cpu")
+    case["tiling"] = dict(tiling or tile_columns(shape[axis], "cpu"))
     if layout == "sliced":
         case["layouts"] = dict.fromkeys(given, "sliced")
     report = testing.replay(name, json.dumps(case), backend="triton")
@@ -133,7 +133,7 @@ def test_a_row_has_the_same_bits_in_strips_of_any_width(name, n):
     arrays = randoms(name, (n, 37), 0, torch.float32)
     whole = result(name, arrays, 0)
     for block_rows, warps in ((1, 1), (8, 4), (128, 8)):
-        tile = tile_columns(n, "cpu") | {"block_rows": block_rows, "num_warps": warps}
+        tile = dict(tile_columns(n, "cpu")) | {"block_rows": block_rows, "num_warps": warps}
         assert torch.equal(result(name, arrays, 0, **tile), whole)
     for some in (slice(0, 1), slice(5, 8), slice(20, 37)):
         view = {k: a[..., some] for k, a in arrays.items()}

@@ -130,7 +130,7 @@ def test_how_often_a_statement_is_written_does_not_count(checkout):
         (RMSNORM, (r"x_strides.n, n, row_ok, tile\)", "n, x_strides.n, row_ok, tile)"), "rmsnorm"),
         (f"{BACKENDS}/triton/lib/rows.py", (r"(def row_sum\(.*\n)", r"\1    tl.debug_barrier()\n"), "softmax"),
         (f"{BACKENDS}/triton/launch.py", (r"(def cdiv\(.*\n)", r"\1    a = 2\n"), "softmax"),
-        (f"{BACKENDS}/triton/plan.py", (r"(def _place\(.*\n)", r"\1    a = 2\n"), "softmax"),
+        (f"{BACKENDS}/triton/plan.py", (r"(def _placement\(.*\n)", r"\1    a = 2\n"), "softmax"),
         ("portakern/specs/_rows.py", (r"(def plant\((.|\n)*?:\n)", r"\1    a = 2\n"), "softmax"),
         ("portakern/specs/rmsnorm.py", (r"] = 1e-6", "] = 1e-5"), "rmsnorm"),
         ("portakern/specs/rmsnorm.py", ("before_weight", "after_weight"), "rmsnorm"),

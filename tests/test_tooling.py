@@ -330,7 +330,7 @@ def test_an_index_shows_words_where_nobody_said_where_the_repository_lies() -> N
     assert (
         picture not in done.stdout
         and "![" not in done.stdout
-        and "PORTING.md says what no check could show" in done.stdout
+        and "PORTING.md lists the limits of the checks" in done.stdout
     )
 
 

@@ -897,7 +897,7 @@ def test_losses_of_calls_that_had_no_time_are_not_shown(own_cache, monkeypatch):
         "target": "cpu", "family": "rows", "calls": "2", "tried, median": "8", "median": "62.5%", "worst": "100.0%",
         "beyond 5%": "2", "beyond 15%": "2", "gain": "1.581",
     }  # fmt: skip
-    assert said[2].startswith("1 calls had no time")
+    assert said[2].startswith("1 calls were not tuned, the time ended")
 
 
 def test_what_the_time_does_not_reach_is_counted():

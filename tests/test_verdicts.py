@@ -109,7 +109,6 @@ def test_a_failing_case_is_made_smaller_within_the_time_alone():
     assert report.outcome == "wrong" and len(calls) < 30
 
 
-
 class Refusing:
     """Takes so many elements."""
 

@@ -214,7 +214,9 @@ def test_an_array_that_is_two_arguments_is_not_written_over():
 
 def test_who_makes_new_arrays_alone_is_not_asked_for_others():
     run = pk.op(ops.segment_add, backend=backend("segment_add", segment_sums))
-    with pytest.raises(pk.UnsupportedError, match="'mine' cannot: it writes no result over an input; leave overwrite"):
+    with pytest.raises(
+        pk.UnsupportedError, match="'mine' cannot: it cannot write a result over an input; leave out overwrite"
+    ):
         run(**small(), overwrite="total")
 
 
@@ -233,7 +235,7 @@ def test_immutable_recorded_and_watched_inputs_keep_their_values():
     with pytest.raises(pk.SpecError, match="JAX arrays are immutable; leave it out, .*donate_argnums"):
         run(**small("jax"), overwrite="total")
     staged = pk.op(ops.segment_add, backend=backend("segment_add", in_jax, "jax"))
-    with pytest.raises(pk.SpecError, match="JAX arrays never change"):
+    with pytest.raises(pk.SpecError, match="JAX arrays are immutable"):
         jax.jit(lambda a: staged(**a, overwrite="total"))(small("jax"))
     np.testing.assert_allclose(jax.jit(lambda a: staged(**a))(small("jax")), want, rtol=1e-5)
     arrays = small("torch")

@@ -355,6 +355,7 @@ class Implementation:
     ahead: tuple[str, ...] = ()
     unordered: Mapping[str, str] = field(default_factory=dict)
     _looked: BoundedCache[Any, bool] = field(default_factory=BoundedCache, init=False, repr=False)
+    _complete: BoundedCache[Spec[Any], type[Config]] = field(default_factory=BoundedCache, init=False, repr=False)
 
     @functools.cached_property
     def knobs(self) -> Mapping[str, Tile]:
@@ -363,7 +364,9 @@ class Implementation:
 
     def configured(self, spec: Spec[Any], tiling: Mapping[str, int]) -> Config:
         """A tiling as its functions take it; SpecError where it has other names than the Config."""
-        made = completed(self.config, spec.name, tuple(spec.tiling))
+        made = self._complete.get(spec)
+        if made is None:
+            made = self._complete.keep(spec, completed(self.config, spec.name, tuple(spec.tiling)))
         return tiling if isinstance(tiling, made) else made(**tiling)
 
     @functools.cached_property

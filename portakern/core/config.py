@@ -55,14 +55,17 @@ class Config(Mapping[str, int]):
         cls._fields = MappingProxyType(known | {n: _field(cls, n, hints[n], known) for n in cls.__annotations__})
 
     def __init__(self, **values: int) -> None:
+        fields, attributes = self._fields, self.__dict__
         for name, value in values.items():
-            if name not in self._fields:
+            field = fields.get(name)
+            if field is None:
                 raise SpecError(
-                    f"{type(self).__name__} has no {name!r}; expected names among {', '.join(self._fields) or '(none)'}"
+                    f"{type(self).__name__} has no {name!r}; expected names among {', '.join(fields) or '(none)'}"
                 )
-            kind = self._fields[name].kind
-            self.__dict__[name] = value if kind is int else kind(value)
-        object.__setattr__(self, "_values", {name: int(value) for name, value in values.items()})
+            attributes[name] = value if field.kind is int else field.kind(value)
+            if type(value) is not int:
+                values[name] = int(value)
+        object.__setattr__(self, "_values", values)
 
     def __getitem__(self, name: str) -> int:
         return self._values[name]

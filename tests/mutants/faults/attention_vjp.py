@@ -147,8 +147,8 @@ FAULTS = {
         Planted(
             "segments-only-on-edges",
             "segments are compared on edge tiles only",
-            old="allowed = allowed & same if edge else same",
-            new="allowed = allowed & same if edge else None",
+            old="allowed = inside(position, pairs.lo, pairs.hi) & allowed",
+            new="allowed = inside(position, pairs.lo, pairs.hi) & allowed\n        else:\n            allowed = allowed | ~allowed",
         ),
         Planted(
             "bias-batch-not-summed",
