@@ -126,9 +126,9 @@ def test_what_is_written_of_parts_is_little_beside_what_is_read():
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ({"dtype": torch.float32}, "float32 goes to the portable kernel"),
-        ({"bias": True}, "bias goes to the portable kernel"),
-        ({"segments": True}, "q_segment_ids goes to the portable kernel"),
+        ({"dtype": torch.float32}, "dtype float32: this kernel takes"),
+        ({"bias": True}, "bias is given"),
+        ({"segments": True}, "q_segment_ids is given"),
         ({"d": 12}, "head dimensions 12 and 12: this kernel takes multiples of 8 up to 256"),
         ({"d": 264}, "up to 256"),
         ({"d": 136}, None),
@@ -161,7 +161,7 @@ def test_hopper_refuses_what_has_no_room():
     assert "bytes of shared memory" in hopper.supports(call, tiling.replace(num_stages=4))
     assert "up to 256 keys" in hopper.supports(call, tiling.replace(block_kv=512))
     # a group waits for the next keys before it hands the place of these back: an H100 waited for ever
-    assert "take 2 or more" in hopper.supports(call, tiling.replace(num_stages=1))
+    assert "use 2 or more" in hopper.supports(call, tiling.replace(num_stages=1))
 
 
 @pytest.mark.parametrize(("d", "kv_len"), [(64, 1100), (128, 1100), (128, 600), (256, 1100)])

@@ -103,10 +103,10 @@ def test_what_a_call_has_no_use_for_is_fitted_or_refused():
     impl, call = product(2048, 2048, 65536)
     assert resolve(impl, call, {}).tiling == {**wide, "warp_specialized": 0}  # its sums go in chunks
     for (m, n, k), named, reason in (
-        ((2048, 2048, 65536), wide, "sums are whole"),
+        ((2048, 2048, 65536), wide, "sums over k in one chunk"),
         ((4096, 4096, 4096), {**wide, "num_warps": 4}, "num_warps=8"),
         ((4096, 4096, 4096), {**wide, "swap_ab": 1}, "swap_ab=0"),
-        ((4096, 4096, 4096), {**wide, "block_k": 32}, "steps of 64"),
+        ((4096, 4096, 4096), {**wide, "block_k": 32}, "with block_k=64"),
         ((4096, 4096, 4096), {**wide, "warp_specialized": 2}, "block_n=128"),
         ((4096, 4096, 4096), {**wide, "num_stages": 5}, "shared memory"),
     ):
@@ -149,7 +149,7 @@ def test_float32_has_warps_with_roles_where_there_are_rounds_of_tiles():
     assert kernels(4096, 4096, 4096, "linear")[-1] == "linear_kernel"
     assert kernels(4096, 4096, 4096, "linear", precision="tf32") == ["linear_by_roles"]
     impl, call = product(4096, 4096, 4096, dtype=torch.float32)
-    with pytest.raises(pk.UnsupportedError, match="128 x 128 in ieee"):
+    with pytest.raises(pk.UnsupportedError, match="precision 'ieee' needs block_n=128"):
         resolve(impl, call, {"block_n": 256})
 
 

@@ -157,10 +157,10 @@ def finds_on_host(module, case):
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ({"dtype": torch.float32}, "float32 goes to the portable kernel"),
-        ({"given": ("bias",)}, "bias goes to the portable kernel"),
-        ({"given": ("q_segment_ids", "kv_segment_ids")}, "q_segment_ids goes to the portable kernel"),
-        ({"scale": -3e38}, "scale = -3e+38 goes to the portable kernel"),
+        ({"dtype": torch.float32}, "dtype float32: this kernel takes"),
+        ({"given": ("bias",)}, "bias is given"),
+        ({"given": ("q_segment_ids", "kv_segment_ids")}, "q_segment_ids is given"),
+        ({"scale": -3e38}, "scale = -3e+38: its product"),
         ({"d": 12}, "head dimensions 12 and 12: this kernel takes multiples of 8 up to 256"),
         ({"d": 264}, "up to 256"),
         ({"d": 136, "dv": 72}, None),
@@ -183,7 +183,7 @@ def test_what_has_no_room_is_refused():
         ({"block_q": 128}, "registers a thread"),
         ({"num_stages": 8}, "bytes of shared memory"),
         ({"dq_num_stages": 8}, "bytes of shared memory"),
-        ({"num_stages": 1, "ahead": 1}, "before this one's place is free"),
+        ({"num_stages": 1, "ahead": 1}, "needs a second buffer"),
     ):
         assert why in attention_vjp_gluon.supports(call, tiling.replace(**named))
     capped = bound(1, 90, 1, 1, 1000, 128, device="meta", softcap=5.0)

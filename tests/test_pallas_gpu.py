@@ -518,7 +518,7 @@ REFUSED = [
     ("matmul_vjp", {"block_k": 32}, {"a": (8, 8), "b": (8, 8), "d_c": (8, 8)}, "bfloat16",
      "d_a: block_k=32 is not the"),
     ("matmul", {"block_k": 32}, {"a": (8, 8), "b": (8, 8)}, "bfloat16", "block_k=32 is not the 128 bytes .* use 64"),
-    ("matmul", {"block_m": 16}, {"a": (8, 8), "b": (8, 8)}, "bfloat16", "block_m=16 is no tile of wgmma's .* 64, 128"),
+    ("matmul", {"block_m": 16}, {"a": (8, 8), "b": (8, 8)}, "bfloat16", "block_m=16 is not supported .* 64, 128"),
     ("matmul", {"block_m": 256, "block_n": 256}, {"a": (99, 8), "b": (8, 999)}, "bfloat16", "the registers of two"),
     ("matmul", {"block_n": 256}, {"a": (99, 32768), "b": (32768, 999)}, "bfloat16", "two sums of a tile of 128 x 256"),
     ("matmul", {"block_m": 128, "stages": 8}, {"a": (99, 8), "b": (8, 999)}, "bfloat16", "smaller block_m, block_n or"),

@@ -190,8 +190,8 @@ def test_what_has_no_room_is_refused():
         ({"d": 136}, {}, "no room beside each other"),
         ({"d": 128}, {"num_stages": 8}, "bytes of shared memory"),
         ({"d": 128}, {"block_q": 32}, "tiles of 32 queries at 128 columns; expected 64"),
-        ({"d": 64, "dtype": torch.float32}, {}, "float32 goes to the portable kernel"),
-        ({"d": 64, "given": ("bias",)}, {}, "bias goes to the portable kernel"),
+        ({"d": 64, "dtype": torch.float32}, {}, "dtype float32: this kernel takes"),
+        ({"d": 64, "given": ("bias",)}, {}, "bias is given"),
     ):
         call = bound(1, 90, 1, 1, 90, **more, device="meta")
         assert why in unordered.supports(call, tilings.default(VARIANT, call).tiling.replace(**named))

@@ -128,7 +128,7 @@ def plan_of(call: Call, config: FlashConfig) -> Packed:
 
 def supports(call: Call, config: FlashConfig) -> str | None:
     if config.block_q != QUERIES:
-        return f"block_q={config.block_q} is no tile of wgmma's here: use {QUERIES}, which all queries of a group share"
+        return f"block_q={config.block_q} is not supported here: use {QUERIES}, which all queries of a group share"
     rows = call.dims["q_len"] * call.dims["group"]
     if rows > QUERIES:
         return (

@@ -358,7 +358,7 @@ def supports(call: Call, config: HopperProductConfig) -> str | None:
     block_m, block_n, block_k = (config[f"block_{axis}"] for axis in "mnk")
     for name, tile, legal in (("block_m", block_m, (64, 128, 256)), ("block_n", block_n, (64, 128, 256))):
         if tile not in legal:
-            return f"{name}={tile} is no tile of wgmma's here: use one of {', '.join(map(str, legal))}"
+            return f"{name}={tile} is not supported by wgmma here: use one of {', '.join(map(str, legal))}"
     plan = plan_of(call, config)
     if block_k * plan.size != SWIZZLED_BYTES:
         return (

@@ -184,35 +184,35 @@ def warp_specialized(call: Call, config: HopperProductConfig) -> bool:
 def refuse_roles(call: Call, config: HopperProductConfig) -> str | None:
     """Why warps cannot have roles, or None."""
     rows, columns, depth, size = config.block_m, config.block_n, config.block_k, size_of(call.dtype)
-    told, stages = f"warps with roles (warp_specialized={config.warp_specialized})", config.num_stages
+    told, stages = f"warp_specialized={config.warp_specialized}", config.num_stages
     if call.interpret:
-        return f"{told} are compiled alone: Gluon has no interpreter; use warp_specialized=0"
+        return f"{told} has no interpreter, since it is written in Gluon; use warp_specialized=0"
     if not may_have_roles(call):
         return (
-            f"{told} take products whose sums are whole, of operands of c's size and up to 32 bits; "
+            f"{told} needs operands of at most 32 bits, c of their size, and sums over k in one chunk; "
             "use warp_specialized=0"
         )
     if (config.num_warps, config.swap_ab) != (8, 0):
-        return f"{told} are 8 that multiply, rows first; use num_warps=8 and swap_ab=0"
+        return f"{told} needs num_warps=8 and swap_ab=0"
     if depth * size != 128 or (rows, columns) not in ((128, 128), (128, 256), (256, 128)):
         return (
-            f"{told} take tiles of 128 x 128, 128 x 256 and 256 x 128, in steps of {128 // size} of k, not {rows} x "
+            f"{told} needs tiles of 128 x 128, 128 x 256 or 256 x 128 with block_k={128 // size}, not {rows} x "
             f"{columns} x {depth}"
         )
     if rows == 256 and (size == 4 or config.warp_specialized in MORE):
-        return f"{told} take tiles of 256 x 128 where operands have 16 bits and warp_specialized=1"
+        return f"{told}: tiles of 256 x 128 need 16-bit operands and warp_specialized=1"
     if products(call, call.dtype) == "ieee" and (columns != 128 or config.warp_specialized in MORE):
-        return f"{told} take tiles of 128 x 128 in ieee; use block_n=128 and warp_specialized=1"
+        return f"{told}: precision 'ieee' needs block_n=128 and warp_specialized=1"
     if config.epilogue_subtile and size == 4:
-        return f"{told} write c by halves (epilogue_subtile=1 or 2) where they take 16-bit operands"
+        return f"{told}: epilogue_subtile=1 or 2 needs 16-bit operands"
     if config.epilogue_subtile and config.warp_specialized == WarpSpecialized.QUARTER_MORE:
-        return f"{told}, which are of 160 columns, write c at once; use epilogue_subtile=0"
+        return f"{told} has tiles of 160 columns, which need epilogue_subtile=0"
     if config.epilogue_subtile == EpilogueSubtile.IN_STAGES and tiles_of(call, config) > MULTIPROCESSORS:
-        return f"{told} write c through stages where each program has one tile; use epilogue_subtile=0 or 1, not 2"
+        return f"{told}: epilogue_subtile=2 needs one tile for each program; use epilogue_subtile=0 or 1"
     if config.epilogue_subtile == EpilogueSubtile.IN_STAGES and columns + more_columns(config) > 64 * stages:
-        return f"{told} write 64 columns of c through each of {stages} stages (epilogue_subtile=2); use more stages"
+        return f"{told}: epilogue_subtile=2 writes 64 columns of c in each of {stages} stages; use a larger num_stages"
     if config.warp_specialized in MORE and (columns == 256 or size == 4):
-        return f"{told}, which add columns, take 16-bit operands and block_n=128"
+        return f"{told} needs 16-bit operands and block_n=128"
     return None
 
 
@@ -286,9 +286,9 @@ def fit(
 def supports(call: Call, config: HopperProductConfig) -> str | None:
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     if max(block_m, block_n, block_k) > 256:
-        return f"a tile of {block_m} x {block_n} x {block_k} is longer than the copy engine's 256"
+        return f"a tile of {block_m} x {block_n} x {block_k} has an extent beyond 256, the limit of TMA"
     if max(call.dims["n"], call.dims["k"], extents(call)[1]) > 2**31 - 512:
-        return "an extent of 2^31 is beyond what the copy engine counts"
+        return "an extent is 2^31 or more, beyond TMA's 32-bit coordinates"
     if warp_specialized(call, config):
         reason = refuse_roles(call, config)
         if reason:

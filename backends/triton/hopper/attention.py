@@ -65,7 +65,7 @@ def supports(call: Call, config: FlashConfig) -> str | None:
     if reason := gradients.refused(call):
         return reason
     if plan.stages < 2:
-        return f"num_stages = {plan.stages}: the next keys arrive before these leave their place; take 2 or more"
+        return f"num_stages = {plan.stages}: the next keys need a second buffer; use 2 or more"
     if plan.block_kv > 256:
         return f"block_kv = {plan.block_kv}: the matrix unit takes up to 256 keys at a time"
     needed = plan.block_kv // 2 + plan.block_kv // 4 + plan.block_dv // 2

@@ -73,10 +73,10 @@ def refused(call: Call) -> str | None:
     """Why attention in Gluon does not take a call, forward or backward, whatever its tiles."""
     dims = call.dims
     if call.dtype not in ("float16", "bfloat16"):
-        return f"{call.dtype} goes to the portable kernel: this one is for float16 and bfloat16"
+        return f"dtype {call.dtype}: this kernel takes float16 and bfloat16"
     for name in ("bias", "q_segment_ids"):
         if call.arrays[name] is not None:
-            return f"{name} goes to the portable kernel"
+            return f"{name} is given: this kernel takes none"
     if dims["d"] % 8 or dims["dv"] % 8 or max(dims["d"], dims["dv"]) > 256:
         return f"head dimensions {dims['d']} and {dims['dv']}: this kernel takes multiples of 8 up to 256"
     return None
@@ -87,12 +87,12 @@ def supports(call: Call, config: FlashGradientsConfig) -> str | None:
     if reason := refused(call):
         return reason
     if score_unit(call)[1] > LARGEST:
-        return f"scale = {scale_of(call):g} goes to the portable kernel: its product with log2(e) overflows float32"
+        return f"scale = {scale_of(call):g}: its product with log2(e) overflows float32 in this kernel"
     for plan in plans(call, config).values():
         if plan.block not in (32, 64, 128):
             return f"tiles of {plan.block} rows: this kernel takes 32, 64 or 128"
         if plan.ahead and plan.stages < 2:
-            return f"ahead = 1 with num_stages = {plan.stages}: the next tile arrives before this one's place is free"
+            return f"ahead = 1 with num_stages = {plan.stages}: the next tile needs a second buffer; use 2 or more"
         if registers_of(call, plan) > plan.registers - SPARE:
             return (
                 f"tiles of {plan.block} rows at head dimensions {dims['d']} and {dims['dv']} need some "

@@ -148,7 +148,11 @@ FAULTS = {
             "segments-only-on-edges",
             "segments are compared on edge tiles only",
             old="allowed = inside(position, pairs.lo, pairs.hi) & allowed",
-            new="allowed = inside(position, pairs.lo, pairs.hi) & allowed\n        else:\n            allowed = allowed | ~allowed",
+            new=(
+                "allowed = inside(position, pairs.lo, pairs.hi) & allowed\n"
+                "        else:\n"
+                "            allowed = allowed | ~allowed"
+            ),
         ),
         Planted(
             "bias-batch-not-summed",

@@ -169,7 +169,7 @@ def supports(call: Call, config: FlashConfig) -> str | None:
     block_q, block_kv = config.block_q, config.block_kv
     for name, tile, legal in (("block_q", block_q, (64, 128)), ("block_kv", block_kv, (64, 128, 256))):
         if tile not in legal:
-            return f"{name}={tile} is no tile of wgmma's here: use one of {', '.join(map(str, legal))}"
+            return f"{name}={tile} is not supported by wgmma here: use one of {', '.join(map(str, legal))}"
     plan = plan_of(call, config)
     held = plan.parts[1] * PART // 2 + block_kv // 2 + block_kv // 4
     if held > HELD:

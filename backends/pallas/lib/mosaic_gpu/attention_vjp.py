@@ -71,7 +71,7 @@ def supports(call: Call, config: FlashGradientsConfig) -> str | None:
         return f"scale={scale_of(call):g} times log2(e) is beyond float32: multiply q by a part of it beforehand"
     for name in ("block_q", "block_kv"):
         if config[name] not in (64, 128):
-            return f"{name}={config[name]} is no tile of wgmma's here: use one of 64, 128"
+            return f"{name}={config[name]} is not supported by wgmma here: use one of 64, 128"
     for plan in plans(call, config):
         if plan.registers > HELD:
             return (
