@@ -407,7 +407,7 @@ def test_every_tile_has_one_index_and_those_that_see_most_have_the_first(first, 
 
 
 def test_the_tile_is_the_one_that_is_done_first():
-    """As an H100 was, of 18 products in every tile (docs/porting/matmul.md)."""
+    """As an H100 was on 30 products (docs/porting/matmul.md)."""
 
     def chosen(*extents):
         m, n, k = extents
