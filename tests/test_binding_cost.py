@@ -24,7 +24,7 @@ def plain(q, k, v, **options):
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 def test_binding_is_cheap_and_remembers_nothing(framework):
-    """A call costs 11 to 32 times the function above, the more the busier the machine is: 10 us on an idle one."""
+    """A call costs 11 to 21 times the function above, the more the busier the machine is: 10 us on an idle one."""
     if framework == "torch":
         pytest.importorskip("torch", reason="torch is not installed")
     binding = benchmark()
@@ -40,4 +40,4 @@ def test_binding_is_cheap_and_remembers_nothing(framework):
     op = binding.stub_op(framework, q)
     rounds = [(seconds(op), seconds(plain)) for _ in range(40)]
     ours, theirs = (min(each) for each in zip(*rounds, strict=True))  # the best round says what the code costs
-    assert ours <= 40 * theirs, (ours, theirs)
+    assert ours <= 30 * theirs, (ours, theirs)
