@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from maint.markdown import NONE, fold, table
 from maint.measurements import AGED, STALE, Row, StoredResults, changed, source
@@ -102,14 +102,26 @@ def promise(s: Spec[Any], kept: StoredResults) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------- speed
-def speed(s: Spec[Any], kept: StoredResults, plot: str | None) -> str:
+class Timed(NamedTuple):
+    """What was timed of an op on one device: our fastest row of each call, everybody's rows by call, and the runs."""
+
+    device: str
+    best: Sequence[Row]
+    calls: Mapping[tuple[str, str, str], Sequence[Row]]
+    runs: Sequence[Result]
+
+    def beside(self, best: Row) -> Sequence[Row]:
+        """Everybody's rows of the call of one of ours."""
+        return self.calls[best["op"], best["dtype"], best["call"]]
+
+
+def speed(s: Spec[Any], kept: StoredResults, timed: Timed, plot: str | None) -> str:
     """The fastest implementation beside the fastest peer, a line a call, on the device with most calls."""
-    device, found = timed(s, kept)
-    rows = best_of_each_call([row for row, _ in found])
+    device, rows = timed.device, timed.best
     if not rows:
         return "## Speed\n\nNot measured."
     shared, calls = _apart([call_without_op(row["call"]) for row in rows])
-    lines = [_line(row, call, [r for r, _ in found], kept) for row, call in zip(rows, calls, strict=True)]
+    lines = [_line(row, call, timed.beside(row), kept) for row, call in zip(rows, calls, strict=True)]
     heads = ["dtype", "call", "µs", "by", "best peer", "its µs", "speed / best peer's"]
     text = [
         f"## Speed\n\nMeasured on one {device}: device time, caches cold, medians. A ratio above 1 is faster than "
@@ -121,17 +133,17 @@ def speed(s: Spec[Any], kept: StoredResults, plot: str | None) -> str:
         text.append(fold(f"{len(lines) - SHOWN} more calls", table(heads, lines[SHOWN:], words=2)))
     if any(STALE in cell for line in lines for cell in line):
         text.append(AGED)
-    return "\n\n".join([*text, fold("The runs", source(run for _, run in found))])
+    return "\n\n".join([*text, fold("The runs", source(timed.runs))])
 
 
-def timed(s: Spec[Any], kept: StoredResults) -> tuple[str, Sequence[tuple[Row, Result]]]:
-    """The device on which most calls of an op were timed, and their rows."""
+def timed(s: Spec[Any], kept: StoredResults) -> Timed:
+    """What was timed of an op on the device with most calls."""
     devices: dict[str, list[tuple[Row, Result]]] = {}
     for row, run in kept.rows("bench"):
         if row["op"] == s.name:
             devices.setdefault(run.device, []).append((row, run))
-    device, _ = most_timed({name: [row for row, _ in rows] for name, rows in devices.items()})
-    return device, devices.get(device, ())
+    device, rows = most_timed({name: [row for row, _ in found] for name, found in devices.items()})
+    return Timed(device, best_of_each_call(rows), contenders(rows), [run for _, run in devices.get(device, ())])
 
 
 def _apart(calls: Sequence[str]) -> tuple[str, list[str]]:
@@ -144,7 +156,7 @@ def _apart(calls: Sequence[str]) -> tuple[str, list[str]]:
 
 def _line(best: Row, call: str, rows: Sequence[Row], kept: StoredResults) -> list[str]:
     """Our fastest variant on a call beside the fastest peer."""
-    peer = next((r for r in _same_call(best, rows) if r["contender"] == best.get("best_peer")), None)
+    peer = next((r for r in rows if r["contender"] == best.get("best_peer")), None)
     return [
         short(best["dtype"]), call, _us(best, kept), best["contender"],
         NONE if peer is None else peer["contender"], NONE if peer is None else _us(peer, kept),
@@ -152,28 +164,21 @@ def _line(best: Row, call: str, rows: Sequence[Row], kept: StoredResults) -> lis
     ]  # fmt: skip
 
 
-def _same_call(best: Row, rows: Sequence[Row]) -> Sequence[Row]:
-    return contenders(rows)[best["op"], best["dtype"], best["call"]]
-
-
 def _us(row: Row, kept: StoredResults) -> str:
     return f"{row['median_us']:,.4g}" + STALE * changed(row, kept.root)
 
 
 # ----------------------------------------------------------------------------------------------------------------- plot
-def plotted(s: Spec[Any], kept: StoredResults) -> Mapping[str, Any] | None:
+def plotted(s: Spec[Any], timed: Timed) -> Mapping[str, Any] | None:
     """What the plot of an op's speed shows; None where no call has a peer's time."""
-    device, found = timed(s, kept)
-    rows = [row for row, _ in found]
-    best_rows = best_of_each_call(rows)
-    _, calls = _apart([call_without_op(row["call"]) for row in best_rows]) if best_rows else ("", [])
+    _, calls = _apart([call_without_op(row["call"]) for row in timed.best]) if timed.best else ("", [])
     lines = []
-    for best, call in zip(best_rows, calls, strict=True):
-        others = {r["contender"]: best["median_us"] / r["median_us"] for r in _same_call(best, rows)
+    for best, call in zip(timed.best, calls, strict=True):
+        others = {r["contender"]: best["median_us"] / r["median_us"] for r in timed.beside(best)
                   if not r["subject"] and right_and_timed(r)}  # fmt: skip
         if others:
             lines.append({"call": f"{short(best['dtype'])} {call}", "peers": others})
-    return {"kind": "beside", "title": f"{s.name} on {device}", "lines": lines[:ROWS]} if lines else None
+    return {"kind": "beside", "title": f"{s.name} on {timed.device}", "lines": lines[:ROWS]} if lines else None
 
 
 def drawn(data: Mapping[str, Any]) -> str:
@@ -217,11 +222,3 @@ def _by_frequency(lines: Sequence[Mapping[str, Any]]) -> list[str]:
         for name in line["peers"]:
             counts[name] = counts.get(name, 0) + 1
     return sorted(counts, key=lambda n: (-counts[n], n))
-
-
-def plots(specs: Sequence[Spec[Any]], kept: StoredResults) -> Iterator[tuple[str, str]]:
-    """(op, SVG) of every op that has one."""
-    for s in specs:
-        data = plotted(s, kept)
-        if data is not None:
-            yield s.name, drawn(data)

@@ -81,8 +81,15 @@ def made(root: Path) -> Made:
     """Every op's page and the list of them, every op's plot, and the report's tables."""
     kept = StoredResults.load(root)
     specs = [registry.find_spec(name) for name in registry.ops()]
-    plots = {f"{FOLDER}/{name}.svg": svg for name, svg in opening.plots(specs, kept)}
-    pages = {f"{FOLDER}/{s.name}.md": _page(s, kept, f"{FOLDER}/{s.name}.svg" in plots) for s in specs}
+    pages, plots = {}, {}
+    for s in specs:
+        timed = opening.timed(s, kept)
+        plot = opening.plotted(s, timed)
+        if plot is not None:
+            plots[f"{FOLDER}/{s.name}.svg"] = opening.drawn(plot)
+        pages[f"{FOLDER}/{s.name}.md"] = _page(
+            s, kept, opening.speed(s, kept, timed, f"{s.name}.svg" if plot else None)
+        )
     rows = [
         [f"[`{r['op']}`](docs/{FOLDER}/{r['op']}.md)", _first(registry.find_spec(r["op"]).doc),
          ", ".join(r["backends"]), ", ".join(r["peers"])]
@@ -93,7 +100,7 @@ def made(root: Path) -> Made:
     return Made(pages | {f"{FOLDER}/index.md": index}, plots | {explorer.FILE: explorer.rows(kept)}, tables)
 
 
-def _page(s: Spec[Any], kept: StoredResults, plotted: bool) -> str:
+def _page(s: Spec[Any], kept: StoredResults, speed: str) -> str:
     shown = inventory.show(s.name)
     first, _, rest = s.doc.partition("\n\n")
     parts = [
@@ -101,7 +108,7 @@ def _page(s: Spec[Any], kept: StoredResults, plotted: bool) -> str:
         prose(first),
         opening.example(s),
         opening.promise(s, kept),
-        opening.speed(s, kept, f"{s.name}.svg" if plotted else None),
+        speed,
         f"## Arguments\n\n```python\n{s.name}{_call(s)}\n```",
         prose(rest),
         fold("Shapes, dtypes, defaults", _arguments(shown)),
