@@ -251,8 +251,8 @@ def test_up_to_64_queries_of_a_group_decode(q_len, variant):
     ("shape", "tiling", "words"),
     [
         ((1, 17, 1, 4, 300, 64), {}, "17 queries of 4 heads are 68 rows, more than the 64 .*: use variant 'gpu'"),
-        ((1, 1, 1, 4, 300, 64), {"block_q": 128}, "block_q=128 is no tile .* use 64, which all queries of a group"),
-        ((1, 1, 1, 4, 300, 64), {"block_kv": 32}, "block_kv=32 is no tile"),
+        ((1, 1, 1, 4, 300, 64), {"block_q": 128}, "block_q=128 is not .* use 64, which all queries of a group"),
+        ((1, 1, 1, 4, 300, 64), {"block_kv": 32}, "block_kv=32 is not supported"),
         ((1, 1, 1, 4, 300, 264), {}, "wider than the 256"),
         ((1, 1, 1, 4, 300, 256), {"stages": 3}, "choose smaller block_kv or stages"),
     ],

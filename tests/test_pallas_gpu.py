@@ -524,8 +524,8 @@ REFUSED = [
     ("matmul", {"block_m": 128, "stages": 8}, {"a": (99, 8), "b": (8, 999)}, "bfloat16", "smaller block_m, block_n or"),
     ("attention", {}, dict.fromkeys("qkv", (1, 9, 1, 8)), "float32", "take no float32 operands whole, .* bfloat16, or"),
     ("attention", {}, dict.fromkeys("qkv", (1, 9, 1, 264)), "float16", "of 264 are wider than the 256 elements that"),
-    ("attention", {"block_q": 256}, dict.fromkeys("qkv", (1, 9, 1, 8)), "float16", "block_q=256 is no tile .* 64, 128"),
-    ("attention", {"block_kv": 32}, dict.fromkeys("qkv", (1, 9, 1, 8)), "float16", "block_kv=32 is no tile .*, 256"),
+    ("attention", {"block_q": 256}, dict.fromkeys("qkv", (1, 9, 1, 8)), "float16", "block_q=256 is not .* 64, 128"),
+    ("attention", {"block_kv": 32}, dict.fromkeys("qkv", (1, 9, 1, 8)), "float16", "block_kv=32 is not .* 256"),
     ("attention", {"block_kv": 256}, dict.fromkeys("qkv", (1, 9, 1, 64)), "float16", "64 takes 224 registers a thread"),
     ("attention", {"stages": 8}, dict.fromkeys("qkv", (1, 9, 1, 128)), "float16", "choose smaller block_kv or stages"),
 ]  # fmt: skip
