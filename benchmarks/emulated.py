@@ -24,9 +24,9 @@ from typing import Any
 from portakern import results, sources, testing
 from portakern.core import registry
 from portakern.files import cache_folder, write_atomically
+from portakern.testing.coverage import Coverage
 from portakern.testing.report import Failure, Report
 from portakern.testing.subject import backend_subject
-from portakern.testing.visits import Visits
 
 TARGETS = ("gfx1100", "gfx942", "gfx950")
 PROFILE = "emulated"
@@ -109,8 +109,8 @@ def _report(plain: dict[str, Any]) -> Report:
     counters = {f.name for f in fields(Report) if "Counter" in str(f.type)}
     known = {f.name: plain[f.name] for f in fields(Report)}
     known |= {n: Counter(known[n]) for n in counters} | {"failures": [Failure(**f) for f in plain["failures"]]}
-    known["visits"] = {subject: Visits.from_dict(v) for subject, v in plain["visits"].items()}
-    return Report(**{**known, "asked": tuple(known["asked"]), "concessions": tuple(known["concessions"])})
+    known["coverage"] = {subject: Coverage.from_dict(v) for subject, v in plain["coverage"].items()}
+    return Report(**{**known, "checked": tuple(known["checked"]), "not_required": tuple(known["not_required"])})
 
 
 if __name__ == "__main__":

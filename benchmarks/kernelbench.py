@@ -2,7 +2,7 @@
 
     git clone https://github.com/ScalingIntelligence/KernelBench
     python -m benchmarks.kernelbench KernelBench/KernelBench/level1 --jobs 2 --json kernelbench.json
-    python -m benchmarks.kernelbench KernelBench/KernelBench/level1 --device cuda --whole --jobs 4 --budget 100
+    python -m benchmarks.kernelbench KernelBench/KernelBench/level1 --device cuda --full-shapes --jobs 4 --budget 100
 
 Of a FILE that is there the rows of other problems are kept, if its device and checkout are the same.
 
@@ -62,7 +62,7 @@ def left_out(folder: Path) -> dict[str, str]:
 
 
 def judged(
-    file: Path, device: str, whole: bool, seconds: float, limit: float, more: Sequence[str] = ()
+    file: Path, device: str, full_shapes: bool, seconds: float, limit: float, more: Sequence[str] = ()
 ) -> dict[str, Any]:
     """One row: what the command, with ``more`` words, said of a reference in at most ``limit`` seconds."""
     start = time.perf_counter()
@@ -71,7 +71,7 @@ def judged(
         command = [
             sys.executable, "-m", "portakern", "judge", str(file), "--problem", str(file), "--device", device,
             "--seconds", f"{seconds:g}",
-            "--memory", "48", "--call-seconds", "60", "--json", str(told), *(["--whole"] if whole else []),
+            "--memory", "48", "--call-seconds", "60", "--json", str(told), *(["--full-shapes"] if full_shapes else []),
             *more,
         ]  # fmt: skip
         try:
@@ -84,8 +84,8 @@ def judged(
         "problem": file.stem, "op": known()[file.stem]["op"], "verdict": found.get("outcome", "none"),
         "seconds": round(time.perf_counter() - start, 1), "load_seconds": found.get("load_seconds", 0.0),
         "cases": found.get("examples", 0), "left_out": found.get("left_out", 0), "worst": found.get("worst", {}),
-        "whole": whole,
-        "conceded": [c for c in found.get("concessions", ()) if c.startswith(("calls", "cut", "arrays lie"))],
+        "full_shapes": full_shapes,
+        "not_required": [c for c in found.get("not_required", ()) if c.startswith(("calls", "cut", "arrays lie"))],
         "why": "; ".join(f["what"] for f in found.get("failures", ()))[:500] if found else said,
     }  # fmt: skip
 
@@ -97,7 +97,7 @@ def run(files: Sequence[Path], args: argparse.Namespace) -> Iterator[dict[str, A
 
     def one(file: Path) -> dict[str, Any] | None:
         left = until - time.monotonic()
-        return judged(file, args.device, args.whole, args.seconds, min(left, 300.0), more) if left > 5 else None
+        return judged(file, args.device, args.full_shapes, args.seconds, min(left, 300.0), more) if left > 5 else None
 
     with ThreadPoolExecutor(args.jobs) as pool:
         for row in pool.map(one, files):
@@ -122,10 +122,10 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="KernelBench/level1 of a checkout of KernelBench")
     parser.add_argument("--only", nargs="+", type=int, default=[], help="numbers of problems")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--whole", action="store_true", help="do not cut the published shapes")
+    parser.add_argument("--full-shapes", action="store_true", help="do not reduce the published shapes")
     parser.add_argument("--seconds", type=float, default=15.0, help="after which no further case of a problem begins")
-    parser.add_argument("--without", nargs="+", default=[], help="walls that are left out, as of portakern judge")
-    parser.add_argument("--layout", nargs="+", default=[], help="how arrays may lie, as of portakern judge")
+    parser.add_argument("--without", nargs="+", default=[], help="protections to omit, as for portakern judge")
+    parser.add_argument("--layout", nargs="+", default=[], help="memory layouts of arrays, as for portakern judge")
     parser.add_argument("--budget", type=float, help="seconds in all, after which what is left is not judged")
     parser.add_argument("--at", default="", help="the commit of the checkout, for the results")
     parser.add_argument("--jobs", type=int, default=1)
@@ -167,11 +167,13 @@ def beside_earlier(data: dict[str, Any], file: Path) -> dict[str, Any]:
     before = read(file)
     if (before.device, before.extra["at"]) != (data["device"], data["at"]):
         return data
-    now = {(r["problem"], r["whole"]) for r in data["rows"]}
+    now = {(r["problem"], r["full_shapes"]) for r in data["rows"]}
     kept = [
-        {**r, "commit": r.get("commit") or before.commit} for r in before.rows if (r["problem"], r["whole"]) not in now
+        {**r, "commit": r.get("commit") or before.commit}
+        for r in before.rows
+        if (r["problem"], r["full_shapes"]) not in now
     ]
-    rows = sorted([*kept, *data["rows"]], key=lambda r: (number(r["problem"]), r["whole"]))
+    rows = sorted([*kept, *data["rows"]], key=lambda r: (number(r["problem"]), r["full_shapes"]))
     wall = data["wall_seconds"] + (before.extra["wall_seconds"] if kept else 0)
     return data | {"rows": rows, "wall_seconds": wall}
 

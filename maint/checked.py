@@ -43,12 +43,12 @@ def emulated(kept: StoredResults) -> str:
         return (
             "Nothing was emulated yet: `python benchmarks/emulated.py --json FILE`, and `portakern report --add FILE`."
         )
-    dtypes = list(dict.fromkeys(cell.partition(" | ")[0] for row, _ in rows for cell in row["cells"]))
+    dtypes = list(dict.fromkeys(name.partition(" | ")[0] for row, _ in rows for name in row["combinations"]))
     lines = []
     for row, _ in sorted(rows, key=lambda x: (x[0]["op"], str(x[0]["target"]))):
         by_dtype, default = Counter(dict.fromkeys(dtypes, 0)), 0
-        for cell, count in row["cells"].items():
-            dtype, _, tiling = cell.partition(" | ")
+        for combination, count in row["combinations"].items():
+            dtype, _, tiling = combination.partition(" | ")
             by_dtype[dtype] += count
             default += count * (tiling == "default")
         worst = f"{max(row['worst'].values(), default=0.0):.3f}" + STALE * changed(row, kept.root)

@@ -47,7 +47,7 @@ def references(kept: StoredResults) -> str:
         return "Not run yet: `python -m benchmarks.kernelbench FOLDER --json FILE`, and `portakern report --add FILE`."
     by_problem: dict[str, dict[tuple[str, bool], Row]] = {}
     for row, run in found:
-        by_problem.setdefault(row["problem"], {})[run.device, row["whole"]] = row
+        by_problem.setdefault(row["problem"], {})[run.device, row["full_shapes"]] = row
     runs = dict.fromkeys(kind for rows in by_problem.values() for kind in rows)
     heads = [f"{device}{', published shapes' if whole else ''}" for device, whole in runs]
     lines = [

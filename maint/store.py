@@ -54,11 +54,11 @@ class Shown:
         return list(dict.fromkeys([*form.key, *(n for n in ("op",) if n in form.row), *self.row.split()]))
 
 
-def _cells(cells: Mapping[str, int]) -> dict[str, int]:
+def _combinations(combinations: Mapping[str, int]) -> dict[str, int]:
     """Cases by dtype, and whether in the default tiling."""
     found = Counter[str]()
-    for cell, count in cells.items():
-        dtype, *_, tiling = cell.split(" | ")
+    for combination, count in combinations.items():
+        dtype, *_, tiling = combination.split(" | ")
         found[f"{dtype} | {'default' if tiling == 'default' else 'drawn'}"] += count
     return dict(found)
 
@@ -104,11 +104,11 @@ SHOWN: Mapping[str, Shown] = {
     "bench": Shown(f"subject verdict median_us {SOURCE} date error {OURS}", "absent left_out", made=_bench),
     "compile-matrix": Shown("ok reason tiling kernels", "limits", {"kernels": _each(_only(*KERNEL))}, _compiled),
     "conformance": Shown(
-        f"{SOURCE} commit examples worst passed laws cells not_emulated seconds",
-        short={"cells": _cells, "laws": lambda laws: {"all": sum(laws.values())}},
+        f"{SOURCE} commit examples worst passed laws combinations not_emulated seconds",
+        short={"combinations": _combinations, "laws": lambda laws: {"all": sum(laws.values())}},
     ),
     "judges": Shown("right kind said seconds", "rules tasks", made=_judged),
-    "kernelbench": Shown("commit verdict seconds cases whole", "left_out"),
+    "kernelbench": Shown("commit verdict seconds cases full_shapes", "left_out"),
     "mutants": Shown(
         "backend seeds flat max_error small what",
         "tasks kernels",

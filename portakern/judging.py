@@ -5,7 +5,7 @@
 'wrong'
 """
 
-from portakern.tools.judge.judgement import Judged, judge
-from portakern.tools.judge.process import Bounds
+from portakern.tools.judge.judgement import Judgement, judge
+from portakern.tools.judge.process import ProcessLimits
 
-__all__ = ["Bounds", "Judged", "judge"]
+__all__ = ["Judgement", "ProcessLimits", "judge"]

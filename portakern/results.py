@@ -113,7 +113,7 @@ _KERNEL = {
     "cores": "count?", "undefined": "list", "leaking": "list?", "serialised": "list?",
 }  # fmt: skip
 _FACT = {"name": "text", "value": "any", "unit": "string", "source": "text"}
-_COUNTS = dict.fromkeys(("refused", "tilings_refused", "cells", "layouts", "edges", "laws"), "integers")
+_COUNTS = dict.fromkeys(("refused", "tilings_refused", "combinations", "layouts", "edges", "laws"), "integers")
 _SOURCES = {"backend": "text?", "variant": "text?", "target": "text?", "commit": "text?", "sources": "text?"}
 _MEDIAN = {"median_us": "number", "best_us": "number", "worst_us": "number"}
 
@@ -122,9 +122,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         ("op", "subject"),
         {"op": "text", "subject": "text", "seed": "integer", "examples": "count", "failures": "list",
          "worst": "numbers", "worst_case": "string", **_COUNTS,
-         "seconds": "number", "passed": "flag", "asked": "list?", "concessions": "list?", "verdicts": "object?",
-         "not_emulated": "integers?", "outcome": "text?", "left_out": "count?", "missed": "integers?",
-         "unmet": "list?", "unvisited": "object?", "visits": "object?", "told": "list?",
+         "seconds": "number", "passed": "flag", "checked": "list?", "not_required": "list?", "verdicts": "object?",
+         "not_emulated": "integers?", "outcome": "text?", "left_out": "count?", "left_out_by_name": "integers?",
+         "not_reached": "list?", "not_covered": "object?", "coverage": "object?", "caveats": "list?",
          **_SOURCES},
         {"wall_seconds": "number"},
     ),
@@ -184,9 +184,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         {"tasks": "text", "wall_seconds": "number", "rules": "list", "sources": "object"},
     ),
     "kernelbench": Benchmark(
-        ("problem", "whole"),
+        ("problem", "full_shapes"),
         {"problem": "text", "op": "text", "verdict": "text", "seconds": "number", "load_seconds": "number",
-         "cases": "count", "left_out": "count", "worst": "numbers", "whole": "flag", "conceded": "list",
+         "cases": "count", "left_out": "count", "worst": "numbers", "full_shapes": "flag", "not_required": "list",
          "why": "string", "commit": "text?"},
         {"repository": "text", "at": "string", "left_out": "object", "wall_seconds": "number"},
     ),

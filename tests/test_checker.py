@@ -68,7 +68,7 @@ WRONG["different bits"] = (never_the_same, "different bits")
 def test_a_right_function_passes_and_reports_its_share_of_the_bound():
     report = pk.check("softmax", fn=right, max_examples=60)
     assert report.passed and report.examples == 60 and 0.03 < report.worst["y"] <= 1
-    assert any(k.startswith("float32 | normal | - | ") for k in report.cells) and report.layouts["transposed"]
+    assert any(k.startswith("float32 | normal | - | ") for k in report.combinations) and report.layouts["transposed"]
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -256,7 +256,7 @@ def test_a_variant_that_takes_few_calls_is_drawn_those():
     before, report = report_of(), report_of(drawn=Drawn(("precision",), {"k": 8}, {"n": 9}, {"m": 2}))
     assert not before.failures and not report.failures
     assert before.refused.total() > 10 >= report.refused.total()  # half of the 20 are edges
-    assert report.concessions == ("beside edges, no precision, k a multiple of 8, n at least 9, m at most 2",)
+    assert report.not_required == ("beside edges, no precision, k a multiple of 8, n at least 9, m at most 2",)
 
 
 @pytest.mark.parametrize(
@@ -518,14 +518,14 @@ def norm(x, weight, eps):
 def test_what_has_no_default_is_given_and_told_as_a_concession():
     report = pk.check("rmsnorm", fn=norm, max_examples=150, one_dtype=True, empty=False)
     assert report.passed, report.failures
-    assert report.concessions == (
+    assert report.not_required == (
         "never passed: rounding",
         "eps is always passed: it has no default",
         "weight is always passed: it has no default",
         "no array is float32 with 16-bit ones, all have the op's dtype",
         "no extent is 0",
     )
-    assert report.to_dict()["concessions"] == list(report.concessions)
+    assert report.to_dict()["not_required"] == list(report.not_required)
     assert "rows_of_zeros" not in report.edges  # which is about a call without a weight
     report = pk.check("rmsnorm", fn=norm, max_examples=150, shrink=False)
     assert "ValueError: weight is float32" in report.failures[0].what or "(0," in report.failures[0].what
@@ -562,7 +562,7 @@ def test_a_models_own_rounding_is_an_option_of_the_spec():
     how = {"fn": llama_rmsnorm, "empty": False, "dtypes": ["bfloat16", "float16"], "max_examples": 120}
     report = pk.check("rmsnorm", options={"rounding": "before_weight"}, **how)
     assert report.passed and report.worst["y"] > 0.9, report.failures
-    assert "rounding is 'before_weight' in every call" in report.concessions
+    assert "rounding is 'before_weight' in every call" in report.not_required
     report = pk.check("rmsnorm", **how)
     assert not report.passed and report.verdicts["bounds"] is False
     with pytest.raises(pk.SpecError, match="rounding is 'twice'; expected one of 'once', 'before_weight'"):
@@ -585,6 +585,6 @@ def writing_nothing(x, *, axis=-1):
 def test_what_fails_in_another_way_alone_is_told_with_that_way():
     report = pk.check("softmax", fn=writing_nothing, max_examples=60, shrink=False)
     (failure,) = report.failures
-    assert (failure.kind, failure.which) == ("promises", "ways"), failure
+    assert (failure.kind, failure.cause) == ("promises", "ways"), failure
     assert "on arrays that nobody may write to: raised ValueError: assignment destination is read-only" in failure.what
     assert pk.check("softmax", fn=writing_nothing, max_examples=60, promises=False).passed

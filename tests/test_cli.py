@@ -126,7 +126,7 @@ def test_a_check_that_is_ended_keeps_what_it_found(jobs, within_a_lock, tmp_path
     assert all(r["outcome"] in ("unfinished", "not run") and not r["passed"] for r in reports)
     assert "FAILED" not in found.output
     laws = {f"law {name}" for name in registry.find_spec(ops[1]).laws}
-    assert laws <= {*reports[1]["unmet"]} | {f"law {name}" for name in reports[1]["laws"]}
+    assert laws <= {*reports[1]["not_reached"]} | {f"law {name}" for name in reports[1]["laws"]}
 
 
 def test_check_asks_for_what_it_is_told_to(tmp_path, monkeypatch):
@@ -149,7 +149,7 @@ def test_check_asks_for_what_it_is_told_to(tmp_path, monkeypatch):
     assert told.exit_code == 1 and "promises" in told.output and {*seen} == {"float64"}
     assert run(app, [*asked, "--no-promises", "--json", str(file)]).exit_code == 0
     (report,) = results.read(file).rows
-    assert report["passed"] and "promises" not in report["asked"]
+    assert report["passed"] and "promises" not in report["checked"]
 
 
 def test_a_command_leaves_the_level_of_the_log_as_it_was():

@@ -105,7 +105,9 @@ def loops(op):
 
 def crossing(report, tile):
     """Compared cases on the edge that has several tiles of a kind, with a tiling smaller than the extent."""
-    return sum(n for cell, n in report.cells.items() if f" | several_{tile} | " in cell and "default" not in cell)
+    return sum(
+        n for cell, n in report.combinations.items() if f" | several_{tile} | " in cell and "default" not in cell
+    )
 
 
 @pytest.mark.parametrize(("backend", "device", "op"), [p for p in pairs(oracle=False) if loops(p.values[2])])
@@ -122,7 +124,7 @@ def test_several_tiles_are_visited(backend, device, op):
     )
     assert report.passed, report.failures
     for tile, t in spec.tiling.items():
-        assert t.of is None or crossing(report, tile) >= 1, (tile, report.cells)
+        assert t.of is None or crossing(report, tile) >= 1, (tile, report.combinations)
 
 
 @pytest.mark.parametrize("gradient", [False, True])

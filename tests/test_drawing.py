@@ -111,7 +111,7 @@ def test_gradient_functions_of_an_ordinary_signature_are_right_and_may_give_a_li
     for fn in (plain, as_a_tuple):
         report = pk.check("layernorm_vjp", fn=fn, max_examples=60, seed=1)
         assert report.passed, report.failures
-    assert not any("wants" in case for case in report.cells)
+    assert not any("wants" in case for case in report.combinations)
 
 
 def test_an_output_that_a_call_does_not_want_is_left_out():

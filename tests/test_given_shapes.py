@@ -96,10 +96,10 @@ def test_a_right_kernel_passes_in_every_regime_and_every_concession_is_told():
 
     report = pk.check("softmax", fn=softmax, **{**HOW, "max_examples": 30}, seed=3)
     assert report.outcome == "right" and report.examples == 30 and not report.left_out, report.failures
-    assert {cell.split(" | ")[1] for cell in report.cells} == {*VALUE_REGIMES}
+    assert {cell.split(" | ")[1] for cell in report.combinations} == {*VALUE_REGIMES}
     assert {"nan_elements", "rising_rows", "maximum_at_a_tile_border", "tiles_of_minus_inf"} <= {*report.edges}
     assert {*report.layouts} == {"contiguous", "shifted"}
-    assert report.concessions == (
+    assert report.not_required == (
         "never passed: axis",
         "only the shapes x [24, 1025] are called",
         "memory layouts are only: contiguous, shifted",
@@ -110,7 +110,7 @@ def test_a_right_kernel_passes_in_every_regime_and_every_concession_is_told():
 @pytest.mark.parametrize("fn", WRONG, ids=lambda f: f.__name__)
 def test_wrong_kernels_are_found_and_say_what_they_look_like(fn):
     report = pk.check("softmax", fn=fn, **HOW, promises=False, edges=False)
-    assert report.outcome == "wrong" and report.failures[0].which == WRONG[fn], report.failures
+    assert report.outcome == "wrong" and report.failures[0].cause == WRONG[fn], report.failures
     assert json.loads(report.failures[0].case)["shapes"] == {"x": [*SHAPE]}
     again = testing.replay("softmax", report.failures[0].case, fn=fn, promises=False, edges=False)
     assert again.failures[0].kind == "bounds"
@@ -129,7 +129,7 @@ def test_an_element_that_the_oracle_did_not_compute_is_compared_with_what_stands
         return c
 
     report = testing.replay("matmul", case, fn=one_tile)
-    assert report.outcome == "wrong" and report.failures[0].looks == (
+    assert report.outcome == "wrong" and report.failures[0].explanation == (
         "wrong in a part, 160 to the end of 180 along axis 0, 150 to the end of 170 along axis 1"
     )
 
@@ -166,12 +166,12 @@ BROKEN = {changed_input: "inputs", beyond_the_end: "outside", one_buffer: "kept"
 @pytest.mark.parametrize("fn", BROKEN, ids=lambda f: f.__name__)
 def test_a_broken_promise_is_named_and_may_be_let_go(fn):
     report = pk.check("softmax", fn=fn, **HOW)
-    assert report.outcome == "broke a promise" and report.failures[0].which == BROKEN[fn], report.failures
+    assert report.outcome == "broke a promise" and report.failures[0].cause == BROKEN[fn], report.failures
     assert testing.verdict.PROMISES[BROKEN[fn]] in str(report.failures[0])
     others = [p for p in testing.verdict.PROMISES if p != BROKEN[fn]]
     report = pk.check("softmax", fn=fn, **HOW, promises=others)
     assert fn is changed_input or report.outcome == "right", report.failures
-    assert f"not promised: {testing.verdict.PROMISES[BROKEN[fn]]}" in report.concessions
+    assert f"not promised: {testing.verdict.PROMISES[BROKEN[fn]]}" in report.not_required
 
 
 def one_term_after_the_other(x):
@@ -190,7 +190,7 @@ def a_term_short(x):
 def test_sums_in_another_order_break_a_promise_and_are_right_where_nobody_made_it():
     how = {**HOW, "shapes": [{"x": (24, 4096)}], "max_examples": 12}
     report = pk.check("softmax", fn=one_term_after_the_other, **how)
-    assert (report.outcome, report.failures[0].which) == ("broke a promise", "sums"), report.failures
+    assert (report.outcome, report.failures[0].cause) == ("broke a promise", "sums"), report.failures
     assert "elements are out of bounds" in report.failures[0].what
     for promises in (("inputs", "kept"), False):
         report = pk.check("softmax", fn=one_term_after_the_other, **how, promises=promises)
@@ -221,7 +221,7 @@ def one_by_one(x, weight, z):
 def test_what_is_added_to_a_sum_comes_last_or_a_promise_is_broken():
     how = {**HOW, "shapes": [{"x": (9, 20), "weight": (30, 20), "bias": (30,)}]}
     report = pk.check("linear", fn=begins_at_the_bias, **how, edges=["a_bias_far_above_the_products"])
-    assert (report.outcome, report.failures[0].which) == ("broke a promise", "sums"), report.failures
+    assert (report.outcome, report.failures[0].cause) == ("broke a promise", "sums"), report.failures
     loose = {**how, "promises": ("inputs",)}
     assert pk.check("linear", fn=begins_at_the_bias, **loose).outcome == "right"
     assert pk.check("linear", fn=another_bias, **loose).outcome == "wrong"
@@ -260,7 +260,7 @@ def test_other_edges_are_let_go_where_the_caller_allows_them():
     assert pk.check("softmax", fn=drops_nan, **HOW).outcome == "other edges"
     report = pk.check("softmax", fn=drops_nan, **HOW, edges=False)
     assert report.outcome == "right" and report.verdicts["edges"] is None
-    assert "NaN and infinities may give other results than the formula" in report.concessions
+    assert "NaN and infinities may give other results than the formula" in report.not_required
 
 
 def test_arguments_are_given_where_shapes_name_them():
@@ -280,9 +280,11 @@ def test_arguments_are_given_where_shapes_name_them():
 def test_time_that_is_up_leaves_cases_out_and_says_so():
     report = pk.check("softmax", fn=right, **HOW, seconds=1e-9)
     assert (report.examples, report.left_out, report.outcome) == (1, 19, "unfinished") and not report.failures
-    assert not report.passed and {"wide", "special"} < {*report.unmet}
-    assert report.verdict.startswith("unfinished: not checked were ")
-    assert report.to_dict()["unmet"] == [*report.unmet] and report.verdicts == dict.fromkeys(report.verdicts)
+    assert not report.passed and {"wide", "special"} < {*report.not_reached}
+    assert report.verdict.startswith("unfinished: not reached: ")
+    assert report.to_dict()["not_reached"] == [*report.not_reached] and report.verdicts == dict.fromkeys(
+        report.verdicts
+    )
 
 
 def test_the_time_is_up_for_a_kernel_that_is_wrong_where_it_did_not_get_to(monkeypatch):
@@ -300,13 +302,15 @@ def test_the_time_is_up_in_calls_of_any_shape_too():
 
 
 def test_right_needs_every_regime_and_edge_once_and_no_more():
-    report = Report("softmax", "", 0, examples=2, cells=Counter({"float32 | wide | - | ": 1, "f | normal | tie | ": 1}))
-    report.missed.update(["wide", "tie"])
+    report = Report(
+        "softmax", "", 0, examples=2, combinations=Counter({"float32 | wide | - | ": 1, "f | normal | tie | ": 1})
+    )
+    report.left_out_by_name.update(["wide", "tie"])
     assert report.passed and report.outcome == "right"
-    report.missed["special"] += 1
-    assert report.unmet == ("special",) and report.outcome == "unfinished"
-    merged = report.merge(Report("softmax", "", 0, examples=1, cells=Counter({"float32 | special | - | ": 1})))
-    assert merged.passed and not merged.unmet
+    report.left_out_by_name["special"] += 1
+    assert report.not_reached == ("special",) and report.outcome == "unfinished"
+    merged = report.merge(Report("softmax", "", 0, examples=1, combinations=Counter({"float32 | special | - | ": 1})))
+    assert merged.passed and not merged.not_reached
 
 
 def test_the_first_ten_cases_on_ordinary_calls_meet_every_regime():

@@ -27,14 +27,14 @@ from portakern.core import registry
 from tests import pages
 
 if sys.platform != "linux":
-    pytest.skip("the judge walls candidates in with what Linux has", allow_module_level=True)
+    pytest.skip("the judge isolates candidates with features of Linux", allow_module_level=True)
 
 from portakern.core.targets import Target
-from portakern.judging import Bounds, judge
+from portakern.judging import ProcessLimits, judge
 from portakern.testing.fixed import cut_to
 from portakern.tools.judge import hashing, judgement
 from portakern.tools.judge.mapping import parse
-from portakern.tools.judge.walls import WALLS
+from portakern.tools.judge.sandbox import PROTECTIONS
 
 ROOT = Path(__file__).parent.parent
 ZEROS = """
@@ -63,9 +63,9 @@ def read_once():
 def judged(folder, text, op="softmax", seconds=20.0, **how):
     file = folder / "candidate.py"
     file.write_text(textwrap.dedent(text))
-    limits = {"memory": 1 << 30, "file_bytes": 1 << 20, "processes": 64}
-    bounds = how.pop("bounds", Bounds(seconds=seconds, load_seconds=60.0, **limits))
-    return judge(file, op, **{**QUICK, **how}, bounds=bounds)
+    most = {"memory": 1 << 30, "file_bytes": 1 << 20, "processes": 64}
+    limits = how.pop("process_limits", ProcessLimits(seconds=seconds, load_seconds=60.0, **most))
+    return judge(file, op, **{**QUICK, **how}, process_limits=limits)
 
 
 class Escape(NamedTuple):
@@ -459,7 +459,7 @@ PAGE = ROOT / "docs/how-to/is-it-right.md"
 def test_the_pages_tables_of_walls_and_of_tries_are_those_of_the_code():
     rows = {r[0]: r[1:] for r in re.findall(r"^\| (.+?) \| (.+?) (?:\| (.+?) )?\|$", PAGE.read_text(), re.MULTILINE)}
     assert {n: (" or ".join(e.outcomes), e.stopped) for n, e in ESCAPES.items()}.items() <= rows.items()
-    assert {n: (words, "") for n, words in WALLS.items()}.items() <= rows.items()
+    assert {n: (words, "") for n, words in PROTECTIONS.items()}.items() <= rows.items()
     assert len(ESCAPES) >= 12
 
 
@@ -512,10 +512,10 @@ def softmax(x):
 def test_a_function_is_right_and_what_was_conceded_is_told(tmp_path):
     result = judged(tmp_path, NUMPY_RIGHT, max_examples=12)
     assert result.report.outcome == "right" and result.report.examples == 12, result.report.failures
-    assert "only the shapes x [8, 100] are called" in result.report.concessions
-    assert result.walls == [*WALLS] and len(result.sha256) == 64
+    assert "only the shapes x [8, 100] are called" in result.report.not_required
+    assert result.protections == [*PROTECTIONS] and len(result.sha256) == 64
     plain = json.loads(json.dumps(result.to_dict()))
-    assert plain["outcome"] == "right" and plain["walls"] == [*WALLS] and plain["name"] == "softmax"
+    assert plain["outcome"] == "right" and plain["protections"] == [*PROTECTIONS] and plain["name"] == "softmax"
 
 
 def test_a_device_that_does_not_begin_behind_the_walls_ends_with_their_names_and_what_to_do(tmp_path, monkeypatch):
@@ -526,11 +526,11 @@ def test_a_device_that_does_not_begin_behind_the_walls_ends_with_their_names_and
 
 
 def test_walls_are_left_out_by_name_and_the_verdict_says_so(tmp_path):
-    result = judged(tmp_path, NUMPY_RIGHT, bounds=Bounds(without=("processes", "files")))
-    assert result.report.outcome == "right" and {*WALLS} - {*result.walls} == {"processes", "files"}
+    result = judged(tmp_path, NUMPY_RIGHT, process_limits=ProcessLimits(without=("processes", "files")))
+    assert result.report.outcome == "right" and {*PROTECTIONS} - {*result.protections} == {"processes", "files"}
     for name in ("moat", "session"):
         with pytest.raises(pk.SpecError, match=f"'{name}' cannot be omitted; expected some of limits, "):
-            judged(tmp_path, NUMPY_RIGHT, bounds=Bounds(without=(name,)))
+            judged(tmp_path, NUMPY_RIGHT, process_limits=ProcessLimits(without=(name,)))
 
 
 KEEPS = {
@@ -548,7 +548,7 @@ def test_promises_are_held_to_over_there(what, tmp_path):
         "return e / e.sum(-1, keepdims=True)", f"y = e / e.sum(-1, keepdims=True)\n    {body}\n    return y"
     )
     result = judged(tmp_path, "kept = {}\n" + text, layouts=["shifted"], max_examples=8)
-    assert (result.report.outcome, result.report.failures[0].which) == ("broke a promise", which), (
+    assert (result.report.outcome, result.report.failures[0].cause) == ("broke a promise", which), (
         result.report.failures
     )
 
@@ -581,7 +581,7 @@ def test_a_launcher_writes_to_what_it_is_handed(tmp_path):
         "out[...] = e / e.sum(-1, keepdims=True)", "out[:, 1:] = (e / e.sum(-1, keepdims=True))[:, 1:]"
     )
     result = judged(tmp_path, forgets, map="x=1,y=0,axis=@axis", options={"axis": 1}, max_examples=4)
-    assert (result.report.outcome, result.report.failures[0].which) == ("wrong", "unwritten")
+    assert (result.report.outcome, result.report.failures[0].cause) == ("wrong", "unwritten")
 
 
 def test_an_array_that_lies_transposed_is_handed_over_so(tmp_path):
@@ -625,7 +625,11 @@ def get_init_inputs():
 def test_parameters_of_a_module_take_the_ops_values_and_axes_move(tmp_path):
     pytest.importorskip("torch", reason="torch is not installed")
     how = {"name": "Norm", "map": "x=0.movedim(1,-1),y=.movedim(1,-1),weight=@weight,eps=1e-5", "max_examples": 6}
-    how |= {"shapes": [{"x": (3, 5, 6), "weight": (6,)}], "layouts": ["contiguous"], "bounds": Bounds(load_seconds=60)}
+    how |= {
+        "shapes": [{"x": (3, 5, 6), "weight": (6,)}],
+        "layouts": ["contiguous"],
+        "process_limits": ProcessLimits(load_seconds=60),
+    }
     result = judged(tmp_path, MODULE, "rmsnorm", **how)
     assert result.report.outcome == "right", result.report.failures
 
@@ -656,13 +660,15 @@ def softmax(x):
 def test_a_launcher_of_triton_is_interpreted_where_there_is_no_gpu(tmp_path, monkeypatch):
     pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    result = judged(tmp_path, TRITON, map="x=0,y=1", bounds=Bounds(load_seconds=60, seconds=30), max_examples=3)
+    result = judged(
+        tmp_path, TRITON, map="x=0,y=1", process_limits=ProcessLimits(load_seconds=60, seconds=30), max_examples=3
+    )
     assert result.report.outcome == "right", result.report.failures
 
 
 def test_a_function_of_jax_takes_its_arrays(tmp_path):
     pytest.importorskip("jax", reason="jax is not installed")
-    result = judged(tmp_path, JAX, bounds=Bounds(load_seconds=60, seconds=30), max_examples=3)
+    result = judged(tmp_path, JAX, process_limits=ProcessLimits(load_seconds=60, seconds=30), max_examples=3)
     assert result.report.outcome == "right", result.report.failures
 
 
@@ -704,7 +710,7 @@ def test_an_extension_that_was_built_is_imported(tmp_path):
     how = {**QUICK, "layouts": ["contiguous"], "map": "x=0,y=1", "framework": "numpy"}
     result = judge(built, "softmax", name="softmax", **how)
     assert result.report.outcome == "right", result.report.failures
-    with pytest.raises(pk.SpecError, match=r"built.so is built; expected its function too: built.so:name"):
+    with pytest.raises(pk.SpecError, match=r"built.so is compiled; name its function too: built.so:name"):
         judge(built, "softmax")
 
 
@@ -790,7 +796,7 @@ def test_a_reference_that_takes_no_shifted_arrays_on_an_accelerator_gets_none_th
     assert "misaligned" in judge(file, problem=file, max_examples=20, edges=False).report.failures[0].what
     monkeypatch.setattr(judgement, "HOST", Target("nowhere", ""))  # so that this one is no host
     report = judge(file, problem=file, max_examples=20, edges=False).report
-    assert not report.failures and any(c.startswith("no array is shifted: PyTorch's") for c in report.concessions)
+    assert not report.failures and any(c.startswith("no array is shifted: PyTorch's") for c in report.not_required)
     assert (
         "misaligned"
         in judge(file, problem=file, max_examples=20, edges=False, layouts=("contiguous", "shifted"))
@@ -820,7 +826,7 @@ def test_a_reference_that_leads_infinities_elsewhere_on_an_accelerator_may_do_so
     assert judge(file, layouts="contiguous", **how).report.outcome == "other edges"
     monkeypatch.setattr(judgement, "HOST", Target("nowhere", ""))  # so that this one is no host
     report = judge(file, **how).report
-    assert report.outcome == "right" and any(c.startswith("NaN and infinities may") for c in report.concessions)
+    assert report.outcome == "right" and any(c.startswith("NaN and infinities may") for c in report.not_required)
     file.write_text(textwrap.dedent(INFINITE.replace("o if k", "o * 1.01 if k")))
     assert judge(file, **how).report.outcome == "wrong"
 
@@ -916,13 +922,13 @@ def test_a_module_does_not_name_what_it_is_asked(tmp_path):
     file.write_text(EASY)
     problem.parent.mkdir()
     problem.write_text(PROBLEM)
-    with pytest.raises(pk.SpecError, match=r"a candidate does not choose what it is asked: give .* --problem"):
+    with pytest.raises(pk.SpecError, match=r"a candidate does not choose its inputs\. Give .* --problem"):
         judge(file)
     result = judge(file, problem=problem, max_examples=2)
     assert result.report.outcome == "wrong" and result.problem == str(problem)
     trusted = judge(file, problem=file, max_examples=2, seconds=60.0)
-    assert "its inputs are what the candidate's own file names, and may be easy ones" in trusted.report.concessions
-    assert "only the dtype of the problem's inputs is called: float32" in trusted.report.concessions
+    assert "its inputs are what the candidate's own file names, and may be easy ones" in trusted.report.not_required
+    assert "only the dtype of the problem's inputs is called: float32" in trusted.report.not_required
 
 
 TAKES_OVER = """
@@ -965,7 +971,7 @@ def test_files_beside_a_problem_are_no_libraries(tmp_path):
     problem.write_text(PROBLEM.replace("import torch", "import colorsys\nimport torch\nassert colorsys.rgb_to_hls"))
     (tmp_path / "colorsys.py").write_text("raise SystemExit('of the candidate')")
     result = judged(tmp_path, NUMPY_RIGHT, shapes=None, dtypes=None, problem=problem, max_examples=2)
-    assert not result.report.failures and "only the shapes x [6, 100] are called" in result.report.concessions
+    assert not result.report.failures and "only the shapes x [6, 100] are called" in result.report.not_required
 
 
 def test_a_problem_that_names_no_inputs_is_named(tmp_path):

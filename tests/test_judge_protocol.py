@@ -31,9 +31,9 @@ from portakern.core.failing import Ended
 from portakern.printable import printable
 
 if sys.platform != "linux":
-    pytest.skip("the judge walls candidates in with what Linux has", allow_module_level=True)
+    pytest.skip("the judge isolates candidates with features of Linux", allow_module_level=True)
 
-from portakern.judging import Bounds, judge
+from portakern.judging import ProcessLimits, judge
 from portakern.testing.verdict import Broken
 from portakern.tools.judge import wire
 from portakern.tools.judge.process import Process
@@ -57,7 +57,7 @@ class Forged(Process):
     """The judge's side of a process that answers every request with these bytes, and closes its pipe."""
 
     def __init__(self, answer: bytes) -> None:
-        self.bounds, self.walls, self.why = Bounds(seconds=5.0, load_seconds=5.0), [], ""
+        self.limits, self.protections, self.why = ProcessLimits(seconds=5.0, load_seconds=5.0), [], ""
         self.popen = SimpleNamespace(pid=os.getpid(), wait=lambda timeout=None: 0)
         self.folder = tempfile.TemporaryDirectory()
         self.log = os.open(Path(self.folder.name, "printed"), os.O_RDWR | os.O_CREAT)
@@ -118,7 +118,7 @@ TOLD = st.fixed_dictionaries(
     optional={
         "outputs": ANY | st.lists(st.fixed_dictionaries({}, optional={n: st.just(v) | ANY for n,
         v in RIGHT_REPLY.items()})),
-        "error": ANY, "type": ANY, "text": ANY, "parameters": ANY, "inputs": ANY, "walls": ANY,
+        "error": ANY, "type": ANY, "text": ANY, "parameters": ANY, "inputs": ANY, "protections": ANY,
     },
 )  # fmt: skip
 
@@ -237,20 +237,20 @@ def test_files_in_the_candidates_folder_are_no_libraries_of_the_judge(how, tmp_p
 
 
 WRONG = [
-    (["--shapes", "x=0x0"], r"shapes give x \[0, 0\]; expected extents from 1 up"),
-    (["--shapes", "x=-3x5"], r"shapes give x \[-3, 5\]; expected extents from 1 up"),
+    (["--shapes", "x=0x0"], r"shapes give x \[0, 0\]; expected extents of at least 1"),
+    (["--shapes", "x=-3x5"], r"shapes give x \[-3, 5\]; expected extents of at least 1"),
     (
         ["--shapes", "x=1x300000000000"],
-        r"a call of x \[1, 300000000000\] takes the judge about .* GiB, and .* are there",
+        r"a call of x \[1, 300000000000\] needs about .* GiB of the judge's memory, and .* GiB are available",
     ),
     (["--shapes", "x=1x9999999999999999999999"], r"shapes give x \[1, 9999999999999999999999\]; expected"),
-    (["--shapes", "x=281474976710656x281474976710656"], r"expected extents from 1 up, of 2\^48 in all"),
+    (["--shapes", "x=281474976710656x281474976710656"], r"expected extents of at least 1, with at most 2\^48 elements"),
     (["--shapes", "y=3x5"], r"shapes name 'y'; softmax has x"),
     (["--memory", "1e300"], r"--memory, GiB: 1e\+300; expected a number from 0.1 to 1.04858e\+06"),
     (["--call-seconds", "inf"], r"seconds of a call: inf; expected a number"),
     (["--max-examples", "99999999999999999999"], r"max_examples: 99999999999999999999; expected a whole number from 1"),
     (["--seed", "99999999999999999999"], r"seed: 99999999999999999999; expected a whole number from 0"),
-    (["--case", '{"dtype":"float32","shapes":{"x":[1,300000000000]}}'], r"takes the judge about .* GiB"),
+    (["--case", '{"dtype":"float32","shapes":{"x":[1,300000000000]}}'], r"needs about .* GiB"),
     (["--case", '{"dtype":"float32","shapes":{"x":[1,99999999999999999999999]}}'], r"--case is no call of softmax"),
 ]
 
@@ -267,7 +267,7 @@ def test_inputs_larger_than_the_judges_memory_are_refused_before_they_are_made(t
     pytest.importorskip("torch", reason="torch is not installed")
     file = tmp_path / "23_Softmax.py"
     file.write_text("import torch\n\ndef get_inputs():\n    return [torch.rand(1, 300_000_000_000)]\n" + RIGHT)
-    with pytest.raises(pk.SpecError, match="takes the judge about"):
+    with pytest.raises(pk.SpecError, match="needs about"):
         judge(file, problem=file, name="softmax")
 
 

@@ -368,8 +368,8 @@ def test_a_problem_that_is_judged_anew_leaves_the_others_of_its_file(tmp_path):
             "cases": 60,
             "left_out": 0,
             "worst": {},
-            "whole": False,
-            "conceded": [],
+            "full_shapes": False,
+            "not_required": [],
         },
     )
     ran = {"repository": "r", "at": "c0ffee", "left_out": {}, "wall_seconds": 10}

@@ -154,7 +154,7 @@ def test_the_loss_of_optax_is_right():
 
 def test_portakerns_own_losses_promise_to_keep_what_an_lse_has_lost():
     report = held("cross_entropy", lse_less_the_label, 0, dtypes=["float32"])
-    assert (report.outcome, report.failures[0].which) == ("broke a promise", "sums"), report.failures
+    assert (report.outcome, report.failures[0].cause) == ("broke a promise", "sums"), report.failures
     assert "terms that cancel come first" in str(report.failures[0])
     for promises in (True, False):
         assert held("cross_entropy", of_an_lse_of_20_bits, 0, dtypes=["float32"], promises=promises).outcome == "wrong"

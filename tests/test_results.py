@@ -167,7 +167,7 @@ def something(hint):
     return {str: "softmax", int: 3, float: 1.5, bool: True}.get(outer) or filled(outer)
 
 
-REPORT = filled(Report, asked=("bounds",), failures=[filled(Failure, kind="promises")])
+REPORT = filled(Report, checked=("bounds",), failures=[filled(Failure, kind="promises")])
 
 
 def test_every_field_of_a_check_and_of_what_is_compiled_is_of_the_form():
@@ -188,7 +188,7 @@ def test_reports_of_parts_keep_every_field():
     """Merged with one of nothing, and read again by the benchmark that keeps parts of checks in files."""
     from benchmarks.emulated import _report
 
-    nothing = Report(REPORT.op, REPORT.subject, REPORT.seed, asked=REPORT.asked)
+    nothing = Report(REPORT.op, REPORT.subject, REPORT.seed, checked=REPORT.checked)
     assert REPORT.merge(nothing) == REPORT == nothing.merge(REPORT)
     assert _report(json.loads(json.dumps(REPORT.to_dict()))) == REPORT
 

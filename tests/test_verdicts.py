@@ -15,9 +15,9 @@ import portakern as pk
 from portakern import testing
 from portakern.cli import app
 from portakern.testing import edges, progress
+from portakern.testing.coverage import PARTS
 from portakern.testing.report import LEAST, Report
 from portakern.testing.runner import subject_of
-from portakern.testing.visits import WHAT
 from tests.test_cli import run
 
 
@@ -33,38 +33,38 @@ def overflows(x, axis=-1):
 
 def test_one_case_is_no_word_on_the_edges_that_it_did_not_visit():
     report = pk.check("softmax", fn=right, max_examples=1)
-    assert report.passed and report.unvisited.keys() <= {*WHAT}
+    assert report.passed and report.not_covered.keys() <= {*PARTS}
     every = [*edges(pk.op("softmax").spec)]
-    assert len(report.unvisited["edges"]) >= len(every) - 1
-    assert {"float16", "bfloat16"} <= {*report.unvisited["dtypes"]}
+    assert len(report.not_covered["edges"]) >= len(every) - 1
+    assert {"float16", "bfloat16"} <= {*report.not_covered["dtypes"]}
     for said in (str(report), report.verdict):
-        assert f"not visited: {len(report.unvisited['edges'])} of {len(every)} edges" in said
-    assert ", ".join(report.unvisited["edges"]) in str(report)
-    assert report.to_dict()["unvisited"] == {what: [*names] for what, names in report.unvisited.items()}
+        assert f"not covered: {len(report.not_covered['edges'])} of {len(every)} edges" in said
+    assert ", ".join(report.not_covered["edges"]) in str(report)
+    assert report.to_dict()["not_covered"] == {what: [*names] for what, names in report.not_covered.items()}
     more = report.merge(pk.check("softmax", fn=right, max_examples=30, seed=1))
-    assert len(more.unvisited.get("edges", ())) < len(report.unvisited["edges"])
+    assert len(more.not_covered.get("edges", ())) < len(report.not_covered["edges"])
 
 
 def test_a_variant_that_nobody_ran_is_not_visited():
     report = pk.check("attention", backend="pallas", variant="tpu", max_examples=1)
     others = {f.name for f in pk.backends()["pallas"].having("attention")} - {"tpu"}
-    assert {*report.unvisited.get("variants", ())} == others
+    assert {*report.not_covered.get("variants", ())} == others
 
 
-def test_the_default_visits_all_of_an_ops_contract():
+def test_the_default_covers_all_of_an_ops_contract():
     for op in ("softmax", "layernorm", "matmul_vjp"):
         report = pk.check(op, backend="reference")
-        assert report.passed and {*report.unvisited} <= {"dtypes"}, report.unvisited
-        assert {*report.unvisited.get("dtypes", ())} <= {"float64"}
+        assert report.passed and {*report.not_covered} <= {"dtypes"}, report.not_covered
+        assert {*report.not_covered.get("dtypes", ())} <= {"float64"}
 
 
-def test_the_command_line_says_what_was_not_visited(tmp_path):
+def test_the_command_line_says_what_was_not_covered(tmp_path):
     file = tmp_path / "found.json"
     found = run(app, ["check", "softmax", "--backend", "reference", "--max-examples", "2", "--json", str(file)])
     assert found.exit_code == 0
-    assert "not visited on reference" in found.output and "tiles_of_minus_inf" in found.output
+    assert "not covered on reference" in found.output and "tiles_of_minus_inf" in found.output
     (row,) = json.loads(file.read_text())["rows"]
-    assert "tiles_of_minus_inf" in row["unvisited"]["edges"]
+    assert "tiles_of_minus_inf" in row["not_covered"]["edges"]
 
 
 def test_wrong_values_are_told_before_promises_and_the_worst_error_counts_them():
@@ -80,7 +80,7 @@ def test_wrong_values_are_told_before_promises_and_the_worst_error_counts_them()
 def test_a_check_that_was_never_begun_did_not_fail():
     (report,) = testing.check_all([("softmax", "reference", None)], 1, lambda *_: None, seconds=0.0, max_examples=20)
     assert (report.outcome, report.passed) == ("not run", False) and report.verdict.startswith("not run")
-    assert not report.laws and {f"law {n}" for n in pk.op("softmax").spec.laws} <= {*report.unmet}
+    assert not report.laws and {f"law {n}" for n in pk.op("softmax").spec.laws} <= {*report.not_reached}
 
 
 def test_a_budget_ends_between_cases_and_laws():
@@ -93,7 +93,7 @@ def test_a_budget_ends_between_cases_and_laws():
     assert time.perf_counter() - start < 2.5 and 0 < report.examples < 100
     assert report.examples + report.left_out == 400
     report = pk.check("softmax", fn=slow, seconds=0.05, max_examples=60)
-    assert report.outcome == "unfinished" and not report.laws and {*report.missed} >= {"law shift_invariant"}
+    assert report.outcome == "unfinished" and not report.laws and {*report.left_out_by_name} >= {"law shift_invariant"}
 
 
 def test_a_failing_case_is_made_smaller_within_the_time_alone():
@@ -125,12 +125,12 @@ class Refusing:
 
 def test_a_kernel_that_refuses_nearly_all_is_not_right():
     report = pk.check("softmax", fn=Refusing(1))
-    assert 0 < report.ran < LEAST * (report.ran + sum(report.refused.values())) and not report.failures
+    assert 0 < report.compared < LEAST * (report.compared + sum(report.refused.values())) and not report.failures
     assert not report.passed and report.outcome == "mostly refused" and report.verdict.startswith("mostly refused: ")
     report = pk.check("softmax", fn=Refusing(40))
     assert report.passed and report.outcome == "right"
-    (told,) = [words for words in report.conceded if "were refused" in words]
-    assert told in str(report) and told in report.to_dict()["told"]
+    (caveat,) = [words for words in report.caveats if "were refused" in words]
+    assert caveat in str(report) and caveat in report.to_dict()["caveats"]
 
 
 def test_what_takes_one_dtype_alone_may_still_pass():
@@ -145,19 +145,19 @@ def test_what_takes_one_dtype_alone_may_still_pass():
 
             one.refusals = ("another dtype",)
             report = pk.check("softmax", fn=one, max_examples=60)
-            assert report.passed and {*report.unvisited["dtypes"]} == {*spec.dtypes} - {dtype}
+            assert report.passed and {*report.not_covered["dtypes"]} == {*spec.dtypes} - {dtype}
 
 
 def test_arguments_that_were_never_asked_are_conceded():
     spec = pk.op("attention").spec
     names = [a.name for a in spec.arrays if a.optional] + [o.name for o in spec.options]
     report = pk.check("attention", fn=lambda q, k, v: pk.op("attention", backend="reference")(q, k, v), max_examples=2)
-    assert report.concessions[0] == f"never passed: {', '.join(names)}"
-    assert report.concessions[0] in str(report) and not {*names} & {*report.unvisited.get("arguments", ())}
+    assert report.not_required[0] == f"never passed: {', '.join(names)}"
+    assert report.not_required[0] in str(report) and not {*names} & {*report.not_covered.get("arguments", ())}
     report = pk.check(
         "rmsnorm", fn=lambda x, *, eps=1e-6: x, shapes=[{"x": (3, 5)}], options={"rounding": "before_weight"}
     )
-    assert report.concessions[0] == "never passed: weight"
+    assert report.not_required[0] == "never passed: weight"
 
 
 def nothing_written(x, axis=-1):
@@ -187,8 +187,8 @@ def another_stride(x, axis=-1):
 def test_where_a_nan_came_from_is_told_by_calls_over_other_memory(fn, which):
     pytest.importorskip("torch")
     report = pk.check("softmax", fn=fn, framework="torch", dtypes=["float32"], shrink=False, promises=False)
-    assert report.failures[0].which == which, report.failures
-    assert ("nothing was written" in report.failures[0].looks) == (which == "unwritten")
+    assert report.failures[0].cause == which, report.failures
+    assert ("nothing was written" in report.failures[0].explanation) == (which == "unwritten")
 
 
 def test_a_line_that_reproduces_names_what_is_set_in_the_environment(monkeypatch):

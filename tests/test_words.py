@@ -142,7 +142,7 @@ def test_the_checker_draws_narrow_dtypes_and_sees_wrong_ones():
         with np.errstate(all="ignore"):
             return (np.ascontiguousarray(call.arrays["q"].astype(np.float32) * call.arrays["scale"][:, None]),)
 
-    assert "float8_e5m2" in next(iter(passes(ops.from_fp8, backend("from_fp8", dequantise)).cells))
+    assert "float8_e5m2" in next(iter(passes(ops.from_fp8, backend("from_fp8", dequantise)).combinations))
     passes(ops.to_fp8, backend("to_fp8", lambda call, tiling: ops.to_fp8_kernel(call.arrays["x"])))
 
     def towards_zero(call, tiling):
@@ -156,7 +156,7 @@ def test_the_checker_draws_narrow_dtypes_and_sees_wrong_ones():
 
     assert "s[" in failure(ops.masked_add, lambda call, tiling: masked_sum(call, np.int8))
     right = backend("masked_add", lambda call, tiling: masked_sum(call, np.int32))
-    assert "int8" in next(iter(passes(ops.masked_add, right).cells))
+    assert "int8" in next(iter(passes(ops.masked_add, right).combinations))
     with pytest.raises(pk.SpecError, match="dtypes are float16; expected some of int8"):
         testing.check(ops.masked_add, backend=right, dtypes=["float16"])
 

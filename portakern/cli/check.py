@@ -245,19 +245,27 @@ def _show_reports(reports: list[Any], ended: BaseException | None) -> None:
             text = f"{r.left_out} cases of {r.op} on {r.subject} were not run: {why}"
             text += "" if ended is not None else "; raise --budget"
             out.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
-        if r.conceded:
-            out.print(f"not required of {r.subject}: {'; '.join(r.conceded)}", markup=False, highlight=False)
-        for what, names in _unvisited(r, reports).items():
-            text = f"not visited on {r.subject}: {what} of {r.op}: {', '.join(names)}"
+        for caveat in r.caveats:
+            out.print(f"{r.op} on {r.subject}: {caveat}", markup=False, highlight=False)
+        for what, names in _not_covered(r, reports).items():
+            text = f"not covered on {r.subject}: {what} of {r.op}: {', '.join(names)}"
             out.print(text, markup=False, highlight=False)
         for f in r.failures:
             out.print(str(f), style="red", markup=False, highlight=False, soft_wrap=True)
-        if not r.ran and not r.failures and not r.left_out:
+        if not r.compared and not r.failures and not r.left_out:
             out.print(f"{r.op} on {r.subject}: no case was compared", style="red", markup=False)
 
 
-def _unvisited(r: Any, reports: list[Any]) -> dict[str, tuple[str, ...]]:
-    """What a check that passed has not visited; variants of a backend are rows of their own."""
-    ran = {n for other in reports if other.op == r.op for v in other.visits.values() for n in v.met.get("variants", ())}
-    left = {what: tuple(n for n in names if what != "variants" or n not in ran) for what, names in r.unvisited.items()}
+def _not_covered(r: Any, reports: list[Any]) -> dict[str, tuple[str, ...]]:
+    """What a check that passed has not covered; variants of a backend are rows of their own."""
+    ran = {
+        n
+        for other in reports
+        if other.op == r.op
+        for v in other.coverage.values()
+        for n in v.covered.get("variants", ())
+    }
+    left = {
+        what: tuple(n for n in names if what != "variants" or n not in ran) for what, names in r.not_covered.items()
+    }
     return {what: names for what, names in left.items() if names and r.passed}

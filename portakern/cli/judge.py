@@ -74,7 +74,7 @@ def judge(
     map: Map = None,
     problem: Problem = None,
     shapes: Shapes = None,
-    whole: Annotated[bool, typer.Option(help="Run large shapes in full, not reduced to quick calls.")] = False,
+    full_shapes: Annotated[bool, typer.Option(help="Run large shapes in full, not reduced to quick calls.")] = False,
     dtype: Dtype = None,
     layout: Layout = None,
     promise: Promise = None,
@@ -94,7 +94,7 @@ def judge(
 ) -> None:
     """Check an untrusted kernel in a separate process. Exit status 0 if it is right, else 1."""
     from portakern.tools.judge.judgement import judge as judge_file
-    from portakern.tools.judge.process import Bounds
+    from portakern.tools.judge.process import ProcessLimits
 
     if op is not None:
         registry.find_spec(op)
@@ -107,9 +107,9 @@ def judge(
     named: dict[str, Any] = {"layouts": layout, "promises": promise}
     judged = judge_file(
         file, op, name=name, map=map, problem=problem, framework=framework, device=device,
-        shapes=[_extents(s) for s in shapes] if shapes else None, fully=whole, dtypes=dtype, edges=edges,
+        shapes=[_extents(s) for s in shapes] if shapes else None, full_shapes=full_shapes, dtypes=dtype, edges=edges,
         max_examples=max_examples, seed=seed, seconds=seconds, case=case,
-        bounds=Bounds(seconds=call_seconds, memory=_bytes(memory), without=without or ()),
+        process_limits=ProcessLimits(seconds=call_seconds, memory=_bytes(memory), without=without or ()),
         **{n: v for n, v in named.items() if v},
     )  # fmt: skip
     show(judged)
@@ -170,21 +170,21 @@ def show(judged: Any) -> None:
                    + (f"; {r.left_out} more were not run: the time ended" if r.left_out else ""))  # fmt: skip
     for reason, count in r.refused.most_common():
         print_indented(f"refused {count} cases: {reason}")
-    for what, names in r.unvisited.items() if r.passed else ():
-        print_indented(f"not visited: {what}: {', '.join(names)}")
-    if r.unmet:
-        print_indented(f"not checked in time: {', '.join(r.unmet)}; raise --seconds")
+    for what, names in r.not_covered.items() if r.passed else ():
+        print_indented(f"not covered: {what}: {', '.join(names)}")
+    if r.not_reached:
+        print_indented(f"not reached in time: {', '.join(r.not_reached)}; raise --seconds")
     for f in r.failures:
         _say(str(f), "red")
     print_indented(_hashed(judged.hashes))
     if judged.problem:
         print_indented(f"inputs: those of {Path(judged.problem).name}")
-    for conceded in r.conceded:
-        print_indented(f"not required: {conceded}")
-    from portakern.tools.judge.walls import WALLS
+    for caveat in r.caveats:
+        print_indented(caveat)
+    from portakern.tools.judge.sandbox import PROTECTIONS
 
-    for name in [w for w in WALLS if w not in judged.walls]:
-        print_indented(f"protection missing: {WALLS[name]}")
+    for name in [p for p in PROTECTIONS if p not in judged.protections]:
+        print_indented(f"protection missing: {PROTECTIONS[name]}")
     if judged.printed and not r.passed:
         _say(f"  output of the kernel's process: {judged.printed}")
 

@@ -162,7 +162,7 @@ class CaseOnSubject:
                 raise
             return {}
         except Broken as e:
-            if call.any_order or e.which == "form":
+            if call.any_order or e.cause == "form":
                 raise
             try:
                 fractions = self.compared(outputs, call.replace(any_order=True), regime)
@@ -409,19 +409,19 @@ def run_case(subject: Subject, case: Case, report: Report, excused: Collection[s
             got = trial.called()
         _check_contract(trial, got, report)
     except NotEmulatedError as e:
-        report.refuse(e)
+        report.add_refusal(e)
         return
     except UnsupportedError as e:  # of the first call, or of one with other values in the same arrays
         if not subject.accepts(str(e)):
             raise Refused(f"refused, but the backend does not declare this refusal: {e}") from e
-        report.refuse(e)
+        report.add_refusal(e)
         return
     except Broken as e:
         e.tiling = trial.ran_with
         raise
     if trial.illegal:
         report.tilings_refused[trial.illegal] += 1
-    report.count(case, trial.ran_with)
+    report.add_case(case, trial.ran_with)
 
 
 def _check_contract(trial: CaseOnSubject, actual: Any, report: Report) -> None:
@@ -431,8 +431,8 @@ def _check_contract(trial: CaseOnSubject, actual: Any, report: Report) -> None:
     try:
         fractions = trial.compare(first, call, _random_regime(subject.spec, case))
     except Broken as e:
-        if (source := source_of_nan(trial, e.which, first)) is not None:
-            e.which, e.looks = source
+        if (source := source_of_nan(trial, e.cause, first)) is not None:
+            e.cause, e.explanation = source
         raise
     kept = trial.untouched(trial.arrays, call)
     if not kept:
@@ -444,7 +444,7 @@ def _check_contract(trial: CaseOnSubject, actual: Any, report: Report) -> None:
         trial.changed(first)
     if subject.overwrites:
         trial.over(first)
-    report.note(fractions, case)
+    report.add_errors(fractions, case)
 
 
 def _changeable(spec: Spec[Any], case: Case) -> str | None:

@@ -23,6 +23,7 @@ from portakern.testing import printed
 from portakern.testing.cases import Case
 from portakern.testing.check_options import CheckOptions
 from portakern.testing.comparing import run_case
+from portakern.testing.coverage import Coverage, contract
 from portakern.testing.fixed import CasePreset
 from portakern.testing.laws import ArgumentNotTaken, LawCase, run_law
 from portakern.testing.plan import EDGE_EXAMPLES, CaseGroup, plan
@@ -34,14 +35,13 @@ from portakern.testing.source import Rejected, Source, shrunk
 from portakern.testing.strategies import case_of, drawn, dtypes_of
 from portakern.testing.subject import (
     Subject,
-    asking,
     backend_subject,
     backend_variants,
-    conceded,
+    checked_kinds,
     function_subject,
+    not_required,
 )
 from portakern.testing.verdict import Broken, BrokenPromise, OtherEdges
-from portakern.testing.visits import Visits, contract
 
 __all__ = [
     "Failure",
@@ -122,7 +122,7 @@ def check(
       promises: False: check none; or the names of those to check (:data:`portakern.testing.verdict.PROMISES`).
       seconds: time after the first case at which no further case or law is started; laws then come before free cases.
         ``report.left_out`` counts what did not run. If a regime of values, an edge or a law was not reached, the check
-        does not pass; it is unfinished (``report.unmet`` names them).
+        does not pass; it is unfinished (``report.not_reached`` names them).
       shrink: make a failing case as small as possible; False: stop at the first failure.
       shard: (i, n): run only part i of n; :meth:`Report.merge` combines the parts. The cases do not depend on n.
       progress: called with the number of cases done. None: in a notebook or an interactive terminal, a progress line
@@ -158,12 +158,15 @@ def _shown(subject: Subject, options: CheckOptions) -> Report:
 def check_subject(subject: Subject, check_options: CheckOptions) -> Report:
     """Check what is made of a backend or a function."""
     spec, limits = subject.spec, check_options.limits_of(subject)
-    kinds, excused = asking(spec, check_options.edges, check_options.promises)
-    told = conceded(spec, limits, excused, subject.unordered)
+    kinds, excused = checked_kinds(spec, check_options.edges, check_options.promises)
+    words = not_required(spec, limits, excused, subject.unordered)
     if not (check_options.dtypes or (check_options.limits and check_options.limits.dtypes)):
-        told = (*told, *(f"no case is {dtype}: {why}" for dtype, why in subject.lacks.items() if dtype in spec.dtypes))
-    report = Report(spec.name, subject.name, check_options.seed, asked=kinds, concessions=told)
-    report.visits[subject.name] = _visits(subject, limits, excused)
+        words = (
+            *words,
+            *(f"no case is {dtype}: {why}" for dtype, why in subject.lacks.items() if dtype in spec.dtypes),
+        )
+    report = Report(spec.name, subject.name, check_options.seed, checked=kinds, not_required=words)
+    report.coverage[subject.name] = _coverage(subject, limits, excused)
     start = time.perf_counter()
     work = _CheckRun(
         subject,
@@ -187,13 +190,13 @@ def check_subject(subject: Subject, check_options: CheckOptions) -> Report:
     return report
 
 
-def _visits(subject: Subject, limits: Limits, excused: Collection[str]) -> Visits:
-    """What there is to meet, of which nothing was yet."""
+def _coverage(subject: Subject, limits: Limits, excused: Collection[str]) -> Coverage:
+    """The coverage before the first case: nothing is covered but the subject's own variant."""
     lawful = not limits.shapes and not {BrokenPromise.kind, "laws"} & {*excused} and bool(_lawful(subject, limits))
-    there = contract(
+    declared = contract(
         subject.spec, limits.takes, lawful, limits.empty, limits.layouts, bool(subject.tiles), subject.variants
     )
-    return Visits(there, {"variants": {subject.variant}} if subject.variant else {})
+    return Coverage(declared, {"variants": {subject.variant}} if subject.variant else {})
 
 
 def _lawful(subject: Subject, limits: Limits) -> list[str]:
@@ -206,21 +209,21 @@ def with_rest(subject: Subject, check_options: CheckOptions, found: Report | Non
     """What a check found before it was interrupted, with all that it did not come to, laws too, as left out. None of
     that is drawn, which would take long: a case whose regime is not known yet is missed by each."""
     spec, limits = subject.spec, check_options.limits_of(subject)
-    kinds, excused = asking(spec, check_options.edges, check_options.promises)
-    rest = Report(spec.name, subject.name, check_options.seed, asked=kinds)
-    rest.visits[subject.name] = _visits(subject, limits, excused)
+    kinds, excused = checked_kinds(spec, check_options.edges, check_options.promises)
+    rest = Report(spec.name, subject.name, check_options.seed, checked=kinds)
+    rest.coverage[subject.name] = _coverage(subject, limits, excused)
     _LeftOut(subject, limits, check_options.seed, rest, False, None, excused).all_of(check_options)
     if found is None:
         return rest
     rest.left_out = max(0, rest.left_out - found.examples - found.refused.total() - found.not_emulated.total())
-    rest.missed -= found.met
+    rest.left_out_by_name -= found.reached
     return found.merge(rest)
 
 
 def cases_of(subject: Subject, check_options: CheckOptions) -> list[Case | LawCase]:
     """The cases and instances of laws that :func:`check_subject` would try, of which none runs."""
     spec, limits = subject.spec, check_options.limits_of(subject)
-    excused = asking(spec, check_options.edges, check_options.promises)[1]
+    excused = checked_kinds(spec, check_options.edges, check_options.promises)[1]
     work = _Listing(
         subject, limits, check_options.seed, Report(spec.name, "", check_options.seed), False, None, excused
     )
@@ -267,7 +270,9 @@ class _CheckRun:
         values may be theirs."""
         for turn in presets:
             self.report.left_out += 1
-            self.report.missed.update([run.edge.name] if run.edge else [turn.regime] if turn.regime else VALUE_REGIMES)
+            self.report.left_out_by_name.update(
+                [run.edge.name] if run.edge else [turn.regime] if turn.regime else VALUE_REGIMES
+            )
 
     def all_of(self, check_options: CheckOptions) -> None:
         """Carry out what is asked, or the part of it that is asked for."""
@@ -298,14 +303,14 @@ class _CheckRun:
         dtypes, i = _lawful(self.subject, self.limits), 0
         while i < count and dtypes:
             if self.over:
-                self.report.missed[f"law {law}"] += count - i
+                self.report.left_out_by_name[f"law {law}"] += count - i
                 return
             first, *others = dtypes
             dtype = others[(number + i // 2) % len(others)] if i % 2 and others else first
             refused = self.report.refused.total()
             failure = self.attempt(LawCase(law, dtype, self.seed * 1000 + i))
             if failure:
-                self.report.fail(failure)
+                self.report.add_failure(failure)
                 self.excused.add(failure.kind)
                 return
             if self.report.refused.total() > refused:
@@ -319,20 +324,20 @@ class _CheckRun:
             if isinstance(case, LawCase):
                 run_law(self.subject, case, self.limits)
                 self.report.laws[case.law] += 1
-                self.report.meet("laws", case.law)
+                self.report.cover("laws", case.law)
             else:
                 self.tries(case)
         except ArgumentNotTaken:
             return None
         except NotEmulatedError as e:
-            self.report.refuse(e)
+            self.report.add_refusal(e)
             return None
         except Exception as e:
             _unless_told_to_end()
             if not self.subject.at_fault(e):
                 raise
             if isinstance(case, LawCase) and isinstance(e, UnsupportedError) and self.subject.accepts(str(e)):
-                self.report.refuse(e)
+                self.report.add_refusal(e)
                 return None
             return self.failure(case, e)
         return None
@@ -340,9 +345,9 @@ class _CheckRun:
     def failure(self, case: Case | LawCase, error: Exception) -> Failure:
         """What a case broke, which the report counts among those that were compared if its outputs were."""
         if isinstance(case, Case) and isinstance(error, Broken) and error.kind in (Broken.kind, OtherEdges.kind):
-            self.report.note(error.fractions, case)
+            self.report.add_errors(error.fractions, case)
             if error.kind == Broken.kind:  # after another it runs once more
-                self.report.count(case, error.tiling)
+                self.report.add_case(case, error.tiling)
         return _failure(self.subject, case, error)
 
     def tries(self, case: Case) -> None:
@@ -364,7 +369,7 @@ class _CheckRun:
             if error is not None:
                 case, error = self.smallest(run, left[0], seed, source, error) or (case, error)
                 failure = self.failure(case, error)
-                self.report.fail(failure)
+                self.report.add_failure(failure)
                 self.excused.add(failure.kind)
                 continue
             left.pop(0)
@@ -471,7 +476,7 @@ class _LeftOut(_CheckRun):
 
     def attempt(self, case: Case | LawCase) -> Failure | None:
         assert isinstance(case, LawCase), case
-        self.report.missed[f"law {case.law}"] += 1
+        self.report.left_out_by_name[f"law {case.law}"] += 1
         return None
 
 
@@ -503,13 +508,13 @@ def replay_subject(
     if isinstance(case, str):
         case = printed.read(spec, case)
         _refuse_unknown_tiles(subject, case)
-    asked, excused = asking(spec, edges, promises)
-    report = Report(spec.name, subject.name, 0, asked=asked)
+    kinds, excused = checked_kinds(spec, edges, promises)
+    report = Report(spec.name, subject.name, 0, checked=kinds)
     work = _CheckRun(subject, Limits(arguments=subject.arguments), 0, report, False, None, excused)
     with subject.context():
         failure = work.attempt(case)
     if failure:
-        report.fail(failure)
+        report.add_failure(failure)
     return report
 
 
@@ -569,4 +574,4 @@ def _failure(subject: Subject, case: Case | LawCase, error: Exception) -> Failur
     named = (f"law {case.law}: " if isinstance(case, LawCase) else f"edge {case.edge}: " if case.edge else "") + what
     if not isinstance(error, Broken):
         return Failure(subject.spec.name, named, text, subject.reproduce(text), kind_of(error))
-    return Failure(subject.spec.name, named, text, subject.reproduce(text), error.kind, error.which, error.looks)
+    return Failure(subject.spec.name, named, text, subject.reproduce(text), error.kind, error.cause, error.explanation)

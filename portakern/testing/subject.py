@@ -37,7 +37,15 @@ from portakern.testing.verdict import KINDS, PROMISES, Broken
 
 PROBES = 5
 
-__all__ = ["Subject", "asking", "backend_subject", "backend_variants", "conceded", "environment", "function_subject"]
+__all__ = [
+    "Subject",
+    "backend_subject",
+    "backend_variants",
+    "checked_kinds",
+    "environment",
+    "function_subject",
+    "not_required",
+]
 
 
 @dataclass(frozen=True)
@@ -363,7 +371,7 @@ def _taken(spec: Spec[Any], fn: Callable[..., Any]) -> tuple[frozenset[str] | No
     return None if everything else frozenset(required) | {p.name for p in named}, frozenset(lone)
 
 
-CONCESSIONS: Mapping[str, tuple[Callable[[Spec[Any], Limits], bool], str]] = {
+LEFT_OUT: Mapping[str, tuple[Callable[[Spec[Any], Limits], bool], str]] = {
     "one_dtype": (
         lambda spec, limits: limits.one_dtype and any(a.or_float32 for a in spec.arrays),
         "no array is float32 with 16-bit ones, all have the op's dtype",
@@ -381,7 +389,7 @@ CONCESSIONS: Mapping[str, tuple[Callable[[Spec[Any], Limits], bool], str]] = {
 """What a check may leave out for a kernel that has never seen it: name -> (whether limits do, in words)."""
 
 
-def conceded(
+def not_required(
     spec: Spec[Any], limits: Limits, excused: Collection[str], unordered: Mapping[str, str] | None = None
 ) -> tuple[str, ...]:
     """What a report says of everything that was not asked. unordered: as of a :class:`Subject`."""
@@ -390,9 +398,7 @@ def conceded(
     given = [f"{n} is always passed: it has no default" for n in sorted(limits.always)]
     built_in = [f"{n} is {v!r} in every call" for n, v in limits.options.items()]
     shaped = [f"only the shapes {' or '.join(map(with_shape, limits.shapes))} are called"] if limits.shapes else []
-    words = [
-        what.format(layouts=", ".join(limits.layouts)) for made, what in CONCESSIONS.values() if made(spec, limits)
-    ]
+    words = [what.format(layouts=", ".join(limits.layouts)) for made, what in LEFT_OUT.values() if made(spec, limits)]
     edges = ["NaN and infinities may give other results than the formula"] if "edges" in excused else []
     some = [n for n in PROMISES if n in excused and "promises" not in excused]
     asked = {"laws": not limits.shapes, "overwrite": bool(spec.aliases)}
@@ -412,7 +418,7 @@ def _lacking(spec: Spec[Any], limits: Limits) -> list[str]:
     return arrays + [o.name for o in spec.options if not limits.takes(o.name) and o.name not in limits.options]
 
 
-def asking(spec: Spec[Any], edges: bool, promises: bool | Collection[str]) -> tuple[tuple[str, ...], set[str]]:
+def checked_kinds(spec: Spec[Any], edges: bool, promises: bool | Collection[str]) -> tuple[tuple[str, ...], set[str]]:
     """(the kinds that a check holds to, what it excuses: kinds and promises by name).
 
     Raises:

@@ -54,22 +54,22 @@ in any order, one term after the other too."""
 class Broken(AssertionError):
     """A failing case, with the failure in words; ``kind`` is one of KINDS.
 
-    ``which``: of a broken promise one of PROMISES, of a wrong output the mistake that it looks like in one word, "" for
-    none; ``looks``: that in words. ``fractions``: output -> worst share of what is permitted, of those that were
+    ``cause``: of a broken promise one of PROMISES, of a wrong output the mistake that it looks like in one word, "" for
+    none; ``explanation``: that in words. ``fractions``: output -> worst share of what is permitted, of those that were
     compared; ``tiling``: what the case ran with, in words.
     """
 
     kind = "bounds"
     tiling = "default"
 
-    def __init__(self, what: str, which: str = "", looks: str = "") -> None:
+    def __init__(self, what: str, cause: str = "", explanation: str = "") -> None:
         super().__init__(what)
-        self.which, self.looks = which, looks
+        self.cause, self.explanation = cause, explanation
         self.fractions: dict[str, float] = {}
 
-    def after(self, what: str, which: str = "", looks: str = "") -> Self:
+    def after(self, what: str, cause: str = "", explanation: str = "") -> Self:
         """The same after something that is to be told first, of which it may look like another mistake."""
-        return type(self)(f"{what}: {self}", which or self.which, looks or self.looks).at(self.fractions)
+        return type(self)(f"{what}: {self}", cause or self.cause, explanation or self.explanation).at(self.fractions)
 
     def at(self, fractions: dict[str, float]) -> Self:
         """This, with the shares that were measured."""

@@ -1,4 +1,6 @@
-"""The judge: a candidate's process (``host``, ``adapters``, ``walls``) and what is said to it (``wire``), its side here
-(``process``, ``remote``), how its arguments become an op's (``mapping``), whether somebody's constants are known
-(``hashing``), and the verdict (``judgement``). :mod:`portakern.judging` has the names for users.
+"""The judge of untrusted kernels.
+
+``host``, ``adapters`` and ``sandbox`` run in the candidate's process; ``process`` and ``remote`` are the judge's side,
+and ``wire`` is the protocol between them. ``mapping`` maps the op's arguments to the candidate's, ``hashing`` hashes its
+files, and ``judgement`` gives the verdict. :mod:`portakern.judging` has the names for users.
 """

@@ -109,13 +109,13 @@ def _numpy_dtype(name: str) -> Any:
 
 
 def main() -> None:
-    """Wall the process in, then serve requests until the pipe closes."""
+    """Enter the sandbox, then serve requests until the pipe closes."""
     requests, replies, memory, folder, limits = sys.argv[1:6]
-    from portakern.tools.judge.walls import raise_walls
+    from portakern.tools.judge.sandbox import enter_sandbox
 
-    stand = raise_walls(folder, *json.loads(limits))
+    in_force = enter_sandbox(folder, *json.loads(limits))
     source, sink = os.fdopen(int(requests), "rb"), os.fdopen(int(replies), "wb")
-    _reply(sink, {"walls": stand}, [])
+    _reply(sink, {"protections": in_force}, [])
     host = Host(int(memory))
     while head := source.read(8):
         ask = json.loads(source.read(struct.unpack("<Q", head)[0]))

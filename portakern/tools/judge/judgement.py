@@ -1,4 +1,4 @@
-"""Judge a candidate: which file, called how, on which calls, and what came out."""
+"""The judge: find the candidate in its file, draw its calls, run them in its process, and report the verdict."""
 
 from __future__ import annotations
 
@@ -30,35 +30,35 @@ from portakern.testing.runner import check_subject, replay_subject
 from portakern.testing.subject import Subject, environment, function_subject
 from portakern.tools.judge.hashing import IMPORTED, Hashes, hashes
 from portakern.tools.judge.mapping import Slot, parse
-from portakern.tools.judge.process import Bounds, Process, within
+from portakern.tools.judge.process import Process, ProcessLimits, within
 from portakern.tools.judge.remote import Remote, signature_of
 from portakern.tools.judge.wire import Input
 
-__all__ = ["PROMISES", "Judged", "judge"]
+__all__ = ["PROMISES", "Judgement", "judge"]
 
 PROMISES = ("inputs", "outside", "own_memory", "kept")
-"""What every kernel is held to, whoever wrote it; the others are asked by name."""
+"""The promises that are checked by default; others are checked if they are named."""
 
 LAYOUTS = ("contiguous", "shifted")
 ELEMENTS = {"cpu": 1 << 20, "accelerator": 1 << 21}
-"""Elements of the largest array that a call is cut to. On an accelerator it is the judge that takes the time: each case
-is drawn, copied there and back and compared by a core of the host, a second for 2^24 elements, where 60 cases are to be
-met in 15."""
+"""Elements of the largest array of a reduced call. On an accelerator the judge's own work limits the cases: the host
+draws, copies and compares each case, a second for 2^24 elements, and 60 cases should fit into 15 seconds."""
 
 FLOPS = {"cpu": 2e9, "accelerator": 1e13}
 
 
 @dataclass
-class Judged:
-    """What came out.
+class Judgement:
+    """The result of :func:`judge`.
 
     Attributes:
-      report: the verdict (``report.outcome``), what was asked, what was conceded, and the failures.
-      file, name, sha256: what was judged; hashes: of that file, of its folder's and of the problem's; device: on what.
-      problem: whose inputs it was judged on, "" where the shapes are the asker's or any.
-      walls: names of the walls that stood (:data:`portakern.tools.judge.walls.WALLS`).
-      printed: the end of what the candidate printed.
-      seconds: wall time, of which ``load_seconds`` to start its process and import it.
+      report: the verdict (``report.outcome``), what was checked, what was not required, and the failures.
+      file, name, sha256: the judged file, the name in it, and the file's hash; device: where it ran.
+      hashes: hashes of the file, of the other files of its folder, and of the problem.
+      problem: the file whose inputs gave the shapes; "" if the caller gave shapes, or none.
+      protections: names of the protections in force (:data:`portakern.tools.judge.sandbox.PROTECTIONS`).
+      printed: the end of the output of the candidate's process.
+      seconds: wall time; load_seconds: its share for the start of the process and the import of the candidate.
     """
 
     report: Report
@@ -68,7 +68,7 @@ class Judged:
     device: str
     hashes: Hashes = field(default_factory=Hashes)
     problem: str = ""
-    walls: list[str] = field(default_factory=list)
+    protections: list[str] = field(default_factory=list)
     printed: str = ""
     seconds: float = 0.0
     load_seconds: float = 0.0
@@ -90,7 +90,7 @@ def judge(
     framework: str | None = None,
     device: str = "cpu",
     shapes: Sequence[Mapping[str, Sequence[int]]] | None = None,
-    fully: bool = False,
+    full_shapes: bool = False,
     dtypes: Sequence[str] | None = None,
     layouts: str | Sequence[str] | None = LAYOUTS,
     options: Mapping[str, Any] | None = None,
@@ -99,29 +99,31 @@ def judge(
     max_examples: int = EXAMPLES,
     seed: int | None = None,
     seconds: float = 15.0,
-    bounds: Bounds | None = None,
+    process_limits: ProcessLimits | None = None,
     case: str | None = None,
-) -> Judged:
-    """Hold a candidate to an op's contract, in a process of its own that cannot touch the verdict.
+) -> Judgement:
+    """Check a candidate against an op's spec, in a process of its own that cannot change the verdict.
 
     Args:
-      file: a Python file, or an extension that was built (``.so``); name: of the function, of the ``torch.nn.Module``
-        in KernelBench's form, or ``namespace::op`` of an extension; None: what its file names as such.
-      op: the op's name or spec; map: how its arguments become the candidate's (:mod:`portakern.tools.judge.mapping`).
-        None: those of the problem, where that is one of KernelBench's (``problems.toml``).
+      file: a Python file, or a compiled extension (``.so``); name: the name of a function, of a ``torch.nn.Module`` in
+        KernelBench's form, or ``namespace::op`` in an extension; None: the only one in the file.
+      op: the op's name or spec; map: how its arguments map to the candidate's (:mod:`portakern.tools.judge.mapping`).
+        None: those of a known problem of KernelBench (``problems.toml``).
       problem: the file with ``get_inputs`` and ``get_init_inputs``. Its inputs are read in a process without the
-        candidate, whose own file names none: a module that needs them is refused without a problem or shapes.
-      framework: numpy, torch or jax; None: what the file imports. device: cpu, cuda, rocm or tpu.
-      shapes: of the calls; None: those of the problem, or any. fully: False cuts calls along what does not matter to
-        a kernel's sums until they are quick; the report says to what.
-      dtypes, layouts, options, edges, promises, max_examples, seed: as of :func:`portakern.check`; no seed: one that
-        nobody knows before. No layout named: contiguous and shifted arrays; no shifted ones on an accelerator where a
-        problem's own reference takes none.
-      seconds: from the first case on, after which no further one begins; a start has a limit of its own, in ``bounds``:
-        what the candidate may take; case: this one alone.
+        candidate, whose own ``get_inputs`` is not read: a module that needs one is refused without a problem or shapes.
+      framework: numpy, torch or jax; None: the one that the file imports. device: cpu, cuda, rocm or tpu.
+      shapes: shapes of all calls; None: those of the problem, or any.
+      full_shapes: False: large calls are reduced along dimensions that no sum runs over, until they are quick; the
+        report has both shapes.
+      dtypes, layouts, options, edges, promises, max_examples, seed: as for :func:`portakern.check`. Without a seed a
+        random one is drawn. Default layouts: contiguous and shifted, or contiguous alone on an accelerator if the
+        problem's own reference refuses shifted arrays.
+      seconds: time after the first case at which no further case is started.
+      process_limits: limits of the candidate's process; case: run this case alone.
 
     Raises:
-      SpecError: what was asked for is not there, or cannot be called so. UnavailableError: no Linux, or no such device.
+      SpecError: an argument is unknown, or the candidate cannot be called this way. UnavailableError: not on Linux, or
+        no such device.
     """
     path, source = _file(file), _file(problem) if problem else None
     op, map, terms = _of_a_problem((source or path).stem, op, map)
@@ -129,36 +131,38 @@ def judge(
     names = [[a.name for a in spec.arrays], [o.name for o in spec.outputs], [o.name for o in spec.options]]
     places, fixed = parse(map, *names)
     which, form, library = _identify(path, name, spec, framework)
-    bounds, seed = bounds or Bounds(), _checked_numbers(max_examples, seconds, seed)
-    _check_walls(bounds)
+    limits, seed = process_limits or ProcessLimits(), _checked_numbers(max_examples, seconds, seed)
+    _check_protections(limits)
     if form == "module" and not (source or shapes or case):
         _check_inputs(path)
     line = _line(str(file), which, spec, map, problem, library, device, seed)
     fixed = {**fixed, **(options or {})}
-    asked = CheckOptions(
+    checks = CheckOptions(
         dtypes=dtypes, max_examples=max_examples, seed=seed, shapes=shapes, layouts=layouts, options=fixed, empty=False,
         one_dtype=True, edges=edges, promises=promises, seconds=seconds, shrink=False,
     )  # fmt: skip
     hashed = hashes(path, source)
-    judged = Judged(Report(spec.name, "", seed), str(file), which, next(iter(hashed.files.values())), device, hashed)
+    judged = Judgement(Report(spec.name, "", seed), str(file), which, next(iter(hashed.files.values())), device, hashed)
     judged.problem = str(problem or "")
-    start, process = time.perf_counter(), Process(bounds, library, device)
+    start, process = time.perf_counter(), Process(limits, library, device)
     try:
         target = _target(library, device)
-        theirs = _inputs_of(source, bounds) if source else []
-        candidate = _Candidate(spec, path, source, which, form, library, target, places, fixed, line, theirs)
+        inputs = _inputs_of(source, limits) if source else []
+        candidate = _Candidate(spec, path, source, which, form, library, target, places, fixed, line, inputs)
         judged.device = str(target)
-        judged.report = _judged(candidate, process, asked, terms, fully, case, lambda: _note_start(judged, start))
+        judged.report = _judged(
+            candidate, process, checks, terms, full_shapes, case, lambda: _note_start(judged, start)
+        )
     finally:
         process.end()
-        judged.walls, judged.printed = process.walls, process.printed()
+        judged.protections, judged.printed = process.protections, process.printed()
         os.close(process.log)
-    judged.report.concessions += _changed(hashed, hashes(path, source))
+    judged.report.not_required += _changed(hashed, hashes(path, source))
     judged.seconds = time.perf_counter() - start
     return judged
 
 
-def _note_start(judged: Judged, start: float) -> None:
+def _note_start(judged: Judgement, start: float) -> None:
     judged.load_seconds = round(time.perf_counter() - start, 2)
 
 
@@ -167,7 +171,7 @@ def _judged(
     process: Process,
     check_options: CheckOptions,
     terms: Mapping[str, str],
-    fully: bool,
+    full_shapes: bool,
     case: str | None,
     started: Callable[[], None],
 ) -> Report:
@@ -180,9 +184,11 @@ def _judged(
         if case is not None:
             _check_memory([_shapes_of_a_case(spec, case)])
             return replay_subject(subject, case, edges=check_options.edges, promises=check_options.promises)
-        check_options, words = _on_its_terms(*candidate.on_its_shapes(check_options, fully), terms, candidate.target)
+        check_options, words = _on_its_terms(
+            *candidate.on_its_shapes(check_options, full_shapes), terms, candidate.target
+        )
         report = check_subject(subject, check_options)
-        report.concessions += words
+        report.not_required += words
     except Ended as e:
         line = candidate.line("").partition(" --case")[0]
         failure = Failure(spec.name, f"before any case: {advised(str(e))}", "", line, e.kind)
@@ -243,15 +249,15 @@ class _Candidate:
         subject = function_subject(spec, remote, "numpy", None)
         return replace(subject, target=self.target, remote=True, name=self.called, reproduce=self.line)
 
-    def on_its_shapes(self, check_options: CheckOptions, fully: bool) -> tuple[CheckOptions, tuple[str, ...]]:
-        """What is asked on the shapes that somebody named, or else those of the problem, cut to quick calls; and what a
-        report says of what that leaves out."""
+    def on_its_shapes(self, check_options: CheckOptions, full_shapes: bool) -> tuple[CheckOptions, tuple[str, ...]]:
+        """(the check's options with the caller's shapes or the problem's, reduced to quick calls; the report's words on
+        what that leaves out)."""
         spec, words = self.spec, tuple[str, ...]()
         if check_options.shapes is not None:
             _check_extents(check_options.shapes)
             checked_shapes(spec, check_options.shapes, self.fixed)
         shapes = _shapes(spec, check_options.shapes, self.candidate_shapes, self.places, self.fixed)
-        if shapes and not fully:
+        if shapes and not full_shapes:
             shapes, words = _cut(spec, shapes, self.fixed, self.target)
         _check_memory(shapes)
         dtypes = check_options.dtypes
@@ -266,28 +272,28 @@ class _Candidate:
 def _checked_numbers(max_examples: int, seconds: float, seed: int | None) -> int:
     """The seed: one that nobody knows before, where none is named. A table of results by the hashes of inputs would be
     right on a seed that is always the same."""
-    within("max_examples", max_examples, 1, 100_000, fully=True)
+    within("max_examples", max_examples, 1, 100_000, integer=True)
     within("seconds", seconds, 1e-3, 1e6)
     if seed is None:
         return secrets.randbits(32)
-    within("seed", seed, 0, 2**63, fully=True)
+    within("seed", seed, 0, 2**63, integer=True)
     return seed
 
 
 def _check_inputs(path: Path) -> None:
-    """SpecError where a module's own file names the inputs, which would decide what it is asked."""
+    """SpecError if the candidate's own file defines its inputs: it would choose its own calls."""
     defined = [n.name for n in ast.parse(path.read_bytes()).body if isinstance(n, ast.FunctionDef)]
     if "get_inputs" in defined:
         raise SpecError(
-            f"judge: {path.name} has a get_inputs of its own, and a candidate does not choose what it is asked: give "
-            f"the problem's file with --problem, or shapes with --shapes. --problem {path.name} trusts its own, and "
-            "the verdict says so"
+            f"judge: {path.name} has its own get_inputs, which is not used: a candidate does not choose its inputs. "
+            f"Give the problem's file with --problem, or shapes with --shapes. --problem {path.name} uses its own "
+            "inputs, and the verdict says so"
         )
 
 
-def _inputs_of(problem: Path, bounds: Bounds) -> list[Input]:
-    """The inputs that a problem names, read in a process of its own behind the same walls."""
-    process = Process(bounds, "torch", HOST.platform)
+def _inputs_of(problem: Path, limits: ProcessLimits) -> list[Input]:
+    """The inputs that a problem defines, read in a process of its own under the same protections."""
+    process = Process(limits, "torch", HOST.platform)
     try:
         process.begun()
         return process.inputs(str(problem))
@@ -299,16 +305,16 @@ def _inputs_of(problem: Path, bounds: Bounds) -> list[Input]:
 
 
 def _changed(before: Hashes, after: Hashes) -> tuple[str, ...]:
-    """What a report says of files that changed meanwhile.
+    """The report's words on files that changed during the check.
 
     Raises:
-      UnavailableError: of what is imported: the hashes are those of other bytes than what was judged.
+      UnavailableError: a file that the candidate imports changed: the hashes are not those of the judged files.
     """
     changed = before.changed(after)
     judged = [n for n in changed if n in [*before.files][:1] or Path(n).suffix in set(IMPORTED) - {".pyc"}]
     if judged:
         raise UnavailableError(f"judge: {', '.join(judged)} changed during the check; run it again")
-    return (f"changed while it was judged: {', '.join(changed)}",) if changed else ()
+    return (f"changed during the check: {', '.join(changed)}",) if changed else ()
 
 
 BYTES_OF_AN_ELEMENT = 128
@@ -330,26 +336,26 @@ MOST = 1 << 48
 
 
 def _check_extents(shapes: Any) -> None:
-    """SpecError where a call that somebody named is empty, or of more elements than there are; what is no shape is told
-    by whoever takes it."""
+    """SpecError if a given shape is empty or too large. Values that are no shapes are refused where they are used."""
     for one in shapes if isinstance(shapes, Sequence) else ():
         for name, shape in one.items() if isinstance(one, Mapping) else ():
             found = [n for n in shape if type(n) is int] if isinstance(shape, Sequence) else []
             if any(n < 1 for n in found) or math.prod(found) > MOST:
-                said = ", ".join(str(n) if n.bit_length() < 99 else "a longer number" for n in found)
-                raise SpecError(f"judge: shapes give {name} [{said}]; expected extents from 1 up, of 2^48 in all")
+                extents = ", ".join(str(n) if n.bit_length() < 99 else "a longer number" for n in found)
+                raise SpecError(
+                    f"judge: shapes give {name} [{extents}]; expected extents of at least 1, with at most 2^48 elements"
+                )
 
 
 def _check_memory(shapes: Sequence[Mapping[str, Sequence[int]]]) -> None:
-    """SpecError where a call of these shapes would take the judge more memory than there is: nothing else limits what
-    the asker's own process takes."""
+    """SpecError if a call of these shapes needs more memory than this process can have: nothing else limits it."""
     for one in shapes:
-        there, wanted = _memory(), BYTES_OF_AN_ELEMENT * sum(math.prod(shape) for shape in one.values())
-        if wanted > there:
+        available, wanted = _memory(), BYTES_OF_AN_ELEMENT * sum(math.prod(shape) for shape in one.values())
+        if wanted > available:
             raise SpecError(
-                f"judge: a call of {', '.join(f'{n} {[*s]}' for n, s in one.items())} takes the judge about "
-                f"{wanted / 2**30:,.0f} GiB, and {there / 2**30:.1f} GiB are there; expected smaller ones: --shapes "
-                "names them"
+                f"judge: a call of {', '.join(f'{n} {[*s]}' for n, s in one.items())} needs about "
+                f"{wanted / 2**30:,.0f} GiB of the judge's memory, and {available / 2**30:.1f} GiB are available; pass "
+                "smaller shapes with --shapes"
             )
 
 
@@ -407,14 +413,14 @@ def _on_its_terms(
     return check_options, words
 
 
-def _check_walls(bounds: Bounds) -> None:
-    """SpecError where a wall that is to be left out is none, or always stands."""
-    if not bounds.without:
+def _check_protections(limits: ProcessLimits) -> None:
+    """SpecError if a protection to be omitted is unknown, or cannot be omitted."""
+    if not limits.without:
         return
-    from portakern.tools.judge.walls import WALLS  # of Linux alone
+    from portakern.tools.judge.sandbox import PROTECTIONS  # of Linux alone
 
-    optional = [w for w in WALLS if w != "session"]
-    for name in bounds.without:
+    optional = [p for p in PROTECTIONS if p != "session"]
+    for name in limits.without:
         if name not in optional:
             raise SpecError(f"judge: {name!r} cannot be omitted; expected some of {', '.join(optional)}")
 
@@ -432,14 +438,14 @@ def _target(library: str, device: str) -> Target:
 
 
 def _begin(process: Process, library: str, target: Target) -> None:
-    """Have the process import the array library; UnavailableError where a device that the judge reaches begins behind
-    no such wall."""
+    """Have the process import the array library; UnavailableError if the device, which this process reaches, does
+    not start under the protections."""
     if process.begun():
         return
-    walls = [w for w in process.walls if w != "session"]
+    names = [p for p in process.protections if p != "session"]
     raise UnavailableError(
         f"judge: {library} finds the {target.platform} device, but its driver does not start under the candidate's "
-        f"protections ({', '.join(walls)}). If 'files' is the cause, omit it with --without files: the verdict then "
+        f"protections ({', '.join(names)}). If 'files' is the cause, omit it with --without files: the verdict then "
         "says that it is missing. Do this only with a trusted candidate, or on a separate machine"
         + (f". The driver's message: {process.why}" if process.why else "")
     )
@@ -455,7 +461,9 @@ def _identify(path: Path, name: str | None, spec: Spec[Any], framework: str | No
         raise SpecError(f"judge: framework is {framework!r}; expected one of {', '.join(frameworks())}")
     if path.suffix != ".py":
         if name is None:
-            raise SpecError(f"judge: {path.name} is built; expected its function too: {path.name}:name, or :ns::op")
+            raise SpecError(
+                f"judge: {path.name} is compiled; name its function too: {path.name}:name or {path.name}:ns::op"
+            )
         return name, "function", framework or "torch"
     try:
         tree = ast.parse(path.read_bytes())

@@ -1,7 +1,7 @@
-"""The judge's side of a candidate's process: it is started, asked, watched, and ended.
+"""The judge's side of the candidate's process: start it, send requests, enforce its limits, and end it.
 
-Everything that comes out of the process is bytes that the candidate may have written itself. They are taken for outputs
-of the form that was asked for, or for the words of a failure, and for nothing else.
+The candidate can write any bytes to the pipe. Replies are read as outputs of the expected form, or as the text of a
+failure, and as nothing else.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from portakern.processes import SHARING
 from portakern.tools.judge import wire
 from portakern.tools.judge.wire import HEADER, WireOutput
 
-__all__ = ["Bounds", "Process", "within"]
+__all__ = ["Process", "ProcessLimits", "within"]
 
 PIPE = 1 << 20
 """Bytes that a reply's pipe holds: Linux gives 65536, of which a large output needs hundreds."""
@@ -42,10 +42,16 @@ KINDS = ("refused", "memory", "crashed")
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """What a candidate may take: ``seconds`` for one call, ``load_seconds`` to be imported, ``memory`` bytes of all its
-    processes, ``processes`` of them, ``file_bytes`` in one file, what it prints included; ``without``: walls by name
-    (:data:`portakern.tools.judge.walls.WALLS`) that are not raised, where a device cannot be reached behind them."""
+class ProcessLimits:
+    """Limits of the candidate's process.
+
+    Attributes:
+      seconds: time of one call; load_seconds: time of the start and the import.
+      memory: bytes of memory of all its processes; processes: number of its processes.
+      file_bytes: size of one file, its printed output included.
+      without: names of protections to omit (:data:`portakern.tools.judge.sandbox.PROTECTIONS`), if the device does not
+        work with them.
+    """
 
     seconds: float = 30.0
     load_seconds: float = 120.0
@@ -57,28 +63,28 @@ class Bounds:
     def __post_init__(self) -> None:
         within("seconds of a call", self.seconds, 1e-3, 1e6)
         within("load_seconds", self.load_seconds, 1e-3, 1e6)
-        within("bytes of memory", self.memory, 1 << 20, 1 << 50, fully=True)
-        within("processes", self.processes, 1, 1 << 22, fully=True)
-        within("file_bytes", self.file_bytes, 1 << 10, 1 << 50, fully=True)
+        within("bytes of memory", self.memory, 1 << 20, 1 << 50, integer=True)
+        within("processes", self.processes, 1, 1 << 22, integer=True)
+        within("file_bytes", self.file_bytes, 1 << 10, 1 << 50, integer=True)
 
 
-def within(what: str, value: Any, least: float, most: float, fully: bool = False) -> None:
-    """SpecError where what somebody asked for is no number, or none of this range."""
-    number = type(value) is int or (type(value) is float and not fully and math.isfinite(value))
+def within(what: str, value: Any, least: float, most: float, integer: bool = False) -> None:
+    """SpecError if a user's value is no number of this range."""
+    number = type(value) is int or (type(value) is float and not integer and math.isfinite(value))
     if not number or not least <= value <= most:
-        kind = "a whole number" if fully else "a number"
+        kind = "a whole number" if integer else "a number"
         shown = printable(repr(value) if type(value) is not int or value.bit_length() < 999 else "a longer number")[:60]
         raise SpecError(f"judge: {what}: {shown}; expected {kind} from {least:g} to {most:g}")
 
 
 class Process:
-    """A candidate's process, on a device of an array library's. It starts while the judge goes on to something else:
-    both may have the library to import, and a driver to begin."""
+    """The candidate's process, with one array library on one device. It starts in the background, while the judge
+    prepares its cases: importing a library and starting a driver take seconds."""
 
-    def __init__(self, bounds: Bounds, framework: str, platform: str) -> None:
+    def __init__(self, limits: ProcessLimits, framework: str, platform: str) -> None:
         if sys.platform != "linux":
-            raise UnavailableError("portakern judge walls a candidate in with what Linux has; run it on Linux")
-        self.bounds = bounds
+            raise UnavailableError("portakern judge isolates a candidate with features of Linux; run it on Linux")
+        self.limits = limits
         self.folder = tempfile.TemporaryDirectory(prefix="portakern-judge-", ignore_cleanup_errors=True)
         self.log = os.open(Path(self.folder.name, "printed"), os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         self.memory = os.memfd_create("portakern-inputs")
@@ -87,11 +93,11 @@ class Process:
         self.replies, self.requests = ours_in, ours_out
         with contextlib.suppress(OSError):  # as much as the system lets a user have
             fcntl.fcntl(ours_in, fcntl.F_SETPIPE_SZ, PIPE)
-        cpu = int(bounds.load_seconds + 3600)
-        space = bounds.memory + (8 << 30) if platform == HOST.platform else 0  # a driver maps more than there is
-        limits = json.dumps([space, cpu, bounds.file_bytes, [*bounds.without]])
+        cpu = int(limits.load_seconds + 3600)
+        space = limits.memory + (8 << 30) if platform == HOST.platform else 0  # a driver maps more than there is
+        arguments = json.dumps([space, cpu, limits.file_bytes, [*limits.without]])
         command = [sys.executable, "-P", "-m", "portakern.tools.judge.host", str(theirs_in), str(theirs_out),
-                   str(self.memory), self.folder.name, limits]  # fmt: skip
+                   str(self.memory), self.folder.name, arguments]  # fmt: skip
         self.popen = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=self.log, stderr=subprocess.STDOUT, cwd=self.folder.name,
             env=_environment(self.folder.name), start_new_session=True, pass_fds=(theirs_in, theirs_out, self.memory),
@@ -99,17 +105,17 @@ class Process:
         os.close(theirs_in)
         os.close(theirs_out)
         os.set_blocking(self.replies, False)
-        self.walls: list[str] = []
+        self.protections: list[str] = []
         self.why = ""  # the device that it was to begin did not
         with contextlib.suppress(OSError):  # what has ended already is told by :meth:`begun`
             self._send({"do": "begin", "framework": framework, "device": platform})  # the pipe holds it till it is read
 
     def begun(self) -> bool:
-        """Wait until it has raised its walls and imported the library, before the candidate; whether it reaches such a
-        device behind them."""
+        """Wait until the process has its protections and has imported the library, before the candidate; whether it
+        reaches the device under them."""
         with self.or_ended():
-            self.walls = [str(w) for w in self._reply(self.bounds.load_seconds).get("walls", ())]
-            told = self._reply(self.bounds.load_seconds)
+            self.protections = [str(p) for p in self._reply(self.limits.load_seconds).get("protections", ())]
+            told = self._reply(self.limits.load_seconds)
             self.why = wire.words(told, "why", 300)
             return told.get("reached") is True
 
@@ -117,13 +123,13 @@ class Process:
         """Import the candidate; its parameters (:func:`portakern.tools.judge.wire.parameters`)."""
         with self.or_ended():
             self._send({"do": "load", **ask})
-            return wire.parameters(self._reply(self.bounds.load_seconds))
+            return wire.parameters(self._reply(self.limits.load_seconds))
 
     def inputs(self, file: str) -> list[wire.Input]:
         """What ``get_inputs`` of a file names. A process that is asked this never has a candidate."""
         with self.or_ended():
             self._send({"do": "inputs", "file": file})
-            return wire.inputs(self._reply(self.bounds.load_seconds))
+            return wire.inputs(self._reply(self.limits.load_seconds))
 
     def call(
         self, ask: Mapping[str, Any], memories: Sequence[np.ndarray], most: int
@@ -143,12 +149,12 @@ class Process:
             for place, m in zip(places, memories, strict=True):
                 _write(self.memory, m, place)
             self._send({"do": "call", **ask, "bytes": at})
-            until = time.monotonic() + self.bounds.seconds
-            told = wire.outputs(self._reply(self.bounds.seconds))
+            until = time.monotonic() + self.limits.seconds
+            told = wire.outputs(self._reply(self.limits.seconds))
             sizes = [o.size for o in told if not o.kind]
             payload = None
             if sum(sizes) <= most:
-                payload = [self._take(n, until, self.bounds.seconds) for n in sizes]
+                payload = [self._take(n, until, self.limits.seconds) for n in sizes]
             for place, m in zip(places, memories, strict=True):
                 _read(self.memory, m, place)
             return told, payload
@@ -192,11 +198,11 @@ class Process:
 
     def _send(self, ask: Mapping[str, Any]) -> None:
         text = json.dumps(ask).encode()
-        whole, until = memoryview(struct.pack("<Q", len(text)) + text), time.monotonic() + self.bounds.seconds
+        whole, until = memoryview(struct.pack("<Q", len(text)) + text), time.monotonic() + self.limits.seconds
         os.set_blocking(self.requests, False)
         while whole:
             if not select.select((), (self.requests,), (), max(until - time.monotonic(), 0))[1]:
-                raise Ended("hung", f"it took no request for {self.bounds.seconds:g} s")
+                raise Ended("hung", f"it took no request for {self.limits.seconds:g} s")
             whole = whole[os.write(self.requests, whole) :]
 
     def _reply(self, seconds: float) -> dict[str, Any]:
@@ -229,12 +235,12 @@ class Process:
 
     def _watch(self) -> None:
         tree = list(_tree(self.popen.pid))
-        if len(tree) > self.bounds.processes:
-            raise Ended("crashed", f"it started {len(tree)} processes; {self.bounds.processes} are allowed")
+        if len(tree) > self.limits.processes:
+            raise Ended("crashed", f"it started {len(tree)} processes; {self.limits.processes} are allowed")
         used = sum(map(_resident, tree))
-        if used > self.bounds.memory:
+        if used > self.limits.memory:
             raise Ended(
-                "memory", f"it used {used / 2**30:.1f} GiB of memory; {self.bounds.memory / 2**30:g} are allowed"
+                "memory", f"it used {used / 2**30:.1f} GiB of memory; {self.limits.memory / 2**30:g} are allowed"
             )
 
 

@@ -1,8 +1,8 @@
-"""What stands between a candidate's process and everything else (Linux): raised before the candidate is imported, by
-the process itself, and never taken down.
+"""The sandbox of a candidate's process (Linux). The process enters it before it imports the candidate, and cannot
+leave it.
 
-Each wall is named; one that the system does not let stand is left out of what :func:`raise_walls` says, and so of the
-report: nothing is taken for granted that was not built.
+Each protection has a name. :func:`enter_sandbox` returns the names of those that the system granted, and the report
+lists the others as missing.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import struct
 import sys
 from collections.abc import Collection, Iterator
 
-__all__ = ["WALLS", "raise_walls"]
+__all__ = ["PROTECTIONS", "enter_sandbox"]
 
-WALLS = {
+PROTECTIONS = {
     "session": "its own session and process group, killed when the judge ends",
     "limits": "limits on address space, processor time, file size and core dumps",
     "privileges": "no new privileges, and its own user namespace without privileges over others",
@@ -34,20 +34,22 @@ CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = (
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
 
 
-def raise_walls(
+def enter_sandbox(
     folder: str, memory: int, cpu_seconds: int, file_bytes: int, without: Collection[str] = ()
 ) -> list[str]:
-    """Raise what can be raised, in this process, which goes on as one that is walled in; the names of those that stand.
+    """Put this process into the sandbox; the names of the protections in force.
 
     Args:
-      folder: where files may be written; memory: bytes of address space, 0 for no limit (GPUs map more than they use);
-      cpu_seconds, file_bytes: of the whole process, of one file; without: walls that somebody left out by name.
+      folder: where files may be written.
+      memory: bytes of address space, 0 for no limit (GPUs map more than they use).
+      cpu_seconds: processor time of the process; file_bytes: size of one file.
+      without: names of protections to omit.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    standing = []
+    in_force = []
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    standing.append("session")
-    standing += [name for name, stands in _namespaces(libc, without).items() if stands]
+    in_force.append("session")
+    in_force += [name for name, granted in _namespaces(libc, without).items() if granted]
     for kind, limit in (
         (resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, cpu_seconds), (resource.RLIMIT_FSIZE, file_bytes),
         *(((resource.RLIMIT_AS, memory),) if memory else ()),
@@ -55,31 +57,31 @@ def raise_walls(
         hard = resource.getrlimit(kind)[1]
         least = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(kind, (least, least))
-    standing += ["limits"] if "limits" not in without else []
+    in_force += ["limits"] if "limits" not in without else []
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if "files" not in without and _landlock(libc, folder):
-        standing.append("files")
-    return [name for name in WALLS if name in standing]
+        in_force.append("files")
+    return [name for name in PROTECTIONS if name in in_force]
 
 
 def _namespaces(libc: ctypes.CDLL, without: Collection[str]) -> dict[str, bool]:
     """Leave the judge's namespaces. The process that returns is the second in its own: the first waits for it, and when
     that ends the kernel ends all others."""
     user, group = os.getuid(), os.getgid()
-    stands = {"privileges": "privileges" not in without and libc.unshare(CLONE_NEWUSER) == 0}
-    if stands["privileges"]:
+    granted = {"privileges": "privileges" not in without and libc.unshare(CLONE_NEWUSER) == 0}
+    if granted["privileges"]:
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             with contextlib.suppress(OSError), open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
-    stands["network"] = "network" not in without and libc.unshare(CLONE_NEWNET | CLONE_NEWIPC) == 0
-    stands["processes"] = "processes" not in without and libc.unshare(CLONE_NEWPID) == 0
-    own_mounts = stands["processes"] and libc.unshare(CLONE_NEWNS) == 0
+    granted["network"] = "network" not in without and libc.unshare(CLONE_NEWNET | CLONE_NEWIPC) == 0
+    granted["processes"] = "processes" not in without and libc.unshare(CLONE_NEWPID) == 0
+    own_mounts = granted["processes"] and libc.unshare(CLONE_NEWNS) == 0
     _wait_for_a_child(libc)  # with the namespace it is the first there, which the kernel shields from signals
-    if stands["processes"]:
+    if granted["processes"]:
         if own_mounts and libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0:
             libc.mount(b"proc", b"/proc", b"proc", 0, None)  # of its own processes alone; a container may forbid it
         _wait_for_a_child(libc)
-    return stands
+    return granted
 
 
 def _wait_for_a_child(libc: ctypes.CDLL) -> None:
@@ -137,4 +139,4 @@ def _rules(folder: str, every: int, reading: int, devices: int) -> Iterator[tupl
 
 
 if sys.platform != "linux":  # pragma: no cover
-    raise ImportError("portakern.tools.judge.walls needs Linux")
+    raise ImportError("portakern.tools.judge.sandbox needs Linux")
