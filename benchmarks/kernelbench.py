@@ -150,7 +150,7 @@ def save(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]], seconds: f
 
     data = record(
         "kernelbench", rows, command=command_line("python -m benchmarks.kernelbench", args.json),
-        device=device_name(args.device), repository=REPOSITORY, at=args.at, left_out=left_out(args.folder),
+        device=device_name(args.device), repository=REPOSITORY, repository_commit=args.at, left_out=left_out(args.folder),
         wall_seconds=round(seconds),
     )  # fmt: skip
     write(args.json, beside_earlier(data, args.json))
@@ -165,7 +165,7 @@ def beside_earlier(data: dict[str, Any], file: Path) -> dict[str, Any]:
     if not file.is_file():
         return data
     before = read(file)
-    if (before.device, before.extra["at"]) != (data["device"], data["at"]):
+    if (before.device, before.extra["repository_commit"]) != (data["device"], data["repository_commit"]):
         return data
     now = {(r["problem"], r["full_shapes"]) for r in data["rows"]}
     kept = [

@@ -267,25 +267,25 @@ def llama_forwards(layers: int = 8, tokens: int = 16) -> dict[str, Callable[[], 
 def measure(
     name: str, calls: dict[str, Callable[[], Any]], batches: int, a_batch: int = A_BATCH
 ) -> list[dict[str, Any]]:
-    """A row a way of calling: microseconds a call, median and extremes of the batches."""
+    """A row for each interface: microseconds of a call, median and extremes of the batches."""
     times: dict[str, list[float]] = {}
     for i in range(batches + 5):
-        for way, call in calls.items():
+        for interface, call in calls.items():
             torch.cuda.synchronize()
             t = time.perf_counter()
             for _ in range(a_batch):
                 call()
             if i >= 5:
-                times.setdefault(way, []).append((time.perf_counter() - t) / a_batch * 1e6)
+                times.setdefault(interface, []).append((time.perf_counter() - t) / a_batch * 1e6)
     return [
         {
             "op": name,
-            "way": way,
+            "interface": interface,
             "median_us": round(statistics.median(t), 2),
             "best_us": round(min(t), 2),
             "worst_us": round(max(t), 2),
         }
-        for way, t in times.items()
+        for interface, t in times.items()
     ]
 
 
@@ -301,7 +301,7 @@ def main() -> None:
 
     def keep(title: str, mine: list[dict[str, Any]]) -> None:
         rows.extend(mine)
-        print(f"{title:10}", "  ".join(f"{r['way']} {r['median_us']:.1f}" for r in mine), "us", flush=True)
+        print(f"{title:10}", "  ".join(f"{r['interface']} {r['median_us']:.1f}" for r in mine), "us", flush=True)
         write(args.json, rows, graphs)
 
     with torch.no_grad():

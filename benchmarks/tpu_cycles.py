@@ -47,7 +47,7 @@ from portakern.files import cache_folder, write_atomically
 from portakern.tools.bench import suites
 from portakern.tools.compile import abstract, cache
 
-OURS: Program = ("ours", ())
+OURS: Program = ("portakern", ())
 TIMEOUT = 240.0
 Found = dict[str, Any]
 """What is known of a program: ``issued`` and ``least`` cycles, those ``around`` its kernels, bytes ``moved``, and
@@ -137,7 +137,7 @@ class Asking:
             repr(hardware), cache.digest(readers, within=[readers[0].rpartition(".")[0]]),
             *map(inspect.getsource, (measured, estimates)),
         ]  # fmt: skip
-        if self.who != "ours":
+        if self.who != "portakern":
             what.append([inspect.getsource(part) for part in vars(tpu_programs).values() if inspect.isfunction(part)])
         else:
             module = backend.where(CASES[self.case][0], family) or ""
@@ -286,7 +286,7 @@ def measured(target: str, case: str, who: str, blocks: tuple[int, ...], folder: 
         a_cycle = (hardware.bandwidth or math.nan) / (hardware.clock or math.nan) / cores
         memory = cost["bytes accessed"] / a_cycle
         return {"least": round(max(estimated, memory)) if estimated else None, "moved": round(cost["bytes accessed"])}
-    traced = compiler.traced(impl, call, tiling) if who == "ours" else PEERS[who](call, blocks)
+    traced = compiler.traced(impl, call, tiling) if who == "portakern" else PEERS[who](call, blocks)
     kernels = compiler.kernels_of(traced, call.target)
     if call.spec.is_vjp:  # a peer's forward pass comes along
         kernels = [k for k in kernels if "_fwd" not in k.name]
@@ -300,7 +300,7 @@ def measured(target: str, case: str, who: str, blocks: tuple[int, ...], folder: 
     least = [k.least(hardware) for k in kernels]
     issued = [max(k.issued or math.nan, k.memory(hardware) or 0.0) for k in kernels]
     return {
-        "tiling": dict(tiling) if who == "ours" else {"blocks": list(blocks)},
+        "tiling": dict(tiling) if who == "portakern" else {"blocks": list(blocks)},
         "issued": None if any(map(math.isnan, issued)) else round(sum(issued)),
         "least": None if None in least else round(sum(f or 0.0 for f in least)),
         "around": around, "moved": sum(k.moved or 0 for k in kernels), "spills": sum(k.spills or 0 for k in kernels),
@@ -324,7 +324,7 @@ def row_of(target: str, case: str, found: Mapping[Asking, Found]) -> dict[str, A
     """A case: its kernels, and what others make of the same maths, at their best."""
     op, dtype, _ = CASES[case]
     ours = found[Asking(target, case, *OURS)]
-    row: dict[str, Any] = {"case": case, "op": op, "dtype": dtype, "target": target, "ours": ours}
+    row: dict[str, Any] = {"case": case, "op": op, "dtype": dtype, "target": target, "portakern": ours}
     for other, figure in (("xla", "least"), *((who, "issued") for who in PEERS)):
         theirs = [
             found[Asking(target, case, who, blocks)]
@@ -349,7 +349,7 @@ def line_of(row: Mapping[str, Any]) -> str:
         parts = "/".join("-" if found.get(n) is None else f"{found[n]}" for n in ("issued", "least", "around"))
         return f"{name} {parts}" + (f" = {ratio:.2f}" if ratio else f" ({found['why']})" if "why" in found else "")
 
-    return f"{row['target']} {row['case']}: " + ", ".join(shown(n) for n in ("ours", "xla", *PEERS) if row[n])
+    return f"{row['target']} {row['case']}: " + ", ".join(shown(n) for n in ("portakern", "xla", *PEERS) if row[n])
 
 
 if __name__ == "__main__":

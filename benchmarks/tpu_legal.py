@@ -86,12 +86,14 @@ class Tried:
     def before(cls, row: Mapping[str, Any], noted: list[Noted]) -> Tried | None:
         """What an earlier run found of the calls of which now is noted as much, in whatever order it compiled them;
         None where those were others."""
-        told = sorted((tuple(map(int, pair.split("/"))) for pair in row["takes"].split()), key=lambda pair: pair[1])
+        told = sorted(
+            (tuple(map(int, pair.split("/"))) for pair in row["vmem_bytes"].split()), key=lambda pair: pair[1]
+        )
         noted = sorted(noted, key=largest_of)
         if [largest_of(of) for of in noted] != [estimate for _, estimate in told]:
             return None
         found = [Found(takes, estimate, 0.0, share_of(of)) for (takes, estimate), of in zip(told, noted, strict=True)]
-        return cls(found, [], row["seconds"], row["nearest"])
+        return cls(found, [], row["seconds"], row["largest_share"])
 
     @property
     def count(self) -> int:
@@ -125,12 +127,12 @@ class Tried:
             "sources": fingerprint(op, target),
             "tilings": self.count,
             "refused": self.refused,
-            "nearest": round(max(self.nearest, *(f.share for f in self.found), 0.0), 4),
-            "large": len(large),
-            "least": round(ratios[0], 4) if ratios else None,
-            "median": round(statistics.median(ratios), 4) if ratios else None,
+            "largest_share": round(max(self.nearest, *(f.share for f in self.found), 0.0), 4),
+            "large_tilings": len(large),
+            "smallest_ratio": round(ratios[0], 4) if ratios else None,
+            "median_ratio": round(statistics.median(ratios), 4) if ratios else None,
             "seconds": round(self.seconds, 1),
-            "takes": " ".join(f"{f.takes}/{f.estimate}" for f in self.found),
+            "vmem_bytes": " ".join(f"{f.takes}/{f.estimate}" for f in self.found),
         }
 
 
@@ -164,7 +166,11 @@ def main() -> int:
 
 
 def line_of(row: Mapping[str, Any]) -> str:
-    least = f", estimates from {row['least']:.2f} times, median {row['median']:.2f}" if row["least"] else ""
+    least = (
+        f", estimates from {row['smallest_ratio']:.2f} times, median {row['median_ratio']:.2f}"
+        if row["smallest_ratio"]
+        else ""
+    )
     return (
         f"{row['target']} {row['op']}: {row['tilings']} tilings, {len(row['refused'])} refused, at most "
         f"{row['nearest']:.1%} of what a kernel may take; {row['large']} large{least}; {row['seconds']:.0f} s"

@@ -86,7 +86,7 @@ def machine_faults(kept: StoredResults) -> str:
         mine = [row for row, _ in rows if (row["op"], row["target"]) == (op, target)]
         lines.append([f"`{op}`", target, *(_seen([r for r in mine if r["kind"] == k]) for k in kinds)])
     lines.append(["**all**", "", *(_seen([row for row, _ in rows if row["kind"] == k]) for k in kinds)])
-    how = Counter(row["how"] for row, _ in rows if row["caught"])
+    how = Counter(row["detected_by"] for row, _ in rows if row["caught"])
     told = "Seen as: " + ", ".join(f"{what} {n}" for what, n in how.most_common()) + "."
     return "\n\n".join([table(["op", "architecture", *kinds], lines), told, source(r for _, r in rows)])
 
@@ -225,7 +225,7 @@ def _fault_table(rows: list[Row]) -> str:
     for name, mine in {**groups, ("**all**", ""): rows}.items():
         # as declared, where it was not measured
         small = [r for r in mine if (r["small"] if r.get("max_error") is None else r["max_error"] < 1e-2)]
-        flat = [f["sees_at"] for r in mine for f in r["flat"].values() if "sees_at" in f]
+        flat = [f["sees_at"] for r in mine for f in r["flat_tolerance"].values() if "sees_at" in f]
         seen = [sum(map(caught, some)) for some in (mine, small)]
         slip = f"{sum(f is None for f in flat) / len(flat):.0%}" if flat else "not run"
         lines.append([*name, str(len(mine)), str(seen[0]), str(len(small)), str(seen[1]), slip])
@@ -234,7 +234,7 @@ def _fault_table(rows: list[Row]) -> str:
 
 def _slipping(rows: Sequence[tuple[Row, Result]]) -> str:
     """What a flat tolerance lets through: on inputs as most tests draw them, and on the checker's own cases."""
-    seen = [f["sees_at"] for row, _ in rows for f in row["flat"].values() if "sees_at" in f]
+    seen = [f["sees_at"] for row, _ in rows for f in row["flat_tolerance"].values() if "sees_at" in f]
     errors = [row["max_error"] for row, _ in rows if row.get("max_error") is not None]
     calls, alarms = (
         sum(k.get(n, 0) for r in set_of(r for _, r in rows) for k in r.extra["kernels"])

@@ -269,7 +269,7 @@ def beside(kept: StoredResults) -> str:
 
 
 def _beside_others(row: Row) -> str:
-    took, around = row["ours"].get("least"), row["ours"].get("around")
+    took, around = row["portakern"].get("least"), row["portakern"].get("around")
     if took is None:
         return NONE
     ratios = {n.removeprefix(OVER): v for n, v in row.items() if n.startswith(OVER) and v}
@@ -282,12 +282,12 @@ def _beside_others(row: Row) -> str:
 
 # --------------------------------------------------------------------------------------------- tilings that libtpu took
 LEGAL_NOTES = (
-    "Random calls with random tilings that `supports` accepts, compiled by libtpu, with no chip: how many, and in "
-    "brackets how near one came to the limit, the largest share that a kernel took of the VMEM that it may take. "
-    "libtpu tells that to the byte, what it keeps there for want of registers counted, and takes a kernel if and only "
-    "if it is no more than it may be. Of those of which `supports` estimates at least half of that, the last column "
-    "has the least and the median of the estimate over what was taken, all targets together: from 1 on it is enough. "
-    "The shorter last chunk of linear_cross_entropy has blocks of its own, which are not among those estimated."
+    "Random calls with random tilings that `supports` accepts, compiled by libtpu without a chip: their number, and in "
+    "brackets the largest share of the permitted VMEM that a kernel took. libtpu reports the VMEM of a kernel to the "
+    "byte, spilled registers included, and refuses a kernel that needs more than is permitted. The last column is for "
+    "tilings with an estimate of at least half of the permitted VMEM, on all targets: the smallest and the median ratio "
+    "of the estimate to the VMEM that the kernel took. An estimate of at least 1 is safe. The blocks of the shorter "
+    "last chunk of linear_cross_entropy are not estimated."
 )
 
 
@@ -317,15 +317,15 @@ def legal(kept: StoredResults) -> str:
 
 def _took(row: Row, root: Path) -> str:
     bad = f", **{len(row['refused'])} refused**" if row["refused"] else ""
-    return f"{row['tilings']} ({row['nearest']:.0%}{bad}){STALE * changed(row, root)}"
+    return f"{row['tilings']} ({row['largest_share']:.0%}{bad}){STALE * changed(row, root)}"
 
 
 def _estimates(rows: Sequence[Row]) -> str:
-    known = [row for row in rows if row.get("least")]
+    known = [row for row in rows if row.get("smallest_ratio")]
     if not known:
         return NONE
-    medians = [row["median"] for row in known for _ in range(row["large"])]
-    return f"{min(row['least'] for row in known):.2f}, {statistics.median(medians):.2f}"
+    medians = [row["median_ratio"] for row in known for _ in range(row["large_tilings"])]
+    return f"{min(row['smallest_ratio'] for row in known):.2f}, {statistics.median(medians):.2f}"
 
 
 # ---------------------------------------------------------------------------------------------------------------- roofs

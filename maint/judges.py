@@ -76,15 +76,15 @@ def _verdict(row: Row | None) -> str:
 
 
 def _judged(rows: Iterable[Row], rule: str) -> list[Row]:
-    return [r for r in rows if rule in r["seconds"] and r["said"].get(rule) != "silent"]
+    return [r for r in rows if rule in r["seconds"] and r["verdicts"].get(rule) != "silent"]
 
 
 def _rejects(rule: str, row: Row) -> bool:
-    return bool(row["said"].get(rule) == "rejected")
+    return bool(row["verdicts"].get(rule) == "rejected")
 
 
 def _passes(rule: str, row: Row) -> bool:
-    return row["said"].get(rule) in ("seen", "unseen")
+    return row["verdicts"].get(rule) in ("seen", "unseen")
 
 
 def _share(rows: Iterable[Row], rule: str) -> str:
@@ -96,7 +96,7 @@ def _main(rows: Sequence[Row], rules: Sequence[Row]) -> str:
     wrong = [r for r in rows if not r["right"]]
     lines = []
     for name, title in ((rule["name"], rule["title"]) for rule in rules):
-        seen = [r for r in wrong if r["said"].get(name) == "seen"]
+        seen = [r for r in wrong if r["verdicts"].get(name) == "seen"]
         missed = [r for r in wrong if _passes(name, r)]
         taken = [r["seconds"][name] for r in _judged(rows, name)]
         caught = (_share((r for r in wrong if r["group"] == g), name) for g in GROUPS)

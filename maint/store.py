@@ -77,7 +77,7 @@ def _judged(row: Row) -> Row:
     """What each rule said: rejected, passed what was to be seen, passed the rest, or nothing."""
     said = dict.fromkeys(row["rejected"], "rejected") | {n: "seen" if v else "unseen" for n, v in row["passed"].items()}
     said |= dict.fromkeys(row["silent"], "silent")
-    return {**row, "said": dict(sorted(said.items())), "seconds": dict(sorted(row["seconds"].items()))}
+    return {**row, "verdicts": dict(sorted(said.items())), "seconds": dict(sorted(row["seconds"].items()))}
 
 
 def _mutant(row: Row) -> Row:
@@ -98,31 +98,35 @@ KERNEL = (
     "launches", "registers", "spills", "on_chip", "occupancy", "matrix", "cycles", "issued", "moved", "cores",
     "serialised",
 )  # fmt: skip
-OURS = "best_us worst_us host_us flop_rate byte_rate limit share best_peer ratio"
+OURS = "best_us worst_us host_us flop_rate byte_rate limited_by roof_share best_peer ratio"
 SOURCE = "backend variant target sources"
 SHOWN: Mapping[str, Shown] = {
-    "bench": Shown(f"subject verdict median_us {SOURCE} date error {OURS}", "absent left_out", made=_bench),
+    "bench": Shown(f"subject verdict median_us {SOURCE} date error {OURS}", "not_timed left_out", made=_bench),
     "compile-matrix": Shown("ok reason tiling kernels", "limits", {"kernels": _each(_only(*KERNEL))}, _compiled),
     "conformance": Shown(
         f"{SOURCE} commit examples worst passed laws combinations not_emulated seconds",
         short={"combinations": _combinations, "laws": lambda laws: {"all": sum(laws.values())}},
     ),
-    "judges": Shown("right kind said seconds", "rules tasks", made=_judged),
+    "judges": Shown("right kind verdicts seconds", "rules tasks", made=_judged),
     "kernelbench": Shown("commit verdict seconds cases full_shapes", "left_out"),
     "mutants": Shown(
-        "backend seeds flat max_error small what",
+        "backend seeds flat_tolerance max_error small what",
         "tasks kernels",
         {
             "seeds": _each(_only("caught", "examples")),
-            "flat": _each(lambda f: f),
+            "flat_tolerance": _each(lambda f: f),
             "kernels": _each(_only("backend", "op", "seed", "calls", "false_alarms", "failed", "error", "what")),
         },
         _mutant,
     ),
-    "machine_faults": Shown("target caught how kind"),
-    "tune": Shown("family default best loss tried refused ended", "left"),
-    "tpu-legal": Shown("backend variant sources tilings refused nearest large least median seconds"),
-    "tpu-cycles": Shown("ours over_xla over_flash over_splash", "wall_seconds", {"ours": _only("least", "around")}),
+    "machine_faults": Shown("target caught detected_by kind"),
+    "tune": Shown("family default best loss tried refused exhausted", "keys_left"),
+    "tpu-legal": Shown(
+        "backend variant sources tilings refused largest_share large_tilings smallest_ratio median_ratio seconds"
+    ),
+    "tpu-cycles": Shown(
+        "portakern over_xla over_flash over_splash", "wall_seconds", {"portakern": _only("least", "around")}
+    ),
     "model-step": Shown("peak_gib ms best_ms worst_ms kernels gradients_apart errors why", "sizes"),
     "sanitizer": Shown("variant examples errors problem"),
     "launch": Shown("median_us", "graphs"),

@@ -63,7 +63,7 @@ def speed(kept: StoredResults) -> str:
         text += [f"**{device}**", _summary(rows), *_details(rows, kept.root), footnote(rows, kept.root)]
     far = [FAR_NOTE] if any(row["verdict"] == FAR_BEHIND for row, _ in found) else []
     runs = set_of(r for _, r in found)
-    absent = {name: why.partition(";")[0] for r in runs for name, why in r.extra["absent"].items()}
+    absent = {name: why.partition(";")[0] for r in runs for name, why in r.extra["not_timed"].items()}
     told = [f"Took no part: {', '.join(f'{n} ({why})' for n, why in absent.items())}."] if absent else []
     left = Counter(name.partition(" ")[0] for r in runs for name in r.extra["left_out"])
     cut = ", ".join(f"{n} of {name}" for name, n in left.items())
@@ -75,7 +75,7 @@ def _summary(rows: Sequence[Row]) -> str:
     lines = []
     for op in sorted({r["op"] for r in rows}):
         mine = [r for r in rows if r["op"] == op]
-        found, shares = _ratios(mine), [b["share"] for b in best_of_each_call(mine) if b.get("share")]
+        found, shares = _ratios(mine), [b["roof_share"] for b in best_of_each_call(mine) if b.get("roof_share")]
         lines.append(
             [
                 f"`{op}`", str(len(contenders(mine))),
@@ -116,8 +116,10 @@ def _line(r: Row, among: Sequence[Row], root: Path) -> list[str]:
         _outcome(r, root),
         f"{_us(r['best_us'])}, {_us(r['worst_us'])}",
         _us(r["host_us"]),
-        f"{r['byte_rate'] / 1e9:,.0f} GB/s" if r.get("limit") == "copy" else f"{r['flop_rate'] / 1e12:,.3g} TFLOP/s",
-        NONE if r.get("share") is None else f"{r['share']:.0%}",
+        f"{r['byte_rate'] / 1e9:,.0f} GB/s"
+        if r.get("limited_by") == "copy"
+        else f"{r['flop_rate'] / 1e12:,.3g} TFLOP/s",
+        NONE if r.get("roof_share") is None else f"{r['roof_share']:.0%}",
         NONE if r.get("ratio") is None else f"{r['ratio']:.2f}",
         error,
     ]
@@ -238,10 +240,10 @@ def _host(kept: StoredResults) -> list[str]:
     """A sentence a device on the host's time over PyTorch's own, over all ops."""
     told = []
     for device, rows in _on_each_device(kept, "launch").items():
-        us = {(row["op"], row["way"]): row["median_us"] for row in rows}
+        us = {(row["op"], row["interface"]): row["median_us"] for row in rows}
         parts = []
         for what, (ours, theirs) in HOST.items():
-            shares = [us[op, ours] / us[op, theirs] for op, way in us if way == ours and (op, theirs) in us]
+            shares = [us[op, ours] / us[op, theirs] for op, interface in us if interface == ours and (op, theirs) in us]
             parts += [f"{_range(shares)} times {what}"] if shares else []
         if parts:
             which = f"Host time of an eager call over that of PyTorch's own function, {device}"
@@ -251,7 +253,7 @@ def _host(kept: StoredResults) -> list[str]:
 
 # -------------------------------------------------------------------------------------------------- host time of a call
 def launch(kept: StoredResults) -> str:
-    """Host time of one eager call, by the way of calling."""
+    """Host time of one eager call, by interface."""
     rows = kept.rows("launch")
     if not rows:
         return (
@@ -262,16 +264,18 @@ def launch(kept: StoredResults) -> str:
     def render(mine: list[Row]) -> str:
         found: dict[str, dict[str, float]] = {}
         for row in mine:
-            found.setdefault(row["op"], {})[row["way"]] = row["median_us"]
+            found.setdefault(row["op"], {})[row["interface"]] = row["median_us"]
         tables = []
-        for ways in dict.fromkeys(map(tuple, found.values())):  # what is called in the same ways stands together
-            lines = [[f"`{op}`", *(f"{t:.1f}" for t in us.values())] for op, us in found.items() if tuple(us) == ways]
-            tables.append(table(["op", *ways], lines))
+        for interfaces in dict.fromkeys(map(tuple, found.values())):
+            lines = [
+                [f"`{op}`", *(f"{t:.1f}" for t in us.values())] for op, us in found.items() if tuple(us) == interfaces
+            ]
+            tables.append(table(["op", *interfaces], lines))
         return "\n\n".join(tables)
 
     graphs = [g for r in set_of(r for _, r in rows) for g in r.extra["graphs"]]
     wrong = [f"{g['op']} {g['dtype']}" for g in graphs if g["wrong"]]
-    notes = "Microseconds of host time a call, median; [launch.py](benchmarks/launch.py) says what each way is."
+    notes = "Microseconds of host time a call, median; [launch.py](benchmarks/launch.py) describes each interface."
     if graphs:
         notes += f" {len(graphs)} calls captured in a graph, their inputs changed, replayed: "
         notes += f"not the eager call's bits: {', '.join(wrong)}." if wrong else "the eager call's bits."
@@ -366,8 +370,8 @@ def tuned(kept: StoredResults) -> str:
     order = known_targets(target for target, _, _ in groups)
     lines = []
     for key, group in sorted(groups.items(), key=lambda x: (order.index(x[0][0]), x[0][1:])):
-        mine = [row for row, run in group if searched(row, run.extra.get("left"))]
+        mine = [row for row, run in group if searched(row, run.extra.get("keys_left"))]
         lines.append([*key, *(figures(mine) if mine else ["0", *[NONE] * 6]), str(len(group) - len(mine))])
-    cut = [f"{run.name} {run.extra['left']}" for run in set_of(r for _, r in found) if run.extra.get("left")]
+    cut = [f"{run.name} {run.extra['keys_left']}" for run in set_of(r for _, r in found) if run.extra.get("keys_left")]
     unreached = [f"Keys that a run's time did not reach, whose calls have no row: {', '.join(cut)}."] if cut else []
     return "\n\n".join([table(TUNED_HEADS, lines, words=3), TUNED_NOTES, *unreached, source(r for _, r in found)])

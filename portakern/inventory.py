@@ -68,7 +68,7 @@ def _row(b: Backend) -> dict[str, Any]:
         "compiles": [*b.compiled_platforms()],
         "interprets": b.can_interpret(),
         "available": missing is None,
-        "here": missing or "; ".join(("available", *lacking)),
+        "status": missing or "; ".join(("available", *lacking)),
         "peer": b.peer,
     }
 
@@ -87,13 +87,13 @@ def show(op: str) -> dict[str, Any]:
                 "name": o.name,
                 "shape": o.shape,
                 "dtype": o.dtype or o.dtype_option or f"that of {o.alias_of or s.lead.name}",
-                "given": f"with {o.wanted_by}" if o.wanted_by else "to the gradient only" if o.saved else "always",
+                "returned": f"with {o.wanted_by}" if o.wanted_by else "to the gradient only" if o.saved else "always",
                 "memory": f"new, or that of {o.alias_of} with overwrite" if o.alias_of else "new",
             }
             for o in s.outputs
         ],
-        "drops": {d: f"{whole} without the axis {option}" for d, whole, option in _drops(s)},
-        "values": [r.message for r in s.require if r.values],
+        "dimensions": {d: f"{whole} without the axis {option}" for d, whole, option in _drops(s)},
+        "value_rules": [r.message for r in s.require if r.values],
         "samples": [*s.samples],
         "tiling": {n: [t.lo, t.hi] for n, t in s.tiling.items()},
         "tilings": [row for b in registry.backends().values() for row in _tilings(s, b)],
@@ -137,7 +137,7 @@ def _tilings(s: Spec[Any], b: Backend) -> list[dict[str, Any]]:
 
 def _waits(family: Family) -> dict[str, str]:
     why = family.lacks()
-    return {"needs": why} if why else {}
+    return {"requires": why} if why else {}
 
 
 def _drops(s: Spec[Any]) -> list[tuple[str, str, str]]:
@@ -182,7 +182,7 @@ def doctor() -> dict[str, Any]:
     rows = []
     for b in registry.backends().values():
         here, advice = _diagnose(b, {d["platform"] for d in found if d["framework"] == b.framework})
-        rows.append({"backend": b.name, "here": here, "next": advice})
+        rows.append({"backend": b.name, "status": here, "next_step": advice})
     return {"environment": environment(), "devices": found, "backends": rows}
 
 

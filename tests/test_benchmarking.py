@@ -419,7 +419,7 @@ def test_several_processes_time_what_one_would():
     found = {(r["op"], r["contender"]): r for r in outcome.rows}
     assert len(found) == len(outcome.rows) == 4 and {r["verdict"] for r in outcome.rows} == {"right"}
     assert all(r["median_us"] > 0 and r["first_s"] >= 0 for r in outcome.rows)
-    assert [case for case, _ in outcome.unserved] == [none] and outcome.rates and len(outcome.took) == 2
+    assert [case for case, _ in outcome.unserved] == [none] and outcome.rates and len(outcome.call_seconds) == 2
     assert {"timing", "verdicts", "first calls of triton"} < outcome.spent.seconds.keys()
     with warm_up(plan, 0) as warm, workers(plan, warm) as timing:
         assert [type(worker) for worker in timing] == [Here]
@@ -703,8 +703,11 @@ def test_the_command_writes_rows_that_can_be_read(tmp_path):
     read = results.read(file)
     assert read.benchmark == "bench" and {r["op"] for r in read.rows} == {"softmax", gradient}
     assert {r["contender"] for r in read.rows} == {"triton", "torch"} and read.device == "host CPU"
-    assert read.extra["rates"]["copy"] > 0 and "liger" in read.extra["absent"]
-    assert read.extra["took"].keys() == {r["call"] for r in read.rows} and min(read.extra["took"].values()) >= 0
+    assert read.extra["rates"]["copy"] > 0 and "liger" in read.extra["not_timed"]
+    assert (
+        read.extra["call_seconds"].keys() == {r["call"] for r in read.rows}
+        and min(read.extra["call_seconds"].values()) >= 0
+    )
     assert "seconds of the slowest calls: " in found.output
 
 
@@ -781,8 +784,8 @@ def test_a_case_says_its_call_without_arrays():
 def test_figures_stay_with_their_words_at_any_width(width):
     row = {
         "contender": "flex_attention", "verdict": "right", "median_us": 34458.5, "best_us": 11556.4,
-        "worst_us": 58573.5, "host_us": 34431.0, "limit": "copy", "byte_rate": 2 * 10**12,
-        "share": 0.4, "ratio": 0.5, "error": 0.99, "clock": "host", "first_s": 3.21,
+        "worst_us": 58573.5, "host_us": 34431.0, "limited_by": "copy", "byte_rate": 2 * 10**12,
+        "roof_share": 0.4, "ratio": 0.5, "error": 0.99, "clock": "host", "first_s": 3.21,
     }  # fmt: skip
     lines = command._lines(row, width)
     assert max(map(len, lines)) <= width and (len(lines) == 1) == (width == 200)

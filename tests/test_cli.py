@@ -252,7 +252,7 @@ def test_doctor_says_that_triton_has_no_wheel_elsewhere(monkeypatch):
     monkeypatch.setattr(inventory.platform, "system", lambda: "Darwin")
     monkeypatch.setattr(Backend, "unavailable", lambda self: "triton not installed" if self.name == "triton" else None)
     rows = {b["backend"]: b for b in inventory.doctor()["backends"]}
-    assert "no wheel for Darwin" in rows["triton"]["next"]
+    assert "no wheel for Darwin" in rows["triton"]["next_step"]
     assert pk.backends()
 
 
@@ -495,7 +495,7 @@ def test_machine_code_can_be_read_at_any_width(width, monkeypatch, capsys):
     assert ("┃ target ┃ op " in said) == (width == 200)
     if width == 80:
         assert lines[0] == "attention_vjp bfloat16 for sm_90: ok, 0.0 s"
-        assert lines[1].startswith("  d_k_d_v_kernel x2: 255 registers; 720 spills; on chip shared 97.0 KiB;")
+        assert lines[1].startswith("  d_k_d_v_kernel x2: 255 registers; 720 spills; on-chip memory shared 97.0 KiB;")
         assert "softmax float32 for v5e: libtpu is not installed" in lines
 
 

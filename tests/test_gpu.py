@@ -168,7 +168,7 @@ def test_contenders_of_two_libraries_are_timed_beside_each_other():
     right = {name: r for name, r in rows.items() if r["verdict"] == "right"}
     assert any(r["subject"] for r in right.values()) and "torch" in right
     for r in right.values():
-        assert 0.05 < r["share"] < 1.3, r
+        assert 0.05 < r["roof_share"] < 1.3, r
         assert r["peak_bytes"] is None or r["peak_bytes"] >= case.dims["shape"][0] * case.dims["shape"][1] * 2
     assert {r["clock"] for r in right.values()} == {clock.name if clock else "events"}
     assert outcome.rates["bfloat16"] > outcome.rates["float32"] > 1e12 and outcome.rates["copy"] > 1e11

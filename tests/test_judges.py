@@ -352,7 +352,7 @@ def test_what_is_kept_says_what_the_page_does():
     rows = run.rows
     assert {r["kind"] for r in rows} >= set(cheats.KINDS) and {r["group"] for r in rows} == set(corpus.GROUPS)
     assert not [r["name"] for r in rows if set(r["seconds"]) != set(rules())], "take the run up again with --resume"
-    caught = {(r["group"], r["name"]) for r in rows if r["said"].get("portakern") == "rejected"}
+    caught = {(r["group"], r["name"]) for r in rows if r["verdicts"].get("portakern") == "rejected"}
     assert not [name for group, name in caught if group in ("unusual", "level 1")]
     missed = [r["name"] for r in rows if not r["right"] and (r["group"], r["name"]) not in caught]
     assert not missed
@@ -372,7 +372,7 @@ def test_a_problem_that_is_judged_anew_leaves_the_others_of_its_file(tmp_path):
             "not_required": [],
         },
     )
-    ran = {"repository": "r", "at": "c0ffee", "left_out": {}, "wall_seconds": 10}
+    ran = {"repository": "r", "repository_commit": "c0ffee", "left_out": {}, "wall_seconds": 10}
 
     def run(numbers, **others):
         rows = [row | {"problem": f"{n}_Softmax"} | others for n in numbers]
@@ -383,5 +383,5 @@ def test_a_problem_that_is_judged_anew_leaves_the_others_of_its_file(tmp_path):
     assert run([23], why="anew") == {"4_Softmax": "right", "23_Softmax": "anew"}
     assert [r["problem"] for r in read(file).rows] == ["4_Softmax", "23_Softmax"]
     assert read(file).extra["wall_seconds"] == 20 and all("commit" in r for r in read(file).rows)
-    ran["at"] = "another"
+    ran["repository_commit"] = "another"
     assert run([36]) == {"36_Softmax": "right"}

@@ -45,7 +45,7 @@ def test_every_command_names_what_a_chips_kernels_wait_for(later, command):
 def test_to_lower_a_call_and_the_pages_of_ops_name_it_too(later):
     with pytest.raises(pk.UnsupportedError, match="softmax on .*sm_80.*: no backend .*jax >= 99"):
         pk.op("softmax", backend="pallas").lower(np.ones((2, 3), "float32"), target="sm_80")
-    assert all(WHY in row["here"] for row in inventory.backends() if row["backend"] == "pallas")
+    assert all(WHY in row["status"] for row in inventory.backends() if row["backend"] == "pallas")
 
 
 def test_what_a_family_waits_for_is_said_for_its_own_targets_alone():

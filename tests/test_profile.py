@@ -214,20 +214,20 @@ def looked_at(asked, monkeypatch):
 def test_a_profile_has_every_source_and_keeps_its_form(looked_at, tmp_path):
     ncu = stand_in(tmp_path, "print(RAW) if sys.argv[-3:-1] == ['-m', 'portakern.tools.profile.subject'] else None")
     found = looked_at(ncu)
-    assert found.absent == {} and found.kernels[0].bound == "device memory, 91 % of the peak"
+    assert found.missing == {} and found.kernels[0].bound == "device memory, 91 % of the peak"
     sources = {fact.source for fact in [*found.facts, *found.kernels[0].facts]}
     assert sources == {facts.SPEC, facts.ROOF, facts.TIMES, facts.NCU, facts.COMPILER}
     file = tmp_path / "profile.json"
     results.write(file, results.record("profile", found.rows(), command="portakern profile", device="a GPU"))
     (row,) = results.read(file).rows
-    assert row["kernel"] == "rows_kernel" and row["whole"][0]["value"] == 2 * 4 * 8 * 16
+    assert row["kernel"] == "rows_kernel" and row["call_facts"][0]["value"] == 2 * 4 * 8 * 16
 
 
 def test_without_counters_the_rest_is_there(looked_at):
     found = looked_at(None)
-    assert "ncu is neither on the PATH" in found.absent[facts.NCU]
+    assert "ncu is neither on the PATH" in found.missing[facts.NCU]
     assert "of the measured roof" in found.kernels[0].bound
-    assert "reads NVIDIA's GPUs, and this is rocm gfx942" in looked_at(None, "rocm", "gfx942").absent[facts.NCU]
+    assert "reads NVIDIA's GPUs, and this is rocm gfx942" in looked_at(None, "rocm", "gfx942").missing[facts.NCU]
 
 
 def test_a_kernel_that_no_compiler_here_made_is_kept_too(looked_at, monkeypatch, tmp_path):
@@ -238,7 +238,7 @@ def test_a_kernel_that_no_compiler_here_made_is_kept_too(looked_at, monkeypatch,
 
     monkeypatch.setattr(session, "lower", refused)
     found = looked_at(None)
-    assert "no backend compiles it" in found.absent[facts.COMPILER] and found.variant is None
+    assert "no backend compiles it" in found.missing[facts.COMPILER] and found.variant is None
     file = tmp_path / "profile.json"
     results.write(file, results.record("profile", found.rows(), command="portakern profile", device="a GPU"))
     assert results.read(file).rows[0]["variant"] is None
@@ -305,7 +305,7 @@ def test_the_half_that_needs_no_device(tmp_path):
     assert shown.exit_code == 0, shown.output
     assert "registers a thread" in shown.output and "nothing was run" in shown.output
     (row,) = results.read(file).rows
-    assert row["op"] == "softmax" and {"Nsight Compute", "profiler", "measured roof"} == row["absent"].keys()
+    assert row["op"] == "softmax" and {"Nsight Compute", "profiler", "measured roof"} == row["missing"].keys()
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from tests.keeping import keep
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE = "NVIDIA H100 80GB HBM3"
-CALL = {"op": "softmax", "way": "op", "median_us": 40.0, "best_us": 39.5, "worst_us": 44.0}
+CALL = {"op": "softmax", "interface": "op", "median_us": 40.0, "best_us": 39.5, "worst_us": 44.0}
 """A row of benchmarks/launch.py."""
 PAGE_ONE = ("reach", "ports", "speeds")  # of PORTING.md
 ABSENT = {"quack": "quack not installed; run: pip install quack-kernels"}
@@ -41,7 +41,7 @@ def bench(contender, us, q_len=1024, **changes):
     subject, call = contender == "triton", f"attention(bfloat16; batch=2, q_len={q_len}, is_causal=True); with bias"
     times = {
         "median_us": us, "best_us": us - 1, "worst_us": us + 2, "host_us": 30.0, "rounds": 20, "clock": "events",
-        "flop_rate": 600 * 10**12, "byte_rate": 10**11, "roof_us": us / 2, "limit": "bfloat16", "share": 0.5,
+        "flop_rate": 600 * 10**12, "byte_rate": 10**11, "roof_us": us / 2, "limited_by": "bfloat16", "roof_share": 0.5,
         "peak_bytes": 4096 * q_len,
     }  # fmt: skip
     return {
@@ -115,7 +115,9 @@ def tree(tmp_path):
         ),
     )
     keep(root, "launch-h100.json", launched())
-    keep(root, "bench.json", run_of("bench", BENCH, wall_seconds=9, rates={"copy": 3e12}, absent=ABSENT, left_out=[]))
+    keep(
+        root, "bench.json", run_of("bench", BENCH, wall_seconds=9, rates={"copy": 3e12}, not_timed=ABSENT, left_out=[])
+    )
     marks = "".join(
         f"## {name}\n\n<!-- portakern report: {name} -->\n<!-- end: {name} -->\n\n"
         for name in reporting.TABLES
@@ -377,7 +379,7 @@ def test_a_newer_run_replaces(fresh, tmp_path):
 
 def benched(folder, name, rows, device=DEVICE):
     """A run of the bench in a file."""
-    return put(folder, name, run_of("bench", rows, device, wall_seconds=9, rates={}, absent={}, left_out=[]))
+    return put(folder, name, run_of("bench", rows, device, wall_seconds=9, rates={}, not_timed={}, left_out=[]))
 
 
 def test_two_runs_are_held_against_each_other(tmp_path):
@@ -456,8 +458,8 @@ def test_losses_of_what_is_shipped_stand_by_target_and_family(tree):
 
     kept = StoredResults.load(tree)
     assert "Nothing was tuned yet" in timed.tuned(kept)
-    rows = [row("a", 10.0), row("b", 9.5), row("c", 8.0), row("d", 10.0, 1), row("e", 10.0, 1, ended=True)]
-    keep(tree, "tune.json", run_of("tune", rows, wall_seconds=60, seed=0, left=2))
+    rows = [row("a", 10.0), row("b", 9.5), row("c", 8.0), row("d", 10.0, 1), row("e", 10.0, 1, exhausted=True)]
+    keep(tree, "tune.json", run_of("tune", rows, wall_seconds=60, seed=0, keys_left=2))
     text = timed.tuned(StoredResults.load(tree))
     assert "| sm_90 | rows | triton, gpu | 4 | 9 | 2.6% | 25.0% | 2 | 1 | 1.071 | 1 |" in text
     assert "time did not reach, whose calls have no row: tune.json 2." in text
@@ -467,7 +469,7 @@ def test_losses_of_what_is_shipped_stand_by_target_and_family(tree):
     ("data", "message"),
     [
         (run_of("launch", [], graphs=[]), "'rows' is empty; expected a row for each thing measured"),
-        (launched({**CALL, "gbps": 3}), "'rows[0].gbps' is unknown; expected op, way"),
+        (launched({**CALL, "gbps": 3}), "'rows[0].gbps' is unknown; expected op, interface"),
         (launched(note=""), "'note' is unknown; expected graphs"),
         (
             launched(),
@@ -516,7 +518,7 @@ def test_the_table_of_speeds_tells_of_failures_and_of_float32_apart(tree):
     """A wrong call hides no speed behind it; float32 has a column of its own."""
     fine = bench("triton", 80.0, 4096, dtype="float32", error=0.125, best_peer="torch", ratio=1.25)
     wrong = {**bench("triton", 0.0, op="softmax"), **NO_TIME, "verdict": "wrong", "error": 7.0}
-    rest = {"wall_seconds": 9, "rates": {"copy": 3e12}, "absent": {}, "left_out": []}
+    rest = {"wall_seconds": 9, "rates": {"copy": 3e12}, "not_timed": {}, "left_out": []}
     keep(tree, "bench.json", run_of("bench", [fine, wrong], **rest))
     told = timed.speeds(StoredResults.load(tree))
     assert told.partition("| `attention` |")[2].startswith(" 1.25 | 0.12 |\n")
@@ -611,11 +613,11 @@ def test_losses_are_said_from_the_worst(tree):
     quick = bench("triton", 40.0, op="softmax", best_peer="liger", ratio=1.25)
     wrong = {**bench("triton", 0.0, 4096, op="softmax"), **NO_TIME, "verdict": "wrong", "error": 7.0}
     even = bench("triton", 100.0, op="rmsnorm", best_peer="torch", ratio=0.98)
-    rest = {"wall_seconds": 9, "rates": {"copy": 3e12}, "absent": {}, "left_out": []}
+    rest = {"wall_seconds": 9, "rates": {"copy": 3e12}, "not_timed": {}, "left_out": []}
     keep(tree, "bench.json", run_of("bench", [*BENCH, quick, wrong, even], **rest))
     ways = {"op": 12.0, "torch": 10.0, "op, forward and backward": 30.0, "torch, forward and backward": 20.0}
     host = [
-        {"op": op, "way": w, "median_us": us * n}
+        {"op": op, "interface": w, "median_us": us * n}
         for n, op in enumerate(["rope", "another"], 1)
         for w, us in ways.items()
     ]
@@ -652,11 +654,11 @@ def test_an_estimate_that_cannot_be_true_is_not_shown(tree):
 def test_kernels_stand_beside_the_best_of_others(tree):
     row = {
         "case": "a call", "op": "matmul", "dtype": "bfloat16", "target": "v6e", "xla": {}, "flash": {}, "splash": {},
-        "ours": {"least": 41_000, "around": 0}, "over_xla": 0.4, "over_flash": 1.02, "over_splash": None,
+        "portakern": {"least": 41_000, "around": 0}, "over_xla": 0.4, "over_flash": 1.02, "over_splash": None,
     }  # fmt: skip
-    slow = row | {"target": "v5e", "over_xla": 1.2, "ours": {"least": 50_000, "around": 7000}}
+    slow = row | {"target": "v5e", "over_xla": 1.2, "portakern": {"least": 50_000, "around": 7000}}
     alone = row | {"case": "another", "over_xla": None, "over_flash": None}
-    unknown = alone | {"target": "v5e", "ours": {"why": "the compiler's process ended"}}
+    unknown = alone | {"target": "v5e", "portakern": {"why": "the compiler's process ended"}}
     rows = [row, slow, alone, unknown]
     keep(tree, "tpu-cycles.json", run_of("tpu-cycles", rows, "host CPU", wall_seconds=120.0))
     told = compiled.beside(StoredResults.load(tree))
@@ -666,14 +668,21 @@ def test_kernels_stand_beside_the_best_of_others(tree):
 
 def test_tilings_that_a_compiler_took_stand_by_op_and_target(tree):
     def row(op, target, **more):
-        found = {"tilings": 200, "refused": [], "nearest": 0.991, "large": 3, "least": 1.01, "median": 1.2}
-        return {"op": op, "target": target, "seconds": 90.0, "takes": "100/101", **found, **more}
+        found = {
+            "tilings": 200,
+            "refused": [],
+            "largest_share": 0.991,
+            "large_tilings": 3,
+            "smallest_ratio": 1.01,
+            "median_ratio": 1.2,
+        }
+        return {"op": op, "target": target, "seconds": 90.0, "vmem_bytes": "100/101", **found, **more}
 
     bad = "softmax(float32; ...) on v5e, {}: it takes 17 MiB"
     rows = [
         row("matmul", "v6e"),
-        row("matmul", "v4", least=1.04, median=2.0, large=1),
-        row("softmax", "v5e", refused=[bad], tilings=31, large=0, least=None, median=None),
+        row("matmul", "v4", smallest_ratio=1.04, median_ratio=2.0, large_tilings=1),
+        row("softmax", "v5e", refused=[bad], tilings=31, large_tilings=0, smallest_ratio=None, median_ratio=None),
     ]
     keep(tree, "tpu-legal.json", run_of("tpu-legal", rows, "host CPU", wall_seconds=1.0))
     told = compiled.legal(StoredResults.load(tree))
@@ -733,7 +742,14 @@ def test_the_first_figures_name_their_hardware(tree):
     assert f"On one {DEVICE}, `portakern.torch.apply(model)`" in said and "(8 layers) from 110 ms and 20.0 GiB" in said
     assert "to 80 ms and 7.2 GiB. Liger's patch takes 88 ms and 7.2 GiB." in said and said.count("\n") == 0
     faults = [
-        {"name": n, "op": "softmax", "backend": "triton", "max_error": e, "seeds": {"0": {"caught": c}}, "flat": {}}
+        {
+            "name": n,
+            "op": "softmax",
+            "backend": "triton",
+            "max_error": e,
+            "seeds": {"0": {"caught": c}},
+            "flat_tolerance": {},
+        }
         for n, e, c in (("a", 1e-3, True), ("b", 1.0, False))
     ]
     said = summaries.headline(with_rows(kept, "mutants", faults, "host CPU"))
@@ -769,7 +785,7 @@ def test_a_port_says_what_it_cost_and_how_fast_it_is(tree, monkeypatch):
     assert told["| cases checked"] == [*["100 interpreted"] * 2, *["not measured"] * 3]
     assert told["| processor time to check an op"][0] == "9 s (9 to 9)"
     assert told["| speed"] == ["H100 80GB HBM3: 1.00 (0.50 to 1.50), stale", *["not measured"] * 4] and AGED in text
-    row = {"case": "a call", "op": "softmax", "target": "v5e", "ours": {}, "over_xla": 0.8, "over_flash": 0.5}
+    row = {"case": "a call", "op": "softmax", "target": "v5e", "portakern": {}, "over_xla": 0.8, "over_flash": 0.5}
     text = summaries.porting(with_rows(kept, "tpu-cycles", [row], "host CPU"))
     assert "| not measured; by static cycles 1.25 (1.25 to 1.25) |" in text
 
@@ -926,7 +942,7 @@ def test_results_that_a_new_name_made_stale_are_given_todays_hash(tree, tmp_path
         bench("triton", 100.0, op="softmax", variant="old", sources="a" * 16) | {"contender": "triton/old"},
         bench("triton", 100.0, op="matmul", sources="0" * 16),
     ]
-    run = run_of("bench", rows, wall_seconds=9, rates={}, absent={}, left_out=[])
+    run = run_of("bench", rows, wall_seconds=9, rates={}, not_timed={}, left_out=[])
     keep(tree, "bench.json", run)
 
     def rehashed(*arguments):

@@ -23,7 +23,7 @@ from portakern.tools.compile import matrix
 from portakern.tools.compile.build import Build
 
 ROOT = Path(__file__).resolve().parents[1]
-ROW = {"op": "softmax", "way": "op", "median_us": 7.0, "best_us": 6.5, "worst_us": 9.0}
+ROW = {"op": "softmax", "interface": "op", "median_us": 7.0, "best_us": 6.5, "worst_us": 9.0}
 RUN = {
     "schema": 1,
     "benchmark": "launch",
@@ -125,16 +125,16 @@ def test_what_is_recorded_can_be_read(tmp_path):
         (changed(rows=[{**ROW, "best_us": "6.5"}]), "'rows[0].best_us' is \"6.5\"; expected a number"),
         (changed(rows=[{**ROW, "best_us": True}]), "'rows[0].best_us' is true; expected a number"),
         (
-            changed(rows=[{k: v for k, v in ROW.items() if k != "way"}]),
-            "'rows[0].way' is missing; expected a text that is not empty",
+            changed(rows=[{k: v for k, v in ROW.items() if k != "interface"}]),
+            "'rows[0].interface' is missing; expected a text that is not empty",
         ),
         (
             changed(rows=[{**ROW, "mean_us": 7.0}]),
-            "'rows[0].mean_us' is unknown; expected op, way, median_us, best_us, worst_us",
+            "'rows[0].mean_us' is unknown; expected op, interface, median_us, best_us, worst_us",
         ),
         (
             changed(rows=[ROW, {**ROW, "best_us": 1}]),
-            "'rows[1]' measures what rows[0] does: op 'softmax', way 'op'; expected one row for each",
+            "'rows[1]' measures what rows[0] does: op 'softmax', interface 'op'; expected one row for each",
         ),
         (
             changed(benchmark="compile-matrix", graphs=None, wall_seconds=1, ok=1, of=1, limits={}, rows=[BUILD]),

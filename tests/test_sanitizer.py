@@ -79,7 +79,7 @@ def test_what_a_tool_started_ends_when_its_time_is_over(sanitizer_that: Path) ->
     late = sanitizer_that.with_name("late")
     stands(sanitizer_that, f'echo "========= Error: a race" >&2\n(sleep 3; touch {late}) &\nwait')
     row = sanitizer.sanitize("softmax", "reference", None, "racecheck", 1, 0.5)
-    assert (row["errors"], row["problem"], row["said"]) == (None, "not done after 0 s", ["Error: a race"])
+    assert (row["errors"], row["problem"], row["findings"]) == (None, "not done after 0 s", ["Error: a race"])
     time.sleep(3)
     assert not late.exists()
 
@@ -94,7 +94,7 @@ def test_what_a_run_found_is_written_as_it_comes(tmp_path: Path, monkeypatch: py
         if op == "second":
             seen.append([r["op"] for r in results.read(file).rows])
         return {"op": op, "backend": "triton", "variant": None, "tool": "memcheck", "examples": 1, "errors": 0,
-                "problem": None, "said": [], "seconds": 0.1}  # fmt: skip
+                "problem": None, "findings": [], "seconds": 0.1}  # fmt: skip
 
     monkeypatch.setattr(sanitizer, "sanitize", sanitize)
     monkeypatch.setattr(sys, "argv", f"sanitizer.py first second --tool memcheck --jobs 1 --json {file}".split())
@@ -113,4 +113,4 @@ def test_interpreted_kernels_are_none_that_triton_s_own_watched(monkeypatch: pyt
     pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     row = sanitizer.sanitize("softmax", "triton", None, "consan", 1, 60)
-    assert (row["errors"], row["problem"], row["said"]) == (None, "no kernel was watched", [])
+    assert (row["errors"], row["problem"], row["findings"]) == (None, "no kernel was watched", [])

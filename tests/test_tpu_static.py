@@ -1128,18 +1128,24 @@ def test_kept_rows_are_gone_on_from_where_their_calls_are_those_that_are_drawn()
 
     noted = [max(needed for needed, _ in noted) for _, noted in calls()]
     pairs = [f"{estimate - 1}/{estimate}" for estimate in noted[:4]]
-    row = {"tilings": 4, "seconds": 1.0, "nearest": 0.5, "refused": []}
-    tried, left = module.gone_on(row | {"takes": " ".join(reversed(pairs))}, calls())
+    row = {"tilings": 4, "seconds": 1.0, "largest_share": 0.5, "refused": []}
+    tried, left = module.gone_on(row | {"vmem_bytes": " ".join(reversed(pairs))}, calls())
     assert [tried.count, tried.seconds, len([*left])] == [4, 1.0, 2]
-    assert tried.row("rmsnorm", "v5e")["nearest"] == 0.5
+    assert tried.row("rmsnorm", "v5e")["largest_share"] == 0.5
     for takes in (pairs[:3] + ["1/2"], pairs[:3]):
-        tried, left = module.gone_on(row | {"takes": " ".join(takes)}, calls())
+        tried, left = module.gone_on(row | {"vmem_bytes": " ".join(takes)}, calls())
         assert [tried.count, len([*left])] == [0, 6]
 
 
 def test_rows_of_other_sources_are_not_gone_on_from(tmp_path):
-    module, spec = legal(), {"op": "rmsnorm", "target": "v5e", "tilings": 1, "refused": [], "takes": "1/2"}
-    row = spec | {"nearest": 0.1, "large": 0, "least": None, "median": None, "seconds": 1.0}
+    module, spec = legal(), {"op": "rmsnorm", "target": "v5e", "tilings": 1, "refused": [], "vmem_bytes": "1/2"}
+    row = spec | {
+        "largest_share": 0.1,
+        "large_tilings": 0,
+        "smallest_ratio": None,
+        "median_ratio": None,
+        "seconds": 1.0,
+    }
     now = module.fingerprint("rmsnorm", "v5e")
     for n, (more, there) in enumerate(
         [({"sources": now}, 1), ({}, 0), ({"sources": "0" * 16}, 0), ({"sources": now, "refused": ["a call"]}, 0)]

@@ -128,8 +128,10 @@ def test_a_wrong_kernel_is_never_chosen_however_fast_and_is_said_to_be_wrong(own
     assert "out of bounds" in finding.wrong[frozen({"rows_at_once": 128})]
     (row,) = finding.rows
     assert row["best_tiling"] == {"rows_at_once": 64} and row["wrong"] == 1
-    assert [judged["changes"] for judged in row["judged"]] == [{"rows_at_once": 64}], "nor counted among what is right"
-    assert row["judged"][0]["ratio"] < 1
+    assert [judged["changes"] for judged in row["comparisons"]] == [{"rows_at_once": 64}], (
+        "nor counted among what is right"
+    )
+    assert row["comparisons"][0]["ratio"] < 1
     assert told.progress[-1].best == {"rows_at_once": 64}
     table = json.loads((own_cache / "tuned" / "mine" / "cpu.json").read_text())
     (kept,) = table["ops"]["softmax"][__name__.rpartition(".")[0].rpartition(".")[2] or "tests"]
@@ -174,7 +176,9 @@ def test_a_file_of_results_says_what_was_not_reached_whenever_its_run_ends(own_c
     registered()
     file, left = own_cache / "results.json", []
     write = tune_command._write
-    monkeypatch.setattr(tune_command, "_write", lambda *a: (write(*a), left.append(results.read(file).extra["left"])))
+    monkeypatch.setattr(
+        tune_command, "_write", lambda *a: (write(*a), left.append(results.read(file).extra["keys_left"]))
+    )
     command = ["tune", "softmax", "--backend", "mine", "--target", "cpu", "--dtype", "float32", "--json", str(file)]
     shapes = [part for n in (40, 48, 56) for part in ("--shape", f"shape=4x{n}")]
     CliRunner().invoke(cli.app, [*command, *shapes])
@@ -865,16 +869,16 @@ def test_a_call_that_is_begun_with_has_one_batch_tried():
     over = itertools.chain([False], itertools.repeat(True))
     (finding,), _, _ = tuned(Hurried(batch=2))
     row = finding.rows[0]
-    assert finding.best == {"rows_at_once": 64} and (row["tried"], row["ended"]) == (2, False)
+    assert finding.best == {"rows_at_once": 64} and (row["tried"], row["exhausted"]) == (2, False)
     assert searched(row)
     over = itertools.repeat(False)
     (finding,), _, _ = tuned(Hurried(batch=1), fresh=True)
-    assert finding.rows[0]["ended"] and finding.rows[0]["wrong"] == 1
+    assert finding.rows[0]["exhausted"] and finding.rows[0]["wrong"] == 1
 
 
 def test_a_row_for_which_nothing_was_tried_says_nothing_of_loss():
-    nothing = {"tried": 1, "refused": 0, "ended": False}
-    assert not searched(nothing) and searched({**nothing, "ended": True}), "there is no other tiling"
+    nothing = {"tried": 1, "refused": 0, "exhausted": False}
+    assert not searched(nothing) and searched({**nothing, "exhausted": True}), "there is no other tiling"
     assert searched({**nothing, "refused": 3}) and searched({**nothing, "tried": 2})
     older = {"tried": 1, "refused": 0}
     assert searched(older) and not searched(older, 3), "of a run whose time was over"
@@ -884,7 +888,7 @@ def test_losses_of_calls_that_had_no_time_are_not_shown(own_cache, monkeypatch):
     """As of a run that was cut: they are counted, and are no losses of nothing."""
     rows = [
         {"target": "cpu", "family": "rows", "default": 1.0, "best": b, "loss": 1 / b - 1, "tried": t, "refused": 0,
-         "ended": t > 1}
+         "exhausted": t > 1}
         for b, t in ((0.5, 9), (0.8, 7), (1.0, 1))
     ]  # fmt: skip
     said: list[Any] = []

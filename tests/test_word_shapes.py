@@ -89,7 +89,7 @@ def test_a_typical_call_and_its_lines_on_show(monkeypatch, capsys):
     assert typical_signature(ops.peak, "float16")["arrays"] == {"x": [[4, 8], "float16", None]}
     monkeypatch.setattr(registry, "find_spec", lambda name: getattr(ops, name))
     shown = inventory.show("peak")
-    assert shown["drops"] == {"rest": "shape without the axis axis"} and shown["samples"][0] == "rows"
+    assert shown["dimensions"] == {"rest": "shape without the axis axis"} and shown["samples"][0] == "rows"
     assert inventory.show("segment_add")["outputs"][0]["memory"] == "new, or that of total with overwrite"
     assert inventory.show("segment_add")["outputs"][0]["dtype"] == "that of total"
     assert inventory.show("masked_add")["outputs"][0]["dtype"] == "int32"

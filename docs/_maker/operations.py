@@ -174,12 +174,14 @@ def _arguments(shown: dict[str, Any]) -> str:
         [f"`{a['name']}`" + (", optional" if a["optional"] else ""), f"`({a['shape']})`", ", ".join(a["dtypes"])]
         for a in shown["arrays"]
     ]
-    outputs = [[f"`{o['name']}`", f"`({o['shape']})`", o["dtype"], o["given"], o["memory"]] for o in shown["outputs"]]
+    outputs = [
+        [f"`{o['name']}`", f"`({o['shape']})`", o["dtype"], o["returned"], o["memory"]] for o in shown["outputs"]
+    ]
     options = [[f"`{o['name']}`", f"`{o['default']!r}`", o["expected"]] for o in shown["options"]]
     parts = [table(["array", "shape", "dtypes"], arrays, words=3)]
     if options:
         parts.append(table(["option", "default", "expected"], options, words=3))
-    parts.append(table(["output", "shape", "dtype", "given", "memory"], outputs, words=5))
+    parts.append(table(["output", "shape", "dtype", "returned", "memory"], outputs, words=5))
     if shown["empty"]:
         rows = [
             [f"`{d}` = 0", ", ".join(f"{o} = {v}" for o, v in values.items())] for d, values in shown["empty"].items()

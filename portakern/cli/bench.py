@@ -96,7 +96,7 @@ def bench(
         raise SpecError("bench: no call matches the given ops, dtypes and suites; change them, or pass --shape")
     found = _RowFile(json_file, start, earlier)
     named = [b for b in against_named(against) if b not in subjects]
-    found.absent |= absent(named)
+    found.not_timed |= absent(named)
     for measured in by_platform(subjects, device):
         _measure(found.left(BenchPlan(cases, measured, named, device, rounds, budget, every_peer)), jobs, found)
     found.show(plot)
@@ -232,7 +232,7 @@ class _RowFile:
         self.hold = set(earlier.rows)
         self.outcomes: dict[str, Any] = {}
         self.ahead: Mapping[str, float] = {}
-        self.absent: dict[str, str] = {}
+        self.not_timed: dict[str, str] = {}
 
     @property
     def timed(self) -> list[dict[str, Any]]:
@@ -273,12 +273,12 @@ class _RowFile:
         left = [f"{c.timed} {c.dtype} of {c.suite}" for outcome in self.outcomes.values() for c in outcome.left_out]
         device = results.HOST_CPU if all(r["target"].startswith("cpu") for r in rows) else None
         seconds = round(self.earlier.wall_seconds + time.perf_counter() - self.start, 1)
-        ahead = Counter(self.earlier.seconds_ahead) + Counter(self.ahead)
+        ahead = Counter(self.earlier.background_seconds) + Counter(self.ahead)
         return results.record(
             "bench", rows, command=results.command_line("portakern", self.file), device=device,
-            wall_seconds=seconds, seconds=self.seconds(), seconds_ahead=_rounded(ahead),
-            rates={n: round(r) for n, r in rates.items()}, absent=self.absent, left_out=left,
-            took=_rounded(self.took()),
+            wall_seconds=seconds, seconds=self.seconds(), background_seconds=_rounded(ahead),
+            rates={n: round(r) for n, r in rates.items()}, not_timed=self.not_timed, left_out=left,
+            call_seconds=_rounded(self.call_seconds()),
         )  # fmt: skip
 
     def seconds(self) -> dict[str, float]:
@@ -288,9 +288,9 @@ class _RowFile:
             found.update(outcome.spent.seconds)
         return _rounded(found)
 
-    def took(self) -> dict[str, float]:
+    def call_seconds(self) -> dict[str, float]:
         """The seconds that each call cost this run."""
-        return {call: s for outcome in self.outcomes.values() for call, s in outcome.took.items()}
+        return {call: s for outcome in self.outcomes.values() for call, s in outcome.call_seconds.items()}
 
     def last(self) -> str:
         """The subjects' last result, for the progress bar."""
@@ -324,10 +324,10 @@ class _RowFile:
                     say(line, style=style)
         spent = ", ".join(f"{what} {s:.0f}" for what, s in self.seconds().items() if s >= NOTED)
         say(f"seconds: {spent}")
-        dearest = "; ".join(f"{call} {s:.1f}" for call, s in [*_rounded(self.took()).items()][:DEAREST])
+        dearest = "; ".join(f"{call} {s:.1f}" for call, s in [*_rounded(self.call_seconds()).items()][:DEAREST])
         if dearest:
             say(f"seconds of the slowest calls: {dearest}")
-        for name, why in self.absent.items():
+        for name, why in self.not_timed.items():
             say(f"{name} is not timed: {why}")
         for subjects, outcome in self.outcomes.items():
             rates = ", ".join(_rate(n, r) for n, r in outcome.rates.items())
@@ -371,14 +371,14 @@ def _parts(row: dict[str, Any]) -> list[str]:
     off = f", {row['error']:.3g} times its bound" if row.get("error") is not None else ""
     if row.get("median_us") is None:
         return [f"{row['verdict']}: {row['why']}{off}"]
-    by_memory = row["limit"] == "copy"
+    by_memory = row["limited_by"] == "copy"
     rate = f"{row['byte_rate'] / 1e9:,.0f} GB/s" if by_memory else f"{row['flop_rate'] / 1e12:,.3g} TFLOP/s"
     parts = [
         f"{row['median_us']:,.1f} us ({row['best_us']:,.1f} to {row['worst_us']:,.1f})",
         "time of the interpreter, not of a device" if row.get("interpreted") else "",
         f"host {row['host_us']:,.0f} us",
         "" if row.get("interpreted") else rate,
-        f"{row['share']:.0%} of the roof" if row["share"] is not None and not row.get("interpreted") else "",
+        f"{row['roof_share']:.0%} of the roof" if row["roof_share"] is not None and not row.get("interpreted") else "",
         f"{row['ratio']:.2f} of the best peer's speed" if row.get("ratio") is not None else "",
         f"error {row['error']:.2f} of the bound" if row["error"] is not None else "",
         f"first call {row['first_s']:.1f} s" if row["first_s"] >= NOTED else "",

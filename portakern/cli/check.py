@@ -232,7 +232,7 @@ def _show_reports(reports: list[Any], ended: BaseException | None) -> None:
         )
     show_table(
         "Conformance (worst: largest error / error bound)",
-        ["op", "on", "verdict", "cases", "refused", "worst", "s"],
+        ["op", "backend", "verdict", "cases", "refused", "worst", "seconds"],
         rows,
     )
     for r in reports:

@@ -117,16 +117,16 @@ def _check_asked(
         registry.backend(backend).check_variant(variant)
 
 
-KERNEL_COLUMNS = {  # column -> how a line says it
+KERNEL_COLUMNS = {  # column -> the same in a line of text
     "registers": "{} registers",
     "spills": "{} spills",
-    "on chip, KiB": "on chip {} KiB",
+    "on-chip, KiB": "on-chip memory {} KiB",
     "occupancy": "occupancy {}",
     "matrix instructions": "matrix instructions {}",
     "code, KiB": "code {} KiB",
-    "cycles": "{} cycles estimated",
-    "issued": "{} issued",
-    "of memory": "{} of memory",
+    "cycles": "about {} cycles",
+    "issue cycles": "issue cycles {}",
+    "memory cycles": "memory cycles {}",
 }
 
 
@@ -134,7 +134,7 @@ def _show_builds(built: list[Any]) -> None:
     """A table where it fits, else a line for each call and each of its kernels: thirteen columns of folded words cannot
     be read."""
     table = Table(title="Machine code", title_justify="left", header_style="bold")
-    for column in ("target", "op", "dtype", "verdict", "kernel", *KERNEL_COLUMNS, "s"):
+    for column in ("target", "op", "dtype", "verdict", "kernel", *KERNEL_COLUMNS, "seconds"):
         table.add_column(column, no_wrap=True)
     for b in built:
         for i, k in enumerate(b.kernels or [None]):
@@ -149,8 +149,8 @@ def _show_builds(built: list[Any]) -> None:
             _show_build(b)
     for b in built:
         if b.least:
-            said = f"{b.call or b.op} for {b.target}: {b.least:.0f} cycles, estimated, not measured"
-            say(said)
+            text = f"{b.call or b.op} for {b.target}: {b.least:.0f} cycles, estimated, not measured"
+            say(text)
     if any(b.least for b in built):
         print_indented(f"cycles: {CYCLES}")
     for b in built:
@@ -173,8 +173,8 @@ def _show_build(b: Any) -> None:
     out.print(f"{_named(b)} {b.dtype} for {b.target}: {_verdict(b)}, {b.seconds:.1f} s", style=style, highlight=False)
     for k in b.kernels:
         name, *cells = _kernel_cells(k, targets.find(b.target))
-        said = [say.format(cell) for say, cell in zip(KERNEL_COLUMNS.values(), cells, strict=True) if cell != "-"]
-        print_indented(f"{name}: {'; '.join(said)}")
+        parts = [say.format(cell) for say, cell in zip(KERNEL_COLUMNS.values(), cells, strict=True) if cell != "-"]
+        print_indented(f"{name}: {'; '.join(parts)}")
 
 
 def _kernel_cells(k: Any, hardware: targets.Hardware) -> list[str]:

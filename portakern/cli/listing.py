@@ -45,7 +45,7 @@ def backends(json_file: JsonFile = None) -> None:
                     r["framework"],
                     ", ".join(r["compiles"]),
                     "on cpu" if r["interprets"] else "-",
-                    r["here"],
+                    r["status"],
                 ]
                 for r in listed
             ],
@@ -73,11 +73,11 @@ def show(op: Annotated[str, typer.Argument(help="Name of the op.")], json_file: 
     show_table(
         "Outputs",
         ["name", "shape", "dtype", "returned", "memory"],
-        [[o["name"], o["shape"], o["dtype"], o["given"], o["memory"]] for o in info["outputs"]],
+        [[o["name"], o["shape"], o["dtype"], o["returned"], o["memory"]] for o in info["outputs"]],
     )
-    if info["drops"]:
-        show_table("Dimensions", ["name", "meaning"], [[f"*{n}", what] for n, what in info["drops"].items()])
-    for rule in info["values"]:
+    if info["dimensions"]:
+        show_table("Dimensions", ["name", "meaning"], [[f"*{n}", what] for n, what in info["dimensions"].items()])
+    for rule in info["value_rules"]:
         out.print(f"Values: {rule}", markup=False, highlight=False, soft_wrap=True)
     show_table("Tiles", ["name", "powers of two"], [[n, f"{lo} to {hi}"] for n, (lo, hi) in info["tiling"].items()])
     taken: dict[tuple[str, ...], list[str]] = {}
@@ -91,8 +91,8 @@ def show(op: Annotated[str, typer.Argument(help="Name of the op.")], json_file: 
     for title, rows in {"Implementations": info["implementations"], "Peers": info["peers"]}.items():
         show_table(title, ["backend", "module", "lines"], [[i["backend"], i["module"], str(i["lines"])] for i in rows])
     for i in info["implementations"]:
-        if "needs" in i:
-            text = f"{i['backend']}, variant {i['variant']}, cannot be imported here: it needs {i['needs']}"
+        if "requires" in i:
+            text = f"{i['backend']}, variant {i['variant']}, cannot be imported here: it requires {i['requires']}"
             out.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -105,5 +105,7 @@ def doctor(json_file: JsonFile = None) -> None:
     show_table("Installed", ["package", "version"], [[k, v or "-"] for k, v in info["environment"].items()])
     show_table("Devices", ["framework", "device"], [[d["framework"], d["device"]] for d in info["devices"]])
     show_table(
-        "Backends", ["backend", "status", "next step"], [[b["backend"], b["here"], b["next"]] for b in info["backends"]]
+        "Backends",
+        ["backend", "status", "next step"],
+        [[b["backend"], b["status"], b["next_step"]] for b in info["backends"]],
     )

@@ -71,9 +71,9 @@ def _show(found: CallProfile) -> None:
         times = f" x{kernel.launches}" if kernel.launches > 1 else ""
         show_table(f"{kernel.name}{times}", ["quantity", "value", "source"], _cells(kernel.facts))
         print_indented(f"limited by: {kernel.bound}")
-    for why in dict.fromkeys(found.absent.values()):
-        missing = ", ".join(source for source, reason in found.absent.items() if reason == why)
-        print_indented(f"missing: {missing}; {why}")
+    for why in dict.fromkeys(found.missing.values()):
+        sources = ", ".join(source for source, reason in found.missing.items() if reason == why)
+        print_indented(f"missing: {sources}; {why}")
 
 
 def _cells(facts: list[Fact]) -> list[list[str]]:

@@ -196,7 +196,7 @@ def _write(file: Path, found: Sequence[Any], start: float, seed: int, left: int)
     results.write(
         file,
         results.record(
-            "tune", [*rows.values()], command=command, device=device, wall_seconds=seconds, seed=seed, left=left
+            "tune", [*rows.values()], command=command, device=device, wall_seconds=seconds, seed=seed, keys_left=left
         ),
     )
 

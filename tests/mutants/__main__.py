@@ -57,14 +57,22 @@ def rows(
         if t.kind == "right"
     ]
     table = {
-        f: {"name": f.name, "backend": f.home, "op": f.op, "what": f.what, "small": f.small, "seeds": {}, "flat": {}}
+        f: {
+            "name": f.name,
+            "backend": f.home,
+            "op": f.op,
+            "what": f.what,
+            "small": f.small,
+            "seeds": {},
+            "flat_tolerance": {},
+        }
         for f in faults
     }
     for t, r in results.items():
         if t.kind == "error":
             table[t.fault] |= r
         elif t.kind in ("catch", "flat"):
-            table[t.fault]["seeds" if t.kind == "catch" else "flat"][str(t.seed)] = r
+            table[t.fault]["seeds" if t.kind == "catch" else "flat_tolerance"][str(t.seed)] = r
     return list(table.values()), kernels
 
 
@@ -73,7 +81,7 @@ def show(table: Sequence[dict[str, Any]], kernels: Sequence[dict[str, Any]]) -> 
     for row in table:
         seeds = list(row["seeds"].values())
         caught = [s["examples"] for s in seeds if s.get("caught")]
-        flat = [r["sees_at"] for r in row["flat"].values() if "sees_at" in r]
+        flat = [r["sees_at"] for r in row["flat_tolerance"].values() if "sees_at" in r]
         counts = f"{statistics.median(caught):6.0f} {max(caught):6}" if caught else " " * 13
         mark = (
             ""
@@ -91,7 +99,7 @@ def show(table: Sequence[dict[str, Any]], kernels: Sequence[dict[str, Any]]) -> 
 
 def summarise(table: Sequence[dict[str, Any]], kernels: Sequence[dict[str, Any]]) -> dict[str, Any]:
     full = [r for r in table if r["seeds"] and all(s.get("caught") for s in r["seeds"].values())]
-    pairs = [r["sees_at"] for row in table for r in row["flat"].values() if "sees_at" in r]
+    pairs = [r["sees_at"] for row in table for r in row["flat_tolerance"].values() if "sees_at" in r]
     calls = sum(k.get("calls", 0) for k in kernels)
     return {
         "faults": len(table),
@@ -180,7 +188,7 @@ def kept(file: Path, tasks: Sequence[Task]) -> dict[Task, dict[str, Any]]:
     for row in data["rows"]:
         if "max_error" in row:
             found["error", row["name"], 0] = {"max_error": row["max_error"]}
-        for kind, runs in (("catch", row["seeds"]), ("flat", row["flat"])):
+        for kind, runs in (("catch", row["seeds"]), ("flat", row["flat_tolerance"])):
             found |= {(kind, row["name"], int(seed)): r for seed, r in runs.items()}
     keys = {
         t: ("kernel", t.fault.home, t.fault.op, t.seed) if t.kind == "right" else (t.kind, t.fault.name, t.seed)

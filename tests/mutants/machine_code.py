@@ -132,7 +132,7 @@ def faults(op: str, target: str) -> Iterator[dict[str, Any]]:
     for site in sites(op, target):
         how = caught(op, target, site)
         yield {"name": f"{op} {target} {site.kernel}+{4 * site.at:#x} {site.kind}", "op": op, "target": target,
-               "kind": site.kind, "what": site.what, "caught": how is not None, "how": how or ""}  # fmt: skip
+               "kind": site.kind, "what": site.what, "caught": how is not None, "detected_by": how or ""}  # fmt: skip
 
 
 def main() -> None:
@@ -148,7 +148,7 @@ def main() -> None:
             rows += mine
             for kind in KINDS:
                 of = [r for r in mine if r["kind"] == kind]
-                how = Counter(r["how"] or f"NOT SEEN ({r['name']}: {r['what']})" for r in of)
+                how = Counter(r["detected_by"] or f"NOT SEEN ({r['name']}: {r['what']})" for r in of)
                 print(f"{op} {target} {kind}: {sum(r['caught'] for r in of)} of {len(of)}; {dict(how)}", flush=True)
     if asked.json:
         seconds = round(time.perf_counter() - start, 1)

@@ -29,7 +29,7 @@ class Earlier:
     rows: Mapping[CallKey, list[Row]] = field(default_factory=dict)
     rates: Mapping[str, float] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
-    seconds_ahead: Mapping[str, float] = field(default_factory=dict)
+    background_seconds: Mapping[str, float] = field(default_factory=dict)
     wall_seconds: float = 0.0
 
     def left(self, plan: BenchPlan) -> tuple[BenchPlan, dict[CallKey, list[Row]]]:
@@ -86,7 +86,7 @@ def read(file: Path, on_cpu: bool) -> Earlier:
     rows: dict[CallKey, list[Row]] = {}
     for row in found.rows:
         rows.setdefault((row["call"], row["target"]), []).append(dict(row))
-    kept = {n: found.extra.get(n) or {} for n in ("rates", "seconds", "seconds_ahead")}
+    kept = {n: found.extra.get(n) or {} for n in ("rates", "seconds", "background_seconds")}
     return Earlier(rows, **kept, wall_seconds=found.extra["wall_seconds"])
 
 

@@ -100,8 +100,8 @@ def timed(row: Row, times: Times, call: Call, rates: Mapping[str, float], peak_b
         "host_us": round(times.host_us, 2), "rounds": times.rounds, "clock": times.clock,
         "flop_rate": round(1e6 * row["flops"] / us) if us else None,
         "byte_rate": round(1e6 * row["bytes"] / us) if us else None,
-        "roof_us": round(roof.us, 3) if roof else None, "limit": roof.limit if roof else None,
-        "share": round(roof.us / us, 4) if roof and us else None,
+        "roof_us": round(roof.us, 3) if roof else None, "limited_by": roof.limit if roof else None,
+        "roof_share": round(roof.us / us, 4) if roof and us else None,
         "peak_bytes": peak_bytes, **({"interpreted": True} if call.interpret else {}),
     }  # fmt: skip
 

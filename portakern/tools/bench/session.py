@@ -27,7 +27,7 @@ __all__ = ["Helped", "Outcome", "run"]
 class Outcome:
     """``rows``: one a contender and call; ``rates``: the measured roof; ``left_out``: cases that time did not reach;
     ``unserved``: (case, why) of those that arrays could not be made for; ``spent``: where the seconds went;
-    ``pruned``: which peers were far behind; ``took``: call -> the seconds that it cost."""
+    ``pruned``: which peers were far behind; ``call_seconds``: call -> seconds that it took."""
 
     rows: list[Row] = field(default_factory=list)
     rates: dict[str, float] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Outcome:
     unserved: list[tuple[TimedCase, str]] = field(default_factory=list)
     spent: Spent = field(default_factory=Spent)
     pruned: Pruned = field(default_factory=Pruned)
-    took: dict[str, float] = field(default_factory=dict)
+    call_seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -170,6 +170,6 @@ class _Run:
             self.calls.add(measured.call)
             found.pruned.note(case, measured.rows)
             found.rows += measured.rows
-            found.took[measured.call] = measured.took
+            found.call_seconds[measured.call] = measured.took
         self.helped.warm.end()
         self.done(found, case)

@@ -49,7 +49,7 @@ class Profiled:
     def to_dict(self) -> dict[str, Any]:
         """As a row of results."""
         facts = [fact._asdict() for fact in self.facts]
-        return {"kernel": self.name, "launches": self.launches, "bound": self.bound, "facts": facts}
+        return {"kernel": self.name, "launches": self.launches, "limited_by": self.bound, "facts": facts}
 
 
 def kernels_of(

@@ -41,7 +41,7 @@ class CallProfile:
     """A call, and each of its kernels.
 
     Attributes:
-      facts: of the whole call. absent: a source of facts -> why there are none of it.
+      facts: of the whole call. missing: a source of facts -> why it has none.
     """
 
     op: str
@@ -52,7 +52,7 @@ class CallProfile:
     variant: str | None
     kernels: list[Profiled]
     facts: list[Fact] = field(default_factory=list)
-    absent: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
 
     def rows(self) -> list[dict[str, Any]]:
         """A row a kernel, as results keep it."""
@@ -60,7 +60,7 @@ class CallProfile:
         hashed = sources.fingerprint(self.op, backend, self.variant, self.target)
         whole = {
             "op": self.op, "dtype": self.dtype, "call": self.call, "target": str(self.target), "backend": self.backend,
-            "variant": self.variant, "whole": [fact._asdict() for fact in self.facts], "absent": self.absent,
+            "variant": self.variant, "call_facts": [fact._asdict() for fact in self.facts], "missing": self.missing,
             "commit": sources.commit(), "sources": hashed,
         }  # fmt: skip
         return [{**whole, **kernel.to_dict()} for kernel in self.kernels]
@@ -105,14 +105,14 @@ def here(request: ProfileRequest, count: bool = True) -> CallProfile:
 def looked_at(request: ProfileRequest, entry: ReadyCall, target: targets.Target, count: bool) -> CallProfile:
     """The profile of a call that was made ready on a device."""
     call, instruments = entry.call, entry.instruments
-    absent: dict[str, str] = {}
+    missing: dict[str, str] = {}
     samples = [s for s in (instruments.kernels(entry.run) for _ in range(SAMPLES)) if s]
     if not samples:
-        absent[TIMES] = f"{entry.framework.title} tells no kernel's time on {target}"
+        missing[TIMES] = f"{entry.framework.title} tells no kernel's time on {target}"
     ceiling = roof.ceiling(call, roof.measure(instruments, instruments.recorder, ROUNDS))
-    built = _report(entry, target, request, absent)
+    built = _report(entry, target, request, missing)
     instruments.release()
-    counted = _counted(request, target, absent) if count else []
+    counted = _counted(request, target, missing) if count else []
     hardware = targets.family(target.arch)
     kernels = kernels_of(built.kernels if built else [], samples, counted, ceiling, hardware)
     whole = whole_of(samples)
@@ -125,11 +125,11 @@ def looked_at(request: ProfileRequest, entry: ReadyCall, target: targets.Target,
         facts.append(Fact("share of the roof", 100 * ceiling.us / whole, "%", ROOF))
     variant = built.variant if built else request.variant
     return CallProfile(request.op, call.dtype, repr(call), target, entry.contender.backend.name, variant, kernels,
-                   facts, absent)  # fmt: skip
+                   facts, missing)  # fmt: skip
 
 
-def _counted(request: ProfileRequest, target: targets.Target, absent: dict[str, str]) -> list[counters.Counted]:
-    """The counters; why there are none goes to ``absent``."""
+def _counted(request: ProfileRequest, target: targets.Target, missing: dict[str, str]) -> list[counters.Counted]:
+    """The counters; why there are none goes to ``missing``."""
     ncu = counters.find()
     try:
         if target.platform != counters.PLATFORM:
@@ -138,19 +138,19 @@ def _counted(request: ProfileRequest, target: targets.Target, absent: dict[str, 
             raise counters.NotCounted(counters.MISSING)
         return counters.collect(ncu, command(request), COUNTING, os.environ)
     except counters.NotCounted as e:
-        absent[NCU] = str(e)
+        missing[NCU] = str(e)
         return []
 
 
-def _report(entry: ReadyCall, target: targets.Target, request: ProfileRequest, absent: dict[str, str]) -> Build | None:
+def _report(entry: ReadyCall, target: targets.Target, request: ProfileRequest, missing: dict[str, str]) -> Build | None:
     choice = Choice(entry.contender.backend, request.variant, dict(entry.tiling))
     try:
         built = lower(entry.call, choice, target.arch)
     except (SpecError, UnsupportedError, UnavailableError) as e:
-        absent[COMPILER] = str(e)
+        missing[COMPILER] = str(e)
         return None
     if not built.kernels:
-        absent[COMPILER] = str(built.reason)
+        missing[COMPILER] = str(built.reason)
     return built
 
 

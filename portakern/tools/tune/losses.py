@@ -16,8 +16,8 @@ SMALL, MOST = 0.05, 0.15
 def searched(row: Row, left: int | None = None) -> bool:
     """Whether anything beside the shipped tiling was tried, or there is nothing else; of rows that do not say so, by
     whether their run came to its end: ``left``, the keys that time did not reach."""
-    ended = row.get("ended")
-    return row["tried"] > 1 or row["refused"] > 0 or bool(not left if ended is None else ended)
+    exhausted = row.get("exhausted")
+    return row["tried"] > 1 or row["refused"] > 0 or bool(not left if exhausted is None else exhausted)
 
 
 def figures(rows: Sequence[Row]) -> list[str]:

@@ -370,9 +370,9 @@ class _KeySearch:
             "default": _rounded(default), "best": _rounded(least),
             "default_tiling": dict(shipped), "best_tiling": dict(best),
             "kept_tiling": dict(keep) if keep else dict(shipped), "loss": round(default / least - 1, 4),
-            "tried": len(self.ratios), "refused": len(self.refused), "ended": self.ended,
+            "tried": len(self.ratios), "refused": len(self.refused), "exhausted": self.ended,
             "wrong": sum(why.startswith("wrong:") for why in self.refused.values()),
-            "judged": self._judged(i, shipped),
+            "comparisons": self._judged(i, shipped),
         }  # fmt: skip
 
     def _judged(self, i: int, shipped: Tiling) -> list[dict[str, Any]]:
