@@ -8,11 +8,12 @@
 # Choose the machine first: **$choose**. Then run all cells. The check and the benchmark take what the next cell gives
 # them.
 #
-# Without $a_kind all of it runs too, in interpreters on the CPU and on a few cases, and says so: that shows the way,
-# and nothing about $a_kind.
+# Without $a_kind the cells run a few cases in interpreters on the CPU, and say so. Such results say nothing about
+# $a_kind.
 
 # %%
-SOURCE = "$repository"  # where portakern comes from: an address that git clones, a folder of it, a wheel or an sdist
+SOURCE = "$repository"  # portakern's wheel, sdist or folder, or the address of a wheel or of a repository
+# If SOURCE is empty, $upload (`pip wheel . --no-deps` in a checkout builds it).
 EXAMPLES = 100  # cases of each op that the check draws
 SECONDS = 900  # what the benchmark may take
 OPS = []  # all, or some: ["softmax", "attention"]
@@ -124,7 +125,8 @@ if "$platform" == "tpu" and {"jax", "torch_xla"} & set(sys.modules):
 # %% [markdown]
 # ## Install
 #
-# portakern needs $needs. What this runtime has stays as it is: a virtual environment beside it gets $installs.
+# portakern needs $needs. The runtime's own packages stay as they are: a virtual environment beside them gets
+# $installs.
 
 # %%
 WANTED = "$wanted"  # package -> its oldest version
@@ -133,7 +135,7 @@ import json, re, sys
 from importlib.metadata import PackageNotFoundError, version
 def number(package):
     try:
-        return [int(n) for n in re.findall("[0-9]+", version(package))[:2]]
+        return [int(n) for n in re.findall("[0-9]+", version(package))[:3]]
     except PackageNotFoundError:
         return []
 wanted = json.loads(sys.argv[1])
@@ -154,14 +156,18 @@ def requirement(source, extras):
     if re.match(r"(git\+)?\w+://", source):
         return f"portakern[{extras}] @ git+{source.removeprefix('git+')}"
     if not Path(source).exists():
-        raise RuntimeError(f"SOURCE is {source!r}, which is no address and no file here: $upload")
+        raise RuntimeError(
+            f"SOURCE in the first cell is {source!r}, which is no address and no file here: correct it, or $upload"
+        )
     return f"{Path(source).resolve()}[{extras}]"
 
 
 def found_here():
-    """A checkout around this notebook, or a wheel or sdist uploaded beside it."""
+    """A checkout around this notebook, or the newest wheel or sdist beside it or, on Kaggle, in its datasets."""
     checkouts = [str(p) for p in (Path.cwd(), *Path.cwd().parents) if (p / "portakern" / "__init__.py").exists()]
-    return next(iter(checkouts + sorted(glob.glob("portakern-*.whl")) + sorted(glob.glob("portakern-*.tar.gz"))), "")
+    folders = ["", *("/kaggle/input/" + "*/" * depth for depth in range(5))]
+    uploads = [f for folder in folders for end in ("whl", "tar.gz") for f in glob.glob(f"{folder}portakern-*.{end}")]
+    return next(iter(checkouts), max(uploads, key=os.path.getmtime, default=""))
 
 
 def digest(source):
@@ -196,15 +202,19 @@ def install():
     source = SOURCE or found_here()
     if not source:
         raise RuntimeError(
-            "SOURCE in the first cell is empty. In a checkout, `pip wheel . --no-deps --wheel-dir dist` builds a "
-            "wheel: set SOURCE to its address or to that of the repository, $upload"
+            "SOURCE in the first cell is empty, and no wheel of portakern was found: $upload. In a checkout, "
+            "`pip wheel . --no-deps --wheel-dir dist` builds it. Or set SOURCE to the address of a wheel or of a "
+            "repository."
         )
     python = str(VENV / "bin" / "python")
+    print(f"{VENV} gets {source} and what it needs. This takes minutes.", flush=True)
+    # without pip's warnings of conflicts: those of the runtime's packages are none, since these stay as they are
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-warn-conflicts"]
     for command in (
         # no pip of its own: Debian's Python cannot make one
         [sys.executable, "-m", "venv", "--clear", "--without-pip", str(VENV)],
         *SEEN_TOO,
-        [sys.executable, "-m", "pip", "--python", python, "install", "-q", requirement(source, "$extras"), *MORE],
+        [*pip, requirement(source, "$extras"), *MORE],
     ):
         if run(*command) != 0:
             raise RuntimeError("The install failed, as the lines above say. $offline")
@@ -227,11 +237,16 @@ SEEN_TOO = [[str(VENV / "bin" / "python"), "-c", SEE_TOO, *HERE_TOO]]
 
 # %% cuda
 def jax_for_gpu():
-    """JAX with the CUDA that this machine's driver runs: 13 from driver 580 on."""
+    """JAX with the CUDA of the runtime's own JAX; where it has none, with CUDA 13 from driver 580 on, else with 12.
+
+    The environment sees the runtime's CUDA plugin of JAX. A plugin for the same CUDA hides it; beside one for another
+    CUDA it is loaded too, and JAX keeps whichever it loads first.
+    """
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(query, capture_output=True, text=True).stdout if "cuda" in devices() else ""
     major = int(driver.partition(".")[0]) if driver[:1].isdigit() else 0
-    return f"jax[{'cuda13' if major >= 580 else 'cuda12'}]>=0.10" if major else "jax>=0.10"
+    here = [f"cuda{n}" for n in (13, 12) if installed(f"jax-cuda{n}-plugin")]
+    return f"jax[{next(iter(here), 'cuda13' if major >= 580 else 'cuda12')}]>=0.10" if major else "jax>=0.10"
 
 
 MORE = [jax_for_gpu()]
@@ -273,6 +288,8 @@ if "rocm" not in (installed("torch") or ""):  # none here that it could see
 
 # %% tpu
 SEEN_TOO, MORE = [], []
+if "tpu" in devices():
+    WANTED["libtpu"] = [0, 0, 40]  # that of jax 0.10: an older one, such as torch_xla's, runs nothing of a newer JAX
 
 # %% tpu rocm
 LIMITS = []
@@ -297,21 +314,21 @@ PORTAKERN = [PYTHON, "-m", "portakern"]
 seen = subprocess.run([*PORTAKERN, "doctor", "--json"], env=ENVIRONMENT, cwd=WORK, capture_output=True, text=True)
 if seen.returncode != 0:
     raise RuntimeError(
-        "portakern's process cannot look at the devices, as the lines below say. A TPU that another process holds: "
+        "portakern's process cannot look at the devices, as the lines below say. If another process holds the device, "
         f"restart the session, and load no JAX in the notebook itself.\n{seen.stderr[-2000:]}"
     )
 doctor = json.loads(seen.stdout)
 print(", ".join(f"{package} {v}" for package, v in doctor["environment"].items() if v))
 for b in doctor["backends"]:
-    print(f"{b['backend']}: {b['here']} (next: {b['next']})")
+    print(f"{b['backend']}: {b['here']}" + (f" (next: {b['next']})" if b["backend"] == "$backend" else ""))
 for d in doctor["devices"]:
-    print(f"{d['framework']} sees {d['device']}")
+    print(f"{d['framework']}: {d['device']}")
 chips = [d["device"] for d in doctor["devices"] if d["framework"] == "$framework" and d["platform"] == "$platform"]
 if "$platform" in devices() and not chips:
     raise RuntimeError(
-        "This machine has a $kind, and $library in portakern's process sees none: versions "
-        f"{', '.join(f'{p} {v}' for p, v in doctor['environment'].items() if v)}. A driver or libtpu that is too old "
-        "for it, or another process that holds the device: restart the session and run all cells again."
+        "This machine has $a_kind, and $library in portakern's process sees none. Its versions are "
+        f"{', '.join(f'{p} {v}' for p, v in doctor['environment'].items() if v)}. Either the driver or libtpu is too "
+        "old for them, or another process holds the device: restart the session and run all cells again."
     )
 DEVICE = "$platform" if chips else "cpu"
 NAME = re.sub(r"[^a-z0-9]+", "-", chips[0].lower()).strip("-") if chips else "cpu"
@@ -320,6 +337,7 @@ if chips:
 else:
     loudly(advice(set()))
     EXAMPLES, SECONDS, OPS = 2, 60, ["softmax"]
+    ENVIRONMENT["JAX_PLATFORMS"] = "cpu"  # else libtpu and CUDA say at length that they find no device
 
 # %% [markdown]
 # ## A first op
@@ -397,7 +415,8 @@ for plot in sorted((WORK / "plots").glob("*.svg")):
 
 # %%
 plots = sorted((WORK / "plots").glob("*.svg"))
-print(f"{len(plots)} plots in {WORK / 'plots'}" + ("" if plots else ": what was timed makes no curve"))
+names = ", ".join(plot.name for plot in plots) or "none, since what was timed makes no curve"
+print(f"plots in {WORK / 'plots'}: {names}")
 
 # %% [markdown]
 # ## The results
@@ -412,7 +431,8 @@ from pathlib import Path
 from portakern import results
 for file in map(Path, sys.argv[1:]):
     found = results.read(file)
-    print(f"{file}: {len(found.rows)} rows of {found.benchmark} on {found.device}, with {found.environment}")
+    versions = ", ".join(f"{package} {v}" for package, v in found.environment.items() if v)
+    print(f"{file}: {found.benchmark} on {found.device}, rows: {len(found.rows)}, with {versions}")
 """
 kept = [file for file in (conformance, times) if (WORK / file).exists()]
 if len(kept) < 2:

@@ -72,7 +72,7 @@ def test_they_are_valid_and_hold_no_outputs(file):
     notebook = nbformat.read(FOLDER / file, as_version=nbformat.NO_CONVERT)
     nbformat.validate(notebook)
     assert all(not c.outputs and c.execution_count is None for c in notebook.cells if c.cell_type == "code")
-    assert code(file)[0].startswith('SOURCE = "')
+    assert code(file)[0].startswith('SOURCE = "') and f"# If SOURCE is empty, {PLACES[file].upload}" in code(file)[0]
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS)
@@ -104,6 +104,35 @@ def test_an_old_jax_is_named(session):
     assert names["lacks"](sys.executable) == ["numpy >= 99.1", "no_such_package"]
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_a_tpu_wants_the_libtpu_of_the_new_jax(there, session, monkeypatch, tmp_path):
+    """An image may have a new JAX beside an old libtpu, which its torch_xla pins."""
+    (tmp_path / "libtpu-0.0.17.dist-info").mkdir()
+    (tmp_path / "libtpu-0.0.17.dist-info" / "METADATA").write_text("Name: libtpu\nVersion: 0.0.17\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    shown = {"tpu"} if there else set()
+    names = session("tpu_kaggle.ipynb", "def lacks", "MORE = ", devices=lambda: shown)
+    assert ("libtpu >= 0.0.40" in names["lacks"](sys.executable)) == there
+
+
+def test_the_newest_wheel_is_taken(session, monkeypatch, tmp_path):
+    names = session("tpu_kaggle.ipynb", "def lacks")
+    assert names["found_here"]() == ""
+    dataset = tmp_path / "input" / "datasets" / "owner" / "wheels"
+    dataset.mkdir(parents=True)
+    real = glob.glob
+    to_tmp = lambda pattern: real(pattern.replace("/kaggle/input", str(tmp_path / "input")))  # noqa: E731
+    monkeypatch.setattr("glob.glob", to_tmp)
+    old, new = tmp_path / "portakern-0.1.0-py3-none-any.whl", dataset / "portakern-0.2.0-py3-none-any.whl"
+    new.touch()
+    assert names["found_here"]() == str(new)
+    old.touch()
+    os.utime(old, (1, 1))
+    assert names["found_here"]() == str(new)
+    os.utime(new, (0, 0))
+    assert names["found_here"]() == old.name
+
+
 def test_what_is_there_stays_and_a_virtual_environment_is_made_beside_it(session, monkeypatch, tmp_path):
     commands, status = [], [0]
     names = session("tpu_colab.ipynb", "def lacks", "MORE = ")
@@ -114,6 +143,7 @@ def test_what_is_there_stays_and_a_virtual_environment_is_made_beside_it(session
     make, install = commands
     assert make[1:5] == ("-m", "venv", "--clear", "--without-pip") and make[0] == sys.executable
     assert install[-1] == "portakern[tpu,cli,plots] @ git+https://host.example/owner/portakern"
+    assert "--no-warn-conflicts" in install  # the runtime's packages are seen, and not touched
     status[0] = 1
     with pytest.raises(RuntimeError, match=r"The install failed.*Without a network"):
         names["install"]()
@@ -173,12 +203,22 @@ def test_the_runtimes_libtpu_is_for_its_own_jax(lacking, session, monkeypatch, t
     assert ("TPU_LIBRARY_PATH" in names["ENVIRONMENT"]) != lacking and "TPU_LIBRARY_PATH" in os.environ
 
 
-@pytest.mark.parametrize(("driver", "wanted"), [("550.54.15", "cuda12"), ("580.65.06", "cuda13"), ("", None)])
-def test_jax_comes_with_the_cuda_that_the_driver_runs(driver, wanted, session, monkeypatch):
+@pytest.mark.parametrize(
+    ("driver", "plugin", "wanted"),
+    [
+        ("550.54.15", None, "cuda12"),
+        ("580.65.06", None, "cuda13"),
+        ("580.65.06", "jax-cuda12-plugin", "cuda12"),  # two plugins of CUDA would both be loaded
+        ("580.65.06", "jax-cuda13-plugin", "cuda13"),
+        ("", "jax-cuda12-plugin", None),
+    ],
+)
+def test_jax_comes_with_the_cuda_of_the_runtimes_jax_or_of_the_driver(driver, plugin, wanted, session, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: "/bin/true" if driver else None)
     answers = {"-L": "GPU 0: NVIDIA L4", "--query-gpu=driver_version": driver, "--query-gpu=compute_cap": "8.9"}
     monkeypatch.setattr(subprocess, "run", lambda command, **_: SimpleNamespace(stdout=answers[command[1]]))
-    names = session("gpu_colab.ipynb", "def lacks", "def jax_for_gpu")
+    here = {plugin: "0.7.2"}.get
+    names = session("gpu_colab.ipynb", "def lacks", "def jax_for_gpu", installed=here)
     assert names["MORE"] == [f"jax[{wanted}]>=0.10" if wanted else "jax>=0.10"]
 
 
@@ -193,10 +233,11 @@ def test_the_device_is_the_one_that_a_process_sees(session, monkeypatch, capsys)
     given = {"PORTAKERN": ["python", "-m", "portakern"]}
     names = session("tpu_colab.ipynb", "doctor = ", **given)
     assert (names["DEVICE"], names["NAME"], names["OPS"], names["EXAMPLES"]) == ("tpu", "tpu-v5e", [], 100)
-    assert "On 2 x tpu v5e; one is used." in capsys.readouterr().out
+    assert "On 2 x tpu v5e; one is used." in capsys.readouterr().out and "JAX_PLATFORMS" not in names["ENVIRONMENT"]
     seen.stdout = doctor(("jax", "cpu", "cpu"))
     names = session("tpu_colab.ipynb", "doctor = ", **given)
     assert (names["DEVICE"], names["NAME"], names["OPS"]) == ("cpu", "cpu", ["softmax"])
+    assert names["ENVIRONMENT"]["JAX_PLATFORMS"] == "cpu"  # libtpu looks for no TPU
     assert "IN AN INTERPRETER ON THE CPU" in capsys.readouterr().out
     with pytest.raises(RuntimeError, match=r"has a TPU, and JAX in portakern's process sees none.*jax 0\.10\.2"):
         session("tpu_colab.ipynb", "doctor = ", devices=lambda: {"tpu"}, **given)
