@@ -5,9 +5,10 @@
 
 A program owns block_q queries of one head and walks its keys in tiles of block_kv, keeping m, l and the unnormalised o
 (``acc``) and rescaling them whenever m grows (online softmax, Milakov and Gimelshein 2018). Tiles that causal and
-window masks empty are not visited; only tiles on a mask's edge, or over the end of the keys, pay for masking. Tile
-borders lie at multiples of block_kv whatever the masks, and a tile that is masked for a row leaves the row's state as
-it is to the bit, so no row depends on its neighbours.
+window masks empty, and tiles outside of the ranges of the queries' segments (``lib.segments``), are not visited; only
+tiles on a mask's edge, or over the end of the keys, pay for masking. Tile borders lie at multiples of block_kv whatever
+the masks, and a tile that is masked for a row leaves the row's state as it is to the bit, so no row depends on its
+neighbours.
 
 The scores and m stay in the unit in which they arise, |scale| for plain dots, c under a softcap, 1 once a bias is
 added; p = 2^((s - m) rate) with rate = unit log2(e), since ``exp2`` is the hardware's instruction, and s rate - m rate
@@ -43,7 +44,7 @@ from portakern.backends.triton.lib.attention import (
     supports,
     window_of,
 )
-from portakern.backends.triton.lib.band import band, fold, inside, limits
+from portakern.backends.triton.lib.band import band, fold, inside, limits, within
 from portakern.backends.triton.lib.heads import (
     AttentionExtents,
     Keys,
@@ -57,8 +58,8 @@ from portakern.backends.triton.lib.heads import (
     rows_of,
     strides_of,
 )
+from portakern.backends.triton.lib.segments import segment_ranges, within_ranges
 from portakern.backends.triton.lib.split_kv import (
-    cut,
     merge,
     origin,
     shrunk,
@@ -112,7 +113,7 @@ def over_keys(
     """
     tile, head, kv_head, batch = program
     k, v, masks = operands
-    bias, q_segments, kv_segments = masks
+    bias, q_segments, kv_segments, q_ranges, _ = masks
     k_b, k_s, k_h, k_d = strides.k
     v_b, v_s, v_h, v_d = strides.v
     bias_b, bias_h, bias_q, bias_s = strides.bias
@@ -140,6 +141,8 @@ def over_keys(
     top += kv_len - q_len
     bottom += kv_len - q_len
     span = band(top, bottom, left, right, kv_len, plan.block_kv)
+    if q_ranges is not None:
+        span = within_ranges(span, q_ranges, batch * q_len + row, i_ok, kv_len, plan.block_kv)
     return walk(visit, state, own, keys, pairs, scores, span, left, plan, chunk, share)
 
 
@@ -151,12 +154,13 @@ def walk(visit: tl.constexpr, state, own, keys, pairs, scores, span, left, plan:
     if chunk is None:
         return fold(visit, state, own, keys, pairs, scores, span, left, plan)
     elif share is not None:
-        here = cut(span, first // chunk * chunk + share * chunk, chunk)
+        start = first // chunk * chunk + share * chunk
+        here = within(span, start, start + chunk)
         return settled(fold(visit, state, own, keys, pairs, scores, here, left, plan))
     else:
         acc, l, m = settled(state)
         for start in range(first // chunk * chunk, last, chunk):
-            here = cut(span, start, chunk)
+            here = within(span, start, start + chunk)
             part = fold(visit, nothing(plan), own, keys, pairs, scores, here, left, plan)
             acc, l, m = merge((acc, l, m), settled(part), scores)
         return acc, l, m
@@ -325,7 +329,8 @@ def attention(call: Call, config: AttentionConfig) -> tuple[Any, ...]:
         accurate = torch_dtype("float64" if call.dtype == "float64" else "float32")
         sums = fresh((batch, heads, q_len, chunks, dv), accurate, q.device)
         parts = Parts(sums, fresh((batch, heads, q_len, chunks, 2), accurate, q.device))
-    launch(attention_kernel, programs, call, q, k, v, Masks(bias, *segments),
+    launch(attention_kernel, programs, call, q, k, v,
+           Masks(bias, *segments, segment_ranges(call, *segments)),
            Results(None, None, None) if chunks else out, parts, scores, window, Work(tiles_q, chunk, chunks), extents,
            strides, plan=plan, **how)  # fmt: skip
     if chunks:

@@ -64,9 +64,12 @@ from portakern.backends.triton.lib.heads import (
     program,
     strides_of,
 )
+from portakern.backends.triton.lib.segments import segment_ranges, within_ranges
 from portakern.specs.attention import scale_of
 
 if TYPE_CHECKING:
+    import torch
+
     from portakern.core.call import Call
 
 
@@ -199,7 +202,7 @@ def attention_vjp_d_k_d_v_kernel(
     """A tile of block_kv rows of d_k and of d_v, of those that ``plan`` wants."""
     heads, group, q_len, kv_len, d, dv = extents
     d_o, shift, low, delta = of_queries
-    bias, q_segments, kv_segments = masks
+    bias, q_segments, kv_segments, _, kv_ranges = masks
     left, right = window
     q_b, q_s, q_h, q_d = strides.q
     do_b, do_s, do_h, do_d = strides.d_o
@@ -221,6 +224,8 @@ def attention_vjp_d_k_d_v_kernel(
     top = tile * plan.block_kv - (kv_len - q_len)
     bottom = top + tl.minimum(plan.block_kv, kv_len - tile * plan.block_kv) - 1
     span = band(top, bottom, right, left, q_len, plan.block_q)
+    if kv_ranges is not None:
+        span = within_ranges(span, kv_ranges, batch * kv_len + col, j_ok, q_len, plan.block_q)
     lo, hi = limits(j - (kv_len - q_len), right, left, q_len)
 
     dd, ddv = tl.arange(0, plan.block_d)[None, :], tl.arange(0, plan.block_dv)[None, :]
@@ -302,7 +307,7 @@ def attention_vjp_d_bias_kernel(
     ``one_row``, all queries, that share the bias."""
     heads, group, q_len, kv_len, d, dv = extents
     d_o, shift, low, delta = of_queries
-    bias, q_segments, kv_segments = masks
+    bias, q_segments, kv_segments, _, kv_ranges = masks
     tiles, bias_tiles_q, bias_heads, sum_batches, sum_heads = work
     left, right = window
     bias_b, bias_h, bias_q, bias_s = strides.bias
@@ -319,6 +324,7 @@ def attention_vjp_d_bias_kernel(
     if not plan.one_row:  # its own queries, unless no key of the tile sees them
         first = tl.maximum(first, bias_tile_q * plan.block_q)
         last = tl.minimum(last, bias_tile_q * plan.block_q + plan.block_q)
+    span = first, first, last, last
 
     acc = tl.full([plan.block_q, plan.block_kv], 0.0, plan.acc_dtype)
     for n in range(sum_batches * sum_heads):
@@ -326,6 +332,8 @@ def attention_vjp_d_bias_kernel(
         kv_head, key = head // group, col[:, None]
         k_tile = load_head(k, strides.k, batch, kv_head, key, j_ok[:, None], d, plan.block_d, plan.ragged_d)
         v_tile = load_head(v, strides.v, batch, kv_head, key, j_ok[:, None], dv, plan.block_dv, plan.ragged_dv)
+        if kv_ranges is not None:
+            first, _, _, last = within_ranges(span, kv_ranges, batch * kv_len + j, j_ok, q_len, plan.block_q)
         for start in range(first, last, plan.block_q):
             i = (start + tl.arange(0, plan.block_q))[:, None]
             i_ok, row, at = i < q_len, i.to(tl.int64), (batch * heads + head) * q_len + i
@@ -434,6 +442,15 @@ def supports(call: Call, config: AttentionGradientsConfig) -> str | None:
     )
 
 
+def ranges_of(call: Call) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The ranges of queries, of which gradients of q take note, and of keys, of which the others do."""
+    queries, keys = call.arrays["q_segment_ids"], call.arrays["kv_segment_ids"]
+    return (
+        segment_ranges(call, queries, keys) if "d_q" in call.wants else None,
+        segment_ranges(call, keys, queries) if call.wants != ("d_q",) else None,
+    )
+
+
 @BACKEND.implements("attention_vjp", key=key, fit=fit, supports=supports, config=AttentionGradientsConfig)
 def attention_vjp(call: Call, config: AttentionGradientsConfig) -> tuple[Any, ...]:
     arrays, dims, options, wants = call.arrays, call.dims, call.options, call.wants
@@ -451,8 +468,8 @@ def attention_vjp(call: Call, config: AttentionGradientsConfig) -> tuple[Any, ..
         name: fresh(shape, torch_dtype(dtype), q.device) if name in wants else None
         for name, (shape, dtype) in call.outputs.items()
     }
-    scale = scale_of(call)
-    given = q, k, v, OfQueries(d_o, shift, low, delta), Masks(bias, *segments)
+    scale, ranges = scale_of(call), ranges_of(call)
+    given = q, k, v, OfQueries(d_o, shift, low, delta), Masks(bias, *segments, *ranges)
     window = window_of(options["is_causal"], options["window"], q_len + kv_len)
     extents = AttentionExtents(heads, group, q_len, kv_len, d, dv)
     strides = strides_of(q, k, v, bias, segments, (batch, heads, q_len, kv_len))._replace(d_o=d_o.stride())

@@ -26,6 +26,18 @@ def band(top, bottom, before, after, length, block: tl.constexpr):
 
 
 @triton.jit
+def within(span, start, end):
+    """What lies in [start, end) of the tiles that ``band`` gives. ``start``: where a tile begins."""
+    first, inner_first, inner_last, last = span
+    first, last = tl.minimum(tl.maximum(first, start), end), tl.minimum(tl.maximum(last, start), end)
+    inner_first, inner_last = (
+        tl.minimum(tl.maximum(inner_first, start), end),
+        tl.minimum(tl.maximum(inner_last, start), end),
+    )
+    return first, inner_first, inner_last, last
+
+
+@triton.jit
 def limits(position, before, after, length):
     """What each position sees as [lo, hi)."""
     lo, hi = position * 0, position * 0 + length

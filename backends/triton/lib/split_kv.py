@@ -100,19 +100,6 @@ def merge(full, part, scores):
 
 
 @triton.jit
-def cut(span, start, chunk):
-    """What lies in a chunk of the tiles that ``band`` gives."""
-    first, inner_first, inner_last, last = span
-    end = start + chunk
-    first, last = tl.minimum(tl.maximum(first, start), end), tl.minimum(tl.maximum(last, start), end)
-    inner_first, inner_last = (
-        tl.minimum(tl.maximum(inner_first, start), end),
-        tl.minimum(tl.maximum(inner_last, start), end),
-    )
-    return first, inner_first, inner_last, last
-
-
-@triton.jit
 def store_part(parts, statistics, state, at, ok, dv, block_dv: tl.constexpr):
     """Write the state of a chunk. ``at``: the place of each row's, as a column; ``ok``: which rows there are."""
     acc, l, m = state

@@ -104,6 +104,13 @@ FAULTS = {
             new='if edge:\n                s = tl.where(pairs.segment == kv_segment, s, float("-inf"))',
         ),
         Planted(
+            "range-without-last-key",
+            "the range of a segment ends before its last key, whose tile is not visited where that key begins it",
+            old="tl.where(same, j[None, :] + 1, 0)",
+            new="tl.where(same, j[None, :], 0)",
+            within="lib.segments",
+        ),
+        Planted(
             "acc-bfloat16",
             "the accumulator of o is rounded to bfloat16 after each tile",
             old="v_tile, acc, plan)\n    return acc, l, m",

@@ -1,0 +1,114 @@
+"""Attention of packed sequences: tiles outside of the ranges of segment ids are not visited, and no bit tells."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import portakern as pk
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("triton", reason="triton is not installed")
+
+from portakern.backends.triton.gpu import attention as forward  # noqa: E402
+from portakern.backends.triton.gpu import attention_vjp as backward  # noqa: E402
+from portakern.backends.triton.lib import segments  # noqa: E402
+from portakern.core import registry  # noqa: E402
+from portakern.core.binder import unchecked  # noqa: E402
+
+IDS = st.lists(st.integers(-3, 3), min_size=1, max_size=300)
+
+
+def ranges_of(own: np.ndarray, other: np.ndarray) -> np.ndarray:
+    call = unchecked(registry.find_spec("attention"), *(torch.zeros(1, 1, 1, 1) for _ in range(3)))
+    found = segments.segment_ranges(call.replace(interpret=True), torch.tensor(own), torch.tensor(other))
+    return found.numpy()
+
+
+@given(own=IDS, other=IDS, sort=st.booleans(), wide=st.booleans())
+def test_a_range_ends_at_the_first_and_the_last_position_of_its_id(own, other, sort, wide):
+    dtype = np.int64 if wide else np.int32
+    ids, met = (np.array(sorted(x) if sort else x, dtype)[None] + (dtype(2**40) if wide else 0) for x in (own, other))
+    for id_, (lo, hi) in zip(ids[0], ranges_of(ids, met)[0], strict=True):
+        at = np.flatnonzero(met[0] == id_)
+        assert (lo, hi) == ((at[0], at[-1] + 1) if len(at) else (met.shape[1], 0))
+
+
+def test_ranges_of_more_positions_than_are_read_at_once_and_of_several_batch_entries():
+    rng = np.random.default_rng(0)
+    own, other = rng.integers(0, 40, (3, 70)), np.sort(rng.integers(0, 40, (3, 9000)), 1)[:, ::-1].copy()
+    found = ranges_of(own, other)
+    for b, i in itertools.product(range(3), range(70)):
+        at = np.flatnonzero(other[b] == own[b, i])
+        assert tuple(found[b, i]) == (at[0], at[-1] + 1)
+
+
+def packed(rng: Any, batch: int, length: int) -> np.ndarray:
+    """Documents one behind the other."""
+    return np.sort(rng.integers(0, 5, (batch, length)), 1)
+
+
+def mixed(rng: Any, batch: int, length: int) -> np.ndarray:
+    return rng.integers(0, 3, (batch, length))
+
+
+def apart(rng: Any, batch: int, length: int) -> np.ndarray:
+    """Ids that hardly any position of the other side has."""
+    return rng.integers(0, 1000, (batch, length))
+
+
+CASES = {
+    "documents": ((2, 150, 2, 150), packed, {"is_causal": True}),
+    "documents, more keys than queries": ((1, 90, 1, 300), packed, {}),
+    "documents in a window": ((1, 200, 1, 200), packed, {"window": (70, 10), "softcap": 3.0}),
+    "any order": ((1, 130, 2, 170), mixed, {"is_causal": True}),
+    "nobody's": ((1, 70, 1, 200), apart, {}),
+    "few queries": ((2, 3, 2, 400), packed, {}),
+}
+
+
+def arrays_of(shape: tuple[int, ...], ids: Any, bias: bool) -> dict[str, Any]:
+    batch, q_len, group, kv_len = shape
+    rng = np.random.default_rng(1)
+
+    def normal(*extents: int) -> Any:
+        return torch.tensor(rng.standard_normal(extents), dtype=torch.float32)
+
+    arrays = {"q": normal(batch, q_len, 2 * group, 16), "k": normal(batch, kv_len, 2, 16),
+              "v": normal(batch, kv_len, 2, 16)}  # fmt: skip
+    arrays |= {n: torch.tensor(ids(rng, batch, m)) for n, m in (("q_segment_ids", q_len), ("kv_segment_ids", kv_len))}
+    return arrays | ({"bias": normal(1, 1, q_len, kv_len)} if bias else {})
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_results_have_the_bits_that_they_have_without_ranges(name, bias, monkeypatch):
+    shape, ids, options = CASES[name]
+    arrays = arrays_of(shape, ids, bias)
+    attend = pk.op("attention", backend="triton", tiling={"min_split_keys": 64})
+    gradient = pk.op("attention_vjp", backend="triton")
+
+    def results() -> list[np.ndarray]:
+        o, lse = attend(**arrays, **options, return_lse=True)
+        given = arrays | {"o": o, "lse": lse, "d_o": torch.cos(o)}
+        return [x.numpy() for x in (o, lse, *gradient(**given, **options)) if x is not None]
+
+    within = results()
+    for module in (forward, backward):
+        monkeypatch.setattr(module, "segment_ranges", lambda *_: None)
+    for a, b in zip(within, results(), strict=True):
+        np.testing.assert_array_equal(a.view(np.int32), b.view(np.int32))
+
+
+def test_tiles_of_other_documents_are_not_visited():
+    """A weight of 0 times NaN is NaN: a key of a tile that is visited would show."""
+    arrays = arrays_of((1, 256, 1, 256), lambda rng, batch, n: np.arange(n)[None] // 128, False)
+    for name in ("k", "v"):
+        arrays[name][:, 128:] = float("nan")
+    o = pk.op("attention", backend="triton", tiling={"block_q": 32, "block_kv": 32})(**arrays)
+    assert torch.isfinite(o[:, :128]).all() and torch.isnan(o[:, 128:]).all()
