@@ -270,7 +270,9 @@ def load(pointer: Pointer, mask: Any, other: float) -> Any:
     if not isinstance(mask, torch.Tensor):  # one number
         here = pointer.flat[pointer.at : pointer.at + pointer.several]
         assert not mask or len(here) == pointer.several, "read behind the end"
-        return Scalar(here.any()) if mask else Scalar(other)
+        if not mask:
+            return Scalar(other)
+        return Scalar(here[0] if pointer.several == 1 else here.any())
     return torch.where(mask, pointer.flat[torch.where(mask, pointer.at, 0)], other)
 
 
@@ -405,6 +407,8 @@ def launched(kernel: Any, modules: list[Any], grid: int, args: Sequence[Any], **
     def told(x: Any) -> Any:
         if is_descriptor(x):
             return Described(torch.as_strided(x.base, tuple(x.shape), tuple(x.strides)), tuple(x.block_shape))
+        if isinstance(x, tuple) and hasattr(x, "_fields"):
+            return type(x)(*map(told, x))
         return Pointer(x.view(-1)) if isinstance(x, torch.Tensor) else x
 
     run(kernel, modules, grid, *map(told, args), **constexprs)

@@ -128,7 +128,7 @@ def test_what_is_written_of_parts_is_little_beside_what_is_read():
     [
         ({"dtype": torch.float32}, "dtype float32: this kernel takes"),
         ({"bias": True}, "bias is given"),
-        ({"segments": True}, "q_segment_ids is given"),
+        ({"segments": True}, None),
         ({"d": 12}, "head dimensions 12 and 12: this kernel takes multiples of 8 up to 256"),
         ({"d": 264}, "up to 256"),
         ({"d": 136}, None),

@@ -31,6 +31,7 @@ from portakern.backends.triton.lib import gluon  # noqa: E402
 from portakern.backends.triton.lib.split_kv import chunk_length  # noqa: E402
 from portakern.tools.tune.space import space_of  # noqa: E402
 from tests import gluon_on_host as host  # noqa: E402
+from tests.packing import ids_of  # noqa: E402
 
 BACKEND = registry.backend("triton")
 (FAMILY,) = (f for f in BACKEND.families if f.name == "hopper")
@@ -43,9 +44,10 @@ compiles = pytest.mark.skipif(
 
 def bound(
     batch: int, q_len: int, kv_heads: int, group: int, kv_len: int, d: int, dv: int | None = None, *,
-    dtype: Any = torch.bfloat16, device: str = "cpu", **options: Any,
+    dtype: Any = torch.bfloat16, device: str = "cpu", segments: str | None = None, **options: Any,
 ) -> Call:  # fmt: skip
-    """A call as on a Hopper GPU, whose arrays are the host's or have no memory (meta)."""
+    """A call as on a Hopper GPU, whose arrays are the host's or have no memory (meta). segments: of
+    ``tests.packing``."""
     made, dv = torch.Generator().manual_seed(q_len + kv_len), dv or d
 
     def normal(*shape: int) -> Any:
@@ -56,6 +58,8 @@ def bound(
         normal(batch, q_len, kv_heads * group, d), normal(batch, kv_len, kv_heads, d),
         normal(batch, kv_len, kv_heads, dv),
     )  # fmt: skip
+    if segments is not None:
+        options |= {n: torch.tensor(x) for n, x in ids_of(segments, batch, q_len, kv_len).items()}
     call: Call = unchecked(registry.find_spec("attention"), *arrays, return_lse=True, **options)
     return call.replace(target=targets.find("sm_90").target, interpret=False)
 
@@ -75,7 +79,7 @@ def on_the_host(kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[
     ran.append(kernel.__name__)
     if kernel.__name__ not in MODULES:
         constexprs = {n: v for n, v in constexprs.items() if n not in ("launch_pdl", "maxnreg")}
-        if "tile" in constexprs:
+        if hasattr(constexprs.get("tile"), "follows"):
             constexprs["tile"] = constexprs["tile"]._replace(follows=False)
         interpreter.run(kernel, grid, *args, **constexprs)
         return
@@ -84,6 +88,7 @@ def on_the_host(kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[
 
 SHARES = ["attention_shares_kernel", "attention_combine_kernel"]
 FLASH = ["attention_flash_kernel"]
+PACKED = ["segment_ranges_kernel", *FLASH]
 CASES = {
     "full": ((1, 200, 2, 1, 300, 64), {}, {}, FLASH),
     "causal": ((1, 300, 2, 2, 300, 64), {"is_causal": True}, {}, FLASH),
@@ -112,6 +117,15 @@ CASES = {
         {"few_queries": 3, "min_split_keys": 128},
                                                   ["attention_kernel"]),
     "none": ((3, 1, 1, 4, 300, 64), {}, {"few_queries": 0}, ["attention_kernel"]),
+    "documents": ((2, 300, 1, 2, 300, 64), {"is_causal": True, "segments": "packed"}, {}, PACKED),
+    "documents, more keys": ((1, 200, 2, 1, 500, 128), {"segments": "packed", "dtype": torch.float16}, {}, PACKED),
+    "documents in several chunks": ((1, 200, 1, 2, 1300, 128), {"window": (700, None), "softcap": 4.0,
+        "segments": "packed"}, {"min_split_keys": 512}, PACKED),
+    "segments in any order": ((1, 300, 2, 1, 300, 64), {"segments": "mixed", "is_causal": True}, {"persistent": 1},
+        PACKED),
+    "segments of nobody": ((1, 200, 1, 1, 200, 64), {"segments": "apart"}, {}, PACKED),
+    "few queries of documents": ((1, 9, 2, 4, 1300, 64), {"segments": "packed"}, {"few_queries": 2},
+        ["segment_ranges_kernel", "attention_kernel", SHARES[1]]),
     "too many rows to share": ((1, 20, 1, 5, 1100, 64), {}, {"few_queries": 2}, ["attention_kernel", SHARES[1]]),
 }  # fmt: skip
 

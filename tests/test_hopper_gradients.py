@@ -26,6 +26,7 @@ from portakern.backends.triton.hopper import attention as hopper  # noqa: E402
 from portakern.backends.triton.launch import recording  # noqa: E402
 from portakern.backends.triton.lib import attention_vjp_gluon, gluon, gluon_gradients  # noqa: E402
 from tests import gluon_on_host as host  # noqa: E402
+from tests.packing import ids_of  # noqa: E402
 
 BACKEND = registry.backend("triton")
 (FAMILY,) = (f for f in BACKEND.families if f.name == "hopper")
@@ -38,9 +39,10 @@ compiles = pytest.mark.skipif(
 @functools.cache
 def bound(
     batch: int, q_len: int, kv_heads: int, group: int, kv_len: int, d: int, dv: int | None = None, *,
-    dtype: Any = torch.bfloat16, device: str = "cpu", given: tuple[str, ...] = (), **options: Any,
+    dtype: Any = torch.bfloat16, device: str = "cpu", given: tuple[str, ...] = (), segments: str | None = None, **options: Any,
 ) -> Call:  # fmt: skip
-    """A call as on a Hopper GPU, whose arrays are the host's or have no memory (meta). given: optional arrays."""
+    """A call as on a Hopper GPU, whose arrays are the host's or have no memory (meta). given: optional arrays.
+    segments: of ``tests.packing``."""
     made, heads, dv = torch.Generator().manual_seed(q_len + kv_len), kv_heads * group, dv or d
 
     def normal(*shape: int, dtype: Any = dtype) -> Any:
@@ -53,18 +55,18 @@ def bound(
         "v": normal(batch, kv_len, kv_heads, dv),
         "d_o": normal(batch, q_len, heads, dv),
     }
+    if segments is not None:
+        arrays |= {n: torch.tensor(x, device=device) for n, x in ids_of(segments, batch, q_len, kv_len).items()}
     if device == "meta":
         lse = normal(batch, heads, q_len, dtype=torch.float32)
         arrays |= {"o": arrays["d_o"], "lse": lse}
     else:
         forward = pk.op("attention", backend="triton")
-        o, lse = forward(*(arrays[n] for n in "qkv"), return_lse=True, **options)
+        o, lse = forward(**{n: x for n, x in arrays.items() if n != "d_o"}, return_lse=True, **options)
         arrays |= {"o": o, "lse": lse}
     more = {
         "d_lse": lambda: normal(batch, heads, q_len, dtype=torch.float32),
         "bias": lambda: normal(1, 1, 1, kv_len, dtype=torch.float32),
-        "q_segment_ids": lambda: torch.zeros(batch, q_len, dtype=torch.int32, device=device),
-        "kv_segment_ids": lambda: torch.zeros(batch, kv_len, dtype=torch.int32, device=device),
     }
     arrays |= {n: more[n]() for n in given}
     call: Call = unchecked(registry.find_spec("attention_vjp"), **arrays, **options)
@@ -91,6 +93,10 @@ CASES = {
     "wide": ((1, 70, 1, 1, 140, 256), {"window": (None, 90), "scale": -0.2}),
     "programs that stay": ((2, 300, 2, 1, 100, 64), {}),
     "one": ((1, 1, 1, 1, 1, 64), {}),
+    "documents": ((2, 200, 1, 2, 200, 64), {"is_causal": True, "segments": "packed"}),
+    "documents, more keys": ((1, 130, 2, 1, 300, 128), {"segments": "packed", "dtype": torch.float16}),
+    "segments in any order": ((1, 200, 1, 2, 150, 64), {"segments": "mixed", "window": (90, 30), "softcap": 4.0}),
+    "segments of nobody": ((1, 130, 1, 1, 130, 64), {"segments": "apart"}),
 }
 
 
@@ -159,7 +165,7 @@ def finds_on_host(module, case):
     [
         ({"dtype": torch.float32}, "dtype float32: this kernel takes"),
         ({"given": ("bias",)}, "bias is given"),
-        ({"given": ("q_segment_ids", "kv_segment_ids")}, "q_segment_ids is given"),
+        ({"segments": "packed"}, None),
         ({"scale": -3e38}, "scale = -3e+38: its product"),
         ({"d": 12}, "head dimensions 12 and 12: this kernel takes multiples of 8 up to 256"),
         ({"d": 264}, "up to 256"),

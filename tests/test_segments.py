@@ -20,6 +20,7 @@ from portakern.backends.triton.gpu import attention_vjp as backward  # noqa: E40
 from portakern.backends.triton.lib import segments  # noqa: E402
 from portakern.core import registry  # noqa: E402
 from portakern.core.binder import unchecked  # noqa: E402
+from tests.packing import ids_of  # noqa: E402
 
 IDS = st.lists(st.integers(-3, 3), min_size=1, max_size=300)
 
@@ -48,31 +49,17 @@ def test_ranges_of_more_positions_than_are_read_at_once_and_of_several_batch_ent
         assert tuple(found[b, i]) == (at[0], at[-1] + 1)
 
 
-def packed(rng: Any, batch: int, length: int) -> np.ndarray:
-    """Documents one behind the other."""
-    return np.sort(rng.integers(0, 5, (batch, length)), 1)
-
-
-def mixed(rng: Any, batch: int, length: int) -> np.ndarray:
-    return rng.integers(0, 3, (batch, length))
-
-
-def apart(rng: Any, batch: int, length: int) -> np.ndarray:
-    """Ids that hardly any position of the other side has."""
-    return rng.integers(0, 1000, (batch, length))
-
-
 CASES = {
-    "documents": ((2, 150, 2, 150), packed, {"is_causal": True}),
-    "documents, more keys than queries": ((1, 90, 1, 300), packed, {}),
-    "documents in a window": ((1, 200, 1, 200), packed, {"window": (70, 10), "softcap": 3.0}),
-    "any order": ((1, 130, 2, 170), mixed, {"is_causal": True}),
-    "nobody's": ((1, 70, 1, 200), apart, {}),
-    "few queries": ((2, 3, 2, 400), packed, {}),
+    "documents": ((2, 150, 2, 150), "packed", {"is_causal": True}),
+    "documents, more keys than queries": ((1, 90, 1, 300), "packed", {}),
+    "documents in a window": ((1, 200, 1, 200), "packed", {"window": (70, 10), "softcap": 3.0}),
+    "any order": ((1, 130, 2, 170), "mixed", {"is_causal": True}),
+    "nobody's": ((1, 70, 1, 200), "apart", {}),
+    "few queries": ((2, 3, 2, 400), "packed", {}),
 }
 
 
-def arrays_of(shape: tuple[int, ...], ids: Any, bias: bool) -> dict[str, Any]:
+def arrays_of(shape: tuple[int, ...], ids: str, bias: bool) -> dict[str, Any]:
     batch, q_len, group, kv_len = shape
     rng = np.random.default_rng(1)
 
@@ -81,7 +68,7 @@ def arrays_of(shape: tuple[int, ...], ids: Any, bias: bool) -> dict[str, Any]:
 
     arrays = {"q": normal(batch, q_len, 2 * group, 16), "k": normal(batch, kv_len, 2, 16),
               "v": normal(batch, kv_len, 2, 16)}  # fmt: skip
-    arrays |= {n: torch.tensor(ids(rng, batch, m)) for n, m in (("q_segment_ids", q_len), ("kv_segment_ids", kv_len))}
+    arrays |= {n: torch.tensor(x) for n, x in ids_of(ids, batch, q_len, kv_len).items()}
     return arrays | ({"bias": normal(1, 1, q_len, kv_len)} if bias else {})
 
 
@@ -107,7 +94,9 @@ def test_results_have_the_bits_that_they_have_without_ranges(name, bias, monkeyp
 
 def test_tiles_of_other_documents_are_not_visited():
     """A weight of 0 times NaN is NaN: a key of a tile that is visited would show."""
-    arrays = arrays_of((1, 256, 1, 256), lambda rng, batch, n: np.arange(n)[None] // 128, False)
+    arrays = arrays_of((1, 256, 1, 256), "packed", False)
+    ids = torch.arange(256)[None] // 128
+    arrays |= {"q_segment_ids": ids, "kv_segment_ids": ids}
     for name in ("k", "v"):
         arrays[name][:, 128:] = float("nan")
     o = pk.op("attention", backend="triton", tiling={"block_q": 32, "block_kv": 32})(**arrays)

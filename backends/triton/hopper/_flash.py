@@ -38,6 +38,8 @@ from portakern.backends.triton.lib.gluon import (
     boxed,
     by_row,
     load_tile,
+    packed_reach,
+    packed_span,
     reach,
     ring_of,
     seen_pairs,
@@ -45,6 +47,7 @@ from portakern.backends.triton.lib.gluon import (
     store_tile,
     tanh,
     tile_at,
+    without_others,
 )
 
 
@@ -118,11 +121,13 @@ class PingPong(NamedTuple):
 
 
 class KeyLimits(NamedTuple):
-    """What rows see of the keys: ``limits``, each its own [lo, hi), and [all_lo, all_hi), what all of them see."""
+    """What rows see of the keys: ``limits``, each its own [lo, hi), and [all_lo, all_hi), what all of them see;
+    ``others``: what these hold of other segments, None of a call without segments."""
 
     limits: Any
     all_lo: Any
     all_hi: Any
+    others: Any = None
 
 
 @gluon.jit
@@ -172,7 +177,8 @@ def beside(alpha, l):
 
 @gluon.jit
 def seen_scores(s, start, cols, band, scores):
-    """Scores from dots: capped, and -inf outside [lo, hi) unless every row of the tile sees all of it."""
+    """Scores from dots: capped, and -inf outside [lo, hi) unless every row of the tile sees all of it, and in other
+    segments."""
     if scores.pre is not None:
         s = s * scores.pre
     if scores.softcap is not None:
@@ -180,6 +186,8 @@ def seen_scores(s, start, cols, band, scores):
     if (start < band.all_lo) | (start + s.shape[1] > band.all_hi):
         seen = seen_pairs(start, cols, band.limits)
         s = gl.where(seen, s, float("-inf"))
+    if band.others is not None:
+        s = without_others(s, band.others, start, cols, float("-inf"), by_row(s.shape[1]))
     return s
 
 
@@ -383,7 +391,7 @@ def consumer(GROUP: gl.constexpr, tiles, q_ring, ring, pingpong, out, softmax, w
     row_s: gl.constexpr = by_row(plan.block_kv)
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     block: gl.constexpr = plan.block_kv
-    scores = softmax.scores
+    scores, segments = softmax.scores, softmax.segments
     left, right = softmax.window
     before = work.kv_len - work.q_len  # keys that stand before query 0
     q = tiles.q.index(GROUP)
@@ -399,10 +407,17 @@ def consumer(GROUP: gl.constexpr, tiles, q_ring, ring, pingpong, out, softmax, w
         bottom = gl.minimum(top + ROWS * plan.consumers, work.q_len) - 1
         span = span_of(top + before, bottom + before, work, left, right, block)
         limits, all_lo, all_hi = reach(mine_top + before, work, left, right, row_s)
+        others = None
+        if segments is not None:
+            b = head // work.heads
+            span = packed_span(span, segments, b, top, work, ROWS * plan.consumers, block)
+            reached = limits, all_lo, all_hi
+            limits, all_lo, all_hi, others = packed_reach(reached, segments, b, mine_top, work, row_s)
 
         mbarrier.wait(q_ring.full.index(GROUP), count & 1)
         state, handoff, unit = attend(handoff, unit, span, q, q_ring.empty.index(GROUP), tiles, ring, pingpong,
-                                   KeyLimits(limits, all_lo, all_hi), (scores, work.chunk), GROUP, plan)  # fmt: skip
+                                      KeyLimits(limits, all_lo, all_hi, others), (scores, work.chunk), GROUP,
+                                      plan)  # fmt: skip
         acc, l, m = state
         inverse = 1.0 / gl.where(l == 0.0, 1.0, l)
         result = acc * gl.convert_layout(inverse, by_row(plan.block_dv))[:, None]
@@ -447,12 +462,13 @@ def fetch_others(unit, first, last, at, k, v, tiles, ring, plan: gl.constexpr):
 
 
 @gluon.jit
-def producer(tiles, q_ring, ring, inputs, window, work, plan: gl.constexpr):
+def producer(tiles, q_ring, ring, inputs, softmax, work, plan: gl.constexpr):
     """One warp that fetches what the consumers take, in their order."""
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     block: gl.constexpr = plan.block_kv
     consumers: gl.constexpr = plan.consumers
-    left, right = window
+    left, right = softmax.window
+    segments = softmax.segments
     before = work.kv_len - work.q_len
     unit = 0
     count = 0
@@ -462,8 +478,11 @@ def producer(tiles, q_ring, ring, inputs, window, work, plan: gl.constexpr):
         tile, head = tile_at(index, work, right)
         top = tile * (ROWS * plan.consumers)
         bottom = gl.minimum(top + ROWS * plan.consumers, work.q_len) - 1
-        first, last = span_of(top + before, bottom + before, work, left, right, block)
+        span = span_of(top + before, bottom + before, work, left, right, block)
         b = head // work.heads
+        if segments is not None:
+            span = packed_span(span, segments, b, top, work, ROWS * plan.consumers, block)
+        first, last = span
         h = head % work.heads
         kv_h = h // work.group
         # The first keys have room before the queries of the tile before are done with.
@@ -508,12 +527,12 @@ def attention_flash_kernel(q, k, v, o, lse, low, softmax, ahead, interleaved_hea
         gl.warp_specialize([
             (consumer, (0, tiles, q_ring, ring, first, out, softmax, work, plan)),
             (consumer, (1, tiles, q_ring, ring, second, out, softmax, work, plan)),
-            (producer, (tiles, q_ring, ring, inputs, softmax.window, work, plan)),
+            (producer, (tiles, q_ring, ring, inputs, softmax, work, plan)),
         ], [4, 1], [plan.registers, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (0, tiles, q_ring, ring, first, out, softmax, work, plan)),
             (consumer, (1, tiles, q_ring, ring, second, out, softmax, work, plan)),
             (consumer, (2, tiles, q_ring, ring, second, out, softmax, work, plan)),
-            (producer, (tiles, q_ring, ring, inputs, softmax.window, work, plan)),
+            (producer, (tiles, q_ring, ring, inputs, softmax, work, plan)),
         ], [4, 4, 1], [plan.registers, plan.registers, 24])  # fmt: skip

@@ -42,6 +42,7 @@ from portakern.backends.triton.lib.gluon import (
     boxed,
     by_row,
     give_back,
+    packed_reach,
     reach,
     store_tile,
 )
@@ -179,9 +180,15 @@ def consumer(GROUP: gl.constexpr, resident, streamed, sides, softmax, group, pla
     count = 0
     index = gl.program_id(0)
     while index < work.tiles:
-        top, head, first, last, steps = guests_of(index, work, left, right, ROWS * plan.consumers, block, plan.by_key)
+        top, head, first, last, steps = guests_of(index, work, softmax, ROWS * plan.consumers, block, plan.by_key)
         mine = top + GROUP * ROWS
         limits, all_lo, all_hi = reach(mine + work.kv_len - work.q_len, work, left, right, row)
+        others = None
+        if softmax.segments is not None:
+            reached = limits, all_lo, all_hi
+            limits, all_lo, all_hi, others = packed_reach(
+                reached, softmax.segments, head // work.heads, mine, work, row
+            )
         shift, delta, low, flags, line = None, None, sides.low, sides.flags, head * work.group
         if not plan.by_key:
             i, at = mine + gl.arange(0, ROWS, row), head.to(gl.int64) * work.pitch
@@ -191,7 +198,7 @@ def consumer(GROUP: gl.constexpr, resident, streamed, sides, softmax, group, pla
             low = low + at + mine, work.q_len - mine
             flags = any_flag(flags, head, mine, ROWS, work.q_len, plan)
         mbarrier.wait(resident.ring.full.index(GROUP), count & 1)
-        own = Own(resident_first, resident_second, limits, all_lo, all_hi, shift, delta, low, flags)
+        own = Own(resident_first, resident_second, limits, all_lo, all_hi, shift, delta, low, flags, others)
         sums = (gl.zeros([ROWS, block_d], gl.float32, accumulator(block_d)),
                 gl.zeros([ROWS, block_dv], gl.float32, accumulator(block_dv)))  # fmt: skip
         streamed_span = first, last, steps

@@ -2,10 +2,10 @@
 ``_shares`` for few queries, and ``_flash_gradients``.
 
 Calls of few queries are left to the portable variant with the tiling of here (``delegate``) where a group of heads has
-more than 64 rows, or more than 32 and chunks of keys that are not worth a program each. All kernels add up the same
+more than 64 rows, or more than 32 and chunks of keys that are not worth a program each, or where they have segments. All kernels add up the same
 numbers in the same order, so that a row's bits do not tell which it was.
 Everything that this variant does not take, forward or backward, is refused by what decides bits and what kernels are
-compiled for: dtypes, head dimensions, bias and segments, and no lengths or batches. Gluon is compiled alone: nothing of
+compiled for: dtypes, head dimensions and bias, and no lengths or batches. Gluon is compiled alone: nothing of
 this runs in the interpreter.
 """
 
@@ -100,7 +100,7 @@ def delegate(call: Call, config: FlashConfig) -> tuple[str, FlashConfig] | None:
     return ("gpu", config) if shares_of(call, config) is None and few_queries(call, config) else None
 
 
-DRAWN = Drawn(("bias", "q_segment_ids", "kv_segment_ids"), {"d": 8, "dv": 8}, {"q_len": QUERIES + 1})
+DRAWN = Drawn(("bias",), {"d": 8, "dv": 8}, {"q_len": QUERIES + 1})
 
 
 @BACKEND.implements("attention", tiling=least_chunk, key=shared.key, fit=shared.fit, supports=supports,
@@ -117,10 +117,12 @@ def attention(call: Call, config: FlashConfig) -> tuple[Any, ...]:
     if shares is not None:
         by_shares(call, config, plan, (q, k, v), (o, lse, low), scores, (left, right), *shares)
         return o, lse, low
+    segments = gradients.segments_of(call, "q", "kv")
     work, programs = work_of(call, config, plan.consumers * QUERIES, (left, right), processors(q.device))
     described = (tiled(q, QUERIES, plan.block_d), tiled(k, plan.block_kv, plan.block_d),
                  tiled(v, plan.block_kv, plan.block_dv), tiled(o, QUERIES, plan.block_dv))  # fmt: skip
-    launch(attention_flash_kernel, programs, call, *described, lse, low, Softmax(scores, (left, right)), work.ahead,
+    launch(attention_flash_kernel, programs, call, *described, lse, low,
+           Softmax(scores, (left, right), segments=segments), work.ahead,
            work.interleaved_heads, work.group, work.chunk, plan=plan, num_warps=4,
            maxnreg=REGISTERS[plan.consumers][1])  # fmt: skip
     return o, lse, low
@@ -137,7 +139,7 @@ def shares_of(call: Call, config: FlashConfig) -> tuple[int, bool] | None:
     """(chunks of each group of heads, whether one program walks them all) where ``by_shares`` takes the call; else
     None."""
     dims, wanted, rows = call.dims, config.few_queries, rows_of(call)
-    if wanted == FewQueries.PORTABLE or rows > QUERIES:
+    if wanted == FewQueries.PORTABLE or rows > QUERIES or call.arrays["q_segment_ids"] is not None:
         return None
     chunk, groups = chunk_length(call, config), dims["batch"] * dims["kv_heads"]
     chunks = 1 if chunk is None else chunks_of_a_tile(call, chunk, dims["q_len"])
@@ -285,6 +287,7 @@ def attention_vjp(call: Call, config: FlashGradientsConfig) -> tuple[Any, ...]:
         queries = (q, d_o), dims["q_len"], dims["kv_heads"] * dims["group"]
         (home, home_len, heads), (guests, _, _) = (keys, queries) if plan.by_key else (queries, keys)
         window = (right, left) if plan.by_key else (left, right)
+        segments = gradients.segments_of(call, *(("kv", "q") if plan.by_key else ("q", "kv")))
         tiles_home = cdiv(home_len, QUERIES * plan.consumers)
         tiles = tiles_home * heads * dims["batch"]
         programs = min(tiles, processors(q.device)) if window == (None, None) else tiles
@@ -295,6 +298,6 @@ def attention_vjp(call: Call, config: FlashGradientsConfig) -> tuple[Any, ...]:
                 for x, columns in ((first, plan.block_d), (second, plan.block_dv))]  # fmt: skip
         launch(attention_vjp_gradients_kernel, programs, call, *described,
                gradients.in_parts(lines, plan.block) if plan.by_key else lines, low, flags, *sums,
-               Softmax(scores, window, scale), dims["group"], plan=plan, num_warps=4,
+               Softmax(scores, window, scale, segments), dims["group"], plan=plan, num_warps=4,
                maxnreg=REGISTERS[plan.consumers][1])  # fmt: skip
     return tuple(out.values())

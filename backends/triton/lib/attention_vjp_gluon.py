@@ -10,10 +10,12 @@ from triton.experimental.gluon import language as gl
 from portakern.backends.triton.configs import FlashGradientsConfig
 from portakern.backends.triton.descriptors import describe
 from portakern.backends.triton.launch import cdiv, shared_limit
-from portakern.backends.triton.layout import fresh, pow2_at_least
+from portakern.backends.triton.layout import fresh, gathered, pow2_at_least
 from portakern.backends.triton.lib import attention as shared
+from portakern.backends.triton.lib.gluon import Segments
 from portakern.backends.triton.lib.gluon_gradients import LINE, GradientsPlan
 from portakern.backends.triton.lib.heads import LOG2E, Scores
+from portakern.backends.triton.lib.segments import ranges_and_summaries
 from portakern.backends.triton.lib.tma import BARRIERS, QUERIES, REGISTERS
 from portakern.core.backend import Drawn
 from portakern.specs._exponents import LARGEST, two_parts
@@ -74,9 +76,8 @@ def refused(call: Call) -> str | None:
     dims = call.dims
     if call.dtype not in ("float16", "bfloat16"):
         return f"dtype {call.dtype}: this kernel takes float16 and bfloat16"
-    for name in ("bias", "q_segment_ids"):
-        if call.arrays[name] is not None:
-            return f"{name} is given: this kernel takes none"
+    if call.arrays["bias"] is not None:
+        return "bias is given: this kernel takes none"
     if dims["d"] % 8 or dims["dv"] % 8 or max(dims["d"], dims["dv"]) > 256:
         return f"head dimensions {dims['d']} and {dims['dv']}: this kernel takes multiples of 8 up to 256"
     return None
@@ -120,7 +121,16 @@ def scores_of(call: Call) -> tuple[Scores, tuple[float, float]]:
     return Scores(pre, softcap, rate), two_parts(rate / unit if unit else LOG2E)
 
 
-DRAWN = Drawn(("bias", "q_segment_ids", "kv_segment_ids"), {"d": 8, "dv": 8}, {})
+DRAWN = Drawn(("bias",), {"d": 8, "dv": 8}, {})
+
+
+def segments_of(call: Call, own: str, other: str) -> Segments | None:
+    """What kernels are told of the segments of the side that they own, "q" or "kv", among the other's."""
+    ids = [call.arrays[f"{side}_segment_ids"] for side in (own, other)]
+    if ids[0] is None:
+        return None
+    ids = [x if x.is_contiguous() else gathered(x) for x in ids]
+    return Segments(*ranges_and_summaries(call, *ids), *ids)
 
 
 def lines_of(

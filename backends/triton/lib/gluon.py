@@ -12,10 +12,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
+from portakern.backends.triton.lib import segments
+
 # Releases before 3.8 have these under longer names.
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
+SUMMARY = gl.constexpr(segments.SUMMARY.value)
 ROWS = gl.constexpr(64)  # of a group of four warps: what one instruction of the matrix unit takes
 
 # Release 3.9 gave it another name.
@@ -24,12 +27,35 @@ _OLD = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 class Softmax(NamedTuple):
     """From dot products to weights: their units (``lib.heads.Scores``); the window, how far to the left and to the
-    right of its own place a row sees, None for all the way; and, of gradients, what those of q and k are multiplied
-    by."""
+    right of its own place a row sees, None for all the way; of gradients, what those of q and k are multiplied by; and
+    ``Segments``, None of a call that has none."""
 
     scores: Any
     window: Any
     scale: Any = None
+    segments: Any = None
+
+
+class Segments(NamedTuple):
+    """Of a packed call: the ranges of the rows that programs own, and the numbers of each tile of them
+    (``lib.segments``); their ids, and those of the other side, (batch, length) each, contiguous."""
+
+    ranges: Any
+    summaries: Any
+    own: Any
+    other: Any
+
+
+class OtherSegments(NamedTuple):
+    """Whether rows from ``top`` on of a batch entry may meet other segments in their ranges: ``mixed``. How many rows
+    the batch entry has, and positions of the other side."""
+
+    segments: Any
+    batch: Any
+    top: Any
+    mixed: Any
+    q_len: Any
+    kv_len: Any
 
 
 class Ring(NamedTuple):
@@ -146,6 +172,54 @@ def reach(top, work, left, right, row: gl.constexpr, heads: gl.constexpr = 1, ro
         hi = gl.minimum(place + right + 1, work.kv_len)
         all_hi = gl.minimum(top + right + 1, work.kv_len)
     return (lo, hi), all_lo, all_hi
+
+
+@gluon.jit
+def packed_span(span, segments, batch, top, work, rows: gl.constexpr, block: gl.constexpr):
+    """Of the span of so many ``rows`` from ``top`` on the tiles that lie in one of their ranges; never none."""
+    first, last = span
+    start, end = top * 0 + work.kv_len, top * 0
+    tiles = gl.cdiv(work.q_len, ROWS)
+    for group in gl.static_range(rows // ROWS):
+        tile = top // ROWS + group
+        at = segments.summaries + (batch * tiles + tile) * SUMMARY
+        start = gl.minimum(start, gl.load(at, mask=tile < tiles, other=0x7FFFFFFF))
+        end = gl.maximum(end, gl.load(at + 1, mask=tile < tiles, other=0))
+    first = gl.minimum(gl.maximum(first, start // block * block), (work.kv_len - 1) // block * block)
+    return first, gl.maximum(gl.minimum(last, end), first + 1)
+
+
+@gluon.jit
+def packed_reach(reached, segments, batch, top, work, row: gl.constexpr):
+    """What ``reach`` gives of the rows from ``top`` on, within their ranges, and what these ranges hold besides."""
+    limits, all_lo, all_hi = reached
+    lo, hi = limits
+    i, tiles, tile = top + gl.arange(0, ROWS, row), gl.cdiv(work.q_len, ROWS), top // ROWS
+    at = segments.ranges + (batch.to(gl.int64) * work.q_len + i) * 2
+    lo = gl.maximum(lo, gl.load(at, mask=i < work.q_len, other=0))
+    hi = gl.minimum(hi, gl.load(at + 1, mask=i < work.q_len, other=0))
+    of_tile = segments.summaries + (batch * tiles + tile) * SUMMARY
+    all_lo = gl.maximum(all_lo, gl.load(of_tile + 2, mask=tile < tiles, other=0))
+    all_hi = gl.minimum(all_hi, gl.load(of_tile + 3, mask=tile < tiles, other=0))
+    mixed = gl.load(of_tile + 4, mask=tile < tiles, other=0) != 0
+    return (lo, hi), all_lo, all_hi, OtherSegments(segments, batch, top, mixed, work.q_len, work.kv_len)
+
+
+@gluon.jit
+def without_others(x, others, start, cols, hidden, row: gl.constexpr):
+    """A tile x of pairs, whose columns begin at ``start``, and ``hidden`` at those of other segments."""
+    if others.mixed:
+        x = gl.where(same_segment(others, start, cols, row), x, hidden)
+    return x
+
+
+@gluon.jit
+def same_segment(others, start, cols, row: gl.constexpr):
+    """Which of the columns from ``start`` on have the id of each row."""
+    i, j, batch = others.top + gl.arange(0, ROWS, row), start + cols, others.batch.to(gl.int64)
+    own = gl.load(others.segments.own + (batch * others.q_len + i), mask=i < others.q_len, other=0)
+    other = gl.load(others.segments.other + (batch * others.kv_len + j), mask=j < others.kv_len, other=0)
+    return own[:, None] == other[None, :]
 
 
 @gluon.jit

@@ -14,12 +14,15 @@ from portakern.backends.triton.lib.gluon import (
     Ring,
     acquire,
     boxed,
+    by_row,
     load_tile,
+    packed_span,
     ring_of,
     seen_pairs,
     span_of,
     tanh,
     tile_at,
+    without_others,
 )
 from portakern.backends.triton.lib.tma import TOGETHER
 
@@ -114,7 +117,8 @@ def work_of(sides, window, group, plan: gl.constexpr):
 class Own(NamedTuple):
     """What a group of four warps owns: its resident rows in shared memory; what each sees, and what all see, of
     streamed rows; their shift, delta, low and whether one of them is flagged, where they are queries; else the memory
-    of ``low`` and ``flags``. low of queries: where it begins, and how many there are."""
+    of ``low`` and ``flags``. low of queries: where it begins, and how many there are. others: what their ranges hold of
+    other segments, None of a call without segments."""
 
     first: Any
     second: Any
@@ -125,6 +129,7 @@ class Own(NamedTuple):
     delta: Any
     low: Any
     flags: Any
+    others: Any = None
 
 
 @gluon.jit
@@ -191,6 +196,8 @@ def weights_of(dots, shift, far, position, cols, own, scores, work, by_key: gl.c
             apart -= low
             apart = gl.where((low != 0.0) & (apart > 0.0), 0.0, apart)
         apart = gl.where(seen_pairs(start, cols, own.limits), apart, float("-inf"))
+    if own.others is not None:
+        apart = without_others(apart, own.others, start, cols, float("-inf"), by_row(dots.shape[1]))
     p = gl.exp2(apart)
     sloped = p
     if scores.softcap is not None:
@@ -204,17 +211,23 @@ def score_gradients(sloped, d_p, delta, start, cols, own):
     d = sloped * (d_p - delta)
     if (start < own.all_lo) | (start + d.shape[1] > own.all_hi):  # what a masked pair holds of dP may be NaN
         d = gl.where(seen_pairs(start, cols, own.limits), d, 0.0)
+    if own.others is not None:
+        d = without_others(d, own.others, start, cols, 0.0, by_row(d.shape[1]))
     return d
 
 
 @gluon.jit
-def guests_of(index, work, left, right, rows: gl.constexpr, block: gl.constexpr, by_key: gl.constexpr):
+def guests_of(index, work, softmax, rows: gl.constexpr, block: gl.constexpr, by_key: gl.constexpr):
     """(first resident row, batch entry and head as one number, first and last streamed row, streamed tiles)."""
+    left, right = softmax.window
     tile, head = tile_at(index, work, right, left is not None or right is not None)
     top = tile * rows
     before = work.kv_len - work.q_len
     bottom = gl.minimum(top + rows, work.q_len) - 1
-    first, last = span_of(top + before, bottom + before, work, left, right, block)
+    span = span_of(top + before, bottom + before, work, left, right, block)
+    if softmax.segments is not None:
+        span = packed_span(span, softmax.segments, head // work.heads, top, work, rows, block)
+    first, last = span
     steps = (last - first + block - 1) // block
     if by_key:
         steps = steps * work.group
@@ -244,13 +257,12 @@ def producer(resident, streamed, sides, softmax, group, plan: gl.constexpr):
     consumers: gl.constexpr = plan.consumers
     row_bytes: gl.constexpr = 2 * (plan.block_d + plan.block_dv)
     rows: gl.constexpr = ROWS * plan.consumers
-    left, right = softmax.window
     work = work_of(sides, softmax.window, group, plan)
     unit = 0
     count = 0
     index = gl.program_id(0)
     while index < work.tiles:
-        top, head, first, last, steps = guests_of(index, work, left, right, rows, block, plan.by_key)
+        top, head, first, last, steps = guests_of(index, work, softmax, rows, block, plan.by_key)
         b, h = head // work.heads, head % work.heads
         for g in gl.static_range(consumers):
             mbarrier.wait(resident.ring.empty.index(g), (count & 1) ^ 1)

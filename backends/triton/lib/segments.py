@@ -50,12 +50,17 @@ class RangeTile(NamedTuple):
     ahead: int
 
 
+SUMMARY = tl.constexpr(5)  # numbers of a tile
+
 TILE = RangeTile(rows=64, positions=128, ahead=32)
 
 
 @triton.jit
-def segment_ranges_kernel(own, other, ranges, strides, extents, tile: tl.constexpr):
-    """The ranges, (batch, rows, 2), of the rows of a tile. A row whose id nobody has gets [extents.other, 0)."""
+def segment_ranges_kernel(own, other, ranges, summaries, strides, extents, tile: tl.constexpr):
+    """The ranges, (batch, rows, 2), of the rows of a tile. A row whose id nobody has gets [extents.other, 0).
+
+    summaries: (batch, tiles, 5) numbers of the tile, or None: where the first of its ranges begins, where the last
+    ends, where the last begins, where the first ends, and whether a range holds other segments too."""
     index, batch = tl.program_id(0) % extents.tiles, (tl.program_id(0) // extents.tiles).to(tl.int64)
     own_b, own_s = strides.own
     other_b, other_s = strides.other
@@ -66,6 +71,7 @@ def segment_ranges_kernel(own, other, ranges, strides, extents, tile: tl.constex
     least, greatest = tl.min(ids, 0), tl.max(ids, 0)
     part, column = tl.arange(0, tile.ahead), tl.arange(0, tile.positions)
     lo, hi = tl.full([tile.rows], 0, tl.int32) + extents.other, tl.full([tile.rows], 0, tl.int32)
+    count = tl.full([tile.rows], 0, tl.int32)
     for start in range(0, extents.other, tile.ahead * tile.positions):
         at = start + part[:, None] * tile.positions + column[None, :]
         read = tl.load(other + tl.minimum(at, extents.other - 1).to(tl.int64) * other_s)
@@ -80,22 +86,39 @@ def segment_ranges_kernel(own, other, ranges, strides, extents, tile: tl.constex
             same &= j_ok[None, :]
             lo = tl.minimum(lo, tl.min(tl.where(same, j[None, :], extents.other), 1))
             hi = tl.maximum(hi, tl.max(tl.where(same, j[None, :] + 1, 0), 1))
+            if summaries is not None:
+                count += tl.sum(same.to(tl.int32), 1)
     at = ranges + (batch * extents.own + row) * 2
     tl.store(at, lo, mask=row < extents.own)
     tl.store(at + 1, hi, mask=row < extents.own)
+    if summaries is not None:
+        at = summaries + (batch * extents.tiles + index) * SUMMARY
+        tl.store(at, tl.min(lo, 0))
+        tl.store(at + 1, tl.max(hi, 0))
+        tl.store(at + 2, tl.max(lo, 0))
+        tl.store(at + 3, tl.min(hi, 0))
+        tl.store(at + 4, tl.max((count < hi - lo).to(tl.int32), 0))
 
 
 def segment_ranges(call: Call, own: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
     """The ranges of rows with the ids ``own`` among positions with the ids ``other``, (batch, rows, 2) int32; None of
     a call without ids."""
-    if own is None or other is None:
-        return None
+    return None if own is None or other is None else ranges_and_summaries(call, own, other, False)[0]
+
+
+def ranges_and_summaries(
+    call: Call, own: torch.Tensor, other: torch.Tensor, summarised: bool = True
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The ranges, and the numbers of each tile of ``TILE.rows`` rows, (batch, tiles, 5) int32, where these are asked
+    for: see the kernel."""
     (batch, rows), positions = own.shape, other.shape[1]
-    ranges = fresh((batch, rows, 2), torch_dtype("int32"), own.device)
-    tiles = cdiv(rows, TILE.rows)
-    launch(segment_ranges_kernel, tiles * batch, call, own, other, ranges, RangeStrides(own.stride(), other.stride()),
-           RangeExtents(tiles, rows, positions), tile=TILE, num_warps=4)  # fmt: skip
-    return ranges
+    int32, tiles = torch_dtype("int32"), cdiv(rows, TILE.rows)
+    ranges = fresh((batch, rows, 2), int32, own.device)
+    summaries = fresh((batch, tiles, SUMMARY.value), int32, own.device) if summarised else None
+    launch(segment_ranges_kernel, tiles * batch, call, own, other, ranges, summaries,
+           RangeStrides(own.stride(), other.stride()), RangeExtents(tiles, rows, positions), tile=TILE,
+           num_warps=4)  # fmt: skip
+    return ranges, summaries
 
 
 @triton.jit

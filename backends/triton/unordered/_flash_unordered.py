@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from portakern.backends.triton.lib.gluon import ROWS, accumulator, boxed, by_row, reach, store_tile
+from portakern.backends.triton.lib.gluon import ROWS, accumulator, boxed, by_row, packed_reach, reach, store_tile
 from portakern.backends.triton.lib.gluon_gradients import (
     Own,
     Sides,
@@ -247,12 +247,18 @@ def consumer(GROUP: gl.constexpr, resident, streamed, parts, sides, sums, softma
     count = 0
     index = gl.program_id(0)
     while index < work.tiles:
-        top, head, first, last, steps = guests_of(index, work, left, right, ROWS * GROUPS, block, True)
+        top, head, first, last, steps = guests_of(index, work, softmax, ROWS * GROUPS, block, True)
         mine = top + GROUP * ROWS
         limits, all_lo, all_hi = reach_of_keys(mine, work, left, right, by_row(64))
+        others = None
+        if softmax.segments is not None:
+            reached = limits, all_lo, all_hi
+            limits, all_lo, all_hi, others = packed_reach(
+                reached, softmax.segments, head // work.heads, mine, work, by_row(64)
+            )
         for g in gl.static_range(GROUPS):
             mbarrier.wait(resident.ring.full.index(g), count & 1)
-        own = Own(resident_first, resident_second, limits, all_lo, all_hi, None, None, sides.low, sides.flags)
+        own = Own(resident_first, resident_second, limits, all_lo, all_hi, None, None, sides.low, sides.flags, others)
         context = QueryWalk(own, resident.first, streamed, parts, sums, softmax.scores, work)
         d_first = gl.zeros([ROWS, block_d], gl.float32, accumulator(block_d))
         d_second = gl.zeros([ROWS, block_dv], gl.float32, accumulator(block_dv))

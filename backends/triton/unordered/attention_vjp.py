@@ -111,7 +111,7 @@ def attention_vjp(call: Call, config: UnorderedGradientsConfig) -> tuple[Any, ..
                for n, columns in (("d_k", plan.block_d), ("d_v", plan.block_dv))]  # fmt: skip
     launch(attention_vjp_unordered_kernel, min(tiles, processors(q.device)) if seen_by_all else tiles, call,
            *described, ordered.in_parts(lines, plan.block), low, flags, *results, by_halves(sums),
-           Softmax(scores, (right, left), scale), plan=plan, num_warps=4,
+           Softmax(scores, (right, left), scale, ordered.segments_of(call, "kv", "q")), plan=plan, num_warps=4,
            maxnreg=REGISTERS[GROUPS.value][1])  # fmt: skip
     rows = 4096 // plan.block_d
     tiles_q = cdiv(q_len, rows)
