@@ -18,9 +18,8 @@ and the same call has the same bits each time. Seven products are computed where
 d_q would do with five.
 
 lse is shift + low, and low is next to nothing where lse is near 0. Where a row of a tile of queries has an lse far from
-0, which a ``flag`` says of ``plan.flagged`` queries, P is corrected for what shift lacks and kept below 1; elsewhere
-one
-branch is all that it costs. (Done to every P, it took 10 to 25 % of the gradients' time on an H100.)
+0, which a ``flag`` says of ``plan.flagged`` queries, P is corrected for what shift lacks and kept below 1; elsewhere it
+costs one branch. (Done to every P, it took 10 to 25 % of the gradients' time on an H100.)
 """
 
 from __future__ import annotations

@@ -111,9 +111,8 @@ def supports(call: Call, config: FlashGradientsConfig) -> str | None:
 
 
 def scores_of(call: Call) -> tuple[Scores, tuple[float, float]]:
-    """From dot products to weights: a score in its unit, of either sign, ``rate`` times which is the exponent, as in
-    the
-    forward pass; and by how much, in two parts, lse is multiplied to be in units of the exponent, by the very rate that
+    """From dot products to weights: a score in its unit, of either sign, times ``rate`` is the exponent, as in the
+    forward pass. And by how much, in two parts, lse is multiplied to be in units of the exponent, by the very rate that
     float32 holds."""
     scale, softcap = scale_of(call), call.options["softcap"]
     pre, unit = (None, scale) if softcap is None else (over_cap(scale, softcap), softcap)
