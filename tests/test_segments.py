@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import platform
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from portakern.backends.triton.gpu import attention as forward  # noqa: E402
 from portakern.backends.triton.gpu import attention_vjp as backward  # noqa: E402
 from portakern.backends.triton.lib import segments  # noqa: E402
-from portakern.core import registry  # noqa: E402
+from portakern.core import registry, targets  # noqa: E402
 from portakern.core.binder import unchecked  # noqa: E402
 from tests.packing import ids_of  # noqa: E402
 
@@ -101,3 +102,20 @@ def test_tiles_of_other_documents_are_not_visited():
         arrays[name][:, 128:] = float("nan")
     o = pk.op("attention", backend="triton", tiling={"block_q": 32, "block_kv": 32})(**arrays)
     assert torch.isfinite(o[:, :128]).all() and torch.isnan(o[:, 128:]).all()
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="triton is made for Linux alone")
+@pytest.mark.parametrize(("variant", "op"), [("hopper", "attention"), ("unordered", "attention_vjp")])
+def test_packed_calls_compile_for_hopper(variant, op):
+    def meta(*extents: int, dtype: Any = torch.bfloat16) -> Any:
+        return torch.empty(extents, dtype=dtype, device="meta")
+
+    q, ids = meta(2, 2048, 4, 128), meta(2, 2048, dtype=torch.int32)
+    arrays = {"q": q, "k": q, "v": q, "q_segment_ids": ids, "kv_segment_ids": ids}
+    if op == "attention_vjp":
+        arrays |= {"o": q, "d_o": q, "lse": meta(2, 4, 2048, dtype=torch.float32)}
+    built = pk.op(op, backend="triton", variant=variant).lower(**arrays, is_causal=True, target="sm_90")
+    assert built.ok and built.variant == variant
+    assert "segment_ranges_kernel" in [kernel.name for kernel in built.kernels]
+    for kernel in built.kernels:
+        assert kernel.over(targets.find("sm_90")) is None and not kernel.serialised, kernel.name
