@@ -107,9 +107,7 @@ def _named(name: str, words: str | None) -> str | None:
     return words and f"{name}: {words}"
 
 
-@BACKEND.implements(
-    "matmul_vjp", key=key, supports=supports, config=HopperProductConfig, copies=copies, same_bits=True
-)
+@BACKEND.implements("matmul_vjp", key=key, supports=supports, config=HopperProductConfig, copies=copies, same_bits=True)
 def matmul_vjp(call: Call, config: HopperProductConfig) -> tuple[jax.Array | None, ...]:
     def gradient(name: str) -> jax.Array | None:
         if name not in call.wants:
