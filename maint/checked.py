@@ -137,7 +137,7 @@ def _sanitized(rows: Sequence[tuple[Row, Result]]) -> str:
         bad[what] += row.get("errors") or 0
         ended += [f"{what}: {row['problem']}"] if row.get("problem") else []
     found = f"{bad.total()} errors" + "".join(f"; {n} of {what}" for what, n in bad.items() if n)
-    found += f"; not brought to an end: {', '.join(ended)}" if ended else ""
+    found += f"; unfinished: {', '.join(ended)}" if ended else ""
     fewest = min(row["examples"] for row, _ in rows)
     ops = {backend: len({row["op"] for row, _ in rows if row["backend"] == backend}) for backend in
            sorted({row["backend"] for row, _ in rows})}  # fmt: skip
@@ -146,7 +146,7 @@ def _sanitized(rows: Sequence[tuple[Row, Result]]) -> str:
 
 
 def _fuzzed(rows: Sequence[tuple[Row, Result]]) -> str:
-    told = {"dressed": "right calls in another spelling, the same bits", "accepted": "altered and still legal"}
+    told = {"dressed": "right calls written differently, with the same bits", "accepted": "altered and still legal"}
     verdicts = ", ".join(
         f"{row['calls']:,} {told.get(row['verdict'], 'refused with ' + row['verdict'])}" for row, _ in rows
     )
@@ -176,8 +176,8 @@ def faults(kept: StoredResults) -> str:
         done, _, planned = str(run.extra["tasks"]).partition(" of ")
         if done != planned:
             text.append(
-                f"An unfinished run, {done} of {planned} tasks: every fault met at least one seed, and a fault counts "
-                "as caught on every seed that it met."
+                f"An unfinished run, {done} of {planned} tasks: every fault ran on at least one seed, and counts as "
+                "caught on every seed if it was caught on each seed that ran."
             )
     text.append(_slipping(rows))
     missed = [
@@ -193,7 +193,7 @@ def faults(kept: StoredResults) -> str:
         for k in r.extra["kernels"]
         if k.get("failed", True)
     ]
-    told = "Seeds on which the kernel without any fault did not pass either:"
+    told = "Seeds on which the kernel without a fault fails too:"
     text += ["\n".join([told, *broken])] if broken else []
     return "\n\n".join([*text, source(r for _, r in rows)])
 
@@ -207,14 +207,14 @@ def found(kept: StoredResults) -> str:
     most = max(s.get("examples", 0) for row, _ in rows for s in row["seeds"].values())
     everywhere = sum(caught(row) for row, _ in rows)
     return (
-        f"{everywhere} of {len(rows)} planted mistakes are found on every one of {seeds} seeds, the last of them by "
-        f"example {most}. {_slipping(rows)}"
+        f"{everywhere} of {len(rows)} planted mistakes are found on every one of {seeds} seeds, by "
+        f"example {most} at the latest. {_slipping(rows)}"
     )
 
 
 FAULT_HEADS = [
-    "backend", "op", "faults", "caught on every seed", "err by less than 1e-2", "of these caught",
-    "slip through a flat 1e-2",
+    "backend", "op", "faults", "caught on every seed", "error below 1e-2", "of these caught",
+    "missed by a flat 1e-2",
 ]  # fmt: skip
 
 
@@ -241,12 +241,11 @@ def _slipping(rows: Sequence[tuple[Row, Result]]) -> str:
         for n in ("calls", "false_alarms")
     )
     if not (seen and errors and calls):
-        return "How many of them `assert_allclose(rtol=atol=1e-2)` lets through was not measured."
+        return "How many of them `assert_allclose(rtol=atol=1e-2)` misses was not measured."
     small, missed = sum(e < 1e-2 for e in errors), sum(s is None for s in seen)
     return (
-        f"`assert_allclose(rtol=atol=1e-2)` lets {small} of {len(errors)} ({small / len(errors):.0%}) through on "
-        "ordinary inputs, N(0, 1) of common shapes: "
-        f"they err by less than 1e-2 there. On the very cases that the checker draws it lets {missed} of {len(seen)} "
-        f"({missed / len(seen):.0%}) through, "
-        f"and it rejects {alarms} of {calls} calls ({alarms / calls:.0%}) of the kernels without a fault."
+        f"`assert_allclose(rtol=atol=1e-2)` misses {small} of {len(errors)} ({small / len(errors):.0%}) on ordinary "
+        "inputs, N(0, 1) in common shapes, on which their errors are below 1e-2. On the checker's own cases it misses "
+        f"{missed} of {len(seen)} ({missed / len(seen):.0%}), and it rejects {alarms} of {calls} calls "
+        f"({alarms / calls:.0%}) of the kernels without a fault."
     )

@@ -104,9 +104,9 @@ CALL_HEADS = [
     "op", "dtype", "target", "launches", "registers", "spills", "on-chip memory", "occupancy", "matrix instruction",
 ]  # fmt: skip
 RESOURCES_NOTES = (
-    "Of a call with several kernels: the most registers, all spills, the most memory, the least occupancy. Spills are "
-    "bytes a thread on a GPU, and vector registers stored in the code of a TPU kernel. Memory is that of one program, "
-    "with its share of what a program may have."
+    "A call with several kernels has the largest number of registers, the sum of the spills, the largest memory and "
+    "the smallest occupancy. Spills are bytes for each thread on a GPU, and stored vector registers in the code of a "
+    "TPU kernel. Memory is that of one program, with its share of the permitted memory."
 )
 
 
@@ -231,9 +231,9 @@ def cycles(kept: StoredResults) -> str:
         there = {r["target"]: found[id(r)] for r in mine}
         lines.append([f"`{op}`", dtype, *(f"{n / 1000:,.0f}" if (n := there.get(t)) else NONE for t in columns)])
     notes = (
-        f"Thousands of cycles of the typical call, {CYCLES}: the compiler's estimate, or what is issued where an "
-        f"estimate is under {FOLLOWED:.0%} of that, and must have missed a branch. No chip has confirmed one. {NONE}: "
-        "the code's bundles were not counted."
+        f"Thousands of cycles of the typical call, {CYCLES}. The program's cycles are the compiler's estimate, or the "
+        f"issue cycles if the estimate is under {FOLLOWED:.0%} of these and must have missed a branch. No chip has "
+        f"confirmed a figure. {NONE}: the bundles of the code were not counted."
     )
     return "\n\n".join([table(["op", "dtype", *columns], lines, words=2), notes, said])
 
@@ -242,12 +242,13 @@ OVER = "over_"
 BEHIND = 1.03
 """Times the best other from which a figure stands in bold."""
 BESIDE_NOTES = (
-    "Thousands of cycles of the kernels by default tilings, no chip ran one; + those of what XLA puts around them, "
-    "such as copies; in brackets both over what the best other takes, and who that is, in bold where ours are behind "
-    "by more than 3 %. XLA: its own program for the formula. Flash, splash: JAX's kernels with the best of several "
-    "sets of blocks. Both sides count by one rule: beside XLA the compiler's estimate, or what is issued where that "
-    "is missing or impossible; beside kernels what is issued; never less than memory takes for the bytes. On v5p two "
-    "cores share a launch along its first parallel axis, which of splash is heads: one head has one core."
+    "Thousands of cycles of portakern's kernels with default tilings, estimated and not run on a chip, + the cycles of "
+    "XLA's operations around them, such as copies. In brackets: the ratio of both to the best other program, and its "
+    "name, in bold if portakern is slower by more than 3 %. XLA: its own program for the formula. Flash, splash: JAX's "
+    "kernels with the best of several block sizes. Both sides are counted by one rule. Beside XLA: the compiler's "
+    "estimate, or the issue cycles if the estimate is missing or impossible. Beside kernels: the issue cycles. Neither "
+    "is less than the cycles in which memory moves the bytes. On v5p two cores share a launch along its first parallel "
+    "axis, which is the heads in splash: one head has one core."
 )
 
 
@@ -263,7 +264,7 @@ def beside(kept: StoredResults) -> str:
     shown = table(["case", *columns], [[case, *(there.get(t, NONE) for t in columns)] for case, there in cells.items()])
     seconds = sum({r.name: r.extra["wall_seconds"] for _, r in rows}.values())
     behind = sum("**" in cell for there in cells.values() for cell in there.values())
-    took = f"{behind} of {len(rows)} are behind. Compiling all took {seconds / 60:.0f} minutes, program by program."
+    took = f"{behind} of {len(rows)} are slower by more than 3 %. Compiling all took {seconds / 60:.0f} minutes."
     text = fold(f"{len(cells)} cases", shown) if len(cells) > UNFOLDED else shown
     return "\n\n".join([text, BESIDE_NOTES, took, source(r for _, r in rows)])
 
@@ -285,8 +286,8 @@ LEGAL_NOTES = (
     "Random calls with random tilings that `supports` accepts, compiled by libtpu without a chip: their number, and in "
     "brackets the largest share of the permitted VMEM that a kernel took. libtpu reports the VMEM of a kernel to the "
     "byte, spilled registers included, and refuses a kernel that needs more than is permitted. The last column is for "
-    "tilings with an estimate of at least half of the permitted VMEM, on all targets: the smallest and the median ratio "
-    "of the estimate to the VMEM that the kernel took. An estimate of at least 1 is safe. The blocks of the shorter "
+    "tilings with an estimate of at least half of the permitted VMEM, on all targets: the smallest and the median "
+    "ratio of the estimate to the VMEM that the kernel took; a ratio of at least 1 is safe. The blocks of the shorter "
     "last chunk of linear_cross_entropy are not estimated."
 )
 

@@ -32,7 +32,7 @@ def judges(kept: StoredResults) -> str:
     if done != planned:
         text.append(f"An unfinished run: {done} of {planned} verdicts.")
     text += [
-        fold("Cheats, by kind: how many of them a rule lets pass", _kinds(rows, rules)),
+        fold("Cheats by kind: how many a rule accepts", _kinds(rows, rules)),
         fold("False alarms", _alarms(rows, rules)),
         fold("The rules, and where they are published", "\n".join(f"* {_rule(rule)}" for rule in rules)),
         source([run]),
@@ -62,10 +62,10 @@ def references(kept: StoredResults) -> str:
     return "\n\n".join(
         [
             table(["problem", "op", *heads], lines, words=2),
-            "Seconds are those of the command, from its start to its verdict, beside other work; cases are those that "
-            "it came to in its time. Rows of fewer cases than there are regimes of values and edges were judged before "
-            "such a run was called unfinished: they are right as far as they went.",
-            fold("Problems that no op here computes", f"Next to one:\n\n{near}\n\nAnd {rest}."),
+            "Seconds are the wall time of the command, with other work on the machine. Cases are those that ran within "
+            "its time limit. Rows with fewer cases than there are regimes of values and edges are older than the "
+            "verdict *unfinished*: the cases that ran are right.",
+            fold("Problems that no op here computes", f"Close to an op:\n\n{near}\n\nOthers: {rest}."),
             source(set_of(r for _, r in found)),
         ]
     )
@@ -110,11 +110,10 @@ def _main(rows: Sequence[Row], rules: Sequence[Row]) -> str:
 def _explained(rows: Sequence[Row]) -> str:
     right = sum(r["right"] for r in rows)
     return (
-        f"{len(rows) - right} wrong functions and kernels, {right} right ones. *Caught*: of those that the rule "
-        "judges; a rule does not judge what its harness drops, or what it has no samples for. *Visible among the "
-        "missed*: of the wrong ones that the rule let pass, those of which some value that it looked at lies "
-        "beyond the error that rounding can cause: its comparison let them pass, not its inputs. *False alarms*: "
-        "right ones that it rejects."
+        f"{len(rows) - right} wrong functions and kernels, {right} right ones. *Caught*: among those that the rule "
+        "judges; a rule does not judge what its harness skips, or what it has no samples for. *Visible among the "
+        "missed*: wrong functions that the rule accepts although a value that it compares is beyond the error of "
+        "rounding: the comparison misses them, not the inputs. *False alarms*: right functions that it rejects."
     )
 
 

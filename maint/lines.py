@@ -98,8 +98,8 @@ def ports(kept: StoredResults) -> str:
     columns = list(dict.fromkeys(port for there in found.values() for port in there))
     body = [[f"`{op}`", *(_share(there.get(port)) for port in columns)] for op, there in found.items()]
     notes = (
-        "Lines: code of the op's own module, and the share of it that no other backend's module of the op has; lib: of "
-        "the module that variants of a backend share. "
+        "Lines: code of the op's own module, and the share of its lines that no other backend's module of the op has; "
+        "lib: the module that variants of a backend share. "
     )
     return table(["op", *columns], body) + "\n\n" + textwrap.fill(notes + _alone(found), 118)
 
@@ -111,8 +111,8 @@ def _alone(written: Mapping[str, Mapping[str, tuple[int, int]]]) -> str:
         return ""
     least, op, port = min(shares)
     return (
-        f"Half of the ports have at least {statistics.median(s for s, _, _ in shares):.0%} of their lines to "
-        f"themselves; the least, {least:.0%}, has {port}'s `{op}`."
+        f"The median share is {statistics.median(s for s, _, _ in shares):.0%}; the smallest is {least:.0%}, of "
+        f"`{op}` in {port}."
     )
 
 
@@ -135,8 +135,8 @@ def lines(kept: StoredResults) -> str:
     beside = {f.rpartition(".")[2]: {*kept.root.joinpath(*f.split(".")).rglob("*.py")} - own for f in folders}
     return table(["op", *columns], body) + (
         "\n\nLines of code: no blank lines, comments or docstrings. One module may hold an op and its gradient. "
-        "Beside the modules of ops lie, for all of them, "
-        f"{', '.join(f'{_count(among)} in {name}' for name, among in beside.items())}."
+        "Modules that all ops share: "
+        f"{', '.join(f'{_count(among)} lines in {name}' for name, among in beside.items())}."
     )
 
 

@@ -141,7 +141,7 @@ def shown(run: Result) -> Result:
     """A run without what nothing shows."""
     kept = SHOWN.get(run.benchmark)
     if kept is None:
-        raise ResultError(f"{run.file}: nothing shows {run.benchmark}; expected one of {', '.join(SHOWN)}")
+        raise ResultError(f"{run.file}: no table shows results of {run.benchmark}; expected one of {', '.join(SHOWN)}")
     names = kept.columns(run.benchmark)
     rows = [
         {n: kept.short[n](row[n]) if n in kept.short else row[n] for n in names if row.get(n) is not None}
@@ -195,7 +195,7 @@ def _runs(file: Path) -> list[Result]:
             else:
                 rows[-1].append(_decoded(columns, told, rows[-1][-1] if rows[-1] else {}))
         except (ValueError, KeyError, TypeError, IndexError) as e:
-            raise ResultError(f"{file}, line {number}: is no line of kept results: {e}") from e
+            raise ResultError(f"{file}, line {number}: is not a line of stored results: {e}") from e
     return found
 
 

@@ -240,15 +240,16 @@ def _notes(kept: StoredResults) -> str:
     ]
     apart = sorted(k.cycles / k.issued for k in kernels if k.cycles and k.issued)
     said = (
-        "Lines: of code. Processor time: up to 200 interpreted cases, the median of the ops and the extremes. Speed: "
-        "the best peer's time over ours, the median of the calls and the extremes; above 1 is faster. By static "
-        "cycles: the same beside XLA's and JAX's own programs. No chip has confirmed a static count."
+        "Lines: lines of code. Processor time: up to 200 interpreted cases, the median of the ops and the extremes. "
+        "Speed: the best peer's time divided by portakern's, the median of the calls and the extremes; above 1 is "
+        "faster. By static cycles: the same relative to XLA's and JAX's own programs. No chip has confirmed a static "
+        "count."
     )
     if apart:
         few = len(apart) // 20
         said += (
-            " libtpu's estimate over the instructions that a kernel issues is "
+            " libtpu's estimate divided by the issue cycles of a kernel is "
             f"{statistics.median(apart):.2f} ({apart[few]:.2f} to {apart[-1 - few]:.2f} for 90% of the kernels): "
-            "a ratio is uncertain by as much."
+            "ratios have the same uncertainty."
         )
     return said

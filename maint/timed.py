@@ -40,13 +40,13 @@ def _us(value: float) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------- speed
 SPEED_NOTES = (
-    "Device time alone, caches cold, contenders in turns, the median. Roof: a copy and products measured in the "
-    "same run. Of the best peer's speed: above 1 is faster than all of them; what is wrong has no time, and is "
-    "nobody's peer. Error: the largest, as a share of the derived bound."
+    "Median device time with cold caches; contenders alternate. Roof: a copy and products measured in the same run. "
+    "Speed relative to the best peer: above 1 is faster than all of them. A wrong result has no time, and is no peer. "
+    "Error: the largest, as a share of the derived bound."
 )
 FAR_NOTE = (
-    "Far behind: not timed on this call, since each of at least two calls of the same suite, op and dtype before it "
-    "had found that peer wrong, or twice as slow as the best (`--every-peer` times it)."
+    "Far behind: not timed on this call, since the peer was wrong, or twice as slow as the best, on at least two "
+    "earlier calls of the same suite, op and dtype (`--every-peer` times it)."
 )
 
 
@@ -64,10 +64,10 @@ def speed(kept: StoredResults) -> str:
     far = [FAR_NOTE] if any(row["verdict"] == FAR_BEHIND for row, _ in found) else []
     runs = set_of(r for _, r in found)
     absent = {name: why.partition(";")[0] for r in runs for name, why in r.extra["not_timed"].items()}
-    told = [f"Took no part: {', '.join(f'{n} ({why})' for n, why in absent.items())}."] if absent else []
+    told = [f"Not timed: {', '.join(f'{n} ({why})' for n, why in absent.items())}."] if absent else []
     left = Counter(name.partition(" ")[0] for r in runs for name in r.extra["left_out"])
     cut = ", ".join(f"{n} of {name}" for name, n in left.items())
-    told += [f"Left out when the budget ended: {cut}."] if left else []
+    told += [f"Left out when the time limit was reached: {cut}."] if left else []
     return "\n\n".join(t for t in [*text, SPEED_NOTES, *far, *told, source(runs)] if t)
 
 
@@ -133,9 +133,9 @@ def _outcome(r: Row, root: Path) -> str:
 
 # ------------------------------------------------------------------------------------------------------------- by op
 SPEEDS_NOTES = (
-    "The best peer's time over ours, the median of the calls that were timed, and the extremes; above 1 is faster than "
-    "every peer. Error: the worst of any element of these calls, as a share of what the derived bound permits; above 1 "
-    f"is wrong; in {FINE}, since a result in 16 bits comes close to 1 whatever computed it."
+    "The best peer's time divided by portakern's: the median of the timed calls, and the extremes; above 1 is faster "
+    "than every peer. Error: the largest of any element of these calls, as a share of the derived bound; above 1 is "
+    f"wrong. It is given in {FINE}, since every correct result in 16 bits comes close to 1."
 )
 
 
@@ -182,7 +182,7 @@ def losses(kept: StoredResults) -> str:
     """A list a device: times over the best peer's, an op after another, from the worst; then the host's."""
     text = []
     for device, rows in _on_each_device(kept, "bench").items():
-        text.append(f"Time over the best peer's, {device}; what differs by less than {EVEN:.0%} counts as the same:")
+        text.append(f"Time divided by the best peer's, {device}; a difference below {EVEN:.0%} counts as the same:")
         text.append("\n".join(_kinds(kept, rows)))
         text += [AGED] if any(changed(r, kept.root) for r in rows) else []
     return "\n\n".join(_filled(t) for t in [*text, *_host(kept)] or ["Nothing was timed yet."])
@@ -214,7 +214,7 @@ def _kinds(kept: StoredResults, rows: Sequence[Row]) -> list[str]:
     broken = sorted({f"`{r['op']}` {r['dtype']}" for r in rows if r["subject"] and r["verdict"] in ("wrong", "failed")})
     alone = _untimed(kept, {(r["op"], r["dtype"]) for mine in by_op.values() for r in mine})
     kinds |= {"**wrong**": broken} if broken else {}
-    kinds |= {"timed beside no peer": alone} if alone else {}
+    kinds |= {"timed without a peer": alone} if alone else {}
     return [f"* {kind}: {'; '.join(said) or 'none'}." for kind, said in kinds.items()]
 
 
@@ -246,7 +246,7 @@ def _host(kept: StoredResults) -> list[str]:
             shares = [us[op, ours] / us[op, theirs] for op, interface in us if interface == ours and (op, theirs) in us]
             parts += [f"{_range(shares)} times {what}"] if shares else []
         if parts:
-            which = f"Host time of an eager call over that of PyTorch's own function, {device}"
+            which = f"Host time of an eager call, divided by that of PyTorch's own function, {device}"
             told.append(f"{which}: {', '.join(parts)}.")
     return told
 
@@ -286,12 +286,13 @@ def launch(kept: StoredResults) -> str:
 STAGES = {"eager": "a Llama's step, eager", "compiled": "the same, torch.compile", "loss": "`linear_cross_entropy`"}
 NAMES = {"liger": "Liger", "torch": "PyTorch"}
 STEP_HEADS = [
-    "forward and backward of", "on", "ms, median", "best, worst", "over portakern's", "GiB at most", "gradients off",
+    "forward and backward of", "with", "ms, median", "best, worst", "ratio to portakern", "GiB at most",
+    "error of gradients",
 ]  # fmt: skip
 STEP_NOTES = (
-    "GiB: of a step with its parameters, of the loss beyond its arguments. Gradients off: the norm of the difference "
-    "over that of the gradient; of a step, from those that PyTorch's own functions give in the same dtype; of the "
-    "loss, from float64, those of hidden and of weight."
+    "GiB: a step with its parameters; the loss without its arguments. Error of gradients: the norm of the difference "
+    "divided by the norm of the gradient. The reference of a step is PyTorch's own functions in the same dtype; the "
+    "reference of the loss is float64, for the gradients of hidden and of weight."
 )
 MOST_KERNELS = 6
 """Kernels that are named."""
@@ -345,13 +346,13 @@ def _step_kernels(rows: Sequence[Row]) -> list[str]:
 
 # --------------------------------------------------------------------------------------------------------------- tuning
 TUNED_HEADS = [
-    "target", "calls of", "by", "calls", "tilings tried, median", "loss, median", "worst", f"beyond {SMALL:.0%}",
-    f"beyond {MOST:.0%}", "gain of tuning", "without time",
+    "target", "family", "backend", "calls", "tilings tried, median", "loss, median", "worst", f"beyond {SMALL:.0%}",
+    f"beyond {MOST:.0%}", "gain of tuning", "not searched",
 ]  # fmt: skip
 TUNED_NOTES = (
-    "Loss: the time, or the figure of a model, of what is shipped over that of the best tiling found for the very "
-    "call, less 1. Gain of tuning: the same figures' geometric mean, as a factor. What was tried bounds what could be "
-    "found. Calls without time: no other tiling was tried before the run ended, and they count for nothing."
+    "Loss: the time, or a model's figure, of the shipped tiling divided by that of the best tiling found for the call, "
+    "less 1. Gain of tuning: the geometric mean of the ratios. A search finds only what it tries. Not searched: "
+    "calls for which no other tiling was tried before the run ended; the other columns leave them out."
 )
 
 
@@ -373,5 +374,7 @@ def tuned(kept: StoredResults) -> str:
         mine = [row for row, run in group if searched(row, run.extra.get("keys_left"))]
         lines.append([*key, *(figures(mine) if mine else ["0", *[NONE] * 6]), str(len(group) - len(mine))])
     cut = [f"{run.name} {run.extra['keys_left']}" for run in set_of(r for _, r in found) if run.extra.get("keys_left")]
-    unreached = [f"Keys that a run's time did not reach, whose calls have no row: {', '.join(cut)}."] if cut else []
+    unreached = (
+        [f"Table keys that a run did not reach in time, whose calls have no row: {', '.join(cut)}."] if cut else []
+    )
     return "\n\n".join([table(TUNED_HEADS, lines, words=3), TUNED_NOTES, *unreached, source(r for _, r in found)])

@@ -226,7 +226,7 @@ def test_a_clock_that_somebody_replaced_ends_the_run(monkeypatch):
         return softmax(x, axis)
 
     with pytest.raises(
-        DeviceLost, match=r"time\.perf_counter is no longer what times are read from: code of one of mine"
+        DeviceLost, match=r"code of one of mine.* replaced time\.perf_counter, with which times are measured"
     ):
         row(fn)
     monkeypatch.undo()
@@ -250,7 +250,7 @@ def test_what_is_faster_than_the_roof_is_an_error():
         return impossible(call, Times(us, us, us, us, 20, "events"), RATES, 1.25)
 
     assert of(least) is None and of(least / 1.24) is None
-    assert "1.3 times as fast as the measured roof allows" in of(least / 1.3) and of(0.0)
+    assert "1.3 times as fast as the measured roof permits" in of(least / 1.3) and of(0.0)
     product = call_of("matmul", {"batch": (), "m": 64, "n": 64, "k": 64}, "float32")
     assert floor(product, RATES) == pytest.approx(1e6 * 3 * 4 * 64 * 64 / 1e12), "float32 may be products of bfloat16"
     assert floor(product, {"bfloat16": 1e10}) == pytest.approx(1e6 * 2 * 64**3 / 1e10)
@@ -262,7 +262,7 @@ def test_what_is_faster_than_the_roof_is_an_error():
 def test_a_row_that_is_faster_than_the_roof_has_no_time(monkeypatch):
     monkeypatch.setattr("portakern.tools.bench.roof.measure", lambda *args: {"copy": 1e3})
     found = row(softmax)
-    assert (found["verdict"], "median_us" in found) == ("failed", False) and "measured roof allows" in found["why"]
+    assert (found["verdict"], "median_us" in found) == ("failed", False) and "measured roof permits" in found["why"]
 
 
 @pytest.mark.parametrize(

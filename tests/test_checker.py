@@ -533,7 +533,7 @@ def test_what_has_no_default_is_given_and_told_as_a_concession():
 
 def test_functions_that_cannot_be_called_are_refused_in_words():
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    with pytest.raises(pk.SpecError, match="is built in and does not say what arguments it takes; wrap it in a func"):
+    with pytest.raises(pk.SpecError, match="is a built-in function without a signature; wrap it in a func"):
         pk.check("softmax", fn=torch.softmax, framework="torch")
     with pytest.raises(pk.SpecError, match="needs dim, which softmax does not have; expected some of x, axis"):
         pk.check("softmax", fn=lambda x, dim: x)

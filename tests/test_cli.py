@@ -446,7 +446,7 @@ def test_a_cache_that_cannot_be_used_costs_nothing_but_a_line(tmp_path, monkeypa
         cache.keep("abc", BUILT)
     assert cache.find("abc") is None
     (record,) = caplog.records
-    assert "cannot be kept in /dev/null/x: Not a directory; set PORTAKERN_CACHE" in record.getMessage()
+    assert "cannot be cached in /dev/null/x: Not a directory; set PORTAKERN_CACHE" in record.getMessage()
 
 
 def test_tables_of_tilings_in_the_cache_may_hold_anything(tmp_path, monkeypatch, caplog):

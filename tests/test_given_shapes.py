@@ -101,7 +101,7 @@ def test_a_right_kernel_passes_in_every_regime_and_every_concession_is_told():
     assert {*report.layouts} == {"contiguous", "shifted"}
     assert report.not_required == (
         "never passed: axis",
-        "only the shapes x [24, 1025] are called",
+        "only the shapes x [24, 1025] are checked",
         "memory layouts are only: contiguous, shifted",
         "laws are not checked: they need other shapes",
     )
@@ -342,7 +342,7 @@ def test_other_words_that_are_none_are_named():
         pk.check("softmax", fn=right, layouts="odd")
     with pytest.raises(pk.SpecError, match="promise 'speed' is unknown; expected some of inputs"):
         pk.check("softmax", fn=right, promises=["speed"])
-    with pytest.raises(pk.SpecError, match="no call of the shapes is on 'tiles_of_minus_inf'"):
+    with pytest.raises(pk.SpecError, match="no call of these shapes has edge 'tiles_of_minus_inf'"):
         pk.check("softmax", fn=right, shapes=[{"x": (2, 8)}], only=["tiles_of_minus_inf"])
     with pytest.raises(pk.SpecError, match="matmul"):
         pk.check("matmul", fn=np.matmul.__call__, shapes=[{"a": (2, 3), "b": (4, 5)}])

@@ -512,7 +512,7 @@ def softmax(x):
 def test_a_function_is_right_and_what_was_conceded_is_told(tmp_path):
     result = judged(tmp_path, NUMPY_RIGHT, max_examples=12)
     assert result.report.outcome == "right" and result.report.examples == 12, result.report.failures
-    assert "only the shapes x [8, 100] are called" in result.report.not_required
+    assert "only the shapes x [8, 100] are checked" in result.report.not_required
     assert result.protections == [*PROTECTIONS] and len(result.sha256) == 64
     plain = json.loads(json.dumps(result.to_dict()))
     assert plain["outcome"] == "right" and plain["protections"] == [*PROTECTIONS] and plain["name"] == "softmax"
@@ -738,7 +738,7 @@ def test_files_that_are_none_are_named(tmp_path):
         judged(tmp_path, ZEROS, None)
     with pytest.raises(pk.SpecError, match="has no 'other'; it defines softmax"):
         judged(tmp_path, ZEROS, name="other")
-    with pytest.raises(pk.SpecError, match="candidate.py is no Python"):
+    with pytest.raises(pk.SpecError, match="candidate.py is not valid Python"):
         judged(tmp_path, "def softmax(:")
     with pytest.raises(
         pk.SpecError, match="needs out, which softmax does not have; say with --map what it is, as in y=out"
@@ -927,8 +927,8 @@ def test_a_module_does_not_name_what_it_is_asked(tmp_path):
     result = judge(file, problem=problem, max_examples=2)
     assert result.report.outcome == "wrong" and result.problem == str(problem)
     trusted = judge(file, problem=file, max_examples=2, seconds=60.0)
-    assert "its inputs are what the candidate's own file names, and may be easy ones" in trusted.report.not_required
-    assert "only the dtype of the problem's inputs is called: float32" in trusted.report.not_required
+    assert "the inputs are those of the candidate's own file, and may be easy ones" in trusted.report.not_required
+    assert "only the dtype of the problem's inputs is checked: float32" in trusted.report.not_required
 
 
 TAKES_OVER = """
@@ -971,7 +971,7 @@ def test_files_beside_a_problem_are_no_libraries(tmp_path):
     problem.write_text(PROBLEM.replace("import torch", "import colorsys\nimport torch\nassert colorsys.rgb_to_hls"))
     (tmp_path / "colorsys.py").write_text("raise SystemExit('of the candidate')")
     result = judged(tmp_path, NUMPY_RIGHT, shapes=None, dtypes=None, problem=problem, max_examples=2)
-    assert not result.report.failures and "only the shapes x [6, 100] are called" in result.report.not_required
+    assert not result.report.failures and "only the shapes x [6, 100] are checked" in result.report.not_required
 
 
 def test_a_problem_that_names_no_inputs_is_named(tmp_path):

@@ -251,7 +251,7 @@ WRONG = [
     (["--max-examples", "99999999999999999999"], r"max_examples: 99999999999999999999; expected a whole number from 1"),
     (["--seed", "99999999999999999999"], r"seed: 99999999999999999999; expected a whole number from 0"),
     (["--case", '{"dtype":"float32","shapes":{"x":[1,300000000000]}}'], r"needs about .* GiB"),
-    (["--case", '{"dtype":"float32","shapes":{"x":[1,99999999999999999999999]}}'], r"--case is no call of softmax"),
+    (["--case", '{"dtype":"float32","shapes":{"x":[1,99999999999999999999999]}}'], r"--case is not a call of softmax"),
 ]
 
 

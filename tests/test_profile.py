@@ -130,7 +130,7 @@ def test_what_is_shared_among_programs_says_what_holds_occupancy_down():
     assert residents(4, None, {}, H100) == {} and occupancy(4, None, {}, H100) is None
     (kernel,) = facts.kernels_of([CODE], [], [], None, H100)
     shown = {fact.name: fact.value for fact in kernel.facts}
-    assert shown["occupancy is held down by"] == "registers: 3 programs of a core"
+    assert shown["occupancy is limited by"] == "registers: 3 programs of a core"
     assert kernel.bound == "not known: nothing was run"
 
 

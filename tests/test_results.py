@@ -85,7 +85,7 @@ def test_what_is_kept_comes_back_as_it_was(tmp_path):
     assert [*read.rows[1]["tiling"]] == ["b", "a"] and (read.name, read.device) == ("x.json", "d")
     assert len((tmp_path / "compile-matrix.jsonl").read_text().splitlines()) == 4
     (tmp_path / "compile-matrix.jsonl").write_text("{}\n")
-    with pytest.raises(ResultError, match=r"compile-matrix.jsonl, line 1: is no line of kept results"):
+    with pytest.raises(ResultError, match=r"compile-matrix.jsonl, line 1: is not a line of stored results"):
         store.read(tmp_path)
 
 

@@ -297,7 +297,7 @@ def test_what_ended_the_process_is_not_tried_again(own_cache):
         subprocess.run([sys.executable, "-c", script, n], capture_output=True, text=True, timeout=100) for n in "12"
     ]
     assert ended[0].returncode == -signal.SIGKILL, ended[0].stderr
-    assert "it was being tried when an earlier run ended" in ended[1].stdout, ended[1].stderr
+    assert "an earlier run ended while it was tried" in ended[1].stdout, ended[1].stderr
 
 
 @pytest.mark.parametrize("deaths", [1, 2])
@@ -327,7 +327,7 @@ def test_of_candidates_that_were_timed_together_when_a_run_ended_each_is_judged_
     assert [run.returncode for run in ended] == [-signal.SIGKILL] * deaths + [0], ended[-1].stderr
     said = {line.split()[0]: line.split(maxsplit=2)[1:] for line in ended[-1].stdout.splitlines()}
     assert said["128"] == ["False", "wrong"] and said["16"][1] == said["256"][1] == "False"
-    blamed = ["False", "it was being tried when an earlier run ended"]
+    blamed = ["False", "an earlier run ended while it was tried"]
     assert said["64"] == (["True", "False"] if deaths == 1 else blamed)
 
 
@@ -357,12 +357,12 @@ ENDED = object()
 @pytest.mark.parametrize(
     ("processes", "expected", "said"),
     [
-        ([[OSError("Cannot allocate memory")]], None, "no other could be begun (OSError: Cannot allocate memory)"),
+        ([[OSError("Cannot allocate memory")]], None, "no other process could be started (OSError: Cannot allocate memory)"),
         ([[lambda: MemoryError("none left")]], None, "could not make the call (MemoryError: none left)"),
         ([[ENDED], [None, "spoilt"]], "spoilt", ""),
-        ([[ENDED], [ENDED]], None, "no other could be begun (BrokenProcessPool"),
+        ([[ENDED], [ENDED]], None, "no other process could be started (BrokenProcessPool"),
         ([[None, ENDED], [None, "spoilt"]], "spoilt", ""),
-        ([[None, lambda: BrokenProcessPool()]], "died: the process that called it ended", ""),
+        ([[None, lambda: BrokenProcessPool()]], "died: its process ended", ""),
         ([[None, ENDED], [lambda: MemoryError("none left")]], None, "could not make the call"),
     ],
     ids=["never begun", "no room", "ended at rest", "ends always", "ended between", "dies of it", "no more room"],
@@ -380,7 +380,7 @@ def test_a_candidate_is_blamed_for_its_own_end_alone(own_cache, monkeypatch, cap
         assert calling.refused(group.cases[0], group.on, {"rows_at_once": 64}) == expected
         assert not made and (expected or calling.refused(group.cases[0], group.on, {"rows_at_once": 32}) is None)
     heard = caplog.text
-    assert (said in heard and heard.count("are called in this process first") == 1) if said else not heard
+    assert (said in heard and heard.count("run in this process") == 1) if said else not heard
 
 
 @pytest.mark.parametrize("when", ["arrays", "check", "times"])
@@ -483,9 +483,9 @@ def test_a_candidate_that_never_ends_costs_its_seconds_and_not_the_run(own_cache
     paths = os.pathsep.join([str(tmp_path), root, os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": paths}
     expected = [
-        "64 hung: it had not ended after 3 s, when the process that called it was killed",
-        "128 died: the process that called it ended",
-        "256 spoilt the device: CUDA error: an illegal memory access was encountered",
+        "64 hung: no result after 3 s, and its process was killed",
+        "128 died: its process ended",
+        "256 left the device unusable: CUDA error: an illegal memory access was encountered",
     ]
     for processes in 4, 1:  # one more after each that ended; the second run tries none of these candidates
         ran = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=100, cwd=root,

@@ -237,9 +237,9 @@ def _show_reports(reports: list[Any], ended: BaseException | None) -> None:
     )
     for r in reports:
         for lacking, count in r.not_emulated.most_common():
-            out.print(f"not emulated {count} x {r.op} on {r.subject}: {lacking}", markup=False, highlight=False)
+            out.print(f"not emulated: {count} cases of {r.op} on {r.subject}: {lacking}", markup=False, highlight=False)
         for reason, count in r.refused.most_common():
-            out.print(f"refused {count} x {r.op} on {r.subject}: {reason}", markup=False, highlight=False)
+            out.print(f"refused: {count} cases of {r.op} on {r.subject}: {reason}", markup=False, highlight=False)
         if r.left_out:
             why = "the budget ended" if ended is None else "the check was interrupted"
             text = f"{r.left_out} cases of {r.op} on {r.subject} were not run: {why}"

@@ -113,7 +113,7 @@ def _compare(first: Path, second: Path) -> None:
         say(f"{found.kept} times were left out: the second file copies them from the first")
     if not found.own:
         raise SpecError(f"report: {first} and {second} share no ratio that both measured with the same sources")
-    said = f"{len(found.own) - len(found.beyond)} of {len(found.own)} ratios of ours are within {WITHIN:.0%}"
+    said = f"{len(found.own) - len(found.beyond)} of {len(found.own)} ratios of portakern are within {WITHIN:.0%}"
     say(said, "red" if found.beyond else "green")
     if found.beyond or found.turned:
         raise typer.Exit(1)

@@ -37,12 +37,12 @@ def source_of_nan(trial: CaseOnSubject, looks: str, first: CallOutputs) -> Liken
         other = _with_numbers_beside(b)
         if other is not None and _turned(first, _again(trial, {name: other})):
             return Likeness(
-                "beside", f"memory beside the elements of {name} is read: its strides or its end are missed"
+                "beside", f"memory outside the elements of {name} is read: its strides or its extents are ignored"
             )
     with trial.subject.fresh(first.outputs):
         written = _again(trial, {}, poisoned=False)
     if _turned(first, written):
-        return Likeness("unwritten", "memory that nothing was written to: it holds something else on another call")
+        return Likeness("unwritten", "memory that was never written to: it holds other values on another call")
     return None
 
 

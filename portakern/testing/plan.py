@@ -45,7 +45,8 @@ def plan(spec: Spec[Any], limits: Limits, max_examples: int, only: Sequence[str]
     corners.sort(key=_last)  # of few cases those on edges where most mistakes show
     if only is not None and not corners:
         raise SpecError(
-            f"check({spec.name!r}): what is checked takes no case on {' or '.join(map(repr, only))}; name other edges"
+            f"check({spec.name!r}): the implementation takes no case of edge {' or '.join(map(repr, only))}; name other "
+            "edges"
         )
     if limits.shapes:
         return _plan_of_shapes(spec, limits, max_examples, corners, only is None)
@@ -102,8 +103,8 @@ def _plan_of_shapes(
     reach = [(e, shapes) for e, shapes in reach if shapes]
     if not free and not reach:
         raise SpecError(
-            f"check({spec.name!r}): no call of the shapes is on {' or '.join(repr(e.name) for e in corners)}; name "
-            "other edges"
+            f"check({spec.name!r}): no call of these shapes has edge {' or '.join(repr(e.name) for e in corners)}; "
+            "name other edges"
         )
     runs: list[CaseGroup] = []
     regimes, visits = 0, 0

@@ -180,7 +180,7 @@ def judge(actual: np.ndarray, ref: np.ndarray, bound: np.ndarray, sigma: np.ndar
     most_lean = BIAS + 4 / np.sqrt(min(distinct, _draws(actual[use], ref[use]))) if unbiased else math.inf
     if abs(bias) > most_lean:
         way = "towards 0, as truncation in place of rounding does" if bias < 0 else "away from 0"
-        reasons.append(f"errors lean {way}: by {abs(bias):.2f} of random rounding's; at most {most_lean:.2f} is right")
+        reasons.append(f"errors lean {way}: {abs(bias):.2f} of random rounding's; at most {most_lean:.2f} is right")
     return Evidence(z, bias, largest, True, tuple(reasons))
 
 

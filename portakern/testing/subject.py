@@ -350,14 +350,14 @@ def _taken(spec: Spec[Any], fn: Callable[..., Any]) -> tuple[frozenset[str] | No
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
         raise SpecError(
-            f"{called} is built in and does not say what arguments it takes; wrap it in a function that does, of those "
-            f"that it has: {example}"
+            f"{called} is a built-in function without a signature; wrap it in a function with the arguments that it "
+            f"takes: {example}"
         ) from None
     places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(places) < len(required) and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
         raise SpecError(
             f"{called} takes {len(places)} arguments by position; expected {len(required)} for "
-            f"{', '.join(required)}, which come so: wrap it, {example}"
+            f"{', '.join(required)}; wrap it: {example}"
         )
     named = [p for p in parameters if p not in places[: len(required)] and p.kind not in (p.VAR_POSITIONAL,)]
     lone = [p.name for p in named if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
@@ -365,7 +365,7 @@ def _taken(spec: Spec[Any], fn: Callable[..., Any]) -> tuple[frozenset[str] | No
     if strange:
         raise SpecError(
             f"{called} needs {strange[0]}, which {spec.name} does not have; expected some of "
-            f"{', '.join((*required, *sorted(known)))}: wrap it, {example}"
+            f"{', '.join((*required, *sorted(known)))}; wrap it: {example}"
         )
     everything = any(p.kind is p.VAR_KEYWORD for p in named)
     return None if everything else frozenset(required) | {p.name for p in named}, frozenset(lone)
@@ -386,23 +386,23 @@ LEFT_OUT: Mapping[str, tuple[Callable[[Spec[Any], Limits], bool], str]] = {
         "laws are not checked: they need other shapes",
     ),
 }
-"""What a check may leave out for a kernel that has never seen it: name -> (whether limits do, in words)."""
+"""What a check need not require: name -> (whether its limits leave this out, the report's words)."""
 
 
 def not_required(
     spec: Spec[Any], limits: Limits, excused: Collection[str], unordered: Mapping[str, str] | None = None
 ) -> tuple[str, ...]:
-    """What a report says of everything that was not asked. unordered: as of a :class:`Subject`."""
+    """The report's words on all that is not required of a subject. unordered: as in :class:`Subject`."""
     lacks = _lacking(spec, limits)
     lacking = [f"never passed: {', '.join(lacks)}"] if lacks else []
     given = [f"{n} is always passed: it has no default" for n in sorted(limits.always)]
     built_in = [f"{n} is {v!r} in every call" for n, v in limits.options.items()]
-    shaped = [f"only the shapes {' or '.join(map(with_shape, limits.shapes))} are called"] if limits.shapes else []
+    shaped = [f"only the shapes {' or '.join(map(with_shape, limits.shapes))} are checked"] if limits.shapes else []
     words = [what.format(layouts=", ".join(limits.layouts)) for made, what in LEFT_OUT.values() if made(spec, limits)]
     edges = ["NaN and infinities may give other results than the formula"] if "edges" in excused else []
     some = [n for n in PROMISES if n in excused and "promises" not in excused]
-    asked = {"laws": not limits.shapes, "overwrite": bool(spec.aliases)}
-    some = [n for n in some if asked.get(n, True)]
+    applies = {"laws": not limits.shapes, "overwrite": bool(spec.aliases)}
+    some = [n for n in some if applies.get(n, True)]
     beside = [f"beside edges, {limits.drawn}"] if limits.drawn != ANY and not limits.shapes else []
     bits = [f"bits of {name} may change from one call to the next: {why}" for name, why in (unordered or {}).items()]
     lesser = (f"not promised: {PROMISES[n]}" for n in some)
@@ -419,7 +419,7 @@ def _lacking(spec: Spec[Any], limits: Limits) -> list[str]:
 
 
 def checked_kinds(spec: Spec[Any], edges: bool, promises: bool | Collection[str]) -> tuple[tuple[str, ...], set[str]]:
-    """(the kinds that a check holds to, what it excuses: kinds and promises by name).
+    """(the kinds that are checked, the names of kinds and promises that are not).
 
     Raises:
       SpecError: an unknown promise.

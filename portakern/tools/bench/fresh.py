@@ -158,7 +158,7 @@ class Fresh:
             return
         verdict = self.judge.verdict(self.entry.framework, outputs, self.call.target, self.call.interpret)
         if not verdict.right:
-            raise StaleResult(f"right at first; while it was timed, on other values: {verdict.why}")
+            raise StaleResult(f"right before it was timed, wrong on other values during timing: {verdict.why}")
 
     def close(self) -> None:
         """The contender's call is on its first values again."""

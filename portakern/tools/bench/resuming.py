@@ -90,4 +90,4 @@ def read(file: Path, on_cpu: bool) -> Earlier:
     return Earlier(rows, **kept, wall_seconds=found.extra["wall_seconds"])
 
 
-INSTEAD = "name another file, or give --fresh to write this one anew"
+INSTEAD = "name another file, or pass --fresh to overwrite this one"

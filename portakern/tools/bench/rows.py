@@ -86,7 +86,7 @@ def impossible(call: Call, times: Times, rates: Mapping[str, float], beyond: flo
         return None
     return (
         f"{times.median_us:.3g} us is {least / max(times.median_us, 1e-9):,.1f} times as fast as the measured roof "
-        f"allows, {least:.3g} us; up to {beyond:g} times is believed. It does not do its work while it is timed"
+        f"permits ({least:.3g} us; at most {beyond:g} times is possible): the work is not done while it is timed"
     )
 
 

@@ -89,7 +89,7 @@ def run(
     start = now if start is None else start
     found = Outcome(spent=Spent({"before the first call": now - start}), pruned=Pruned(plan.every_peer))
     workers = [*helped.workers] or [Here(TimingContext(plan, visited=helped.warm.visited))]
-    with found.spent.on("the roof, and loading" if helped.workers else "the roof"):
+    with found.spent.on("roof and loading" if helped.workers else "the roof"):
         found.rates = workers[0].roof().result()
     return _Run(plan, done, start, helped, found, workers).carried_out()
 

@@ -274,12 +274,11 @@ class Trial:
                 run.close()
 
     def _check_clocks(self, runs: Iterable[Fresh]) -> None:
-        """DeviceLost where somebody put others in place of what times are read from."""
+        """DeviceLost if a contender's code replaced a function with which times are measured."""
         for name in dict.fromkeys(name for run in runs for name in run.instruments.replaced()):
             raise DeviceLost(
-                f"bench: {name} is no longer what times are read from: code of one of "
-                f"{', '.join(c.name for c in self.among)} "
-                "put another in its place, and the times of this process are invalid; earlier rows are saved"
+                f"bench: code of one of {', '.join(c.name for c in self.among)} replaced {name}, with which times are "
+                "measured: the times of this process are invalid; earlier rows are saved"
             )
 
     def _settled(self, row: Row, entry: ReadyCall, before: Sequence[Any], times: Times) -> Row:
@@ -290,7 +289,7 @@ class Trial:
         if not all(entry.instruments.same(a, b) for a, b in zip(after, before, strict=True)):
             verdict = self._verdict(entry, after)
             if not verdict.right:
-                why = f"right at first; after it was timed: {verdict.why}"
+                why = f"right before it was timed, wrong afterwards: {verdict.why}"
                 return {**judged(row, verdict, entry.tiling, row["first_s"]), "why": why, "verdict": WRONG}
         del after
         if too_fast := impossible(entry.call, times, self.context.rates, entry.instruments.beyond_roof):

@@ -103,7 +103,7 @@ def extents(spec: Spec[Any], values: Mapping[str, Any]) -> dict[str, Any]:
             raise SpecError(f"{spec.name}: no extent for {name}; pass one, e.g. {name}=64")
         run = value if isinstance(value, (tuple, list)) and name in runs else (value,)
         if not all(type(extent) is int and extent > 0 for extent in run):
-            of = "whole numbers from 1 on, as in 8x1024" if name in runs else "a whole number from 1 on"
+            of = "whole numbers of at least 1, as in 8x1024" if name in runs else "a whole number of at least 1"
             raise SpecError(f"{spec.name}: {name} is {_as_written(value)}; expected {of}")
         found[name] = tuple(run) if name in runs else value
     return found

@@ -13,7 +13,7 @@ from portakern.core.targets import Hardware
 
 __all__ = ["CYCLES", "Build"]
 
-CYCLES = "of each kernel the larger of what its program takes and of what memory takes for the bytes that it moves"
+CYCLES = "for each kernel the larger of the cycles of its program and those in which memory moves its bytes"
 
 
 @dataclass

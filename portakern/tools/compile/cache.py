@@ -90,7 +90,7 @@ def keep_data(name: str, data: Any) -> None:
         write_atomically(_file(name), json.dumps(data) + "\n")
     except OSError as e:
         where = f"{cache_folder()}: {e.strerror or e}"
-        say(f"portakern: what is compiled cannot be kept in {where}; set PORTAKERN_CACHE to a folder of yours")
+        say(f"portakern: compiled kernels cannot be cached in {where}; set PORTAKERN_CACHE to a writable folder")
 
 
 def _file(name: str) -> Path:

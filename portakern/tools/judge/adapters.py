@@ -71,7 +71,7 @@ class CalledCandidate:
         return tuple(o for o in result if o is not None) if isinstance(result, tuple | list) else (result,)
 
     def set_parameter(self, path: str, value: Any) -> None:
-        raise TypeError(f"only a module has parameters, and none is called {path}")
+        raise TypeError(f"the candidate is no torch.nn.Module and has no parameter {path}")
 
 
 class ModuleCandidate(CalledCandidate):
@@ -138,7 +138,7 @@ def _module(path: Path, first: bool = True) -> Any:
         loader = importlib.machinery.ExtensionFileLoader(name, str(path))
         spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no module of Python")
+        raise ImportError(f"{path} is not a Python module")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module
     spec.loader.exec_module(module)

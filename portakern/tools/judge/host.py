@@ -86,7 +86,7 @@ class Host:
                 continue
             value = np.ascontiguousarray(fw.to_numpy(out))
             if value.dtype.hasobject:
-                told.append({"type": "array of Python's objects"})
+                told.append({"type": "array of Python objects"})
                 continue
             shares = [n for n, array in arrays.items() if not fw.immutable and fw.overlap(out, array)]
             before = [i for i, o in enumerate(self.kept) if not fw.immutable and fw.overlap(out, o)]
@@ -134,7 +134,7 @@ def _words(error: BaseException, kind_of: Any) -> dict[str, Any]:
     try:
         return {"error": kind_of(error), "type": str(type(error).__name__), "text": str(error)[:2000]}
     except BaseException:
-        return {"error": "crashed", "type": "an exception", "text": "its words cannot be read"}
+        return {"error": "crashed", "type": "an exception", "text": "its message cannot be read"}
 
 
 def _reply(sink: BinaryIO, message: dict[str, Any], payload: list[Any]) -> None:

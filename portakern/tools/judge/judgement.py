@@ -263,9 +263,9 @@ class _Candidate:
         dtypes = check_options.dtypes
         if dtypes is None and self.inputs and self.inputs[0].dtype in spec.dtypes:
             dtypes = [self.inputs[0].dtype]
-            words = (*words, f"only the dtype of the problem's inputs is called: {dtypes[0]}")
+            words = (*words, f"only the dtype of the problem's inputs is checked: {dtypes[0]}")
         if self.problem == self.path:
-            words = (*words, "its inputs are what the candidate's own file names, and may be easy ones")
+            words = (*words, "the inputs are those of the candidate's own file, and may be easy ones")
         return replace(check_options, dtypes=dtypes, shapes=shapes or None), words
 
 
@@ -328,7 +328,9 @@ def _shapes_of_a_case(spec: Spec[Any], case: str) -> Mapping[str, Sequence[int]]
     except (ValueError, OverflowError, MemoryError) as e:
         if isinstance(e, SpecError):
             raise
-        raise SpecError(f"judge: --case is no call of {spec.name}: {e}; expected the line that was printed") from None
+        raise SpecError(
+            f"judge: --case is not a call of {spec.name}: {e}; pass the JSON text that a failure printed"
+        ) from None
 
 
 MOST = 1 << 48
@@ -408,7 +410,7 @@ def _on_its_terms(
     if (why := terms.get("edges")) and check_options.edges:
         check_options, words = (
             replace(check_options, edges=False),
-            (*words, f"NaN and infinities may lead elsewhere: {why}"),
+            (*words, f"NaN and infinities may give other results than the formula: {why}"),
         )
     return check_options, words
 
@@ -468,7 +470,7 @@ def _identify(path: Path, name: str | None, spec: Spec[Any], framework: str | No
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
-        raise SpecError(f"judge: {path.name} is no Python: {e}") from None
+        raise SpecError(f"judge: {path.name} is not valid Python: {e}") from None
     defined = [n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
     defined += [t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)]
     functions = [n.name for n in tree.body if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")]
@@ -476,7 +478,7 @@ def _identify(path: Path, name: str | None, spec: Spec[Any], framework: str | No
     lone = [f for f in functions if f not in ("get_inputs", "get_init_inputs")]
     likely = [n for n in (*FORMS, spec.name, f"my_{spec.name}", "custom_kernel", "launch") if n in defined] or lone[-1:]
     if name is None and not likely:
-        raise SpecError(f"judge: {path.name} defines no function; expected one, or its name: {path.name}:name")
+        raise SpecError(f"judge: {path.name} defines no function; name one: {path.name}:name")
     which = name or likely[0]
     if "." not in which and which not in defined and not _imports(tree, which):
         raise SpecError(f"judge: {path.name} has no {which!r}; it defines {', '.join(defined) or 'nothing'}")

@@ -193,8 +193,8 @@ class Process:
             number = -code if code < 0 else code - 128
             name = f"signal {signal.Signals(number).name}" if number in {*signal.Signals} else f"status {code}"
             said = self.printed()
-            return f"its process ended with {name}" + (f"; the last that it printed: {said}" if said else "")
-        return f"its process gave a reply that is none: {type(error).__name__}: {printable(error)[:200]}"
+            return f"its process ended with {name}" + (f"; the end of its output: {said}" if said else "")
+        return f"its process sent an invalid reply: {type(error).__name__}: {printable(error)[:200]}"
 
     def _send(self, ask: Mapping[str, Any]) -> None:
         text = json.dumps(ask).encode()
@@ -202,7 +202,7 @@ class Process:
         os.set_blocking(self.requests, False)
         while whole:
             if not select.select((), (self.requests,), (), max(until - time.monotonic(), 0))[1]:
-                raise Ended("hung", f"it took no request for {self.limits.seconds:g} s")
+                raise Ended("hung", f"it read no request for {self.limits.seconds:g} s")
             whole = whole[os.write(self.requests, whole) :]
 
     def _reply(self, seconds: float) -> dict[str, Any]:

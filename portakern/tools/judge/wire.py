@@ -99,19 +99,20 @@ def parameters(message: Mapping[str, Any]) -> list[tuple[str, str, bool]] | None
 
 def _is(kind: type, value: Any, what: str) -> Any:
     if type(value) is not kind:
-        raise ValueError(f"{what}: {type(value).__name__} for {kind.__name__}")
+        raise ValueError(f"{what} is a {type(value).__name__}; expected a {kind.__name__}")
     return value
 
 
 def _list(value: Any, most: int, what: str) -> list[Any]:
     if len(_is(list, value, what)) > most:
-        raise ValueError(f"{what}: {len(value)}, of which {most} are expected at most")
+        raise ValueError(f"{what} has {len(value)} items; expected at most {most}")
     return list(value)
 
 
 def _integer(value: Any, most: int, what: str) -> int:
     if not 0 <= _is(int, value, what) <= most:
-        raise ValueError(f"{what}: {printable(value)[:40] if value.bit_length() < 999 else 'a number'} of none")
+        shown = printable(value)[:40] if value.bit_length() < 999 else "a longer number"
+        raise ValueError(f"{what} is {shown}; expected at most {most}")
     return int(value)
 
 

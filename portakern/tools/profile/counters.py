@@ -60,10 +60,10 @@ STALLS = {
     "gmma": "asynchronous matrix instructions",
     "barrier": "other warps at a barrier",
     "membar": "a memory fence",
-    "wait": "fixed latency of the instruction before",
-    "no_instruction": "instructions to be fetched",
-    "not_selected": "another warp's turn, which is no loss",
-    "sleeping": "itself: asleep",
+    "wait": "the fixed latency of the previous instruction",
+    "no_instruction": "instruction fetches",
+    "not_selected": "other warps that issue (no loss)",
+    "sleeping": "the end of a sleep instruction",
     "drain": "stores to drain at the end",
     "imc_miss": "the cache of constants",
     "branch_resolving": "a branch",
@@ -113,8 +113,8 @@ ATTEMPTS = 4
 PERMISSION = "ERR_NVGPUCTRPERM"
 ALLOWED = (
     "this user may not read the GPU's counters (ERR_NVGPUCTRPERM); ask whoever owns the machine to set the option "
-    "NVreg_RestrictProfilingToAdminUsers=0 of the nvidia kernel module and to load it anew, or run as root; in a "
-    "container start that with --cap-add=SYS_ADMIN (https://developer.nvidia.com/ERR_NVGPUCTRPERM)"
+    "NVreg_RestrictProfilingToAdminUsers=0 of the nvidia kernel module and to reload it, or run as root; start a "
+    "container with --cap-add=SYS_ADMIN (https://developer.nvidia.com/ERR_NVGPUCTRPERM)"
 )
 PLATFORM = "cuda"
 MISSING = "ncu is neither on the PATH nor in CUDA's folders; install Nsight Compute, which comes with the CUDA toolkit"

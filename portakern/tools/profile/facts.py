@@ -151,7 +151,7 @@ def _narrowest(kernel: Kernel, hardware: Hardware | None) -> list[Fact]:
         return []
     least = min(beside, key=lambda n: beside[n])
     text = f"{least}: {beside[least]} program{'s' * (beside[least] != 1)} of a core"
-    return [Fact("occupancy is held down by", text, "", COMPILER)]
+    return [Fact("occupancy is limited by", text, "", COMPILER)]
 
 
 def _bound(
@@ -178,8 +178,8 @@ def _by_roof(us: float | None, total: float, ceiling: Ceiling | None) -> str:
     if not us or ceiling is None:
         return "not known: nothing was run" if not us else "not known: no roof was measured"
     if us < ALONE * total:
-        return "not known without counters: the roof is of the whole call, and this is a part of it"
+        return "not known without counters: the measured roof is that of the full call"
     share, what = ceiling.us / us, ceiling.what
     if share >= NEAR:
         return f"{what}, {share:.0%} of the measured roof"
-    return f"neither memory nor products, {share:.0%} of the measured roof ({what}): counters would say what"
+    return f"neither memory nor products, {share:.0%} of the measured roof ({what}); counters would show the limit"

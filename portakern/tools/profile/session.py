@@ -108,7 +108,7 @@ def looked_at(request: ProfileRequest, entry: ReadyCall, target: targets.Target,
     missing: dict[str, str] = {}
     samples = [s for s in (instruments.kernels(entry.run) for _ in range(SAMPLES)) if s]
     if not samples:
-        missing[TIMES] = f"{entry.framework.title} tells no kernel's time on {target}"
+        missing[TIMES] = f"{entry.framework.title} reports no kernel times on {target}"
     ceiling = roof.ceiling(call, roof.measure(instruments, instruments.recorder, ROUNDS))
     built = _report(entry, target, request, missing)
     instruments.release()
@@ -118,7 +118,7 @@ def looked_at(request: ProfileRequest, entry: ReadyCall, target: targets.Target,
     whole = whole_of(samples)
     facts = _declared(call)
     if ceiling:
-        facts.append(Fact(f"least time, by {ceiling.what}", ceiling.us, "us", ROOF))
+        facts.append(Fact(f"minimum time, by {ceiling.what}", ceiling.us, "us", ROOF))
     if whole:
         facts.append(Fact("time of its kernels", whole, "us", TIMES))
     if ceiling and whole:
@@ -168,7 +168,7 @@ def _least(call: Call, hardware: targets.Hardware) -> list[Fact]:
     """The least time by the maker's data sheet, which no program reaches."""
     found = {"device memory": _over(roof.moved(call), hardware.bandwidth)}
     found[f"products in {call.dtype}"] = _over(call.flops, hardware.flops.get(call.dtype))
-    return [Fact(f"least time, by {what}", us, "us", SHEET) for what, us in found.items() if us]
+    return [Fact(f"minimum time, by {what}", us, "us", SHEET) for what, us in found.items() if us]
 
 
 def _over(work: float, rate: float | None) -> float | None:

@@ -55,7 +55,7 @@ class Isolated:
                 self.close()
                 self._made[case.text] = self._living().submit(_prepare, case, who, anew)
         except (OSError, BrokenProcessPool) as e:
-            self._give_up(case, f"no other could be begun ({type(e).__name__}: {e})")
+            self._give_up(case, f"no other process could be started ({type(e).__name__}: {e})")
 
     def _living(self) -> ProcessPoolExecutor:
         """The process, a new one where there is none."""
@@ -64,11 +64,11 @@ class Isolated:
         return self._process
 
     def _give_up(self, case: TimedCase, why: str) -> None:
-        """Leave the candidates of a call to this process, which is said."""
+        """Run the candidates of a call in this process, with a message to the user."""
         self._unable.add(case.text)
         self.close()
-        say(f"portakern: tune: candidates of {case.timed} are called in this process first, where one that never "
-            f"ends would end the run: {why}")  # fmt: skip
+        say(f"portakern: tune: candidates of {case.timed} run in this process, and one that hangs would end the run: "
+            f"{why}")  # fmt: skip
 
     def refused(self, case: TimedCase, on: TuneTarget, tiling: Tiling) -> str | None:
         """Why a candidate must not be called in this process; None where it ended there, whatever it gave."""
@@ -80,9 +80,9 @@ class Isolated:
         try:
             said = future.result(seconds)
         except TimeoutError:
-            said = f"hung: it had not ended after {seconds:g} s, when the process that called it was killed"
+            said = f"hung: no result after {seconds:g} s, and its process was killed"
         except BrokenProcessPool:
-            said = "died: the process that called it ended"
+            said = "died: its process ended"
         if said is not None:
             self.close()
         return said
@@ -96,7 +96,7 @@ class Isolated:
             wait(self._made.values(), BEGINNING)  # those of other calls too: they would disturb who is timed next
             self._made[case.text].result(0)
         except Exception as e:
-            self._give_up(case, f"another could not make the call ({type(e).__name__}: {e})")
+            self._give_up(case, f"another process could not make the call ({type(e).__name__}: {e})")
             return None
         try:
             return self._process.submit(_call, case.text, dict(tiling))
@@ -109,7 +109,7 @@ class Isolated:
         a process."""
         if self._process is None:
             return False
-        self._give_up(case, "there is no room on the device for a second process")
+        self._give_up(case, "the device has too little memory for a second process")
         return True
 
     def close(self) -> None:
@@ -149,5 +149,5 @@ def _call(name: str, tiling: dict[str, int]) -> str | None:
         outputs = called(inputs, on, tiling)
         on.framework.instruments(on.device).wait(outputs)
     except Exception as e:
-        return f"spoilt the device: {str(e).splitlines()[0]}" if sticky(e) else None
+        return f"left the device unusable: {str(e).splitlines()[0]}" if sticky(e) else None
     return None

@@ -33,7 +33,7 @@ class Journal:
         try:
             self._database.execute("CREATE TABLE IF NOT EXISTS notes (kind, name, value, PRIMARY KEY (kind, name))")
         except sqlite3.DatabaseError as e:
-            raise SpecError(f"tune: the journal {self.path} cannot be used: {e}; --fresh begins another") from None
+            raise SpecError(f"tune: the journal {self.path} cannot be used: {e}; --fresh starts a new one") from None
 
     def get(self, kind: str, name: str) -> Any:
         """What was noted last, or None."""

@@ -32,7 +32,7 @@ def model_of(built: Build, hardware: Hardware, call: Call) -> Model:
     if any(k.issued is not None or k.cycles is not None for k in built.kernels) and hardware.clock:
         metric = "static cycles: the larger of the program's and of memory's"
         return Model(metric, "cycles", True, partial(_cycles, hardware, call))
-    metric = "compile report: the most occupancy times tile of what does not spill; a guess"
+    metric = "compile report: the largest occupancy x tile without spills, a guess"
     return Model(metric, "1 / (occupancy x tile)", False, partial(_occupied, call))
 
 

@@ -72,7 +72,7 @@ def _read(path: Path) -> dict[str, Any]:
     except ValueError as e:
         aside = path.with_name(f"{path.name}.wrong-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
         os.replace(path, aside)
-        say(f"portakern: {path} was no table of tilings ({e}); it is now {aside}, and a new one is begun")
+        say(f"portakern: {path} is not a table of tilings ({e}); it was renamed to {aside}, and a new table is started")
         return {"schema": SCHEMA, "target": path.stem, "notes": [], "ops": {}}
 
 

@@ -87,8 +87,8 @@ def tune_targets(spec: Spec[Any], target: str | None, backend: str | None, varia
             f"tune: {'; '.join(f'backend {name!r} cannot run here: {why}' for name, why in missing.items())}"
         )
     if not found:
-        who = f"backend {backend!r}" if backend else "no backend of portakern's"
-        what = f"{spec.name} for {target}" if target else f"{spec.name} on an accelerator that is here"
+        who = f"backend {backend!r}" if backend else "no backend of portakern"
+        what = f"{spec.name} for {target}" if target else f"{spec.name} for an accelerator of this machine"
         raise UnsupportedError(
             f"tune: {who} {'has no' if backend else 'has'} {what}; name a --target, one of cpu, "
             f"{', '.join(h for h in targets.HARDWARE if h != target)}"

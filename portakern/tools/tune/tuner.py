@@ -103,7 +103,11 @@ class Finding:
     @property
     def fatal(self) -> dict[Key, str]:
         """Those that would have ended the run: they never end, or end or spoil the process that calls them."""
-        return {key: why for key, why in self.refused.items() if why.startswith(("hung:", "died:", "spoilt "))}
+        return {
+            key: why
+            for key, why in self.refused.items()
+            if why.startswith(("hung:", "died:", "left the device unusable"))
+        }
 
 
 class Progress(NamedTuple):
@@ -312,7 +316,7 @@ class _KeySearch:
         elif known is not None:
             self._take(key, known["ratios"])
         elif self.journal.fatal(self._name(tiling)) == 1:
-            self.refused[key] = "it was being tried when an earlier run ended"
+            self.refused[key] = "an earlier run ended while it was tried"
         return key in self.ratios or key in self.refused
 
     def _name(self, tiling: Tiling) -> str:
