@@ -1,2 +1,2 @@
-"""What only maintainers run, in a checkout: ``portakern report`` makes tables, plots and the stub from the results that
-are kept and from the source."""
+"""Maintainers' tools, which run in a checkout: ``portakern report`` makes tables, plots and the stub from the stored
+results and the source."""

@@ -1,4 +1,4 @@
-"""Tables of what was checked: errors as shares of the bound, machine code in an emulator, faults that were planted."""
+"""Tables of checks: errors as shares of the bound, machine code in an emulator, planted faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tables of what was compiled and not run: verdicts, what kernels take of a chip, tilings, cycles beside others'."""
+"""Tables of compiled kernels that were not run: verdicts, registers and memory, tilings, cycles beside those of other
+kernels."""
 
 from __future__ import annotations
 
@@ -304,7 +305,7 @@ def legal(kept: StoredResults) -> str:
         ops.setdefault(row["op"], {})[row["target"]] = row
     lines = []
     for op, there in sorted(ops.items()):
-        cells = [_took(there[t], kept.root) if t in there else NONE for t in columns]
+        cells = [_vmem_share(there[t], kept.root) if t in there else NONE for t in columns]
         lines.append([f"`{op}`", *cells, _estimates([*there.values()])])
     refused = [text for row in rows for text in row["refused"]]
     said = (
@@ -316,7 +317,7 @@ def legal(kept: StoredResults) -> str:
     return "\n\n".join(part for part in [*parts, source(run for _, run in found)] if part)
 
 
-def _took(row: Row, root: Path) -> str:
+def _vmem_share(row: Row, root: Path) -> str:
     bad = f", **{len(row['refused'])} refused**" if row["refused"] else ""
     return f"{row['tilings']} ({row['largest_share']:.0%}{bad}){STALE * changed(row, root)}"
 

@@ -1,4 +1,4 @@
-"""Where each backend's kernels were compiled, interpreted, simulated, run and timed, counted from the kept results."""
+"""Which ops were compiled, interpreted, simulated, run and timed on each backend, counted from the stored results."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ NOTES = (
 
 @dataclass(frozen=True)
 class Ran:
-    """What a kept check ran: whose kernels, on what, how, and the op with its count of cases. ``aged``: its sources
-    have changed since; ``seconds``: of processes, as it was checked."""
+    """A stored check: backend and target, how it ran, the op and the number of its cases. ``aged``: its sources have
+    changed since; ``seconds``: processor time."""
 
     backend: str
     target: Target

@@ -1,4 +1,5 @@
-"""Rules by which kernels are judged, side by side, from kept runs of ``python -m benchmarks.judges``."""
+"""Tables of the rules that judge kernels, from stored runs of ``python -m benchmarks.judges`` and
+``benchmarks.kernelbench``."""
 
 from __future__ import annotations
 

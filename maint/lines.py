@@ -1,4 +1,4 @@
-"""Lines of code of each op on each backend: those that are not blank, comment or docstring."""
+"""Lines of code of each op on each backend, without blank lines, comments and docstrings."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Markdown: tables, folds, and the places of a page between ``<!-- portakern report: NAME -->`` and ``<!-- end: NAME
--->``.
-"""
+"""Markdown: tables, folds, and generated parts of a page, between ``<!-- portakern report: NAME -->`` and ``<!-- end:
+NAME -->``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The results that a checkout keeps, words about where a figure comes from, and whether it is stale."""
+"""The stored results of a checkout, the source lines below a table, and whether a result is stale."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Names that a reader finds and understands: no two classes share one, and none is a word of its authors' own.
+"""Check names: no two classes share one, and none is on the lists of words that only their authors understand.
 
     python -m maint.names        # what breaks a rule, one a line; exit status 1 where anything does
 
-``specs/``, ``backends/``, ``portakern/`` and ``maint/`` are read. A name that users call, an option or the field of a
-file of results is public and stays as it is; the rules are for modules, classes, functions and parameters.
+``specs/``, ``backends/``, ``portakern/`` and ``maint/`` are read. The rules are for modules, classes, functions, their
+parameters, and the annotated fields of classes, which reports and results show. Options of commands are not read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ FOLDERS = ("portakern", "specs", "backends", "maint")
 
 BANNED = {
     "asked": "requested, or what it is: options, arguments",
-    "form": "signature, layout or shape",
+    "conceded": "not_required",
+    "concessions": "not_required",
+    "form": "signature, layout, shape or kind",
+    "fully": "full_... of what: full_shapes",
     "got": "actual",
     "guest": "streamed",
     "guests": "streamed tiles",
@@ -36,15 +39,19 @@ BANNED = {
     "said": "text or message",
     "theirs": "original, candidate or expected",
     "told": "message, description or callbacks",
+    "took": "seconds, or bytes of what",
     "together": "what is counted: heads_per_block, tiles_per_iteration",
     "turn": "iteration, step or barrier",
     "turns": "iterations or steps",
+    "unmet": "not_reached",
     "untold": "unknown",
+    "unvisited": "not_covered",
+    "walls": "protections",
     "way": "mode, variant or layout",
     "ways": "modes, variants or layouts",
     "whole": "full or total",
 }
-"""Name of a module, class, function or parameter, without underscores before it -> what to call it."""
+"""Name of a module, class, function, parameter or field, without underscores before it -> what to call it."""
 
 BANNED_ALONE = {"it", "of", "so", "there"}
 """Names that mean something in a sentence alone. A class method ``of`` is a constructor: ``Scores.of(call)``."""
@@ -101,6 +108,10 @@ def _in_tree(tree: ast.AST, inside: Definition | None) -> Iterator[tuple[int, st
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _takes_options(node):
             every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             yield from ((a.lineno, f"parameter {a.arg!r}; {hint}") for a in every for hint in _hint(a.arg))
+        if isinstance(node, ast.AnnAssign) and isinstance(tree, ast.ClassDef) and isinstance(node.target, ast.Name):
+            yield from (
+                (node.lineno, f"field {node.target.id!r}; {hint}") for hint in _hint(node.target.id, frozenset())
+            )
         yield from _in_tree(node, node if isinstance(node, Definition) else inside)
 
 

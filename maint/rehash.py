@@ -1,10 +1,9 @@
-"""Give results the hash of today's sources where a change left what they measured as it was and the hash says
-otherwise: where an option, a tile or a variant got another name.
+"""Update the hashes of results whose measured source changed in name alone: an option, a tile or a variant was renamed.
 
     python -m maint.rehash current.json                                  # before the change: what is current
     python -m maint.rehash current.json --write --variant gpu=portable   # afterwards
 
-Nothing here proves that it was left as it was: the commit has to say why.
+The command does not check that the source changed in name alone: the commit must say why.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bringing a checkout's tables, plots and stub up to date, telling what is not, and taking in runs made elsewhere."""
+"""Update the tables, plots and stub of a checkout, report those that are stale, and add runs from other machines."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ SEAL = re.compile(r"<!-- portakern report: shows ([0-9a-f]{16}), is ([0-9a-f]{16
 
 @dataclass(frozen=True)
 class StaleText:
-    """A table, plot or stub that is not what results and source make of it: its file, and what is wrong in words."""
+    """A table, plot or stub that does not match the results and the source: its file, and the difference in words."""
 
     path: Path
     what: str

@@ -1,8 +1,9 @@
-"""The results that a checkout keeps: of each run the rows and fields that a published table, plot or page reads.
+"""The stored results of a checkout: the rows and fields of each run that a published table, plot or page shows.
 
-``benchmarks/results/<benchmark>.jsonl`` holds the runs of a benchmark, one after another: a line with what a run says
-of itself and its columns (:class:`Column`), then a line a row. ``"="`` is the text above it; what is absent at a row's
-end is null. What a run's own file holds beside that, such as the text of every failure, stays with who ran it.
+``benchmarks/results/<benchmark>.jsonl`` holds the runs of a benchmark, one after another: a line with the run's header
+and its columns (:class:`Column`), then a line for each row. ``"="`` repeats the text of the row above; null or a
+shorter row means an absent value. Other data of a run, such as the texts of failures, remain in the file that the run
+wrote.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Shown:
-    """What is kept of a benchmark's runs.
+    """The fields of a benchmark that are stored.
 
     Attributes:
       row: fields of a row, beside its key. extra: of a run. short: field -> what makes its value shorter.

@@ -1,4 +1,5 @@
-"""What type checkers and editors see of ``portakern.op``: a stub written from the specs, with each op's own signature.
+"""The type stub of ``portakern.op``, written from the specs, with the signature of each op for type checkers and
+editors.
 
 ``portakern/_typed.pyi`` has no Python file beside it; ``portakern/__init__.py`` imports it for type checkers alone.
 There ``op("attention")`` gives an ``AttentionOp``: an ``Op`` whose call has the spec's parameters and returns what the

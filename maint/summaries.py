@@ -1,4 +1,4 @@
-"""What README.md and PORTING.md say first of the results: two figures, the chips, the cost of each port."""
+"""Summaries for README.md and PORTING.md: two figures, the chips, and the cost of each port."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def _answers(kept: StoredResults, port: Port, written: dict[str, dict[str, tuple
         "typical calls that compile": f"{sum(r['ok'] for r in built)} of {len(built)}" if built else UNKNOWN,
         "of these with spilled registers": f"{spilling}" if built else UNKNOWN,
         "cases checked": _checked(mine, port.platform),
-        "processor time to check an op": _took(mine),
+        "processor time to check an op": _check_seconds(mine),
         "speed": _speed(kept, port),
     }
 
@@ -193,7 +193,7 @@ def _checked(mine: Sequence[Ran], platform: str) -> str:
     return ", ".join(f"{n:,} {how}" for how, n in found.items() if n) or UNKNOWN
 
 
-def _took(mine: Sequence[Ran]) -> str:
+def _check_seconds(mine: Sequence[Ran]) -> str:
     seconds = [r.seconds for r in mine if r.seconds and r.how == "interpreted"]
     return f"{statistics.median(seconds):.0f} s ({min(seconds):.0f} to {max(seconds):.0f})" if seconds else UNKNOWN
 

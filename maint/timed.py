@@ -1,4 +1,4 @@
-"""Tables of what was timed: ops beside peers, a model's step, the host's time of a call, and what tuning gains."""
+"""Tables of times: ops beside peers, a step of a model, the host's time of a call, and the gain of tuning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing files that are never half there, and the folder of what can be made again."""
+"""Write files atomically, and the cache folder."""
 
 from __future__ import annotations
 

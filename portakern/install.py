@@ -1,4 +1,4 @@
-"""What is installed, and the command that brings what is missing: every message that names one gets it here."""
+"""Versions of installed packages, and the command that installs what is missing, for all error messages."""
 
 from __future__ import annotations
 

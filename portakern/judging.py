@@ -1,4 +1,4 @@
-"""The judge: a kernel that somebody else, or a program, wrote, held to an op's contract from outside of its process.
+"""The judge: check an untrusted kernel against an op's spec, from outside of its process.
 
 >>> from portakern.judging import judge
 >>> judge("candidate.py", "softmax", shapes=[{"x": (64, 39321)}]).report.outcome

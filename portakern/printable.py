@@ -1,4 +1,4 @@
-"""Text that somebody else wrote, such as a kernel that is judged, as it may be printed to a terminal or a log."""
+"""Make untrusted text printable, such as the output of a judged kernel, on a terminal or in a log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that work for this one, and end when they are no longer needed, whatever they are at."""
+"""Worker processes that end when they are no longer needed, whatever they are doing."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def unsaid(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class _WorkerProcess(SpawnProcess):
-    """A process that is told of no end while it begins: one that an exception leaves half begun is nobody's child, and
-    outlives whoever began it."""
+    """A process whose start no signal interrupts: signals are delivered afterwards. An exception in the middle of a
+    start would leave a process that nobody ends."""
 
     def start(self) -> None:
         with _told_later():
@@ -45,7 +45,7 @@ class _WorkerProcess(SpawnProcess):
 
 
 class _Workers(SpawnContext):
-    """What processes are made of, with all that were made; CUDA and JAX do not survive a fork."""
+    """Starts worker processes and lists them. They are spawned, since CUDA and JAX do not survive a fork."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
-"""Conformance in pytest: each case of ``portakern.testing.conformance`` is a test of its own, whose id runs it alone.
+"""Conformance in pytest: each case of ``portakern.testing.conformance`` is a test with its own id.
 
-pytest loads this module wherever portakern is installed, so that it imports nothing of portakern before a test asks.
+pytest loads this module wherever portakern is installed. It therefore imports the rest of portakern only when a test
+uses it.
 """
 
 from __future__ import annotations

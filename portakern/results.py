@@ -1,10 +1,10 @@
-"""Files of results: one JSON a run, all of one form.
+"""Files of results: one JSON file for each run, with a common header.
 
     {"schema": 1, "benchmark": "...", "command": "...", "date": "YYYY-MM-DD", "device": "...", "environment": {...},
     "commit": "...", "rows": [{...}, ...], ...}
 
-What else a file holds, and what a row does, depends on its benchmark (:data:`BENCHMARKS`). A checkout keeps what is
-shown of it (``maint/store.py``).
+The other keys and the fields of a row depend on the benchmark (:data:`BENCHMARKS`). A checkout stores the part that it
+shows (``maint/store.py``).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ log = logging.getLogger("portakern")
 
 
 class ResultError(ValueError):
-    """A file of results that cannot be used; the message names the file, the key, what came and what was expected."""
+    """A file of results that is not valid; the message names the file, the key, its value and what was expected."""
 
 
 def _is_date(value: Any) -> bool:
@@ -92,7 +92,7 @@ HEADER = {
 
 @dataclass(frozen=True)
 class Benchmark:
-    """The form of one benchmark's files.
+    """The fields of one benchmark's files.
 
     Attributes:
       key: the fields of a row that say what it measured; no two rows of a file share them.
@@ -151,7 +151,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
          "errors": "object?", "tiling": "integers?", "first_s": "number?", **dict.fromkeys(_MEDIAN, "number?"),
          "host_us": "number?",
          "rounds": "count?", "clock": "text?", "flop_rate": "count?", "byte_rate": "count?", "roof_us": "number?",
-         "limited_by": "text?", "roof_share": "number?", "best_peer": "text?", "ratio": "number?", "peak_bytes": "integer?",
+         "limited_by": "text?", "roof_share": "number?", "best_peer": "text?", "ratio": "number?",
+         "peak_bytes": "integer?",
          "date": "text?", "interpreted": "flag?", **_SOURCES},
         {"wall_seconds": "number", "seconds": "numbers?", "background_seconds": "numbers?", "call_seconds": "numbers?",
          "rates": "numbers",
@@ -230,7 +231,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "tpu-legal": Benchmark(
         ("op", "target"),
         {"op": "text", **_SOURCES, "target": "text", "tilings": "count", "refused": "list", "largest_share": "number",
-         "large_tilings": "count", "smallest_ratio": "number?", "median_ratio": "number?", "seconds": "number", "vmem_bytes": "string"},
+         "large_tilings": "count", "smallest_ratio": "number?", "median_ratio": "number?", "seconds": "number",
+         "vmem_bytes": "string"},
         {"wall_seconds": "number"},
     ),
 }  # fmt: skip
@@ -239,7 +241,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 
 @dataclass(frozen=True)
 class Result:
-    """One run, read and found right.
+    """One run, read and validated.
 
     Attributes:
       file: where it lies; in a checkout other runs lie there too. name: of the file that the run wrote.

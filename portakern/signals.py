@@ -1,4 +1,4 @@
-"""A command is told to end, by Ctrl-C or SIGTERM, and ends, whatever is made of that on the way."""
+"""End a command on Ctrl-C or SIGTERM, even if code on the way swallows the exception."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AGAIN = 0.5
 
 
 class Terminated(BaseException):
-    """The command got SIGTERM. A SystemExit would be the failure of a case that runs."""
+    """The command got SIGTERM. This is no SystemExit, which a check would report as the failure of a case."""
 
 
 ENDS: dict[int, type[BaseException]] = {signal.SIGTERM: Terminated, signal.SIGINT: KeyboardInterrupt}

@@ -1,4 +1,4 @@
-"""What a result was measured of: the commit, and a hash of the sources that decide it.
+"""The source of a result: the commit, and a hash of the code that decides it.
 
 The hash is of syntax (:mod:`portakern.syntax`): of an implementation, of its op's spec, of what launches its kernels,
 of every statement of backends and specs that these name, directly or not, and of the rows that the shipped tables of
@@ -38,7 +38,7 @@ Location = tuple[str, int]
 
 @dataclass
 class _Known:
-    """What was read inside :func:`unchanging`: the statements of a checkout, and hashes by what was asked."""
+    """What was read inside :func:`unchanging`: the statements of checkouts, and the hashes that were computed."""
 
     trees: dict[Path, _Tree] = field(default_factory=dict)
     hashes: dict[object, str | None] = field(default_factory=dict)
@@ -161,7 +161,7 @@ def _hashed(tree: _Tree, op: str, family: Family, module: str, target: Target) -
 
 
 class _Tree:
-    """The statements of a checkout's modules, and which of them name which."""
+    """The statements of a checkout's modules, and the statements that each refers to."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -1,4 +1,4 @@
-"""The syntax of a module as hashes see it: statement by statement, without names that its authors could choose.
+"""The syntax of a module for hashing, statement by statement, without the names that its authors could choose freely.
 
 Comments, docstrings, layout, imports and the paths of modules are left out. A local variable or parameter is a number,
 in the order in which a statement mentions them; what another statement of portakern defines is a :class:`Ref`, an
@@ -25,7 +25,7 @@ LEFT_OUT = (ast.Import, ast.ImportFrom, ast.Global, ast.Nonlocal, ast.expr_conte
 
 
 class Ref(NamedTuple):
-    """What a module of portakern defines: the module and the name, with attributes behind it, joined by dots."""
+    """A reference to a definition in a module of portakern: module and name, with attributes, joined by dots."""
 
     path: str
 
@@ -53,7 +53,8 @@ class Statement(NamedTuple):
 
 
 class Module(NamedTuple):
-    """``names``: name -> the numbers of the statements that define it. ``imported``: name -> what it stands for."""
+    """``names``: name -> the numbers of the statements that define it. ``imported``: name -> the path that it was
+    imported from."""
 
     statements: tuple[Statement, ...]
     names: Mapping[str, tuple[int, ...]]
@@ -115,8 +116,8 @@ def _bound(body: list[ast.stmt] | list[ast.expr]) -> list[str]:
 
 
 class _Reader:
-    """Writes down one statement. A scope is name -> its number (None: not mentioned yet), its own name where that
-    stays, or what it stands for."""
+    """Converts one statement to tokens. A scope maps a name to its number (None: not mentioned yet), to itself if it
+    stays, or to what it stands for."""
 
     def __init__(self, name: str, outer: Mapping[str, str | Ref]) -> None:
         self.name, self.outer = name, outer

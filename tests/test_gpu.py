@@ -183,7 +183,7 @@ def test_a_wrong_kernel_is_never_chosen_by_the_tuner(tmp_path, monkeypatch):
         registry._registered.pop("seeded")
     assert finding.best == {"rows_at_once": 64} and list(finding.wrong) == [(("rows_at_once", 128),)]
     assert finding.rows[0]["best_tiling"] == {"rows_at_once": 64} and finding.rows[0]["wrong"] == 1
-    table = tilings.own_table("seeded", finding.group.place.target)
+    table = tilings.own_table("seeded", finding.group.on.target)
     assert table.is_relative_to(tmp_path) and '"rows_at_once": 64' in table.read_text()
 
 

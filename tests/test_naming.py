@@ -20,6 +20,7 @@ PLANTED = {
     "a private function in a class": (
         "maint/a.py", "class A:\n    def _place(self):\n        pass\n", "maint/a.py:2: '_place'; use index"),
     "a parameter": ("specs/a.py", "def f(x, *, got):\n    pass\n", "specs/a.py:1: parameter 'got'; use actual"),
+    "a field": ("portakern/a.py", "class A:\n    walls: int\n", "portakern/a.py:2: field 'walls'; use protections"),
     "a class": ("portakern/a.py", "class Room:\n    pass\n\n\nclass house:\n    pass\n", "portakern/a.py:5: 'house'"),
     "a module": ("backends/_turns.py", "", "backends/_turns.py:1: module '_turns'; use iterations"),
     "a module that says nothing": ("backends/utils.py", "", "backends/utils.py:1: module 'utils'; say what"),

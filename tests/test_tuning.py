@@ -357,7 +357,7 @@ ENDED = object()
 @pytest.mark.parametrize(
     ("processes", "expected", "said"),
     [
-        ([[OSError("Cannot allocate memory")]], None, "no other process could be started (OSError: Cannot allocate memory)"),
+        ([[OSError("Cannot allocate memory")]], None, "process could be started (OSError: Cannot allocate memory)"),
         ([[lambda: MemoryError("none left")]], None, "could not make the call (MemoryError: none left)"),
         ([[ENDED], [None, "spoilt"]], "spoilt", ""),
         ([[ENDED], [ENDED]], None, "no other process could be started (BrokenProcessPool"),

@@ -1,5 +1,5 @@
-"""The command line, a module a command: ``portakern demo | ops | backends | show | check | judge | bench | profile |
-compile | tune | report | doctor``."""
+"""The command line, with one module for each command: ``portakern demo | ops | backends | show | check | judge | bench
+| profile | compile | tune | report | doctor``."""
 
 from portakern.cli import bench, check, compile, demo, judge, listing, profile, report, tune
 from portakern.cli.common import app, main

@@ -1,4 +1,4 @@
-"""What the commands share: the app that they register with, how they print, and what they ask before they begin."""
+"""Helpers that the commands share: the app, printing, and checks of common options."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ __all__ = [
 
 
 class _Command(TyperCommand):
-    """A command whose --json may stand without a value, which prints."""
+    """A command that permits --json without a value, which prints the JSON."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)

@@ -1,5 +1,5 @@
-"""``portakern report``: whether two runs agree; and in a checkout, tables, plots and the stub, made from results and
-source by ``maint``, which the wheel does not hold."""
+"""``portakern report``: compare two runs, and in a checkout update its tables, plots and stub with ``maint``, which is
+not in the wheel."""
 
 from __future__ import annotations
 

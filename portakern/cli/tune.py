@@ -157,7 +157,7 @@ def _requested_cases(
 
 
 class _Told:
-    """Shows how far a tuning is, and writes what it has so far."""
+    """Shows the progress of a tuning, and writes the results up to now."""
 
     def __init__(
         self, bar: Progress, keys: int, refused: list[tuple[Any, str]], file: Path | None, start: float, seed: int

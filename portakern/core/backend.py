@@ -1,4 +1,5 @@
-"""A backend: the functions that implement ops, by machine, for the arrays of one framework."""
+"""Backends: each holds the functions that implement ops for the arrays of one framework, in families for kinds of
+machines."""
 
 from __future__ import annotations
 
@@ -100,12 +101,12 @@ class Profile:
     """A context in which the checker runs a family's kernels.
 
     Attributes:
-      place: "module:function" of a context manager, e.g. of a stricter interpreter.
+      context: "module:function" of a context manager, e.g. of a stricter interpreter.
       targets: the architectures that it can emulate; calls on the host's arrays are compiled for the target that is
         named, and the function gets this target. Empty: nothing is emulated.
     """
 
-    place: str
+    context: str
     targets: tuple[str, ...] = ()
 
 
@@ -736,7 +737,7 @@ class Backend:
         standing = self.profile_target(name, target)
         if name is None:
             return nullcontext()
-        context = _load(self._profiles[name].place)
+        context = _load(self._profiles[name].context)
         if standing is None:
             plain: AbstractContextManager[Any] = context()
             return plain

@@ -1,4 +1,5 @@
-"""Many calls as one: the samples over which a library maps a call join the batch that its spec has."""
+"""Batching of calls, for vmap: the samples over which a library maps a call become part of the batch dimension of one
+call."""
 
 from __future__ import annotations
 
@@ -12,16 +13,16 @@ __all__ = ["Folding", "Into", "fold"]
 
 
 class Into(NamedTuple):
-    """What becomes of an array whose first axis holds the samples, or of one that all share, with a new first axis of
-    extent 1: it is broadcast to ``wide``, and has the shape ``shape`` then."""
+    """How one array of a mapped call becomes an array of the batched call. Its first axis holds the samples, or is new
+    with extent 1 if all samples share the array. The array is broadcast to ``wide``, then reshaped to ``shape``."""
 
     wide: tuple[int, ...]
     shape: tuple[int, ...]
 
 
 class Folding(NamedTuple):
-    """``arrays``: by name what becomes of each, None where all samples share it as it is. ``options``: of the one
-    call."""
+    """How a mapped call becomes one call. ``arrays``: name -> how the array changes, None if all samples share it
+    unchanged. ``options``: the options of the one call."""
 
     arrays: Mapping[str, Into | None]
     options: Mapping[str, Any]

@@ -90,10 +90,11 @@ def binder(spec: Spec[Any]) -> Callable[..., Call]:
 
 
 class _Writer:
-    """Writes one binder. ``known`` holds the dimensions solved so far; products with two unknowns wait until one is.
+    """Writes the source of one binder. ``known`` holds the dimensions solved up to this line; a product with two
+    unknown dimensions is solved after one of the two.
 
-    The required arguments come first, led by the one whose dtype is the op's, then the optional ones, then options.
-    Where a dimension lacks the axis that an option names, options come before all that has it.
+    The required arguments come first, beginning with the one whose dtype is the op's, then the optional arguments, then
+    options. If an option names an axis that a dimension lacks, options come before the arrays with this dimension.
     """
 
     def __init__(self, spec: Spec[Any]) -> None:

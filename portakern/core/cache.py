@@ -1,4 +1,4 @@
-"""What is remembered from one call for later ones: tables of bounded size, forgotten together."""
+"""Caches of decisions, which later calls reuse: tables of bounded size that are cleared together."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ V = TypeVar("V")
 
 
 class BoundedCache(dict[K, V]):
-    """A table that starts anew when it is full: it never grows with the shapes that a program meets, and a look-up
-    costs what a dict's does, since none is written down."""
+    """A dict that is emptied when it is full: it does not grow with the number of shapes in a program. A look-up costs
+    as much as in a dict, since it updates nothing."""
 
     __slots__ = ("__weakref__", "limit")
     __hash__ = object.__hash__  # type: ignore[assignment]  # told apart as objects, not by what they hold

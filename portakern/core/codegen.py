@@ -1,8 +1,7 @@
-"""Functions from text that this library writes, with the text at hand for tracebacks, debuggers and
-``inspect.getsource``.
+"""Compile functions from generated source text, and keep the text for tracebacks, debuggers and ``inspect.getsource``.
 
-:mod:`linecache` is given the lines under a name in angle brackets and without a time of modification, so that its
-``checkcache`` keeps them, as ``dataclasses`` and ``attrs`` do. They go when the last function of that text goes.
+The text is registered with :mod:`linecache` under a name in angle brackets and without a modification time, so that
+``checkcache`` keeps it, as for ``dataclasses`` and ``attrs``. It is removed with the last function of the text.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def executed(code: CodeType, scope: dict[str, Any], function: str) -> Any:
 
 
 class _Text:
-    """A text that linecache knows as ``file``; the globals of the functions that it defines hold this object."""
+    """A text that linecache holds under the name ``file``. The globals of its functions keep this object alive."""
 
     def __init__(self, file: str, source: str, lines: list[str]) -> None:
         self.file, self.source = file, source

@@ -17,8 +17,8 @@ C = TypeVar("C", bound="Config")
 
 
 class Field(NamedTuple):
-    """A field of a Config: the type that reading it gives; the values that it may have, None where the spec says, whose
-    tile it is; and what it means."""
+    """A field of a Config: its Python type, its permitted values (None: the range of the spec's tile of this name), and
+    its meaning."""
 
     kind: type
     values: Tile | None

@@ -1,6 +1,5 @@
-"""From a bound call to the implementation that serves it, and the tiling that it runs with. Nothing falls back in
-silence.
-"""
+"""Dispatch: find the implementation that serves a bound call, and its tiling. No implementation replaces another one
+without a message."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """Where calls of one framework and device may go: a variant of the op on the backend that serves them."""
+    """The variant that may serve the calls of one framework and device, and its backend."""
 
     impl: Implementation
     interpret: bool

@@ -1,5 +1,5 @@
-"""Whether this process was told to end: an interpreter that a kernel runs in may tell of it in words of its own, and a
-module that is being imported, or a destructor, may tell of it not at all."""
+"""Record that this process was told to end (Ctrl-C, SIGTERM). The exception alone is not enough: an interpreter that
+runs a kernel may wrap it in an exception of its own, and a module import or a destructor may swallow it."""
 
 from __future__ import annotations
 

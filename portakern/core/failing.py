@@ -1,4 +1,4 @@
-"""What an exception of a kernel says: that it refuses a call, that memory ran out, or that it crashed."""
+"""Classify the exception of a kernel: it refused the call, ran out of memory, or crashed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RAISES = dis.opmap["RAISE_VARARGS"]
 
 
 class Ended(Exception):
-    """What a kernel's own process told, or its end: ``kind`` is one of refused, memory, crashed and hung."""
+    """A kernel's own process reported a failure, or ended: ``kind`` is refused, memory, crashed or hung."""
 
     def __init__(self, kind: str, what: str) -> None:
         super().__init__(what)

@@ -1,9 +1,8 @@
-"""An array library behind one face: whose array is it, where does it live, how does it cross to another library, what
-watches its calls.
+"""The interface to array libraries: which library an array belongs to, its device, conversion to another library, and
+tracing of calls.
 
-On the host every crossing goes through NumPy without a copy (bfloat16 as ml_dtypes); between two libraries on a GPU it
-is DLPack. The libraries themselves are described in :mod:`portakern.frameworks`, one adapter each, found by walking
-that package.
+On the host every conversion goes through NumPy without a copy (bfloat16 as ml_dtypes); between two libraries on a GPU
+it is DLPack. Each library has an adapter in :mod:`portakern.frameworks`, which is found by walking that package.
 """
 
 from __future__ import annotations

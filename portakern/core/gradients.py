@@ -1,4 +1,5 @@
-"""Which op computes an op's gradients, and what passes between the two: wired by name, once for all ops and frameworks.
+"""Which op computes an op's gradients, and which arrays pass between the two. The connection is by name, the same for
+all ops and frameworks.
 
 A spec that says ``vjp="x_vjp"`` is differentiated by the op ``x_vjp``. An input of that op that is called like an input
 or an output of the forward op is saved from the forward call; an input ``d_y`` is the cotangent of the output y; an
@@ -24,7 +25,7 @@ __all__ = ["Wiring", "wiring"]
 
 @dataclass(frozen=True, eq=False)
 class Wiring:
-    """How a forward op and its vjp hang together.
+    """The connection of a forward op and the op of its gradients.
 
     Attributes:
       forward, vjp: the two specs.

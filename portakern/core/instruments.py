@@ -1,7 +1,8 @@
-"""What is measured of calls on a device: time, memory, the roof, and whether an array is as it should be.
+"""Measurements on a device: time, memory, the roof, and whether an array is unchanged and complete.
 
-Here is the host's share, which every library can fall back on. What a library's own device can tell is in its adapter
-(:meth:`portakern.core.framework.Framework.instruments`)."""
+This module has what the host alone can measure, for every library. The adapter of a library adds what its device can
+measure (:meth:`portakern.core.framework.Framework.instruments`).
+"""
 
 from __future__ import annotations
 
@@ -70,15 +71,15 @@ a copy at its best allowed: it only reads, and a copy also turns memory round to
 
 
 class ClockSample(NamedTuple):
-    """One call, in microseconds: ``device_us`` of its work, ``host_us`` until it came back to its caller; nan of a
-    sample that does not tell."""
+    """One call, in microseconds: ``device_us`` of work on the device, ``host_us`` until the call returned; nan if the
+    sample does not measure it."""
 
     device_us: float
     host_us: float
 
 
 class Stopwatch:
-    """Times one call over and over; this one by the host's clock, until the results are there.
+    """Measures the time of a call that is repeated; this class uses the host's clock and waits for the results.
 
     Attributes:
       clock: what the times are read from. A stopwatch may find on the way that a call cannot be timed as others are,
@@ -127,7 +128,7 @@ compared."""
 
 
 class Recorder(Protocol):
-    """What tells of every kernel that any library of this process runs on a device.
+    """Records every kernel that any library of this process runs on a device.
 
     Attributes:
       name: the clock's, for times that are read from it.
@@ -141,11 +142,12 @@ class Recorder(Protocol):
 
 
 class RecordedStopwatch(Stopwatch):
-    """The sum of what a recorder says each kernel of a call took: of one clock whatever library made the call.
+    """The sum of the recorded times of a call's kernels: one clock for all libraries.
 
     It leaves out the gaps between kernels, about a microsecond each, and copies that are no kernels. Where the recorder
     tells nothing, the library's own clock takes its place, and ``clock`` says so. The host's time is that of a call
-    that nobody records, which the first :data:`HOSTED` samples make beside the one that counts."""
+    that nobody records, which the first :data:`HOSTED` samples make beside the one that counts.
+    """
 
     def __init__(self, run: Run, instruments: Instruments, recorder: Recorder) -> None:
         super().__init__(run, instruments.wait)
@@ -171,7 +173,8 @@ class RecordedStopwatch(Stopwatch):
 
 
 class Roof(NamedTuple):
-    """A call that nothing but one limit of the device holds back: ``work`` of it over its time is that limit.
+    """A call that is limited by a single resource of the device: its ``work`` divided by its time is the rate of the
+    resource.
 
     ``unit``: bytes, each counted once when it is read and once when it is written; or flops.
     """
@@ -182,7 +185,7 @@ class Roof(NamedTuple):
 
 
 class Instruments:
-    """What can be measured of calls on one device; these are by the host's means."""
+    """Measurements of calls on one device; this class uses what the host alone can measure."""
 
     def __init__(self, framework: Framework, device: Any) -> None:
         self.framework, self.device = framework, device

@@ -1,4 +1,5 @@
-"""Machine code as a backend's compiler reports it: what each kernel takes of a chip, and whether that fits."""
+"""Machine code as a backend's compiler reports it: the registers and memory of each kernel, and whether it fits the
+chip."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What an implementation returned, held to what its spec declares: a kernel that portakern does not bring may return
-anything."""
+"""Check the outputs of an implementation against its spec: a kernel of another package may return anything."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Plans: who serves a bound call, on which implementation that its arrays, or its caller, chose, and how later calls of
-its signature are served."""
+"""Plans: which implementation serves a bound call, and how later calls of the same signature reuse this decision."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ __all__ = ["CallPlan", "call_through", "decide", "serve"]
 
 
 class CallPlan:
-    """What was decided for one call, or for calls of one signature: who serves them, with which tiling, on which
-    target.
+    """The decision for one call, or for all calls of one signature: the implementation, the tiling and the target.
 
     Attributes:
       call: such a call, without its arrays. serve: takes the arrays by name, gives every output in the spec's order.

@@ -1,8 +1,8 @@
-"""What a call of an op does, as a list of steps that another library can make part of its own programs: copies of
-arrays, launches of machine code, and loops of both over parts of arrays.
+"""The work of a call as a list of steps that another library can embed in its own programs: copies of arrays, launches
+of machine code, and loops of both over parts of arrays.
 
-A backend writes a program down (``stages`` of :class:`portakern.core.backend.Family`); a framework that can hold
-machine code in its programs takes it from there (:meth:`portakern.core.framework.Framework.embed`).
+A backend builds a program (``stages`` of :class:`portakern.core.backend.Family`); a framework that can embed machine
+code takes it (:meth:`portakern.core.framework.Framework.embed`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ View = tuple[tuple[str, tuple[Any, ...]], ...]
 
 
 class ProgramArray(NamedTuple):
-    """An array of a program: the shape and the name of the dtype in which it lies, in row-major order."""
+    """An array of a program: its shape and the name of its dtype, in row-major order."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
 class ScalarArgument(NamedTuple):
-    """A number that a kernel is passed. ``kind``: bool, i32, i64, u64, f32 or f64."""
+    """A scalar argument of a kernel. ``kind``: bool, i32, i64, u64, f32 or f64."""
 
     kind: str
     value: int | float
@@ -54,7 +54,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Copy:
-    """The array ``to`` becomes what the array ``source`` is, seen so."""
+    """A copy of the array ``source``, through a view, into the array ``to``."""
 
     to: int
     source: int
@@ -63,7 +63,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Launch:
-    """``grid`` programs of a kernel. Of its arguments in their order: the number of an array, or a number."""
+    """A launch of ``grid`` programs of a kernel. Each argument, in order, is the number of an array or a scalar."""
 
     code: Code
     grid: int
@@ -77,8 +77,8 @@ class Launch:
 
 @dataclass(frozen=True)
 class Loop:
-    """Steps for one part of some arrays after another, each ``length`` rows: only one part's arrays are there at a
-    time. What the steps write to is their own, or a part of a result.
+    """Steps that run once for each part of some arrays, of ``length`` rows each: only one part is in memory at a time.
+    The steps write to arrays of their own, or to a part of a result.
 
     Attributes:
       first: the row where the first part begins; times: how many parts there are.

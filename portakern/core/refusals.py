@@ -1,5 +1,5 @@
-"""Error messages for wrong arguments of a call, raised by binders (:mod:`portakern.core.binder`), and the checks that
-are longer than a line."""
+"""Error messages for wrong arguments of a call, which binders (:mod:`portakern.core.binder`) raise, and checks that are
+longer than one line."""
 
 from __future__ import annotations
 

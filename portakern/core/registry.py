@@ -1,4 +1,4 @@
-"""Which ops exist and which backends exist. Everything is found by name and loaded on first use."""
+"""The registry of ops and backends. Modules are found by name and imported on first use."""
 
 from __future__ import annotations
 

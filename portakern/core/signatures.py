@@ -1,8 +1,8 @@
-"""The signature of a call: all of its arguments that decide how it is served, everything but the arrays' values.
+"""The signature of a call: every argument that decides how the call is served, which is all but the values of arrays.
 
-Calls of one signature are bound, routed and tiled alike, so that this is done for the first of them and kept
-(:class:`portakern.core.plan.CallPlan`). To read one must cost less than what it saves: :func:`reader` writes a
-straight-line function for each op and framework, as :mod:`portakern.core.binder` does.
+Calls of one signature are bound, dispatched and tiled alike. The first of them does this work, and the result is kept
+(:class:`portakern.core.plan.CallPlan`). Reading a signature must cost less than the work that it saves: :func:`reader`
+writes a straight-line function for each op and framework, as :mod:`portakern.core.binder` does.
 """
 
 from __future__ import annotations

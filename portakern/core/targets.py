@@ -1,9 +1,9 @@
-"""What runs a kernel, and the hardware that kernels are compiled for: what a program may use, what a chip can do, and
-where each figure comes from.
+"""Targets, and the hardware that kernels are compiled for: the limits of a program, the rates of a chip, and the source
+of each figure.
 
-Tilings, the compile matrix and rooflines read this table, and nothing else states such a number. Limits belong to an
-architecture; rates, bandwidth and capacity belong to ``product``, one chip that has it. A figure that no document of
-its maker settles is None, with a note that says why.
+Tilings, the compile matrix and rooflines read these figures from this table alone. Limits belong to an architecture;
+rates, bandwidth and capacity belong to ``product``, one chip of the architecture. A figure that no document of the
+maker gives is None, with a note.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ __all__ = ["HARDWARE", "HOST", "Hardware", "Target", "family", "find", "least"]
 
 
 class Target(NamedTuple):
-    """What runs the kernel: ``platform`` is cpu, cuda, rocm or tpu (``traced`` while nobody has chosen one); ``arch``
-    like sm_90, gfx942, v5e, or empty.
-    """
+    """What runs a kernel. ``platform`` is cpu, cuda, rocm or tpu (``traced`` until a platform is chosen); ``arch`` is
+    sm_90, gfx942, v5e and the like, or empty."""
 
     platform: str
     arch: str = ""

@@ -1,28 +1,27 @@
-"""Tilings are data: named rows in tables, looked up by what an implementation declares to decide them.
+"""Tables of tilings: named rows, looked up by the key that an implementation declares for a call.
 
 A table is a JSON file for one target, in the folder ``tuned`` of the package that holds a backend's packages of op
 modules::
 
     {"schema": 1, "target": "sm_90", "notes": ["..."], "ops": {"attention": {"gpu": [ROW, ...]}}}
 
-``target`` is an architecture or, for all that have no row of their own, a platform: ``cpu`` is what interpreters take.
+``target`` is an architecture, or a platform for all architectures without a row of their own: interpreters use ``cpu``.
 ``gpu`` is the variant, the last name of the package that holds the op module. A row has a name, a key, a tiling, and a
-source, which says in words whether it was measured, or only compiled, and how it was chosen. It may say in ``made``
-with what: ``{"device": "...", "versions": {"triton": "3.6.0"}}``; a row of the user's that was measured with another
-version or on another chip serves, with a warning. In place of a row
-``{"from": "cuda/matmul", "key": {"products": "tf32"}}`` takes over the rows that the shipped table of another target
-has for an op, all of them or those that agree with a key.
+source in words: whether it was measured or only compiled, and how it was chosen. ``made`` may give the device and the
+versions: ``{"device": "...", "versions": {"triton": "3.6.0"}}``. A user's row that was measured with another version or
+on another chip serves, with a warning. In place of a row, ``{"from": "cuda/matmul", "key": {"products": "tf32"}}``
+takes over the rows of an op from the shipped table of another target: all of them, or those that agree with a key.
 
-A row serves a key where strings and booleans agree; a list in the row names all values that do. Among those rows the
-one with the nearest shape wins: the smallest number that is at least the call's, else the largest, where a number that
-the row leaves out has no end. With several numbers the key's order decides, the first one first; then the order of the
+A row serves a key if its strings and booleans are equal; a list in the row names several values. Among these rows the
+one with the nearest shape serves: the smallest number that is at least the call's, else the largest; a number that the
+row leaves out counts as infinite. If the key has several numbers, the first one decides first; then the order of the
 rows.
 
-Four layers speak, each where those before it are silent: the user's ``tiling=``; the table in the user's cache
-folder, ``tuned/<backend>/<target>.json``; the backend's own table; the implementation's function ``tiling``. A row
-may leave tiles to later layers. But where the shipped row is nearer than the user's, that is silent: what was tuned
-for n = 512 says nothing of n = 8192. What was found, an implementation may ``fit`` to the call's particulars. The
-user's tiles stay as they are.
+There are four layers, and each is used if those before it have no value: the user's ``tiling=``; the table in the
+user's cache folder, ``tuned/<backend>/<target>.json``; the backend's own table; the implementation's function
+``tiling``. A row may leave tiles to later layers. A user's row does not count if the shipped row is nearer: a row that
+was tuned for n = 512 does not apply to n = 8192. An implementation may ``fit`` the tiling to the call; the user's own
+tiles are not changed.
 """
 
 from __future__ import annotations
@@ -69,7 +68,8 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Row(NamedTuple):
-    """One tiling of a table; ``table``: the target of the table where it stands; ``made``: with what it was found."""
+    """One row of a table. ``table``: the target of its table; ``made``: the device and versions with which it was
+    found."""
 
     name: str
     key: Key
@@ -80,14 +80,14 @@ class Row(NamedTuple):
 
 
 class TableTiling(NamedTuple):
-    """What tables and heuristic say for a key: the tiling, and tile name -> the layer that it came from."""
+    """The tiling of tables and the heuristic for a key, and tile name -> the layer that it comes from."""
 
     tiling: Mapping[str, int]
     sources: Mapping[str, str]
 
 
 class Resolved(NamedTuple):
-    """The tiling of a call. ``found``: before it was fitted to the call; ``user``: what the user named."""
+    """The tiling of a call. ``found``: before it was fitted to the call; ``user``: the tiles that the user gave."""
 
     tiling: Any  # a Config of the implementation's class
     found: TableTiling

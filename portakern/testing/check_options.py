@@ -1,4 +1,4 @@
-"""The options of a check: its cases, and what is checked."""
+"""The options of a check: which cases are drawn, and what is checked."""
 
 from __future__ import annotations
 

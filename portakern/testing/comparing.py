@@ -1,4 +1,4 @@
-"""One case: its calls one after the other, and what each must give."""
+"""Run one case: a sequence of calls, and the checks of each call."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ WAYS = 10
 
 @dataclass(frozen=True)
 class CallOutputs:
-    """What a call gave: the arrays themselves, which a later call might overwrite, and a copy of what they held."""
+    """The outputs of a call: the arrays, which a later call might overwrite, and a copy of their values."""
 
     outputs: tuple[Any, ...]
     values: tuple[np.ndarray, ...]
@@ -59,7 +59,8 @@ class CallOutputs:
 
 
 class CaseOnSubject:
-    """A case on a subject; ``excused`` are kinds of Broken that are known by now, and no longer told."""
+    """A case on a subject. ``excused``: kinds of failures that are not reported, since they are known or were not
+    requested."""
 
     def __init__(self, subject: Subject, case: Case, excused: Collection[str]) -> None:
         self.subject, self.case, self.excused = subject, case, excused

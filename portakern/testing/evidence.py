@@ -1,4 +1,5 @@
-"""Where a NaN that should be a number came from: what is called again over other memory tells it, not how it looks."""
+"""The cause of an unexpected NaN: the call is repeated with other memory around and behind its arrays, and the check
+compares the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of given shapes: what a kernel that was written for them alone can be asked."""
+"""Checks of calls with given shapes, for kernels that were written for these shapes alone."""
 
 from __future__ import annotations
 

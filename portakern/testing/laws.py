@@ -1,4 +1,4 @@
-"""What a law draws from, and what it asserts."""
+"""Laws: what a law may draw, and how its assertion is checked."""
 
 from __future__ import annotations
 

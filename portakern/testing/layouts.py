@@ -1,4 +1,4 @@
-"""How an array of a case lies in memory."""
+"""Memory layouts of a case's arrays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BESIDE = 67
 
 class Buffer(NamedTuple):
     """A one-dimensional memory and the strided view of it that the kernel gets; strides and offset in elements. The
-    rest of the memory is poison."""
+    other elements of the memory are poison."""
 
     memory: np.ndarray
     shape: Shape

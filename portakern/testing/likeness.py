@@ -1,4 +1,4 @@
-"""The mistake that a wrong output looks like: a guess, on which the verdict does not depend."""
+"""Guess the mistake behind a wrong output, from its values. The verdict does not depend on the guess."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ NUMBERLESS = ("nan", "leak", "overflow")
 
 
 class Likeness(NamedTuple):
-    """``name``: in one word; ``words``: for people. Empty where nothing fits."""
+    """A likely mistake. ``name``: one word; ``words``: a description. Empty if nothing fits."""
 
     name: str = ""
     words: str = ""
 
 
 class _Seen(NamedTuple):
-    """A wrong output: what came and what should have, in float64, where it is ``bad``, and the call in float64."""
+    """A wrong output: actual and expected values in float64, where it is ``bad``, and the call in float64."""
 
     call: Call
     actual: np.ndarray

@@ -1,4 +1,4 @@
-"""Many checks over several processes."""
+"""Run many checks in several processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which cases a check draws: how many on each edge and on none, of which dtypes, regimes and sizes."""
+"""The plan of a check: how many cases have each edge or none, and their dtypes, regimes and sizes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ meets each."""
 
 @dataclass(frozen=True)
 class CaseGroup:
-    """Cases that are drawn together: on an edge or (None) on none. ``dtype_cycle``: of one after the other;
-    ``fills``: with arrays that fill a chip."""
+    """Cases that are drawn together: those of one edge, or (None) of no edge. ``dtype_cycle``: the dtypes of successive
+    cases; ``fills``: whether their arrays fill a chip."""
 
     edge: Edge | None
     presets: list[CasePreset]
@@ -45,8 +45,8 @@ def plan(spec: Spec[Any], limits: Limits, max_examples: int, only: Sequence[str]
     corners.sort(key=_last)  # of few cases those on edges where most mistakes show
     if only is not None and not corners:
         raise SpecError(
-            f"check({spec.name!r}): the implementation takes no case of edge {' or '.join(map(repr, only))}; name other "
-            "edges"
+            f"check({spec.name!r}): the implementation takes no case of edge {' or '.join(map(repr, only))}; "
+            "name other edges"
         )
     if limits.shapes:
         return _plan_of_shapes(spec, limits, max_examples, corners, only is None)

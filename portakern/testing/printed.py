@@ -1,4 +1,4 @@
-"""Reading a case from the line that a failure printed, which people edit by hand."""
+"""Read a case from the line that a failure printed, and report mistakes in it: people edit such lines by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a check is, on a line that is written over, where somebody waits for it."""
+"""Progress of a check, on one line of the terminal that is rewritten."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def interactive() -> bool:
 
 
 class Line:
-    """A context in which ``line(done)`` shows how many of ``total`` cases of ``what`` are done; at its end the line is
-    gone."""
+    """A context in which ``line(done)`` shows the progress, ``done`` of ``total`` cases of ``what``. The line is erased
+    at the end."""
 
     def __init__(self, what: str, total: int) -> None:
         self.what, self.total = what, total
@@ -51,7 +51,7 @@ class Line:
 
 
 class Tally:
-    """Cases of several checks that were done, and now and then a line that says how many."""
+    """Counts the cases of several checks, and returns a line of progress from time to time."""
 
     EVERY = 15.0
     """Seconds between two lines: a log of a long run stays short."""

@@ -1,4 +1,4 @@
-"""How the values of a float array are drawn."""
+"""Regimes: how the values of a float array are drawn."""
 
 from __future__ import annotations
 

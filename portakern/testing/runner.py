@@ -233,9 +233,9 @@ def cases_of(subject: Subject, check_options: CheckOptions) -> list[Case | LawCa
 
 @dataclass
 class _CheckRun:
-    """A check under way. ``excused``: kinds that nobody asked for, or of which a failure is known; the others end
-    it. ``limit``: seconds after which no further case begins, from the first one on; ``until``: when none begins.
-    """
+    """A check in progress. ``excused``: kinds that were not requested or have failed; a failure of any other kind ends
+    the check. ``limit``: seconds after the first case at which no further case starts; ``until``: the time at which
+    no further case starts."""
 
     subject: Subject
     limits: Limits
@@ -455,7 +455,7 @@ def _unless_told_to_end() -> None:
 
 @dataclass
 class _Listing(_CheckRun):
-    """What would be tried."""
+    """A check that lists its cases and runs none."""
 
     listed: list[Case | LawCase] = field(default_factory=list)
 
@@ -469,7 +469,7 @@ class _Listing(_CheckRun):
 
 @dataclass
 class _LeftOut(_CheckRun):
-    """What would be tried, counted in the report as left out."""
+    """A check that counts all of its cases as left out, and runs none."""
 
     def explore(self, run: CaseGroup, start: int, positions: Sequence[int]) -> None:
         self.leave_out(run, [run.presets[place] for place in positions])

@@ -1,4 +1,4 @@
-"""Large calls, compared in part: what the oracle gives of some indices along dimensions that do not see each other."""
+"""Sampling of large calls: the oracle computes some indices along dimensions that are independent of each other."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What cases are drawn from: one generator a case, the same for a seed in every process, whatever is loaded there.
+"""The source of random choices for cases: one generator for each case, which gives the same case for a seed in every
+process.
 
-Every choice is a number below another, 0 the simplest, and they are written down. A case is so drawn again from choices
-of which some are less: this is how one that fails shrinks (as in MacIver's minithesis).
+Every choice is a number below a limit, with 0 as the simplest, and choices are recorded. A failing case shrinks by
+replaying its choices with some of them made smaller (as in MacIver's minithesis).
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ TRIES = 250
 
 
 class Rejected(Exception):
-    """What was drawn so far makes no case."""
+    """The choices made up to now cannot give a valid case."""
 
 
 class Source:
-    """Choices in turn: those of ``seed``, or those that are given and then nothing but 0.
+    """A sequence of choices: random ones from ``seed``, or given ones followed by zeros.
 
     Attributes:
       seed: of the choices that are not given; choices: those that were made; seed_of_values: what the arrays of a

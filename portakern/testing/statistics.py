@@ -1,4 +1,4 @@
-"""The typical error of a result: where random rounding would put it, or elsewhere.
+"""Statistics of errors: whether they are as large as random rounding makes them, or larger, or biased.
 
 A bound holds for the worst case, which a sum of a thousand roundings never meets; a fault that moves every element by a
 tenth of it passes. The spec's ``sigma`` is the RMS error of random rounding at each element. In units of it a right

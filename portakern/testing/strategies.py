@@ -1,5 +1,4 @@
-"""Cases drawn from a spec: shapes that satisfy its notation, every dtype, option, layout, regime and
-legal tile."""
+"""Draw cases from a spec: shapes that satisfy its notation, and every dtype, option, layout, regime and legal tile."""
 
 from __future__ import annotations
 

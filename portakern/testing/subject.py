@@ -1,4 +1,4 @@
-"""What is being checked: a backend's op on a device, or a bare function."""
+"""The subject of a check: a backend's op on a device, or a plain function."""
 
 from __future__ import annotations
 

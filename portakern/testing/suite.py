@@ -1,4 +1,4 @@
-"""Conformance as tests of pytest: one a case."""
+"""Conformance as pytest tests, one for each case."""
 
 from __future__ import annotations
 

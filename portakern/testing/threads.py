@@ -1,4 +1,4 @@
-"""NumPy's matrix products in one thread, while the oracle computes."""
+"""Limit NumPy's matrix products to one thread while the oracle computes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The verdict on one call's outputs: shapes, dtypes, every element within its bound; and where the first bad one
-lies."""
+"""Compare the outputs of one call: shapes, dtypes, and every element with its bound; and locate the first wrong
+element."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ in any order, one term after the other too."""
 
 
 class Broken(AssertionError):
-    """A failing case, with the failure in words; ``kind`` is one of KINDS.
+    """A failing case, with a message; ``kind`` is one of KINDS.
 
-    ``cause``: of a broken promise one of PROMISES, of a wrong output the mistake that it looks like in one word, "" for
-    none; ``explanation``: that in words. ``fractions``: output -> worst share of what is permitted, of those that were
-    compared; ``tiling``: what the case ran with, in words.
+    ``cause``: a broken promise (one of PROMISES), or for a wrong output the likely mistake in one word ("": unknown);
+    ``explanation``: the same in words. ``fractions``: output -> largest error / error bound of the compared outputs;
+    ``tiling``: the tiling of the case, in words.
     """
 
     kind = "bounds"

@@ -1,8 +1,8 @@
-"""Gradients as users call them: what forward and backward together may err by.
+"""Gradients as users call them: the bound of the forward and the backward pass together.
 
-A gradient op is held to its formula on what the forward call saved. Both together are held to the derivative of the
-forward's formula: the gradient op's oracle in float64, on what the forward's oracle saves unrounded. The bound is the
-gradient op's own, told by the forward op's how far what is saved may be off
+The checker compares a gradient op with its formula on the arrays that the forward call saved. This module compares both
+passes with the derivative of the forward formula: the oracle of the gradient op in float64, on unrounded results of the
+forward oracle. The bound is that of the gradient op, which takes into account the error of the saved arrays
 (:attr:`portakern.core.call.Call.off`).
 """
 
@@ -25,7 +25,7 @@ __all__ = ["WholeGradient", "cotangents_of", "fraction", "whole_gradients"]
 
 
 class WholeGradient(NamedTuple):
-    """The gradient with respect to one input: exact, in float64, and how far one in the op's dtype may be off."""
+    """The gradient with respect to one input, in float64, and the largest permitted error in the op's dtype."""
 
     exact: np.ndarray
     bound: np.ndarray

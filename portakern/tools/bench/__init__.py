@@ -1,1 +1,1 @@
-"""How fast ops are: device time beside the measured roof and beside every peer, and no time without a verdict."""
+"""Benchmarks of ops: device time beside the measured roof and every peer. A result that is not checked has no time."""

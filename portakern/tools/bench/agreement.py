@@ -1,4 +1,4 @@
-"""Whether two runs of ``portakern bench`` agree: the ratios to the best peer of one over those of the other."""
+"""Compare two runs of ``portakern bench``: the speed ratios to the best peer in both."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MEASURED = ("median_us", "best_us", "worst_us", "host_us")
 
 @dataclass(frozen=True)
 class RowPair:
-    """A contender's rows on one call in two runs, right and timed in both."""
+    """The rows of a contender on one call in two runs, right and timed in both."""
 
     first: Row
     second: Row
@@ -57,7 +57,7 @@ class RowPair:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What two runs of one device have in common.
+    """The rows that two runs of one device have in common.
 
     Attributes:
       pairs: rows that both timed, of the same sources. alone: rows that one of them timed and the other does not have,

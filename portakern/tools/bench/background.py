@@ -1,8 +1,8 @@
-"""What other processes do of cases before they are timed.
+"""Work that other processes do for a case before it is timed.
 
-They compute what is expected (:func:`references`): a sum over all rows of a large call cannot be compared in part, and
-takes the oracle longer than all that is timed. And they visit every case once (:func:`warm_up`), in the order of the
-cases' importance, so that whoever times finds compiled code in the compilers' caches on disk.
+They compute expected results (:func:`references`): a sum over all rows of a large call cannot be compared in part, and
+the oracle takes longer for it than all timing. They also run every case once (:func:`warm_up`), the most important
+first, so that the timing process finds compiled code in the compilers' caches on disk.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ NICE = 5
 
 
 class Background(Generic[T]):
-    """A future for each case that another process works on, by the case's identity; of the others nothing is to
-    come."""
+    """The futures of cases that other processes work on, by the identity of the case. A case without a future has no
+    such work."""
 
     def __init__(self, futures: Mapping[int, Future[T]] | None = None) -> None:
         self._futures = dict(futures or {})
@@ -90,7 +90,8 @@ class Background(Generic[T]):
 
 
 class WarmUp(Background[Visit]):
-    """Visits of cases by other processes; without any, nobody visits.
+    """First runs ("visits") of cases in other processes, which fill the compilers' caches; without processes there are
+    none.
 
     Attributes:
       processes: those that visit; device: what they share with those that time. visited: names of the backends whose

@@ -1,4 +1,4 @@
-"""Who is timed on a call: the subject's variants, and the peers that it is held against."""
+"""The contenders of a call: the subject's variants, and the peers that it is compared with."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Contender:
-    """A variant of an op on a backend. ``subject``: it is what is measured, not what it is held against."""
+    """A variant of an op on a backend. ``subject``: it is measured; others are what it is compared with."""
 
     backend: Backend
     variant: str | None
@@ -53,7 +53,7 @@ class CallNotTaken(Exception):
 
 @dataclass(frozen=True)
 class ReadyCall:
-    """A contender with a call in its hands.
+    """A contender with the arrays of a call on its device.
 
     Attributes:
       run: the call, without arguments; what it returns are the wanted outputs.
@@ -202,8 +202,8 @@ def _crossed(inputs: Inputs, framework: Framework) -> Call:
 
 
 class UserCall:
-    """A call as a user makes it of an op, which gives the wanted outputs; ``arrays``: what it is given, which may be
-    others from call to call."""
+    """A call of an op as a user makes it, which returns the wanted outputs. ``arrays``: its arguments, which may change
+    between calls."""
 
     def __init__(self, chosen: Any, call: Call) -> None:
         self.chosen = chosen

@@ -1,4 +1,4 @@
-"""An end to what may not come back by itself."""
+"""A time limit for code that might hang."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["DeadlineExceeded", "within"]
 
 
 class DeadlineExceeded(RuntimeError):
-    """A block took longer than it may."""
+    """A block took longer than its time limit."""
 
 
 @contextmanager

@@ -1,9 +1,8 @@
-"""Calls that are timed on other values each time, and whose results are held to what those values give.
+"""Timed calls get other values each time, and their results are compared with these values.
 
-A kernel that gave what it gave before would be the fastest of all. So before each call, outside of its clock, the
-values
-of its arrays change places along a dimension whose indices do not see each other: the result is then what it was, in
-those places. It is compared when the clock has stopped.
+A kernel that returned its earlier result would be the fastest of all. Therefore the values of the arrays are permuted
+before each call, while the clock is stopped, along a dimension whose indices are independent: the result is permuted in
+the same way. It is compared after the clock has stopped.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ Axis = tuple[str, int]
 
 
 class StaleResult(RuntimeError):
-    """A call that was timed gave another result than its values have."""
+    """A timed call returned a result that does not belong to its values."""
 
 
 def turning(call: Call) -> Axis | None:
@@ -55,7 +54,7 @@ def turning(call: Call) -> Axis | None:
 
 
 class Fresh:
-    """A contender's call as a stopwatch makes it.
+    """A contender's call with new values each time, for a stopwatch.
 
     Attributes:
       entry: the contender's; before: its first result, which was right; judge: of the case.

@@ -1,4 +1,4 @@
-"""The arrays of a call that is timed, on the host for the oracle and on the device for the contenders."""
+"""The arrays of a timed call, on the host for the oracle and on the device for the contenders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lock of a device that several processes use: who holds it is alone with the device, the others are stopped."""
+"""A lock of the device for several processes: the one that holds it has the device alone; the others are stopped."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ before it makes another, and no call that is visited takes longer."""
 
 
 class DeviceLock:
-    """Handed to processes as they begin, which join it. Those that time have the numbers below ``workers``; ``others``,
-    at most so many, never hold it.
+    """Passed to processes at their start, which register with it. Timing processes have numbers below ``workers``; up
+    to ``others`` more processes never hold the lock.
 
     Attributes:
       case_ready: its ``value`` is 1 when there is something to do that is of more use than to get ready.

@@ -1,4 +1,4 @@
-"""What a run is to time, and where its seconds went."""
+"""The calls and contenders of a run, and a record of its time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["BenchPlan", "Spent"]
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """What is to be timed.
+    """The calls and contenders of a run.
 
     Attributes:
       cases: in the order of their importance, in which they are timed as they are ready. subjects: whose variants are
@@ -45,8 +45,8 @@ class BenchPlan:
 
 
 class Spent:
-    """Seconds by what they went into; of what runs inside of something else, to the inner alone. ``before``: those
-    that went before anybody counted; ``clock``: seconds, of wall-clock time where nothing is said."""
+    """Seconds by activity; the time of a nested activity counts for the inner one alone. ``before``: seconds before
+    counting began; ``clock``: the clock in seconds, wall-clock time by default."""
 
     def __init__(
         self, before: Mapping[str, float] | None = None, clock: Callable[[], float] = time.perf_counter

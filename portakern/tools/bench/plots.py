@@ -1,4 +1,4 @@
-"""Plots of what ``portakern bench`` found: what each shows, as plain data, and how it is drawn."""
+"""Plots of ``portakern bench``: the data of each plot, and how it is drawn."""
 
 from __future__ import annotations
 

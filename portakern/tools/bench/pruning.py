@@ -1,4 +1,4 @@
-"""Pruned baselines: peers that calls of a suite have shown to be far behind, which are not timed on the others."""
+"""Pruned baselines: peers that were far behind on earlier calls of a suite, and are not timed on the others."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Key = tuple[str, str, str, str]
 
 @dataclass
 class Pruned:
-    """How far each peer was behind the best on the calls of a suite, an op and a dtype; inf where it was wrong, or did
-    not come to an end. ``every``: nobody is left out for that."""
+    """For each peer, how many times slower than the best it was on the calls of a suite, an op and a dtype; inf if it
+    was wrong or did not finish. ``every``: time each peer all the same."""
 
     every: bool = False
     _factors: dict[Key, list[float]] = field(default_factory=dict)

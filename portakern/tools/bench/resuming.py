@@ -1,4 +1,4 @@
-"""What an earlier run wrote, as far as it still holds: a table that is larger than a budget is completed by several."""
+"""The results of an earlier run that still hold: several runs can complete a table that is too large for one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CallKey = tuple[str, str]
 
 @dataclass(frozen=True)
 class Earlier:
-    """Rows by call and target, and what else a file of results keeps of the runs that it is made of."""
+    """Rows by call and target, and the other data of the file from the runs that made it."""
 
     rows: Mapping[CallKey, list[Row]] = field(default_factory=dict)
     rates: Mapping[str, float] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The roof as it was measured, in the run whose times it is held against: a copy, and products in each precision."""
+"""The measured roof of the same run: the rates of a copy and of products in each precision."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COPY = "copy"
 
 @dataclass(frozen=True)
 class Ceiling:
-    """The least time of a call under the measured roof, and which limit sets it."""
+    """The minimum time of a call under the measured roof, and the limit that gives it."""
 
     us: float
     limit: str

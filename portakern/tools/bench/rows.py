@@ -1,4 +1,4 @@
-"""A row of results: one contender on one call."""
+"""Rows of results: one contender on one call."""
 
 from __future__ import annotations
 

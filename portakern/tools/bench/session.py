@@ -1,4 +1,4 @@
-"""A run: every case with all its contenders, by this process or by several that take turns on the device."""
+"""A run: every case with all its contenders, in this process or in several that share the device."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ __all__ = ["Helped", "Outcome", "run"]
 
 @dataclass
 class Outcome:
-    """``rows``: one a contender and call; ``rates``: the measured roof; ``left_out``: cases that time did not reach;
-    ``unserved``: (case, why) of those that arrays could not be made for; ``spent``: where the seconds went;
-    ``pruned``: which peers were far behind; ``call_seconds``: call -> seconds that it took."""
+    """The results of a run. ``rows``: one for each contender and call; ``rates``: the measured roof; ``left_out``:
+    cases that did not fit into the time limit; ``unserved``: (case, reason) of those whose arrays cannot be made;
+    ``spent``: seconds by activity; ``pruned``: peers that were far behind; ``call_seconds``: call -> seconds that it
+    took."""
 
     rows: list[Row] = field(default_factory=list)
     rates: dict[str, float] = field(default_factory=dict)
@@ -40,8 +41,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Helped:
-    """What other processes do meanwhile: compute ``references``, ``warm`` up compilers' caches, and ``workers`` that
-    time; without any, this process does. ``visits``: the seconds of the visits that were used."""
+    """Work of other processes: they compute ``references``, ``warm`` up compilers' caches, and ``workers`` time cases;
+    without workers this process does. ``visits``: the seconds of the visits that were used."""
 
     references: Background[list[Expected]] = field(default_factory=Background)
     warm: WarmUp = field(default_factory=WarmUp)
@@ -99,7 +100,7 @@ ENDLESS = 300.0
 
 
 class _Run:
-    """What is left of a plan, and who is at what."""
+    """The remaining cases of a plan, and the worker of each case in progress."""
 
     def __init__(
         self,
@@ -170,6 +171,6 @@ class _Run:
             self.calls.add(measured.call)
             found.pruned.note(case, measured.rows)
             found.rows += measured.rows
-            found.call_seconds[measured.call] = measured.took
+            found.call_seconds[measured.call] = measured.total_seconds
         self.helped.warm.end()
         self.done(found, case)

@@ -1,4 +1,4 @@
-"""Times of several calls, taken in turns."""
+"""Times of several calls that alternate."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ WARM_UP = 2
 
 
 class Times(NamedTuple):
-    """Microseconds of one call: on the device the median, the least and the most of ``rounds`` samples; on the host
-    until it comes back to its caller, the median. ``clock``: what the device's times are read from."""
+    """Microseconds of one call: on the device the median, minimum and maximum of ``rounds`` samples; on the host the
+    median until the call returns. ``clock``: the clock of the device times."""
 
     median_us: float
     best_us: float
@@ -32,7 +32,7 @@ class Times(NamedTuple):
 
 
 class CallFailed(RuntimeError):
-    """A call raised while it was timed; ``name`` is the call's, and the cause what it raised."""
+    """A call raised an exception while it was timed. ``name``: the name of the call; the cause is the exception."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"{name} failed while it was timed")

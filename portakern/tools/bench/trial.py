@@ -1,4 +1,4 @@
-"""One case with all its contenders, each first held to the bound, then timed in turns with the others."""
+"""One case with all its contenders: each is checked against the bound, then all are timed in turns."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class DeviceLost(RuntimeError):
 
 
 class OfSaved(NamedTuple):
-    """What a visit learned of gradients that need what a forward op saved: ``saved``: the mark of that, which was found
-    right; ``known``: what is expected of gradients of just that."""
+    """Results of a visit for gradients that need arrays saved by a forward op. ``saved``: a hash of these arrays, which
+    were right; ``known``: the expected gradients for exactly these."""
 
     saved: str
     known: Known
@@ -70,8 +70,8 @@ class Visit(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """What other processes found out of a case: ``expected``: what it gives, where its arrays follow from a seed;
-    ``of_saved``: the same where they do not. None: nothing."""
+    """Results that other processes computed for a case. ``expected``: the expected outputs, if the arrays follow from a
+    seed; ``of_saved``: the same if they do not. None: nothing."""
 
     expected: list[Expected] | None = None
     of_saved: OfSaved | None = None

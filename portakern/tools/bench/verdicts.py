@@ -1,4 +1,4 @@
-"""What a contender's result is worth: held to the op's derived bound, in pieces where the call is large."""
+"""The verdict on a contender's result: comparison with the op's derived bound, in pieces if the call is large."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Verdict(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """A piece of an output: where it lies, what it is exactly, and how far off it may be."""
+    """A piece of an output: its position, its exact values, and the permitted error."""
 
     name: str
     chosen: Mapping[str, Any]
@@ -52,7 +52,7 @@ Known = dict[tuple[Target, bool], list[Expected]]
 
 @dataclass
 class Judge:
-    """Holds results of one call. What is expected is computed once for each kind of machine that runs it."""
+    """Compares the results of one call. Expected values are computed once for each kind of machine."""
 
     inputs: Inputs
     seed: int = 0

@@ -1,7 +1,8 @@
-"""Who times cases: this process, or several others, of which each is alone with the device while it reads a clock.
+"""The processes that time cases: this one, or several, of which one at a time has the device while it measures.
 
-Most of what a case takes is no timing: arrays are made, results held to their bounds, programs traced again. While one
-process is at that, another has the device."""
+Most of the work on a case is not timing: arrays are made, results compared, programs traced. Meanwhile another process
+has the device.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ __all__ = ["BenchWorker", "Here", "Measured", "TimeRequest", "workers"]
 
 
 class TimeRequest(NamedTuple):
-    """A case to time, with what other processes found out of it, the pruned baselines, the calls that were timed, and
+    """A case to time, with the results of other processes for it, the pruned baselines, the calls that were timed, and
     the measured roof."""
 
     case: TimedCase
@@ -41,14 +42,14 @@ class TimeRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """``call``: in words; ``rows``: none of a call that was timed before; ``unserved``: why arrays cannot be made for
-    it; ``seconds``: where they went; ``took``: all of them."""
+    """The result of a request. ``call``: in words; ``rows``: empty if the call was timed before; ``unserved``: why
+    arrays cannot be made for it; ``seconds``: by activity; ``total_seconds``: their sum."""
 
     call: str = ""
     rows: list[Row] = field(default_factory=list)
     unserved: str | None = None
     seconds: dict[str, float] = field(default_factory=dict)
-    took: float = 0.0
+    total_seconds: float = 0.0
 
 
 class BenchWorker:
@@ -75,7 +76,7 @@ class BenchWorker:
 
 
 class Here(BenchWorker):
-    """This process, which is at it until a case is timed, and at nothing while anybody waits."""
+    """This process as the worker: it times a case at once, and returns a future that is done."""
 
     def __init__(self, context: TimingContext) -> None:
         self.context = context

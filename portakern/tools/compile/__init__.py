@@ -1,3 +1,2 @@
-"""Compiling kernels for hardware that is not here: what to build (``abstract``, ``matrix``), in which process
-(``pool``, ``worker``), what came out (``build``), what is kept (``cache``).
-"""
+"""Compile kernels for hardware that is not present: what to build (``abstract``, ``matrix``), the compiler's process
+(``pool``, ``worker``), the result (``build``) and the cache (``cache``)."""

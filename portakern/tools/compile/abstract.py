@@ -1,4 +1,4 @@
-"""Calls without arrays: the ones that stand for an op in the compile matrix, and the form of a user's own."""
+"""Calls without arrays: the typical calls of ops for the compile matrix, and calls that users describe."""
 
 from __future__ import annotations
 

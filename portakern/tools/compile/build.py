@@ -1,4 +1,4 @@
-"""What a compiler made of one call: its kernels, what each takes of the chip, and whether that fits."""
+"""The result of compiling one call: its kernels, their registers and memory, and whether they fit the chip."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CYCLES = "for each kernel the larger of the cycles of its program and those in w
 
 @dataclass
 class Build:
-    """One call, compiled for one target, or the reason why it is not.
+    """One call compiled for one target, or the reason why it was not.
 
     ``final``: the reason is the compiler's or the backend's, so that another attempt would end the same way.
     """

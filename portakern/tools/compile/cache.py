@@ -1,7 +1,8 @@
-"""What was compiled before: one JSON file a call, named after everything that the result depends on.
+"""The cache of compiled calls: one JSON file for each call, named after a hash of everything that its result depends
+on.
 
-That is the call, the target, the compilers' versions, the tables of tilings that it asks, and the text of every module
-that the implementation and the spec import within their own packages.
+These are the call, the target, the compilers' versions, the tables of tilings, and the text of every module that the
+implementation and the spec import within their own packages.
 """
 
 from __future__ import annotations

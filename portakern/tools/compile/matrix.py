@@ -1,8 +1,7 @@
-"""Machine code for hardware that is not here, and what each kernel takes of it: :func:`compile_all` for many ops,
-:func:`lower` for one call.
+"""Machine code for hardware that is not present: :func:`compile_all` compiles many ops, :func:`lower` one call.
 
-Compilers run in processes of their own (:mod:`portakern.tools.compile.pool`), on arrays without memory.
-What was compiled before is kept in the user's cache.
+Compilers run in processes of their own (:mod:`portakern.tools.compile.pool`), on arrays without memory. Results are
+kept in the user's cache.
 """
 
 from __future__ import annotations

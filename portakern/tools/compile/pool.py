@@ -1,4 +1,4 @@
-"""Compiling jobs in processes of their own: a compiler that crashes, or never ends, costs its job and no other."""
+"""Compile in processes of their own: a compiler that crashes or hangs costs its own job and no other."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def environment_of(job: Job) -> tuple[str, str, Mapping[str, str]]:
 
 
 class _CompilerWorker:
-    """One after the other, the processes that serve the jobs of one thread: one stays for jobs of one backend and
-    target, of whatever variants want the same environment."""
+    """The compiler process of one thread. It serves the jobs of one backend and target whose variants need the same
+    environment, and is replaced for others."""
 
     def __init__(self, variables: Mapping[str, str] = MappingProxyType({})) -> None:
         self.variables = variables
@@ -148,8 +148,8 @@ class _CompilerWorker:
 
 
 class Pool:
-    """Processes that compile, and stay for later jobs: what a compiler imports and learns it need not again. Runs of
-    several threads share them.
+    """Compiler processes that stay for later jobs, since importing a compiler is slow. Several threads may share a
+    pool.
 
     ``processes``: at a time; ``timeout``: seconds that one job may take; ``variables``: of the environment, for those
     that the compiler would choose. It is closed by whoever made it.

@@ -1,8 +1,8 @@
 """The process that compiles: ``python -m portakern.tools.compile.worker BACKEND TARGET``, one job a line on stdin, one
 answer a line on stdout.
 
-Compilers print where they like and end the process when they fail, so both streams of this process go to a log, whose
-end explains a death.
+Compilers print to any stream, and may end the process. Both streams of this process therefore go to a log, whose last
+lines explain the end of the process.
 """
 
 from __future__ import annotations

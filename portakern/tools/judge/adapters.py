@@ -1,7 +1,7 @@
-"""How a candidate is called, in its own process: a function, a module of PyTorch in KernelBench's form, a launcher, a
-function of JAX, an extension that was built.
+"""Calls of a candidate, in its own process: a function, a PyTorch module in KernelBench's form, a launcher, a JAX
+function, or a compiled extension.
 
-The judge knows nothing of what happens here but the outputs.
+The judge sees nothing of this module but the outputs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ __all__ = ["CalledCandidate", "inputs_of", "load"]
 
 
 class CalledCandidate:
-    """Something that is called with an op's arguments. ``places``: the op's argument -> position, keyword or parameter
-    of the candidate; empty: required arrays by position, the others by name."""
+    """A callable with an op's arguments. ``places``: the op's argument -> position, keyword or parameter of the
+    candidate; empty: required arrays by position, the others by name."""
 
     def __init__(self, fn: Callable[..., Any], ask: Mapping[str, Any], framework: Any, device: Any) -> None:
         self.fn, self.framework, self.device = fn, framework, device
@@ -75,7 +75,7 @@ class CalledCandidate:
 
 
 class ModuleCandidate(CalledCandidate):
-    """A ``torch.nn.Module``, with the ``get_init_inputs`` of ``source`` for its constructor."""
+    """A ``torch.nn.Module``. Its constructor gets the ``get_init_inputs`` of ``source``."""
 
     def __init__(self, made: type, ask: Mapping[str, Any], framework: Any, device: Any, source: Any) -> None:
         import torch

@@ -1,7 +1,8 @@
-"""What was judged, by its bytes: the candidate's file, the files of its folder, which it may import or read, and the
-problem's.
+"""Hashes of the judged files: the candidate's file, the files of its folder, which it may import or read, and the
+problem's file.
 
-The judge hashes what lies there and asks nobody: a candidate that told what it read could leave some of it out.
+The judge hashes all files of the folder. It does not ask the candidate which ones it reads, since a candidate could
+hide some.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ IMPORTED = (".py", ".pyc", ".so", ".pyd", ".pth")
 
 @dataclass(frozen=True)
 class Hashes:
-    """``files``: path, beneath the candidate's folder or else whole, -> SHA-256 of each file, the candidate's first,
-    then the problem's; ``unhashed``: files of the folder beyond what is hashed, -1 where there are too many to count,
-    or that cannot be read."""
+    """``files``: path -> SHA-256, the candidate's file first, then the problem's; a path is relative to the candidate's
+    folder if it lies there. ``unhashed``: the number of files in the folder that were not hashed or cannot be read;
+    -1: too many to count."""
 
     files: Mapping[str, str] = field(default_factory=dict)
     unhashed: int = 0

@@ -1,5 +1,5 @@
-"""The process that a candidate runs in. It holds nothing that a verdict depends on except the candidate's outputs,
-which leave it as bytes before the candidate is called again; cases, references, bounds and clocks are the judge's.
+"""The process of a candidate. A verdict depends on nothing in it but the candidate's outputs, which leave it as bytes
+before the next call. Cases, expected values, bounds and clocks are in the judge's process.
 
 It is started by :mod:`portakern.tools.judge.process`, reads requests from one pipe, inputs from shared memory, and
 writes replies to another pipe: a length, a header in JSON, the outputs' bytes.
@@ -19,7 +19,7 @@ __all__ = ["main"]
 
 
 class Host:
-    """What serves the requests. ``kept``: the outputs since the last case began, with what they are views of."""
+    """Serves the requests. ``kept``: the outputs since the last case began, which keep their memory alive."""
 
     def __init__(self, memory: int) -> None:
         self.memory = memory

@@ -200,17 +200,18 @@ def _judged(
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A candidate that was found: where, in which form, on what, how it is called (``places``, and the options that are
-    ``fixed``), the ``line`` that judges a case of it again, and the ``inputs`` that the problem names."""
+    """A candidate: its file and name, kind (function or module), array library and target; ``slots`` and ``fixed``:
+    how it is called, and its built-in options; ``line``: the command that judges a case of it again; ``inputs``: the
+    inputs that the problem defines."""
 
     spec: Spec[Any]
     path: Path
     problem: Path | None
     name: str
-    form: str
+    kind: str
     library: str
     target: Target
-    places: Mapping[str, Slot]
+    slots: Mapping[str, Slot]
     fixed: Mapping[str, Any]
     line: Callable[[str], str]
     inputs: Sequence[Input] = ()
@@ -226,26 +227,26 @@ class _Candidate:
         required = [a.name for a in self.spec.arrays if not a.optional]
         found = {}
         for i, name in enumerate(required):
-            place = self.places.get(name)
-            at = i if place is None else place.position
+            slot = self.slots.get(name)
+            at = i if slot is None else slot.position
             if at is not None and at < len(shapes):
                 found[name] = shapes[at]
-        if found and self.places:  # an output that is flattened has the shape of the first array
+        if found and self.slots:  # an output that is flattened has the shape of the first array
             for o in self.spec.outputs:
                 found.setdefault(o.name, found[next(iter(found))])
         return found
 
     def loaded(self, process: Process) -> Subject:
         """What the checker checks."""
-        spec, places = self.spec, self.places
+        spec, slots = self.spec, self.slots
         parameters = process.load({
-            "file": str(self.path), "name": self.name, "form": self.form, "problem": str(self.problem or ""),
+            "file": str(self.path), "name": self.name, "form": self.kind, "problem": str(self.problem or ""),
             "required": [a.name for a in spec.arrays if not a.optional],
             "places": {n: {"position": p.position, "keyword": p.keyword, "parameter": p.parameter}
-                       for n, p in places.items()},
+                       for n, p in slots.items()},
         })  # fmt: skip
-        signature = signature_of(spec, parameters, places, self.name)
-        remote = Remote(process, spec, places, self.fixed, self.candidate_shapes, signature)
+        signature = signature_of(spec, parameters, slots, self.name)
+        remote = Remote(process, spec, slots, self.fixed, self.candidate_shapes, signature)
         subject = function_subject(spec, remote, "numpy", None)
         return replace(subject, target=self.target, remote=True, name=self.called, reproduce=self.line)
 
@@ -256,7 +257,7 @@ class _Candidate:
         if check_options.shapes is not None:
             _check_extents(check_options.shapes)
             checked_shapes(spec, check_options.shapes, self.fixed)
-        shapes = _shapes(spec, check_options.shapes, self.candidate_shapes, self.places, self.fixed)
+        shapes = _shapes(spec, check_options.shapes, self.candidate_shapes, self.slots, self.fixed)
         if shapes and not full_shapes:
             shapes, words = _cut(spec, shapes, self.fixed, self.target)
         _check_memory(shapes)

@@ -1,4 +1,4 @@
-"""How an op's arguments become a candidate's: ``x=0,axis=1,weight=@norm.weight,y=out.movedim(1,-1)``.
+"""The mapping of an op's arguments to a candidate's: ``x=0,axis=1,weight=@norm.weight,y=out.movedim(1,-1)``.
 
 * ``x=0`` or ``x=input``: the array x is the candidate's first argument, or the one of that name. Of an output:
   ``y=1`` or ``y=out``: the candidate writes it there, to an array that it is handed.
@@ -29,8 +29,8 @@ ITEM = re.compile(r"\s*(?P<name>\w+)\s*=\s*(?P<value>(?:[^,()]|\([^()]*\))*)\s*(
 
 @dataclass(frozen=True)
 class CandidateView:
-    """What an op's array is of the candidate's: the transposed of its last axes, with one axis moved, or with the last
-    axes from one on as one."""
+    """An op's array as a view of the candidate's: with its last two axes transposed, one axis moved, or its last axes
+    flattened."""
 
     name: str = ""
     args: tuple[int, ...] = ()
@@ -64,8 +64,8 @@ class CandidateView:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where an argument goes: ``position`` or ``keyword`` of the candidate's call, or ``parameter`` of its module; none
-    of them, of an output: it is returned."""
+    """Where an argument goes: ``position`` or ``keyword`` of the candidate's call, or ``parameter`` of its module. An
+    output with none of them is returned."""
 
     position: int | None = None
     keyword: str | None = None

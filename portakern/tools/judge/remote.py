@@ -1,4 +1,4 @@
-"""A candidate in its own process, as a function over NumPy arrays that the checker calls."""
+"""A candidate in its own process, as a function of NumPy arrays that the checker can call."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ SLACK = 1 << 16
 
 
 class Remote:
-    """Calls a candidate. What it does to memory there shows here in the same way: an input that it wrote to is another
-    one here, an output that shares memory with an input or with an earlier output does so here.
+    """Calls a candidate. Effects on memory are reproduced in this process: an input that the candidate writes to is
+    changed here, and outputs that share memory with inputs or earlier outputs share memory here.
 
     ``places``: of the op's arguments; ``theirs``: array -> the candidate's shape of it, where axes were flattened.
     """

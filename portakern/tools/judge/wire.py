@@ -1,6 +1,5 @@
-"""What comes over the pipe from a candidate's process, which may have been written by the candidate: a header in JSON,
-read as one of a few forms. Whatever has none of them is a ValueError, and nothing else.
-"""
+"""The messages from a candidate's process, which the candidate may have written: a header in JSON of a known form. Any
+other message is a ValueError."""
 
 from __future__ import annotations
 
@@ -22,9 +21,9 @@ OUTPUTS, AXES, EXTENT, NAMES = 64, 64, 1 << 48, 1024
 
 
 class WireOutput(NamedTuple):
-    """What is told of an output. ``kind``: the name of its type, of one that is no array, of which nothing else is
-    told; ``size``: its bytes, which follow; ``shares``: inputs whose memory it is in; ``before``: the places of earlier
-    outputs whose memory it is in."""
+    """The header of an output. ``kind``: the name of its type if it is no array, and nothing else then; ``size``: the
+    number of bytes that follow; ``shares``: inputs that share its memory; ``before``: the positions of earlier
+    outputs that share its memory."""
 
     kind: str = ""
     dtype: str = ""
@@ -36,7 +35,7 @@ class WireOutput(NamedTuple):
 
 
 class Input(NamedTuple):
-    """An array that a problem's ``get_inputs`` names."""
+    """An array that a problem's ``get_inputs`` returns."""
 
     shape: tuple[int, ...]
     dtype: str

@@ -1,2 +1,2 @@
-"""What bounds a kernel: a device's counters and times, the roofline of the spec and the compiler's report, each fact
-with its source."""
+"""What limits a kernel: counters and times of the device, the roofline of the spec and the compiler's report. Each fact
+has its source."""

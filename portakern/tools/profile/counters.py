@@ -1,8 +1,8 @@
-"""A device's counters, as NVIDIA's Nsight Compute reads them: ``ncu`` runs a process that makes one call, and prints
-what it counted as comma-separated values.
+"""Hardware counters of a device, read with NVIDIA's Nsight Compute: ``ncu`` runs a process that makes one call, and
+prints the counters as comma-separated values.
 
-The forms of its output and its options are those of the Nsight Compute CLI's documentation
-(https://docs.nvidia.com/nsight-compute/NsightComputeCli), and of its Profiling Guide the metrics' names.
+The format of its output and its options are those of the Nsight Compute CLI's documentation
+(https://docs.nvidia.com/nsight-compute/NsightComputeCli), and the metrics' names those of its Profiling Guide.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class HardwareCounter:
-    """A fact that hardware counts.
+    """A fact that comes from a hardware counter.
 
     Attributes:
       name, unit: as they are shown.
@@ -121,12 +121,12 @@ MISSING = "ncu is neither on the PATH nor in CUDA's folders; install Nsight Comp
 
 
 class NotCounted(Exception):
-    """Nothing was counted; the message says why, and what to do."""
+    """Counters cannot be read; the message gives the reason and what to do."""
 
 
 @dataclass
 class Counted:
-    """What was counted of the launches of one kernel: ``values`` by the names of :data:`COUNTED`."""
+    """The counters of the launches of one kernel: ``values`` by the names of :data:`COUNTED`."""
 
     kernel: str
     launches: int = 0

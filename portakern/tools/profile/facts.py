@@ -1,4 +1,4 @@
-"""What is known of each kernel of a call, with the source of each fact, and what follows: which limit it runs into."""
+"""The facts about each kernel of a call, with the source of each, and the limit of the kernel that follows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHOWN_STALLS = 3
 
 
 class Fact(NamedTuple):
-    """A value with its unit, and whence it is known."""
+    """A value with its unit and its source."""
 
     name: str
     value: float | str
@@ -39,7 +39,7 @@ class Fact(NamedTuple):
 
 @dataclass
 class Profiled:
-    """A kernel: ``launches`` of it in one call, what ``bound`` it, in words, and the facts behind them."""
+    """A kernel: its ``launches`` in one call, the limit that ``bound`` it, in words, and the facts behind that."""
 
     name: str
     launches: int

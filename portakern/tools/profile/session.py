@@ -1,4 +1,4 @@
-"""A profile: a call made here and looked at, or the half of it that needs no device."""
+"""The profile of a call: measured on a device here, or the part of it that needs no device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ COUNTING = 240.0
 
 @dataclass
 class CallProfile:
-    """A call, and each of its kernels.
+    """The profile of a call and of each of its kernels.
 
     Attributes:
       facts: of the whole call. missing: a source of facts -> why it has none.

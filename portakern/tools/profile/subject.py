@@ -1,5 +1,5 @@
-"""The call that is profiled, in this process or, as ``python -m portakern.tools.profile.subject JSON``, in one
-of its own, which a profiler starts."""
+"""The profiled call, in this process or in a process that a profiler starts: ``python -m
+portakern.tools.profile.subject JSON``."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ __all__ = ["ProfileRequest", "command", "main", "marked"]
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """A call to profile: the typical one of an op in a dtype, ``shape`` its other extents and options, and by whom it
-    is to be served; None: by the first backend that compiles the op for a device here."""
+    """A call to profile: the typical call of an op in a dtype, with other extents and options in ``shape``. Without a
+    backend: the first that compiles the op for a device here."""
 
     op: str
     dtype: str

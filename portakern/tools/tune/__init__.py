@@ -1,6 +1,5 @@
-"""Finding tilings: which are legal (``space``), in which order they are tried (``search``), whether one is right
-and how good it is (``benches``, ``static``), what is kept (``journal``, ``store``), and for which calls the
-loss of the shipped choice is asked (``sampled``). ``tuner`` takes calls that share a key, ``session`` all of
-them, on a ``target``; of the next keys candidates are compiled meanwhile (``precompile``), and first calls are
-made elsewhere (``isolation``).
-"""
+"""Search for tilings. ``space``: the legal tilings; ``search``: the order of trials; ``benches`` and ``static``:
+whether a tiling is right, and its score; ``journal`` and ``store``: what is kept; ``sampled``: random calls for
+measuring the loss of the shipped tilings. ``tuner`` searches for the calls that share a key, ``session`` for all of
+them, on a ``target``. ``precompile`` compiles candidates of the next keys meanwhile, and ``isolation`` makes first
+calls in another process."""

@@ -1,4 +1,4 @@
-"""How good a tiling is: by device time where the target is here, by what its compiler tells where it is not.
+"""The score of a tiling: device time if the target is present, otherwise the compiler's report.
 
 A bench is one call, ready to be judged. Asked for some tilings it says which do not count, and why: the compiler
 refuses them, dies of them or never ends, the kernel never ends (``isolation``), the implementation raises, or the
@@ -48,10 +48,10 @@ Effort = int
 
 @dataclass(frozen=True)
 class Precomputed:
-    """What others found of a call before it is judged: ``expected``: its results; ``built``, waited for when it is
-    called: tiling -> what its compiler said; ``isolated``: why a tiling must not be called in this process, or None, by
-    another that calls it first; ``yields``: has that other give back the memory that it holds of the device, and says
-    whether it held any."""
+    """Work that other processes did for a call. ``expected``: its results; ``built``: a function that waits, and gives
+    tiling -> the compiler's message; ``isolated``: a function that gives the reason why a tiling must not be called
+    in this process, or None, after a first call in another process; ``yields``: a function that has this other
+    process free its device memory, and says whether there was any."""
 
     expected: Background[list[Expected]] = field(default_factory=Background)
     built: Callable[[], Mapping[Key, Build]] = dict
@@ -93,7 +93,8 @@ def launches_find_it(on: TuneTarget) -> bool:
 
 @dataclass
 class StaticBench:
-    """A call for a chip that is not here. ``metric``, ``unit``: what a score is, in words; ``call``: the bound call."""
+    """A call for a chip that is not present. ``metric``, ``unit``: the meaning of a score, in words; ``call``: the
+    bound call."""
 
     case: TimedCase
     on: TuneTarget
@@ -169,8 +170,8 @@ def _least(extent: Any, tile: int | None) -> Any:
 
 
 class DeviceBench:
-    """A call on a device that is here, with its values, and its oracle computed once. It is asked as a
-    :class:`StaticBench` is."""
+    """A call on a device that is present, with its values, and its oracle's result, computed once. It has the methods
+    of :class:`StaticBench`."""
 
     def __init__(self, case: TimedCase, on: TuneTarget, pool: Pool, known: Precomputed = Precomputed()) -> None:
         self.case, self.on, self.pool, self.known = case, on, pool, known

@@ -1,8 +1,9 @@
-"""Each candidate's first call on a device is made in another process, which lives on and serves many.
+"""Isolation of candidates: the first call of each on a device runs in another process, which serves many candidates.
 
-One that never ends costs its seconds and that process, and one that reads memory where there is none spoils the device
-for that process alone. What ended there is called and timed here: a candidate that waits for ever at a later call still
-ends the run. It costs the process's beginning, once and after each that was killed, and one more call a candidate.
+A candidate that hangs costs its time limit and this process. One that accesses invalid memory makes the device unusable
+for this process alone. A candidate that passed is called and timed in the tuner's process: if it hangs in a later call,
+it ends the run. Isolation costs the start of a process, another start after each one that was killed, and one more call
+for each candidate.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ BEGINNING = 300.0
 
 
 class Isolated:
-    """The process that calls candidates first. ``compiling``: seconds that a compilation may take."""
+    """The process that makes the first calls. ``compiling``: time limit of a compilation, in seconds."""
 
     def __init__(self, compiling: float) -> None:
         self.compiling = compiling

@@ -1,5 +1,5 @@
-"""What a tuner has found so far, in a database of SQLite, so that one that is killed continues where it was: each note
-is on the disk before the next thing is tried. Several tuners may write to one journal."""
+"""The journal of a tuner, an SQLite database, with which a killed tuner can continue: each note is on disk before the
+next trial. Several tuners may write to one journal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the shipped choice of tiles loses against the best that a tuner found: figures of many calls."""
+"""Losses of the shipped tilings relative to the best that a tuner found, over many calls."""
 
 from __future__ import annotations
 

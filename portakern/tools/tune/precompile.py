@@ -1,5 +1,5 @@
-"""What is done for the next keys while one is judged: their first candidates are compiled, and by other processes what
-calls give is computed. So a device that times does not wait for either, except for the first key."""
+"""Preparation of the next keys during a search: their first candidates are compiled, and other processes compute
+expected results. The timing process then waits for neither, except for the first key."""
 
 from __future__ import annotations
 

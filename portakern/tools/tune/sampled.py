@@ -1,4 +1,4 @@
-"""Calls that nobody tuned for: shapes drawn at random from families, which are data (``families.json``).
+"""Random calls, for which nobody tuned: shapes drawn from families, which are data (``families.json``).
 
 A family lists ops, each with ranges of its dimensions and options: ``[low, high]`` is a whole number drawn so that each
 octave is as likely, half of the time rounded to a multiple of 64; ``{"of": [...]}`` is one of the values; the name of a

@@ -1,7 +1,7 @@
-"""In which order tilings are tried: all of them where they are few, else where a search leads.
+"""The order in which tilings are tried: all of them if they are few, otherwise by a search algorithm.
 
-A search is asked (``ask``) for tilings that were not tried yet, none when it has ended, and told (``tell``) how good
-they were: less is better, None for one that does not count.
+A search proposes tilings that were not tried yet (``ask``; none at its end), and gets their scores (``tell``): smaller
+is better, None for a tiling that is refused or wrong.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class ExhaustiveSearch:
 
 
 class Climb:
-    """The neighbours of the best tiling, until none is better; then those of the next best, in rising order. Those of
-    the first seed, which is what is shipped, are asked for before it is known what any tiling is worth."""
+    """Hill climbing: the neighbours of the best tiling, until none is better; then those of the next best, in the order
+    of scores. The neighbours of the first seed, the shipped tiling, are proposed before any score is known."""
 
     STARTS = 3
 
@@ -114,7 +114,7 @@ def _drawn(space: Space, rng: random.Random, count: int) -> list[dict[str, int]]
 
 
 class OptunaSearch:
-    """Optuna's tree-structured Parzen estimator (Bergstra et al. 2011) over the places of values in their ranges."""
+    """Optuna's tree-structured Parzen estimator (Bergstra et al. 2011), over the indices of values in their ranges."""
 
     ATTEMPTS = 400
     """Proposals in a row that are illegal or were tried, after which the search has ended."""

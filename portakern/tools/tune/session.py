@@ -1,4 +1,4 @@
-"""A whole tuning: every key of every op in turn, as far as the time reaches; tables and results as they come."""
+"""A tuning run: all keys of all ops in turn until the time limit; tables and results are written after each key."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ __all__ = ["Callbacks", "groups_of", "table_of", "tune"]
 
 @dataclass(frozen=True)
 class Callbacks:
-    """Who is told what: ``progress`` of a key's search, ``found`` of each that has ended, ``refused`` of a key whose
-    calls are refused, with the reason."""
+    """The callbacks of a run: ``progress`` during the search of a key, ``found`` after it, ``refused`` with the reason
+    if the calls of a key are refused."""
 
     progress: Callable[[Progress], None]
     found: Callable[[Finding], None]

@@ -1,4 +1,4 @@
-"""Which tilings there are: the spec's tiles and the implementation's knobs, as far as they are legal for calls."""
+"""The space of tilings: the spec's tiles and the implementation's launch parameters, restricted to legal values."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class Space:
 
     values: Mapping[str, tuple[int, ...]]
     refuses: Callable[[Tiling], str | None]
-    _asked: dict[Any, bool] = field(default_factory=dict, repr=False)
+    _legal: dict[Any, bool] = field(default_factory=dict, repr=False)
 
     def legal(self, tiling: Tiling) -> bool:
         """Whether a tiling is one of the space."""
         key = frozen(tiling)
-        if key not in self._asked:
+        if key not in self._legal:
             known = tiling.keys() == self.values.keys() and all(v in self.values[n] for n, v in tiling.items())
-            self._asked[key] = known and self.refuses(tiling) is None
-        return self._asked[key]
+            self._legal[key] = known and self.refuses(tiling) is None
+        return self._legal[key]
 
     @property
     def combinations(self) -> int:

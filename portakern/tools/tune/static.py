@@ -1,4 +1,4 @@
-"""Scores of machine code that nothing ran: what of a compiler's report stands for time."""
+"""Scores of machine code that was not run, from the compiler's report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of tilings, written so that nothing is lost: under a lock, merged with what is there, whole or not at all."""
+"""Write tables of tilings without losing rows: under a lock, merged with the rows of the file, and atomically."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is tuned: a variant of an op on a backend, for a target that is here or is not."""
+"""The target of a tuning: a variant of an op on a backend, on a device that is present or for a chip that is not."""
 
 from __future__ import annotations
 

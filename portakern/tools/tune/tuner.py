@@ -1,8 +1,8 @@
-"""From calls to tables: calls that find their tiling under one key are judged together, since one row serves them all.
+"""Tune the calls of one key together, since one row of the table serves them all.
 
-A tiling's place is the geometric mean, over the calls of its key, of its score over that of what is shipped. Screening
-goes through the search's batches with few samples; the best few and the shipped choice are then judged again, with
-many. What is shipped stays unless another is better by more than :data:`LEAST`.
+The score of a tiling is the geometric mean, over the calls of its key, of its time divided by that of the shipped
+tiling. Screening takes few samples of each batch of the search; the best few and the shipped tiling are then measured
+again, with many. The shipped tiling stays unless another is better by more than :data:`LEAST`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TOLD = 24
 
 @dataclass(frozen=True)
 class SearchPlan:
-    """How to search.
+    """The options of a search.
 
     Attributes:
       search: a kind of :mod:`portakern.tools.tune.search`. tries: most candidates of a key. batch: of one round.
@@ -68,7 +68,7 @@ class SearchPlan:
 
 
 class Group(NamedTuple):
-    """Calls that find their tiling under one key."""
+    """The calls of one key."""
 
     on: TuneTarget
     key: Mapping[str, Any]
@@ -82,7 +82,7 @@ class Group(NamedTuple):
 
 @dataclass
 class Finding:
-    """What was found for a key.
+    """The result of a search for one key.
 
     Attributes:
       rows: one for each call, as results keep them. best: the tiling to keep, None where the shipped one stays.
@@ -111,7 +111,7 @@ class Finding:
 
 
 class Progress(NamedTuple):
-    """Where a key's search is: candidates judged, and the best so far over the shipped choice."""
+    """The progress of a search: the number of candidates tried, and the best ratio to the shipped tiling."""
 
     group: Group
     tried: int
@@ -147,8 +147,7 @@ def _form_call(case: TimedCase, on: TuneTarget) -> Call:
 
 
 class _Opening(NamedTuple):
-    """How the search of a key begins: the tiling that each of its calls finds shipped, what is legal, and in which
-    order that is tried."""
+    """The start of a search: the shipped tiling of each call, the legal tilings, and the search algorithm."""
 
     shipped: list[dict[str, int]]
     space: Space
