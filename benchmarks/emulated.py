@@ -64,7 +64,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _every_op() -> list[str]:
-    return [op for op in registry.ops() if any(registry.backend("triton").having(op))]
+    return [op for op in registry.ops() if any(registry.backend("triton").families_with(op))]
 
 
 def _part_path(arguments: argparse.Namespace, op: str, target: str, part: int) -> Path:

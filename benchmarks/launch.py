@@ -66,7 +66,7 @@ def small_inputs(
 
 
 def served_ops() -> list[str]:
-    return [name for name in pk.ops() if any(f.name == "gpu" for f in pk.backends()["triton"].having(name))]
+    return [name for name in pk.ops() if any(f.name == "gpu" for f in pk.backends()["triton"].families_with(name))]
 
 
 def _same_bits(a: Any, b: Any) -> bool:

@@ -140,7 +140,7 @@ class Asking:
         if self.who != "portakern":
             what.append([inspect.getsource(part) for part in vars(tpu_programs).values() if inspect.isfunction(part)])
         else:
-            module = backend.where(CASES[self.case][0], family) or ""
+            module = backend.module_of(CASES[self.case][0], family) or ""
             what += [cache.digest([module], within=[family.package.rpartition(".")[0]]), dict(self.bound[2])]
         name = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
         return cache_folder() / "tpu-cycles" / f"{name}.json"

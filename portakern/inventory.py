@@ -18,7 +18,7 @@ from portakern.errors import UnavailableError
 from portakern.install import installed
 from portakern.spec import Count, Spec
 
-__all__ = ["backends", "doctor", "environment", "having", "ops", "peers", "show"]
+__all__ = ["backends", "backends_with", "doctor", "environment", "ops", "peers", "show"]
 
 HOST_CPU = "host CPU"  # the device of a run that used no accelerator
 PACKAGES = ("numpy", "ml_dtypes", "jaxtyping", "torch", "triton", "jax", "jaxlib", "libtpu")
@@ -37,16 +37,16 @@ def ops() -> list[dict[str, Any]]:
                 "op": name,
                 "arguments": ", ".join(arguments),
                 "outputs": ", ".join(o.name for o in s.outputs),
-                "backends": having(name),
-                "peers": [b.name for b in registry.peers().values() if any(True for _ in b.having(name))],
+                "backends": backends_with(name),
+                "peers": [b.name for b in registry.peers().values() if any(True for _ in b.families_with(name))],
             }
         )
     return rows
 
 
-def having(op: str) -> list[str]:
+def backends_with(op: str) -> list[str]:
     """The backends that implement an op somewhere."""
-    return [b.name for b in registry.backends().values() if any(True for _ in b.having(op))]
+    return [b.name for b in registry.backends().values() if any(True for _ in b.families_with(op))]
 
 
 def backends() -> list[dict[str, Any]]:
@@ -61,7 +61,7 @@ def peers() -> list[dict[str, Any]]:
 
 def _row(b: Backend) -> dict[str, Any]:
     missing = b.unavailable()
-    lacking = () if missing else b.lacking()
+    lacking = () if missing else b.missing_kernels()
     return {
         "backend": b.name,
         "framework": b.framework,
@@ -107,7 +107,7 @@ def _implementations(op: str, among: Iterable[Backend]) -> list[dict[str, Any]]:
     rows = []
     for b in among:
         for family in b.declared:
-            module = b.where(op, family)
+            module = b.module_of(op, family)
             if module is None:
                 continue
             found = None if module == "__main__" else importlib.util.find_spec(module)
@@ -119,7 +119,7 @@ def _implementations(op: str, among: Iterable[Backend]) -> list[dict[str, Any]]:
 def _tilings(s: Spec[Any], b: Backend) -> list[dict[str, Any]]:
     """The tiles and launch knobs that each variant of a backend takes, where it can be imported here."""
     rows = []
-    for family in () if b.oracle else b.having(s.name):
+    for family in () if b.oracle else b.families_with(s.name):
         try:
             impl = b.implementation(s.name, family)
         except UnavailableError:
@@ -136,7 +136,7 @@ def _tilings(s: Spec[Any], b: Backend) -> list[dict[str, Any]]:
 
 
 def _waits(family: Family) -> dict[str, str]:
-    why = family.lacks()
+    why = family.missing_packages()
     return {"requires": why} if why else {}
 
 
@@ -197,7 +197,7 @@ def _diagnose(b: Backend, platforms: set[str]) -> tuple[str, str]:
             )
         return "cannot run", missing
     compiled = sorted(platforms & set(b.compiled_platforms()))
-    later = b.lacking()
+    later = b.missing_kernels()
     if b.oracle:
         return "runs on the host, in float64", "none: this is the oracle"
     if compiled:

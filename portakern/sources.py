@@ -94,9 +94,13 @@ def fingerprint(
 
 def _fingerprint(tree: _Tree, op: str, backend: Backend, variant: str | None, target: Target) -> str | None:
     # Sources are read, not run: of what cannot be imported here too, such as Hopper's Pallas with an older JAX.
-    lacking = [f for f in backend.declared if f.lacks() and f.compiles_for(target) and variant in (None, f.name)]
-    families = [f for f in (*(f for f, _ in backend.families_for(target, variant)), *lacking) if backend.where(op, f)]
-    module = backend.where(op, families[0]) if families else None
+    lacking = [
+        f for f in backend.declared if f.missing_packages() and f.compiles_for(target) and variant in (None, f.name)
+    ]
+    families = [
+        f for f in (*(f for f, _ in backend.families_for(target, variant)), *lacking) if backend.module_of(op, f)
+    ]
+    module = backend.module_of(op, families[0]) if families else None
     if module is None or not files(tree.root, module):
         return None
     return _hashed(tree, op, families[0], module, target)

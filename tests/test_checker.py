@@ -310,7 +310,7 @@ def test_small_tiles_of_both_sizes_are_met_on_every_seed(seed):
         tilings.append(tuple(tiling.values()))
         return (np.matmul(*call.arrays.values()).astype(numpy_dtype(call.outputs["c"][1])),)
 
-    pk.check("matmul", backend=some, only=["several_block_m"], max_examples=2, seed=seed, shrink=False)
+    pk.check("matmul", backend=some, only_edges=["several_block_m"], max_examples=2, seed=seed, shrink=False)
     assert {*tilings} >= {(16, 16, 16), (32, 32, 32)}
 
 
@@ -370,7 +370,7 @@ def test_one_array_may_stand_for_several():
     with np.errstate(all="ignore"):
         report = pk.check("matmul", fn=unless_one, max_examples=100, promises=False)
     assert "edge a_is_b: c[" in report.failures[0].what
-    assert json.loads(report.failures[0].case)["same"] == ["a", "b"]
+    assert json.loads(report.failures[0].case)["aliased"] == ["a", "b"]
     case = Case.from_json(report.failures[0].case)
     buffers = case.buffers(registry.find_spec("matmul"))
     assert buffers["a"] is buffers["b"]
@@ -495,7 +495,10 @@ def test_sizes_that_people_use_are_drawn():
 
 
 def test_options_reach_the_ends_of_their_ranges():
-    free = {"limits": Limits(used=0), "only": ["several_block_q"]}  # of the checker's cases those that draw fastest
+    free = {
+        "limits": Limits(used=0),
+        "only_edges": ["several_block_q"],
+    }  # of the checker's cases those that draw fastest
     scales = [c.options["scale"] for c in drawn("attention", 300, **free) if c.options.get("scale") is not None]
     assert min(scales) < 0 < max(scales) and 0.0 in scales
     eps = [c.options["eps"] for c in drawn("layernorm", 400) if "eps" in c.options]

@@ -132,7 +132,7 @@ def test_a_check_that_is_ended_keeps_what_it_found(jobs, within_a_lock, tmp_path
 def test_check_asks_for_what_it_is_told_to(tmp_path, monkeypatch):
     """Of a kernel that leaves the last bit to chance, which breaks a promise and no bound; in one dtype."""
     backend = pk.backends()["reference"]
-    seen, family, coin = [], next(backend.having("softmax")), random.Random(0)
+    seen, family, coin = [], next(backend.families_with("softmax")), random.Random(0)
     impl = backend.implementation("softmax", family)
 
     def counting(call, tiling):
@@ -298,8 +298,8 @@ BAD_INPUT = {
         "the case's tiling has 'nope'; expected names among",
     ),
     "arrays that are one": (
-        [*CHECK, "--case", CASE + ',"same":["x","y"]}'],
-        "the case's same is ['x', 'y']; expected a",
+        [*CHECK, "--case", CASE + ',"aliased":["x","y"]}'],
+        "the case's aliased is ['x', 'y']; expected a",
     ),
     "too many cases": ([*CHECK, "--max-examples", "9" * 20], "check: max_examples is 99999999999999999999; expected a"),
     "no file": ([*CHECK, "--json", "/dev/null/x/y"], "check: --json is /dev/null/x/y, which cannot be written: "),
@@ -320,7 +320,7 @@ BAD_INPUT = {
 
 def test_another_ops_knob_is_refused_where_every_kernel_of_the_op_is_known(monkeypatch):
     triton = registry.backend("triton")
-    if any(f.lacks() for f in triton.declared) or triton.unavailable():
+    if any(f.missing_packages() for f in triton.declared) or triton.unavailable():
         pytest.skip(triton.unavailable() or "a variant of triton cannot be imported here")
     known = {"reference": registry.backend("reference"), "triton": triton}
     monkeypatch.setattr(registry, "backends", lambda: known)

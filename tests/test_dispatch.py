@@ -107,7 +107,7 @@ def test_arrays_on_hopper_go_to_pallas_where_its_kernels_can_be_imported():
     """Their jax is newer than that of Python 3.11, and what is missing is said."""
     pytest.importorskip("jax", reason="jax is not installed")
     hopper, pallas = Target("cuda", "sm_90"), registry.backend("pallas")
-    missing = next(f for f in pallas.declared if f.name == "gpu").lacks()
+    missing = next(f for f in pallas.declared if f.name == "gpu").missing_packages()
     if missing is None:
         assert dispatch.choose(registry.find_spec("softmax"), frameworks()["jax"], hopper) is pallas
         return

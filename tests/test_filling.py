@@ -203,7 +203,7 @@ def test_a_stretch_of_a_masked_call_is_a_part_of_it(name, q_len, kv_len, options
 def test_one_array_for_both_factors_of_a_large_product_is_compared_in_part():
     """Rows of it are repeated as the first factor's, and columns as the second's."""
     shapes = {"a": (640, 640), "b": (640, 640)}
-    case = testing.Case("float32", shapes, "normal", 3, edge="a_is_b", same=("a", "b"))
+    case = testing.Case("float32", shapes, "normal", 3, edge="a_is_b", aliased=("a", "b"))
     assert testing.replay("matmul", case, fn=np.matmul).passed
     assert not testing.replay("matmul", case, fn=lambda a, b: a @ (b + (a is b) * 0.01)).passed
 

@@ -22,7 +22,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from portakern.backends.triton.plan import LaunchPlan  # noqa: E402
 
-OPS = [op for op in pk.ops() if any(pk.backends()["triton"].having(op))]
+OPS = [op for op in pk.ops() if any(pk.backends()["triton"].families_with(op))]
 SAMPLES = [(op, name) for op in OPS for name in testing.samples(op)]
 
 

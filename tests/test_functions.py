@@ -45,7 +45,7 @@ def test_a_fault_in_a_function_is_found(fault, seed, examples):
 @pytest.mark.parametrize("fault", MASKED, ids=[f"{f.op}: {f.what}" for f in MASKED])
 def test_edges_of_attention_as_people_run_it_find_their_faults(fault):
     edges = [*EDGES, *(["decoding_over_many_keys"] if fault.op == "attention" else [])]
-    report = pk.check(fault.op, fn=fault.make(), only=edges, max_examples=4 * len(edges), shrink=False)
+    report = pk.check(fault.op, fn=fault.make(), only_edges=edges, max_examples=4 * len(edges), shrink=False)
     assert report.failures
 
 

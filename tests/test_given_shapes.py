@@ -343,7 +343,7 @@ def test_other_words_that_are_none_are_named():
     with pytest.raises(pk.SpecError, match="promise 'speed' is unknown; expected some of inputs"):
         pk.check("softmax", fn=right, promises=["speed"])
     with pytest.raises(pk.SpecError, match="no call of these shapes has edge 'tiles_of_minus_inf'"):
-        pk.check("softmax", fn=right, shapes=[{"x": (2, 8)}], only=["tiles_of_minus_inf"])
+        pk.check("softmax", fn=right, shapes=[{"x": (2, 8)}], only_edges=["tiles_of_minus_inf"])
     with pytest.raises(pk.SpecError, match="matmul"):
         pk.check("matmul", fn=np.matmul.__call__, shapes=[{"a": (2, 3), "b": (4, 5)}])
 

@@ -70,7 +70,7 @@ def tiling_of(call: Call, **named: int) -> Any:
 
 def run(call: Call, tiling: Any) -> Any:
     """The outputs of whoever serves the call in the end."""
-    serving, tiling = VARIANT.serving(call, tiling)
+    serving, tiling = VARIANT.resolve(call, tiling)
     return serving.run(call, tiling)
 
 

@@ -110,7 +110,7 @@ def test_every_kernel_lowers_for_tpu(r, key, dtype):
 DRAWN = testing.Limits(dtypes=("float32", "bfloat16"), layouts=("contiguous",), elements=600)
 
 
-@pytest.mark.parametrize("op", [op for op in pk.ops() if "pallas" in inventory.having(op)])
+@pytest.mark.parametrize("op", [op for op in pk.ops() if "pallas" in inventory.backends_with(op)])
 @pytest.mark.parametrize("seed", range(4 if DEEP else 1))
 def test_every_op_lowers_for_tpu_and_vmaps_on_drawn_cases(op, seed):
     import jax.export
@@ -210,7 +210,9 @@ def test_the_checker_draws_integer_arrays_of_two_widths():
     drawn = {tuple(testing.Case("float32", {}, seed=seed).dtype_of(a) for a in ids) for seed in range(20)}
     assert drawn == {(a, b) for a in ("int32", "int64") for b in ("int32", "int64")}
     with with_x64():
-        report = testing.check("attention", backend="pallas", device="cpu", only=["nan_in_masked_keys"], max_examples=8)
+        report = testing.check(
+            "attention", backend="pallas", device="cpu", only_edges=["nan_in_masked_keys"], max_examples=8
+        )
     assert report.passed, report.failures
 
 

@@ -101,7 +101,7 @@ CALLS = {  # what a variant chooses by the form of a call
 def test_what_hopper_chooses_by_a_calls_form_is_named(name):
     make, expected = CALLS[name]
     impl, call = make()
-    impl, tiling = impl.serving(call, tilings.default(impl, call).tiling)
+    impl, tiling = impl.resolve(call, tilings.default(impl, call).tiling)
     launched = []
     with recording(lambda kernel, *_: launched.append(lowering.qualified(kernel))):
         impl.run(call, tiling)
@@ -137,7 +137,7 @@ def test_a_list_of_kernels_takes_nobody_elses_launches():
     assert len(seen) == len(told) > 0
 
 
-ON_HOPPER = [(op, BACKEND.implementation(op, HOPPER)) for op in pk.ops() if BACKEND.where(op, HOPPER)]
+ON_HOPPER = [(op, BACKEND.implementation(op, HOPPER)) for op in pk.ops() if BACKEND.module_of(op, HOPPER)]
 
 
 @pytest.mark.parametrize("op", [op for op, impl in ON_HOPPER if impl.compiled_alone])

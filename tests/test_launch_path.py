@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from tests.fake_gpu import fake_gpu  # noqa: E402
 
-VARIANTS = [(op, family.name) for op in pk.ops() for family in pk.backends()["triton"].having(op)]
+VARIANTS = [(op, family.name) for op in pk.ops() for family in pk.backends()["triton"].families_with(op)]
 WARM = 3  # calls: decided, learned, and one that Triton's maps of its arrays are made in
 
 

@@ -23,7 +23,7 @@ WHY = "its kernels for sm_90 need jax >= 99 (which takes Python 9), and jax 0.10
 def later(monkeypatch):
     """A backend whose kernels for one chip wait for a newer library."""
     pytest.importorskip("jax", reason="jax is not installed: pip install -e '.[pallas]'")
-    monkeypatch.setattr(Backend, "lacking", lambda self, target=None: (WHY,) if self.name == "pallas" else ())
+    monkeypatch.setattr(Backend, "missing_kernels", lambda self, target=None: (WHY,) if self.name == "pallas" else ())
 
 
 @pytest.mark.parametrize(
@@ -52,9 +52,9 @@ def test_what_a_family_waits_for_is_said_for_its_own_targets_alone():
     backend = Backend("waits", framework="torch", platforms=["cpu"])
     need = (Need("no-such-package", "1.0", "a note"),)
     backend.declared = (Family("waits.here", targets=("sm_90",), platforms=("cuda",), needs=need),)
-    assert backend.lacking(targets.find("sm_80").target) == ()
+    assert backend.missing_kernels(targets.find("sm_80").target) == ()
     said = ("its kernels for sm_90 need no-such-package >= 1.0 (a note), and none is installed",)
-    assert backend.lacking(targets.find("sm_90").target) == backend.lacking() == said
+    assert backend.missing_kernels(targets.find("sm_90").target) == backend.missing_kernels() == said
 
 
 def test_a_compiler_whose_packages_are_missing_is_a_reason_and_no_crash(monkeypatch):

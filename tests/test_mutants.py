@@ -39,7 +39,7 @@ def test_the_table_is_large_and_spread():
         for family in b.declared
         if family.interprets and (not family.targets or (b.name, family) in families)
         for op in registry.ops()
-        if b.where(op, family)
+        if b.module_of(op, family)
     }
     assert planted == kernels and len(SAMPLE) >= 9 and all(f.sample for f in FAULTS if f.edge or f.case)
 

@@ -13,8 +13,8 @@ from portakern.core import registry
 
 PALLAS = registry.backend("pallas")
 FAMILY = next(f for f in PALLAS.declared if f.name == "fused")
-if FAMILY.lacks():
-    pytest.skip(f"the kernels for Hopper need {FAMILY.lacks()}", allow_module_level=True)
+if FAMILY.missing_packages():
+    pytest.skip(f"the kernels for Hopper need {FAMILY.missing_packages()}", allow_module_level=True)
 
 import jax.numpy as jnp  # noqa: E402
 
@@ -27,7 +27,7 @@ from portakern.core.targets import Target  # noqa: E402
 from portakern.errors import UnsupportedError  # noqa: E402
 from portakern.tools.compile import abstract  # noqa: E402
 
-OPS = [op for op in registry.ops() if PALLAS.where(op, FAMILY)]
+OPS = [op for op in registry.ops() if PALLAS.module_of(op, FAMILY)]
 each_op = pytest.mark.parametrize("op", OPS)
 COMPILER = FAMILY.load_compiler()
 has_compiler = pytest.mark.skipif(

@@ -22,8 +22,8 @@ from portakern.core import registry
 
 PALLAS = registry.backend("pallas")
 FAMILY = next(f for f in PALLAS.declared if f.name == "gpu")
-if FAMILY.lacks():
-    pytest.skip(f"the kernels for Hopper need {FAMILY.lacks()}", allow_module_level=True)
+if FAMILY.missing_packages():
+    pytest.skip(f"the kernels for Hopper need {FAMILY.missing_packages()}", allow_module_level=True)
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -47,7 +47,7 @@ from tests.drawing import cases  # noqa: E402
 from tests.ops import record  # noqa: E402
 
 HOPPER = Target("cuda", "sm_90")
-OPS = [op for op in registry.ops() if PALLAS.where(op, FAMILY)]
+OPS = [op for op in registry.ops() if PALLAS.module_of(op, FAMILY)]
 ROWS = [op for op in OPS if "row_warps" in PALLAS.implementation(op, FAMILY).knobs]
 SPILLED = {
     "attention": 16,  # bytes: what the walk over tiles knows, stored and read outside the loop over keys
@@ -154,7 +154,7 @@ def test_several_tiles_race_for_nothing(op):
     limits = dataclasses.replace(LIMITS, elements=640) if several else LIMITS
     report = pk.check(
         op, backend="pallas", variant="gpu", device="cpu", profile="races", max_examples=drawn,
-        only=edges,
+        only_edges=edges,
         dtypes=["bfloat16"], seed=1, limits=limits, promises=False,
     )  # fmt: skip
     assert report.passed, "\n".join(map(str, report.failures))
@@ -169,7 +169,7 @@ def test_rows_that_are_too_long_to_keep_are_read_twice(op, monkeypatch):
     try:
         report = pk.check(
             op, backend="pallas", variant="gpu", device="cpu", profile="races", max_examples=3,
-            only=["several_block_n"], seed=2, limits=LIMITS, promises=False,
+            only_edges=["several_block_n"], seed=2, limits=LIMITS, promises=False,
         )  # fmt: skip
     finally:
         jax.clear_caches()

@@ -23,7 +23,7 @@ FINFO = np.finfo(np.float32)
 
 def serving(op, variant):
     """The implementation of a family; the test is left out where the machine lacks what that needs."""
-    if reason := FAMILIES[variant].lacks():
+    if reason := FAMILIES[variant].missing_packages():
         pytest.skip(f"pallas/{variant} needs {reason}")
     return PALLAS.implementation(op, FAMILIES[variant])
 

@@ -16,8 +16,8 @@ from portakern.core import registry
 
 PALLAS = registry.backend("pallas")
 FAMILY = next(f for f in PALLAS.declared if f.name == "unordered")
-if FAMILY.lacks():
-    pytest.skip(f"the kernels for Hopper need {FAMILY.lacks()}", allow_module_level=True)
+if FAMILY.missing_packages():
+    pytest.skip(f"the kernels for Hopper need {FAMILY.missing_packages()}", allow_module_level=True)
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -63,7 +63,7 @@ def gradients(shape, tiling=None, **more):
     call = call.replace(interpret=True)
     assert VARIANT.supports(call, resolved(call, tiling)) is None
     with PALLAS.profile("races"):
-        serving, tiling = VARIANT.serving(call, resolved(call, tiling))
+        serving, tiling = VARIANT.resolve(call, resolved(call, tiling))
         return call, jax.block_until_ready(serving.run(call, tiling))
 
 
@@ -231,10 +231,10 @@ def test_gradients_of_keys_alone_are_the_ordered_kernel_s(given):
     arrays = arrays_of(1, 70, 1, 1, 70, 64)
     call = pk.op("attention_vjp").bind(**arrays).replace(interpret=True, wants=("d_k", "d_v"))
     own = resolved(call, given)
-    serving, tiling = VARIANT.serving(call, own)
+    serving, tiling = VARIANT.resolve(call, own)
     assert serving.family.name == "gpu" and serving.fn is ordered.attention_vjp
     assert dict(tiling) == {name: value for name, value in own.items() if name != "last"}
-    assert VARIANT.serving(call.replace(wants=("d_q", "d_k")), own) == (VARIANT, own)
+    assert VARIANT.resolve(call.replace(wants=("d_q", "d_k")), own) == (VARIANT, own)
     assert serving.run(call, tiling)[0] is None
 
 

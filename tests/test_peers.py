@@ -51,7 +51,9 @@ def test_peers_stand_apart():
 def test_every_module_of_peers_is_found_by_name():
     package = importlib.import_module("portakern.backends.peers")
     modules = {f"{package.__name__}.{m.name}" for m in pkgutil.iter_modules(package.__path__)}
-    found = {b.where(op, family) for b in registry.peers().values() for op in pk.ops() for family in b.having(op)}
+    found = {
+        b.module_of(op, family) for b in registry.peers().values() for op in pk.ops() for family in b.families_with(op)
+    }
     assert found == modules - {f"{package.__name__}.provide"}
 
 
@@ -145,7 +147,7 @@ def test_gradients_of_attention_by_the_librarys_autograd(peer, options):
     needs(peer)
     limits = Limits(layouts=("contiguous",), arguments=frozenset(options))
     edges = ["several_block_q", "several_block_kv"]
-    report = pk.check("attention_vjp", backend=peer, device="cpu", dtypes=["float32"], only=edges,
+    report = pk.check("attention_vjp", backend=peer, device="cpu", dtypes=["float32"], only_edges=edges,
                       max_examples=8, limits=limits, shrink=False, seed=SEED)  # fmt: skip
     assert report.passed and report.examples, (report.failures, report.refused)
 

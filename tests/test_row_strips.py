@@ -27,7 +27,7 @@ def with_an_axis():
     found = []
     for name in sorted(registry.ops()):
         options = {o.name for o in registry.find_spec(name).options}
-        if "axis" in options and BACKEND.where(name, PORTABLE):
+        if "axis" in options and BACKEND.module_of(name, PORTABLE):
             found.append(name)
     return found
 

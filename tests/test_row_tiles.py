@@ -57,7 +57,7 @@ def over_rows():
     found = []
     for name in sorted(registry.ops()):
         spec = registry.find_spec(name)
-        if {*spec.tiling} == {"block_rows", "block_n"} and BACKEND.where(name, PORTABLE):
+        if {*spec.tiling} == {"block_rows", "block_n"} and BACKEND.module_of(name, PORTABLE):
             try:
                 if any(c.get("tiles") for c in launches(name, 1024).values()):
                     found.append(name)

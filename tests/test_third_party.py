@@ -149,7 +149,7 @@ def test_an_op_from_elsewhere_is_registered_once_for_a_machine():
     for backend in [b for b in pk.backends().values() if b.package]:
         backend.implements("from_elsewhere")(lambda call, tiling: None)
         try:
-            having = [*backend.having("from_elsewhere")]
+            having = [*backend.families_with("from_elsewhere")]
             platforms = [p for f in having for p in f.platforms]
             assert sorted(platforms) == sorted({*backend.compiled_platforms()}), having
             if backend.can_interpret():
@@ -179,7 +179,7 @@ def softmax(call, tiling):
 builtins.backend_of_the_test.implements("softmax")(softmax)
 """)  # fmt: skip
     backend.implemented_in("softmax", "holds_softmax")
-    assert [backend.where("softmax", f) for f in backend.families] == ["holds_softmax"]
+    assert [backend.module_of("softmax", f) for f in backend.families] == ["holds_softmax"]
     assert "holds_softmax" not in sys.modules
     builtins.backend_of_the_test = backend
     try:
@@ -205,7 +205,7 @@ def test_the_gradient_of_an_op_may_lie_in_the_module_of_the_op(tmp_path, monkeyp
         (tmp_path / "their_kernels" / f"{name}.py").write_text(text)
     family = Family("their_kernels", ("cpu",))
     ops = ("spin", "spin_vjp", "tilt", "tilt_vjp", "fold", "fold_vjp", "bend_vjp")
-    found = [(family.holding(op) or "").removeprefix("their_kernels.") for op in ops]
+    found = [(family.module_of(op) or "").removeprefix("their_kernels.") for op in ops]
     assert found == ["spin", "spin", "tilt", "tilt_vjp", "fold", "", ""]
     assert "their_kernels.spin" not in sys.modules
 

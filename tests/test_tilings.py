@@ -46,8 +46,8 @@ def implementation(backend: str, op: str, variant: str | None = None) -> Impleme
     if b.unavailable():
         pytest.skip(b.unavailable())
     family = next((f for f in b.declared if f.name == variant), b.families[-1])
-    if family.lacks():
-        pytest.skip(f"variant {variant} needs {family.lacks()}")
+    if family.missing_packages():
+        pytest.skip(f"variant {variant} needs {family.missing_packages()}")
     found = b.implementation(op, family)
     assert found is not None
     return found
@@ -55,7 +55,7 @@ def implementation(backend: str, op: str, variant: str | None = None) -> Impleme
 
 def ops_of(backend: str) -> list[str]:
     b = registry.backend(backend)
-    return [op for op in pk.ops() if b.where(op, b.families[-1])]
+    return [op for op in pk.ops() if b.module_of(op, b.families[-1])]
 
 
 # ------------------------------------------------------------------------------------------------- which row is nearest
@@ -198,7 +198,7 @@ def test_variants_for_one_machine_see_rows_only_where_bits_allow_it():
     for backend in OWN:
         b = registry.backend(backend)
         for family in b.families[:-1] if not b.unavailable() else ():
-            for op in (op for op in pk.ops() if b.where(op, family)):
+            for op in (op for op in pk.ops() if b.module_of(op, family)):
                 impl = b.implementation(op, family)
                 calls = [
                     abstract_call(backend, op, "bfloat16", scale, False).replace(
@@ -447,7 +447,7 @@ def test_every_tile_and_knob_has_its_meaning(name):
     """And nothing has one that no kernel takes."""
     b, taken = pk.backends()[name], set()
     for op in pk.ops():
-        for family in b.having(op):
+        for family in b.families_with(op):
             try:
                 impl = b.implementation(op, family)
             except pk.UnavailableError as e:
@@ -455,5 +455,5 @@ def test_every_tile_and_knob_has_its_meaning(name):
             known = fields_of(impl.config)
             assert {*known} == {*pk.op(op).spec.tiling, *impl.knobs} and all(f.meaning for f in known.values()), op
             taken |= {*known}
-    if not any(f.lacks() for f in b.declared):
+    if not any(f.missing_packages() for f in b.declared):
         assert {name for config in b.configs for name in fields_of(config)} == taken

@@ -214,7 +214,7 @@ def test_a_gradient_that_nobody_wants_is_not_written():
     for wants, kernels in ((("d_q",), KERNELS), (("d_q", "d_v"), KERNELS), (("d_k", "d_v"), [KERNELS[0], ORDERED])):
         some, ran = call.replace(wants=wants), []
         with recording(lambda kernel, grid, args, constexprs, ran=ran: ran.append(kernel.__name__)):
-            serving, tiling = VARIANT.serving(some, tiling_of(some))
+            serving, tiling = VARIANT.resolve(some, tiling_of(some))
             out = serving.run(some, tiling)
         assert serving.family.name == ("unordered" if "d_q" in wants else "hopper")
         assert ran == kernels

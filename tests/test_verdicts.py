@@ -47,7 +47,7 @@ def test_one_case_is_no_word_on_the_edges_that_it_did_not_visit():
 
 def test_a_variant_that_nobody_ran_is_not_visited():
     report = pk.check("attention", backend="pallas", variant="tpu", max_examples=1)
-    others = {f.name for f in pk.backends()["pallas"].having("attention")} - {"tpu"}
+    others = {f.name for f in pk.backends()["pallas"].families_with("attention")} - {"tpu"}
     assert {*report.not_covered.get("variants", ())} == others
 
 

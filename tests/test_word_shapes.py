@@ -82,7 +82,7 @@ def test_wrong_axes_are_caught():
         first_tile = np.moveaxis(np.moveaxis(call.arrays["x"], call.options["axis"], 0)[:16], 0, call.options["axis"])
         return peak_of(call.replace(arrays={**call.arrays, "x": first_tile}), tiling)
 
-    assert failure(ops.peak, short, only=["several_block"])
+    assert failure(ops.peak, short, only_edges=["several_block"])
 
 
 def test_a_typical_call_and_its_lines_on_show(monkeypatch, capsys):

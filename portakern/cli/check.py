@@ -85,7 +85,7 @@ def check(
     else:
         subjects = _subjects(chosen, named, variant, (device, profile, target), every=not (ops and backend))
         _tell_later(named, variant)
-        of = {**asked, "dtypes": dtype, "only": edge, "max_examples": max_examples, "seed": seed}
+        of = {**asked, "dtypes": dtype, "only_edges": edge, "max_examples": max_examples, "seed": seed}
         reports, ended = _checked(subjects, jobs, budget, of)
     _show_reports(reports, ended)
     if json_file:
@@ -184,11 +184,11 @@ def _subjects(
 
     found: list[tuple[str, str, str | None]] = []
     lacking: list[UnsupportedError] = []
-    for op, b in [(op, b) for b in backends for op in ops if not every or any(registry.backend(b).having(op))]:
+    for op, b in [(op, b) for b in backends for op in ops if not every or any(registry.backend(b).families_with(op))]:
         of = registry.backend(b)
         try:
             names = [variant] if variant else testing.backend_variants(registry.find_spec(op), b, *where)
-            for family in of.having(op) if not of.auto else ():
+            for family in of.families_with(op) if not of.auto else ():
                 of.implementation(op, family)
         except UnsupportedError as e:
             if not every:
@@ -211,7 +211,7 @@ def _subjects(
 def _tell_later(backends: list[str], variant: str | None) -> None:
     """What is not checked, since something must be installed first."""
     for b in backends if variant is None else ():
-        for why in registry.backend(b).lacking():
+        for why in registry.backend(b).missing_kernels():
             err.print(f"not checked: backend {b!r}: {why}", markup=False, highlight=False, soft_wrap=True)
 
 

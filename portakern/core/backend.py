@@ -158,13 +158,13 @@ class Family:
         """Whether its kernels are compiled for a target."""
         return target.platform in self.platforms and (not self.targets or target.arch in self.targets)
 
-    def meets(self, other: Family) -> bool:
+    def overlaps(self, other: Family) -> bool:
         """Whether some call could go to either of the two: one that names no variant."""
         platforms, targets = {*self.platforms} & {*other.platforms}, {*self.targets} & {*other.targets}
         compiled = bool(platforms) and bool(targets or not self.targets or not other.targets)
         return compiled or all(f.interprets and not f.targets for f in (self, other))
 
-    def narrower(self, other: Family) -> bool:
+    def is_narrower(self, other: Family) -> bool:
         """Whether it is for some of the architectures that another is for, and no others."""
         return bool(self.targets) and (not other.targets or {*self.targets} < {*other.targets})
 
@@ -176,11 +176,11 @@ class Family:
             return 0
         return sum(1 for _ in pkgutil.iter_modules(found.submodule_search_locations)) if found else 0
 
-    def lacks(self) -> str | None:
+    def missing_packages(self) -> str | None:
         """None, or what must be installed before its kernels can be imported."""
         return " and ".join(filter(None, (need.missing() for need in self.needs))) or None
 
-    def holding(self, op: str) -> str | None:
+    def module_of(self, op: str) -> str | None:
         """The module of an op in the family's package, found without importing its framework: the one that is called
         like the op, or for a gradient op that of its forward op, if its text registers the gradient too."""
         own, forward = f"{self.package}.{op}", op.removesuffix("_vjp")
@@ -241,10 +241,10 @@ def in_order(backend: str, families: Sequence[Family]) -> tuple[Family, ...]:
                 )
     said, by_targets = _all_before(backend, first), sorted(families, key=lambda f: (len(f.targets) or 10**6, f.name))
     for f, g in itertools.permutations(by_targets, 2):
-        if f.meets(g) and f.name not in said[g.name] and g.name not in said[f.name]:
-            if f.narrower(g):
+        if f.overlaps(g) and f.name not in said[g.name] and g.name not in said[f.name]:
+            if f.is_narrower(g):
                 first[g.name].add(f.name)
-            elif not g.narrower(f):
+            elif not g.is_narrower(f):
                 raise SpecError(
                     f"backend {backend!r}: the order of its families {f.name!r} and {g.name!r} is "
                     f"not declared; "
@@ -375,14 +375,14 @@ class Implementation:
         """Whether portakern brings it, so that its own tests hold it to its outputs."""
         return self.backend.auto and self.fn.__module__.partition(".")[0] == __name__.partition(".")[0]
 
-    def unasked(self, variant: str | None) -> str | None:
+    def why_not_automatic(self, variant: str | None) -> str | None:
         """None, or why it serves no call that names this variant, or none: results whose bits change from run to run
         are for those alone who ask for them."""
         if variant is not None or not self.unordered:
             return None
         return f"not deterministic: bits of {', '.join(self.unordered)} may change from run to run"
 
-    def uninterpreted(self, interpret: bool) -> str | None:
+    def why_not_interpreted(self, interpret: bool) -> str | None:
         """None, or why it serves no arrays that an interpreter would."""
         return (
             f"{self.family.name} is not interpreted: {self.compiled_alone}"
@@ -396,7 +396,7 @@ class Implementation:
             return "it cannot write a result over an input; leave out overwrite="
         return self.supports(call, config)
 
-    def serving(self, call: Call, config: Config) -> tuple[Implementation, Config]:
+    def resolve(self, call: Call, config: Config) -> tuple[Implementation, Config]:
         """The implementation whose kernels serve a call that this one supports with this config, and the config that
         they run with: its own, or those of the variant to which it leaves the call (``delegate``).
 
@@ -418,7 +418,7 @@ class Implementation:
                 f"{call!r} on {call.target}: backend {self.backend.name!r} cannot: {self.family.name} delegates it "
                 f"to {variant}: {reason}"
             )
-        return impl.serving(call, config)
+        return impl.resolve(call, config)
 
     def run(self, call: Call, config: Config) -> tuple[Any, ...]:
         """``fn``, held to returning a tuple of the right length, and where others bring it to what is in that tuple,
@@ -538,12 +538,12 @@ class Backend:
     @functools.cached_property
     def families(self) -> tuple[Family, ...]:
         """Those whose kernels can be imported here, in the order in which they are tried (:func:`in_order`)."""
-        return tuple(f for f in self.declared if f.lacks() is None)
+        return tuple(f for f in self.declared if f.missing_packages() is None)
 
     @functools.cached_property
     def declared(self) -> tuple[Family, ...]:
         """All families of the backend's package in the order of :attr:`families`, those among them for which something
-        must be installed first (:meth:`Family.lacks`)."""
+        must be installed first (:meth:`Family.missing_packages`)."""
         if self.package is None:
             return self.families
         found: list[Family] = []
@@ -595,7 +595,7 @@ class Backend:
             package = fn.__module__.rpartition(".")[0]
             own = [f for f in self.families if f.package == package != IN_PROCESS]
             for family in () if own else self.families:
-                there = self.where(op, family)
+                there = self.module_of(op, family)
                 before = self._found.get((family.package, op))
                 if there and not (_same_place(before.fn, fn) if before else there == self._elsewhere.get(op)):
                     raise SpecError(
@@ -623,7 +623,7 @@ class Backend:
           SpecError: another module has the op already.
         """
         for family in self.families:
-            there = self.where(op, family)
+            there = self.module_of(op, family)
             if there not in (None, module):
                 raise SpecError(
                     f"{op} on backend {self.name!r} is implemented by {there} already; remove one, or register "
@@ -674,7 +674,7 @@ class Backend:
             return ()
         return tuple(f for f, interpreted in self.families_for(target, variant) if f.stages and not interpreted)
 
-    def where(self, op: str, family: Family) -> str | None:
+    def module_of(self, op: str, family: Family) -> str | None:
         """The module that implements ``op`` in a family, found without importing its framework, or None."""
         found = self._found.get((family.package, op))
         if found:
@@ -684,20 +684,20 @@ class Backend:
         if family.package == IN_PROCESS:
             return None
         try:
-            return family.holding(op)
+            return family.module_of(op)
         except ModuleNotFoundError:  # the package itself is missing
             return None
         except (Exception, SystemExit) as e:  # somebody's package, which every list of backends asks
             say(f"portakern: backend {self.name!r}: {family.package} is left out, it cannot be imported: {e!r}")
             return None
 
-    def having(self, op: str) -> Iterator[Family]:
+    def families_with(self, op: str) -> Iterator[Family]:
         """The families that implement ``op``, found without importing its framework."""
-        return (f for f in self.families if self.where(op, f) is not None)
+        return (f for f in self.families if self.module_of(op, f) is not None)
 
     def implementation(self, op: str, family: Family) -> Implementation | None:
-        """The implementation of ``op`` in a family, imported by convention (:meth:`Family.holding`)."""
-        if (family.package, op) not in self._found and (module := self.where(op, family)) is not None:
+        """The implementation of ``op`` in a family, imported by convention (:meth:`Family.module_of`)."""
+        if (family.package, op) not in self._found and (module := self.module_of(op, family)) is not None:
             self.check_available(family.stages is not None)
             try:
                 family.load(module)
@@ -712,10 +712,10 @@ class Backend:
                 )
         return self._found.get((family.package, op))
 
-    def lacking(self, target: Target | None = None) -> tuple[str, ...]:
+    def missing_kernels(self, target: Target | None = None) -> tuple[str, ...]:
         """In words, which of the kernels that are declared, for a target or for any, are not there, and what must be
         installed first."""
-        missing = ((f, f.lacks()) for f in self.declared if target is None or f.compiles_for(target))
+        missing = ((f, f.missing_packages()) for f in self.declared if target is None or f.compiles_for(target))
         said = (f"its kernels for {', '.join(f.targets or f.platforms)} need {why}" for f, why in missing if why)
         return tuple(dict.fromkeys(said))
 
@@ -723,7 +723,7 @@ class Backend:
         """SpecError where no family has this name, UnavailableError where something must be installed first."""
         if variant not in [f.name for f in self.families]:
             names = ", ".join(f.name for f in self.families)
-            why = next((f.lacks() for f in self.declared if f.name == variant), None)
+            why = next((f.missing_packages() for f in self.declared if f.name == variant), None)
             if why is not None:
                 raise UnavailableError(f"variant {variant!r} of backend {self.name!r} cannot run here: it needs {why}")
             raise SpecError(f"backend {self.name!r} has no variant {variant!r}; expected one of {names}")

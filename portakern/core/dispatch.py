@@ -168,7 +168,7 @@ def why_not(
         if variant is not None and b.families_for(target):
             return f"variant {variant!r} is not for {target}"
         return _nothing_for(b, target)
-    if any(b.where(spec.name, family) for family, _ in homes):
+    if any(b.module_of(spec.name, family) for family, _ in homes):
         return None
     packages = ", ".join(family.package for family, _ in homes if family.package)
     return f"it has no {spec.name}" + (f" in {packages}" if packages else "")
@@ -176,7 +176,7 @@ def why_not(
 
 def _nothing_for(b: Backend, target: Target) -> str:
     """Why no family of a backend serves a target."""
-    lacking = b.lacking(target)
+    lacking = b.missing_kernels(target)
     if lacking:
         return "; ".join(lacking)
     there = dict.fromkeys(arch for f in b.declared if target.platform in f.platforms for arch in f.targets)
@@ -206,7 +206,7 @@ def find_routes(b: Backend, call: Call, target: Target, variant: str | None = No
         impl = b.implementation(call.spec.name, family)
         if impl is None:
             return None
-        unasked, alone = impl.unasked(variant), impl.uninterpreted(interpret)
+        unasked, alone = impl.why_not_automatic(variant), impl.why_not_interpreted(interpret)
         waiting.extend([f"{unasked}: name variant={family.name!r}"] if unasked else [alone] if alone else [])
         return None if unasked or alone else impl
 
@@ -244,7 +244,7 @@ def gradient_choice(b: Backend | None, vjp: Spec[Any], choice: Choice) -> Choice
 
 
 def _has(b: Backend, op: str, families: Iterable[Family]) -> bool:
-    return any(b.where(op, family) is not None for family in families)
+    return any(b.module_of(op, family) is not None for family in families)
 
 
 def pick(candidates: tuple[Route, ...], call: Call, user: Mapping[str, int]) -> tuple[Route, Config]:
@@ -256,7 +256,7 @@ def pick(candidates: tuple[Route, ...], call: Call, user: Mapping[str, int]) -> 
 
 def serving(route: Route, call: Call, config: Config) -> tuple[Route, Config]:
     """The route of the variant whose kernels serve a call that was taken, and their config."""
-    impl, config = route.impl.serving(call, config)
+    impl, config = route.impl.resolve(call, config)
     if impl is route.impl:
         return route, config
     return replace(route, impl=impl.family.staged(impl, route.framework) if route.embedded else impl), config

@@ -119,10 +119,10 @@ def _variants(call: Call, choice: Choice, candidates: tuple[Route, ...], request
         elif choice.variant is not None and left == choice.variant:
             why = "another variant was named"
         elif route is None:
-            has = served.impl.backend.where(call.spec.name, family) is not None
+            has = served.impl.backend.module_of(call.spec.name, family) is not None
             why = f"not for {call.target}" if has else f"has no {call.spec.name}"
             impl = served.impl.backend.implementation(call.spec.name, family) if has else None
-            if impl is not None and (unasked := impl.unasked(None)) and family.compiles_for(call.target):
+            if impl is not None and (unasked := impl.why_not_automatic(None)) and family.compiles_for(call.target):
                 why = f"used only when named: {unasked}"
             if has and served.embedded and family.compiles_for(call.target):
                 why = f"cannot be embedded in {served.framework.title}'s programs: {family.unstaged}"

@@ -57,7 +57,7 @@ class Edge:
       regime: how float values are drawn before planting.
       smallest_tiles: run with the smallest legal tiling, so that few elements make many tiles, and in turn with twice
         that.
-      same: arguments that are passed as one and the same array.
+      aliased: arguments that are passed as one and the same array.
       plant: ``plant(arrays, rng, options)`` changes values in place (float64 and integer NumPy arrays by name).
     """
 
@@ -70,7 +70,7 @@ class Edge:
     stretched: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     regime: str = "normal"
     smallest_tiles: bool = False
-    same: tuple[str, ...] = ()
+    aliased: tuple[str, ...] = ()
     plant: Callable[[dict[str, Any], Any, Mapping[str, Any]], None] | None = None
 
 

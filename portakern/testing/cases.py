@@ -47,8 +47,8 @@ class Case:
       tiling: tile overrides; empty is the default tiling.
       dtypes: array name -> dtype, of arrays of a dtype of their own; the seed chooses those that are not named.
       edge: the corner of the contract that is planted (a key of :func:`edges`), or none.
-      same: arrays that are one object.
-      then: what follows the call that is made twice: "", "changed" (a third on an input that holds other values) or
+      aliased: arrays that are one object.
+      followup: what follows the call that is made twice: "", "changed" (a third on an input that holds other values) or
         "often" (more of both).
     """
 
@@ -63,8 +63,8 @@ class Case:
     masks: Mapping[str, str] = field(default_factory=dict)
     edge: str = ""
     dtypes: Mapping[str, str] = field(default_factory=dict)
-    same: tuple[str, ...] = ()
-    then: str = ""
+    aliased: tuple[str, ...] = ()
+    followup: str = ""
 
     def to_json(self) -> str:
         """One line of JSON; empty fields are left out."""
@@ -74,7 +74,7 @@ class Case:
     def from_json(cls, text: str) -> Case:
         raw = json.loads(text)
         raw["shapes"] = {k: tuple(v) for k, v in raw["shapes"].items()}
-        raw["wider"], raw["same"] = tuple(raw.get("wider", ())), tuple(raw.get("same", ()))
+        raw["wider"], raw["aliased"] = tuple(raw.get("wider", ())), tuple(raw.get("aliased", ()))
         raw["options"] = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.get("options", {}).items()}
         return cls(**raw)
 
@@ -92,8 +92,8 @@ class Case:
             n: self._made(spec, made[n], bound, a, shape) if bound and n in made else self._pool(a, shape)
             for n, (a, shape) in drawn.items()
         }
-        if self.same:
-            values |= dict.fromkeys(self.same, values[self.same[0]])
+        if self.aliased:
+            values |= dict.fromkeys(self.aliased, values[self.aliased[0]])
         plant = edges(spec)[self.edge].plant if self.edge else None
         if plant:
             values = {n: _spread(v, drawn[n][1]) for n, v in values.items()}
@@ -109,7 +109,7 @@ class Case:
             arrays |= {n: np.array(LAYOUTS[layout](arrays[n]).view()) for n, layout in repeats.items()}
             arrays |= _forward_outputs(forward, arrays, self.options, saved)
         laid = {n: LAYOUTS[self.layouts.get(n, "contiguous")](arrays[n]) for n in given}
-        return laid | dict.fromkeys(self.same, laid[self.same[0]]) if self.same else laid
+        return laid | dict.fromkeys(self.aliased, laid[self.aliased[0]]) if self.aliased else laid
 
     def drawn(self, spec: Spec[Any], name: str) -> np.ndarray:
         """The values of one argument before they are rounded to its dtype, by its generator where it has one."""
@@ -282,7 +282,7 @@ def _given_twice(spec: Spec[Any]) -> Iterator[Edge]:
         if len(same) > 1:
             names = tuple(a.name for a in same)
             given = tuple(a.name for a in same if a.optional)
-            yield Edge("_is_".join(names), "one array is given for each of them", given=given, same=names)
+            yield Edge("_is_".join(names), "one array is given for each of them", given=given, aliased=names)
 
 
 def _emptying(spec: Spec[Any], dim: str) -> dict[str, tuple[int, int]]:

@@ -32,7 +32,7 @@ class CheckOptions:
     implementation. They are documented there."""
 
     dtypes: Sequence[str] | None = None
-    only: Sequence[str] | None = None
+    only_edges: Sequence[str] | None = None
     max_examples: int = EXAMPLES
     seed: int = 0
     limits: Limits | None = None

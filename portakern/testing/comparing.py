@@ -68,7 +68,7 @@ class CaseOnSubject:
         self.fw: Framework = subject.framework
         self.buffers = case.buffers(subject.spec)
         self.reference = self.bound(self.buffers)
-        self.part = SampledCall.from_call(self.reference, case.seed, case.same)
+        self.part = SampledCall.from_call(self.reference, case.seed, case.aliased)
         if self.part.chosen:
             self.buffers = repeated(self.buffers, self.reference, self.part.chosen, self.part.stands)
             self.reference = self.bound(self.buffers)
@@ -287,7 +287,7 @@ class CaseOnSubject:
             return
         self.negate(name)
         second = self.on_others(first, other, buffers, f"after {name} was negated in place")
-        for turn in range(4 if self.case.then == "often" else 0):
+        for turn in range(4 if self.case.followup == "often" else 0):
             self.negate(name)
             self.now_buffers = self.buffers if turn % 2 == 0 else buffers
             self.again(first if turn % 2 == 0 else second, self.reference if turn % 2 == 0 else other, self.arrays)
@@ -441,7 +441,7 @@ def _check_contract(trial: CaseOnSubject, actual: Any, report: Report) -> None:
     trial.again(first, call, trial.arrays)
     if kept:
         trial.otherwise(first, call)
-    if trial.untouched(trial.arrays, call) and kept and case.then:
+    if trial.untouched(trial.arrays, call) and kept and case.followup:
         trial.changed(first)
     if subject.overwrites:
         trial.over(first)
@@ -452,7 +452,7 @@ def _changeable(spec: Spec[Any], case: Case) -> str | None:
     """An argument whose values may be others without making the call another: none that a saved result follows from,
     that a generator made, or whose elements share memory."""
     forward = registry.forward_of(spec) if spec.is_vjp else None
-    fixed = {*generators(spec, forward), *spec.masks, *case.same}
+    fixed = {*generators(spec, forward), *spec.masks, *case.aliased}
     if forward:
         fixed |= {a.name for a in forward.arrays} | {o.name for o in forward.outputs}
     free = [
@@ -468,5 +468,5 @@ def _random_regime(spec: Spec[Any], case: Case) -> str:
     """The regime whose values the case holds; none where they were planted, repeated, or made by a generator."""
     made = generators(spec, registry.forward_of(spec) if spec.is_vjp else None)
     shaped = any(a.name in made and a.name in case.shapes and a.follows for a in spec.arrays)
-    special = case.edge or case.masks or case.same or {*REPEATS} & {*case.layouts.values()} or shaped
+    special = case.edge or case.masks or case.aliased or {*REPEATS} & {*case.layouts.values()} or shaped
     return "" if special else case.regime

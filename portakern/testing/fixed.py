@@ -43,7 +43,7 @@ class CasePreset(NamedTuple):
     dtype: str
     shapes: Shapes | None = None
     regime: str = ""
-    then: str | None = None
+    followup: str | None = None
     times: int = 0
     across: bool = False
     kind: str = ""
@@ -107,11 +107,11 @@ def turns_of(
 def fits(edge: Edge, spec: Spec[Any], shapes: Shapes, options: Mapping[str, Any]) -> bool:
     """Whether a call of these shapes can be on an edge: it has the arrays, no extent is below the edge's, and where the
     edge is about one extent it has that. An edge that says no more than which extents there are is every call's."""
-    wanted = {name for name, _ in edge.options.items()} | {*edge.given, *edge.same} | {*edge.stretched}
+    wanted = {name for name, _ in edge.options.items()} | {*edge.given, *edge.aliased} | {*edge.stretched}
     missing = {a.name for a in spec.arrays} & wanted - {*shapes}
-    if missing or {*edge.absent} & {*shapes} or edge.stretched or not (edge.plant or edge.same):
+    if missing or {*edge.absent} & {*shapes} or edge.stretched or not (edge.plant or edge.aliased):
         return False
-    if len({shapes[n] for n in edge.same}) > 1:
+    if len({shapes[n] for n in edge.aliased}) > 1:
         return False
     fixed = {**options, **edge.options}
     axes = {o.name: shapes[o.axis_of][fixed.get(o.name, o.default)] for o in spec.options if o.axis_of}

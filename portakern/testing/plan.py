@@ -81,7 +81,7 @@ def _free(dtype: str, i: int) -> CasePreset:
 def _last(edge: Edge) -> int:
     """0, or more for an edge that few mistakes need."""
     small = any(hi <= 1 for _, hi in edge.dims.values())
-    return 2 * any(hi == 0 for _, hi in edge.dims.values()) + small + bool(edge.same)
+    return 2 * any(hi == 0 for _, hi in edge.dims.values()) + small + bool(edge.aliased)
 
 
 def _on_edge(dtype: str, visit: int | None) -> CasePreset:

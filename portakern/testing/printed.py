@@ -67,7 +67,7 @@ def _case(spec: Spec[Any], raw: dict[str, Any]) -> Case:
     tiling, wider, edge = raw.get("tiling", {}), raw.get("wider", []), raw.get("edge", "")
     right = isinstance(tiling, dict) and all(type(n) is int for n in tiling.values())
     _expect(spec, "tiling", tiling, right, "an object of whole numbers by tile")
-    for name, given in (("wider", wider), ("same", raw.get("same", []))):
+    for name, given in (("wider", wider), ("aliased", raw.get("aliased", []))):
         right = isinstance(given, list) and all(n in arrays for n in given)
         _expect(spec, name, given, right, "a list of arrays' names")
     regime = raw.get("regime", "normal")

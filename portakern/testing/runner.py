@@ -68,7 +68,7 @@ def check(
     framework: str = "numpy",
     device: str | None = None,
     dtypes: Sequence[str] | None = None,
-    only: Sequence[str] | None = None,
+    only_edges: Sequence[str] | None = None,
     max_examples: int = EXAMPLES,
     seed: int = 0,
     limits: Limits | None = None,
@@ -105,7 +105,7 @@ def check(
       framework: the framework of ``fn``'s arrays: numpy, torch or jax.
       device: cpu, cuda, rocm or tpu; None: the best one here that the backend serves.
       dtypes: restrict the op's dtype to these.
-      only: run only these edges (see :func:`portakern.testing.edges`), with all the examples.
+      only_edges: run only these edges (see :func:`portakern.testing.edges`), with all the examples.
       max_examples: number of cases; seed: seed of the cases.
       limits: sizes of the cases, and the arguments that may be drawn. None: small sizes, smaller under emulation; with
         kernels compiled for an accelerator, a third of the cases fill it (``Limits.fill``) and are compared in part.
@@ -276,8 +276,8 @@ class _CheckRun:
 
     def all_of(self, check_options: CheckOptions) -> None:
         """Carry out what is asked, or the part of it that is asked for."""
-        runs = plan(self.subject.spec, self.limits, check_options.max_examples, check_options.only)
-        self.carry_out(runs, check_options.only is None and not self.limits.shapes, check_options.shard)
+        runs = plan(self.subject.spec, self.limits, check_options.max_examples, check_options.only_edges)
+        self.carry_out(runs, check_options.only_edges is None and not self.limits.shapes, check_options.shard)
 
     def carry_out(self, runs: list[CaseGroup], with_laws: bool, shard: tuple[int, int]) -> None:
         part, parts = shard
@@ -526,9 +526,9 @@ def _refuse_unknown_tiles(subject: Subject, case: Case | LawCase) -> None:
     if all(name in known for name in left):
         return
     for b in (*registry.backends().values(), *registry.peers().values()):
-        for family in (f for f in b.declared if b.where(spec.name, f)):
+        for family in (f for f in b.declared if b.module_of(spec.name, f)):
             try:
-                if family.lacks() is None:
+                if family.missing_packages() is None:
                     known |= {*getattr(b.implementation(spec.name, family), "knobs", {})}
                     continue
             except UnavailableError:

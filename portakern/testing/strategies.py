@@ -99,8 +99,8 @@ def case_of(
         masks={a.name: source.pick(MASK_REGIMES) for a in given if a.name in spec.masks and not edge.plant},
         edge=edge.name,
         dtypes={a.name: dtype for a in given if limits.one_dtype and not a.follows and dtype in a.dtypes},
-        same=edge.same,
-        then="" if edge.same else source.pick(THEN) if preset.then is None else preset.then,
+        aliased=edge.aliased,
+        followup="" if edge.aliased else source.pick(FOLLOWUPS) if preset.followup is None else preset.followup,
     )
     if not _binds(spec, case) or not case.obeys(spec):
         raise Rejected
@@ -132,12 +132,12 @@ def _shaped(
         wide, kept = drawn_dims(source, spec, edge, limits, preset.kind, preset.nth)
         dims = shrink_to_fit(spec, given, wide, limits, edge, kept)
     dims = {n: e if isinstance(e, tuple) else drawn.extent(n, e) for n, e in dims.items()}
-    if edge.same:
-        dims = one_form(spec, edge.same, dims) or dims
+    if edge.aliased:
+        dims = one_form(spec, edge.aliased, dims) or dims
     for rule in spec.require:
         dims = {**dims, **rule.mends(dims)} if rule.mends else dims
     plain = [a for a in given if not any(f in spec.drops for d in a.dims for f in d.factors)]
-    shapes = {a.name: _stretch(source, a, dims, edge.stretched.get(a.name, ()), edge.same) for a in plain}
+    shapes = {a.name: _stretch(source, a, dims, edge.stretched.get(a.name, ()), edge.aliased) for a in plain}
     return given, plain, shapes, dims, kept
 
 
@@ -146,7 +146,7 @@ def _drawn(limits: Limits, edge: Edge) -> Drawn:
     return ANY if edge.name else limits.drawn
 
 
-THEN = ("",) * 9 + ("changed",) * 4 + ("often",)
+FOLLOWUPS = ("",) * 9 + ("changed",) * 4 + ("often",)
 """What follows a call that was made twice: often nothing, for each call takes its time."""
 
 ALIASES = {"half": "float16", "fp": "float", "bf": "bfloat", "f": "float", "i": "int", "u": "uint", "single": "float32",
@@ -197,7 +197,7 @@ def dtype_cycle(dtypes: Sequence[str], count: int, first: int = 0) -> list[str]:
 
 
 def _may_widen(a: ArrayArg, narrow: bool, limits: Limits, edge: Edge) -> bool:
-    return narrow and not limits.one_dtype and a.name not in edge.same
+    return narrow and not limits.one_dtype and a.name not in edge.aliased
 
 
 def _layouts(source: Source, spec: Spec[Any], given: Sequence[ArrayArg], limits: Limits, edge: Edge) -> dict[str, str]:
@@ -215,8 +215,8 @@ def _layouts(source: Source, spec: Spec[Any], given: Sequence[ArrayArg], limits:
             elif "uniform" in kinds:
                 kinds = ["uniform"]
             found[a.name] = source.pick(kinds)
-    if edge.same:
-        found |= dict.fromkeys(edge.same, found.get(edge.same[0], "contiguous"))
+    if edge.aliased:
+        found |= dict.fromkeys(edge.aliased, found.get(edge.aliased[0], "contiguous"))
     return found
 
 

@@ -124,7 +124,7 @@ def backend_variants(
     """
     b = registry.backend(backend)
     _, target = _device_and_target(b, device, b.profile_target(profile, arch))
-    names = [f.name for f, _ in b.families_for(target) if b.where(spec.name, f) is not None]
+    names = [f.name for f, _ in b.families_for(target) if b.module_of(spec.name, f) is not None]
     if not names:
         raise UnsupportedError(f"backend {b.name!r} has no {spec.name} on {target}")
     return tuple(names)
@@ -166,7 +166,7 @@ def backend_subject(
     fw = frameworks()[b.framework]
     standing_for = b.profile_target(profile, arch)
     found, target = _device_and_target(b, device, standing_for)
-    homes = [(f, i) for f, i in b.families_for(target, variant) if b.where(spec.name, f) is not None]
+    homes = [(f, i) for f, i in b.families_for(target, variant) if b.module_of(spec.name, f) is not None]
     if not homes:
         raise UnsupportedError(
             f"backend {b.name!r} has no {spec.name}" + (f" in its variant {variant!r}" if variant else "")
@@ -174,7 +174,7 @@ def backend_subject(
     family, interpret = homes[0]
     impl = b.implementation(spec.name, family)
     assert impl is not None
-    alone = impl.uninterpreted(interpret)
+    alone = impl.why_not_interpreted(interpret)
     if alone is not None:
         raise UnsupportedError(f"{spec.name} on {target}: backend {b.name!r} cannot: {alone}")
     every = backend_variants(spec, b, device, profile, arch) if len(b.families) > 1 else (family.name,)
@@ -197,7 +197,7 @@ def backend_subject(
         overwrites=bool(spec.aliases) and not fw.immutable and (impl.overwrites or b.oracle),
         unordered=impl.unordered, lacks=_unserved(spec, fw, impl, target, interpret),
         fresh=functools.partial(other_memory, fw), variant=named or "",
-        variants=tuple(f.name for f in b.having(spec.name)) if named else (),
+        variants=tuple(f.name for f in b.families_with(spec.name)) if named else (),
     )  # fmt: skip
 
 

@@ -173,7 +173,7 @@ def checked(
     """One check, up to its first failure. ``examples`` counts the instances of laws as well, which come last."""
     start = time.perf_counter()
     asked = {"backend": backend, "variant": variant, "device": device}
-    report = pk.check(op, **asked, max_examples=max_examples, seed=seed, only=only, shrink=False)
+    report = pk.check(op, **asked, max_examples=max_examples, seed=seed, only_edges=only, shrink=False)
     failure = report.failures[0] if report.failures else None
     return {
         "failed": failure is not None,

@@ -136,7 +136,7 @@ def _variants(spec: Spec[Any], b: Backend, target: Target) -> Sequence[str | Non
     if len(names) == 1:
         return names
     found = {f.name: b.implementation(spec.name, f) for f in b.families if f.name in names}
-    return tuple(n for n in names if (impl := found[n]) is None or not impl.unasked(None))
+    return tuple(n for n in names if (impl := found[n]) is None or not impl.why_not_automatic(None))
 
 
 def by_platform(subjects: Sequence[Backend], device: str | None) -> list[list[Backend]]:

@@ -191,7 +191,7 @@ def compilers(
         for family in b.families
         if family.compiler
         and family.compiles_for(hardware.target)
-        and b.where(spec_name, family) is not None
+        and b.module_of(spec_name, family) is not None
         and variant in (None, family.name)
     ]
 
@@ -201,7 +201,9 @@ def uncompiled(hardware: Iterable[Hardware], backend: Backend | None = None) -> 
     backend that is named, else of each that is there."""
     among = [backend] if backend else [b for b in registry.backends().values() if not b.unavailable()]
     return list(
-        dict.fromkeys(f"backend {b.name!r}: {why}" for h in hardware for b in among for why in b.lacking(h.target))
+        dict.fromkeys(
+            f"backend {b.name!r}: {why}" for h in hardware for b in among for why in b.missing_kernels(h.target)
+        )
     )
 
 

@@ -28,7 +28,7 @@ __all__ = ["digest", "find", "find_data", "keep", "keep_data", "key", "look_agai
 def key(job: Job) -> str:
     """A name for the job's result."""
     modules = [
-        job.backend.where(job.spec.name, job.family) or "",
+        job.backend.module_of(job.spec.name, job.family) or "",
         job.family.compiler or "",
         job.spec.fn.__module__,
         "portakern.core.machine_code",

@@ -91,7 +91,7 @@ def _taken_unasked(job: Job) -> bool:
     """Whether a job's variant serves who names none."""
     with contextlib.suppress(Exception):
         impl = job.backend.implementation(job.spec.name, job.family)
-        return impl is not None and not impl.unasked(None)
+        return impl is not None and not impl.why_not_automatic(None)
     return False
 
 
@@ -192,7 +192,7 @@ def _first_that_takes(
     none would.
     """
     mine = [(x, x[0].implementation(call.spec.name, x[1])) for x in found if x[0] is found[0][0]]
-    asked = [(x, impl) for x, impl in mine if impl is None or not impl.unasked(choice.variant)]
+    asked = [(x, impl) for x, impl in mine if impl is None or not impl.why_not_automatic(choice.variant)]
     *before, (last, _) = asked or mine
     takes = (
         x for x, impl in before if impl and _refusal(Job(call.spec, *x, hardware, signature, choice.tiling)) is None

@@ -51,7 +51,7 @@ def build(
         if impl is None:
             raise SpecError(f"backend {b.name!r} has no {spec.name} in its variant {family.name!r}")
         call, used = abstract_call(spec, impl, signature, hardware, tiling)
-        impl, used = impl.serving(call, used)
+        impl, used = impl.resolve(call, used)
         result.call, result.tiling, result.variant = repr(call), dict(used), impl.family.name
         compiler = impl.family.load_compiler()
         compile_call = getattr(compiler, mode, compiler.build)

@@ -126,7 +126,7 @@ def _sources(on: TuneTarget) -> list[str]:
     """A digest of what the results depend on: the kernel, its spec, and all that they import."""
     from portakern.tools.compile import cache
 
-    module = on.backend.where(on.impl.op, on.family) or ""
+    module = on.backend.module_of(on.impl.op, on.family) or ""
     return [cache.digest([module, "portakern.tools.tune.static"])]
 
 

@@ -119,8 +119,8 @@ def _targets_of(b: Backend, spec: Spec[Any], target: str | None, variant: str | 
     chosen = [(d, t) for d, t in here if target in (None, t.platform, t.arch)]
     for device, at in chosen[:1]:
         for family, interpret in b.families_for(at, variant):
-            impl = b.implementation(spec.name, family) if b.where(spec.name, family) else None
-            if impl is not None and impl.uninterpreted(interpret) is None:
+            impl = b.implementation(spec.name, family) if b.module_of(spec.name, family) else None
+            if impl is not None and impl.why_not_interpreted(interpret) is None:
                 hardware = targets.HARDWARE.get(at.arch) or (targets.family(at.arch) if at.arch else None)
                 yield TuneTarget(impl, framework, at, device, interpret, hardware)
     if chosen or target in (None, HOST.platform):

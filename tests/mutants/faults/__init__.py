@@ -83,13 +83,13 @@ class Fault(Planted):
     @property
     def op_module(self) -> str:
         """The module that holds the op."""
-        found = registry.backend(self.backend).where(self.op, self.family)
+        found = registry.backend(self.backend).module_of(self.op, self.family)
         assert found is not None, f"{self.name}: {self.family.package} has no {self.op}"
         return found
 
     def lacks(self) -> str | None:
         """None, or what must be installed before the kernel can be imported."""
-        return registry.backend(self.backend).unavailable() or self.family.lacks()
+        return registry.backend(self.backend).unavailable() or self.family.missing_packages()
 
 
 def _walk() -> Iterator[Fault]:
