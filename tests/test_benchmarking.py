@@ -33,6 +33,7 @@ from portakern.core.instruments import Instruments, Stopwatch
 from portakern.core.targets import HOST, Target
 from portakern.errors import SpecError
 from portakern.processes import pool
+from portakern.specs.attention.scores import allowed, allowed_pairs
 from portakern.tools.bench import suites
 from portakern.tools.bench import trial as of_case
 from portakern.tools.bench.background import ENVIRONMENT, WORKERS, Background, WarmUp, references, warm_up
@@ -857,3 +858,34 @@ def test_a_wrong_subject_is_the_commands_failure():
 def test_what_is_asked_wrongly_is_refused_before_anything_runs(arguments, said):
     found = bench(*arguments)
     assert found.exit_code != 0 and said in str(found.exception)
+
+
+PACKED = TimedCase(
+    "mine", "attention", "float32",
+    {"batch": 2, "kv_heads": 1, "group": 2, "q_len": 20, "kv_len": 20, "d": 8, "dv": 8}, {"is_causal": True},
+    ("q_segment_ids", "kv_segment_ids"), runs={"q_segment_ids": 7, "kv_segment_ids": 7},
+)  # fmt: skip
+
+
+def test_packed_documents_are_runs_of_ids_and_only_pairs_that_see_each_other_count():
+    """A kernel that skips other documents would else be faster than the roof allows, and have no time."""
+    inputs = make(PACKED, host_framework(), "cpu")
+    ids = inputs.buffers["q_segment_ids"].view()
+    assert ids.tolist() == [[0] * 7 + [1] * 7 + [2] * 6] * 2
+    of_a_head = 7 * 8 // 2 + 7 * 8 // 2 + 6 * 7 // 2
+    assert inputs.counted(inputs.call).flops == 2 * 2 * 2 * of_a_head * (8 + 8)
+    assert "q_segment_ids in runs of 7" in describe(PACKED, inputs.call)
+    assert PACKED.text != replace(PACKED, runs={"q_segment_ids": 5, "kv_segment_ids": 7}).text
+    (row, *_) = run(BenchPlan([PACKED], [registry.backend("reference")], [], "cpu"), lambda found, case: None).rows
+    assert row["verdict"] == "right" and row["flops"] == inputs.counted(inputs.call).flops
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (5, 2)}, {"window": (None, 1)}])
+def test_pairs_are_counted_as_the_oracle_masks_them(options):
+    rng = np.random.default_rng(3)
+    arrays = {n: np.ones((2, length, 1, 8), np.float32) for n, length in (("q", 13), ("k", 17), ("v", 17))}
+    ids = {f"{n}_segment_ids": rng.integers(-1, 3, (2, length)) for n, length in (("q", 13), ("kv", 17))}
+    for given in ({}, ids):
+        call = pk.op("attention").bind(**arrays, **given, **options)
+        seen = np.mean([allowed(call, b).sum() for b in range(2)])
+        assert allowed_pairs(call) == seen

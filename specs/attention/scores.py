@@ -20,20 +20,33 @@ def units_of(call: Call) -> Units:
 
 
 def allowed_pairs(call: Call) -> float:
-    """Number of (query, key) pairs of one head that the causal mask and the window allow.
+    """Number of (query, key) pairs of one head that the causal mask, the window and the segments allow; of batch
+    entries whose segments differ, the mean.
 
-    Segments and bias are data and do not count.
+    Segments count where the call has their ids as NumPy arrays, as a benchmark has; of other calls their ids are not
+    read. A bias is data and does not count.
     """
     q_len, kv_len = call.dims["q_len"], call.dims["kv_len"]
     left, right = call.options["window"] or (None, None)
     if call.options["is_causal"]:
         right = 0 if right is None else min(right, 0)
+    place = np.arange(kv_len - q_len, kv_len)
+    lo = np.zeros_like(place) if left is None else np.maximum(place - left, 0)
+    hi = np.full_like(place, kv_len) if right is None else np.minimum(place + right + 1, kv_len)
+    hi = np.maximum(hi, lo)
+    ids = call.arrays["q_segment_ids"], call.arrays["kv_segment_ids"]
+    if not all(isinstance(x, np.ndarray) for x in ids) or not call.dims["batch"]:
+        return float((hi - lo).sum())
+    return sum(_pairs_of_segments(q, k, lo, hi) for q, k in zip(*ids, strict=True)) / call.dims["batch"]
+
+
+def _pairs_of_segments(q_ids: np.ndarray, kv_ids: np.ndarray, lo: np.ndarray, hi: np.ndarray) -> int:
+    """How many keys in the [lo, hi) of each query have its segment."""
     total = 0
-    for i in range(kv_len - q_len, kv_len):
-        lo = 0 if left is None else max(i - left, 0)
-        hi = kv_len if right is None else min(i + right + 1, kv_len)
-        total += max(hi - lo, 0)
-    return float(total)
+    for segment in np.intersect1d(q_ids, kv_ids):
+        queries, keys = np.flatnonzero(q_ids == segment), np.flatnonzero(kv_ids == segment)
+        total += int((np.searchsorted(keys, hi[queries]) - np.searchsorted(keys, lo[queries])).sum())
+    return total
 
 
 def allowed(call: Call, b: int) -> np.ndarray:

@@ -46,6 +46,11 @@ class Inputs:
             digest.update(self.buffers[name].memory.view(np.uint8).data)
         return digest.hexdigest()
 
+    def counted(self, call: Call) -> Call:
+        """A contender's call with the values of integer arrays on the host, from which a spec may count operations."""
+        integers = {n: b.view() for n, b in self.buffers.items() if b.memory.dtype.kind == "i"}
+        return call.replace(arrays={**call.arrays, **integers})
+
     @property
     def strided(self) -> bool:
         """Whether any array lies otherwise than contiguous."""
@@ -70,7 +75,10 @@ def make(case: TimedCase, framework: Framework, device: Any, seed: int = 0) -> I
     buffers = {}
     for a in given:
         dtype = drawn.dtype_of(a)
-        if DTYPES[dtype].floating and a.name not in made:
+        if a.name in case.runs:
+            position = np.arange(shapes[a.name][-1]) // case.runs[a.name]
+            values = np.broadcast_to(position.astype(numpy_dtype(dtype)), shapes[a.name])
+        elif DTYPES[dtype].floating and a.name not in made:
             values = _normal(shapes[a.name], dtype, (seed, zlib.crc32(a.name.encode())))
         else:
             values = drawn.drawn(spec, a.name).astype(numpy_dtype(dtype))

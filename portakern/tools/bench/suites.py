@@ -11,6 +11,7 @@ A suite is a TOML file of the folder ``suites``, named like it::
     options = { is_causal = true }
     given = ["bias"]                        # optional arrays that are passed
     layouts = { q = "swapped" }             # portakern.testing.layouts; contiguous where nothing is said
+    runs = { q_segment_ids = 700 }          # integers that grow by 1 after so many positions: packed documents
     sweep = { batch = [4, 1], q_len = [4096, 16384], kv_len = [4096, 16384] }    # a case for each position
     dtypes = ["bfloat16"]                   # the dtypes that were asked for where nothing is said
     gradients = true                        # the gradients too; "only": them alone
@@ -60,7 +61,7 @@ DTYPES = ("bfloat16", "float32")
 """What is timed where nobody names a dtype."""
 
 RANKS = (1, 2, 3)
-KNOWN = {"op", "dims", "options", "given", "layouts", "sweep", "dtypes", "gradients", "rank", "rounds"}
+KNOWN = {"op", "dims", "options", "given", "layouts", "runs", "sweep", "dtypes", "gradients", "rank", "rounds"}
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class TimedCase:
     """A call to time.
 
     Attributes:
-      suite: where it stands. op, dtype, dims, options, given, layouts: the call, of the forward op.
+      suite: where it stands. op, dtype, dims, options, given, layouts, runs: the call, of the forward op.
       gradient: time the op of its gradients instead, of all its inputs.
       rank: 1 is timed first. rounds: samples of each contender, where those are fewer than a plan has.
     """
@@ -80,6 +81,7 @@ class TimedCase:
     options: Mapping[str, Any] = field(default_factory=dict)
     given: tuple[str, ...] = ()
     layouts: Mapping[str, str] = field(default_factory=dict)
+    runs: Mapping[str, int] = field(default_factory=dict)
     gradient: bool = False
     rank: int = 2
     rounds: int | None = None
@@ -103,6 +105,7 @@ class TimedCase:
     def text(self) -> str:
         """The same for the same call, in any process."""
         parts = [self.timed, self.dtype, self.dims, self.options, self.given, self.layouts]
+        parts += [self.runs] if self.runs else []
         return json.dumps(parts, sort_keys=True, default=str)
 
     @cached_property
@@ -148,6 +151,8 @@ def read(name: str) -> Suite:
         wrong = [layout for layout in case.get("layouts", {}).values() if layout not in LAYOUTS]
         if wrong:
             raise SpecError(f"{path.name}, case {i}: layout {wrong[0]!r} is none of {', '.join(LAYOUTS)}")
+        if short := {n: length for n, length in case.get("runs", {}).items() if length < 1}:
+            raise SpecError(f"{path.name}, case {i}: runs are {short}; expected at least 1 position each")
         if case.get("rank", 2) not in RANKS:
             raise SpecError(f"{path.name}, case {i}: rank is {case['rank']!r}; expected one of {RANKS}")
         if (rounds := case.get("rounds", 2)) < 2:
@@ -177,7 +182,8 @@ def _from_file(name: str, dtypes: Sequence[str] | None) -> Iterator[TimedCase]:
             dims = entry.get("dims", {}) | {n: values[i] for n, values in sweep.items()}
             case = TimedCase(
                 name, entry["op"], "", _extents(dims), _options(entry.get("options", {})),
-                tuple(entry.get("given", ())), entry.get("layouts", {}), rank=entry.get("rank", 2),
+                (*entry.get("given", ()), *entry.get("runs", {})), entry.get("layouts", {}), entry.get("runs", {}),
+                rank=entry.get("rank", 2),
                 rounds=entry.get("rounds"),
             )  # fmt: skip
             own = entry.get("dtypes", DTYPES if dtypes is None else dtypes)

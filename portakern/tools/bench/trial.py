@@ -208,7 +208,7 @@ class Trial:
         patience: float,
     ) -> None:
         """Take in the contender's row, and its entry if it is right."""
-        name, row = contender.name, started(self.case, self.inputs.call, contender, self.target)
+        name, row = contender.name, started(self.case, self.inputs.counted(self.inputs.call), contender, self.target)
         if far := self.pruned.why(self.case, name, contender.subject):
             found[name] = settled(row, FAR_BEHIND, far)
             return
@@ -292,9 +292,10 @@ class Trial:
                 why = f"right before it was timed, wrong afterwards: {verdict.why}"
                 return {**judged(row, verdict, entry.tiling, row["first_s"]), "why": why, "verdict": WRONG}
         del after
-        if too_fast := impossible(entry.call, times, self.context.rates, entry.instruments.beyond_roof):
+        counted = self.inputs.counted(entry.call)
+        if too_fast := impossible(counted, times, self.context.rates, entry.instruments.beyond_roof):
             return settled(row, FAILED, too_fast)
-        return timed(row, times, entry.call, self.context.rates, entry.instruments.peak_bytes(entry.run))
+        return timed(row, times, counted, self.context.rates, entry.instruments.peak_bytes(entry.run))
 
     def _still_there(self, contender: Contender) -> None:
         """DeviceLost where the device does not answer after a failure."""
