@@ -496,7 +496,7 @@ def test_sizes_that_people_use_are_drawn():
 
 def test_options_reach_the_ends_of_their_ranges():
     free = {
-        "limits": Limits(used=0),
+        "limits": Limits(typical_elements=0),
         "only_edges": ["several_block_q"],
     }  # of the checker's cases those that draw fastest
     scales = [c.options["scale"] for c in drawn("attention", 300, **free) if c.options.get("scale") is not None]

@@ -42,7 +42,7 @@ from tests.custom_calls import Plugin, decode, plugged_in  # noqa: E402
 TRITON = registry.backend("triton")
 FAMILY = next(f for f in TRITON.families if f.stages)
 OPS = [op for op in registry.ops() if TRITON.module_of(op, FAMILY)]
-LIMITS = testing.Limits(elements=2048, used=0)
+LIMITS = testing.Limits(elements=2048, typical_elements=0)
 RNG = np.random.default_rng(0)
 CARRIES = embedding.jaxlib.version.__version_info__ >= embedding.CARRIES_CODE
 SM_90 = targets.find("sm_90")

@@ -38,7 +38,7 @@ from portakern.tools.compile import abstract  # noqa: E402
 from tests.drawing import cases  # noqa: E402
 
 HOPPER = Target("cuda", "sm_90")
-LIMITS = testing.Limits(used=2**12)
+LIMITS = testing.Limits(typical_elements=2**12)
 COMPILER = FAMILY.load_compiler()
 IMPL = PALLAS.implementation("attention", FAMILY)
 has_compiler = pytest.mark.skipif(
@@ -310,7 +310,7 @@ def test_drawn_cases_compile_for_hopper(data):
     """The interpreter takes shapes that the compiler would refuse."""
     spec = registry.find_spec("attention")
     subject = backend_subject(spec, "pallas", "decode", "cpu", None)
-    case = data.draw(cases(spec, testing.Limits(used=2**12, drawn=subject.drawn), subject.tiles))
+    case = data.draw(cases(spec, testing.Limits(typical_elements=2**12, drawn=subject.drawn), subject.tiles))
     arrays = {n: jnp.asarray(b.view()) for n, b in case.buffers(spec).items()}
     bound = pk.op("attention").bind(**arrays, **case.options)
     if bound.degenerate:

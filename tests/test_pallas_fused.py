@@ -51,7 +51,7 @@ def fused(op, **tiling):
 def test_within_bounds(op):
     report = pk.check(
         op, backend="pallas", variant="fused", device="cpu", max_examples=6, seed=0, edges=False,
-        limits=testing.Limits(used=2**12),
+        limits=testing.Limits(typical_elements=2**12),
     )  # fmt: skip
     assert report.passed, "\n".join(map(str, report.failures))
     assert report.examples >= 3, report.refused

@@ -53,7 +53,7 @@ SPILLED = {
     "attention": 16,  # bytes: what the walk over tiles knows, stored and read outside the loop over keys
     "attention_vjp": 16,  # d_k and d_v beside each other take all registers, and one by one more products
 }
-LIMITS = testing.Limits(used=2**12)
+LIMITS = testing.Limits(typical_elements=2**12)
 each_op = pytest.mark.parametrize("op", OPS)
 has_compiler = pytest.mark.skipif(
     compiler.unavailable(targets.find("sm_90")) is not None, reason=str(compiler.unavailable(targets.find("sm_90")))

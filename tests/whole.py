@@ -31,7 +31,7 @@ from portakern.testing.source import Rejected
 from portakern.testing.strategies import drawn
 from portakern.testing.whole_gradients import cotangents_of, fraction, whole_gradients
 
-SMALL = Limits(elements=1024, flops=2e5, tile_volume=2**13, used=0, layouts=("contiguous",))
+SMALL = Limits(elements=1024, flops=2e5, tile_volume=2**13, typical_elements=0, layouts=("contiguous",))
 NARROW = replace(SMALL, dtypes=("float32", "float16", "bfloat16"))
 """For JAX, which has float64 only where it is switched on."""
 DRAWN = "drawn"

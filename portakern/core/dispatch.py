@@ -49,14 +49,14 @@ class Route:
 
 @dataclass(eq=False)
 class Choice:
-    """Who must serve an op's calls, as its maker named it; None where the arrays choose. Choices of the same are equal,
-    whatever was found for them.
+    """The user's choice of an implementation for an op's calls; None where the arrays decide. What is cached for a
+    choice does not count in comparisons.
 
     Attributes:
-      backend, variant: the backend, and which of its variants of the op. tiling: overrides of the tiling.
-      spends: arrays that nobody reads after the call but its gradients, which may be written over them.
-      found: the routes of calls of a framework and a device, all of one spec; gradients: what computes the gradients of
-        such calls; plans: what was decided for calls of a signature (:class:`portakern.core.plan.CallPlan`).
+      backend, variant: the backend, and its variant of the op. tiling: overrides of the tiling.
+      spends: arrays that nothing but the call's gradients reads afterwards, which these may overwrite.
+      found: cached routes by framework and device, all of one spec; gradients: cached functions for the gradients of
+        such calls; plans: cached decisions by signature (:class:`portakern.core.plan.CallPlan`).
     """
 
     backend: Backend | None = None

@@ -22,9 +22,10 @@ class CallPlan:
     """The decision for one call, or for all calls of one signature: the implementation, the tiling and the target.
 
     Attributes:
-      call: such a call, without its arrays. serve: takes the arrays by name, gives every output in the spec's order.
-      lasting: whether it is for calls of a signature; else something is left to decide each time, as how arrays cross
-        to another framework.
+      call: one of these calls, without its arrays. serve: a function of the arrays by name that returns all outputs in
+        the spec's order.
+      lasting: whether the plan holds for all calls of the signature. If not, something is decided for each call, such
+        as the conversion of arrays to another framework.
     """
 
     __slots__ = ("_made", "_once", "call", "config", "lasting", "route", "serve")

@@ -36,10 +36,10 @@ class Code:
     """A compiled kernel.
 
     Attributes:
-      name: of its function. platform, arch: what it is for.
-      text: assembly that the driver of the platform finishes (PTX), or empty. binary: machine code, or empty where
-        only the text may travel, to be finished on whatever chip it is run.
-      warps: of a program, of so many ``lanes``; shared: bytes of shared memory.
+      name: the name of its function. platform, arch: the hardware that it is compiled for.
+      text: assembly that the driver of the platform compiles (PTX), or empty. binary: machine code; empty if only the
+        text may be embedded, so that the driver compiles it for any chip.
+      warps: warps of a program, of ``lanes`` threads each; shared: bytes of shared memory.
     """
 
     name: str
@@ -102,10 +102,10 @@ class Program:
     """Steps over numbered arrays.
 
     Attributes:
-      inputs: names of the call's arrays; they are the first ones of ``arrays``. The others hold nothing until a step
-        makes them.
-      written: those of the inputs that a launch may write to.
-      outputs: for every output of the op the array and how it is seen, None for one that is not wanted.
+      inputs: names of the call's arrays, the first ones of ``arrays``. The others have no values until a step writes
+        them.
+      written: the inputs that a launch may write to.
+      outputs: for each output of the op, its array and a view of it; None for an output that is not wanted.
     """
 
     inputs: tuple[str, ...]

@@ -20,7 +20,7 @@ __all__ = ["CheckOptions"]
 FILL = 2**20  # elements of an array that keeps a large GPU busy
 INTERPRETED = 256  # programs of a call where one runs after the other, for some of them tens of milliseconds each
 INTERPRETED_LENGTH = 4160  # of its longest extent: what no tile holds
-INTERPRETED_USED = 2**14  # elements of its largest array
+INTERPRETED_TYPICAL = 2**14  # elements of its largest array
 EMULATED = Limits(elements=2048, flops=5e5, tile_volume=2**13)
 MOST_EXAMPLES = 1_000_000
 """Cases of one check, which lists them before it begins."""
@@ -73,7 +73,9 @@ class CheckOptions:
             always=limits.always | subject.always,
             programs=limits.programs or (0 if compiled else INTERPRETED),
             longest=min(limits.longest, INTERPRETED_LENGTH) if one_by_one else limits.longest,
-            used=min(limits.used, INTERPRETED_USED) if one_by_one else limits.used,
+            typical_elements=min(limits.typical_elements, INTERPRETED_TYPICAL)
+            if one_by_one
+            else limits.typical_elements,
             drawn=subject.drawn,
             options=fixed,
             empty=limits.empty and self.empty,

@@ -34,11 +34,16 @@ TELLING = (
 
 
 class CasePreset(NamedTuple):
-    """What is not drawn, of one case: its dtype, and where shapes are given its shapes, its
-    regime ("": any) and what follows its call (None: any); of an edge that wants the smallest tiles, how many times
-    those (0: any); of an edge that gives an extent to an option's axis, whether that is not the last (False: any);
-    of a case on no edge which kind of extents it has (one of KINDS, "": any), and how many of the kind came before
-    (None: any number)."""
+    """The part of a case that is not drawn: its dtype, and the following.
+
+    * ``shapes``: the shapes, if shapes are given; ``regime``: the regime of values, "" for any; ``followup``: what
+      follows the call, None for any.
+    * ``times``: for an edge with the smallest tiles, how many times these; 0 for any.
+    * ``across``: for an edge that gives the extent of an option's axis, whether this is another axis than the last;
+      False for any.
+    * ``kind``, ``nth``: for a case without an edge, the kind of its extents (one of KINDS, "" for any), and how many
+      cases of this kind came before; None for any number.
+    """
 
     dtype: str
     shapes: Shapes | None = None

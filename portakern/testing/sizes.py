@@ -48,7 +48,7 @@ class Limits:
 
     Attributes:
       elements: of the largest array; flops: of the call; tile_volume: the product of its tile sizes.
-      used: elements of the largest array in a case with one or two typical extents; 0: no such case, also if
+      typical_elements: elements of the largest array in a case with one or two typical extents; 0: no such case, also if
         ``elements`` is less than the default.
       programs: the most programs that a kernel launches for untiled axes such as heads; 0: any number.
       longest: the longest extent, in a case with one long extent.
@@ -69,7 +69,7 @@ class Limits:
     arguments: frozenset[str] | None = None
     layouts: Sequence[str] = DRAWN
     shapes: Sequence[Mapping[str, tuple[int, ...]]] = ()
-    used: int = 2**15
+    typical_elements: int = 2**15
     programs: int = 0
     longest: int = max(LONG)
     fill: int = 0
@@ -102,7 +102,7 @@ def drawn_dims(
     dimension after the other is long, or as people have it.
     """
     kind = "odd" if edge.name else kind or source.pick(KINDS)
-    if kind in ("used", "long") and limits.used > limits.elements >= Limits.elements:
+    if kind in ("used", "long") and limits.typical_elements > limits.elements >= Limits.elements:
         return _used(source, spec, limits, kind == "long", nth)
     dims = _odd(source, spec, edge, limits)
     if kind == "odd" and not edge.name and 0 < _product(dims) <= 16 and source.below(8):
@@ -237,14 +237,14 @@ def shrink_to_fit(
 ) -> dict[str, Any]:
     """Halve the largest extent until the arrays, the work and the programs fit; one that the edge bounds from below, or
     that is to be kept, only while another cannot give; the first of these last."""
-    elements = max(limits.used, limits.elements) if kept else limits.elements
+    elements = max(limits.typical_elements, limits.elements) if kept else limits.elements
     if any(_widest(dims[n]) > LONGEST for n in kept):
         elements = max(elements, HUGE)
     alone = _alone(spec) if limits.programs else ()
     floor = {n: edge.dims[n][0] if n in edge.dims and not isinstance(dims[n], tuple) else 1 for n in spec.dims}
     work = max(limits.flops / 4, min(64.0 * math.prod(map(at_least_1, floor.values())), limits.flops))
     if limits.elements >= Limits.elements:  # what the edge is about has room
-        elements = max(elements, min(2 * _largest(spec, given, floor), limits.used))
+        elements = max(elements, min(2 * _largest(spec, given, floor), limits.typical_elements))
 
     def too_many() -> bool:
         return math.prod(math.prod(e) if isinstance(e := dims[n], tuple) else e for n in alone) > limits.programs > 0

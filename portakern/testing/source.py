@@ -29,8 +29,8 @@ class Source:
     """A sequence of choices: random ones from ``seed``, or given ones followed by zeros.
 
     Attributes:
-      seed: of the choices that are not given; choices: those that were made; seed_of_values: what the arrays of a
-      case are drawn from, which does not shrink.
+      seed: the seed of the choices that are not given; choices: the choices that were made.
+      seed_of_values: the seed of the arrays' values, which does not shrink.
     """
 
     def __init__(self, seed: int, given: Sequence[int] | None = None) -> None:

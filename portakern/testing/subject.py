@@ -50,31 +50,32 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Subject:
-    """Something that runs an op.
+    """The implementation that a check runs: a backend's op on a device, or a function.
 
     Attributes:
-      spec: the op; framework, device: the arrays that it takes; target, interpret: what runs them.
-      run: ``run(tiling)`` gives the callable; an empty tiling is the default.
-      tiling: ``tiling(case, call)`` gives (overrides to run with, the whole tiling, why the case's own tiling is not
+      spec: the op; framework, device: its arrays and where they are; target, interpret: the hardware, and whether an
+        interpreter runs the kernels.
+      run: ``run(tiling)`` returns the callable; an empty tiling is the default.
+      tiling: ``tiling(case, call)`` returns (overrides for the run, the full tiling, why the case's own tiling is not
         legal).
-      tiles: the names and ranges that a tiling may set.
-      arguments: the arguments that it takes; None: all. always: those without a default there, which every call gives.
-      lawful: whether it is held to the spec's laws: somebody else's kernel behind a backend never promised them.
-      oracle: whether it is what others are compared with.
-      accepts: whether a refusal with this text is one that the backend declares.
-      context: what its cases run in: the profile that was named.
-      reproduce: ``reproduce(case)``, a line that runs a case again: for a shell, or for Python where a new process
-        would not find what is checked.
-      name: for people.
-      overwrites: whether it can be asked for results over inputs, where the spec has such.
-      emulated: whether the host stands in for the target. drawn: which calls are drawn beside edges.
-      unordered: outputs whose bits may change from one call to the next, with the reason: no promise of bits is theirs.
-      fresh: a context in which memory that is handed out for outputs like these holds numbers, where that can be.
-      variant: which of its backend's ``variants`` of the op it is; "" and none of a function.
-      lacks: dtypes of more than 32 bits that it is not asked, with the reason: most accelerators have none.
-      ways: other ways in which people call it (:meth:`portakern.core.framework.Framework.call_variants`).
-      remote: whether it runs in a process of its own, so that any other exception than what is told of that is a
-        mistake here.
+      tiles: the names and ranges of tiles.
+      arguments: the arguments that it takes; None: all. always: those without a default, which every call passes.
+      lawful: whether the spec's laws are checked; kernels of other libraries behind a backend do not promise them.
+      oracle: whether it is the oracle itself.
+      accepts: ``accepts(text)`` is true for a refusal that the backend declares.
+      context: the context of its cases: the chosen profile.
+      reproduce: ``reproduce(case)`` returns a line that runs a case again: for a shell, or for Python if a new process
+        would not find the implementation.
+      name: its name in reports.
+      overwrites: whether it can write results over inputs, if the spec permits that.
+      emulated: whether an emulator stands for the target. drawn: limits of the drawn calls, edges apart.
+      unordered: non-deterministic outputs -> the reason; promises about bits are not checked for them.
+      fresh: a context in which new memory for outputs like the given ones is filled with numbers, if possible.
+      variant: its variant of the op; variants: all of its backend. "" and none for a function.
+      lacks: dtypes of more than 32 bits that are not checked -> the reason: most accelerators have none.
+      ways: other ways to call it (:meth:`portakern.core.framework.Framework.call_variants`).
+      remote: whether it runs in a process of its own. Exceptions other than those that this process reports are then
+        mistakes of the checker.
     """
 
     spec: Spec[Any]
