@@ -110,7 +110,7 @@ _KERNEL = {
     "name": "text", "launches": "count", "threads": "count?", "registers": "count?", "spills": "count?",
     "on_chip": "integers", "granted": "integers?", "occupancy": "number?",
     "matrix": "integers", "code_bytes": "count?", "cycles": "count?", "issued": "count?", "moved": "count?",
-    "cores": "count?", "undefined": "list", "leaking": "list?", "serialised": "list?",
+    "cores": "count?", "assumed": "string?", "undefined": "list", "leaking": "list?", "serialised": "list?",
 }  # fmt: skip
 _FACT = {"name": "text", "value": "any", "unit": "string", "source": "text"}
 _COUNTS = dict.fromkeys(("refused", "tilings_refused", "combinations", "layouts", "edges", "laws"), "integers")

@@ -35,7 +35,7 @@ class Kernel:
       code_bytes: of the machine code; cycles: the compiler's own static estimate of one launch.
       issued: cycles of a whole run, all launches, in which instructions are issued, of a machine that issues them in
         the order of its code: no stalls; of the core that takes longest. moved: bytes between device memory and the
-        chip in a whole run. cores: of the chip that share a launch.
+        chip in a whole run. cores: of the chip that share a launch. assumed: of both, in words, where data decides.
       undefined: registers that the machine code reads before anything wrote them, a fault of the assembler.
       leaking: instructions whose result reaches into the other half of a register, a fault of the compiler.
       serialised: why the assembler lets matrix instructions run one after another that the code would overlap, in its
@@ -56,6 +56,7 @@ class Kernel:
     issued: int | None = None
     moved: int | None = None
     cores: int = 1
+    assumed: str = ""
     undefined: list[str] = field(default_factory=list)
     leaking: list[str] = field(default_factory=list)
     serialised: list[str] = field(default_factory=list)

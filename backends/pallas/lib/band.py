@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas.lib.blocks import positions, quotient
+from portakern.backends.pallas.lib.segments import Span
 from portakern.core.call import Call
 
 
@@ -49,10 +50,10 @@ class Band(NamedTuple):
         """Whether it hides any pair of a query and a key that are there."""
         return self.first is not None or self.last is not None
 
-    def span(self, i: Any) -> tuple[Any, Any]:
+    def span(self, i: Any, segment_span: Span | None = None) -> tuple[Any, Any]:
         """The first and the last key block that query block i can see.
 
-        Where it sees none, the last lies before the first.
+        Where it sees none, the last lies before the first. ``segment_span``: the key blocks that may hold its segments.
         """
         low, high = (max, min) if isinstance(i, int) else (jnp.maximum, jnp.minimum)
         first, last = 0, (self.kv_len - 1) // self.block_kv
@@ -62,7 +63,9 @@ class Band(NamedTuple):
             query = quotient((i + 1) * self.block_q - 1, self.heads)
             key = high(low(query + self.last, -1), self.kv_len - 1)
             last = quotient(key + self.block_kv, self.block_kv) - 1
-        return first, last
+        if segment_span is None:
+            return first, last
+        return jnp.maximum(first, segment_span[0]), jnp.minimum(last, segment_span[1] - 1)
 
     def steps(self) -> int:
         """Key blocks that any one query block can see, at most."""
@@ -72,24 +75,34 @@ class Band(NamedTuple):
         width = max(1, pl.cdiv(self.block_q - 1, self.heads) + 1 + self.last - self.first)
         return min(whole, pl.cdiv(width - 1, self.block_kv) + 1)
 
-    def block(self, i: Any, step: Any) -> Any:
+    def block(self, i: Any, step: Any, segment_span: Span | None = None) -> Any:
         """The key block that a step of query block i has resident: past the last visible one, that one again."""
-        first, last = self.span(i)
+        first, last = self.span(i, segment_span)
         return jnp.clip(first + step, 0, jnp.maximum(last, 0))
 
-    def ahead(self, position: Any, step: Any, blocks: int, order: Callable[[Any], Any]) -> tuple[Any, Any]:
+    def ahead(
+        self,
+        position: Any,
+        step: Any,
+        blocks: int,
+        order: Callable[[Any], Any],
+        segment_spans: Callable[[Any], Span] | None = None,
+    ) -> tuple[Any, Any]:
         """The query block and the key block that a step has resident. ``position``: which of so many query blocks it is
         in the grid's order; ``order``: which query block stands there. Past the last key block that it sees, those of
-        the first step of the query block at the next place, which are then there when it begins."""
+        the first step of the query block at the next place, which are then there when it begins. ``segment_spans``:
+        from a query block to the key blocks that may hold its segments."""
         i = order(position)
-        if not self.has_edges:
+        if not self.has_edges and segment_spans is None:
             return i, self.block(i, step)
-        first, last = self.span(i)
+        mine = None if segment_spans is None else segment_spans(i)
+        first, last = self.span(i, mine)
         skipped = (first + step > last) & (position + 1 < blocks)
-        i_next = order(position + 1)
-        following, end = self.span(i_next)[0], (self.kv_len - 1) // self.block_kv
+        i_next = order(position + 1 if segment_spans is None else jnp.minimum(position + 1, blocks - 1))
+        following = self.span(i_next, None if segment_spans is None else segment_spans(i_next))[0]
+        end = (self.kv_len - 1) // self.block_kv
         following = min(following, end) if isinstance(following, int) else jnp.minimum(following, end)
-        return jnp.where(skipped, i_next, i), jnp.where(skipped, following, self.block(i, step))
+        return jnp.where(skipped, i_next, i), jnp.where(skipped, following, self.block(i, step, mine))
 
     @property
     def one_sided(self) -> bool:

@@ -7,7 +7,7 @@ what a GPU adds in ``mosaic_gpu``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -42,30 +42,41 @@ def launch(
     scratch: Mapping[str, Any],
     compiler_params: Any,
     cost: pl.CostEstimate,
+    scalars: Mapping[str, jax.Array] = MappingProxyType({}),
+    prefetching: Callable[..., Any] | None = None,
 ) -> dict[str, jax.Array]:
     """Run ``kernel(ref)`` at every step of the grid, and return what it wrote by name.
 
     An operand that a call does not have is left out of ``inputs`` or ``outputs``, and is then no attribute of ``ref``
     either. ``scratch`` names what keeps its value from step to step. Interpreted calls run in the interpreter that
     ``call.interpret`` asks for; inside ``pltpu.force_tpu_interpret_mode`` the one chosen there wins.
+
+    ``scalars``: numbers that are there before the first step: each index map takes these arrays after the step's
+    indices, in this order, and ``ref`` has them too. ``prefetching``: the chip's form of such a grid.
     """
-    names = (*inputs, *outputs, *scratch)
+    names = (*scalars, *inputs, *outputs, *scratch)
 
     def on_named_refs(*refs: Any) -> None:
         kernel(Refs(**dict(zip(names, refs, strict=True))))
 
+    walk: dict[str, Any] = {
+        "grid": grid,
+        "in_specs": [blocks for _, blocks in inputs.values()],
+        "out_specs": [blocks for _, blocks in outputs.values()],
+        "scratch_shapes": [*scratch.values()],
+    }
+    if scalars:
+        assert prefetching is not None
+        walk = {"grid_spec": prefetching(num_scalar_prefetch=len(scalars), **walk)}
     results = pl.pallas_call(
         on_named_refs,
-        grid=grid,
-        in_specs=[blocks for _, blocks in inputs.values()],
-        out_specs=[blocks for _, blocks in outputs.values()],
+        **walk,
         out_shape=[form for form, _ in outputs.values()],
-        scratch_shapes=[*scratch.values()],
         compiler_params=compiler_params,
         cost_estimate=cost,
         interpret=call.interpret,
         name=name,
-    )(*(array for array, _ in inputs.values()))
+    )(*scalars.values(), *(array for array, _ in inputs.values()))
     return dict(zip(outputs, results, strict=True))
 
 

@@ -9,13 +9,16 @@ strided columns: with them the TPU compiler's own estimate for a bfloat16 4096 x
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from portakern.backends.pallas.lib.blocks import Blocks, words
+from portakern.backends.pallas.lib.blocks import Blocks, quotient, words
+from portakern.backends.pallas.lib.segments import Span, spans_of
+from portakern.core import targets
 from portakern.core.call import Call
 
 Place = Callable[..., tuple[Any, Any, Any]]
@@ -49,6 +52,53 @@ class AttentionOperands:
             if name in self.ids:
                 found[name] = (self.ids[name], id_blocks(self.ids[name].shape[1], length, place))
         return found
+
+
+@dataclass(frozen=True)
+class SpanTable:
+    """From a tile of a batch entry to its `Span`, as a kernel or an index map reads it.
+
+    Attributes:
+      table: what `spans_in_scalar_memory` gave. tiles: of a batch entry.
+      parts: how many of the tiles that it counts a block holds; spans are counted in blocks.
+    """
+
+    table: Any
+    batch: Any
+    tiles: int
+    parts: int = 1
+
+    def in_parts(self, tile: Any) -> Span:
+        """The span counted in parts of a block."""
+        index = 2 * (self.batch * self.tiles + tile)
+        return self.table[index], self.table[index + 1]
+
+    def __call__(self, tile: Any) -> Span:
+        first, after = self.in_parts(tile)
+        if self.parts == 1:
+            return first, after
+        return quotient(first, self.parts), quotient(after + (self.parts - 1), self.parts)
+
+
+def span_table(table: Any, batch: Any, tiles: int, parts: int = 1) -> SpanTable | None:
+    """`SpanTable` of a kernel's ``spans``, or of what an index map is given besides a step's indices; None without
+    spans."""
+    if isinstance(table, tuple):
+        table = table[0] if table else None
+    return None if table is None else SpanTable(table, batch, tiles, parts)
+
+
+def spans_in_scalar_memory(call: Call, bq: int, bkv: int, **how: Any) -> dict[str, jax.Array]:
+    """``scalars`` of a launch: `spans_of` the call as one row of numbers, since scalar memory pads rows. It has none
+    without segments, and where spans would take too much of that memory: then every tile is visited."""
+    found = spans_of(call, bq, bkv, **how)
+    if found is None or found.size * found.dtype.itemsize > MOST_SCALARS:
+        return {}
+    return {"spans": found.reshape(-1)}
+
+
+MOST_SCALARS = targets.least("tpu", "smem") // 4
+"""Bytes of scalar memory for spans."""
 
 
 def by_head(x: jax.Array, heads_per_block: int = 1) -> jax.Array:

@@ -19,6 +19,9 @@ Where one sequence and one group are all, two cores share the row blocks, in an 
 one computes nothing: what its index map names are the first blocks of the row block that follows. How the arrays are
 laid out in memory is said in ``_heads.py``.
 
+Of segments a row block visits the key blocks from the first to the last that may hold one of its own (`segments`): the
+steps of others compute and fetch as little as those past the band's end.
+
 block_q, block_kv: the rows that a step holds, and the keys whose scores it has at a time. Large block_kv feeds the
 matrix unit; the scores, block_q x block_kv in float32, bound both. A step has several such blocks of keys, one after
 another (`parts`): the results are the same to the bit. On an edge of the band those that nobody sees are passed by
@@ -67,7 +70,15 @@ from portakern.backends.pallas.lib.mosaic_tpu.chip import (
     whole_lanes,
 )
 from portakern.backends.pallas.lib.mosaic_tpu.rows import STEP
-from portakern.backends.pallas.tpu._heads import AttentionOperands, from_heads, head_blocks, row_blocks
+from portakern.backends.pallas.lib.segments import Span
+from portakern.backends.pallas.tpu._heads import (
+    AttentionOperands,
+    from_heads,
+    head_blocks,
+    row_blocks,
+    span_table,
+    spans_in_scalar_memory,
+)
 from portakern.backends.pallas.tpu.softmax import online_step
 from portakern.core import targets
 from portakern.core.call import Call
@@ -309,7 +320,8 @@ def piece_of(ref: Refs, number: int, rows: int) -> Refs:
 
 class KeyStep(NamedTuple):
     """Rows of block i beside the keys of step j, which ``add(ref, keys, row, column, edge)`` takes ``bkv`` at a time:
-    ``keys`` is the band in such parts. On an edge rows pass by parts that they do not see, in so many ``pieces``."""
+    ``keys`` is the band in such parts. On an edge rows pass by parts that they do not see, in so many ``pieces``.
+    ``segment_span``: the parts that may hold segments of these rows; None where all may."""
 
     ref: Refs
     band: Band
@@ -318,6 +330,7 @@ class KeyStep(NamedTuple):
     i: Any
     j: Any
     add: Callable[[Refs, Band, Any, Any, bool], None]
+    segment_span: Span | None = None
 
     @property
     def number(self) -> int:
@@ -331,7 +344,31 @@ class KeyStep(NamedTuple):
         """All rows and the keys of one part."""
         self.add(part_of(self.ref, part, self.bkv), self.keys, self.i, self.j * self.number + part, edge)
 
+    @property
+    def full(self) -> Any:
+        """Whether every part of this step may hold segments of these rows; None where segments hide nothing."""
+        if self.segment_span is None:
+            return None
+        first, after = self.segment_span
+        return (first <= self.j * self.number) & ((self.j + 1) * self.number <= after)
+
+    def holds(self, part: int) -> Any:
+        """Whether a part may, or None."""
+        if self.segment_span is None:
+            return None
+        column = self.j * self.number + part
+        return (self.segment_span[0] <= column) & (column < self.segment_span[1])
+
     def parts(self, edge: bool) -> None:
+        """All rows and every part that holds a key, and may hold segments of these rows."""
+        if self.segment_span is None:
+            self.all_parts(edge)
+            return
+        pl.when(self.full)(partial(self.all_parts, edge))
+        for part in range(self.number):
+            pl.when((self.full ^ True) & self.holds(part))(partial(self.part, part, edge))
+
+    def all_parts(self, edge: bool) -> None:
         """All rows and every part that holds a key."""
         band, of_last = self.band, pl.cdiv(self.band.kv_len % self.band.block_kv, self.bkv) or self.number
         for part in range(self.number):
@@ -353,17 +390,20 @@ class KeyStep(NamedTuple):
         """Where there is a right edge alone: a first part that all rows see wholly and the second, in one piece of
         code, so that the products of one hide the exponentials of the other; or what is seen of both."""
         column, last = 2 * self.j, self.keys.span(self.i)[1]
-        both = self.keys.inside(self.i, column) & (column + 1 <= last)
+        beside = both(self.keys.inside(self.i, column) & (column + 1 <= last), self.full)
 
-        @pl.when(both)
+        @pl.when(beside)
         def beside_each_other() -> None:
             self.part(0, False)
             self.part(1, True)
 
-        @pl.when(both ^ True)
+        @pl.when(beside ^ True)
         def on_its_own() -> None:
-            self.part(0, True)
-            pl.when(column + 1 <= last)(partial(self.part, 1, True))
+            if self.segment_span is None:
+                self.part(0, True)
+            else:
+                pl.when(self.holds(0))(partial(self.part, 0, True))
+            pl.when(both(column + 1 <= last, self.holds(1)))(partial(self.part, 1, True))
 
     def each_piece(self) -> None:
         """Each piece of the rows and each part of the keys of which a row of that piece sees some."""
@@ -372,17 +412,20 @@ class KeyStep(NamedTuple):
             row, column = self.i * self.pieces + piece, self.j * self.number + part
             first, last = small.span(row)
             here = piece_of(part_of(self.ref, part, self.bkv), piece, small.block_q)
-            small.visit(row, column, (first <= column) & (column <= last), partial(self.add, here, small, row, column))
+            visible = both((first <= column) & (column <= last), self.holds(part))
+            small.visit(row, column, visible, partial(self.add, here, small, row, column))
 
 
 def kernel(
     ref: Refs, *, band: Band, order: Callable[[Any], Any], bkv: int, pieces: int, scores: TpuScores, saved: list[str],
-    interpreted: bool,
+    interpreted: bool, tiles: int,
 ) -> None:  # fmt: skip
     """A step holds band.block_kv keys, which it takes bkv at a time, and on the band's edge its rows in ``pieces``.
-    ``order``: which block of rows stands at a place of the grid. ``saved``: what the rows of ``lse`` are."""
+    ``order``: which block of rows, of so many ``tiles``, stands at a place of the grid. ``saved``: what the rows of
+    ``lse`` are."""
     i, step = order(step_along(2)), step_along(3)
-    first, last = band.span(i)
+    spans = span_table(getattr(ref, "spans", None), step_along(0), tiles, band.block_kv // bkv)
+    first, last = band.span(i, None if spans is None else spans(i))
     j = first + step
 
     @pl.when(step == 0)
@@ -405,7 +448,8 @@ def kernel(
         ref.acc[...] = ref.acc[...] * across(shrink, ref.acc.shape[1]) + dot(p.astype(v.dtype), v, (1, 0))
         ref.m[...] = m
 
-    keys = KeyStep(ref, band, bkv, pieces, i, j, add)
+    in_parts = None if spans is None or spans.parts == 1 else spans.in_parts(i)
+    keys = KeyStep(ref, band, bkv, pieces, i, j, add, in_parts)
 
     def attend(edge: bool) -> None:
         if band.has_edges and (edge or (interpreted and pieces > 1)):  # a row's bits depend there on the rows beside it
@@ -427,6 +471,13 @@ def kernel(
                 ref.lse[row : row + 1, :] = numbers[name][:, :1].T
 
 
+def by_query_head(x: jax.Array, heads_per_block: int) -> jax.Array:
+    """Numbers of rows, (batch, heads / together, len * together), as (batch, heads, len)."""
+    batch, groups, rows = x.shape
+    length = rows // heads_per_block
+    return jnp.swapaxes(x.reshape(batch, groups, length, heads_per_block), 2, 3).reshape(batch, -1, length)
+
+
 @BACKEND.implements("attention", key=key, fit=fit, supports=supports, config=TilesConfig)
 def attention(call: Call, config: TilesConfig) -> tuple[jax.Array | None, ...]:
     batch, q_len, heads, d = call.arrays["q"].shape
@@ -439,13 +490,16 @@ def attention(call: Call, config: TilesConfig) -> tuple[jax.Array | None, ...]:
     split = batch * heads == 1 and may_share(call)  # several batches or heads are what cores share, where there are any
     order = partial(dealt, blocks=down) if split and band.one_sided else lambda place: place
 
-    def query(b: Any, h: Any, index: Any, step: Any) -> tuple[Any, Any, Any]:
-        return b, h, band.ahead(index, step, down, order)[0]
+    def ahead(b: Any, index: Any, step: Any, spans: tuple[Any, ...]) -> tuple[Any, Any]:
+        return band.ahead(index, step, down, order, span_table(spans, b, down, band.block_kv // bkv))
 
-    def key(b: Any, h: Any, index: Any, step: Any) -> tuple[Any, Any, Any]:
-        return b, quotient(h, of_keys), band.ahead(index, step, down, order)[1]
+    def query(b: Any, h: Any, index: Any, step: Any, *spans: Any) -> tuple[Any, Any, Any]:
+        return b, h, ahead(b, index, step, spans)[0]
 
-    def written(b: Any, h: Any, index: Any, step: Any) -> tuple[Any, Any, Any]:
+    def key(b: Any, h: Any, index: Any, step: Any, *spans: Any) -> tuple[Any, Any, Any]:
+        return b, quotient(h, of_keys), ahead(b, index, step, spans)[1]
+
+    def written(b: Any, h: Any, index: Any, step: Any, *spans: Any) -> tuple[Any, Any, Any]:
         return b, h, order(index)
 
     inputs = AttentionOperands(call, shared).at(bq, band.block_kv, query, key)
@@ -467,6 +521,7 @@ def attention(call: Call, config: TilesConfig) -> tuple[jax.Array | None, ...]:
             scores=TpuScores.of(call),
             saved=numbers,
             interpreted=call.interpret,
+            tiles=down,
         ),
         "portakern_attention",
         (batch, heads, down, steps),
@@ -475,14 +530,12 @@ def attention(call: Call, config: TilesConfig) -> tuple[jax.Array | None, ...]:
         outputs=outputs,
         scratch={"m": (bq, LANES), "l": (bq, LANES), "acc": (bq, dv)},
         vmem=resident(call, bq, bkv, band.block_kv // bkv),
+        scalars=spans_in_scalar_memory(call, bq, bkv, rows_per_query=shared),
         cost=pl.CostEstimate(
             flops=2 * pairs * (d + dv),
             transcendentals=pairs,
             bytes_accessed=dtype.itemsize * (batch * heads * rows * (d + dv) + pairs // bq * (d + dv)),
         ),
     )
-    of_rows = {
-        name: jnp.swapaxes(found["lse"][:, :, row].reshape(batch, heads, q_len, shared), 2, 3).reshape(batch, -1, q_len)
-        for row, name in enumerate(numbers)
-    }
+    of_rows = {name: by_query_head(found["lse"][:, :, row], shared) for row, name in enumerate(numbers)}
     return from_heads(found["o"], shared), of_rows.get("lse"), of_rows.get("lse_low")

@@ -22,8 +22,8 @@ blocks, key blocks); that of `by_key` (d_k, d_v) is (batch, kv_heads, key blocks
 `by_bias` (d_bias) has a place for each block of bias, and inside it what that block is broadcast over. `by_query` holds
 scores as (queries, keys), the others as (keys, queries): P and D are always the left factor of the next product as they
 stand, with the axis that it sums last. The forward pass's `Band` says which blocks meet, and, turned over, which query
-blocks see a key block; others are not visited, nor fetched, unless bias has a row for each query. Arrays are read as
-(batch, heads, len, d), for the reason that ``_heads.py`` gives.
+blocks see a key block; the spans of segments (`segments`) say so besides. Others are not visited, nor fetched, unless
+bias has a row for each query. Arrays are read as (batch, heads, len, d), for the reason that ``_heads.py`` gives.
 
 block_q, block_kv: the queries and keys of one step, in all kernels. A step holds a few float32 arrays of block_q x
 block_kv. kernels: 1 or 2, those of d_q, d_k and d_v.
@@ -49,6 +49,7 @@ from portakern.backends.pallas.lib.band import Band
 from portakern.backends.pallas.lib.blocks import Blocks, Refs, block, padded, quotient, row_block, step_along, within
 from portakern.backends.pallas.lib.double_float import in_two
 from portakern.backends.pallas.lib.mosaic_tpu.chip import LANES, dot, launch, vmem_limit, whole_lanes
+from portakern.backends.pallas.lib.segments import Span
 from portakern.backends.pallas.tpu._heads import (
     AttentionOperands,
     Place,
@@ -57,6 +58,8 @@ from portakern.backends.pallas.tpu._heads import (
     from_heads,
     head_blocks,
     row_blocks,
+    span_table,
+    spans_in_scalar_memory,
 )
 from portakern.backends.pallas.tpu.attention import TpuScores, grains, key, refused, visible_pairs
 from portakern.backends.pallas.tpu.softmax import exponential
@@ -147,10 +150,10 @@ def by_row(ref: Refs, *, unit: float) -> None:
     ref.of_rows[DELTA, :] = jnp.where(unseen, 0.0, delta)
 
 
-def by_query(ref: Refs, *, band: Band, scores: TpuScores, scale: float) -> None:
-    """d_q of a block of queries, summed over the key blocks that they see."""
+def by_query(ref: Refs, *, band: Band, scores: TpuScores, scale: float, tiles: int) -> None:
+    """d_q of a block of queries, of so many ``tiles``, summed over the key blocks that they see."""
     i, step = step_along(2), step_along(3)
-    first, last = band.span(i)
+    first, last = band.span(i, span_in(ref, step_along(0), i, tiles))
     j = first + step
 
     @pl.when(step == 0)
@@ -174,13 +177,14 @@ def by_query(ref: Refs, *, band: Band, scores: TpuScores, scale: float) -> None:
         ref.d_q[...] = (ref.acc[...] * scale).astype(ref.d_q.dtype)
 
 
-def by_key(ref: Refs, *, band: Band, scores: TpuScores, scale: float) -> None:
-    """d_k and d_v of a block of keys, summed over the heads of their group and the query blocks that see them.
+def by_key(ref: Refs, *, band: Band, scores: TpuScores, scale: float, tiles: int) -> None:
+    """d_k and d_v of a block of keys, of so many ``tiles``, summed over the heads of their group and the query blocks
+    that see them.
 
     The band is turned over.
     """
     j, head, step = step_along(2), step_along(3), step_along(4)
-    first, last = band.span(j)
+    first, last = band.span(j, span_in(ref, step_along(0), j, tiles))
     i = first + step
 
     @pl.when((head == 0) & (step == 0))
@@ -212,13 +216,14 @@ def by_key(ref: Refs, *, band: Band, scores: TpuScores, scale: float) -> None:
             ref.d_v[...] = ref.v_acc[...].astype(ref.d_v.dtype)
 
 
-def at_once(ref: Refs, *, band: Band, turned: Band, scores: TpuScores, scale: float) -> None:
-    """d_q of a block of queries, and d_k and d_v of all keys, which stay in VMEM until every query was there.
+def at_once(ref: Refs, *, band: Band, turned: Band, scores: TpuScores, scale: float, tiles: int) -> None:
+    """d_q of a block of queries, of so many ``tiles``, and d_k and d_v of all keys, which stay in VMEM until every
+    query was there.
 
     Blocks meet in the order of `by_query`, which gives a key's sums that of `by_key`; scores are held as there.
     """
     head, i, step = step_along(2), step_along(3), step_along(4)
-    first, last = band.span(i)
+    first, last = band.span(i, span_in(ref, step_along(0), i, tiles))
     j, last_step = first + step, step == pl.num_programs(4) - 1
 
     @pl.when((head == 0) & (i == 0) & (step == 0))
@@ -255,13 +260,14 @@ def at_once(ref: Refs, *, band: Band, turned: Band, scores: TpuScores, scale: fl
         ref.d_v[...] = ref.v_acc[...].astype(ref.d_v.dtype)
 
 
-def by_bias(ref: Refs, *, band: Band, scores: TpuScores, one_row: bool) -> None:
+def by_bias(ref: Refs, *, band: Band, scores: TpuScores, one_row: bool, tiles: int) -> None:
     """d_bias of a block of bias, summed over what the block is broadcast over.
 
-    These are batch entries, heads and, in ``one_row``, the query blocks too. The band is turned over.
+    These are batch entries, heads and, in ``one_row``, the query blocks too. The band is turned over. ``tiles``: of
+    keys.
     """
     j, batch, head, step = (step_along(axis) for axis in (3, 4, 5, 6))
-    first, last = band.span(j)
+    first, last = band.span(j, span_in(ref, step_along(0) + batch, j, tiles))
     i = first + step if one_row else step_along(2)
 
     @pl.when((batch == 0) & (head == 0) & (step == 0))
@@ -280,6 +286,12 @@ def by_bias(ref: Refs, *, band: Band, scores: TpuScores, one_row: bool) -> None:
     @pl.when((batch == last_batch) & (head == last_head) & (step == last_step))
     def finish() -> None:
         ref.d_bias[...] = ref.acc[...].T.astype(ref.d_bias.dtype)
+
+
+def span_in(ref: Refs, batch: Any, tile: Any, tiles: int) -> Span | None:
+    """The span of one of so many tiles of a batch entry; None without segments."""
+    spans = span_table(getattr(ref, "spans", None), batch, tiles)
+    return None if spans is None else spans(tile)
 
 
 def weights(scores: TpuScores, dots: Any, bias: Any, lse: tuple[Any, Any], visible: Any) -> tuple[Any, Any]:
@@ -368,6 +380,7 @@ def launched(
     scratch: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     pairs: int = 0,
     depth: int = 0,
+    scalars: Mapping[str, jax.Array] = MappingProxyType({}),
 ) -> dict[str, jax.Array]:
     """`launch` a kernel named after its outputs, each of whose steps does ``depth`` products for each of ``pairs``."""
     moved = sum(x.size * x.dtype.itemsize for x, _ in (*inputs.values(), *outputs.values()))
@@ -383,6 +396,7 @@ def launched(
         scratch=scratch,
         cost=pl.CostEstimate(flops=2 * exponentials * depth, transcendentals=exponentials, bytes_accessed=moved),
         vmem=vmem_limit(call),  # blocks were chosen to fit that
+        scalars=scalars,
     )
 
 
@@ -393,25 +407,27 @@ def query_gradient(call: Call, config: AttentionGradientsConfig, saved: Gradient
     (batch, q_len, heads, d), group = call.arrays["q"].shape, call.dims["group"]
     of_q, of_kv = grains(call)
     bq, bkv = row_block(call, q_len, config.block_q, of_q), block(call.dims["kv_len"], config.block_kv, of_kv)
-    band = Band.of(call, bq, bkv)
+    band, tiles = Band.of(call, bq, bkv), pl.cdiv(q_len, bq)
 
-    def query(b: Any, h: Any, i: Any, step: Any) -> tuple[Any, Any, Any]:
+    def query(b: Any, h: Any, i: Any, step: Any, *spans: Any) -> tuple[Any, Any, Any]:
         return b, h, i
 
-    def key(b: Any, h: Any, i: Any, step: Any) -> tuple[Any, Any, Any]:
-        return b, quotient(h, group), band.block(i, step)
+    def key(b: Any, h: Any, i: Any, step: Any, *spans: Any) -> tuple[Any, Any, Any]:
+        table = span_table(spans, b, tiles)
+        return b, quotient(h, group), band.block(i, step, None if table is None else table(i))
 
     form = jax.ShapeDtypeStruct((batch, heads, q_len, d), call.arrays["q"].dtype)
     found = launched(
         call,
-        partial(by_query, band=band, scores=TpuScores.of_gradients(call), scale=scale_of(call)),
-        grid=(batch, heads, pl.cdiv(q_len, bq), band.steps()),
+        partial(by_query, band=band, scores=TpuScores.of_gradients(call), scale=scale_of(call), tiles=tiles),
+        grid=(batch, heads, tiles, band.steps()),
         in_order=1,
         inputs=saved.at(bq, bkv, query, key),
         outputs={"d_q": (form, head_blocks(bq, d, query))},
         scratch={"acc": (bq, d)},
         pairs=bq * bkv,
         depth=2 * d + call.dims["dv"],
+        scalars=spans_in_scalar_memory(call, bq, bkv),
     )
     return {"d_q": from_heads(found["d_q"])}
 
@@ -421,12 +437,13 @@ def key_gradients(call: Call, config: AttentionGradientsConfig, saved: GradientO
     batch, kv_len, kv_heads, _ = call.arrays["k"].shape
     of_q, of_kv = grains(call)
     bq, bkv = block(q_len, config.block_q, of_q), row_block(call, kv_len, config.block_kv, of_kv)
-    band = turned(Band.of(call, bq, bkv), q_len)
+    band, tiles = turned(Band.of(call, bq, bkv), q_len), pl.cdiv(kv_len, bkv)
 
-    def query(b: Any, h: Any, j: Any, head: Any, step: Any) -> tuple[Any, Any, Any]:
-        return b, h * group + head, band.block(j, step)
+    def query(b: Any, h: Any, j: Any, head: Any, step: Any, *spans: Any) -> tuple[Any, Any, Any]:
+        table = span_table(spans, b, tiles)
+        return b, h * group + head, band.block(j, step, None if table is None else table(j))
 
-    def key(b: Any, h: Any, j: Any, head: Any, step: Any) -> tuple[Any, Any, Any]:
+    def key(b: Any, h: Any, j: Any, head: Any, step: Any, *spans: Any) -> tuple[Any, Any, Any]:
         return b, h, j
 
     outputs: Blocks = {}
@@ -440,14 +457,15 @@ def key_gradients(call: Call, config: AttentionGradientsConfig, saved: GradientO
             depth += width
     found = launched(
         call,
-        partial(by_key, band=band, scores=TpuScores.of_gradients(call), scale=scale_of(call)),
-        grid=(batch, kv_heads, pl.cdiv(kv_len, bkv), group, band.steps()),
+        partial(by_key, band=band, scores=TpuScores.of_gradients(call), scale=scale_of(call), tiles=tiles),
+        grid=(batch, kv_heads, tiles, group, band.steps()),
         in_order=2,
         inputs=saved.at(bq, bkv, query, key),
         outputs=outputs,
         scratch=scratch,
         pairs=bq * bkv,
         depth=depth,
+        scalars=spans_in_scalar_memory(call, bq, bkv, by_key=True),
     )
     return {name: from_heads(gradient) for name, gradient in found.items()}
 
@@ -458,15 +476,16 @@ def all_gradients(call: Call, config: AttentionGradientsConfig, saved: GradientO
     kv_len, dv, dtype = call.dims["kv_len"], call.dims["dv"], call.arrays["q"].dtype
     of_q, of_kv = grains(call)
     bq, bkv = row_block(call, q_len, config.block_q, of_q), block(kv_len, config.block_kv, of_kv)
-    band, keys = Band.of(call, bq, bkv), padded(kv_len, bkv)
+    band, keys, tiles = Band.of(call, bq, bkv), padded(kv_len, bkv), pl.cdiv(q_len, bq)
 
-    def query(b: Any, h: Any, head: Any, i: Any, step: Any) -> tuple[Any, Any, Any]:
+    def query(b: Any, h: Any, head: Any, i: Any, step: Any, *spans: Any) -> tuple[Any, Any, Any]:
         return b, h * group + head, i
 
-    def key(b: Any, h: Any, head: Any, i: Any, step: Any) -> tuple[Any, Any, Any]:
-        return b, h, band.block(i, step)
+    def key(b: Any, h: Any, head: Any, i: Any, step: Any, *spans: Any) -> tuple[Any, Any, Any]:
+        table = span_table(spans, b, tiles)
+        return b, h, band.block(i, step, None if table is None else table(i))
 
-    def every_key(b: Any, h: Any, head: Any, i: Any, step: Any) -> tuple[Any, Any, Any]:
+    def every_key(b: Any, h: Any, head: Any, i: Any, step: Any, *spans: Any) -> tuple[Any, Any, Any]:
         return b, h, 0
 
     outputs: Blocks = {"d_q": (jax.ShapeDtypeStruct((batch, heads, q_len, d), dtype), head_blocks(bq, d, query))}
@@ -475,14 +494,15 @@ def all_gradients(call: Call, config: AttentionGradientsConfig, saved: GradientO
     of_keys, scores = turned(band, q_len)._replace(rows=kv_len), TpuScores.of_gradients(call)
     found = launched(
         call,
-        partial(at_once, band=band, turned=of_keys, scores=scores, scale=scale_of(call)),
-        grid=(batch, heads // group, group, pl.cdiv(q_len, bq), band.steps()),
+        partial(at_once, band=band, turned=of_keys, scores=scores, scale=scale_of(call), tiles=tiles),
+        grid=(batch, heads // group, group, tiles, band.steps()),
         in_order=3,
         inputs=saved.at(bq, bkv, query, key),
         outputs=outputs,
         scratch={"q_acc": (bq, d), "k_acc": (keys, d), "v_acc": (keys, dv)},
         pairs=bq * bkv,
         depth=3 * d + 2 * dv,
+        scalars=spans_in_scalar_memory(call, bq, bkv),
     )
     return {name: from_heads(gradient) for name, gradient in found.items()}
 
@@ -493,21 +513,23 @@ def bias_gradient(call: Call, config: AttentionGradientsConfig, saved: GradientO
     batches, bias_heads, rows, _ = bias.shape
     of_q, of_kv = grains(call)
     bq, bkv = row_block(call, q_len, config.block_q, of_q), row_block(call, kv_len, config.block_kv, of_kv)
-    band, one_row = turned(Band.of(call, bq, bkv), q_len), rows == 1
+    band, one_row, tiles = turned(Band.of(call, bq, bkv), q_len), rows == 1, pl.cdiv(kv_len, bkv)
 
     # b and batch, h and head: of each pair of grid axes one has a single step, whose index is 0
-    def query(b: Any, h: Any, i: Any, j: Any, batch: Any, head: Any, step: Any) -> tuple[Any, Any, Any]:
-        return b + batch, h + head, band.block(j, step) if one_row else i
+    def query(b: Any, h: Any, i: Any, j: Any, batch: Any, head: Any, step: Any, *spans: Any) -> tuple[Any, Any, Any]:
+        table = span_table(spans, b + batch, tiles) if one_row else None
+        block_of = band.block(j, step, None if table is None else table(j)) if one_row else i
+        return b + batch, h + head, block_of
 
-    def key(b: Any, h: Any, i: Any, j: Any, batch: Any, head: Any, step: Any) -> tuple[Any, Any, Any]:
+    def key(b: Any, h: Any, i: Any, j: Any, batch: Any, head: Any, step: Any, *spans: Any) -> tuple[Any, Any, Any]:
         return b + batch, quotient(h + head, group), j
 
-    of_bias = (batches, bias_heads, pl.cdiv(rows, bq), pl.cdiv(kv_len, bkv))
+    of_bias = (batches, bias_heads, pl.cdiv(rows, bq), tiles)
     summed = (batch // batches, heads // bias_heads, band.steps() if one_row else 1)
     form = jax.ShapeDtypeStruct(bias.shape, bias.dtype)
     return launched(
         call,
-        partial(by_bias, band=band, scores=TpuScores.of_gradients(call), one_row=one_row),
+        partial(by_bias, band=band, scores=TpuScores.of_gradients(call), one_row=one_row, tiles=tiles),
         grid=(*of_bias, *summed),
         in_order=3,
         inputs=saved.at(bq, bkv, query, key),
@@ -515,6 +537,7 @@ def bias_gradient(call: Call, config: AttentionGradientsConfig, saved: GradientO
         scratch={"acc": (bkv, 1 if one_row else bq)},
         pairs=bq * bkv,
         depth=call.dims["d"] + call.dims["dv"],
+        scalars=spans_in_scalar_memory(call, bq, bkv, by_key=True),
     )
 
 

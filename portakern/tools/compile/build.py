@@ -98,6 +98,7 @@ class Build:
             parts += [f"{k.issued} cycles issued"] if k.issued is not None else []
             parts += [f"{k.moved} bytes moved"] if k.moved is not None else []
             lines.append(f"  {k.name}{f' x{k.launches}' if k.launches > 1 else ''}: {', '.join(parts)}")
+            lines += [f"    counted at most: {k.assumed}"] if k.assumed else []
             lines += [f"    its matrix instructions wait for each other: {why}" for why in k.serialised]
         lines += [f"  {self.least:.0f} cycles, not run: {CYCLES}"] if self.least else []
         return "\n".join(lines)

@@ -137,6 +137,7 @@ def launch(
     scratch: Mapping[str, tuple[int, ...] | jax.ShapeDtypeStruct] = MappingProxyType({}),
     cost: pl.CostEstimate,
     vmem: int = 0,
+    scalars: Mapping[str, jax.Array] = MappingProxyType({}),
 ) -> dict[str, jax.Array]:
     """Run ``kernel(ref)`` on a TPU's grid, and return what it wrote by name (`blocks.launch`).
 
@@ -146,6 +147,8 @@ def launch(
     The last ``in_order`` grid axes run one step after another, since ``scratch``, arrays of these forms in VMEM,
     float32 where a shape says no more, is carried along them ("arbitrary", in Mosaic's word). The axes before them are
     independent of each other and may be split over cores ("parallel").
+
+    ``scalars``: numbers in scalar memory, which index maps read besides the step's indices.
     """
     return blocks.launch(
         call,
@@ -163,4 +166,6 @@ def launch(
             vmem_limit_bytes=vmem_limit(call) if 4 * vmem > 3 * vmem_granted(call) else None,
         ),
         cost=cost,
+        scalars=scalars,
+        prefetching=pltpu.PrefetchScalarGridSpec,
     )

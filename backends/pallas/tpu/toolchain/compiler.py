@@ -221,7 +221,11 @@ def _counted(kernels: list[Kernel], walks: list[GridWalk], codes: list[Region | 
             kernel.issued = sum(max(cycles(one, code, *rates) for one in (walk, *walk.beside)) for walk in mine)
             kernel.moved = sum(one.moved for walk in mine for one in (walk, *walk.beside))
             kernel.cores = min(1 + len(walk.beside) for walk in mine)
+            kernel.assumed = WIDEST if any(walk.widest for walk in mine) else ""
     return kernels
+
+
+WIDEST = "segments are data, and every query is taken to visit all keys"
 
 
 def _files(folder: Path | None) -> set[Path]:

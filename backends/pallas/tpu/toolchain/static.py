@@ -72,6 +72,7 @@ class GridWalk(NamedTuple):
       moved: bytes of its windows; first: those of one window of each.
       program: the kernel's text without the numbers that differ between calls of other extents.
       beside: the same of the other cores, where several share a launch; then all numbers are of the steps of one.
+      widest: whether spans of segments are data, and were taken to hold every tile (`_widest`).
     """
 
     name: str
@@ -81,11 +82,13 @@ class GridWalk(NamedTuple):
     first: int
     program: str
     beside: tuple[GridWalk, ...] = ()
+    widest: bool = False
 
 
 def walks_of(jaxpr: Any, consts: Sequence[Any] = (), cores: int = 1) -> list[GridWalk]:
     """Every kernel of a traced program, in order. ``consts``: the program's constants: what a kernel reads of them in
-    scalar memory, such as which blocks follow each other, is known with them. ``cores``: how many share a launch."""
+    scalar memory, such as which blocks follow each other, is known with them. ``cores``: how many share a launch. Spans
+    of segments, which are data, are the widest."""
     known = dict(zip(jaxpr.constvars, map(np.asarray, consts), strict=False))
     return [_walk(eqn, given, cores) for eqn, given in _calls(jaxpr, known)]
 
@@ -120,6 +123,8 @@ def _walk(eqn: Any, given: Sequence[Any], cores: int) -> GridWalk:
         raise ValueError(f"{name} has a grid of {steps} steps; expected at most {STEPS}, which are followed one by one")
     every = [axis.reshape(-1).astype(np.int32) for axis in np.indices(grid, dtype=np.int32)]
     scalars = list(given)[: mapping.num_index_operands]
+    widest = [_widest(v.aval) if array is None else None for v, array in zip(eqn.invars, scalars, strict=False)]
+    scalars = [array if of_all is None else of_all for array, of_all in zip(scalars, widest, strict=True)]
     known = {ref: array for ref, array in zip(body.invars, scalars, strict=False) if array is not None}
     text = "\n".join([str(body), *(f"{m.block_shape} {m.index_map_jaxpr}" for m in mapping.block_mappings)])
 
@@ -135,10 +140,19 @@ def _walk(eqn: Any, given: Sequence[Any], cores: int) -> GridWalk:
             sum(int(moves[0]) for moves in moved),
             re.sub(r"\b-?\d+:i32\[\]", "N:i32[]", text),
             beside,
+            any(of_all is not None for of_all in widest),
         )
 
     first, *others = _shares(eqn.params["compiler_params"], grid, every, cores)
     return walk_over(first, tuple(walk_over(places, ()) for places in others))
+
+
+def _widest(aval: Any) -> np.ndarray | None:
+    """What stands for numbers in scalar memory that are no constants: spans of segments, one row of the first tile and
+    the one after the last of each, that hold every tile; None for what cannot be such."""
+    if aval.dtype != np.int32 or len(aval.shape) != 1 or aval.shape[0] % 2:
+        return None
+    return np.tile(np.asarray([0, 1 << 30], np.int32), aval.shape[0] // 2)
 
 
 def _shares(params: Any, grid: tuple[int, ...], indices: list[np.ndarray], cores: int) -> list[list[np.ndarray]]:
