@@ -52,6 +52,7 @@ from portakern.backends.pallas.lib.mosaic_gpu.chip import (
     whole_pieces,
 )
 from portakern.backends.pallas.lib.mosaic_gpu.flash import PART, QUERIES, Merge, MosaicFlashPlan, QueryTile, rings
+from portakern.backends.pallas.lib.segments import span_at, spans_of
 from portakern.core.backend import Drawn
 from portakern.core.call import Call
 
@@ -98,13 +99,19 @@ class Packed(MosaicFlashPlan):
     def queries(self, q: Any, tile: QueryTile, rows: Any) -> Any:
         return q.at[tile.batch, tile.head, rows]
 
-    def tile(self, index: Any) -> QueryTile:
-        """All rows of a head, and the tiles of one split."""
+    def tile(self, index: Any, spans: Any = None) -> QueryTile:
+        """All rows of a head, and the tiles of one split; of segments those that may hold some of these rows', and
+        never none."""
         place, batch = quotient(index, self.splits), quotient(index, self.splits * self.heads)
         first, last = self.seen
         start = (index - place * self.splits + first // self.split_tiles) * self.split_tiles
         begin = jnp.maximum(start, first)
         steps = jnp.minimum(start + self.split_tiles, last + 1) - begin
+        if spans is not None:
+            first, after = span_at(spans, batch, 0)
+            end = begin + steps
+            begin = jnp.clip(first, begin, end - 1)
+            steps = jnp.maximum(jnp.minimum(after, end) - begin, 1)
         row = 0 * index  # traced: a start that is known is held to the rows that there are
         return QueryTile(batch, place - batch * self.heads, row, begin, steps)
 
@@ -169,6 +176,8 @@ def packed(call: Call, plan: Packed) -> dict[str, jax.Array]:
     ids = None if q_ids is None else jnp.repeat(q_ids, group, axis=1), call.arrays["kv_segment_ids"]
     arrays = {"q": by_head.reshape(plan.batch, plan.heads, plan.q_len, plan.d), "k": k, "v": v}
     masks = online.whole_tiles(bias, ids, QUERIES, padded(plan.band.kv_len, plan.block_kv))
+    spans = spans_of(call, call.dims["q_len"], plan.block_kv)
+    masks |= {} if spans is None else {"spans": spans}
     return {name: padded_rows(x) for name, x in arrays.items()} | masks
 
 

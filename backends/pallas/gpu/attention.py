@@ -48,6 +48,7 @@ from portakern.backends.pallas.lib.mosaic_gpu.flash import (
     rings,
     schedule,
 )
+from portakern.backends.pallas.lib.segments import spans_of
 from portakern.core.call import Call
 
 
@@ -114,6 +115,9 @@ def attention(call: Call, config: FlashConfig) -> tuple[jax.Array | None, ...]:
     ids = call.arrays["q_segment_ids"], call.arrays["kv_segment_ids"]
     rows, keys = padded(plan.q_len, plan.consumers * QUERIES), padded(plan.band.kv_len, plan.block_kv)
     inputs = whole_tiles(call.arrays["bias"], ids, rows, keys)
+    spans = spans_of(call, plan.consumers * QUERIES, plan.block_kv)
+    if spans is not None:
+        inputs["spans"] = spans
     if plan.scheduled:
         inputs["schedule"] = jnp.asarray(schedule(plan))
     found = launch(

@@ -218,7 +218,7 @@ def kernel(ref: Refs, *, plan: MosaicFlashPlan, write: Callable[..., None]) -> N
         """Call ``work(tile, before)`` for the tiles of this block; ``before``: tiles of keys until then."""
 
         def one(index: Any, before: Any) -> Any:
-            tile = plan.tile(index)
+            tile = plan.tile(index, getattr(ref, "spans", None))
             work(tile, before)
             return before + tile.steps
 

@@ -138,7 +138,7 @@ def kernel(
     warpgroup = lax.axis_index("warpgroup")
     place, i = heaviest_first(lax.axis_index("block"), plan.batch * plan.heads, plan.tiles, plan.band)
     batch = quotient(place, plan.heads)
-    tile = ResidentTile.at(plan, batch, place - batch * plan.heads, i)
+    tile = ResidentTile.at(plan, batch, place - batch * plan.heads, i, getattr(ref, "spans", None))
     tile = tile_of(tile._replace(span=ref.span[0]) if "span" in ref else tile)
 
     warp_specialized(

@@ -74,6 +74,7 @@ from portakern.backends.pallas.lib.mosaic_gpu.pairs import (
     weights,
 )
 from portakern.backends.pallas.lib.mosaic_gpu.pipeline import drain_last, warp_specialized
+from portakern.backends.pallas.lib.segments import Span, span_at, spans_of
 from portakern.core.call import Call
 
 QUERIES = CONSUMERS * ROWS
@@ -146,22 +147,27 @@ class BiasPlan(NamedTuple):
         """Whether a block has room for it: with one stage it has, of any heads that are served."""
         return over_shared(self.shared, "stages", across_warps=self.one_row) is None
 
-    def block(self, index: Any, iterations: Any) -> BiasTile:
-        """The tile of a block. ``iterations``: as many as there are."""
+    def block(self, index: Any, iterations: Any, spans: Any = None) -> BiasTile:
+        """The tile of a block. ``iterations``: as many as there are. ``spans``: of each tile of keys the tiles of
+        queries that may share a segment with it, in some batch entry of those that are summed (`segments`)."""
         band, (of_queries, of_keys) = self.visits.band._replace(block_q=KEYS), self.tiles
         places = self.shape[0] * self.shape[1]
         if self.one_row:
             place, j = heaviest_first(index, places, of_keys, band)
-            first, last = band.span(j)
+            first, last = band.span(j, self._span_at(spans, place, j))
             span = jnp.maximum(jnp.int32(last - first + 1), 0)
         else:
             place = quotient(index, of_queries * of_keys)
             rest = index - place * (of_queries * of_keys)
             i = quotient(rest, of_keys)
-            j, (low, high) = rest - i * of_keys, band.span(rest - i * of_keys)
+            j = rest - i * of_keys
+            low, high = band.span(rest - i * of_keys, self._span_at(spans, place, j))
             first, span = i, ((low <= i) & (i <= high)).astype(jnp.int32)
         batch = quotient(place, self.shape[1])
         return BiasTile(batch, place - batch * self.shape[1], j, first, span, jnp.where(span > 0, iterations, 0))
+
+    def _span_at(self, spans: Any, entry: Any, j: Any) -> Span | None:
+        return None if spans is None else span_at(spans, quotient(entry, self.shape[1]), j)
 
     def iteration(self, block: BiasTile, iteration: Any) -> ResidentTile:
         """The keys of a iteration, and the heads and tiles of queries that come by."""
@@ -207,7 +213,8 @@ def _width(plan: BiasPlan) -> int:
 
 def kernel(ref: Refs, *, plan: BiasPlan) -> None:
     """One tile of d_bias."""
-    warpgroup, block = lax.axis_index("warpgroup"), plan.block(lax.axis_index("block"), ref.iterations[0])
+    warpgroup = lax.axis_index("warpgroup")
+    block = plan.block(lax.axis_index("block"), ref.iterations[0], getattr(ref, "spans", None))
 
     warp_specialized(
         warpgroup, CONSUMERS, lambda: produce(ref, plan, block), lambda: consume(ref, plan, warpgroup, block)
@@ -395,6 +402,9 @@ def bias_gradient(call: Call, config: FlashGradientsConfig, inputs: Mapping[str,
         "bias": bias,
         "iterations": jnp.full((1,), plan.iterations, jnp.int32),
     } | segments(call, rows, keys)
+    spans = spans_of(call, QUERIES, KEYS, by_key=True, across_batch=plan.shape[0] == 1)
+    if spans is not None:
+        more["spans"] = spans
     found = launch(
         call,
         partial(kernel, plan=plan),

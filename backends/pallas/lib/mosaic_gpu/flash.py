@@ -34,6 +34,7 @@ from portakern.backends.pallas.configs import FlashConfig
 from portakern.backends.pallas.lib.band import Band, both
 from portakern.backends.pallas.lib.blocks import Refs, quotient
 from portakern.backends.pallas.lib.mosaic_gpu.chip import ALIGNED, HOPPER, Swizzled, issue_product, over_shared
+from portakern.backends.pallas.lib.segments import span_at
 from portakern.core.call import Call
 
 QUERIES = 64
@@ -160,10 +161,10 @@ class MosaicFlashPlan:
         """Rows of a tile's queries, (rows, d), of all of them."""
         return q.at[tile.batch, rows, tile.head]
 
-    def tile(self, index: Any) -> QueryTile:
-        """The tile of this index."""
+    def tile(self, index: Any, spans: Any = None) -> QueryTile:
+        """The tile of this index. ``spans``: where its segments are (`segments`)."""
         place, i = heaviest_first(index, self.batch * self.heads, self.tiles_q, self.band)
-        first, last = self.band.span(i)
+        first, last = self.band.span(i, None if spans is None else span_at(spans, quotient(place, self.heads), i))
         first = jnp.clip(first, 0, (self.band.kv_len - 1) // self.block_kv)  # never none: one that no query sees
         steps = jnp.maximum(last - first, 0) + 1
         batch = quotient(place, self.heads)

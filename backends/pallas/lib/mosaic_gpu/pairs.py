@@ -36,6 +36,7 @@ from portakern.backends.pallas.lib.mosaic_gpu.attention import extended, tanh
 from portakern.backends.pallas.lib.mosaic_gpu.chip import aligned
 from portakern.backends.pallas.lib.mosaic_gpu.flash import COLUMN, PART, bias_tile, same_segment
 from portakern.backends.pallas.lib.mosaic_gpu.rows import Formula, WarpRowWalk, Weights
+from portakern.backends.pallas.lib.segments import span_at, spans_of
 from portakern.core.call import Call
 from portakern.specs._exponents import two_parts
 from portakern.specs.attention import far_from, scale_of
@@ -175,9 +176,10 @@ class ResidentTile(NamedTuple):
     span: Any
 
     @classmethod
-    def at(cls, plan: AttentionGradientPlan, batch: Any, head: Any, i: Any) -> ResidentTile:
+    def at(cls, plan: AttentionGradientPlan, batch: Any, head: Any, i: Any, spans: Any = None) -> ResidentTile:
+        """Tile i of a head. ``spans``: where its segments are (`segments`)."""
         band = plan.band._replace(block_q=plan.rows)
-        first, last = band.span(i)
+        first, last = band.span(i, None if spans is None else span_at(spans, batch, i))
         streamed, heads = (quotient(head, plan.group), 1) if plan.by_query else (head * plan.group, plan.group)
         return cls(batch, head, i * plan.rows, streamed, heads, first, jnp.maximum(last - first + 1, 0))
 
@@ -393,12 +395,16 @@ def statistics(call: Call) -> dict[str, jax.Array]:
 
 
 def masks(call: Call, plan: AttentionGradientPlan) -> dict[str, jax.Array]:
-    """Bias and segment ids, (batch, words, len), as the kernel reads them: in whole tiles, resident rows first. And how
-    many streamed tiles come by, where all see all: of a number of steps that compilers know they know too much
-    (``anew``)."""
+    """Bias and segment ids, (batch, words, len), as the kernel reads them: in whole tiles, resident rows first. And
+    which streamed tiles come by that may hold segments of a resident tile; or how many come by, where all see all: of a
+    number of steps that compilers know they know too much (``anew``)."""
     rows, keys = (padded(call.dims[name], CONSUMERS * ROWS) for name in ("q_len", "kv_len"))
     found, by_query = {}, plan.by_query
-    if plan.band.first is None and plan.band.last is None:
+    of_queries, of_keys = (plan.rows, plan.streamed.tile) if by_query else (plan.streamed.tile, plan.rows)
+    spans = spans_of(call, of_queries, of_keys, by_key=not by_query)
+    if spans is not None:
+        found["spans"] = spans
+    elif plan.band.first is None and plan.band.last is None:
         found["span"] = jnp.full((1,), pl.cdiv(plan.streamed.length, plan.streamed.tile), jnp.int32)
     bias = call.arrays["bias"]
     if bias is not None:
