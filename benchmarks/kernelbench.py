@@ -150,8 +150,8 @@ def save(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]], seconds: f
 
     data = record(
         "kernelbench", rows, command=command_line("python -m benchmarks.kernelbench", args.json),
-        device=device_name(args.device), repository=REPOSITORY, repository_commit=args.at, left_out=left_out(args.folder),
-        wall_seconds=round(seconds),
+        device=device_name(args.device), repository=REPOSITORY, repository_commit=args.at,
+        left_out=left_out(args.folder), wall_seconds=round(seconds),
     )  # fmt: skip
     write(args.json, beside_earlier(data, args.json))
 

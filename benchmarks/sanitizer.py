@@ -81,7 +81,8 @@ TOOLS = {
 def sanitize(op: str, backend: str, variant: str | None, tool: str, examples: int, timeout: float) -> dict[str, Any]:
     """One op of a backend, or of its variant alone, under one tool.
 
-    ``errors``: what the tool counted, and ``findings``: where; ``problem``: why its count is not to be had, or what failed.
+    ``errors``: what the tool counted, and ``findings``: where; ``problem``: why its count is not to be had, or what
+    failed.
     """
     check = (*TOOLS[tool].command, "check", op, "--backend", backend, "--max-examples", str(examples))
     check += ("--variant", variant) if variant else ()

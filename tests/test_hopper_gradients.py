@@ -39,7 +39,8 @@ compiles = pytest.mark.skipif(
 @functools.cache
 def bound(
     batch: int, q_len: int, kv_heads: int, group: int, kv_len: int, d: int, dv: int | None = None, *,
-    dtype: Any = torch.bfloat16, device: str = "cpu", given: tuple[str, ...] = (), segments: str | None = None, **options: Any,
+    dtype: Any = torch.bfloat16, device: str = "cpu", given: tuple[str, ...] = (), segments: str | None = None,
+    **options: Any,
 ) -> Call:  # fmt: skip
     """A call as on a Hopper GPU, whose arrays are the host's or have no memory (meta). given: optional arrays.
     segments: of ``tests.packing``."""

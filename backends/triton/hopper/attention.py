@@ -2,11 +2,11 @@
 ``_shares`` for few queries, and ``_flash_gradients``.
 
 Calls of few queries are left to the portable variant with the tiling of here (``delegate``) where a group of heads has
-more than 64 rows, or more than 32 and chunks of keys that are not worth a program each, or where they have segments. All kernels add up the same
-numbers in the same order, so that a row's bits do not tell which it was.
+more than 64 rows, or more than 32 and chunks of keys that are not worth a program each, or where they have segments.
+All kernels add up the same numbers in the same order, so that a row's bits do not tell which it was.
 Everything that this variant does not take, forward or backward, is refused by what decides bits and what kernels are
-compiled for: dtypes, head dimensions and bias, and no lengths or batches. Gluon is compiled alone: nothing of
-this runs in the interpreter.
+compiled for: dtypes, head dimensions and bias, and no lengths or batches. Gluon is compiled alone: nothing of this runs
+in the interpreter.
 """
 
 from __future__ import annotations
