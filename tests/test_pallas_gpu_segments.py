@@ -11,8 +11,8 @@ from portakern.core import registry
 
 PALLAS = registry.backend("pallas")
 FAMILY = next(f for f in PALLAS.declared if f.name == "gpu")
-if FAMILY.lacks():
-    pytest.skip(f"the kernels for Hopper need {FAMILY.lacks()}", allow_module_level=True)
+if FAMILY.missing_packages():
+    pytest.skip(f"the kernels for Hopper need {FAMILY.missing_packages()}", allow_module_level=True)
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
