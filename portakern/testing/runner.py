@@ -163,7 +163,7 @@ def check_subject(subject: Subject, check_options: CheckOptions) -> Report:
     if not (check_options.dtypes or (check_options.limits and check_options.limits.dtypes)):
         words = (
             *words,
-            *(f"no case is {dtype}: {why}" for dtype, why in subject.lacks.items() if dtype in spec.dtypes),
+            *(f"dtype {dtype}: {why}" for dtype, why in subject.lacks.items() if dtype in spec.dtypes),
         )
     report = Report(spec.name, subject.name, check_options.seed, checked=kinds, not_required=words)
     report.coverage[subject.name] = _coverage(subject, limits, excused)

@@ -375,16 +375,16 @@ def _taken(spec: Spec[Any], fn: Callable[..., Any]) -> tuple[frozenset[str] | No
 LEFT_OUT: Mapping[str, tuple[Callable[[Spec[Any], Limits], bool], str]] = {
     "one_dtype": (
         lambda spec, limits: limits.one_dtype and any(a.or_float32 for a in spec.arrays),
-        "no array is float32 with 16-bit ones, all have the op's dtype",
+        "float32 arrays beside 16-bit ones",
     ),
-    "no_empty": (lambda spec, limits: not limits.empty and not limits.shapes, "no extent is 0"),
+    "no_empty": (lambda spec, limits: not limits.empty and not limits.shapes, "extents of 0"),
     "layouts": (
         lambda spec, limits: not {*DRAWN} <= {*limits.layouts},
-        "memory layouts are only: {layouts}",
+        "memory layouts other than {layouts}",
     ),
     "no_laws": (
         lambda spec, limits: bool(limits.shapes and spec.laws),
-        "laws are not checked: they need other shapes",
+        "laws, which need other shapes",
     ),
 }
 """What a check need not require: name -> (whether its limits leave this out, the report's words)."""
@@ -395,18 +395,20 @@ def not_required(
 ) -> tuple[str, ...]:
     """The report's words on all that is not required of a subject. unordered: as in :class:`Subject`."""
     lacks = _lacking(spec, limits)
-    lacking = [f"never passed: {', '.join(lacks)}"] if lacks else []
-    given = [f"{n} is always passed: it has no default" for n in sorted(limits.always)]
-    built_in = [f"{n} is {v!r} in every call" for n, v in limits.options.items()]
-    shaped = [f"only the shapes {' or '.join(map(with_shape, limits.shapes))} are checked"] if limits.shapes else []
+    lacking = [f"{', '.join(lacks)} (never passed)"] if lacks else []
+    given = [f"calls without {n}, which has no default" for n in sorted(limits.always)]
+    built_in = [f"values of {n} other than {v!r}" for n, v in limits.options.items()]
+    shaped = [f"shapes other than {' or '.join(map(with_shape, limits.shapes))}"] if limits.shapes else []
     words = [what.format(layouts=", ".join(limits.layouts)) for made, what in LEFT_OUT.values() if made(spec, limits)]
-    edges = ["NaN and infinities may give other results than the formula"] if "edges" in excused else []
+    edges = ["the formula's results for NaN and infinities"] if "edges" in excused else []
     some = [n for n in PROMISES if n in excused and "promises" not in excused]
     applies = {"laws": not limits.shapes, "overwrite": bool(spec.aliases)}
     some = [n for n in some if applies.get(n, True)]
-    beside = [f"beside edges, {limits.drawn}"] if limits.drawn != ANY and not limits.shapes else []
-    bits = [f"bits of {name} may change from one call to the next: {why}" for name, why in (unordered or {}).items()]
-    lesser = (f"not promised: {PROMISES[n]}" for n in some)
+    beside = (
+        [f"calls beyond these limits, edges apart: {limits.drawn}"] if limits.drawn != ANY and not limits.shapes else []
+    )
+    bits = [f"the same bits of {name} in each call: {why}" for name, why in (unordered or {}).items()]
+    lesser = (f"promise {n}: {PROMISES[n]}" for n in some)
     return (*lacking, *beside, *given, *built_in, *shaped, *words, *edges, *bits, *lesser)
 
 

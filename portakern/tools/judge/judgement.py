@@ -264,9 +264,9 @@ class _Candidate:
         dtypes = check_options.dtypes
         if dtypes is None and self.inputs and self.inputs[0].dtype in spec.dtypes:
             dtypes = [self.inputs[0].dtype]
-            words = (*words, f"only the dtype of the problem's inputs is checked: {dtypes[0]}")
+            words = (*words, f"dtypes other than {dtypes[0]}, that of the problem's inputs")
         if self.problem == self.path:
-            words = (*words, "the inputs are those of the candidate's own file, and may be easy ones")
+            words = (*words, "inputs other than those of the candidate's own file, which may be easy")
         return replace(check_options, dtypes=dtypes, shapes=shapes or None), words
 
 
@@ -315,7 +315,7 @@ def _changed(before: Hashes, after: Hashes) -> tuple[str, ...]:
     judged = [n for n in changed if n in [*before.files][:1] or Path(n).suffix in set(IMPORTED) - {".pyc"}]
     if judged:
         raise UnavailableError(f"judge: {', '.join(judged)} changed during the check; run it again")
-    return (f"changed during the check: {', '.join(changed)}",) if changed else ()
+    return (f"unchanged files (changed during the check): {', '.join(changed)}",) if changed else ()
 
 
 BYTES_OF_AN_ELEMENT = 128
@@ -407,11 +407,11 @@ def _on_its_terms(
     if target.platform == HOST.platform:
         return check_options, words
     if (why := terms.get("aligned")) and check_options.layouts is LAYOUTS:
-        check_options, words = replace(check_options, layouts="contiguous"), (*words, f"no array is shifted: {why}")
+        check_options, words = replace(check_options, layouts="contiguous"), (*words, f"shifted arrays: {why}")
     if (why := terms.get("edges")) and check_options.edges:
         check_options, words = (
             replace(check_options, edges=False),
-            (*words, f"NaN and infinities may give other results than the formula: {why}"),
+            (*words, f"the formula's results for NaN and infinities: {why}"),
         )
     return check_options, words
 
@@ -522,7 +522,7 @@ def _cut(
     kind = "cpu" if target.platform == HOST.platform else "accelerator"
     found = [cut_to(spec, s, fixed, ELEMENTS[kind], FLOPS[kind]) for s in shapes]
     words = tuple(
-        f"reduced from {', '.join(f'{n} {[*s]}' for n, s in was.items())} along independent dimensions"
+        f"the full shapes {', '.join(f'{n} {[*s]}' for n, s in was.items())} (reduced along independent dimensions)"
         for was, now in zip(shapes, found, strict=True)
         if {n: tuple(s) for n, s in was.items()} != now
     )
