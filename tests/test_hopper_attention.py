@@ -148,6 +148,18 @@ def test_every_role_meets_the_bound(name):
     assert ran == kernels
 
 
+def test_tiles_of_other_documents_are_not_visited():
+    """A weight of 0 times NaN is NaN: a key of a tile that is visited would show."""
+    call = bound(1, 256, 1, 1, 256, 64, segments="packed")
+    ids = torch.arange(256)[None] // 128
+    arrays = dict(call.arrays) | {"q_segment_ids": ids, "kv_segment_ids": ids}
+    for name in ("k", "v"):
+        arrays[name][:, 128:] = float("nan")
+    with recording(partial(on_the_host, ran=[])):
+        o, *_ = run(call.replace(arrays=arrays), tiling_of(call, block_kv=64))
+    assert torch.isfinite(o[:, :128]).all() and torch.isnan(o[:, 128:]).all()
+
+
 @pytest.mark.parametrize("tiling, keys, few, shares, dtype", [
     ({}, 2100, 14, 2, torch.bfloat16), ({"min_split_keys": 256}, 2100, 8, 2, torch.float16),
     ({}, 900, 14, 2, torch.float16),

@@ -131,6 +131,36 @@ def test_every_role_meets_the_bound(name):
     assert worst(bound(*shape, **more)) <= 1
 
 
+def two_documents(call: Call, length: int, dirty: tuple[str, ...]) -> Call:
+    """The call with documents of so many positions, which have two ids in turn, and NaN in the arrays ``dirty`` where
+    the second id is. o and lse are those of arrays without NaN."""
+    arrays = {n: None if x is None else x.clone() for n, x in call.arrays.items()}
+    ids = torch.arange(arrays["q"].shape[1])[None] // length % 2
+    arrays |= {"q_segment_ids": ids, "kv_segment_ids": ids}
+    forward = {n: arrays[n] for n in ("q", "k", "v", "q_segment_ids", "kv_segment_ids")}
+    arrays["o"], arrays["lse"] = pk.op("attention", backend="triton")(**forward, return_lse=True)
+    for n in dirty:
+        arrays[n][:, ids[0] == 1] = float("nan")
+    return call.replace(arrays=arrays)
+
+
+def clean(gradients: Any, length: int) -> bool:
+    """Whether gradients of rows with the first id are finite."""
+    return all(torch.isfinite(x[:, torch.arange(x.shape[1]) // length % 2 == 0]).all() for x in gradients)
+
+
+def test_tiles_of_other_documents_are_not_visited():
+    call = two_documents(bound(1, 256, 1, 1, 256, 64), 128, ("q", "k", "v", "d_o"))
+    with recording(partial(on_the_host, _flash_gradients)):
+        assert clean(VARIANT.run(call, tiling_of(call))[:3], 128)
+
+
+def test_values_of_other_segments_in_a_tile_leave_no_trace():
+    call = two_documents(bound(1, 128, 1, 1, 128, 64), 1, ("v",))
+    with recording(partial(on_the_host, _flash_gradients)):
+        assert clean(VARIANT.run(call, tiling_of(call))[:2], 1)
+
+
 def under_a_wide_softcap() -> Call:
     """A call whose tanh errs by more than its scores are apart, with the o and lse of an exact forward pass."""
     call = bound(1, 90, 1, 1, 1, 64, softcap=9.8e29, given=("d_lse",))
@@ -198,15 +228,17 @@ def test_what_has_no_room_is_refused():
     assert tiling_of(capped)["block_q"] == tiling["block_q"]
 
 
-@pytest.mark.parametrize("given", [(), ("d_lse",)])
-def test_calls_of_a_signature_are_planned(given):
-    call = bound(1, 130, 2, 2, 130, 64, is_causal=True, given=given)
+@pytest.mark.parametrize("more", [{}, {"given": ("d_lse",)}, {"segments": "packed"}], ids=str)
+def test_calls_of_a_signature_are_planned(more):
+    call = bound(1, 130, 2, 2, 130, 64, is_causal=True, **more)
     launches: list[tuple[str, int]] = []
     with recording(lambda kernel, grid, args, constexprs: launches.append((kernel.__name__, grid))):
         _, again = plan.learn(VARIANT, call, tiling_of(call))
         first = list(launches)
+        ranges = ["segment_ranges_kernel"] * 2 if "segments" in more else []
         assert [name for name, _ in first] == [
             "attention_vjp_statistics_kernel",
+            *ranges,
             "attention_vjp_gradients_kernel",
             "attention_vjp_gradients_kernel",
         ]

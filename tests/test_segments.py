@@ -93,28 +93,37 @@ def test_results_have_the_bits_that_they_have_without_ranges(name, bias, monkeyp
         np.testing.assert_array_equal(a.view(np.int32), b.view(np.int32))
 
 
+SMALL = dict.fromkeys(("block_q", "block_kv"), 32)
+
+
 def test_tiles_of_other_documents_are_not_visited():
-    """A weight of 0 times NaN is NaN: a key of a tile that is visited would show."""
-    arrays = arrays_of((1, 256, 1, 256), "packed", False)
+    """A weight of 0 times NaN is NaN: a row of a tile that is visited would show, forward and backward."""
+    arrays = arrays_of((1, 256, 1, 256), "packed", True)
     ids = torch.arange(256)[None] // 128
     arrays |= {"q_segment_ids": ids, "kv_segment_ids": ids}
-    for name in ("k", "v"):
-        arrays[name][:, 128:] = float("nan")
-    o = pk.op("attention", backend="triton", tiling={"block_q": 32, "block_kv": 32})(**arrays)
+    attend = pk.op("attention", backend="triton", tiling=SMALL)
+    saved = dict(zip(("o", "lse"), attend(**arrays, return_lse=True), strict=True)) | {"d_o": torch.ones(1, 256, 2, 16)}
+    for x in (arrays["k"], arrays["v"], arrays["q"], saved["d_o"]):
+        x[:, 128:] = float("nan")
+    o = attend(**arrays)
     assert torch.isfinite(o[:, :128]).all() and torch.isnan(o[:, 128:]).all()
+    tiling = SMALL | {f"dq_{name}": size for name, size in SMALL.items()}
+    d_q, d_k, d_v, _ = pk.op("attention_vjp", backend="triton", tiling=tiling)(**arrays, **saved)
+    assert all(torch.isfinite(x[:, :128]).all() for x in (d_q, d_k, d_v))
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="triton is made for Linux alone")
-@pytest.mark.parametrize(("variant", "op"), [("hopper", "attention"), ("unordered", "attention_vjp")])
-def test_packed_calls_compile_for_hopper(variant, op):
+@pytest.mark.parametrize(("variant", "gradients"), [("hopper", False), ("unordered", True)])
+def test_packed_calls_compile_for_hopper(variant, gradients):
     def meta(*extents: int, dtype: Any = torch.bfloat16) -> Any:
         return torch.empty(extents, dtype=dtype, device="meta")
 
     q, ids = meta(2, 2048, 4, 128), meta(2, 2048, dtype=torch.int32)
     arrays = {"q": q, "k": q, "v": q, "q_segment_ids": ids, "kv_segment_ids": ids}
-    if op == "attention_vjp":
+    if gradients:
         arrays |= {"o": q, "d_o": q, "lse": meta(2, 4, 2048, dtype=torch.float32)}
-    built = pk.op(op, backend="triton", variant=variant).lower(**arrays, is_causal=True, target="sm_90")
+    op = pk.op("attention_vjp" if gradients else "attention", backend="triton", variant=variant)
+    built = op.lower(**arrays, is_causal=True, target="sm_90")
     assert built.ok and built.variant == variant
     assert "segment_ranges_kernel" in [kernel.name for kernel in built.kernels]
     for kernel in built.kernels:

@@ -27,7 +27,7 @@ from portakern.backends.triton.lib import gluon, gluon_gradients  # noqa: E402
 from portakern.backends.triton.unordered import _flash_unordered  # noqa: E402
 from portakern.backends.triton.unordered import attention_vjp as unordered  # noqa: E402
 from tests import gluon_on_host as host  # noqa: E402
-from tests.test_hopper_gradients import bound, compiles, under_a_wide_softcap, worst_share  # noqa: E402
+from tests.test_hopper_gradients import bound, clean, compiles, two_documents, under_a_wide_softcap, worst_share  # noqa: E402
 
 BACKEND = registry.backend("triton")
 (FAMILY,) = (f for f in BACKEND.families if f.name == "unordered")
@@ -82,6 +82,16 @@ def test_every_role_meets_the_bound(name):
     """Barriers that are waited for, buffers that are handed back, what groups show each other, rows that are masked."""
     shape, more = CASES[name]
     assert worst(bound(*shape, **more)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("length", "dirty", "gradients"), [(128, ("q", "k", "v", "d_o"), 3), (1, ("v",), 2)], ids=["tiles", "a tile"]
+)
+def test_other_documents_leave_no_trace(length, dirty, gradients):
+    """Their tiles are not visited, and in a tile of several their values do not count."""
+    call = two_documents(bound(1, 256, 1, 1, 256, 64), length, dirty)
+    with recording(partial(on_the_host, _flash_unordered)):
+        assert clean(VARIANT.run(call, tiling_of(call))[:gradients], length)
 
 
 @pytest.mark.parametrize("late", [0, 1])

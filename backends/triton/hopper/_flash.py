@@ -96,6 +96,13 @@ class QkvInputs(NamedTuple):
     v: Any
 
 
+class LogSums(NamedTuple):
+    """Where lse and lse_low go, each None where nobody wants it."""
+
+    lse: Any
+    low: Any
+
+
 class Outputs(NamedTuple):
     """o, described, and where lse and lse_low go, each None where nobody wants it."""
 
@@ -386,12 +393,12 @@ def attend(handoff, unit, span, q, q_empty, tiles, ring, pingpong, band, scores_
 
 
 @gluon.jit
-def consumer(GROUP: gl.constexpr, tiles, q_ring, ring, pingpong, out, softmax, work, plan: gl.constexpr):
+def consumer(GROUP: gl.constexpr, tiles, q_ring, ring, pingpong, out, softmax, segments, work, plan: gl.constexpr):
     """Four warps that own 64 queries of each tile of this program."""
     row_s: gl.constexpr = by_row(plan.block_kv)
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     block: gl.constexpr = plan.block_kv
-    scores, segments = softmax.scores, softmax.segments
+    scores = softmax.scores
     left, right = softmax.window
     before = work.kv_len - work.q_len  # keys that stand before query 0
     q = tiles.q.index(GROUP)
@@ -462,13 +469,12 @@ def fetch_others(unit, first, last, at, k, v, tiles, ring, plan: gl.constexpr):
 
 
 @gluon.jit
-def producer(tiles, q_ring, ring, inputs, softmax, work, plan: gl.constexpr):
+def producer(tiles, q_ring, ring, inputs, window, segments, work, plan: gl.constexpr):
     """One warp that fetches what the consumers take, in their order."""
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     block: gl.constexpr = plan.block_kv
     consumers: gl.constexpr = plan.consumers
-    left, right = softmax.window
-    segments = softmax.segments
+    left, right = window
     before = work.kv_len - work.q_len
     unit = 0
     count = 0
@@ -497,16 +503,18 @@ def producer(tiles, q_ring, ring, inputs, softmax, work, plan: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["ahead", "interleaved_heads", "group", "chunk"])
-def attention_flash_kernel(q, k, v, o, lse, low, softmax, ahead, interleaved_heads, group, chunk, plan: gl.constexpr):
-    """o, and lse and low (lse_low) unless these are None. q, k, v, o: described, (batch, length, heads, d). From
-    ``ahead`` on: of ``TileSchedule``, numbers that are handed over one by one, as in a tuple Triton would compile the
+def attention_flash_kernel(
+    q, k, v, o, log_sums, segments, softmax, ahead, interleaved_heads, group, chunk, plan: gl.constexpr
+):
+    """o, and lse and lse_low unless these are None. q, k, v, o: described, (batch, length, heads, d). segments: None of
+    a call that has none. From ``ahead`` on: of ``TileSchedule``, numbers that are handed over one by one, as in a tuple Triton would compile the
     kernel for what divides them."""
     batch, q_len, heads, _ = q.shape
     tiles_q, all_heads = gl.cdiv(q_len, ROWS * plan.consumers), batch * heads
     work = TileSchedule(
         tiles_q * all_heads, ahead, tiles_q, interleaved_heads, heads, group, all_heads, q_len, k.shape[1], chunk
     )
-    inputs, out = QkvInputs(q, k, v), Outputs(o, lse, low)
+    inputs, out = QkvInputs(q, k, v), Outputs(o, log_sums.lse, log_sums.low)
     dtype: gl.constexpr = q.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_tiles = gl.allocate_shared_memory(dtype, [plan.consumers, ROWS, plan.block_d], tile)
@@ -525,14 +533,14 @@ def attention_flash_kernel(q, k, v, o, lse, low, softmax, ahead, interleaved_hea
     # A tuple that is given a name loses its constexprs: the groups are written out.
     if plan.consumers == 2:
         gl.warp_specialize([
-            (consumer, (0, tiles, q_ring, ring, first, out, softmax, work, plan)),
-            (consumer, (1, tiles, q_ring, ring, second, out, softmax, work, plan)),
-            (producer, (tiles, q_ring, ring, inputs, softmax, work, plan)),
+            (consumer, (0, tiles, q_ring, ring, first, out, softmax, segments, work, plan)),
+            (consumer, (1, tiles, q_ring, ring, second, out, softmax, segments, work, plan)),
+            (producer, (tiles, q_ring, ring, inputs, softmax.window, segments, work, plan)),
         ], [4, 1], [plan.registers, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (0, tiles, q_ring, ring, first, out, softmax, work, plan)),
-            (consumer, (1, tiles, q_ring, ring, second, out, softmax, work, plan)),
-            (consumer, (2, tiles, q_ring, ring, second, out, softmax, work, plan)),
-            (producer, (tiles, q_ring, ring, inputs, softmax, work, plan)),
+            (consumer, (0, tiles, q_ring, ring, first, out, softmax, segments, work, plan)),
+            (consumer, (1, tiles, q_ring, ring, second, out, softmax, segments, work, plan)),
+            (consumer, (2, tiles, q_ring, ring, second, out, softmax, segments, work, plan)),
+            (producer, (tiles, q_ring, ring, inputs, softmax.window, segments, work, plan)),
         ], [4, 4, 1], [plan.registers, plan.registers, 24])  # fmt: skip

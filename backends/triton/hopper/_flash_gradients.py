@@ -179,16 +179,16 @@ def consumer(GROUP: gl.constexpr, resident, streamed, sides, softmax, group, pla
     count = 0
     index = gl.program_id(0)
     while index < work.tiles:
-        top, head, first, last, steps = guests_of(index, work, softmax, ROWS * plan.consumers, block, plan.by_key)
+        top, head, first, last, steps = guests_of(
+            index, work, softmax.window, sides.segments, ROWS * plan.consumers, block, plan.by_key
+        )
         mine = top + GROUP * ROWS
         limits, all_lo, all_hi = reach(mine + work.kv_len - work.q_len, work, left, right, row)
         others = None
-        if softmax.segments is not None:
+        if sides.segments is not None:
             reached = limits, all_lo, all_hi
-            limits, all_lo, all_hi, others = packed_reach(
-                reached, softmax.segments, head // work.heads, mine, work, row
-            )
-        shift, delta, low, flags, line = None, None, sides.low, sides.flags, head * work.group
+            limits, all_lo, all_hi, others = packed_reach(reached, sides.segments, head // work.heads, mine, work, row)
+        shift, delta, low, flags, line = None, None, sides.rest.low, sides.rest.flags, head * work.group
         if not plan.by_key:
             i, at = mine + gl.arange(0, ROWS, row), head.to(gl.int64) * work.pitch
             behind = work.all_heads.to(gl.int64) * work.pitch
@@ -226,12 +226,12 @@ def consumer(GROUP: gl.constexpr, resident, streamed, sides, softmax, group, pla
 
 @gluon.jit(do_not_specialize=["group"])
 def attention_vjp_gradients_kernel(
-    resident_first, resident_second, streamed_first, streamed_second, lines, low, flags, d_first, d_second, softmax,
+    resident_first, resident_second, streamed_first, streamed_second, lines, rest, d_first, d_second, segments, softmax,
     group, plan: gl.constexpr,
 ):  # fmt: skip
     """d_first and d_second, scaled, of resident rows: see ``Sides``. group: query heads of a key head."""
     sides = Sides(
-        resident_first, resident_second, streamed_first, streamed_second, lines, low, flags, d_first, d_second
+        resident_first, resident_second, streamed_first, streamed_second, lines, rest, d_first, d_second, segments
     )
     dtype: gl.constexpr = resident_first.dtype
     resident = tiles_of(dtype, plan.consumers, ROWS, plan, 1)

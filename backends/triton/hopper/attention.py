@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.configs import FewQueries, FlashConfig, FlashGradientsConfig
 from portakern.backends.triton.descriptors import describe
-from portakern.backends.triton.hopper._flash import FlashPlan, TileSchedule, attention_flash_kernel
+from portakern.backends.triton.hopper._flash import FlashPlan, LogSums, TileSchedule, attention_flash_kernel
 from portakern.backends.triton.hopper._flash_gradients import attention_vjp_gradients_kernel
 from portakern.backends.triton.hopper._shares import HALF, attention_shares_kernel
 from portakern.backends.triton.launch import GLUON, cdiv, launch, shared_limit, torch_dtype
@@ -121,8 +121,8 @@ def attention(call: Call, config: FlashConfig) -> tuple[Any, ...]:
     work, programs = work_of(call, config, plan.consumers * QUERIES, (left, right), processors(q.device))
     described = (tiled(q, QUERIES, plan.block_d), tiled(k, plan.block_kv, plan.block_d),
                  tiled(v, plan.block_kv, plan.block_dv), tiled(o, QUERIES, plan.block_dv))  # fmt: skip
-    launch(attention_flash_kernel, programs, call, *described, lse, low,
-           Softmax(scores, (left, right), segments=segments), work.ahead,
+    launch(attention_flash_kernel, programs, call, *described, LogSums(lse, low), segments,
+           Softmax(scores, (left, right)), work.ahead,
            work.interleaved_heads, work.group, work.chunk, plan=plan, num_warps=4,
            maxnreg=REGISTERS[plan.consumers][1])  # fmt: skip
     return o, lse, low
@@ -279,15 +279,17 @@ def attention_vjp(call: Call, config: FlashGradientsConfig) -> tuple[Any, ...]:
         for name, (shape, dtype) in call.outputs.items()
     }
     scale, (scores, rate) = scale_of(call), gradients.scores_of(call)
-    lines, low, flags = gradients.lines_of(call, o, d_o, rate)
+    lines, rest = gradients.lines_of(call, o, d_o, rate)
     left, right = shared.window_of(options["is_causal"], options["window"], dims["q_len"] + dims["kv_len"])
-    for wants, plan in gradients.plans(call, config).items():
+    plans = gradients.plans(call, config)
+    segments = {by_key: gradients.segments_of(call, *(("kv", "q") if by_key else ("q", "kv")))
+                for by_key in {plan.by_key for plan in plans.values()}}  # fmt: skip
+    for wants, plan in plans.items():
         first, second = (out.get(n) if n in wants else None for n in (("d_k", "d_v") if plan.by_key else ("d_q", "")))
         keys = (k, v), dims["kv_len"], dims["kv_heads"]
         queries = (q, d_o), dims["q_len"], dims["kv_heads"] * dims["group"]
         (home, home_len, heads), (guests, _, _) = (keys, queries) if plan.by_key else (queries, keys)
         window = (right, left) if plan.by_key else (left, right)
-        segments = gradients.segments_of(call, *(("kv", "q") if plan.by_key else ("q", "kv")))
         tiles_home = cdiv(home_len, QUERIES * plan.consumers)
         tiles = tiles_home * heads * dims["batch"]
         programs = min(tiles, processors(q.device)) if window == (None, None) else tiles
@@ -297,7 +299,7 @@ def attention_vjp(call: Call, config: FlashGradientsConfig) -> tuple[Any, ...]:
         sums = [None if x is None else tiled(x, QUERIES, columns)
                 for x, columns in ((first, plan.block_d), (second, plan.block_dv))]  # fmt: skip
         launch(attention_vjp_gradients_kernel, programs, call, *described,
-               gradients.in_parts(lines, plan.block) if plan.by_key else lines, low, flags, *sums,
-               Softmax(scores, window, scale, segments), dims["group"], plan=plan, num_warps=4,
+               gradients.in_parts(lines, plan.block) if plan.by_key else lines, rest, *sums,
+               segments[plan.by_key], Softmax(scores, window, scale), dims["group"], plan=plan, num_warps=4,
                maxnreg=REGISTERS[plan.consumers][1])  # fmt: skip
     return tuple(out.values())

@@ -13,7 +13,7 @@ from portakern.backends.triton.launch import cdiv, shared_limit
 from portakern.backends.triton.layout import fresh, gathered, pow2_at_least
 from portakern.backends.triton.lib import attention as shared
 from portakern.backends.triton.lib.gluon import Segments
-from portakern.backends.triton.lib.gluon_gradients import LINE, GradientsPlan
+from portakern.backends.triton.lib.gluon_gradients import LINE, GradientsPlan, LseRest
 from portakern.backends.triton.lib.heads import LOG2E, Scores
 from portakern.backends.triton.lib.segments import ranges_and_summaries
 from portakern.backends.triton.lib.tma import BARRIERS, QUERIES, REGISTERS
@@ -134,13 +134,13 @@ def segments_of(call: Call, own: str, other: str) -> Segments | None:
 
 def lines_of(
     call: Call, o: torch.Tensor, d_o: torch.Tensor, rate: tuple[float, float], sums: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(lines, low, flags) of ``Sides``: shift and delta are one array, in lines that the copy engine takes."""
+) -> tuple[torch.Tensor, LseRest]:
+    """(lines, rest) of ``Sides``: shift and delta are one array, in lines that the copy engine takes."""
     batch, q_len, heads, _ = o.shape
     both = fresh((2, batch, heads, cdiv(q_len, LINE.value) * LINE.value), torch.float32, o.device)
     _, low, flags, _ = shared.statistics(call, o, d_o, rate, LINE.value, far_from(call), sums, tuple(both))
     assert flags is not None
-    return both, low, flags
+    return both, LseRest(low, flags)
 
 
 def in_parts(lines: torch.Tensor, length: int) -> Any:

@@ -27,13 +27,12 @@ _OLD = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 class Softmax(NamedTuple):
     """From dot products to weights: their units (``lib.heads.Scores``); the window, how far to the left and to the
-    right of its own place a row sees, None for all the way; of gradients, what those of q and k are multiplied by; and
-    ``Segments``, None of a call that has none."""
+    right of its own place a row sees, None for all the way; and, of gradients, what those of q and k are multiplied
+    by."""
 
     scores: Any
     window: Any
     scale: Any = None
-    segments: Any = None
 
 
 class Segments(NamedTuple):

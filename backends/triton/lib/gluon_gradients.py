@@ -62,21 +62,28 @@ class SharedTiles(NamedTuple):
     ring: Ring
 
 
+class LseRest(NamedTuple):
+    """low, what shift lacks of lse, in lines as shift is; and the flags that say where low is not 0, (heads of all batch
+    entries, a flag for ``plan.flagged`` queries). Neither is described: both are seldom read."""
+
+    low: Any
+    flags: Any
+
+
 class Sides(NamedTuple):
     """Arrays in memory, described: (batch, length, heads, d or dv); the gradients None that nobody wants. lines: of the
     queries of all heads and batch entries, ``GradientTileSchedule.pitch`` apart, shift, which is lse log2(e), and
-    behind them delta; described where queries come by. low, what shift lacks, in such lines, and the flags, (heads of
-    all batch entries, a flag for ``plan.flagged`` queries), are not described: they are seldom read."""
+    behind them delta; described where queries come by. segments: of the resident side, None of a call without."""
 
     resident_first: Any
     resident_second: Any
     streamed_first: Any
     streamed_second: Any
     lines: Any
-    low: Any
-    flags: Any
+    rest: LseRest
     d_first: Any
     d_second: Any
+    segments: Any
 
 
 class GradientTileSchedule(NamedTuple):
@@ -217,16 +224,16 @@ def score_gradients(sloped, d_p, delta, start, cols, own):
 
 
 @gluon.jit
-def guests_of(index, work, softmax, rows: gl.constexpr, block: gl.constexpr, by_key: gl.constexpr):
+def guests_of(index, work, window, segments, rows: gl.constexpr, block: gl.constexpr, by_key: gl.constexpr):
     """(first resident row, batch entry and head as one number, first and last streamed row, streamed tiles)."""
-    left, right = softmax.window
+    left, right = window
     tile, head = tile_at(index, work, right, left is not None or right is not None)
     top = tile * rows
     before = work.kv_len - work.q_len
     bottom = gl.minimum(top + rows, work.q_len) - 1
     span = span_of(top + before, bottom + before, work, left, right, block)
-    if softmax.segments is not None:
-        span = packed_span(span, softmax.segments, head // work.heads, top, work, rows, block)
+    if segments is not None:
+        span = packed_span(span, segments, head // work.heads, top, work, rows, block)
     first, last = span
     steps = (last - first + block - 1) // block
     if by_key:
@@ -262,7 +269,7 @@ def producer(resident, streamed, sides, softmax, group, plan: gl.constexpr):
     count = 0
     index = gl.program_id(0)
     while index < work.tiles:
-        top, head, first, last, steps = guests_of(index, work, softmax, rows, block, plan.by_key)
+        top, head, first, last, steps = guests_of(index, work, softmax.window, sides.segments, rows, block, plan.by_key)
         b, h = head // work.heads, head % work.heads
         for g in gl.static_range(consumers):
             mbarrier.wait(resident.ring.empty.index(g), (count & 1) ^ 1)

@@ -52,7 +52,22 @@ class RangeTile(NamedTuple):
 
 SUMMARY = tl.constexpr(5)  # numbers of a tile
 
-TILE = RangeTile(rows=64, positions=128, ahead=32)
+TILE = RangeTile(rows=64, positions=32, ahead=64)
+
+
+@triton.jit
+def nothing_met(rows: tl.constexpr, columns: tl.constexpr, length):
+    """The (lo, hi, count) of places that met no position with their id, out of ``length``."""
+    lo, hi = tl.full([rows, columns], 0, tl.int32) + length, tl.full([rows, columns], 0, tl.int32)
+    return lo, hi, hi
+
+
+@triton.jit
+def met(state, same, position, length):
+    """The (lo, hi, count) of places with one more position each, where it has the ``same`` id."""
+    lo, hi, count = state
+    lo = tl.minimum(lo, tl.where(same, position, length))
+    return lo, tl.maximum(hi, tl.where(same, position + 1, 0)), count + same.to(tl.int32)
 
 
 @triton.jit
@@ -60,7 +75,11 @@ def segment_ranges_kernel(own, other, ranges, summaries, strides, extents, tile:
     """The ranges, (batch, rows, 2), of the rows of a tile. A row whose id nobody has gets [extents.other, 0).
 
     summaries: (batch, tiles, 5) numbers of the tile, or None: where the first of its ranges begins, where the last
-    ends, where the last begins, where the first ends, and whether a range holds other segments too."""
+    ends, where the last begins, where the first ends, and whether a range holds other segments too.
+
+    Each place of a tile of ids keeps what it met, and places of a row are joined at the end alone. Rows of one id, as
+    a single query is, are compared with all positions that are read at once.
+    """
     index, batch = tl.program_id(0) % extents.tiles, (tl.program_id(0) // extents.tiles).to(tl.int64)
     own_b, own_s = strides.own
     other_b, other_s = strides.other
@@ -70,24 +89,26 @@ def segment_ranges_kernel(own, other, ranges, summaries, strides, extents, tile:
     ids = tl.load(own + batch * own_b + tl.minimum(row, extents.own - 1).to(tl.int64) * own_s)
     least, greatest = tl.min(ids, 0), tl.max(ids, 0)
     part, column = tl.arange(0, tile.ahead), tl.arange(0, tile.positions)
-    lo, hi = tl.full([tile.rows], 0, tl.int32) + extents.other, tl.full([tile.rows], 0, tl.int32)
-    count = tl.full([tile.rows], 0, tl.int32)
+    of_rows = nothing_met(tile.rows, tile.positions, extents.other)
+    of_all = nothing_met(tile.ahead, tile.positions, extents.other)
     for start in range(0, extents.other, tile.ahead * tile.positions):
         at = start + part[:, None] * tile.positions + column[None, :]
         read = tl.load(other + tl.minimum(at, extents.other - 1).to(tl.int64) * other_s)
-        meets = (tl.min(read, 1) <= greatest) & (tl.max(read, 1) >= least)
-        meets &= start + part * tile.positions < extents.other
-        first = tl.min(tl.where(meets, part, tile.ahead), 0)
-        last = tl.max(tl.where(meets, part + 1, 0), 0)
-        for here in range(first, last):
-            j = start + here * tile.positions + column
-            j_ok = j < extents.other
-            same = ids[:, None] == tl.load(other + j.to(tl.int64) * other_s, mask=j_ok, other=0)[None, :]
-            same &= j_ok[None, :]
-            lo = tl.minimum(lo, tl.min(tl.where(same, j[None, :], extents.other), 1))
-            hi = tl.maximum(hi, tl.max(tl.where(same, j[None, :] + 1, 0), 1))
-            if summaries is not None:
-                count += tl.sum(same.to(tl.int32), 1)
+        if least == greatest:
+            of_all = met(of_all, (read == least) & (at < extents.other), at, extents.other)
+        else:
+            meets = (tl.min(read, 1) <= greatest) & (tl.max(read, 1) >= least)
+            meets &= start + part * tile.positions < extents.other
+            first = tl.min(tl.where(meets, part, tile.ahead), 0)
+            last = tl.max(tl.where(meets, part + 1, 0), 0)
+            for here in range(first, last):
+                j = (start + here * tile.positions + column)[None, :]
+                j_ok = j < extents.other
+                same = (ids[:, None] == tl.load(other + j.to(tl.int64) * other_s, mask=j_ok, other=0)) & j_ok
+                of_rows = met(of_rows, same, j, extents.other)
+    lo = tl.minimum(tl.min(of_rows[0], 1), tl.min(of_all[0]))
+    hi = tl.maximum(tl.max(of_rows[1], 1), tl.max(of_all[1]))
+    count = tl.sum(of_rows[2], 1) + tl.sum(of_all[2])
     at = ranges + (batch * extents.own + row) * 2
     tl.store(at, lo, mask=row < extents.own)
     tl.store(at + 1, hi, mask=row < extents.own)

@@ -247,18 +247,31 @@ def consumer(GROUP: gl.constexpr, resident, streamed, parts, sides, sums, softma
     count = 0
     index = gl.program_id(0)
     while index < work.tiles:
-        top, head, first, last, steps = guests_of(index, work, softmax, ROWS * GROUPS, block, True)
+        top, head, first, last, steps = guests_of(
+            index, work, softmax.window, sides.segments, ROWS * GROUPS, block, True
+        )
         mine = top + GROUP * ROWS
         limits, all_lo, all_hi = reach_of_keys(mine, work, left, right, by_row(64))
         others = None
-        if softmax.segments is not None:
+        if sides.segments is not None:
             reached = limits, all_lo, all_hi
             limits, all_lo, all_hi, others = packed_reach(
-                reached, softmax.segments, head // work.heads, mine, work, by_row(64)
+                reached, sides.segments, head // work.heads, mine, work, by_row(64)
             )
         for g in gl.static_range(GROUPS):
             mbarrier.wait(resident.ring.full.index(g), count & 1)
-        own = Own(resident_first, resident_second, limits, all_lo, all_hi, None, None, sides.low, sides.flags, others)
+        own = Own(
+            resident_first,
+            resident_second,
+            limits,
+            all_lo,
+            all_hi,
+            None,
+            None,
+            sides.rest.low,
+            sides.rest.flags,
+            others,
+        )
         context = QueryWalk(own, resident.first, streamed, parts, sums, softmax.scores, work)
         d_first = gl.zeros([ROWS, block_d], gl.float32, accumulator(block_d))
         d_second = gl.zeros([ROWS, block_dv], gl.float32, accumulator(block_dv))
@@ -290,12 +303,12 @@ def consumer(GROUP: gl.constexpr, resident, streamed, parts, sides, sums, softma
 
 @gluon.jit
 def attention_vjp_unordered_kernel(
-    k, v, q, d_o, lines, low, flags, d_k, d_v, sums, softmax, plan: gl.constexpr,
+    k, v, q, d_o, lines, rest, d_k, d_v, sums, segments, softmax, plan: gl.constexpr,
 ):  # fmt: skip
     """d_k and d_v, scaled, and D k added to ``sums``, float32, described: (heads of all batch entries, pitch, 1,
     block_d). The other arguments are those of ``attention_vjp_gradients_kernel`` with resident keys; d_k and d_v may be
     None."""
-    sides = Sides(k, v, q, d_o, lines, low, flags, d_k, d_v)
+    sides = Sides(k, v, q, d_o, lines, rest, d_k, d_v, segments)
     dtype: gl.constexpr = k.dtype
     block: gl.constexpr = plan.block
     bar: gl.constexpr = mbarrier.MBarrierLayout()

@@ -100,7 +100,7 @@ def attention_vjp(call: Call, config: UnorderedGradientsConfig) -> tuple[Any, ..
     pitch = cdiv(q_len, LINE.value) * LINE.value
     sums = fresh((batch, heads, pitch, plan.block_d), torch.float32, q.device)
     scale, (scores, rate) = scale_of(call), ordered.scores_of(call)
-    lines, low, flags = ordered.lines_of(call, o, d_o, rate, sums)
+    lines, rest = ordered.lines_of(call, o, d_o, rate, sums)
     left, right = shared.window_of(options["is_causal"], options["window"], q_len + kv_len)
     tiles = cdiv(kv_len, KEYS) * kv_heads * batch
     seen_by_all = (left, right) == (None, None)
@@ -110,8 +110,8 @@ def attention_vjp(call: Call, config: UnorderedGradientsConfig) -> tuple[Any, ..
     results = [None if (x := out[n]) is None else tiled(x, QUERIES, columns)
                for n, columns in (("d_k", plan.block_d), ("d_v", plan.block_dv))]  # fmt: skip
     launch(attention_vjp_unordered_kernel, min(tiles, processors(q.device)) if seen_by_all else tiles, call,
-           *described, ordered.in_parts(lines, plan.block), low, flags, *results, by_halves(sums),
-           Softmax(scores, (right, left), scale, ordered.segments_of(call, "kv", "q")), plan=plan, num_warps=4,
+           *described, ordered.in_parts(lines, plan.block), rest, *results, by_halves(sums),
+           ordered.segments_of(call, "kv", "q"), Softmax(scores, (right, left), scale), plan=plan, num_warps=4,
            maxnreg=REGISTERS[GROUPS.value][1])  # fmt: skip
     rows = 4096 // plan.block_d
     tiles_q = cdiv(q_len, rows)

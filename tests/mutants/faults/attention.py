@@ -106,8 +106,8 @@ FAULTS = {
         Planted(
             "range-without-last-key",
             "the range of a segment ends before its last key, whose tile is not visited where that key begins it",
-            old="tl.where(same, j[None, :] + 1, 0)",
-            new="tl.where(same, j[None, :], 0)",
+            old="tl.where(same, position + 1, 0)",
+            new="tl.where(same, position, 0)",
             within="lib.segments",
         ),
         Planted(
