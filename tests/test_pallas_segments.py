@@ -20,7 +20,11 @@ from portakern.backends.pallas.configs import TilesConfig
 from portakern.backends.pallas.lib.segments import spans
 from portakern.backends.pallas.tpu import _heads, attention
 from portakern.backends.pallas.tpu.toolchain import static
+from portakern.backends.pallas.tpu.toolchain.compiler import WIDEST, _counted
 from portakern.core import registry
+from portakern.core.machine_code import Kernel
+from portakern.core.targets import Target
+from portakern.tools.compile.build import Build
 
 TILES = {"block_q": 128, "block_kv": 128}
 IDS = "q_segment_ids", "kv_segment_ids"
@@ -223,6 +227,19 @@ def test_steps_that_are_passed_by_fetch_no_keys_and_what_is_not_known_is_the_wid
     assert none.moved == 8 * of_keys + of_queries
     assert unknown.moved - none.moved == 8 * 1024 * 4 + 1024 * 4, "ids of all keys for each tile of queries"
     assert known.moved == of_keys + of_queries + 2 * 1024 * 4, "neighbours share their keys"
+
+
+def test_a_count_of_what_segments_decide_says_so():
+    """`portakern compile` prints it below the kernel's line, and it is read again as it was written."""
+    kernel = Kernel("attention", issued=5, moved=3, assumed=WIDEST)
+    build = Build("attention", "forward", "bfloat16", "v6e", "pallas", ok=True, kernels=[kernel])
+    assert f"3 bytes moved\n    counted at most: {WIDEST}" in str(build)
+    assert Build.from_dict(build.to_dict()).kernels[0].assumed == WIDEST
+    code = static.regions("   0x1   :  { a }\n")
+    for widest in (True, False):
+        walk = static.GridWalk("attention", 1, static.Condition(1, 1, 0, ()), 3, 3, "", widest=widest)
+        (counted,) = _counted([Kernel("attention")], [walk], [code], Target("tpu", "v6e"))
+        assert counted.moved == 3 and counted.assumed == (WIDEST if widest else "")
 
 
 @pytest.mark.parametrize("name", CASES)
