@@ -83,7 +83,7 @@ def bench(
     set_environment()
     json_file = json_into(context, "bench", json_file)
     check_device("bench", device)
-    _check_asked(ops, suite, shape, dtype, plot, [*(backend or ()), *(against or ())])
+    _check_arguments(ops, suite, shape, dtype, plot, [*(backend or ()), *(against or ())])
     errors_only(context)
     from portakern.tools.bench.contenders import absent, against_named, by_platform
     from portakern.tools.bench.plan import BenchPlan
@@ -139,7 +139,7 @@ def _measure(plan: BenchPlan, jobs: int | None, found: _RowFile) -> None:
                 raise typer.Exit(1) from None
 
 
-def _check_asked(
+def _check_arguments(
     ops: list[str] | None,
     suite: list[str] | None,
     shape: list[str] | None,
@@ -147,7 +147,7 @@ def _check_asked(
     plot: Path | None,
     backends: list[str],
 ) -> None:
-    """What is wrong with what was asked for, before anything runs."""
+    """SpecError for wrong arguments, before anything runs."""
     from portakern.tools.bench import suites
 
     for name in ops or ():

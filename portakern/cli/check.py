@@ -73,19 +73,19 @@ def check(
     json_file = json_into(context, "check", json_file)
     check_device("check", device)
     named = backend or _having(profile, [r["backend"] for r in inventory.backends() if r["available"]])
-    _check_asked(chosen, named, dtype)
+    _check_arguments(chosen, named, dtype)
     errors_only(context)  # that interpreters are slow is said by the table
-    asked: dict[str, Any] = {"device": device, "profile": profile, "target": target, "promises": promises}
+    how: dict[str, Any] = {"device": device, "profile": profile, "target": target, "promises": promises}
     ended = None
     if case is not None:
         if len(chosen) != 1 or len(named) != 1:
             raise SpecError("check --case: name one op and one --backend")
         subjects = [(chosen[0], named[0], variant)]
-        reports = [testing.replay(chosen[0], case, backend=named[0], variant=variant, **asked)]
+        reports = [testing.replay(chosen[0], case, backend=named[0], variant=variant, **how)]
     else:
         subjects = _subjects(chosen, named, variant, (device, profile, target), every=not (ops and backend))
         _tell_later(named, variant)
-        of = {**asked, "dtypes": dtype, "only_edges": edge, "max_examples": max_examples, "seed": seed}
+        of = {**how, "dtypes": dtype, "only_edges": edge, "max_examples": max_examples, "seed": seed}
         reports, ended = _checked(subjects, jobs, budget, of)
     _show_reports(reports, ended)
     if json_file:
@@ -139,8 +139,8 @@ def _having(profile: str | None, backends: list[str]) -> list[str]:
     return having
 
 
-def _check_asked(ops: list[str], backends: list[str], dtypes: list[str] | None) -> None:
-    """What is wrong with a check that was asked for, before the first case."""
+def _check_arguments(ops: list[str], backends: list[str], dtypes: list[str] | None) -> None:
+    """SpecError for wrong arguments, before the first case."""
     for name in ops:
         registry.find_spec(name)
     for b in backends:
@@ -175,7 +175,7 @@ def _subjects(
     """(op, backend, variant) of all that is to be checked.
 
     ``every``: not every backend has every op, nor on every device, and one that lacks it is left out; a pair that is
-    named must be there. So is a backend of somebody else's that cannot be asked, aloud.
+    named must be there. A backend of another package that cannot be imported is left out with a message.
 
     Raises:
       UnsupportedError: nothing is left.

@@ -61,7 +61,7 @@ def compile_(
     from portakern.tools.compile import matrix as compiling
 
     names = list(targets.HARDWARE) if every else target or []
-    _check_asked(ops, target, every, dtype, backend, variant, shape)
+    _check_arguments(ops, target, every, dtype, backend, variant, shape)
     may_write("compile", json_file)
     start = time.perf_counter()
     found = compiling.jobs_for(
@@ -94,7 +94,7 @@ def _tell_refusal(job: Any, why: str) -> None:
     say(text, to=err)
 
 
-def _check_asked(
+def _check_arguments(
     ops: list[str] | None,
     target: list[str] | None,
     every: bool,
@@ -103,7 +103,7 @@ def _check_asked(
     variant: str | None,
     shape: list[str] | None,
 ) -> None:
-    """What is wrong with what was asked for, before anything is compiled."""
+    """SpecError for wrong arguments, before anything is compiled."""
     if every == bool(target):
         raise SpecError(
             f"compile: pass --target (may be repeated) or --all, not both; targets: {', '.join(targets.HARDWARE)}"

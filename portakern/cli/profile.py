@@ -48,12 +48,12 @@ def profile(
     from portakern.tools.profile import session
     from portakern.tools.profile.subject import ProfileRequest
 
-    asked = ProfileRequest(op, dtype, parse_shape(shape) if shape else {}, backend, variant)
+    request = ProfileRequest(op, dtype, parse_shape(shape) if shape else {}, backend, variant)
     if target:
-        found = session.ahead(asked, target)
+        found = session.ahead(request, target)
     else:
         try:
-            found = session.here(asked, counters)
+            found = session.here(request, counters)
         except (UnsupportedError, UnavailableError) as e:
             raise type(e)(f"{e}; pass --target, e.g. --target sm_90, to profile the machine code alone") from e
     if json_file:

@@ -82,22 +82,22 @@ def tune(
     from portakern.tools.tune.tuner import SearchPlan
 
     json_file = json_into(context, "tune", json_file)
-    _check_asked(dtype, bool(loss), bool(ops or suite or shape or ship))
+    _check_arguments(dtype, bool(loss), bool(ops or suite or shape or ship))
     start, seconds = time.perf_counter(), _seconds(budget)
     errors_only(context)
-    asked = _drawn(loss, draws, seed, dtype) if loss else _requested_cases(ops, suite, shape, dtype)
+    cases = _drawn(loss, draws, seed, dtype) if loss else _requested_cases(ops, suite, shape, dtype)
     keyless: list[str] = []
     groups = [
         g
         for t in (target or [None])  # type: ignore[list-item]
-        for g in groups_of(asked, t, backend, variant, keyless.append)
+        for g in groups_of(cases, t, backend, variant, keyless.append)
     ]
     plan = SearchPlan(search, tries, max(16, jobs), seed=seed, last=last, rehearse=not loss,
                 deadline=time.monotonic() + seconds)  # fmt: skip
     refused: list[tuple[Any, str]] = []
     with Pool(jobs, timeout) as pool, progress_bar() as bar:
-        told = _Told(bar, len(groups), refused, json_file, start, seed)
-        found, left = tune_groups(groups, plan, pool, told.all, ship=ship, write=not loss, fresh=fresh)
+        reporter = _Reporter(bar, len(groups), refused, json_file, start, seed)
+        found, left = tune_groups(groups, plan, pool, reporter.callbacks, ship=ship, write=not loss, fresh=fresh)
     for why in dict.fromkeys(keyless):
         say(f"not searched: {why.removeprefix('tune: ')}", style="red")
     _show(found, refused, left, bool(loss), ship)
@@ -109,8 +109,8 @@ def tune(
         raise typer.Exit(1)
 
 
-def _check_asked(dtypes: list[str] | None, loss: bool, named: bool) -> None:
-    """What is wrong with a tuning that was asked for, before the first candidate."""
+def _check_arguments(dtypes: list[str] | None, loss: bool, named: bool) -> None:
+    """SpecError for wrong arguments, before the first candidate."""
     check_dtypes("tune", dtypes)
     if loss and named:
         raise SpecError(
@@ -156,7 +156,7 @@ def _requested_cases(
     return [c for s in specs for g in given for c in requested_cases(s.name, g, dtypes or [DTYPE], gradients=False)]
 
 
-class _Told:
+class _Reporter:
     """Shows the progress of a tuning, and writes the results up to now."""
 
     def __init__(
@@ -168,7 +168,7 @@ class _Told:
         self.keys = keys
         self.task = bar.add_task("tuning", total=keys)
         self.found_so_far: list[Any] = []
-        self.all = Callbacks(self.progress, self.found, self.refused)
+        self.callbacks = Callbacks(self.progress, self.found, self.refused)
 
     def progress(self, p: Any) -> None:
         on = p.group.on

@@ -63,22 +63,22 @@ def checked_shapes(
     Raises:
       SpecError: an unknown array, a required one that is missing, no extents, or shapes that are no call of the op.
     """
-    asked = f"check({spec.name!r}): shapes"
+    prefix = f"check({spec.name!r}): shapes"
     if isinstance(shapes, Mapping) or not isinstance(shapes, Sequence) or not shapes:
-        raise SpecError(f"{asked} are {shown(shapes)}; expected a list of them, [{{{_example(spec)}}}]")
+        raise SpecError(f"{prefix} are {shown(shapes)}; expected a list of them, [{{{_example(spec)}}}]")
     found = []
     for given in shapes:
         if not isinstance(given, Mapping):
-            raise SpecError(f"{asked} hold {shown(given)}; expected array -> shape, {{{_example(spec)}}}")
+            raise SpecError(f"{prefix} hold {shown(given)}; expected array -> shape, {{{_example(spec)}}}")
         for name, shape in given.items():
             if name not in {a.name for a in spec.arrays}:
                 names = ", ".join(a.name for a in spec.arrays)
-                raise SpecError(f"{asked} name {name!r}; {spec.name} has {names}")
+                raise SpecError(f"{prefix} name {name!r}; {spec.name} has {names}")
             if not isinstance(shape, Sequence) or not all(type(n) is int and n >= 0 for n in shape):
-                raise SpecError(f"{asked} give {name} {shown(shape)}; expected extents, (64, 1000)")
+                raise SpecError(f"{prefix} give {name} {shown(shape)}; expected extents, (64, 1000)")
         for a in spec.arrays:
             if not a.optional and a.name not in given:
-                raise SpecError(f"{asked} lack {a.name}, which every call has; expected {{{_example(spec)}}}")
+                raise SpecError(f"{prefix} lack {a.name}, which every call has; expected {{{_example(spec)}}}")
         one = {a.name: tuple(given[a.name]) for a in spec.arrays if a.name in given}
         _case(spec, one, options).bound_alone(spec)  # says what is wrong with the call itself, in the op's words
         found.append(one)

@@ -139,12 +139,12 @@ def check(
     if not hasattr(seed, "__index__") or seed < 0:
         raise SpecError(f"check({spec.name!r}): seed is {seed!r}; expected a whole number >= 0")
     given = locals()
-    asked = CheckOptions(**{f.name: given[f.name] for f in fields(CheckOptions) if f.name in given})
+    check_options = CheckOptions(**{f.name: given[f.name] for f in fields(CheckOptions) if f.name in given})
     several = () if backend is None or variant is not None else backend_variants(spec, backend, device, profile, target)
     if backend is not None and len(several) > 1:
         every = (backend_subject(spec, backend, name, device, profile, target) for name in several)
-        return functools.reduce(Report.merge, (_shown(subject, asked) for subject in every))
-    return _shown(subject_of(spec, backend, variant, fn, framework, device, profile, target), asked)
+        return functools.reduce(Report.merge, (_shown(subject, check_options) for subject in every))
+    return _shown(subject_of(spec, backend, variant, fn, framework, device, profile, target), check_options)
 
 
 def _shown(subject: Subject, options: CheckOptions) -> Report:

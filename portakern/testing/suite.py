@@ -54,8 +54,8 @@ class Conformance:
         """Run a case; fail the test if the case fails."""
         import pytest
 
-        asked = {n: v for n, v in self.how.items() if n in ("edges", "promises")}
-        report = replay_subject(self.subject, case, **asked)
+        options = {n: v for n, v in self.how.items() if n in ("edges", "promises")}
+        report = replay_subject(self.subject, case, **options)
         for failure in report.failures:
             pytest.fail(f"{report.outcome}: {failure}", pytrace=False)
         for reason in (*report.refused, *report.not_emulated):
