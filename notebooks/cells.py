@@ -320,7 +320,7 @@ if seen.returncode != 0:
 doctor = json.loads(seen.stdout)
 print(", ".join(f"{package} {v}" for package, v in doctor["environment"].items() if v))
 for b in doctor["backends"]:
-    print(f"{b['backend']}: {b['here']}" + (f" (next: {b['next']})" if b["backend"] == "$backend" else ""))
+    print(f"{b['backend']}: {b['status']}" + (f" (next: {b['next_step']})" if b["backend"] == "$backend" else ""))
 for d in doctor["devices"]:
     print(f"{d['framework']}: {d['device']}")
 chips = [d["device"] for d in doctor["devices"] if d["framework"] == "$framework" and d["platform"] == "$platform"]

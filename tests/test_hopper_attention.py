@@ -88,7 +88,7 @@ def on_the_host(kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[
 
 SHARES = ["attention_shares_kernel", "attention_combine_kernel"]
 FLASH = ["attention_flash_kernel"]
-PACKED = ["segment_ranges_kernel", *FLASH]
+PACKED = ["attention_segment_ranges_kernel", *FLASH]
 CASES = {
     "full": ((1, 200, 2, 1, 300, 64), {}, {}, FLASH),
     "causal": ((1, 300, 2, 2, 300, 64), {"is_causal": True}, {}, FLASH),
@@ -125,7 +125,7 @@ CASES = {
         PACKED),
     "segments of nobody": ((1, 200, 1, 1, 200, 64), {"segments": "apart"}, {}, PACKED),
     "few queries of documents": ((1, 9, 2, 4, 1300, 64), {"segments": "packed"}, {"few_queries": 2},
-        ["segment_ranges_kernel", "attention_kernel", SHARES[1]]),
+        ["attention_segment_ranges_kernel", "attention_kernel", SHARES[1]]),
     "too many rows to share": ((1, 20, 1, 5, 1100, 64), {}, {"few_queries": 2}, ["attention_kernel", SHARES[1]]),
 }  # fmt: skip
 

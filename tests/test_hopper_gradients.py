@@ -235,7 +235,7 @@ def test_calls_of_a_signature_are_planned(more):
     with recording(lambda kernel, grid, args, constexprs: launches.append((kernel.__name__, grid))):
         _, again = plan.learn(VARIANT, call, tiling_of(call))
         first = list(launches)
-        ranges = ["segment_ranges_kernel"] * 2 if "segments" in more else []
+        ranges = ["attention_segment_ranges_kernel"] * 2 if "segments" in more else []
         assert [name for name, _ in first] == [
             "attention_vjp_statistics_kernel",
             *ranges,

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import portakern as pk
+from portakern import testing
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
@@ -125,6 +126,15 @@ def test_packed_calls_compile_for_hopper(variant, gradients):
     op = pk.op("attention_vjp" if gradients else "attention", backend="triton", variant=variant)
     built = op.lower(**arrays, is_causal=True, target="sm_90")
     assert built.ok and built.variant == variant
-    assert "segment_ranges_kernel" in [kernel.name for kernel in built.kernels]
+    assert "attention_segment_ranges_kernel" in [kernel.name for kernel in built.kernels]
     for kernel in built.kernels:
         assert kernel.over(targets.find("sm_90")) is None and not kernel.serialised, kernel.name
+
+
+def test_a_wrong_result_of_tensors_is_described():
+    """Where a pair lies among masks is read from ids, of which an oracle has arrays of NumPy."""
+    arrays = arrays_of((1, 20, 1, 30), "mixed", False)
+    call = pk.op("attention").bind(**arrays, is_causal=True)
+    wrong = np.full(call.outputs["o"][0], 7, np.float32)
+    with pytest.raises(testing.Broken, match="o.* is 7; the oracle says"):
+        testing.compare_call(call, [wrong])

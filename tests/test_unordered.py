@@ -27,7 +27,14 @@ from portakern.backends.triton.lib import gluon, gluon_gradients  # noqa: E402
 from portakern.backends.triton.unordered import _flash_unordered  # noqa: E402
 from portakern.backends.triton.unordered import attention_vjp as unordered  # noqa: E402
 from tests import gluon_on_host as host  # noqa: E402
-from tests.test_hopper_gradients import bound, clean, compiles, two_documents, under_a_wide_softcap, worst_share  # noqa: E402
+from tests.test_hopper_gradients import (  # noqa: E402
+    bound,
+    clean,
+    compiles,
+    two_documents,
+    under_a_wide_softcap,
+    worst_share,
+)
 
 BACKEND = registry.backend("triton")
 (FAMILY,) = (f for f in BACKEND.families if f.name == "unordered")

@@ -48,8 +48,8 @@ class Limits:
 
     Attributes:
       elements: of the largest array; flops: of the call; tile_volume: the product of its tile sizes.
-      typical_elements: elements of the largest array in a case with one or two typical extents; 0: no such case, also if
-        ``elements`` is less than the default.
+      typical_elements: elements of the largest array in a case with one or two typical extents; 0: no such case, also
+        if ``elements`` is less than the default.
       programs: the most programs that a kernel launches for untiled axes such as heads; 0: any number.
       longest: the longest extent, in a case with one long extent.
       fill: the least elements of the largest array in a third of all cases, to fill a chip; 0: no such case.

@@ -148,7 +148,7 @@ def compare_call(
         result = compare(got, ref, bound, dtype)
         fractions[name] = _share(result, got, ref)
         if result.bad.any():
-            what = describe(call, name, got, ref, np.broadcast_to(bound, shape), result.bad, tiling or {}, within)
+            what = describe(wide, name, got, ref, np.broadcast_to(bound, shape), result.bad, tiling or {}, within)
             if not _only_edges(wide, got, ref, result.bad):
                 raise Broken(what, *_looks(wide, name, got, ref, bound, dtype, within)).at(fractions)
             elsewhere = elsewhere or what

@@ -419,7 +419,7 @@ def consumer(GROUP: gl.constexpr, tiles, q_ring, ring, pingpong, out, softmax, s
             b = head // work.heads
             span = packed_span(span, segments, b, top, work, ROWS * plan.consumers, block)
             reached = limits, all_lo, all_hi
-            limits, all_lo, all_hi, others = packed_reach(reached, segments, b, mine_top, work, row_s)
+            limits, all_lo, all_hi, others = packed_reach(reached, segments, head, mine_top, work, row_s)
 
         mbarrier.wait(q_ring.full.index(GROUP), count & 1)
         state, handoff, unit = attend(handoff, unit, span, q, q_ring.empty.index(GROUP), tiles, ring, pingpong,
@@ -507,8 +507,8 @@ def attention_flash_kernel(
     q, k, v, o, log_sums, segments, softmax, ahead, interleaved_heads, group, chunk, plan: gl.constexpr
 ):
     """o, and lse and lse_low unless these are None. q, k, v, o: described, (batch, length, heads, d). segments: None of
-    a call that has none. From ``ahead`` on: of ``TileSchedule``, numbers that are handed over one by one, as in a tuple Triton would compile the
-    kernel for what divides them."""
+    a call that has none. From ``ahead`` on: of ``TileSchedule``, numbers that are handed over one by one, as in a tuple
+    Triton would compile the kernel for what divides them."""
     batch, q_len, heads, _ = q.shape
     tiles_q, all_heads = gl.cdiv(q_len, ROWS * plan.consumers), batch * heads
     work = TileSchedule(

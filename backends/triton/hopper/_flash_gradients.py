@@ -180,14 +180,14 @@ def consumer(GROUP: gl.constexpr, resident, streamed, sides, softmax, group, pla
     index = gl.program_id(0)
     while index < work.tiles:
         top, head, first, last, steps = guests_of(
-            index, work, softmax.window, sides.segments, ROWS * plan.consumers, block, plan.by_key
+            index, work, softmax.window, sides, ROWS * plan.consumers, block, plan.by_key
         )
         mine = top + GROUP * ROWS
         limits, all_lo, all_hi = reach(mine + work.kv_len - work.q_len, work, left, right, row)
         others = None
         if sides.segments is not None:
             reached = limits, all_lo, all_hi
-            limits, all_lo, all_hi, others = packed_reach(reached, sides.segments, head // work.heads, mine, work, row)
+            limits, all_lo, all_hi, others = packed_reach(reached, sides.segments, head, mine, work, row)
         shift, delta, low, flags, line = None, None, sides.rest.low, sides.rest.flags, head * work.group
         if not plan.by_key:
             i, at = mine + gl.arange(0, ROWS, row), head.to(gl.int64) * work.pitch

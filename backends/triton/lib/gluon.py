@@ -189,10 +189,12 @@ def packed_span(span, segments, batch, top, work, rows: gl.constexpr, block: gl.
 
 
 @gluon.jit
-def packed_reach(reached, segments, batch, top, work, row: gl.constexpr):
-    """What ``reach`` gives of the rows from ``top`` on, within their ranges, and what these ranges hold besides."""
+def packed_reach(reached, segments, head, top, work, row: gl.constexpr):
+    """What ``reach`` gives of the rows from ``top`` on, within their ranges, and what these ranges hold besides.
+    head: that and the batch entry as one number."""
     limits, all_lo, all_hi = reached
     lo, hi = limits
+    batch = head // work.heads
     i, tiles, tile = top + gl.arange(0, ROWS, row), gl.cdiv(work.q_len, ROWS), top // ROWS
     at = segments.ranges + (batch.to(gl.int64) * work.q_len + i) * 2
     lo = gl.maximum(lo, gl.load(at, mask=i < work.q_len, other=0))

@@ -63,8 +63,8 @@ class SharedTiles(NamedTuple):
 
 
 class LseRest(NamedTuple):
-    """low, what shift lacks of lse, in lines as shift is; and the flags that say where low is not 0, (heads of all batch
-    entries, a flag for ``plan.flagged`` queries). Neither is described: both are seldom read."""
+    """low, what shift lacks of lse, in lines as shift is; and the flags that say where low is not 0, (heads of all
+    batch entries, a flag for ``plan.flagged`` queries). Neither is described: both are seldom read."""
 
     low: Any
     flags: Any
@@ -224,7 +224,7 @@ def score_gradients(sloped, d_p, delta, start, cols, own):
 
 
 @gluon.jit
-def guests_of(index, work, window, segments, rows: gl.constexpr, block: gl.constexpr, by_key: gl.constexpr):
+def guests_of(index, work, window, sides, rows: gl.constexpr, block: gl.constexpr, by_key: gl.constexpr):
     """(first resident row, batch entry and head as one number, first and last streamed row, streamed tiles)."""
     left, right = window
     tile, head = tile_at(index, work, right, left is not None or right is not None)
@@ -232,8 +232,8 @@ def guests_of(index, work, window, segments, rows: gl.constexpr, block: gl.const
     before = work.kv_len - work.q_len
     bottom = gl.minimum(top + rows, work.q_len) - 1
     span = span_of(top + before, bottom + before, work, left, right, block)
-    if segments is not None:
-        span = packed_span(span, segments, head // work.heads, top, work, rows, block)
+    if sides.segments is not None:
+        span = packed_span(span, sides.segments, head // work.heads, top, work, rows, block)
     first, last = span
     steps = (last - first + block - 1) // block
     if by_key:
@@ -269,7 +269,7 @@ def producer(resident, streamed, sides, softmax, group, plan: gl.constexpr):
     count = 0
     index = gl.program_id(0)
     while index < work.tiles:
-        top, head, first, last, steps = guests_of(index, work, softmax.window, sides.segments, rows, block, plan.by_key)
+        top, head, first, last, steps = guests_of(index, work, softmax.window, sides, rows, block, plan.by_key)
         b, h = head // work.heads, head % work.heads
         for g in gl.static_range(consumers):
             mbarrier.wait(resident.ring.empty.index(g), (count & 1) ^ 1)

@@ -71,7 +71,7 @@ def met(state, same, position, length):
 
 
 @triton.jit
-def segment_ranges_kernel(own, other, ranges, summaries, strides, extents, tile: tl.constexpr):
+def attention_segment_ranges_kernel(own, other, ranges, summaries, strides, extents, tile: tl.constexpr):
     """The ranges, (batch, rows, 2), of the rows of a tile. A row whose id nobody has gets [extents.other, 0).
 
     summaries: (batch, tiles, 5) numbers of the tile, or None: where the first of its ranges begins, where the last
@@ -136,7 +136,7 @@ def ranges_and_summaries(
     int32, tiles = torch_dtype("int32"), cdiv(rows, TILE.rows)
     ranges = fresh((batch, rows, 2), int32, own.device)
     summaries = fresh((batch, tiles, SUMMARY.value), int32, own.device) if summarised else None
-    launch(segment_ranges_kernel, tiles * batch, call, own, other, ranges, summaries,
+    launch(attention_segment_ranges_kernel, tiles * batch, call, own, other, ranges, summaries,
            RangeStrides(own.stride(), other.stride()), RangeExtents(tiles, rows, positions), tile=TILE,
            num_warps=4)  # fmt: skip
     return ranges, summaries

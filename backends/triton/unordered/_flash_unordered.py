@@ -247,31 +247,17 @@ def consumer(GROUP: gl.constexpr, resident, streamed, parts, sides, sums, softma
     count = 0
     index = gl.program_id(0)
     while index < work.tiles:
-        top, head, first, last, steps = guests_of(
-            index, work, softmax.window, sides.segments, ROWS * GROUPS, block, True
-        )
+        top, head, first, last, steps = guests_of(index, work, softmax.window, sides, ROWS * GROUPS, block, True)
         mine = top + GROUP * ROWS
         limits, all_lo, all_hi = reach_of_keys(mine, work, left, right, by_row(64))
         others = None
         if sides.segments is not None:
             reached = limits, all_lo, all_hi
-            limits, all_lo, all_hi, others = packed_reach(
-                reached, sides.segments, head // work.heads, mine, work, by_row(64)
-            )
+            limits, all_lo, all_hi, others = packed_reach(reached, sides.segments, head, mine, work, by_row(64))
         for g in gl.static_range(GROUPS):
             mbarrier.wait(resident.ring.full.index(g), count & 1)
-        own = Own(
-            resident_first,
-            resident_second,
-            limits,
-            all_lo,
-            all_hi,
-            None,
-            None,
-            sides.rest.low,
-            sides.rest.flags,
-            others,
-        )
+        own = Own(resident_first, resident_second, limits, all_lo, all_hi, None, None, sides.rest.low, sides.rest.flags,
+                  others)  # fmt: skip
         context = QueryWalk(own, resident.first, streamed, parts, sums, softmax.scores, work)
         d_first = gl.zeros([ROWS, block_d], gl.float32, accumulator(block_d))
         d_second = gl.zeros([ROWS, block_dv], gl.float32, accumulator(block_dv))
