@@ -82,6 +82,17 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     return result
 
 
+@pytest.fixture(autouse=True)
+def _backends_are_registered_for_one_test() -> Generator[None]:
+    """What a test registers, also by code of the documentation or a file that a command reads, is gone after it."""
+    from portakern.core import registry
+
+    before = dict(registry._registered)
+    yield
+    registry._registered.clear()
+    registry._registered.update(before)
+
+
 @pytest.fixture
 def jax_on_the_host() -> Generator[None]:
     """JAX's arrays live on the CPU, also on a machine with a GPU."""

@@ -59,7 +59,7 @@ def test_a_mutant_leaves_the_shipped_backend_alone():
     fault = BY_NAME[SAMPLE[0]]
     needs(fault)
     shipped = registry.backend(fault.backend)
-    home = next(family for family in shipped.families if shipped.where(fault.op, family))
+    home = next(family for family in shipped.families if shipped.module_of(fault.op, family))
     before = shipped.implementation(fault.op, home)
     mutant = harness.mutant(fault)
     ours = mutant.implementation(fault.op, next(f for f in mutant.families if f.name == home.name))

@@ -401,8 +401,8 @@ FAULTS = {
         Planted(
             "last-part-dropped",
             "a step that holds several blocks of keys leaves out the last",
-            old="for part in range(self.number):",
-            new="for part in range(max(self.number - 1, 1)):",
+            old="for part in range(self.number):\n            if part < of_last",
+            new="for part in range(max(self.number - 1, 1)):\n            if part < of_last",
         ),
         Planted(
             "last-keys-dropped",
@@ -425,14 +425,21 @@ FAULTS = {
         Planted(
             "second-part-beside-unseen",
             "a first part of the keys that only some rows see wholly is taken for one that all see",
-            old="both = self.keys.inside(self.i, column) & (column + 1 <= last)",
-            new="both = column + 1 <= last",
+            old="both(self.keys.inside(self.i, column) & (column + 1 <= last), self.full)",
+            new="both(column + 1 <= last, self.full)",
+        ),
+        Planted(
+            "span-without-last-tile",
+            "the span of a tile of queries ends before the last tile of keys that may hold its segments",
+            old="return self.table[index], self.table[index + 1]",
+            new="return self.table[index], self.table[index + 1] - 1",
+            within="_heads",
         ),
         Planted(
             "ahead-too-early",
             "the next queries are there one step before the last visible block",
-            old="band.ahead(index, step, down, order)[0]",
-            new="band.ahead(index, step + 1, down, order)[0]",
+            old="band.ahead(index, step, down, order, ",
+            new="band.ahead(index, step + 1, down, order, ",
         ),
     ],
     "pallas/gpu": [
