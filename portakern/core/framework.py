@@ -54,23 +54,25 @@ class Framework:
     """One array library. Subclasses are stateless; there is one instance of each (see :func:`frameworks`).
 
     Attributes:
-      name: what users and backends call it; title: as its makers write it; wrapper: the function that makes its arrays
-        of anything.
-      hallmark: an attribute of its arrays that those of no other library have, by which type checkers tell them apart.
-      twins: functions of the library, by name, whose drop-in twins ``portakern.<name>`` has, and the op behind each.
-      host_only: its arrays live in host memory, wherever others do.
-      immutable: its arrays never change, so that none may share memory that somebody else may write to; donates: in
-        words, how its users give an array's memory to a result instead.
-      signature: Python for all of an array ``{x}`` that decides how a call is served, as the elements of a tuple; none
-        where it is empty (:mod:`portakern.core.signatures`). watched: Python for whether it may want a
-        gradient. there: Python for whether the memory of an array that is here holds its values; it may name the
-        ``{framework}``. Empty: it always does.
-      resizes: its arrays can be given other memory in place, which they must own alone.
-      embeds: platforms for which machine code can be a part of the library's programs (:meth:`embed`).
-      environment: variables that change what is computed, or by what: a line that makes a call again names those that
-        are set. advice: text of an error that a library of kernels raises -> what to do about it.
-      reverses: strides of its arrays may be negative.
-      records: calls may be recorded instead of run (:meth:`interposes`), which every op asks about before it binds its
+      name: what users and backends call the library. title: the name as its makers write it.
+      wrapper: the function that makes an array of anything.
+      hallmark: an attribute that only arrays of this library have. Type checkers tell arrays apart by it.
+      twins: functions of the library, by name, that ``portakern.<name>`` replaces, and the op behind each.
+      host_only: arrays live in host memory, wherever other libraries' arrays live.
+      immutable: arrays never change, so no array may share memory that somebody else may write to.
+      donates: how users give an array's memory to a result where arrays are immutable, in words.
+      signature: Python source: of an array ``{x}`` everything that decides how a call is served, as the elements of a
+        tuple (:mod:`portakern.core.signatures`). Empty: nothing does.
+      watched: Python source: whether an array may want a gradient.
+      there: Python source: whether the memory of an array holds its values; the source may name the ``{framework}``.
+        Empty: the memory always does.
+      resizes: arrays can be given other memory in place, which they must own alone.
+      embeds: platforms for which the library's programs can contain machine code (:meth:`embed`).
+      environment: variables that change what is computed, or by what. The line that reproduces a call names those that
+        are set.
+      advice: text of an error that a library of kernels raises -> what to do about the error.
+      reverses: strides of arrays may be negative.
+      records: calls may be recorded instead of run (:meth:`interposes`). Every op asks for this before it binds its
         arguments.
     """
 

@@ -24,22 +24,23 @@ class Kernel:
     """One kernel in machine code.
 
     Attributes:
-      name: the kernel's; launches: how many launches of the call it serves.
-      threads: of one program; registers: 32-bit registers a thread.
-      spills: what did not fit in registers: bytes that a thread of a GPU stores, once each as the assembler counts
-        them and without those it loads; vector registers stored in the code of a TPU kernel.
-      on_chip: memory (as named in :mod:`portakern.core.targets`) -> bytes that one program takes; granted: -> bytes
-        that it may take, where that is less than there is.
-      occupancy: share of a core's resident threads that fit beside each other.
-      matrix: matrix instruction -> how often it stands in the machine code.
-      code_bytes: of the machine code; cycles: the compiler's own static estimate of one launch.
-      issued: cycles of a whole run, all launches, in which instructions are issued, of a machine that issues them in
-        the order of its code: no stalls; of the core that takes longest. moved: bytes between device memory and the
-        chip in a whole run. cores: of the chip that share a launch. assumed: of both, in words, where data decides.
+      name: of the kernel. launches: how many launches of the call run this kernel.
+      threads: of one program. registers: 32-bit registers of a thread.
+      spills: what did not fit in registers. On a GPU: bytes that a thread stores, each counted once as the assembler
+        does, without loads. On a TPU: stores of vector registers in the code.
+      on_chip: memory (as named in :mod:`portakern.core.targets`) -> bytes that one program takes.
+      granted: memory -> bytes that the program may take, where this is less than the chip has.
+      occupancy: the share of a core's resident threads that fit beside each other.
+      matrix: matrix instruction -> its number of occurrences in the machine code.
+      code_bytes: of the machine code. cycles: the compiler's own static estimate of one launch.
+      issued: cycles in which instructions are issued, over all launches, of a machine that issues them in the order of
+        its code; without stalls, on the core that takes longest.
+      moved: bytes between device memory and the chip, over all launches. cores: of the chip that share a launch.
+      assumed: what ``issued`` and ``moved`` take for granted where data decides, in words.
       undefined: registers that the machine code reads before anything wrote them, a fault of the assembler.
       leaking: instructions whose result reaches into the other half of a register, a fault of the compiler.
-      serialised: why the assembler lets matrix instructions run one after another that the code would overlap, in its
-        words: right results, at a fraction of the rate.
+      serialised: why the assembler runs matrix instructions one after another that the code would overlap, in its own
+        words. Results are right, at a fraction of the rate.
       assembly: the machine code as text.
     """
 

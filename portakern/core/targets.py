@@ -40,22 +40,25 @@ class Hardware:
     """One architecture, and one product of it.
 
     Attributes:
-      name, platform: as in :class:`Target`; product: the chip whose rates these are.
-      lanes: threads of a warp or wave, elements of a vector register's row on a TPU. sublanes: rows of a TPU's vector
-        register.
-      program_threads, core_threads: most threads of one program (block, workgroup), and resident on one core (SM, CU).
-      thread_registers, core_registers: 32-bit registers that one thread may have, and that all threads of one core
+      name, platform: as in :class:`Target`. product: the chip whose rates these are.
+      lanes: threads of a warp or wave; on a TPU the elements of a row of a vector register. sublanes: rows of a TPU's
+        vector register.
+      program_threads: the most threads of one program (block, workgroup). core_threads: the most threads that reside
+        on one core (SM, CU).
+      thread_registers: 32-bit registers that one thread may have. core_registers: those that all threads of a core
         share.
-      core_programs: most resident programs of one core. simds: schedulers among which a core's waves are divided.
+      core_programs: the most programs that reside on one core. simds: schedulers among which a core's waves are
+        divided.
       on_chip: memory -> bytes that one program may use. core_memory: memory -> bytes that a core has for all its
         programs.
-      scoped: memory -> bytes that the compiler grants a kernel which asks for no more.
-      cores: SMs, CUs or TensorCores of the product; l2, capacity: bytes of last cache next to the cores, and of device
-        memory.
-      bandwidth: bytes a second between chip and device memory. clock: cycles a second, at which the peak rate is had.
-      flops: dtype -> dense operations a second at the best rate there is (the matrix unit's where it takes the dtype).
-      matrix: what the matrix unit's instructions are called; matrix_dtypes: operands it takes.
-      sources: figure -> the document that states it. notes: what a reader of a figure must know, and why one is None.
+      scoped: memory -> bytes that the compiler grants a kernel that asks for no more.
+      cores: SMs, CUs or TensorCores of the product.
+      l2: bytes of the last cache before device memory. capacity: bytes of device memory.
+      bandwidth: bytes a second between chip and device memory. clock: cycles a second at the peak rate.
+      flops: dtype -> dense operations a second at the best rate of the chip: the matrix unit's, if it takes the dtype.
+      matrix: names of the matrix unit's instructions. matrix_dtypes: the operands that they take.
+      sources: figure -> the document that states it. notes: what a reader of a figure must know, and why a figure is
+        None.
     """
 
     name: str
