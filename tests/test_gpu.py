@@ -177,10 +177,7 @@ def test_contenders_of_two_libraries_are_timed_beside_each_other():
 def test_a_wrong_kernel_is_never_chosen_by_the_tuner(tmp_path, monkeypatch):
     """A copy is no softmax, however fast it is on the device."""
     monkeypatch.setenv("PORTAKERN_CACHE", str(tmp_path))
-    try:
-        finding = tuned_beside_a_wrong_kernel("cuda", (8192, 4096))
-    finally:
-        registry._registered.pop("seeded")
+    finding = tuned_beside_a_wrong_kernel("cuda", (8192, 4096))
     assert finding.best == {"rows_at_once": 64} and list(finding.wrong) == [(("rows_at_once", 128),)]
     assert finding.rows[0]["best_tiling"] == {"rows_at_once": 64} and finding.rows[0]["wrong"] == 1
     table = tilings.own_table("seeded", finding.group.on.target)

@@ -117,14 +117,14 @@ CASES = {
         {"few_queries": 3, "min_split_keys": 128},
                                                   ["attention_kernel"]),
     "none": ((3, 1, 1, 4, 300, 64), {}, {"few_queries": 0}, ["attention_kernel"]),
-    "documents": ((2, 300, 1, 2, 300, 64), {"is_causal": True, "segments": "packed"}, {}, PACKED),
-    "documents, more keys": ((1, 200, 2, 1, 500, 128), {"segments": "packed", "dtype": torch.float16}, {}, PACKED),
+    "documents": ((2, 300, 1, 2, 300, 64), {"is_causal": True, "segments": "documents"}, {}, PACKED),
+    "documents, more keys": ((1, 200, 2, 1, 500, 128), {"segments": "documents", "dtype": torch.float16}, {}, PACKED),
     "documents in several chunks": ((1, 200, 1, 2, 1300, 128), {"window": (700, None), "softcap": 4.0,
-        "segments": "packed"}, {"min_split_keys": 512}, PACKED),
-    "segments in any order": ((1, 300, 2, 1, 300, 64), {"segments": "mixed", "is_causal": True}, {"persistent": 1},
+        "segments": "documents"}, {"min_split_keys": 512}, PACKED),
+    "segments in any order": ((1, 300, 2, 1, 300, 64), {"segments": "shuffled", "is_causal": True}, {"persistent": 1},
         PACKED),
-    "segments of nobody": ((1, 200, 1, 1, 200, 64), {"segments": "apart"}, {}, PACKED),
-    "few queries of documents": ((1, 9, 2, 4, 1300, 64), {"segments": "packed"}, {"few_queries": 2},
+    "segments of nobody": ((1, 200, 1, 1, 200, 64), {"segments": "scattered"}, {}, PACKED),
+    "few queries of documents": ((1, 9, 2, 4, 1300, 64), {"segments": "documents"}, {"few_queries": 2},
         ["attention_segment_ranges_kernel", "attention_kernel", SHARES[1]]),
     "too many rows to share": ((1, 20, 1, 5, 1100, 64), {}, {"few_queries": 2}, ["attention_kernel", SHARES[1]]),
 }  # fmt: skip
@@ -150,7 +150,7 @@ def test_every_role_meets_the_bound(name):
 
 def test_tiles_of_other_documents_are_not_visited():
     """A weight of 0 times NaN is NaN: a key of a tile that is visited would show."""
-    call = bound(1, 256, 1, 1, 256, 64, segments="packed")
+    call = bound(1, 256, 1, 1, 256, 64, segments="documents")
     ids = torch.arange(256)[None] // 128
     arrays = dict(call.arrays) | {"q_segment_ids": ids, "kv_segment_ids": ids}
     for name in ("k", "v"):

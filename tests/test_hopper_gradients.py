@@ -94,10 +94,10 @@ CASES = {
     "wide": ((1, 70, 1, 1, 140, 256), {"window": (None, 90), "scale": -0.2}),
     "programs that stay": ((2, 300, 2, 1, 100, 64), {}),
     "one": ((1, 1, 1, 1, 1, 64), {}),
-    "documents": ((2, 200, 1, 2, 200, 64), {"is_causal": True, "segments": "packed"}),
-    "documents, more keys": ((1, 130, 2, 1, 300, 128), {"segments": "packed", "dtype": torch.float16}),
-    "segments in any order": ((1, 200, 1, 2, 150, 64), {"segments": "mixed", "window": (90, 30), "softcap": 4.0}),
-    "segments of nobody": ((1, 130, 1, 1, 130, 64), {"segments": "apart"}),
+    "documents": ((2, 200, 1, 2, 200, 64), {"is_causal": True, "segments": "documents"}),
+    "documents, more keys": ((1, 130, 2, 1, 300, 128), {"segments": "documents", "dtype": torch.float16}),
+    "segments in any order": ((1, 200, 1, 2, 150, 64), {"segments": "shuffled", "window": (90, 30), "softcap": 4.0}),
+    "segments of nobody": ((1, 130, 1, 1, 130, 64), {"segments": "scattered"}),
 }
 
 
@@ -196,7 +196,7 @@ def finds_on_host(module, case):
     [
         ({"dtype": torch.float32}, "dtype float32: this kernel takes"),
         ({"given": ("bias",)}, "bias is given"),
-        ({"segments": "packed"}, None),
+        ({"segments": "documents"}, None),
         ({"scale": -3e38}, "scale = -3e+38: its product"),
         ({"d": 12}, "head dimensions 12 and 12: this kernel takes multiples of 8 up to 256"),
         ({"d": 264}, "up to 256"),
@@ -228,7 +228,7 @@ def test_what_has_no_room_is_refused():
     assert tiling_of(capped)["block_q"] == tiling["block_q"]
 
 
-@pytest.mark.parametrize("more", [{}, {"given": ("d_lse",)}, {"segments": "packed"}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"given": ("d_lse",)}, {"segments": "documents"}], ids=str)
 def test_calls_of_a_signature_are_planned(more):
     call = bound(1, 130, 2, 2, 130, 64, is_causal=True, **more)
     launches: list[tuple[str, int]] = []

@@ -26,13 +26,6 @@ MADE = {
 }
 
 
-@pytest.fixture(autouse=True)
-def forget():
-    registry._registered.clear()
-    yield
-    registry._registered.clear()
-
-
 @pytest.mark.parametrize("name", MADE)
 def test_ops_made_alike_are_equal_and_others_are_not(name):
     one, two = MADE[name](), MADE[name]()

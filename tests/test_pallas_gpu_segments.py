@@ -23,33 +23,18 @@ from portakern.backends.pallas.gpu import attention as gpu  # noqa: E402
 from portakern.backends.pallas.gpu.toolchain import compiler  # noqa: E402
 from portakern.backends.pallas.lib.mosaic_gpu import bias_gradient, pairs  # noqa: E402
 from portakern.core import targets  # noqa: E402
+from tests.packing import IDS, packed_arrays, same_bits  # noqa: E402
 
-IDS = "q_segment_ids", "kv_segment_ids"
 SMALL = {"block_q": 64, "block_kv": 64, "stages": 2}
 has_compiler = pytest.mark.skipif(
     compiler.unavailable(targets.find("sm_90")) is not None, reason=str(compiler.unavailable(targets.find("sm_90")))
 )
 
 
-def shuffled(rng, batch, length):
-    return rng.integers(0, 3, (batch, length))
-
-
-def documents(rng, batch, length):
-    return np.sort(rng.integers(0, 5, (batch, length)), 1)
-
-
-def of_its_own(rng, batch, length):
-    """Ids that neither queries nor keys share, of which there are not as many."""
-    return np.full((batch, length), length)
-
-
-def arrays_of(made, batch, q_len, kv_heads, group, kv_len, bias=None):
-    rng = np.random.default_rng(q_len + kv_len)
-    shapes = {"q": (batch, q_len, kv_heads * group, 16)} | dict.fromkeys("kv", (batch, kv_len, kv_heads, 16))
-    shapes |= {} if bias is None else {"bias": bias}
-    found = {name: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for name, shape in shapes.items()}
-    return found | {n: jnp.asarray(made(rng, batch, x), jnp.int32) for n, x in zip(IDS, (q_len, kv_len), strict=True)}
+def arrays_of(kind, *extents, bias=None):
+    """JAX's arrays, bfloat16 and int32."""
+    arrays = packed_arrays(kind, *extents, bias=bias)
+    return {name: jnp.asarray(x, jnp.int32 if name in IDS else jnp.bfloat16) for name, x in arrays.items()}
 
 
 def forward(arrays, variant="gpu", **options):
@@ -67,35 +52,30 @@ def without_spans(run):
     """What a run gives to which every tile comes."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (gpu, decode, pairs, bias_gradient):
-            patch.setattr(module, "spans_of", lambda *call, **how: None)
+            patch.setattr(module, "spans_of", lambda *call, **how: {})
         jax.clear_caches()
         found = run()
     jax.clear_caches()
     return found
 
 
-def same_bits(some, others):
-    pairs = [(a, b) for a, b in zip(some, others, strict=True) if a is not None]
-    return len(pairs) > 1 and all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
-
-
 FORWARD = {
-    "shuffled": (shuffled, (1, 130, 1, 1, 200), {}),
-    "documents": (documents, (2, 130, 2, 1, 330), {"is_causal": True}),
-    "documents in splits": (documents, (1, 70, 1, 2, 700), {"tiling": {"max_splits": 8, "min_split_keys": 128}}),
+    "shuffled": ("shuffled", (1, 130, 1, 1, 200), {}),
+    "documents": ("documents", (2, 130, 2, 1, 330), {"is_causal": True}),
+    "documents in splits": ("documents", (1, 70, 1, 2, 700), {"tiling": {"max_splits": 8, "min_split_keys": 128}}),
     "documents, window, softcap, bias": (
-        documents, (1, 200, 1, 2, 260), {"window": (100, 20), "softcap": 2.0, "bias": (1, 1, 200, 260)},
+        "documents", (1, 200, 1, 2, 260), {"window": (100, 20), "softcap": 2.0, "bias": (1, 1, 200, 260)},
     ),
-    "no key": (of_its_own, (1, 70, 1, 1, 200), {}),
-    "few queries": (documents, (2, 3, 1, 2, 700), {"variant": "decode"}),
-    "few queries, no key": (of_its_own, (2, 2, 1, 2, 300), {"variant": "decode", "is_causal": True}),
+    "no key": ("disjoint", (1, 70, 1, 1, 200), {}),
+    "few queries": ("documents", (2, 3, 1, 2, 700), {"variant": "decode"}),
+    "few queries, no key": ("disjoint", (2, 2, 1, 2, 300), {"variant": "decode", "is_causal": True}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORWARD)
 def test_no_bit_hangs_on_keys_that_are_passed_by(name):
-    made, extents, more = FORWARD[name]
-    arrays = arrays_of(made, *extents, bias=more.get("bias"))
+    kind, extents, more = FORWARD[name]
+    arrays = arrays_of(kind, *extents, bias=more.get("bias"))
     options = {option: value for option, value in more.items() if option != "bias"}
     with PALLAS.profile("races"):
         found = forward(arrays, **options)
@@ -103,12 +83,12 @@ def test_no_bit_hangs_on_keys_that_are_passed_by(name):
 
 
 GRADIENTS = {
-    "documents": (documents, (2, 200, 1, 2, 260), {"is_causal": True}),
-    "documents, window": (documents, (1, 300, 1, 1, 200), {"window": (90, 70), "softcap": 3.0}),
-    "documents, bias": (documents, (2, 150, 1, 1, 100), {"bias": (1, 1, 150, 100)}),
-    "documents, bias of one row": (documents, (2, 150, 1, 2, 100), {"bias": (1, 2, 1, 100), "is_causal": True}),
-    "documents, bias of a batch": (documents, (2, 150, 1, 1, 100), {"bias": (2, 1, 1, 100)}),
-    "no key": (of_its_own, (1, 70, 1, 1, 200), {"bias": (1, 1, 1, 200)}),
+    "documents": ("documents", (2, 200, 1, 2, 260), {"is_causal": True}),
+    "documents, window": ("documents", (1, 300, 1, 1, 200), {"window": (90, 70), "softcap": 3.0}),
+    "documents, bias": ("documents", (2, 150, 1, 1, 100), {"bias": (1, 1, 150, 100)}),
+    "documents, bias of one row": ("documents", (2, 150, 1, 2, 100), {"bias": (1, 2, 1, 100), "is_causal": True}),
+    "documents, bias of a batch": ("documents", (2, 150, 1, 1, 100), {"bias": (2, 1, 1, 100)}),
+    "no key": ("disjoint", (1, 70, 1, 1, 200), {"bias": (1, 1, 1, 200)}),
 }
 
 
@@ -116,8 +96,8 @@ GRADIENTS = {
     ("name", "variant"), [*((name, "gpu") for name in GRADIENTS), ("documents", "unordered"), ("no key", "unordered")]
 )
 def test_no_bit_of_gradients_hangs_on_tiles_that_are_passed_by(name, variant):
-    made, extents, more = GRADIENTS[name]
-    arrays = arrays_of(made, *extents, bias=more.get("bias"))
+    kind, extents, more = GRADIENTS[name]
+    arrays = arrays_of(kind, *extents, bias=more.get("bias"))
     options = {option: value for option, value in more.items() if option != "bias"}
     with PALLAS.profile("races"):
         found = backward(arrays, variant, **options)
@@ -130,7 +110,7 @@ def test_no_bit_of_gradients_hangs_on_tiles_that_are_passed_by(name, variant):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_keys_of_tiles_in_no_span_are_not_read(is_causal):
     """They hold NaN, and 0 times NaN is NaN."""
-    arrays = arrays_of(shuffled, 1, 250, 1, 1, 512)
+    arrays = arrays_of("shuffled", 1, 250, 1, 1, 512)
     keys = np.repeat([0, 9, 1, 9], 128)[None]  # 128 keys are the tile of a block of gradients
     queries = np.repeat([0, 1], 128)[None, :250]
     arrays |= {name: jnp.asarray(x, jnp.int32) for name, x in zip(IDS, (queries, keys), strict=True)}

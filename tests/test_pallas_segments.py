@@ -25,22 +25,9 @@ from portakern.core import registry
 from portakern.core.machine_code import Kernel
 from portakern.core.targets import Target
 from portakern.tools.compile.build import Build
+from tests.packing import IDS, packed_arrays, same_bits
 
 TILES = {"block_q": 128, "block_kv": 128}
-IDS = "q_segment_ids", "kv_segment_ids"
-
-
-def shuffled(rng, batch, length):
-    return rng.integers(0, 4, (batch, length))
-
-
-def documents(rng, batch, length):
-    return np.sort(rng.integers(0, 6, (batch, length)), 1)
-
-
-def apart(rng, batch, length):
-    """Ids that queries, of which there are fewer, and keys do not share."""
-    return np.full((batch, length), length)
 
 
 # --- spans ---
@@ -91,16 +78,10 @@ def test_wide_ids_are_compared_whole():
 # --- the same bits ---
 
 
-def arrays_of(made, batch, q_len, kv_heads, group, kv_len, bias=None, seed=0):
-    rng = np.random.default_rng(seed)
-    heads = kv_heads * group
-    shapes = {"q": (batch, q_len, heads, 16), "k": (batch, kv_len, kv_heads, 16), "v": (batch, kv_len, kv_heads, 16)}
-    found = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
-    if bias:
-        found["bias"] = rng.standard_normal(bias)
-    found = {name: jnp.asarray(x, jnp.float32) for name, x in found.items()}
-    ids = (made(rng, batch, length) for length in (q_len, kv_len))
-    return found | {name: jnp.asarray(x, jnp.int32) for name, x in zip(IDS, ids, strict=True)}
+def arrays_of(kind, *extents, bias=None):
+    """JAX's arrays, float32 and int32."""
+    arrays = packed_arrays(kind, *extents, bias=bias)
+    return {name: jnp.asarray(x, jnp.int32 if name in IDS else jnp.float32) for name, x in arrays.items()}
 
 
 def forward(arrays, **options):
@@ -117,35 +98,30 @@ def backward(arrays, kernels, **options):
 def without_spans(run, monkeypatch):
     """What a run gives that visits every tile."""
     with monkeypatch.context() as patch:
-        patch.setattr(_heads, "spans_of", lambda *call, **how: None)
+        patch.setattr(_heads, "spans_of", lambda *call, **how: {})
         jax.clear_caches()
         found = run()
     jax.clear_caches()
     return found
 
 
-def same_bits(some, others):
-    pairs = [(a, b) for a, b in zip(some, others, strict=True) if a is not None]
-    return len(pairs) > 1 and all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
-
-
 CASES = {
-    "shuffled": (shuffled, (1, 300, 1, 1, 300), {}),
-    "documents": (documents, (2, 600, 1, 1, 600), {}),
-    "documents, groups, causal": (documents, (1, 400, 2, 2, 400), {"is_causal": True}),
-    "documents, fewer queries, window": (documents, (2, 260, 1, 2, 500), {"window": (200, 30)}),
-    "documents, fewer keys, softcap": (documents, (1, 500, 1, 1, 300), {"softcap": 2.0, "is_causal": True}),
-    "documents, bias": (documents, (2, 300, 1, 2, 400), {"bias": (1, 2, 300, 400), "is_causal": True}),
-    "documents, bias of one row": (documents, (2, 300, 2, 1, 400), {"bias": (1, 1, 1, 400)}),
-    "shuffled, bias of a batch": (shuffled, (2, 260, 1, 1, 260), {"bias": (2, 1, 260, 260), "window": (100, 40)}),
-    "apart": (apart, (1, 200, 1, 2, 300), {}),
+    "shuffled": ("shuffled", (1, 300, 1, 1, 300), {}),
+    "documents": ("documents", (2, 600, 1, 1, 600), {}),
+    "documents, groups, causal": ("documents", (1, 400, 2, 2, 400), {"is_causal": True}),
+    "documents, fewer queries, window": ("documents", (2, 260, 1, 2, 500), {"window": (200, 30)}),
+    "documents, fewer keys, softcap": ("documents", (1, 500, 1, 1, 300), {"softcap": 2.0, "is_causal": True}),
+    "documents, bias": ("documents", (2, 300, 1, 2, 400), {"bias": (1, 2, 300, 400), "is_causal": True}),
+    "documents, bias of one row": ("documents", (2, 300, 2, 1, 400), {"bias": (1, 1, 1, 400)}),
+    "shuffled, bias of a batch": ("shuffled", (2, 260, 1, 1, 260), {"bias": (2, 1, 260, 260), "window": (100, 40)}),
+    "apart": ("disjoint", (1, 200, 1, 2, 300), {}),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_bit_hangs_on_the_tiles_that_are_passed_by(name, monkeypatch):
-    made, extents, more = CASES[name]
-    arrays = arrays_of(made, *extents, bias=more.get("bias"))
+    kind, extents, more = CASES[name]
+    arrays = arrays_of(kind, *extents, bias=more.get("bias"))
     options = {option: value for option, value in more.items() if option != "bias"}
     run = partial(forward, arrays, **options)
     assert same_bits(run(), without_spans(run, monkeypatch))
@@ -155,7 +131,7 @@ def test_no_bit_hangs_on_the_tiles_that_are_passed_by(name, monkeypatch):
 
 
 def test_spans_that_scalar_memory_has_no_room_for_are_left_out(monkeypatch):
-    arrays = arrays_of(documents, 1, 300, 1, 1, 300)
+    arrays = arrays_of("documents", 1, 300, 1, 1, 300)
     found = forward(arrays)
     monkeypatch.setattr(_heads, "MOST_SCALARS", 3 * 2 * 4 - 1)
     jax.clear_caches()
@@ -171,7 +147,7 @@ def test_spans_that_scalar_memory_has_no_room_for_are_left_out(monkeypatch):
 @pytest.mark.parametrize("bias", [None, (1, 1, 1, 700)])
 def test_tiles_that_no_query_s_span_holds_are_not_computed(options, bias):
     """Their keys hold NaN, and 0 times NaN is NaN."""
-    arrays = arrays_of(shuffled, 1, 500, 1, 2, 700, bias=bias)
+    arrays = arrays_of("shuffled", 1, 500, 1, 2, 700, bias=bias)
     keys = np.repeat([0, 9, 1, 9, 2, 3], 128)[None, :700]
     queries = np.repeat([0, 1, 2, 3], 128)[None, :500]
     arrays |= {name: jnp.asarray(x, jnp.int32) for name, x in zip(IDS, (queries, keys), strict=True)}
@@ -213,7 +189,7 @@ def walks(arrays, constant=()):
 
 def test_steps_that_are_passed_by_fetch_no_keys_and_what_is_not_known_is_the_widest():
     """Four documents of 256 tokens: of 8 tiles of keys a tile of queries visits two, in steps of two tiles."""
-    arrays = arrays_of(shuffled, 1, 1024, 1, 1, 1024)
+    arrays = arrays_of("shuffled", 1, 1024, 1, 1, 1024)
     plain = {name: x for name, x in arrays.items() if name not in IDS}
     sorted_ids = jnp.asarray(np.arange(1024)[None] // 256, jnp.int32)
     arrays |= dict.fromkeys(IDS, sorted_ids)
@@ -244,8 +220,8 @@ def test_a_count_of_what_segments_decide_says_so():
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_call_costs_is_said_as_before(name, monkeypatch):
-    made, extents, more = CASES[name]
-    arrays = arrays_of(made, *extents, bias=more.get("bias"))
+    kind, extents, more = CASES[name]
+    arrays = arrays_of(kind, *extents, bias=more.get("bias"))
     options = {option: value for option, value in more.items() if option != "bias"}
 
     def cost():

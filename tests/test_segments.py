@@ -22,9 +22,9 @@ from portakern.backends.triton.gpu import attention_vjp as backward  # noqa: E40
 from portakern.backends.triton.lib import segments  # noqa: E402
 from portakern.core import registry, targets  # noqa: E402
 from portakern.core.binder import unchecked  # noqa: E402
-from tests.packing import ids_of  # noqa: E402
+from tests.packing import IDS, packed_arrays  # noqa: E402
 
-IDS = st.lists(st.integers(-3, 3), min_size=1, max_size=300)
+DRAWN_IDS = st.lists(st.integers(-3, 3), min_size=1, max_size=300)
 
 
 def ranges_of(own: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -33,7 +33,7 @@ def ranges_of(own: np.ndarray, other: np.ndarray) -> np.ndarray:
     return found.numpy()
 
 
-@given(own=IDS, other=IDS, sort=st.booleans(), wide=st.booleans())
+@given(own=DRAWN_IDS, other=DRAWN_IDS, sort=st.booleans(), wide=st.booleans())
 def test_a_range_ends_at_the_first_and_the_last_position_of_its_id(own, other, sort, wide):
     dtype = np.int64 if wide else np.int32
     ids, met = (np.array(sorted(x) if sort else x, dtype)[None] + (dtype(2**40) if wide else 0) for x in (own, other))
@@ -52,33 +52,27 @@ def test_ranges_of_more_positions_than_are_read_at_once_and_of_several_batch_ent
 
 
 CASES = {
-    "documents": ((2, 150, 2, 150), "packed", {"is_causal": True}),
-    "documents, more keys than queries": ((1, 90, 1, 300), "packed", {}),
-    "documents in a window": ((1, 200, 1, 200), "packed", {"window": (70, 10), "softcap": 3.0}),
-    "any order": ((1, 130, 2, 170), "mixed", {"is_causal": True}),
-    "nobody's": ((1, 70, 1, 200), "apart", {}),
-    "few queries": ((2, 3, 2, 400), "packed", {}),
+    "documents": ((2, 150, 2, 150), "documents", {"is_causal": True}),
+    "documents, more keys than queries": ((1, 90, 1, 300), "documents", {}),
+    "documents in a window": ((1, 200, 1, 200), "documents", {"window": (70, 10), "softcap": 3.0}),
+    "any order": ((1, 130, 2, 170), "shuffled", {"is_causal": True}),
+    "nobody's": ((1, 70, 1, 200), "scattered", {}),
+    "few queries": ((2, 3, 2, 400), "documents", {}),
 }
 
 
-def arrays_of(shape: tuple[int, ...], ids: str, bias: bool) -> dict[str, Any]:
+def arrays_of(shape: tuple[int, ...], kind: str, bias: bool) -> dict[str, Any]:
+    """PyTorch's arrays with two key heads, float32 and int64."""
     batch, q_len, group, kv_len = shape
-    rng = np.random.default_rng(1)
-
-    def normal(*extents: int) -> Any:
-        return torch.tensor(rng.standard_normal(extents), dtype=torch.float32)
-
-    arrays = {"q": normal(batch, q_len, 2 * group, 16), "k": normal(batch, kv_len, 2, 16),
-              "v": normal(batch, kv_len, 2, 16)}  # fmt: skip
-    arrays |= {n: torch.tensor(x) for n, x in ids_of(ids, batch, q_len, kv_len).items()}
-    return arrays | ({"bias": normal(1, 1, q_len, kv_len)} if bias else {})
+    arrays = packed_arrays(kind, batch, q_len, 2, group, kv_len, (1, 1, q_len, kv_len) if bias else None)
+    return {n: torch.tensor(x, dtype=torch.int64 if n in IDS else torch.float32) for n, x in arrays.items()}
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_results_have_the_bits_that_they_have_without_ranges(name, bias, monkeypatch):
-    shape, ids, options = CASES[name]
-    arrays = arrays_of(shape, ids, bias)
+    shape, kind, options = CASES[name]
+    arrays = arrays_of(shape, kind, bias)
     attend = pk.op("attention", backend="triton", tiling={"min_split_keys": 64})
     gradient = pk.op("attention_vjp", backend="triton")
 
@@ -99,7 +93,7 @@ SMALL = dict.fromkeys(("block_q", "block_kv"), 32)
 
 def test_tiles_of_other_documents_are_not_visited():
     """A weight of 0 times NaN is NaN: a row of a tile that is visited would show, forward and backward."""
-    arrays = arrays_of((1, 256, 1, 256), "packed", True)
+    arrays = arrays_of((1, 256, 1, 256), "documents", True)
     ids = torch.arange(256)[None] // 128
     arrays |= {"q_segment_ids": ids, "kv_segment_ids": ids}
     attend = pk.op("attention", backend="triton", tiling=SMALL)
@@ -133,7 +127,7 @@ def test_packed_calls_compile_for_hopper(variant, gradients):
 
 def test_a_wrong_result_of_tensors_is_described():
     """Where a pair lies among masks is read from ids, of which an oracle has arrays of NumPy."""
-    arrays = arrays_of((1, 20, 1, 30), "mixed", False)
+    arrays = arrays_of((1, 20, 1, 30), "shuffled", False)
     call = pk.op("attention").bind(**arrays, is_causal=True)
     wrong = np.full(call.outputs["o"][0], 7, np.float32)
     with pytest.raises(testing.Broken, match="o.* is 7; the oracle says"):

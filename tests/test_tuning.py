@@ -54,12 +54,10 @@ SECONDS = {32: 0.004, 64: 0.002, 128: 0.0}
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    """A cache folder and a backend of this test's own."""
+    """A cache folder of this test's own."""
     monkeypatch.setenv("PORTAKERN_CACHE", str(tmp_path))
-    registry._registered.clear()
     tilings.forget()
     yield tmp_path
-    registry._registered.clear()
     tilings.forget()
 
 

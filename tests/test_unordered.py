@@ -62,10 +62,10 @@ CASES = {
     "programs that stay": ((2, 200, 2, 1, 300, 64), {}),
     "programs that stay, wide": ((1, 130, 2, 1, 300, 128), {}),
     "one": ((1, 1, 1, 1, 1, 64), {}),
-    "documents": ((2, 200, 1, 2, 200, 64), {"is_causal": True, "segments": "packed"}),
-    "documents, more keys": ((1, 130, 2, 1, 300, 128), {"segments": "packed", "dtype": torch.float16}),
-    "segments in any order": ((1, 200, 1, 2, 150, 64), {"segments": "mixed", "window": (90, 30), "softcap": 4.0}),
-    "segments of nobody": ((1, 130, 1, 1, 130, 64), {"segments": "apart"}),
+    "documents": ((2, 200, 1, 2, 200, 64), {"is_causal": True, "segments": "documents"}),
+    "documents, more keys": ((1, 130, 2, 1, 300, 128), {"segments": "documents", "dtype": torch.float16}),
+    "segments in any order": ((1, 200, 1, 2, 150, 64), {"segments": "shuffled", "window": (90, 30), "softcap": 4.0}),
+    "segments of nobody": ((1, 130, 1, 1, 130, 64), {"segments": "scattered"}),
 }
 
 

@@ -176,8 +176,7 @@ def packed(call: Call, plan: Packed) -> dict[str, jax.Array]:
     ids = None if q_ids is None else jnp.repeat(q_ids, group, axis=1), call.arrays["kv_segment_ids"]
     arrays = {"q": by_head.reshape(plan.batch, plan.heads, plan.q_len, plan.d), "k": k, "v": v}
     masks = online.whole_tiles(bias, ids, QUERIES, padded(plan.band.kv_len, plan.block_kv))
-    spans = spans_of(call, call.dims["q_len"], plan.block_kv)
-    masks |= {} if spans is None else {"spans": spans}
+    masks |= spans_of(call, call.dims["q_len"], plan.block_kv)
     return {name: padded_rows(x) for name, x in arrays.items()} | masks
 
 

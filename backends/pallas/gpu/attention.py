@@ -115,9 +115,7 @@ def attention(call: Call, config: FlashConfig) -> tuple[jax.Array | None, ...]:
     ids = call.arrays["q_segment_ids"], call.arrays["kv_segment_ids"]
     rows, keys = padded(plan.q_len, plan.consumers * QUERIES), padded(plan.band.kv_len, plan.block_kv)
     inputs = whole_tiles(call.arrays["bias"], ids, rows, keys)
-    spans = spans_of(call, plan.consumers * QUERIES, plan.block_kv)
-    if spans is not None:
-        inputs["spans"] = spans
+    inputs |= spans_of(call, plan.consumers * QUERIES, plan.block_kv)
     if plan.scheduled:
         inputs["schedule"] = jnp.asarray(schedule(plan))
     found = launch(

@@ -29,15 +29,15 @@ def spans_of(
     by_key: bool = False,
     rows_per_query: int = 1,
     across_batch: bool = False,
-) -> jax.Array | None:
-    """:func:`spans` of a call's queries, or ``by_key`` of its keys; None without segment ids. ``rows_per_query``: how
-    many rows, of which block_q counts, a query has."""
+) -> dict[str, jax.Array]:
+    """A kernel's input ``spans``: :func:`spans` of a call's queries, or ``by_key`` of its keys. A call without segment
+    ids has no such input. ``rows_per_query``: how many rows, of which block_q counts, a query has."""
     queries, keys = call.arrays["q_segment_ids"], call.arrays["kv_segment_ids"]
     if queries is None:
-        return None
+        return {}
     queries = jnp.repeat(queries, rows_per_query, axis=1) if rows_per_query > 1 else queries
     rows, columns = (queries, block_q), (keys, block_kv)
-    return spans(columns, rows, across_batch) if by_key else spans(rows, columns, across_batch)
+    return {"spans": spans(columns, rows, across_batch) if by_key else spans(rows, columns, across_batch)}
 
 
 def spans(rows: tuple[jax.Array, int], columns: tuple[jax.Array, int], across_batch: bool = False) -> jax.Array:

@@ -88,13 +88,17 @@ def span_table(table: Any, batch: Any, tiles: int, parts: int = 1) -> SpanTable 
     return None if table is None else SpanTable(table, batch, tiles, parts)
 
 
+def tile_span(table: Any, batch: Any, tile: Any, tiles: int) -> Span | None:
+    """The `Span` of one of so many tiles of a batch entry; ``table``: as `span_table` takes it. None without spans."""
+    spans = span_table(table, batch, tiles)
+    return None if spans is None else spans(tile)
+
+
 def spans_in_scalar_memory(call: Call, bq: int, bkv: int, **how: Any) -> dict[str, jax.Array]:
     """``scalars`` of a launch: `spans_of` the call as one row of numbers, since scalar memory pads rows. It has none
     without segments, and where spans would take too much of that memory: then every tile is visited."""
     found = spans_of(call, bq, bkv, **how)
-    if found is None or found.size * found.dtype.itemsize > MOST_SCALARS:
-        return {}
-    return {"spans": found.reshape(-1)}
+    return {n: x.reshape(-1) for n, x in found.items() if x.size * x.dtype.itemsize <= MOST_SCALARS}
 
 
 MOST_SCALARS = targets.least("tpu", "smem") // 4

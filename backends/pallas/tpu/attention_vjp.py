@@ -49,7 +49,6 @@ from portakern.backends.pallas.lib.band import Band
 from portakern.backends.pallas.lib.blocks import Blocks, Refs, block, padded, quotient, row_block, step_along, within
 from portakern.backends.pallas.lib.double_float import in_two
 from portakern.backends.pallas.lib.mosaic_tpu.chip import LANES, dot, launch, vmem_limit, whole_lanes
-from portakern.backends.pallas.lib.segments import Span
 from portakern.backends.pallas.tpu._heads import (
     AttentionOperands,
     Place,
@@ -58,8 +57,8 @@ from portakern.backends.pallas.tpu._heads import (
     from_heads,
     head_blocks,
     row_blocks,
-    span_table,
     spans_in_scalar_memory,
+    tile_span,
 )
 from portakern.backends.pallas.tpu.attention import TpuScores, grains, key, refused, visible_pairs
 from portakern.backends.pallas.tpu.softmax import exponential
@@ -153,7 +152,7 @@ def by_row(ref: Refs, *, unit: float) -> None:
 def by_query(ref: Refs, *, band: Band, scores: TpuScores, scale: float, tiles: int) -> None:
     """d_q of a block of queries, of so many ``tiles``, summed over the key blocks that they see."""
     i, step = step_along(2), step_along(3)
-    first, last = band.span(i, span_in(ref, step_along(0), i, tiles))
+    first, last = band.span(i, tile_span(getattr(ref, "spans", None), step_along(0), i, tiles))
     j = first + step
 
     @pl.when(step == 0)
@@ -184,7 +183,7 @@ def by_key(ref: Refs, *, band: Band, scores: TpuScores, scale: float, tiles: int
     The band is turned over.
     """
     j, head, step = step_along(2), step_along(3), step_along(4)
-    first, last = band.span(j, span_in(ref, step_along(0), j, tiles))
+    first, last = band.span(j, tile_span(getattr(ref, "spans", None), step_along(0), j, tiles))
     i = first + step
 
     @pl.when((head == 0) & (step == 0))
@@ -223,7 +222,7 @@ def at_once(ref: Refs, *, band: Band, turned: Band, scores: TpuScores, scale: fl
     Blocks meet in the order of `by_query`, which gives a key's sums that of `by_key`; scores are held as there.
     """
     head, i, step = step_along(2), step_along(3), step_along(4)
-    first, last = band.span(i, span_in(ref, step_along(0), i, tiles))
+    first, last = band.span(i, tile_span(getattr(ref, "spans", None), step_along(0), i, tiles))
     j, last_step = first + step, step == pl.num_programs(4) - 1
 
     @pl.when((head == 0) & (i == 0) & (step == 0))
@@ -267,7 +266,7 @@ def by_bias(ref: Refs, *, band: Band, scores: TpuScores, one_row: bool, tiles: i
     keys.
     """
     j, batch, head, step = (step_along(axis) for axis in (3, 4, 5, 6))
-    first, last = band.span(j, span_in(ref, step_along(0) + batch, j, tiles))
+    first, last = band.span(j, tile_span(getattr(ref, "spans", None), step_along(0) + batch, j, tiles))
     i = first + step if one_row else step_along(2)
 
     @pl.when((batch == 0) & (head == 0) & (step == 0))
@@ -286,12 +285,6 @@ def by_bias(ref: Refs, *, band: Band, scores: TpuScores, one_row: bool, tiles: i
     @pl.when((batch == last_batch) & (head == last_head) & (step == last_step))
     def finish() -> None:
         ref.d_bias[...] = ref.acc[...].T.astype(ref.d_bias.dtype)
-
-
-def span_in(ref: Refs, batch: Any, tile: Any, tiles: int) -> Span | None:
-    """The span of one of so many tiles of a batch entry; None without segments."""
-    spans = span_table(getattr(ref, "spans", None), batch, tiles)
-    return None if spans is None else spans(tile)
 
 
 def weights(scores: TpuScores, dots: Any, bias: Any, lse: tuple[Any, Any], visible: Any) -> tuple[Any, Any]:
@@ -413,8 +406,7 @@ def query_gradient(call: Call, config: AttentionGradientsConfig, saved: Gradient
         return b, h, i
 
     def key(b: Any, h: Any, i: Any, step: Any, *spans: Any) -> tuple[Any, Any, Any]:
-        table = span_table(spans, b, tiles)
-        return b, quotient(h, group), band.block(i, step, None if table is None else table(i))
+        return b, quotient(h, group), band.block(i, step, tile_span(spans, b, i, tiles))
 
     form = jax.ShapeDtypeStruct((batch, heads, q_len, d), call.arrays["q"].dtype)
     found = launched(
@@ -440,8 +432,7 @@ def key_gradients(call: Call, config: AttentionGradientsConfig, saved: GradientO
     band, tiles = turned(Band.of(call, bq, bkv), q_len), pl.cdiv(kv_len, bkv)
 
     def query(b: Any, h: Any, j: Any, head: Any, step: Any, *spans: Any) -> tuple[Any, Any, Any]:
-        table = span_table(spans, b, tiles)
-        return b, h * group + head, band.block(j, step, None if table is None else table(j))
+        return b, h * group + head, band.block(j, step, tile_span(spans, b, j, tiles))
 
     def key(b: Any, h: Any, j: Any, head: Any, step: Any, *spans: Any) -> tuple[Any, Any, Any]:
         return b, h, j
@@ -482,8 +473,7 @@ def all_gradients(call: Call, config: AttentionGradientsConfig, saved: GradientO
         return b, h * group + head, i
 
     def key(b: Any, h: Any, head: Any, i: Any, step: Any, *spans: Any) -> tuple[Any, Any, Any]:
-        table = span_table(spans, b, tiles)
-        return b, h, band.block(i, step, None if table is None else table(i))
+        return b, h, band.block(i, step, tile_span(spans, b, i, tiles))
 
     def every_key(b: Any, h: Any, head: Any, i: Any, step: Any, *spans: Any) -> tuple[Any, Any, Any]:
         return b, h, 0
@@ -517,9 +507,8 @@ def bias_gradient(call: Call, config: AttentionGradientsConfig, saved: GradientO
 
     # b and batch, h and head: of each pair of grid axes one has a single step, whose index is 0
     def query(b: Any, h: Any, i: Any, j: Any, batch: Any, head: Any, step: Any, *spans: Any) -> tuple[Any, Any, Any]:
-        table = span_table(spans, b + batch, tiles) if one_row else None
-        block_of = band.block(j, step, None if table is None else table(j)) if one_row else i
-        return b + batch, h + head, block_of
+        seen = band.block(j, step, tile_span(spans, b + batch, j, tiles)) if one_row else i
+        return b + batch, h + head, seen
 
     def key(b: Any, h: Any, i: Any, j: Any, batch: Any, head: Any, step: Any, *spans: Any) -> tuple[Any, Any, Any]:
         return b + batch, quotient(h + head, group), j

@@ -16,7 +16,7 @@ the next**. d_k and d_v have one owner and one order, as there.
 
 A consumer has D^T of its 64 keys in registers. d_q wants that of all 128 keys as one left operand, since each addition
 to memory that is spared is worth more than a barrier: so both consumers put theirs into shared memory, in one of two
-buffers in iteration, and each computes half of the tile's d_q. Of heads of 65 to 128 a tile is 64 queries, of which a
+buffers in alternation, and each computes half of the tile's d_q. Of heads of 65 to 128 a tile is 64 queries, of which a
 consumer has 64 columns; of narrower heads it is two tiles of 64 queries that came by, of which each has one. A buffer
 is written anew when both have put the tile in between into the other one, hence are done with products of this one.
 
@@ -97,7 +97,7 @@ WANTS = "d_k", "d_v"
 class Added(NamedTuple):
     """How d_q is added up, and how the run with resident keys, ``plan``, is cut.
 
-    together: tiles of queries whose d_q two consumers compute. last: whether a iteration's products with d_k are its
+    together: tiles of queries whose d_q two consumers compute. last: whether an iteration's products with d_k are its
     last.
     """
 

@@ -10,7 +10,7 @@ A block owns a tile of d_bias, of 128 queries, 64 to a consumer, and 64 keys, an
 what the tile is summed over: batch entries and key heads, whose keys come by in iterations, and in each iteration the
 queries of the heads that share these, one tile after the other. One more warpgroup brings both through rings of
 buffers. The sum stays in float32 registers, in an order that never changes, and is written once; nothing else takes
-memory. Where bias has one row, a iteration walks the tiles of queries too, and at the end the sums of both consumers
+memory. Where bias has one row, an iteration walks the tiles of queries too, and at the end the sums of both consumers
 are added, and their rows then. Tiles that the band empties are written as 0, and nothing is read for them.
 
 The tile of bias is the same at every step. It comes once, to the buffer that the tile of d_bias leaves by.
@@ -170,7 +170,7 @@ class BiasPlan(NamedTuple):
         return None if spans is None else span_at(spans, quotient(entry, self.shape[1]), j)
 
     def iteration(self, block: BiasTile, iteration: Any) -> ResidentTile:
-        """The keys of a iteration, and the heads and tiles of queries that come by."""
+        """The keys of an iteration, and the heads and tiles of queries that come by."""
         batch = quotient(iteration, self.key_heads)
         head, heads = iteration - batch * self.key_heads, self.pairs.group
         streamed = head * heads
@@ -259,7 +259,7 @@ def _query_and_key_rows(plan: BiasPlan, block: BiasTile, consumer: Any, part: in
 
 
 def bring_queries(ref: Refs, tile: ResidentTile, count: Any, stages: Any, step: Any) -> None:
-    """Bring the queries of a iteration's step, with their ``NUMBERS``, to the next buffer. count: steps before."""
+    """Bring the queries of an iteration's step, with their ``NUMBERS``, to the next buffer. count: steps before."""
     buffer, (head, i) = lax.rem(count, stages), tile.head_and_tile(step)
     arrived = ref.queries_arrived.at[buffer]
     pl.when(count >= stages)(lambda: plgpu.barrier_wait(ref.queries_free.at[buffer]))
@@ -290,9 +290,9 @@ def consume(ref: Refs, plan: BiasPlan, warpgroup: Any, block: BiasTile) -> None:
 
 
 def visits_of(plan: BiasPlan, block: BiasTile, far: Any) -> list[tuple[Callable[..., Any], Any, Any]]:
-    """How the tiles of queries of a iteration are visited, ``visit(tile, fold, sums)``, from one iteration on and
+    """How the tiles of queries of an iteration are visited, ``visit(tile, fold, sums)``, from one iteration on and
     before another.
-    Where a iteration has one, the band cuts through it in all iterations or in none: as a choice within a iteration,
+    Where an iteration has one, the band cuts through it in all iterations or in none: as a choice within an iteration,
     that spilled. ``far``: all are cut (`is_far`)."""
 
     def heads(cut: bool, tile: ResidentTile, fold: Fold, sums: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -315,7 +315,7 @@ def add(
     step: Any,
     sums: tuple[Any, ...],
 ) -> tuple[Any, ...]:
-    """The sum with dS of one tile of queries and the keys of a iteration. cut: whether some pair may not see each
+    """The sum with dS of one tile of queries and the keys of an iteration. cut: whether some pair may not see each
     other."""
     pairs, stages, count = plan.pairs, jnp.int32(plan.pairs.stages), round * tile.steps + step
     buffer = lax.rem(count, stages)
@@ -402,9 +402,7 @@ def bias_gradient(call: Call, config: FlashGradientsConfig, inputs: Mapping[str,
         "bias": bias,
         "iterations": jnp.full((1,), plan.iterations, jnp.int32),
     } | segments(call, rows, keys)
-    spans = spans_of(call, QUERIES, KEYS, by_key=True, across_batch=plan.shape[0] == 1)
-    if spans is not None:
-        more["spans"] = spans
+    more |= spans_of(call, QUERIES, KEYS, by_key=True, across_batch=plan.shape[0] == 1)
     found = launch(
         call,
         partial(kernel, plan=plan),

@@ -399,12 +399,10 @@ def masks(call: Call, plan: AttentionGradientPlan) -> dict[str, jax.Array]:
     which streamed tiles come by that may hold segments of a resident tile; or how many come by, where all see all: of a
     number of steps that compilers know they know too much (``anew``)."""
     rows, keys = (padded(call.dims[name], CONSUMERS * ROWS) for name in ("q_len", "kv_len"))
-    found, by_query = {}, plan.by_query
+    by_query = plan.by_query
     of_queries, of_keys = (plan.rows, plan.streamed.tile) if by_query else (plan.streamed.tile, plan.rows)
-    spans = spans_of(call, of_queries, of_keys, by_key=not by_query)
-    if spans is not None:
-        found["spans"] = spans
-    elif plan.band.first is None and plan.band.last is None:
+    found = spans_of(call, of_queries, of_keys, by_key=not by_query)
+    if not found and plan.band.first is None and plan.band.last is None:
         found["span"] = jnp.full((1,), pl.cdiv(plan.streamed.length, plan.streamed.tile), jnp.int32)
     bias = call.arrays["bias"]
     if bias is not None:
