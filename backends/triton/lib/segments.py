@@ -1,10 +1,10 @@
 """Packed sequences: which keys each query sees by segment ids, and which queries see each key, before attention runs.
 
 Attention with segment ids sees pairs of one segment alone. Of each row of one side (queries or keys) a kernel finds the
-*range* [lo, hi) of the other side: from the first position that has the row's id to behind the last. Attention does not
-visit tiles outside of the ranges of all its rows. Where ids are sorted, as those of documents that are packed one
-behind the other, what is left is block-diagonal. Ids in any order are right: a range may hold other segments too, and
-pairs are compared in the tiles that are visited.
+*range* [lo, hi) of the other side: from the first position that has the row's id to behind the last. A tile of rows
+does not visit what lies outside of the ranges of all of its rows. Where ids are sorted, as those of documents that are
+packed one behind the other, what is left is block-diagonal. Ids in any order are right: a range may hold other segments
+too, and pairs are compared in the tiles that are visited.
 
 A tile that is masked for a row leaves the row's state as it is, so a row has the same bits as without ranges.
 """
