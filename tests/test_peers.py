@@ -18,6 +18,7 @@ import portakern as pk
 from portakern import testing
 from portakern.cli import app
 from portakern.core import registry
+from portakern.errors import UnsupportedError
 from portakern.testing import Limits
 from tests.places import DEEP
 
@@ -50,7 +51,8 @@ def test_peers_stand_apart():
 
 def test_every_module_of_peers_is_found_by_name():
     package = importlib.import_module("portakern.backends.peers")
-    modules = {f"{package.__name__}.{m.name}" for m in pkgutil.iter_modules(package.__path__)}
+    named = {m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_")}
+    modules = {f"{package.__name__}.{name}" for name in named}
     found = {
         b.module_of(op, family) for b in registry.peers().values() for op in pk.ops() for family in b.families_with(op)
     }
@@ -374,6 +376,28 @@ def test_flash_cute_hands_over_what_the_op_says(monkeypatch, options):
     np.testing.assert_allclose(found, pk.op("attention")(Q, Q, Q, **options), atol=1e-6)
 
 
+def test_flash_cute_gets_documents_by_their_ends(monkeypatch):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+
+    def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=False, **rest):
+        assert max_seqlen_q == max_seqlen_k == 5 and cu_seqlens_q.dtype == torch.int32
+        ends = zip(cu_seqlens_q.tolist(), cu_seqlens_q.tolist()[1:], strict=False)
+        parts = [[x[None, first:last] for x in (q, k, v)] for first, last in ends]
+        o = [pk.op("attention", backend="reference")(*part, is_causal=causal)[0] for part in parts]
+        return torch.cat(o), None
+
+    fake(monkeypatch, "flash_attn.cute", flash_attn_varlen_func=flash_attn_varlen_func)
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 8, 4, d)).astype(np.float32) for d in (16, 16, 24))
+    ids = np.array([[1, 1, 1, 1, 1, 0, 0, 0], [3, 3, 3, 2, 2, 2, 2, 1]])
+    found = peer_function("flash_cute", "attention")(
+        *map(torch.from_numpy, (q, k, v)), q_segment_ids=torch.from_numpy(ids), kv_segment_ids=torch.from_numpy(ids),
+        is_causal=True,
+    )  # fmt: skip
+    want = pk.op("attention")(q, k, v, q_segment_ids=ids, kv_segment_ids=ids, is_causal=True)
+    np.testing.assert_allclose(found, want, atol=1e-6)
+
+
 def test_quack_gets_rows(monkeypatch):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     functional = torch.nn.functional
@@ -470,3 +494,41 @@ def test_flex_attentions_blocks_are_those_of_its_whole_mask(window):
         assert torch.equal(found.to_dense(), whole.to_dense())
         assert torch.equal(found.full_kv_num_blocks, whole.full_kv_num_blocks)
         assert found.seq_lengths == whole.seq_lengths and found.BLOCK_SIZE == whole.BLOCK_SIZE
+
+
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (100, 50)], ids=str)
+@pytest.mark.parametrize("kind", ["in order", "in none", "one", "of queries alone"])
+def test_flex_attentions_blocks_of_segments_are_those_of_the_whole_mask(window, kind):
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    from portakern.backends.peers.torch_flex import _packed
+
+    q_len, kv_len = (700, 700) if kind != "of queries alone" else (300, 700)
+    ids = torch.arange(2 * kv_len).view(2, -1) // 150
+    q_ids, kv_ids = {
+        "in order": (ids, ids), "in none": (ids.flip(1) % 3, ids % 3), "one": (ids * 0, ids * 0),
+        "of queries alone": (ids[:, :q_len], ids),
+    }[kind]  # fmt: skip
+    found = _packed(q_ids, kv_ids, *window)
+    whole = create_block_mask(found.mask_mod, 2, None, q_len, kv_len, device="cpu")
+    assert torch.equal(found.to_dense().bool(), found.to_dense().bool() | whole.to_dense().bool())  # none is left out
+    exact = kind != "in none"  # ranges that meet although no ids do
+    assert not exact or torch.equal(found.to_dense(), whole.to_dense())
+    assert torch.equal(found.full_kv_num_blocks, whole.full_kv_num_blocks)
+
+
+def test_documents_of_neighbouring_rows_are_known_by_their_ends():
+    import torch
+
+    from portakern.backends.peers._packed import documents
+
+    ids = torch.tensor([[5, 5, 5, 2], [7, 7, 2, 2]])  # an id of one sequence says nothing of another's
+    found = documents(ids, ids, "it")
+    assert found.starts.tolist() == [0, 3, 4, 6, 8] and found.longest == 3
+    assert documents(ids, ids, "it") is found
+    ids[0, 1] = 9  # the same tensor with other values
+    with pytest.raises(UnsupportedError, match="come again behind others"):
+        documents(ids, ids, "it")
+    with pytest.raises(UnsupportedError, match="have in common"):
+        documents(ids, ids[:, :3], "it")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from portakern.backends.peers._packed import documents
 from portakern.backends.peers.provide import LACKS, provides
 from portakern.core.backend import Backend
 from portakern.core.call import Call
@@ -43,11 +44,26 @@ def attention(
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    q_segment_ids: Any = None,
+    kv_segment_ids: Any = None,
 ) -> Any:
-    """The spec's own layout and alignment."""
-    from flash_attn.cute import flash_attn_func
+    """The spec's own layout and alignment. Of segments it takes documents of neighbouring rows, by their ends."""
+    from flash_attn import cute
 
-    result = flash_attn_func(
-        q, k, v, softmax_scale=scale, causal=is_causal, window_size=window or (None, None), softcap=softcap or 0.0
-    )
+    modes = {
+        "softmax_scale": scale, "causal": is_causal, "window_size": window or (None, None), "softcap": softcap or 0.0,
+    }  # fmt: skip
+    if q_segment_ids is None:
+        return _first(cute.flash_attn_func(q, k, v, **modes))
+    packed = documents(q_segment_ids, kv_segment_ids, "FlashAttention")
+    ends = {
+        "cu_seqlens_q": packed.starts, "cu_seqlens_k": packed.starts,
+        "max_seqlen_q": packed.longest, "max_seqlen_k": packed.longest,
+    }  # fmt: skip
+    o = _first(cute.flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), **ends, **modes))
+    return o.view(*q.shape[:-1], v.shape[-1])
+
+
+def _first(result: Any) -> Any:
+    """o, which comes with lse in some versions."""
     return result[0] if isinstance(result, tuple) else result

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from portakern.backends.peers._packed import kept
 from portakern.backends.peers.provide import LACKS, provides
 from portakern.backends.peers.torch_compiled import compiled
 from portakern.backends.peers.torch_eager import as_asked, attention_wants
@@ -44,6 +45,8 @@ def attention(
     k: Any,
     v: Any,
     bias: Any = None,
+    q_segment_ids: Any = None,
+    kv_segment_ids: Any = None,
     *,
     is_causal: bool = False,
     window: Window | None = None,
@@ -52,7 +55,7 @@ def attention(
     precision: str = "ieee",
 ) -> Any:
     """Heads before the sequence; the causal mask is a window's edge. What the mask leaves of each block is found before
-    the first call of a shape, and kept. On a CPU it runs uncompiled, as a formula."""
+    the first call of a shape, or with these segment ids, and kept. On a CPU it runs uncompiled, as a formula."""
     import torch
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -62,7 +65,10 @@ def attention(
     run = compiled_flex() if q.is_cuda else flex_attention
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
     seen = None
-    if left is not None or right is not None:
+    if q_segment_ids is not None:
+        with torch.no_grad():
+            seen = _packed(q_segment_ids, kv_segment_ids, left, right)
+    elif left is not None or right is not None:
         with torch.no_grad():
             seen = _blocks(left, right, q.shape[1], k.shape[1], q.device)
     pairs = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
@@ -90,36 +96,78 @@ def _blocks(left: int | None, right: int | None, q_len: int, kv_len: int, device
     """The blocks of a window, the last query at the last key: what each block of it sees follows from its corners.
     PyTorch's ``create_block_mask`` writes the mask of all queries and keys first, 268 million entries for 16384 of
     both, and compiled, so that it need not, it took longer than all calls together."""
-    import torch
-    from torch.nn.attention.flex_attention import BlockMask
+    some, whole = _corners(left, right, q_len, kv_len, device)
+    return _mask(some[None], whole[None], _window(left, right, q_len, kv_len), q_len, kv_len)
 
+
+@kept
+def _packed(q_segment_ids: Any, kv_segment_ids: Any, left: int | None, right: int | None) -> Any:
+    """The blocks of a window within segments: the ids of a block of queries and of one of keys may meet where their
+    ranges do, and are all equal where each block has one id, the same."""
+    q_len, kv_len = q_segment_ids.shape[1], kv_segment_ids.shape[1]
+    some, whole = _corners(left, right, q_len, kv_len, q_segment_ids.device)
+    q_least, q_most = (x[:, :, None] for x in _extremes(q_segment_ids))
+    k_least, k_most = (x[:, None, :] for x in _extremes(kv_segment_ids))
+    some = some & (q_least <= k_most) & (k_least <= q_most)
+    whole = whole & (q_least == k_most) & (q_most == k_least)
+    inside = _window(left, right, q_len, kv_len)
+
+    def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return inside(b, h, i, j) & (q_segment_ids[b, i] == kv_segment_ids[b, j])
+
+    return _mask(some, whole, seen, q_len, kv_len)
+
+
+def _window(left: int | None, right: int | None, q_len: int, kv_len: int) -> Callable[..., Any]:
+    """Whether a window leaves a pair."""
     before = kv_len - q_len  # keys that stand before query 0
 
     def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
         ahead = j - i - before
         if left is None:
-            return ahead <= right
+            return ahead <= (INFINITE if right is None else right)
         return ahead >= -left if right is None else (ahead >= -left) & (ahead <= right)
 
+    return seen
+
+
+def _corners(left: int | None, right: int | None, q_len: int, kv_len: int, device: Any) -> tuple[Any, Any]:
+    """(blocks of queries, blocks of keys): where a window leaves some pairs, and where all of them."""
+    import torch
+
+    before = kv_len - q_len
     q_first, k_first = (torch.arange(0, n, BLOCK, device=device) for n in (q_len, kv_len))
     q_last, k_last = (first + BLOCK - 1 for first in (q_first, k_first))
     least = k_first - q_last[:, None] - before  # of what keys of a block are ahead of its queries
     most = k_last - q_first[:, None] - before
     behind, beyond = (-INFINITE if left is None else -left), (INFINITE if right is None else right)
     some = (most >= behind) & (least <= beyond)
-    whole = (least >= behind) & (most <= beyond) & (k_last < kv_len) & (q_last < q_len)[:, None]
-    listed = [_listed(blocks) for blocks in (some & ~whole, whole)]
-    return BlockMask.from_kv_blocks(
-        *listed[0], *listed[1], BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(q_len, kv_len)
-    )
+    return some, (least >= behind) & (most <= beyond) & (k_last < kv_len) & (q_last < q_len)[:, None]
+
+
+def _extremes(ids: Any) -> tuple[Any, Any]:
+    """The least and the greatest id of each block, (batch, blocks)."""
+    import torch
+
+    ragged = -ids.shape[1] % BLOCK
+    blocks = torch.cat([ids, ids[:, -1:].expand(-1, ragged)], 1).unflatten(1, (-1, BLOCK))
+    return blocks.amin(2), blocks.amax(2)
+
+
+def _mask(some: Any, whole: Any, seen: Callable[..., Any], q_len: int, kv_len: int) -> Any:
+    """flex_attention's form of blocks (batch, of queries, of keys) that are seen in part, and as a whole."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    partly, wholly = (_listed(blocks) for blocks in (some & ~whole, whole))
+    return BlockMask.from_kv_blocks(*partly, *wholly, BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(q_len, kv_len))
 
 
 def _listed(blocks: Any) -> tuple[Any, Any]:
     """(how many blocks of keys a block of queries has, which they are and then the others), for all heads."""
     import torch
 
-    order = torch.argsort(blocks.int(), dim=1, descending=True, stable=True)
-    return blocks.sum(1).int()[None, None].contiguous(), order.int()[None, None].contiguous()
+    order = torch.argsort(blocks.int(), dim=-1, descending=True, stable=True)
+    return blocks.sum(-1).int()[:, None].contiguous(), order.int()[:, None].contiguous()
 
 
 def _changed(softcap: float | None, bias: Any) -> Callable[..., Any] | None:

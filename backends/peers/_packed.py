@@ -1,0 +1,63 @@
+"""Sequences that segment ids pack one behind the other, in the forms of other libraries, made once for each pair of
+arrays: a benchmark's clock does not hold what a library's users make once for all layers of a model."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from portakern.errors import UnsupportedError
+
+__all__ = ["Documents", "documents", "kept"]
+
+
+def kept(make: Callable[..., Any]) -> Callable[..., Any]:
+    """``make(q_segment_ids, kv_segment_ids, *more)``, not made again while the last two tensors that came are these,
+    unchanged."""
+    last: list[Any] = [(), (), None]  # references to the ids; their versions and ``more``; what was made
+
+    @functools.wraps(make)
+    def once(q_segment_ids: Any, kv_segment_ids: Any, *more: Any) -> Any:
+        ids = (q_segment_ids, kv_segment_ids)
+        now = (*(x._version for x in ids), *more)
+        if now != last[1] or any(of() is not x for of, x in zip(last[0], ids, strict=True)):
+            last[:] = [weakref.ref(x) for x in ids], now, make(*ids, *more)
+        return last[2]
+
+    return once
+
+
+class Documents(NamedTuple):
+    """Runs of equal ids, over all sequences of a batch laid one behind the other.
+
+    Attributes:
+      starts: (documents + 1,) int32, on the ids' device: the first row of each, and behind the last the number of rows.
+      longest: rows of the longest.
+    """
+
+    starts: Any
+    longest: int
+
+
+@kept
+def documents(q_segment_ids: Any, kv_segment_ids: Any, library: str) -> Documents:
+    """The documents of a packed batch.
+
+    Raises:
+      UnsupportedError: queries and keys differ in their ids, or an id comes again behind another: no list of documents'
+        ends says that.
+    """
+    import torch
+
+    if q_segment_ids.shape != kv_segment_ids.shape or not torch.equal(q_segment_ids, kv_segment_ids):
+        raise UnsupportedError(f"{library} takes documents that queries and keys have in common; these ids differ")
+    ids = q_segment_ids
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    if any(len(torch.unique(row)) != int(first.sum()) for row, first in zip(ids, begins, strict=True)):
+        raise UnsupportedError(f"{library} takes documents of neighbouring rows; these ids come again behind others")
+    starts = torch.nonzero(begins.reshape(-1)).reshape(-1)
+    starts = torch.cat([starts, starts.new_tensor([ids.numel()])])
+    return Documents(starts.int(), int(starts.diff().max()))
