@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import triton
 import triton.language as tl
 
-from portakern.backends.triton.configs import RowsConfig
+from portakern.backends.triton.configs import LossesConfig, RowsConfig
 from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, torch_dtype
 from portakern.backends.triton.layout import aligned, fresh, pow2_at_least, row_start, walk_rows
 from portakern.backends.triton.lib.columns import (
@@ -36,6 +36,7 @@ from portakern.backends.triton.lib.rows import (
     row_tile,
     start_of,
     tile_of,
+    tile_rows,
     whole_rows,
 )
 from portakern.spec.dtypes import numpy_dtype
@@ -89,6 +90,7 @@ def cross_entropy_kernel(
     label = tl.load(labels + row, mask=row < extents.height, other=ignored).to(tl.int64)
     counted = (row < extents.height) & (label != ignored)
     x_at = row_start(x, row, extents.inner, x_strides.outer, x_strides.inner, tile.flat, tile.unit)
+    at = label_logit(x_at, x_strides.n, label, counted, n, terms.acc_dtype)  # first: nobody waits for it at the end
     x_row, row_ok = x_at[:, None], counted[:, None]
     total = tl.full([tile.block_rows], 0.0, tile.acc_dtype)
 
@@ -101,8 +103,7 @@ def cross_entropy_kernel(
     else:
         m, l, total = of_long_rows(x_row, x_strides.n, n, row_ok, terms.even > 0, tile)
 
-    out = Losses(loss, lse, low)
-    write_losses(out, row, row < extents.height, x_at, x_strides.n, label, counted, (m, l, total), n, terms)
+    write_losses(Losses(loss, lse, low), row, row < extents.height, counted, at, (m, l, total), n, terms)
 
 
 @triton.jit
@@ -137,18 +138,22 @@ def cross_entropy_columns_kernel(
         sums = tree_sum(tl.exp(t[0] - finite_or_zero(top)))
         if terms.even > 0:
             total = tree_sum(tl.where(step < extents.n, t[0], 0.0))
-    out, found = Losses(loss, lse, low), (top, sums, total)
-    write_losses(out, row, inside, x_row, x_n, label, counted, found, extents.n, terms)
+    at = label_logit(x_row, x_n, label, counted, extents.n, terms.acc_dtype)
+    write_losses(Losses(loss, lse, low), row, inside, counted, at, (top, sums, total), extents.n, terms)
 
 
 @triton.jit
-def write_losses(out, row, present, x_at, x_n, label, counted, found, n, terms: tl.constexpr):
-    """The loss and the lse of rows that begin at ``x_at``, with the maximum m, l and the sum ``total`` of each; of the
-    first only where e is above 0. lse and low may be None."""
-    m, l, total = found
-    # A label that is no class is not followed: its logit is NaN.
+def label_logit(x_at, x_n, label, counted, n, acc_dtype: tl.constexpr):
+    """x_t of rows that begin at ``x_at``. A label that is no class is not followed: its logit is NaN."""
     is_class = (label >= 0) & (label < n)
-    at = tl.load(x_at + label * x_n, mask=counted & is_class, other=float("nan")).to(terms.acc_dtype)
+    return tl.load(x_at + label * x_n, mask=counted & is_class, other=float("nan")).to(acc_dtype)
+
+
+@triton.jit
+def write_losses(out, row, present, counted, at, found, n, terms: tl.constexpr):
+    """The loss and the lse of rows, with x_t, which is ``at``, the maximum m, l and the sum ``total`` of each; of the
+    last only where e is above 0. lse and low may be None."""
+    m, l, total = found
     shift, log = finite_or_zero(m), tl.log(l)
     if terms.even > 0:
         value = log + (1.0 - terms.even) * (shift - at) + terms.even * (shift - total / n)
@@ -170,7 +175,7 @@ def write_losses(out, row, present, x_at, x_n, label, counted, found, n, terms: 
 
 def losses_into(
     call: Call, x: torch.Tensor, labels: torch.Tensor, loss: torch.Tensor | None,
-    lse: tuple[torch.Tensor | None, torch.Tensor | None], config: RowsConfig,
+    lse: tuple[torch.Tensor | None, torch.Tensor | None], config: LossesConfig,
 ) -> None:  # fmt: skip
     """Write the loss, and lse and lse_low, of each row of logits x, of a call with this op's options. Contiguous
     labels."""
@@ -186,7 +191,15 @@ def losses_into(
         return
     launch(cross_entropy_kernel, cdiv(rows.height, config.block_rows), call, x, labels, loss, *lse,
            RowExtents(rows.height, rows.inner, n), ignored, rows.strides[0], terms=terms,
-           tile=row_tile(call, rows, n, config), num_warps=config.num_warps)  # fmt: skip
+           tile=row_tile(call, rows, n, config)._replace(stages=config.num_stages),
+           num_warps=config.num_warps)  # fmt: skip
+
+
+def tile_losses(n: int, arch: str) -> LossesConfig:
+    """Those of other rows, but that long ones, which nobody reads twice, are read by fewer threads."""
+    if n % 8 or n <= 8192:
+        return LossesConfig(**tile_rows(n, arch), num_stages=1)
+    return LossesConfig(block_rows=1, block_n=8192, num_warps=8 * 32 // lanes(arch), num_stages=1)
 
 
 def numbers(call: Call, x: torch.Tensor) -> torch.Tensor:

@@ -63,7 +63,8 @@ class RowTile(NamedTuple):
       flat, unit: of :meth:`TensorRows.known`.
       tail: the width of a second tile, or 0; tiles: how many hold a row, 0 where it is read in blocks.
       deep: of a row that is read in blocks, how many tiles make a block.
-      stages: tiles of rows one after another whose loads are under way.
+      adjacent: of a row that is read in blocks, how many elements a thread has beside each other.
+      stages: tiles of rows one after another, or blocks of a long one, whose loads are under way.
     """
 
     block_rows: int
@@ -74,6 +75,7 @@ class RowTile(NamedTuple):
     tail: int = 0
     tiles: int = 0
     deep: int = 1
+    adjacent: int = 1
     stages: int = 1
 
 
@@ -166,13 +168,18 @@ def exp_or_zero(t):
 
 @triton.jit
 def running(m, l, tiles):
-    """Each place's maximum m, and its sum l = sum exp(x - m), of what it had and of what ``tiles`` bring there.
+    """Each place's maximum m, and its sum l = sum exp(x - m), of what it had and of what ``tiles`` bring there. Where m
+    has one number along the last axis, the places along it share their maximum, and one exponential rescales them.
 
-    No place asks another, so that no thread waits, and the tiles are loaded at once. What had no number yet, or
-    nothing but -inf, has the sum 0; what has +inf keeps the sum +inf, which nothing rescales: 0 inf would be NaN."""
-    top = m
-    for i in tl.static_range(len(tiles)):
+    No place asks another, or none of another thread, so that no thread waits, and the tiles are loaded at once. What
+    had no number yet, or nothing but -inf, has the sum 0; what has +inf keeps the sum +inf, which nothing rescales:
+    0 inf would be NaN."""
+    top = tiles[0]
+    for i in tl.static_range(1, len(tiles)):
         top = tl.maximum(top, tiles[i])
+    if m.shape[-1] < l.shape[-1]:
+        top = tl.max(top, len(m.shape) - 1, keep_dims=True)
+    top = tl.maximum(m, top)
     shift = finite_or_zero(top)
     found = exp_or_zero(tiles[0] - shift)
     for i in tl.static_range(1, len(tiles)):
@@ -205,22 +212,31 @@ def places_of(n, row_ok, tile: tl.constexpr):
 
 
 @triton.jit
+def vectors(x, tile: tl.constexpr):
+    """The numbers of rows by the vectors in which a thread moves them: (rows, vectors, numbers of one)."""
+    return tl.reshape(x, [x.shape[0], x.shape[1] // tile.adjacent, tile.adjacent])
+
+
+@triton.jit
 def of_long_rows(x_row, x_n, n, row_ok, sums: tl.constexpr, tile: tl.constexpr):
     """m = max x and l = sum exp(x - m), or sum exp(x) where m is infinite, of rows that are read ``block_n`` numbers at
-    a time, and the sum of x if ``sums``: place by place (:func:`running`), and once across the places."""
-    col, l, n, whole = places_of(n, row_ok, tile)
-    m, total = l - float("inf"), l
+    a time, and the sum of x if ``sums``: place by place (:func:`running`), and once across the places. Those that a
+    thread loads at once share their maximum."""
+    col, total, n, whole = places_of(n, row_ok, tile)
+    l = vectors(total, tile)
+    m = tl.max(l, 2, keep_dims=True) - float("inf")
     wanted = tl.max(tl.max(row_ok.to(tl.int64), 1), 0)  # 0: no row
     for ends in tl.static_range(2):
-        for start in range(whole if ends else 0, n if ends else whole * wanted, tile.block_n):
+        for start in tl.range(whole if ends else 0, n if ends else whole * wanted, tile.block_n,
+                              num_stages=1 if ends else tile.stages):  # fmt: skip
             t = load_columns(x_row, start, col, x_n, n, row_ok, ends, float("-inf"), tile)
-            m, l = running(m, l, t)
+            m, l = running(m, l, [vectors(x, tile) for x in t])
             if sums:
                 for i in tl.static_range(len(t)):
                     total += tl.where(start + i * col.shape[1] + col < n, t[i], 0.0)
-    top = tl.max(m, 1)
-    l = tl.sum(l * tl.exp(tl.minimum(m - finite_or_zero(top)[:, None], 0.0)), 1)
-    return top, l, tl.sum(total, 1)
+    top = tl.max(tl.max(m, 2), 1)
+    scale = tl.exp(tl.minimum(m - finite_or_zero(top)[:, None, None], 0.0))
+    return top, tl.sum(tl.sum(l * scale, 2), 1), tl.sum(total, 1)
 
 
 @triton.jit
@@ -301,7 +317,8 @@ def row_tile(call: Call, rows: TensorRows, n: int, config: RowsConfig) -> RowTil
     that all threads read at once, so that what a thread adds up is in its own hands."""
     tail, tiles = tiles_of(call, n, config)
     deep = 1 if tiles else min(max(config.block_n // threads_read(call, n, config.num_warps), 1), 16)
-    return block_tile(call, rows, config)._replace(tail=tail, tiles=tiles, deep=deep)
+    tile = block_tile(call, rows, config)
+    return tile._replace(tail=tail, tiles=tiles, deep=deep, adjacent=tile.unit if rows.strides[0].n == 1 else 1)
 
 
 def block_tile(call: Call, rows: TensorRows, config: RowsConfig) -> RowTile:
