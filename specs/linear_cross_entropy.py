@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 import numpy as np
 from jaxtyping import Float, Float32, Int
 
-from portakern.spec import Tile, spec
+from portakern.spec import Tile, When, spec
 from portakern.spec.dtypes import DTYPES
 from portakern.spec.options import Range
-from portakern.spec.tolerance import KAPPA, abs_matmul, format_of, magnitude, rounded, units
+from portakern.spec.tolerance import KAPPA, abs_matmul, format_of, magnitude, round_to, rounded, store_spread, units
 from portakern.specs._gradients import each_alone, stored_bounds, stored_spreads
 from portakern.specs._rows import plant
 from portakern.specs.cross_entropy import (
@@ -43,13 +43,14 @@ class LinearCrossEntropyOut(NamedTuple):
     loss: Float32[A, "*batch"]
     lse: Float32[A, "*batch"]
     slope: Float[A, "*batch d"]
+    logit_gradients: Float[A, "*batch n"]
 
 
 @spec(
     tiling={"chunk_rows": Tile(16, 65536)},
     require=(LABELS,),
     positive=("n", "d"),
-    returns={"lse": "return_lse", "slope": "return_slope"},
+    returns={"lse": "return_lse", "slope": "return_slope", "logit_gradients": "return_logit_gradients"},
     saved=LowSaved,
     apart=("batch",),
     vjp="linear_cross_entropy_vjp",
@@ -68,20 +69,25 @@ def linear_cross_entropy(
     label_smoothing: Annotated[float, Range(0.0, 1.0, typical=(0.0, 0.1))] = 0.0,
     z_loss: Annotated[float, Range(0.0, typical=(0.0, 1e-4))] = 0.0,
     precision: Literal["ieee", "tf32"] = "ieee",
+    keep_logit_gradients: bool = False,
     return_lse: bool = False,
     return_slope: bool = False,
+    return_logit_gradients: bool = False,
 ) -> LinearCrossEntropyOut:
     """The cross_entropy of each row x = weight h of logits, h a row of hidden, in float32 (float64 for float64).
 
     Logits are sums in float32 that may be rounded to hidden's dtype, and so may b, below, each once. They are taken
-    ``chunk_rows`` rows at a time, so that no more of them are ever in memory; how many makes no difference to a row.
+    ``chunk_rows`` rows at a time, so that no more of them are ever in memory, unless b is kept; how many makes no
+    difference to a row.
 
     The slope of a row is the gradient of its loss with respect to h,
 
         sum_j b_j weight_j        b_j = p_j (1 + 2 z lse) - (1 - e) [j = t] - e / n        p = exp(min(x - lse, 0))
 
     with t the label, e = label_smoothing and z = z_loss. It needs the logits of its row and no other's, so that it is
-    taken where these are at hand, and the gradient needs no second look: it is slope times the loss's cotangent.
+    taken where these are at hand, and the gradient needs no second look: it is slope times the loss's cotangent. The
+    weight's gradient needs b of all rows. Where a call that is differentiated keeps b (``keep_logit_gradients``), in
+    hidden's dtype, no product is taken twice; else logits and b are taken again, by a fourth product.
 
     The source is the fused linear cross entropy of Hsu et al. 2024, "Liger Kernel", section 3.2, for chunks of rows;
     for what the other gradient needs, see linear_cross_entropy_vjp.
@@ -90,12 +96,15 @@ def linear_cross_entropy(
       hidden: (*batch, d); weight: (n, d), a row for each of n classes; labels: (*batch), int32 or int64.
       ignore_index, label_smoothing, z_loss: as in cross_entropy; the logits of an ignored row take no part.
       precision: of products of float32, as in matmul.
-      return_lse, return_slope: whether lse and slope come with the loss.
+      keep_logit_gradients: whether b is kept for the gradient of weight: as many numbers of hidden's dtype as there are
+        logits, from the forward pass to the backward pass. It changes nothing where nothing is differentiated.
+      return_lse, return_slope, return_logit_gradients: whether lse, slope and b come with the loss.
 
     Returns:
-      loss, lse: (*batch), float32 whatever hidden is (float64 for float64), as in cross_entropy; slope: (*batch, d), of
-      hidden's dtype. All are 0 in a row that is ignored, but that in slope 0 times an infinite weight is NaN: no
-      product is left out. Nothing is promised of a row of which a logit may be beyond what hidden's dtype holds.
+      loss, lse: (*batch), float32 whatever hidden is (float64 for float64), as in cross_entropy; slope: (*batch, d),
+      and logit_gradients: (*batch, n), which is b, of hidden's dtype. All are 0 in a row that is ignored, but that in
+      slope 0 times an infinite weight is NaN: no product is left out. Nothing is promised of a row of which a logit may
+      be beyond what hidden's dtype holds.
     """
     raise NotImplementedError
 
@@ -236,6 +245,7 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         lse:   B_lse  + s R                     R = log sum_j p_j exp(B_xj);  lse_low: 3 times that
         loss:  B_loss + s [R (1 + 2 z |lse| + z R) + (1 - e) B_xt + e mean B_x]
         slope: B_c    + (1 + U) sum_j E_j |weight_j|
+        logit_gradients: E_j
         E_j = B_bj + s (1 + U) [D_j (1 + 2 z |lse|) + 2 z S (p_j + D_j)]
 
     A logit is one product, stored in hidden's dtype, and lse moves by no more than R where each moves by its bound (the
@@ -257,14 +267,14 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
             np.where(at.counted, wider(base, SLACK * np.nan_to_num(more, nan=inf), y), 0.0)
             for base, more, y in zip(own[:2], (of_loss, rise), exact, strict=True)
         ]
-        if ref[2] is not None:
+        found += [None, None]
+        if ref[2] is not None or ref[3] is not None:
             shift = rise + np.where(np.isfinite(exact[1]), own[1], 0.0)
             of = at.brackets(call, exact[1], np.ones(len(rise)))
             b = bracket_values(of)
-            err = bracket_error(call, at, of, b, shift)
-            found.append(of_brackets(call, b, err, call.arrays["weight"], ref[2].reshape(-1, call.dims["d"])))
-        else:
-            found.append(None)
+            found[3] = bracket_error(call, at, of, b, shift)
+        if ref[2] is not None:
+            found[2] = of_brackets(call, b, found[3], call.arrays["weight"], ref[2].reshape(-1, call.dims["d"]))
         return shaped(ref, [*found, low_bound(call, exact[1], np.where(at.counted, found[1], 0.0))])
 
 
@@ -277,7 +287,8 @@ def cross_entropy_outputs(call: Call, at: Logits) -> tuple[np.ndarray, np.ndarra
     """loss and lse of exact logits."""
     part = LossTerms.of(at.losses(call))
     loss = part.log + part.target + part.even + part.square
-    return np.where(at.counted, loss, 0.0), np.where(at.counted, part.lse, 0.0)
+    lse = np.where(np.isposinf(at.x.max(-1)), inf, part.lse)
+    return np.where(at.counted, loss, 0.0), np.where(at.counted, lse, 0.0)
 
 
 def bracket_values(loss_call: Call) -> np.ndarray:
@@ -342,7 +353,8 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     The slope's is not known where a logit may be off by more than ``LINEAR``, b be ``lost``, or much of it rounded
     ``alike``.
     With w = weight, m = sum p w, s_c of the product alone, S that of lse: a logit moves p and, by lse, all others
-    against it, and the factor of all. R is the ``variance_factor`` for what brackets draw.
+    against it, and the factor of all. R is the ``variance_factor`` for what brackets draw. Of logit_gradients none is
+    told: the numbers of a row share what lse is off by, and what they draw besides is in the slope.
     """
     with np.errstate(all="ignore"):
         at = Logits.of(call)
@@ -369,7 +381,7 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
             found.append(np.where(unknown, inf, np.sqrt(whole)))
         else:
             found.append(None)
-        return shaped(ref, [*found, np.full(len(h), inf)])
+        return shaped(ref, [*found, np.full(b.shape, inf), np.full(len(h), inf)])
 
 
 @linear_cross_entropy.exact
@@ -378,8 +390,9 @@ def exact(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     ignored = call.arrays["labels"] == call.options["ignore_index"]
     finite = bool(np.isfinite(call.arrays["weight"]).all())
     whole = None if ref[2] is None else np.broadcast_to(ignored[..., None] & finite, ref[2].shape)
-    loss, lse, low = (None if y is None else ignored for y in (ref[0], ref[1], ref[3]))
-    return loss, lse, whole, low
+    loss, lse, low = (None if y is None else ignored for y in (ref[0], ref[1], ref[4]))
+    b = None if ref[3] is None else np.broadcast_to(ignored[..., None], ref[3].shape)
+    return loss, lse, whole, b, low
 
 
 @linear_cross_entropy.edge(dims={"n": (2, 140), "d": (1, 40)}, options={"return_slope": True})
@@ -444,8 +457,9 @@ def rows_are_independent(run, draw):
     labels = draw.integers(0, n - 1, rows, dtype="int64")
     first = draw.extent(0, rows - 1)
     row = slice(first, first + 1)
-    alone, among = (run(h[r], w, labels[r], return_lse=True, return_slope=True) for r in (row, slice(None)))
-    for name, one, all_ in zip(("loss", "lse", "slope"), alone, among, strict=True):
+    every = {"return_lse": True, "return_slope": True, "return_logit_gradients": True}
+    alone, among = (run(h[r], w, labels[r], **every) for r in (row, slice(None)))
+    for name, one, all_ in zip(("loss", "lse", "slope", "logit_gradients"), alone, among, strict=True):
         draw.same_bits(one, all_[row], f"{name} of a row alone")
 
 
@@ -459,10 +473,13 @@ def the_integer_type_does_not_matter(run, draw):
 
 @linear_cross_entropy.law
 def what_else_is_asked_for_does_not_matter(run, draw):
-    """The loss has the same bits with and without its slope."""
+    """The loss has the same bits with and without its slope, and the slope with and without b."""
     rows, n, d = draw.extent(1, 40), draw.extent(1, 100), draw.extent(1, 30)
     h, w, labels = draw.normal(rows, d), draw.normal(n, d), draw.integers(0, n - 1, rows, dtype="int64")
-    draw.same_bits(run(h, w, labels, return_slope=True)[0], run(h, w, labels), "the loss beside its slope")
+    sloped = run(h, w, labels, return_slope=True)
+    draw.same_bits(sloped[0], run(h, w, labels), "the loss beside its slope")
+    both = run(h, w, labels, return_slope=True, return_logit_gradients=True)
+    draw.same_bits(both[2], sloped[2], "the slope beside what it is made of")
 
 
 @linear_cross_entropy.law
@@ -487,6 +504,9 @@ linear_cross_entropy.sample(
     "smoothed", dims={"batch": (5,), "n": 7, "d": 3}, options={"label_smoothing": 0.1, "z_loss": 1e-2}
 )
 linear_cross_entropy.sample(
+    "keeping", dims={"batch": (5,), "n": 7, "d": 3}, options={"keep_logit_gradients": True, "z_loss": 1e-2}
+)
+linear_cross_entropy.sample(
     "with_slope", dims={"batch": (5,), "n": 7, "d": 3}, options={"return_lse": True, "return_slope": True}
 )
 
@@ -502,9 +522,15 @@ class LinearCrossEntropyVjpOut(NamedTuple):
     require=(LABELS,),
     positive=("n", "d"),
     aliases={"d_hidden": "slope"},
+    reads={
+        "logit_gradients": When(lambda options: options["keep_logit_gradients"], "where keep_logit_gradients is True")
+    },
     apart=lambda options, wants: ("batch",) if set(wants) == {"d_hidden"} else (),
     flops=lambda call: (
-        (4.0 * call.dims["n"] * ("d_weight" in call.wants) + ("d_hidden" in call.wants))
+        (
+            (2.0 if call.options["keep_logit_gradients"] else 4.0) * call.dims["n"] * ("d_weight" in call.wants)
+            + ("d_hidden" in call.wants)
+        )
         * prod(call.dims["batch"])
         * call.dims["d"]
     ),
@@ -517,29 +543,35 @@ def linear_cross_entropy_vjp(
     slope: Float[A, "*batch d"],
     d_loss: Float32[A, "*batch"],
     lse_low: Float32[A, "*batch"] | None = None,
+    logit_gradients: Float[A, "*batch n"] | None = None,
     *,
     ignore_index: Annotated[int, Range(-(2**31), 2**31 - 1, typical=(-100, 0, -1))] = -100,
     label_smoothing: Annotated[float, Range(0.0, 1.0, typical=(0.0, 0.1))] = 0.0,
     z_loss: Annotated[float, Range(0.0, typical=(0.0, 1e-4))] = 0.0,
     precision: Literal["ieee", "tf32"] = "ieee",
+    keep_logit_gradients: bool = False,
 ) -> LinearCrossEntropyVjpOut:
     """d_hidden = d_loss slope and d_weight_j = sum of d_loss b_j h over all rows h of hidden, b as in
     linear_cross_entropy.
 
     Logits are taken again, as there, of ``chunk_n`` classes at a time: what a class needs of the others is in lse, so
-    that all rows go into one sum, which is rounded once. d_loss b may be rounded to hidden's dtype, once.
+    that all rows go into one sum, which is rounded once. d_loss b may be rounded to hidden's dtype, once. Where b was
+    kept it is met by d_loss h, which may be rounded to hidden's dtype, once: d fewer numbers a row than d_loss b has.
 
     Taking logits again where gradients need them is Cut Cross-Entropy's way (Wijmans et al. 2024, "Cut your losses in
     large-vocabulary language models", section 4), here for one of the two.
 
     Args:
-      hidden, weight, labels, ignore_index, label_smoothing, z_loss, precision: what linear_cross_entropy was given.
+      hidden, weight, labels, ignore_index, label_smoothing, z_loss, precision, keep_logit_gradients: what
+        linear_cross_entropy was given.
       lse, slope, lse_low: what it found, lse_low None being 0; d_loss: (*batch), the cotangent of its loss.
+      logit_gradients: (*batch, n), the b that it kept; None where it kept none. With it lse is not read.
 
     Returns:
       d_hidden: the shape and dtype of hidden, 0 in rows that are ignored; d_weight: those of weight, to which an
-      ignored row adds 0 times what is in it. Nothing is promised of d_weight where a logit, or d_loss b, may be beyond
-      what hidden's dtype holds, or p beyond float32.
+      ignored row adds 0 times what is in it, or in b where that was kept. Nothing is promised of d_weight where a
+      logit, or d_loss b, may be beyond what hidden's dtype holds, or p beyond float32; where b was kept, where d_loss h
+      may be.
     """
     raise NotImplementedError
 
@@ -559,7 +591,12 @@ def bound_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         d_weight: matmul's, K the number of rows, for d_loss b as large as they may be, and sum E_b |h| beside it
 
     E_b is a bracket's there, for S = 0: lse is taken as it was saved. Where it may be off, S is what it is off by, and
-    d_hidden has |d_loss| times what slope is off by more.
+    d_hidden has |d_loss| times what slope is off by more. Of b that was kept, d_weight's is
+
+        matmul's, for d_loss h as large as they may be, and sum (E_g |b| + (|d_loss h| + E_g) O) beside it
+        E_g = [u |d_loss h| + tau (|d_loss| + |h| + 1)] (1 + U) + U |d_loss h| + eta
+
+    O being what b is off by: E_j of linear_cross_entropy.
     """
     unit = units(call)
     found: list[Any] = [None, None]
@@ -572,12 +609,54 @@ def bound_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
             err = np.where((np.isinf(slope) & small[0]) | (np.isinf(g) & small[1]), inf, err)
             err = np.where(counted(call), err, 0.0)
             found[0] = stored_bounds(call, (ref[0], None), (err, None))[0]
-        if ref[1] is not None:
+        if ref[1] is not None and call.options["keep_logit_gradients"]:
+            found[1] = of_kept(call, ref[1])
+        elif ref[1] is not None:
             at = Logits.of(call)
             of, b = brackets(call, at)
             err = bracket_error(call, at, of, b, np.zeros(len(b)) + np.reshape(call.off.get("lse", 0.0), -1))
             found[1] = of_brackets(call, b.T, err.T, rows_of(call), ref[1])
     return tuple(found)
+
+
+class Weighed(NamedTuple):
+    """Of each row the numbers d_loss h, 0 where it is ignored, and b that was kept, by which they are multiplied.
+
+    Attributes:
+      value: (rows, d), exact; err: how far a kernel's may be off; b: (rows, n).
+    """
+
+    value: np.ndarray
+    err: np.ndarray
+    b: np.ndarray
+
+    @classmethod
+    def of(cls, call: Call) -> Weighed:
+        unit, h = units(call), rows_of(call)
+        g, among = call.arrays["d_loss"].reshape(-1, 1), counted(call).reshape(-1, 1)
+        value = np.where(among, g * h, 0.0)
+        err = unit.u * magnitude(value) + unit.tau * (magnitude(g) + magnitude(h) + 1)
+        err = np.where(among, round_to(err, value, call.dtype), 0.0)
+        return cls(value, err, call.arrays["logit_gradients"].reshape(len(h), -1))
+
+
+def of_kept(call: Call, ref: np.ndarray) -> np.ndarray:
+    """The bound of d_weight where b was kept."""
+    at = Weighed.of(call)
+    found = of_brackets(call, at.value.T, at.err.T, at.b, ref.T)
+    off = np.broadcast_to(call.off.get("logit_gradients", 0.0), call.arrays["logit_gradients"].shape)
+    return wider(found, (1 + units(call).U) * ((magnitude(at.value) + at.err).T @ off.reshape(at.b.shape)), ref.T).T
+
+
+def spread_of_kept(call: Call, ref: np.ndarray) -> np.ndarray:
+    """The RMS error of d_weight where b was kept."""
+    at, unit = Weighed.of(call), units(call)
+    product = of_matmul(call, "spread", at.value.T, at.b, ref.T)
+    variance = store_spread(at.value, call.dtype) ** 2 + (KAPPA * unit.u * at.value) ** 2
+    unknown = lost(call, at.value, 0).T
+    met = np.where(unknown, 0.0, variance.T) @ magnitude(at.b) ** 2
+    factor = variance_factor(call, np.where(unknown, 0.0, at.value.T))
+    return np.where(unknown, inf, np.sqrt(product**2 + factor * met)).T
 
 
 def counted(call: Call) -> np.ndarray:
@@ -592,14 +671,17 @@ def sigma_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         d_hidden: store^2 + k^2 d_hidden^2          store: of storing it (``store_spread``)
         d_weight: s_c^2 + R sum (s_b^2 + d_loss^2 p^2 s_x^2) h^2          s_c: of the product alone
 
-    R is the ``variance_factor`` for what the brackets of classes that are not ``lost`` draw.
+    R is the ``variance_factor`` for what the brackets of classes that are not ``lost`` draw. Of b that was kept
+    d_weight's is s_c^2 + R sum s_g^2 b^2, s_g what storing d_loss h draws.
     """
     found: list[Any] = [None, None]
     with np.errstate(all="ignore"):
         if ref[0] is not None:
             variance = np.where(counted(call), (KAPPA * units(call).u * magnitude(ref[0])) ** 2, 0.0)
             found[0] = stored_spreads(call, (ref[0], None), (variance, None))[0]
-        if ref[1] is not None:
+        if ref[1] is not None and call.options["keep_logit_gradients"]:
+            found[1] = spread_of_kept(call, ref[1])
+        elif ref[1] is not None:
             at, h = Logits.of(call), rows_of(call)
             of, b = brackets(call, at)
             product = of_matmul(call, "spread", b.T, h, ref[1])
@@ -657,6 +739,12 @@ def a_heavy_z_loss(arrays, rng, options):
     """2 z lse is most of what p meets."""
 
 
+@linear_cross_entropy_vjp.edge(dims={"batch": (17, 40), "n": (129, 300), "d": (17, 33)},
+                               options={"keep_logit_gradients": True}, smallest_tiles=True)  # fmt: skip
+def brackets_that_were_kept(arrays, rng, options):
+    """They are met as they are, whatever the logits of these arrays would make of them."""
+
+
 @linear_cross_entropy_vjp.edge(dims={"n": (1, 1), "d": (1, 40)})
 def one_class_vjp(arrays, rng, options):
     """The only class is certain."""
@@ -699,6 +787,18 @@ def powers_of_two_scale_exactly(run, draw):
     two = arrays[0].dtype.type(2)
     for name, twice, once in zip(("d_hidden", "d_weight"), run(*arrays, d_loss * 2), run(*arrays, d_loss), strict=True):
         draw.same_bits(twice, once * two, f"{name} of a cotangent doubled")
+
+
+@linear_cross_entropy_vjp.law
+def what_was_kept_is_multiplied(run, draw):
+    """d_weight is the sum over rows of b h, to the bit where all are small integers; ignored rows add nothing."""
+    h, w, labels, lse, slope, _ = drawn(draw)
+    rows, n = len(h), len(w)
+    b, d_loss = draw.integers(-8, 8, rows, n), draw.integers(0, 1, rows, dtype=str(lse.dtype))
+    labels[0] = -100
+    got = run(h, w, labels, lse, slope, d_loss, None, b, keep_logit_gradients=True)[1]
+    taken = (np.where(labels == -100, 0, d_loss)[:, None] * b.astype(np.float64)).T @ h.astype(np.float64)
+    draw.same_bits(got + 0, taken.astype(got.dtype) + 0, "the product with what was kept")
 
 
 @linear_cross_entropy_vjp.law

@@ -14,7 +14,8 @@ from portakern.core.config import Config
 def linear_cross_entropy(call: Call, config: Config) -> tuple[np.ndarray | None, ...]:
     """With x = hidden weight^T: loss = log l + (1 - e) (m - x_t) + e (m - mean x) + z lse^2 and slope = b weight.
 
-    hidden: (*batch, d), weight: (n, d), labels t: (*batch) -> loss, lse: (*batch), slope: (*batch, d). m = max x, or 0
+    hidden: (*batch, d), weight: (n, d), labels t: (*batch) -> loss, lse: (*batch), slope: (*batch, d), logit_gradients
+    b: (*batch, n). m = max x, or 0
     where that is infinite, l = sum exp(x - m), lse = m + log l, b_j = exp(min(x_j - lse, 0)) (1 + 2 z lse) - (1 - e)
     [j = t] -
     e / n; terms of a factor 0 are left out. All are 0 in ignored rows, b and not slope. No product is left out.
@@ -32,7 +33,8 @@ def linear_cross_entropy(call: Call, config: Config) -> tuple[np.ndarray | None,
         loss = loss + z * lse**2 if z else loss
         numbers = {"loss": loss, "lse": lse, "lse_low": low}
         found = {name: np.where(labels == ignored, 0.0, y) for name, y in numbers.items()}
-        found["slope"] = brackets(call, x, m, log) @ w
+        found["logit_gradients"] = brackets(call, x, m, log)
+        found["slope"] = found["logit_gradients"] @ w
     return tuple(found[o.name] if o.name in call.wants else None for o in call.spec.outputs)
 
 

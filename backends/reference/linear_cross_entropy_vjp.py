@@ -16,7 +16,7 @@ def linear_cross_entropy_vjp(call: Call, config: Config) -> tuple[np.ndarray | N
 
     hidden, slope: (*batch, d), weight: (n, d), labels, lse, d_loss: (*batch) -> d_hidden, d_weight as those.
     b is the derivative of a row's loss by its logits, with lse as it was saved. Rows that are ignored have a d_hidden
-    of 0, and 0 for d_loss b.
+    of 0, and 0 for d_loss b. Where b was kept, logit_gradients, it meets d_loss h, which is 0 in those rows.
     """
     h, w, labels, slope = (call.arrays[name] for name in ("hidden", "weight", "labels", "slope"))
     lse, low = call.arrays["lse"], call.arrays["lse_low"]
@@ -26,7 +26,10 @@ def linear_cross_entropy_vjp(call: Call, config: Config) -> tuple[np.ndarray | N
     with np.errstate(all="ignore"):
         if "d_hidden" in call.wants:
             d_hidden = np.where(counted, g * slope, 0.0)
-        if "d_weight" in call.wants:
+        if "d_weight" in call.wants and call.options["keep_logit_gradients"]:
+            of_rows = np.where(counted, g * h, 0.0).reshape(-1, call.dims["d"])
+            d_weight = call.arrays["logit_gradients"].reshape(-1, call.dims["n"]).T @ of_rows
+        elif "d_weight" in call.wants:
             d_x = np.where(counted, g * brackets(call, h @ w.T, lse, low), 0.0)
             d_weight = d_x.reshape(-1, call.dims["n"]).T @ h.reshape(-1, call.dims["d"])
     return d_hidden, d_weight

@@ -43,7 +43,8 @@ def logits_of(hidden, weight, precision, stored, **how):
 
 
 def simulate(hidden, weight, labels, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, precision="ieee",
-             return_lse=False, return_slope=False, *, stored=True, ftz=False, block=32, tail=True, low=None,
+             keep_logit_gradients=False, return_lse=False, return_slope=False, return_logit_gradients=False, *,
+             stored=True, ftz=False, block=32, tail=True, low=None,
              plain=False, loose=False, factor=1.0, cut=False, **how):  # fmt: skip
     """``stored``: logits are rounded to hidden's dtype. ``plain``: the slope without z; ``loose``: of p not rounded to
     hidden's dtype but to half its digits; ``factor``: of the smoothing; ``cut``: tf32 whatever was asked. The others
@@ -65,7 +66,7 @@ def simulate(hidden, weight, labels, ignore_index=-100, label_smoothing=0.0, z_l
     )
     b = through(b.astype(np.float16 if loose else hidden.dtype), hidden.dtype).astype(hidden.dtype)
     slope = product(b, weight, precision, block=block, ftz=ftz) if return_slope else None
-    return loss, lse if return_lse else None, slope
+    return loss, lse if return_lse else None, slope, b if return_logit_gradients else None
 
 
 def arrays_of(rng, dtype, rows, n, d, regime="normal", ignored=-100, make=draw):
@@ -78,7 +79,7 @@ def arrays_of(rng, dtype, rows, n, d, regime="normal", ignored=-100, make=draw):
 
 
 def any_options(rng):
-    return {**cross_entropy.any_options(rng), "return_slope": True}
+    return {**cross_entropy.any_options(rng), "return_slope": True, "return_logit_gradients": True}
 
 
 def case(rng, dtype, regime):
@@ -113,9 +114,10 @@ def padded(rng, dtype):
 
 
 def formula(hidden, weight, labels, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, return_lse=False,
-            return_slope=False):  # fmt: skip
+            return_slope=False, return_logit_gradients=False):  # fmt: skip
     e, n = label_smoothing, len(weight)
     loss, lse, slope = np.zeros(labels.shape), np.zeros(labels.shape), np.zeros(hidden.shape)
+    brackets = np.zeros((*labels.shape, n))
     for row in np.ndindex(labels.shape):
         t = int(labels[row])
         if t == ignore_index:
@@ -125,7 +127,9 @@ def formula(hidden, weight, labels, ignore_index=-100, label_smoothing=0.0, z_lo
         loss[row] = -(1 - e) * (x[t] - total) - e * (math.fsum(x) / n - total) + z_loss * total**2
         b = [math.exp(v - total) * (1 + 2 * z_loss * total) - (1 - e) * (j == t) - e / n for j, v in enumerate(x)]
         slope[row] = [math.fsum(p * w for p, w in zip(b, column, strict=True)) for column in weight.T]
-    return loss, lse if return_lse else None, slope if return_slope else None
+        brackets[row] = b
+    wanted = (True, return_lse, return_slope, return_logit_gradients)
+    return tuple(y if asked else None for y, asked in zip((loss, lse, slope, brackets), wanted, strict=True))
 
 
 def in_torch(hidden, weight, labels, return_slope=False, **options):
@@ -200,7 +204,9 @@ RECORD = ForwardRecord(
     case=case,
     regimes=SWEPT,
     near=Near(
-        rows(40, 65, 40), {"return_lse": True, "return_slope": True}, off={"loss": 1e-5, "lse": 1e-5, "slope": 2e-5}
+        rows(40, 65, 40),
+        {"return_lse": True, "return_slope": True, "return_logit_gradients": True},
+        off={"loss": 1e-5, "lse": 1e-5, "slope": 2e-5, "logit_gradients": 1e-5},
     ),
     faults={
         "the class beside the label": Fault(rows(4, 40, 16), {"off": 1}, {"return_slope": True}, breaks="loss"),
@@ -223,6 +229,7 @@ RECORD = ForwardRecord(
     small={
         "plain": Sample(SHAPES),
         "smoothed": Sample(SHAPES, {"label_smoothing": 0.2, "z_loss": 1e-2}),
+        "keeping": Sample(SHAPES, {"keep_logit_gradients": True}),
         "two axes": Sample({"hidden": (2, 2, 3), "weight": (4, 3), "labels": (2, 2)}, {"ignore_index": 0}),
     },
     derived={
@@ -233,12 +240,18 @@ RECORD = ForwardRecord(
         Sample({"hidden": (64, 96), "weight": (300, 96), "labels": (64,)}, tiling={"chunk_rows": 16}),
         Sample({"hidden": (4, 8, 64), "weight": (130, 64), "labels": (4, 8)}, {"label_smoothing": 0.1, "z_loss": 1e-3}),
         Sample({"hidden": (40, 33), "weight": (70, 33), "labels": (40,)}, {"return_slope": True}, {"chunk_rows": 16}),
+        Sample(
+            {"hidden": (40, 33), "weight": (70, 33), "labels": (40,)},
+            {"keep_logit_gradients": True},
+            {"chunk_rows": 16},
+        ),
     ),
     formula=formula,
     formula_calls={
         f"e {e}, z {z}": lambda e=e, z=z: (
             arrays_of(np.random.default_rng(0), "float64", 9, 7, 5),
-            {"label_smoothing": e, "z_loss": z, "return_lse": True, "return_slope": True},
+            {"label_smoothing": e, "z_loss": z}
+            | dict.fromkeys(("return_lse", "return_slope", "return_logit_gradients"), True),
         )
         for e, z in ((0.0, 0.0), (0.1, 0.0), (1.0, 0.0), (0.0, 1e-2), (0.3, 1.0))
     },
@@ -250,6 +263,11 @@ RECORD = ForwardRecord(
         "rows": Sample({"hidden": (70, 130), "weight": (300, 130), "labels": (70,)}, {"return_slope": True}),
         "chunks": Sample({"hidden": (700, 130), "weight": (300, 130), "labels": (700,)}, tiling={"chunk_rows": 256}),
         "one row": Sample({"hidden": (33,), "weight": (40, 33), "labels": ()}),
+        "kept": Sample(
+            {"hidden": (700, 130), "weight": (300, 130), "labels": (700,)},
+            {"return_slope": True, "return_logit_gradients": True},
+            tiling={"chunk_rows": 256},
+        ),
     },
     mapped={
         "rows": Mapped(Sample({"hidden": (2, 3, 5), "weight": (4, 5), "labels": (2, 3)}), {"hidden": 0, "labels": 0}),
@@ -281,17 +299,23 @@ RECORD = ForwardRecord(
 
 
 # ---------------------------------------------------------------------------------------------------------- gradient
-def simulate_vjp(hidden, weight, labels, lse, slope, d_loss, lse_low=None, ignore_index=-100, label_smoothing=0.0,
-             z_loss=0.0, precision="ieee", *, stored=True, ftz=False, block=32, tail=True, low=None, cut=False,
+def simulate_vjp(hidden, weight, labels, lse, slope, d_loss, lse_low=None, logit_gradients=None, ignore_index=-100,
+             label_smoothing=0.0, z_loss=0.0, precision="ieee", keep_logit_gradients=False, *, stored=True, ftz=False, block=32, tail=True, low=None, cut=False,
              halves=False,
              of_sum=None, scaled=1.0, **how):  # fmt: skip
     """``halves``: d_weight is the sum of two products that are rounded first; ``of_sum``: kept in a narrower dtype as
     it is added up; ``scaled``: d_hidden; the others are those of the forward op and of cross_entropy_vjp."""
     acc, precision = accumulator(hidden), "tf32" if cut else precision
-    x = logits_of(hidden, weight, precision, stored, block=block, ftz=ftz)
-    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
-    (d_x,) = cross_entropy.simulate_vjp(x, labels, lse, d_loss, lse_low, **options, ftz=ftz, low=low, **how)
-    d_x, rows = (a.reshape(-1, a.shape[-1]) for a in (through(d_x, hidden.dtype).astype(hidden.dtype), hidden))
+    among = (labels != ignore_index)[..., None]
+    if keep_logit_gradients:
+        weighed = np.where(among, flush(hidden.astype(acc), ftz) * flush(d_loss, ftz)[..., None], acc(0))
+        met = through(flush(weighed, ftz) * acc(scaled), hidden.dtype).astype(hidden.dtype)
+        d_x, rows = (a.reshape(-1, a.shape[-1]) for a in (logit_gradients, met))
+    else:
+        x = logits_of(hidden, weight, precision, stored, block=block, ftz=ftz)
+        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss}
+        (d_x,) = cross_entropy.simulate_vjp(x, labels, lse, d_loss, lse_low, **options, ftz=ftz, low=low, **how)
+        d_x, rows = (a.reshape(-1, a.shape[-1]) for a in (through(d_x, hidden.dtype).astype(hidden.dtype), hidden))
     sums = {"block": block, "ftz": ftz, "tail": tail, "low": of_sum}
     if halves:
         at = len(rows) // 2
@@ -300,18 +324,25 @@ def simulate_vjp(hidden, weight, labels, lse, slope, d_loss, lse_low=None, ignor
     else:
         d_weight = product(np.ascontiguousarray(d_x.T), rows, precision, **(sums if acc is np.float32 else {}))
     d_hidden = flush(slope.astype(acc), ftz) * flush(d_loss, ftz)[..., None] * acc(scaled)
-    d_hidden = np.where((labels != ignore_index)[..., None], flush(d_hidden, ftz), acc(0))
+    d_hidden = np.where(among, flush(d_hidden, ftz), acc(0))
     return d_hidden, d_weight
+
+
+def found_of(hidden, weight, labels, keep=False, **options):
+    """What the forward op gives a gradient: lse, slope and, where it is kept, b."""
+    every = dict.fromkeys(("return_lse", "return_slope", "return_logit_gradients"), True)
+    _, lse, slope, b = outputs_of("linear_cross_entropy", hidden, weight, labels, **every, **options)
+    return lse, slope, b if keep else None
 
 
 def any_case(rng, dtype, regime, rows, n, d):
     options = {"label_smoothing": pick(rng, [0.0, 0.1]), "z_loss": pick(rng, [0.0, 1e-4, 0.1])}
+    keep = bool(rng.random() < 0.4)
     hidden, weight, labels = arrays_of(rng, dtype, rows, n, d, regime)
-    _, lse, slope = outputs_of(
-        "linear_cross_entropy", hidden, weight, labels, return_lse=True, return_slope=True, **options
-    )
+    lse, slope, b = found_of(hidden, weight, labels, keep, **options)
     wide = "float64" if dtype == "float64" else "float32"
-    return (hidden, weight, labels, lse, slope, draw(rng, (rows,), wide)), options
+    arrays = (hidden, weight, labels, lse, slope, draw(rng, (rows,), wide), None, b)
+    return arrays, {**options, "keep_logit_gradients": keep}
 
 
 def case_vjp(rng, dtype, regime):
@@ -322,14 +353,16 @@ def large_case_vjp(rng, dtype, regime):
     return any_case(rng, dtype, regime, pick(rng, [64, 200]), pick(rng, [17, 65]), pick(rng, [16, 40]))
 
 
-def made(rng, dtype, **options):
+def made(rng, dtype, keep=False, **options):
     """Rows of which none is ignored."""
     hidden, weight, labels = rows(64, 65, 40)(rng, dtype)
-    _, lse, slope = outputs_of(
-        "linear_cross_entropy", hidden, weight, labels, return_lse=True, return_slope=True, **options
-    )
+    lse, slope, b = found_of(hidden, weight, labels, keep, **options)
     wide = "float64" if dtype == "float64" else "float32"
-    return hidden, weight, labels, lse, slope, 1 + np.abs(draw(rng, (64,), wide))
+    return hidden, weight, labels, lse, slope, 1 + np.abs(draw(rng, (64,), wide)), *((None, b) if keep else ())
+
+
+def kept(rng, dtype):
+    return made(rng, dtype, keep=True)
 
 
 def padded_vjp(rng, dtype):
@@ -380,6 +413,9 @@ GRADIENT = GradientRecord(
             breaks="d_weight",
         ),
         "d_hidden of another cotangent": Fault(made, {"scaled": 1.01}, breaks="d_hidden"),
+        "what was kept met by another cotangent": Fault(
+            kept, {"scaled": 1.02}, {"keep_logit_gradients": True}, breaks="d_weight"
+        ),
     },
     large_case=large_case_vjp,
     typical=lambda rng, dtype: (made(rng, dtype), {}),
@@ -388,11 +424,15 @@ GRADIENT = GradientRecord(
         "products of tf32 for ieee": Hiding("typical", {"cut": True}, dtypes=("float32",)),
         "d_weight added up in bfloat16": Hiding("typical", {"of_sum": BF16, "block": 4}, dtypes=HALVES),
     },
-    small={"plain": Sample(shapes(3, 4, 5))},
+    small={
+        "plain": Sample(shapes(3, 4, 5)),
+        "kept": Sample({**shapes(3, 4, 5), "logit_gradients": (3, 4)}, {"keep_logit_gradients": True}),
+    },
     usual=(
         Sample(shapes(64, 300, 96)),
         Sample(shapes(64, 300, 96), {"label_smoothing": 0.1, "z_loss": 1e-3}, {"chunk_n": 64}),
         Sample(shapes(40, 70, 33), {"z_loss": 1e-3}, {"chunk_n": 16}),
+        Sample({**shapes(40, 70, 33), "logit_gradients": (40, 70)}, {"keep_logit_gradients": True}),
     ),
     extents={"batch": 2, "n": 128, "d": 64},
     matrix_units=True,

@@ -88,6 +88,12 @@ def default_tiling(call: Call) -> LogitsConfig:
     return LogitsConfig(chunk_rows=rows)
 
 
+def product_refused(call: Call, m: int, n: int, k: int) -> str | None:
+    """Why a product of these extents cannot be."""
+    x = jax.ShapeDtypeStruct((m, k), jnp.dtype(call.dtype))
+    return products.supports(*inner(call, "matmul", {"batch": (), "m": m, "n": n, "k": k}, x, x))
+
+
 def refused(call: Call, rows: int, n: int, d: int) -> str | None:
     """Why a product of hidden's rows with n classes, or the gradient by their logits, cannot be."""
     reason = dtype_refused(call)
@@ -96,9 +102,8 @@ def refused(call: Call, rows: int, n: int, d: int) -> str | None:
     x, numbers = (jax.ShapeDtypeStruct(s, jnp.dtype(t)) for s, t in (((rows, n), call.dtype), ((rows,), "float32")))
     labels = jax.ShapeDtypeStruct((rows,), jnp.dtype("int32"))
     dims = {"batch": (rows,), "n": n}
-    makes = {"batch": (), "m": rows, "n": n, "k": d}
     return (
-        products.supports(*inner(call, "matmul", makes, x, x))
+        product_refused(call, rows, n, d)
         or along_rows(*inner(call, "cross_entropy", dims, x, labels), vmem_use=losses.HELD)
         or along_rows(
             *inner(call, "cross_entropy_vjp", dims, x, labels, numbers, numbers, numbers), vmem_use=losses.GRADIENT_HELD
@@ -113,19 +118,20 @@ def supports(call: Call, config: LogitsConfig) -> str | None:
 
 @BACKEND.implements("linear_cross_entropy", key=key, tiling=default_tiling, supports=supports, config=LogitsConfig)
 def linear_cross_entropy(call: Call, config: LogitsConfig) -> tuple[jax.Array | None, ...]:
-    weight, n, sloped = call.arrays["weight"], call.dims["n"], "slope" in call.wants
+    weight, n, derived = call.arrays["weight"], call.dims["n"], {"slope", "logit_gradients"} & {*call.wants}
     hidden, labels = call.arrays["hidden"].reshape(-1, call.dims["d"]), call.arrays["labels"].reshape(-1)
 
     def piece(h: Any, t: Any) -> tuple[Any, ...]:
         x = multiply(call, h, weight.T)
         dims = {"batch": t.shape, "n": n}
         loss, lse, low = losses.cross_entropy(*inner(call, "cross_entropy", dims, x, t))
-        if not sloped:
+        if not derived:
             return loss, lse, low
         (b,) = losses.cross_entropy_vjp(*inner(call, "cross_entropy_vjp", dims, x, t, lse, jnp.ones_like(lse), low))
-        return loss, lse, low, multiply(call, b, weight)
+        named = {"slope": lambda: multiply(call, b, weight), "logit_gradients": lambda: b}
+        return loss, lse, low, *(made() for name, made in named.items() if name in derived)
 
-    names = ("loss", "lse", "lse_low", "slope")
+    names = ("loss", "lse", "lse_low", *(name for name in ("slope", "logit_gradients") if name in derived))
     found = dict(zip(names, one_after_another(piece, config.chunk_rows, hidden, labels), strict=False))
     return tuple(found[n].reshape(shape) if n in call.wants else None for n, (shape, _) in call.outputs.items())
 
@@ -147,6 +153,9 @@ def supports_gradient(call: Call, config: LogitGradientsConfig) -> str | None:
     reason = along_rows(*scaling(call), vmem_use=losses.GRADIENT_HELD) if "d_hidden" in call.wants else None
     if reason or "d_weight" not in call.wants:
         return reason
+    if call.options["keep_logit_gradients"]:
+        along = along_rows(*scaling(call), vmem_use=losses.GRADIENT_HELD)
+        return dtype_refused(call) or along or product_refused(call, call.dims["n"], d, rows)
     return refused(call, rows, n, d) or refused(call, n, d, rows)
 
 
@@ -158,8 +167,13 @@ def supports_gradient(call: Call, config: LogitGradientsConfig) -> str | None:
     config=LogitGradientsConfig,
 )
 def linear_cross_entropy_vjp(call: Call, config: LogitGradientsConfig) -> tuple[jax.Array | None, ...]:
-    d_hidden = hidden_gradient(call) if "d_hidden" in call.wants else None
-    return d_hidden, weight_gradient(call, config) if "d_weight" in call.wants else None
+    d_hidden = d_weight = None
+    if "d_hidden" in call.wants:
+        d_hidden = scaled_rows(call, call.arrays["slope"])
+    if "d_weight" in call.wants:
+        kept = call.options["keep_logit_gradients"]
+        d_weight = kept_weight_gradient(call) if kept else weight_gradient(call, config)
+    return d_hidden, d_weight
 
 
 def scaling(call: Call) -> tuple[Call, RowsConfig]:
@@ -170,28 +184,34 @@ def scaling(call: Call) -> tuple[Call, RowsConfig]:
 
 
 def scaling_kernel(ref: Refs, *, walk: BlockWalk, ignored: int) -> None:
-    d_hidden = walk.turned(ref.d_loss[...]) * ref.slope[...].astype(jnp.float32)
-    ignores = walk.turned(ref.labels[...]) == ignored
-    ref.d_hidden[...] = jnp.where(ignores, 0.0, d_hidden).astype(ref.d_hidden.dtype)
+    y = walk.turned(ref.d_loss[...]) * ref.x[...].astype(jnp.float32)
+    ref.y[...] = jnp.where(walk.turned(ref.labels[...]) == ignored, 0.0, y).astype(ref.y.dtype)
 
 
-def hidden_gradient(call: Call) -> jax.Array:
+def scaled_rows(call: Call, x: Any) -> jax.Array:
+    """d_loss x of each row, 0 of one that is ignored; x is of hidden's shape."""
     of, tiles = scaling(call)
-    slope, walk = call.arrays["slope"], walk_of(of, tiles)._replace(sweeps=1)
+    walk = walk_of(of, tiles)._replace(sweeps=1)
     of_rows = {"labels": call.arrays["labels"].astype(jnp.int32), "d_loss": call.arrays["d_loss"].astype(jnp.float32)}
     found = launched(
         of.replace(spec=call.spec),
         partial(scaling_kernel, ignored=call.options["ignore_index"]),
         walk,
         losses.GRADIENT_HELD,
-        rows={"slope": slope},
-        written={"d_hidden": slope.dtype},
+        rows={"x": x},
+        written={"y": x.dtype},
         inputs={name: (walk.to_numbers(array), walk.numbers()[1]) for name, array in of_rows.items()},
         statistics=(),
         flops=1,
         transcendentals=0,
     )
-    return found["d_hidden"]
+    return found["y"]
+
+
+def kept_weight_gradient(call: Call) -> jax.Array:
+    """b^T (d_loss h), b as it was kept."""
+    weighed = scaled_rows(call, call.arrays["hidden"]).reshape(-1, call.dims["d"])
+    return multiply(call, call.arrays["logit_gradients"].reshape(-1, call.dims["n"]).T, weighed)
 
 
 def weight_gradient(call: Call, config: LogitGradientsConfig) -> jax.Array:

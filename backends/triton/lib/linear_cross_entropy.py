@@ -71,31 +71,36 @@ def supports(call: Call, config: LogitsConfig, refused: Refused) -> str | None:
 
 def in_chunks(call: Call, config: LogitsConfig, multiply: Product) -> tuple[Any, ...]:
     hidden, labels, n, d = flat(call, "hidden", "labels", "n", "d")
-    weight, rows = call.arrays["weight"], prod(call.dims["batch"])
+    weight, rows, wants = call.arrays["weight"], prod(call.dims["batch"]), {*call.wants}
     wide = torch_dtype("float64" if call.dtype == "float64" else "float32")
-    # The slope needs lse and lse_low, whether or not the caller does.
-    made = ({"loss"}, {"lse", "slope"}, {"lse_low", "slope"})
-    loss, lse, low = (fresh((rows,), wide, hidden.device) if of & {*call.wants} else None for of in made)
-    slope = fresh((rows, d), hidden.dtype, hidden.device) if "slope" in call.wants else None
+    # The slope and b need lse and lse_low, whether or not the caller does.
+    derived = wants & {"slope", "logit_gradients"}
+    made = ({"loss"} & wants, derived or {"lse"} & wants, derived or {"lse_low"} & wants)
+    loss, lse, low = (fresh((rows,), wide, hidden.device) if of else None for of in made)
+    slope, kept = (
+        fresh((rows, width), hidden.dtype, hidden.device) if name in wants else None
+        for name, width in (("slope", d), ("logit_gradients", n))
+    )
     walk, back = walks_of(call)
     chunk = min(config.chunk_rows, rows)
-    room = scratch(hidden, chunk, n)
+    room = scratch(hidden, chunk, n) if kept is None or isinstance(kept, AbstractArray) else None
 
     def piece(
-        first: int, start: Any, h: Any, t: Any, own_loss: Any, own_lse: Any, own_low: Any, own_slope: Any
+        first: int, start: Any, h: Any, t: Any, own_loss: Any, own_lse: Any, own_low: Any, own_slope: Any, own_kept: Any
     ) -> None:
-        x = room(h.shape[0], n)
+        x = own_kept if room is None else room(h.shape[0], n)
         multiply(call, h, weight.mT, x)
         losses_into(call, x, t, own_loss, (own_lse, own_low), walk)
-        if slope is not None:
-            b = overwritten(x)
+        if derived:
+            b = overwritten(x) if own_kept is None else own_kept
             gradient_into(call, x, t, (own_lse, own_low), None, b, back, 0, n)
-            multiply(call, b, weight, own_slope)
+            if own_slope is not None:
+                multiply(call, b, weight, own_slope)
 
-    in_parts(rows, chunk, piece, (hidden, labels), (loss, lse, low, slope))
-    found: dict[str, Any] = {"loss": loss, "lse": lse, "slope": slope, "lse_low": low}
+    in_parts(rows, chunk, piece, (hidden, labels), (loss, lse, low, slope, kept))
+    found: dict[str, Any] = {"loss": loss, "lse": lse, "slope": slope, "logit_gradients": kept, "lse_low": low}
     shapes = call.outputs
-    return tuple(found[o.name].reshape(shapes[o.name][0]) if o.name in call.wants else None for o in call.spec.outputs)
+    return tuple(found[o.name].reshape(shapes[o.name][0]) if o.name in wants else None for o in call.spec.outputs)
 
 
 def overwritten(x: Any) -> Any:
@@ -139,15 +144,23 @@ def gradient_tiling(call: Call) -> LogitGradientsConfig:
 def supports_gradient(call: Call, config: LogitGradientsConfig, refused: Refused) -> str | None:
     rows, n, d = prod(call.dims["batch"]), call.dims["n"], call.dims["d"]
     chunk = min(config.chunk_n, n)
-    walks = {"d_hidden": (scaling(call), d), "d_weight": (bracketing(call, chunk), chunk)}
+    of_weight = (scaling(call), d) if keeps(call) else (bracketing(call, chunk), chunk)
+    walks = {"d_hidden": (scaling(call), d), "d_weight": of_weight}
     reasons = [
         refuse_tile(call, walk, rows * cdiv(length, walk.block_n))
         for name, (walk, length) in walks.items()
         if name in call.wants
     ]
-    if "d_weight" in call.wants:
+    if "d_weight" in call.wants and keeps(call):
+        reasons += [refused(call, n, d, rows)]
+    elif "d_weight" in call.wants:
         reasons += [refused(call, rows, chunk, d), refused(call, chunk, d, rows)]
     return next(filter(None, reasons), None)
+
+
+def keeps(call: Call) -> bool:
+    """Whether the forward call kept b of all rows."""
+    return bool(call.options["keep_logit_gradients"])
 
 
 def bracketing(call: Call, n: int) -> RowsConfig:
@@ -162,7 +175,8 @@ def scaling(call: Call) -> RowsConfig:
 
 def gradients_in_chunks(call: Call, config: LogitGradientsConfig, multiply: Product) -> tuple[Any, ...]:
     """The weight's gradient first: its scratch is free again when the other's memory is taken."""
-    d_weight = weight_gradient(call, config, multiply) if "d_weight" in call.wants else None
+    of_weight = kept_weight_gradient if keeps(call) else weight_gradient
+    d_weight = of_weight(call, config, multiply) if "d_weight" in call.wants else None
     return hidden_gradient(call) if "d_hidden" in call.wants else None, d_weight
 
 
@@ -190,13 +204,29 @@ def weight_gradient(call: Call, config: LogitGradientsConfig, multiply: Product)
     return d_weight
 
 
+def kept_weight_gradient(call: Call, config: LogitGradientsConfig, multiply: Product) -> Any:
+    """b^T (d_loss h), b as it was kept."""
+    weight, rows, d = call.arrays["weight"], prod(call.dims["batch"]), call.dims["d"]
+    weighed = fresh(call.arrays["hidden"].shape, weight.dtype, weight.device)
+    scale_rows(call, call.arrays["hidden"], weighed)
+    d_weight = fresh(weight.shape, weight.dtype, weight.device)
+    b, _ = flat(call, "logit_gradients", "labels")
+    multiply(call, b.mT, weighed.reshape(rows, d), d_weight)
+    return d_weight
+
+
 def hidden_gradient(call: Call) -> Any:
-    slope, d, walk = call.arrays["slope"], call.dims["d"], scaling(call)
-    labels, d_loss = (in_order(call, call.arrays[name]) for name in ("labels", "d_loss"))
-    d_hidden = result_like(slope, call, "d_hidden")
-    (slope,), rows = walk_rows(slope.ndim - 1, slope)
-    steps = cdiv(d, walk.block_n)
-    launch(linear_cross_entropy_vjp_scale_kernel, cdiv(rows.height, walk.block_rows) * steps, call, slope, labels,
-           d_loss, d_hidden, TiledExtents(rows.height, rows.inner, d, steps), call.options["ignore_index"],
-           rows.strides[0], tile=block_tile(call, rows, walk), num_warps=walk.num_warps)  # fmt: skip
+    d_hidden = result_like(call.arrays["slope"], call, "d_hidden")
+    scale_rows(call, call.arrays["slope"], d_hidden)
     return d_hidden
+
+
+def scale_rows(call: Call, x: Any, y: Any) -> None:
+    """y = d_loss x of each row, 0 of one that is ignored; y is contiguous, and may be x."""
+    d, walk = call.dims["d"], scaling(call)
+    labels, d_loss = (in_order(call, call.arrays[name]) for name in ("labels", "d_loss"))
+    (x,), rows = walk_rows(x.ndim - 1, x)
+    steps = cdiv(d, walk.block_n)
+    launch(linear_cross_entropy_vjp_scale_kernel, cdiv(rows.height, walk.block_rows) * steps, call, x, labels,
+           d_loss, y, TiledExtents(rows.height, rows.inner, d, steps), call.options["ignore_index"],
+           rows.strides[0], tile=block_tile(call, rows, walk), num_warps=walk.num_warps)  # fmt: skip

@@ -37,6 +37,13 @@ FAULTS = {
             small=True,
             within="lib.linear_cross_entropy",
         ),
+        Planted(
+            "kept-of-the-first-chunk",
+            "what is kept of every chunk of rows is written over that of the first",
+            old="            b = overwritten(x) if own_kept is None else own_kept\n",
+            new="            b = overwritten(x) if own_kept is None else kept[: h.shape[0]]\n",
+            within="lib.linear_cross_entropy",
+        ),
     ],
     "pallas": [
         Planted(
@@ -50,6 +57,12 @@ FAULTS = {
             "the slope is taken with an lse that is rounded to the dtype of the logits",
             old="dims, x, t, lse, jnp.ones_like(lse), low)",
             new="dims, x, t, lse.astype(x.dtype).astype(lse.dtype), jnp.ones_like(lse), low)",
+        ),
+        Planted(
+            "target-kept-apart",
+            "what is kept lacks the ends of its numbers: it is rounded to half the digits",
+            old='"logit_gradients": lambda: b}',
+            new='"logit_gradients": lambda: b.astype(jnp.float8_e4m3fn).astype(b.dtype)}',
         ),
     ],
 }

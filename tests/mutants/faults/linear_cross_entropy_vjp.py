@@ -35,6 +35,13 @@ FAULTS = {
             small=True,
             within="lib.linear_cross_entropy",
         ),
+        Planted(
+            "kept-not-weighed",
+            "what was kept meets hidden without the cotangent",
+            old="multiply(call, b.mT, weighed.reshape(rows, d), d_weight)",
+            new="multiply(call, b.mT, call.arrays['hidden'].reshape(rows, d), d_weight)",
+            within="lib.linear_cross_entropy",
+        ),
     ],
     "pallas": [
         Planted(
@@ -52,8 +59,14 @@ FAULTS = {
         Planted(
             "ignored-counted",
             "an ignored row has its cotangent times its slope",
-            old="jnp.where(ignores, 0.0, d_hidden)",
-            new="d_hidden",
+            old="jnp.where(walk.turned(ref.labels[...]) == ignored, 0.0, y)",
+            new="y",
+        ),
+        Planted(
+            "kept-not-weighed",
+            "what was kept meets hidden without the cotangent",
+            old='weighed = scaled_rows(call, call.arrays["hidden"])',
+            new='weighed = call.arrays["hidden"]',
         ),
     ],
 }
