@@ -989,6 +989,7 @@ class LinearCrossEntropyOut(NamedTuple, Generic[T]):
     loss: T
     lse: T | None
     slope: T | None
+    logit_gradients: T | None
 
 class LinearCrossEntropyOp(Op):
     @overload
@@ -1002,14 +1003,16 @@ class LinearCrossEntropyOp(Op):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         precision: Literal["ieee", "tf32"] = "ieee",
+        keep_logit_gradients: bool = False,
         return_lse: Literal[False] = False,
         return_slope: Literal[False] = False,
+        return_logit_gradients: Literal[False] = False,
     ) -> Array:
         """The cross_entropy of each row x = weight h of logits, h a row of hidden, in float32 (float64 for float64).
 
         Logits are sums in float32 that may be rounded to hidden's dtype, and so may b, below, each once. They are taken
-        ``chunk_rows`` rows at a time, so that no more of them are ever in memory; how many makes no difference to a
-        row.
+        ``chunk_rows`` rows at a time, so that no more of them are ever in memory, unless b is kept; how many makes no
+        difference to a row.
 
         The slope of a row is the gradient of its loss with respect to h,
 
@@ -1018,6 +1021,10 @@ class LinearCrossEntropyOp(Op):
         with t the label, e = label_smoothing and z = z_loss. It needs the logits of its row and no other's, so that it
         is
         taken where these are at hand, and the gradient needs no second look: it is slope times the loss's cotangent.
+        The
+        weight's gradient needs b of all rows. Where a call that is differentiated keeps b (``keep_logit_gradients``),
+        in
+        hidden's dtype, no product is taken twice; else logits and b are taken again, by a fourth product.
 
         The source is the fused linear cross entropy of Hsu et al. 2024, "Liger Kernel", section 3.2, for chunks of
         rows;
@@ -1027,13 +1034,19 @@ class LinearCrossEntropyOp(Op):
           hidden: (*batch, d); weight: (n, d), a row for each of n classes; labels: (*batch), int32 or int64.
           ignore_index, label_smoothing, z_loss: as in cross_entropy; the logits of an ignored row take no part.
           precision: of products of float32, as in matmul.
-          return_lse, return_slope: whether lse and slope come with the loss.
+          keep_logit_gradients: whether b is kept for the gradient of weight: as many numbers of hidden's dtype as there
+            are
+            logits, from the forward pass to the backward pass. It changes nothing where nothing is differentiated.
+          return_lse, return_slope, return_logit_gradients: whether lse, slope and b come with the loss.
 
         Returns:
           loss, lse: (*batch), float32 whatever hidden is (float64 for float64), as in cross_entropy; slope: (*batch,
-            d), of
-          hidden's dtype. All are 0 in a row that is ignored, but that in slope 0 times an infinite weight is NaN: no
-          product is left out. Nothing is promised of a row of which a logit may be beyond what hidden's dtype holds.
+            d),
+          and logit_gradients: (*batch, n), which is b, of hidden's dtype. All are 0 in a row that is ignored, but that
+            in
+          slope 0 times an infinite weight is NaN: no product is left out. Nothing is promised of a row of which a logit
+            may
+          be beyond what hidden's dtype holds.
         """
     @overload
     def __call__(
@@ -1046,8 +1059,10 @@ class LinearCrossEntropyOp(Op):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         precision: Literal["ieee", "tf32"] = "ieee",
+        keep_logit_gradients: bool = False,
         return_lse: Literal[True],
         return_slope: bool = False,
+        return_logit_gradients: bool = False,
     ) -> LinearCrossEntropyOut[Array]: ...
     @overload
     def __call__(
@@ -1060,8 +1075,10 @@ class LinearCrossEntropyOp(Op):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         precision: Literal["ieee", "tf32"] = "ieee",
+        keep_logit_gradients: bool = False,
         return_lse: bool = False,
         return_slope: Literal[True],
+        return_logit_gradients: bool = False,
     ) -> LinearCrossEntropyOut[Array]: ...
     @overload
     def __call__(
@@ -1074,8 +1091,26 @@ class LinearCrossEntropyOp(Op):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         precision: Literal["ieee", "tf32"] = "ieee",
+        keep_logit_gradients: bool = False,
         return_lse: bool = False,
         return_slope: bool = False,
+        return_logit_gradients: Literal[True],
+    ) -> LinearCrossEntropyOut[Array]: ...
+    @overload
+    def __call__(
+        self,
+        hidden: Array,
+        weight: Array,
+        labels: Array,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        keep_logit_gradients: bool = False,
+        return_lse: bool = False,
+        return_slope: bool = False,
+        return_logit_gradients: bool = False,
     ) -> Array | LinearCrossEntropyOut[Array]: ...
     @overload
     def __call__(
@@ -1088,8 +1123,10 @@ class LinearCrossEntropyOp(Op):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         precision: Literal["ieee", "tf32"] = "ieee",
+        keep_logit_gradients: bool = False,
         return_lse: Literal[False] = False,
         return_slope: Literal[False] = False,
+        return_logit_gradients: Literal[False] = False,
     ) -> NDArray[Any]: ...
     @overload
     def __call__(
@@ -1102,8 +1139,10 @@ class LinearCrossEntropyOp(Op):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         precision: Literal["ieee", "tf32"] = "ieee",
+        keep_logit_gradients: bool = False,
         return_lse: Literal[True],
         return_slope: bool = False,
+        return_logit_gradients: bool = False,
     ) -> LinearCrossEntropyOut[NDArray[Any]]: ...
     @overload
     def __call__(
@@ -1116,8 +1155,10 @@ class LinearCrossEntropyOp(Op):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         precision: Literal["ieee", "tf32"] = "ieee",
+        keep_logit_gradients: bool = False,
         return_lse: bool = False,
         return_slope: Literal[True],
+        return_logit_gradients: bool = False,
     ) -> LinearCrossEntropyOut[NDArray[Any]]: ...
     @overload
     def __call__(
@@ -1130,8 +1171,26 @@ class LinearCrossEntropyOp(Op):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         precision: Literal["ieee", "tf32"] = "ieee",
+        keep_logit_gradients: bool = False,
         return_lse: bool = False,
         return_slope: bool = False,
+        return_logit_gradients: Literal[True],
+    ) -> LinearCrossEntropyOut[NDArray[Any]]: ...
+    @overload
+    def __call__(
+        self,
+        hidden: NDArray[Any],
+        weight: NDArray[Any],
+        labels: NDArray[Any],
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        keep_logit_gradients: bool = False,
+        return_lse: bool = False,
+        return_slope: bool = False,
+        return_logit_gradients: bool = False,
     ) -> NDArray[Any] | LinearCrossEntropyOut[NDArray[Any]]: ...
 
 class LinearCrossEntropyVjpOut(NamedTuple, Generic[T]):
@@ -1149,11 +1208,13 @@ class LinearCrossEntropyVjpOp(Op):
         slope: Array,
         d_loss: Array,
         lse_low: Array | None = None,
+        logit_gradients: Array | None = None,
         *,
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         precision: Literal["ieee", "tf32"] = "ieee",
+        keep_logit_gradients: bool = False,
         wants: None = None,
         overwrite: Literal["slope"] | Iterable[Literal["slope"]] | None = None,
     ) -> LinearCrossEntropyVjpOut[Array]:
@@ -1162,21 +1223,27 @@ class LinearCrossEntropyVjpOp(Op):
 
         Logits are taken again, as there, of ``chunk_n`` classes at a time: what a class needs of the others is in lse,
         so
-        that all rows go into one sum, which is rounded once. d_loss b may be rounded to hidden's dtype, once.
+        that all rows go into one sum, which is rounded once. d_loss b may be rounded to hidden's dtype, once. Where b
+        was
+        kept it is met by d_loss h, which may be rounded to hidden's dtype, once: d fewer numbers a row than d_loss b
+        has.
 
         Taking logits again where gradients need them is Cut Cross-Entropy's way (Wijmans et al. 2024, "Cut your losses
         in
         large-vocabulary language models", section 4), here for one of the two.
 
         Args:
-          hidden, weight, labels, ignore_index, label_smoothing, z_loss, precision: what linear_cross_entropy was given.
+          hidden, weight, labels, ignore_index, label_smoothing, z_loss, precision, keep_logit_gradients: what
+            linear_cross_entropy was given.
           lse, slope, lse_low: what it found, lse_low None being 0; d_loss: (*batch), the cotangent of its loss.
+          logit_gradients: (*batch, n), the b that it kept; None where it kept none. With it lse is not read.
 
         Returns:
           d_hidden: the shape and dtype of hidden, 0 in rows that are ignored; d_weight: those of weight, to which an
-          ignored row adds 0 times what is in it. Nothing is promised of d_weight where a logit, or d_loss b, may be
-            beyond
-          what hidden's dtype holds, or p beyond float32.
+          ignored row adds 0 times what is in it, or in b where that was kept. Nothing is promised of d_weight where a
+          logit, or d_loss b, may be beyond what hidden's dtype holds, or p beyond float32; where b was kept, where
+            d_loss h
+          may be.
         """
     @overload
     def __call__(
@@ -1188,11 +1255,13 @@ class LinearCrossEntropyVjpOp(Op):
         slope: Array,
         d_loss: Array,
         lse_low: Array | None = None,
+        logit_gradients: Array | None = None,
         *,
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         precision: Literal["ieee", "tf32"] = "ieee",
+        keep_logit_gradients: bool = False,
         wants: Iterable[Literal["d_hidden", "d_weight"]] | None,
         overwrite: Literal["slope"] | Iterable[Literal["slope"]] | None = None,
     ) -> LinearCrossEntropyVjpOut[Array | None]: ...
@@ -1206,11 +1275,13 @@ class LinearCrossEntropyVjpOp(Op):
         slope: NDArray[Any],
         d_loss: NDArray[Any],
         lse_low: NDArray[Any] | None = None,
+        logit_gradients: NDArray[Any] | None = None,
         *,
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         precision: Literal["ieee", "tf32"] = "ieee",
+        keep_logit_gradients: bool = False,
         wants: None = None,
         overwrite: Literal["slope"] | Iterable[Literal["slope"]] | None = None,
     ) -> LinearCrossEntropyVjpOut[NDArray[Any]]: ...
@@ -1224,11 +1295,13 @@ class LinearCrossEntropyVjpOp(Op):
         slope: NDArray[Any],
         d_loss: NDArray[Any],
         lse_low: NDArray[Any] | None = None,
+        logit_gradients: NDArray[Any] | None = None,
         *,
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         precision: Literal["ieee", "tf32"] = "ieee",
+        keep_logit_gradients: bool = False,
         wants: Iterable[Literal["d_hidden", "d_weight"]] | None,
         overwrite: Literal["slope"] | Iterable[Literal["slope"]] | None = None,
     ) -> LinearCrossEntropyVjpOut[NDArray[Any] | None]: ...

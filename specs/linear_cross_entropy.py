@@ -348,13 +348,14 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """The RMS errors, with s_x that of a logit and s_b of a bracket as it is stored, s_lse of lse by itself:
 
         loss, lse: s^2 + sum_j a_j^2 s_xj^2       s cross_entropy's own; a: the derivative by a logit, b or p
+        logit_gradients: s_b^2 + p^2 (1 + 2 z lse)^2 (s_x^2 + S^2) + (2 z p S)^2
         slope:     s_c^2 + R [sum_j s_bj^2 w_j^2 + sum_j p_j^2 s_xj^2 (w_j - m)^2 + (s_lse^2 + (2 z S)^2) m^2]
 
     The slope's is not known where a logit may be off by more than ``LINEAR``, b be ``lost``, or much of it rounded
     ``alike``.
     With w = weight, m = sum p w, s_c of the product alone, S that of lse: a logit moves p and, by lse, all others
-    against it, and the factor of all. R is the ``variance_factor`` for what brackets draw. Of logit_gradients none is
-    told: the numbers of a row share what lse is off by, and what they draw besides is in the slope.
+    against it, and the factor of all. R is the ``variance_factor`` for what brackets draw. logit_gradients' is not known
+    where the slope's is not, nor where b is subnormal, or rounded ``alike``.
     """
     with np.errstate(all="ignore"):
         at = Logits.of(call)
@@ -367,21 +368,26 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
             np.where(at.counted, np.sqrt(s**2 + (magnitude(a) ** 2 * of_x).sum(-1)), 0.0)
             for s, a in zip(own[:2], (b, share), strict=True)
         ]
+        rounds, moved = bracket_variance(call, at, of, b)
+        unknown = np.isinf(moved).any(-1, keepdims=True) | lost(call, b, -1)
+        moved, z = np.where(unknown, 0.0, moved), call.options["z_loss"]
+        same = alike(call, b, share)
+        found += [None, None]
         if ref[2] is not None:
-            rounds, moved = bracket_variance(call, at, of, b)
-            unknown = np.isinf(moved).any(-1, keepdims=True) | lost(call, b, -1)
-            moved = np.where(unknown, 0.0, moved)
             mean, w2 = magnitude(share @ w), magnitude(w) ** 2
             about = moved @ w2 - 2 * (share @ w) * (moved @ w) + mean**2 * moved.sum(-1, keepdims=True)
-            shared = (own[1] ** 2 + (2 * call.options["z_loss"] * found[1]) ** 2)[:, None] * mean**2
+            shared = (own[1] ** 2 + (2 * z * found[1]) ** 2)[:, None] * mean**2
             slope = ref[2].reshape(-1, call.dims["d"])
             product = of_matmul(call, "spread", b, w, slope)
             whole = product**2 + variance_factor(call, b) * (rounds @ w2 + np.maximum(about, 0.0) + shared)
-            unknown = unknown | (np.abs(alike(call, b, share) @ w) > np.sqrt(whole) / 4)
-            found.append(np.where(unknown, inf, np.sqrt(whole)))
-        else:
-            found.append(None)
-        return shaped(ref, [*found, np.full(b.shape, inf), np.full(len(h), inf)])
+            found[2] = np.where(unknown | (np.abs(same @ w) > np.sqrt(whole) / 4), inf, np.sqrt(whole))
+        if ref[3] is not None:
+            grown = magnitude(1 + 2 * z * exact[1]) + 2 * z
+            of_lse = magnitude(share * (grown * found[1])[:, None])
+            few = (magnitude(b) < DTYPES[call.dtype].tiny) | (same != 0)
+            found[3] = np.where(unknown | few, inf, np.sqrt(rounds + moved + of_lse**2))
+            found[3] = np.where(at.counted[:, None], found[3], 0.0)
+        return shaped(ref, [*found, np.full(len(h), inf)])
 
 
 @linear_cross_entropy.exact

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,9 +11,11 @@ from portakern.core import registry
 from portakern.core.call import Call
 from portakern.core.config import NOTHING, Config
 from portakern.core.dispatch import Choice, Route, choose, find_routes, serving, taking, to_framework, why_not
+from portakern.core.gradients import wiring
 from portakern.core.tilings import attempt
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
 from portakern.spec import ArrayArg
+from portakern.spec.dtypes import numpy_dtype
 
 __all__ = ["explain"]
 
@@ -20,7 +23,7 @@ __all__ = ["explain"]
 def explain(call: Call, choice: Choice) -> str:
     """A few lines: the call, its backend and variant, the tiling and its source, and why the others do not serve it."""
     target = call.framework.target(call.device)
-    lines = [repr(call), f"  arrays: {call.framework.name} on {target}", *_readings(call)]
+    lines = [repr(call), f"  arrays: {call.framework.name} on {target}", *_readings(call), *_kept(call)]
     if target.platform == "traced":
         return "\n".join([*lines, f"  backend: chosen later, when {call.framework.title} lowers the traced function"])
     chosen = None
@@ -43,6 +46,15 @@ def _readings(call: Call) -> list[str]:
         for a in call.spec.arrays
         if call.arrays[a.name] is not None
     ]
+
+
+def _kept(call: Call) -> list[str]:
+    """What a differentiated call keeps for its gradients beside its arguments, where that depends on options."""
+    if call.spec.vjp is None or not registry.find_spec(call.spec.vjp).reads:
+        return []
+    forms = {name: call.outputs[name] for name in wiring(call.spec).saves(call.options)}
+    sizes = (f"{n} ({math.prod(shape) * numpy_dtype(t).itemsize / 2**20:,.1f} MiB)" for n, (shape, t) in forms.items())
+    return [f"  kept for gradients: {', '.join(sizes) or 'the arguments alone'}"]
 
 
 def _axes(a: ArrayArg, shape: Sequence[int]) -> Iterator[tuple[str, Any]]:

@@ -344,6 +344,7 @@ def linear_cross_entropy(
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     options: Any = None,
+    keep_logit_gradients: bool = False,
     backend: str | None = None,
 ) -> Tensor:
     """``torch.nn.functional.linear_cross_entropy`` on the linear_cross_entropy op: the cross entropy of the logits
@@ -351,7 +352,8 @@ def linear_cross_entropy(
     without this function.
 
     For training, the gradient of input is computed with the loss, without the loss's cotangent; the gradient of
-    linear_weight is computed in the backward pass, which computes the logits again.
+    linear_weight is computed in the backward pass, which computes the logits again, or where ``keep_logit_gradients``
+    reads what the forward pass kept.
 
     Args:
       input: (..., E), hidden states; linear_weight: (C, E), one row per class; target: (...), integers from 0 to C - 1.
@@ -360,6 +362,8 @@ def linear_cross_entropy(
       ignore_index: rows with this target are ignored, and not counted in the mean; None: -100.
       label_smoothing: the part of the target that is spread evenly over all classes.
       options: PyTorch's chunk options, ignored here; the op's tiling replaces them.
+      keep_logit_gradients: keep the gradient of the loss by the logits, of input's dtype and as large as the logits,
+        until the backward pass, which then takes one matrix product less. Not in PyTorch's function.
 
     Returns:
       target's shape or a scalar, as in :func:`cross_entropy`.
@@ -384,7 +388,12 @@ def linear_cross_entropy(
     labels = target.long() if target.dtype == torch.uint8 else target
     ignored = -100 if ignore_index is None else ignore_index
     loss = kept_op("linear_cross_entropy", backend)(
-        input, linear_weight, labels, ignore_index=ignored, label_smoothing=label_smoothing
+        input,
+        linear_weight,
+        labels,
+        ignore_index=ignored,
+        label_smoothing=label_smoothing,
+        keep_logit_gradients=keep_logit_gradients,
     )
     return _reduced(input, loss, labels, ignored, reduction)
 

@@ -73,16 +73,13 @@ def named_signature(spec: Spec[Any], dtype: str, values: Mapping[str, Any]) -> C
         raise SpecError(f"{spec.name}: dtype {dtype!r} is none of {', '.join(spec.dtypes)}")
     dims = extents(spec, values)
     dims |= dropped_dims(spec, dims, values)
+    options = {o.name: values[o.name] for o in spec.options if o.name in values}
     arrays = {
         a.name: [list(shape_of(a.dims, dims)), _dtype(a, dtype), None]
         for a in spec.arrays
-        if not a.optional or values.get(a.name)
+        if not a.optional or values.get(a.name) or spec.reads_under(a.name, options, False)
     }
-    return {
-        "arrays": arrays,
-        "options": {o.name: values[o.name] for o in spec.options if o.name in values},
-        "wants": None,
-    }
+    return {"arrays": arrays, "options": options, "wants": None}
 
 
 def _names(spec: Spec[Any]) -> list[str]:
