@@ -195,6 +195,13 @@ def test_a_typical_call_keeps_what_it_has_besides_its_extents():
     assert abstract.named_signature(registry.find_spec("attention"), "float32", causal)["options"] == {}
 
 
+def test_a_typical_call_has_what_its_options_ask_for():
+    spec = registry.find_spec("linear_cross_entropy_vjp")
+    assert "logit_gradients" not in abstract.typical_signature(spec, "bfloat16")["arrays"]
+    keeping = abstract.typical_signature(spec, "bfloat16", {"keep_logit_gradients": True})
+    assert keeping["arrays"]["logit_gradients"][0] == [4096, 4096]
+
+
 def test_no_typical_call_is_said():
     spec = registry.find_spec("softmax")
     bare = type(spec)(**{**{n: getattr(spec, n) for n in spec.__dataclass_fields__}, "typical": {}})

@@ -286,6 +286,15 @@ def test_a_backend_has_a_name_that_files_and_options_can_have(name):
     assert pk.Backend("a.b-c_1", framework="numpy").name == "a.b-c_1"
 
 
+def test_explain_says_what_options_keep_for_gradients():
+    hidden, weight, labels = np.zeros((1024, 8), "f4"), np.zeros((512, 8), "f4"), np.zeros(1024, "i4")
+    loss = pk.op("linear_cross_entropy")
+    assert "logit_gradients" not in loss.explain(hidden, weight, labels)
+    text = loss.explain(hidden, weight, labels, keep_logit_gradients=True)
+    assert "kept for gradients: lse (0.0 MiB), slope (0.0 MiB), lse_low (0.0 MiB), logit_gradients (2.0 MiB)" in text
+    assert "kept for gradients" not in pk.op("softmax").explain(X)
+
+
 def test_explain_says_how_each_axis_is_read():
     attention = pk.op("attention", backend="reference")
     q, k, bias = np.zeros((2, 10, 8, 64), "f4"), np.zeros((2, 12, 4, 64), "f4"), np.zeros((1, 8, 1, 12), "f4")

@@ -257,11 +257,27 @@ def test_signatures_are_those_of_torch(own):
         getattr(F, own.name, None) or getattr(torch, own.name),
         list(inspect.signature(getattr(twin, own.name)).parameters),
     )
-    assert mine[-1] == "backend"
+    of_torch, further = mine[: -1 - len(own.further)], (*own.further, "backend")
+    assert tuple(mine[len(of_torch) :]) == further
     try:
-        assert mine[:-1] == list(inspect.signature(theirs).parameters)
+        assert of_torch == list(inspect.signature(theirs).parameters)
     except ValueError:  # a function of C has its documentation alone
-        assert all(name in theirs.__doc__ for name in mine[:-1])
+        assert all(name in theirs.__doc__ for name in of_torch)
+
+
+def test_what_a_loss_keeps_changes_its_memory_and_not_its_gradients():
+    """linear_cross_entropy's own option reaches the op, and the backward pass reads what it kept."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(9, 5, requires_grad=True), torch.randn(7, 5, requires_grad=True)
+    target, found, sizes = torch.randint(0, 7, (9,)), {}, {}
+    for keep in (False, True):
+        saved: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x) or x, lambda x: x):
+            loss = twin.linear_cross_entropy(hidden, weight, target, keep_logit_gradients=keep, backend="reference")
+        found[keep], sizes[keep] = torch.autograd.grad(loss, (hidden, weight)), {tuple(x.shape) for x in saved}
+    assert (9, 7) in sizes[True] and (9, 7) not in sizes[False]
+    for mine, other in zip(found[True], found[False], strict=True):
+        torch.testing.assert_close(mine, other)
 
 
 def test_rms_norm_without_eps_takes_that_of_the_dtype_it_computes_in():

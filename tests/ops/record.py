@@ -158,6 +158,7 @@ class Twin:
       sampled: its name among PyTorch's own sample inputs.
       refusals: reasons for which a sample may be refused, as they stand in the message -> in words.
       least: how many samples must run: a share of all, or a number.
+      further: options of the op that the stand-in takes behind the function's own parameters.
     """
 
     name: str
@@ -165,6 +166,7 @@ class Twin:
     sampled: str
     refusals: Mapping[str, str] = field(default_factory=dict)
     least: float = 0.9
+    further: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

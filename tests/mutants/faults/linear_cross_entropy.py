@@ -59,8 +59,8 @@ FAULTS = {
             new="dims, x, t, lse.astype(x.dtype).astype(lse.dtype), jnp.ones_like(lse), low)",
         ),
         Planted(
-            "target-kept-apart",
-            "what is kept lacks the ends of its numbers: it is rounded to half the digits",
+            "kept-in-8-bits",
+            "what is kept is rounded to 8 bits on its way",
             old='"logit_gradients": lambda: b}',
             new='"logit_gradients": lambda: b.astype(jnp.float8_e4m3fn).astype(b.dtype)}',
         ),
