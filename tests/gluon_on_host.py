@@ -444,6 +444,7 @@ def run(kernel: Any, modules: list[Any], grid: int, *args: Any, **constexprs: An
             "load_tile": lambda d, at, barrier, tile: d.load(at, barrier, tile),
             "store_tile": lambda d, at, tile: d.store(at, tile),
             "add_tile": lambda d, at, tile: d.store(at, tile, adds=True), "rows_boxed": lambda tile, heads: tile,
-            "beside": lambda alpha, l: alpha[:, None], "gdc_launch_dependents": lambda: None,
+            "beside": lambda alpha, l: alpha[:, None], "column_of": lambda alpha, tile: alpha[:, None],
+            "gdc_launch_dependents": lambda: None,
         }  # fmt: skip
         names[kernel.fn.__name__](*args, **constexprs)

@@ -20,6 +20,7 @@ from portakern.backends.triton.gpu import attention as kernels  # noqa: E402
 from portakern.backends.triton.hopper import attention as hopper  # noqa: E402
 from portakern.backends.triton.lib import attention as portable  # noqa: E402
 from portakern.backends.triton.lib import split_kv as split  # noqa: E402
+from portakern.backends.triton.lib import tma  # noqa: E402
 
 SM_90 = Target("cuda", "sm_90")
 SMALL = {"min_split_keys": 32, "block_q": 32, "block_kv": 16}
@@ -170,6 +171,29 @@ def test_hopper_has_room_for_what_it_plans(d, kv_len):
     plan = hopper.plan_of(call, tilings.default(variant("hopper"), call).tiling)
     assert plan.chunked == (kv_len > 1024 and d <= 128) and plan.o_in_q == (d == 256)
     assert hopper.shared_bytes(plan) <= 232448
+
+
+def test_hopper_has_room_for_heads_in_two_pieces(monkeypatch):
+    monkeypatch.setattr(tma, "MEASURED", tuple(tma.SUMS))
+    for d, dv, planned in (
+        (40, 40, (64, 0, 64, 0, 128, False)), (72, 72, (64, 16, 64, 16, 128, False)),
+        (88, 96, (64, 32, 64, 32, 128, False)), (104, 128, (128, 0, 128, 0, 128, False)),
+        (160, 160, (128, 32, 128, 32, 128, True)), (192, 128, (128, 64, 128, 0, 128, True)),
+        (192, 192, (128, 64, 128, 64, 64, False)), (200, 72, (256, 0, 64, 16, 64, False)),
+    ):  # fmt: skip
+        call = bound(1, 90, 1, 1, 600, d, dv)
+        tiling = tilings.default(variant("hopper"), call).tiling
+        plan = hopper.plan_of(call, tiling)
+        found = plan.block_d, plan.more_d, plan.block_dv, plan.more_dv, plan.block_kv, plan.o_in_q
+        assert found == planned, (d, dv, found)
+        assert hopper.supports(call, tiling) is None and hopper.shared_bytes(plan) <= 232448
+        few = call.replace(dims={**call.dims, "q_len": 20, "group": 5})
+        serving, theirs = variant("hopper").resolve(few, tiling)
+        assert serving.family.name == "gpu" and theirs.block_kv == tiling.block_kv
+        assert portable.shared_bytes(few, theirs) <= 232448
+    call = bound(1, 90, 1, 1, 600, 160, 160)
+    tiling = tilings.default(variant("hopper"), call).tiling.replace(few_queries=2)
+    assert "where queries are few" in hopper.supports(call, tiling)
 
 
 @pytest.mark.parametrize(("d", "q_len", "stages"), [(128, 1, 3), (64, 1, 3), (256, 1, 3), (128, 200, 2), (256, 200, 2)])

@@ -27,7 +27,7 @@ from portakern.backends.triton import compiler, interpreter  # noqa: E402
 from portakern.backends.triton.hopper import _flash, _shares  # noqa: E402
 from portakern.backends.triton.hopper import attention as hopper  # noqa: E402
 from portakern.backends.triton.launch import recording  # noqa: E402
-from portakern.backends.triton.lib import gluon  # noqa: E402
+from portakern.backends.triton.lib import gluon, tma  # noqa: E402
 from portakern.backends.triton.lib.split_kv import chunk_length  # noqa: E402
 from portakern.tools.tune.space import space_of  # noqa: E402
 from tests import gluon_on_host as host  # noqa: E402
@@ -36,7 +36,11 @@ from tests.packing import ids_of  # noqa: E402
 BACKEND = registry.backend("triton")
 (FAMILY,) = (f for f in BACKEND.families if f.name == "hopper")
 VARIANT = BACKEND.implementation("attention", FAMILY)
-MODULES = {"attention_flash_kernel": [_flash, gluon], "attention_shares_kernel": [_shares, _flash, gluon]}
+MODULES = {
+    "attention_flash_kernel": [_flash, gluon],
+    "attention_flash_pieces_kernel": [_flash, gluon],
+    "attention_shares_kernel": [_shares, _flash, gluon],
+}
 compiles = pytest.mark.skipif(
     not (platform.system() == "Linux" and importlib.util.find_spec("triton")), reason="triton is made for Linux alone"
 )
@@ -88,13 +92,23 @@ def on_the_host(kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[
 
 SHARES = ["attention_shares_kernel", "attention_combine_kernel"]
 FLASH = ["attention_flash_kernel"]
+PIECES = ["attention_flash_pieces_kernel"]
 PACKED = ["attention_segment_ranges_kernel", *FLASH]
 CASES = {
     "full": ((1, 200, 2, 1, 300, 64), {}, {}, FLASH),
     "causal": ((1, 300, 2, 2, 300, 64), {"is_causal": True}, {}, FLASH),
     "causal pairs": ((2, 300, 2, 2, 300, 64), {"is_causal": True}, {"persistent": 1}, FLASH),
     "pairs and one": ((1, 300, 1, 3, 300, 64), {"is_causal": True}, {"persistent": 1}, FLASH),
-    "pairs of a band": ((1, 400, 1, 4, 500, 72, 40), {"window": (90, 30), "softcap": 5.0}, {"persistent": 1}, FLASH),
+    "pairs of a band": ((1, 400, 1, 4, 500, 72, 40), {"window": (90, 30), "softcap": 5.0}, {"persistent": 1}, PIECES),
+    "two pieces": ((1, 200, 2, 1, 300, 96), {}, {}, PIECES),
+    "two pieces, causal pairs": ((2, 300, 1, 2, 300, 88), {"is_causal": True}, {"persistent": 1}, PIECES),
+    "two pieces, one tile each": ((2, 300, 1, 2, 300, 80), {"is_causal": True}, {"persistent": 0}, PIECES),
+    "two pieces, values of one": ((1, 300, 1, 2, 300, 192, 128), {"is_causal": True}, {}, PIECES),
+    "two pieces of values alone": ((1, 200, 2, 1, 300, 64, 160), {"dtype": torch.float16}, {}, PIECES),
+    "two pieces, o in the memory of q": ((1, 300, 1, 1, 300, 192), {}, {}, PIECES),
+    "two pieces in several chunks": ((1, 200, 1, 2, 1300, 96), {"window": (900, 0)}, {"min_split_keys": 512}, PIECES),
+    "two pieces of documents": ((1, 300, 2, 1, 300, 144), {"segments": "shuffled", "is_causal": True}, {},
+        [PACKED[0], *PIECES]),
     "wide pairs": ((1, 300, 2, 2, 300, 256), {"is_causal": True, "dtype": torch.float16}, {"persistent": 1}, FLASH),
     "chunks": ((1, 300, 1, 1, 1300, 64), {"is_causal": True}, {"persistent": 1}, FLASH),
     "several chunks": ((1, 200, 1, 2, 1300, 128), {}, {"min_split_keys": 512}, FLASH),
@@ -133,6 +147,11 @@ CASES = {
 @pytest.fixture(autouse=True)
 def _two_processors(monkeypatch):
     monkeypatch.setattr(hopper, "processors", lambda device: 2)
+
+
+@pytest.fixture(autouse=True)
+def _heads_in_pieces(monkeypatch):
+    monkeypatch.setattr(tma, "MEASURED", tuple(tma.SUMS))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -208,8 +227,8 @@ def test_what_is_faster_is_the_default(monkeypatch):
         assert launched(batch, length, 16, 1, length, 128, is_causal=True) == (*FLASH, 132)
     assert launched(1, 16384, 16, 1, 16384, 128, is_causal=True) == (*FLASH, 2048)  # 3 % idle, 2 % gained
     assert launched(4, 4096, 8, 1, 4096, 256, is_causal=True) == (*FLASH, 1024)  # seen slower
-    assert launched(4, 3000, 4, 5, 3000, 96, is_causal=True) == (*FLASH, 132)
-    assert launched(1, 3000, 3, 5, 3000, 96, is_causal=True) == (*FLASH, 360)  # two rounds for 1.4
+    assert launched(4, 3000, 4, 5, 3000, 96, is_causal=True) == (*PIECES, 132)
+    assert launched(1, 3000, 3, 5, 3000, 96, is_causal=True) == (*PIECES, 360)  # two rounds for 1.4
     assert launched(4, 4096, 16, 1, 4096, 128, window=(1023, 0)) == (*FLASH, 132)
     assert launched(1, 1, 8, 4, 8192, 128) == ("attention_shares_kernel", 128)
     assert launched(1, 1, 8, 4, 131072, 128) == ("attention_shares_kernel", 128)
@@ -290,13 +309,30 @@ def test_factors_between_maxima_are_differences_of_rounded_products(q_len):
 @compiles
 def test_no_division_stands_before_products():
     """One by a number that the kernel learns when it runs takes 200 cycles, of some 3000 that a tile of keys takes."""
-    code = re.findall(r"/\*([0-9a-f]{4,})\*/ +([^;]*);", compiled(4096, True)[0].assembly)
+    walks = walks_of(compiled(4096, True)[0].assembly, 128 // 16 + 128 // 16)
+    assert len(walks) == 2 and not [y for x in walks for y in x if "F2I" in y or "I2F" in y]
+
+
+def walks_of(assembly: str, products: int) -> list[list[str]]:
+    """The loops over tiles of 128 keys, of each group, by how many instructions of the matrix unit they have."""
+    code = re.findall(r"/\*([0-9a-f]{4,})\*/ +([^;]*);", assembly)
     places = {int(at, 16): i for i, (at, _) in enumerate(code)}
     ends = [(places.get(int(m[1], 16), i), i) for i, (_, x) in enumerate(code) if (m := re.search(r"BRA.*(0x\w+)", x))]
     loops = [[x for _, x in code[a:b]] for a, b in ends if a < b]
-    products = 128 // 16 + 128 // 16  # q k^T over 128 columns of a head, and p v over 128 keys
-    walks = [x for x in loops if sum("HGMMA" in y for y in x) == products and sum("MUFU.EX2" in y for y in x) >= 64]
-    assert len(walks) == 2 and not [y for x in walks for y in x if "F2I" in y or "I2F" in y]
+    return [x for x in loops if sum("HGMMA" in y for y in x) == products and sum("MUFU.EX2" in y for y in x) >= 64]
+
+
+@compiles
+@pytest.mark.parametrize(("d", "dv"), [(96, 96), (80, 80), (192, 128)])
+def test_heads_in_two_pieces_are_multiplied_by_their_columns_alone(d, dv):
+    """q k^T in steps of 16 columns, p v in steps of 16 keys for each piece; no product waits for another, and what
+    registers have no room for is numbers of a tile of queries, which no loop over keys reads."""
+    call = bound(1, 600, 1, 1, 600, d, dv, device="meta", is_causal=True)
+    (kernel,) = compiler.build(VARIANT, call, tiling_of(call)).kernels
+    pieces = 2 if dv & (dv - 1) else 1
+    walks = walks_of(kernel.assembly, d // 16 + pieces * 128 // 16)
+    assert kernel.name == PIECES[0] and not kernel.serialised and (kernel.spills or 0) <= 32
+    assert len(walks) == 2 and not [y for x in walks for y in x if "STL" in y or "LDL" in y]
 
 
 def test_what_tanh_errs_by_leaves_room_in_the_bound():

@@ -35,29 +35,33 @@ from portakern.backends.triton.lib.gluon import (
     accumulator,
     acquire,
     await_full,
-    boxed,
     by_row,
-    load_tile,
+    each_at,
+    head_buffers,
+    load_head,
     packed_reach,
     packed_span,
     reach,
     ring_of,
     seen_pairs,
     span_of,
-    store_tile,
+    store_head,
     tanh,
     tile_at,
     without_others,
 )
+from portakern.backends.triton.lib.tma import TOGETHER
+
+AT_A_TIME = gl.constexpr(TOGETHER)
 
 
 class FlashPlan(NamedTuple):
     """What the kernel is compiled for.
 
-    ``consumers`` groups of 64 queries; tiles of block_kv keys, of block_d and block_dv columns, ``stages`` of them on
-    their way; whether keys come in chunks; whether o leaves by way of the memory of q; registers of a consumer's
-    threads. Where there are few queries (``_shares``): heads of a group, the least power of two that holds it, and rows
-    that are computed of."""
+    ``consumers`` groups of 64 queries; tiles of block_kv keys, of block_d and block_dv columns, and of more_d and
+    more_dv columns in a second piece unless that is 0, ``stages`` of them on their way; whether keys come in chunks;
+    whether o leaves by way of the memory of q; registers of a consumer's threads. Where there are few queries
+    (``_shares``): heads of a group, the least power of two that holds it, and rows that are computed of."""
 
     consumers: int
     block_kv: int
@@ -67,6 +71,8 @@ class FlashPlan(NamedTuple):
     chunked: bool
     o_in_q: bool
     registers: int
+    more_d: int = 0
+    more_dv: int = 0
     heads: int = 1
     rows: int = 64
 
@@ -89,7 +95,7 @@ class TileSchedule(NamedTuple):
 
 
 class QkvInputs(NamedTuple):
-    """q, k and v: described, (batch, length, heads, d)."""
+    """The pieces of q, k and v, described, (batch, length, heads, d)."""
 
     q: Any
     k: Any
@@ -104,15 +110,23 @@ class LogSums(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """o, described, and where lse and lse_low go, each None where nobody wants it."""
+    """The pieces of o, described, and where lse and lse_low go, each None where nobody wants it."""
 
     o: Any
     lse: Any
     low: Any
 
 
+class OtherArrays(NamedTuple):
+    """Of a call beside q, k, v and o."""
+
+    log_sums: Any
+    segments: Any
+
+
 class Buffers(NamedTuple):
-    """Tiles in shared memory: of the groups' queries and results, and a ring's of keys and values."""
+    """Tiles in shared memory, of each piece of a head: of the groups' queries and results, and a ring's of keys and
+    values."""
 
     q: Any
     k: Any
@@ -177,9 +191,15 @@ def lane_sums(p):
 
 
 @gluon.jit
+def column_of(alpha, tile):
+    """A number for each row, as a column of the tile's."""
+    return gl.convert_layout(alpha, gl.SliceLayout(1, tile.type.layout))[:, None]
+
+
+@gluon.jit
 def beside(alpha, l):
     """A number for each row, as it lies beside the sums of the row's lanes."""
-    return gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None].broadcast_to(l.shape)
+    return column_of(alpha, l).broadcast_to(l.shape)
 
 
 @gluon.jit
@@ -262,16 +282,27 @@ def weights_under(s, under):
 
 
 @gluon.jit
-def merge(total, part, scores, row: gl.constexpr):
+def merge(total, part, scores):
     """As ``merge`` of ``lib/split_kv.py``."""
     acc, l, m = total
     acc_part, l_part, m_part = part
     m_new = gl.maximum(m, m_part)
     under = origin(m_new, scores)
     alpha, beta = shrunk(m, under), shrunk(m_part, under)
-    a, b = gl.convert_layout(alpha, row)[:, None], gl.convert_layout(beta, row)[:, None]
-    acc = gl.fma(acc, a.broadcast_to(acc.shape), acc_part * b)
-    return acc, gl.fma(l, alpha, l_part * beta), m_new
+    merged = ()
+    for n in gl.static_range(len(acc)):
+        a, b = column_of(alpha, acc[n]), column_of(beta, acc[n])
+        merged = merged + (gl.fma(acc[n], a.broadcast_to(acc[n].shape), acc_part[n] * b),)  # type: ignore[assignment]
+    return merged, gl.fma(l, alpha, l_part * beta), m_new
+
+
+@gluon.jit
+def scaled_pieces(acc, alpha):
+    """Sums of each piece, each row by its own factor."""
+    found = ()
+    for n in gl.static_range(len(acc)):
+        found = found + (acc[n] * column_of(alpha, acc[n]),)  # type: ignore[assignment]
+    return found
 
 
 @gluon.jit
@@ -279,12 +310,11 @@ def at_border(opens, total, part, alpha, opened, start, scores, plan: gl.constex
     """(total, acc, first key of the chunk): a chunk that is done (``opens``: the next one has begun) is merged into the
     total, and its accumulator not set back, since the next product writes it anew; else the accumulator is scaled."""
     acc, l, m = part
-    row_o: gl.constexpr = by_row(plan.block_dv)
     if opens:
-        total = merge(total, (acc, gl.convert_layout(gl.sum(l, 1), by_row(plan.block_kv)), m), scores, row_o)
+        total = merge(total, (acc, gl.convert_layout(gl.sum(l, 1), by_row(plan.block_kv)), m), scores)
         opened = start
     else:
-        acc = acc * gl.convert_layout(alpha, row_o)[:, None]
+        acc = scaled_pieces(acc, alpha)
     return total, acc, opened
 
 
@@ -303,13 +333,61 @@ def signal_pingpong(pingpong, plan: gl.constexpr):
 
 
 @gluon.jit
+def dots_of(q, k, stage, zeros):
+    """q k^T of a tile of keys, on its way: the sum of the pieces' products."""
+    dots = warpgroup_mma(q[0], k[0].index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    for n in gl.static_range(1, len(q)):
+        dots = warpgroup_mma(q[n], k[n].index(stage).permute((1, 0)), dots, is_async=True)
+    return dots
+
+
+@gluon.jit
+def weights_for(p16, acc):
+    """Weights as the left operand of products that acc sums up: the registers that they are in."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(acc.shape[1]), 2)
+    return gl.convert_layout(p16, layout)
+
+
+@gluon.jit
+def products_of(p16, v, stage, acc, grows):
+    """The products of weights and each piece of a tile of values, on their way, added to acc if that ``grows``."""
+    found = (warpgroup_mma(p16, v[0].index(stage), acc[0], use_acc=grows, is_async=True),)
+    for n in gl.static_range(1, len(v)):
+        p = weights_for(p16, acc[n])
+        product = warpgroup_mma(p, v[n].index(stage), acc[n], use_acc=grows, is_async=True)
+        found = found + (product,)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def finished(products):
+    """The sums of each piece, with nothing on its way any more."""
+    if len(products) == 1:
+        return (warpgroup_mma_wait(0, deps=products),)
+    else:
+        return warpgroup_mma_wait(0, deps=products)
+
+
+@gluon.jit
+def nothing_yet(plan: gl.constexpr):
+    """Accumulators of each piece of o, 0."""
+    block_dv: gl.constexpr = plan.block_dv  # Triton 3.6 takes no number of a tuple in a shape
+    more_dv: gl.constexpr = plan.more_dv
+    first = gl.zeros([ROWS, block_dv], gl.float32, accumulator(block_dv))
+    if more_dv:
+        return first, gl.zeros([ROWS, more_dv], gl.float32, accumulator(more_dv))
+    else:
+        return (first,)
+
+
+@gluon.jit
 def first_dots(handoff, unit, q, tiles, ring, pingpong, GROUP: gl.constexpr, plan: gl.constexpr):
     """The products of queries and the first tile of keys, with nothing beside them."""
     block: gl.constexpr = plan.block_kv
     zeros = gl.zeros([ROWS, block], gl.float32, accumulator(block))
     stage = await_full(ring, unit)
     wait_pingpong(handoff, pingpong, GROUP, plan)
-    dots = warpgroup_mma(q, tiles.k.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    dots = dots_of(q, tiles.k, stage, zeros)
     signal_pingpong(pingpong, plan)
     s = warpgroup_mma_wait(0, deps=[dots])
     mbarrier.arrive(ring.empty.index(stage), count=1)
@@ -321,12 +399,12 @@ def last_products(p16, state, total, grows, unit, tiles, ring, scores, plan: gl.
     """The state (acc, l, m) with the last tile's products, which start the accumulator unless it ``grows``."""
     acc, l, m = state
     stage = unit % plan.stages
-    products = warpgroup_mma(p16, tiles.v.index(stage), acc, use_acc=grows, is_async=True)
+    products = products_of(p16, tiles.v, stage, acc, grows)
     l_row = gl.convert_layout(gl.sum(l, 1), by_row(plan.block_kv))
-    acc = warpgroup_mma_wait(0, deps=[products])
+    acc = finished(products)
     mbarrier.arrive(ring.empty.index(stage), count=1)
     if plan.chunked:
-        acc, l_row, m = merge(total, (acc, l_row, m), scores, by_row(plan.block_dv))
+        acc, l_row, m = merge(total, (acc, l_row, m), scores)
     return acc, l_row, m
 
 
@@ -338,14 +416,14 @@ def attend(handoff, unit, span, q, q_empty, tiles, ring, pingpong, band, scores_
     weights: gl.constexpr = gl.DotOperandLayout(0, accumulator(plan.block_dv), 2)
     row_s: gl.constexpr = by_row(plan.block_kv)
     block: gl.constexpr = plan.block_kv
-    block_dv: gl.constexpr = plan.block_dv  # Triton 3.6 takes no number of a tuple in a shape
     stages: gl.constexpr = plan.stages
+    dtype: gl.constexpr = q[0].dtype
     first, last = span
     scores, chunk = scores_chunk
     cols = gl.arange(0, block, gl.SliceLayout(0, accumulator(block)))
     zeros = gl.zeros([ROWS, block], gl.float32, accumulator(block))
     nothing = gl.full([ROWS], float("-inf"), gl.float32, row_s)
-    acc = gl.zeros([ROWS, block_dv], gl.float32, accumulator(block_dv))
+    acc = nothing_yet(plan)
     total = acc, gl.zeros([ROWS], gl.float32, row_s), nothing
     opened = first  # the first key of the chunk that acc, l and m are of
     border = first // chunk * chunk + chunk  # the first key of the next one: counted, since a division takes 200 cycles
@@ -355,15 +433,15 @@ def attend(handoff, unit, span, q, q_empty, tiles, ring, pingpong, band, scores_
     m, under, _ = risen(s, nothing, scores, row_s)
     p = weights_under(s, under)
     l = lane_sums(p)
-    p16 = gl.convert_layout(p.to(q.dtype), weights)
+    p16 = gl.convert_layout(p.to(dtype), weights)
     unit += 1
     await_full(ring, unit)
     for start in range(first + block, last, block):
         wait_pingpong(handoff, pingpong, GROUP, plan)
-        dots = warpgroup_mma(q, tiles.k.index(unit % stages).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        products = warpgroup_mma(p16, tiles.v.index(unit % stages), acc, use_acc=start - block > opened, is_async=True)
+        dots = dots_of(q, tiles.k, unit % stages, zeros)
+        products = products_of(p16, tiles.v, unit % stages, acc, start - block > opened)
         signal_pingpong(pingpong, plan)
-        s = warpgroup_mma_wait(1, deps=[dots])
+        s = warpgroup_mma_wait(len(products), deps=[dots])
         handoff += 1
         s = seen_scores(s, start, cols, band, scores)
         m_before = m
@@ -375,15 +453,15 @@ def attend(handoff, unit, span, q, q_empty, tiles, ring, pingpong, band, scores_
         # The assembler moves the wait for the products before the maxima, unless a basic block ends between the two:
         # this wait ends one. The weights come after it, and take the place of those that the products have read.
         await_full(ring, unit + 1)
-        acc = warpgroup_mma_wait(0, deps=[products])
+        acc = finished(products)
         mbarrier.arrive(ring.empty.index(unit % stages), count=1)
         if plan.chunked:
             total, acc, opened = at_border(opens, total, (acc, l, m_before), alpha, opened, start, scores, plan)
         else:
-            acc = acc * gl.convert_layout(alpha, by_row(block_dv))[:, None]
+            acc = scaled_pieces(acc, alpha)
         p = weights_under(s, under)
         l = gl.fma(l, beside(alpha, l), lane_sums(p))
-        p16 = gl.convert_layout(p.to(q.dtype), weights)
+        p16 = gl.convert_layout(p.to(dtype), weights)
         unit += 1
     if not plan.o_in_q:
         mbarrier.arrive(q_empty, count=1)
@@ -396,12 +474,11 @@ def attend(handoff, unit, span, q, q_empty, tiles, ring, pingpong, band, scores_
 def consumer(GROUP: gl.constexpr, tiles, q_ring, ring, pingpong, out, softmax, segments, work, plan: gl.constexpr):
     """Four warps that own 64 queries of each tile of this program."""
     row_s: gl.constexpr = by_row(plan.block_kv)
-    box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     block: gl.constexpr = plan.block_kv
     scores = softmax.scores
     left, right = softmax.window
     before = work.kv_len - work.q_len  # keys that stand before query 0
-    q = tiles.q.index(GROUP)
+    q = each_at(tiles.q, GROUP)
     unit = 0
     handoff = 0
     count = 0
@@ -426,13 +503,13 @@ def consumer(GROUP: gl.constexpr, tiles, q_ring, ring, pingpong, out, softmax, s
                                       KeyLimits(limits, all_lo, all_hi, others), (scores, work.chunk), GROUP,
                                       plan)  # fmt: skip
         acc, l, m = state
-        inverse = 1.0 / gl.where(l == 0.0, 1.0, l)
-        result = acc * gl.convert_layout(inverse, by_row(plan.block_dv))[:, None]
-        o_tile = q if plan.o_in_q else tiles.o.index(GROUP)
+        results = scaled_pieces(acc, 1.0 / gl.where(l == 0.0, 1.0, l))
+        o_tiles = q if plan.o_in_q else each_at(tiles.o, GROUP)
         tma.store_wait(0)
-        o_tile.store(result.to(q.dtype))
+        for n in gl.static_range(len(results)):
+            o_tiles[n].store(results[n].to(q[0].dtype))
         fence_async_shared()
-        store_tile(out.o, [head // work.heads, mine_top, head % work.heads, 0], boxed(o_tile, box))
+        store_head(out.o, head // work.heads, mine_top, head % work.heads, o_tiles)
         if plan.o_in_q:
             tma.store_wait(0)
             mbarrier.arrive(q_ring.empty.index(GROUP), count=1)
@@ -446,32 +523,31 @@ def consumer(GROUP: gl.constexpr, tiles, q_ring, ring, pingpong, out, softmax, s
 @gluon.jit
 def fetch_first(unit, first, at, k, tiles, ring, plan: gl.constexpr):
     """Begin to copy the first keys of a walk, those of a place (batch entry, head): unit 0."""
-    box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     b, head = at
-    stage, full = acquire(ring, unit, plan.block_kv * plan.block_d * 2)
-    load_tile(k, [b, first, head, 0], full, boxed(tiles.k.index(stage), box))
+    stage, full = acquire(ring, unit, plan.block_kv * (plan.block_d + plan.more_d) * 2)
+    load_head(k, b, first, head, full, each_at(tiles.k, stage))
 
 
 @gluon.jit
 def fetch_others(unit, first, last, at, k, v, tiles, ring, plan: gl.constexpr):
     """Begin to copy, as there is room, the units 1 to n of a walk over [first, last). What ``unit`` is after them."""
-    box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     block: gl.constexpr = plan.block_kv
+    columns: gl.constexpr = plan.block_d + plan.more_d
+    columns_dv: gl.constexpr = plan.block_dv + plan.more_dv
     b, head = at
     for j in range(first + block, last, block):
-        stage, full = acquire(ring, unit, block * (plan.block_d + plan.block_dv) * 2)
-        load_tile(k, [b, j, head, 0], full, boxed(tiles.k.index(stage), box))
-        load_tile(v, [b, j - block, head, 0], full, boxed(tiles.v.index(stage), box))
+        stage, full = acquire(ring, unit, block * (columns + columns_dv) * 2)
+        load_head(k, b, j, head, full, each_at(tiles.k, stage))
+        load_head(v, b, j - block, head, full, each_at(tiles.v, stage))
         unit += 1
-    stage, full = acquire(ring, unit, block * plan.block_dv * 2)
-    load_tile(v, [b, (last - 1) // block * block, head, 0], full, boxed(tiles.v.index(stage), box))
+    stage, full = acquire(ring, unit, block * columns_dv * 2)
+    load_head(v, b, (last - 1) // block * block, head, full, each_at(tiles.v, stage))
     return unit + 1
 
 
 @gluon.jit
 def producer(tiles, q_ring, ring, inputs, window, segments, work, plan: gl.constexpr):
     """One warp that fetches what the consumers take, in their order."""
-    box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     block: gl.constexpr = plan.block_kv
     consumers: gl.constexpr = plan.consumers
     left, right = window
@@ -495,34 +571,23 @@ def producer(tiles, q_ring, ring, inputs, window, segments, work, plan: gl.const
         fetch_first(unit, first, (b, kv_h), inputs.k, tiles, ring, plan)
         for g in gl.static_range(consumers):
             mbarrier.wait(q_ring.empty.index(g), (count & 1) ^ 1)
-            mbarrier.expect(q_ring.full.index(g), ROWS * plan.block_d * 2)
-            load_tile(inputs.q, [b, top + g * ROWS, h, 0], q_ring.full.index(g), boxed(tiles.q.index(g), box))
+            mbarrier.expect(q_ring.full.index(g), ROWS * (plan.block_d + plan.more_d) * 2)
+            load_head(inputs.q, b, top + g * ROWS, h, q_ring.full.index(g), each_at(tiles.q, g))
         unit = fetch_others(unit + 1, first, last, (b, kv_h), inputs.k, inputs.v, tiles, ring, plan)
         count += 1
         index, back = following(index, back, work, left, right)
 
 
-@gluon.jit(do_not_specialize=["ahead", "interleaved_heads", "group", "chunk"])
-def attention_flash_kernel(
-    q, k, v, o, log_sums, segments, softmax, ahead, interleaved_heads, group, chunk, plan: gl.constexpr
-):
-    """o, and lse and lse_low unless these are None. q, k, v, o: described, (batch, length, heads, d). segments: None of
-    a call that has none. From ``ahead`` on: of ``TileSchedule``, numbers that are handed over one by one, as in a tuple
-    Triton would compile the kernel for what divides them."""
-    batch, q_len, heads, _ = q.shape
-    tiles_q, all_heads = gl.cdiv(q_len, ROWS * plan.consumers), batch * heads
-    work = TileSchedule(
-        tiles_q * all_heads, ahead, tiles_q, interleaved_heads, heads, group, all_heads, q_len, k.shape[1], chunk
-    )
-    inputs, out = QkvInputs(q, k, v), Outputs(o, log_sums.lse, log_sums.low)
-    dtype: gl.constexpr = q.dtype
-    tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    q_tiles = gl.allocate_shared_memory(dtype, [plan.consumers, ROWS, plan.block_d], tile)
-    k_tiles = gl.allocate_shared_memory(dtype, [plan.stages, plan.block_kv, plan.block_d], tile)
-    v_tiles = gl.allocate_shared_memory(dtype, [plan.stages, plan.block_kv, plan.block_dv], tile)
+@gluon.jit
+def by_roles(inputs, out, segments, softmax, work, plan: gl.constexpr):
+    """o, and lse and lse_low, by a producer and its consumers."""
+    dtype: gl.constexpr = inputs.q[0].dtype
+    q_tiles = head_buffers(dtype, plan.consumers, ROWS, plan.block_d, plan.more_d)
+    k_tiles = head_buffers(dtype, plan.stages, plan.block_kv, plan.block_d, plan.more_d)
+    v_tiles = head_buffers(dtype, plan.stages, plan.block_kv, plan.block_dv, plan.more_dv)
     o_tiles = q_tiles
     if not plan.o_in_q:
-        o_tiles = gl.allocate_shared_memory(dtype, [plan.consumers, ROWS, plan.block_dv], tile)
+        o_tiles = head_buffers(dtype, plan.consumers, ROWS, plan.block_dv, plan.more_dv)
     tiles = Buffers(q_tiles, k_tiles, v_tiles, o_tiles)
     q_ring, ring = ring_of(plan.consumers, 1), ring_of(plan.stages, plan.consumers)
     pingpong = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -544,3 +609,58 @@ def attention_flash_kernel(
             (consumer, (2, tiles, q_ring, ring, second, out, softmax, segments, work, plan)),
             (producer, (tiles, q_ring, ring, inputs, softmax.window, segments, work, plan)),
         ], [4, 4, 1], [plan.registers, plan.registers, 24])  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["ahead", "interleaved_heads", "group", "chunk"])
+def attention_flash_kernel(
+    q, k, v, o, log_sums, segments, softmax, ahead, interleaved_heads, group, chunk, plan: gl.constexpr
+):
+    """o, and lse and lse_low unless these are None. q, k, v, o: described, (batch, length, heads, d). segments: None of
+    a call that has none. From ``ahead`` on: of ``TileSchedule``, numbers that are handed over one by one, as in a tuple
+    Triton would compile the kernel for what divides them."""
+    batch, q_len, heads, _ = q.shape
+    tiles_q, all_heads = gl.cdiv(q_len, ROWS * plan.consumers), batch * heads
+    work = TileSchedule(
+        tiles_q * all_heads, ahead, tiles_q, interleaved_heads, heads, group, all_heads, q_len, k.shape[1], chunk
+    )
+    inputs, out = QkvInputs((q,), (k,), (v,)), Outputs((o,), log_sums.lse, log_sums.low)
+    by_roles(inputs, out, segments, softmax, work, plan)
+
+
+@gluon.jit
+def both(first, more):
+    """The pieces of a head."""
+    if more is not None:
+        return first, more
+    else:
+        return (first,)
+
+
+@gluon.jit
+def schedule_of(q, k, window, chunk, plan: gl.constexpr):
+    """The tiles of a call, and how its programs take them, from how many there are."""
+    batch, q_len, heads, _ = q.shape
+    _, kv_len, kv_heads, _ = k.shape
+    left, right = window
+    tiles_q, all_heads = gl.cdiv(q_len, ROWS * plan.consumers), batch * heads
+    tiles, interleaved_heads = tiles_q * all_heads, 1
+    ahead = tiles
+    if left is not None or right is not None:
+        ahead = gl.where(gl.num_programs(0) < tiles, gl.cdiv(tiles, 2), tiles)
+    if right is not None:
+        interleaved_heads = gl.cdiv(all_heads, gl.cdiv(all_heads, AT_A_TIME))
+    return TileSchedule(
+        tiles, ahead, tiles_q, interleaved_heads, heads, heads // kv_heads, all_heads, q_len, kv_len, chunk
+    )
+
+
+@gluon.jit(do_not_specialize=["chunk"])
+def attention_flash_pieces_kernel(
+    q, q_more, k, k_more, v, v_more, o, o_more, others, softmax, chunk, plan: gl.constexpr
+):
+    """As ``attention_flash_kernel``, of heads in two pieces: q_more, k_more, v_more and o_more describe the columns
+    after those of q, k, v and o, None where there are none. others: log_sums and segments."""
+    log_sums, segments = others
+    inputs = QkvInputs(both(q, q_more), both(k, k_more), both(v, v_more))
+    work = schedule_of(q, k, softmax.window, chunk, plan)
+    by_roles(inputs, Outputs(both(o, o_more), log_sums.lse, log_sums.low), segments, softmax, work, plan)

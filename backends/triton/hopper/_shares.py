@@ -186,7 +186,7 @@ def producer(tiles, q_ring, ring, inputs, window, work, plan: gl.constexpr):
             if share == of:
                 mbarrier.wait(q_ring.empty, (index // gl.num_programs(0) & 1) ^ 1)
                 mbarrier.expect(q_ring.full, ROWS * plan.block_d * 2)
-                load_tile(inputs.q, [b, h, 0, 0, 0], q_ring.full, rows_boxed(tiles.q, plan.heads))
+                load_tile(inputs.q[0], [b, h, 0, 0, 0], q_ring.full, rows_boxed(tiles.q[0], plan.heads))
             unit = fetch_others(unit + 1, first, last, (b, h), inputs.k, inputs.v, tiles, ring, plan)
 
 
@@ -231,12 +231,12 @@ def attend_few(unit, first, last, q, tiles, ring, band, scores, plan: gl.constex
     mma_s: gl.constexpr = laid(ROWS, block)
     row: gl.constexpr = gl.SliceLayout(1, laid(rows, block))
     cols = gl.arange(0, block, gl.SliceLayout(0, laid(rows, block)))
-    dtype: gl.constexpr = tiles.k.dtype
+    dtype: gl.constexpr = tiles.k[0].dtype
     zeros = gl.zeros([ROWS, block], gl.float32, mma_s)
     acc = warpgroup_mma_init(gl.zeros([ROWS, block_dv], gl.float32, laid(ROWS, block_dv)))
 
     stage = await_full(ring, unit)
-    dots = warpgroup_mma(q, tiles.k.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    dots = warpgroup_mma(q, tiles.k[0].index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     dots = warpgroup_mma_wait(0, deps=[dots])
     s = rows_in(dots, rows), others_in(dots, rows, dtype)
     state = no_sums(s[0]), gl.full([rows], float("-inf"), gl.float32, row)
@@ -247,8 +247,8 @@ def attend_few(unit, first, last, q, tiles, ring, band, scores, plan: gl.constex
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(ring.empty.index(unit % stages), count=1)
         acc = scaled(acc, alpha, rows)
-        dots = warpgroup_mma(q, tiles.k.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        acc = warpgroup_mma(p16, tiles.v.index(stage), acc, is_async=True)
+        dots = warpgroup_mma(q, tiles.k[0].index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        acc = warpgroup_mma(p16, tiles.v[0].index(stage), acc, is_async=True)
         dots = warpgroup_mma_wait(1, deps=[dots])
         s = rows_in(dots, rows), others_in(dots, rows, dtype)
         unit += 1
@@ -257,11 +257,11 @@ def attend_few(unit, first, last, q, tiles, ring, band, scores, plan: gl.constex
     stage = await_full(ring, unit + 1)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(ring.empty.index(unit % stages), count=1)
-    acc = warpgroup_mma(p16, tiles.v.index(stage), scaled(acc, alpha, rows), is_async=True)
+    acc = warpgroup_mma(p16, tiles.v[0].index(stage), scaled(acc, alpha, rows), is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(ring.empty.index(stage), count=1)
     l, m = state
-    return (rows_in(acc, rows), gl.convert_layout(gl.sum(l, 1), row), m), unit + 2
+    return ((rows_in(acc, rows),), gl.convert_layout(gl.sum(l, 1), row), m), unit + 2
 
 
 @gluon.jit
@@ -270,7 +270,6 @@ def consumer(tiles, q_ring, ring, parts, out, softmax, work, plan: gl.constexpr)
     rows: gl.constexpr = plan.rows
     block_dv: gl.constexpr = plan.block_dv
     row_s: gl.constexpr = gl.SliceLayout(1, laid(rows, plan.block_kv))
-    row_o: gl.constexpr = gl.SliceLayout(1, laid(rows, block_dv))
     scores = softmax.scores
     left, right = softmax.window
     top = work.kv_len - work.q_len
@@ -281,17 +280,17 @@ def consumer(tiles, q_ring, ring, parts, out, softmax, work, plan: gl.constexpr)
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         b, h, of = taken(index, work)
         mbarrier.wait(q_ring.full, index // gl.num_programs(0) & 1)
-        spread(tiles.q, rows)
-        acc = gl.zeros([rows, block_dv], gl.float32, laid(rows, block_dv))
+        spread(tiles.q[0], rows)
+        acc = (gl.zeros([rows, block_dv], gl.float32, laid(rows, block_dv)),)
         l = gl.zeros([rows], gl.float32, row_s)
         m = gl.full([rows], float("-inf"), gl.float32, row_s)
         for share in range(of, of + each):
             start, end, first, last = part_of(share, work, left, right, plan.block_kv)
             limits = gl.maximum(lo, start), gl.minimum(hi, end)
             band = KeyLimits(limits, gl.maximum(all_lo, start), gl.minimum(all_hi, end))
-            part, unit = attend_few(unit, first, last, tiles.q, tiles, ring, band, scores, plan)
+            part, unit = attend_few(unit, first, last, tiles.q[0], tiles, ring, band, scores, plan)
             if plan.chunked:
-                acc, l, m = merge((acc, l, m), part, scores, row_o)
+                acc, l, m = merge((acc, l, m), part, scores)
             else:
                 acc, l, m = part
         # All four warps have issued the last products, and so read their queries.
@@ -303,7 +302,8 @@ def consumer(tiles, q_ring, ring, parts, out, softmax, work, plan: gl.constexpr)
 def leave(state, at, parts, out, scores, work, plan: gl.constexpr):
     """Write the state of a chunk, or o, and lse and low unless these are None, from the state of all keys: as
     ``store_rows`` of the portable kernel does. at: (batch entry, group of heads, which chunk)."""
-    acc, l, m = state
+    pieces, l, m = state
+    acc = pieces[0]
     b, h, share = at
     rows: gl.constexpr = plan.rows
     block_dv: gl.constexpr = plan.block_dv
@@ -347,13 +347,13 @@ def attention_shares_kernel(q, k, v, parts, statistics, o, lse, low, softmax, nu
     """
     batch, kv_heads, q_len, group, _ = q.shape
     work = Shares(batch * kv_heads, num_splits, kv_heads, group, q_len, k.shape[1], chunk, v.shape[3])
-    inputs, parts, out = QkvInputs(q, k, v), ChunkOutputs(parts, statistics), Outputs(o, lse, low)
+    inputs, parts, out = QkvInputs((q,), (k,), (v,)), ChunkOutputs(parts, statistics), Outputs(o, lse, low)
     dtype: gl.constexpr = k.dtype
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_tile = gl.allocate_shared_memory(dtype, [1, ROWS, plan.block_d], tile).index(0)
     k_tiles = gl.allocate_shared_memory(dtype, [plan.stages, plan.block_kv, plan.block_d], tile)
     v_tiles = gl.allocate_shared_memory(dtype, [plan.stages, plan.block_kv, plan.block_dv], tile)
-    tiles = Buffers(q_tile, k_tiles, v_tiles, None)
+    tiles = Buffers((q_tile,), (k_tiles,), (v_tiles,), None)
     of_q, ring = ring_of(1, 1), ring_of(plan.stages, 1)
     q_ring = Ring(of_q.full.index(0), of_q.empty.index(0))
     fence_async_shared()

@@ -19,7 +19,14 @@ from triton.experimental.gluon import language as gl
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.configs import FewQueries, FlashConfig, FlashGradientsConfig
 from portakern.backends.triton.descriptors import describe
-from portakern.backends.triton.hopper._flash import FlashPlan, LogSums, TileSchedule, attention_flash_kernel
+from portakern.backends.triton.hopper._flash import (
+    FlashPlan,
+    LogSums,
+    OtherArrays,
+    TileSchedule,
+    attention_flash_kernel,
+    attention_flash_pieces_kernel,
+)
 from portakern.backends.triton.hopper._flash_gradients import attention_vjp_gradients_kernel
 from portakern.backends.triton.hopper._shares import HALF, attention_shares_kernel
 from portakern.backends.triton.launch import GLUON, cdiv, launch, shared_limit, torch_dtype
@@ -29,7 +36,17 @@ from portakern.backends.triton.lib import attention_vjp_gluon as gradients
 from portakern.backends.triton.lib.gluon import Softmax
 from portakern.backends.triton.lib.heads import Scores
 from portakern.backends.triton.lib.split_kv import chunk_length, chunks_of_a_tile, seen_keys, worth_spreading
-from portakern.backends.triton.lib.tma import BARRIERS, QUERIES, REGISTERS, TOGETHER, movable, processors, tiled
+from portakern.backends.triton.lib.tma import (
+    BARRIERS,
+    QUERIES,
+    REGISTERS,
+    TOGETHER,
+    in_pieces,
+    movable,
+    pieces,
+    processors,
+    tiled,
+)
 from portakern.core.backend import Drawn
 from portakern.specs.attention import scale_of
 
@@ -44,20 +61,34 @@ MOST_STAGES = 6  # of keys on their way to one group of rows
 
 def plan_of(call: Call, config: FlashConfig) -> FlashPlan:
     """What the kernel is compiled for."""
-    block_d, block_dv = (pow2_at_least(call.dims[n], 64) for n in ("d", "dv"))
+    (block_d, more_d), (block_dv, more_dv) = (pieces(call.dims[n]) for n in ("d", "dv"))
     chunked, consumers = chunk_length(call, config) is not None, config.consumers
     apart = FlashPlan(consumers, config.block_kv, block_d, block_dv, config.num_stages, chunked, o_in_q=False,
-                 registers=REGISTERS[consumers][0])  # fmt: skip
-    crowded = block_d == block_dv and shared_bytes(apart) > shared_limit(call.target.arch)
-    return apart._replace(o_in_q=crowded)
+                 registers=REGISTERS[consumers][0], more_d=more_d, more_dv=more_dv)  # fmt: skip
+    fits_in_q = block_d == block_dv and more_dv in (0, more_d)
+    return apart._replace(o_in_q=fits_in_q and shared_bytes(apart) > shared_limit(call.target.arch))
 
 
 def shared_bytes(plan: FlashPlan) -> int:
     """Shared memory that the kernel takes."""
-    rows = plan.consumers * QUERIES
-    held = rows * plan.block_d + plan.stages * plan.block_kv * (plan.block_d + plan.block_dv)
-    held += 0 if plan.o_in_q else rows * plan.block_dv
+    rows, d, dv = plan.consumers * QUERIES, plan.block_d + plan.more_d, plan.block_dv + plan.more_dv
+    held = rows * d + plan.stages * plan.block_kv * (d + dv)
+    held += 0 if plan.o_in_q else rows * dv
     return 2 * held + BARRIERS
+
+
+def fit(call: Call, config: FlashConfig) -> FlashConfig:
+    """Fewer stages, then fewer keys at a time, where shared memory has no room; keys so few that the portable kernel
+    has room for a stage of them too."""
+    limit = shared_limit(call.target.arch)
+    while config.num_stages > 2 and shared_bytes(plan_of(call, config)) > limit:
+        config = config.replace(num_stages=config.num_stages - 1)
+    while (
+        config.block_kv > 16
+        and max(shared_bytes(plan_of(call, config)), shared.shared_bytes(call, config.replace(num_stages=1))) > limit
+    ):
+        config = config.replace(block_kv=config.block_kv // 2)
+    return config
 
 
 def supports(call: Call, config: FlashConfig) -> str | None:
@@ -68,7 +99,7 @@ def supports(call: Call, config: FlashConfig) -> str | None:
         return f"num_stages = {plan.stages}: the next keys need a second buffer; use 2 or more"
     if plan.block_kv > 256:
         return f"block_kv = {plan.block_kv}: the matrix unit takes up to 256 keys at a time"
-    needed = plan.block_kv // 2 + plan.block_kv // 4 + plan.block_dv // 2
+    needed = plan.block_kv // 2 + plan.block_kv // 4 + (plan.block_dv + plan.more_dv) // 2
     if needed > plan.registers - 30:
         return (
             f"tiles of {plan.block_kv} keys at head dimension {dims['dv']} need some {needed} registers a thread for "
@@ -79,7 +110,18 @@ def supports(call: Call, config: FlashConfig) -> str | None:
             f"{plan.stages} stages of {plan.block_kv} keys take {shared_bytes(plan)} bytes of shared memory; "
             f"{call.target.arch or 'sm_90'} has {shared_limit(call.target.arch)}"
         )
-    return shared.supports(call, config)
+    few = shared_bytes(few_plan(call, plan)._replace(o_in_q=True))
+    if config.few_queries != FewQueries.PORTABLE and few > shared_limit(call.target.arch):
+        return (
+            f"few_queries = {config.few_queries}: 2 stages of {plan.block_kv} keys take {few} bytes of shared memory "
+            f"where queries are few; {call.target.arch or 'sm_90'} has {shared_limit(call.target.arch)}"
+        )
+    return shared.supports(call, portable(call, config))
+
+
+def portable(call: Call, config: FlashConfig) -> FlashConfig:
+    """The tiling for the portable kernel: as many stages as it has room for. Its tiles of heads are powers of two."""
+    return config.replace(num_stages=shared.fit(call, config).num_stages)
 
 
 def least_chunk(call: Call) -> dict[str, int]:
@@ -97,13 +139,13 @@ def least_chunk(call: Call) -> dict[str, int]:
 
 def delegate(call: Call, config: FlashConfig) -> tuple[str, FlashConfig] | None:
     """Few queries that are not shared out are the portable kernel's, with the tiling of here, on which bits depend."""
-    return ("gpu", config) if shares_of(call, config) is None and few_queries(call, config) else None
+    return ("gpu", portable(call, config)) if shares_of(call, config) is None and few_queries(call, config) else None
 
 
 DRAWN = Drawn(("bias",), {"d": 8, "dv": 8}, {"q_len": QUERIES + 1})
 
 
-@BACKEND.implements("attention", tiling=least_chunk, key=shared.key, fit=shared.fit, supports=supports,
+@BACKEND.implements("attention", tiling=least_chunk, key=shared.key, fit=fit, supports=supports,
                     config=FlashConfig, delegate=delegate, drawn=DRAWN, compiled_alone=GLUON)  # fmt: skip
 def attention(call: Call, config: FlashConfig) -> tuple[Any, ...]:
     dims, options = call.dims, call.options
@@ -119,12 +161,18 @@ def attention(call: Call, config: FlashConfig) -> tuple[Any, ...]:
         return o, lse, low
     segments = gradients.segments_of(call, "q", "kv")
     work, programs = work_of(call, config, plan.consumers * QUERIES, (left, right), processors(q.device))
-    described = (tiled(q, QUERIES, plan.block_d), tiled(k, plan.block_kv, plan.block_d),
-                 tiled(v, plan.block_kv, plan.block_dv), tiled(o, QUERIES, plan.block_dv))  # fmt: skip
-    launch(attention_flash_kernel, programs, call, *described, LogSums(lse, low), segments,
-           Softmax(scores, (left, right)), work.ahead,
-           work.interleaved_heads, work.group, work.chunk, plan=plan, num_warps=4,
-           maxnreg=REGISTERS[plan.consumers][1])  # fmt: skip
+    columns, columns_dv = (plan.block_d, plan.more_d), (plan.block_dv, plan.more_dv)
+    described = [in_pieces(x, rows, *of) for x, rows, of in (
+        (q, QUERIES, columns), (k, plan.block_kv, columns), (v, plan.block_kv, columns_dv),
+        (o, QUERIES, columns_dv))]  # fmt: skip
+    log_sums, softmax = LogSums(lse, low), Softmax(scores, (left, right))
+    compiled = {"plan": plan, "num_warps": 4, "maxnreg": REGISTERS[plan.consumers][1]}
+    if plan.more_d or plan.more_dv:
+        launch(attention_flash_pieces_kernel, programs, call, *(piece for x in described for piece in x),
+               OtherArrays(log_sums, segments), softmax, work.chunk, **compiled)  # fmt: skip
+    else:
+        launch(attention_flash_kernel, programs, call, *(first for first, _ in described), log_sums, segments, softmax,
+               work.ahead, work.interleaved_heads, work.group, work.chunk, **compiled)  # fmt: skip
     return o, lse, low
 
 
@@ -170,6 +218,13 @@ def times(call: Call, config: FlashConfig, chunks: int) -> tuple[float, float]:
     return max(cdiv(groups, many) * tiles, memory), max(longest, memory) + MERGER
 
 
+def few_plan(call: Call, plan: FlashPlan) -> FlashPlan:
+    """A plan with tiles of one piece, for one group of rows that leaves shared memory to keys: memory is what bounds
+    few queries."""
+    block_d, block_dv = (pow2_at_least(call.dims[n], 64) for n in ("d", "dv"))
+    return plan._replace(consumers=1, stages=2, o_in_q=False, block_d=block_d, block_dv=block_dv, more_d=0, more_dv=0)
+
+
 def rows_of(call: Call) -> int:
     """How many rows a group of heads has, in boxes whose extents are powers of two."""
     return call.dims["q_len"] * pow2_at_least(call.dims["group"])
@@ -186,7 +241,7 @@ def by_shares(
     batch, q_len, kv_heads, group, dv = (dims[n] for n in ("batch", "q_len", "kv_heads", "group", "dv"))
     heads, groups, chunk = kv_heads * group, batch * kv_heads, chunk_length(call, config) or dims["kv_len"]
     rows = HALF.value if rows_of(call) <= HALF.value else QUERIES
-    plan = plan._replace(consumers=1, stages=2, chunked=walks, o_in_q=False, heads=pow2_at_least(group), rows=rows)
+    plan = few_plan(call, plan)._replace(chunked=walks, heads=pow2_at_least(group), rows=rows)
     limit = shared_limit(call.target.arch)
     while plan.stages < MOST_STAGES and shared_bytes(plan._replace(stages=plan.stages + 1, o_in_q=True)) <= limit:
         plan = plan._replace(stages=plan.stages + 1)

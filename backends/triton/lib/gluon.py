@@ -77,6 +77,48 @@ def by_row(columns):
     return gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16]))
 
 
+@gluon.constexpr_function
+def tile_layout(columns, rank=2):
+    """How a tile of 16-bit rows lies in shared memory: by lines of up to 128 bytes, as the copy engine swizzles them.
+    rank: 4 of the box that it moves."""
+    return gl.NVMMASharedLayout(min(2 * columns, 128), 16, rank)
+
+
+@gluon.jit
+def head_buffers(dtype: gl.constexpr, count: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr,
+                 more: gl.constexpr):  # fmt: skip
+    """``count`` buffers for so many rows of a head, of each of its pieces: ``columns``, and ``more`` unless that is
+    0."""
+    first = gl.allocate_shared_memory(dtype, [count, rows, columns], tile_layout(columns))
+    if more:
+        return first, gl.allocate_shared_memory(dtype, [count, rows, more], tile_layout(more))
+    else:
+        return (first,)
+
+
+@gluon.jit
+def each_at(pieces, i):
+    """Of each piece's buffers the ``i``-th."""
+    found = ()
+    for n in gl.static_range(len(pieces)):
+        found = found + (pieces[n].index(i),)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def load_head(x, b, i, h, full, tiles):
+    """Begin to copy rows from ``i`` on of a head of a batch entry, piece after piece."""
+    for n in gl.static_range(len(x)):
+        load_tile(x[n], [b, i, h, n * tiles[0].shape[1]], full, boxed(tiles[n], tile_layout(tiles[n].shape[1], 4)))
+
+
+@gluon.jit
+def store_head(x, b, i, h, tiles):
+    """Begin to copy rows of a head to their places from ``i`` on, piece after piece."""
+    for n in gl.static_range(len(x)):
+        store_tile(x[n], [b, i, h, n * tiles[0].shape[1]], boxed(tiles[n], tile_layout(tiles[n].shape[1], 4)))
+
+
 @gluon.jit
 def ring_of(stages: gl.constexpr, readers: gl.constexpr):
     """A ring that so many ``readers`` hand back. Copies arrive at barriers by the way that threads' writes take: a

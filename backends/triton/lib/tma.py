@@ -9,7 +9,7 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from portakern.backends.triton.descriptors import describe
-from portakern.backends.triton.layout import contiguous_strides
+from portakern.backends.triton.layout import contiguous_strides, pow2_at_least
 
 QUERIES = 64  # of a consumer
 TOGETHER = 8  # heads at most whose tiles are taken by turns where the last queries see most keys: their keys stay in L2
@@ -31,7 +31,27 @@ def tiled(x: torch.Tensor, rows: int, columns: int) -> Any:
         s if extent > 1 else of_a_copy
         for s, extent, of_a_copy in zip(x.stride(), x.shape, contiguous_strides(x.shape), strict=True)
     ]
-    return describe(x, x.shape, strides, (1, rows, 1, columns), gl.NVMMASharedLayout(128, 16, 4))
+    return describe(x, x.shape, strides, (1, rows, 1, columns), gl.NVMMASharedLayout(min(2 * columns, 128), 16, 4))
+
+
+SUMS = {80: (64, 16), 96: (64, 32), 144: (128, 16), 160: (128, 32), 192: (128, 64)}
+"""Columns that a head's tile may have beside powers of two: those of two pieces, each a power of two."""
+
+MEASURED: tuple[int, ...] = ()
+"""Which of these heads take: where they are measured to be faster than the next power of two."""
+
+
+def pieces(d: int) -> tuple[int, int]:
+    """The columns of a head's tile, and of its second piece, 0 where it has none: as few in all as hold d, and 64 or
+    more."""
+    whole = pow2_at_least(d, 64)
+    columns = min((n for n in MEASURED if d <= n < whole), default=whole)
+    return SUMS.get(columns, (columns, 0))
+
+
+def in_pieces(x: torch.Tensor, rows: int, columns: int, more: int) -> tuple[Any, Any]:
+    """``tiled``, and as much of the columns after these; None where there are no more."""
+    return tiled(x, rows, columns), tiled(x, rows, more) if more else None
 
 
 @functools.cache
