@@ -354,8 +354,8 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     The slope's is not known where a logit may be off by more than ``LINEAR``, b be ``lost``, or much of it rounded
     ``alike``.
     With w = weight, m = sum p w, s_c of the product alone, S that of lse: a logit moves p and, by lse, all others
-    against it, and the factor of all. R is the ``variance_factor`` for what brackets draw. logit_gradients' is not known
-    where the slope's is not, nor where b is subnormal, or rounded ``alike``.
+    against it, and the factor of all. R is the ``variance_factor`` for what brackets draw. logit_gradients' is not
+    known where the slope's is not, nor where b is subnormal, or rounded ``alike``.
     """
     with np.errstate(all="ignore"):
         at = Logits.of(call)

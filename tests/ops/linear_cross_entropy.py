@@ -301,9 +301,9 @@ RECORD = ForwardRecord(
 
 # ---------------------------------------------------------------------------------------------------------- gradient
 def simulate_vjp(hidden, weight, labels, lse, slope, d_loss, lse_low=None, logit_gradients=None, ignore_index=-100,
-             label_smoothing=0.0, z_loss=0.0, precision="ieee", keep_logit_gradients=False, *, stored=True, ftz=False, block=32, tail=True, low=None, cut=False,
-             halves=False,
-             of_sum=None, scaled=1.0, **how):  # fmt: skip
+             label_smoothing=0.0, z_loss=0.0, precision="ieee", keep_logit_gradients=False, *, stored=True,
+             ftz=False, block=32, tail=True, low=None, cut=False, halves=False, of_sum=None, scaled=1.0,
+             **how):  # fmt: skip
     """``halves``: d_weight is the sum of two products that are rounded first; ``of_sum``: kept in a narrower dtype as
     it is added up; ``scaled``: d_hidden; the others are those of the forward op and of cross_entropy_vjp."""
     acc, precision = accumulator(hidden), "tf32" if cut else precision
