@@ -12,18 +12,25 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from portakern.core.program import TileFormat
+
+if TYPE_CHECKING:
+    import torch
+
 __all__ = [
-    "ArrayAddress", "Maps", "bare", "base_of", "bind_thread", "describe", "describes", "elsewhere", "is_descriptor",
+    "ArrayAddress", "Maps", "bare", "base_of", "bind_thread", "describe", "describes", "elsewhere", "formats", "is_descriptor",
     "mend_rounding", "raw",
 ]  # fmt: skip
 
 TFLOAT32 = 11
 """What CUDA's driver calls a map that rounds float32 numbers to the nearest of 10 bits as it copies them."""
+
+OF_DRIVER = {8: 10, 9: 8, 10: 9}
+"""What CUDA's driver calls the elements to which Triton's compiler gives other numbers, those of PTX."""
 
 KEPT = 256  # maps of one parameter; a network's calls of a form see some tens of addresses
 
@@ -107,7 +114,7 @@ def bind_thread() -> None:
     CUDA's runtime, and that may come after the first backward kernel: memory comes from the allocator's cache.
     """
     if not _thread.bound:
-        torch.cuda.Event().record()  # the runtime's first call in a thread; allowed while a graph is captured too
+        sys.modules["torch"].cuda.Event().record()  # the runtime's first call in a thread; allowed while a graph is captured too
         _thread.bound = True
 
 
@@ -149,6 +156,18 @@ def raw(run: Any, descriptors: Sequence[Any]) -> tuple[Callable[..., None], list
         Maps(d, lambda described, of=of: make(described, of, *others))  # type: ignore[misc]
         for d, of in zip(descriptors, metadata, strict=True)
     ]
+
+
+def formats(compiled: Any, described: Sequence[Any]) -> tuple[TileFormat, ...]:
+    """What a compiled kernel's code fixes of these descriptors, which are all of its arguments'."""
+    return tuple(
+        TileFormat(
+            TFLOAT32 if getattr(d, "round_f32_to_tf32", False) else OF_DRIVER.get(of["elem_type"], of["elem_type"]),
+            of["swizzle"],
+            tuple(of["block_size"]),
+        )
+        for d, of in zip(described, getattr(compiled.metadata, "tensordesc_meta", None) or (), strict=True)
+    )
 
 
 def mend_rounding(kernel: Any, grid: int, args: Sequence[Any], constexprs: dict[str, Any]) -> None:

@@ -31,10 +31,10 @@ from portakern.backends.triton.descriptors import (
     raw,
 )
 from portakern.backends.triton.imports import check_compiled
-from portakern.backends.triton.leaks import leaking_products
+from portakern.backends.triton.leaks import refuse_leaks
 from portakern.core import codegen
 
-__all__ = ["Handles", "current_device", "current_stream", "launching", "learn", "refuse_leaks", "write_launcher"]
+__all__ = ["Handles", "current_device", "current_stream", "launching", "learn", "write_launcher"]
 
 log = logging.getLogger("portakern")
 
@@ -93,21 +93,6 @@ def _by_triton(kernel: JITFunction[Any]) -> Callable[..., None]:
             refuse_leaks(kernel.__name__, kernel[(grid,)](*args, **constexprs))
 
     return launcher
-
-
-def refuse_leaks(name: str, compiled: Any) -> None:
-    """Raise where a kernel's code is not what its source says (:mod:`.leaks`): what it wrote is not handed on.
-
-    Raises:
-      RuntimeError: it is so. No refusal: what takes a call is to be mended, and a check that meets it fails.
-    """
-    found = leaking_products(getattr(compiled, "asm", {}).get("ptx", ""))
-    if found:
-        raise RuntimeError(
-            f"{name}: this Triton's compiler lets {', '.join(found)} reach into the other half of a 64-bit register, "
-            "so that the kernel reads and writes elsewhere than it says; call with another variant, tiling or backend, "
-            "and report the shapes, dtypes and options of the call"
-        )
 
 
 def _warn(why: Exception) -> None:

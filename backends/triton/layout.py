@@ -187,6 +187,8 @@ def result_like(x: torch.Tensor, call: Call, output: str) -> torch.Tensor:
 
 def gathered(x: torch.Tensor) -> torch.Tensor:
     """A copy in row-major order."""
+    if CAPTURES and tracing():
+        return x.clone()
     return x.clone(memory_format=sys.modules["torch"].contiguous_format)
 
 

@@ -1,23 +1,26 @@
 """Kernels as a part of another library's programs: what a call would launch, compiled by Triton for the call's target
 and written down (:class:`portakern.core.program.Program`). No PyTorch is needed, and nothing is launched here.
 
-The library is told where its arrays' memory goes and nothing else, so that what a launcher of Triton's does on the host
-at each launch cannot be had: tensor descriptors, which hold addresses, and kernels that run a grid in step.
+The library is told where its arrays' memory goes, and how tensor descriptors of it are made, where it makes any. What a
+launcher of Triton's does besides cannot be had: kernels that run a grid in step, or ask for memory of their own. A
+kernel that may be launched beside the end of the one before is launched behind it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from portakern.backends.triton.capture import Capture, capturing
 from portakern.backends.triton.compiler import gpu_target, specialised
+from portakern.backends.triton.descriptors import formats, is_descriptor
+from portakern.backends.triton.leaks import refuse_leaks
 from portakern.backends.triton.trace import AbstractArray, Trace, abstracted
 from portakern.core import targets
 from portakern.core.config import Config
-from portakern.core.program import Code, Copy, Launch, Loop, Program, ScalarArgument
+from portakern.core.program import Code, Copy, DescribedArray, Launch, Loop, Program, ScalarArgument, Stack
 from portakern.core.targets import Hardware, Target
 from portakern.errors import UnsupportedError
 
@@ -47,17 +50,32 @@ def stage(impl: Implementation, embed: Embed) -> Implementation:
         what = [f"{trace.places[s.to].dtype} {trace.places[s.to].shape}" for s in copied(trace.steps)]
         return f"gathered or cast before a kernel reads it: {', '.join(what)}" if what else None
 
-    key, fit, delegate = impl.key, impl.fit, impl.delegate
+    def supports(call: Call, config: Config) -> str | None:
+        return unsupported(call.target) or on_abstract(impl.supports)(call, config) or undescribed(impl, call, config)
+
     return replace(
         impl,
         fn=fn,
-        tiling=lambda call: impl.tiling(abstracted(call)),
-        supports=lambda call, config: unsupported(call.target) or impl.supports(abstracted(call), config),
-        key=None if key is None else lambda call: key(abstracted(call)),
-        fit=None if fit is None else lambda call, config: fit(abstracted(call), config),
-        delegate=None if delegate is None else lambda call, config: delegate(abstracted(call), config),
+        tiling=on_abstract(impl.tiling),
+        supports=supports,
+        key=on_abstract(impl.key),
+        fit=on_abstract(impl.fit),
+        delegate=on_abstract(impl.delegate),
         copies=copies,
     )
+
+
+def on_abstract(function: Any) -> Any:
+    """The function, if there is one, of a call with abstract arrays in place of its own."""
+    if function is None:
+        return None
+
+    def asked(call: Call, *more: Any) -> Any:
+        trace = Trace()
+        with capturing(trace):
+            return function(abstracted(call, trace), *more)
+
+    return asked
 
 
 def unsupported(target: Target) -> str | None:
@@ -65,6 +83,15 @@ def unsupported(target: Target) -> str | None:
     if target.platform == "rocm" and not target.arch:
         return "machine code for AMD GPUs is of one architecture, and nothing here says for which this is lowered"
     return None
+
+
+def undescribed(impl: Implementation, call: Call, config: Config) -> str | None:
+    """Why a library's programs cannot have the call's kernels: they take tensor descriptors, and it makes none."""
+    why = call.framework.refuses_descriptors()
+    if why is None:
+        return None
+    trace, _ = written(impl, call, config)
+    return why if any(is_descriptor(a) for launch in launches(trace.steps) for a in launch.args) else None
 
 
 def written(impl: Implementation, call: Call, config: Config) -> tuple[Trace, tuple[Any, ...]]:
@@ -103,7 +130,7 @@ def finished(target: Target, steps: Iterable[Any]) -> tuple[Any, ...]:
     def one(step: Any) -> Any:
         if isinstance(step, Loop):
             return replace(step, steps=finished(target, step.steps))
-        return step if isinstance(step, Copy) else launched(target, *step[:4])
+        return step if isinstance(step, (Copy, Stack)) else launched(target, *step[:4])
 
     return tuple(map(one, steps))
 
@@ -113,12 +140,17 @@ def launched(target: Target, kernel: Any, grid: int, args: tuple[Any, ...], cons
     hardware = targets.find(target.arch) if target.arch else PORTABLE
     source, options = specialised_for(kernel, args, constexprs, hardware)
     values = dict(zip((p.name for p in kernel.params), args, strict=False))
-    arguments = tuple(
-        argument(kernel, kind, value)
-        for name, declared in source.signature.items()
-        for kind, value in leaves(declared, values.get(name))
-    )
-    return Launch(compiled(source, options, target), grid, arguments)
+    passed = [leaf for name, declared in source.signature.items() for leaf in leaves(declared, values.get(name))]
+    code = compiled(source, options, target, [value for _, value in passed if is_descriptor(value)])
+    tiles = iter(code.tiles)
+    found: list[int | DescribedArray | ScalarArgument] = []
+    for kind, value in passed:
+        if is_descriptor(value):
+            found.append(DescribedArray(value.base.number, tuple(value.shape), tuple(value.strides), next(tiles)))
+            found += [ScalarArgument("i32", n) for n in value.shape] + [ScalarArgument("i64", n) for n in value.strides]
+        else:
+            found.append(argument(kernel, kind, value))
+    return Launch(code, grid, tuple(found))
 
 
 def specialised_for(
@@ -169,13 +201,14 @@ def argument(kernel: Any, kind: str, value: Any) -> int | ScalarArgument:
     return ScalarArgument(KINDS[kind], value)
 
 
-def compiled(source: Any, options: dict[str, Any], target: Target) -> Code:
-    """The kernel's machine code, from Triton's cache where it is there."""
+def compiled(source: Any, options: dict[str, Any], target: Target, described: Sequence[Any] = ()) -> Code:
+    """The kernel's machine code, from Triton's cache where it is there. described: the descriptors that it takes."""
     import triton
 
     hardware = targets.find(target.arch) if target.arch else PORTABLE
     made = triton.compile(source, target=gpu_target(hardware), options=options)
     meta = made.metadata
+    refuse_leaks(meta.name, made)
     if meta.num_ctas > 1 or getattr(meta, "launch_cooperative_grid", False):
         raise UnsupportedError(f"{meta.name} runs programs in step, which needs a launcher of Triton's")
     if getattr(meta, "global_scratch_size", 0) or getattr(meta, "profile_scratch_size", 0):
@@ -190,6 +223,7 @@ def compiled(source: Any, options: dict[str, Any], target: Target) -> Code:
         warps=meta.num_warps,
         lanes=hardware.lanes,
         shared=meta.shared,
+        tiles=formats(made, described),
     )
 
 

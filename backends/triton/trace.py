@@ -8,16 +8,17 @@ what the Python allocates, copies and launches goes into a :class:`Trace`. So no
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from portakern.backends.triton.capture import Capture, Launched
+from portakern.backends.triton.descriptors import base_of
 from portakern.backends.triton.layout import contiguous_strides
 from portakern.core.call import Call
 from portakern.core.framework import BY_TYPE, DTYPE_NAME, Framework
-from portakern.core.program import Copy, Loop, ProgramArray, View
+from portakern.core.program import Copy, Loop, ProgramArray, Stack, View
 from portakern.core.targets import Target
 from portakern.spec.dtypes import numpy_dtype
 
@@ -51,6 +52,7 @@ class Trace(Capture):
 
     Attributes:
       places: every array so far. steps: copies, loops, and the launches as the implementation makes them.
+      rows: of each new array that was taken row by row, which are arrays of their own, until a launch takes the whole.
     """
 
     runs = allocates = False
@@ -59,6 +61,7 @@ class Trace(Capture):
         super().__init__()
         self.places: list[ProgramArray] = []
         self.steps: list[Any] = []
+        self.rows: dict[int, tuple[int, ...]] = {}
 
     def allocate(self, shape: Sequence[int], dtype: str) -> AbstractArray:
         """A new array, as it lies."""
@@ -72,7 +75,14 @@ class Trace(Capture):
         return numpy_dtype(name)
 
     def launched(self, launch: Launched) -> None:
+        self.steps += [Stack(n, self.rows.pop(n)) for n in dict.fromkeys(numbers(launch.args)) if n in self.rows]
         self.steps.append(launch)
+
+    def split(self, x: AbstractArray) -> tuple[AbstractArray, ...]:
+        """The rows of a new array, for launches to write to before others take the whole."""
+        rows = tuple(self.allocate(x.shape[1:], x.name) for _ in range(x.shape[0]))
+        self.rows[x.number] = tuple(row.number for row in rows)
+        return rows
 
     def repeat(
         self, first: int, times: int, length: int, piece: Any, reads: Sequence[Any], writes: Sequence[Any]
@@ -155,6 +165,22 @@ class AbstractArray:
     def mT(self) -> AbstractArray:  # as PyTorch calls it
         return self.permute(*range(self.ndim - 2), -1, -2)
 
+    def apart(self) -> AbstractArray:
+        """The same array in a trace of its own, to ask what would be done with it."""
+        trace = Trace()
+        trace.places = [*self.trace.places]
+        return AbstractArray(trace, self.number, self.shape, self.strides, self.name, self.view)
+
+    def __iter__(self) -> Iterator[AbstractArray]:
+        return iter(self.trace.split(self))
+
+    def as_strided(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> AbstractArray:
+        """Only what is a view of another shape."""
+        found = self.reshape(shape)
+        if any(a != b for n, a, b in zip(shape, found.strides, strides, strict=True) if n > 1):
+            raise NotImplementedError(f"an abstract array of strides {self.strides} is seen with strides {strides}")
+        return found
+
     def expand(self, *given: Any) -> AbstractArray:
         shape = extents(given)
         new = len(shape) - self.ndim
@@ -191,6 +217,15 @@ class AbstractArray:
 
 
 BY_TYPE[AbstractArray] = ABSTRACT
+
+
+def numbers(values: Sequence[Any]) -> Iterator[int]:
+    """The numbers of the arrays among arguments, in their groups, and that are described."""
+    for value in map(base_of, values):
+        if isinstance(value, AbstractArray):
+            yield value.number
+        elif isinstance(value, tuple):
+            yield from numbers(value)
 
 
 def extents(given: tuple[Any, ...]) -> tuple[int, ...]:

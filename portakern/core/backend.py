@@ -129,8 +129,7 @@ class Family:
         call, config) -> names``; None: ``explain()`` names none.
       stages: "module:function" that embeds machine code of its kernels in programs of another framework
         (:attr:`portakern.core.framework.Framework.embeds`): ``(implementation, embed) -> the implementation for arrays
-        of that framework``, which does not need the backend's own framework. None: not possible; ``unstaged`` is the
-        reason.
+        of that framework``, which does not need the backend's own framework. None: not possible.
       profiles: name -> a :class:`Profile`, or only its place.
       imports: "module:function" of a context manager in which its modules are imported; None: no context.
     """
@@ -145,7 +144,6 @@ class Family:
     plans: str | None = None
     lists: str | None = None
     stages: str | None = None
-    unstaged: str = "its kernels run in their own framework only"
     profiles: Mapping[str, str | Profile] = field(default_factory=dict, hash=False)
     imports: str | None = None
 

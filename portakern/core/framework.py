@@ -249,6 +249,11 @@ class Framework:
         """While inside, arrays that are made here have values, also where the library traces what runs now."""
         return nullcontext()
 
+    def refuses_descriptors(self) -> str | None:
+        """None, or why no program of the library passes a kernel a tensor descriptor
+        (:class:`portakern.core.program.DescribedArray`)."""
+        return None
+
     def embed(self, program: Program, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
         """The outputs of a program of machine code on the library's arrays, as a part of its own program."""
         raise NotImplementedError

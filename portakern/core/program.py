@@ -1,5 +1,5 @@
-"""The work of a call as a list of steps that another library can embed in its own programs: copies of arrays, launches
-of machine code, and loops of both over parts of arrays.
+"""The work of a call as a list of steps that another library can embed in its own programs: copies of arrays, arrays
+stacked, launches of machine code, and loops of these over parts of arrays.
 
 A backend builds a program (``stages`` of :class:`portakern.core.backend.Family`); a framework that can embed machine
 code takes it (:meth:`portakern.core.framework.Framework.embed`).
@@ -10,7 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["Code", "Copy", "Launch", "Loop", "Program", "ProgramArray", "ScalarArgument", "View"]
+__all__ = [
+    "Code", "Copy", "DescribedArray", "Launch", "Loop", "Program", "ProgramArray", "ProgramStep", "ScalarArgument",
+    "Stack", "TileFormat", "View",
+]  # fmt: skip
 
 View = tuple[tuple[str, tuple[Any, ...]], ...]
 """How an array is seen: steps from the array as it lies, ("permute", axes), ("expand", shape), ("reshape", shape) or
@@ -31,6 +34,32 @@ class ScalarArgument(NamedTuple):
     value: int | float
 
 
+class TileFormat(NamedTuple):
+    """What a kernel's code fixes of a tensor descriptor: the copy engine's tiles.
+
+    Attributes:
+      element, swizzle: ``CUtensorMapDataType`` and ``CUtensorMapSwizzle`` of CUDA's driver.
+      block: the extents of what is copied at a time.
+    """
+
+    element: int
+    swizzle: int
+    block: tuple[int, ...]
+
+
+class DescribedArray(NamedTuple):
+    """An argument for NVIDIA's copy engine (TMA): a tensor descriptor of an array, made at each launch.
+
+    Attributes:
+      array: its number. shape, strides: the extents, and the strides in elements, as which it is described.
+    """
+
+    array: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    tiles: TileFormat
+
+
 @dataclass(frozen=True)
 class Code:
     """A compiled kernel.
@@ -40,6 +69,7 @@ class Code:
       text: assembly that the driver of the platform compiles (PTX), or empty. binary: machine code; empty if only the
         text may be embedded, so that the driver compiles it for any chip.
       warps: warps of a program, of ``lanes`` threads each; shared: bytes of shared memory.
+      tiles: of each tensor descriptor among its arguments, in order.
     """
 
     name: str
@@ -50,6 +80,7 @@ class Code:
     warps: int
     lanes: int
     shared: int
+    tiles: tuple[TileFormat, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,17 +93,32 @@ class Copy:
 
 
 @dataclass(frozen=True)
+class Stack:
+    """The arrays ``parts``, of one shape, as the rows of the array ``to``."""
+
+    to: int
+    parts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Launch:
-    """A launch of ``grid`` programs of a kernel. Each argument, in order, is the number of an array or a scalar."""
+    """A launch of ``grid`` programs of a kernel. Each argument, in order, is the number of an array, a described array
+    or a scalar."""
 
     code: Code
     grid: int
-    arguments: tuple[int | ScalarArgument, ...]
+    arguments: tuple[int | DescribedArray | ScalarArgument, ...]
+
+    @property
+    def passed(self) -> tuple[int, ...]:
+        """The arrays of its arguments, in order; one that it takes twice stands there twice."""
+        of = (a.array if isinstance(a, DescribedArray) else a for a in self.arguments)
+        return tuple(a for a in of if isinstance(a, int))
 
     @property
     def arrays(self) -> tuple[int, ...]:
         """The arrays that it takes, in the order in which it first does."""
-        return tuple(dict.fromkeys(a for a in self.arguments if isinstance(a, int)))
+        return tuple(dict.fromkeys(self.passed))
 
 
 @dataclass(frozen=True)
@@ -94,7 +140,10 @@ class Loop:
     start: int
     reads: tuple[tuple[int, View, int], ...]
     writes: tuple[tuple[int, int], ...]
-    steps: tuple[Copy | Launch | Loop, ...]
+    steps: tuple[ProgramStep, ...]
+
+
+ProgramStep = Copy | Stack | Launch | Loop
 
 
 @dataclass(frozen=True)
@@ -110,6 +159,6 @@ class Program:
 
     inputs: tuple[str, ...]
     arrays: tuple[ProgramArray, ...]
-    steps: tuple[Copy | Launch | Loop, ...]
+    steps: tuple[ProgramStep, ...]
     outputs: tuple[tuple[int, View] | None, ...]
     written: frozenset[int] = frozenset()

@@ -613,7 +613,7 @@ def by_roles(inputs, out, segments, softmax, work, plan: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["ahead", "interleaved_heads", "group", "chunk"])
 def attention_flash_kernel(
-    q, k, v, o, log_sums, segments, softmax, ahead, interleaved_heads, group, chunk, plan: gl.constexpr
+    q, k, v, segments, o, log_sums, softmax, ahead, interleaved_heads, group, chunk, plan: gl.constexpr
 ):
     """o, and lse and lse_low unless these are None. q, k, v, o: described, (batch, length, heads, d). segments: None of
     a call that has none. From ``ahead`` on: of ``TileSchedule``, numbers that are handed over one by one, as in a tuple

@@ -226,7 +226,7 @@ def consumer(GROUP: gl.constexpr, resident, streamed, sides, softmax, group, pla
 
 @gluon.jit(do_not_specialize=["group"])
 def attention_vjp_gradients_kernel(
-    resident_first, resident_second, streamed_first, streamed_second, lines, rest, d_first, d_second, segments, softmax,
+    resident_first, resident_second, streamed_first, streamed_second, lines, rest, segments, d_first, d_second, softmax,
     group, plan: gl.constexpr,
 ):  # fmt: skip
     """d_first and d_second, scaled, of resident rows: see ``Sides``. group: query heads of a key head."""

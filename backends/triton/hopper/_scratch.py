@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
@@ -17,6 +16,8 @@ from portakern.backends.triton.launch import cdiv, launch
 from portakern.backends.triton.layout import fresh
 
 if TYPE_CHECKING:
+    import torch
+
     from portakern.core.call import Call
 
 __all__ = ["Operand", "begins_off_lines", "operand"]

@@ -438,7 +438,7 @@ def matmul_by_roles(a, b, b_more, c, m, n, k, entries, plan: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["m", "n", "k"])
-def linear_by_roles(x, weight, weight_more, y, bias, residual, pre, residual_row, m, n, k, plan: gl.constexpr):
+def linear_by_roles(x, weight, weight_more, bias, residual, y, pre, residual_row, m, n, k, plan: gl.constexpr):
     """y, and pre unless that is None; weight: described as (k, n)."""
     epilogue = Epilogue(bias, residual, residual_row, pre)
     by_roles(Operands(x, weight, weight_more), y, epilogue, GemmExtents(m, n, k, None), plan)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from triton.experimental.gluon import language as gl
 
 from portakern.backends.triton import BACKEND
@@ -51,6 +50,8 @@ from portakern.core.backend import Drawn
 from portakern.specs.attention import scale_of
 
 if TYPE_CHECKING:
+    import torch
+
     from portakern.core.call import Call
 
 BEGINNINGS = 1.7, 3.3  # tiles of keys that a tile's beginning takes as long as: of a program that stays, and a new one
@@ -171,8 +172,9 @@ def attention(call: Call, config: FlashConfig) -> tuple[Any, ...]:
         launch(attention_flash_pieces_kernel, programs, call, *(piece for x in described for piece in x),
                OtherArrays(log_sums, segments), softmax, work.chunk, **compiled)  # fmt: skip
     else:
-        launch(attention_flash_kernel, programs, call, *(first for first, _ in described), log_sums, segments, softmax,
-               work.ahead, work.interleaved_heads, work.group, work.chunk, **compiled)  # fmt: skip
+        *inputs, of_o = (first for first, _ in described)
+        launch(attention_flash_kernel, programs, call, *inputs, segments, of_o, log_sums, softmax, work.ahead,
+               work.interleaved_heads, work.group, work.chunk, **compiled)  # fmt: skip
     return o, lse, low
 
 
@@ -247,8 +249,9 @@ def by_shares(
         plan = plan._replace(stages=plan.stages + 1)
     parts, statistics, written = None, None, out
     if chunks > 1 and not walks:
-        parts = fresh((batch, heads, q_len, chunks, dv), torch.float32, q.device)
-        statistics = fresh((batch, heads, q_len, chunks, 2), torch.float32, q.device)
+        float32 = torch_dtype("float32")
+        parts = fresh((batch, heads, q_len, chunks, dv), float32, q.device)
+        statistics = fresh((batch, heads, q_len, chunks, 2), float32, q.device)
         written = None, None, None
     programs = evenly(groups if walks else groups * chunks, processors(q.device))
     launch(attention_shares_kernel, programs, call, by_group(q, group, plan.block_d),
@@ -354,7 +357,7 @@ def attention_vjp(call: Call, config: FlashGradientsConfig) -> tuple[Any, ...]:
         sums = [None if x is None else tiled(x, QUERIES, columns)
                 for x, columns in ((first, plan.block_d), (second, plan.block_dv))]  # fmt: skip
         launch(attention_vjp_gradients_kernel, programs, call, *described,
-               gradients.in_parts(lines, plan.block) if plan.by_key else lines, rest, *sums,
-               segments[plan.by_key], Softmax(scores, window, scale), dims["group"], plan=plan, num_warps=4,
+               gradients.in_parts(lines, plan.block) if plan.by_key else lines, rest,
+               segments[plan.by_key], *sums, Softmax(scores, window, scale), dims["group"], plan=plan, num_warps=4,
                maxnreg=REGISTERS[plan.consumers][1])  # fmt: skip
     return tuple(out.values())

@@ -11,6 +11,6 @@ FAMILY = Family(
     compiler="portakern.backends.triton.compiler",
     plans="portakern.backends.triton.plan:learn",
     lists="portakern.backends.triton.lowering:kernels",
-    unstaged="its kernels take tensor descriptors, which PyTorch's launcher makes on the host at each launch",
+    stages="portakern.backends.triton.lowering:stage",
     imports="portakern.backends.triton.imports:compiled",
 )

@@ -149,7 +149,7 @@ def _launch_roles(
 
     m, n, k = (product_call.dims[name] for name in "mnk")
     roles = products.roles_of(product_call, x, weight, (1, m), config)
-    launch(linear_by_roles, roles.grid, call, *roles.operands, roles.result(y), bias, residual,
+    launch(linear_by_roles, roles.grid, call, *roles.operands, bias, residual, roles.result(y),
            None if pre is None else roles.result(pre), 0 if residual is None else residual.stride(0), m, n, k,
            plan=roles.plan._replace(activation=call.options["activation"]), num_warps=4,
            enable_fp_fusion=False)  # fmt: skip

@@ -26,11 +26,11 @@ Source: the order of tiles in "Matrix Multiplication" of the Triton tutorials (T
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
@@ -66,19 +66,21 @@ from portakern.backends.triton.launch import (
 )
 from portakern.backends.triton.layout import collapse, fresh
 from portakern.backends.triton.lib.matmul import product, products, tile_index
+from portakern.backends.triton.trace import AbstractArray
+from portakern.core.framework import DTYPE_NAME
 from portakern.core.tilings import default
 from portakern.specs.matmul import product_dtype
 
 if TYPE_CHECKING:
+    import torch
+
     from portakern.backends.triton.hopper._warps import WarpPlan
     from portakern.core.call import Call
 
 ADDED = 512  # elements of c whose parts a program adds
 
 TORCH = {tl.float32: "float32", tl.float64: "float64"}
-ELEMENTS = {
-    torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, torch.float64: tl.float64,
-}  # fmt: skip
+ELEMENTS = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32, "float64": tl.float64}
 
 
 class TilePlan(NamedTuple):
@@ -287,14 +289,13 @@ def roles_of(call: Call, a: Operand, b: Operand, extents: tuple[int, int], confi
 
     from portakern.backends.triton.hopper._warps import WarpPlan
 
-    (entries, m), n, k, given = extents, call.dims["n"], call.dims["k"], a.memory.dtype
+    (entries, m), n, k, given = extents, call.dims["n"], call.dims["k"], DTYPE_NAME[a.memory.dtype]
     rows, columns, depth, more = config.block_m, config.block_n, config.block_k, more_columns(config)
-    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[given]
-    tf32, batched = given == torch.float32, entries > 1
+    tf32, batched = given == "float32", entries > 1
 
     def tile(x: Operand, shape: tuple[int, int], block: tuple[int, int], tf32: bool = tf32) -> Any:
         laid = [1] * batched + list(block[::-1] if x.across else block)
-        layout = gl.NVMMASharedLayout.get_default_for(laid, dtype)
+        layout = gl.NVMMASharedLayout.get_default_for(laid, getattr(gl, given))
         return described(x, (entries, *shape), block, batched, layout=layout, tf32=tf32)
 
     size = size_of(call.dtype)
@@ -374,7 +375,7 @@ def _launch(
     plan = TilePlan(
         block_m, block_n, block_k, config.group, a.across, b.across, swapped, chunked, dot_precision(call), acc,
         batched=batched, a_batched=int(a.batch > 0), b_batched=int(b.batch > 0), flat=stays and not chunked,
-        c_described=in_boxes, c_dtype=ELEMENTS[target.dtype],
+        c_described=in_boxes, c_dtype=ELEMENTS[DTYPE_NAME[target.dtype]],
     )  # fmt: skip
     launch(matmul_kernel, grid, call, of_a, of_b,
            described(of_c, (entries, m, n), (block_m, block_n), batched) if in_boxes else target,
@@ -388,8 +389,10 @@ def _launch(
 def bare_products(call: Call) -> dict[str, Call]:
     """The matmul that gives each gradient that is wanted, on arrays without memory."""
 
-    def bare(x: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    def bare(x: Any) -> Any:
+        if isinstance(x, AbstractArray):
+            return x.apart()
+        return sys.modules["torch"].empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
     arrays = {n: None if x is None else bare(x) for n, x in call.arrays.items()}
     return {name: product(call.replace(arrays=arrays), name) for name in call.wants}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from triton.experimental.gluon import language as gl
 
 from portakern.backends.triton.configs import FlashGradientsConfig
 from portakern.backends.triton.descriptors import describe
-from portakern.backends.triton.launch import cdiv, shared_limit
+from portakern.backends.triton.launch import cdiv, shared_limit, torch_dtype
 from portakern.backends.triton.layout import fresh, gathered, pow2_at_least
 from portakern.backends.triton.lib import attention as shared
 from portakern.backends.triton.lib.gluon import Segments
@@ -22,6 +21,8 @@ from portakern.specs._exponents import LARGEST, two_parts
 from portakern.specs.attention import far_from, over_cap, scale_of, score_unit
 
 if TYPE_CHECKING:
+    import torch
+
     from portakern.core.call import Call
 
 SPARE = 30  # registers of a consumer's thread for addresses and counters
@@ -137,7 +138,7 @@ def lines_of(
 ) -> tuple[torch.Tensor, LseRest]:
     """(lines, rest) of ``Sides``: shift and delta are one array, in lines that the copy engine takes."""
     batch, q_len, heads, _ = o.shape
-    both = fresh((2, batch, heads, cdiv(q_len, LINE.value) * LINE.value), torch.float32, o.device)
+    both = fresh((2, batch, heads, cdiv(q_len, LINE.value) * LINE.value), torch_dtype("float32"), o.device)
     _, low, flags, _ = shared.statistics(call, o, d_o, rate, LINE.value, far_from(call), sums, tuple(both))
     assert flags is not None
     return both, LseRest(low, flags)
@@ -145,5 +146,5 @@ def lines_of(
 
 def in_parts(lines: torch.Tensor, length: int) -> Any:
     """Numbers of queries in parts of lines."""
-    flat = lines.view(-1, lines.shape[-1])
+    flat = lines.reshape(-1, lines.shape[-1])
     return describe(flat, flat.shape, flat.stride(), (1, length), gl.NVMMASharedLayout(0, 32, 2))

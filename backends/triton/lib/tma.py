@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
-import torch
 from triton.experimental.gluon import language as gl
 
 from portakern.backends.triton.descriptors import describe
-from portakern.backends.triton.layout import contiguous_strides, pow2_at_least
+from portakern.backends.triton.layout import contiguous_strides, gathered, pow2_at_least
+from portakern.core import targets
+
+if TYPE_CHECKING:
+    import torch
 
 QUERIES = 64  # of a consumer
 TOGETHER = 8  # heads at most whose tiles are taken by turns where the last queries see most keys: their keys stay in L2
@@ -22,7 +26,7 @@ def movable(x: torch.Tensor) -> torch.Tensor:
     odd = [s % 8 or not s for s, extent in zip(x.stride()[:3], x.shape[:3], strict=True) if extent > 1]
     if x.stride(3) == 1 and not any(odd) and x.data_ptr() % 16 == 0:
         return x
-    return x.clone(memory_format=torch.contiguous_format)
+    return gathered(x)
 
 
 def tiled(x: torch.Tensor, rows: int, columns: int) -> Any:
@@ -55,6 +59,8 @@ def in_pieces(x: torch.Tensor, rows: int, columns: int, more: int) -> tuple[Any,
 
 
 @functools.cache
-def processors(device: torch.device) -> int:
-    """How many multiprocessors a device has; an H100's where there is none."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+def processors(device: torch.device | None) -> int:
+    """How many multiprocessors a device has; an H100's where there is none, or another library launches."""
+    if device is None or device.type != "cuda":
+        return targets.family("sm_90").cores or 0
+    return int(sys.modules["torch"].cuda.get_device_properties(device).multi_processor_count)

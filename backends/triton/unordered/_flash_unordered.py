@@ -289,7 +289,7 @@ def consumer(GROUP: gl.constexpr, resident, streamed, parts, sides, sums, softma
 
 @gluon.jit
 def attention_vjp_unordered_kernel(
-    k, v, q, d_o, lines, rest, d_k, d_v, sums, segments, softmax, plan: gl.constexpr,
+    k, v, q, d_o, lines, rest, segments, sums, d_k, d_v, softmax, plan: gl.constexpr,
 ):  # fmt: skip
     """d_k and d_v, scaled, and D k added to ``sums``, float32, described: (heads of all batch entries, pitch, 1,
     block_d). The other arguments are those of ``attention_vjp_gradients_kernel`` with resident keys; d_k and d_v may be

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from triton.experimental.gluon import language as gl
 
 from portakern.backends.triton import BACKEND
@@ -29,6 +28,8 @@ from portakern.backends.triton.unordered._flash_unordered import (
 from portakern.specs.attention import scale_of
 
 if TYPE_CHECKING:
+    import torch
+
     from portakern.core.call import Call
 
 KEYS = QUERIES * GROUPS.value  # of a program
@@ -98,7 +99,7 @@ def attention_vjp(call: Call, config: UnorderedGradientsConfig) -> tuple[Any, ..
         for name, (shape, dtype) in call.outputs.items()
     }
     pitch = cdiv(q_len, LINE.value) * LINE.value
-    sums = fresh((batch, heads, pitch, plan.block_d), torch.float32, q.device)
+    sums = fresh((batch, heads, pitch, plan.block_d), torch_dtype("float32"), q.device)
     scale, (scores, rate) = scale_of(call), ordered.scores_of(call)
     lines, rest = ordered.lines_of(call, o, d_o, rate, sums)
     left, right = shared.window_of(options["is_causal"], options["window"], q_len + kv_len)
@@ -110,8 +111,8 @@ def attention_vjp(call: Call, config: UnorderedGradientsConfig) -> tuple[Any, ..
     results = [None if (x := out[n]) is None else tiled(x, QUERIES, columns)
                for n, columns in (("d_k", plan.block_d), ("d_v", plan.block_dv))]  # fmt: skip
     launch(attention_vjp_unordered_kernel, min(tiles, processors(q.device)) if seen_by_all else tiles, call,
-           *described, ordered.in_parts(lines, plan.block), rest, *results, by_halves(sums),
-           ordered.segments_of(call, "kv", "q"), Softmax(scores, (right, left), scale), plan=plan, num_warps=4,
+           *described, ordered.in_parts(lines, plan.block), rest,
+           ordered.segments_of(call, "kv", "q"), by_halves(sums), *results, Softmax(scores, (right, left), scale), plan=plan, num_warps=4,
            maxnreg=REGISTERS[GROUPS.value][1])  # fmt: skip
     rows = 4096 // plan.block_d
     tiles_q = cdiv(q_len, rows)
@@ -122,5 +123,5 @@ def attention_vjp(call: Call, config: UnorderedGradientsConfig) -> tuple[Any, ..
 
 def by_halves(sums: torch.Tensor) -> Any:
     """The sums of each head in tiles of what a group of warps adds."""
-    flat = sums.view(-1, sums.shape[-2], 1, sums.shape[-1])
+    flat = sums.reshape(-1, sums.shape[-2], 1, sums.shape[-1])
     return describe(flat, flat.shape, flat.stride(), (1, 64, 1, 64), gl.NVMMASharedLayout(128, 32, 4))

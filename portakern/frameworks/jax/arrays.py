@@ -200,6 +200,11 @@ class Jax(Framework):
         refuse_forked()
         return tracing.run(impl, call, config)
 
+    def refuses_descriptors(self) -> str | None:
+        from portakern.frameworks.jax import embedding
+
+        return embedding.refuses_descriptors()
+
     def embed(self, program: Program, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
         from portakern.frameworks.jax import embedding
 

@@ -20,18 +20,30 @@ import jaxlib.version
 from jax import lax
 
 from portakern.core.framework import frameworks
-from portakern.core.program import Code, Copy, Launch, Loop, Program, ProgramArray, ScalarArgument, View
+from portakern.core.program import (
+    Code,
+    Copy,
+    DescribedArray,
+    Launch,
+    Loop,
+    Program,
+    ProgramArray,
+    ProgramStep,
+    ScalarArgument,
+    Stack,
+    View,
+)
 from portakern.errors import UnsupportedError
 from portakern.spec.dtypes import numpy_dtype
 
-__all__ = ["CUSTOM_CALL", "embed", "message"]
+__all__ = ["CUSTOM_CALL", "embed", "message", "refuses_descriptors"]
 
 CUSTOM_CALL = "triton_kernel_call_ffi"
 
 CARRIES_CODE = (0, 11, 1)
 """The jaxlib whose plug-ins launch the machine code that a call carries, and finish assembly for the chip at hand.
 Older ones finish it for the chip that the call names, and take code for AMD GPUs from a file on the machine that runs
-it."""
+it. Older ones know of no tensor descriptors either, which later ones make at each launch as Triton's launcher does."""
 
 AMD_LANES = 64
 """Threads that jaxlib counts for a wave of every AMD GPU; those of RDNA have 32."""
@@ -45,13 +57,15 @@ def embed(program: Program, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def embed_steps(
-    program: Program, steps: Iterable[Copy | Launch | Loop], values: dict[int, Any], fixed: frozenset[int]
+    program: Program, steps: Iterable[ProgramStep], values: dict[int, Any], fixed: frozenset[int]
 ) -> None:
     """Make steps part of what is traced. ``values``: the arrays that are there, to which what they make is added;
     ``fixed``: those that they do not write to."""
     for step in steps:
         if isinstance(step, Copy):
             values[step.to] = apply_view(values[step.source], step.view)
+        elif isinstance(step, Stack):
+            values[step.to] = jnp.stack([values[i] for i in step.parts])
         elif isinstance(step, Loop):
             embed_loop(program, step, values)
         else:
@@ -80,6 +94,16 @@ def embed_loop(program: Program, step: Loop, values: dict[int, Any]) -> None:
 def _jax_dtype(array: ProgramArray) -> Any:
     """The dtype in which JAX holds an array."""
     return frameworks()["jax"].stored_dtype(array.dtype)
+
+
+def refuses_descriptors() -> str | None:
+    """None, or why this jaxlib launches no kernel that takes a tensor descriptor."""
+    if jaxlib.version.__version_info__ >= CARRIES_CODE:
+        return None
+    return (
+        f"its kernels take tensor descriptors, which jaxlib {jaxlib.__version__} does not make at a launch; install jax "
+        f"{'.'.join(map(str, CARRIES_CODE))} or later"
+    )
 
 
 def check_carried(code: Code) -> None:
@@ -119,9 +143,8 @@ def embed_launch(program: Program, step: Launch, values: dict[int, Any], fixed: 
     taken, and in a loop of nothing that was there before."""
     check_carried(step.code)
     made = [i for i in step.arrays if i not in values]
-    given = [a for a in step.arguments if isinstance(a, int) and a in values]
-    ends = [a for a in step.arguments if isinstance(a, int)][len(given) :]
-    if ends != made:
+    given = [i for i in step.passed if i in values]
+    if [*step.passed[len(given) :]] != made:
         raise UnsupportedError(
             f"{step.code.name} takes a new array before one that holds something, or twice; in a program of JAX's "
             "arrays that a kernel fills are its last ones"
@@ -169,7 +192,7 @@ def field(number: int, value: int | float | str | bytes, kind: str = "") -> byte
     return varint(number << 3 | wire) + body
 
 
-ARRAY, NUMBER = 1, {"bool": 2, "i32": 3, "i64": 5, "u64": 6, "f32": 7, "f64": 8}
+ARRAY, DESCRIBED, NUMBER = 1, 9, {"bool": 2, "i32": 3, "i64": 5, "u64": 6, "f32": 7, "f64": 8}
 ALIGNED = 16  # bytes at a multiple of which every array begins; jaxlib refuses to launch on another
 
 
@@ -181,10 +204,21 @@ def message(step: Launch) -> bytes:
     return field(1, call) + field(4, code.name)
 
 
-def parameter(argument: int | ScalarArgument) -> bytes:
+def parameter(argument: int | DescribedArray | ScalarArgument) -> bytes:
     if isinstance(argument, ScalarArgument):
         return field(NUMBER[argument.kind], argument.value, argument.kind)
+    if isinstance(argument, DescribedArray):
+        return field(DESCRIBED, field(1, b"".join(descriptor(argument))))
     return field(ARRAY, field(2, ALIGNED))
+
+
+def descriptor(of: DescribedArray) -> Iterator[bytes]:
+    """The fields of NVIDIA's tensor descriptor. What lies beyond the extents is read as 0, which is where none says
+    otherwise."""
+    yield field(1, of.tiles.element)
+    yield field(2, of.tiles.swizzle)
+    for place, numbers in enumerate((of.shape, of.strides, of.tiles.block), 3):
+        yield field(place, b"".join(map(varint, numbers)))
 
 
 def kernel(code: Code) -> bytes:
