@@ -6,18 +6,19 @@ from __future__ import annotations
 import contextlib
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from portakern.backends.triton import interpreter, lowering
 from portakern.core import registry, targets
 from portakern.core.framework import frameworks
-from portakern.core.program import Code
+from portakern.core.program import Code, TileFormat
 from portakern.core.targets import Target
 from portakern.frameworks.jax import embedding
 
@@ -54,6 +55,22 @@ def signed(value: int, bits: int) -> int:
     return value - (1 << bits) if value >> (bits - 1) else value
 
 
+def numbers(data: bytes) -> tuple[int, ...]:
+    """The integers of a repeated field."""
+    ends = [i + 1 for i, byte in enumerate(data) if byte < 128]
+    parts = [data[i:j] for i, j in zip([0, *ends], ends, strict=False)]
+    return tuple(sum((byte & 127) << 7 * i for i, byte in enumerate(part)) for part in parts)
+
+
+def described(data: bytes) -> dict[str, Any]:
+    """What says of an array how NVIDIA's copy engine takes it."""
+    found = dict(fields(dict(fields(data))[1]))
+    return {
+        "element": found[1], "swizzle": found.get(2, 0), "shape": numbers(found[3]), "strides": numbers(found[4]),
+        "block": numbers(found[5]), "beyond": found.get(6, 0),
+    }  # fmt: skip
+
+
 READ = {
     1: lambda v: ("array", dict(fields(v))),
     2: lambda v: ("bool", bool(v)),
@@ -62,6 +79,7 @@ READ = {
     6: lambda v: ("u64", v),
     7: lambda v: ("f32", struct.unpack("<f", v)[0]),
     8: lambda v: ("f64", struct.unpack("<d", v)[0]),
+    9: lambda v: ("described", described(v)),
 }
 
 
@@ -86,13 +104,13 @@ class Plugin:
         self.sources: dict[str, Any] = {}
         self.calls: list[SimpleNamespace] = []
 
-    def compiled(self, source: Any, options: dict[str, Any], target: Target) -> Code:
+    def compiled(self, source: Any, options: dict[str, Any], target: Target, descriptors: Sequence[Any]) -> Code:
         """The kernel without code: compiling takes most of a second, and nothing here executes it."""
         text = f"{source.fn.__name__} {source.hash()} {sorted((n, str(v)) for n, v in options.items())}"
         self.sources[text] = source
         hardware = targets.find(target.arch)
         return Code(source.fn.__name__, target.platform, target.arch, text, b"code", options["num_warps"],
-                    hardware.lanes, 1024)  # fmt: skip
+                    hardware.lanes, 1024, tuple(TileFormat(0, 0, tuple(d.block_shape)) for d in descriptors))  # fmt: skip
 
     def ffi_call(self, name: str, results: Any, *, vmap_method: str, input_output_aliases: dict[int, int]) -> Any:
         assert name == embedding.CUSTOM_CALL
@@ -112,7 +130,7 @@ class Plugin:
         made = [_garbage(r) for i, r in enumerate(results) if i not in aliases.values()]
         given = iter([*operands, *made])
         torch = frameworks()["torch"]
-        passed = iter([torch.from_numpy(next(given), None) if k == "array" else v for k, v in call.parameters])
+        passed = (_passed(kind, value, lambda: torch.from_numpy(next(given), None)) for kind, value in call.parameters)
         source = self.sources[call.text]
         arguments = [
             _argument((i,), declared, source.constants, passed) for i, declared in enumerate(source.signature.values())
@@ -133,18 +151,29 @@ def _garbage(result: Any) -> np.ndarray:
     return np.full(size, 0xFF if result.dtype != bool else 1, np.uint8).view(result.dtype).reshape(result.shape)
 
 
+def _passed(kind: str, value: Any, array: Callable[[], Any]) -> Any:
+    if kind == "described":
+        return TensorDescriptor(array(), [*value["shape"]], [*value["strides"]], [*value["block"]])
+    return array() if kind == "array" else value
+
+
 def _argument(path: tuple[int, ...], declared: Any, constants: Any, passed: Iterator[Any]) -> Any:
     if path in constants:
         return constants[path]
     if isinstance(declared, tuple):
         members = [_argument((*path, i), kind, constants, passed) for i, kind in enumerate(declared)]
         return type(declared)(*members) if hasattr(declared, "_fields") else tuple(members)
-    return None if declared == "constexpr" else next(passed)
+    if declared == "constexpr":
+        return None
+    found = next(passed)
+    if isinstance(found, TensorDescriptor):
+        assert [next(passed) for _ in range(2 * len(found.shape))] == [*found.shape, *found.strides]
+    return found
 
 
 @contextlib.contextmanager
-def plugged_in(arch: str = "sm_90") -> Iterator[Plugin]:
-    """While inside, the host stands in for a GPU whose custom calls run in the interpreter."""
+def plugged_in(arch: str = "sm_80") -> Iterator[Plugin]:
+    """While inside, the host stands in for a GPU whose custom calls run in the interpreter: one whose kernels do so."""
     plugin, triton, target = Plugin(), registry.backend("triton"), targets.find(arch).target
     with pytest.MonkeyPatch.context() as patched, triton._stands_for(target, contextlib.nullcontext):
         patched.setattr(lowering, "compiled", plugin.compiled)

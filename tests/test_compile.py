@@ -450,8 +450,7 @@ PAIRED = """
 @pytest.mark.parametrize("taken", ["mov.b64 	{_, %r90}, %rd436;", "shr.u64 	%rd7, %rd436, 32;"])
 def test_a_product_that_reaches_into_the_other_half_of_a_register_is_refused(taken):
     """What the LLVM of Triton 3.6 makes of ``tid & 31`` beside ``col << 1``, where two layouts' columns meet a mask."""
-    from portakern.backends.triton.leaks import refuse_leaks
-    from portakern.backends.triton.leaks import leaking_products
+    from portakern.backends.triton.leaks import leaking_products, refuse_leaks
 
     ptx = PAIRED.format(factor=2**31, taken=taken)
     found = leaking_products(ptx)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import re
 import subprocess
@@ -34,13 +35,13 @@ from portakern.backends.triton.launch import launch  # noqa: E402
 from portakern.backends.triton.layout import contiguous_strides  # noqa: E402
 from portakern.core import backend, batching, registry, targets  # noqa: E402
 from portakern.core.framework import frameworks  # noqa: E402
-from portakern.core.program import Code, Launch, Loop, Program, ScalarArgument  # noqa: E402
+from portakern.core.program import Code, DescribedArray, Launch, Loop, Program, ScalarArgument, TileFormat  # noqa: E402
 from portakern.frameworks.jax import embedding, tracing  # noqa: E402
 from portakern.testing.verdict import PROMISES  # noqa: E402
 from tests.custom_calls import Plugin, decode, plugged_in  # noqa: E402
 
 TRITON = registry.backend("triton")
-FAMILY = next(f for f in TRITON.families if f.stages)
+FAMILY = next(f for f in TRITON.families if f.name == "gpu")
 OPS = [op for op in registry.ops() if TRITON.module_of(op, FAMILY)]
 LIMITS = testing.Limits(elements=2048, typical_elements=0)
 RNG = np.random.default_rng(0)
@@ -92,6 +93,30 @@ def test_transforms_see_a_step_of_their_program():
         close(mapped(x), want)
         close(jax.vmap(jax.vmap(lambda x: softmax(x)))(x), want)
         assert len(plugin.calls) == 8 + 2, "the samples of a vmap are one call"
+
+
+@pytest.fixture
+def takes_descriptors(monkeypatch):
+    """A jaxlib that makes tensor descriptors at a launch."""
+    monkeypatch.setattr(embedding, "CARRIES_CODE", (0,))
+
+
+def products_on_hopper(precision):
+    """A matrix product with its gradients and a linear layer, by kernels for Hopper that the interpreter runs."""
+    matmul, linear = (on_triton(op, variant="hopper", tiling={"warp_specialized": 0}) for op in ("matmul", "linear"))
+    a, b, d, x, w, bias = (normal(*s) for s in ((3, 70, 64), (64, 72), (3, 70, 72), (70, 65), (40, 65), (40,)))
+    with plugged_in("sm_90") as plugin:
+        product = functools.partial(matmul, precision=precision)
+        close(product(a, b), a @ b, 0.1)
+        close(jax.vjp(product, a, b)[1](d), jax.vjp(jnp.matmul, a, b)[1](d), 0.1)
+        close(linear(x, w, bias, activation="relu", precision=precision), jax.nn.relu(x @ w.T + bias), 0.1)
+    multiply = [c for c in plugin.calls if c.name in ("matmul_kernel", "linear_kernel")]
+    assert len(multiply) == 5 and all([k for k, _ in c.parameters].count("described") >= 2 for c in multiply)
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_kernels_for_hopper_take_described_arrays(precision):
+    products_on_hopper(precision)
 
 
 def test_samples_that_share_an_array():
@@ -220,6 +245,20 @@ def test_new_arrays_come_last():
 
     with plugged_in(), pytest.raises(pk.UnsupportedError, match="twice takes a new array before one that holds"):
         embedded(program(run, (16,)), normal(16))
+
+
+def test_rows_of_a_new_array_are_arrays_until_a_launch_takes_the_whole():
+    def run(traced, x):
+        both, found = (traced.fresh(shape, np.dtype("float32")) for shape in ((2, 8), (16,)))
+        for row in both:
+            launch(twice, 1, GPU_CALL, x, row, n=8)
+            x = row
+        launch(twice, 1, GPU_CALL, both, found, n=16)
+        return found
+
+    x = normal(8)
+    with plugged_in():
+        close(embedded(program(run, (8,)), x), jnp.concatenate([4 * x, 8 * x]))
 
 
 def row_by_row(traced, x, w):
@@ -351,21 +390,35 @@ def test_numbers_arrive_as_they_were(numbers):
 THEIRS = {"bool": "i1", "f32": "fp32", "f64": "fp64"}  # names that jaxlib has for numbers
 
 
+TILES = TileFormat(9, 3, (1, 64, 1, 64))
+DESCRIBED = DescribedArray(0, (2, 4096, 16, 128), (2**23, 2048, 128, 1), TILES)
+
+
+def test_a_described_array_arrives_as_it_was():
+    (kind, found), after = carried(step_of(DESCRIBED, 1)).parameters
+    assert (kind, after) == ("described", ("array", {2: embedding.ALIGNED}))
+    assert found.pop("beyond") == 0, "what lies beyond the extents is read as 0"
+    assert (*found.values(),) == (TILES.element, TILES.swizzle, DESCRIBED.shape, DESCRIBED.strides, TILES.block)
+
+
 def test_a_message_is_what_jaxlib_writes():
     from jax._src.lib import gpu_triton
 
-    if gpu_triton._cuda_triton is None:
-        pytest.skip("jaxlib's plug-in for NVIDIA GPUs is not installed")
+    if not CARRIES or gpu_triton._cuda_triton is None:
+        pytest.skip("no plug-in of jaxlib's for NVIDIA GPUs that makes tensor descriptors is installed")
     numbers = [("bool", True), ("i32", -3), ("i64", -(2**40)), ("u64", 2**63), ("f32", 0.5), ("f64", -1e300)]
     theirs = gpu_triton.TritonKernelCall(
         gpu_triton.TritonKernel("kernel", 8, 1, 70000, "text", "", 90), 5, 1, 1,
         [
             gpu_triton.create_array_parameter(0, 16),
             *(gpu_triton.create_scalar_parameter(v, THEIRS.get(k, k)) for k, v in numbers),
+            gpu_triton.create_tma_descriptor_parameter(
+                TILES.element, TILES.swizzle, [*DESCRIBED.shape], [*DESCRIBED.strides], [*TILES.block], 0
+            ),
         ],
     )  # fmt: skip
     portable = Code("kernel", "cuda", "sm_90", "text", b"", 8, 32, 70000)
-    ours = carried(step_of(0, *(ScalarArgument(k, v) for k, v in numbers), code=portable, grid=5))
+    ours = carried(step_of(0, *(ScalarArgument(k, v) for k, v in numbers), DESCRIBED, code=portable, grid=5))
     want = decode(embedding.zlib.compress(theirs.to_proto("kernel", b"")))
     want.parameters[0][1].pop(1, None)  # bytes to be zeroed: none, said or left out
     assert vars(ours) == vars(want)
@@ -401,6 +454,59 @@ def test_code_for_amd_gpus_travels_with_the_program(arch, monkeypatch):
     call = carried(step)
     assert call.image[1][:4] == b"\x7fELF" and call.capability == 0
     assert call.warps * embedding.AMD_LANES == step.code.warps * targets.find(arch).lanes
+
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+QKV = tuple(jax.ShapeDtypeStruct((2, 192, heads, 64), BF16) for heads in (4, 2, 2))
+IDS = jax.ShapeDtypeStruct((2, 192), jnp.int32)
+A_AND_B = (jax.ShapeDtypeStruct((256, 256), F32),) * 2
+CAUSAL = functools.partial(on_triton("attention"), is_causal=True)
+FLASH, RANGES = "attention_flash_kernel", "attention_segment_ranges_kernel"
+GRADIENTS = ["attention_vjp_statistics_kernel", *["attention_vjp_gradients_kernel"] * 2]
+ON_HOPPER = {
+    "attention": (CAUSAL, QKV, [FLASH]),
+    "of packed sequences": (
+        lambda q, k, v, ids: CAUSAL(q, k, v, q_segment_ids=ids, kv_segment_ids=ids), (*QKV, IDS), [RANGES, FLASH]),
+    "of few queries": (
+        on_triton("attention"), [jax.ShapeDtypeStruct((2, n, h, 64), BF16) for n, h in ((1, 8), (4096, 2), (4096, 2))],
+        ["attention_shares_kernel", "attention_combine_kernel"]),
+    "gradients of attention": (
+        jax.grad(lambda *qkv: CAUSAL(*qkv).astype(F32).sum(), (0, 1, 2)), QKV, [FLASH, *GRADIENTS]),
+    "product": (
+        on_triton("matmul"), [jax.ShapeDtypeStruct((2048, 2048), BF16)] * 2, ["matmul_by_roles"]),
+    "product in tf32": (
+        functools.partial(on_triton("matmul"), precision="tf32"), A_AND_B, ["matmul_gather_tiles", "matmul_kernel"]),
+    "linear layer": (
+        functools.partial(on_triton("linear"), activation="gelu"),
+        [jax.ShapeDtypeStruct(s, BF16) for s in ((2048, 1024), (2048, 1024), (2048,))], ["linear_by_roles"]),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("takes_descriptors")
+@pytest.mark.parametrize("what", ON_HOPPER)
+def test_hoppers_kernels_are_part_of_a_program(what, monkeypatch):
+    """Which they are, and that the tensor descriptors are those of which Triton's launcher makes maps."""
+    from triton.backends.nvidia import driver
+
+    made, maps, real = [], [], lowering.formats
+    monkeypatch.setattr(lowering, "formats", lambda *args: made.append(args) or real(*args))
+    utils = SimpleNamespace(fill_tma_descriptor_tiled=lambda *args: maps.append(args))
+    utils.fill_tma_descriptor = utils.fill_tma_descriptor_tiled  # what release 3.6 calls it
+    monkeypatch.setattr(type(triton.runtime.driver), "active", SimpleNamespace(utils=utils))
+    function, arrays, names = ON_HOPPER[what]
+    _, steps = lowered(function, *arrays, arch="sm_90")
+    assert [s.code.name for s in steps] == names
+    for compiled, descriptors in made:
+        for descriptor, of in zip(descriptors, compiled.metadata.tensordesc_meta or (), strict=True):
+            more = [None] * (len(inspect.signature(driver.make_tensordesc_arg).parameters) - 2)
+            driver.make_tensordesc_arg(descriptor, of, *more)
+    described = [a for s in steps for a in s.arguments if isinstance(a, DescribedArray)]
+    assert len(described) == len(maps) > 0
+    for found, (_, swizzle, _, element, block, shape, strides, padding) in zip(described, maps, strict=True):
+        rounds = found.tiles.element == 11 and element == 7  # releases before 3.9 are told elsewhere
+        assert found.tiles == TileFormat(11 if rounds else element, swizzle, tuple(block)) and not padding
+        assert (found.shape, found.strides) == (tuple(shape), tuple(strides))
+        assert not rounds or "tf32" in what
 
 
 def test_arrays_are_promised_aligned_only_where_they_are_held_to_it():
@@ -442,16 +548,25 @@ find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, package=None: None if name.partition(".")[0] == "torch" else find(name, package)
 import jax, jax.numpy as jnp
 import portakern as pk, portakern.jax
-with portakern.jax.lowered_for("sm_90"):
-    f = jax.jit(jax.grad(lambda x, w: pk.op("layernorm", backend="triton")(x, w, w).sum()))
-    print(f.trace(jnp.ones((4, 512)), jnp.ones(512)).lower(lowering_platforms=("cuda",)).as_text())
+from portakern.frameworks.jax import embedding
+embedding.CARRIES_CODE = (0,)
+x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((64, 512), (512,)))
+q, d = jax.ShapeDtypeStruct((1, 64, 8, 64), jnp.bfloat16), jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+on = lambda op: pk.op(op, backend="triton")
+for f, arrays in (
+    (jax.grad(lambda x, w: on("layernorm")(x, w, w).sum()), (x, w)),
+    (jax.grad(lambda x, d: on("linear")(x, d).sum(), (0, 1)), (x, d)),
+    (jax.grad(lambda q: on("attention")(q, q, q).sum()), (q,)),
+):
+    with portakern.jax.lowered_for("sm_90"):
+        print(jax.jit(f).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text().count("@triton_kernel_call_ffi"))
 """
 
 
 def test_without_pytorch():
     run = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout.count(f"@{embedding.CUSTOM_CALL}") == 1, "nobody reads what the forward call makes"
+    assert run.stdout.split() == ["1", "2", "4"], "nobody reads what the forward calls make, but of attention"
 
 
 # ------------------------------------------------------------------------------------------------- logits in chunks
@@ -522,14 +637,41 @@ def test_no_array_of_a_program_is_as_large_as_all_logits(backend, platform, arch
 # ----------------------------------------------------------------------------------------------------------- refusals
 
 
+def told_of_matmul(arch):
+    """What is said of a matrix product, of values and while JAX traces."""
+    x, told, matmul = normal(32, 64), [], on_triton("matmul")
+    with plugged_in(arch):
+        told.append(matmul.explain(x, x.T))
+    with portakern.jax.lowered_for(arch), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(embedding, "CARRIES_CODE", (0,))
+        jax.jit(lambda x: told.append(matmul.explain(x, x.T)) or x).trace(x)
+    return told
+
+
 def test_the_plan_is_said():
+    for arch, variant in (("sm_80", "gpu"), ("sm_90", "hopper")):
+        for told in told_of_matmul(arch):
+            assert "embedded: its machine code is part of JAX's program, without torch" in told
+            assert f"variant {variant}: serves this call" in told
+            assert f"kernels: {variant}.matmul.matmul_kernel" in told
+    assert "lowered: later, by JAX; if for cuda sm_90:" in told
+
+
+def test_an_older_jaxlib_makes_no_tensor_descriptors():
     x = normal(32, 64)
-    with plugged_in():
+    with plugged_in("sm_90"), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(embedding, "CARRIES_CODE", (99,))
         told = on_triton("matmul").explain(x, x.T)
-        assert "embedded: its machine code is part of JAX's program, without torch" in told
-        assert "variant hopper: cannot be embedded in JAX's programs: its kernels take tensor descriptors" in told
-        with pytest.raises(pk.UnsupportedError, match="variant|hopper|descriptors|cannot"):
+        assert "variant gpu: serves this call" in told
+        assert "variant hopper: its kernels take tensor descriptors, which jaxlib" in told
+        with pytest.raises(pk.UnsupportedError, match="does not make at a launch; install jax 99 or later"):
             jax.jit(on_triton("matmul", variant="hopper"))(x, x.T)
+
+
+def test_a_traced_call_that_cannot_be_staged_is_explained():
+    said = []
+    jax.jit(lambda x: said.append(on_triton("softmax").explain(x)) or x).trace(normal(4))
+    assert "refused: backend 'triton' runs torch kernels, which JAX cannot stage into a traced function" in said[0]
 
 
 OLD = (0, 11, 0)
@@ -576,8 +718,8 @@ def test_what_a_launcher_does_on_the_host_is_refused(monkeypatch):
         monkeypatch.setattr(triton, "compile", lambda *args, made=made, **options: made)
         with pytest.raises(pk.UnsupportedError, match=message):
             lowering.compiled(source, options, SM_90.target)
-    with pytest.raises(pk.UnsupportedError, match="takes a tensordesc"):
-        lowering.argument(twice, "tensordesc<fp32[16]>", x.shape)
+    with pytest.raises(pk.UnsupportedError, match="takes a fp8"):
+        lowering.argument(twice, "fp8", 1.0)
 
 
 def test_a_wave_of_rdna_alone_is_refused():
@@ -634,6 +776,12 @@ FAULTS = {
         test_a_program_carries_code_for_the_chip_that_is_named),
     "numbers have no sign": (
         embedding, "varint", lambda real: lambda number: real(abs(int(number))), test_numbers_arrive_as_they_were),
+    "arrays are described as if they lay otherwise": (
+        embedding, "descriptor", lambda real: lambda array: real(array._replace(strides=array.strides[::-1])),
+        functools.partial(products_on_hopper, "ieee")),
+    "rows of an array are not put together": (
+        trace, "Stack", lambda real: lambda to, rows: real(to, rows[:1] * len(rows)),
+        test_rows_of_a_new_array_are_arrays_until_a_launch_takes_the_whole),
     "numbers of 64 bits are called 32": (
         embedding, "NUMBER", lambda real: {**real, "i64": real["i32"]}, test_numbers_arrive_as_they_were),
     "views of any strides are views": (

@@ -114,7 +114,9 @@ def bind_thread() -> None:
     CUDA's runtime, and that may come after the first backward kernel: memory comes from the allocator's cache.
     """
     if not _thread.bound:
-        sys.modules["torch"].cuda.Event().record()  # the runtime's first call in a thread; allowed while a graph is captured too
+        sys.modules[
+            "torch"
+        ].cuda.Event().record()  # the runtime's first call in a thread; allowed while a graph is captured too
         _thread.bound = True
 
 

@@ -70,12 +70,12 @@ def on_abstract(function: Any) -> Any:
     if function is None:
         return None
 
-    def asked(call: Call, *more: Any) -> Any:
+    def replaced(call: Call, *arguments: Any) -> Any:
         trace = Trace()
         with capturing(trace):
-            return function(abstracted(call, trace), *more)
+            return function(abstracted(call, trace), *arguments)
 
-    return asked
+    return replaced
 
 
 def unsupported(target: Target) -> str | None:

@@ -24,12 +24,25 @@ def explain(call: Call, choice: Choice) -> str:
     """A few lines: the call, its backend and variant, the tiling and its source, and why the others do not serve it."""
     target = call.framework.target(call.device)
     lines = [repr(call), f"  arrays: {call.framework.name} on {target}", *_readings(call), *_kept(call)]
-    if target.platform == "traced":
-        return "\n".join([*lines, f"  backend: chosen later, when {call.framework.title} lowers the traced function"])
+    traced = target.platform == "traced"
+    if traced:
+        expected = call.framework.lowering_target()
+        if expected is None:
+            return "\n".join(
+                [*lines, f"  backend: chosen later, when {call.framework.title} lowers the traced function"]
+            )
+        lines.append(f"  lowered: later, by {call.framework.title}; if for {expected}:")
+        call, target = call.replace(concrete=False), expected
     chosen = None
     try:
         chosen = choice.backend or choose(call.spec, call.framework, target)
-        lines += _plan(call, choice, find_routes(chosen, call, target, choice.variant))
+        candidates = find_routes(chosen, call, target, choice.variant)
+        if traced and candidates[0].framework is not call.framework and not chosen.oracle:
+            raise UnsupportedError(
+                f"backend {chosen.name!r} runs {chosen.framework} kernels, which {call.framework.title} cannot stage "
+                f"into a traced function for {target}"
+            )
+        lines += _plan(call, choice, candidates)
     except (UnsupportedError, UnavailableError) as e:
         lines.append(f"  refused: {e}")
     for b in registry.backends().values():

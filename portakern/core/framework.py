@@ -264,6 +264,10 @@ class Framework:
         left to decide each time."""
         raise NotImplementedError
 
+    def lowering_target(self) -> Target | None:
+        """For what a traced call is lowered where nothing else is said; None where that is not known."""
+        return None
+
     def trace(self, call: Call, choice: Choice) -> tuple[Any, ...]:
         """The outputs of a call whose arrays have no device yet: their target's platform is ``traced``."""
         raise NotImplementedError

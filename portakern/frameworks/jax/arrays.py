@@ -210,6 +210,11 @@ class Jax(Framework):
 
         return embedding.embed(program, arrays)
 
+    def lowering_target(self) -> Target | None:
+        from portakern.frameworks.jax import tracing
+
+        return tracing.lowering_target()
+
     def trace(self, call: Call, choice: Choice) -> tuple[Any, ...]:
         from portakern.frameworks.jax import tracing
 

@@ -56,9 +56,7 @@ def embed(program: Program, arrays: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(None if o is None else apply_view(held[o[0]], o[1]) for o in program.outputs)
 
 
-def embed_steps(
-    program: Program, steps: Iterable[ProgramStep], values: dict[int, Any], fixed: frozenset[int]
-) -> None:
+def embed_steps(program: Program, steps: Iterable[ProgramStep], values: dict[int, Any], fixed: frozenset[int]) -> None:
     """Make steps part of what is traced. ``values``: the arrays that are there, to which what they make is added;
     ``fixed``: those that they do not write to."""
     for step in steps:
@@ -212,12 +210,12 @@ def parameter(argument: int | DescribedArray | ScalarArgument) -> bytes:
     return field(ARRAY, field(2, ALIGNED))
 
 
-def descriptor(of: DescribedArray) -> Iterator[bytes]:
+def descriptor(array: DescribedArray) -> Iterator[bytes]:
     """The fields of NVIDIA's tensor descriptor. What lies beyond the extents is read as 0, which is where none says
     otherwise."""
-    yield field(1, of.tiles.element)
-    yield field(2, of.tiles.swizzle)
-    for place, numbers in enumerate((of.shape, of.strides, of.tiles.block), 3):
+    yield field(1, array.tiles.element)
+    yield field(2, array.tiles.swizzle)
+    for place, numbers in enumerate((array.shape, array.strides, array.tiles.block), 3):
         yield field(place, b"".join(map(varint, numbers)))
 
 

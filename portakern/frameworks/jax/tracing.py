@@ -52,7 +52,7 @@ from portakern.frameworks.jax.sharding import mesh_axes, refused
 from portakern.spec import Spec
 from portakern.spec.dtypes import numpy_dtype
 
-__all__ = ["lowered_for", "run", "trace"]
+__all__ = ["lowered_for", "lowering_target", "run", "trace"]
 
 Axes = tuple[int | None, ...]
 
@@ -330,14 +330,26 @@ def lowered_for(arch: str) -> Iterator[None]:
         yield
 
 
+def _named_target() -> Target | None:
+    named = _named().value if _named.cache_info().currsize else None
+    return None if named is None else find(named).target
+
+
+def lowering_target() -> Target | None:
+    """The chip that :func:`lowered_for` names, or that of the devices that JAX takes by default, where they are of one
+    kind."""
+    found = {_named_target() or frameworks()["jax"].target(d) for d in jax.local_devices()}
+    return found.pop() if len(found) == 1 else None
+
+
 def _target(platform: str, context: Any = None) -> Target:
     """The chip that a platform means: that of the devices for which the computation is lowered, where its ``context``
     knows them, else that of this process's own, where they are of one kind. What is lowered for elsewhere is for the
     one that :func:`lowered_for` names, or for any.
     """
-    named = _named().value if _named.cache_info().currsize else None
-    if named is not None and find(named).platform == platform:
-        return find(named).target
+    named = _named_target()
+    if named is not None and named.platform == platform:
+        return named
     framework = frameworks()["jax"]
     mesh = getattr(getattr(context, "mesh", None), "devices", None)  # of shard_map; an abstract mesh has none
     devices = getattr(context, "device_assignment", None) or (() if mesh is None else tuple(mesh.flat))
