@@ -109,8 +109,9 @@ class Plugin:
         text = f"{source.fn.__name__} {source.hash()} {sorted((n, str(v)) for n, v in options.items())}"
         self.sources[text] = source
         hardware = targets.find(target.arch)
+        tiles = tuple(TileFormat(0, 0, tuple(d.block_shape)) for d in descriptors)
         return Code(source.fn.__name__, target.platform, target.arch, text, b"code", options["num_warps"],
-                    hardware.lanes, 1024, tuple(TileFormat(0, 0, tuple(d.block_shape)) for d in descriptors))  # fmt: skip
+                    hardware.lanes, 1024, tiles)  # fmt: skip
 
     def ffi_call(self, name: str, results: Any, *, vmap_method: str, input_output_aliases: dict[int, int]) -> Any:
         assert name == embedding.CUSTOM_CALL

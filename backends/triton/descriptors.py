@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "ArrayAddress", "Maps", "bare", "base_of", "bind_thread", "describe", "describes", "elsewhere", "formats", "is_descriptor",
-    "mend_rounding", "raw",
+    "ArrayAddress", "Maps", "bare", "base_of", "bind_thread", "describe", "describes", "elsewhere", "formats",
+    "is_descriptor", "mend_rounding", "raw",
 ]  # fmt: skip
 
 TFLOAT32 = 11

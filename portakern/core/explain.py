@@ -150,10 +150,7 @@ def _variants(call: Call, choice: Choice, candidates: tuple[Route, ...], request
             if impl is not None and (unasked := impl.why_not_automatic(None)) and family.compiles_for(call.target):
                 why = f"used only when named: {unasked}"
             if has and served.embedded and family.compiles_for(call.target):
-                why = (
-                    f"cannot be embedded in {served.framework.title}'s programs: its kernels run in their own framework "
-                    "only"
-                )
+                why = f"cannot be embedded in {served.framework.title}'s programs: it runs in its own framework only"
         else:
             why = _reason(route, call, choice) or f"{left} comes first"
         lines.append(f"  variant {family.name}: {why}")

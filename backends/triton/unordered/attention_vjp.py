@@ -112,8 +112,8 @@ def attention_vjp(call: Call, config: UnorderedGradientsConfig) -> tuple[Any, ..
                for n, columns in (("d_k", plan.block_d), ("d_v", plan.block_dv))]  # fmt: skip
     launch(attention_vjp_unordered_kernel, min(tiles, processors(q.device)) if seen_by_all else tiles, call,
            *described, ordered.in_parts(lines, plan.block), rest,
-           ordered.segments_of(call, "kv", "q"), by_halves(sums), *results, Softmax(scores, (right, left), scale), plan=plan, num_warps=4,
-           maxnreg=REGISTERS[GROUPS.value][1])  # fmt: skip
+           ordered.segments_of(call, "kv", "q"), by_halves(sums), *results, Softmax(scores, (right, left), scale),
+           plan=plan, num_warps=4, maxnreg=REGISTERS[GROUPS.value][1])  # fmt: skip
     rows = 4096 // plan.block_d
     tiles_q = cdiv(q_len, rows)
     launch(attention_vjp_unordered_round_kernel, tiles_q * heads * batch, call, sums, out["d_q"], scale, tiles_q, heads,

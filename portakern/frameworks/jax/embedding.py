@@ -99,8 +99,8 @@ def refuses_descriptors() -> str | None:
     if jaxlib.version.__version_info__ >= CARRIES_CODE:
         return None
     return (
-        f"its kernels take tensor descriptors, which jaxlib {jaxlib.__version__} does not make at a launch; install jax "
-        f"{'.'.join(map(str, CARRIES_CODE))} or later"
+        f"its kernels take tensor descriptors, which jaxlib {jaxlib.__version__} does not make at a launch; install "
+        f"jax {'.'.join(map(str, CARRIES_CODE))} or later"
     )
 
 
