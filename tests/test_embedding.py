@@ -33,6 +33,7 @@ from portakern.backends.triton.capture import capturing  # noqa: E402
 from portakern.backends.triton.compiler import specialised  # noqa: E402
 from portakern.backends.triton.launch import launch  # noqa: E402
 from portakern.backends.triton.layout import contiguous_strides  # noqa: E402
+from portakern.backends.triton.lib import tma  # noqa: E402
 from portakern.core import backend, batching, registry, targets  # noqa: E402
 from portakern.core.framework import frameworks  # noqa: E402
 from portakern.core.program import Code, DescribedArray, Launch, Loop, Program, ScalarArgument, TileFormat  # noqa: E402
@@ -666,6 +667,16 @@ def test_an_older_jaxlib_makes_no_tensor_descriptors():
         assert "variant hopper: its kernels take tensor descriptors, which jaxlib" in told
         with pytest.raises(pk.UnsupportedError, match="does not make at a launch; install jax 99 or later"):
             jax.jit(on_triton("matmul", variant="hopper"))(x, x.T)
+
+
+def test_an_array_that_a_kernel_fills_is_passed_once(monkeypatch):
+    """Of heads in two pieces the result is described twice, and XLA has one place for it."""
+    monkeypatch.setattr(tma, "MEASURED", (96,))
+    x = jnp.zeros((1, 192, 2, 96), BF16)
+    with plugged_in("sm_90"):
+        told = on_triton("attention").explain(x, x, x)
+    assert "variant hopper: attention_flash_pieces_kernel is told twice of an array that it fills" in told
+    assert "variant gpu: serves this call" in told
 
 
 def test_a_traced_call_that_cannot_be_staged_is_explained():

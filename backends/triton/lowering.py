@@ -9,15 +9,16 @@ kernel that may be launched beside the end of the one before is launched behind 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from portakern.backends.triton.capture import Capture, capturing
+from portakern.backends.triton.capture import Capture, Launched, capturing
 from portakern.backends.triton.compiler import gpu_target, specialised
 from portakern.backends.triton.descriptors import formats, is_descriptor
 from portakern.backends.triton.leaks import refuse_leaks
-from portakern.backends.triton.trace import AbstractArray, Trace, abstracted
+from portakern.backends.triton.trace import AbstractArray, Trace, abstracted, numbers
 from portakern.core import targets
 from portakern.core.config import Config
 from portakern.core.program import Code, Copy, DescribedArray, Launch, Loop, Program, ScalarArgument, Stack
@@ -47,11 +48,12 @@ def stage(impl: Implementation, embed: Embed) -> Implementation:
 
     def copies(call: Call, config: Config) -> str | None:
         trace, _ = written(impl, call, config)
-        what = [f"{trace.places[s.to].dtype} {trace.places[s.to].shape}" for s in copied(trace.steps)]
+        places = [trace.places[s.to] for s in flat(trace.steps) if isinstance(s, Copy)]
+        what = [f"{place.dtype} {place.shape}" for place in places]
         return f"gathered or cast before a kernel reads it: {', '.join(what)}" if what else None
 
     def supports(call: Call, config: Config) -> str | None:
-        return unsupported(call.target) or on_abstract(impl.supports)(call, config) or undescribed(impl, call, config)
+        return unsupported(call.target) or on_abstract(impl.supports)(call, config) or not_passed(impl, call, config)
 
     return replace(
         impl,
@@ -85,13 +87,34 @@ def unsupported(target: Target) -> str | None:
     return None
 
 
-def undescribed(impl: Implementation, call: Call, config: Config) -> str | None:
-    """Why a library's programs cannot have the call's kernels: they take tensor descriptors, and it makes none."""
-    why = call.framework.refuses_descriptors()
-    if why is None:
-        return None
+def not_passed(impl: Implementation, call: Call, config: Config) -> str | None:
+    """Why a library's programs do not pass the call's kernels what they take: tensor descriptors, where it makes none,
+    or one new array twice."""
+    if impl.delegate is not None and on_abstract(impl.delegate)(call, config) is not None:
+        return None  # its kernels are another variant's
     trace, _ = written(impl, call, config)
-    return why if any(is_descriptor(a) for launch in launches(trace.steps) for a in launch.args) else None
+    why, held = call.framework.refuses_descriptors(), set(range(len(given(call))))
+    for step in flat(trace.steps):
+        if isinstance(step, (Copy, Stack)):
+            held.add(step.to)
+        elif isinstance(step, Loop):
+            held |= {step.start, *(part for *_, part in step.reads)}
+        else:
+            if why and any(map(is_descriptor, step.args)):
+                return why
+            passed = Counter(numbers(step.args))
+            if any(n > 1 and number not in held for number, n in passed.items()):
+                return (
+                    f"{step.kernel.__name__} is told twice of an array that it fills, and kernels in another library's "
+                    "programs are told once"
+                )
+            held |= {*passed}
+    return None
+
+
+def given(call: Call) -> list[str]:
+    """The arrays that a call has."""
+    return [n for n, a in call.arrays.items() if a is not None]
 
 
 def written(impl: Implementation, call: Call, config: Config) -> tuple[Trace, tuple[Any, ...]]:
@@ -105,7 +128,7 @@ def written(impl: Implementation, call: Call, config: Config) -> tuple[Trace, tu
 def program(impl: Implementation, call: Call, config: Config) -> Program:
     """A call, written down and compiled."""
     trace, outputs = written(impl, call, config)
-    names = tuple(n for n, a in call.arrays.items() if a is not None)
+    names = tuple(given(call))
     return Program(
         names,
         tuple(trace.places),
@@ -115,13 +138,12 @@ def program(impl: Implementation, call: Call, config: Config) -> Program:
     )
 
 
-def copied(steps: Iterable[Any]) -> Iterator[Copy]:
-    """The copies among steps, those in loops too."""
+def flat(steps: Iterable[Any]) -> Iterator[Any]:
+    """A trace's steps, and after each loop its own."""
     for step in steps:
+        yield step
         if isinstance(step, Loop):
-            yield from copied(step.steps)
-        elif isinstance(step, Copy):
-            yield step
+            yield from flat(step.steps)
 
 
 def finished(target: Target, steps: Iterable[Any]) -> tuple[Any, ...]:
@@ -238,22 +260,11 @@ def kernels(impl: Implementation, call: Call, config: Config) -> tuple[str, ...]
     that another library holds are abstract: of a loop over parts of them, the launches for one part are given."""
     if call.framework.name != impl.backend.framework:
         trace, _ = written(impl, call, config)
-        return tuple(qualified(step[0]) for step in launches(trace.steps))
+        return tuple(qualified(step.kernel) for step in flat(trace.steps) if isinstance(step, Launched))
     capture = Listed()
     with capturing(capture):
         impl.run(call, config)
     return tuple(qualified(launch.kernel) for launch in capture.launches)
-
-
-def launches(steps: Iterable[Any]) -> list[Any]:
-    """The launches among the steps of a trace, and of its loops."""
-    found: list[Any] = []
-    for step in steps:
-        if isinstance(step, Loop):
-            found += launches(step.steps)
-        elif isinstance(step, tuple):
-            found.append(step)
-    return found
 
 
 def qualified(kernel: Any) -> str:
