@@ -28,12 +28,6 @@ class RowsConfig(WarpsConfig):
     block_n: Annotated[int, "columns of a tile: elements of a row that are read at once"]
 
 
-class LossesConfig(RowsConfig, PipelineConfig):
-    """Of losses of rows of logits, which are read once."""
-
-    num_stages: Annotated[int, Tile(1, 8), "blocks of a long row in flight; 1: they wait in registers"]
-
-
 class RowGradientsConfig(RowsConfig, PipelineConfig):
     """Of gradients of norms, which sum over rows."""
 

@@ -24,10 +24,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.configs import LossesConfig, RowsConfig
+from portakern.backends.triton.configs import RowsConfig
 from portakern.backends.triton.copies import in_order
-from portakern.backends.triton.gpu.softmax import default_tiling, key, supports
-from portakern.backends.triton.launch import cdiv, refuse_tile, shared_limit
+from portakern.backends.triton.gpu.logsumexp import once_tiling
+from portakern.backends.triton.gpu.softmax import key, supports
+from portakern.backends.triton.launch import cdiv, refuse_tile
 from portakern.backends.triton.layout import result_like
 from portakern.backends.triton.lib.columns import lead, side_by_side
 from portakern.backends.triton.lib.cross_entropy import (
@@ -35,7 +36,6 @@ from portakern.backends.triton.lib.cross_entropy import (
     losses_into,
     numbers,
     tile_brackets,
-    tile_losses,
     tile_turned,
 )
 
@@ -43,26 +43,8 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 
-def losses_tiling(call: Call) -> LossesConfig:
-    x, axis = lead(call)
-    if side_by_side(x, axis):
-        return LossesConfig(**default_tiling(call), num_stages=1)
-    return tile_losses(x.shape[axis], call.target.arch)
-
-
-def supports_losses(call: Call, config: LossesConfig) -> str | None:
-    x, axis = lead(call)
-    buffers = (config.num_stages - 1) * config.block_rows * config.block_n * x.element_size()
-    if not call.interpret and not side_by_side(x, axis) and buffers > shared_limit(call.target.arch):
-        return (
-            f"num_stages = {config.num_stages} of {config.block_rows} x {config.block_n} take {buffers} bytes "
-            "of shared memory; use fewer or a smaller block_n"
-        )
-    return supports(call, config)
-
-
-@BACKEND.implements("cross_entropy", key=key, tiling=losses_tiling, supports=supports_losses, config=LossesConfig)
-def cross_entropy(call: Call, config: LossesConfig) -> tuple[Any, ...]:
+@BACKEND.implements("cross_entropy", key=key, tiling=once_tiling, supports=supports, config=RowsConfig)
+def cross_entropy(call: Call, config: RowsConfig) -> tuple[Any, ...]:
     x = call.arrays["logits"]
     loss, lse, low = (numbers(call, x) if name in call.wants else None for name in ("loss", "lse", "lse_low"))
     losses_into(call, x, in_order(call, call.arrays["labels"]), loss, (lse, low), config)  # small: a number a row

@@ -31,6 +31,7 @@ from portakern.backends.triton.layout import aligned, fresh, walk_rows
 from portakern.backends.triton.lib.columns import (
     begin,
     joined,
+    lead,
     load_block,
     side_by_side,
     strip_of,
@@ -48,6 +49,7 @@ from portakern.backends.triton.lib.rows import (
     own_rows,
     row_tile,
     start_of,
+    tile_rows_once,
     weigh_long_rows,
     whole_rows,
 )
@@ -88,7 +90,12 @@ def logsumexp_columns_kernel(x, y, m, l, extents, x_strides, y_strides, tile: tl
     tl.store(begin(y, group, lane, y_strides, 1), out.to(y.dtype.element_ty), mask=inside)
 
 
-@BACKEND.implements("logsumexp", key=key, tiling=default_tiling, supports=supports, config=RowsConfig)
+def once_tiling(call: Call) -> RowsConfig:
+    x, axis = lead(call)
+    return default_tiling(call) if side_by_side(x, axis) else tile_rows_once(x.shape[axis], call.target.arch)
+
+
+@BACKEND.implements("logsumexp", key=key, tiling=once_tiling, supports=supports, config=RowsConfig)
 def logsumexp(call: Call, config: RowsConfig) -> tuple[Any, ...]:
     x, axis = call.arrays["x"], call.options["axis"]
     y, n = fresh(call.dims["rest"], x.dtype, x.device), call.dims["axis"]

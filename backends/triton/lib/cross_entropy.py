@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import triton
 import triton.language as tl
 
-from portakern.backends.triton.configs import LossesConfig, RowsConfig
+from portakern.backends.triton.configs import RowsConfig
 from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, torch_dtype
 from portakern.backends.triton.layout import aligned, fresh, pow2_at_least, row_start, walk_rows
 from portakern.backends.triton.lib.columns import (
@@ -36,7 +36,6 @@ from portakern.backends.triton.lib.rows import (
     row_tile,
     start_of,
     tile_of,
-    tile_rows,
     whole_rows,
 )
 from portakern.spec.dtypes import numpy_dtype
@@ -175,7 +174,7 @@ def write_losses(out, row, present, counted, at, found, n, terms: tl.constexpr):
 
 def losses_into(
     call: Call, x: torch.Tensor, labels: torch.Tensor, loss: torch.Tensor | None,
-    lse: tuple[torch.Tensor | None, torch.Tensor | None], config: LossesConfig,
+    lse: tuple[torch.Tensor | None, torch.Tensor | None], config: RowsConfig,
 ) -> None:  # fmt: skip
     """Write the loss, and lse and lse_low, of each row of logits x, of a call with this op's options. Contiguous
     labels."""
@@ -191,15 +190,7 @@ def losses_into(
         return
     launch(cross_entropy_kernel, cdiv(rows.height, config.block_rows), call, x, labels, loss, *lse,
            RowExtents(rows.height, rows.inner, n), ignored, rows.strides[0], terms=terms,
-           tile=row_tile(call, rows, n, config)._replace(stages=config.num_stages),
-           num_warps=config.num_warps)  # fmt: skip
-
-
-def tile_losses(n: int, arch: str) -> LossesConfig:
-    """Those of other rows, but that long ones, which nobody reads twice, are read by fewer threads."""
-    if n % 8 or n <= 8192:
-        return LossesConfig(**tile_rows(n, arch), num_stages=1)
-    return LossesConfig(block_rows=1, block_n=8192, num_warps=8 * 32 // lanes(arch), num_stages=1)
+           tile=row_tile(call, rows, n, config), num_warps=config.num_warps)  # fmt: skip
 
 
 def numbers(call: Call, x: torch.Tensor) -> torch.Tensor:

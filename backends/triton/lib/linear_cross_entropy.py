@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton.chunked import in_parts, scratch
-from portakern.backends.triton.configs import LogitGradientsConfig, LogitsConfig, LossesConfig, RowsConfig
+from portakern.backends.triton.configs import LogitGradientsConfig, LogitsConfig, RowsConfig
 from portakern.backends.triton.copies import in_order
 from portakern.backends.triton.launch import cdiv, launch, refuse_tile, torch_dtype
 from portakern.backends.triton.layout import aligned, collapse, fresh, pow2_at_least, result_like, walk_rows
-from portakern.backends.triton.lib.cross_entropy import gradient_into, losses_into, tile_brackets, tile_losses
-from portakern.backends.triton.lib.rows import TiledExtents, block_tile, start_of, tile_of
+from portakern.backends.triton.lib.cross_entropy import gradient_into, losses_into, tile_brackets
+from portakern.backends.triton.lib.rows import TiledExtents, block_tile, start_of, tile_of, tile_rows_once
 from portakern.backends.triton.trace import AbstractArray
 from portakern.core.registry import find_spec
 
@@ -52,10 +52,10 @@ def default_tiling(call: Call) -> LogitsConfig:
     return LogitsConfig(chunk_rows=2048)
 
 
-def walks_of(call: Call) -> tuple[LossesConfig, RowsConfig]:
+def walks_of(call: Call) -> tuple[RowsConfig, RowsConfig]:
     """The tilings of the loss of the logits that one chunk has, and of their gradient."""
     n, arch = call.dims["n"], call.target.arch
-    return tile_losses(n, arch), tile_brackets(n, arch)
+    return tile_rows_once(n, arch), tile_brackets(n, arch)
 
 
 def supports(call: Call, config: LogitsConfig, refused: Refused) -> str | None:
