@@ -266,7 +266,7 @@ class Pointer:
         return Pointer(self.flat, self.at, dtype.itemsize // self.flat.itemsize)
 
 
-def load(pointer: Pointer, mask: Any, other: float) -> Any:
+def load(pointer: Pointer, mask: Any = True, other: float = 0) -> Any:
     if not isinstance(mask, torch.Tensor):  # one number
         here = pointer.flat[pointer.at : pointer.at + pointer.several]
         assert not mask or len(here) == pointer.several, "read behind the end"

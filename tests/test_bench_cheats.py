@@ -259,6 +259,20 @@ def test_a_row_that_is_faster_than_the_roof_has_no_time(monkeypatch):
     assert (found["verdict"], "median_us" in found) == ("failed", False) and "measured roof permits" in found["why"]
 
 
+def test_documents_keep_their_places():
+    """Queries and keys may change places where no mask is; then a tile would hold the first document and the last, and
+    see all of the others, which a library that was told where documents end does not."""
+    library = frameworks()["numpy"]
+    library.load()
+    dims = {"batch": 2, "kv_heads": 3, "group": 1, "q_len": 40, "kv_len": 40, "d": 8, "dv": 8}
+    runs = dict.fromkeys(("q_segment_ids", "kv_segment_ids"), 10)
+    inputs = make(TimedCase("mine", "attention", "float32", dims, given=tuple(runs), runs=runs), library, None)
+    assert turning(inputs.call) == ("q_len", 0)
+    assert turning(inputs.call, inputs.runs) == ("kv_heads", 0)
+    entry = ready(Contender(registry.backend("reference"), None, True), inputs)
+    assert Fresh(entry, tuple(entry.run()), Judge(inputs), {}).axis == ("kv_heads", 0)
+
+
 @pytest.mark.parametrize(
     ("op", "dims", "gradient", "axis"),
     [

@@ -93,7 +93,8 @@ def on_the_host(kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[
 SHARES = ["attention_shares_kernel", "attention_combine_kernel"]
 FLASH = ["attention_flash_kernel"]
 PIECES = ["attention_flash_pieces_kernel"]
-PACKED = ["attention_segment_ranges_kernel", *FLASH]
+RANGES = ["attention_segment_ranges_kernel"]
+PACKED = [*RANGES, "attention_segment_order_kernel", *FLASH]
 CASES = {
     "full": ((1, 200, 2, 1, 300, 64), {}, {}, FLASH),
     "causal": ((1, 300, 2, 2, 300, 64), {"is_causal": True}, {}, FLASH),
@@ -108,7 +109,7 @@ CASES = {
     "two pieces, o in the memory of q": ((1, 300, 1, 1, 300, 192), {}, {}, PIECES),
     "two pieces in several chunks": ((1, 200, 1, 2, 1300, 96), {"window": (900, 0)}, {"min_split_keys": 512}, PIECES),
     "two pieces of documents": ((1, 300, 2, 1, 300, 144), {"segments": "shuffled", "is_causal": True}, {},
-        [PACKED[0], *PIECES]),
+        [*PACKED[:2], *PIECES]),
     "wide pairs": ((1, 300, 2, 2, 300, 256), {"is_causal": True, "dtype": torch.float16}, {"persistent": 1}, FLASH),
     "chunks": ((1, 300, 1, 1, 1300, 64), {"is_causal": True}, {"persistent": 1}, FLASH),
     "several chunks": ((1, 200, 1, 2, 1300, 128), {}, {"min_split_keys": 512}, FLASH),
@@ -139,7 +140,7 @@ CASES = {
         PACKED),
     "segments of nobody": ((1, 200, 1, 1, 200, 64), {"segments": "scattered"}, {}, PACKED),
     "few queries of documents": ((1, 9, 2, 4, 1300, 64), {"segments": "documents"}, {"few_queries": 2},
-        ["attention_segment_ranges_kernel", "attention_kernel", SHARES[1]]),
+        [*RANGES, "attention_kernel", SHARES[1]]),
     "too many rows to share": ((1, 20, 1, 5, 1100, 64), {}, {"few_queries": 2}, ["attention_kernel", SHARES[1]]),
 }  # fmt: skip
 

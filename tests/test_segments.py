@@ -22,7 +22,7 @@ from portakern.backends.triton.gpu import attention_vjp as backward  # noqa: E40
 from portakern.backends.triton.lib import segments  # noqa: E402
 from portakern.core import registry, targets  # noqa: E402
 from portakern.core.binder import unchecked  # noqa: E402
-from tests.packing import IDS, packed_arrays  # noqa: E402
+from tests.packing import IDS, ids_of, packed_arrays  # noqa: E402
 
 DRAWN_IDS = st.lists(st.integers(-3, 3), min_size=1, max_size=300)
 
@@ -49,6 +49,31 @@ def test_ranges_of_more_positions_than_are_read_at_once_and_of_several_batch_ent
     for b, i in itertools.product(range(3), range(70)):
         at = np.flatnonzero(other[b] == own[b, i])
         assert tuple(found[b, i]) == (at[0], at[-1] + 1)
+
+
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (90, 20)], ids=str)
+@pytest.mark.parametrize("kind", ["documents", "shuffled", "scattered"])
+@pytest.mark.parametrize("rows", [64, 128])
+def test_tiles_that_see_most_come_first(kind, window, rows):
+    batch, q_len, kv_len = 2, 400, 450
+    ids = ids_of(kind, batch, q_len, kv_len)
+    own, other = (torch.tensor(ids[f"{side}_segment_ids"]) for side in ("q", "kv"))
+    arrays = (torch.zeros(batch, n, heads, 1) for n, heads in ((q_len, 2), (kv_len, 2), (kv_len, 2)))
+    call = unchecked(registry.find_spec("attention"), *arrays).replace(interpret=True)
+    ranges, summaries, firsts = segments.ranges_and_summaries(call, own, other)
+    assert all(firsts[b, j] == (other[b] == other[b, j]).int().argmax() for b in range(batch) for j in range(kv_len))
+    order = segments.longest_first(call, summaries, rows, window).tolist()
+    tiles = -(-q_len // rows)
+    assert sorted(order) == list(range(batch * tiles))
+    seen = []
+    for entry in order:
+        first = entry % tiles * rows
+        mine = ranges[entry // tiles, first : first + rows]
+        start, end, place = int(mine[:, 0].min()), int(mine[:, 1].max()), first + kv_len - q_len
+        start = start if window[0] is None else max(start, place - window[0])
+        end = end if window[1] is None else min(end, place + rows + window[1])
+        seen.append((-max(end - start, 0), entry))
+    assert seen == sorted(seen)
 
 
 CASES = {

@@ -39,16 +39,16 @@ from portakern.backends.triton.lib.gluon import (
     each_at,
     head_buffers,
     load_head,
+    only_seen,
     packed_reach,
     packed_span,
+    packed_tile,
     reach,
     ring_of,
-    seen_pairs,
     span_of,
     store_head,
     tanh,
     tile_at,
-    without_others,
 )
 from portakern.backends.triton.lib.tma import TOGETHER
 
@@ -152,13 +152,26 @@ class KeyLimits(NamedTuple):
 
 
 @gluon.jit
-def following(index, back, work, left, right):
+def place_at(index, work, right, segments):
+    """(tile of queries, batch entry and head as one number) of the ``index``-th tile."""
+    if segments is None:
+        return tile_at(index, work, right)
+    else:
+        return packed_tile(index, segments, work)
+
+
+@gluon.jit
+def following(index, back, work, left, right, segments):
     """The tile that a program takes next, and whether it counts ``back`` from the last one.
 
     Where some tiles see more keys than others, a program takes them by pairs, the i-th and the i-th from the end, which
     together see as much as any other pair: so programs that stay are done together, with nothing to ask each other.
+    Tiles of a packed call are in order of what they see (``lib.segments.longest_first``): a program takes one of each
+    round, and who has the i-th of a round has the i-th from the end of the next.
     """
-    if left is None and right is None:
+    if segments is not None:
+        return index + 2 * (gl.num_programs(0) - index % gl.num_programs(0)) - 1, back
+    elif left is None and right is None:
         return index + gl.num_programs(0), back
     else:
         return work.tiles - 1 - index + back * gl.num_programs(0), 1 - back
@@ -211,10 +224,7 @@ def seen_scores(s, start, cols, band, scores):
     if scores.softcap is not None:
         s = tanh(s)
     if (start < band.all_lo) | (start + s.shape[1] > band.all_hi):
-        seen = seen_pairs(start, cols, band.limits)
-        s = gl.where(seen, s, float("-inf"))
-    if band.others is not None:
-        s = without_others(s, band.others, start, cols, float("-inf"), by_row(s.shape[1]))
+        s = only_seen(s, float("-inf"), start, cols, band.limits, band.others, by_row(s.shape[1]))
     return s
 
 
@@ -485,7 +495,7 @@ def consumer(GROUP: gl.constexpr, tiles, q_ring, ring, pingpong, out, softmax, s
     index = gl.program_id(0)
     back = 0
     while there_is(index, back, work):
-        tile, head = tile_at(index, work, right)
+        tile, head = place_at(index, work, right, segments)
         top = tile * (ROWS * plan.consumers)
         mine_top = top + GROUP * ROWS
         bottom = gl.minimum(top + ROWS * plan.consumers, work.q_len) - 1
@@ -516,7 +526,7 @@ def consumer(GROUP: gl.constexpr, tiles, q_ring, ring, pingpong, out, softmax, s
         i = mine_top + gl.arange(0, ROWS, row_s)
         store_log_sum(out.lse, out.low, head.to(gl.int64) * work.q_len + i, (l, m), scores, i < work.q_len)
         count += 1
-        index, back = following(index, back, work, left, right)
+        index, back = following(index, back, work, left, right, segments)
     tma.store_wait(0)
 
 
@@ -557,7 +567,7 @@ def producer(tiles, q_ring, ring, inputs, window, segments, work, plan: gl.const
     index = gl.program_id(0)
     back = 0
     while there_is(index, back, work):
-        tile, head = tile_at(index, work, right)
+        tile, head = place_at(index, work, right, segments)
         top = tile * (ROWS * plan.consumers)
         bottom = gl.minimum(top + ROWS * plan.consumers, work.q_len) - 1
         span = span_of(top + before, bottom + before, work, left, right, block)
@@ -575,7 +585,7 @@ def producer(tiles, q_ring, ring, inputs, window, segments, work, plan: gl.const
             load_head(inputs.q, b, top + g * ROWS, h, q_ring.full.index(g), each_at(tiles.q, g))
         unit = fetch_others(unit + 1, first, last, (b, kv_h), inputs.k, inputs.v, tiles, ring, plan)
         count += 1
-        index, back = following(index, back, work, left, right)
+        index, back = following(index, back, work, left, right, segments)
 
 
 @gluon.jit
@@ -637,7 +647,7 @@ def both(first, more):
 
 
 @gluon.jit
-def schedule_of(q, k, window, chunk, plan: gl.constexpr):
+def schedule_of(q, k, window, segments, chunk, plan: gl.constexpr):
     """The tiles of a call, and how its programs take them, from how many there are."""
     batch, q_len, heads, _ = q.shape
     _, kv_len, kv_heads, _ = k.shape
@@ -645,7 +655,7 @@ def schedule_of(q, k, window, chunk, plan: gl.constexpr):
     tiles_q, all_heads = gl.cdiv(q_len, ROWS * plan.consumers), batch * heads
     tiles, interleaved_heads = tiles_q * all_heads, 1
     ahead = tiles
-    if left is not None or right is not None:
+    if segments is None and (left is not None or right is not None):
         ahead = gl.where(gl.num_programs(0) < tiles, gl.cdiv(tiles, 2), tiles)
     if right is not None:
         interleaved_heads = gl.cdiv(all_heads, gl.cdiv(all_heads, AT_A_TIME))
@@ -662,5 +672,5 @@ def attention_flash_pieces_kernel(
     after those of q, k, v and o, None where there are none. others: log_sums and segments."""
     log_sums, segments = others
     inputs = QkvInputs(both(q, q_more), both(k, k_more), both(v, v_more))
-    work = schedule_of(q, k, softmax.window, chunk, plan)
+    work = schedule_of(q, k, softmax.window, segments, chunk, plan)
     by_roles(inputs, Outputs(both(o, o_more), log_sums.lse, log_sums.low), segments, softmax, work, plan)

@@ -32,8 +32,9 @@ from portakern.backends.triton.launch import GLUON, cdiv, launch, shared_limit, 
 from portakern.backends.triton.layout import contiguous_strides, fresh, pow2_at_least
 from portakern.backends.triton.lib import attention as shared
 from portakern.backends.triton.lib import attention_vjp_gluon as gradients
-from portakern.backends.triton.lib.gluon import Softmax
+from portakern.backends.triton.lib.gluon import OrderedSegments, Softmax
 from portakern.backends.triton.lib.heads import Scores
+from portakern.backends.triton.lib.segments import longest_first
 from portakern.backends.triton.lib.split_kv import chunk_length, chunks_of_a_tile, seen_keys, worth_spreading
 from portakern.backends.triton.lib.tma import (
     BARRIERS,
@@ -125,6 +126,12 @@ def portable(call: Call, config: FlashConfig) -> FlashConfig:
     return config.replace(num_stages=shared.fit(call, config).num_stages)
 
 
+def key(call: Call) -> dict[str, str | int]:
+    """As the portable kernel's, and whether it is ``packed``: documents end within tiles of keys, and of smaller tiles
+    less lies outside of them."""
+    return shared.key(call) | {"packed": int(call.arrays["q_segment_ids"] is not None)}
+
+
 def least_chunk(call: Call) -> dict[str, int]:
     """So many keys at least have a state of their own, where no row of a table says otherwise.
 
@@ -146,7 +153,7 @@ def delegate(call: Call, config: FlashConfig) -> tuple[str, FlashConfig] | None:
 DRAWN = Drawn(("bias",), {"d": 8, "dv": 8}, {"q_len": QUERIES + 1})
 
 
-@BACKEND.implements("attention", tiling=least_chunk, key=shared.key, fit=fit, supports=supports,
+@BACKEND.implements("attention", tiling=least_chunk, key=key, fit=fit, supports=supports,
                     config=FlashConfig, delegate=delegate, drawn=DRAWN, compiled_alone=GLUON)  # fmt: skip
 def attention(call: Call, config: FlashConfig) -> tuple[Any, ...]:
     dims, options = call.dims, call.options
@@ -160,7 +167,10 @@ def attention(call: Call, config: FlashConfig) -> tuple[Any, ...]:
     if shares is not None:
         by_shares(call, config, plan, (q, k, v), (o, lse, low), scores, (left, right), *shares)
         return o, lse, low
-    segments = gradients.segments_of(call, "q", "kv")
+    segments: Any = gradients.segments_of(call, "q", "kv")
+    if segments is not None:
+        order = longest_first(call, segments.summaries, plan.consumers * QUERIES, (left, right))
+        segments = OrderedSegments(*segments, order)
     work, programs = work_of(call, config, plan.consumers * QUERIES, (left, right), processors(q.device))
     columns, columns_dv = (plan.block_d, plan.more_d), (plan.block_dv, plan.more_dv)
     described = [in_pieces(x, rows, *of) for x, rows, of in (
@@ -288,7 +298,8 @@ def work_of(
     """The tiles of so many ``queries``, and how many programs take them.
 
     Tiles that are alike are dealt out beforehand. Where some see more keys, so are their pairs, if these fill the
-    multiprocessors; otherwise the longest come first, and a multiprocessor takes the next one when it is done.
+    multiprocessors; otherwise the longest come first, and a multiprocessor takes the next one when it is done. Those of
+    a packed call are dealt out in an order of their own (``longest_first``).
     """
     dims = call.dims
     heads, kv_len = dims["kv_heads"] * dims["group"], dims["kv_len"]
@@ -297,7 +308,7 @@ def work_of(
     ahead, programs, together = tiles, min(tiles, processors), 1
     if window[1] is not None:
         together = cdiv(all_heads, cdiv(all_heads, TOGETHER))
-    if window != (None, None):
+    if window != (None, None) and call.arrays["q_segment_ids"] is None:
         pairs = cdiv(tiles, 2)
         if config.persistent and persistent(call, config, queries, window, pairs, processors):
             ahead, programs = pairs, min(pairs, processors)

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from portakern.backends.triton.configs import FlashGradientsConfig
 from portakern.backends.triton.descriptors import describe
 from portakern.backends.triton.launch import cdiv, shared_limit, torch_dtype
-from portakern.backends.triton.layout import fresh, gathered, pow2_at_least
+from portakern.backends.triton.layout import fresh, pow2_at_least
 from portakern.backends.triton.lib import attention as shared
 from portakern.backends.triton.lib.gluon import Segments
 from portakern.backends.triton.lib.gluon_gradients import LINE, GradientsPlan, LseRest
@@ -126,11 +126,10 @@ DRAWN = Drawn(("bias",), {"d": 8, "dv": 8}, {})
 
 def segments_of(call: Call, own: str, other: str) -> Segments | None:
     """What kernels are told of the segments of the side that they own, "q" or "kv", among the other's."""
-    ids = [call.arrays[f"{side}_segment_ids"] for side in (own, other)]
-    if ids[0] is None:
+    mine, theirs = (call.arrays[f"{side}_segment_ids"] for side in (own, other))
+    if mine is None:
         return None
-    ids = [x if x.is_contiguous() else gathered(x) for x in ids]
-    return Segments(*ranges_and_summaries(call, *ids), *ids)
+    return Segments(*ranges_and_summaries(call, mine, theirs))
 
 
 def lines_of(

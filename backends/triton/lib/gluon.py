@@ -36,21 +36,30 @@ class Softmax(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Of a packed call: the ranges of the rows that programs own, and the numbers of each tile of them
-    (``lib.segments``); their ids, and those of the other side, (batch, length) each, contiguous."""
+    """Of a packed call (``lib.segments``): the ranges of the rows that programs own, and the numbers of each tile of
+    them; where the id of each of the other side's positions comes first, which tells segments apart as ids do."""
 
     ranges: Any
     summaries: Any
-    own: Any
-    other: Any
+    firsts: Any
+
+
+class OrderedSegments(NamedTuple):
+    """As ``Segments``, with the order in which programs take their tiles. A group of its own, since Triton 3.6 takes no
+    None within a group of a group."""
+
+    ranges: Any
+    summaries: Any
+    firsts: Any
+    order: Any
 
 
 class OtherSegments(NamedTuple):
-    """Whether rows from ``top`` on of a batch entry may meet other segments in their ranges: ``mixed``. How many rows
-    the batch entry has, and positions of the other side."""
+    """Whether rows from ``top`` on may meet other segments in their ranges: ``mixed``. ranges, firsts: of the rows of
+    their batch entry, and of the positions of the other side. How many of both there are."""
 
-    segments: Any
-    batch: Any
+    ranges: Any
+    firsts: Any
     top: Any
     mixed: Any
     q_len: Any
@@ -189,6 +198,14 @@ def tile_at(index, work, right, by_turns: gl.constexpr = True):
 
 
 @gluon.jit
+def packed_tile(index, segments, work):
+    """As ``tile_at`` of a packed call whose tiles have an order: each for all heads."""
+    entry = gl.load(segments.order + index // work.heads)
+    batch = entry // work.tiles_q
+    return entry - batch * work.tiles_q, batch * work.heads + index % work.heads
+
+
+@gluon.jit
 def span_of(top, bottom, work, left, right, block: gl.constexpr):
     """[first, last): the keys that places ``top`` to ``bottom`` see, from the border of a tile; never none."""
     first, last = top * 0, top * 0 + work.kv_len
@@ -232,37 +249,43 @@ def packed_span(span, segments, batch, top, work, rows: gl.constexpr, block: gl.
 
 @gluon.jit
 def packed_reach(reached, segments, head, top, work, row: gl.constexpr):
-    """What ``reach`` gives of the rows from ``top`` on, within their ranges, and what these ranges hold besides.
-    head: that and the batch entry as one number."""
+    """What ``reach`` gives of the rows from ``top`` on, within their ranges, and what these ranges hold besides: where
+    that is other segments, no column is seen by all rows. head: that and the batch entry as one number."""
     limits, all_lo, all_hi = reached
     lo, hi = limits
-    batch = head // work.heads
+    batch = (head // work.heads).to(gl.int64)
     i, tiles, tile = top + gl.arange(0, ROWS, row), gl.cdiv(work.q_len, ROWS), top // ROWS
-    at = segments.ranges + (batch.to(gl.int64) * work.q_len + i) * 2
-    lo = gl.maximum(lo, gl.load(at, mask=i < work.q_len, other=0))
-    hi = gl.minimum(hi, gl.load(at + 1, mask=i < work.q_len, other=0))
+    ranges = segments.ranges + batch * work.q_len * 2
+    lo = gl.maximum(lo, gl.load(ranges + i * 2, mask=i < work.q_len, other=0))
+    hi = gl.minimum(hi, gl.load(ranges + i * 2 + 1, mask=i < work.q_len, other=0))
     of_tile = segments.summaries + (batch * tiles + tile) * SUMMARY
     all_lo = gl.maximum(all_lo, gl.load(of_tile + 2, mask=tile < tiles, other=0))
     all_hi = gl.minimum(all_hi, gl.load(of_tile + 3, mask=tile < tiles, other=0))
     mixed = gl.load(of_tile + 4, mask=tile < tiles, other=0) != 0
-    return (lo, hi), all_lo, all_hi, OtherSegments(segments, batch, top, mixed, work.q_len, work.kv_len)
+    others = OtherSegments(ranges, segments.firsts + batch * work.kv_len, top, mixed, work.q_len, work.kv_len)
+    return (lo, hi), gl.where(mixed, work.kv_len, all_lo), all_hi, others
 
 
 @gluon.jit
-def without_others(x, others, start, cols, hidden, row: gl.constexpr):
-    """A tile x of pairs, whose columns begin at ``start``, and ``hidden`` at those of other segments."""
-    if others.mixed:
-        x = gl.where(same_segment(others, start, cols, row), x, hidden)
+def only_seen(x, hidden, start, cols, limits, others, row: gl.constexpr):
+    """A tile x of pairs, whose columns begin at ``start``, and ``hidden`` at those outside of each row's [lo, hi) or of
+    other segments."""
+    x = gl.where(seen_pairs(start, cols, limits), x, hidden)
+    if others is not None:
+        x = of_one_segment(x, hidden, start, cols, others, row)
     return x
 
 
 @gluon.jit
-def same_segment(others, start, cols, row: gl.constexpr):
-    """Which of the columns from ``start`` on have the id of each row."""
-    i, j, batch = others.top + gl.arange(0, ROWS, row), start + cols, others.batch.to(gl.int64)
-    own = gl.load(others.segments.own + (batch * others.q_len + i), mask=i < others.q_len, other=0)
-    other = gl.load(others.segments.other + (batch * others.kv_len + j), mask=j < others.kv_len, other=0)
-    return own[:, None] == other[None, :]
+def of_one_segment(x, hidden, start, cols, others, row: gl.constexpr):
+    """As ``only_seen``, by segments: a row's range begins where its id comes first. Numbers leave the branch, since
+    what is true of each pair would take a register when it does."""
+    if others.mixed:
+        i, j = others.top + gl.arange(0, ROWS, row), start + cols
+        own = gl.load(others.ranges + i * 2, mask=i < others.q_len, other=0)
+        first = gl.load(others.firsts + j, mask=j < others.kv_len, other=-1)
+        x = gl.where(own[:, None] == first[None, :], x, hidden)
+    return x
 
 
 @gluon.jit

@@ -16,13 +16,12 @@ from portakern.backends.triton.lib.gluon import (
     boxed,
     by_row,
     load_tile,
+    only_seen,
     packed_span,
     ring_of,
-    seen_pairs,
     span_of,
     tanh,
     tile_at,
-    without_others,
 )
 from portakern.backends.triton.lib.tma import TOGETHER
 
@@ -87,8 +86,8 @@ class Sides(NamedTuple):
 
 
 class GradientTileSchedule(NamedTuple):
-    """The tiles of a call, as ``_flash.Work`` has them, with resident rows for queries and streamed ones for keys.
-    ``heads``, ``all_heads``: resident. ``pitch``: of a line of shift and delta."""
+    """The tiles of a call, as ``_flash.TileSchedule`` has them, with resident rows for queries and streamed ones for
+    keys. ``heads``, ``all_heads``: resident. ``pitch``: of a line of shift and delta."""
 
     tiles: Any
     tiles_q: Any
@@ -202,9 +201,7 @@ def weights_of(dots, shift, far, position, cols, own, scores, work, by_key: gl.c
             low = low_of(own, line, start, t, cols, work, by_key).broadcast_to(t.shape)
             apart -= low
             apart = gl.where((low != 0.0) & (apart > 0.0), 0.0, apart)
-        apart = gl.where(seen_pairs(start, cols, own.limits), apart, float("-inf"))
-    if own.others is not None:
-        apart = without_others(apart, own.others, start, cols, float("-inf"), by_row(dots.shape[1]))
+        apart = only_seen(apart, float("-inf"), start, cols, own.limits, own.others, by_row(dots.shape[1]))
     p = gl.exp2(apart)
     sloped = p
     if scores.softcap is not None:
@@ -217,9 +214,7 @@ def score_gradients(sloped, d_p, delta, start, cols, own):
     """D of a tile, from P cap'(s) and dP."""
     d = sloped * (d_p - delta)
     if (start < own.all_lo) | (start + d.shape[1] > own.all_hi):  # what a masked pair holds of dP may be NaN
-        d = gl.where(seen_pairs(start, cols, own.limits), d, 0.0)
-    if own.others is not None:
-        d = without_others(d, own.others, start, cols, 0.0, by_row(d.shape[1]))
+        d = only_seen(d, 0.0, start, cols, own.limits, own.others, by_row(d.shape[1]))
     return d
 
 

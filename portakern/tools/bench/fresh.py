@@ -8,7 +8,7 @@ the same way. It is compared after the clock has stopped.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,9 +39,10 @@ class StaleResult(RuntimeError):
     """A timed call returned a result that does not belong to its values."""
 
 
-def turning(call: Call) -> Axis | None:
+def turning(call: Call, runs: Collection[str] = ()) -> Axis | None:
     """The dimension, and which of its axes, whose indices change places: of those that no wanted output, or else no
-    result of the forward op, sees together, the longest; None where each has one index."""
+    result of the forward op, sees together, the longest; None where each has one index. Along what ``runs`` number,
+    indices keep their places: other runs are other work."""
     spec = call.spec
     forward = registry.forward_of(spec)
     options = {**{o.name: o.default for o in (forward or spec).options}, **call.options}
@@ -49,7 +50,8 @@ def turning(call: Call) -> Axis | None:
     if not names and forward is not None:
         names = apart(forward, options, [o.name for o in forward.outputs])
     found = [(n, i, e) for n in names if n in call.dims for i, e in enumerate(extents_of(call, n))]
-    found = [(n, i, e) for n, i, e in found if e > 1 and not along(call, n, i)]
+    kept = {factor for a in spec.arrays if a.name in runs for factor in a.dims[-1].factors}
+    found = [(n, i, e) for n, i, e in found if e > 1 and n not in kept and not along(call, n, i)]
     return max(found, key=lambda f: f[2])[:2] if found else None
 
 
@@ -69,7 +71,7 @@ class Fresh:
         self.entry, self.before, self.judge = entry, before, judge
         self.call, self.instruments = entry.call, entry.instruments
         self.served = entry.run if isinstance(entry.run, UserCall) else None
-        self.axis = turning(self.call) if self.served else None
+        self.axis = turning(self.call, judge.inputs.runs) if self.served else None
         self.base = dict(self.served.arrays) if self.served else {}
         self.made: list[dict[str, Any]] = []
         self.shifts: list[int] = []

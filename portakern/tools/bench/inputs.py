@@ -7,7 +7,7 @@ import hashlib
 import math
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,12 +32,14 @@ PERIOD = 4_194_301
 
 @dataclass(frozen=True)
 class Inputs:
-    """A call's arrays: ``buffers`` on the host, ``call`` bound to those on the device. ``options``: those given."""
+    """A call's arrays: ``buffers`` on the host, ``call`` bound to those on the device. ``options``: those given.
+    ``runs``: arrays whose values lie in an order that is part of the call."""
 
     spec: Spec[Any]
     buffers: Mapping[str, Buffer]
     call: Call
     options: Mapping[str, Any]
+    runs: frozenset[str] = frozenset()
 
     def mark(self, names: Iterable[str]) -> str:
         """A digest of these arrays' values."""
@@ -83,7 +85,7 @@ def make(case: TimedCase, framework: Framework, device: Any, seed: int = 0) -> I
         else:
             values = drawn.drawn(spec, a.name).astype(numpy_dtype(dtype))
         buffers[a.name] = _laid(values, case.layouts.get(a.name))
-    return _placed(spec, buffers, case.options, framework, device)
+    return replace(_placed(spec, buffers, case.options, framework, device), runs=frozenset(case.runs))
 
 
 def for_gradient(forward: Inputs, outputs: Mapping[str, Any], seed: int = 0) -> Inputs:
@@ -103,7 +105,7 @@ def for_gradient(forward: Inputs, outputs: Mapping[str, Any], seed: int = 0) -> 
             buffers[name] = _contiguous(_normal(shape, dtype, (seed, zlib.crc32(name.encode()))))
             on_device[name] = _on_device(buffers[name], framework, call.device)
     options = {n: v for n, v in forward.options.items() if n in wired.options}
-    return Inputs(wired.vjp, buffers, bind(wired.vjp, **on_device, **options), options)
+    return Inputs(wired.vjp, buffers, bind(wired.vjp, **on_device, **options), options, forward.runs)
 
 
 def _placed(
