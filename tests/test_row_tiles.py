@@ -176,6 +176,17 @@ def test_defaults_are_what_was_fastest(name, n):
     assert (told["block_rows"], tiles, told["num_warps"]) == FASTEST[name, n]
 
 
+@pytest.mark.parametrize("name", ["cross_entropy", "logsumexp"])
+def test_long_rows_that_are_read_once_go_by_small_programs(name):
+    """128 threads in blocks of 4096; what a thread loads as one vector shares a maximum."""
+    for n, dtype, adjacent in ((8200, "bfloat16", 8), (32000, "bfloat16", 8), (128256, "float32", 4)):
+        told = launches(name, n, dtype=dtype)[f"{name}_kernel"]
+        assert (told["block_rows"], told["block_n"], told["num_warps"], told["tiles"]) == (1, 4096, 4, 0)
+        assert told["adjacent"] == adjacent and told["deep"] == 32 // adjacent
+    assert launches(name, 50257)[f"{name}_kernel"]["adjacent"] == 1
+    assert launches("softmax", 128256)["softmax_kernel"]["num_warps"] == 32  # read twice: few rows stay near
+
+
 def test_gradients_of_norms_read_longer_rows_in_blocks():
     """Those that lost in two tiles, and those whose sums take more registers than a thread has."""
     for n, dtype in ((8195, "bfloat16"), (12296, "bfloat16"), (12288, "float32")):
