@@ -96,8 +96,8 @@ def _blocks(left: int | None, right: int | None, q_len: int, kv_len: int, device
     """The blocks of a window, the last query at the last key: what each block of it sees follows from its corners.
     PyTorch's ``create_block_mask`` writes the mask of all queries and keys first, 268 million entries for 16384 of
     both, and compiled, so that it need not, it took longer than all calls together."""
-    some, whole = _corners(left, right, q_len, kv_len, device)
-    return _mask(some[None], whole[None], _window(left, right, q_len, kv_len), q_len, kv_len)
+    some, full = _corners(left, right, q_len, kv_len, device)
+    return _mask(some[None], full[None], _window(left, right, q_len, kv_len), q_len, kv_len)
 
 
 @kept
@@ -105,17 +105,17 @@ def _packed(q_segment_ids: Any, kv_segment_ids: Any, left: int | None, right: in
     """The blocks of a window within segments: the ids of a block of queries and of one of keys may meet where their
     ranges do, and are all equal where each block has one id, the same."""
     q_len, kv_len = q_segment_ids.shape[1], kv_segment_ids.shape[1]
-    some, whole = _corners(left, right, q_len, kv_len, q_segment_ids.device)
+    some, full = _corners(left, right, q_len, kv_len, q_segment_ids.device)
     q_least, q_most = (x[:, :, None] for x in _extremes(q_segment_ids))
     k_least, k_most = (x[:, None, :] for x in _extremes(kv_segment_ids))
     some = some & (q_least <= k_most) & (k_least <= q_most)
-    whole = whole & (q_least == k_most) & (q_most == k_least)
+    full = full & (q_least == k_most) & (q_most == k_least)
     inside = _window(left, right, q_len, kv_len)
 
     def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
         return inside(b, h, i, j) & (q_segment_ids[b, i] == kv_segment_ids[b, j])
 
-    return _mask(some, whole, seen, q_len, kv_len)
+    return _mask(some, full, seen, q_len, kv_len)
 
 
 def _window(left: int | None, right: int | None, q_len: int, kv_len: int) -> Callable[..., Any]:
@@ -154,11 +154,11 @@ def _extremes(ids: Any) -> tuple[Any, Any]:
     return blocks.amin(2), blocks.amax(2)
 
 
-def _mask(some: Any, whole: Any, seen: Callable[..., Any], q_len: int, kv_len: int) -> Any:
-    """flex_attention's form of blocks (batch, of queries, of keys) that are seen in part, and as a whole."""
+def _mask(some: Any, full: Any, seen: Callable[..., Any], q_len: int, kv_len: int) -> Any:
+    """flex_attention's form of blocks (batch, of queries, of keys) that are seen in part, and in full."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    partly, wholly = (_listed(blocks) for blocks in (some & ~whole, whole))
+    partly, wholly = (_listed(blocks) for blocks in (some & ~full, full))
     return BlockMask.from_kv_blocks(*partly, *wholly, BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(q_len, kv_len))
 
 

@@ -170,7 +170,7 @@ def attention(call: Call, config: FlashConfig) -> tuple[Any, ...]:
     segments: Any = gradients.segments_of(call, "q", "kv")
     if segments is not None:
         order = longest_first(call, segments.summaries, plan.consumers * QUERIES, (left, right))
-        segments = OrderedSegments(*segments, order)
+        segments = OrderedSegments(segments.ranges, segments.summaries, segments.firsts, order)
     work, programs = work_of(call, config, plan.consumers * QUERIES, (left, right), processors(q.device))
     columns, columns_dv = (plan.block_d, plan.more_d), (plan.block_dv, plan.more_dv)
     described = [in_pieces(x, rows, *of) for x, rows, of in (
