@@ -104,7 +104,8 @@ def takes_descriptors(monkeypatch):
 
 def products_on_hopper(precision):
     """A matrix product with its gradients and a linear layer, by kernels for Hopper that the interpreter runs."""
-    matmul, linear = (on_triton(op, variant="hopper", tiling={"warp_specialized": 0}) for op in ("matmul", "linear"))
+    how = {"variant": "hopper", "tiling": {"warp_specialized": 0}}
+    matmul, linear = on_triton("matmul", **how), on_triton("linear", **how)
     a, b, d, x, w, bias = (normal(*s) for s in ((3, 70, 64), (64, 72), (3, 70, 72), (70, 65), (40, 65), (40,)))
     with plugged_in("sm_90") as plugin:
         product = functools.partial(matmul, precision=precision)
@@ -596,12 +597,12 @@ def test_chunks_have_the_bits_of_a_loop_on_the_host(chunk, dtype):
     op, vjp = (on_triton(ENTROPY, tiling={"chunk_rows": chunk}), on_triton(f"{ENTROPY}_vjp", tiling={"chunk_n": chunk}))
     tensors = [frameworks()["torch"].from_numpy(np.array(x), None) for x in (hidden, weight, labels, d_loss)]
     want = op(*tensors[:3], **forward)
-    theirs = vjp(*tensors[:3], *want[1:], tensors[3], **options)
+    theirs = vjp(*tensors[:3], *want[1:3], tensors[3], **options)
     with plugged_in() as plugin:
         loss = jax.jit(lambda *a: op(*a, **forward))(hidden, weight, labels)
         launches = len(plugin.calls)
-        same(loss, want)
-        same(jax.jit(lambda *a: vjp(*a, **options))(hidden, weight, labels, *loss[1:], d_loss), theirs)
+        same(loss[:3], want[:3])
+        same(jax.jit(lambda *a: vjp(*a, **options))(hidden, weight, labels, *loss[1:3], d_loss), theirs)
         assert launches == 4 * -(-75 // chunk)
 
 
