@@ -22,6 +22,7 @@ from portakern.errors import SpecError, UnavailableError, UnsupportedError
 if TYPE_CHECKING:
     from portakern._typed import op as op  # a stub: op by op, what api.op returns and what its calls take
     from portakern.api import Op as Op
+    from portakern.api import warm as warm
     from portakern.core.backend import Backend as Backend
     from portakern.core.call import Call as Call
     from portakern.core.config import Config as Config
@@ -46,6 +47,7 @@ _LAZY = {
     "op": "api",
     "ops": "core.registry",
     "register": "core.registry",
+    "warm": "api",
 }
 
 __all__ = [
@@ -64,6 +66,7 @@ __all__ = [
     "op",
     "ops",
     "register",
+    "warm",
 ]
 
 

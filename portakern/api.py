@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from portakern.core import registry
@@ -16,13 +17,15 @@ from portakern.core.framework import frameworks
 from portakern.core.observe import OBSERVERS
 from portakern.core.plan import CallPlan, call_through
 from portakern.core.signatures import Signature, reader
+from portakern.errors import SpecError
 from portakern.spec import Spec
 from portakern.spec.signature import described, signature
 
 if TYPE_CHECKING:
     from portakern.tools.compile.build import Build
+    from portakern.tools.compile.warming import Warmed
 
-__all__ = ["Op", "op"]
+__all__ = ["Op", "build_kernels", "op", "warm"]
 
 RECORDERS = tuple(f for f in frameworks().values() if f.records)
 """The frameworks that may record a call instead of running it."""
@@ -210,3 +213,57 @@ class Op:
         from portakern.core.explain import explain
 
         return explain(self.bind(*args, **kwargs), self.choice)
+
+
+def warm(
+    calls: Iterable[functools.partial[Any]],
+    *,
+    train: bool = True,
+    target: str | None = None,
+    processes: int | None = None,
+    progress: bool | None = None,
+) -> Warmed:
+    """Compile the kernels of many calls beside each other, in processes of their own, before the first of these calls.
+
+    A call that is not made yet is a ``functools.partial`` of an op with its arguments. Only shapes, strides, dtypes and
+    options of these count: values are not read, so that arrays may be on ``device="meta"``. The kernels lie in Triton's
+    cache on disk afterwards, where the calls find them, in this process and in later ones.
+
+    >>> attention = pk.op("attention")
+    >>> q = torch.empty(2, 2048, 32, 128, dtype=torch.bfloat16, device="cuda")
+    >>> print(pk.warm([functools.partial(attention, q, q, q, is_causal=True)]))
+
+    Args:
+      calls: the calls. Equal ones count once.
+      train: the calls as they run where gradients are wanted, and the gradients, with respect to the arrays that require
+        one, else to all arrays that have one. False: the calls as they run without gradients.
+      target: the architecture to compile for, such as "sm_90"; None: that of each call's arrays.
+      processes: at most so many at a time; None: one for each core that this process may use.
+      progress: whether a bar shows how far it is; None: on a terminal.
+
+    Returns:
+      The numbers of calls and kernels, the seconds, and ``failures``: each call that was refused or whose kernels were
+      not compiled, and why. Failures are logged too.
+
+    Raises:
+      SpecError: an argument is wrong, or a call is.
+    """
+    bound = []
+    for number, call in enumerate(calls):
+        if not (isinstance(call, functools.partial) and isinstance(call.func, Op)):
+            raise SpecError(
+                f"warm: call {number} is a {type(call).__name__}; expected a functools.partial of an op: "
+                'functools.partial(pk.op("softmax"), x)'
+            )
+        try:
+            bound.append((unchecked(call.func.spec, *call.args, **call.keywords), call.func.choice))
+        except SpecError as e:
+            raise SpecError(f"warm: call {number}: {e}") from None
+    return build_kernels(bound, train=train, target=target, processes=processes, progress=progress)
+
+
+def build_kernels(calls: Iterable[tuple[Call, Choice]], **options: Any) -> Warmed:
+    """:func:`warm` for calls that are bound, with the choice of who serves each."""
+    from portakern.tools.compile import warming  # a tool: a call loads none
+
+    return warming.build_kernels(calls, **options)

@@ -23,7 +23,7 @@ from portakern.backends.triton.imports import check_compiled
 from portakern.backends.triton.leaks import leaking_products
 from portakern.core import targets
 from portakern.core.config import Config
-from portakern.core.machine_code import Compiled, Kernel, occupancy
+from portakern.core.machine_code import Compiled, Kernel, PlannedKernel, occupancy
 from portakern.core.targets import Hardware
 
 if TYPE_CHECKING:
@@ -35,14 +35,18 @@ LAUNCHES_FIND_IT = True
 
 USERS_CACHE = "PORTAKERN_TRITON_CACHE"
 
+DRIVER = "driver"
+"""Stands among planned kernels for what Triton's driver compiles for itself."""
+
 
 def unavailable(hardware: Hardware) -> str | None:
     return BACKEND.unavailable()
 
 
 def environment(hardware: Hardware, quick: bool) -> dict[str, str]:
-    users = os.environ.get("TRITON_CACHE_DIR", "")
-    return {"TRITON_CACHE_DIR": "{scratch}/triton", "TRITON_INTERPRET": "0", USERS_CACHE: users}
+    from portakern.backends.triton.cache import cache_folder
+
+    return {"TRITON_CACHE_DIR": "{scratch}/triton", "TRITON_INTERPRET": "0", USERS_CACHE: cache_folder()}
 
 
 def versions(hardware: Hardware) -> dict[str, str]:
@@ -57,35 +61,72 @@ def build(impl: Implementation, call: Call, config: Config) -> Compiled:
 def survey(impl: Implementation, call: Call, config: Config) -> Compiled:
     """The same through the user's own cache of Triton's, where a launch finds what is compiled here, and this what was
     compiled before. The report lacks what only the assembler says as it works."""
-    from triton import knobs
+    from portakern.backends.triton.cache import within_cache
 
-    with knobs.cache.scope():
-        users = os.environ.get(USERS_CACHE, "")
-        knobs.cache.dir = users or knobs.cache.get_triton_dir("cache")
+    with within_cache(os.environ.get(USERS_CACHE)):
         return _build(impl, call, config, _compile_as_launched)
 
 
+def planned(impl: Implementation, call: Call, config: Config) -> list[PlannedKernel]:
+    """The kernels that a call launches, each once, and which of them a launch would find in the user's cache."""
+    from portakern.backends.triton.cache import DriverPart, cache_key, is_cached, within_cache
+    from portakern.backends.triton.pickled import packed
+
+    hardware = targets.find(call.target.arch)
+    target = gpu_target(hardware)
+    with within_cache():
+        found = [PlannedKernel(DRIVER, "", DriverPart(target).is_cached(), DRIVER)]
+        for (source, options), *_ in _sources(impl, call, config, hardware):
+            key = cache_key(source, options, target)
+            found.append(PlannedKernel(key, source.name, is_cached(source, key, target), packed(source, options)))
+    return found
+
+
+def make(source: str, hardware: Hardware) -> None:
+    """Compile a planned kernel into the user's cache, with all else that a launch of it would compile."""
+    import triton
+
+    from portakern.backends.triton.cache import DriverPart, within_cache
+    from portakern.backends.triton.pickled import unpacked
+
+    target = gpu_target(hardware)
+    with within_cache(os.environ.get(USERS_CACHE)):
+        if source == DRIVER:
+            DriverPart(target).build()
+            return
+        kernel, options = unpacked(source)
+        DriverPart(target, triton.compile(kernel, target=target, options=options)).build()
+
+
 def _build(impl: Implementation, call: Call, config: Config, compile_one: Callable[..., Kernel]) -> Compiled:
+    hardware = targets.find(call.target.arch)
+    kernels = []
+    for same in _sources(impl, call, config, hardware):
+        source, options = same[0]
+        kernel = compile_one(source, options, hardware)
+        kernel.launches = len(same)
+        kernels.append(kernel)
+    return Compiled(kernels)
+
+
+def _sources(
+    impl: Implementation, call: Call, config: Config, hardware: Hardware
+) -> list[list[tuple[Any, dict[str, Any]]]]:
+    """The kernels that a call launches as Triton specialises them, with their options: those of equal launches beside
+    each other."""
     from portakern.backends.triton.launch import recording
 
     check_compiled()
     launches: list[tuple[Any, int, tuple[Any, ...], dict[str, Any]]] = []
     with recording(lambda *launch: launches.append(launch)):
         impl.run(call, config)
-    hardware = targets.find(call.target.arch)
     sources: dict[str, list[Any]] = {}
     for kernel, _, args, constexprs in launches:
         source, options = specialised(kernel, args, constexprs, hardware)
         sources.setdefault(f"{source.hash()} {sorted((k, str(v)) for k, v in options.items())}", []).append(
             (source, options)
         )
-    kernels = []
-    for same in sources.values():
-        source, options = same[0]
-        kernel = compile_one(source, options, hardware)
-        kernel.launches = len(same)
-        kernels.append(kernel)
-    return Compiled(kernels)
+    return [*sources.values()]
 
 
 def gpu_target(hardware: Hardware) -> Any:

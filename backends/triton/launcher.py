@@ -21,6 +21,7 @@ import torch
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
+from portakern.backends.triton.cache import within_cache
 from portakern.backends.triton.descriptors import (
     ArrayAddress,
     base_of,
@@ -89,10 +90,16 @@ def _by_triton(kernel: JITFunction[Any]) -> Callable[..., None]:
         with torch.cuda.device(base_of(args[0]).device):
             if any(describes(type(a)) for a in args):
                 bind_thread()
-            mend_rounding(kernel, grid, args, constexprs)
-            refuse_leaks(kernel.__name__, kernel[(grid,)](*args, **constexprs))
+            refuse_leaks(kernel.__name__, _launched_by_triton(kernel, grid, args, constexprs))
 
     return launcher
+
+
+def _launched_by_triton(kernel: JITFunction[Any], grid: int, args: tuple[Any, ...], constexprs: dict[str, Any]) -> Any:
+    """The compiled kernel, launched by Triton, which finds it in its cache or compiles it."""
+    with within_cache():
+        mend_rounding(kernel, grid, args, constexprs)
+        return kernel[(grid,)](*args, **constexprs)
 
 
 def _warn(why: Exception) -> None:
@@ -140,8 +147,7 @@ def write_launcher(
     ``kept``."""
 
     def first(key: Any, grid: int, *args: Any, **constexprs: Any) -> Handles | None:
-        mend_rounding(kernel, grid, args, constexprs)
-        compiled = kernel[(grid,)](*args, **constexprs)
+        compiled = _launched_by_triton(kernel, grid, args, constexprs)
         refuse_leaks(kernel.__name__, compiled)
         try:
             if not _watched(kernel):

@@ -64,6 +64,10 @@ class Compiler(Protocol):
     def build(self, impl: Implementation, call: Call, config: Config) -> Compiled:
         """Compile a call on abstract arrays for ``call.target``. Any exception is the reason for the failure."""
 
+    # A compiler whose machine code lies on disk, where the launches of any process find it, may have
+    # ``planned(impl, call, config) -> list[PlannedKernel]``, the kernels that a call on abstract arrays launches, and
+    # ``make(source, hardware)``, which compiles one of them, in a process that knows neither the call nor its arrays.
+    #
     # A compiler may have ``survey(impl, call, config) -> Compiled`` too: for a tuner, which compiles one call in many
     # tilings. Either it keeps the machine code where a launch finds it, and says so: ``LAUNCHES_FIND_IT = True``. Or it
     # takes what it found of a kernel that is the same but for its extents, so that calls of many are ranked in no time.

@@ -66,6 +66,8 @@ class Framework:
       watched: Python source: whether an array may want a gradient.
       there: Python source: whether the memory of an array holds its values; the source may name the ``{framework}``.
         Empty: the memory always does.
+      compiles_ahead: where kernels become parts of the library's own programs, how these are compiled before their
+        first call, in words.
       resizes: arrays can be given other memory in place, which they must own alone.
       embeds: platforms for which the library's programs can contain machine code (:meth:`embed`).
       environment: variables that change what is computed, or by what. The line that reproduces a call names those that
@@ -84,6 +86,7 @@ class Framework:
     twins: Mapping[str, str] = MappingProxyType({})
     host_only = False
     immutable = False
+    compiles_ahead = ""
     donates = ""
     embeds: tuple[str, ...] = ()
     signature = ""
@@ -227,7 +230,17 @@ class Framework:
         """Strides in elements, None where the library has no strides."""
         return None
 
-    def abstract(self, shape: tuple[int, ...], dtype: str, strides: Sequence[int] | None = None) -> Any:
+    def past_alignment(self, array: Any) -> int:
+        """Bytes from the last multiple of 16 to where an array begins in its memory, which begins at one."""
+        return 0
+
+    def wants_gradient(self, array: Any) -> bool:
+        """Whether an array says by itself that its gradient is wanted."""
+        return False
+
+    def abstract(
+        self, shape: tuple[int, ...], dtype: str, strides: Sequence[int] | None = None, past_alignment: int = 0
+    ) -> Any:
         """An array of this form without memory, to compile for."""
         raise UnsupportedError(f"{self.name} has no abstract arrays; pass arrays of PyTorch or JAX")
 

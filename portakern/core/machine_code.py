@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from portakern.core.targets import Hardware
 
-__all__ = ["FOLLOWED", "Compiled", "Kernel", "occupancy", "residents"]
+__all__ = ["FOLLOWED", "Compiled", "Kernel", "PlannedKernel", "occupancy", "residents"]
 
 # NVIDIA gives a warp registers by so many (CUDA occupancy calculator); a block also pays 1 KiB of shared memory.
 REGISTERS_ALLOCATED = 256
@@ -17,6 +18,20 @@ FOLLOWED = 0.7
 """Share of the cycles that a program issues, by its code and its grid, below which a compiler's estimate is not
 believed: branches on what it cannot follow count as not taken there. Nor is one believed beside which nothing is
 counted."""
+
+
+class PlannedKernel(NamedTuple):
+    """A kernel that a call will launch.
+
+    Attributes:
+      key: equal for launches of the same machine code. name: of the kernel; "" for what all of them need beside it.
+      is_cached: whether a launch compiles nothing. source: what another process compiles it from.
+    """
+
+    key: str
+    name: str
+    is_cached: bool
+    source: str
 
 
 @dataclass

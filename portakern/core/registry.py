@@ -10,7 +10,7 @@ import logging
 import pkgutil
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import Distribution, EntryPoint, entry_points
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -51,8 +51,13 @@ def _source(entry: EntryPoint) -> str:
 
 
 def _is_own(entry: EntryPoint) -> bool:
-    dist = getattr(entry, "dist", None)
-    return dist is not None and dist.name == "portakern"
+    return _name_of(getattr(entry, "dist", None)) == "portakern"
+
+
+@functools.cache
+def _name_of(dist: Distribution | None) -> str | None:
+    """A distribution's name, for which all that its wheel says of it is parsed each time."""
+    return None if dist is None else dist.name
 
 
 _registered: dict[str, Backend] = {}

@@ -50,7 +50,9 @@ class NumPy(Framework):
     def devices(self) -> list[Any]:
         return ["cpu"]
 
-    def abstract(self, shape: tuple[int, ...], dtype: str, strides: Sequence[int] | None = None) -> Any:
+    def abstract(
+        self, shape: tuple[int, ...], dtype: str, strides: Sequence[int] | None = None, past_alignment: int = 0
+    ) -> Any:
         return np.broadcast_to(np.zeros((), numpy_dtype(dtype)), shape)  # one element, stretched
 
     def call_variants(self) -> Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]:

@@ -58,9 +58,16 @@ def in_pieces(x: torch.Tensor, rows: int, columns: int, more: int) -> tuple[Any,
     return tiled(x, rows, columns), tiled(x, rows, more) if more else None
 
 
-@functools.cache
 def processors(device: torch.device | None) -> int:
-    """How many multiprocessors a device has; an H100's where there is none, or another library launches."""
-    if device is None or device.type != "cuda":
-        return targets.family("sm_90").cores or 0
+    """How many multiprocessors a device has. Of arrays without memory those of the GPU that is in use, if it is a
+    Hopper; else, and where another library launches, an H100's."""
+    if device is not None and device.type != "cuda":
+        cuda = sys.modules["torch"].cuda
+        here = cuda.is_initialized() and cuda.get_device_capability() == (9, 0)
+        device = sys.modules["torch"].device("cuda", cuda.current_device()) if here else None
+    return targets.family("sm_90").cores or 0 if device is None else _of_gpu(device)
+
+
+@functools.cache
+def _of_gpu(device: torch.device) -> int:
     return int(sys.modules["torch"].cuda.get_device_properties(device).multi_processor_count)

@@ -85,6 +85,10 @@ class Jax(Framework):
     twins = MappingProxyType({"dot_product_attention": "attention", "dot_general": "matmul"})
     immutable = True
     environment = ("JAX_PLATFORMS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION", "CUDA_VISIBLE_DEVICES")
+    compiles_ahead = (
+        "jax.jit(f).lower(...).compile() compiles one before its first call, and "
+        "jax.config.update('jax_compilation_cache_dir', folder) keeps it for later processes"
+    )
     donates = "let XLA give away the memory of an argument of a jitted function: jax.jit(f, donate_argnums=...)"
     embeds = ("cuda", "rocm")
 
@@ -127,7 +131,9 @@ class Jax(Framework):
             return Target("tpu", device.device_kind.lower().removeprefix("tpu").strip().replace(" lite", "e"))
         return Target(device.platform)
 
-    def abstract(self, shape: tuple[int, ...], dtype: str, strides: Sequence[int] | None = None) -> Any:
+    def abstract(
+        self, shape: tuple[int, ...], dtype: str, strides: Sequence[int] | None = None, past_alignment: int = 0
+    ) -> Any:
         return self.load().ShapeDtypeStruct(shape, numpy_dtype(dtype))
 
     def devices(self) -> list[Any]:

@@ -208,14 +208,27 @@ class Torch(Framework):
     def strides(self, array: Any) -> list[int]:
         return list(array.stride())
 
-    def abstract(self, shape: tuple[int, ...], dtype: str, strides: Sequence[int] | None = None) -> Any:
+    def past_alignment(self, array: Any) -> int:
+        return int(array.storage_offset() * array.element_size() % 16)
+
+    def wants_gradient(self, array: Any) -> bool:
+        return bool(array.requires_grad)
+
+    def abstract(
+        self, shape: tuple[int, ...], dtype: str, strides: Sequence[int] | None = None, past_alignment: int = 0
+    ) -> Any:
         torch = self.load()
         kind = getattr(torch, dtype)
-        return (
+        made = (
             torch.empty(shape, dtype=kind, device="meta")
             if strides is None
             else torch.empty_strided(shape, strides, dtype=kind, device="meta")
         )
+        if not past_alignment:
+            return made
+        before = past_alignment // kind.itemsize
+        memory = torch.empty(before + made.untyped_storage().nbytes() // kind.itemsize, dtype=kind, device="meta")
+        return memory.as_strided(made.shape, made.stride(), before)
 
     def has_memory(self, array: Any) -> bool:
         """Whether a tensor whose elements seem to lie near address 0 has memory: an offset into none looks so too."""

@@ -41,7 +41,7 @@ from portakern.spec import Spec
 from portakern.spec.dtypes import DTYPES
 from portakern.spec.options import Option
 
-__all__ = ["calling", "define", "staged", "tell_counters"]
+__all__ = ["bound", "calling", "define", "staged", "tell_counters"]
 
 LIBRARY = torch.library.Library("portakern", "FRAGMENT")
 ROUTING = ("wants", "backend", "variant", "tiling")
@@ -214,6 +214,12 @@ def tell_counters(spec: Spec[Any]) -> None:
         for known in (counting.flop_registry, *kept):
             if known is not None:
                 known.setdefault(define(one)._overloadpacket, _flops(one))
+
+
+def bound(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call, Choice]:
+    """The call that a call of a custom op is, and who must serve it."""
+    rules = _Rules(_named[overload._schema.name.partition("::")[2]], overload)
+    return rules.bind(args, kwargs), rules.choice(kwargs)
 
 
 @functools.cache

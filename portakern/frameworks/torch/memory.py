@@ -70,7 +70,7 @@ def materialised(array: Any) -> Any:
 
 def _lost(array: Any, held_bytes: int, needed: int) -> str:
     """What is wrong with a tensor that has less memory than its elements take."""
-    if array.is_meta or sys.modules["torch"]._is_functional_tensor(array):
+    if array.is_meta or stands_in(type(array)) or sys.modules["torch"]._is_functional_tensor(array):
         return (
             "has no memory: it stands for a tensor in a program that PyTorch records; call the op inside "
             "torch.compile, torch.export or make_fx, or pass a tensor that has its values"
@@ -112,6 +112,8 @@ def unreadable(kind: type) -> str | None:
     ``CausalBias`` is a mask by its attributes alone."""
     torch = sys.modules["torch"]
     plain = torch.Tensor
+    if stands_in(kind):  # for a tensor whose memory is that; who wants to read it says that there is none
+        return None
     if kind.__torch_dispatch__ is not plain.__torch_dispatch__:  # type: ignore[attr-defined]
         return f"is a {kind.__name__}, which has no memory of its own; pass a plain torch.Tensor"
     answers = kind.__torch_function__  # type: ignore[attr-defined]
@@ -123,6 +125,11 @@ def unreadable(kind: type) -> str | None:
         )
     READABLE.add(kind)
     return None
+
+
+def stands_in(kind: type) -> bool:
+    """Whether tensors of a class have shapes and devices and no values: those of a model that runs without memory."""
+    return kind.__name__ == "FakeTensor" and kind.__module__ == "torch._subclasses.fake_tensor"
 
 
 READABLE: set[type] = set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -26,6 +26,7 @@ __all__ = [
     "compilers",
     "direction",
     "extents",
+    "gradient_signature",
     "named_signature",
     "signature_of",
     "training_signature",
@@ -34,7 +35,8 @@ __all__ = [
 
 CallSignature = dict[str, Any]
 """A call as plain data: ``arrays``: name -> [shape, dtype, strides or None]; ``options``; ``wants``: outputs, or None
-for the default; ``over``: the arrays that results are written over, where there are any."""
+for the default; ``over``: the arrays that results are written over, where there are any; ``past_alignment``: of those
+that begin off a multiple of 16 bytes how many bytes after one."""
 
 
 def typical(spec: Spec[Any]) -> Mapping[str, Any]:
@@ -123,8 +125,11 @@ def signature_of(call: Call) -> CallSignature:
         n: [list(a.shape), call.dtype_of(n), call.framework.strides(a)] for n, a in call.arrays.items() if a is not None
     }
     options = {o.name: call.options[o.name] for o in call.spec.options}
-    over = {"over": list(call.over)} if call.over else {}
-    return {"arrays": arrays, "options": options, "wants": list(call.wants), **over}
+    more: dict[str, Any] = {"over": list(call.over)} if call.over else {}
+    past = {n: call.framework.past_alignment(a) for n, a in call.arrays.items() if a is not None}
+    if any(past.values()):
+        more["past_alignment"] = {n: after for n, after in past.items() if after}
+    return {"arrays": arrays, "options": options, "wants": list(call.wants), **more}
 
 
 def abstract_call(
@@ -144,8 +149,9 @@ def bind_signature(
 ) -> Call:
     """The call on a framework's arrays without memory, for a target."""
     framework.load()
+    past = signature.get("past_alignment", {})
     arrays = {
-        n: framework.abstract(tuple(shape), dtype, strides)
+        n: framework.abstract(tuple(shape), dtype, strides, **({"past_alignment": past[n]} if n in past else {}))
         for n, (shape, dtype, strides) in signature["arrays"].items()
     }
     options = {n: tuple(v) if isinstance(v, list) else v for n, v in signature["options"].items()}
@@ -169,6 +175,30 @@ def training_signature(spec: Spec[Any], signature: CallSignature) -> CallSignatu
         if {*saved} <= {*shown}
         else signature | {"wants": [o.name for o in spec.outputs if o.name in (*shown, *saved)]}
     )
+
+
+def gradient_signature(spec: Spec[Any], call: Call, differentiated: Sequence[str] = ()) -> CallSignature | None:
+    """The form of the gradients' call of a forward call, with respect to the arrays named, by default to all that
+    have one; None where there is no gradient. Residuals and cotangents lie as the op's outputs do."""
+    wired = wiring(spec)
+    given = [n for n, a in call.arrays.items() if a is not None]
+    wants = wired.wants([n for n in differentiated or wired.gradients if n in given])
+    if not wants:
+        return None
+    forward = signature_of(call)
+    saved = {n: call.outputs[n] for n in wired.saves(call.options)}
+    shown = {d: call.outputs[o] for o, d in wired.cotangents.items() if o in call.wants or _required(wired.vjp, d)}
+    return {
+        "arrays": {n: forward["arrays"][n] for n in wired.inputs if n in given}
+        | {n: [list(shape), dtype, None] for n, (shape, dtype) in {**saved, **shown}.items()},
+        "options": {n: forward["options"][n] for n in wired.options},
+        "wants": list(wants),
+        "past_alignment": {n: b for n, b in forward.get("past_alignment", {}).items() if n in wired.inputs},
+    }
+
+
+def _required(spec: Spec[Any], array: str) -> bool:
+    return any(a.name == array and not a.optional for a in spec.arrays)
 
 
 def direction(spec: Spec[Any], signature: CallSignature) -> str:

@@ -36,7 +36,8 @@ class Job:
 
     ``tiling``: what the user named of it; ``quick``: nothing that takes longer than the compiler itself, such as
     estimates; ``assembly``: keep the machine code's text; ``way``: the compiler's function that is asked, another than
-    ``build`` where it has that one."""
+    ``build`` where it has that one; ``kernel``: of the call's kernels the source of the one that is compiled alone, to
+    where launches find it."""
 
     spec: Spec[Any]
     backend: Backend
@@ -47,6 +48,7 @@ class Job:
     quick: bool = False
     assembly: bool = False
     mode: str = "build"
+    kernel: str = ""
 
     def failed(self, reason: str, seconds: float) -> Build:
         dtype = next(d for _, d, _ in self.signature["arrays"].values())
@@ -105,7 +107,7 @@ class _CompilerWorker:
         """The answer, or how the process ended."""
         assert process.stdin is not None and process.stdout is not None
         request = {"op": job.spec.name, "variant": job.family.name, "tiling": dict(job.tiling), "form": job.signature,
-                   "assembly": job.assembly, "way": job.mode}  # fmt: skip
+                   "assembly": job.assembly, "way": job.mode, "kernel": job.kernel}  # fmt: skip
         try:
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()

@@ -23,7 +23,7 @@ from portakern.spec import Spec
 from portakern.tools.compile.abstract import abstract_call, direction
 from portakern.tools.compile.build import Build
 
-__all__ = ["build", "main"]
+__all__ = ["build", "main", "make"]
 
 LONGEST = 300
 
@@ -66,6 +66,21 @@ def build(
     return result
 
 
+def make(b: Backend, family: Family, hardware: Hardware, op: str, source: str) -> Build:
+    """Compile one planned kernel of an op's call to where launches find it
+    (:class:`portakern.core.machine_code.PlannedKernel`)."""
+    result = Build(op, "", "", hardware.name, b.name, variant=family.name)
+    start = time.perf_counter()
+    try:
+        compiler: Any = family.load_compiler()
+        compiler.make(source, hardware)
+        result.ok = True
+    except Exception as e:
+        result.reason = reason(e)
+    result.seconds = round(time.perf_counter() - start, 2)
+    return result
+
+
 def reason(e: BaseException) -> str:
     """What went wrong, in a line. A compiler that shows where it was when something else went wrong is followed to
     that: Triton's own error says ``at 30:8``, and no more, of what a function that was called there could not do."""
@@ -94,10 +109,13 @@ def main() -> None:
     b, hardware = registry.backend(sys.argv[1]), targets.find(sys.argv[2])
     for line in sys.stdin:
         job = json.loads(line)
-        spec = registry.find_spec(job["op"])
         family = next(f for f in b.families if f.name == job["variant"])
-        tiling = Choice.from_names(spec, b, job["variant"], job["tiling"]).tiling
-        built = build(spec, b, family, hardware, job["form"], tiling, job.get("way", "build"))
+        if job.get("kernel"):
+            built = make(b, family, hardware, job["op"], job["kernel"])
+        else:
+            spec = registry.find_spec(job["op"])
+            tiling = Choice.from_names(spec, b, job["variant"], job["tiling"]).tiling
+            built = build(spec, b, family, hardware, job["form"], tiling, job.get("way", "build"))
         answers.write(json.dumps(built.to_dict(assembly=job["assembly"])) + "\n")
 
 

@@ -6,17 +6,18 @@ import copy
 import inspect
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import MethodType, TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
+from portakern.api import build_kernels
 from portakern.core import registry
-from portakern.core.dispatch import choose
+from portakern.core.dispatch import Choice, choose
 from portakern.core.framework import frameworks
 from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.torch.models.attention import Registered, somebodys
@@ -30,6 +31,9 @@ from portakern.frameworks.torch.models.norms import served_norm
 from portakern.frameworks.torch.models.prototypes import names_in
 from portakern.frameworks.torch.models.rotary import served_rotary
 from portakern.frameworks.torch.models.served import REPLICATE, Recipe, Replicate, ServedForward, place_of
+
+if TYPE_CHECKING:
+    from portakern.tools.compile.warming import Warmed
 
 __all__ = ["PARTS", "Applied", "ServedPart", "apply"]
 
@@ -131,7 +135,7 @@ class Applied:
     """
 
     def __init__(self, model: nn.Module, plan: _ModelRewrite) -> None:
-        self.model = model
+        self.model, self._backend = model, plan.backend
         self._by = {entry.op: plan.by(entry.op) for entry in plan.served}
         self._left, self._served, self._patches = Counter(plan.left), plan.served, plan.carry_out()
 
@@ -151,6 +155,56 @@ class Applied:
         rows = [ServedPart(part, name, n, op, self._by[op]) for (part, name, op), n in served.items()]
         rows += [ServedPart(part, name, n, None, why) for (part, name, why), n in left.items()]
         return tuple(sorted(rows, key=lambda row: (row.op is None, order.index(row.part))))
+
+    def warm(
+        self,
+        batch: int | None = None,
+        seq: int | None = None,
+        *,
+        inputs: Mapping[str, Any] | None = None,
+        train: bool = True,
+        target: str | None = None,
+        processes: int | None = None,
+        progress: bool | None = None,
+    ) -> Warmed:
+        """Compile the kernels of a step of the model beside each other, before the first step, as
+        :func:`portakern.warm` does for single calls.
+
+        The step is found by running the model on tensors without memory: nothing is allocated, and the model does not
+        change. A step under ``torch.compile`` finds the same kernels. Call it under ``torch.autocast`` where the step
+        runs under that.
+
+        >>> applied = portakern.torch.apply(model)
+        >>> print(applied.warm(batch=2, seq=2048))
+
+        Args:
+          batch, seq: sequences of a step and tokens of each, of a transformers model that takes ``input_ids``.
+          inputs: instead of them the keyword arguments of the model's forward: tensors, of which only shape, strides and
+            dtype count, so that they may be on ``device="meta"``.
+          train: forward and gradients, of the loss that the model returns, or of all that it returns. False: the
+            forward of inference.
+          target: the architecture to compile for, such as "sm_90"; None: that of the model's parameters.
+          processes, progress: see :func:`portakern.warm`.
+
+        Returns:
+          The numbers of calls and kernels, the seconds, and ``failures``.
+
+        Raises:
+          SpecError: an argument is wrong. UnsupportedError: the model's parameters are sharded.
+        """
+        from portakern.frameworks.torch.models.recording import recorded_calls, token_inputs
+
+        if inputs is not None and (batch is not None or seq is not None):
+            raise SpecError("warm: inputs is given beside batch or seq; pass one of both")
+        given = token_inputs(self.model, batch, seq, train) if inputs is None else inputs
+        calls = recorded_calls(self.model, given, train)
+        if target is not None:
+            calls = [(call, self._without_backend(choice)) for call, choice in calls]
+        return build_kernels(calls, train=False, target=target, processes=processes, progress=progress)
+
+    def _without_backend(self, choice: Choice) -> Choice:
+        """The choice for another device: gradients name the backend that serves them on this one."""
+        return choice if self._backend is not None else Choice(None, None, choice.tiling)
 
     def undo(self) -> None:
         """Restore every module of the model. A second call does nothing.
