@@ -235,8 +235,8 @@ def warm(
 
     Args:
       calls: the calls. Equal ones count once.
-      train: the calls as they run where gradients are wanted, and the gradients, with respect to the arrays that require
-        one, else to all arrays that have one. False: the calls as they run without gradients.
+      train: the calls as they run where gradients are wanted, and the gradients, with respect to the arrays that
+        require one, else to all arrays that have one. False: the calls as they run without gradients.
       target: the architecture to compile for, such as "sm_90"; None: that of each call's arrays.
       processes: at most so many at a time; None: one for each core that this process may use.
       progress: whether a bar shows how far it is; None: on a terminal.

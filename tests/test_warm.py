@@ -260,6 +260,19 @@ def test_a_plain_module_is_warmed_from_its_inputs(planned_keys):
     assert warmed.calls == 2 and "layernorm_kernel" in planned_keys.values()
 
 
+def test_a_model_whose_calls_depend_on_values_is_refused():
+    class Chooses(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.LayerNorm(64)
+
+        def forward(self, x):
+            return self.norm(x[x.sum(1).nonzero()[:, 0]])
+
+    with pk_torch().apply(Chooses()) as applied, pytest.raises(pk.UnsupportedError, match="asks for the values"):
+        applied.warm(inputs={"x": meta(32, 64, dtype=torch.float32)}, target="sm_90")
+
+
 def test_what_is_refused_is_reported_by_its_call(planned_keys, caplog):
     calls = [
         functools.partial(pk.op("softmax"), meta(16, 64, dtype=torch.float64)),

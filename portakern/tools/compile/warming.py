@@ -57,13 +57,9 @@ class Warmed:
     failures: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.calls} calls, {self.kernels} kernels: {self.compiled} compiled, "
-            f"{self.kernels - self.compiled} in the cache or failed, {self.seconds:.1f} s"
-            if self.failures
-            else f"{self.calls} calls, {self.kernels} kernels: {self.compiled} compiled, "
-            f"{self.kernels - self.compiled} in the cache, {self.seconds:.1f} s"
-        ]
+        calls, kernels = (f"{n} {what}{'s' * (n != 1)}" for n, what in ((self.calls, "call"), (self.kernels, "kernel")))
+        others = f"{self.kernels - self.compiled} in the cache{' or failed' * bool(self.failures)}"
+        lines = [f"{calls}, {kernels}: {self.compiled} compiled, {others}, {self.seconds:.1f} s"]
         return "\n".join(lines + [f"  not compiled: {call}: {why}" for call, why in self.failures])
 
 

@@ -179,8 +179,8 @@ class Applied:
 
         Args:
           batch, seq: sequences of a step and tokens of each, of a transformers model that takes ``input_ids``.
-          inputs: instead of them the keyword arguments of the model's forward: tensors, of which only shape, strides and
-            dtype count, so that they may be on ``device="meta"``.
+          inputs: instead of them the keyword arguments of the model's forward: tensors, of which only shape, strides
+            and dtype count, so that they may be on ``device="meta"``.
           train: forward and gradients, of the loss that the model returns, or of all that it returns. False: the
             forward of inference.
           target: the architecture to compile for, such as "sm_90"; None: that of the model's parameters.

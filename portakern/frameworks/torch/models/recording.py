@@ -10,7 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -66,10 +70,16 @@ def recorded_calls(model: nn.Module, inputs: Mapping[str, Any], train: bool) -> 
     known = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     device = next((p.device for _, p in known), torch.device("cpu"))
     kept: dict[int, torch.Tensor] = {}
-    state = {name: kept.setdefault(id(tensor), _leaf(fake, tensor)) for name, tensor in known}
+    state = {name: kept.setdefault(id(tensor), _parameter(fake, tensor)) for name, tensor in known}
     with _in_mode(model, train), torch.enable_grad() if train else torch.no_grad(), fake, _CallRecorder() as recorder:
-        arguments = {name: _without_values(fake, value, device) for name, value in inputs.items()}
-        outputs = functional_call(model, state, (), arguments, tie_weights=False)
+        arguments = {name: _without_values(value, device) for name, value in inputs.items()}
+        try:
+            outputs = functional_call(model, state, (), arguments, tie_weights=False)
+        except (DataDependentOutputException, DynamicOutputShapeException) as e:
+            raise UnsupportedError(
+                f"warm: {type(model).__name__} asks for the values of a tensor ({e}), on which its calls depend; pass "
+                "calls by themselves to portakern.warm"
+            ) from None
         if train:
             torch.autograd.backward(_differentiated(outputs))
     return recorder.calls
@@ -84,12 +94,13 @@ def _check_parameters(model: nn.Module) -> None:
             )
 
 
-def _leaf(fake: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+def _parameter(fake: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
     made: torch.Tensor = fake.from_tensor(tensor.detach())
     return made.requires_grad_(tensor.requires_grad)
 
 
-def _without_values(fake: FakeTensorMode, value: Any, device: torch.device) -> Any:
+def _without_values(value: Any, device: torch.device) -> Any:
+    """A tensor of this form, on the model's device if it is on none."""
     if not isinstance(value, torch.Tensor):
         return value
     on = device if value.is_meta else value.device
