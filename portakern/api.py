@@ -239,7 +239,7 @@ def warm(
         require one, else to all arrays that have one. False: the calls as they run without gradients.
       target: the architecture to compile for, such as "sm_90"; None: that of each call's arrays.
       processes: at most so many at a time; None: one for each core that this process may use.
-      progress: whether a bar shows how far it is; None: on a terminal.
+      progress: whether a line on standard error shows how far it is; None: on a terminal.
 
     Returns:
       The numbers of calls and kernels, the seconds, and ``failures``: each call that was refused or whose kernels were

@@ -16,7 +16,7 @@ from portakern.core import registry, targets
 from portakern.core.cache import BoundedCache
 from portakern.core.dispatch import Choice
 from portakern.core.targets import Target
-from portakern.tools.compile import pool, warming, worker
+from portakern.tools.compile import pool, worker
 from portakern.tools.compile.build import Build
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -350,13 +350,14 @@ def test_only_functions_that_another_process_finds_are_sent_there():
         pickled.packed(triton.compiler.ASTSource(hidden, {}, {}, {}), {})
 
 
-def test_a_bar_is_for_terminals_alone(capsys):
-    with warming._shown(2, None) as advance:
-        advance("kernel")
-    assert capsys.readouterr() == ("", "")
-    with warming._shown(2, True) as advance:
-        advance("kernel")
-    assert "compiled kernel" in capsys.readouterr().err
+def test_progress_is_for_terminals_alone(monkeypatch, folder, capsys):
+    monkeypatch.setattr("portakern.progress.PATIENCE", -1.0)
+    monkeypatch.setattr("portakern.progress.PACE", -1.0)
+    monkeypatch.setattr(pool, "run", lambda jobs, processes, timeout: ((job, job.failed("no", 0.0)) for job in jobs))
+    for progress in (None, False, True):
+        assert pk.warm([functools.partial(pk.op("softmax"), meta(16, 64))], target="sm_90", progress=progress).failures
+        shown = capsys.readouterr().err
+        assert ("compiling: 1 of " in shown) == bool(progress)
 
 
 def test_kernels_stay_in_the_users_folder_when_torch_compile_sets_another(monkeypatch, tmp_path):

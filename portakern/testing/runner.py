@@ -17,6 +17,7 @@ from portakern.core.failing import Ended, kind_of
 from portakern.core.framework import advised
 from portakern.defaults import EXAMPLES
 from portakern.errors import NotEmulatedError, SpecError, UnavailableError, UnsupportedError
+from portakern.progress import Line
 from portakern.spec import Spec
 from portakern.spec.dtypes import DTYPES
 from portakern.testing import printed
@@ -27,7 +28,7 @@ from portakern.testing.coverage import Coverage, contract
 from portakern.testing.fixed import CasePreset
 from portakern.testing.laws import ArgumentNotTaken, LawCase, run_law
 from portakern.testing.plan import EDGE_EXAMPLES, CaseGroup, plan
-from portakern.testing.progress import Line, interactive
+from portakern.testing.progress import interactive
 from portakern.testing.regimes import VALUE_REGIMES
 from portakern.testing.report import Failure, Report
 from portakern.testing.sizes import Limits

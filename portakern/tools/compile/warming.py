@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from portakern.core.machine_code import PlannedKernel
 from portakern.core.observe import log
 from portakern.core.targets import Target
 from portakern.errors import SpecError, UnsupportedError
+from portakern.progress import Line
 from portakern.spec import Spec
 from portakern.tools.compile import pool
 from portakern.tools.compile.abstract import (
@@ -105,10 +106,13 @@ def build_kernels(
             failures.append((repr(call), str(e).removeprefix(f"{call!r} ")))
     missing = {id(job): (kernel, text) for job, kernel, text in found.values() if not kernel.is_cached}
     compiled = 0
-    with _shown(len(missing), progress) as advance:
-        for job, built in _compiled([job for job, kernel, _ in found.values() if not kernel.is_cached], processes):
+    shown = sys.stderr.isatty() if progress is None else progress
+    with Line("compiling", len(missing), "kernels") if shown else nullcontext() as line:
+        jobs = [job for job, kernel, _ in found.values() if not kernel.is_cached]
+        for done, (job, built) in enumerate(_compiled(jobs, processes), 1):
+            if line is not None:
+                line(done)
             kernel, text = missing[id(job)]
-            advance(kernel.name)
             compiled += built.ok and bool(kernel.name)
             if not built.ok:
                 failures.append((text, f"{kernel.name or 'the driver'}: {built.reason}"))
@@ -190,19 +194,3 @@ def _compiled(jobs: Sequence[Job], processes: int) -> Iterator[tuple[Job, Build]
             yield job, make(job.backend, job.family, job.hardware, job.spec.name, job.kernel)
     if others:
         yield from pool.run(others, processes, TIMEOUT)
-
-
-@contextmanager
-def _shown(total: int, progress: bool | None) -> Iterator[Any]:
-    """While inside, a bar on standard error, if somebody looks; what moves it on takes a kernel's name."""
-    terminal = sys.stderr.isatty()
-    if not total or not (terminal if progress is None else progress):
-        yield lambda name: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=terminal) as bar:
-        task = bar.add_task("compiling kernels", total=total)
-        yield lambda name: bar.update(task, advance=1, description=f"compiled {name or 'driver'}")
