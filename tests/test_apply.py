@@ -135,6 +135,22 @@ def test_a_model_learns_and_speaks_as_before(family):
     assert all(torch.equal(a, b) for a, b in zip(step(model), want, strict=True))
 
 
+def test_a_loss_keeps_what_the_memory_limit_has_room_for():
+    model = build("Llama")
+    want, kept = step(model), []
+
+    def see(served):
+        if served.call.spec.name == "linear_cross_entropy":
+            kept.append(served.call.options["keep_logit_gradients"])
+
+    for limit in (0, 1 << 30):
+        with portakern.torch.apply(model, backend="reference", memory_limit=limit), pk.observe(see):
+            close(step(model), want)
+    assert kept == [False, True]
+    with pytest.raises(pk.SpecError, match="memory_limit is '8GB'; expected a number of bytes"):
+        portakern.torch.apply(model, memory_limit="8GB")
+
+
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma2", "GPT2"])
 def test_without_padding_no_mask_is_made(family):
     model, calls = build(family), []

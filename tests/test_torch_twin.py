@@ -266,18 +266,20 @@ def test_signatures_are_those_of_torch(own):
 
 
 def test_what_a_loss_keeps_changes_its_memory_and_not_its_gradients():
-    """linear_cross_entropy's own option reaches the op, and the backward pass reads what it kept."""
+    """The logits' gradient is kept where the limit has room for it, and the backward pass reads what was kept."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(9, 5, requires_grad=True), torch.randn(7, 5, requires_grad=True)
     target, found, sizes = torch.randint(0, 7, (9,)), {}, {}
-    for keep in (False, True):
+    for keep, limit in ((False, 9 * 7 * 4 - 1), (True, 9 * 7 * 4)):
         saved: list[torch.Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x) or x, lambda x: x):
-            loss = twin.linear_cross_entropy(hidden, weight, target, keep_logit_gradients=keep, backend="reference")
+            loss = twin.linear_cross_entropy(hidden, weight, target, memory_limit=limit, backend="reference")
         found[keep], sizes[keep] = torch.autograd.grad(loss, (hidden, weight)), {tuple(x.shape) for x in saved}
     assert (9, 7) in sizes[True] and (9, 7) not in sizes[False]
     for mine, other in zip(found[True], found[False], strict=True):
         torch.testing.assert_close(mine, other)
+    with pytest.raises(pk.SpecError, match="memory_limit is -1; expected a number of bytes"):
+        twin.linear_cross_entropy(hidden, weight, target, memory_limit=-1, backend="reference")
 
 
 def test_rms_norm_without_eps_takes_that_of_the_dtype_it_computes_in():

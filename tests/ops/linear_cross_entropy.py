@@ -294,7 +294,7 @@ RECORD = ForwardRecord(
             "probabilities of classes; expected integers": "targets of probabilities are refused",
         },
         least=2,
-        further=("keep_logit_gradients",),
+        further=("memory_limit",),
     ),
 )
 

@@ -158,7 +158,7 @@ class Twin:
       sampled: its name among PyTorch's own sample inputs.
       refusals: reasons for which a sample may be refused, as they stand in the message -> in words.
       least: how many samples must run: a share of all, or a number.
-      further: options of the op that the stand-in takes behind the function's own parameters.
+      further: parameters that the stand-in has behind the function's own.
     """
 
     name: str

@@ -344,16 +344,16 @@ def linear_cross_entropy(
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
     options: Any = None,
-    keep_logit_gradients: bool = False,
+    memory_limit: int = 0,
     backend: str | None = None,
 ) -> Tensor:
     """``torch.nn.functional.linear_cross_entropy`` on the linear_cross_entropy op: the cross entropy of the logits
-    input linear_weight^T for class indices as targets. The full logits are never stored. Works with PyTorch versions
-    without this function.
+    input linear_weight^T for class indices as targets. The full logits are not stored unless ``memory_limit`` has room
+    for them. Works with PyTorch versions without this function.
 
     For training, the gradient of input is computed with the loss, without the loss's cotangent; the gradient of
-    linear_weight is computed in the backward pass, which computes the logits again, or where ``keep_logit_gradients``
-    reads what the forward pass kept.
+    linear_weight is computed in the backward pass, which computes the logits again, or reads what the forward pass
+    kept.
 
     Args:
       input: (..., E), hidden states; linear_weight: (C, E), one row per class; target: (...), integers from 0 to C - 1.
@@ -362,8 +362,9 @@ def linear_cross_entropy(
       ignore_index: rows with this target are ignored, and not counted in the mean; None: -100.
       label_smoothing: the part of the target that is spread evenly over all classes.
       options: PyTorch's chunk options, ignored here; the op's tiling replaces them.
-      keep_logit_gradients: keep the gradient of the loss by the logits, of input's dtype and as large as the logits,
-        until the backward pass, which then takes one matrix product less. Not in PyTorch's function.
+      memory_limit: bytes that the call may keep for its backward pass beside its arguments. Where the logits in
+        input's dtype take no more, the gradient of the loss by them is kept, and the backward pass takes one matrix
+        product less. Not in PyTorch's function.
 
     Returns:
       target's shape or a scalar, as in :func:`cross_entropy`.
@@ -393,9 +394,21 @@ def linear_cross_entropy(
         labels,
         ignore_index=ignored,
         label_smoothing=label_smoothing,
-        keep_logit_gradients=keep_logit_gradients,
+        keep_logit_gradients=logits_fit(input, linear_weight, memory_limit),
     )
     return _reduced(input, loss, labels, ignored, reduction)
+
+
+def logits_fit(hidden: Tensor, weight: Tensor, memory_limit: int) -> bool:
+    """Whether the logits of (..., d) hidden states by (classes, d) weights take no more than so many bytes.
+
+    Raises:
+      SpecError: memory_limit is no number of bytes.
+    """
+    if not isinstance(memory_limit, int) or isinstance(memory_limit, bool) or memory_limit < 0:
+        raise SpecError(f"memory_limit is {memory_limit!r}; expected a number of bytes, 0 or more")
+    logits = math.prod(hidden.shape[:-1]) * weight.shape[0]
+    return bool(0 < logits * hidden.element_size() <= memory_limit)
 
 
 CALL_THEIR_LINEAR = "call torch.nn.functional.linear and cross_entropy"

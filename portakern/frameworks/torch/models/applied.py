@@ -248,6 +248,7 @@ def apply(
     backend: str | None = None,
     parts: Iterable[str] | None = None,
     otherwise: Literal["raise", "torch"] = "raise",
+    memory_limit: int = 0,
 ) -> Applied:
     """Run parts of one model on portakern: norms with the residuals before them, attention, feed-forward layers, loss.
 
@@ -275,6 +276,9 @@ def apply(
         None: all. "add_norm" needs "norm".
       otherwise: for an unknown norm, feed-forward layer or attention: "raise": an error names its class; "torch": the
         module stays with PyTorch, and the table gives the reason.
+      memory_limit: bytes that the loss of a language model may keep for its backward pass. Where the logits in the
+        hidden states' dtype take no more, the loss keeps its gradient by them and takes three matrix products for four
+        (:func:`linear_cross_entropy`).
 
     Returns:
       An object with the table of replaced modules and ``undo()``.
@@ -283,10 +287,10 @@ def apply(
       UnsupportedError: an unknown module (the model is unchanged); a device that no backend serves.
       SpecError: an unknown part or backend; a model to which apply was called already.
     """
-    wanted = _checked(model, parts, otherwise)
+    wanted = _checked(model, parts, otherwise, memory_limit)
     if backend is not None:
         registry.backend(backend)
-    plan = _ModelRewrite(model, backend, wanted)
+    plan = _ModelRewrite(model, backend, wanted, memory_limit)
     plan.read()
     if plan.unknown and otherwise == "raise":
         raise UnsupportedError(
@@ -296,12 +300,14 @@ def apply(
     return Applied(model, plan)
 
 
-def _checked(model: Any, parts: Iterable[str] | None, otherwise: str) -> frozenset[str]:
+def _checked(model: Any, parts: Iterable[str] | None, otherwise: str, memory_limit: Any) -> frozenset[str]:
     """The parts that are wanted, of arguments that are right."""
     if not isinstance(model, nn.Module):
         raise SpecError(f"apply: model is a {type(model).__name__}; expected a torch.nn.Module")
     if otherwise not in ("raise", "torch"):
         raise SpecError(f"apply: otherwise is {otherwise!r}; expected 'raise' or 'torch'")
+    if not isinstance(memory_limit, int) or isinstance(memory_limit, bool) or memory_limit < 0:
+        raise SpecError(f"apply: memory_limit is {memory_limit!r}; expected a number of bytes, 0 or more")
     if isinstance(parts, str):
         raise SpecError(f"apply: parts is the text {parts!r}; expected a list of names: pass [{parts!r}]")
     wanted = frozenset(PARTS if parts is None else parts)
@@ -321,8 +327,8 @@ def _checked(model: Any, parts: Iterable[str] | None, otherwise: str) -> frozens
 class _ModelRewrite:
     """What is to be done to a model, before anything is."""
 
-    def __init__(self, model: nn.Module, backend: str | None, wanted: frozenset[str]) -> None:
-        self.model, self.backend, self.wanted = model, backend, wanted
+    def __init__(self, model: nn.Module, backend: str | None, wanted: frozenset[str], memory_limit: int) -> None:
+        self.model, self.backend, self.wanted, self.memory_limit = model, backend, wanted, memory_limit
         self.served: list[ServedModule] = []
         self.left: Counter[tuple[str, str, str]] = Counter()
         self.unknown: list[str] = []
@@ -469,7 +475,7 @@ class _ModelRewrite:
                 own = with_own_loss(pretrained, self.backend)
                 self._put("loss", pretrained, None if own is None else ("cross_entropy", own))
 
-            head = served_head(pretrained, self.backend)
+            head = served_head(pretrained, self.backend, self.memory_limit)
             if isinstance(head, str):
                 self._leave("linear_loss", pretrained, head, known=True)
             elif head is not None:

@@ -1,5 +1,5 @@
 """The last projection of a language model with its loss, on the linear_cross_entropy op: in training logits are never
-whole in memory, and the model's output has None for them.
+whole in memory but where a memory limit has room for them, and the model's output has None for them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from portakern.frameworks.torch.functions import kept_op
+from portakern.frameworks.torch.functions import kept_op, logits_fit
 from portakern.frameworks.torch.models.arguments import OF_LOSSES, asks_more
 from portakern.frameworks.torch.models.losses import computes, shifted, summed_up
 from portakern.frameworks.torch.models.prototypes import find
@@ -42,13 +42,13 @@ ADDED = "ForCausalLMLoss"
 """The loss that a head is served with, as transformers calls it."""
 
 
-def served_head(model: nn.Module, backend: str | None) -> Recipe | str | None:
+def served_head(model: nn.Module, backend: str | None, memory_limit: int) -> Recipe | str | None:
     """What serves a language model's projection and loss; why nothing does, in words; None for what is no language
-    model known here."""
+    model known here. memory_limit: as ``apply`` takes it."""
     known = find(type(model), HEADS)
     if known is None:
         return None
-    return _why_not(model, known.setting) or Recipe(_with_loss, type(model), (backend,))
+    return _why_not(model, known.setting) or Recipe(_with_loss, type(model), (backend, memory_limit))
 
 
 def _why_not(model: Any, setting: str) -> str:
@@ -63,7 +63,7 @@ def _why_not(model: Any, setting: str) -> str:
     return ""
 
 
-def _with_loss(kind: Any, backend: str | None) -> Heart:
+def _with_loss(kind: Any, backend: str | None, memory_limit: int) -> Heart:
     from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions, CausalLMOutputWithPast
 
     known: Head = expected(find(kind, HEADS), kind)
@@ -92,7 +92,9 @@ def _with_loss(kind: Any, backend: str | None) -> Heart:
         hidden, ignored = outputs.last_hidden_state, given.get("ignore_index", -100)
         aims = shifted(labels, ignored) if given.get("shift_labels") is None else given["shift_labels"]
         aims = aims.to(hidden.device).view(hidden.shape[:-1])
-        losses = entropy(hidden, self.lm_head.weight, aims, ignore_index=ignored)
+        weight = self.lm_head.weight
+        keeps = logits_fit(hidden, weight, memory_limit)
+        losses = entropy(hidden, weight, aims, ignore_index=ignored, keep_logit_gradients=keeps)
         kept = {"past_key_values": outputs.past_key_values, "hidden_states": outputs.hidden_states}
         kept |= {"attentions": outputs.attentions}
         loss = summed_up(losses, aims, ignored, given.get("num_items_in_batch")).float()  # as transformers' own
