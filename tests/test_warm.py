@@ -5,6 +5,7 @@ import functools
 import os
 import subprocess
 import sys
+import time
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from portakern.backends.triton import cache, compiler, launcher, pickled  # noqa
 from portakern.backends.triton.launch import recording  # noqa: E402
 from portakern.frameworks.torch import custom_ops, functions  # noqa: E402
 from portakern.frameworks.torch.arrays import Torch  # noqa: E402
+from portakern.frameworks.torch.models import recording as recording_of_models  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 HOPPER = targets.find("sm_90")
@@ -259,6 +261,22 @@ def test_a_plain_module_is_warmed_from_its_inputs(planned_keys):
         with pytest.raises(pk.SpecError, match="batch is None"):
             applied.warm()
     assert warmed.calls == 2 and "layernorm_kernel" in planned_keys.values()
+
+
+def test_seconds_count_from_the_beginning(planned_keys, monkeypatch):
+    monkeypatch.setattr(recording_of_models, "recorded_calls", lambda *args: time.sleep(0.2) or [])
+    with pk_torch().apply(torch.nn.LayerNorm(256)) as applied:
+        assert applied.warm(inputs={"input": meta(32, 256)}, target="sm_90").seconds >= 0.2
+
+
+def test_a_model_without_memory_is_warmed_for_a_target(planned_keys):
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.LayerNorm(256)).bfloat16()
+    with pk_torch().apply(model) as applied:
+        assert applied.warm(inputs={"input": meta(32, 64)}, target="sm_90").failures == ()
+        assert "layernorm_kernel" in planned_keys.values()
+        refused = applied.warm(inputs={"input": meta(32, 64)}).failures
+    assert len(refused) == 2 and all("pass target=" in why for _, why in refused)
 
 
 def test_a_model_whose_calls_depend_on_values_is_refused():

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import MethodType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -196,11 +197,13 @@ class Applied:
 
         if inputs is not None and (batch is not None or seq is not None):
             raise SpecError("warm: inputs is given beside batch or seq; pass one of both")
+        start = time.perf_counter()
         given = token_inputs(self.model, batch, seq, train) if inputs is None else inputs
         calls = recorded_calls(self.model, given, train)
         if target is not None:
             calls = [(call, self._without_backend(choice)) for call, choice in calls]
-        return build_kernels(calls, train=False, target=target, processes=processes, progress=progress)
+        warmed = build_kernels(calls, train=False, target=target, processes=processes, progress=progress)
+        return replace(warmed, seconds=round(time.perf_counter() - start, 2))
 
     def _without_backend(self, choice: Choice) -> Choice:
         """The choice for another device: gradients name the backend that serves them on this one."""

@@ -30,6 +30,9 @@ TOKEN_LOSSES = ("ForCausalLM", "ForMaskedLM", "ForTokenClassification", None)
 takes the first."""
 
 
+HOST = torch.device("cpu")
+
+
 class _CallRecorder(TorchDispatchMode):
     """Keeps the op calls that are made inside, forward and gradients, in their order."""
 
@@ -68,7 +71,7 @@ def recorded_calls(model: nn.Module, inputs: Mapping[str, Any], train: bool) -> 
     _check_parameters(model)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     known = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    device = next((p.device for _, p in known), torch.device("cpu"))
+    device = next((p.device for _, p in known if not p.is_meta), HOST)
     kept: dict[int, torch.Tensor] = {}
     state = {name: kept.setdefault(id(tensor), _parameter(fake, tensor)) for name, tensor in known}
     with _in_mode(model, train), torch.enable_grad() if train else torch.no_grad(), fake, _CallRecorder() as recorder:
@@ -95,7 +98,13 @@ def _check_parameters(model: nn.Module) -> None:
 
 
 def _parameter(fake: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
-    made: torch.Tensor = fake.from_tensor(tensor.detach())
+    """A parameter or buffer without memory; one that has none is on the host, since no model runs on meta alone."""
+    with fake:
+        made: torch.Tensor = (
+            torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=HOST)
+            if tensor.is_meta
+            else fake.from_tensor(tensor.detach())
+        )
     return made.requires_grad_(tensor.requires_grad)
 
 
