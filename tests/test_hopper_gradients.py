@@ -24,7 +24,7 @@ from portakern.backends.triton import interpreter, plan  # noqa: E402
 from portakern.backends.triton.hopper import _flash_gradients  # noqa: E402
 from portakern.backends.triton.hopper import attention as hopper  # noqa: E402
 from portakern.backends.triton.launch import recording  # noqa: E402
-from portakern.backends.triton.lib import attention_vjp_gluon, gluon, gluon_gradients  # noqa: E402
+from portakern.backends.triton.lib import attention_vjp_gluon, gluon, gluon_gradients, tma  # noqa: E402
 from tests import gluon_on_host as host  # noqa: E402
 from tests.packing import ids_of  # noqa: E402
 
@@ -80,7 +80,7 @@ def tiling_of(call: Call, named: dict[str, int] | None = None) -> Any:
 
 def on_the_host(module: Any, kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
     """What a launch does, on the host: kernels of ``tl`` interpreted, the others by threads."""
-    if kernel.__name__ != "attention_vjp_gradients_kernel":
+    if kernel.__name__ not in ("attention_vjp_gradients_kernel", "attention_vjp_pieces_kernel"):
         interpreter.run(kernel, grid, *args, **constexprs)
         return
 
@@ -92,6 +92,10 @@ CASES = {
     "band": ((1, 100, 1, 2, 170, 64), {"window": (40, 10), "softcap": 5.0, "given": ("d_lse",)}),
     "more queries than keys": ((2, 90, 1, 3, 40, 72, 40), {"is_causal": True, "dtype": torch.float16}),
     "wide": ((1, 70, 1, 1, 140, 256), {"window": (None, 90), "scale": -0.2}),
+    "two pieces": ((2, 130, 2, 1, 100, 96), {"given": ("d_lse",)}),
+    "two pieces of grouped heads": ((1, 130, 1, 3, 150, 88, 72), {"is_causal": True, "dtype": torch.float16}),
+    "two pieces, values of one": ((1, 90, 1, 2, 150, 192, 128), {"window": (100, 20)}),
+    "two pieces of documents": ((1, 200, 1, 2, 200, 80), {"is_causal": True, "segments": "documents"}),
     "programs that stay": ((2, 300, 2, 1, 100, 64), {}),
     "one": ((1, 1, 1, 1, 1, 64), {}),
     "documents": ((2, 200, 1, 2, 200, 64), {"is_causal": True, "segments": "documents"}),
@@ -104,6 +108,11 @@ CASES = {
 @pytest.fixture(autouse=True)
 def _two_processors(monkeypatch):
     monkeypatch.setattr(hopper, "processors", lambda device: 2)
+
+
+@pytest.fixture(autouse=True)
+def _heads_in_pieces(monkeypatch):
+    monkeypatch.setattr(tma, "MEASURED", tuple(tma.SUMS))
 
 
 EXPECTED: dict[int, tuple[Call, Any]] = {}
@@ -260,12 +269,18 @@ def test_a_gradient_that_nobody_wants_is_not_computed():
 
 
 @compiles
-@pytest.mark.parametrize(("d", "wants", "spilled"), [(64, ("d_k", "d_v"), 0), (128, ("d_q",), 8)])
+@pytest.mark.parametrize(("d", "wants", "spilled"), [
+    (64, ("d_k", "d_v"), 0), (128, ("d_q",), 8), (96, ("d_k", "d_v"), 0), (80, ("d_q",), 0),
+])  # fmt: skip
 def test_they_compile_for_hopper_and_products_do_not_wait(d, wants, spilled):
     call = bound(4, 4096, 8, 4, 4096, d, device="meta", is_causal=True).replace(wants=wants)
     built = FAMILY.load_compiler().build(VARIANT, call, tiling_of(call))
-    assert [k.name for k in built.kernels] == ["attention_vjp_statistics_kernel", "attention_vjp_gradients_kernel"]
+    kernel = "attention_vjp_pieces_kernel" if d in tma.SUMS else "attention_vjp_gradients_kernel"
+    assert [k.name for k in built.kernels] == ["attention_vjp_statistics_kernel", kernel]
     for kernel in built.kernels:
         assert kernel.over(targets.find("sm_90")) is None and not kernel.serialised
         assert (kernel.spills or 0) <= spilled
     assert any("GMMA" in i for i in kernel.matrix)
+    if d in tma.SUMS:  # s, dP, and for each gradient a piece of it, of each group
+        block, products = (128, 1) if wants == ("d_q",) else (64, 2)
+        assert sum(kernel.matrix.values()) == 2 * (2 * d // 16 + products * 2 * block // 16)

@@ -26,7 +26,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -36,19 +35,24 @@ from portakern.backends.triton.lib.gluon import (
     acquire,
     await_full,
     by_row,
+    dots_of,
     each_at,
+    finished,
     head_buffers,
     load_head,
     only_seen,
     packed_reach,
     packed_span,
     packed_tile,
+    pieces_of,
+    products_of,
     reach,
     ring_of,
     span_of,
     store_head,
     tanh,
     tile_at,
+    zero_sums,
 )
 from portakern.backends.triton.lib.tma import TOGETHER
 
@@ -343,54 +347,6 @@ def signal_pingpong(pingpong, plan: gl.constexpr):
 
 
 @gluon.jit
-def dots_of(q, k, stage, zeros):
-    """q k^T of a tile of keys, on its way: the sum of the pieces' products."""
-    dots = warpgroup_mma(q[0], k[0].index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    for n in gl.static_range(1, len(q)):
-        dots = warpgroup_mma(q[n], k[n].index(stage).permute((1, 0)), dots, is_async=True)
-    return dots
-
-
-@gluon.jit
-def weights_for(p16, acc):
-    """Weights as the left operand of products that acc sums up: the registers that they are in."""
-    layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(acc.shape[1]), 2)
-    return gl.convert_layout(p16, layout)
-
-
-@gluon.jit
-def products_of(p16, v, stage, acc, grows):
-    """The products of weights and each piece of a tile of values, on their way, added to acc if that ``grows``."""
-    found = (warpgroup_mma(p16, v[0].index(stage), acc[0], use_acc=grows, is_async=True),)
-    for n in gl.static_range(1, len(v)):
-        p = weights_for(p16, acc[n])
-        product = warpgroup_mma(p, v[n].index(stage), acc[n], use_acc=grows, is_async=True)
-        found = found + (product,)  # type: ignore[assignment]
-    return found
-
-
-@gluon.jit
-def finished(products):
-    """The sums of each piece, with nothing on its way any more."""
-    if len(products) == 1:
-        return (warpgroup_mma_wait(0, deps=products),)
-    else:
-        return warpgroup_mma_wait(0, deps=products)
-
-
-@gluon.jit
-def nothing_yet(plan: gl.constexpr):
-    """Accumulators of each piece of o, 0."""
-    block_dv: gl.constexpr = plan.block_dv  # Triton 3.6 takes no number of a tuple in a shape
-    more_dv: gl.constexpr = plan.more_dv
-    first = gl.zeros([ROWS, block_dv], gl.float32, accumulator(block_dv))
-    if more_dv:
-        return first, gl.zeros([ROWS, more_dv], gl.float32, accumulator(more_dv))
-    else:
-        return (first,)
-
-
-@gluon.jit
 def first_dots(handoff, unit, q, tiles, ring, pingpong, GROUP: gl.constexpr, plan: gl.constexpr):
     """The products of queries and the first tile of keys, with nothing beside them."""
     block: gl.constexpr = plan.block_kv
@@ -433,7 +389,7 @@ def attend(handoff, unit, span, q, q_empty, tiles, ring, pingpong, band, scores_
     cols = gl.arange(0, block, gl.SliceLayout(0, accumulator(block)))
     zeros = gl.zeros([ROWS, block], gl.float32, accumulator(block))
     nothing = gl.full([ROWS], float("-inf"), gl.float32, row_s)
-    acc = nothing_yet(plan)
+    acc = zero_sums(plan.block_dv, plan.more_dv)
     total = acc, gl.zeros([ROWS], gl.float32, row_s), nothing
     opened = first  # the first key of the chunk that acc, l and m are of
     border = first // chunk * chunk + chunk  # the first key of the next one: counted, since a division takes 200 cycles
@@ -638,15 +594,6 @@ def attention_flash_kernel(
 
 
 @gluon.jit
-def both(first, more):
-    """The pieces of a head."""
-    if more is not None:
-        return first, more
-    else:
-        return (first,)
-
-
-@gluon.jit
 def schedule_of(q, k, window, segments, chunk, plan: gl.constexpr):
     """The tiles of a call, and how its programs take them, from how many there are."""
     batch, q_len, heads, _ = q.shape
@@ -671,6 +618,6 @@ def attention_flash_pieces_kernel(
     """As ``attention_flash_kernel``, of heads in two pieces: q_more, k_more, v_more and o_more describe the columns
     after those of q, k, v and o, None where there are none. others: log_sums and segments."""
     log_sums, segments = others
-    inputs = QkvInputs(both(q, q_more), both(k, k_more), both(v, v_more))
+    inputs = QkvInputs(pieces_of(q, q_more), pieces_of(k, k_more), pieces_of(v, v_more))
     work = schedule_of(q, k, softmax.window, segments, chunk, plan)
-    by_roles(inputs, Outputs(both(o, o_more), log_sums.lse, log_sums.low), segments, softmax, work, plan)
+    by_roles(inputs, Outputs(pieces_of(o, o_more), log_sums.lse, log_sums.low), segments, softmax, work, plan)

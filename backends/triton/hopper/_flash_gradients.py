@@ -24,13 +24,14 @@ costs one branch. (Done to every P, it took 10 to 25 % of the gradients' time on
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -38,12 +39,19 @@ from portakern.backends.triton.lib.gluon import (
     ROWS,
     accumulator,
     await_full,
-    boxed,
+    by_column,
     by_row,
+    dots_of,
+    each_at,
+    finished,
+    finished_both,
     give_back,
     packed_reach,
+    pieces_of,
+    products_of,
     reach,
-    store_tile,
+    store_head,
+    zero_sums,
 )
 from portakern.backends.triton.lib.gluon_gradients import (
     Own,
@@ -61,28 +69,37 @@ from portakern.backends.triton.lib.gluon_gradients import (
 )
 
 
+class OtherGradientArrays(NamedTuple):
+    """Of a call beside the arrays that are described."""
+
+    rest: Any
+    segments: Any
+    d_first: Any
+    d_second: Any
+
+
 @gluon.jit
 def first_products(own, streamed, stage, plan: gl.constexpr):
     """Of a streamed tile the dot products, and what follows dP, on their way; dP alone where nobody wants it."""
     block: gl.constexpr = plan.block
     zeros = gl.zeros([ROWS, block], gl.float32, accumulator(block))
-    dots = warpgroup_mma(own.first, streamed.first.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    dots = dots_of(own.first, streamed.first, stage, zeros)
     d_p = zeros
     if plan.want_first:
-        d_p = warpgroup_mma(
-            own.second, streamed.second.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
-        )
+        d_p = dots_of(own.second, streamed.second, stage, zeros)
     return dots, d_p
 
 
 @gluon.jit
 def walk(unit, position, streamed_span, own, streamed, sums, scores, work, plan: gl.constexpr):
     """(d_first, d_second, unit) after all that is streamed past a resident tile, from a ``position`` (line, first
-    streamed row) on. streamed_span: (first, last, steps), of each head of theirs, and of all."""
+    streamed row) on. streamed_span: (first, last, steps), of each head of theirs, and of all. A product of pieces
+    counts as many as there are."""
     block: gl.constexpr = plan.block
     mma: gl.constexpr = accumulator(block)
     left_first: gl.constexpr = gl.DotOperandLayout(0, accumulator(plan.block_d), 2)
     left_second: gl.constexpr = gl.DotOperandLayout(0, accumulator(plan.block_dv), 2)
+    dtype: gl.constexpr = own.first[0].dtype
     d_first, d_second = sums
     first, last, steps = streamed_span
     cols = gl.arange(0, block, gl.SliceLayout(0, mma))
@@ -92,23 +109,23 @@ def walk(unit, position, streamed_span, own, streamed, sums, scores, work, plan:
         stage = await_full(streamed.ring, unit)
         dots, d_p = first_products(own, streamed, stage, plan)
         shift = statistic_of(own.shift, streamed.shift, stage, plan.by_key, mma)
-        dots = warpgroup_mma_wait(1 if plan.want_first else 0, deps=[dots])
+        dots = warpgroup_mma_wait(len(own.second) if plan.want_first else 0, deps=[dots])
         p, sloped = weights_of(dots, shift, far, position, cols, own, scores, work, plan.by_key)
         if plan.want_second:
-            p16 = gl.convert_layout(p.to(own.first.dtype), left_second)
-            d_second = warpgroup_mma(p16, streamed.second.index(stage), d_second, is_async=True)
+            p16 = gl.convert_layout(p.to(dtype), left_second)
+            d_second = products_of(p16, streamed.second, stage, d_second, True)
         if plan.want_first:
-            d_p = warpgroup_mma_wait(1 if plan.want_second else 0, deps=[d_p])
+            d_p = warpgroup_mma_wait(len(d_second) if plan.want_second else 0, deps=[d_p])
             delta = statistic_of(own.delta, streamed.delta, stage, plan.by_key, mma)
             d = score_gradients(sloped, d_p, delta, start, cols, own)
-            d16 = gl.convert_layout(d.to(own.first.dtype), left_first)
-            d_first = warpgroup_mma(d16, streamed.first.index(stage), d_first, is_async=True)
+            d16 = gl.convert_layout(d.to(dtype), left_first)
+            d_first = products_of(d16, streamed.first, stage, d_first, True)
         if not plan.want_first:
-            d_second = warpgroup_mma_wait(0, deps=[d_second])
+            d_second = finished(d_second)
         elif not plan.want_second:
-            d_first = warpgroup_mma_wait(0, deps=[d_first])
+            d_first = finished(d_first)
         else:
-            d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])
+            d_first, d_second = finished_both(d_first, d_second)
         give_back(streamed.ring.empty.index(stage), plan.by_key)
         unit += 1
         position = next_tile(position, first, last, block)
@@ -122,6 +139,7 @@ def walk_ahead(unit, position, streamed_span, own, streamed, sums, scores, work,
     mma: gl.constexpr = accumulator(block)
     left_first: gl.constexpr = gl.DotOperandLayout(0, accumulator(plan.block_d), 2)
     left_second: gl.constexpr = gl.DotOperandLayout(0, accumulator(plan.block_dv), 2)
+    dtype: gl.constexpr = own.first[0].dtype
     d_first, d_second = sums
     first, last, steps = streamed_span
     cols = gl.arange(0, block, gl.SliceLayout(0, mma))
@@ -129,13 +147,14 @@ def walk_ahead(unit, position, streamed_span, own, streamed, sums, scores, work,
     stage = await_full(streamed.ring, unit)
     dots, d_p = first_products(own, streamed, stage, plan)
     shift = statistic_of(own.shift, streamed.shift, stage, plan.by_key, mma)
-    dots = warpgroup_mma_wait(1, deps=[dots])
+    dots = warpgroup_mma_wait(len(own.second), deps=[dots])
     p, sloped = weights_of(dots, shift, far, position, cols, own, scores, work, plan.by_key)
     d_p = warpgroup_mma_wait(0, deps=[d_p])
     delta = statistic_of(own.delta, streamed.delta, stage, plan.by_key, mma)
     d = score_gradients(sloped, d_p, delta, first, cols, own)
-    p16 = gl.convert_layout(p.to(own.first.dtype), left_second)
-    d16 = gl.convert_layout(d.to(own.first.dtype), left_first)
+    p16 = gl.convert_layout(p.to(dtype), left_second)
+    d16 = gl.convert_layout(d.to(dtype), left_first)
+    behind: gl.constexpr = len(d_second) + len(d_first)  # products of the tile before, on their way
     for _ in range(1, steps):
         before = stage
         unit += 1
@@ -144,23 +163,52 @@ def walk_ahead(unit, position, streamed_span, own, streamed, sums, scores, work,
         far = far_of(own, position[0], start, work, plan)
         stage = await_full(streamed.ring, unit)
         dots, d_p = first_products(own, streamed, stage, plan)
-        d_second = warpgroup_mma(p16, streamed.second.index(before), d_second, is_async=True)
-        d_first = warpgroup_mma(d16, streamed.first.index(before), d_first, is_async=True)
+        d_second = products_of(p16, streamed.second, before, d_second, True)
+        d_first = products_of(d16, streamed.first, before, d_first, True)
         shift = statistic_of(own.shift, streamed.shift, stage, plan.by_key, mma)
-        dots = warpgroup_mma_wait(3, deps=[dots])
+        dots = warpgroup_mma_wait(len(own.second) + behind, deps=[dots])
         p, sloped = weights_of(dots, shift, far, position, cols, own, scores, work, plan.by_key)
-        d_p = warpgroup_mma_wait(2, deps=[d_p])
+        d_p = warpgroup_mma_wait(behind, deps=[d_p])
         delta = statistic_of(own.delta, streamed.delta, stage, plan.by_key, mma)
         d = score_gradients(sloped, d_p, delta, start, cols, own)
-        d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])
-        p16 = gl.convert_layout(p.to(own.first.dtype), left_second)
-        d16 = gl.convert_layout(d.to(own.first.dtype), left_first)
+        d_first, d_second = finished_both(d_first, d_second)
+        p16 = gl.convert_layout(p.to(dtype), left_second)
+        d16 = gl.convert_layout(d.to(dtype), left_first)
         give_back(streamed.ring.empty.index(before), plan.by_key)
-    d_second = warpgroup_mma(p16, streamed.second.index(stage), d_second, is_async=True)
-    d_first = warpgroup_mma(d16, streamed.first.index(stage), d_first, is_async=True)
-    d_first, d_second = warpgroup_mma_wait(0, deps=[d_first, d_second])
+    d_second = products_of(p16, streamed.second, stage, d_second, True)
+    d_first = products_of(d16, streamed.first, stage, d_first, True)
+    d_first, d_second = finished_both(d_first, d_second)
     give_back(streamed.ring.empty.index(stage), plan.by_key)
     return d_first, d_second, unit + 1
+
+
+@gluon.jit
+def multiplied(sums, scale):
+    """Sums of each piece, times a number."""
+    found = ()
+    for n in gl.static_range(len(sums)):
+        found = found + (sums[n] * scale,)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def leave(x, sums, at, tiles, rows, plan: gl.constexpr):
+    """Write gradients of ``rows`` to x, at (batch entry, first row, head): by way of the memory of the rows, which are
+    not read any more, or, where x is not described, from the registers that they are in."""
+    b, i, h = at
+    if plan.more_d or plan.more_dv:
+        _, length, heads, d = rows[0].shape
+        for n in gl.static_range(len(sums)):
+            row = i + gl.arange(0, ROWS, by_row(sums[n].shape[1]))
+            column = n * sums[0].shape[1] + gl.arange(0, sums[n].shape[1], by_column(sums[n].shape[1]))
+            line = (b.to(gl.int64) * length + row) * heads + h
+            ok = (row < length)[:, None] & (column < d)[None, :]
+            gl.store(x + (line[:, None] * d + column[None, :]), sums[n].to(tiles[0].dtype), mask=ok)
+    else:
+        for n in gl.static_range(len(sums)):
+            tiles[n].store(sums[n].to(tiles[n].dtype))
+        fence_async_shared()
+        store_head(x, b, i, h, tiles)
 
 
 @gluon.jit
@@ -168,13 +216,9 @@ def consumer(GROUP: gl.constexpr, resident, streamed, sides, softmax, group, pla
     """Four warps that own 64 resident rows."""
     row: gl.constexpr = by_row(plan.block)
     block: gl.constexpr = plan.block
-    block_d: gl.constexpr = plan.block_d
-    block_dv: gl.constexpr = plan.block_dv
-    box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
-    dtype: gl.constexpr = resident.first.dtype
     left, right = softmax.window
     work = work_of(sides, softmax.window, group, plan)
-    resident_first, resident_second = resident.first.index(GROUP), resident.second.index(GROUP)
+    resident_first, resident_second = each_at(resident.first, GROUP), each_at(resident.second, GROUP)
     unit = 0
     count = 0
     index = gl.program_id(0)
@@ -198,8 +242,7 @@ def consumer(GROUP: gl.constexpr, resident, streamed, sides, softmax, group, pla
             flags = any_flag(flags, head, mine, ROWS, work.q_len, plan)
         mbarrier.wait(resident.ring.full.index(GROUP), count & 1)
         own = Own(resident_first, resident_second, limits, all_lo, all_hi, shift, delta, low, flags, others)
-        sums = (gl.zeros([ROWS, block_d], gl.float32, accumulator(block_d)),
-                gl.zeros([ROWS, block_dv], gl.float32, accumulator(block_dv)))  # fmt: skip
+        sums = zero_sums(plan.block_d, plan.more_d), zero_sums(plan.block_dv, plan.more_dv)
         streamed_span = first, last, steps
         if plan.ahead:
             d_first, d_second, unit = walk_ahead(unit, (line, first), streamed_span, own, streamed, sums,
@@ -208,32 +251,21 @@ def consumer(GROUP: gl.constexpr, resident, streamed, sides, softmax, group, pla
             d_first, d_second, unit = walk(
                 unit, (line, first), streamed_span, own, streamed, sums, softmax.scores, work, plan
             )
-        b, h = head // work.heads, head % work.heads
-        # The resident rows are not read any more: their gradients leave by way of their memory.
+        at = head // work.heads, mine, head % work.heads
         if plan.want_first:
-            resident_first.store((d_first * softmax.scale).to(dtype))
-            fence_async_shared()
-            store_tile(sides.d_first, [b, mine, h, 0], boxed(resident_first, box))
+            leave(sides.d_first, multiplied(d_first, softmax.scale), at, resident_first, sides.resident_first, plan)
         if plan.want_second:
-            resident_second.store(d_second.to(dtype))
-            fence_async_shared()
-            store_tile(sides.d_second, [b, mine, h, 0], boxed(resident_second, box))
+            leave(sides.d_second, d_second, at, resident_second, sides.resident_second, plan)
         tma.store_wait(0)
         mbarrier.arrive(resident.ring.empty.index(GROUP), count=1)
         count += 1
         index += gl.num_programs(0)
 
 
-@gluon.jit(do_not_specialize=["group"])
-def attention_vjp_gradients_kernel(
-    resident_first, resident_second, streamed_first, streamed_second, lines, rest, segments, d_first, d_second, softmax,
-    group, plan: gl.constexpr,
-):  # fmt: skip
-    """d_first and d_second, scaled, of resident rows: see ``Sides``. group: query heads of a key head."""
-    sides = Sides(
-        resident_first, resident_second, streamed_first, streamed_second, lines, rest, d_first, d_second, segments
-    )
-    dtype: gl.constexpr = resident_first.dtype
+@gluon.jit
+def by_roles(sides, softmax, group, plan: gl.constexpr):
+    """d_first and d_second, scaled, of resident rows, by a producer and its consumers."""
+    dtype: gl.constexpr = sides.resident_first[0].dtype
     resident = tiles_of(dtype, plan.consumers, ROWS, plan, 1)
     streamed = tiles_of(dtype, plan.stages, plan.block, plan, plan.consumers)
     fence_async_shared()
@@ -251,3 +283,35 @@ def attention_vjp_gradients_kernel(
             (consumer, (2, resident, streamed, sides, softmax, group, plan)),
             (producer, (resident, streamed, sides, softmax, group, plan)),
         ], [4, 4, 1], [plan.registers, plan.registers, 24])  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["group"])
+def attention_vjp_gradients_kernel(
+    resident_first, resident_second, streamed_first, streamed_second, lines, rest, segments, d_first, d_second, softmax,
+    group, plan: gl.constexpr,
+):  # fmt: skip
+    """d_first and d_second, scaled, of resident rows: see ``Sides``. group: query heads of a key head."""
+    sides = Sides(
+        (resident_first,), (resident_second,), (streamed_first,), (streamed_second,), lines, rest, (d_first,),
+        (d_second,), segments,
+    )  # fmt: skip
+    by_roles(sides, softmax, group, plan)
+
+
+@gluon.jit
+def attention_vjp_pieces_kernel(
+    resident_first, resident_first_more, resident_second, resident_second_more, streamed_first, streamed_first_more,
+    streamed_second, streamed_second_more, lines, others, softmax, plan: gl.constexpr,
+):  # fmt: skip
+    """As ``attention_vjp_gradients_kernel``, of heads in two pieces: ``.._more`` describe the columns after the first
+    ones, None where there are none. others: rest, segments, and d_first and d_second, which are no descriptors."""
+    rest, segments, d_first, d_second = others
+    group = streamed_first.shape[2] // resident_first.shape[2]
+    if not plan.by_key:
+        group = resident_first.shape[2] // streamed_first.shape[2]
+    sides = Sides(
+        pieces_of(resident_first, resident_first_more), pieces_of(resident_second, resident_second_more),
+        pieces_of(streamed_first, streamed_first_more), pieces_of(streamed_second, streamed_second_more), lines, rest,
+        d_first, d_second, segments,
+    )  # fmt: skip
+    by_roles(sides, softmax, group, plan)

@@ -26,7 +26,11 @@ from portakern.backends.triton.hopper._flash import (
     attention_flash_kernel,
     attention_flash_pieces_kernel,
 )
-from portakern.backends.triton.hopper._flash_gradients import attention_vjp_gradients_kernel
+from portakern.backends.triton.hopper._flash_gradients import (
+    OtherGradientArrays,
+    attention_vjp_gradients_kernel,
+    attention_vjp_pieces_kernel,
+)
 from portakern.backends.triton.hopper._shares import HALF, attention_shares_kernel
 from portakern.backends.triton.launch import GLUON, cdiv, launch, shared_limit, torch_dtype
 from portakern.backends.triton.layout import contiguous_strides, fresh, pow2_at_least
@@ -362,13 +366,19 @@ def attention_vjp(call: Call, config: FlashGradientsConfig) -> tuple[Any, ...]:
         tiles_home = cdiv(home_len, QUERIES * plan.consumers)
         tiles = tiles_home * heads * dims["batch"]
         programs = min(tiles, processors(q.device)) if window == (None, None) else tiles
-        described = [tiled(x, rows, columns)
-                     for arrays, rows in ((home, QUERIES), (guests, plan.block))
-                     for x, columns in zip(arrays, (plan.block_d, plan.block_dv), strict=True)]  # fmt: skip
-        sums = [None if x is None else tiled(x, QUERIES, columns)
-                for x, columns in ((first, plan.block_d), (second, plan.block_dv))]  # fmt: skip
-        launch(attention_vjp_gradients_kernel, programs, call, *described,
-               gradients.in_parts(lines, plan.block) if plan.by_key else lines, rest,
-               segments[plan.by_key], *sums, Softmax(scores, window, scale), dims["group"], plan=plan, num_warps=4,
-               maxnreg=REGISTERS[plan.consumers][1])  # fmt: skip
+        columns = (plan.block_d, plan.more_d), (plan.block_dv, plan.more_dv)
+        described = [in_pieces(x, rows, *of) for arrays, rows in ((home, QUERIES), (guests, plan.block))
+                     for x, of in zip(arrays, columns, strict=True)]  # fmt: skip
+        numbers = gradients.in_parts(lines, plan.block) if plan.by_key else lines
+        softmax = Softmax(scores, window, scale)
+        compiled = {"plan": plan, "num_warps": 4, "maxnreg": REGISTERS[plan.consumers][1]}
+        if plan.more_d or plan.more_dv:
+            others = OtherGradientArrays(rest, segments[plan.by_key], first, second)
+            launch(attention_vjp_pieces_kernel, programs, call, *(piece for x in described for piece in x), numbers,
+                   others, softmax, **compiled)  # fmt: skip
+        else:
+            sums = [None if x is None else tiled(x, QUERIES, of[0])
+                    for x, of in zip((first, second), columns, strict=True)]  # fmt: skip
+            launch(attention_vjp_gradients_kernel, programs, call, *(x for x, _ in described), numbers, rest,
+                   segments[plan.by_key], *sums, softmax, dims["group"], **compiled)  # fmt: skip
     return tuple(out.values())

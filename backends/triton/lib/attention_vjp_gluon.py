@@ -9,13 +9,13 @@ from triton.experimental.gluon import language as gl
 from portakern.backends.triton.configs import FlashGradientsConfig
 from portakern.backends.triton.descriptors import describe
 from portakern.backends.triton.launch import cdiv, shared_limit, torch_dtype
-from portakern.backends.triton.layout import fresh, pow2_at_least
+from portakern.backends.triton.layout import fresh
 from portakern.backends.triton.lib import attention as shared
 from portakern.backends.triton.lib.gluon import Segments
 from portakern.backends.triton.lib.gluon_gradients import LINE, GradientsPlan, LseRest
 from portakern.backends.triton.lib.heads import LOG2E, Scores
 from portakern.backends.triton.lib.segments import ranges_and_summaries
-from portakern.backends.triton.lib.tma import BARRIERS, QUERIES, REGISTERS
+from portakern.backends.triton.lib.tma import BARRIERS, QUERIES, REGISTERS, pieces
 from portakern.core.backend import Drawn
 from portakern.specs._exponents import LARGEST, two_parts
 from portakern.specs.attention import far_from, over_cap, scale_of, score_unit
@@ -30,34 +30,35 @@ SPARE = 30  # registers of a consumer's thread for addresses and counters
 
 def plans(call: Call, config: FlashGradientsConfig) -> dict[tuple[str, ...], GradientsPlan]:
     """What the kernel is compiled for, for each launch, by the gradients that it computes."""
-    block_d, block_dv = (pow2_at_least(call.dims[n], 64) for n in ("d", "dv"))
+    (block_d, more_d), (block_dv, more_dv) = (pieces(call.dims[n]) for n in ("d", "dv"))
     found: dict[tuple[str, ...], GradientsPlan] = {}
     keys = tuple(n for n in ("d_k", "d_v") if n in call.wants)
     if keys:
         both = GradientsPlan(True, config.consumers, config.block_q, block_d, block_dv, config.num_stages,
                     config.ahead and len(keys) == 2, "d_k" in keys, "d_v" in keys,
-                    REGISTERS[config.consumers][0], shared.flagged(call.dims["dv"]))  # fmt: skip
-        if block_d + block_dv <= 256:
+                    REGISTERS[config.consumers][0], shared.flagged(call.dims["dv"]), more_d, more_dv)  # fmt: skip
+        if block_d + more_d + block_dv + more_dv <= 256:
             found[keys] = both
         else:  # registers do not hold the two sums beside each other
             found |= {(n,): both._replace(ahead=False, want_first=n == "d_k", want_second=n == "d_v") for n in keys}
     if "d_q" in call.wants:
         found["d_q",] = GradientsPlan(False, config.dq_consumers, config.dq_block_kv, block_d, block_dv,
                              config.dq_num_stages, False, True, False,
-                             REGISTERS[config.dq_consumers][0], shared.flagged(call.dims["dv"]))  # fmt: skip
+                             REGISTERS[config.dq_consumers][0], shared.flagged(call.dims["dv"]), more_d, more_dv)  # fmt: skip
     return found
 
 
 def shared_bytes(plan: GradientsPlan) -> int:
     """Shared memory that the kernel takes."""
     rows = plan.consumers * QUERIES + plan.stages * plan.block
-    return rows * (2 * (plan.block_d + plan.block_dv) + 8 * plan.by_key) + BARRIERS
+    columns = plan.block_d + plan.more_d + plan.block_dv + plan.more_dv
+    return rows * (2 * columns + 8 * plan.by_key) + BARRIERS
 
 
 def registers_of(call: Call, plan: GradientsPlan) -> int:
     """Registers of a consumer's thread for sums, two tiles of numbers, what is rounded of them beside products, and
     the slopes of a softcap, of which a few are on their way to P."""
-    sums = plan.block_d * plan.want_first + plan.block_dv * plan.want_second
+    sums = (plan.block_d + plan.more_d) * plan.want_first + (plan.block_dv + plan.more_dv) * plan.want_second
     slopes = plan.block // 4 * (call.options["softcap"] is not None)
     return sums // 2 + plan.block + plan.block // 2 * plan.ahead + slopes
 

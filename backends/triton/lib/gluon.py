@@ -10,6 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
 )
 
 from portakern.backends.triton.lib import segments
@@ -126,6 +128,79 @@ def store_head(x, b, i, h, tiles):
     """Begin to copy rows of a head to their places from ``i`` on, piece after piece."""
     for n in gl.static_range(len(x)):
         store_tile(x[n], [b, i, h, n * tiles[0].shape[1]], boxed(tiles[n], tile_layout(tiles[n].shape[1], 4)))
+
+
+@gluon.jit
+def dots_of(q, k, stage, zeros):
+    """q k^T of a tile of rows, on its way: the sum of the pieces' products."""
+    dots = warpgroup_mma(q[0], k[0].index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    for n in gl.static_range(1, len(q)):
+        dots = warpgroup_mma(q[n], k[n].index(stage).permute((1, 0)), dots, is_async=True)
+    return dots
+
+
+@gluon.jit
+def weights_for(p16, acc):
+    """Weights as the left operand of products that acc sums up: the registers that they are in."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(acc.shape[1]), 2)
+    return gl.convert_layout(p16, layout)
+
+
+@gluon.jit
+def products_of(p16, v, stage, acc, grows):
+    """The products of weights and each piece of a tile of rows, on their way, added to acc if that ``grows``."""
+    found = (warpgroup_mma(p16, v[0].index(stage), acc[0], use_acc=grows, is_async=True),)
+    for n in gl.static_range(1, len(v)):
+        p = weights_for(p16, acc[n])
+        product = warpgroup_mma(p, v[n].index(stage), acc[n], use_acc=grows, is_async=True)
+        found = found + (product,)  # type: ignore[assignment]
+    return found
+
+
+@gluon.jit
+def finished(products):
+    """The sums of each piece, with nothing on its way any more."""
+    if len(products) == 1:
+        return (warpgroup_mma_wait(0, deps=products),)
+    else:
+        return warpgroup_mma_wait(0, deps=products)
+
+
+@gluon.jit
+def finished_both(first, second):
+    """Two sums of pieces, with nothing on its way any more."""
+    found = warpgroup_mma_wait(0, deps=first + second)
+    firsts, seconds = (), ()
+    for n in gl.static_range(len(first)):
+        firsts = firsts + (found[n],)  # type: ignore[assignment]
+    for n in gl.static_range(len(second)):
+        seconds = seconds + (found[len(first) + n],)  # type: ignore[assignment]
+    return firsts, seconds
+
+
+@gluon.jit
+def zero_sums(columns: gl.constexpr, more: gl.constexpr):
+    """Accumulators of each piece of a head, 0."""
+    first = gl.zeros([ROWS, columns], gl.float32, accumulator(columns))
+    if more:
+        return first, gl.zeros([ROWS, more], gl.float32, accumulator(more))
+    else:
+        return (first,)
+
+
+@gluon.jit
+def pieces_of(first, more):
+    """The pieces of a head: a second one unless that is None."""
+    if more is not None:
+        return first, more
+    else:
+        return (first,)
+
+
+@gluon.constexpr_function
+def by_column(columns):
+    """How a number for each column lies beside such a tile."""
+    return gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16]))
 
 
 @gluon.jit

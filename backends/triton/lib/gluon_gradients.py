@@ -13,8 +13,10 @@ from portakern.backends.triton.lib.gluon import (
     ROWS,
     Ring,
     acquire,
-    boxed,
     by_row,
+    each_at,
+    head_buffers,
+    load_head,
     load_tile,
     only_seen,
     packed_span,
@@ -33,8 +35,9 @@ class GradientsPlan(NamedTuple):
     """What the kernel is compiled for.
 
     ``by_key``: keys are resident, and d_k and d_v are summed; else d_q. ``consumers`` groups of 64 resident rows; tiles
-    of ``block`` streamed rows, of block_d and block_dv columns, ``stages`` of them on their way. ``ahead``: the
-    products of a tile are computed beside the weights of the next. ``want_first``, ``want_second``: which of d_first
+    of ``block`` streamed rows, of block_d and block_dv columns, and of more_d and more_dv columns in a second piece
+    unless that is 0, ``stages`` of them on their way. ``ahead``: the products of a tile are computed beside the weights
+    of the next. ``want_first``, ``want_second``: which of d_first
     and d_second are. registers: of a consumer's threads. ``flagged``: queries of which there is a flag."""
 
     by_key: bool
@@ -48,11 +51,13 @@ class GradientsPlan(NamedTuple):
     want_second: bool
     registers: int
     flagged: int
+    more_d: int = 0
+    more_dv: int = 0
 
 
 class SharedTiles(NamedTuple):
-    """Tiles of a side in shared memory, and the ring whose stages they are. shift and delta: numbers of queries that
-    come by, a line a tile."""
+    """Tiles of a side in shared memory, of each piece of a head, and the ring whose stages they are. shift and delta:
+    numbers of queries that come by, a line a tile."""
 
     first: Any
     second: Any
@@ -70,7 +75,8 @@ class LseRest(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """Arrays in memory, described: (batch, length, heads, d or dv); the gradients None that nobody wants. lines: of the
+    """Arrays in memory, described, in pieces: (batch, length, heads, d or dv); the gradients None that nobody wants, and
+    no descriptors where heads have two pieces. lines: of the
     queries of all heads and batch entries, ``GradientTileSchedule.pitch`` apart, shift, which is lse log2(e), and
     behind them delta; described where queries come by. segments: of the resident side, None of a call without."""
 
@@ -104,16 +110,16 @@ class GradientTileSchedule(NamedTuple):
 def work_of(sides, window, group, plan: gl.constexpr):
     """What follows from how long both sides are, and how many heads are resident. group: query heads of a key head, or
     None, and keys are resident. Under a window a program has one tile; else programs stay."""
-    batch, q_len, heads, _ = sides.resident_first.shape
+    batch, q_len, heads, _ = sides.resident_first[0].shape
     left, right = window
     if group is None:
-        group = sides.streamed_first.shape[2] // heads
+        group = sides.streamed_first[0].shape[2] // heads
     tiles_q, all_heads = gl.cdiv(q_len, ROWS * plan.consumers), batch * heads
     if plan.by_key:
         pitch = sides.lines.shape[1]
     else:
         pitch = gl.cdiv(q_len, LINE) * LINE
-    kv_len = sides.streamed_first.shape[1]
+    kv_len = sides.streamed_first[0].shape[1]
     tiles = gl.num_programs(0)
     if left is None and right is None:
         tiles = tiles_q * all_heads
@@ -121,7 +127,7 @@ def work_of(sides, window, group, plan: gl.constexpr):
 
 
 class Own(NamedTuple):
-    """What a group of four warps owns: its resident rows in shared memory; what each sees, and what all see, of
+    """What a group of four warps owns: its resident rows in shared memory, in pieces; what each sees, and what all see, of
     streamed rows; their shift, delta, low and whether one of them is flagged, where they are queries; else the memory
     of ``low`` and ``flags``. low of queries: where it begins, and how many there are. others: what their ranges hold of
     other segments, None of a call without segments."""
@@ -254,10 +260,9 @@ def next_tile(position, first, last, block: gl.constexpr):
 @gluon.jit
 def producer(resident, streamed, sides, softmax, group, plan: gl.constexpr):
     """One warp that fetches what the consumers take, in their order."""
-    box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     block: gl.constexpr = plan.block
     consumers: gl.constexpr = plan.consumers
-    row_bytes: gl.constexpr = 2 * (plan.block_d + plan.block_dv)
+    row_bytes: gl.constexpr = 2 * (plan.block_d + plan.more_d + plan.block_dv + plan.more_dv)
     rows: gl.constexpr = ROWS * plan.consumers
     work = work_of(sides, softmax.window, group, plan)
     unit = 0
@@ -270,18 +275,16 @@ def producer(resident, streamed, sides, softmax, group, plan: gl.constexpr):
             mbarrier.wait(resident.ring.empty.index(g), (count & 1) ^ 1)
             full = resident.ring.full.index(g)
             mbarrier.expect(full, ROWS * row_bytes)
-            load_tile(sides.resident_first, [b, top + g * ROWS, h, 0], full, boxed(resident.first.index(g), box))
-            load_tile(sides.resident_second, [b, top + g * ROWS, h, 0], full, boxed(resident.second.index(g), box))
+            load_head(sides.resident_first, b, top + g * ROWS, h, full, each_at(resident.first, g))
+            load_head(sides.resident_second, b, top + g * ROWS, h, full, each_at(resident.second, g))
         start = first
         streamed_head = h // work.group
         if plan.by_key:
             streamed_head = h * work.group
         for _ in range(steps):
             stage, full = acquire(streamed.ring, unit, block * row_bytes + (8 * block if plan.by_key else 0))
-            load_tile(sides.streamed_first, [b, start, streamed_head, 0], full, boxed(streamed.first.index(stage), box))
-            load_tile(
-                sides.streamed_second, [b, start, streamed_head, 0], full, boxed(streamed.second.index(stage), box)
-            )
+            load_head(sides.streamed_first, b, start, streamed_head, full, each_at(streamed.first, stage))
+            load_head(sides.streamed_second, b, start, streamed_head, full, each_at(streamed.second, stage))
             if plan.by_key:
                 line = b * work.heads * work.group + streamed_head
                 lines = work.all_heads * work.group
@@ -298,10 +301,9 @@ def producer(resident, streamed, sides, softmax, group, plan: gl.constexpr):
 @gluon.jit
 def tiles_of(dtype: gl.constexpr, count: gl.constexpr, rows: gl.constexpr, plan: gl.constexpr, readers: gl.constexpr):
     """``count`` buffers for so many rows of a side, which so many groups read."""
-    tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     line: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
-    first = gl.allocate_shared_memory(dtype, [count, rows, plan.block_d], tile)
-    second = gl.allocate_shared_memory(dtype, [count, rows, plan.block_dv], tile)
+    first = head_buffers(dtype, count, rows, plan.block_d, plan.more_d)
+    second = head_buffers(dtype, count, rows, plan.block_dv, plan.more_dv)
     shift = gl.allocate_shared_memory(gl.float32, [count, 1, rows], line)
     delta = gl.allocate_shared_memory(gl.float32, [count, 1, rows], line)
     return SharedTiles(first, second, shift, delta, ring_of(count, readers))

@@ -135,7 +135,7 @@ def fold_tile(GROUP: gl.constexpr, follows: gl.constexpr, ring_state, position, 
     far = any_flag(own.flags, line, start, plan.block, work.kv_len, plan)
     mbarrier.wait(streamed.ring.full.index(stage), phase)
     for n in gl.static_range(several):
-        q, d_o = streamed.first.index(stage).slice(n * 64, 64), streamed.second.index(stage).slice(n * 64, 64)
+        q, d_o = streamed.first[0].index(stage).slice(n * 64, 64), streamed.second[0].index(stage).slice(n * 64, 64)
         dots = warpgroup_mma(own.first, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
         shift = streamed.shift.index(stage).slice(n * 64, 64, 1).load(mma)
         if follows and n == 0:
@@ -239,10 +239,10 @@ def consumer(GROUP: gl.constexpr, resident, streamed, parts, sides, sums, softma
     block_d: gl.constexpr = plan.block_d
     block_dv: gl.constexpr = plan.block_dv
     box: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
-    dtype: gl.constexpr = resident.first.dtype
+    dtype: gl.constexpr = resident.first[0].dtype
     left, right = softmax.window
     work = work_of(sides, softmax.window, group, plan)
-    resident_first, resident_second = resident.first.index(GROUP), resident.second.index(GROUP)
+    resident_first, resident_second = resident.first[0].index(GROUP), resident.second[0].index(GROUP)
     ring_state = 0, 0, 0, 0
     count = 0
     index = gl.program_id(0)
@@ -258,7 +258,7 @@ def consumer(GROUP: gl.constexpr, resident, streamed, parts, sides, sums, softma
             mbarrier.wait(resident.ring.full.index(g), count & 1)
         own = Own(resident_first, resident_second, limits, all_lo, all_hi, None, None, sides.rest.low, sides.rest.flags,
                   others)  # fmt: skip
-        context = QueryWalk(own, resident.first, streamed, parts, sums, softmax.scores, work)
+        context = QueryWalk(own, resident.first[0], streamed, parts, sums, softmax.scores, work)
         d_first = gl.zeros([ROWS, block_d], gl.float32, accumulator(block_d))
         d_second = gl.zeros([ROWS, block_dv], gl.float32, accumulator(block_dv))
         position, streamed_span = (head * work.group, first), (first, last, steps)
@@ -294,7 +294,7 @@ def attention_vjp_unordered_kernel(
     """d_k and d_v, scaled, and D k added to ``sums``, float32, described: (heads of all batch entries, pitch, 1,
     block_d). The other arguments are those of ``attention_vjp_gradients_kernel`` with resident keys; d_k and d_v may be
     None."""
-    sides = Sides(k, v, q, d_o, lines, rest, d_k, d_v, segments)
+    sides = Sides((k,), (v,), (q,), (d_o,), lines, rest, d_k, d_v, segments)
     dtype: gl.constexpr = k.dtype
     block: gl.constexpr = plan.block
     bar: gl.constexpr = mbarrier.MBarrierLayout()
