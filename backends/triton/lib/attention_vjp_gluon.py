@@ -44,7 +44,8 @@ def plans(call: Call, config: FlashGradientsConfig) -> dict[tuple[str, ...], Gra
     if "d_q" in call.wants:
         found["d_q",] = GradientsPlan(False, config.dq_consumers, config.dq_block_kv, block_d, block_dv,
                              config.dq_num_stages, False, True, False,
-                             REGISTERS[config.dq_consumers][0], shared.flagged(call.dims["dv"]), more_d, more_dv)  # fmt: skip
+                             REGISTERS[config.dq_consumers][0], shared.flagged(call.dims["dv"]), more_d,
+                             more_dv)  # fmt: skip
     return found
 
 

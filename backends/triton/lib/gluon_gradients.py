@@ -75,10 +75,10 @@ class LseRest(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """Arrays in memory, described, in pieces: (batch, length, heads, d or dv); the gradients None that nobody wants, and
-    no descriptors where heads have two pieces. lines: of the
-    queries of all heads and batch entries, ``GradientTileSchedule.pitch`` apart, shift, which is lse log2(e), and
-    behind them delta; described where queries come by. segments: of the resident side, None of a call without."""
+    """Arrays in memory, described, in pieces: (batch, length, heads, d or dv); the gradients None that nobody wants,
+    and no descriptors where heads have two pieces. lines: of the queries of all heads and batch entries,
+    ``GradientTileSchedule.pitch`` apart, shift, which is lse log2(e), and behind them delta; described where queries
+    come by. segments: of the resident side, None of a call without."""
 
     resident_first: Any
     resident_second: Any
@@ -127,10 +127,10 @@ def work_of(sides, window, group, plan: gl.constexpr):
 
 
 class Own(NamedTuple):
-    """What a group of four warps owns: its resident rows in shared memory, in pieces; what each sees, and what all see, of
-    streamed rows; their shift, delta, low and whether one of them is flagged, where they are queries; else the memory
-    of ``low`` and ``flags``. low of queries: where it begins, and how many there are. others: what their ranges hold of
-    other segments, None of a call without segments."""
+    """What a group of four warps owns: its resident rows in shared memory, in pieces; what each sees, and what all
+    see, of streamed rows; their shift, delta, low and whether one of them is flagged, where they are queries; else the
+    memory of ``low`` and ``flags``. low of queries: where it begins, and how many there are. others: what their ranges
+    hold of other segments, None of a call without segments."""
 
     first: Any
     second: Any

@@ -458,8 +458,18 @@ FAULTS = {
             ),
             "dP is taken before it is there": (
                 "causal",
-                "wait(1 if plan.want_second else 0, deps=[d_p]",
+                "wait(len(d_second) if plan.want_second else 0, deps=[d_p]",
                 "wait(2, deps=[d_p]",
+            ),
+            "dP is taken when one piece of a product is on its way": (
+                "two pieces",
+                "wait(len(d_second) if plan.want_second else 0, deps=[d_p]",
+                "wait(len(d_second) + 1, deps=[d_p]",
+            ),
+            "a second piece leaves to the columns of the first": (
+                "two pieces",
+                "column = n * sums[0].shape[1] + ",
+                "column = ",
             ),
             "statistics are fetched over some that threads read": (
                 "causal",
@@ -468,10 +478,21 @@ FAULTS = {
             ),
             "gradients leave before they are seen to be written": (
                 "causal",
-                "            fence_async_shared()\n            store_tile(sides.d_second",
-                "            store_tile(sides.d_second",
+                "        fence_async_shared()\n        store_head(x, b, i, h, tiles)",
+                "        store_head(x, b, i, h, tiles)",
             ),
-            "scale is left out": ("wide", "(d_first * softmax.scale)", "d_first"),
+            "scale is left out": ("wide", "multiplied(d_first, softmax.scale)", "d_first"),
+        },
+    )
+    + on_host(
+        "lib.gluon",
+        {
+            "a second piece is fetched from the columns of the first": (
+                "two pieces",
+                "load_tile(x[n], [b, i, h, n * tiles[0].shape[1]]",
+                "load_tile(x[n], [b, i, h, 0]",
+            ),
+            "a second piece of scores is left out": ("two pieces", "gl.static_range(1, len(q))", "gl.static_range(0)"),
         },
     )
     + on_host(
