@@ -122,9 +122,11 @@ class Outputs(NamedTuple):
 
 
 class OtherArrays(NamedTuple):
-    """Of a call beside q, k, v and o."""
+    """Of a call beside q, k, v and o, each None where it is absent. lse and low are no group of their own: Triton 3.6
+    takes no None within a group of a group."""
 
-    log_sums: Any
+    lse: Any
+    low: Any
     segments: Any
 
 
@@ -616,8 +618,8 @@ def attention_flash_pieces_kernel(
     q, q_more, k, k_more, v, v_more, o, o_more, others, softmax, chunk, plan: gl.constexpr
 ):
     """As ``attention_flash_kernel``, of heads in two pieces: q_more, k_more, v_more and o_more describe the columns
-    after those of q, k, v and o, None where there are none. others: log_sums and segments."""
-    log_sums, segments = others
+    after those of q, k, v and o, None where there are none. others: lse, low and segments."""
+    lse, low, segments = others
     inputs = QkvInputs(pieces_of(q, q_more), pieces_of(k, k_more), pieces_of(v, v_more))
     work = schedule_of(q, k, softmax.window, segments, chunk, plan)
-    by_roles(inputs, Outputs(pieces_of(o, o_more), log_sums.lse, log_sums.low), segments, softmax, work, plan)
+    by_roles(inputs, Outputs(pieces_of(o, o_more), lse, low), segments, softmax, work, plan)

@@ -184,7 +184,7 @@ def attention(call: Call, config: FlashConfig) -> tuple[Any, ...]:
     compiled = {"plan": plan, "num_warps": 4, "maxnreg": REGISTERS[plan.consumers][1]}
     if plan.more_d or plan.more_dv:
         launch(attention_flash_pieces_kernel, programs, call, *(piece for x in described for piece in x),
-               OtherArrays(log_sums, segments), softmax, work.chunk, **compiled)  # fmt: skip
+               OtherArrays(lse, low, segments), softmax, work.chunk, **compiled)  # fmt: skip
     else:
         *inputs, of_o = (first for first, _ in described)
         launch(attention_flash_kernel, programs, call, *inputs, segments, of_o, log_sums, softmax, work.ahead,
