@@ -463,12 +463,12 @@ QKV = tuple(jax.ShapeDtypeStruct((2, 192, heads, 64), BF16) for heads in (4, 2, 
 IDS = jax.ShapeDtypeStruct((2, 192), jnp.int32)
 A_AND_B = (jax.ShapeDtypeStruct((256, 256), F32),) * 2
 CAUSAL = functools.partial(on_triton("attention"), is_causal=True)
-FLASH, RANGES = "attention_flash_kernel", "attention_segment_ranges_kernel"
+FLASH, RANGES, ORDER = "attention_flash_kernel", "attention_segment_ranges_kernel", "attention_segment_order_kernel"
 GRADIENTS = ["attention_vjp_statistics_kernel", *["attention_vjp_gradients_kernel"] * 2]
 ON_HOPPER = {
     "attention": (CAUSAL, QKV, [FLASH]),
     "of packed sequences": (
-        lambda q, k, v, ids: CAUSAL(q, k, v, q_segment_ids=ids, kv_segment_ids=ids), (*QKV, IDS), [RANGES, FLASH]),
+        lambda q, k, v, ids: CAUSAL(q, k, v, q_segment_ids=ids, kv_segment_ids=ids), (*QKV, IDS), [RANGES, ORDER, FLASH]),
     "of few queries": (
         on_triton("attention"), [jax.ShapeDtypeStruct((2, n, h, 64), BF16) for n, h in ((1, 8), (4096, 2), (4096, 2))],
         ["attention_shares_kernel", "attention_combine_kernel"]),

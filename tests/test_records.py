@@ -151,7 +151,7 @@ ALLOWED = (
     "tests/test_tpu_static.py", "tests/test_apply_wrapped.py", "tests/test_bench_cheats.py", "tests/test_report.py",
     "tests/test_swapped.py", "tests/test_tf32_range.py", "tests/test_verdicts.py", "tests/mutants/drawn.py",
     "tests/test_library_functions.py", "tests/test_statistics.py",
-    "tests/test_torch_compile.py", "tests/test_sources.py", "tests/test_functions.py",
+    "tests/test_torch_compile.py", "tests/test_sources.py", "tests/test_functions.py", "tests/test_warm.py",
 )  # fmt: skip
 """Where ops are named: their own files, what was found out about single kernels or single calls, and the tasks that
 other people's harnesses have for ops, none of which a new op need join."""
