@@ -33,7 +33,6 @@ from portakern.backends.triton.capture import capturing  # noqa: E402
 from portakern.backends.triton.compiler import specialised  # noqa: E402
 from portakern.backends.triton.launch import launch  # noqa: E402
 from portakern.backends.triton.layout import contiguous_strides  # noqa: E402
-from portakern.backends.triton.lib import tma  # noqa: E402
 from portakern.core import backend, batching, registry, targets  # noqa: E402
 from portakern.core.framework import frameworks  # noqa: E402
 from portakern.core.program import Code, DescribedArray, Launch, Loop, Program, ScalarArgument, TileFormat  # noqa: E402
@@ -670,14 +669,24 @@ def test_an_older_jaxlib_makes_no_tensor_descriptors():
             jax.jit(on_triton("matmul", variant="hopper"))(x, x.T)
 
 
-def test_an_array_that_a_kernel_fills_is_passed_once(monkeypatch):
-    """Of heads in two pieces the result is described twice, and XLA has one place for it."""
-    monkeypatch.setattr(tma, "MEASURED", (96,))
-    x = jnp.zeros((1, 192, 2, 96), BF16)
+def test_an_array_that_a_kernel_fills_is_passed_once():
+    """Of heads in two pieces the result would be described twice, and XLA has one place for it: they are padded."""
+    x = jax.ShapeDtypeStruct((1, 192, 2, 96), BF16)
     with plugged_in("sm_90"):
         told = on_triton("attention").explain(x, x, x)
-    assert "variant hopper: attention_flash_pieces_kernel is told twice of an array that it fills" in told
-    assert "variant gpu: serves this call" in told
+    assert "variant hopper: serves this call" in told and "attention_flash_kernel" in told
+
+
+def test_descriptors_of_parts_are_not_taken_in_loops():
+    """What goes through a weight's rows in a loop is served by kernels that take pointers, and says why."""
+    hidden, weight = (jax.ShapeDtypeStruct((2048, 512), BF16), jax.ShapeDtypeStruct((8192, 512), BF16))
+    labels, number = jax.ShapeDtypeStruct((2048,), jnp.int32), jax.ShapeDtypeStruct((2048,), F32)
+    given = {"hidden": hidden, "weight": weight, "labels": labels, "lse": number, "slope": hidden, "d_loss": number}
+    with plugged_in("sm_90"):
+        told = on_triton(f"{ENTROPY}_vjp").explain(**given)
+        alone = on_triton(f"{ENTROPY}_vjp", tiling={"chunk_n": 8192}).explain(**given)
+    assert f"variant hopper: {lowering.LOOPED}" in told and "variant gpu: serves this call" in told
+    assert "variant hopper: serves this call" in alone
 
 
 def test_a_traced_call_that_cannot_be_staged_is_explained():

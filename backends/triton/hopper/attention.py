@@ -51,6 +51,7 @@ from portakern.backends.triton.lib.tma import (
     processors,
     tiled,
 )
+from portakern.backends.triton.trace import AbstractArray
 from portakern.core.backend import Drawn
 from portakern.specs.attention import scale_of
 
@@ -66,8 +67,13 @@ MOST_STAGES = 6  # of keys on their way to one group of rows
 
 
 def plan_of(call: Call, config: FlashConfig) -> FlashPlan:
-    """What the kernel is compiled for."""
-    (block_d, more_d), (block_dv, more_dv) = (pieces(call.dims[n]) for n in ("d", "dv"))
+    """What the kernel is compiled for. In another library's program heads are padded: o in two pieces is described
+    twice, and such a program tells a kernel once of an array that it fills."""
+    (block_d, more_d), (block_dv, more_dv) = (
+        (pow2_at_least(call.dims[n], 64), 0) if isinstance(call.arrays["q"], AbstractArray)
+        else pieces(call.dims[n], "forward")
+        for n in ("d", "dv")
+    )  # fmt: skip
     chunked, consumers = chunk_length(call, config) is not None, config.consumers
     apart = FlashPlan(consumers, config.block_kv, block_d, block_dv, config.num_stages, chunked, o_in_q=False,
                  registers=REGISTERS[consumers][0], more_d=more_d, more_dv=more_dv)  # fmt: skip

@@ -30,7 +30,7 @@ SPARE = 30  # registers of a consumer's thread for addresses and counters
 
 def plans(call: Call, config: FlashGradientsConfig) -> dict[tuple[str, ...], GradientsPlan]:
     """What the kernel is compiled for, for each launch, by the gradients that it computes."""
-    (block_d, more_d), (block_dv, more_dv) = (pieces(call.dims[n]) for n in ("d", "dv"))
+    (block_d, more_d), (block_dv, more_dv) = (pieces(call.dims[n], "gradients") for n in ("d", "dv"))
     found: dict[tuple[str, ...], GradientsPlan] = {}
     keys = tuple(n for n in ("d_k", "d_v") if n in call.wants)
     if keys:

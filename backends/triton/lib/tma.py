@@ -41,15 +41,15 @@ def tiled(x: torch.Tensor, rows: int, columns: int) -> Any:
 SUMS = {80: (64, 16), 96: (64, 32), 144: (128, 16), 160: (128, 32), 192: (128, 64)}
 """Columns that a head's tile may have beside powers of two: those of two pieces, each a power of two."""
 
-MEASURED: tuple[int, ...] = ()
-"""Which of these heads take: where they are measured to be faster than the next power of two."""
+MEASURED: dict[str, tuple[int, ...]] = {"forward": (80, 96, 192), "gradients": ()}
+"""Which of these heads take, where they are measured to be faster than the next power of two."""
 
 
-def pieces(d: int) -> tuple[int, int]:
+def pieces(d: int, direction: str) -> tuple[int, int]:
     """The columns of a head's tile, and of its second piece, 0 where it has none: as few in all as hold d, and 64 or
-    more."""
+    more. direction: "forward" or "gradients"."""
     whole = pow2_at_least(d, 64)
-    columns = min((n for n in MEASURED if d <= n < whole), default=whole)
+    columns = min((n for n in MEASURED[direction] if d <= n < whole), default=whole)
     return SUMS.get(columns, (columns, 0))
 
 
