@@ -467,7 +467,8 @@ GRADIENTS = ["attention_vjp_statistics_kernel", *["attention_vjp_gradients_kerne
 ON_HOPPER = {
     "attention": (CAUSAL, QKV, [FLASH]),
     "of packed sequences": (
-        lambda q, k, v, ids: CAUSAL(q, k, v, q_segment_ids=ids, kv_segment_ids=ids), (*QKV, IDS), [RANGES, ORDER, FLASH]),
+        lambda q, k, v, ids: CAUSAL(q, k, v, q_segment_ids=ids, kv_segment_ids=ids), (*QKV, IDS),
+        [RANGES, ORDER, FLASH]),
     "of few queries": (
         on_triton("attention"), [jax.ShapeDtypeStruct((2, n, h, 64), BF16) for n, h in ((1, 8), (4096, 2), (4096, 2))],
         ["attention_shares_kernel", "attention_combine_kernel"]),

@@ -16,8 +16,9 @@ from typing import Any
 from triton import knobs
 from triton.compiler import compiler as triton_compiler
 from triton.runtime import build
+from triton.runtime.jit import DependenciesFinder
 
-__all__ = ["DriverPart", "cache_folder", "cache_key", "is_cached", "within_cache"]
+__all__ = ["DriverPart", "cache_folder", "cache_key", "is_cached", "settle", "within_cache"]
 
 
 def cache_folder() -> str:
@@ -41,6 +42,28 @@ def within_cache(folder: str | None = None) -> Iterator[None]:
     with knobs.cache.scope():
         knobs.cache.dir = folder
         yield
+
+
+def settle(kernel: Any) -> None:
+    """Have Triton hash a kernel with the global constants of all functions that it calls.
+
+    Triton (seen in 3.6 and 3.7) takes over the constants of a function before it has hashed it, and has them only if
+    another kernel's hash came to that function first. So a kernel's name in the cache would depend on which kernels ran
+    before in the process, and another process would compile it again.
+    """
+    if kernel.hash is not None:
+        return
+    take_over = DependenciesFinder._update_hash
+
+    def hashed_first(finder: Any, function: Any) -> None:
+        function.cache_key  # noqa: B018 (Triton keeps what it finds)
+        take_over(finder, function)
+
+    DependenciesFinder._update_hash = hashed_first
+    try:
+        kernel.cache_key  # noqa: B018
+    finally:
+        DependenciesFinder._update_hash = take_over
 
 
 def cache_key(source: Any, options: dict[str, Any], target: Any) -> str:

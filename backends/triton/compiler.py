@@ -86,7 +86,7 @@ def make(source: str, hardware: Hardware) -> None:
     """Compile a planned kernel into the user's cache, with all else that a launch of it would compile."""
     import triton
 
-    from portakern.backends.triton.cache import DriverPart, within_cache
+    from portakern.backends.triton.cache import DriverPart, settle, within_cache
     from portakern.backends.triton.pickled import unpacked
 
     target = gpu_target(hardware)
@@ -95,6 +95,7 @@ def make(source: str, hardware: Hardware) -> None:
             DriverPart(target).build()
             return
         kernel, options = unpacked(source)
+        settle(kernel.fn)
         DriverPart(target, triton.compile(kernel, target=target, options=options)).build()
 
 
@@ -114,6 +115,7 @@ def _sources(
 ) -> list[list[tuple[Any, dict[str, Any]]]]:
     """The kernels that a call launches as Triton specialises them, with their options: those of equal launches beside
     each other."""
+    from portakern.backends.triton.cache import settle
     from portakern.backends.triton.launch import recording
 
     check_compiled()
@@ -122,6 +124,7 @@ def _sources(
         impl.run(call, config)
     sources: dict[str, list[Any]] = {}
     for kernel, _, args, constexprs in launches:
+        settle(kernel)
         source, options = specialised(kernel, args, constexprs, hardware)
         sources.setdefault(f"{source.hash()} {sorted((k, str(v)) for k, v in options.items())}", []).append(
             (source, options)

@@ -21,7 +21,7 @@ import torch
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from portakern.backends.triton.cache import within_cache
+from portakern.backends.triton.cache import settle, within_cache
 from portakern.backends.triton.descriptors import (
     ArrayAddress,
     base_of,
@@ -97,6 +97,7 @@ def _by_triton(kernel: JITFunction[Any]) -> Callable[..., None]:
 
 def _launched_by_triton(kernel: JITFunction[Any], grid: int, args: tuple[Any, ...], constexprs: dict[str, Any]) -> Any:
     """The compiled kernel, launched by Triton, which finds it in its cache or compiles it."""
+    settle(kernel)
     with within_cache():
         mend_rounding(kernel, grid, args, constexprs)
         return kernel[(grid,)](*args, **constexprs)
