@@ -270,7 +270,7 @@ def test_what_only_a_backward_pass_sees_is_written_over(written, backend):
         close(torch.autograd.grad(run(x, weight, labels).sum(), (x, weight)), want)
     assert {names for _, names in written} == {("slope",)}
     written.clear()
-    loss, _, slope = run(x, weight, labels, return_slope=True)
+    loss, _, slope, _ = run(x, weight, labels, return_slope=True)
     before = slope.clone()
     close(torch.autograd.grad(loss.sum(), (x, weight)), want)
     assert torch.equal(slope, before) and not written

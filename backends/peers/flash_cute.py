@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from portakern.backends.peers._packed import documents
 from portakern.backends.peers.provide import LACKS, provides
 from portakern.core.backend import Backend
 from portakern.core.call import Call
@@ -55,6 +54,8 @@ def attention(
     }  # fmt: skip
     if q_segment_ids is None:
         return _first(cute.flash_attn_func(q, k, v, **modes))
+    from portakern.backends.peers._packed import documents
+
     packed = documents(q_segment_ids, kv_segment_ids, "FlashAttention")
     ends = {
         "cu_seqlens_q": packed.starts, "cu_seqlens_k": packed.starts,

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from portakern.backends.peers._packed import kept
 from portakern.backends.peers.provide import LACKS, provides
 from portakern.backends.peers.torch_compiled import compiled
 from portakern.backends.peers.torch_eager import as_asked, attention_wants
@@ -67,7 +66,7 @@ def attention(
     seen = None
     if q_segment_ids is not None:
         with torch.no_grad():
-            seen = _packed(q_segment_ids, kv_segment_ids, left, right)
+            seen = _kept_blocks()(q_segment_ids, kv_segment_ids, left, right)
     elif left is not None or right is not None:
         with torch.no_grad():
             seen = _blocks(left, right, q.shape[1], k.shape[1], q.device)
@@ -100,7 +99,14 @@ def _blocks(left: int | None, right: int | None, q_len: int, kv_len: int, device
     return _mask(some[None], full[None], _window(left, right, q_len, kv_len), q_len, kv_len)
 
 
-@kept
+@functools.cache
+def _kept_blocks() -> Callable[..., Any]:
+    """``_packed``, not made again for the same ids."""
+    from portakern.backends.peers._packed import kept
+
+    return kept(_packed)
+
+
 def _packed(q_segment_ids: Any, kv_segment_ids: Any, left: int | None, right: int | None) -> Any:
     """The blocks of a window within segments: the ids of a block of queries and of one of keys may meet where their
     ranges do, and are all equal where each block has one id, the same."""

@@ -124,7 +124,7 @@ class Torch(Framework):
         return torch is not None and isinstance(value, torch.Tensor)
 
     def plain(self, kind: type) -> bool:
-        return kind in memory.READABLE or memory.unreadable(kind) is None
+        return kind in memory.READABLE or (memory.unreadable(kind) is None and not memory.stands_in(kind))
 
     def settled(self, kind: type) -> bool:
         torch = sys.modules["torch"]

@@ -45,6 +45,10 @@ def readable(op: str, name: str, array: Any) -> Any:
         anywhere.
     """
     kind = type(array)
+    if stands_in(kind):  # asked for its address, it warns
+        raise UnsupportedError(
+            f"{op}: {name} is a {kind.__name__}, which has no memory of its own; pass a plain torch.Tensor"
+        )
     if kind not in READABLE:
         if (waited := _waited(array)) is not None:
             return readable(op, name, waited)
@@ -70,7 +74,7 @@ def materialised(array: Any) -> Any:
 
 def _lost(array: Any, held_bytes: int, needed: int) -> str:
     """What is wrong with a tensor that has less memory than its elements take."""
-    if array.is_meta or stands_in(type(array)) or sys.modules["torch"]._is_functional_tensor(array):
+    if array.is_meta or sys.modules["torch"]._is_functional_tensor(array):
         return (
             "has no memory: it stands for a tensor in a program that PyTorch records; call the op inside "
             "torch.compile, torch.export or make_fx, or pass a tensor that has its values"
