@@ -75,7 +75,7 @@ def gelus():
 
 @without_onednn
 def test_erf_of_every_library_is_within_what_the_bound_of_gelu_has_for_it(monkeypatch):
-    """Half of it would not do."""
+    """A quarter of it would not do; how near libraries come to half of it depends on the processor."""
     g = np.concatenate([np.linspace(-8, 8, 200_001), np.geomspace(1e-6, 1, 4000)]).astype(np.float32)
     call = pk.op("geglu").bind(g, np.ones_like(g))
     (ref,) = oracle(call)
@@ -85,7 +85,7 @@ def test_erf_of_every_library_is_within_what_the_bound_of_gelu_has_for_it(monkey
         return {name: compare(np.asarray(gelu(g)), ref, bound, "float32").worst for name, gelu in gelus()}
 
     assert max(shares().values()) < 1, shares()
-    monkeypatch.setattr(geglu, "ERF", geglu.ERF / 2)
+    monkeypatch.setattr(geglu, "ERF", geglu.ERF / 4)
     assert max(shares().values()) > 1, shares()
 
 
