@@ -4,6 +4,7 @@ Where they lead NaN and infinities, and whose bits they keep, is another matter.
 from __future__ import annotations
 
 import contextlib
+import math
 
 import numpy as np
 import pytest
@@ -61,6 +62,14 @@ def test_gelu_of_pytorch_is_right(op, onednn):
         assert report.passed, report.failures
 
 
+ONEDNN = 11.3 * 2.0**-24  # by how much its erf is off at -2.99, on processors where it is; others show less
+
+
+def erf_of(g):
+    """erf(g / sqrt 2), exact to float64."""
+    return np.array([math.erf(x) for x in g.astype(np.float64) * 0.5**0.5])
+
+
 def gelus():
     jax = pytest.importorskip("jax", reason="jax is not installed")
     for onednn in (True, False):
@@ -70,12 +79,16 @@ def gelus():
         )
     yield "erf of PyTorch", lambda g: 0.5 * torch.tensor(g) * (1 + torch.erf(torch.tensor(g) * 0.5**0.5))
     yield "JAX", lambda g: jax.nn.gelu(jax.device_put(g, jax.devices("cpu")[0]), approximate=False)
+    yield (
+        "erf as oneDNN's on some processors",
+        lambda g: (0.5 * g.astype(np.float64) * (1 + ONEDNN + erf_of(g))).astype(np.float32),
+    )
     yield "erf of JAX", lambda g: 0.5 * g * (1 + np.asarray(jax.lax.erf(g * np.float32(0.5**0.5))))
 
 
 @without_onednn
 def test_erf_of_every_library_is_within_what_the_bound_of_gelu_has_for_it(monkeypatch):
-    """A quarter of it would not do; how near libraries come to half of it depends on the processor."""
+    """Half of it would not do."""
     g = np.concatenate([np.linspace(-8, 8, 200_001), np.geomspace(1e-6, 1, 4000)]).astype(np.float32)
     call = pk.op("geglu").bind(g, np.ones_like(g))
     (ref,) = oracle(call)
@@ -85,7 +98,7 @@ def test_erf_of_every_library_is_within_what_the_bound_of_gelu_has_for_it(monkey
         return {name: compare(np.asarray(gelu(g)), ref, bound, "float32").worst for name, gelu in gelus()}
 
     assert max(shares().values()) < 1, shares()
-    monkeypatch.setattr(geglu, "ERF", geglu.ERF / 4)
+    monkeypatch.setattr(geglu, "ERF", geglu.ERF / 2)
     assert max(shares().values()) > 1, shares()
 
 

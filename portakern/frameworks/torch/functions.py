@@ -371,7 +371,7 @@ def linear_cross_entropy(
 
     Raises:
       UnsupportedError: linear_bias, weight, probabilities as targets, a linear_weight of more than two axes.
-      SpecError: shapes that do not agree, or an unknown reduction.
+      SpecError: shapes that do not agree, an unknown reduction, or a memory_limit that is no number of bytes.
     """
     for argument, given in (("linear_bias", linear_bias), ("weight", weight)):
         if given is not None:
@@ -381,6 +381,7 @@ def linear_cross_entropy(
             f"linear_cross_entropy: linear_weight has {linear_weight.dim()} axes; expected 2: {CALL_THEIR_LINEAR}"
         )
     _check_reduction("linear_cross_entropy", reduction)
+    check_memory_limit("linear_cross_entropy", memory_limit)
     if target.is_floating_point():
         raise UnsupportedError(
             f"linear_cross_entropy: target is {target.dtype}, probabilities of classes; expected integers, the "
@@ -399,14 +400,14 @@ def linear_cross_entropy(
     return _reduced(input, loss, labels, ignored, reduction)
 
 
-def logits_fit(hidden: Tensor, weight: Tensor, memory_limit: int) -> bool:
-    """Whether the logits of (..., d) hidden states by (classes, d) weights take no more than so many bytes.
-
-    Raises:
-      SpecError: memory_limit is no number of bytes.
-    """
+def check_memory_limit(function: str, memory_limit: Any) -> None:
+    """SpecError unless a function's ``memory_limit`` is a number of bytes."""
     if not isinstance(memory_limit, int) or isinstance(memory_limit, bool) or memory_limit < 0:
-        raise SpecError(f"memory_limit is {memory_limit!r}; expected a number of bytes, 0 or more")
+        raise SpecError(f"{function}: memory_limit is {memory_limit!r}; expected a number of bytes, 0 or more")
+
+
+def logits_fit(hidden: Tensor, weight: Tensor, memory_limit: int) -> bool:
+    """Whether the logits of (..., d) hidden states by (classes, d) weights take no more than so many bytes."""
     logits = math.prod(hidden.shape[:-1]) * weight.shape[0]
     return bool(0 < logits * hidden.element_size() <= memory_limit)
 

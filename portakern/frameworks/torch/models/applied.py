@@ -21,6 +21,7 @@ from portakern.core import registry
 from portakern.core.dispatch import Choice, choose
 from portakern.core.framework import frameworks
 from portakern.errors import SpecError, UnsupportedError
+from portakern.frameworks.torch.functions import check_memory_limit
 from portakern.frameworks.torch.models.attention import Registered, somebodys
 from portakern.frameworks.torch.models.blocks import served_block
 from portakern.frameworks.torch.models.gates import served_gate
@@ -309,8 +310,7 @@ def _checked(model: Any, parts: Iterable[str] | None, otherwise: str, memory_lim
         raise SpecError(f"apply: model is a {type(model).__name__}; expected a torch.nn.Module")
     if otherwise not in ("raise", "torch"):
         raise SpecError(f"apply: otherwise is {otherwise!r}; expected 'raise' or 'torch'")
-    if not isinstance(memory_limit, int) or isinstance(memory_limit, bool) or memory_limit < 0:
-        raise SpecError(f"apply: memory_limit is {memory_limit!r}; expected a number of bytes, 0 or more")
+    check_memory_limit("apply", memory_limit)
     if isinstance(parts, str):
         raise SpecError(f"apply: parts is the text {parts!r}; expected a list of names: pass [{parts!r}]")
     wanted = frozenset(PARTS if parts is None else parts)
