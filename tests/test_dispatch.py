@@ -157,7 +157,7 @@ def test_a_name_decides_nothing_about_which_variant_is_tried_first(name):
             of = [new if f.name == old else f.name for f in shipped if f.compiles_for(target)]
             assert [f.name for f in renamed if f.compiles_for(target)] == of, (old, new, target)
     assert [f.name for f in shipped if f.compiles_for(Target("cuda", "sm_90"))] == {
-        "triton": ["hopper", "unordered", "gpu"], "pallas": ["decode", "fused", "gpu", "unordered"]
+        "triton": ["hopper", "unordered", "unsplit", "gpu"], "pallas": ["decode", "fused", "gpu", "unordered"]
     }[name]  # fmt: skip
 
 

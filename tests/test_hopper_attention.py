@@ -34,8 +34,10 @@ from tests import gluon_on_host as host  # noqa: E402
 from tests.packing import ids_of  # noqa: E402
 
 BACKEND = registry.backend("triton")
-(FAMILY,) = (f for f in BACKEND.families if f.name == "hopper")
-VARIANT = BACKEND.implementation("attention", FAMILY)
+VARIANT, UNSPLIT = (
+    BACKEND.implementation("attention", next(f for f in BACKEND.families if f.name == name))
+    for name in ("hopper", "unsplit")
+)
 MODULES = {
     "attention_flash_kernel": [_flash, gluon],
     "attention_flash_pieces_kernel": [_flash, gluon],
@@ -72,9 +74,9 @@ def tiling_of(call: Call, **named: int) -> Any:
     return tilings.resolve(VARIANT, call, named).tiling
 
 
-def run(call: Call, tiling: Any) -> Any:
+def run(call: Call, tiling: Any, variant: Any = VARIANT) -> Any:
     """The outputs of whoever serves the call in the end."""
-    serving, tiling = VARIANT.resolve(call, tiling)
+    serving, tiling = variant.resolve(call, tiling)
     return serving.run(call, tiling)
 
 
@@ -197,6 +199,45 @@ def test_a_query_alone_has_the_bits_that_it_has_among_others(tiling, keys, few, 
         o_alone, lse_alone, _ = run(last, tiling_of(last, few_queries=shares, **tiling))
     assert ran == [*FLASH, *(SHARES if keys > 1024 and shares == 2 else SHARES[:1])]
     assert torch.equal(o_alone, o[:, -few:]) and torch.equal(lse_alone, lse[:, :, -few:])
+
+
+def test_unsplit_has_one_softmax_state_a_row():
+    """Also among few queries: rows have their bits in any company, and these are not hopper's."""
+    few = 9
+    call, ran = bound(1, 130, 1, 2, 1300, 64, is_causal=True, dtype=torch.float16), []
+    arrays = {**call.arrays, "q": call.arrays["q"][:, -few:].contiguous()}
+    last = call.replace(arrays=arrays, dims={**call.dims, "q_len": few})
+    tiling = tilings.default(UNSPLIT, call).tiling
+    assert chunk_length(call, tiling_of(call)) == 512 and chunk_length(call, tiling) is None
+    with recording(partial(on_the_host, ran=ran)):
+        found, alone, split = run(call, tiling, UNSPLIT), run(last, tiling, UNSPLIT), run(call, tiling_of(call))
+    assert ran == [*FLASH, *SHARES[:1], *FLASH]
+    shares = testing.compare_call(call, [call.framework.to_numpy(x) for x in found if x is not None])
+    assert max(shares.values()) <= 1
+    assert torch.equal(alone[0], found[0][:, -few:]) and torch.equal(alone[1], found[1][:, :, -few:])
+    assert not torch.equal(found[0], split[0])
+
+
+def test_unsplit_serves_calls_that_name_it(monkeypatch):
+    """Its gradients are hopper's; it refuses what hopper refuses, so that an unnamed call is nowhere else than before."""
+    call = bound(1, 300, 2, 2, 3 << 20, 128, device="meta", is_causal=True)
+    monkeypatch.setattr(type(call.framework), "target", lambda self, device: call.target)
+
+    def told(variant: str | None, call: Call = call) -> str:
+        return explain(call, dispatch.Choice.from_names(call.spec, "triton", variant, None))
+
+    assert "variant unsplit: delegates this call to hopper (named)" in told("unsplit")
+    assert "split" not in told("unsplit").partition("  tiling: ")[2]
+    assert "variant unsplit: hopper comes first" in told(None)
+    bias = torch.empty(1, 4, 300, 3 << 20, dtype=torch.bfloat16, device="meta")
+    biased = call.replace(arrays={**call.arrays, "bias": bias})
+    assert "variant gpu: serves this call\n" in told(None, biased)
+    assert "bias is given" in told("unsplit", biased)
+    vjp = registry.find_spec("attention_vjp")
+    of = dispatch.gradient_choice(BACKEND, vjp, dispatch.Choice.from_names(call.spec, "triton", "unsplit", None))
+    assert of.backend is BACKEND and of.variant is None
+    with pytest.raises(pk.SpecError, match="tiling has no 'min_split_keys'"):
+        tilings.resolve(UNSPLIT, call, {"min_split_keys": 512})
 
 
 def kernels_of(*calls: tuple[Call, Any]) -> dict[str, set[str]]:

@@ -167,7 +167,7 @@ def test_it_serves_calls_that_name_it_and_no_others():
     assert variants(CALL) == ["hopper", "gpu"]
     assert variants(CALL, "unordered") == ["unordered"]
     forward = CALL.replace(spec=registry.find_spec("attention"))
-    assert variants(forward, "unordered") == ["hopper", "gpu"], "it has the gradients alone"
+    assert variants(forward, "unordered") == ["hopper", "unsplit", "gpu"], "it has the gradients alone"
     with pytest.raises(pk.UnsupportedError, match=r"it has no softmax in portakern.backends.triton.unordered"):
         variants(CALL.replace(spec=registry.find_spec("softmax")), "unordered")
 

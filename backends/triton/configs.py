@@ -125,14 +125,19 @@ class PortableTilesConfig(TilesConfig, WarpsConfig):
     matrix_instr_nonkdim: Annotated[int, Tile(16, 32), "AMD: rows and columns of one matrix instruction"]
 
 
-class AttentionConfig(PortableTilesConfig):
-    """Of attention."""
+class FewQueriesTilesConfig(PortableTilesConfig):
+    """Of attention, whose tiles are others where there are few queries."""
+
+    block_q_few: Annotated[int, Tile(16, 128), "queries in a tile where there are few"]
+    num_stages_few: Annotated[int, Count(1, 8), "tiles of keys in flight where there are few queries"]
+
+
+class AttentionConfig(FewQueriesTilesConfig):
+    """Of attention whose long rows of keys are split. A tiling without ``min_split_keys`` has one split."""
 
     min_split_keys: Annotated[int, Tile(16, 1 << 20), "split KV: the least number of keys in a split"]
     unsplit_keys: Annotated[int, Tile(16, 1 << 20), "split KV: up to so many keys are one split"] = 0
     max_splits: Annotated[int, Tile(1, 128), "split KV: the largest number of splits of a row"]
-    block_q_few: Annotated[int, Tile(16, 128), "queries in a tile where there are few"]
-    num_stages_few: Annotated[int, Count(1, 8), "tiles of keys in flight where there are few queries"]
 
 
 class FewQueries(IntEnum):
@@ -154,8 +159,8 @@ class ConsumersConfig(Config):
     consumers: Annotated[int, Count(2, 3), "warp groups that multiply, with 64 rows each; one more loads"]
 
 
-class FlashConfig(AttentionConfig, ConsumersConfig):
-    """Of attention on Hopper."""
+class UnsplitConfig(FewQueriesTilesConfig, ConsumersConfig):
+    """Of attention on Hopper in one split."""
 
     persistent: Annotated[
         bool,
@@ -167,6 +172,10 @@ class FlashConfig(AttentionConfig, ConsumersConfig):
         "few queries; 0: the portable kernel; 1: the faster of a program for each split and for each group of heads; "
         "2: for each split; 3: for each group of heads",
     ]
+
+
+class FlashConfig(AttentionConfig, UnsplitConfig):
+    """Of attention on Hopper."""
 
 
 class AttentionGradientsConfig(PortableTilesConfig):

@@ -59,28 +59,6 @@ from portakern.backends.triton.lib.tma import TOGETHER
 AT_A_TIME = gl.constexpr(TOGETHER)
 
 
-class FlashPlan(NamedTuple):
-    """What the kernel is compiled for.
-
-    ``consumers`` groups of 64 queries; tiles of block_kv keys, of block_d and block_dv columns, and of more_d and
-    more_dv columns in a second piece unless that is 0, ``stages`` of them on their way; whether keys come in chunks;
-    whether o leaves by way of the memory of q; registers of a consumer's threads. Where there are few queries
-    (``_shares``): heads of a group, the least power of two that holds it, and rows that are computed of."""
-
-    consumers: int
-    block_kv: int
-    block_d: int
-    block_dv: int
-    stages: int
-    chunked: bool
-    o_in_q: bool
-    registers: int
-    more_d: int = 0
-    more_dv: int = 0
-    heads: int = 1
-    rows: int = 64
-
-
 class TileSchedule(NamedTuple):
     """The tiles of a call. ``tiles``: of all heads; ``ahead``: how many of them are taken from the first on, the others
     from the last on (see ``following``); ``tiles_q``: of one head; ``interleaved_heads``: heads whose tiles are taken

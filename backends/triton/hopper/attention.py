@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 from triton.experimental.gluon import language as gl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.configs import FewQueries, FlashConfig, FlashGradientsConfig
+from portakern.backends.triton.configs import FewQueries, FlashConfig, FlashGradientsConfig, UnsplitConfig
 from portakern.backends.triton.descriptors import describe
 from portakern.backends.triton.hopper._flash import (
-    FlashPlan,
     LogSums,
     OtherArrays,
     TileSchedule,
@@ -36,23 +35,30 @@ from portakern.backends.triton.launch import GLUON, cdiv, launch, shared_limit, 
 from portakern.backends.triton.layout import contiguous_strides, fresh, pow2_at_least
 from portakern.backends.triton.lib import attention as shared
 from portakern.backends.triton.lib import attention_vjp_gluon as gradients
+from portakern.backends.triton.lib.attention_gluon import (
+    DRAWN,
+    FlashPlan,
+    few_plan,
+    fit,
+    key,
+    plan_of,
+    portable,
+    shared_bytes,
+    supports,
+)
 from portakern.backends.triton.lib.gluon import OrderedSegments, Softmax
 from portakern.backends.triton.lib.heads import Scores
 from portakern.backends.triton.lib.segments import longest_first
 from portakern.backends.triton.lib.split_kv import chunk_length, chunks_of_a_tile, seen_keys, worth_spreading
 from portakern.backends.triton.lib.tma import (
-    BARRIERS,
     QUERIES,
     REGISTERS,
     TOGETHER,
     in_pieces,
     movable,
-    pieces,
     processors,
     tiled,
 )
-from portakern.backends.triton.trace import AbstractArray
-from portakern.core.backend import Drawn
 from portakern.specs.attention import scale_of
 
 if TYPE_CHECKING:
@@ -64,82 +70,6 @@ BEGINNINGS = 1.7, 3.3  # tiles of keys that a tile's beginning takes as long as:
 SATURATED = 48  # programs that read keys as fast as memory gives them
 MERGER = 3.0  # tiles of keys that the merger of chunks takes as long as
 MOST_STAGES = 6  # of keys on their way to one group of rows
-
-
-def plan_of(call: Call, config: FlashConfig) -> FlashPlan:
-    """What the kernel is compiled for. In another library's program heads are padded: o in two pieces is described
-    twice, and such a program tells a kernel once of an array that it fills."""
-    (block_d, more_d), (block_dv, more_dv) = (
-        (pow2_at_least(call.dims[n], 64), 0) if isinstance(call.arrays["q"], AbstractArray)
-        else pieces(call.dims[n], "forward")
-        for n in ("d", "dv")
-    )  # fmt: skip
-    chunked, consumers = chunk_length(call, config) is not None, config.consumers
-    apart = FlashPlan(consumers, config.block_kv, block_d, block_dv, config.num_stages, chunked, o_in_q=False,
-                 registers=REGISTERS[consumers][0], more_d=more_d, more_dv=more_dv)  # fmt: skip
-    fits_in_q = block_d == block_dv and more_dv in (0, more_d)
-    return apart._replace(o_in_q=fits_in_q and shared_bytes(apart) > shared_limit(call.target.arch))
-
-
-def shared_bytes(plan: FlashPlan) -> int:
-    """Shared memory that the kernel takes."""
-    rows, d, dv = plan.consumers * QUERIES, plan.block_d + plan.more_d, plan.block_dv + plan.more_dv
-    held = rows * d + plan.stages * plan.block_kv * (d + dv)
-    held += 0 if plan.o_in_q else rows * dv
-    return 2 * held + BARRIERS
-
-
-def fit(call: Call, config: FlashConfig) -> FlashConfig:
-    """Fewer stages, then fewer keys at a time, where shared memory has no room; keys so few that the portable kernel
-    has room for a stage of them too."""
-    limit = shared_limit(call.target.arch)
-    while config.num_stages > 2 and shared_bytes(plan_of(call, config)) > limit:
-        config = config.replace(num_stages=config.num_stages - 1)
-    while (
-        config.block_kv > 16
-        and max(shared_bytes(plan_of(call, config)), shared.shared_bytes(call, config.replace(num_stages=1))) > limit
-    ):
-        config = config.replace(block_kv=config.block_kv // 2)
-    return config
-
-
-def supports(call: Call, config: FlashConfig) -> str | None:
-    dims, plan = call.dims, plan_of(call, config)
-    if reason := gradients.refused(call):
-        return reason
-    if plan.stages < 2:
-        return f"num_stages = {plan.stages}: the next keys need a second buffer; use 2 or more"
-    if plan.block_kv > 256:
-        return f"block_kv = {plan.block_kv}: the matrix unit takes up to 256 keys at a time"
-    needed = plan.block_kv // 2 + plan.block_kv // 4 + (plan.block_dv + plan.more_dv) // 2
-    if needed > plan.registers - 30:
-        return (
-            f"tiles of {plan.block_kv} keys at head dimension {dims['dv']} need some {needed} registers a thread for "
-            f"scores and sums; {plan.consumers} consumers have {plan.registers}"
-        )
-    if shared_bytes(plan) > shared_limit(call.target.arch):
-        return (
-            f"{plan.stages} stages of {plan.block_kv} keys take {shared_bytes(plan)} bytes of shared memory; "
-            f"{call.target.arch or 'sm_90'} has {shared_limit(call.target.arch)}"
-        )
-    few = shared_bytes(few_plan(call, plan)._replace(o_in_q=True))
-    if config.few_queries != FewQueries.PORTABLE and few > shared_limit(call.target.arch):
-        return (
-            f"few_queries = {config.few_queries}: 2 stages of {plan.block_kv} keys take {few} bytes of shared memory "
-            f"where queries are few; {call.target.arch or 'sm_90'} has {shared_limit(call.target.arch)}"
-        )
-    return shared.supports(call, portable(call, config))
-
-
-def portable(call: Call, config: FlashConfig) -> FlashConfig:
-    """The tiling for the portable kernel: as many stages as it has room for. Its tiles of heads are powers of two."""
-    return config.replace(num_stages=shared.fit(call, config).num_stages)
-
-
-def key(call: Call) -> dict[str, str | int]:
-    """As the portable kernel's, and whether it is ``packed``: documents end within tiles of keys, and of smaller tiles
-    less lies outside of them."""
-    return shared.key(call) | {"packed": int(call.arrays["q_segment_ids"] is not None)}
 
 
 def least_chunk(call: Call) -> dict[str, int]:
@@ -155,12 +85,9 @@ def least_chunk(call: Call) -> dict[str, int]:
     return {"min_split_keys": 1024}
 
 
-def delegate(call: Call, config: FlashConfig) -> tuple[str, FlashConfig] | None:
+def delegate(call: Call, config: FlashConfig) -> tuple[str, UnsplitConfig] | None:
     """Few queries that are not shared out are the portable kernel's, with the tiling of here, on which bits depend."""
     return ("gpu", portable(call, config)) if shares_of(call, config) is None and few_queries(call, config) else None
-
-
-DRAWN = Drawn(("bias",), {"d": 8, "dv": 8}, {"q_len": QUERIES + 1})
 
 
 @BACKEND.implements("attention", tiling=least_chunk, key=key, fit=fit, supports=supports,
@@ -238,13 +165,6 @@ def times(call: Call, config: FlashConfig, chunks: int) -> tuple[float, float]:
     each = cdiv(chunk_length(call, config) or dims["kv_len"], config.block_kv)
     longest = cdiv(groups * chunks, many) * min(each, tiles)
     return max(cdiv(groups, many) * tiles, memory), max(longest, memory) + MERGER
-
-
-def few_plan(call: Call, plan: FlashPlan) -> FlashPlan:
-    """A plan with tiles of one piece, for one group of rows that leaves shared memory to keys: memory is what bounds
-    few queries."""
-    block_d, block_dv = (pow2_at_least(call.dims[n], 64) for n in ("d", "dv"))
-    return plan._replace(consumers=1, stages=2, o_in_q=False, block_d=block_d, block_dv=block_dv, more_d=0, more_dv=0)
 
 
 def rows_of(call: Call) -> int:

@@ -6,7 +6,7 @@ FAMILY = Family(
     "portakern.backends.triton.hopper",
     platforms=("cuda",),
     targets=("sm_90",),
-    before=("unordered",),
+    before=("unordered", "unsplit"),
     interprets=True,
     compiler="portakern.backends.triton.compiler",
     plans="portakern.backends.triton.plan:learn",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import triton
 import triton.language as tl
 
-from portakern.backends.triton.configs import AttentionConfig
+from portakern.backends.triton.configs import FewQueriesTilesConfig
 from portakern.backends.triton.launch import (
     accumulator,
     cdiv,
@@ -164,7 +164,7 @@ def key(call: Call) -> dict[str, str | int]:
     return {"products": products(call, call.dtype), "d": max(call.dims["d"], call.dims["dv"]), "size": size}
 
 
-def fit(call: Call, config: AttentionConfig) -> AttentionConfig:
+def fit(call: Call, config: FewQueriesTilesConfig) -> FewQueriesTilesConfig:
     """Fewer stages, then fewer keys at a time, where shared memory has no room: a bias takes some too."""
     limit = shared_limit(call.target.arch)
     while config.num_stages > 1 and shared_bytes(call, config) > limit:
@@ -174,7 +174,7 @@ def fit(call: Call, config: AttentionConfig) -> AttentionConfig:
     return config
 
 
-def shared_bytes(call: Call, config: AttentionConfig) -> int:
+def shared_bytes(call: Call, config: FewQueriesTilesConfig) -> int:
     """Shared memory that the compiler gives this call: q, and a buffer a stage for each tile that the loop loads.
 
     On AMD a stage is one buffer less, q passes through before the loop and p within it.
@@ -191,7 +191,7 @@ def shared_bytes(call: Call, config: AttentionConfig) -> int:
     return (block_q * d + stages * block_kv * (d + dv)) * size + max(0, stages - 1) * extra
 
 
-def supports(call: Call, config: AttentionConfig) -> str | None:
+def supports(call: Call, config: FewQueriesTilesConfig) -> str | None:
     dims, block_q, block_kv = call.dims, config.block_q, config.block_kv
     d, dv = head_tiles(call)
     if dims["q_len"] + dims["kv_len"] > 1 << 30:
@@ -240,7 +240,7 @@ def combine(
            **({"launch_pdl": True, "maxnreg": 128} if follows else {}))  # fmt: skip
 
 
-def rows_plan(call: Call, config: AttentionConfig) -> tuple[AttentionPlan, dict[str, int]]:
+def rows_plan(call: Call, config: FewQueriesTilesConfig) -> tuple[AttentionPlan, dict[str, int]]:
     """How a tile's rows are chosen and computed, and what the compiler is told.
 
     A head whose queries do not fill a tile shares it with the other heads of its group; rows that are few altogether
@@ -262,7 +262,9 @@ def rows_plan(call: Call, config: AttentionConfig) -> tuple[AttentionPlan, dict[
     return plan, compiler_options(config) | {"num_warps": warps, "num_stages": stages}
 
 
-def programs_of(call: Call, config: AttentionConfig, plan: AttentionPlan) -> tuple[int, int, int | None, int | None]:
+def programs_of(
+    call: Call, config: FewQueriesTilesConfig, plan: AttentionPlan
+) -> tuple[int, int, int | None, int | None]:
     """(tiles of queries that a head has, or a group; programs; keys of a chunk, or None; chunks of a tile that have
     programs of their own, or None)."""
     dims, chunk = call.dims, chunk_length(call, config)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from portakern.backends.triton.configs import AttentionConfig
+from portakern.backends.triton.configs import AttentionConfig, FewQueriesTilesConfig
 from portakern.backends.triton.launch import cdiv
 from portakern.backends.triton.layout import pow2_at_least
 
@@ -109,14 +109,16 @@ def store_part(parts, statistics, state, at, ok, dv, block_dv: tl.constexpr):
     tl.store(statistics + at * 2 + 1, m[:, None], mask=ok)
 
 
-def chunk_length(call: Call, config: AttentionConfig) -> int | None:
-    """How many keys make a chunk; None where one holds them all.
+def chunk_length(call: Call, config: FewQueriesTilesConfig) -> int | None:
+    """How many keys make a chunk; None where one holds them all, as it does in tilings without splits.
 
     It follows from the length of the keys, from how many of them a window shows to a query, and from the tiling, whose
     ``min_split_keys`` is the least. Where the tiling has them, up to ``unsplit_keys`` keys are one chunk, and a row has
     up to ``max_splits`` of them, for :data:`MOST`. How many queries, heads or samples there are does not count, so that
     no bit of a row depends on its company.
     """
+    if not isinstance(config, AttentionConfig) or "min_split_keys" not in config:
+        return None
     kv_len, seen = call.dims["kv_len"], seen_keys(call)
     least = max(config.min_split_keys, config.unsplit_keys) if seen <= config.unsplit_keys else config.min_split_keys
     chunk = max(least, config.block_kv, pow2_at_least(cdiv(seen, config.get("max_splits", MOST))))

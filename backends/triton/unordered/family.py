@@ -6,6 +6,7 @@ FAMILY = Family(
     "portakern.backends.triton.unordered",
     platforms=("cuda",),
     targets=("sm_90",),
+    before=("unsplit",),
     compiler="portakern.backends.triton.compiler",
     plans="portakern.backends.triton.plan:learn",
     lists="portakern.backends.triton.lowering:kernels",

@@ -1,0 +1,30 @@
+"""Attention on Hopper in one split: a row's keys have one softmax state at any length.
+
+The kernels and what they refuse are those of ``hopper/attention.py``, to which every call is delegated with the tiling
+of here. Such a tiling has no splits, and code that can meet no border between two is faster. A row has the same bits in
+any company, among few queries too; these are not the bits of the other variants, whose longer rows are split. Where
+queries are few a program walks all keys of a group of heads, so decoding belongs to the other variants.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from portakern.backends.triton import BACKEND
+from portakern.backends.triton.configs import UnsplitConfig
+from portakern.backends.triton.launch import GLUON
+from portakern.backends.triton.lib.attention_gluon import DRAWN, fit, key, supports
+
+if TYPE_CHECKING:
+    from portakern.core.call import Call
+
+
+def delegate(call: Call, config: UnsplitConfig) -> tuple[str, UnsplitConfig]:
+    """The variant with these kernels, and the tiling without splits."""
+    return "hopper", config
+
+
+@BACKEND.implements("attention", key=key, fit=fit, supports=supports, config=UnsplitConfig, delegate=delegate,
+                    drawn=DRAWN, compiled_alone=GLUON)  # fmt: skip
+def attention(call: Call, config: UnsplitConfig) -> tuple[Any, ...]:
+    raise AssertionError("every call is delegated")
