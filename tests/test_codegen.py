@@ -22,14 +22,14 @@ ROOT = Path(__file__).parent.parent
 
 
 def of_binder():
-    return lambda: binder(find_spec("softmax"))(np.ones(3, np.int32)), "<binder of softmax", "bad_dtype(SPEC, 'x', "
+    return lambda: binder(find_spec("softmax"))(np.ones(3, np.int32)), "<binder of softmax", "_bad_dtype(_SPEC, 'x', "
 
 
 def of_reader():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     x = torch.ones(3)
     framework_of(find_spec("softmax"), "x", x)  # tensors have been seen
-    return lambda: reader(find_spec("softmax"))(x, axis=object()), "<signature of softmax", "option_key(axis)"
+    return lambda: reader(find_spec("softmax"))(x, axis=object()), "<signature of softmax", "_option_key(axis)"
 
 
 def of_staged():
@@ -39,7 +39,7 @@ def of_staged():
 
     spec = find_spec("softmax")
     function = staged(spec, Choice.from_names(spec, "reference", None, None))
-    return lambda: function(torch.ones(3, dtype=torch.int32)), "<staged softmax", "raise SpecError(f'softmax: x is "
+    return lambda: function(torch.ones(3, dtype=torch.int32)), "<staged softmax", "raise _SpecError(f'softmax: x is "
 
 
 def of_gradients():
@@ -53,7 +53,7 @@ def of_gradients():
         step = y.grad_fn.step
         y.backward(torch.ones(2, 3))
     (way,) = step.backwards.values()
-    return lambda: way((), ()), "<gradients of softmax", "y,  = saved"
+    return lambda: way((), ()), "<gradients of softmax", "y,  = _saved"
 
 
 def of_plan():

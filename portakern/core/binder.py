@@ -95,6 +95,8 @@ class _Writer:
 
     The required arguments come first, beginning with the one whose dtype is the op's, then the optional arguments, then
     options. If an option names an axis that a dimension lacks, options come before the arrays with this dimension.
+
+    Every name that it writes begins with an underscore, beside those of the signature, which never do.
     """
 
     def __init__(self, spec: Spec[Any]) -> None:
@@ -103,13 +105,16 @@ class _Writer:
         self.waiting: list[tuple[ArrayArg, int, Dim, str]] = []
         self.lines: list[str] = []
         self.env: dict[str, Any] = {
-            "SPEC": spec,
-            "Call": Call,
-            "DTYPE_NAME": DTYPE_NAME,
-            "BY_TYPE": BY_TYPE,
-            "framework_of": framework_of,
-            "SpecError": SpecError,
-            **{name: getattr(refusals, name) for name in refusals.__all__},
+            "_SPEC": spec,
+            "_Call": Call,
+            "_DTYPE_NAME": DTYPE_NAME,
+            "_BY_TYPE": BY_TYPE,
+            "_framework_of": framework_of,
+            "_SpecError": SpecError,
+            "_len": len,
+            "_tuple": tuple,
+            "_int": int,
+            **{f"_{name}": getattr(refusals, name) for name in refusals.__all__},
         }
 
     def emit(self, text: str, indent: int = 1) -> None:
@@ -136,11 +141,11 @@ class _Writer:
             self.options()
         self.finish()
         params = [a.name + ("=None" if a.optional else "") for a in s.arrays]
-        keywords = [f"{o.name}=DEFAULT_{o.name}" for o in s.options] + ["wants=None"] * s.is_vjp
+        keywords = [f"{o.name}=_DEFAULT_{o.name}" for o in s.options] + ["wants=None"] * s.is_vjp
         keywords += ["overwrite=None"] * bool(s.aliases)
         params += ["*"] * bool(keywords) + keywords
         self.env.update(
-            {f"DEFAULT_{o.name}": o.default for o in s.options} | {f"OPTION_{o.name}": o for o in s.options}
+            {f"_DEFAULT_{o.name}": o.default for o in s.options} | {f"_OPTION_{o.name}": o for o in s.options}
         )
         return f"def bind({', '.join(params)}):\n" + "\n".join(self.lines), self.env
 
@@ -151,21 +156,21 @@ class _Writer:
             self.emit(f"if {n} is not None:")
             indent = 2
         if first:
-            self.emit(f"fw = BY_TYPE.get({n}.__class__) or framework_of(SPEC.name, {n!r}, {n})")
-            self.emit(f"device = fw.device({n})")
+            self.emit(f"_framework = _BY_TYPE.get({n}.__class__) or _framework_of(_SPEC.name, {n!r}, {n})")
+            self.emit(f"_device = _framework.device({n})")
         else:
-            self.emit(f"if BY_TYPE.get({n}.__class__) is not fw: bad_framework(SPEC, {n!r}, {n}, fw)", indent)
             self.emit(
-                f"if fw.device({n}) != device: device = other_device(SPEC, {n!r}, fw.device({n}), device)", indent
-            )
-        dtype = "dtype" if first else "dt"
-        self.env[f"DTYPES_{n}"] = frozenset(a.dtypes)
-        self.emit(f"{dtype} = DTYPE_NAME.get({n}.dtype)", indent)
-        if a.statistic:
-            self.emit(
-                f"if dt != ('float64' if dtype == 'float64' else 'float32'): bad_dtype(SPEC, {n!r}, {n}.dtype, dtype)",
+                f"if _BY_TYPE.get({n}.__class__) is not _framework: _bad_framework(_SPEC, {n!r}, {n}, _framework)",
                 indent,
             )
+            at = f"_framework.device({n})"
+            self.emit(f"if {at} != _device: _device = _other_device(_SPEC, {n!r}, {at}, _device)", indent)
+        dtype = "_dtype" if first else "_own_dtype"
+        self.env[f"_DTYPES_{n}"] = frozenset(a.dtypes)
+        self.emit(f"{dtype} = _DTYPE_NAME.get({n}.dtype)", indent)
+        if a.statistic:
+            wanted = "('float64' if _dtype == 'float64' else 'float32')"
+            self.emit(f"if _own_dtype != {wanted}: _bad_dtype(_SPEC, {n!r}, {n}.dtype, _dtype)", indent)
         else:
             self.dtype(a, dtype, indent)
         if a.optional or not self.hangs(a):
@@ -174,11 +179,11 @@ class _Writer:
     def dtype(self, a: ArrayArg, dtype: str, indent: int) -> None:
         n, first = a.name, a is self.spec.lead
         allowed = (
-            f"({dtype} != dtype{' and dt != ' + repr('float32') if a.or_float32 else ''})"
+            f"({dtype} != _dtype{' and _own_dtype != ' + repr('float32') if a.or_float32 else ''})"
             if a.follows and not first
-            else f"{dtype} not in DTYPES_{n}"
+            else f"{dtype} not in _DTYPES_{n}"
         )
-        self.emit(f"if {allowed}: bad_dtype(SPEC, {n!r}, {n}.dtype, dtype)", indent)
+        self.emit(f"if {allowed}: _bad_dtype(_SPEC, {n!r}, {n}.dtype, _dtype)", indent)
 
     def hangs(self, a: ArrayArg) -> bool:
         """Whether an option must be known before the shape can be checked."""
@@ -195,37 +200,37 @@ class _Writer:
         found = self.spec.dropped(dim)
         assert found
         whole, option = found
-        axis, extent, of = option.name, f"extent_of_{option.name}", str(option.axis_of)
-        self.emit(f"{dim} = {whole}[:{axis}] + {whole}[{axis} + 1:]")
-        self.emit(f"{extent} = {whole}[{axis}]")
+        axis, extent, of, run = option.name, f"_dropped_{option.name}", str(option.axis_of), _extent(whole)
+        self.emit(f"{_extent(dim)} = {run}[:{axis}] + {run}[{axis} + 1:]")
+        self.emit(f"{extent} = {run}[{axis}]")
         self.known[dim] = f"{of} and {axis}"
         if axis in self.spec.positive:
-            self.emit(f"if {extent} < 1: bad_zero(SPEC, 'the extent along {axis}', {extent}, f'{of} axis {{{axis}}}')")
+            self.emit(
+                f"if {extent} < 1: _bad_zero(_SPEC, 'the extent along {axis}', {extent}, f'{of} axis {{{axis}}}')"
+            )
 
     def shape(self, a: ArrayArg, indent: int) -> None:
         n = a.name
         variadic = next((i for i, d in enumerate(a.dims) if d.variadic), None)
         fixed = len(a.dims) - (variadic is not None)
-        self.emit(f"_shape = {n}.shape", indent)  # no dimension is called so
+        self.emit(f"_shape = {n}.shape", indent)
         if fixed or variadic is None:
             self.emit(
-                f"if len(_shape) {'!=' if variadic is None else '<'} {fixed}: bad_rank(SPEC, {n!r}, _shape)", indent
+                f"if _len(_shape) {'!=' if variadic is None else '<'} {fixed}: _bad_rank(_SPEC, {n!r}, _shape)", indent
             )
         if variadic is not None:
             end, name = len(a.dims) - variadic - 1, a.dims[variadic].factors[0]
             run = f"_shape[{variadic or ''}:{-end if end else ''}]" if fixed else "_shape"
             if name not in self.known:
-                self.emit(f"{name} = tuple({run})", indent)
+                self.emit(f"{_extent(name)} = _tuple({run})", indent)
                 self.known[name] = n
             elif a.dims[variadic].broadcast:
-                self.emit(
-                    f"if {run} != {name}: {name} = broadcast(SPEC, {n!r}, tuple({run}), {name}, {self.known[name]!r})",
-                    indent,
-                )
+                whole = f"_broadcast(_SPEC, {n!r}, _tuple({run}), {_extent(name)}, {self.known[name]!r})"
+                self.emit(f"if {run} != {_extent(name)}: {_extent(name)} = {whole}", indent)
             else:
                 self.emit(
-                    f"if {run} != {name}: bad_axis(SPEC, {n!r}, 0, tuple({run}), {name}, {name!r}, "
-                    f"{self.known[name]!r})",
+                    f"if {run} != {_extent(name)}: _bad_axis(_SPEC, {n!r}, 0, _tuple({run}), {_extent(name)}, "
+                    f"{name!r}, {self.known[name]!r})",
                     indent,
                 )
         for i, d in enumerate(a.dims):
@@ -238,38 +243,38 @@ class _Writer:
         unknown = [f for f in d.factors if f not in self.known]
         where = f"{a.name} axis {axis}"
         if not unknown:
-            product = "*".join(d.factors)
+            product = "*".join(map(_extent, d.factors))
             also = " != 1 and " if d.broadcast else ""
             test = f"{value}{also}{value if also else ''} != {product}"
             self.emit(
-                f"if {test}: bad_axis(SPEC, {a.name!r}, {axis}, {value}, {product}, {str(d)!r}, "
+                f"if {test}: _bad_axis(_SPEC, {a.name!r}, {axis}, {value}, {product}, {str(d)!r}, "
                 f"{self.known[d.factors[0]]!r})",
                 indent,
             )
         elif len(d.factors) == 1:
-            self.emit(f"{unknown[0]} = {value}", indent)
+            self.emit(f"{_extent(unknown[0])} = {value}", indent)
             self.learn(unknown[0], where, indent)
         elif len(unknown) == 1:
-            rest = "*".join(f for f in d.factors if f in self.known)
-            self.emit(f"{unknown[0]} = {value} // ({rest})", indent)  # no divmod: torch's symbolic integers have none
-            self.emit(
-                f"if {value} % ({rest}): bad_division(SPEC, {a.name!r}, {axis}, {value}, {str(d)!r}, {rest!r}, {rest})",
-                indent,
-            )
+            known = [f for f in d.factors if f in self.known]
+            rest = "*".join(map(_extent, known))
+            # no divmod: torch's symbolic integers have none
+            self.emit(f"{_extent(unknown[0])} = {value} // ({rest})", indent)
+            told = f"{a.name!r}, {axis}, {value}, {str(d)!r}, {'*'.join(known)!r}, {rest}"
+            self.emit(f"if {value} % ({rest}): _bad_division(_SPEC, {told})", indent)
             self.learn(unknown[0], where, indent)
         elif last:
             raise TypeError(
                 f"spec {self.spec.name}: cannot solve {d} of {a.name}: {' and '.join(unknown)} appear nowhere alone"
             )
         else:
-            var = f"extent_{a.name}_{axis % len(a.dims)}"
+            var = f"_axis_{a.name}_{axis % len(a.dims)}"
             self.emit(f"{var} = {value}", indent)
             self.waiting.append((a, axis, d, var))
 
     def learn(self, name: str, where: str, indent: int) -> None:
         self.known[name] = where
         if name in self.spec.positive:
-            self.emit(f"if {name} < 1: bad_zero(SPEC, {name!r}, {name}, {where!r})", indent)
+            self.emit(f"if {_extent(name)} < 1: _bad_zero(_SPEC, {name!r}, {_extent(name)}, {where!r})", indent)
 
     def options(self) -> None:
         for o in self.spec.options:
@@ -277,19 +282,20 @@ class _Writer:
 
     def option(self, name: str, axis_of: str | None) -> None:
         if axis_of:  # negative axes become what they mean, so even the default is worked out
-            check = f"check_axis(SPEC, OPTION_{name}, {name}, {axis_of}.shape)"
-            self.emit(f"rank = len({axis_of}.shape)")
-            self.emit(f"{name} = {name} % rank if {name}.__class__ is int and -rank <= {name} < rank else {check}")
+            check = f"_check_axis(_SPEC, _OPTION_{name}, {name}, {axis_of}.shape)"
+            self.emit(f"_rank = _len({axis_of}.shape)")
+            whole = f"{name}.__class__ is _int and -_rank <= {name} < _rank"
+            self.emit(f"{name} = {name} % _rank if {whole} else {check}")
         else:
-            self.emit(f"if {name} is not DEFAULT_{name}: {name} = check_option(SPEC, OPTION_{name}, {name})")
+            self.emit(f"if {name} is not _DEFAULT_{name}: {name} = _check_option(_SPEC, _OPTION_{name}, {name})")
 
     def finish(self) -> None:
         s = self.spec
         dims = [d for d in s.dims if d in self.known]
         variadic = {d.factors[0] for a in s.arrays for d in a.dims if d.variadic} | set(s.drops)
         decisive = {f for o in s.outputs for d in o.dims for f in d.factors} | set(s.empty)
-        gone = {option: f"extent_of_{option}" for option in s.drops.values()}
-        solved = {d: d for d in [*dims, *s.drops]} | gone  # dimension -> the variable that holds it
+        gone = {option: f"_dropped_{option}" for option in s.drops.values()}
+        solved = {d: _extent(d) for d in [*dims, *s.drops]} | gone  # dimension -> the variable that holds it
         tests = (f"0 in {v}" if d in variadic else f"not {v}" for d, v in solved.items() if d in decisive)
         zero = " or ".join(tests) or "False"
         wants = (
@@ -301,20 +307,20 @@ class _Writer:
             + ")"
         )
         if s.is_vjp:
-            self.emit(f"wants = check_wants(SPEC, wants, {wants})")
+            self.emit(f"wants = _check_wants(_SPEC, wants, {wants})")
             wants = "wants"
         named = [{a.name: a.name for a in s.arrays}, {o.name: o.name for o in s.options}, solved]
         arrays, options, extents = ("{" + ", ".join(f"{n!r}: {v}" for n, v in names.items()) + "}" for names in named)
-        self.emit(f"call = Call(SPEC, {arrays}, {options}, {extents}, dtype, {wants}, fw, device, {zero})")
+        self.emit(f"_call = _Call(_SPEC, {arrays}, {options}, {extents}, _dtype, {wants}, _framework, _device, {zero})")
         if s.aliases:
-            self.emit("if overwrite is not None: call.over = check_overwrite(call, overwrite)")
+            self.emit("if overwrite is not None: _call.over = _check_overwrite(_call, overwrite)")
         for i, rule in enumerate(r for r in s.require if not r.values):
-            self.env[f"RULE_{i}"] = rule
-            self.emit(f"if not RULE_{i}.holds(call): raise SpecError(f'{{SPEC.name}}: {{RULE_{i}.message}}')")
+            self.env[f"_RULE_{i}"] = rule
+            self.emit(f"if not _RULE_{i}.holds(_call): raise _SpecError(f'{{_SPEC.name}}: {{_RULE_{i}.message}}')")
         for i, rule in enumerate(s.doubts):
-            self.env |= {f"DOUBT_{i}": rule, "doubt": doubt}
-            self.emit(f"if not DOUBT_{i}.holds(call): doubt(SPEC, DOUBT_{i})")
-        self.emit("return call")
+            self.env |= {f"_DOUBT_{i}": rule, "_doubt": doubt}
+            self.emit(f"if not _DOUBT_{i}.holds(_call): _doubt(_SPEC, _DOUBT_{i})")
+        self.emit("return _call")
 
     def when(self, o: Output) -> str | None:
         """The condition on which an output is wanted; None for always."""
@@ -324,3 +330,8 @@ class _Writer:
             return o.wanted_by
         optional = {a.name for a in self.spec.arrays if a.optional}
         return f"{o.gradient_of} is not None" if o.gradient_of in optional else None
+
+
+def _extent(dim: str) -> str:
+    """The variable that holds a dimension."""
+    return f"_extent_{dim}"

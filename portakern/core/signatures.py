@@ -36,28 +36,28 @@ def reader(spec: Spec[Any]) -> Callable[..., tuple[Signature | None, dict[str, A
         return lambda *args, **kwargs: (None, {})
     keywords = [o.name for o in spec.options] + ["wants"] * spec.is_vjp + ["overwrite"] * bool(spec.aliases)
     parameters = [a.name + ("=None" if a.optional else "") for a in spec.arrays]
-    parameters += ["*"] * bool(keywords) + [f"{n}=DEFAULT_{n}" for n in keywords]
-    plain = "({0}.__class__, {0}) if {0}.__class__ in PLAIN else option_key({0})"
-    options = [f"{n} if {n} is DEFAULT_{n} else {plain.format(n)}" for n in keywords]
+    parameters += ["*"] * bool(keywords) + [f"{n}=_DEFAULT_{n}" for n in keywords]
+    plain = "({0}.__class__, {0}) if {0}.__class__ in _PLAIN else _option_key({0})"
+    options = [f"{n} if {n} is _DEFAULT_{n} else {plain.format(n)}" for n in keywords]
     arrays = ", ".join(f"{a.name!r}: {a.name}" for a in spec.arrays)
-    env: dict[str, Any] = {"BY_TYPE": BY_TYPE, "PLAIN": PLAIN, "option_key": option_key}
-    env |= {"DEFAULT_wants": None, "DEFAULT_overwrite": None}
-    env |= {f"DEFAULT_{o.name}": o.default for o in spec.options}
-    lines = [f"def read({', '.join(parameters)}):", f"    framework = BY_TYPE.get({spec.lead.name}.__class__)"]
+    env: dict[str, Any] = {"_BY_TYPE": BY_TYPE, "_PLAIN": PLAIN, "_option_key": option_key}
+    env |= {"_DEFAULT_wants": None, "_DEFAULT_overwrite": None}
+    env |= {f"_DEFAULT_{o.name}": o.default for o in spec.options}
+    lines = [f"def read({', '.join(parameters)}):", f"    _framework = _BY_TYPE.get({spec.lead.name}.__class__)"]
     for f in frameworks().values():
         if not f.signature:
             continue
-        env |= {f.name: f, f"{f.name}_undisturbed": f.undisturbed, f"{f.name}_watching": f.watching}
+        env |= {f"_{f.name}": f, f"_{f.name}_undisturbed": f.undisturbed, f"_{f.name}_watching": f.watching}
         parts = [_argument_text(a, f.signature, "None if {0} is None else ({1})") for a in spec.arrays]
         flags = ", ".join(_argument_text(a, f.watched, "{0} is not None and {1}") for a in spec.arrays)
         watched = " or ".join(_argument_text(a, f.watched, "{0} is not None and {1}") for a in spec.arrays)
         there = "".join(
-            f" and ({_argument_text(a, f.there, '{0} is None or {1}', f.name)})" for a in spec.arrays if f.there
+            f" and ({_argument_text(a, f.there, '{0} is None or {1}', f'_{f.name}')})" for a in spec.arrays if f.there
         )
         lines += [
-            f"    if framework is {f.name} and {f.name}_undisturbed({spec.autocast is not None}){there}:",
-            f"        seen = ({watched}) and {f.name}_watching() and ({flags},)",
-            f"        return ({', '.join([*parts, *options])}, seen), {{{arrays}}}",
+            f"    if _framework is _{f.name} and _{f.name}_undisturbed({spec.autocast is not None}){there}:",
+            f"        _seen = ({watched}) and _{f.name}_watching() and ({flags},)",
+            f"        return ({', '.join([*parts, *options])}, _seen), {{{arrays}}}",
         ]
     text = "\n".join([*lines, "    return None, {}"])
     read: Callable[..., tuple[Signature | None, dict[str, Any]]] = codegen.written(

@@ -178,11 +178,43 @@ def check_declaration(spec: Spec[Any]) -> None:
     solved = {f for a in spec.arrays for d in a.dims for f in d.factors}
     for dim in spec.drops:
         _check_drop(spec, dim)
+    _check_names(spec)
     for o in spec.outputs:
         for name in {f for d in o.dims for f in d.factors} - solved - set(spec.drops):
             raise SpecError(
                 f"{spec.name}: {name!r} of {o.name} is not an argument's dimension; declare it as an axis of an "
                 f"argument, or as drops={{{name!r}: option}} (a shape without the axis that the option names)"
+            )
+
+
+RESERVED = {
+    "wants": "a call of a gradient op names its outputs with it",
+    "overwrite": "a call names with it the arrays that results are written over",
+    "backend": "torch.ops.portakern has it",
+    "variant": "torch.ops.portakern has it",
+    "tiling": "torch.ops.portakern has it",
+}
+"""Keywords of calls that no spec declares -> what they are for."""
+
+
+def _check_names(spec: Spec[Any]) -> None:
+    """Whatever a typical call, a sample or the command line names is one thing, and no keyword of every op."""
+    kinds = {a.name: "array" for a in spec.arrays} | {o.name: "option" for o in spec.options}
+    for name, kind in kinds.items():
+        if name in RESERVED:
+            raise SpecError(
+                f"{spec.name}: {kind} {name!r} has the name of a keyword that calls have beside the spec's own "
+                f"({RESERVED[name]}); rename it"
+            )
+        if name.startswith("_"):
+            raise SpecError(
+                f"{spec.name}: {kind} {name!r} begins with an underscore, as names of generated code do; rename it"
+            )
+    for name in (*(o.name for o in spec.options), *(a.name for a in spec.arrays if a.optional)):
+        if name in spec.dims:
+            raise SpecError(
+                f"{spec.name}: {name!r} is an {'option' if kinds[name] == 'option' else 'optional array'} and a "
+                "dimension; rename one: a typical call and the command line give values to both by name"
             )
 
 

@@ -67,30 +67,30 @@ def staged(spec: Spec[Any], choice: Choice) -> Callable[..., Any]:
 
 @functools.cache
 def _write(spec: Spec[Any], routing: tuple[tuple[str, str], ...]) -> Callable[..., Any]:
-    env: dict[str, Any] = {"custom_op": define(spec), "result": spec.result, "pairs": _pairs, "dtype": _torch_dtype}
-    env |= {f"default_{o.name}": o.default for o in spec.options}
-    wrap = {"tuple": "pairs({0})", "dtype": "dtype({0})"}
-    keywords = [f"{o.name}=default_{o.name}" for o in spec.options] + ["wants=None"] * spec.is_vjp
+    env: dict[str, Any] = {"_custom_op": define(spec), "_result": spec.result, "_pairs": _pairs, "_dtype": _torch_dtype}
+    env |= {f"_default_{o.name}": o.default for o in spec.options}
+    wrap = {"tuple": "_pairs({0})", "dtype": "_dtype({0})"}
+    keywords = [f"{o.name}=_default_{o.name}" for o in spec.options] + ["wants=None"] * spec.is_vjp
     params = [a.name + "=None" * a.optional for a in spec.arrays] + ["*"] * bool(keywords) + keywords
     options = [f"{o.name}={wrap.get(o.kind, '{0}').format(o.name)}" for o in spec.options]
     wants = "','.join(wants or ())" if spec.is_vjp else "''"
     how = "".join(f", {name}={value!r}" for name, value in routing)
-    call = f"custom_op({', '.join([a.name for a in spec.arrays] + options)}, wants={wants}{how})"
+    call = f"_custom_op({', '.join([a.name for a in spec.arrays] + options)}, wants={wants}{how})"
     lines = [f"def {spec.name}({', '.join(params)}):"]
-    env |= {"Tensor": torch.Tensor, "SpecError": SpecError}
+    env |= {"_Tensor": torch.Tensor, "_SpecError": SpecError, "_isinstance": isinstance, "_type": type}
     for a in spec.arrays:  # here code that is traced can still catch it; of a custom op's own errors torch.compile dies
-        env[f"dtypes_{a.name}"] = tuple(getattr(torch, name) for name in a.dtypes)
+        env[f"_dtypes_{a.name}"] = tuple(getattr(torch, name) for name in a.dtypes)
         expected = f"expected one of {', '.join(a.dtypes)}: cast it"
-        lines.append(f"    if isinstance({a.name}, Tensor) and {a.name}.dtype not in dtypes_{a.name}:")
-        lines.append(f"        raise SpecError(f'{spec.name}: {a.name} is {{{a.name}.dtype}}; {expected}')")
+        lines.append(f"    if _isinstance({a.name}, _Tensor) and {a.name}.dtype not in _dtypes_{a.name}:")
+        lines.append(f"        raise _SpecError(f'{spec.name}: {a.name} is {{{a.name}.dtype}}; {expected}')")
     for o in spec.options:
         if o.kind in ("bool", "float"):
-            env |= {"PLAIN": _PLAIN, f"number_{o.name}": _number(spec, o)}
-            lines.append(f"    if type({o.name}) not in PLAIN: {o.name} = number_{o.name}({o.name})")
+            env |= {"_PLAIN": _PLAIN, f"_number_{o.name}": _number(spec, o)}
+            lines.append(f"    if _type({o.name}) not in _PLAIN: {o.name} = _number_{o.name}({o.name})")
     if len(spec.outputs) == 1:
-        lines.append(f"    return result({call})" if spec.is_vjp else f"    return {call}")
+        lines.append(f"    return _result({call})" if spec.is_vjp else f"    return {call}")
     else:
-        lines.append(f"    {', '.join(o.name for o in spec.outputs)} = {call}")
+        lines.append(f"    {', '.join(f'_output_{o.name}' for o in spec.outputs)} = {call}")
         lines += _results(spec)
     written: Callable[..., Any] = codegen.written(f"staged {spec.name}", "\n".join(lines), env, spec.name)
     return written
@@ -128,13 +128,14 @@ def _results(spec: Spec[Any]) -> list[str]:
             name: f"({condition} if wants is None else {name!r} in wants)" for name, condition in given.items()
         }
     every = ", ".join(
-        name if condition is None else f"{name} if {condition} else None" for name, condition in conditions.items()
+        f"_output_{name}" if condition is None else f"_output_{name} if {condition} else None"
+        for name, condition in conditions.items()
     )
     always = [name for name, condition in conditions.items() if condition is None]
     lines = []
     if len(always) == 1 and not spec.is_vjp:
-        lines.append(f"    if not ({' or '.join(c for c in conditions.values() if c)}): return {always[0]}")
-    return [*lines, f"    return result({every})"]
+        lines.append(f"    if not ({' or '.join(c for c in conditions.values() if c)}): return _output_{always[0]}")
+    return [*lines, f"    return _result({every})"]
 
 
 def _pairs(value: Any) -> Any:

@@ -186,29 +186,29 @@ class _Again(WatchedCall):
                 a.name + ".detach()" * (a.name in over) if a.name in (*self.saved, *there) else "None"
                 for a in wired.vjp.arrays
             ),
-            options="".join(f"{n}=options[{n!r}], " for n in wired.options) + "overwrite=over, " * bool(over),
+            options="".join(f"{n}=_options[{n!r}], " for n in wired.options) + "overwrite=_over, " * bool(over),
             results="".join(
-                f"out[{outputs.index(r)}], " if r in wants else f"{r}, " if r in there else "None, " for r in results
+                f"_out[{outputs.index(r)}], " if r in wants else f"{r}, " if r in there else "None, " for r in results
             ),
         )
-        env: dict[str, Any] = {"read": backward.read, "plans": backward.choice.plans, "options": self.options}
-        env |= {"wants": wants, "over": over}
+        env: dict[str, Any] = {"_read": backward.read, "_plans": backward.choice.plans, "_options": self.options}
+        env |= {"_wants": wants, "_over": over, "_RuntimeError": RuntimeError}
         way: Way = codegen.written(f"gradients of {self.spec.name}", text, env, "way")
         return way
 
 
 _WAY = """
-def way(saved, cotangents):
-    {saved} = saved
-    {cotangents} = cotangents
+def way(_saved, _cotangents):
+    {saved} = _saved
+    {cotangents} = _cotangents
     try:
-        key, given = read({arguments}, {options}wants=wants)
-    except RuntimeError:  # a tensor that cannot be asked: of is_grads_batched, or without memory of its own
+        _key, _given = _read({arguments}, {options}wants=_wants)
+    except _RuntimeError:  # a tensor that cannot be asked: of is_grads_batched, or without memory of its own
         return None
-    known = None if key is None or key[-1] else plans.get(key)
-    if known is None:  # somebody looks at the gradients' own call, or it is the first of its signature
+    _known = None if _key is None or _key[-1] else _plans.get(_key)
+    if _known is None:  # somebody looks at the gradients' own call, or it is the first of its signature
         return None
-    out = known.serve(given)
+    _out = _known.serve(_given)
     return {results}
 """
 
