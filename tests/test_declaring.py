@@ -27,14 +27,14 @@ def test_generated_code_has_no_name_of_a_signature():
 
     @spec(tiling={}, flops=lambda call: 1.0)
     def strange(
-        tuple: Float[A, "call"],  # noqa: A002
+        tuple: Float[A, "call"],
         SPEC: Float[A, "call"],
         *,
         dtype: Literal["up", "down"] = "up",
         framework: bool = False,
         device: Annotated[int, Range(typical=(3,))] = 0,
-        len: bool = False,  # noqa: A002
-        type: bool = False,  # noqa: A002
+        len: bool = False,
+        type: bool = False,
     ) -> OddOut:
         """y = tuple + SPEC."""
         raise NotImplementedError
