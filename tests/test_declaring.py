@@ -10,7 +10,9 @@ from jaxtyping import Float
 
 import portakern as pk
 from portakern.errors import SpecError
-from portakern.spec import Range, spec
+from portakern.spec import Dim, Extent, Range, spec
+from portakern.testing.samples import sample_case
+from portakern.tools.compile.abstract import typical_signature
 from tests.word_kernels import declared
 
 A = TypeVar("A")
@@ -74,3 +76,105 @@ def test_names_of_two_things_are_refused(arrays, options, message):
     hints = {n: Float[A, s.rstrip("?")] | None if s.endswith("?") else Float[A, s] for n, s in arrays.items()}
     with pytest.raises(SpecError, match=message):
         declared(hints, {"y": Float[A, "n"]}, options)
+
+
+# -------------------------------------------------------------------------------------------------------------- extents
+
+
+def zeros(*shape):
+    return np.zeros(shape, np.float32)
+
+
+def hints(shapes, kind=Float):
+    """Annotations of shapes; a shape that ends in a question mark is an optional array's."""
+    return {n: kind[A, s.rstrip("?")] | None if s.endswith("?") else kind[A, s] for n, s in shapes.items()}
+
+
+def test_an_axis_is_longer_than_a_dimension_by_a_number():
+    summed = declared(hints({"x": "rows", "starts": "sequences+1"}), hints({"y": "sequences"}))
+    call = pk.op(summed).bind(zeros(7), zeros(4))
+    assert call.dims == {"rows": 7, "sequences": 3} and call.outputs["y"][0] == (3,)
+    with pytest.raises(SpecError, match=r"starts axis 0 \(sequences\+1\) is 0; expected at least 1"):
+        pk.op(summed).bind(zeros(7), zeros(0))
+    both = declared(hints({"starts": "n+1", "x": "n"}), hints({"y": "n+2"}))
+    assert pk.op(both).bind(zeros(3), zeros(2)).outputs["y"][0] == (4,)
+    with pytest.raises(SpecError, match=r"x axis 0 \(n\) is 3; expected 2, as set by starts axis 0 \(n\+1\)"):
+        pk.op(both).bind(zeros(3), zeros(3))
+    assert str(Dim.parse("a*b+12")) == "a*b+12"
+    for wrong in ("n+", "n+0", "+1", "#n+1", "*n+1", "n+m", "1+n"):
+        with pytest.raises(ValueError, match="shape notation"):
+            Dim.parse(wrong)
+
+
+def test_an_option_is_an_extent():
+    @spec(tiling={}, flops=lambda call: 1.0, typical={"blocks": 4, "width": 32})
+    def blocked(x: Float[A, "blocks*width"], *, width: Annotated[int, Extent()] = 8) -> BlockedOut:
+        """y = the sum of each block."""
+        raise NotImplementedError
+
+    @blocked.tolerance
+    def bound(call, ref):
+        return (np.full(ref[0].shape, np.inf),)
+
+    def reference(call, tiling):
+        widths.add(call.options["width"])
+        return (call.arrays["x"].reshape(call.dims["blocks"], call.dims["width"]).sum(1),)
+
+    widths = set()
+    pk.backends()["reference"].implements("blocked")(reference)
+    call = pk.op(blocked).bind(zeros(24))
+    assert call.dims == {"blocks": 3, "width": 8} and call.outputs["y"][0] == (3,)
+    assert pk.op(blocked).bind(zeros(24), width=4).dims == {"blocks": 6, "width": 4}
+    with pytest.raises(SpecError, match=r"x axis 0 \(blocks\*width\) is 24; expected a multiple of width = 5"):
+        pk.op(blocked).bind(zeros(24), width=5)
+    with pytest.raises(SpecError, match="width is 0; expected an integer >= 1"):
+        pk.op(blocked).bind(zeros(24), width=0)
+    assert typical_signature(blocked, "float32")["options"] == {"width": 32}
+    blocked.sample("two", dims={"blocks": 2, "width": 3})
+    assert sample_case(blocked).options == {"width": 3} and sample_case(blocked).shapes == {"x": (6,)}
+    assert pk.check(blocked, backend="reference", max_examples=15).passed and len(widths) > 3
+
+
+class BlockedOut(NamedTuple):
+    y: Float[A, "blocks"]
+
+
+def test_dimensions_of_optional_arrays_alone():
+    masked = declared(hints({"x": "n", "bias": "n m?", "other": "m*n?"}), hints({"y": "n"}))
+    x, bind = zeros(2), pk.op(masked).bind
+    assert bind(x).dims == {"n": 2, "m": 0} and not bind(x).degenerate
+    assert bind(x, zeros(2, 3)).dims == bind(x, other=zeros(6)).dims == bind(x, zeros(2, 3), zeros(6)).dims
+    assert bind(x, zeros(2, 3)).dims == {"n": 2, "m": 3}
+    with pytest.raises(SpecError, match=r"other axis 0 \(m\*n\) is 8; expected 6"):
+        bind(x, zeros(2, 3), zeros(8))
+    with pytest.raises(SpecError, match=r"other axis 0 \(m\*n\) is 3; expected a multiple of n = 2"):
+        bind(x, other=zeros(3))
+    ranked = declared(hints({"x": "n", "bias": "*run?", "other": "*run n?"}), hints({"y": "n"}))
+    assert pk.op(ranked).bind(x).dims["run"] == () and pk.op(ranked).bind(x, other=zeros(4, 5, 2)).dims["run"] == (4, 5)
+    with pytest.raises(SpecError, match="'m' of y is a dimension of optional arrays alone"):
+        declared(hints({"x": "n", "bias": "m?"}), hints({"y": "n m"}))
+
+
+def test_a_divisor_of_0():
+    grouped = declared(hints({"x": "heads*group", "y": "heads"}), hints({"z": "heads group"}))
+    call = pk.op(grouped).bind(zeros(0), zeros(0))
+    assert call.dims == {"heads": 0, "group": 0} and call.degenerate
+    with pytest.raises(SpecError, match=r"x axis 0 \(heads\*group\) is 6; expected a multiple of heads = 0"):
+        pk.op(grouped).bind(zeros(6), zeros(0))
+    known = declared(hints({"y": "heads", "x": "heads*group", "z": "group"}), hints({"w": "heads group"}))
+    assert pk.op(known).bind(zeros(0), zeros(0), zeros(3)).dims == {"heads": 0, "group": 3}
+
+
+def test_an_axis_that_broadcasts_is_learned_from_the_argument_that_has_it_whole():
+    scaled = declared(hints({"x": "#n", "y": "#n", "z": "#n?"}), hints({"w": "n"}))
+    x, bind = zeros(1), pk.op(scaled).bind
+    assert bind(x, x).dims == {"n": 1} and bind(x, zeros(5)).dims == bind(zeros(5), x).dims == {"n": 5}
+    assert bind(x, x, zeros(5)).dims == {"n": 5} and bind(x, zeros(0)).dims == {"n": 0}
+    with pytest.raises(SpecError, match=r"z axis 0 \(n\) is 4; expected 5 or 1"):
+        bind(x, zeros(5), zeros(4))
+    whole = declared(hints({"x": "#n", "y": "n"}), hints({"w": "n"}))
+    assert pk.op(whole).bind(x, zeros(5)).dims == {"n": 5}
+    with pytest.raises(SpecError, match=r"x axis 0 \(n\) is 5; expected 1 or 1, as set by y axis 0"):
+        pk.op(whole).bind(zeros(5), x)
+    blocks = declared(hints({"a": "k*w", "s": "#k", "t": "#k", "b": "k*w"}), hints({"c": "k w"}))
+    assert pk.op(blocks).bind(zeros(12), x, zeros(3), zeros(12)).dims == {"k": 3, "w": 4}

@@ -72,7 +72,7 @@ def fold(one: Call, mapped: Collection[str], wants: Collection[str], n: int) -> 
 
 def _leads(spec: Spec[Any], dims: Sequence[Any], batch: str) -> bool:
     """Whether the first axis is the batch's, or that of the batch without the axis along which the op works."""
-    if not dims or len(dims[0].factors) > 1:
+    if not dims or not dims[0].alone:
         return False
     whole = spec.dropped(dims[0].factors[0])
     return (whole[0] if whole else dims[0].factors[0]) == batch

@@ -90,8 +90,11 @@ def binder(spec: Spec[Any]) -> Callable[..., Call]:
 
 
 class _Writer:
-    """Writes the source of one binder. ``known`` holds the dimensions solved up to this line; a product with two
-    unknown dimensions is solved after one of the two.
+    """Writes the source of one binder. ``known`` holds the dimensions solved up to this line; a product with an unknown
+    dimension is solved after whatever may say more of its dimensions.
+
+    ``stretching`` are those of which only axes that broadcast have been seen: a later one may have more than 1. Those of
+    ``uncertain`` stand in optional arrays alone, and are None until one is given.
 
     The required arguments come first, beginning with the one whose dtype is the op's, then the optional arguments, then
     options. If an option names an axis that a dimension lacks, options come before the arrays with this dimension.
@@ -103,6 +106,12 @@ class _Writer:
         self.spec = spec
         self.known: dict[str, str] = {}  # dimension -> "argument, axis" that defined it, for messages
         self.waiting: list[tuple[ArrayArg, int, Dim, str]] = []
+        self.stretching: set[str] = set()
+        required = [d for a in spec.arrays if not a.optional for d in a.dims]
+        certain = {f for d in required for f in d.factors} | {o.name for o in spec.extents} | set(spec.drops)
+        self.alone = {d.factors[0] for d in required if len(d.factors) == 1 and not d.broadcast}
+        self.uncertain = {f for a in spec.arrays for d in a.dims for f in d.factors} - certain
+        self.given: set[str] = set()  # of these, what the array at hand has said
         self.lines: list[str] = []
         self.env: dict[str, Any] = {
             "_SPEC": spec,
@@ -123,6 +132,10 @@ class _Writer:
     def write(self) -> tuple[str, dict[str, Any]]:
         s = self.spec
         required = sorted((a for a in s.arrays if not a.optional), key=lambda a: a is not s.lead)
+        for o in s.extents:
+            self.option(o.name, None)
+            self.emit(f"{_extent(o.name)} = {o.name}")
+            self.known[o.name] = f"the option {o.name}"
         for a in required:
             self.array(a)
         self.settle()
@@ -134,6 +147,8 @@ class _Writer:
                 if self.hangs(a):
                     self.shape(a, 1)
             self.settle()
+        for dim in sorted(self.uncertain):
+            self.emit(f"{_extent(dim)} = None")
         for a in s.arrays:  # last: the required arguments solve the dimensions that optional ones are held to
             if a.optional:
                 self.array(a)
@@ -175,6 +190,9 @@ class _Writer:
             self.dtype(a, dtype, indent)
         if a.optional or not self.hangs(a):
             self.shape(a, indent)
+        if a.optional:
+            self.settle(indent)
+            self.given.clear()
 
     def dtype(self, a: ArrayArg, dtype: str, indent: int) -> None:
         n, first = a.name, a is self.spec.lead
@@ -189,11 +207,17 @@ class _Writer:
         """Whether an option must be known before the shape can be checked."""
         return any(f in self.spec.drops for d in a.dims for f in d.factors)
 
-    def settle(self) -> None:
-        """Solve the products that waited for their factors."""
-        for a, axis, dim, var in self.waiting:
-            self.axis(a, axis, dim, var, 1, last=True)
-        self.waiting.clear()
+    def settle(self, indent: int = 1) -> None:
+        """Solve what waited for other axes, first that of which least is unknown."""
+        self.stretching -= {f for *_, dim, _ in self.waiting for f in dim.factors}
+        while self.waiting:
+            a, axis, dim, var = min(self.waiting, key=lambda w: len(self.unknown(w[2])))
+            self.waiting.remove((a, axis, dim, var))
+            self.axis(a, axis, dim, var, indent, last=True)
+
+    def unknown(self, d: Dim) -> list[str]:
+        """The factors of an axis of which no line up to this has said the extent."""
+        return [f for f in d.factors if f not in self.known or (f in self.uncertain and f not in self.given)]
 
     def drop(self, dim: str) -> None:
         """A run of axes without the one that an option names, and the extent of that one."""
@@ -221,8 +245,11 @@ class _Writer:
         if variadic is not None:
             end, name = len(a.dims) - variadic - 1, a.dims[variadic].factors[0]
             run = f"_shape[{variadic or ''}:{-end if end else ''}]" if fixed else "_shape"
-            if name not in self.known:
+            if name in self.uncertain:
+                self.emit(f"if {_extent(name)} is None: {_extent(name)} = _tuple({run})", indent)
+            elif name not in self.known:
                 self.emit(f"{_extent(name)} = _tuple({run})", indent)
+            if name not in self.known:
                 self.known[name] = n
             elif a.dims[variadic].broadcast:
                 whole = f"_broadcast(_SPEC, {n!r}, _tuple({run}), {_extent(name)}, {self.known[name]!r})"
@@ -240,45 +267,74 @@ class _Writer:
 
     def axis(self, a: ArrayArg, axis: int, d: Dim, value: str, indent: int, last: bool = False) -> None:
         """Solve or check one axis."""
-        unknown = [f for f in d.factors if f not in self.known]
-        where = f"{a.name} axis {axis}"
-        if not unknown:
-            product = "*".join(map(_extent, d.factors))
-            also = " != 1 and " if d.broadcast else ""
-            test = f"{value}{also}{value if also else ''} != {product}"
-            self.emit(
-                f"if {test}: _bad_axis(_SPEC, {a.name!r}, {axis}, {value}, {product}, {str(d)!r}, "
-                f"{self.known[d.factors[0]]!r})",
-                indent,
-            )
-        elif len(d.factors) == 1:
-            self.emit(f"{_extent(unknown[0])} = {value}", indent)
-            self.learn(unknown[0], where, indent)
-        elif len(unknown) == 1:
-            known = [f for f in d.factors if f in self.known]
-            rest = "*".join(map(_extent, known))
-            # no divmod: torch's symbolic integers have none
-            self.emit(f"{_extent(unknown[0])} = {value} // ({rest})", indent)
-            told = f"{a.name!r}, {axis}, {value}, {str(d)!r}, {'*'.join(known)!r}, {rest}"
-            self.emit(f"if {value} % ({rest}): _bad_division(_SPEC, {told})", indent)
-            self.learn(unknown[0], where, indent)
-        elif last:
-            raise TypeError(
-                f"spec {self.spec.name}: cannot solve {d} of {a.name}: {' and '.join(unknown)} appear nowhere alone"
-            )
-        else:
+        unknown = self.unknown(d)
+        where = f"{a.name} axis {axis}" + f" ({d.name})" * bool(d.plus)
+        if d.plus:
+            told = f"{a.name!r}, {axis}, {value}, {d.plus}, {str(d)!r}"
+            self.emit(f"if {value} < {d.plus}: _bad_least(_SPEC, {told})", indent)
+        if not last and self.waits(d, unknown):
             var = f"_axis_{a.name}_{axis % len(a.dims)}"
             self.emit(f"{var} = {value}", indent)
             self.waiting.append((a, axis, d, var))
+        elif not unknown:
+            self.check(a, axis, d, value, indent)
+        elif len(unknown) > 1:
+            raise TypeError(
+                f"spec {self.spec.name}: cannot solve {d} of {a.name}: {' and '.join(unknown)} appear nowhere alone"
+            )
+        elif unknown[0] in self.uncertain and unknown[0] in self.known:
+            (name,) = unknown
+            self.emit(f"if {_extent(name)} is None:", indent)
+            self.solve(a, axis, d, value, indent + 1, name, where)
+            self.emit("else:", indent)
+            self.check(a, axis, d, value, indent + 1)
+        else:
+            self.solve(a, axis, d, value, indent, unknown[0], where)
+        if d.broadcast and d.alone and unknown and d.factors[0] not in self.alone:
+            self.stretching.add(d.factors[0])
+        self.given |= {*unknown} & self.uncertain & self.known.keys()
+
+    def waits(self, d: Dim, unknown: list[str]) -> bool:
+        """Whether an axis is solved after others: one that another says for certain, or of which two others are to."""
+        if len(d.factors) == 1:
+            return d.broadcast and bool(unknown) and d.factors[0] in self.alone
+        return bool(unknown) and (len(unknown) > 1 or unknown[0] in self.alone or bool(self.stretching & {*d.factors}))
+
+    def check(self, a: ArrayArg, axis: int, d: Dim, value: str, indent: int) -> None:
+        """Hold an axis to what is known of its factors."""
+        product = "*".join(map(_extent, d.factors)) + f" + {d.plus}" * bool(d.plus)
+        also = f"{value} != 1 and " if d.broadcast else ""
+        told = f"{a.name!r}, {axis}, {value}, {product}, {str(d)!r}, {self.known[d.factors[0]]!r}"
+        if d.alone and d.factors[0] in self.stretching:
+            extent = _extent(d.factors[0])
+            self.emit(f"if {extent} == 1: {extent} = {value}", indent)
+            self.learn(d.factors[0], f"{a.name} axis {axis}", indent)
+        self.emit(f"if {also}{value} != {product}: _bad_axis(_SPEC, {told})", indent)
+
+    def solve(self, a: ArrayArg, axis: int, d: Dim, value: str, indent: int, name: str, where: str) -> None:
+        """Learn from an axis its only unknown factor."""
+        value = f"({value} - {d.plus})" if d.plus else value
+        others = [f for f in d.factors if f != name]
+        if others:  # no divmod: torch's symbolic integers have none
+            rest = "*".join(map(_extent, others))
+            may_be_0 = not {*others} <= {*self.spec.positive}
+            told = f"{a.name!r}, {axis}, {value}, {str(d)!r}, {'*'.join(others)!r}, {rest}"
+            self.emit(f"{_extent(name)} = {value} // ({rest})" + f" if {rest} else 0" * may_be_0, indent)
+            remainder = f"{value} % ({rest})" + f" if {rest} else {value}" * may_be_0
+            self.emit(f"if {remainder}: _bad_division(_SPEC, {told})", indent)
+        else:
+            self.emit(f"{_extent(name)} = {value}", indent)
+        self.learn(name, where, indent)
 
     def learn(self, name: str, where: str, indent: int) -> None:
-        self.known[name] = where
+        self.known.setdefault(name, where)
         if name in self.spec.positive:
             self.emit(f"if {_extent(name)} < 1: _bad_zero(_SPEC, {name!r}, {_extent(name)}, {where!r})", indent)
 
     def options(self) -> None:
         for o in self.spec.options:
-            self.option(o.name, o.axis_of)
+            if not o.extent:
+                self.option(o.name, o.axis_of)
 
     def option(self, name: str, axis_of: str | None) -> None:
         if axis_of:  # negative axes become what they mean, so even the default is worked out
@@ -296,7 +352,17 @@ class _Writer:
         decisive = {f for o in s.outputs for d in o.dims for f in d.factors} | set(s.empty)
         gone = {option: f"_dropped_{option}" for option in s.drops.values()}
         solved = {d: _extent(d) for d in [*dims, *s.drops]} | gone  # dimension -> the variable that holds it
-        tests = (f"0 in {v}" if d in variadic else f"not {v}" for d, v in solved.items() if d in decisive)
+        tests = [
+            f"0 in {v}{' or ()' * (d in self.uncertain)}"
+            if d in variadic
+            else f"{v} == 0"
+            if d in self.uncertain
+            else f"not {v}"
+            for d, v in solved.items()
+            if d in decisive
+        ]
+        for d in self.uncertain:
+            solved[d] = f"{'()' if d in variadic else 0} if {_extent(d)} is None else {_extent(d)}"
         zero = " or ".join(tests) or "False"
         wants = (
             "("

@@ -23,7 +23,8 @@ class Call:
       spec: the op.
       arrays: argument name -> array; None for an optional one that was not passed.
       options: option name -> canonical value, defaults filled in.
-      dims: dimension name -> extent; a tuple for a variadic one. The extent of a dropped axis is stored under the
+      dims: dimension name -> extent; a tuple for a variadic one. A dimension of optional arrays alone has the extent 0,
+        or no axes, where none of them is given. The extent of a dropped axis is stored under the
         name of the option that names it (see ``drops`` of :func:`portakern.spec.spec`).
       dtype: the op's dtype, that of its first ``Float`` array (``spec.lead``).
       wants: names of the outputs that are needed, in the spec's order.
@@ -156,5 +157,5 @@ def shape_of(notation: tuple[Dim, ...], dims: dict[str, Any]) -> tuple[int, ...]
         if d.variadic:
             shape.extend(dims[d.factors[0]])
         else:
-            shape.append(math.prod(dims[f] for f in d.factors))
+            shape.append(math.prod(dims[f] for f in d.factors) + d.plus)
     return tuple(shape)

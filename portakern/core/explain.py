@@ -75,7 +75,7 @@ def _axes(a: ArrayArg, shape: Sequence[int]) -> Iterator[tuple[str, Any]]:
     left, after = [*shape], len(a.dims)
     for d in a.dims:
         after -= 1
-        name = "*".join(d.factors)
+        name = d.name
         if d.variadic:
             run = [left.pop(0) for _ in range(len(left) - after)]
             yield f"*{name}", f"({', '.join(map(str, run))})"

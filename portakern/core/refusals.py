@@ -18,6 +18,7 @@ __all__ = [
     "bad_division",
     "bad_dtype",
     "bad_framework",
+    "bad_least",
     "bad_rank",
     "bad_zero",
     "broadcast",
@@ -93,6 +94,10 @@ def bad_axis(spec: Spec[Any], name: str, axis: int, actual: Any, want: Any, dim:
         f"{spec.name}: {name} axis {axis} ({dim.lstrip('#*')}) is {actual}; expected {want}{one}, as set by {source}; "
         f"make them agree: {name} is ({a.shape.replace(' ', ', ')})"
     )
+
+
+def bad_least(spec: Spec[Any], name: str, axis: int, actual: int, least: int, dim: str) -> NoReturn:
+    raise SpecError(f"{spec.name}: {name} axis {axis} ({dim}) is {actual}; expected at least {least}")
 
 
 def bad_division(spec: Spec[Any], name: str, axis: int, actual: int, dim: str, divisor: str, value: int) -> NoReturn:

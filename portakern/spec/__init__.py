@@ -3,7 +3,7 @@
 
 from portakern.spec.declare import Spec, spec
 from portakern.spec.fields import ArrayArg, Count, Dim, Edge, Output, Rule, Sample, Tile, When
-from portakern.spec.options import Axis, DType, Range
+from portakern.spec.options import Axis, DType, Extent, Range
 
 __all__ = [
     "ArrayArg",
@@ -12,6 +12,7 @@ __all__ = [
     "DType",
     "Dim",
     "Edge",
+    "Extent",
     "Output",
     "Range",
     "Rule",

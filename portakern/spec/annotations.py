@@ -175,15 +175,46 @@ def check_declaration(spec: Spec[Any]) -> None:
             raise SpecError(
                 f"{spec.name}: reads names {name}; expected an optional array argument: give it the default None"
             )
-    solved = {f for a in spec.arrays for d in a.dims for f in d.factors}
     for dim in spec.drops:
         _check_drop(spec, dim)
+    _check_extents(spec)
     _check_names(spec)
+    _check_outputs(spec)
+
+
+def _check_outputs(spec: Spec[Any]) -> None:
+    """Each output has a shape in every call."""
+    optional = {a.name for a in spec.arrays if a.optional}
     for o in spec.outputs:
-        for name in {f for d in o.dims for f in d.factors} - solved - set(spec.drops):
+        like = o.gradient_of if o.gradient_of in optional else o.alias_of
+        solved = {f for a in spec.arrays if a.name == like or not a.optional for d in a.dims for f in d.factors}
+        missing = {f for d in o.dims for f in d.factors} - solved - set(spec.drops) - {o.name for o in spec.extents}
+        late = missing & {f for a in spec.arrays for d in a.dims for f in d.factors}
+        if late:
+            raise SpecError(
+                f"{spec.name}: {min(late)!r} of {o.name} is a dimension of optional arrays alone, and without them "
+                f"{o.name} has no shape; declare it as an axis of an argument that is required"
+            )
+        for name in missing:
             raise SpecError(
                 f"{spec.name}: {name!r} of {o.name} is not an argument's dimension; declare it as an axis of an "
                 f"argument, or as drops={{{name!r}: option}} (a shape without the axis that the option names)"
+            )
+
+
+def _check_extents(spec: Spec[Any]) -> None:
+    """Options that are extents."""
+    for o in spec.extents:
+        if o.kind != "int" or o.optional or o.range is None or o.range.lo < 0 or o.axis_of:
+            raise SpecError(
+                f"{spec.name}: the option {o.name} is an extent; expected Annotated[int, Extent()], and with a Range "
+                "numbers of at least 0"
+            )
+        axes = [d for dims in (*(a.dims for a in spec.arrays), *(r.dims for r in spec.outputs)) for d in dims]
+        if o.name not in spec.dims or any(d.variadic for d in axes if o.name in d.factors):
+            raise SpecError(
+                f"{spec.name}: the option {o.name} is the extent of no axis; write {o.name!r} in the shape of an "
+                f"argument or output, alone or in a product: 'blocks*{o.name}'"
             )
 
 
@@ -211,10 +242,12 @@ def _check_names(spec: Spec[Any]) -> None:
                 f"{spec.name}: {kind} {name!r} begins with an underscore, as names of generated code do; rename it"
             )
     for name in (*(o.name for o in spec.options), *(a.name for a in spec.arrays if a.optional)):
-        if name in spec.dims:
+        if name in spec.dims and name not in {o.name for o in spec.extents}:
+            is_option = kinds[name] == "option"
             raise SpecError(
-                f"{spec.name}: {name!r} is an {'option' if kinds[name] == 'option' else 'optional array'} and a "
+                f"{spec.name}: {name!r} is an {'option' if is_option else 'optional array'} and a "
                 "dimension; rename one: a typical call and the command line give values to both by name"
+                + (", or annotate it Annotated[int, Extent()] if it is that dimension's extent" if is_option else "")
             )
 
 
@@ -292,6 +325,8 @@ def check_sample(spec: Spec[Any], sample: Sample) -> None:
                 raise SpecError(f"{where}: {part} names {name!r}; expected some of: {', '.join(known) or '(none)'}")
     for name, value in sample.options.items():
         option = spec.option(name)
+        if option.extent:
+            raise SpecError(f"{where}: the option {name} is an extent; give it among dims alone")
         try:
             option.check(value)
         except ValueError:

@@ -2,7 +2,7 @@
 
 A spec is an annotated function under the :func:`spec` decorator. Array arguments are annotated in jaxtyping's notation
 (https://docs.kidger.site/jaxtyping), of which this module reads: names (``d``), products (``kv_heads*group``),
-broadcast axes (``#batch``) and one variadic run of axes (``*batch``). A leading ``batch`` or ``*batch`` counts
+sums with a number (``sequences+1``), broadcast axes (``#batch``) and one variadic run of axes (``*batch``). A leading ``batch`` or ``*batch`` counts
 samples that do not see each other. A run of axes may be another one without the axis that an option names (``drops``).
 Keyword-only arguments are options. The return annotation is a ``NamedTuple`` whose fields are the outputs. Which dtypes
 an annotation stands for: :mod:`portakern.spec.dtypes`.
@@ -102,6 +102,15 @@ class Spec(Generic[P]):
         return self.argument(str(option.axis_of)).dims[0].factors[0], option
 
     @property
+    def extents(self) -> tuple[Option, ...]:
+        """The options that are a dimension's extent (:class:`portakern.spec.Extent`)."""
+        return tuple(o for o in self.options if o.extent)
+
+    def extent_options(self, dims: Mapping[str, Any]) -> dict[str, Any]:
+        """The options that are extents, of which dimensions are not at the default."""
+        return {o.name: dims[o.name] for o in self.extents if o.name in dims and dims[o.name] != o.default}
+
+    @property
     def doc(self) -> str:
         return inspect.cleandoc(self.fn.__doc__ or "")
 
@@ -127,7 +136,8 @@ class Spec(Generic[P]):
         first = self.arrays[0]
         lead = first.dims[0] if first.dims else None
         if lead is None or not (
-            lead.factors == ("batch",) or (lead.variadic and any(o.axis_of == first.name for o in self.options))
+            (lead.factors == ("batch",) and lead.alone)
+            or (lead.variadic and any(o.axis_of == first.name for o in self.options))
         ):
             return None
         return lead.factors[0]
@@ -323,7 +333,7 @@ def spec(
             tiling=types.MappingProxyType(dict(tiling)),
             require=(*require, *(_given_when(name, when) for name, when in (reads or {}).items())),
             doubts=tuple(doubts),
-            positive=tuple(positive),
+            positive=(*positive, *(o.name for o in options if o.extent and o.range and o.range.lo >= 1)),
             empty=types.MappingProxyType(dict(empty or {})),
             flops=flops,
             vjp=vjp,

@@ -124,28 +124,41 @@ class When:
 
 @dataclass(frozen=True)
 class Dim:
-    """One axis of a shape in the signature: the product of ``factors``; ``broadcast``: an extent of 1 stretches;
-    ``variadic``: any number of axes."""
+    """One axis of a shape in the signature: the product of ``factors``, and ``plus`` more; ``broadcast``: an extent of
+    1 stretches; ``variadic``: any number of axes."""
 
     factors: tuple[str, ...]
     broadcast: bool = False
     variadic: bool = False
+    plus: int = 0
 
     @classmethod
     def parse(cls, text: str) -> Dim:
         body = text.lstrip("*#")
         prefix = text[: len(text) - len(body)]
-        factors = tuple(body.split("*"))
+        product, sign, plus = body.partition("+")
+        factors = tuple(product.split("*"))
         if (
             not all(f.isidentifier() for f in factors)
             or len(set(prefix)) != len(prefix)
             or ("*" in prefix and len(factors) > 1)
+            or (sign and (prefix or not plus.isdecimal() or int(plus) < 1))
         ):
-            raise ValueError(f"shape notation {text!r} is not one of: name, a*b, #name, *name, *#name")
-        return cls(factors, "#" in prefix, "*" in prefix)
+            raise ValueError(f"shape notation {text!r} is not one of: name, a*b, name+1, #name, *name, *#name")
+        return cls(factors, "#" in prefix, "*" in prefix, int(plus or 0))
+
+    @property
+    def name(self) -> str:
+        """The notation without its marks: a name, ``a*b`` or ``name+1``."""
+        return "*".join(self.factors) + (f"+{self.plus}" if self.plus else "")
+
+    @property
+    def alone(self) -> bool:
+        """Whether the extent is one dimension's, and neither a product nor a sum."""
+        return len(self.factors) == 1 and not self.plus
 
     def __str__(self) -> str:
-        return ("*" if self.variadic else "") + ("#" if self.broadcast else "") + "*".join(self.factors)
+        return ("*" if self.variadic else "") + ("#" if self.broadcast else "") + self.name
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from portakern.spec.dtypes import FLOATS
 
-__all__ = ["HUGE", "TINY", "Axis", "DType", "Option", "Range", "option_from_annotation", "shown"]
+__all__ = ["HUGE", "TINY", "Axis", "DType", "Extent", "Option", "Range", "option_from_annotation", "shown"]
 
 TINY, HUGE = (
     2.0**-126,
@@ -58,6 +58,12 @@ class Axis:
 
 
 @dataclass(frozen=True)
+class Extent:
+    """An integer that is the extent of the dimension which is called like the option: ``width: Annotated[int, Extent()]
+    = 128`` beside the axis ``blocks*width``. At least 1, unless a ``Range`` says otherwise."""
+
+
+@dataclass(frozen=True)
 class DType:
     """A floating-point dtype: a name, or NumPy's, PyTorch's or JAX's dtype object. Backends get the name."""
 
@@ -67,7 +73,7 @@ class Option:
     """A keyword-only argument. ``check(value)`` returns the canonical value or raises ValueError with what it expected.
 
     ``kind``: bool, int, float, choice (a string), dtype (a name) or tuple (of integers and None); ``optional``: it may
-    be None; ``range``: the range of a number, else None."""
+    be None; ``range``: the range of a number, else None; ``extent``: it is a dimension's (:class:`Extent`)."""
 
     name: str
     default: Any
@@ -78,11 +84,12 @@ class Option:
     kind: str = "float"
     optional: bool = False
     range: Range | None = None
+    extent: bool = False
 
 
 def option_from_annotation(name: str, hint: Any, default: Any) -> Option:
-    """Read an option off its annotation: bool, Literal[...], Annotated[int | float | tuple, Range], Axis, DType; ``|
-    None`` if None is allowed."""
+    """Read an option off its annotation: bool, Literal[...], Annotated[int | float | tuple, Range], Axis, Extent,
+    DType; ``| None`` if None is allowed."""
     optional, inner = False, hint
     marks: tuple[Any, ...] = ()
     if typing.get_origin(inner) in (typing.Union, types.UnionType):
@@ -91,6 +98,9 @@ def option_from_annotation(name: str, hint: Any, default: Any) -> Option:
     if typing.get_origin(inner) is Annotated:
         inner, *mark_list = typing.get_args(inner)
         marks = tuple(mark_list)
+    extent = any(isinstance(m, Extent) for m in marks)
+    if extent and not any(isinstance(m, Range) for m in marks):
+        marks = (*marks, Range(1))
     check, expected, choices = _checker(inner, marks)
     axis_of = next((mark.of for mark in marks if isinstance(mark, Axis)), None)
     kind = _kind(inner, marks)
@@ -107,8 +117,9 @@ def option_from_annotation(name: str, hint: Any, default: Any) -> Option:
             kind,
             True,
             reach,
+            extent,
         )
-    return Option(name, default, check, expected, choices, axis_of, kind, range=reach)
+    return Option(name, default, check, expected, choices, axis_of, kind, range=reach, extent=extent)
 
 
 def _kind(inner: Any, marks: tuple[Any, ...]) -> str:

@@ -81,7 +81,8 @@ def sample_case(op: str | Spec[Any], name: str | None = None, *, dtype: str | No
     }
     wider = tuple(n for n in sample.wider if narrow and n in shapes)
     own = {a.name: dtype for a in spec.arrays if a.name in shapes and not a.follows and dtype in a.dtypes}
-    return Case(dtype, shapes, seed=seed, options=dict(sample.options), wider=wider, dtypes=own)
+    options = {**sample.options, **spec.extent_options(sample.dims)}
+    return Case(dtype, shapes, seed=seed, options=options, wider=wider, dtypes=own)
 
 
 def sample_arrays(

@@ -76,6 +76,7 @@ def case_of(
     dtype = preset.dtype or source.pick(dtypes_of(spec, limits))
     regime = edge.regime if edge.name else preset.regime or source.pick(VALUE_REGIMES)
     options = _options(source, spec, shapes, limits, edge) | _wants(source, spec, limits, given, 6 if edge.name else 3)
+    options |= spec.extent_options(dims)
     if preset.across:
         shapes, dims, options = _across(spec, plain, shapes, dims, options, limits, edge)
     if preset.shapes is None:
@@ -132,6 +133,7 @@ def _shaped(
         wide, kept = drawn_dims(source, spec, edge, limits, preset.kind, preset.nth)
         dims = shrink_to_fit(spec, given, wide, limits, edge, kept)
     dims = {n: e if isinstance(e, tuple) else drawn.extent(n, e) for n, e in dims.items()}
+    dims |= {o.name: _extent_of(o, dims[o.name], limits, edge) for o in spec.extents}
     if edge.aliased:
         dims = one_form(spec, edge.aliased, dims) or dims
     for rule in spec.require:
@@ -139,6 +141,15 @@ def _shaped(
     plain = [a for a in given if not any(f in spec.drops for d in a.dims for f in d.factors)]
     shapes = {a.name: _stretch(source, a, dims, edge.stretched.get(a.name, ()), edge.aliased) for a in plain}
     return given, plain, shapes, dims, kept
+
+
+def _extent_of(option: Option, drawn: int, limits: Limits, edge: Edge) -> int:
+    """The extent that an option has: the fixed one, or what was drawn, within the option's range."""
+    fixed = {**edge.options, **limits.options}
+    if option.name in fixed or not limits.takes(option.name):
+        return int(fixed.get(option.name, option.default))
+    assert option.range is not None
+    return int(min(max(drawn, option.range.lo), option.range.hi))
 
 
 def _drawn(limits: Limits, edge: Edge) -> Drawn:
@@ -227,7 +238,7 @@ def _options(
     fixed, absent = {**edge.options, **limits.options}, _drawn(limits, edge).absent
     found = {o.name: fixed[o.name] for o in spec.options if o.name in fixed and fixed[o.name] != o.default}
     for o in spec.options:
-        if o.name not in fixed and limits.takes(o.name) and o.name not in absent and source.yes():
+        if o.name not in fixed and not o.extent and limits.takes(o.name) and o.name not in absent and source.yes():
             value = _option_value(source, o, shapes, 10 if edge.name else 6)
             if value != o.default:
                 found[o.name] = value

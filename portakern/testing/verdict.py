@@ -271,7 +271,7 @@ def tiles_of(call: Call, name: str, index: tuple[int, ...], tiling: Mapping[str,
         if of is None:
             continue
         for back, d in enumerate(reversed(output.dims), 1):
-            if d.factors == (of,) and not d.variadic:
+            if d.factors == (of,) and d.alone and not d.variadic:
                 found.append(
                     f"{tile}={extent}: tile {index[-back] // extent} of {-(-call.dims[of] // extent)}, element "
                     f"{index[-back] % extent}"

@@ -114,7 +114,7 @@ def _thinned(expected: Expected, spec: Spec[Any]) -> Expected:
     """Of a large output that the oracle must compute whole, such as a sum over rows for each class of a vocabulary,
     some indices along its first dimension: all would go from process to process, and be compared for seconds."""
     dims = spec.outputs[[o.name for o in spec.outputs].index(expected.name)].dims
-    plain = not any(d.variadic or len(d.factors) > 1 for d in dims)
+    plain = not any(d.variadic or not d.alone for d in dims)
     if expected.exact.size <= MOST or not plain or dims[0].factors[0] in expected.chosen:
         return expected
     extent = expected.exact.shape[0]

@@ -73,7 +73,7 @@ def named_signature(spec: Spec[Any], dtype: str, values: Mapping[str, Any]) -> C
             raise SpecError(f"{spec.name} has no {name!r}; expected one of {', '.join(known)}")
     if dtype not in spec.dtypes:
         raise SpecError(f"{spec.name}: dtype {dtype!r} is none of {', '.join(spec.dtypes)}")
-    dims = extents(spec, values)
+    dims = extents(spec, {o.name: o.default for o in spec.extents} | dict(values))
     dims |= dropped_dims(spec, dims, values)
     options = {o.name: values[o.name] for o in spec.options if o.name in values}
     arrays = {
@@ -85,7 +85,7 @@ def named_signature(spec: Spec[Any], dtype: str, values: Mapping[str, Any]) -> C
 
 
 def _names(spec: Spec[Any]) -> list[str]:
-    return [*spec.dims, *(o.name for o in spec.options), *(a.name for a in spec.arrays if a.optional)]
+    return [*spec.dims, *(o.name for o in spec.options if not o.extent), *(a.name for a in spec.arrays if a.optional)]
 
 
 def extents(spec: Spec[Any], values: Mapping[str, Any]) -> dict[str, Any]:
