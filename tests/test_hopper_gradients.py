@@ -252,6 +252,8 @@ def test_calls_of_a_signature_are_planned(more):
             "attention_vjp_gradients_kernel",
             "attention_vjp_gradients_kernel",
         ]
+        # Of queries' ids, where they come first among the keys, is found once: 3 tiles of ranges a side, and 3 of keys.
+        assert [grid for name, grid in first if name in ranges] == ([6, 3] if ranges else [])
         assert again is not None
         launches.clear()
         again(call.arrays)

@@ -107,7 +107,7 @@ def attention(call: Call, config: FlashConfig) -> tuple[Any, ...]:
     segments: Any = gradients.segments_of(call, "q", "kv")
     if segments is not None:
         order = longest_first(call, segments.summaries, plan.consumers * QUERIES, (left, right))
-        segments = OrderedSegments(segments.ranges, segments.summaries, segments.firsts, order)
+        segments = OrderedSegments(segments.ranges, segments.summaries, segments.own_firsts, segments.firsts, order)
     work, programs = work_of(call, config, plan.consumers * QUERIES, (left, right), processors(q.device))
     columns, columns_dv = (plan.block_d, plan.more_d), (plan.block_dv, plan.more_dv)
     described = [in_pieces(x, rows, *of) for x, rows, of in (
@@ -281,8 +281,7 @@ def attention_vjp(call: Call, config: FlashGradientsConfig) -> tuple[Any, ...]:
     lines, rest = gradients.lines_of(call, o, d_o, rate)
     left, right = shared.window_of(options["is_causal"], options["window"], dims["q_len"] + dims["kv_len"])
     plans = gradients.plans(call, config)
-    segments = {by_key: gradients.segments_of(call, *(("kv", "q") if by_key else ("q", "kv")))
-                for by_key in {plan.by_key for plan in plans.values()}}  # fmt: skip
+    segments = gradients.segments_of_both(call, {plan.by_key for plan in plans.values()})
     for wants, plan in plans.items():
         first, second = (out.get(n) if n in wants else None for n in (("d_k", "d_v") if plan.by_key else ("d_q", "")))
         keys = (k, v), dims["kv_len"], dims["kv_heads"]

@@ -14,7 +14,7 @@ from portakern.backends.triton.lib import attention as shared
 from portakern.backends.triton.lib.gluon import Segments
 from portakern.backends.triton.lib.gluon_gradients import LINE, GradientsPlan, LseRest
 from portakern.backends.triton.lib.heads import LOG2E, Scores
-from portakern.backends.triton.lib.segments import ranges_and_summaries
+from portakern.backends.triton.lib.segments import segment_tables
 from portakern.backends.triton.lib.tma import BARRIERS, QUERIES, REGISTERS, pieces
 from portakern.core.backend import Drawn
 from portakern.specs._exponents import LARGEST, two_parts
@@ -131,7 +131,19 @@ def segments_of(call: Call, own: str, other: str) -> Segments | None:
     mine, theirs = (call.arrays[f"{side}_segment_ids"] for side in (own, other))
     if mine is None:
         return None
-    return Segments(*ranges_and_summaries(call, mine, theirs))
+    return Segments(*segment_tables(call, mine, theirs))
+
+
+def segments_of_both(call: Call, by_key: set[bool]) -> dict[bool, Segments | None]:
+    """What kernels that own queries (False) and keys (True) are told of segments. Where both are launched ids are told
+    apart by where they come first among the keys, which is found once."""
+    of_queries, of_keys = (call.arrays[f"{side}_segment_ids"] for side in ("q", "kv"))
+    if len(by_key) < 2 or of_queries is None:
+        return {keys: segments_of(call, *(("kv", "q") if keys else ("q", "kv"))) for keys in by_key}
+    queries = segment_tables(call, of_queries, of_keys)
+    keys = segment_tables(call, of_keys, of_queries, firsts=False)
+    found = Segments(keys.ranges, keys.summaries, own_firsts=queries.firsts, firsts=queries.own_firsts)
+    return {False: Segments(*queries), True: found}
 
 
 def lines_of(

@@ -39,10 +39,12 @@ class Softmax(NamedTuple):
 
 class Segments(NamedTuple):
     """Of a packed call (``lib.segments``): the ranges of the rows that programs own, and the numbers of each tile of
-    them; where the id of each of the other side's positions comes first, which tells segments apart as ids do."""
+    them; and where on one side the id of each own row and of each of the other side's positions comes first, which
+    tells segments apart as ids do."""
 
     ranges: Any
     summaries: Any
+    own_firsts: Any
     firsts: Any
 
 
@@ -52,15 +54,16 @@ class OrderedSegments(NamedTuple):
 
     ranges: Any
     summaries: Any
+    own_firsts: Any
     firsts: Any
     order: Any
 
 
 class OtherSegments(NamedTuple):
-    """Whether rows from ``top`` on may meet other segments in their ranges: ``mixed``. ranges, firsts: of the rows of
-    their batch entry, and of the positions of the other side. How many of both there are."""
+    """Whether rows from ``top`` on may meet other segments in their ranges: ``mixed``. own_firsts, firsts: of the rows
+    of their batch entry, and of the positions of the other side. How many of both there are."""
 
-    ranges: Any
+    own_firsts: Any
     firsts: Any
     top: Any
     mixed: Any
@@ -337,7 +340,8 @@ def packed_reach(reached, segments, head, top, work, row: gl.constexpr):
     all_lo = gl.maximum(all_lo, gl.load(of_tile + 2, mask=tile < tiles, other=0))
     all_hi = gl.minimum(all_hi, gl.load(of_tile + 3, mask=tile < tiles, other=0))
     mixed = gl.load(of_tile + 4, mask=tile < tiles, other=0) != 0
-    others = OtherSegments(ranges, segments.firsts + batch * work.kv_len, top, mixed, work.q_len, work.kv_len)
+    own_firsts, firsts = segments.own_firsts + batch * work.q_len, segments.firsts + batch * work.kv_len
+    others = OtherSegments(own_firsts, firsts, top, mixed, work.q_len, work.kv_len)
     return (lo, hi), gl.where(mixed, work.kv_len, all_lo), all_hi, others
 
 
@@ -353,11 +357,11 @@ def only_seen(x, hidden, start, cols, limits, others, row: gl.constexpr):
 
 @gluon.jit
 def of_one_segment(x, hidden, start, cols, others, row: gl.constexpr):
-    """As ``only_seen``, by segments: a row's range begins where its id comes first. Numbers leave the branch, since
-    what is true of each pair would take a register when it does."""
+    """As ``only_seen``, by segments: where their ids come first. Numbers leave the branch, since what is true of each
+    pair would take a register when it does."""
     if others.mixed:
         i, j = others.top + gl.arange(0, ROWS, row), start + cols
-        own = gl.load(others.ranges + i * 2, mask=i < others.q_len, other=0)
+        own = gl.load(others.own_firsts + i, mask=i < others.q_len, other=0)
         first = gl.load(others.firsts + j, mask=j < others.kv_len, other=-1)
         x = gl.where(own[:, None] == first[None, :], x, hidden)
     return x

@@ -146,12 +146,15 @@ def ranges_of(own, other, row, length, positions, tile: tl.constexpr):
 
 
 @triton.jit
-def attention_segment_ranges_kernel(own, other, ranges, summaries, firsts, strides, extents, tile: tl.constexpr):
+def attention_segment_ranges_kernel(
+    own, other, ranges, summaries, own_firsts, firsts, strides, extents, tile: tl.constexpr
+):
     """The ranges, (batch, rows, 2), of the rows of a tile. A row whose id nobody has gets [extents.other, 0).
 
     summaries: (batch, tiles, 5) numbers of the tile, or None: where the first of its ranges begins, where the last
     ends, where the last begins, where the first ends, and whether a range holds other segments too.
-    firsts: (batch, positions), the first position that has the id of each, which further programs find, or None.
+    own_firsts, firsts: the first position that has the id of each row, (batch, rows), and of each position, (batch,
+    positions), which further programs find; or None.
     """
     own_b, own_s = strides.own
     other_b, other_s = strides.other
@@ -164,6 +167,8 @@ def attention_segment_ranges_kernel(own, other, ranges, summaries, firsts, strid
         at = ranges + (batch * extents.own + row) * 2
         tl.store(at, lo, mask=row < extents.own)
         tl.store(at + 1, hi, mask=row < extents.own)
+        if own_firsts is not None:
+            tl.store(own_firsts + batch * extents.own + row, lo, mask=row < extents.own)
         if summaries is not None:
             at = summaries + (batch * extents.tiles + index) * SUMMARY
             tl.store(at, tl.min(lo, 0))
@@ -220,29 +225,39 @@ def attention_segment_order_kernel(summaries, order, window, extents, tile: tl.c
 def segment_ranges(call: Call, own: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
     """The ranges of rows with the ids ``own`` among positions with the ids ``other``, (batch, rows, 2) int32; None of
     a call without ids."""
-    return None if own is None or other is None else _found(call, own, other, False)[0]
+    return None if own is None or other is None else _found(call, own, other, False, False)[0]
 
 
-def ranges_and_summaries(
-    call: Call, own: torch.Tensor, other: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The ranges, the numbers of each tile of ``TILE.rows`` rows, (batch, tiles, 5) int32, and where the id of each of
-    the other positions comes first, (batch, positions) int32: see the kernel."""
-    return _found(call, own, other, True)
+class SegmentTables(NamedTuple):
+    """What ``attention_segment_ranges_kernel`` finds: int32, (batch, rows, 2), (batch, tiles of ``TILE.rows`` rows, 5),
+    (batch, rows) and (batch, positions)."""
+
+    ranges: torch.Tensor
+    summaries: Any
+    own_firsts: Any
+    firsts: Any
 
 
-def _found(call: Call, own: torch.Tensor, other: torch.Tensor, summarised: bool) -> tuple[Any, Any, Any]:
+def segment_tables(call: Call, own: torch.Tensor, other: torch.Tensor, firsts: bool = True) -> SegmentTables:
+    """The tables of rows with the ids ``own`` among positions with the ids ``other``, without the last two unless
+    ``firsts``."""
+    return _found(call, own, other, True, firsts)
+
+
+def _found(call: Call, own: torch.Tensor, other: torch.Tensor, summarised: bool, firsts: bool) -> SegmentTables:
     (batch, rows), positions = own.shape, other.shape[1]
     int32, tiles, other_tiles = torch_dtype("int32"), cdiv(rows, TILE.rows), cdiv(positions, TILE.rows)
-    ranges, summaries, firsts = fresh((batch, rows, 2), int32, own.device), None, None
-    if summarised:
-        summaries = fresh((batch, tiles, SUMMARY.value), int32, own.device)
-        firsts = fresh((batch, positions), int32, own.device)
+    found = SegmentTables(
+        fresh((batch, rows, 2), int32, own.device),
+        fresh((batch, tiles, SUMMARY.value), int32, own.device) if summarised else None,
+        fresh((batch, rows), int32, own.device) if firsts else None,
+        fresh((batch, positions), int32, own.device) if firsts else None,
+    )
     extents = RangeExtents(tiles, other_tiles, batch, rows, positions)
-    launch(attention_segment_ranges_kernel, (tiles + (other_tiles if summarised else 0)) * batch, call, own, other,
-           ranges, summaries, firsts, RangeStrides(own.stride(), other.stride()), extents, tile=TILE,
+    launch(attention_segment_ranges_kernel, (tiles + (other_tiles if firsts else 0)) * batch, call, own, other, *found,
+           RangeStrides(own.stride(), other.stride()), extents, tile=TILE,
            num_warps=8, **({"maxnreg": 128} if call.target.platform == "cuda" else {}))  # fmt: skip
-    return ranges, summaries, firsts
+    return found
 
 
 def longest_first(
