@@ -6,12 +6,14 @@ from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import pytest
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 import portakern as pk
 from portakern.errors import SpecError
-from portakern.spec import Dim, Extent, Range, spec
-from portakern.testing.samples import sample_case
+from portakern.spec import Dim, Extent, Range, Rule, spec
+from portakern.spec.tolerance import round_to, units
+from portakern.testing.cases import Case
+from portakern.testing.samples import sample_arrays, sample_case
 from portakern.tools.compile.abstract import typical_signature
 from tests.word_kernels import declared
 
@@ -178,3 +180,94 @@ def test_an_axis_that_broadcasts_is_learned_from_the_argument_that_has_it_whole(
         pk.op(whole).bind(zeros(5), x)
     blocks = declared(hints({"a": "k*w", "s": "#k", "t": "#k", "b": "k*w"}), hints({"c": "k w"}))
     assert pk.op(blocks).bind(zeros(12), x, zeros(3), zeros(12)).dims == {"k": 3, "w": 4}
+
+
+# -------------------------------------------------------------------------------------------------------------- offsets
+
+
+class SegmentSumOut(NamedTuple):
+    y: Float[A, "sequences n"]
+
+
+def fits(call):
+    starts, lens = call.arrays["starts"], call.arrays["lens"]
+    lengths = np.diff(starts)
+    return starts[0] == 0 and starts[-1] <= call.dims["rows"] and bool(((lens >= 0) & (lens <= lengths)).all())
+
+
+@spec(
+    tiling={},
+    flops=lambda call: float(call.dims["rows"] * call.dims["n"]),
+    require=[Rule(fits, "starts rise from 0, and lens are at most the lengths", values=True)],
+)
+def segment_sum(x: Float[A, "rows n"], starts: Int[A, "sequences+1"], lens: Int[A, "sequences"]) -> SegmentSumOut:
+    """y = the sum of the first lens rows of each sequence; sequences begin at starts."""
+    raise NotImplementedError
+
+
+@segment_sum.values("starts")
+def rising(rng, shape, dims, options):
+    return np.sort(np.append(rng.integers(0, dims["rows"] + 1, shape[0] - 1), 0))
+
+
+@segment_sum.values("lens", "starts")
+def within(rng, shape, dims, options, starts):
+    return rng.integers(0, np.diff(starts) + 1)
+
+
+@segment_sum.edge(dims={"rows": (20, 40), "sequences": (2, 4), "n": (1, 3)})
+def a_large_row(arrays, rng, options):
+    """A row that is counted where it does not belong shows."""
+    arrays["x"][rng.integers(len(arrays["x"]))] = 1000
+
+
+def ranges(starts, lens):
+    return [np.arange(s, s + n) for s, n in zip(starts, lens, strict=False)]
+
+
+@segment_sum.tolerance
+def segment_sum_bound(call, ref):
+    rows = ranges(call.arrays["starts"], call.arrays["lens"])
+    size = np.array([np.abs(call.arrays["x"][r]).sum(0) for r in rows]).reshape(ref[0].shape)
+    err = (call.dims["rows"] + 2) * (units(call).u * size + units(call).tau)
+    return (round_to(np.where(size < units(call).huge, err, np.inf), ref[0], call.dtype),)
+
+
+@pk.backends()["reference"].implements("segment_sum")
+def segment_sum_reference(call, tiling):
+    rows = ranges(call.arrays["starts"], call.arrays["lens"])
+    with np.errstate(all="ignore"):
+        return (np.array([call.arrays["x"][r].sum(0) for r in rows]).reshape(len(rows), call.dims["n"]),)
+
+
+def test_values_depend_on_values_drawn_before():
+    seen = []
+
+    def fn(x, starts, lens):
+        seen.append(sum(int(n) < int(full) for n, full in zip(lens, np.diff(starts), strict=True)))
+        with np.errstate(all="ignore"):
+            rows = ranges(starts, lens)
+            sums = [x[r].astype(np.float64).sum(0) for r in rows]
+            return np.array(sums).reshape(len(lens), x.shape[1]).astype(x.dtype)
+
+    assert pk.check(segment_sum, fn=fn, max_examples=40).passed and sum(n > 0 for n in seen) > 20
+    wrong = pk.check(segment_sum, fn=lambda x, starts, lens: fn(x, starts, np.diff(starts)), max_examples=40)
+    assert not wrong.passed
+    (failure, *_) = wrong.failures
+    assert Case.from_json(failure.case).shapes["x"][0] <= 4, "shrunk, with values that fit the smaller shapes"
+
+
+def test_a_sample_has_values_that_depend_on_each_other():
+    segment_sum.sample("three", dims={"rows": 9, "n": 2, "sequences": 3})
+    arrays, _ = sample_arrays(segment_sum)
+    assert arrays["starts"].shape == (4,) and (arrays["lens"] <= np.diff(arrays["starts"])).all()
+    np.testing.assert_array_equal(sample_case(segment_sum).drawn(segment_sum, "lens"), arrays["lens"])
+
+
+def test_values_are_declared_after_those_that_they_see():
+    two = declared(hints({"x": "n", "a": "n", "b": "n"}), hints({"y": "n"}))
+    two.values("a", "b")(rising)
+    with pytest.raises(SpecError, match="the values of a see those of b; declare the values of b before"):
+        two.values("b", "a")
+    with pytest.raises(SpecError, match="values are declared for 'c'; expected one of x, a, b"):
+        two.values("b", "c")

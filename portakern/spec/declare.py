@@ -87,6 +87,7 @@ class Spec(Generic[P]):
     passes: Mapping[str, str] = field(default_factory=dict)
     reads: Mapping[str, When] = field(default_factory=dict)
     generators: dict[str, ValuesFn] = field(default_factory=dict)
+    seen: dict[str, tuple[str, ...]] = field(default_factory=dict)
     samples: dict[str, Sample] = field(default_factory=dict)
 
     @property
@@ -201,21 +202,32 @@ class Spec(Generic[P]):
         """A function's name, of a gradient op's without ``_vjp``."""
         return fn.__name__.removesuffix("_vjp") if self.is_vjp else fn.__name__
 
-    def values(self, name: str) -> Callable[[ValuesFn], ValuesFn]:
-        """Decorator: ``fn(rng, shape, dims, options)`` makes the values of the array argument ``name``, for the checker
-        and for samples: sorted offsets, a permutation, labels of which some are ignored.
+    def values(self, name: str, *seen: str) -> Callable[[ValuesFn], ValuesFn]:
+        """Decorator: ``fn(rng, shape, dims, options, *seen)`` makes the values of the array argument ``name``, for the
+        checker and for samples: sorted offsets, a permutation, labels of which some are ignored.
+
+        ``seen`` are names of arguments whose values are drawn before and handed to the function, in this order:
+        lengths, say, that depend on offsets. They are float64 or int64 arrays, not to be written to, and None where
+        the call has no such argument. Those that have a function of their own are declared first.
 
         ``rng`` is a NumPy generator, ``shape`` the array's shape; ``dims`` and ``options`` are those of the bound call.
         The result has this shape, and values of the argument's dtype kind that obey the op's rules. Without a
         generator, integers are a few small numbers (int8, int16, uint8 and bool: all values) and floats come from a
         regime. A gradient op uses the generators of the forward op's arrays of the same names, unless it declares one.
         """
-        if name not in {a.name for a in self.arrays}:
-            names = ", ".join(a.name for a in self.arrays)
-            raise SpecError(f"{self.name}: values are declared for {name!r}; expected one of {names}")
+        for each in (name, *seen):
+            if each not in {a.name for a in self.arrays}:
+                names = ", ".join(a.name for a in self.arrays)
+                raise SpecError(f"{self.name}: values are declared for {each!r}; expected one of {names}")
+        late = [n for n, theirs in self.seen.items() if name in theirs]
+        if late or name in seen:
+            raise SpecError(
+                f"{self.name}: the values of {(late or [name])[0]} see those of {name}; declare the values of {name} "
+                "before, and without those that see them"
+            )
 
         def declare(fn: ValuesFn) -> ValuesFn:
-            self.generators[name] = fn
+            self.generators[name], self.seen[name] = fn, seen
             return fn
 
         return declare

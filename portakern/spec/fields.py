@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ArrayArg", "Count", "Dim", "Edge", "Output", "Rule", "Sample", "Tile", "ValuesFn", "When"]
 
-ValuesFn = Callable[[Any, tuple[int, ...], Mapping[str, Any], Mapping[str, Any]], Any]
-"""``values(rng, shape, dims, options)``: an array of that shape for one argument. ``rng`` is a NumPy generator,
-``dims`` and ``options`` are those of the bound call that it is for."""
+ValuesFn = Callable[..., Any]
+"""``values(rng, shape, dims, options, *seen)``: an array of that shape for one argument. ``rng`` is a NumPy generator,
+``dims`` and ``options`` are those of the bound call that it is for, ``seen`` the values of other arguments."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from portakern.testing.layouts import LAYOUTS, REPEATS, Buffer
 from portakern.testing.regimes import EACH_ALONE, REGIMES
 from portakern.testing.sizes import one_form
 
-__all__ = ["LAYOUTS", "REGIMES", "Case", "edges", "generators"]
+__all__ = ["LAYOUTS", "REGIMES", "Case", "edges", "fixed_values", "generators"]
 
 Shape = tuple[int, ...]
 
@@ -86,12 +86,7 @@ class Case:
         drawn = {a.name: (a, self.shapes[a.name]) for a in given.values() if a.name not in saved} | (
             self._more(spec, forward) if forward and saved else {}
         )
-        made = generators(spec, forward)
-        bound = self.bound_alone(spec) if made.keys() & drawn else None
-        values = {
-            n: self._made(spec, made[n], bound, a, shape) if bound and n in made else self._pool(a, shape)
-            for n, (a, shape) in drawn.items()
-        }
+        values = self._values(spec, drawn, drawn)
         if self.aliased:
             values |= dict.fromkeys(self.aliased, values[self.aliased[0]])
         plant = edges(spec)[self.edge].plant if self.edge else None
@@ -113,10 +108,31 @@ class Case:
 
     def drawn(self, spec: Spec[Any], name: str) -> np.ndarray:
         """The values of one argument before they are rounded to its dtype, by its generator where it has one."""
-        a, made = spec.argument(name), generators(spec, registry.forward_of(spec) if spec.is_vjp else None)
-        if name in made:
-            return self._made(spec, made[name], self.bound_alone(spec), a, self.shapes[name])
-        return _spread(self._pool(a, self.shapes[name]), self.shapes[name])
+        given = {a.name: (a, self.shapes[a.name]) for a in spec.arrays if a.name in self.shapes}
+        return _spread(self._values(spec, given, [name])[name], self.shapes[name])
+
+    def _values(
+        self, spec: Spec[Any], given: Mapping[str, tuple[ArrayArg, Shape]], names: Iterable[str]
+    ) -> dict[str, np.ndarray]:
+        """Values of these arguments, of which each that sees others comes after them."""
+        forward = registry.forward_of(spec) if spec.is_vjp else None
+        made, found = generators(spec, forward), dict[str, np.ndarray]()
+        seen = {n: s for n, s in (forward.seen if forward else {}).items() if n not in spec.generators} | spec.seen
+        bound = self.bound_alone(spec) if made.keys() & given else None
+
+        def draw(name: str) -> np.ndarray | None:
+            if name in given and name not in found:
+                a, shape = given[name]
+                others = [draw(n) for n in seen.get(name, ())]
+                if bound and name in made:
+                    found[name] = self._made(spec, made[name], bound, a, shape, others)
+                else:
+                    found[name] = self._pool(a, shape)
+            return _spread(found[name], given[name][1]) if name in given else None
+
+        for name in names:
+            draw(name)
+        return {n: found[n] for n in names}
 
     def bound_alone(self, spec: Spec[Any]) -> Call:
         """The bound call on arrays of one element, stretched: its dimensions and canonical options."""
@@ -174,10 +190,18 @@ class Case:
             return rng.integers(lowest, int(kind.largest) + 1, shape)
         return np.sort(rng.integers(0, 4, shape), axis=-1) if self.seed % 2 else rng.integers(0, 3, shape)
 
-    def _made(self, spec: Spec[Any], fn: ValuesFn, bound: Call, a: ArrayArg, shape: Shape) -> np.ndarray:
+    def _made(
+        self,
+        spec: Spec[Any],
+        fn: ValuesFn,
+        bound: Call,
+        a: ArrayArg,
+        shape: Shape,
+        seen: Sequence[np.ndarray | None],
+    ) -> np.ndarray:
         """What a declared generator gives, held to the argument's form."""
         rng = np.random.default_rng([self.seed, zlib.crc32(a.name.encode())])
-        values = np.asarray(fn(rng, shape, bound.dims, bound.options))
+        values = np.asarray(fn(rng, shape, bound.dims, bound.options, *seen))
         kind = DTYPES[self.dtype_of(a)]
         if values.shape != shape:
             raise SpecError(f"{spec.name}: the values of {a.name} have shape {values.shape}; expected {shape}")
@@ -202,9 +226,15 @@ def generators(spec: Spec[Any], forward: Spec[Any] | None) -> dict[str, ValuesFn
     defaults = {o.name: o.default for o in forward.options}  # of those that the gradient op does not have
 
     def with_defaults(fn: ValuesFn) -> ValuesFn:
-        return lambda rng, shape, dims, options: fn(rng, shape, dims, {**defaults, **options})
+        return lambda rng, shape, dims, options, *seen: fn(rng, shape, dims, {**defaults, **options}, *seen)
 
     return {name: with_defaults(fn) for name, fn in forward.generators.items()} | spec.generators
+
+
+def fixed_values(spec: Spec[Any], forward: Spec[Any] | None) -> set[str]:
+    """The arguments whose values are for their places alone: those that a generator makes, or sees."""
+    made = {**(forward.seen if forward else {}), **spec.seen}
+    return {*generators(spec, forward), *(n for names in made.values() for n in names)}
 
 
 def _forward_outputs(
@@ -267,7 +297,7 @@ def _given_twice(spec: Spec[Any]) -> Iterator[Edge]:
     What a gradient op saved follows from its other arguments, and what a generator makes is made for one argument.
     """
     forward = registry.forward_of(spec) if spec.is_vjp else None
-    apart = {o.name for o in (forward.outputs if forward else ())} | {*generators(spec, forward)} | {*spec.masks}
+    apart = {o.name for o in (forward.outputs if forward else ())} | fixed_values(spec, forward) | {*spec.masks}
     left = [a for a in spec.arrays if a.follows and a.name not in apart]
     ones = {
         d: (1,) if any(f.variadic and d in f.factors for a in spec.arrays for f in a.dims) else 1 for d in spec.dims

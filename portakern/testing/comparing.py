@@ -17,7 +17,7 @@ from portakern.core.oracle import as_float64, broken_rule
 from portakern.errors import NotEmulatedError, SpecError, UnsupportedError
 from portakern.spec import Spec
 from portakern.spec.dtypes import DTYPES, numpy_dtype
-from portakern.testing.cases import Case, generators
+from portakern.testing.cases import Case, fixed_values, generators
 from portakern.testing.evidence import source_of_nan
 from portakern.testing.layouts import REPEATS, Buffer, same_bits
 from portakern.testing.report import Report
@@ -452,7 +452,7 @@ def _changeable(spec: Spec[Any], case: Case) -> str | None:
     """An argument whose values may be others without making the call another: none that a saved result follows from,
     that a generator made, or whose elements share memory."""
     forward = registry.forward_of(spec) if spec.is_vjp else None
-    fixed = {*generators(spec, forward), *spec.masks, *case.aliased}
+    fixed = {*fixed_values(spec, forward), *spec.masks, *case.aliased}
     if forward:
         fixed |= {a.name for a in forward.arrays} | {o.name for o in forward.outputs}
     free = [

@@ -15,7 +15,7 @@ from portakern.errors import SpecError
 from portakern.spec import ArrayArg, Edge, Spec, Tile
 from portakern.spec.dtypes import DTYPES
 from portakern.spec.options import HUGE, TINY, Option, Range
-from portakern.testing.cases import Case, generators
+from portakern.testing.cases import Case, fixed_values
 from portakern.testing.fixed import CasePreset
 from portakern.testing.layouts import REPEATS
 from portakern.testing.regimes import MASK_REGIMES, VALUE_REGIMES
@@ -214,7 +214,7 @@ def _may_widen(a: ArrayArg, narrow: bool, limits: Limits, edge: Edge) -> bool:
 def _layouts(source: Source, spec: Spec[Any], given: Sequence[ArrayArg], limits: Limits, edge: Edge) -> dict[str, str]:
     """How the arrays lie in memory, of those that are not left as they come."""
     forward = registry.forward_of(spec) if spec.is_vjp else None
-    made = {*generators(spec, forward), *(o.name for o in (forward.outputs if forward else ()))}
+    made = {*fixed_values(spec, forward), *(o.name for o in (forward.outputs if forward else ()))}
     cotangents = {f"d_{o.name}" for o in (forward.outputs if forward else ())}
     found = {}
     for a in given:
