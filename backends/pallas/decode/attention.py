@@ -51,7 +51,8 @@ from portakern.backends.pallas.lib.mosaic_gpu.chip import (
     store,
     whole_pieces,
 )
-from portakern.backends.pallas.lib.mosaic_gpu.flash import PART, QUERIES, Merge, MosaicFlashPlan, QueryTile, rings
+from portakern.backends.pallas.lib.mosaic_gpu.flash import QUERIES, Merge, MosaicFlashPlan, QueryTile, rings
+from portakern.backends.pallas.lib.mosaic_gpu.head_parts import LeavingBuffers, starts_of
 from portakern.backends.pallas.lib.segments import span_at, spans_of
 from portakern.core.backend import Drawn
 from portakern.core.call import Call
@@ -94,7 +95,7 @@ class Packed(MosaicFlashPlan):
         return self.batch * self.heads * self.splits
 
     def _shared(self, slots: int) -> int:
-        return super()._shared(0) + slots * QUERIES * PART * jnp.dtype(jnp.float32).itemsize
+        return super()._shared(0) + slots * QUERIES * self.parts[1][0] * jnp.dtype(jnp.float32).itemsize
 
     def queries(self, q: Any, tile: QueryTile, rows: Any) -> Any:
         return q.at[tile.batch, tile.head, rows]
@@ -190,12 +191,14 @@ def write(ref: Refs, plan: Packed, warpgroup: Any, tile: QueryTile, acc: tuple[A
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(ref.known, ref.statistics.at[place])
     rows = pl.ds(0, plan.q_len)
-    for part, (slot, leaving) in enumerate(in_slots(len(acc), plan.slots)):
+    slots = in_slots(len(acc), plan.slots)
+    for start, part, (slot, leaving) in zip(starts_of(plan.parts[1]), acc, slots, strict=True):
         plgpu.wait_smem_to_gmem(leaving, wait_read_only=True)
-        ref.written[slot] = acc[part]
+        buffer = ref.written.buffer(part.shape[1], slot)
+        buffer.tiled[...] = part
         plgpu.commit_smem()
-        there = ref.parts.at[(*place, rows, pl.ds(part * PART, PART))]
-        plgpu.copy_smem_to_gmem(ref.written.at[slot, rows], there)
+        there = ref.parts.at[(*place, rows, pl.ds(start, part.shape[1]))]
+        plgpu.copy_smem_to_gmem(buffer.copied.at[rows], there)
 
 
 class SplitState(NamedTuple):
@@ -265,7 +268,7 @@ def attention(call: Call, config: FlashConfig) -> tuple[jax.Array | None, ...]:
         },
         scratch=rings(
             plan,
-            written=plgpu.SMEM((plan.slots, QUERIES, PART), jnp.float32),
+            written=LeavingBuffers((plan.slots,), QUERIES, plan.parts[1], jnp.float32, swizzled=False),
             known=plgpu.SMEM((2, QUERIES), jnp.float32),
         ),
         warpgroups=plan.consumers + 1,

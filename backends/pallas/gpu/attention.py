@@ -33,21 +33,19 @@ from portakern.backends.pallas.lib.mosaic_gpu.attention import (
     whole_tiles,
 )
 from portakern.backends.pallas.lib.mosaic_gpu.chip import (
-    Swizzled,
     in_slots,
     launch,
     padded_rows,
     whole_pieces,
 )
 from portakern.backends.pallas.lib.mosaic_gpu.flash import (
-    PART,
     QUERIES,
     MosaicFlashPlan,
     QueryTile,
-    part_of,
     rings,
     schedule,
 )
+from portakern.backends.pallas.lib.mosaic_gpu.head_parts import LeavingBuffers, buffer_shapes, columns_of, starts_of
 from portakern.backends.pallas.lib.segments import spans_of
 from portakern.core.call import Call
 
@@ -92,13 +90,15 @@ def write(
             there = getattr(ref, name).at[tile.batch, tile.head, rows]
             plgpu.copy_smem_to_gmem(ref.lse_rows.at[i, warpgroup], there)
     inverse = 1.0 / jnp.where(l == 0.0, 1.0, l)
-    for part, (slot, leaving) in enumerate(in_slots(len(acc), plan.slots)):
+    slots = in_slots(len(acc), plan.slots)
+    for start, part, (slot, leaving) in zip(starts_of(plan.parts[1]), acc, slots, strict=True):
         plgpu.wait_smem_to_gmem(leaving, wait_read_only=True)
-        o = acc[part] * lax.broadcast_in_dim(inverse, acc[part].shape, (0,))
-        ref.written.tiled[warpgroup, slot] = o.astype(plan.dtype)
+        o, width = part * lax.broadcast_in_dim(inverse, part.shape, (0,)), part.shape[1]
+        buffer = ref.written.buffer(width, warpgroup, slot)
+        buffer.tiled[...] = o.astype(plan.dtype)
         plgpu.commit_smem()
-        there = ref.o.at[tile.batch, rows, tile.head, part_of(ref.o, part)]
-        plgpu.copy_smem_to_gmem(ref.written.copied.at[warpgroup, slot], there)
+        there = ref.o.at[tile.batch, rows, tile.head, columns_of(ref.o, start, width)]
+        plgpu.copy_smem_to_gmem(buffer.copied, there)
 
 
 @BACKEND.implements("attention", key=key, supports=supports, config=FlashConfig, copies=copies)
@@ -106,7 +106,8 @@ def attention(call: Call, config: FlashConfig) -> tuple[jax.Array | None, ...]:
     plan = plan_of(call, config)
     wide, dtype = whole_pieces(plan.dv, plan.dtype), plan.dtype
     outputs = {"o": jax.ShapeDtypeStruct((plan.batch, plan.q_len, plan.heads, wide), dtype)}
-    sums = (plan.consumers, plan.parts[1], QUERIES, PART) if plan.merges else None
+    of_values = plan.parts[1]
+    sums = tuple(buffer_shapes((plan.consumers,), QUERIES, of_values)) if plan.merges else ()
     numbers, more = saved(call), {}
     if numbers:
         form = jax.ShapeDtypeStruct((plan.batch, plan.heads, _lse_length(plan)), jnp.float32)
@@ -125,7 +126,7 @@ def attention(call: Call, config: FlashConfig) -> tuple[jax.Array | None, ...]:
         (plan.blocks,),
         inputs={name: padded_rows(call.arrays[name]) for name in "qkv"} | inputs,
         outputs=outputs,
-        scratch=rings(plan, Swizzled((plan.consumers, plan.slots, QUERIES, PART), dtype, sums), **more),
+        scratch=rings(plan, LeavingBuffers((plan.consumers, plan.slots), QUERIES, of_values, dtype, sums), **more),
         warpgroups=plan.consumers + 1,
         approximate=True,
         across_warps=False,

@@ -50,17 +50,17 @@ from portakern.backends.pallas.lib.mosaic_gpu.attention_vjp import (
     write,
 )
 from portakern.backends.pallas.lib.mosaic_gpu.chip import (
-    Swizzled,
     issue_product,
     launch,
     padded_rows,
 )
 from portakern.backends.pallas.lib.mosaic_gpu.flash import (
-    PART,
     ROW,
     anew,
     zeros,
+    zeros_of,
 )
+from portakern.backends.pallas.lib.mosaic_gpu.head_parts import LeavingBuffers
 from portakern.backends.pallas.lib.mosaic_gpu.pairs import (
     CONSUMERS,
     NUMBERS,
@@ -91,7 +91,7 @@ Multiply = Callable[[str, Any], int]
 def consume(ref: Refs, plan: AttentionGradientPlan, warpgroup: Any, tile: ResidentTile) -> None:
     """Sum up the gradients of this warpgroup's resident rows, and write them."""
     plgpu.barrier_wait(ref.resident_arrived.at[warpgroup])
-    none = tuple(zeros(PART) for _ in range(sum(plan.sums.values())))
+    none = zeros_of(plan.leaving)
     rows = pl.ds(tile.row + warpgroup * ROWS, ROWS)
     numbers = tuple(
         plgpu.load(getattr(ref, name).at[tile.batch, tile.head, rows], layout=ROW, optimized=False)
@@ -119,15 +119,15 @@ def add(
 
     def work(accumulators: Any, others: Any) -> None:
         found, left = accumulators[: len(dots)], iter(accumulators[len(dots) :])
-        totals = {name: list(itertools.islice(left, parts)) for name, parts in plan.sums.items()}
-        for acc, resident, streamed, parts in zip(found, resident_buffers, streamed_buffers, dots, strict=False):
-            for part in range(parts):
-                issue_product(acc, resident.tiled.at[here, part], streamed.tiled.at[there, part], transposed=True)
+        totals = {name: list(itertools.islice(left, len(parts))) for name, parts in plan.sums.items()}
+        for acc, resident, streamed in zip(found, resident_buffers, streamed_buffers, strict=False):
+            for rows, columns in zip(resident, streamed, strict=True):
+                issue_product(acc, rows.tiled(here), columns.tiled(there), transposed=True)
 
         def multiply(name: str, factor: Any) -> int:
             rounded = factor.astype(plan.dtype)
-            for part, acc in enumerate(totals[name]):
-                issue_product(acc, rounded, streamed_buffers[name == "d_v"].tiled.at[there, part])
+            for part, acc in zip(streamed_buffers[name == "d_v"], totals[name], strict=True):
+                issue_product(acc, rounded, part.tiled(there))
             return len(totals[name])
 
         known = numbers if plan.by_query else tuple(partial(read_number, ref, buffer, i) for i in range(len(NUMBERS)))
@@ -173,7 +173,7 @@ def overlapped(
     """P beside the products dP, and D beside those with P. Pairs that do not see each other have a P of -0, which no
     exponential is: by that D knows them, whatever their dP holds."""
     *lse, delta = numbers
-    p, t = weights(ref, plan, position, lse, finished(found[0], later=sum(plan.parts[1 : len(found)])))
+    p, t = weights(ref, plan, position, lse, finished(found[0], later=sum(map(len, plan.parts[1 : len(found)]))))
     (p,) = kept(ref, plan, position, -0.0, p)
     if not plan.by_query:
         plgpu.barrier_wait(ref.told.at[buffer])  # and a basic block ends, over which no wait for products moves
@@ -200,12 +200,12 @@ def attention_vjp(call: Call, config: FlashGradientsConfig) -> tuple[jax.Array |
 
 def gradients(call: Call, plan: AttentionGradientPlan, inputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """The gradients of one plan, by name."""
-    arrivals, numbers, told = sum(plan.parts), {}, {}
+    arrivals, numbers, told = sum(map(len, plan.parts)), {}, {}
     if not plan.by_query:
         arrivals += len(NUMBERS) - 1
         numbers = {"numbers": plgpu.SMEM(plan.numbers, jnp.float32)}
         told = {"told": plgpu.Barrier(num_arrivals=1, num_barriers=plan.stages)}
-    written = Swizzled((CONSUMERS, SLOTS, ROWS, PART), plan.dtype)
+    written = LeavingBuffers((CONSUMERS, SLOTS), ROWS, plan.leaving, plan.dtype)
     found = launch(
         call,
         partial(kernel, plan=plan, consume=consume),

@@ -53,7 +53,6 @@ from portakern.backends.pallas.lib.mosaic_gpu.accumulators import finished, in_r
 from portakern.backends.pallas.lib.mosaic_gpu.attention import key
 from portakern.backends.pallas.lib.mosaic_gpu.bias_gradient import bias_gradient
 from portakern.backends.pallas.lib.mosaic_gpu.chip import (
-    Swizzled,
     aligned,
     issue_product,
     launch,
@@ -62,7 +61,8 @@ from portakern.backends.pallas.lib.mosaic_gpu.chip import (
     tiled_buffer,
     whole_pieces,
 )
-from portakern.backends.pallas.lib.mosaic_gpu.flash import COLUMN, PART, anew, zeros
+from portakern.backends.pallas.lib.mosaic_gpu.flash import COLUMN, anew, zeros, zeros_of
+from portakern.backends.pallas.lib.mosaic_gpu.head_parts import PART, LeavingBuffers, all_full
 from portakern.backends.pallas.lib.mosaic_gpu.pairs import (
     CONSUMERS,
     NUMBERS,
@@ -124,7 +124,7 @@ class Added(NamedTuple):
     @property
     def columns(self) -> int:
         """Of the sums."""
-        return self.plan.parts[0] * PART
+        return sum(self.plan.parts[0])
 
     def tile(self, tile: ResidentTile) -> ResidentTile:
         """The same tile of keys, and whole groups of tiles of queries that are computed ``together``."""
@@ -141,9 +141,10 @@ class Added(NamedTuple):
 def added(call: Call, config: UnorderedGradientsConfig) -> Added:
     plan = plan_of(call, config, WANTS)
     plan = plan._replace(band=plan.band._replace(closed=True))  # queries that are not there have an lse of inf
-    if plan.parts[1] > plan.parts[0]:  # a tile's d_q is then two halves of columns all the same
-        plan = plan._replace(d=PART + 8)
-    return Added(plan, CONSUMERS // plan.parts[0], config.last)
+    parts = all_full(plan.parts[0]), plan.parts[1]
+    if len(parts[1]) > len(parts[0]):  # a tile's d_q is then two halves of columns all the same
+        plan, parts = plan._replace(d=PART + 8), (all_full(parts[1]), parts[1])
+    return Added(plan._replace(parts=parts), CONSUMERS // len(parts[0]), config.last)
 
 
 def without_d_q(call: Call) -> Call:
@@ -180,7 +181,7 @@ def consume(ref: Refs, plan: AttentionGradientPlan, warpgroup: Any, tile: Reside
     plgpu.commit_smem()
     for c in range(CONSUMERS):
         plgpu.barrier_wait(ref.resident_arrived.at[c])
-    none = tuple(zeros(PART) for _ in range(sum(plan.sums.values())))
+    none = zeros_of(plan.leaving)
     sums = walk(
         plan, tile, partial(fold, ref, how, warpgroup, tile), none, is_far(ref, plan, tile), how.tiles_per_iteration
     )
@@ -214,7 +215,7 @@ def fold(
         query_gradients(ref, how, warpgroup, tile, iteration, dots)
         if how.last:
             key_gradients(ref, how, iteration, how.tiles_per_iteration - 1, d, totals)
-        d_q = finished(dots, later=how.plan.parts[0] if how.last else 0)
+        d_q = finished(dots, later=len(how.plan.parts[0]) if how.last else 0)
         if not how.last:
             free(ref, how, iteration)
         leave(ref, how, warpgroup, tile, iteration, d_q)
@@ -238,28 +239,26 @@ def fold_tile(ref: Refs, how: Added, where: tuple[Any, ...], dots: Any, d_ps: An
     plan, step = how.plan, iteration * how.tiles_per_iteration + n
     buffer = lax.rem(step, jnp.int32(plan.stages))
     place = warpgroup, tile, *tile.head_and_tile(step), cut
-    queries, d_o = ref.streamed_first.tiled, ref.streamed_second.tiled
-    of_first, of_second = plan.parts
 
     here = anew(warpgroup, tile.row + iteration)
-    for part in range(of_first):
-        issue_product(dots, ref.resident_first.tiled.at[here, part], queries.at[buffer, part], transposed=True)
-    for part in range(of_second):
-        issue_product(d_ps, ref.resident_second.tiled.at[here, part], d_o.at[buffer, part], transposed=True)
+    for keys, queries in zip(ref.resident_first, ref.streamed_first, strict=True):
+        issue_product(dots, keys.tiled(here), queries.tiled(buffer), transposed=True)
+    for values, d_o in zip(ref.resident_second, ref.streamed_second, strict=True):
+        issue_product(d_ps, values.tiled(here), d_o.tiled(buffer), transposed=True)
     *lse, delta = (partial(read_number, ref, buffer, i) for i in range(len(NUMBERS)))
     p, t = weights(ref, plan, place, lse, finished(dots, later=0))
     d = slopes(plan, delta, p, t, finished(d_ps, later=0))
     p, d = kept(ref, how, place, p, d)
-    for part in range(of_second):
-        issue_product(totals[of_first + part], p.astype(plan.dtype), d_o.at[buffer, part])
+    for total, d_o in zip(totals[len(plan.parts[0]) :], ref.streamed_second, strict=True):
+        issue_product(total, p.astype(plan.dtype), d_o.tiled(buffer))
     return d.astype(plan.dtype)
 
 
 def key_gradients(ref: Refs, how: Added, iteration: Any, n: int, d: Any, totals: list[Any]) -> None:
     """Issue d_k += D^T q of a tile of queries."""
     buffer = lax.rem(iteration * how.tiles_per_iteration + n, jnp.int32(how.plan.stages))
-    for part in range(how.plan.parts[0]):
-        issue_product(totals[part], d, ref.streamed_first.tiled.at[buffer, part])
+    for total, queries in zip(totals, ref.streamed_first, strict=False):
+        issue_product(total, d, queries.tiled(buffer))
 
 
 def kept(ref: Refs, how: Added, position: TilePosition, *tiles: Any) -> tuple[Any, ...]:
@@ -291,9 +290,10 @@ def columns(ref: Refs, how: Added, warpgroup: Any, shape: tuple[int, int]) -> An
 def query_gradients(ref: Refs, how: Added, warpgroup: Any, tile: ResidentTile, iteration: Any, acc: Any) -> None:
     """Issue acc += this warpgroup's half of D k of an iteration: its columns, or its tile of queries."""
     n, part = (0, warpgroup) if how.tiles_per_iteration == 1 else (warpgroup, 0)
+    keys = ref.resident_first[0]._replace(index=part)  # of parts of one width
     for c in range(CONSUMERS):
         shown = ref.shown.at[lax.rem(iteration, jnp.int32(2)), n, c].T
-        issue_product(acc, shown, ref.resident_first.tiled.at[anew(c, tile.row + iteration), part])
+        issue_product(acc, shown, keys.tiled(anew(c, tile.row + iteration)))
 
 
 def leave(ref: Refs, how: Added, warpgroup: Any, tile: ResidentTile, iteration: Any, d_q: Any) -> None:
@@ -301,10 +301,10 @@ def leave(ref: Refs, how: Added, warpgroup: Any, tile: ResidentTile, iteration: 
     n, part = (0, warpgroup) if how.tiles_per_iteration == 1 else (warpgroup, 0)
     head, j = tile.head_and_tile(iteration * how.tiles_per_iteration + n)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was in this buffer before has left
-    ref.leaving.sums[warpgroup] = d_q
+    ref.leaving.sums[0][warpgroup] = d_q
     plgpu.commit_smem()
     there = ref.sums.at[tile.batch, pl.ds(j * ROWS, ROWS), head, pl.ds(part * PART, PART)]
-    plgpu.copy_smem_to_gmem(ref.leaving.sums.at[warpgroup], there, reduction_op="add")
+    plgpu.copy_smem_to_gmem(ref.leaving.sums[0].at[warpgroup], there, reduction_op="add")
 
 
 def free(ref: Refs, how: Added, iteration: Any) -> None:
@@ -358,8 +358,8 @@ def launched(call: Call, how: Added, inputs: Mapping[str, Any]) -> dict[str, jax
         outputs=ordered.gradient_forms(plan),
         scratch=ordered.rings(
             plan,
-            sum(plan.parts) + len(NUMBERS) - 1,
-            leaving=Swizzled((CONSUMERS, SLOTS, ROWS, PART), plan.dtype, sums=(CONSUMERS, ROWS, PART)),
+            sum(map(len, plan.parts)) + len(NUMBERS) - 1,
+            leaving=LeavingBuffers((CONSUMERS, SLOTS), ROWS, plan.leaving, plan.dtype, sums=((CONSUMERS, ROWS, PART),)),
             numbers=plgpu.SMEM(how.numbers, jnp.float32),
             shown=tiled_buffer((2, how.tiles_per_iteration, CONSUMERS, ROWS, PART), plan.dtype),
             there=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=2),

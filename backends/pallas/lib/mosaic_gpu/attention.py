@@ -39,13 +39,13 @@ from portakern.backends.pallas.lib.double_float import in_two
 from portakern.backends.pallas.lib.mosaic_gpu import chip
 from portakern.backends.pallas.lib.mosaic_gpu.accumulators import finished, in_registers
 from portakern.backends.pallas.lib.mosaic_gpu.chip import (
+    BufferViews,
     dtype_refused,
     over_shared,
     products_refused,
 )
 from portakern.backends.pallas.lib.mosaic_gpu.flash import (
     OF_THREE,
-    PART,
     QUERIES,
     ROW,
     TILE,
@@ -60,7 +60,9 @@ from portakern.backends.pallas.lib.mosaic_gpu.flash import (
     same_segment,
     tiles_of_split,
     zeros,
+    zeros_of,
 )
+from portakern.backends.pallas.lib.mosaic_gpu.head_parts import PART, parts_in
 from portakern.backends.pallas.lib.mosaic_gpu.pipeline import REGISTERS, drain, free_all, warp_specialized
 from portakern.core.call import Call
 from portakern.specs._exponents import below_overflow, exponents, two_parts
@@ -171,7 +173,7 @@ def supports(call: Call, config: FlashConfig) -> str | None:
         if tile not in legal:
             return f"{name}={tile} is not supported by wgmma here: use one of {', '.join(map(str, legal))}"
     plan = plan_of(call, config)
-    held = plan.parts[1] * PART // 2 + block_kv // 2 + block_kv // 4
+    held = sum(plan.parts[1]) // 2 + block_kv // 2 + block_kv // 4
     if held > HELD:
         return (
             f"block_kv={block_kv} with heads of {call.dims['dv']} takes {held} registers a thread for sums and scores, "
@@ -272,10 +274,10 @@ def by_splits(ref: Refs, plan: MosaicFlashPlan, warpgroup: Any, tile: QueryTile,
         )
         state = walk(ref, plan, warpgroup, tile, before, first, end)
         acc, l, m = merged(ref, plan, warpgroup, sums[1:], state, i > 0)
-        pl.when(i < splits)(lambda: keep(ref, warpgroup, acc, i == 0))
+        pl.when(i < splits)(lambda: keep(ref, plan, warpgroup, acc, i == 0))
         return acc, l, m
 
-    acc = tuple(zeros(PART) for _ in range(plan.parts[1]))
+    acc = zeros_of(plan.parts[1])
     l = plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), ROW)
     acc, l, m = lax.fori_loop(0, splits + 1, split, (acc, l, _unseen()))
     plgpu.commit_smem()  # these bytes are not read as sums any more
@@ -309,7 +311,7 @@ def first_keys(
     m = jnp.max(s, axis=1)
     p = plan.scores.weights(s, plan.scores.scaled_max(m))
     plgpu.barrier_wait(ref.v_arrived.at[buffer])
-    acc = tuple(zeros(PART) for _ in range(plan.parts[1]))
+    acc = zeros_of(plan.parts[1])
     return acc, jnp.sum(p, axis=1), m, p.astype(plan.dtype)
 
 
@@ -351,12 +353,18 @@ def more_keys(
     return tuple(acc), l * alpha + jnp.sum(p, axis=1), m_new, p.astype(plan.dtype)
 
 
-def keep(ref: Refs, warpgroup: Any, acc: tuple[Any, ...], first: Any) -> None:
+def keep(ref: Refs, plan: MosaicFlashPlan, warpgroup: Any, acc: tuple[Any, ...], first: Any) -> None:
     """Leave sums in shared memory, where each thread reads what it wrote itself."""
     # What was written to these bytes before the first were not sums.
     pl.when(first)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
-    for part, total in enumerate(acc):
-        ref.written.sums[warpgroup, part] = total
+    for there, total in zip(sums_of(ref, plan, warpgroup), acc, strict=True):
+        there[...] = total
+
+
+def sums_of(ref: Refs, plan: MosaicFlashPlan, warpgroup: Any) -> list[Any]:
+    """Where a consumer's sums lie, by part."""
+    views = [BufferViews(None, sums) for sums in ref.written.sums]
+    return [part.tiled(warpgroup) for part in parts_in(plan.parts[1], views)]
 
 
 def merged(
@@ -366,9 +374,8 @@ def merged(
     (l_before, m_before), (acc, l, m) = sums, state
     merge = Merge.of(plan.scores, m_before, m)
     parts = []
-    for i, part in enumerate(acc):
-        there = ref.written.sums.at[warpgroup, i]
-        known = lax.cond(begun, partial(plgpu.load, there, layout=TILE), partial(zeros, PART))
+    for there, part in zip(sums_of(ref, plan, warpgroup), acc, strict=True):
+        known = lax.cond(begun, partial(plgpu.load, there, layout=TILE), partial(zeros, part.shape[1]))
         parts.append(merge.elements(known, part))
     return tuple(parts), merge.rows(l_before, l), merge.maximum
 

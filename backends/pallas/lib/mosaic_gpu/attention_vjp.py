@@ -23,18 +23,16 @@ from portakern.backends.pallas.lib.mosaic_gpu import bias_gradient
 from portakern.backends.pallas.lib.mosaic_gpu import rows as row_walk
 from portakern.backends.pallas.lib.mosaic_gpu.attention import operands_refused
 from portakern.backends.pallas.lib.mosaic_gpu.chip import (
-    Swizzled,
     in_slots,
     over_shared,
     whole_pieces,
 )
 from portakern.backends.pallas.lib.mosaic_gpu.flash import (
     COUNTED,
-    PART,
     bring,
     heaviest_first,
-    part_of,
 )
+from portakern.backends.pallas.lib.mosaic_gpu.head_parts import HeadBuffers, LeavingViews, columns_of, starts_of
 from portakern.backends.pallas.lib.mosaic_gpu.pairs import (
     CONSUMERS,
     NUMBERS,
@@ -111,11 +109,11 @@ def rings(plan: AttentionGradientPlan, arrivals: int, **buffers: Any) -> dict[st
     return {
         "arrived": plgpu.Barrier(num_arrivals=arrivals, num_barriers=plan.stages),
         "free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=plan.stages),
-        "streamed_first": Swizzled((plan.stages, of_first, plan.streamed.tile, PART), plan.dtype),
-        "streamed_second": Swizzled((plan.stages, of_second, plan.streamed.tile, PART), plan.dtype),
-        "resident_arrived": plgpu.Barrier(num_arrivals=of_first + of_second, num_barriers=CONSUMERS),
-        "resident_first": Swizzled((CONSUMERS, of_first, ROWS, PART), plan.dtype),
-        "resident_second": Swizzled((CONSUMERS, of_second, ROWS, PART), plan.dtype),
+        "streamed_first": HeadBuffers((plan.stages,), plan.streamed.tile, of_first, plan.dtype),
+        "streamed_second": HeadBuffers((plan.stages,), plan.streamed.tile, of_second, plan.dtype),
+        "resident_arrived": plgpu.Barrier(num_arrivals=len(of_first + of_second), num_barriers=CONSUMERS),
+        "resident_first": HeadBuffers((CONSUMERS,), ROWS, of_first, plan.dtype),
+        "resident_second": HeadBuffers((CONSUMERS,), ROWS, of_second, plan.dtype),
         **buffers,
     }
 
@@ -150,9 +148,9 @@ def produce(ref: Refs, plan: AttentionGradientPlan, tile: ResidentTile) -> None:
     """Bring the resident rows, then streamed tiles as buffers are free."""
     for c in range(CONSUMERS):
         rows = pl.ds(tile.row + c * ROWS, ROWS)
-        for name, buffers in ((plan.resident.first, ref.resident_first), (plan.resident.second, ref.resident_second)):
+        for name, parts in ((plan.resident.first, ref.resident_first), (plan.resident.second, ref.resident_second)):
             array = getattr(ref, name).at[tile.batch, rows, tile.head]
-            bring(array, buffers.copied.at[c], ref.resident_arrived.at[c])
+            bring(array, parts, (c,), ref.resident_arrived.at[c])
 
     @pl.loop(0, tile.steps)
     def _(step: Any) -> None:
@@ -160,9 +158,9 @@ def produce(ref: Refs, plan: AttentionGradientPlan, tile: ResidentTile) -> None:
         head, j = tile.head_and_tile(step)
         pl.when(step >= plan.stages)(lambda: plgpu.barrier_wait(ref.free.at[buffer]))
         rows = pl.ds(j * plan.streamed.tile, plan.streamed.tile)
-        for name, buffers in ((plan.streamed.first, ref.streamed_first), (plan.streamed.second, ref.streamed_second)):
+        for name, parts in ((plan.streamed.first, ref.streamed_first), (plan.streamed.second, ref.streamed_second)):
             array = getattr(ref, name).at[tile.batch, rows, head]
-            bring(array, buffers.copied.at[buffer], ref.arrived.at[buffer])
+            bring(array, parts, (buffer,), ref.arrived.at[buffer])
         for i, name in enumerate(() if plan.by_query else NUMBERS):
             there = getattr(ref, name).at[tile.batch, head, rows]
             arrived = ref.told if name == "delta" else ref.arrived
@@ -172,16 +170,22 @@ def produce(ref: Refs, plan: AttentionGradientPlan, tile: ResidentTile) -> None:
 
 
 def write(
-    ref: Refs, buffers: Any, plan: AttentionGradientPlan, warpgroup: Any, tile: ResidentTile, sums: tuple[Any, ...]
+    ref: Refs,
+    buffers: LeavingViews,
+    plan: AttentionGradientPlan,
+    warpgroup: Any,
+    tile: ResidentTile,
+    sums: tuple[Any, ...],
 ) -> None:
     """Send the gradients of this warpgroup's resident rows on their way, by way of ``buffers``."""
     rows = pl.ds(tile.row + warpgroup * ROWS, ROWS)
-    places = [(name, part) for name, parts in plan.sums.items() for part in range(parts)]
-    for (name, part), total, (slot, leaving) in zip(places, sums, in_slots(len(places), SLOTS), strict=True):
+    parts = [(name, start) for name, widths in plan.sums.items() for start in starts_of(widths)]
+    for (name, start), total, (slot, leaving) in zip(parts, sums, in_slots(len(parts), SLOTS), strict=True):
         plgpu.wait_smem_to_gmem(leaving, wait_read_only=True)
-        total = total if name == "d_v" else total * plan.scale
-        buffers.tiled[warpgroup, slot] = total.astype(plan.dtype)
+        total, width = total if name == "d_v" else total * plan.scale, total.shape[1]
+        buffer = buffers.buffer(width, warpgroup, slot)
+        buffer.tiled[...] = total.astype(plan.dtype)
         plgpu.commit_smem()
         out = getattr(ref, name)
-        there = out.at[tile.batch, rows, tile.head, part_of(out, part)]
-        plgpu.copy_smem_to_gmem(buffers.copied.at[warpgroup, slot], there)
+        there = out.at[tile.batch, rows, tile.head, columns_of(out, start, width)]
+        plgpu.copy_smem_to_gmem(buffer.copied, there)

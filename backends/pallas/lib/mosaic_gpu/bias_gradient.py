@@ -50,7 +50,6 @@ from portakern.backends.pallas.lib.mosaic_gpu.chip import (
 )
 from portakern.backends.pallas.lib.mosaic_gpu.flash import (
     COLUMN,
-    PART,
     ROW,
     TILE,
     anew,
@@ -58,6 +57,7 @@ from portakern.backends.pallas.lib.mosaic_gpu.flash import (
     heaviest_first,
     zeros,
 )
+from portakern.backends.pallas.lib.mosaic_gpu.head_parts import HeadBuffers
 from portakern.backends.pallas.lib.mosaic_gpu.pairs import (
     CONSUMERS,
     NUMBERS,
@@ -137,7 +137,8 @@ class BiasPlan(NamedTuple):
     @property
     def shared(self) -> int:
         """Bytes of shared memory, but for those to reduce across warps."""
-        operands = self.pairs.stages * (QUERIES + KEYS) * sum(self.pairs.parts) * PART * self.pairs.dtype.itemsize
+        of_both = sum(map(sum, self.pairs.parts))
+        operands = self.pairs.stages * (QUERIES + KEYS) * of_both * self.pairs.dtype.itemsize
         numbers, total = self.pairs.stages * len(NUMBERS) * QUERIES * 4, ROWS * KEYS * 4
         of_bias = KEYS * self.dtype.itemsize
         return aligned(operands, numbers, *((total, of_bias) if self.one_row else (QUERIES * of_bias,)))
@@ -230,9 +231,9 @@ def produce(ref: Refs, plan: BiasPlan, block: BiasTile) -> None:
     def _(iteration: Any) -> None:
         tile, buffer = plan.iteration(block, iteration), lax.rem(iteration, stages)
         pl.when(iteration >= stages)(lambda: plgpu.barrier_wait(ref.keys_free.at[buffer]))
-        for array, buffers in ((ref.k, ref.keys), (ref.v, ref.values)):
+        for array, parts in ((ref.k, ref.keys), (ref.v, ref.values)):
             there = array.at[tile.batch, pl.ds(tile.row, KEYS), tile.head]
-            bring(there, buffers.copied.at[buffer], ref.keys_arrived.at[buffer])
+            bring(there, parts, (buffer,), ref.keys_arrived.at[buffer])
         pl.loop(0, tile.steps)(lambda step: bring_queries(ref, tile, iteration * tile.steps + step, stages, step))
 
     steps = block.iterations * plan.iteration(block, jnp.int32(0)).steps
@@ -265,8 +266,8 @@ def bring_queries(ref: Refs, tile: ResidentTile, count: Any, stages: Any, step: 
     pl.when(count >= stages)(lambda: plgpu.barrier_wait(ref.queries_free.at[buffer]))
     for c in range(CONSUMERS):
         rows = pl.ds(i * QUERIES + c * ROWS, ROWS)
-        for array, buffers in ((ref.q, ref.queries), (ref.d_o, ref.cotangents)):
-            bring(array.at[tile.batch, rows, head], buffers.copied.at[buffer, c], arrived)
+        for array, parts in ((ref.q, ref.queries), (ref.d_o, ref.cotangents)):
+            bring(array.at[tile.batch, rows, head], parts, (buffer, c), arrived)
         for n, name in enumerate(NUMBERS):
             there = getattr(ref, name).at[tile.batch, head, rows]
             plgpu.copy_gmem_to_smem(there, ref.numbers.at[buffer, n, c], arrived)
@@ -324,9 +325,9 @@ def add(
 
     def work(accumulators: Any, totals: Any) -> None:
         sides = (ref.queries, ref.keys), (ref.cotangents, ref.values)
-        for acc, (rows, columns), parts in zip(accumulators, sides, pairs.parts, strict=True):
-            for part in range(parts):
-                issue_product(acc, rows.tiled.at[here, warpgroup, part], columns.tiled.at[there, part], transposed=True)
+        for acc, side in zip(accumulators, sides, strict=True):
+            for rows, columns in zip(*side, strict=True):
+                issue_product(acc, rows.tiled(here, warpgroup), columns.tiled(there), transposed=True)
         *lse, delta = (
             plgpu.load(ref.numbers.at[buffer, n, warpgroup], layout=ROW, optimized=False) for n in range(len(NUMBERS))
         )
@@ -334,7 +335,7 @@ def add(
         resident = tile._replace(head=head, row=i * QUERIES)
         first = quotient(tile.row, pairs.streamed.tile)
         places = [(warpgroup, resident, head, first + n, cut) for n in range(len(plan.parts))]
-        dots = finished(accumulators[0], later=pairs.parts[1])
+        dots = finished(accumulators[0], later=len(pairs.parts[1]))
         p = [
             weights(ref, pairs, place, lse, dots[:, keys], bias_of(ref, plan, warpgroup, n))[0]
             for n, (place, keys) in enumerate(zip(places, plan.parts, strict=True))
@@ -421,7 +422,7 @@ def bias_gradient(call: Call, config: FlashGradientsConfig, inputs: Mapping[str,
 def scratch_of(plan: BiasPlan) -> dict[str, Any]:
     """The rings of keys and of queries with their barriers, the tile of bias, and a sum that is handed over."""
     stages, (of_first, of_second), dtype = plan.pairs.stages, plan.pairs.parts, plan.pairs.dtype
-    one_row, columns, of_both = plan.one_row, plan.pairs.streamed.tile, of_first + of_second
+    one_row, columns, of_both = plan.one_row, plan.pairs.streamed.tile, len(of_first + of_second)
     of_queries = CONSUMERS * (of_both + len(NUMBERS))
     free = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages)
     row: dict[str, Any] = {"bias_row": plgpu.SMEM((KEYS,), plan.dtype)}
@@ -433,15 +434,15 @@ def scratch_of(plan: BiasPlan) -> dict[str, Any]:
     return {
         "bias_arrived": plgpu.Barrier(num_arrivals=1 if one_row else CONSUMERS * len(plan.parts)),
         **(row if one_row else {}),
-        "cotangents": Swizzled((stages, CONSUMERS, of_second, ROWS, PART), dtype),
+        "cotangents": HeadBuffers((stages, CONSUMERS), ROWS, of_second, dtype),
         **(handed if one_row else {}),
-        "keys": Swizzled((stages, of_first, KEYS, PART), dtype),
+        "keys": HeadBuffers((stages,), KEYS, of_first, dtype),
         "keys_arrived": plgpu.Barrier(num_arrivals=of_both, num_barriers=stages),
         "keys_free": free,
         "numbers": plgpu.SMEM((stages, len(NUMBERS), CONSUMERS, ROWS), jnp.float32),
-        "queries": Swizzled((stages, CONSUMERS, of_first, ROWS, PART), dtype),
+        "queries": HeadBuffers((stages, CONSUMERS), ROWS, of_first, dtype),
         "queries_arrived": plgpu.Barrier(num_arrivals=of_queries, num_barriers=stages),
         "queries_free": free,
         **({} if one_row else tile),
-        "values": Swizzled((stages, of_second, KEYS, PART), dtype),
+        "values": HeadBuffers((stages,), KEYS, of_second, dtype),
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -48,44 +49,57 @@ LACKS = {"float64": "Pallas on GPUs has no float64 here: convert to float32, or 
 INTERPRETER = plgpu.InterpretGPUParams()
 
 SWIZZLED_BYTES = 128
-"""Bytes of a row of a buffer that tensor cores read: its 16-byte pieces lie swizzled, so that eight rows at a time are
-read without conflicts."""
+"""Bytes of a row of a buffer that tensor cores read, at most: its 16-byte pieces lie swizzled, so that eight rows at a
+time are read without conflicts. Rows of 32 and 64 bytes are swizzled too."""
+
+
+class Scratch:
+    """``scratch`` for :func:`launch` of which ``ref`` has views."""
+
+    def allocated(self, interpret: bool) -> Any:
+        """A tree of what Pallas allocates."""
+        raise NotImplementedError
+
+    def views(self, refs: Any, interpret: bool) -> Any:
+        """What ``ref`` has of that."""
+        raise NotImplementedError
 
 
 class BufferViews(NamedTuple):
-    """A buffer of rows of 128 bytes in shared memory as two that look at it see it.
+    """A buffer of rows of up to 128 bytes in shared memory as two that look at it see it.
 
     The copy engine sees rows, of which any number may lie beyond the end of an array; tensor cores and registers see
-    tiles of eight rows. Both are the same bytes, as are ``sums``, where there are any: tiles of float32, which are in
-    use while the others are not.
+    tiles of eight rows. Both are the same bytes.
     """
 
     copied: Any
     tiled: Any
-    sums: Any = None
 
 
-class Swizzled(NamedTuple):
-    """``scratch`` for :func:`launch`: such a buffer, (*buffers, rows, elements). ``ref`` has its `BufferViews`.
-    ``sums``: the shape of those."""
+@dataclass(frozen=True)
+class Swizzled(Scratch):
+    """``scratch`` for :func:`launch`: such a buffer, (*buffers, rows, elements). ``ref`` has its `BufferViews`."""
 
     shape: tuple[int, ...]
     dtype: Any
-    sums: tuple[int, ...] | None = None
 
     def allocated(self, interpret: bool) -> Any:
-        """The interpreter knows no bytes: the views of rows and of tiles are one, and sums have bytes of their own."""
+        """The interpreter knows no bytes: the views of rows and of tiles are one."""
         tiled = tiled_buffer(self.shape, self.dtype)
-        sums = [] if self.sums is None else [tiled_buffer(self.sums, jnp.float32)]
         if interpret:
-            return tiled, *sums
-        return plgpu.RefUnion(plgpu.SMEM(self.shape, self.dtype, transforms=tiled.transforms[1:]), tiled, *sums)
+            return tiled
+        return plgpu.RefUnion(plgpu.SMEM(self.shape, self.dtype, transforms=tiled.transforms[1:]), tiled)
+
+    def views(self, refs: Any, interpret: bool) -> BufferViews:
+        return BufferViews(refs, refs) if interpret else BufferViews(*refs)
 
 
 def tiled_buffer(shape: tuple[int, ...], dtype: Any) -> Any:
-    """``scratch`` for :func:`launch`: a buffer of tiles of eight rows by 128 bytes, as tensor cores read them."""
-    tile = (8, SWIZZLED_BYTES // jnp.dtype(dtype).itemsize)
-    transforms = (plgpu.TilingTransform(tile), plgpu.SwizzleTransform(SWIZZLED_BYTES))
+    """``scratch`` for :func:`launch`: a buffer of tiles of eight rows by 128 bytes, or by a row if that is shorter, as
+    tensor cores read them."""
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzled = min(shape[-1] * itemsize, SWIZZLED_BYTES)
+    transforms = (plgpu.TilingTransform((8, swizzled // itemsize)), plgpu.SwizzleTransform(swizzled))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
@@ -257,9 +271,8 @@ def launch(
 
     def on_named_refs(*refs: Any, **placed: Any) -> None:
         scoped = {places[place]: buffer for place, buffer in placed.items()}
-        for buffer in (name for name, form in scratch.items() if isinstance(form, Swizzled)):
-            views = scoped[buffer]
-            scoped[buffer] = BufferViews(views[0], *views) if call.interpret else BufferViews(*views)
+        viewed = {name: form for name, form in scratch.items() if isinstance(form, Scratch)}
+        scoped |= {name: form.views(scoped[name], call.interpret) for name, form in viewed.items()}
         kernel(Refs(**dict(zip(names, refs, strict=True)), **scoped))
 
     threads: dict[str, Any] = {"num_threads": warpgroups, "thread_name": "warpgroup"} if warpgroups > 1 else {}
@@ -269,7 +282,7 @@ def launch(
         on_named_refs,
         out_type=[*outputs.values()],
         scratch_types={
-            place: form.allocated(call.interpret) if isinstance(form, Swizzled) else form
+            place: form.allocated(call.interpret) if isinstance(form, Scratch) else form
             for place, form in zip(places, scratch.values(), strict=True)
         },
         grid=grid,

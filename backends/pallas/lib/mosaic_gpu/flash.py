@@ -4,8 +4,8 @@ One warpgroup of a block, the producer, has the copy engine bring queries, keys 
 others consume, 64 queries each. Two barriers for each buffer say that it has arrived and that it is free. Consumers
 take turns to issue products to the tensor cores, so that the softmax of one runs beside the products of the others.
 
-Every buffer holds 64 elements of a head, 128 bytes, a row: a head is as many buffers side by side (``parts``), of which
-the last may reach beyond its end. The copy engine leaves 0 there, as it does beyond the last query and key.
+A head is in parts (``head_parts``), each in a buffer of its own. The copy engine leaves 0 beyond the end of a head, as
+it does beyond the last query and key.
 
 Many keys are cut into splits of whole tiles, each of which has a state (acc, l, m) of its own, and the states of a
 query's splits are merged from the first to the last. How long a split is follows from how many keys a query may see
@@ -20,7 +20,7 @@ Source: Shah et al., "FlashAttention-3" (2024), algorithm 1 and section 3.1; the
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,15 +33,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from portakern.backends.pallas.configs import FlashConfig
 from portakern.backends.pallas.lib.band import Band, both
 from portakern.backends.pallas.lib.blocks import Refs, quotient
-from portakern.backends.pallas.lib.mosaic_gpu.chip import ALIGNED, HOPPER, Swizzled, issue_product, over_shared
+from portakern.backends.pallas.lib.mosaic_gpu.chip import ALIGNED, HOPPER, issue_product, over_shared
+from portakern.backends.pallas.lib.mosaic_gpu.head_parts import HeadBuffers, Part, Widths, widths_of
 from portakern.backends.pallas.lib.segments import span_at
 from portakern.core.call import Call
 
 QUERIES = 64
 """Queries of a consumer: the rows of one instruction of the tensor cores."""
-
-PART = 64
-"""Elements of a head in a buffer's row."""
 
 OF_THREE = 24, 160
 """Registers of a thread of the producer, and of three consumers."""
@@ -103,9 +101,9 @@ class MosaicFlashPlan:
     interpret: bool
 
     @property
-    def parts(self) -> tuple[int, int]:
-        """Buffers of a head of keys, and of values."""
-        return pl.cdiv(self.d, PART), pl.cdiv(self.dv, PART)
+    def parts(self) -> tuple[Widths, Widths]:
+        """Of a head of keys, and of values."""
+        return widths_of(self.d), widths_of(self.dv)
 
     @property
     def tiles_q(self) -> int:
@@ -140,7 +138,7 @@ class MosaicFlashPlan:
         """Buffers for what a consumer writes: one is filled while the other is on its way, where there is room. Where
         splits are merged, as many as take the room of their sums."""
         if self.merges:
-            return self.parts[1] * jnp.dtype(jnp.float32).itemsize // self.dtype.itemsize
+            return pl.cdiv(sum(self.parts[1]) * jnp.dtype(jnp.float32).itemsize, self.parts[1][0] * self.dtype.itemsize)
         return 2 if over_shared(self._shared(2), "", across_warps=False) is None else 1
 
     @property
@@ -149,9 +147,9 @@ class MosaicFlashPlan:
         return self._shared(self.slots)
 
     def _shared(self, slots: int) -> int:
-        of_keys, of_values = self.parts
-        rows = self.consumers * QUERIES * (of_keys + slots) + self.stages * self.block_kv * (of_keys + of_values)
-        return rows * PART * self.dtype.itemsize + LSE_BYTES
+        of_keys, of_values = map(sum, self.parts)
+        of_queries = self.consumers * QUERIES * (of_keys + slots * self.parts[1][0])
+        return (of_queries + self.stages * self.block_kv * (of_keys + of_values)) * self.dtype.itemsize + LSE_BYTES
 
     def split_of(self, tile: QueryTile, step: Any) -> Any:
         """Shares that came before the one of a step's keys, of those that a tile sees."""
@@ -257,17 +255,17 @@ def rings(plan: MosaicFlashPlan, written: Any, **buffers: Any) -> dict[str, Any]
     free = plgpu.Barrier(num_arrivals=plan.consumers, num_barriers=plan.stages)
     several = {"ping_pong": plgpu.Barrier(num_arrivals=1, num_barriers=plan.consumers)} if plan.consumers > 1 else {}
     return {
-        "k_arrived": plgpu.Barrier(num_arrivals=of_keys, num_barriers=plan.stages),
+        "k_arrived": plgpu.Barrier(num_arrivals=len(of_keys), num_barriers=plan.stages),
         "k_free": free,
-        "keys": Swizzled((plan.stages, of_keys, plan.block_kv, PART), plan.dtype),
+        "keys": HeadBuffers((plan.stages,), plan.block_kv, of_keys, plan.dtype),
         **buffers,
-        "q_arrived": plgpu.Barrier(num_arrivals=of_keys, num_barriers=plan.consumers),
+        "q_arrived": plgpu.Barrier(num_arrivals=len(of_keys), num_barriers=plan.consumers),
         "q_free": plgpu.Barrier(num_arrivals=1, num_barriers=plan.consumers),
-        "queries": Swizzled((plan.consumers, of_keys, QUERIES, PART), plan.dtype),
+        "queries": HeadBuffers((plan.consumers,), QUERIES, of_keys, plan.dtype),
         **several,
-        "v_arrived": plgpu.Barrier(num_arrivals=of_values, num_barriers=plan.stages),
+        "v_arrived": plgpu.Barrier(num_arrivals=len(of_values), num_barriers=plan.stages),
         "v_free": free,
-        "values": Swizzled((plan.stages, of_values, plan.block_kv, PART), plan.dtype),
+        "values": HeadBuffers((plan.stages,), plan.block_kv, of_values, plan.dtype),
         "written": written,
     }
 
@@ -279,17 +277,17 @@ def produce(ref: Refs, plan: MosaicFlashPlan, tile: QueryTile, before: Any) -> N
     def keys(step: Any) -> None:
         rows = pl.ds((tile.first + step) * plan.block_kv, plan.block_kv)
         buffer = lax.rem(before + step, jnp.int32(plan.stages))
-        _bring(ref.k.at[tile.batch, rows, kv_head], ref.keys.copied.at[buffer], ref.k_free, ref.k_arrived, buffer)
+        _bring(ref.k.at[tile.batch, rows, kv_head], ref.keys, ref.k_free, ref.k_arrived, buffer)
 
     def values(step: Any) -> None:
         rows = pl.ds((tile.first + step) * plan.block_kv, plan.block_kv)
         buffer = lax.rem(before + step, jnp.int32(plan.stages))
-        _bring(ref.v.at[tile.batch, rows, kv_head], ref.values.copied.at[buffer], ref.v_free, ref.v_arrived, buffer)
+        _bring(ref.v.at[tile.batch, rows, kv_head], ref.values, ref.v_free, ref.v_arrived, buffer)
 
     keys(jnp.int32(0))
     for c in range(plan.consumers):
         rows = pl.ds(tile.row + c * QUERIES, QUERIES)
-        _bring(plan.queries(ref.q, tile, rows), ref.queries.copied.at[c], ref.q_free, ref.q_arrived, c)
+        _bring(plan.queries(ref.q, tile, rows), ref.queries, ref.q_free, ref.q_arrived, c)
 
     @pl.loop(1, tile.steps)
     def _(step: Any) -> None:
@@ -300,29 +298,28 @@ def produce(ref: Refs, plan: MosaicFlashPlan, tile: QueryTile, before: Any) -> N
     values(tile.steps - 1)
 
 
-def _bring(array: Any, buffer: Any, free: Any, arrived: Any, index: Any) -> None:
+def _bring(array: Any, parts: Sequence[Part], free: Any, arrived: Any, buffer: Any) -> None:
     """Start rows of a head on their way to a buffer when that is free."""
-    plgpu.barrier_wait(free.at[index])
-    bring(array, buffer, arrived.at[index])
+    plgpu.barrier_wait(free.at[buffer])
+    bring(array, parts, (buffer,), arrived.at[buffer])
 
 
-def bring(array: Any, buffer: Any, arrived: Any) -> None:
-    """Start rows of a head, (rows, d), on their way to a buffer, (parts, rows, 64)."""
-    for part in range(buffer.shape[0]):
-        plgpu.copy_gmem_to_smem(array.at[:, part_of(array, part)], buffer.at[part], arrived)
+def bring(array: Any, parts: Sequence[Part], buffer: tuple[Any, ...], arrived: Any) -> None:
+    """Start rows of a head, (rows, d), on their way to a buffer of each of its parts."""
+    for part in parts:
+        plgpu.copy_gmem_to_smem(array.at[:, part.columns(array)], part.copied(*buffer), arrived)
 
 
 def multiply_keys(ref: Refs, plan: MosaicFlashPlan, warpgroup: Any, buffer: Any, dots: Any) -> None:
     """Issue dots += q k^T."""
-    for part in range(plan.parts[0]):
-        queries, keys = ref.queries.tiled.at[warpgroup, part], ref.keys.tiled.at[buffer, part]
-        issue_product(dots, queries, keys, transposed=True)
+    for queries, keys in zip(ref.queries, ref.keys, strict=True):
+        issue_product(dots, queries.tiled(warpgroup), keys.tiled(buffer), transposed=True)
 
 
 def multiply_values(ref: Refs, plan: MosaicFlashPlan, buffer: Any, p: Any, products: Any) -> None:
     """Issue products += p v."""
-    for part, acc in enumerate(products):
-        issue_product(acc, p, ref.values.tiled.at[buffer, part])
+    for values, acc in zip(ref.values, products, strict=True):
+        issue_product(acc, p, values.tiled(buffer))
 
 
 def in_ping_pong(ref: Refs, plan: MosaicFlashPlan, warpgroup: Any, issue: Callable[[], None]) -> None:
@@ -348,6 +345,11 @@ def zeros(columns: int) -> Any:
     return plgpu.layout_cast(jnp.zeros((QUERIES, columns), jnp.float32), TILE)
 
 
+def zeros_of(widths: Widths) -> tuple[Any, ...]:
+    """A tile of sums for each part of a head."""
+    return tuple(zeros(width) for width in widths)
+
+
 def same_segment(of_rows: Any, of_columns: Any, batch: Any, rows: Any, columns: Any) -> Any:
     """Which pairs of a tile share a segment: every 32-bit word of their ids, (batch, words, len), is equal."""
     shape = rows.size, columns.size
@@ -370,10 +372,3 @@ def bias_tile(bias: Any, batch: Any, head: Any, rows: Any, columns: Any, by_quer
     place, layout, axis = (here.at[0, columns], COLUMN, 1) if by_query else (here.at[rows, 0], ROW, 0)
     shared = plgpu.load(place, layout=layout, optimized=False).astype(jnp.float32)
     return lax.broadcast_in_dim(shared, (rows.size, columns.size), (axis,))
-
-
-def part_of(array: Any, part: int) -> Any:
-    """Where a part of a head lies in an array. The last may reach beyond the end, for which a start has to be traced:
-    one that is known is held to the extent."""
-    start = part * PART
-    return pl.ds(start if start + PART <= array.shape[-1] else start + 0 * lax.axis_index("block"), PART)

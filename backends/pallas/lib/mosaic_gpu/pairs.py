@@ -14,6 +14,7 @@ other. What is made of them the kernels say: ``attention_vjp.py`` those of q, k 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -34,7 +35,8 @@ from portakern.backends.pallas.lib.double_float import UnitOf, in_two
 from portakern.backends.pallas.lib.mosaic_gpu import rows as row_walk
 from portakern.backends.pallas.lib.mosaic_gpu.attention import extended, tanh
 from portakern.backends.pallas.lib.mosaic_gpu.chip import aligned
-from portakern.backends.pallas.lib.mosaic_gpu.flash import COLUMN, PART, bias_tile, same_segment
+from portakern.backends.pallas.lib.mosaic_gpu.flash import COLUMN, bias_tile, same_segment
+from portakern.backends.pallas.lib.mosaic_gpu.head_parts import PART, Widths, widths_of
 from portakern.backends.pallas.lib.mosaic_gpu.rows import Formula, WarpRowWalk, Weights
 from portakern.backends.pallas.lib.segments import span_at, spans_of
 from portakern.core.call import Call
@@ -79,6 +81,7 @@ class AttentionGradientPlan(NamedTuple):
       wants: the gradients. resident, streamed: the sides. batch, heads: of the resident rows; group: query heads of a
         key head.
       by_query: whether queries are resident. d, dv, stages, dtype, interpret: as the call and the tiling have them.
+      parts: of a row of ``first``, and of ``second``.
       band: which streamed rows a resident one sees, in tiles of ``ROWS`` and of streamed rows.
       pre, capped, factor, unit: how scores come of dots: what multiplies a dot, whether its tanh is taken and what
         multiplies that, and the unit of the score. scale: of d_q and d_k.
@@ -94,6 +97,7 @@ class AttentionGradientPlan(NamedTuple):
     by_query: bool
     d: int
     dv: int
+    parts: tuple[Widths, Widths]
     stages: int
     band: Band
     pre: float | None
@@ -112,26 +116,28 @@ class AttentionGradientPlan(NamedTuple):
         return PART < max(self.d, self.dv) <= 2 * PART
 
     @property
-    def parts(self) -> tuple[int, int]:
-        """Buffers of a row: of ``first``, and of ``second``."""
-        return pl.cdiv(self.d, PART), pl.cdiv(self.dv, PART)
-
-    @property
     def tiles(self) -> int:
         """Tiles of resident rows, of one head."""
         return pl.cdiv(self.resident.length, self.rows)
 
     @property
-    def sums(self) -> dict[str, int]:
-        """Parts of each gradient."""
+    def sums(self) -> dict[str, Widths]:
+        """The parts of each gradient."""
         return {name: self.parts[name == "d_v"] for name in self.wants}
+
+    @property
+    def leaving(self) -> Widths:
+        """The parts of all gradients."""
+        return tuple(itertools.chain(*self.sums.values()))
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory."""
-        rows = (CONSUMERS * ROWS + self.stages * self.streamed.tile) * sum(self.parts) + CONSUMERS * SLOTS * ROWS
+        of_both = sum(itertools.chain(*self.parts))
+        rows = (CONSUMERS * ROWS + self.stages * self.streamed.tile) * of_both
+        rows += CONSUMERS * SLOTS * ROWS * max(self.leaving)
         numbers = math.prod(self.numbers) * jnp.dtype(jnp.float32).itemsize
-        return aligned(rows * PART * self.dtype.itemsize, numbers)
+        return aligned(rows * self.dtype.itemsize, numbers)
 
     @property
     def numbers(self) -> tuple[int, int, int]:
@@ -160,7 +166,7 @@ class AttentionGradientPlan(NamedTuple):
     @property
     def registers(self) -> int:
         """Registers of a consumer's thread: sums, two tiles of numbers, and what is rounded of them."""
-        return sum(self.sums.values()) * PART // 2 + self.streamed.tile + self.streamed.tile // 4 * len(self.wants)
+        return sum(self.leaving) // 2 + self.streamed.tile + self.streamed.tile // 4 * len(self.wants)
 
 
 class ResidentTile(NamedTuple):
@@ -231,6 +237,7 @@ def plan_of(call: Call, config: FlashGradientsConfig, wants: tuple[str, ...]) ->
         by_query,
         dims["d"],
         dims["dv"],
+        (widths_of(dims["d"]), widths_of(dims["dv"])),
         config.stages,
         band,
         pre,
