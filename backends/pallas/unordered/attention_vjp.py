@@ -290,7 +290,7 @@ def columns(ref: Refs, how: Added, warpgroup: Any, shape: tuple[int, int]) -> An
 def query_gradients(ref: Refs, how: Added, warpgroup: Any, tile: ResidentTile, iteration: Any, acc: Any) -> None:
     """Issue acc += this warpgroup's half of D k of an iteration: its columns, or its tile of queries."""
     n, part = (0, warpgroup) if how.tiles_per_iteration == 1 else (warpgroup, 0)
-    keys = ref.resident_first[0]._replace(index=part)  # of parts of one width
+    keys = ref.resident_first[0]._replace(number=part)  # of parts of one width
     for c in range(CONSUMERS):
         shown = ref.shown.at[lax.rem(iteration, jnp.int32(2)), n, c].T
         issue_product(acc, shown, keys.tiled(anew(c, tile.row + iteration)))

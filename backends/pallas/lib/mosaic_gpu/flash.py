@@ -34,7 +34,7 @@ from portakern.backends.pallas.configs import FlashConfig
 from portakern.backends.pallas.lib.band import Band, both
 from portakern.backends.pallas.lib.blocks import Refs, quotient
 from portakern.backends.pallas.lib.mosaic_gpu.chip import ALIGNED, HOPPER, issue_product, over_shared
-from portakern.backends.pallas.lib.mosaic_gpu.head_parts import HeadBuffers, Part, Widths, widths_of
+from portakern.backends.pallas.lib.mosaic_gpu.head_parts import HeadBuffers, HeadPart, Widths, widths_of
 from portakern.backends.pallas.lib.segments import span_at
 from portakern.core.call import Call
 
@@ -298,13 +298,13 @@ def produce(ref: Refs, plan: MosaicFlashPlan, tile: QueryTile, before: Any) -> N
     values(tile.steps - 1)
 
 
-def _bring(array: Any, parts: Sequence[Part], free: Any, arrived: Any, buffer: Any) -> None:
+def _bring(array: Any, parts: Sequence[HeadPart], free: Any, arrived: Any, buffer: Any) -> None:
     """Start rows of a head on their way to a buffer when that is free."""
     plgpu.barrier_wait(free.at[buffer])
     bring(array, parts, (buffer,), arrived.at[buffer])
 
 
-def bring(array: Any, parts: Sequence[Part], buffer: tuple[Any, ...], arrived: Any) -> None:
+def bring(array: Any, parts: Sequence[HeadPart], buffer: tuple[Any, ...], arrived: Any) -> None:
     """Start rows of a head, (rows, d), on their way to a buffer of each of its parts."""
     for part in parts:
         plgpu.copy_gmem_to_smem(array.at[:, part.columns(array)], part.copied(*buffer), arrived)

@@ -52,22 +52,22 @@ def columns_of(array: Any, start: int, width: int) -> Any:
     return pl.ds(start if start + width <= array.shape[-1] else start + 0 * lax.axis_index("block"), width)
 
 
-class Part(NamedTuple):
+class HeadPart(NamedTuple):
     """The buffers of a part: ``views`` of those of all parts of its width, (*buffers, parts, rows, width), of which it
-    is number ``index``. start: where it begins in a head."""
+    is the one of this ``number``. start: where it begins in a head."""
 
     start: int
     width: int
-    index: int
+    number: int
     views: BufferViews
 
     def copied(self, *buffer: Any) -> Any:
         """Rows of one of its buffers as the copy engine sees them."""
-        return self.views.copied.at[(*buffer, self.index)]
+        return self.views.copied.at[(*buffer, self.number)]
 
     def tiled(self, *buffer: Any) -> Any:
         """Rows of one of its buffers as tensor cores and registers see them."""
-        return self.views.tiled.at[(*buffer, self.index)]
+        return self.views.tiled.at[(*buffer, self.number)]
 
     def columns(self, array: Any) -> Any:
         return columns_of(array, self.start, self.width)
@@ -78,19 +78,19 @@ def buffer_shapes(buffers: tuple[int, ...], rows: int, widths: Widths) -> list[t
     return [(*buffers, count, rows, width) for width, count in Counter(widths).items()]
 
 
-def parts_in(widths: Widths, views: Sequence[BufferViews]) -> tuple[Part, ...]:
+def parts_in(widths: Widths, views: Sequence[BufferViews]) -> tuple[HeadPart, ...]:
     """The parts of heads that lie in buffers of these shapes."""
     by_width = dict(zip(dict.fromkeys(widths), views, strict=True))
     numbers = (widths[:i].count(width) for i, width in enumerate(widths))
     return tuple(
-        Part(start, width, number, by_width[width])
+        HeadPart(start, width, number, by_width[width])
         for start, width, number in zip(starts_of(widths), widths, numbers, strict=True)
     )
 
 
 @dataclass(frozen=True)
 class HeadBuffers(Scratch):
-    """``scratch`` for rows of heads: (*buffers, rows, width) for each part. ``ref`` has a `Part` for each."""
+    """``scratch`` for rows of heads: (*buffers, rows, width) for each part. ``ref`` has a `HeadPart` for each."""
 
     buffers: tuple[int, ...]
     rows: int
@@ -104,7 +104,7 @@ class HeadBuffers(Scratch):
     def allocated(self, interpret: bool) -> Any:
         return [buffers.allocated(interpret) for buffers in self._by_width]
 
-    def views(self, refs: Any, interpret: bool) -> tuple[Part, ...]:
+    def views(self, refs: Any, interpret: bool) -> tuple[HeadPart, ...]:
         found = [buffers.views(ref, interpret) for buffers, ref in zip(self._by_width, refs, strict=True)]
         return parts_in(self.widths, found)
 
