@@ -770,6 +770,7 @@ ESTIMATED = [
     ("fused", "layernorm_vjp", {"batch": (640,), "n": 64}, {"block_n": 128, "ring": 3}),
     ("gpu", "matmul", {"m": 512, "n": 512, "k": 512}, {"block_m": 128, "block_n": 64, "beside": 3, "stages": 3}),
     ("gpu", "attention", MANY_KEYS, {"block_q": 128, "block_kv": 64, "stages": 8}),
+    ("gpu", "attention", {**MANY_KEYS, "d": 80, "dv": 96}, {"block_q": 128, "block_kv": 64, "stages": 4}),
     ("decode", "attention", FEW_QUERIES, {"block_q": 64, "block_kv": 64, "stages": 8}),
     ("gpu", "attention_vjp", MANY_KEYS, {"block_q": 64, "block_kv": 64, "stages": 1}),
     ("gpu", "attention_vjp", {**MANY_KEYS, "dv": 128}, {"block_q": 64, "block_kv": 64, "stages": 3}),

@@ -136,16 +136,17 @@ class LeavingBuffers(Scratch):
     swizzled: bool = True
 
     @property
-    def _shapes(self) -> dict[int, tuple[int, ...]]:
+    def shapes(self) -> dict[int, tuple[int, ...]]:
+        """Of the same bytes, as rows of each width."""
         *outer, last = self.buffers
         widest = max(self.widths)
         return {width: (*outer, last * (widest // width), self.rows, width) for width in dict.fromkeys(self.widths)}
 
     def allocated(self, interpret: bool) -> Any:
         if not self.swizzled:
-            plain = [plgpu.SMEM(shape, self.dtype) for shape in self._shapes.values()]
+            plain = [plgpu.SMEM(shape, self.dtype) for shape in self.shapes.values()]
             return plain if interpret else plgpu.RefUnion(*plain)
-        tiled = [tiled_buffer(shape, self.dtype) for shape in self._shapes.values()]
+        tiled = [tiled_buffer(shape, self.dtype) for shape in self.shapes.values()]
         sums = [tiled_buffer(shape, jnp.float32) for shape in self.sums]
         if interpret:
             return [*tiled, *sums]
@@ -153,9 +154,9 @@ class LeavingBuffers(Scratch):
         return plgpu.RefUnion(*(x for pair in zip(copied, tiled, strict=True) for x in pair), *([sums] if sums else []))
 
     def views(self, refs: Any, interpret: bool) -> LeavingViews:
-        count = len(self._shapes)
+        count = len(self.shapes)
         if interpret or not self.swizzled:
             pairs, sums = [(x, x) for x in refs[:count]], (*refs[count:],)
         else:
             pairs, sums = [(refs[2 * i], refs[2 * i + 1]) for i in range(count)], (*(refs[-1] if self.sums else ()),)
-        return LeavingViews({width: BufferViews(*p) for width, p in zip(self._shapes, pairs, strict=True)}, sums)
+        return LeavingViews({width: BufferViews(*p) for width, p in zip(self.shapes, pairs, strict=True)}, sums)
