@@ -129,7 +129,7 @@ def test_queries_that_no_rounding_of_minus_lse_holds_do_not_reach_d_q():
 
 
 def both_read_one_group(ref, how, warpgroup, tile, turn, acc):
-    ordered.issue_product(acc, ref.shown.at[jax.lax.rem(turn, jnp.int32(2)), 0, 0].T, ref.resident_first.tiled.at[0, 0])
+    ordered.issue_product(acc, ref.shown.at[jax.lax.rem(turn, jnp.int32(2)), 0, 0].T, ref.resident_first[0].tiled(0))
 
 
 def handed_back_at_once(ref, how, place, *tiles):
