@@ -12,8 +12,10 @@ import portakern as pk
 from portakern.errors import SpecError
 from portakern.spec import Dim, Extent, Range, Rule, spec
 from portakern.spec.tolerance import round_to, units
-from portakern.testing.cases import Case
+from portakern.testing import Limits, replay
 from portakern.testing.samples import sample_arrays, sample_case
+from portakern.testing.sizes import PAIRS
+from portakern.testing.strategies import drawn
 from portakern.tools.compile.abstract import typical_signature
 from tests.word_kernels import declared
 
@@ -251,10 +253,14 @@ def test_values_depend_on_values_drawn_before():
             return np.array(sums).reshape(len(lens), x.shape[1]).astype(x.dtype)
 
     assert pk.check(segment_sum, fn=fn, max_examples=40).passed and sum(n > 0 for n in seen) > 20
-    wrong = pk.check(segment_sum, fn=lambda x, starts, lens: fn(x, starts, np.diff(starts)), max_examples=40)
-    assert not wrong.passed
-    (failure, *_) = wrong.failures
-    assert Case.from_json(failure.case).shapes["x"][0] <= 4, "shrunk, with values that fit the smaller shapes"
+
+    def whole(x, starts, lens):
+        return fn(x, starts, np.diff(starts))
+
+    report = pk.check(segment_sum, fn=whole, max_examples=40)
+    assert not report.passed
+    assert not replay(segment_sum, report.failures[0].case, fn=whole).passed
+    assert replay(segment_sum, report.failures[0].case, fn=fn).passed
 
 
 def test_a_sample_has_values_that_depend_on_each_other():
@@ -271,3 +277,47 @@ def test_values_are_declared_after_those_that_they_see():
         two.values("b", "a")
     with pytest.raises(SpecError, match="values are declared for 'c'; expected one of x, a, b"):
         two.values("b", "c")
+
+
+# --------------------------------------------------------------------------------------------------------------- budget
+
+
+class GatheredOut(NamedTuple):
+    y: Float[A, "sequences d"]
+
+
+def counted(call):
+    """Whatever is read of pages, and what is done to it."""
+    assert call.arrays["lens"].max(initial=0) <= call.dims["slots"], "integers as they are drawn"
+    return 2.0 * int(call.arrays["lens"].sum()) * call.dims["d"] + call.dims["heads"] * call.dims["group"]
+
+
+def heaped(budget):
+    """An op of seven dimensions, of which no step works on more than three together."""
+
+    @spec(tiling={}, flops=counted, budget=budget)
+    def gathered(
+        x: Float[A, "pages slots d"],
+        sinks: Float[A, "heads group"],
+        table: Int[A, "sequences pages_each"],
+        lens: Int[A, "sequences"],
+    ) -> GatheredOut:
+        """y = sums of slots."""
+        raise NotImplementedError
+
+    gathered.values("lens")(lambda rng, shape, dims, options: rng.integers(0, dims["slots"] + 1, shape))
+    return gathered
+
+
+def test_flops_limit_what_is_drawn_where_a_spec_says_so():
+    by_extents, by_flops = heaped("extents"), heaped("flops")
+
+    def sizes(op, limits, fills=False):
+        cases = [drawn(seed, op, limits, {}, fills=fills)[0] for seed in range(60)]
+        assert max(op.flops(case.with_integers(op)) for case in cases) <= 2 * (PAIRS if fills else limits.flops)
+        return np.median([[np.prod(shape) for shape in case.shapes.values()] for case in cases], 0)
+
+    assert (sizes(by_flops, Limits()) > [1000, 100, 100, 8]).all()
+    assert (sizes(by_extents, Limits()) < sizes(by_flops, Limits())).all()
+    fill = Limits(fill=2**19)
+    assert sizes(by_extents, fill, True)[0] < 2**18 < sizes(by_flops, fill, True)[0]

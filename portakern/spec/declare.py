@@ -88,6 +88,7 @@ class Spec(Generic[P]):
     reads: Mapping[str, When] = field(default_factory=dict)
     generators: dict[str, ValuesFn] = field(default_factory=dict)
     seen: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    budget: str = "extents"
     samples: dict[str, Sample] = field(default_factory=dict)
 
     @property
@@ -289,6 +290,7 @@ def spec(
     saved: type | None = None,
     autocast: Literal["lower", "float32"] | None = None,
     typical: Mapping[str, Any] | None = None,
+    budget: Literal["extents", "flops"] = "extents",
 ) -> Callable[[Callable[P, Any]], Spec[P]]:
     """Declare an op from a typed signature (see the module's docstring).
 
@@ -327,6 +329,9 @@ def spec(
         products; "float32": to float32, as for reductions on accelerators (on CPUs they are not cast); None: no cast.
       typical: a typical call, for compiling and measuring without a given call: dimension -> extent, option -> value,
         optional array -> True if it is passed. A gradient op without one uses the forward op's.
+      budget: what limits the extents that the checker draws: the product of all of them, or ``flops``, of a call with
+        drawn integers and default options. The product is too strict for an op with many dimensions that no step works
+        on together, such as pages and the keys of a sequence: most of its cases would be tiny.
     """
 
     def declare(fn: Callable[P, Any]) -> Spec[P]:
@@ -358,6 +363,7 @@ def spec(
             also=types.MappingProxyType({name: tuple(of) for name, of in (also or {}).items()}),
             passes=types.MappingProxyType(dict(passes or {})),
             reads=types.MappingProxyType(dict(reads or {})),
+            budget=budget,
         )
         check_declaration(made)
         return made

@@ -143,6 +143,16 @@ class Case:
         }
         return bind(spec, **arrays, **self.options)
 
+    def with_integers(self, spec: Spec[Any]) -> Call:
+        """The bound call on the integer arrays that are drawn, and others of one element, stretched: enough for what a
+        spec counts of it."""
+        given = {a.name: (a, self.shapes[a.name]) for a in spec.arrays if a.name in self.shapes}
+        integers = [n for n, (a, _) in given.items() if not DTYPES[self.dtype_of(a)].floating]
+        call = self.bound_alone(spec)
+        drawn = self._values(spec, given, integers)
+        values = {n: _spread(v, given[n][1]).astype(numpy_dtype(self.dtype_of(given[n][0]))) for n, v in drawn.items()}
+        return call.replace(arrays={**call.arrays, **values})
+
     def obeys(self, spec: Spec[Any]) -> bool:
         """Whether the values that are drawn obey the rules on values, of a gradient op those of its forward too."""
         forward = registry.forward_of(spec) if spec.is_vjp else None

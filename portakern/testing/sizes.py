@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,10 @@ RANK = 6
 
 PAIRS = 2**27
 """The product of all extents of a case that fills a chip, at most: what its oracle works on, unless it takes a part."""
+
+
+Flops = Callable[[Mapping[str, Any]], float]
+"""The floating-point operations of a call of an op with these extents."""
 
 
 @dataclass(frozen=True)
@@ -144,9 +148,11 @@ def _used(
     return _with_an_axis(source, spec, dims), tuple(kept)
 
 
-def filling_dims(source: Source, spec: Spec[Any], given: Sequence[ArrayArg], limits: Limits) -> dict[str, Any]:
+def filling_dims(
+    source: Source, spec: Spec[Any], given: Sequence[ArrayArg], limits: Limits, flops: Flops | None = None
+) -> dict[str, Any]:
     """Extents that fill a chip: one dimension after the other grows as far as people take it, until an array has as
-    many elements as are asked for: thousands of rows, long rows, or both."""
+    many elements as are asked for: thousands of rows, long rows, or both. ``flops``: as of :func:`shrink_to_fit`."""
     variadic, there = _variadic(spec), {a.name for a in given}
     shapes = [a.dims for a in given] + [o.dims for o in spec.outputs if o.gradient_of in (None, *there)]
     shapes = [s for s in shapes if not any(f in spec.drops for d in s for f in d.factors)]
@@ -161,8 +167,12 @@ def filling_dims(source: Source, spec: Spec[Any], given: Sequence[ArrayArg], lim
         of_one = elements(alone, [s for s in shapes if any(name in d.factors for d in s)])
         beside = math.prod(math.prod(e) if isinstance(e, tuple) else e for e in alone.values())
         most = limits.fill if name in variadic or name == spec.batch else longest[name]
-        extent = max(1, min(most, -(-limits.fill // of_one), PAIRS // beside) - source.pick((0, 0, 1)))
+        room = most if flops else PAIRS // beside
+        extent = max(1, min(most, -(-limits.fill // of_one), room) - source.pick((0, 0, 1)))
         dims[name] = (extent,) if name in variadic else extent
+        while flops and extent > 1 and flops(dims) > PAIRS:
+            extent //= 2
+            dims[name] = (extent,) if name in variadic else extent
         if elements(dims, shapes) >= limits.fill:
             break
     for name, extent in dims.items():  # rows of a batch lie along two axes now and then; an op along an axis needs rows
@@ -234,9 +244,11 @@ def shrink_to_fit(
     limits: Limits,
     edge: Edge,
     kept: Sequence[str] = (),
+    flops: Flops | None = None,
 ) -> dict[str, Any]:
     """Halve the largest extent until the arrays, the work and the programs fit; one that the edge bounds from below, or
-    that is to be kept, only while another cannot give; the first of these last."""
+    that is to be kept, only while another cannot give; the first of these last. ``flops``: the work of a call with
+    these extents; None: their product stands for it."""
     elements = max(limits.typical_elements, limits.elements) if kept else limits.elements
     if any(_widest(dims[n]) > LONGEST for n in kept):
         elements = max(elements, HUGE)
@@ -260,7 +272,9 @@ def shrink_to_fit(
             *(o.dims for o in spec.outputs if o.gradient_of is None or o.gradient_of in {a.name for a in given}),
         ]
         sizes = [math.prod(shape_of(s, full)) for s in shapes]
-        return max(sizes) > elements or math.prod(extents) > work
+        if max(sizes) > elements or flops is None:
+            return max(sizes) > elements or math.prod(extents) > work
+        return math.prod(extents) > 1 and flops(full) > limits.flops
 
     while (big := too_big()) or too_many():
         name = max(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -127,11 +128,12 @@ def _shaped(
         or (limits.takes(a.name) and a.name not in (*edge.absent, *drawn.absent) and source.yes())
     ]
     kept: Sequence[str] = spec.dims
+    flops = functools.partial(_flops, spec, given, limits, edge) if spec.budget == "flops" else None
     if fills:
-        dims = filling_dims(source, spec, given, limits)
+        dims = filling_dims(source, spec, given, limits, flops)
     else:
         wide, kept = drawn_dims(source, spec, edge, limits, preset.kind, preset.nth)
-        dims = shrink_to_fit(spec, given, wide, limits, edge, kept)
+        dims = shrink_to_fit(spec, given, wide, limits, edge, kept, flops)
     dims = {n: e if isinstance(e, tuple) else drawn.extent(n, e) for n, e in dims.items()}
     dims |= {o.name: _extent_of(o, dims[o.name], limits, edge) for o in spec.extents}
     if edge.aliased:
@@ -141,6 +143,19 @@ def _shaped(
     plain = [a for a in given if not any(f in spec.drops for d in a.dims for f in d.factors)]
     shapes = {a.name: _stretch(source, a, dims, edge.stretched.get(a.name, ()), edge.aliased) for a in plain}
     return given, plain, shapes, dims, kept
+
+
+def _flops(spec: Spec[Any], given: Sequence[ArrayArg], limits: Limits, edge: Edge, dims: Mapping[str, Any]) -> float:
+    """The operations of a call with these extents, with integers as they are drawn for it, and the options that are
+    fixed; of one that the op refuses, the product of all extents."""
+    extents = {**dims, **dropped_dims(spec, dims, {})}
+    shapes = {a.name: shape_of(a.dims, extents) for a in given}
+    options = {n: v for n, v in {**limits.options, **edge.options}.items() if n in {o.name for o in spec.options}}
+    case = Case(spec.dtypes[0], shapes, options={**options, **spec.extent_options(dims)})
+    try:
+        return spec.flops(case.with_integers(spec))
+    except SpecError:
+        return float(math.prod(math.prod(e) if isinstance(e, tuple) else e for e in dims.values()))
 
 
 def _extent_of(option: Option, drawn: int, limits: Limits, edge: Edge) -> int:
