@@ -678,6 +678,14 @@ def test_an_array_that_a_kernel_fills_is_passed_once():
     assert "variant hopper: serves this call" in told and "attention_flash_kernel" in told
 
 
+def test_gradients_of_heads_in_two_pieces_are_embedded():
+    """Their inputs are described twice, and what they write is not described."""
+    x, lse = jax.ShapeDtypeStruct((1, 192, 2, 192), BF16), jax.ShapeDtypeStruct((1, 2, 192), F32)
+    with plugged_in("sm_90"):
+        told = on_triton("attention_vjp").explain(x, x, x, x, lse, x)
+    assert "variant hopper: serves this call" in told and "attention_vjp_pieces_kernel" in told
+
+
 def test_descriptors_of_parts_are_not_taken_in_loops():
     """What goes through a weight's rows in a loop is served by kernels that take pointers, and says why."""
     hidden, weight = (jax.ShapeDtypeStruct((2048, 512), BF16), jax.ShapeDtypeStruct((8192, 512), BF16))

@@ -17,9 +17,14 @@ What a program sums up is its alone, in float32 registers, in an order that neve
 and the same call has the same bits each time. Seven products are computed where one kernel with ordered additions to
 d_q would do with five.
 
+Tiles at an edge, whose pairs are masked, and tiles of queries with an lse far from 0 have a loop of their own
+(``plan.apart``): the others' loop has no branch, which would split its schedule. ptxas moves a wait for products up
+over whatever comes before in its block of instructions, exponentials too, which then are not computed beside the
+products. So where no product is begun between P and D, a stage is waited for once more: that ends at once, and ends the
+block.
+
 lse is shift + low, and low is next to nothing where lse is near 0. Where a row of a tile of queries has an lse far from
-0, which a ``flag`` says of ``plan.flagged`` queries, P is corrected for what shift lacks and kept below 1; elsewhere it
-costs one branch. (Done to every P, it took 10 to 25 % of the gradients' time on an H100.)
+0, which a ``flag`` says of ``plan.flagged`` queries, P is corrected for what shift lacks and kept below 1. (Done to every P, it took 10 to 25 % of the gradients' time on an H100.)
 """
 
 from __future__ import annotations
@@ -60,6 +65,7 @@ from portakern.backends.triton.lib.gluon_gradients import (
     far_of,
     guests_of,
     next_tile,
+    plain_tile,
     producer,
     score_gradients,
     statistic_of,
@@ -91,44 +97,67 @@ def first_products(own, streamed, stage, plan: gl.constexpr):
 
 
 @gluon.jit
-def walk(unit, position, streamed_span, own, streamed, sums, scores, work, plan: gl.constexpr):
-    """(d_first, d_second, unit) after all that is streamed past a resident tile, from a ``position`` (line, first
-    streamed row) on. streamed_span: (first, last, steps), of each head of theirs, and of all. A product of pieces
-    counts as many as there are."""
+def fold_tile(masked: gl.constexpr, unit, position, far, own, streamed, sums, scores, work, plan: gl.constexpr):
+    """(d_first, d_second) with a streamed tile. A product of pieces counts as many as there are."""
     block: gl.constexpr = plan.block
     mma: gl.constexpr = accumulator(block)
     left_first: gl.constexpr = gl.DotOperandLayout(0, accumulator(plan.block_d), 2)
     left_second: gl.constexpr = gl.DotOperandLayout(0, accumulator(plan.block_dv), 2)
     dtype: gl.constexpr = own.first[0].dtype
     d_first, d_second = sums
-    first, last, steps = streamed_span
+    _, start = position
     cols = gl.arange(0, block, gl.SliceLayout(0, mma))
-    for _ in range(steps):
-        line, start = position
-        far = far_of(own, line, start, work, plan)
-        stage = await_full(streamed.ring, unit)
-        dots, d_p = first_products(own, streamed, stage, plan)
-        shift = statistic_of(own.shift, streamed.shift, stage, plan.by_key, mma)
-        dots = warpgroup_mma_wait(len(own.second) if plan.want_first else 0, deps=[dots])
-        p, sloped = weights_of(dots, shift, far, position, cols, own, scores, work, plan.by_key)
-        if plan.want_second:
-            p16 = gl.convert_layout(p.to(dtype), left_second)
-            d_second = products_of(p16, streamed.second, stage, d_second, True)
-        if plan.want_first:
-            d_p = warpgroup_mma_wait(len(d_second) if plan.want_second else 0, deps=[d_p])
-            delta = statistic_of(own.delta, streamed.delta, stage, plan.by_key, mma)
-            d = score_gradients(sloped, d_p, delta, start, cols, own)
-            d16 = gl.convert_layout(d.to(dtype), left_first)
-            d_first = products_of(d16, streamed.first, stage, d_first, True)
-        if not plan.want_first:
-            d_second = finished(d_second)
-        elif not plan.want_second:
-            d_first = finished(d_first)
-        else:
-            d_first, d_second = finished_both(d_first, d_second)
-        give_back(streamed.ring.empty.index(stage), plan.by_key)
-        unit += 1
-        position = next_tile(position, first, last, block)
+    stage = await_full(streamed.ring, unit)
+    dots, d_p = first_products(own, streamed, stage, plan)
+    shift = statistic_of(own.shift, streamed.shift, stage, plan.by_key, mma)
+    dots = warpgroup_mma_wait(len(own.second) if plan.want_first else 0, deps=[dots])
+    p, sloped = weights_of(dots, shift, far, position, cols, own, scores, work, plan.by_key, masked)
+    if plan.want_second:
+        p16 = gl.convert_layout(p.to(dtype), left_second)
+        d_second = products_of(p16, streamed.second, stage, d_second, True)
+    else:
+        await_full(streamed.ring, unit)  # see the module
+    if plan.want_first:
+        d_p = warpgroup_mma_wait(len(d_second) if plan.want_second else 0, deps=[d_p])
+        delta = statistic_of(own.delta, streamed.delta, stage, plan.by_key, mma)
+        d = score_gradients(sloped, d_p, delta, start, cols, own, masked)
+        d16 = gl.convert_layout(d.to(dtype), left_first)
+        d_first = products_of(d16, streamed.first, stage, d_first, True)
+    if not plan.want_first:
+        d_second = finished(d_second)
+    elif not plan.want_second:
+        d_first = finished(d_first)
+    else:
+        d_first, d_second = finished_both(d_first, d_second)
+    give_back(streamed.ring.empty.index(stage), plan.by_key)
+    return d_first, d_second
+
+
+@gluon.jit
+def walk(unit, position, streamed_span, own, streamed, sums, scores, work, plan: gl.constexpr):
+    """(d_first, d_second, unit) after all that is streamed past a resident tile, from a ``position`` (line, first
+    streamed row) on. streamed_span: (first, last, steps), of each head of theirs, and of all."""
+    first, last, left = streamed_span
+    if plan.apart:
+        plain = plain_tile(own, position, left, work, plan)
+        while left > 0:
+            while (left > 0) & (plain == 0):
+                following, left = next_tile(position, first, last, plan.block), left - 1
+                plain = plain_tile(own, following, left, work, plan)
+                far = far_of(own, position[0], position[1], work, plan)
+                sums = fold_tile(True, unit, position, far, own, streamed, sums, scores, work, plan)
+                unit, position = unit + 1, following
+            while plain != 0:
+                following, left = next_tile(position, first, last, plan.block), left - 1
+                plain = plain_tile(own, following, left, work, plan)
+                sums = fold_tile(False, unit, position, False, own, streamed, sums, scores, work, plan)
+                unit, position = unit + 1, following
+    else:
+        for _ in range(left):
+            far = far_of(own, position[0], position[1], work, plan)
+            sums = fold_tile(True, unit, position, far, own, streamed, sums, scores, work, plan)
+            unit, position = unit + 1, next_tile(position, first, last, plan.block)
+    d_first, d_second = sums
     return d_first, d_second, unit
 
 
@@ -168,6 +197,7 @@ def walk_ahead(unit, position, streamed_span, own, streamed, sums, scores, work,
         shift = statistic_of(own.shift, streamed.shift, stage, plan.by_key, mma)
         dots = warpgroup_mma_wait(len(own.second) + behind, deps=[dots])
         p, sloped = weights_of(dots, shift, far, position, cols, own, scores, work, plan.by_key)
+        await_full(streamed.ring, unit)  # see the module
         d_p = warpgroup_mma_wait(behind, deps=[d_p])
         delta = statistic_of(own.delta, streamed.delta, stage, plan.by_key, mma)
         d = score_gradients(sloped, d_p, delta, start, cols, own)

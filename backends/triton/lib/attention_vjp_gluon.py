@@ -25,27 +25,30 @@ if TYPE_CHECKING:
 
     from portakern.core.call import Call
 
+APART = 128  # columns up to which registers hold two loops
+NARROW, TOGETHER_NARROW, TOGETHER_WIDE = 32, 320, 256  # queries of a tile; columns of d_k and d_v beside each other
 SPARE = 30  # registers of a consumer's thread for addresses and counters
 
 
 def plans(call: Call, config: FlashGradientsConfig) -> dict[tuple[str, ...], GradientsPlan]:
     """What the kernel is compiled for, for each launch, by the gradients that it computes."""
     (block_d, more_d), (block_dv, more_dv) = (pieces(call.dims[n], "gradients") for n in ("d", "dv"))
+    both, apart = block_d + more_d + block_dv + more_dv, max(block_d, block_dv) <= APART and not more_d + more_dv
     found: dict[tuple[str, ...], GradientsPlan] = {}
     keys = tuple(n for n in ("d_k", "d_v") if n in call.wants)
     if keys:
-        both = GradientsPlan(True, config.consumers, config.block_q, block_d, block_dv, config.num_stages,
+        of_keys = GradientsPlan(True, config.consumers, config.block_q, block_d, block_dv, config.num_stages,
                     config.ahead and len(keys) == 2, "d_k" in keys, "d_v" in keys,
-                    REGISTERS[config.consumers][0], shared.flagged(call.dims["dv"]), more_d, more_dv)  # fmt: skip
-        if block_d + more_d + block_dv + more_dv <= 256:
-            found[keys] = both
+                    REGISTERS[config.consumers][0], shared.flagged(call.dims["dv"]), more_d, more_dv, apart)  # fmt: skip
+        if both <= (TOGETHER_NARROW if config.block_q <= NARROW else TOGETHER_WIDE):
+            found[keys] = of_keys
         else:  # registers do not hold the two sums beside each other
-            found |= {(n,): both._replace(ahead=False, want_first=n == "d_k", want_second=n == "d_v") for n in keys}
+            found |= {(n,): of_keys._replace(ahead=False, want_first=n == "d_k", want_second=n == "d_v") for n in keys}
     if "d_q" in call.wants:
         found["d_q",] = GradientsPlan(False, config.dq_consumers, config.dq_block_kv, block_d, block_dv,
                              config.dq_num_stages, False, True, False,
                              REGISTERS[config.dq_consumers][0], shared.flagged(call.dims["dv"]), more_d,
-                             more_dv)  # fmt: skip
+                             more_dv, apart)  # fmt: skip
     return found
 
 

@@ -38,7 +38,8 @@ class GradientsPlan(NamedTuple):
     of ``block`` streamed rows, of block_d and block_dv columns, and of more_d and more_dv columns in a second piece
     unless that is 0, ``stages`` of them on their way. ``ahead``: the products of a tile are computed beside the weights
     of the next. ``want_first``, ``want_second``: which of d_first
-    and d_second are. registers: of a consumer's threads. ``flagged``: queries of which there is a flag."""
+    and d_second are. registers: of a consumer's threads. ``flagged``: queries of which there is a flag. ``apart``: tiles
+    that take masks have a loop of their own."""
 
     by_key: bool
     consumers: int
@@ -53,6 +54,7 @@ class GradientsPlan(NamedTuple):
     flagged: int
     more_d: int = 0
     more_dv: int = 0
+    apart: bool = False
 
 
 class SharedTiles(NamedTuple):
@@ -181,6 +183,17 @@ def far_of(own, line, start, work, plan: gl.constexpr):
 
 
 @gluon.jit
+def plain_tile(own, position, left, work, plan: gl.constexpr):
+    """1 where the streamed tile at a ``position`` is seen whole by all own rows, and none of its queries has an lse far
+    from 0; else 0, as when no tiles are ``left``."""
+    line, start = position
+    there = left > 0
+    far = far_of(own, gl.where(there, line, 0), start, work, plan)
+    edge = far | (start < own.all_lo) | (start + plan.block > own.all_hi)
+    return gl.where(there & (edge == 0), 1, 0)
+
+
+@gluon.jit
 def low_of(own, line, start, like, cols, work, by_key: gl.constexpr):
     """What shift lacks of the queries of a tile; 0 but where lse is far from 0."""
     if by_key:
@@ -193,8 +206,9 @@ def low_of(own, line, start, like, cols, work, by_key: gl.constexpr):
 
 
 @gluon.jit
-def weights_of(dots, shift, far, position, cols, own, scores, work, by_key: gl.constexpr):
-    """(P, P cap'(s)) of a tile of dot products. shift: lse log2(e), for P is 2^(s log2(e) - shift). position: (line,
+def weights_of(dots, shift, far, position, cols, own, scores, work, by_key: gl.constexpr,
+               masked: gl.constexpr = True):  # fmt: skip
+    """(P, P cap'(s)) of a tile of dot products, with no mask unless it is ``masked``. shift: lse log2(e), for P is 2^(s log2(e) - shift). position: (line,
     first streamed row). far: whether a query has an lse far from 0: the score is the number that it was in the forward
     pass, so that with what shift lacks P is what it was."""
     line, start = position
@@ -202,12 +216,14 @@ def weights_of(dots, shift, far, position, cols, own, scores, work, by_key: gl.c
     if scores.softcap is not None:
         t = tanh(dots * scores.pre)
     apart = gl.fma(t, scores.rate, -shift.broadcast_to(t.shape))
-    if far | (start < own.all_lo) | (start + dots.shape[1] > own.all_hi):
-        if far:
-            low = low_of(own, line, start, t, cols, work, by_key).broadcast_to(t.shape)
-            apart -= low
-            apart = gl.where((low != 0.0) & (apart > 0.0), 0.0, apart)
-        apart = only_seen(apart, float("-inf"), start, cols, own.limits, own.others, by_row(dots.shape[1]))
+    if masked:
+        edge = far | (start < own.all_lo) | (start + dots.shape[1] > own.all_hi)
+        if edge:
+            if far:
+                low = low_of(own, line, start, t, cols, work, by_key).broadcast_to(t.shape)
+                apart -= low
+                apart = gl.where((low != 0.0) & (apart > 0.0), 0.0, apart)
+            apart = only_seen(apart, float("-inf"), start, cols, own.limits, own.others, by_row(dots.shape[1]))
     p = gl.exp2(apart)
     sloped = p
     if scores.softcap is not None:
@@ -216,11 +232,13 @@ def weights_of(dots, shift, far, position, cols, own, scores, work, by_key: gl.c
 
 
 @gluon.jit
-def score_gradients(sloped, d_p, delta, start, cols, own):
+def score_gradients(sloped, d_p, delta, start, cols, own, masked: gl.constexpr = True):
     """D of a tile, from P cap'(s) and dP."""
     d = sloped * (d_p - delta)
-    if (start < own.all_lo) | (start + d.shape[1] > own.all_hi):  # what a masked pair holds of dP may be NaN
-        d = only_seen(d, 0.0, start, cols, own.limits, own.others, by_row(d.shape[1]))
+    if masked:
+        edge = (start < own.all_lo) | (start + d.shape[1] > own.all_hi)
+        if edge:  # what a masked pair holds of dP may be NaN
+            d = only_seen(d, 0.0, start, cols, own.limits, own.others, by_row(d.shape[1]))
     return d
 
 

@@ -520,6 +520,11 @@ FAULTS = {
                 "(start > start + d",
                 2,
             ),
+            "a tile at the edge is walked without masks": (
+                "causal",
+                "(start < own.all_lo) | (start + plan.block > own.all_hi)",
+                "(start < 0)",
+            ),
             "no slope of the softcap": ("band", "sloped = p * (1.0 - t * t)", "sloped = p"),
         },
     ),
