@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 from jaxtyping import Float, Int
 
 import portakern as pk
+from portakern.core import registry
+from portakern.core.framework import frameworks
 from portakern.errors import SpecError
 from portakern.spec import Dim, Extent, Range, Rule, spec
 from portakern.spec.tolerance import round_to, units
@@ -16,6 +19,11 @@ from portakern.testing import Limits, replay
 from portakern.testing.samples import sample_arrays, sample_case
 from portakern.testing.sizes import PAIRS
 from portakern.testing.strategies import drawn
+from portakern.tools.bench.fresh import turning
+from portakern.tools.bench.inputs import make
+from portakern.tools.bench.roof import moved
+from portakern.tools.bench.rows import describe
+from portakern.tools.bench.suites import TimedCase
 from portakern.tools.compile.abstract import typical_signature
 from tests.word_kernels import declared
 
@@ -199,7 +207,9 @@ def fits(call):
 
 @spec(
     tiling={},
-    flops=lambda call: float(call.dims["rows"] * call.dims["n"]),
+    flops=lambda call: float(call.arrays["lens"].sum() * call.dims["n"]),
+    bytes_moved=lambda call: 4 * (call.arrays["lens"].sum() + call.dims["sequences"]) * call.dims["n"],
+    apart=("n",),
     require=[Rule(fits, "starts rise from 0, and lens are at most the lengths", values=True)],
 )
 def segment_sum(x: Float[A, "rows n"], starts: Int[A, "sequences+1"], lens: Int[A, "sequences"]) -> SegmentSumOut:
@@ -215,6 +225,16 @@ def rising(rng, shape, dims, options):
 @segment_sum.values("lens", "starts")
 def within(rng, shape, dims, options, starts):
     return rng.integers(0, np.diff(starts) + 1)
+
+
+@segment_sum.values("starts", measured=True)
+def equal(rng, shape, dims, options):
+    return np.arange(shape[0]) * (dims["rows"] // dims["sequences"])
+
+
+@segment_sum.values("lens", "starts", measured=True)
+def full(rng, shape, dims, options, starts):
+    return np.diff(starts)
 
 
 @segment_sum.edge(dims={"rows": (20, 40), "sequences": (2, 4), "n": (1, 3)})
@@ -321,3 +341,24 @@ def test_flops_limit_what_is_drawn_where_a_spec_says_so():
     assert (sizes(by_extents, Limits()) < sizes(by_flops, Limits())).all()
     fill = Limits(fill=2**19)
     assert sizes(by_extents, fill, True)[0] < 2**18 < sizes(by_flops, fill, True)[0]
+
+
+# ------------------------------------------------------------------------------------------------------------ measuring
+
+
+def test_a_benchmark_takes_the_values_to_measure_with(monkeypatch):
+    monkeypatch.setattr(registry, "find_spec", lambda name: segment_sum)
+    case = TimedCase("mine", "segment_sum", "float32", {"rows": 12, "n": 2, "sequences": 3})
+    inputs = make(case, frameworks()["numpy"], "cpu")
+    assert inputs.buffers["starts"].view().tolist() == [0, 4, 8, 12]
+    assert inputs.buffers["lens"].view().tolist() == [4, 4, 4]
+    counted = inputs.counted(inputs.call)
+    assert counted.flops == 24 and moved(counted) == 4 * (12 + 3) * 2
+    assert turning(inputs.call, inputs.runs) == ("n", 0)
+    given = replace(case, values={"lens": [1, 2, 3]})
+    assert given.text != case.text and "lens = [1, 2, 3]" in describe(given, inputs.call)
+    inputs = make(given, frameworks()["numpy"], "cpu")
+    assert inputs.buffers["lens"].view().tolist() == [1, 2, 3] and inputs.counted(inputs.call).flops == 12
+    assert make(replace(case, values={"lens": 2}), frameworks()["numpy"], "cpu").buffers["lens"].view().max() == 2
+    with pytest.raises(SpecError, match=r"the values of lens have shape \(2,\) .* or a list of shape \(3,\)"):
+        make(replace(case, values={"lens": [1, 2]}), frameworks()["numpy"], "cpu")

@@ -88,7 +88,10 @@ class Spec(Generic[P]):
     reads: Mapping[str, When] = field(default_factory=dict)
     generators: dict[str, ValuesFn] = field(default_factory=dict)
     seen: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    measured: dict[str, ValuesFn] = field(default_factory=dict)
+    measured_seen: dict[str, tuple[str, ...]] = field(default_factory=dict)
     budget: str = "extents"
+    bytes_moved: Callable[[Call], float] | None = None
     samples: dict[str, Sample] = field(default_factory=dict)
 
     @property
@@ -203,7 +206,7 @@ class Spec(Generic[P]):
         """A function's name, of a gradient op's without ``_vjp``."""
         return fn.__name__.removesuffix("_vjp") if self.is_vjp else fn.__name__
 
-    def values(self, name: str, *seen: str) -> Callable[[ValuesFn], ValuesFn]:
+    def values(self, name: str, *seen: str, measured: bool = False) -> Callable[[ValuesFn], ValuesFn]:
         """Decorator: ``fn(rng, shape, dims, options, *seen)`` makes the values of the array argument ``name``, for the
         checker and for samples: sorted offsets, a permutation, labels of which some are ignored.
 
@@ -212,6 +215,9 @@ class Spec(Generic[P]):
         the call has no such argument. Those that have a function of their own are declared first.
 
         ``rng`` is a NumPy generator, ``shape`` the array's shape; ``dims`` and ``options`` are those of the bound call.
+        ``measured``: the function makes what the argument holds in a benchmark, such as sequences as long as a cache
+        allows, and not what the checker draws. It sees the values that others hold there.
+
         The result has this shape, and values of the argument's dtype kind that obey the op's rules. Without a
         generator, integers are a few small numbers (int8, int16, uint8 and bool: all values) and floats come from a
         regime. A gradient op uses the generators of the forward op's arrays of the same names, unless it declares one.
@@ -220,7 +226,8 @@ class Spec(Generic[P]):
             if each not in {a.name for a in self.arrays}:
                 names = ", ".join(a.name for a in self.arrays)
                 raise SpecError(f"{self.name}: values are declared for {each!r}; expected one of {names}")
-        late = [n for n, theirs in self.seen.items() if name in theirs]
+        made, sees = (self.measured, self.measured_seen) if measured else (self.generators, self.seen)
+        late = [n for n, theirs in sees.items() if name in theirs]
         if late or name in seen:
             raise SpecError(
                 f"{self.name}: the values of {(late or [name])[0]} see those of {name}; declare the values of {name} "
@@ -228,7 +235,7 @@ class Spec(Generic[P]):
             )
 
         def declare(fn: ValuesFn) -> ValuesFn:
-            self.generators[name], self.seen[name] = fn, seen
+            made[name], sees[name] = fn, seen
             return fn
 
         return declare
@@ -291,12 +298,15 @@ def spec(
     autocast: Literal["lower", "float32"] | None = None,
     typical: Mapping[str, Any] | None = None,
     budget: Literal["extents", "flops"] = "extents",
+    bytes_moved: Callable[[Call], float] | None = None,
 ) -> Callable[[Callable[P, Any]], Spec[P]]:
     """Declare an op from a typed signature (see the module's docstring).
 
     Args:
       tiling: tile name -> the powers of two that it may be.
-      flops: floating-point operations of a bound call (options included: a causal mask halves them).
+      flops: floating-point operations of a bound call (options included: a causal mask halves them). They may depend on
+        integer arrays where those are NumPy's, as a benchmark's are; of other calls it counts the most that there can
+        be.
       dtypes: dtypes of ``Float`` arguments; within a call all have the same, the op's dtype. An op without a ``Float``
         argument has the dtype of its first array.
       or_float32: float arguments that may be float32 in a 16-bit call.
@@ -332,6 +342,9 @@ def spec(
       budget: what limits the extents that the checker draws: the product of all of them, or ``flops``, of a call with
         drawn integers and default options. The product is too strict for an op with many dimensions that no step works
         on together, such as pages and the keys of a sequence: most of its cases would be tiny.
+      bytes_moved: the fewest bytes that a bound call reads and writes, of integer arrays as ``flops``; None: each array
+        is read once, and each wanted output written once. For an op that leaves some of an array unread, such as
+        pages of no sequence.
     """
 
     def declare(fn: Callable[P, Any]) -> Spec[P]:
@@ -364,6 +377,7 @@ def spec(
             passes=types.MappingProxyType(dict(passes or {})),
             reads=types.MappingProxyType(dict(reads or {})),
             budget=budget,
+            bytes_moved=bytes_moved,
         )
         check_declaration(made)
         return made

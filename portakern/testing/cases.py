@@ -106,18 +106,25 @@ class Case:
         laid = {n: LAYOUTS[self.layouts.get(n, "contiguous")](arrays[n]) for n in given}
         return laid | dict.fromkeys(self.aliased, laid[self.aliased[0]]) if self.aliased else laid
 
-    def drawn(self, spec: Spec[Any], name: str) -> np.ndarray:
-        """The values of one argument before they are rounded to its dtype, by its generator where it has one."""
+    def drawn(self, spec: Spec[Any], name: str, measured: bool = False) -> np.ndarray:
+        """The values of one argument before they are rounded to its dtype, by its generator where it has one;
+        ``measured``: as it holds them in a benchmark."""
         given = {a.name: (a, self.shapes[a.name]) for a in spec.arrays if a.name in self.shapes}
-        return _spread(self._values(spec, given, [name])[name], self.shapes[name])
+        return _spread(self._values(spec, given, [name], measured)[name], self.shapes[name])
 
     def _values(
-        self, spec: Spec[Any], given: Mapping[str, tuple[ArrayArg, Shape]], names: Iterable[str]
+        self,
+        spec: Spec[Any],
+        given: Mapping[str, tuple[ArrayArg, Shape]],
+        names: Iterable[str],
+        measured: bool = False,
     ) -> dict[str, np.ndarray]:
         """Values of these arguments, of which each that sees others comes after them."""
         forward = registry.forward_of(spec) if spec.is_vjp else None
-        made, found = generators(spec, forward), dict[str, np.ndarray]()
+        made, found = {**generators(spec, forward)}, dict[str, np.ndarray]()
         seen = {n: s for n, s in (forward.seen if forward else {}).items() if n not in spec.generators} | spec.seen
+        if measured:
+            made, seen = made | spec.measured, seen | spec.measured_seen
         bound = self.bound_alone(spec) if made.keys() & given else None
 
         def draw(name: str) -> np.ndarray | None:

@@ -60,7 +60,8 @@ class Inputs:
 
 
 def make(case: TimedCase, framework: Framework, device: Any, seed: int = 0) -> Inputs:
-    """Random arrays of a forward call: standard normal values, or what an argument's generator makes.
+    """Random arrays of a forward call: the values that the suite gives, standard normal ones, or what an argument's
+    generator makes, that for measuring where there is one.
 
     Raises:
       SpecError: a dimension has no extent, or the op refuses the call.
@@ -73,19 +74,35 @@ def make(case: TimedCase, framework: Framework, device: Any, seed: int = 0) -> I
     given = [a for a in spec.arrays if not a.optional or a.name in case.given]
     shapes = {a.name: shape_of(a.dims, dims) for a in given}
     drawn = Case(case.dtype, shapes, seed=seed, options=case.options, dtypes=_own(spec, case.dtype))
-    made = generators(spec, None)
+    made = {**generators(spec, None), **spec.measured}
     buffers = {}
     for a in given:
         dtype = drawn.dtype_of(a)
         if a.name in case.runs:
             position = np.arange(shapes[a.name][-1]) // case.runs[a.name]
             values = np.broadcast_to(position.astype(numpy_dtype(dtype)), shapes[a.name])
+        elif a.name in case.values:
+            values = _given(spec, a.name, case.values[a.name], shapes[a.name], dtype)
         elif DTYPES[dtype].floating and a.name not in made:
             values = _normal(shapes[a.name], dtype, (seed, zlib.crc32(a.name.encode())))
         else:
-            values = drawn.drawn(spec, a.name).astype(numpy_dtype(dtype))
+            values = drawn.drawn(spec, a.name, measured=True).astype(numpy_dtype(dtype))
         buffers[a.name] = _laid(values, case.layouts.get(a.name))
-    return replace(_placed(spec, buffers, case.options, framework, device), runs=frozenset(case.runs))
+    return replace(
+        _placed(spec, buffers, case.options, framework, device),
+        runs=frozenset((*case.runs, *case.values, *spec.measured)),
+    )
+
+
+def _given(spec: Spec[Any], name: str, value: Any, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """The values that a suite gives: a number for all elements, or a list of the array's shape."""
+    values = np.asarray(value)
+    if values.shape not in ((), shape) or values.dtype.kind not in "iu":
+        raise SpecError(
+            f"{spec.name}: the values of {name} have shape {values.shape} and are {values.dtype}; expected a whole "
+            f"number, or a list of shape {shape}"
+        )
+    return np.broadcast_to(values.astype(numpy_dtype(dtype)), shape)
 
 
 def for_gradient(forward: Inputs, outputs: Mapping[str, Any], seed: int = 0) -> Inputs:

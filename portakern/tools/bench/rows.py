@@ -38,9 +38,10 @@ Row = dict[str, Any]
 def describe(case: TimedCase, call: Call) -> str:
     """A call in words, with what its dimensions do not say: optional arrays, layouts, arrays of another dtype."""
     there = {a.name: a for a in call.spec.arrays if call.arrays[a.name] is not None}
-    beside = [f"with {n}" for n in case.given if n in there and n not in case.runs]
+    beside = [f"with {n}" for n in case.given if n in there and n not in {*case.runs, *case.values}]
     beside += [f"{n} {layout}" for n, layout in case.layouts.items() if n in there]
     beside += [f"{n} in runs of {length}" for n, length in case.runs.items() if n in there]
+    beside += [f"{n} = {value}" for n, value in case.values.items() if n in there]
     others = {n: call.dtype_of(n) for n, a in there.items() if not a.statistic}
     beside += [f"{n} {dtype}" for n, dtype in others.items() if DTYPES[dtype].floating and dtype != call.dtype]
     return "; ".join([repr(call), *beside])

@@ -12,6 +12,7 @@ A suite is a TOML file of the folder ``suites``, named like it::
     given = ["bias"]                        # optional arrays that are passed
     layouts = { q = "swapped" }             # portakern.testing.layouts; contiguous where nothing is said
     runs = { q_segment_ids = 700 }          # integers that grow by 1 after so many positions: packed documents
+    values = { kv_lens = 4096 }             # integers as they are, a number for all or a list: lengths, offsets
     sweep = { batch = [4, 1], q_len = [4096, 16384], kv_len = [4096, 16384] }    # a case for each position
     dtypes = ["bfloat16"]                   # the dtypes that were asked for where nothing is said
     gradients = true                        # the gradients too; "only": them alone
@@ -61,7 +62,20 @@ DTYPES = ("bfloat16", "float32")
 """What is timed where nobody names a dtype."""
 
 RANKS = (1, 2, 3)
-KNOWN = {"op", "dims", "options", "given", "layouts", "runs", "sweep", "dtypes", "gradients", "rank", "rounds"}
+KNOWN = {
+    "op",
+    "dims",
+    "options",
+    "given",
+    "layouts",
+    "runs",
+    "values",
+    "sweep",
+    "dtypes",
+    "gradients",
+    "rank",
+    "rounds",
+}
 
 
 @dataclass(frozen=True)
@@ -69,7 +83,7 @@ class TimedCase:
     """A call to time.
 
     Attributes:
-      suite: where it stands. op, dtype, dims, options, given, layouts, runs: the call, of the forward op.
+      suite: where it stands. op, dtype, dims, options, given, layouts, runs, values: the call, of the forward op.
       gradient: time the op of its gradients instead, of all its inputs.
       rank: 1 is timed first. rounds: samples of each contender, where those are fewer than a plan has.
     """
@@ -82,6 +96,7 @@ class TimedCase:
     given: tuple[str, ...] = ()
     layouts: Mapping[str, str] = field(default_factory=dict)
     runs: Mapping[str, int] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
     gradient: bool = False
     rank: int = 2
     rounds: int | None = None
@@ -106,6 +121,7 @@ class TimedCase:
         """The same for the same call, in any process."""
         parts = [self.timed, self.dtype, self.dims, self.options, self.given, self.layouts]
         parts += [self.runs] if self.runs else []
+        parts += [{"values": self.values}] if self.values else []
         return json.dumps(parts, sort_keys=True, default=str)
 
     @cached_property
@@ -182,7 +198,8 @@ def _from_file(name: str, dtypes: Sequence[str] | None) -> Iterator[TimedCase]:
             dims = entry.get("dims", {}) | {n: values[i] for n, values in sweep.items()}
             case = TimedCase(
                 name, entry["op"], "", _extents(dims), _options(entry.get("options", {})),
-                (*entry.get("given", ()), *entry.get("runs", {})), entry.get("layouts", {}), entry.get("runs", {}),
+                (*entry.get("given", ()), *entry.get("runs", {}), *entry.get("values", {})), entry.get("layouts", {}),
+                entry.get("runs", {}), entry.get("values", {}),
                 rank=entry.get("rank", 2),
                 rounds=entry.get("rounds"),
             )  # fmt: skip
