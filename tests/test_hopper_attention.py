@@ -114,6 +114,7 @@ CASES = {
         [*PACKED[:2], *PIECES]),
     "wide pairs": ((1, 300, 2, 2, 300, 256), {"is_causal": True, "dtype": torch.float16}, {"persistent": 1}, FLASH),
     "chunks": ((1, 300, 1, 1, 1300, 64), {"is_causal": True}, {"persistent": 1}, FLASH),
+    "three groups in turns": ((1, 400, 1, 2, 400, 64), {"is_causal": True}, {"consumers": 3}, FLASH),
     "several chunks": ((1, 200, 1, 2, 1300, 128), {}, {"min_split_keys": 512}, FLASH),
     "shares": ((2, 1, 2, 4, 1300, 64), {}, {"few_queries": 2}, SHARES),
     "shares of several queries": ((1, 3, 2, 5, 1100, 128), {"is_causal": True}, {"few_queries": 2}, SHARES),
@@ -201,10 +202,12 @@ def test_a_query_alone_has_the_bits_that_it_has_among_others(tiling, keys, few, 
     assert torch.equal(o_alone, o[:, -few:]) and torch.equal(lse_alone, lse[:, :, -few:])
 
 
-def test_unsplit_has_one_softmax_state_a_row():
-    """Also among few queries: rows have their bits in any company, and these are not hopper's."""
+@pytest.mark.parametrize("d", [64, 128])
+def test_unsplit_has_one_softmax_state_a_row(d):
+    """By groups of warps in turns and in none; also among few queries: rows have their bits in any company, and these
+    are not hopper's."""
     few = 9
-    call, ran = bound(1, 130, 1, 2, 1300, 64, is_causal=True, dtype=torch.float16), []
+    call, ran = bound(1, 200, 1, 2, 1300, d, is_causal=True, dtype=torch.float16), []
     arrays = {**call.arrays, "q": call.arrays["q"][:, -few:].contiguous()}
     last = call.replace(arrays=arrays, dims={**call.dims, "q_len": few})
     tiling = tilings.default(UNSPLIT, call).tiling
@@ -290,6 +293,14 @@ def test_what_is_faster_is_the_default(monkeypatch):
         for keys, chunks in expected:
             call = bound(1, 1, 8, 4, keys, d, device="meta")
             assert chunk_length(call, tiling_of(call)) == chunks
+
+
+def test_heads_of_long_rows_take_turns_by_fewer():
+    """Keys and values of the heads whose tiles are taken by turns stay in the L2 cache."""
+    for length, group, together in ((4096, 1, 8), (16384, 1, 4), (16384, 4, 8), (1 << 20, 1, 1)):
+        call = bound(1, length, 16 // group, group, length, 128, device="meta", is_causal=True)
+        work, _ = hopper.work_of(call, tiling_of(call), 128, (None, 0), 132)
+        assert work.interleaved_heads == together
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])

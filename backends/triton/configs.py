@@ -167,6 +167,9 @@ class UnsplitConfig(FewQueriesTilesConfig, ConsumersConfig):
         "1: persistent programs that take tiles in pairs, where some see more keys than others and that is faster; no "
         "bit of a result depends on it",
     ] = False
+    pingpong: Annotated[
+        bool, "1: warp groups take turns to issue products (warpgroup ping-pong); no bit of a result depends on it"
+    ] = True
     few_queries: Annotated[
         FewQueries,
         "few queries; 0: the portable kernel; 1: the faster of a program for each split and for each group of heads; "

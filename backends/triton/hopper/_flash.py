@@ -3,8 +3,8 @@
 One warp, the producer, has the copy engine bring tiles of queries, keys and values to shared memory. ``consumers``
 groups of four warps own 64 queries each. Scores of keys i and products with values i - 1 are issued to the matrix unit
 together, and the maxima of the scores are found beside the products; the weights come after these, in the registers of
-the weights that they have read. Where there are two groups they take turns, so that the weights of one are computed
-beside the products of the other.
+the weights that they have read. Groups take turns (``pingpong``), so that the weights of one are computed beside the
+products of the others.
 
 Keys i and values i - 1 arrive under one barrier, as unit i of a walk over n tiles: unit 0 is keys alone, unit n values
 alone. Chunks of keys (``lib/split_kv.py``) do not end the walk: the first scores of a chunk are issued beside the last
@@ -54,9 +54,9 @@ from portakern.backends.triton.lib.gluon import (
     tile_at,
     zero_sums,
 )
-from portakern.backends.triton.lib.tma import TOGETHER
+from portakern.backends.triton.lib.tma import IN_L2, TOGETHER
 
-AT_A_TIME = gl.constexpr(TOGETHER)
+AT_A_TIME, CACHED = gl.constexpr(TOGETHER), gl.constexpr(IN_L2)
 
 
 class TileSchedule(NamedTuple):
@@ -119,7 +119,7 @@ class Buffers(NamedTuple):
 
 
 class PingPong(NamedTuple):
-    """Barriers by which two groups take turns: the one that this group waits at, and the one where the other does."""
+    """Barriers by which groups take turns: the one that this group waits at, and the one where the next group does."""
 
     own: Any
     other: Any
@@ -314,15 +314,15 @@ def at_border(opens, total, part, alpha, opened, start, scores, plan: gl.constex
 
 @gluon.jit
 def wait_pingpong(handoff, pingpong, GROUP: gl.constexpr, plan: gl.constexpr):
-    """Wait until the other group has issued its products."""
-    if plan.consumers == 2:
+    """Wait until the group before has issued its products."""
+    if plan.pingpong:
         mbarrier.wait(pingpong.own, (handoff & 1) ^ (1 if GROUP == 0 else 0))
 
 
 @gluon.jit
 def signal_pingpong(pingpong, plan: gl.constexpr):
-    """Let the other group issue its products."""
-    if plan.consumers == 2:
+    """Let the next group issue its products."""
+    if plan.pingpong:
         mbarrier.arrive(pingpong.other, count=1)
 
 
@@ -536,23 +536,26 @@ def by_roles(inputs, out, segments, softmax, work, plan: gl.constexpr):
         o_tiles = head_buffers(dtype, plan.consumers, ROWS, plan.block_dv, plan.more_dv)
     tiles = Buffers(q_tiles, k_tiles, v_tiles, o_tiles)
     q_ring, ring = ring_of(plan.consumers, 1), ring_of(plan.stages, plan.consumers)
-    pingpong = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
+    consumers: gl.constexpr = plan.consumers
+    pingpong = gl.allocate_shared_memory(gl.int64, [consumers, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(consumers):
         mbarrier.init(pingpong.index(i), count=1)
     fence_async_shared()
-    first, second = PingPong(pingpong.index(0), pingpong.index(1)), PingPong(pingpong.index(1), pingpong.index(0))
+    first = PingPong(pingpong.index(0), pingpong.index(1))
+    last = PingPong(pingpong.index(consumers - 1), pingpong.index(0))
     # A tuple that is given a name loses its constexprs: the groups are written out.
     if plan.consumers == 2:
         gl.warp_specialize([
             (consumer, (0, tiles, q_ring, ring, first, out, softmax, segments, work, plan)),
-            (consumer, (1, tiles, q_ring, ring, second, out, softmax, segments, work, plan)),
+            (consumer, (1, tiles, q_ring, ring, last, out, softmax, segments, work, plan)),
             (producer, (tiles, q_ring, ring, inputs, softmax.window, segments, work, plan)),
         ], [4, 1], [plan.registers, 24])  # fmt: skip
     else:
+        second = PingPong(pingpong.index(1), pingpong.index(2))
         gl.warp_specialize([
             (consumer, (0, tiles, q_ring, ring, first, out, softmax, segments, work, plan)),
             (consumer, (1, tiles, q_ring, ring, second, out, softmax, segments, work, plan)),
-            (consumer, (2, tiles, q_ring, ring, second, out, softmax, segments, work, plan)),
+            (consumer, (2, tiles, q_ring, ring, last, out, softmax, segments, work, plan)),
             (producer, (tiles, q_ring, ring, inputs, softmax.window, segments, work, plan)),
         ], [4, 4, 1], [plan.registers, plan.registers, 24])  # fmt: skip
 
@@ -585,7 +588,9 @@ def schedule_of(q, k, window, segments, chunk, plan: gl.constexpr):
     if segments is None and (left is not None or right is not None):
         ahead = gl.where(gl.num_programs(0) < tiles, gl.cdiv(tiles, 2), tiles)
     if right is not None:
-        interleaved_heads = gl.cdiv(all_heads, gl.cdiv(all_heads, AT_A_TIME))
+        keys: gl.constexpr = CACHED // (2 * (plan.block_d + plan.more_d + plan.block_dv + plan.more_dv))
+        cached = gl.maximum(gl.minimum(keys * (heads // kv_heads) // kv_len, AT_A_TIME), 1)
+        interleaved_heads = gl.cdiv(all_heads, gl.cdiv(all_heads, cached))
     return TileSchedule(
         tiles, ahead, tiles_q, interleaved_heads, heads, heads // kv_heads, all_heads, q_len, kv_len, chunk
     )

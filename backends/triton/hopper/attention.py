@@ -51,6 +51,7 @@ from portakern.backends.triton.lib.heads import Scores
 from portakern.backends.triton.lib.segments import longest_first
 from portakern.backends.triton.lib.split_kv import chunk_length, chunks_of_a_tile, seen_keys, worth_spreading
 from portakern.backends.triton.lib.tma import (
+    IN_L2,
     QUERIES,
     REGISTERS,
     TOGETHER,
@@ -237,7 +238,9 @@ def work_of(
     tiles = tiles_q * all_heads
     ahead, programs, together = tiles, min(tiles, processors), 1
     if window[1] is not None:
-        together = cdiv(all_heads, cdiv(all_heads, TOGETHER))
+        keys = IN_L2 // (2 * (dims["d"] + dims["dv"]))
+        together = max(1, min(TOGETHER, keys * dims["group"] // max(1, kv_len)))
+        together = cdiv(all_heads, cdiv(all_heads, together))
     if window != (None, None) and call.arrays["q_segment_ids"] is None:
         pairs = cdiv(tiles, 2)
         if config.persistent and persistent(call, config, queries, window, pairs, processors):

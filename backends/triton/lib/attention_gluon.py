@@ -27,7 +27,8 @@ class FlashPlan(NamedTuple):
     ``consumers`` groups of 64 queries; tiles of block_kv keys, of block_d and block_dv columns, and of more_d and
     more_dv columns in a second piece unless that is 0, ``stages`` of them on their way; whether keys come in chunks;
     whether o leaves by way of the memory of q; registers of a consumer's threads. Where there are few queries
-    (``_shares``): heads of a group, the least power of two that holds it, and rows that are computed of."""
+    (``_shares``): heads of a group, the least power of two that holds it, and rows that are computed of. ``pingpong``:
+    whether consumers take turns to issue products."""
 
     consumers: int
     block_kv: int
@@ -41,6 +42,7 @@ class FlashPlan(NamedTuple):
     more_dv: int = 0
     heads: int = 1
     rows: int = 64
+    pingpong: bool = True
 
 
 def plan_of(call: Call, config: UnsplitConfig) -> FlashPlan:
@@ -53,7 +55,7 @@ def plan_of(call: Call, config: UnsplitConfig) -> FlashPlan:
     )  # fmt: skip
     chunked, consumers = chunk_length(call, config) is not None, config.consumers
     apart = FlashPlan(consumers, config.block_kv, block_d, block_dv, config.num_stages, chunked, o_in_q=False,
-                 registers=REGISTERS[consumers][0], more_d=more_d, more_dv=more_dv)  # fmt: skip
+                 registers=REGISTERS[consumers][0], more_d=more_d, more_dv=more_dv, pingpong=config.pingpong)  # fmt: skip
     fits_in_q = block_d == block_dv and more_dv in (0, more_d)
     return apart._replace(o_in_q=fits_in_q and shared_bytes(apart) > shared_limit(call.target.arch))
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 QUERIES = 64  # of a consumer
 TOGETHER = 8  # heads at most whose tiles are taken by turns where the last queries see most keys: their keys stay in L2
+IN_L2 = 40 << 20  # bytes of their keys and values: fewer heads of long rows, whose keys would leave it
 REGISTERS = {2: (240, 168), 3: (160, 128)}  # consumers -> registers of their threads, and of all threads at the start
 BARRIERS = 1024  # bytes of shared memory that are set aside for them
 
