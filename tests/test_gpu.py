@@ -310,8 +310,8 @@ def test_on_hopper_a_query_alone_has_the_bits_that_it_has_among_others(keys, gro
     q, k, v = (normal(2, keys, heads, d, dtype=torch.bfloat16) for heads in (2 * group, 2, 2))
     few = slice(-3, None)
 
-    def attend(q, **tiling):
-        op = pk.op("attention", backend="triton", variant="hopper", tiling=tiling or None)
+    def attend(q, variant="hopper", **tiling):
+        op = pk.op("attention", backend="triton", variant=variant, tiling=tiling or None)
         return op(q, k, v, return_lse=True, **options)
 
     def same(here, there):
@@ -322,3 +322,6 @@ def test_on_hopper_a_query_alone_has_the_bits_that_it_has_among_others(keys, gro
         assert all(map(torch.equal, attend(q, **one, persistent=0), whole))
         for shares in 0, 1, 2, 3:
             assert same(attend(q[:, few], **one, few_queries=shares), whole), (one, shares)
+    unsplit = attend(q, "unsplit")
+    assert all(map(torch.equal, attend(q, "unsplit", consumers=2), unsplit))
+    assert same(attend(q[:, few], "unsplit"), unsplit)

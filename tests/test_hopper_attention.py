@@ -202,12 +202,12 @@ def test_a_query_alone_has_the_bits_that_it_has_among_others(tiling, keys, few, 
     assert torch.equal(o_alone, o[:, -few:]) and torch.equal(lse_alone, lse[:, :, -few:])
 
 
-@pytest.mark.parametrize("d", [64, 128])
-def test_unsplit_has_one_softmax_state_a_row(d):
+@pytest.mark.parametrize("d, q_len", [(64, 380), (128, 200)])
+def test_unsplit_has_one_softmax_state_a_row(d, q_len):
     """By groups of warps in turns and in none; also among few queries: rows have their bits in any company, and these
     are not hopper's."""
     few = 9
-    call, ran = bound(1, 200, 1, 2, 1300, d, is_causal=True, dtype=torch.float16), []
+    call, ran = bound(1, q_len, 1, 2, 1300, d, is_causal=True, dtype=torch.float16), []
     arrays = {**call.arrays, "q": call.arrays["q"][:, -few:].contiguous()}
     last = call.replace(arrays=arrays, dims={**call.dims, "q_len": few})
     tiling = tilings.default(UNSPLIT, call).tiling
@@ -219,6 +219,14 @@ def test_unsplit_has_one_softmax_state_a_row(d):
     assert max(shares.values()) <= 1
     assert torch.equal(alone[0], found[0][:, -few:]) and torch.equal(alone[1], found[1][:, :, -few:])
     assert not torch.equal(found[0], split[0])
+
+
+def test_unsplit_computes_few_rows_that_nobody_asks_for():
+    for length, consumers in ((197, 2), (384, 3), (577, 2), (1024, 2), (2048, 3), (4096, 3)):
+        call = bound(1, length, 2, 1, length, 64, device="meta")
+        tiling = tilings.resolve(UNSPLIT, call, {}).tiling
+        assert tiling.consumers == consumers
+        assert tilings.resolve(UNSPLIT, call, {"consumers": 3}).tiling.consumers == 3, "the user's own"
 
 
 def test_unsplit_serves_calls_that_name_it(monkeypatch):
