@@ -12,10 +12,13 @@ from jaxtyping import Float, Int
 import portakern as pk
 from portakern.core import registry
 from portakern.core.framework import frameworks
+from portakern.core.oracle import oracle
 from portakern.errors import SpecError
 from portakern.spec import Dim, Extent, Range, Rule, spec
 from portakern.spec.tolerance import round_to, units
 from portakern.testing import Limits, replay
+from portakern.testing.cases import Case
+from portakern.testing.sampled import part_call, part_of, taken
 from portakern.testing.samples import sample_arrays, sample_case
 from portakern.testing.sizes import PAIRS
 from portakern.testing.strategies import drawn
@@ -209,7 +212,7 @@ def fits(call):
     tiling={},
     flops=lambda call: float(call.arrays["lens"].sum() * call.dims["n"]),
     bytes_moved=lambda call: 4 * (call.arrays["lens"].sum() + call.dims["sequences"]) * call.dims["n"],
-    apart=("n",),
+    apart=("n", "sequences"),
     require=[Rule(fits, "starts rise from 0, and lens are at most the lengths", values=True)],
 )
 def segment_sum(x: Float[A, "rows n"], starts: Int[A, "sequences+1"], lens: Int[A, "sequences"]) -> SegmentSumOut:
@@ -235,6 +238,14 @@ def equal(rng, shape, dims, options):
 @segment_sum.values("lens", "starts", measured=True)
 def full(rng, shape, dims, options, starts):
     return np.diff(starts)
+
+
+@segment_sum.rewrite
+def rows_come_along(call, chosen):
+    """The rows of the chosen sequences, one sequence behind the other."""
+    starts, sequences = call.arrays["starts"], chosen["sequences"]
+    rows = ranges(starts[sequences], starts[sequences + 1] - starts[sequences])
+    return {"rows": np.concatenate(rows)}, {"starts": np.cumsum([0, *map(len, rows)])}
 
 
 @segment_sum.edge(dims={"rows": (20, 40), "sequences": (2, 4), "n": (1, 3)})
@@ -362,3 +373,38 @@ def test_a_benchmark_takes_the_values_to_measure_with(monkeypatch):
     assert make(replace(case, values={"lens": 2}), frameworks()["numpy"], "cpu").buffers["lens"].view().max() == 2
     with pytest.raises(SpecError, match=r"the values of lens have shape \(2,\) .* or a list of shape \(3,\)"):
         make(replace(case, values={"lens": [1, 2]}), frameworks()["numpy"], "cpu")
+
+
+# ----------------------------------------------------------------------------------------------------------------- parts
+
+
+def large(sequences=400, rows=3000, n=3):
+    case = Case("float32", {"x": (rows, n), "starts": (sequences + 1,), "lens": (sequences,)}, seed=1)
+    return case, case.buffers(segment_sum)
+
+
+def test_offsets_are_rewritten_where_some_sequences_are_taken(monkeypatch):
+    monkeypatch.setattr("portakern.testing.sampled.WORK", 1.0)  # a part as small as any
+    _, buffers = large()
+    call = pk.op(segment_sum).bind(**{n: b.view() for n, b in buffers.items()})
+    chosen = part_of(call, np.random.default_rng(0))
+    assert len(chosen["sequences"][0]) == 2 and len(chosen["rows"][0]) < 3000
+    part = part_call(call, buffers, chosen, {})
+    assert part.dims["sequences"] == 2 and part.dims["rows"] == len(chosen["rows"][0]) == part.arrays["starts"][-1]
+    (output,), ((whole,), (some,)) = segment_sum.outputs, (oracle(call), oracle(part))
+    np.testing.assert_allclose(taken(whole, output.dims, call, chosen), some, 1e-12, 1e-12)
+    monkeypatch.setattr(segment_sum, "rewriter", None)
+    assert {*part_of(call, np.random.default_rng(0))} == {"n"}, "nobody says what becomes of offsets"
+
+
+def test_a_large_call_over_offsets_is_compared_in_part(monkeypatch):
+    monkeypatch.setattr("portakern.testing.sampled.LARGE", 1000)
+    case, _ = large()
+
+    def fn(x, starts, lens, shift=0.0):
+        rows = ranges(starts, lens)
+        return np.array([x[r].astype(np.float64).sum(0) for r in rows], x.dtype) + x.dtype.type(shift)
+
+    assert replay(segment_sum, case, fn=fn).passed
+    report = replay(segment_sum, case, fn=lambda *arrays: fn(*arrays, shift=1.0))
+    assert not report.passed and "the oracle says" in report.failures[0].what

@@ -50,6 +50,8 @@ ErrorFn = Callable[["Call", PerOutput], PerOutput]
 thing."""
 StretchFn = Callable[["Call", np.random.Generator], Iterable[tuple[Mapping[str, np.ndarray], Mapping[str, Any]]]]
 """:meth:`Spec.stretch`."""
+RewriteFn = Callable[["Call", Mapping[str, Any]], tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]]]
+""":meth:`Spec.rewrite`."""
 
 
 @dataclass(eq=False)
@@ -92,6 +94,7 @@ class Spec(Generic[P]):
     measured_seen: dict[str, tuple[str, ...]] = field(default_factory=dict)
     budget: str = "extents"
     bytes_moved: Callable[[Call], float] | None = None
+    rewriter: RewriteFn | None = None
     samples: dict[str, Sample] = field(default_factory=dict)
 
     @property
@@ -251,6 +254,19 @@ class Spec(Generic[P]):
         self.stretches = fn
         return fn
 
+    def rewrite(self, fn: RewriteFn) -> RewriteFn:
+        """Decorator: ``fn(call, chosen)`` says what becomes of a call of which some indices are taken, by ``apart`` or
+        ``stretch``, where values of arrays are places in others, such as offsets.
+
+        ``chosen``: dimension -> the indices taken along it, of a run of axes a list of them. The function returns the
+        indices along further dimensions that come along (dimension -> indices: the rows of the chosen sequences), and
+        the new values of arrays (argument -> values: offsets of these rows alone). Integer arrays of the call are
+        NumPy's. It is asked again with its own indices among ``chosen``, and then says the same. Of a large call of
+        such an op the checker compares what is taken, and nothing else. Kept as :attr:`rewriter`.
+        """
+        self.rewriter = fn
+        return fn
+
     def sample(self, name: str, **call: Any) -> Sample:
         """Declare a :class:`Sample`: a small named call for tests and benchmarks.
 
@@ -332,7 +348,8 @@ def spec(
       masks: the arrays that are additive masks, where -inf masks a pair.
       apart: independent dimensions: the op on some indices of the arguments gives the results of these indices. An axis
         that an option names is not one. Or a function of the options and the wanted outputs that returns them. Large
-        calls are compared in part along these dimensions.
+        calls are compared in part along these dimensions. A dimension on an axis such as ``sequences+1``
+        is one only with :meth:`Spec.rewrite`.
       vjp: the name of the op that computes gradients (see :mod:`portakern.core.gradients`).
       saved: a named tuple of further outputs that only the gradient op reads, as optional arguments.
       autocast: the cast of float arguments (except float64) under torch.autocast: "lower": to its dtype, as for matrix

@@ -69,7 +69,7 @@ class CaseOnSubject:
         self.buffers = case.buffers(subject.spec)
         self.reference = self.bound(self.buffers)
         self.part = SampledCall.from_call(self.reference, case.seed, case.aliased)
-        if self.part.chosen:
+        if self.part.stands:
             self.buffers = repeated(self.buffers, self.reference, self.part.chosen, self.part.stands)
             self.reference = self.bound(self.buffers)
         self.arrays = self.place_arrays()
@@ -183,7 +183,7 @@ class CaseOnSubject:
         whole = dict(zip(call.wants, outputs.values, strict=True))
         known = expected(some)
         fractions = compare_call(some, values, self.tiling, regime, (part, whole), known)
-        for name, value in zip(call.wants, values, strict=True):
+        for name, value in zip(call.wants, values, strict=True) if part.stands else ():
             compare_elsewhere(some, name, whole[name], value, part, known)
         return fractions
 

@@ -27,6 +27,7 @@ __all__ = [
     "picked",
     "pieces",
     "repeated",
+    "rewritten",
     "stand_ins",
     "taken",
     "turned",
@@ -40,9 +41,11 @@ WORK = 1e8
 
 
 def apart(spec: Spec[Any], options: Mapping[str, Any], wants: Sequence[str]) -> tuple[str, ...]:
-    """The dimensions along which a call may be taken apart."""
+    """The dimensions along which a call may be taken apart; without those that offsets number, unless the spec says
+    what becomes of these."""
     found = spec.apart(options, wants) if callable(spec.apart) else spec.apart
-    return tuple(found)
+    fixed = set() if spec.rewriter else {f for a in spec.arrays for d in a.dims if d.plus for f in d.factors}
+    return tuple(n for n in found if n not in fixed)
 
 
 def picked(rng: np.random.Generator, extent: int, count: int) -> np.ndarray:
@@ -72,15 +75,33 @@ def pieces(call: Call, rng: np.random.Generator, work: float | None = None) -> I
         return
     for name in call.wants:
         one = call.replace(wants=(name,))
-        chosen = part_of(one, rng, work)
+        chosen = _picked_of(one, rng, work)
         along = list(call.spec.stretches(one, rng)) if call.spec.stretches else []
         for indices, options in along or [({}, {})]:
-            yield OutputSample((name,), {**chosen, **{n: [i] for n, i in indices.items()}}, options)
+            together = {**chosen, **{n: [i] for n, i in indices.items()}}
+            yield OutputSample((name,), _with_what_follows(one, together), options)
 
 
 def part_of(call: Call, rng: np.random.Generator, work: float | None = None) -> dict[str, Any]:
     """Dimension -> the indices to compare, of a variadic one a list of them for each axis; empty where the call cannot
     be taken apart."""
+    return _with_what_follows(call, _picked_of(call, rng, work))
+
+
+def rewritten(call: Call, chosen: Mapping[str, Any]) -> tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]]:
+    """What a spec says of a call of which some indices are taken (:meth:`portakern.spec.Spec.rewrite`)."""
+    if not chosen or call.spec.rewriter is None:
+        return {}, {}
+    return call.spec.rewriter(call, {n: i if isinstance(call.dims[n], tuple) else i[0] for n, i in chosen.items()})
+
+
+def _with_what_follows(call: Call, chosen: dict[str, Any]) -> dict[str, Any]:
+    """The indices with those along other dimensions that come along."""
+    return chosen | {n: [np.asarray(i, np.int64)] for n, i in rewritten(call, chosen)[0].items()}
+
+
+def _picked_of(call: Call, rng: np.random.Generator, work: float | None) -> dict[str, Any]:
+    """What is taken along the dimensions that are apart."""
     spec = call.spec
     names = apart(spec, call.options, call.wants)
     axes = [(n, i, e) for n in names for i, e in enumerate(extents_of(call, n)) if not along(call, n, i)]
@@ -132,7 +153,7 @@ def chosen_axes(
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Axes of an argument or output of this shape, each with the chosen indices along it."""
     for axis, d, i in _axes(shape, dims, call):
-        if d.factors[0] in chosen:
+        if d.factors[0] in chosen and not d.plus:
             inner = math.prod(call.dims[f] for f in d.factors[1:])
             yield axis, (chosen[d.factors[0]][i][:, None] * inner + np.arange(inner)).reshape(-1)
 
@@ -192,9 +213,13 @@ def repeated(
 
 def part_call(call: Call, buffers: Mapping[str, Buffer], chosen: Mapping[str, Any], options: Mapping[str, Any]) -> Call:
     """The call on its part, for the oracle."""
-    arrays = {
-        a.name: taken(buffers[a.name].view(), a.dims, call, chosen) for a in call.spec.arrays if a.name in buffers
-    }
+    _, values = rewritten(call, chosen)
+    arrays = {}
+    for a in call.spec.arrays:
+        if a.name in buffers:
+            own = buffers[a.name].view()
+            new = values.get(a.name)
+            arrays[a.name] = taken(own, a.dims, call, chosen) if new is None else np.asarray(new).astype(own.dtype)
     part = bind(call.spec, **arrays, **options)
     part.target, part.interpret, part.any_order = call.target, call.interpret, call.any_order
     return part
@@ -220,7 +245,8 @@ def _along_one_axis(
 class SampledCall:
     """What of a large call is compared with the oracle, and stands for the rest; empty where all is.
 
-    ``chosen``, ``stands``: of :func:`part_of` and :func:`stand_ins`."""
+    ``chosen``, ``stands``: of :func:`part_of` and :func:`stand_ins`. Where values of arrays are places in others nothing
+    can stand for anything else, and the rest is not compared."""
 
     call: Call
     chosen: Mapping[str, Any]
@@ -234,6 +260,8 @@ class SampledCall:
         chosen = part_of(call, rng) if max(map(math.prod, shapes)) > LARGE else {}
         if all(len(i) == e for n in chosen for i, e in zip(chosen[n], extents_of(call, n), strict=True)):
             chosen = {}  # all of it, as of one long row
+        if call.spec.rewriter:
+            return cls(call, chosen, {})
         stands = stand_ins(call, chosen, rng) if chosen else {}
         for (name, i), others in _along_one_axis(call, chosen, same):
             for other, j in others:

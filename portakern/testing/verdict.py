@@ -182,7 +182,7 @@ def _looks(
 ) -> Likeness:
     """What a wrong output looks like: a part by itself, else all of it."""
     found = likeness(wide, actual, ref, bound, compare(actual, ref, bound, dtype).bad, dtype)
-    if within is None or found.name not in ("", "part"):
+    if within is None or not within[0].stands or found.name not in ("", "part"):
         return found
     part, whole = within
     refs, bounds = part.spread(name, ref), part.spread(name, np.broadcast_to(bound, ref.shape))

@@ -52,6 +52,8 @@ def turning(call: Call, runs: Collection[str] = ()) -> Axis | None:
     found = [(n, i, e) for n in names if n in call.dims for i, e in enumerate(extents_of(call, n))]
     kept = {factor for a in spec.arrays if a.name in runs for factor in a.dims[-1].factors}
     kept |= {factor for a in spec.arrays for d in a.dims if d.plus for factor in d.factors}  # offsets
+    if spec.rewriter:
+        kept |= {factor for a in spec.arrays if a.name in spec.generators for d in a.dims for factor in d.factors}
     found = [(n, i, e) for n, i, e in found if e > 1 and n not in kept and not along(call, n, i)]
     return max(found, key=lambda f: f[2])[:2] if found else None
 

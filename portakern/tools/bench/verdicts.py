@@ -102,8 +102,9 @@ class Judge:
 
     def _compute(self, target: Target, interpret: bool) -> Iterator[Expected]:
         inputs, place = self.inputs, {o.name: i for i, o in enumerate(self.inputs.spec.outputs)}
-        for piece in pieces(inputs.call, np.random.default_rng(self.seed), WORK):
-            part = part_call(inputs.call, inputs.buffers, piece.chosen, {**inputs.options, **piece.options})
+        call = inputs.counted(inputs.call) if inputs.spec.rewriter else inputs.call
+        for piece in pieces(call, np.random.default_rng(self.seed), WORK):
+            part = part_call(call, inputs.buffers, piece.chosen, {**inputs.options, **piece.options})
             part.target, part.interpret, part.wants = target, interpret, piece.wants
             _, exact, bounds = expected(part)
             for name in piece.wants:
