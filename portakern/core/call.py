@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from portakern.core.framework import DTYPE_NAME, Framework
 from portakern.core.targets import HOST, Target
 from portakern.spec import Dim, Output, Spec
@@ -121,6 +123,13 @@ class Call:
     @property
     def flops(self) -> float:
         return self.spec.flops(self)
+
+    def integers(self, name: str) -> np.ndarray | None:
+        """The values of an integer array where they are on the host, as in a benchmark and in the checker: what a spec's
+        ``flops`` and ``bytes_moved`` may count from. None of any other call, one without values among them."""
+        array = self.arrays[name]
+        known = self.concrete and isinstance(array, np.ndarray) and array.dtype.kind in "iub"
+        return array if known else None
 
     def replace(self, **changes: Any) -> Call:
         """A copy with some attributes changed."""

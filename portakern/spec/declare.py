@@ -321,8 +321,8 @@ def spec(
     Args:
       tiling: tile name -> the powers of two that it may be.
       flops: floating-point operations of a bound call (options included: a causal mask halves them). They may depend on
-        integer arrays where those are NumPy's, as a benchmark's are; of other calls it counts the most that there can
-        be.
+        the values of integer arrays where these are known (:meth:`portakern.core.call.Call.integers`); of other calls it
+        counts the most that there can be.
       dtypes: dtypes of ``Float`` arguments; within a call all have the same, the op's dtype. An op without a ``Float``
         argument has the dtype of its first array.
       or_float32: float arguments that may be float32 in a 16-bit call.

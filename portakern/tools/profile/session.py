@@ -12,6 +12,7 @@ from portakern.core.call import Call
 from portakern.core.dispatch import Choice
 from portakern.core.framework import frameworks
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
+from portakern.spec.dtypes import DTYPES
 from portakern.tools.bench import roof
 from portakern.tools.bench.contenders import ReadyCall
 from portakern.tools.compile import abstract
@@ -104,7 +105,7 @@ def here(request: ProfileRequest, count: bool = True) -> CallProfile:
 
 def looked_at(request: ProfileRequest, entry: ReadyCall, target: targets.Target, count: bool) -> CallProfile:
     """The profile of a call that was made ready on a device."""
-    call, instruments = entry.call, entry.instruments
+    call, instruments = _with_integers(entry.call), entry.instruments
     missing: dict[str, str] = {}
     samples = [s for s in (instruments.kernels(entry.run) for _ in range(SAMPLES)) if s]
     if not samples:
@@ -152,6 +153,12 @@ def _report(entry: ReadyCall, target: targets.Target, request: ProfileRequest, m
     if not built.kernels:
         missing[COMPILER] = str(built.reason)
     return built
+
+
+def _with_integers(call: Call) -> Call:
+    """The call with the values of its integer arrays on the host, from which a spec may count operations."""
+    arrays = {n: a for n, a in call.arrays.items() if a is not None and not DTYPES[call.dtype_of(n)].floating}
+    return call.replace(arrays={**call.arrays, **{n: call.framework.to_numpy(a) for n, a in arrays.items()}})
 
 
 def _declared(call: Call) -> list[Fact]:
