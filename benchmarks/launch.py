@@ -12,7 +12,7 @@ and replayed on other inputs.
     portakern.torch, torch: the drop-in twin, and what it stands for: the function that the peer ``torch`` calls
 
 Where transformers is installed, so are forward passes of a small Llama: with PyTorch's SDPA, with portakern as its
-attention implementation, and with all that ``portakern.torch.swapped`` serves of it.
+attention implementation, under ``portakern.torch.apply``, and with all that ``portakern.torch.swapped`` serves of it.
 
     python benchmarks/launch.py [--batches 200] [--json FILE]
 """
@@ -242,10 +242,11 @@ def llama_forwards(layers: int = 8, tokens: int = 16) -> dict[str, Callable[[], 
         "num_hidden_layers": layers,
     }
     models = {}
-    for implementation in ("sdpa", "portakern"):
+    for name, implementation in (("sdpa", "sdpa"), ("portakern", "portakern"), ("applied", "sdpa")):
         torch.manual_seed(0)
         heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "attn_implementation": implementation}
-        models[implementation] = LlamaForCausalLM(LlamaConfig(**shape, **heads)).to("cuda", torch.bfloat16).eval()
+        models[name] = LlamaForCausalLM(LlamaConfig(**shape, **heads)).to("cuda", torch.bfloat16).eval()
+    twins.apply(models["applied"])
     ids = torch.arange(tokens, device="cuda")[None] * 7 % 1000
 
     def swapped() -> None:
@@ -258,6 +259,7 @@ def llama_forwards(layers: int = 8, tokens: int = 16) -> dict[str, Callable[[], 
 
     return {
         "attn_implementation=portakern": lambda: models["portakern"](input_ids=ids, use_cache=False),
+        "apply()": lambda: models["applied"](input_ids=ids, use_cache=False),
         "swapped()": swapped,
         "sdpa, under a mode that does nothing": seen_by_a_mode,
         "sdpa": lambda: models["sdpa"](input_ids=ids, use_cache=False),

@@ -204,3 +204,100 @@ def test_a_warm_call_launches_on_parts_what_its_implementation_did(driver, gradi
     assert calls[1] == calls[2] == calls[3] == calls[4] and len(calls[1]) > 3
     (plan,) = made.choice.plans.values()
     assert "after0" in plan.serve.__globals__
+
+
+def warm_norm(driver, **options):
+    """A norm that was called often, the arguments, and what compares later calls with these."""
+    op = pk.op("rmsnorm", backend="triton", variant="gpu")
+    args = torch.randn(4, 8), torch.randn(8)
+    for _ in range(WARM):
+        driver.call(lambda: op(*args, **options))
+    ((match, _),) = op._recent[args[0].shape, args[1].shape]
+    return op, args, match
+
+
+def test_the_signature_of_a_warm_call_is_not_read(driver, monkeypatch):
+    op, args, _ = warm_norm(driver, eps=1e-3)
+    monkeypatch.setattr(op, "_read", None)
+    assert len(driver.call(lambda: op(*args, eps=1e-3))) == 1
+    assert len(driver.call(lambda: op(*(x.clone() for x in args), eps=float("1e-3")))) == 1
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # nested tensors are a prototype
+def test_what_differs_from_a_recent_call_is_not_taken_for_one(driver):
+    _, (x, w), match = warm_norm(driver, eps=1e-3)
+    assert match(x, w, eps=1e-3) == {"x": x, "weight": w} and match(x.clone(), w.clone(), eps=1e-3)
+    freed = x.clone()
+    freed.untyped_storage().resize_(0)
+    others = [
+        x[:3], x[:, :4], torch.randn(8, 4).T, x.double(), x.clone().requires_grad_(), torch.nn.Parameter(x), freed,
+        torch.complex(x, x).conj().imag, torch._efficientzerotensor(4, 8), x.to("meta"), x.numpy(), None, x[None],
+        torch.randn(4, 16)[:, :8], torch.nested.nested_tensor([x[0], x[1, :4]]),
+    ]  # fmt: skip
+    for other in others:
+        assert match(other, w, eps=1e-3) is None, other
+    for other in (None, torch.nn.Parameter(w), w.half(), w[:4], torch.nested.nested_tensor([w])):
+        assert match(x, other, eps=1e-3) is None, other
+    for options in ({}, {"eps": 1e-4}, {"eps": 1e-3, "rounding": "before_weight"}):
+        assert match(x, w, **options) is None, options
+    with pytest.raises(RuntimeError):  # it has no memory to ask for, as for a signature
+        match(x.to_sparse(), w, eps=1e-3)
+
+
+def test_no_recent_call_hides_a_later_one_from_who_steps_in(driver):
+    from torch.autograd import forward_ad
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    _, (x, w), match = warm_norm(driver)
+    seen = []
+
+    def told(*_):
+        seen.append(match(x, w))
+        return x
+
+    for transform in (torch.func.vmap, torch.func.functionalize, lambda f: torch.func.grad(lambda x: f(x).sum())):
+        transform(lambda a: told() + a)(x)
+    contexts = (
+        TorchDispatchMode(), torch.autocast("cpu", torch.bfloat16), torch.inference_mode(), pk.observe(told),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]), forward_ad.dual_level(),
+    )  # fmt: skip
+    for context in contexts:
+        with context:
+            told()
+    torch.jit.trace(lambda a: told() + a, (x,), check_trace=False)
+    assert seen == [None] * 10
+    assert match(x, w)
+
+
+def test_gradients_are_recorded_again_after_a_call_without(driver):
+    op = pk.op("softmax", backend="triton", variant="gpu")
+    x = torch.randn(4, 8, requires_grad=True)
+    for recorded in (True, False, True, False):
+        with torch.set_grad_enabled(recorded):
+            for _ in range(WARM):
+                assert op(x).requires_grad is recorded
+    assert len(op._recent[x.shape]) == 2
+
+
+def test_calls_that_alternate_are_told_apart_up_to_a_number(driver):
+    from portakern.core.signatures import ALIKE
+
+    op = pk.op("softmax", backend="triton", variant="gpu")
+    forms = [torch.randn(4, 8 * n)[:, :8] for n in range(1, ALIKE + 3)]
+    for _ in range(WARM):
+        launched = [len(driver.call(lambda: op(x))) for x in forms]  # noqa: B023
+    assert launched == [1] * len(forms)
+    assert len(op._recent[forms[0].shape]) == ALIKE
+    cache.forget()
+    assert not op._recent
+
+
+def test_products_by_many_weights_are_told_apart_by_the_shapes_of_both(driver):
+    from portakern.core.signatures import ALIKE
+
+    op = pk.op("matmul", backend="triton", variant="gpu")
+    a, weights = torch.randn(4, 16), [torch.randn(16, 16 * n) for n in range(1, ALIKE + 3)]
+    for _ in range(WARM):
+        for b in weights:
+            op(a, b)
+    assert [len(op._recent[a.shape, b.shape]) for b in weights] == [1] * len(weights)

@@ -114,6 +114,13 @@ class Framework:
         """Whether arrays of a class are what their memory is, so that they may be asked for their signature."""
         return True
 
+    def comparison(self, arrays: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+        """Python source that is true of other arrays under these names if they agree with these in all that
+        ``signature`` and ``watched`` read, their memory holds their values and nobody steps in, and what else the source
+        names. It may be false of arrays that agree. None: the library has nothing that says so sooner than their
+        signature."""
+        return None
+
     def settled(self, kind: type) -> bool:
         """Whether arrays of a class are the library's own, with values that were computed when a call returned: a
         subclass may compute them when they are read."""
@@ -310,6 +317,10 @@ class Framework:
     def recording_python(self) -> bool:
         """Whether the library records the very Python that runs now."""
         return False
+
+    def recorder(self) -> Callable[[], bool]:
+        """:meth:`recording_python`, or a function of the library that says the same sooner, where it is imported."""
+        return self.recording_python
 
     def keep(self, op: Any) -> Any:
         """What an op keeps for the recorder of its calls: made once, handed back as ``op.kept[name]``."""

@@ -8,17 +8,21 @@ writes a straight-line function for each op and framework, as :mod:`portakern.co
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import copysign
 from typing import Any
 
 from portakern.core import codegen
 from portakern.core.framework import BY_TYPE, frameworks
+from portakern.core.observe import OBSERVERS
 from portakern.spec import ArrayArg, Spec
 
-__all__ = ["Signature", "option_key", "reader"]
+__all__ = ["ALIKE", "Signature", "matcher", "option_key", "reader"]
 
 Signature = tuple[Any, ...]
+
+ALIKE = 4
+"""How many calls of a kind are told apart (:func:`matcher`) before their signatures are."""
 
 PLAIN = frozenset({bool, int, str, type(None)})
 """Kinds of values that are told apart by their kind and by what they equal."""
@@ -34,16 +38,12 @@ def reader(spec: Spec[Any]) -> Callable[..., tuple[Signature | None, dict[str, A
     """
     if not spec.arrays:
         return lambda *args, **kwargs: (None, {})
-    keywords = [o.name for o in spec.options] + ["wants"] * spec.is_vjp + ["overwrite"] * bool(spec.aliases)
-    parameters = [a.name + ("=None" if a.optional else "") for a in spec.arrays]
-    parameters += ["*"] * bool(keywords) + [f"{n}=_DEFAULT_{n}" for n in keywords]
+    keywords, parameters, defaults = _parameters(spec)
     plain = "({0}.__class__, {0}) if {0}.__class__ in _PLAIN else _option_key({0})"
     options = [f"{n} if {n} is _DEFAULT_{n} else {plain.format(n)}" for n in keywords]
     arrays = ", ".join(f"{a.name!r}: {a.name}" for a in spec.arrays)
-    env: dict[str, Any] = {"_BY_TYPE": BY_TYPE, "_PLAIN": PLAIN, "_option_key": option_key}
-    env |= {"_DEFAULT_wants": None, "_DEFAULT_overwrite": None}
-    env |= {f"_DEFAULT_{o.name}": o.default for o in spec.options}
-    lines = [f"def read({', '.join(parameters)}):", f"    _framework = _BY_TYPE.get({spec.lead.name}.__class__)"]
+    env: dict[str, Any] = {"_BY_TYPE": BY_TYPE, "_PLAIN": PLAIN, "_option_key": option_key, **defaults}
+    lines = [f"def read({parameters}):", f"    _framework = _BY_TYPE.get({spec.lead.name}.__class__)"]
     for f in frameworks().values():
         if not f.signature:
             continue
@@ -64,6 +64,46 @@ def reader(spec: Spec[Any]) -> Callable[..., tuple[Signature | None, dict[str, A
         f"signature of {spec.name}", text, env, "read"
     )
     return read
+
+
+def matcher(
+    spec: Spec[Any], arrays: Mapping[str, Any], options: Mapping[str, Any]
+) -> Callable[..., dict[str, Any] | None] | None:
+    """A function that takes an op's arguments and gives the arrays by name where these have the signature of a call,
+    which has been read and has a plan; else None, and it may raise what :func:`reader`'s does. It compares where that
+    writes down, in a third of the time. None where the framework of the arrays has no quick comparison.
+
+    Args:
+      arrays: of the call. options: those that it names.
+    """
+    given = {n: a for n, a in arrays.items() if a is not None}
+    compared = BY_TYPE[given[spec.lead.name].__class__].comparison(given)
+    if compared is None:
+        return None
+    keywords, parameters, defaults = _parameters(spec)
+    text, env = compared
+    env = {**env, **defaults, "_OBSERVERS": OBSERVERS, "_option_key": option_key}
+    tests = [f"{n} is {'not ' * (n in given)}None" for n in (a.name for a in spec.arrays if a.optional)]
+    for n in keywords:
+        if n not in options:
+            tests.append(f"{n} is _DEFAULT_{n}")
+        else:
+            env |= {f"_GIVEN_{n}": options[n], f"_KEY_{n}": option_key(options[n])}
+            tests.append(f"({n} is _GIVEN_{n} or _option_key({n}) == _KEY_{n})")
+    there = ", ".join(f"{a.name!r}: {a.name}" for a in spec.arrays)
+    lines = [f"def match({parameters}):", f"    if {' and '.join([*tests, 'not _OBSERVERS', text])}:"]
+    source = "\n".join([*lines, f"        return {{{there}}}", "    return None"])
+    match: Callable[..., dict[str, Any] | None] = codegen.written(f"match of {spec.name}", source, env, "match")
+    return match
+
+
+def _parameters(spec: Spec[Any]) -> tuple[list[str], str, dict[str, Any]]:
+    """The names of an op's options, the text of all its parameters, and the defaults that this names."""
+    keywords = [o.name for o in spec.options] + ["wants"] * spec.is_vjp + ["overwrite"] * bool(spec.aliases)
+    parameters = [a.name + ("=None" if a.optional else "") for a in spec.arrays]
+    parameters += ["*"] * bool(keywords) + [f"{n}=_DEFAULT_{n}" for n in keywords]
+    defaults: dict[str, Any] = {"_DEFAULT_wants": None, "_DEFAULT_overwrite": None}
+    return keywords, ", ".join(parameters), defaults | {f"_DEFAULT_{o.name}": o.default for o in spec.options}
 
 
 def _argument_text(a: ArrayArg, what: str, optional: str, framework: str = "") -> str:

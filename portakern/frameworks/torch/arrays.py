@@ -126,6 +126,11 @@ class Torch(Framework):
     def plain(self, kind: type) -> bool:
         return kind in memory.READABLE or (memory.unreadable(kind) is None and not memory.stands_in(kind))
 
+    def comparison(self, arrays: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+        from portakern.frameworks.torch import comparing
+
+        return comparing.comparison(arrays)
+
     def settled(self, kind: type) -> bool:
         torch = sys.modules["torch"]
         return kind is torch.Tensor or kind is torch.nn.Parameter
@@ -379,6 +384,11 @@ class Torch(Framework):
     def recording_python(self) -> bool:
         torch = sys.modules.get("torch")
         return torch is not None and bool(torch.compiler.is_dynamo_compiling())
+
+    def recorder(self) -> Callable[[], bool]:
+        torch = sys.modules.get("torch")
+        found = getattr(getattr(torch, "compiler", None), "is_dynamo_compiling", None)
+        return found or self.recording_python
 
     def keep(self, op: Any) -> Any:
         return staging.keep(op)

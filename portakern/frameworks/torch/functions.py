@@ -21,6 +21,7 @@ from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.torch.memory import readable, unreadable
 
 __all__ = [
+    "CAUSAL",
     "apply_rotary_pos_emb",
     "cross_entropy",
     "into",
@@ -37,6 +38,9 @@ __all__ = [
     "widened",
 ]
 
+CAUSAL = (None, 0)
+"""The window of a causal mask of as many keys as queries: one object, which a warm call knows by sight."""
+
 _ops: dict[tuple[str, str | None, tuple[str, ...]], Op] = {}
 
 
@@ -46,10 +50,11 @@ def kept_op(name: str, backend: str | None, spends: tuple[str, ...] = ()) -> Op:
     ``spends``: arguments that its caller made for this call and that nobody else sees, so that a backward pass that is
     the last one may write gradients over them."""
     key = name, backend, spends
-    if key not in _ops:
+    kept = _ops.get(key)
+    if kept is None:
         made = op(name, backend=backend)
-        _ops.setdefault(key, Op(made.spec, Choice(made.backend, spends=spends)) if spends else made)
-    return _ops[key]
+        kept = _ops.setdefault(key, Op(made.spec, Choice(made.backend, spends=spends)) if spends else made)
+    return kept
 
 
 def scaled_dot_product_attention(
@@ -97,7 +102,9 @@ def scaled_dot_product_attention(
         )
     q_shape, k_shape, v_shape = query.shape, key.shape, value.shape
     if attn_mask is None and _plain(q_shape, k_shape, v_shape, is_causal, enable_gqa):  # as most calls are
-        window = (None, q_shape[2] - k_shape[2]) if is_causal else None
+        window = None
+        if is_causal:
+            window = CAUSAL if q_shape[2] == k_shape[2] else (None, q_shape[2] - k_shape[2])
         o = kept_op("attention", backend)(
             query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), None, window=window, scale=scale
         )
@@ -487,15 +494,17 @@ def _normalised(
 ) -> Tensor:
     """An op along the last axis, along all the trailing axes ``normalized_shape``. ``affine``: weight, bias."""
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-    if not shape or input.shape[-len(shape) :] != shape:
+    if len(shape) == 1 and input.shape[-1:] == shape:  # as most calls have it
+        weight, bias = (*affine, None)[:2]
+        if (weight is None or weight.shape == shape) and (bias is None or bias.shape == shape):
+            return norm(input, *affine, eps=eps)
+    elif not shape or input.shape[-len(shape) :] != shape:
         raise SpecError(
             f"{name}: normalized_shape is {shape}; expected the last axes of input, whose shape is {tuple(input.shape)}"
         )
     for argument, x in zip(("weight", "bias"), affine, strict=False):
         if x is not None and x.shape != shape:
             raise SpecError(f"{name}: {argument} has shape {tuple(x.shape)}; expected normalized_shape, {shape}")
-    if len(shape) == 1:
-        return norm(input, *affine, eps=eps)
     n, lead = math.prod(shape), tuple(input.shape[: -len(shape)])
     flat = [None if x is None else x.reshape(n) for x in affine]
     return norm(input.reshape(*lead, n), *flat, eps=eps).reshape(input.shape)
@@ -611,7 +620,9 @@ def apply_rotary_pos_emb(
             "the rope op with tables of one column a pair"
         )
     rope, pairs = kept_op("rope", backend), cos.shape[-1] // 2
-    cos, sin = cos.detach()[..., :pairs], sin.detach()[..., :pairs]
+    cos, sin = cos.narrow(-1, 0, pairs), sin.narrow(-1, 0, pairs)
+    if cos.requires_grad or sin.requires_grad:
+        cos, sin = cos.detach(), sin.detach()
     if unsqueeze_dim == 2:
         return rope(q, cos, sin), rope(k, cos, sin)
     return rope(q.transpose(1, 2), cos, sin).transpose(1, 2), rope(k.transpose(1, 2), cos, sin).transpose(1, 2)

@@ -26,7 +26,9 @@ class Elsewhere(Exception):
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
     """``torch.nn.functional.linear``: input @ weight^T + bias, with weight (out, in), or (in,) for a number a row."""
     if bias is None and weight.dim() == 2 and input.dim() > 1:  # as most calls have it
-        return rows_times(kept_op("matmul", backend), lowered(input), lowered(weight).mT)
+        if torch._C._is_any_autocast_enabled():
+            input, weight = lowered(input), lowered(weight)
+        return rows_times(kept_op("matmul", backend), input, weight.mT)
     if input.dim() == 0 or weight.dim() not in (1, 2):
         raise SpecError(
             f"linear: input has shape {tuple(input.shape)} and weight {tuple(weight.shape)}; expected (..., in) and "

@@ -13,9 +13,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, compiler
 from torch._ops import HigherOrderOperator
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, resolve_name
 from torch.utils import checkpoint
 
@@ -181,20 +181,26 @@ class swapped(TorchFunctionMode):
 
     @not_alone
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # what is traced runs later, and may run often; torch.compiler.is_compiling takes twice as long to say so
+        compiling = is_dynamo_compiling() or compiler._is_compiling_flag
+        if not compiling and func in _passing:  # most calls: every line here is on their path
+            try:
+                self.others[func] += 1
+            except KeyError:
+                _count(self.others, func)
+            return func(*args, **kwargs) if kwargs else func(*args)
         swap = SWAPS.get(func)
-        compiling = is_compiling()  # what is traced runs later, and may run often
         kwargs = kwargs or {}
-        if swap is None:  # most calls: every line here is on their path
+        if swap is None:
             if not compiling:
                 again = _entered(func)
                 # a class of tensors that answers functions itself is asked by the original
                 if again is not None and all(k in READABLE or unreadable(k) is None for k in kinds):
                     with self:
                         return again(*args, **kwargs)
-                if func in self.others:
-                    self.others[func] += 1
-                else:
-                    _count(self.others, func)
+                if again is None:
+                    _passing.add(func)
+                _count(self.others, func)
             elif isinstance(func, HigherOrderOperator) or func in _entering:
                 return self._passed_over(func, args, kwargs)
             return func(*args, **kwargs)
@@ -205,7 +211,7 @@ class swapped(TorchFunctionMode):
         except (SpecError, UnsupportedError, TypeError, products.Elsewhere) as e:
             return self._unserved(func, swap, e, args, kwargs)
         if not compiling:
-            _count(self.served, func)
+            self.served[func] = self.served.get(func, 0) + 1
         return result
 
     def _unserved(self, func: Any, swap: Swap, e: Exception, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -433,6 +439,9 @@ def _follow() -> None:
 
 _entering: set[Any] = set()
 """PyTorch's own functions that ``_entered`` knows."""
+
+_passing: set[Any] = set()
+"""Functions that were called, are not swapped and call nothing that is."""
 
 
 def _is_function(f: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from portakern.errors import UnsupportedError
-from portakern.frameworks.torch.functions import kept_op
+from portakern.frameworks.torch.functions import CAUSAL, kept_op
 from portakern.frameworks.torch.models.arguments import ELSEWHERE, IN_THE_MASK, OF_LOSSES
 
 __all__ = ["Registered", "register_attention", "somebodys"]
@@ -47,12 +47,15 @@ def register_attention(name: str = "portakern", backend: str | None = None) -> N
         """query: (batch, heads, length, head dim); key, value with fewer heads -> (batch, length, heads, head dim)."""
         refuse(name, dropout, attention_mask, others)
         length, keys = query.shape[2], key.shape[2]
-        causal = getattr(module, "is_causal", leaves_out_masks(module)) if is_causal is None else is_causal
-        causal = bool(causal) and attention_mask is None and length > 1
+        causal: Any = False
+        if attention_mask is None and length > 1:
+            causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+            causal = leaves_out_masks(module) if causal is None and not hasattr(module, "is_causal") else bool(causal)
         window: tuple[int | None, int | None] | None = None
         if causal:  # aligned at the top left, where the op aligns at the bottom right; later keys are past every query
-            keys = min(keys, length)
-            key, value, window = key[:, :, :keys], value[:, :, :keys], (None, length - keys)
+            if keys > length:
+                keys, key, value = length, key[:, :, :length], value[:, :, :length]
+            window = CAUSAL if keys == length else (None, length - keys)
             position_bias = None if position_bias is None else position_bias[..., :keys]
         if attention_mask is None and sliding_window is not None and keys > sliding_window:
             if not causal or keys != length:
@@ -63,7 +66,7 @@ def register_attention(name: str = "portakern", backend: str | None = None) -> N
             window = (sliding_window - 1, 0)
         if query.shape[0] != key.shape[0]:  # learned queries, one for the whole batch
             query = query.expand(key.shape[0], -1, -1, -1)
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         bias = additive(attention_mask, position_bias, query.dtype)
         return op(q, k, v, bias, window=window, scale=scaling, softcap=softcap), None
 

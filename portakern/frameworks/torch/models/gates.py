@@ -84,7 +84,7 @@ def _gated(original: Any, kind: type, backend: str | None) -> Heart:
             y: Tensor = own_forward(self, x)
             return y
         opening, rising = getattr(self, gate.gate), getattr(self, gate.up)
-        product = own if unseen(opening) and unseen(rising) else shared
+        product = own if torch.is_grad_enabled() and unseen(opening) and unseen(rising) else shared
         return getattr(self, gate.down)(product(opening(x), rising(x), **options))
 
     return Heart(forward, unless)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from portakern.frameworks.torch.functions import kept_op, layer_norm, rms_norm
+from portakern.frameworks.torch.functions import kept_op, layer_norm, rms_norm, widened
 from portakern.frameworks.torch.models.prototypes import find
 from portakern.frameworks.torch.models.served import Heart, Recipe, expected
 
@@ -82,10 +82,9 @@ def _transformers_norm(original_class: type, backend: str | None) -> Heart:
         return norm(x, None, eps=eps) if residual is None else added(x, residual, None, eps=eps)
 
     def forward(self: nn.Module, hidden_states: Tensor, residual: Tensor | None = None) -> Any:
-        kind_of_device = hidden_states.device.type
-        if not torch.is_autocast_enabled(kind_of_device):
+        if not widened(hidden_states):
             return normed(self, hidden_states, residual)
-        with torch.autocast(kind_of_device, enabled=False):  # the layer computes in float32 by itself
+        with torch.autocast(hidden_states.device.type, enabled=False):  # the layer computes in float32 by itself
             return normed(self, hidden_states, residual)
 
     return Heart(forward)
