@@ -222,6 +222,7 @@ CALLS = {
     "long": (("matmul", normal(100, 16384), normal(16384, 200)), {}, ["matmul_kernel", "matmul_add_parts_kernel"]),
     "batch": (("matmul", normal(4, 30, 264), normal(4, 264, 200)), {}, ["matmul_kernel"]),
     "large batch": (("matmul", normal(1, 1000, 72), normal(12, 72, 1000)), {}, ["matmul_by_roles"]),
+    "batch of odd rows": (("matmul", normal(4, 77, 77), normal(4, 77, 64)), {}, ["matmul_direct_kernel"]),
     "rows of a batch": (("matmul", normal(4, 30, 264), normal(1, 264, 200)), {}, ["matmul_kernel"]),
     "linear": (
         ("linear", normal(2000, 264), normal(4096, 264), normal(4096)),
@@ -260,7 +261,64 @@ def test_calls_of_a_signature_are_planned_where_arrays_begin_alike(name):
         again({**call.arrays, first: moved})
         copies = {"matmul_shift_rows", "matmul_gather_tiles"}
         others = [k for k in launches if k not in copies]
-        assert others == [k for k in kernels if k not in copies] and copies & {*launches}
+        assert others == [k for k in kernels if k not in copies]
+        assert copies & {*launches} or kernels == ["matmul_direct_kernel"]  # which reads from anywhere
+
+
+DIRECT = {
+    "a odd": (normal(3, 77, 77), normal(3, 77, 64)),
+    "a transposed": (normal(2, 77, 70).mT, normal(2, 77, 64)),
+    "b transposed, c odd": (normal(2, 33, 64), normal(2, 77, 64).mT),
+    "b odd": (normal(2, 70, 40), normal(2, 40, 83)),
+    "even rows": (normal(2, 70, 50), normal(2, 50, 34)),
+    "one a for all": (normal(1, 70, 51), normal(3, 51, 34)),
+    "b of each of two axes": (normal(2, 3, 33, 51), normal(2, 1, 51, 34)),
+    "steps of k": (normal(2, 20, 301), normal(2, 301, 130)),
+    "columns of wider rows": (normal(2, 33, 100)[:, :, 3:54], normal(2, 51, 34)),
+    "heads": (normal(2, 33, 3, 51).permute(0, 2, 1, 3), normal(2, 51, 3, 34).permute(0, 2, 1, 3)),
+    "one column": (normal(3, 40, 33), normal(3, 33, 1)),
+}
+
+
+@pytest.mark.parametrize("name", DIRECT)
+def test_batches_of_small_matrices_are_read_as_they_lie(name):
+    a, b = DIRECT[name]
+    nan = torch.full_like(a[..., :1], torch.nan)  # beyond what a row has lies what no sum may meet
+    a = torch.cat([a, nan], -1)[..., :-1] if a.stride(-1) == 1 else a
+    impl, call = bound("matmul", a, b)
+    tiling = resolve(impl, call, {}).tiling
+    launches = []
+
+    def interpreted(kernel, grid, args, constexprs):
+        launches.append(kernel.__name__)
+        interpreter.run(kernel, grid, *args, **constexprs)
+
+    with launching.recording(interpreted):
+        (c,) = impl.run(call, tiling)
+    assert launches == ["matmul_direct_kernel"]
+    assert max(testing.compare_call(call, [call.framework.to_numpy(c)]).values()) <= 1
+
+
+def test_what_is_read_as_it_lies_is_small_and_odd():
+    def reads(a, b, **options):
+        return products.loads_directly(bound("matmul", a, b, **options)[1])
+
+    assert reads(normal(2, 197, 197), normal(2, 197, 64)) and reads(normal(2, 77, 64), normal(2, 77, 64).mT)
+    assert not reads(normal(2, 200, 200), normal(2, 200, 64)) and not reads(normal(197, 197), normal(197, 64))
+    # c alone is odd: the copy engine brings a and b
+    assert not reads(normal(2, 20, 64), normal(2, 197, 64).mT) and reads(normal(2, 20, 64), normal(2, 64, 197))
+    assert not reads(normal(2, 20, 197), normal(2, 197, 264)) and not reads(normal(2, 20, 601), normal(2, 601, 64))
+    assert not reads(normal(2, 20, 77, dtype=torch.float32), normal(2, 77, 64, dtype=torch.float32))
+    assert reads(normal(2, 20, 77), normal(2, 77, 64), out_dtype="float32")
+    impl, call = bound("matmul", normal(2, 77, 77), normal(2, 77, 64))
+    for named, reason in (
+        ({"block_n": 32}, "all columns"), ({"block_k": 1}, "at most 32 steps"), ({"swap_ab": 1}, "swap_ab=0"),
+        ({"block_m": 256, "block_k": 1024}, "shared memory"), ({"block_m": 256, "block_n": 128}, "registers"),
+    ):  # fmt: skip
+        tiling = resolve(impl, call, {}).tiling.replace(**named)
+        assert reason in impl.supports(call, tiling), named
+    impl, call = bound("matmul", normal(2, 77, 40, dtype=torch.float32), normal(2, 40, 64, dtype=torch.float32))
+    assert "16-bit operands" in impl.supports(call, default(impl, call).tiling.replace(direct_loads=1))
 
 
 ROLES = {"block_m": 128, "block_n": 128, "block_k": 64, "num_warps": 8, "num_stages": 3, "group": 2}
@@ -384,7 +442,8 @@ def test_explain_names_the_variants():
 @pytest.mark.parametrize(
     ("m", "n", "k", "options"),
     [(4096, 4096, 4096, {}), (1000, 3001, 5120, {}), (16, 14336, 4096, {}), (512, 512, 65536, {}),
-     (4096, 4096, 4096, {"precision": "tf32"}), (512, 512, 512, {"batch": 64}), (512, 575, 512, {"batch": 64})],
+     (4096, 4096, 4096, {"precision": "tf32"}), (512, 512, 512, {"batch": 64}), (512, 575, 512, {"batch": 64}),
+     (197, 64, 197, {"batch": 8}), (77, 77, 64, {"batch": 8}), (197, 250, 197, {"batch": 8})],
 )  # fmt: skip
 def test_products_compile_for_hopper_and_do_not_wait(m, n, k, options):
     options = dict(options)

@@ -105,6 +105,9 @@ class HopperProductConfig(ProductConfig):
         EpilogueSubtile,
         "epilogue subtile; 1: store the tile in two halves; 2: through the shared memory of the inputs",
     ] = EpilogueSubtile.WHOLE
+    direct_loads: Annotated[
+        bool, "1: read the operands through registers, as they lie; 0: by the copy engine, after a copy if need be"
+    ] = False
 
 
 # ----------------------------------------------------------------------------------------------------------- attention

@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton.launch import cdiv, launch
-from portakern.backends.triton.layout import fresh
+from portakern.backends.triton.layout import fresh, pow2_at_least
 
 if TYPE_CHECKING:
     import torch
 
     from portakern.core.call import Call
 
-__all__ = ["Operand", "begins_off_lines", "operand"]
+__all__ = ["Operand", "begins_off_lines", "describable", "operand"]
 
 LINE = 128  # bytes of a line of the cache; scratch rows begin at multiples
 PIECE = 16  # bytes that the copy engine moves at least
@@ -102,6 +102,21 @@ def begins_off_lines(x: torch.Tensor) -> bool:
     return x.ndim > 1 and x.shape[-1] > 1 < x.shape[-2] and apart % PIECE == 0 != apart % LINE
 
 
+def describable(x: torch.Tensor) -> bool:
+    """Whether the copy engine can take x as its strides are, if it begins at a multiple of 16 bytes."""
+    size, (rows, columns), (x_row, x_column) = x.element_size(), x.shape[-2:], x.stride()[-2:]
+    batch = zip(x.shape[:-2], x.stride()[:-2], strict=True)
+    return all(extent == 1 or stride * size % PIECE == 0 for extent, stride in batch) and (
+        _in_lines(x_row, x_column, rows, columns, size) or _in_lines(x_column, x_row, columns, rows, size)
+    )
+
+
+def _in_lines(stride: int, unit: int, extent: int, length: int, size: int, border: int = PIECE) -> bool:
+    """Whether ``extent`` lines of ``length`` elements side by side begin at multiples of ``border`` bytes."""
+    apart = stride * size % border == 0 and length <= stride < FARTHEST // size
+    return (unit == 1 or length == 1) and (extent == 1 or apart)
+
+
 def operand(
     call: Call, x: torch.Tensor, batch: int, extents: tuple[int, int, int], along: int | None, full: bool = False
 ) -> Operand:
@@ -118,9 +133,7 @@ def operand(
     for line, stride, unit in ((1, x_row, x_column), (0, x_column, x_row)):
         extent, length = (columns, rows)[line], (rows, columns)[line]
         one_line = extent == 1
-        fits = (unit == 1 or length == 1) and (
-            one_line or (stride * size % (LINE if full else PIECE) == 0 and length <= stride < FARTHEST // size)
-        )
+        fits = _in_lines(stride, unit, extent, length, size, LINE if full else PIECE)
         of_batches = entries == 1 or (batch * size % PIECE == 0 and 0 < batch < FARTHEST // size)
         if along in (None, line) and fits and of_batches and x.data_ptr() % PIECE == 0:
             return Operand(x, batch, length_of(length, size) if one_line else stride, line == 0)
@@ -132,8 +145,10 @@ def operand(
     y = fresh((entries, lines, y_row), x.dtype, x.device)
     if unit == 1 and size < 8:
         elements = (entries - 1) * batch + (lines - 1) * stride + length
-        launch(matmul_shift_rows, entries * cdiv(lines, 4), call, x, y, lines, length, batch, stride,
-               lines * y_row, y_row, elements, per_word=8 // size, block_rows=4, block_words=256,
+        words = pow2_at_least(cdiv(length, 8 // size), 32, 256)
+        block_rows = 1024 // words
+        launch(matmul_shift_rows, entries * cdiv(lines, block_rows), call, x, y, lines, length, batch, stride,
+               lines * y_row, y_row, elements, per_word=8 // size, block_rows=block_rows, block_words=words,
                num_warps=4)  # fmt: skip
     else:
         grid = entries * cdiv(lines, 64) * cdiv(length, 64)

@@ -11,7 +11,8 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from portakern.backends.triton.configs import EpilogueSubtile, HopperProductConfig, WarpSpecialized
-from portakern.backends.triton.hopper._scratch import begins_off_lines
+from portakern.backends.triton.hopper._direct import REACH, in_lines
+from portakern.backends.triton.hopper._scratch import begins_off_lines, describable
 from portakern.backends.triton.launch import MAX_GRID, cdiv, refuse_common, shared_limit
 from portakern.backends.triton.layout import pow2_at_least
 from portakern.backends.triton.lib.matmul import products
@@ -58,6 +59,11 @@ ALONG = {"tf32": (1, 0), "ieee": (1, 1)}
 """Of each kind of product along which axis a's and b's lines must run, where it matters: the matrix unit reads 32-bit
 operands only along k, of which warps with roles may turn b's in registers; threads that multiply read rows of both
 (H100, 4096^3: 29 ms where one of them lies the other way, 3 ms where neither does)."""
+
+DIRECT = {"n": 256, "k": 512, "n of odd rows": 128, "steps": 32}
+"""A batch of matrices is small with n and k up to these: a program has all columns of c, and a and b are read once or
+a few times. Where only rows of c begin anywhere, this is faster up to another n (H200: 240 x (77 x 77 x 64) 8.6 us for
+13; 384 x (197 x 197 x 64) 31.7 us for 28.7)."""
 
 FEW_ROWS = 64
 
@@ -160,6 +166,47 @@ def key(call: Call) -> dict[str, str | int]:
     # The interpreter's own sums follow the steps of k.
     tile, rounds = ("any", 1) if call.interpret else best_tile(call)
     return {"products": products(call, call.dtype), "tile": tile, "rounds": min(rounds, 4), "k": call.dims["k"]}
+
+
+def key_of_batches(call: Call) -> dict[str, str | int]:
+    """The same, where a batch of small matrices may be read as it lies."""
+    return {**key(call), "tile": "direct", "rounds": 1} if loads_directly(call) else key(call)
+
+
+def loads_directly(call: Call) -> bool:
+    """Whether the operands of a batch of small matrices are read as they lie, because the copy engine takes some of
+    them only from a copy, or cannot write c."""
+    (entries, m), n, k = extents(call), call.dims["n"], call.dims["k"]
+    if entries == 1 or m * n >= REACH or n > DIRECT["n"] or k > DIRECT["k"] or products(call, call.dtype) != "16-bit":
+        return False
+    a, b = (call.arrays[name] for name in "ab")
+    in_boxes = n * size_of(call.outputs["c"][1]) % 16 == 0
+    copied = not (describable(a) and describable(b))
+    return in_lines(a) and in_lines(b) and (copied or (n <= DIRECT["n of odd rows"] and not in_boxes))
+
+
+def refuse_direct(call: Call, config: HopperProductConfig) -> str | None:
+    """Why operands cannot be read as they lie, or None."""
+    (entries, m), n, told = extents(call), call.dims["n"], "direct_loads=1"
+    rows, columns, depth = config.block_m, config.block_n, config.block_k
+    if products(call, call.dtype) != "16-bit" or not all(in_lines(call.arrays[name]) for name in "ab"):
+        return f"{told} needs 16-bit operands whose elements lie side by side along an axis; use direct_loads=0"
+    if m * n >= REACH:
+        return f"{told} needs fewer than 2^31 elements in a matrix of c; use direct_loads=0"
+    if config.swap_ab or warp_specialized(call, config):
+        return f"{told} needs swap_ab=0 and warp_specialized=0"
+    if n > columns or cdiv(call.dims["k"], depth) > DIRECT["steps"]:
+        return f"{told} takes all columns in a tile, and k in at most {DIRECT['steps']} steps; use larger tiles"
+    if not call.interpret:
+        shared = max((rows + columns) * depth * 2, rows * columns * 4)
+        if shared > shared_limit(call.target.arch):
+            return f"tiles of {rows} x {columns} x {depth} take {shared} bytes of shared memory; use smaller ones"
+        if rows * columns > config.num_warps * 32 * 128:
+            return (
+                f"a {rows} x {columns} accumulator does not fit in the registers of {config.num_warps} warps; "
+                "use a smaller tile or more warps"
+            )
+    return refuse_common(call, config.num_warps, entries * cdiv(m, rows))
 
 
 def may_have_roles(call: Call) -> bool:
@@ -275,6 +322,13 @@ def fit(
 ) -> HopperProductConfig:  # fmt: skip
     """No roles where a call has no use for them (``may``), and as many stages as shared memory has room for:
     ``needed``, a tiling's bytes."""
+    if config.direct_loads:
+        columns = pow2_at_least(call.dims["n"], 16, config.block_n)
+        deepest = min(config.block_k, max(64, 2**14 // columns))  # more of k takes too many registers
+        warps = max(config.num_warps, columns // 32)
+        return config.replace(
+            block_n=columns, block_k=pow2_at_least(call.dims["k"], 16, deepest), num_warps=min(warps, 8)
+        )
     if call.interpret:
         return config
     found = without_idle_roles(call, config, may)
@@ -284,6 +338,8 @@ def fit(
 
 
 def supports(call: Call, config: HopperProductConfig) -> str | None:
+    if config.direct_loads:
+        return refuse_direct(call, config)
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     if max(block_m, block_n, block_k) > 256:
         return f"a tile of {block_m} x {block_n} x {block_k} has an extent beyond 256, the limit of TMA"

@@ -15,7 +15,8 @@ programs of their own compute or, where there are tiles enough, one program one 
 order. How long a chunk is follows from n and k. All else may follow m and the batch: an element's bits depend on the
 order of k alone, which the matrix unit and every tile keep (tests/test_gpu.py tries it).
 
-Operands that cannot be described, and 32-bit ones that lie the wrong way (``ALONG``), are copied (:mod:`._scratch`).
+Operands that cannot be described, and 32-bit ones that lie the wrong way (``ALONG``), are copied (:mod:`._scratch`);
+those of batches of small matrices are read as they lie (:mod:`._direct`).
 
 Gradients are one product each, which takes the tiles that suit it: d_a = d_c b^T and d_b = a^T d_c, both summed over
 the batch axes along which their operand was broadcast. Transposed operands are strided views, which are described as
@@ -38,6 +39,7 @@ from portakern.backends.triton import BACKEND
 from portakern.backends.triton.configs import EpilogueSubtile, HopperProductConfig
 from portakern.backends.triton.descriptors import describe
 from portakern.backends.triton.hopper import _tiles
+from portakern.backends.triton.hopper._direct import multiply_directly
 from portakern.backends.triton.hopper._scratch import Operand, operand
 from portakern.backends.triton.hopper._tiles import (
     ALONG,
@@ -47,6 +49,7 @@ from portakern.backends.triton.hopper._tiles import (
     extents,
     fit,
     key,
+    key_of_batches,
     more_columns,
     refuse_roles,
     size_of,
@@ -209,7 +212,9 @@ def matmul_add_parts_kernel(partial, c, numel, parts: tl.constexpr, block: tl.co
     tl.store(c + i, acc.to(c.dtype.element_ty), mask=inside)
 
 
-@BACKEND.implements("matmul", key=key, fit=fit, supports=supports, config=HopperProductConfig, same_bits=True)
+@BACKEND.implements(
+    "matmul", key=key_of_batches, fit=fit, supports=supports, config=HopperProductConfig, same_bits=True
+)
 def matmul(call: Call, config: HopperProductConfig, into: torch.Tensor | None = None) -> tuple[Any, ...]:
     """``into``: contiguous memory for c, where another op has some."""
     dims, dtype = call.dims, call.options["out_dtype"]
@@ -222,6 +227,9 @@ def matmul(call: Call, config: HopperProductConfig, into: torch.Tensor | None = 
     along_a, along_b = (None, None) if config.swap_ab else ALONG.get(kind, (None, None))
     if warp_specialized(call, config) and kind == "tf32":
         along_b = None
+    if config.direct_loads:
+        multiply_directly(call, _entries(call, a)[:2], _entries(call, b)[:2], c, (entries, m), config)
+        return (c,)
     whole = copied(call) if warp_specialized(call, config) else None
     of_a = _operand(call, a, (entries, m, k), along_a, whole == "a", flattened=m != dims["m"])
     of_b = _operand(call, b, (entries, k, n), along_b, whole == "b")
@@ -247,14 +255,21 @@ def _operand(
             x, strides = x.contiguous(), (columns,)
         x = x.as_strided((rows, columns), (strides[0] if shape else columns, x.stride(-1)))
         return operand(call, x, 0, (1, rows, columns), along, full)
+    x, batch, has_entries = _entries(call, x)
+    return operand(call, x, batch, (entries if has_entries else 1, rows, columns), along, full)
+
+
+def _entries(call: Call, x: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
+    """``x`` with its batch axes as one, the step along it, and whether it has any entries but one. Axes that one stride
+    does not walk are gathered."""
     if prod(x.shape[:-2]) == 1:
-        return operand(call, x, 0, (1, rows, columns), along, full)
+        return x, 0, False
     x = x.expand(*call.dims["batch"], -1, -1)
     shape, (strides,) = collapse(x.shape[:-2], x.stride()[:-2])
     if len(shape) > 1:
         x = x.contiguous()
-        strides = (rows * columns,)
-    return operand(call, x, strides[0], (entries, rows, columns), along, full)
+        strides = (x.shape[-2] * x.shape[-1],)
+    return x, strides[0], True
 
 
 def described(x: Operand, shape: tuple[int, int, int], block: tuple[int, int], batched: bool, **how: Any) -> Any:
