@@ -202,6 +202,18 @@ def test_a_tile_is_long_where_the_other_operand_begins_off_lines_of_the_cache():
     assert chosen(meta(4095, 4093), meta(4093, 4097))[1] is None
 
 
+def test_a_tile_is_chosen_by_what_rounds_take_with_their_begin_and_end(monkeypatch):
+    assert tiles(1536, 1536, 1536)[0] == tiles(3000, 768, 3072)[0] == "128 x 160"  # short sums, and one round
+    assert tiles(900, 5120, 13824)[0] == "128 x 192"
+    name, several = tiles(3333, 4096, 1024)
+    assert (
+        name == "128 x 128" and several["warp_specialized"] == 1 and tiles(777, 1536, 512)[1]["warp_specialized"] == 0
+    )
+    assert tiles(1000, 3000, 5120)[0] == "256 x 128"
+    monkeypatch.setattr(products, "on_h200", lambda call: True)  # whose memory delivers rows that begin off lines
+    assert tiles(1000, 3000, 5120)[0] == "128 x 192" and tiles(4096, 3000, 4096)[0] == "256 x 128"
+
+
 CALLS = {
     "both off lines": (
         ("matmul", normal(2040, 1032), normal(1032, 2056)),
@@ -277,6 +289,10 @@ DIRECT = {
     "columns of wider rows": (normal(2, 33, 100)[:, :, 3:54], normal(2, 51, 34)),
     "heads": (normal(2, 33, 3, 51).permute(0, 2, 1, 3), normal(2, 51, 3, 34).permute(0, 2, 1, 3)),
     "one column": (normal(3, 40, 33), normal(3, 33, 1)),
+    "rows of a batch": (normal(3, 2, 30, 45), normal(45, 20)),
+    "rows of columns of a batch": (normal(2, 30, 90)[:, :, ::2].mT.contiguous().mT, normal(45, 20)),
+    "one matrix": (normal(70, 77), normal(77, 64)),
+    "all described": (normal(2, 64, 64), normal(2, 64, 64)),
 }
 
 
@@ -304,15 +320,21 @@ def test_what_is_read_as_it_lies_is_small_and_odd():
         return products.loads_directly(bound("matmul", a, b, **options)[1])
 
     assert reads(normal(2, 197, 197), normal(2, 197, 64)) and reads(normal(2, 77, 64), normal(2, 77, 64).mT)
-    assert not reads(normal(2, 200, 200), normal(2, 200, 64)) and not reads(normal(197, 197), normal(197, 64))
+    assert reads(normal(197, 197), normal(197, 64)) and reads(normal(9, 197, 197), normal(197, 64))
+    assert reads(normal(2, 200, 200), normal(2, 200, 64)) and not reads(normal(200, 200), normal(200, 64))
+    assert not reads(normal(2, 600, 200), normal(2, 200, 64)) and not reads(normal(2, 200, 200), normal(2, 200, 136))
     # c alone is odd: the copy engine brings a and b
     assert not reads(normal(2, 20, 64), normal(2, 197, 64).mT) and reads(normal(2, 20, 64), normal(2, 64, 197))
     assert not reads(normal(2, 20, 197), normal(2, 197, 264)) and not reads(normal(2, 20, 601), normal(2, 601, 64))
+    assert reads(normal(140, 9, 601), normal(140, 601, 16)) and not reads(normal(140, 9, 1025), normal(140, 1025, 16))
+    assert not reads(normal(300, 261), normal(261, 203))  # a long sum by few programs
     assert not reads(normal(2, 20, 77, dtype=torch.float32), normal(2, 77, 64, dtype=torch.float32))
     assert reads(normal(2, 20, 77), normal(2, 77, 64), out_dtype="float32")
+    tall = torch.empty(2**26, 77, dtype=torch.bfloat16, device="meta")  # 32 bits do not count its elements
+    assert not reads(tall, torch.empty(77, 16, dtype=torch.bfloat16, device="meta"))
     impl, call = bound("matmul", normal(2, 77, 77), normal(2, 77, 64))
     for named, reason in (
-        ({"block_n": 32}, "all columns"), ({"block_k": 1}, "at most 32 steps"), ({"swap_ab": 1}, "swap_ab=0"),
+        ({"block_n": 32}, "all columns"), ({"block_k": 1}, "at most 32 steps"),
         ({"block_m": 256, "block_k": 1024}, "shared memory"), ({"block_m": 256, "block_n": 128}, "registers"),
     ):  # fmt: skip
         tiling = resolve(impl, call, {}).tiling.replace(**named)

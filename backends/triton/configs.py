@@ -106,7 +106,9 @@ class HopperProductConfig(ProductConfig):
         "epilogue subtile; 1: store the tile in two halves; 2: through the shared memory of the inputs",
     ] = EpilogueSubtile.WHOLE
     direct_loads: Annotated[
-        bool, "1: read the operands through registers, as they lie; 0: by the copy engine, after a copy if need be"
+        bool,
+        "1, without swap_ab and warp_specialized: read the operands through registers, as they lie; 0: by the copy "
+        "engine, after a copy if need be",
     ] = False
 
 

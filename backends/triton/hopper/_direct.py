@@ -1,4 +1,4 @@
-"""Products of batches of small 16-bit matrices, of which some have rows that the copy engine cannot describe.
+"""Products of small 16-bit matrices, one or a batch, where the copy engine takes them only from a copy or slowly.
 
     c[z, i, j] = sum_k a[z, i, k] b[z, k, j]
 
@@ -86,9 +86,11 @@ def matmul_direct_kernel(a, b, c, m, n, k, a_batch, a_line, b_batch, b_line, pla
              mask=(row < m)[:, None] & (column < c_n)[None, :])  # fmt: skip
 
 
-def in_lines(x: torch.Tensor) -> bool:
-    """Whether elements of x lie side by side along one of its last two axes, and 32 bits count those of an entry."""
-    last = sum((extent - 1) * stride for extent, stride in zip(x.shape[-2:], x.stride()[-2:], strict=True))
+def in_lines(x: torch.Tensor, flattened: bool) -> bool:
+    """Whether elements of x lie side by side along one of its last two axes, and 32 bits count those of a matrix, or of
+    all (``flattened``)."""
+    axes = range(x.ndim) if flattened else (-2, -1)
+    last = sum((x.shape[axis] - 1) * x.stride(axis) for axis in axes)
     return last < REACH and any(x.stride(axis) == 1 or x.shape[axis] == 1 for axis in (-1, -2))
 
 

@@ -1,14 +1,16 @@
 """Which tiles Hopper's matrix products take, which warps compute them, and what is refused.
 
-A tile of c is chosen by how many rounds the multiprocessors make, times what a round takes; how many parts a long sum
-has follows from n and k alone.
+A tile of c is chosen by how many rounds the multiprocessors make, times what a round takes: a time for each step of k,
+and another that does not depend on k. How many parts a long sum has follows from n and k alone.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portakern.backends.triton.configs import EpilogueSubtile, HopperProductConfig, WarpSpecialized
 from portakern.backends.triton.hopper._direct import REACH, in_lines
@@ -25,13 +27,30 @@ if TYPE_CHECKING:
 MULTIPROCESSORS = targets.family("sm_90").cores or 132
 
 RATES = {
-    "16-bit": {"128 x 256": 1.0, "128 x 192": 0.93, "128 x 128": 0.86, "64 x 128": 0.7, "64 x 64": 0.37},
+    "16-bit": {
+        "128 x 256": 1.0,
+        "128 x 192": 0.95,
+        "128 x 160": 0.786,
+        "128 x 128": 0.86,
+        "64 x 128": 0.67,
+        "64 x 64": 0.47,
+    },
     "tf32": {"128 x 256": 1.0, "128 x 128": 0.81, "64 x 128": 0.7, "64 x 64": 0.4},
     "ieee": {"128 x 128": 1.0, "64 x 64": 0.7, "16 x 128": 0.3},
 }
 """Of each kind of product the tiles of c that there are, and which part of the best rate a multiprocessor reaches on
-them: measured on an H100 for 16-bit operands (192 columns are accumulators of 128 and of 64) and for 128 columns of
-tf32, the others estimated."""
+them, begin and end of a tile aside: of 16-bit operands fitted to the times of 27 products on an H200 (192 columns are
+accumulators of 128 and of 64, 160 of 128 and of 32); of tf32 measured on an H100 for 128 columns, the others
+estimated."""
+
+BEGIN_AND_END = {
+    "256 x 128": 2.25, "128 x 256": 2.35, "128 x 192": 1.75, "128 x 160": 1.55, "128 x 128": 0.95, "64 x 128": 1.22,
+    "64 x 64": 1.0,
+}  # fmt: skip
+"""Microseconds of a round of 16-bit tiles that do not depend on k, fitted to the same times."""
+
+STEP = 0.6155
+"""Microseconds of a step of 64 of k at the best rate, in a tile of 128 x 256, fitted too."""
 
 OFF_LINES = {
     "a": {"128 x 256": 0.94, "128 x 192": 0.79, "128 x 128": 0.65, "64 x 128": 0.5, "64 x 64": 0.3},
@@ -41,6 +60,13 @@ OFF_LINES = {
 """The same for 16-bit operands of which a's, b's or both's lines in memory begin within lines of the cache: 128 bytes
 of them are parts of two, and L2 is asked for each part. So a tile is longer along the axis of the other operand, of
 which it then reads less: measured on an H100, the last two tiles estimated."""
+
+OFF_LINES_OF_H200 = {**OFF_LINES, "b": {**OFF_LINES["b"], "128 x 192": 0.92}}
+"""The same with an H200's memory: 1000 x 3000 x 5120 takes 45.7 us in 128 x 192 and 55.5 in 256 x 128, on an H100 59.3
+and 52.7."""
+
+MEMORY_OF_H200 = 100 * 2**30
+"""More bytes of memory than an H100 has."""
 
 COPIED = {"extent": 1024, "products": 2**32}
 """Where both begin so, the smaller one is copied for c of at least so many rows or columns, and at least so many
@@ -60,10 +86,15 @@ ALONG = {"tf32": (1, 0), "ieee": (1, 1)}
 operands only along k, of which warps with roles may turn b's in registers; threads that multiply read rows of both
 (H100, 4096^3: 29 ms where one of them lies the other way, 3 ms where neither does)."""
 
-DIRECT = {"n": 256, "k": 512, "n of odd rows": 128, "steps": 32}
-"""A batch of matrices is small with n and k up to these: a program has all columns of c, and a and b are read once or
-a few times. Where only rows of c begin anywhere, this is faster up to another n (H200: 240 x (77 x 77 x 64) 8.6 us for
-13; 384 x (197 x 197 x 64) 31.7 us for 28.7)."""
+DIRECT = {
+    "n": 256, "k": 1024, "k of few programs": 512, "k of one matrix": 256, "n of whole rows": 128,
+    "b of whole rows": 2**14, "c of whole rows": 2**15, "steps": 32,
+}  # fmt: skip
+"""Up to this n and k matrices are read as they lie, if the copy engine takes one of them only from a copy: a program
+has all columns of c, and reads both once or a few times. A long k needs programs for all multiprocessors (H200: 500 x
+100 x 1000 at 0.48 of cuBLAS, by a copy 0.88). Where the engine takes both, this is faster for batches of smaller ones
+(500 x (64 x 64 x 64) 7.8 us for 13.5, 240 x (77 x 77 x 64) 8.3 for 12.6; 384 x (197 x 197 x 64) 30.0 for 28.7, 64 x
+(256 x 128 x 256) 11.3 for 10.6)."""
 
 FEW_ROWS = 64
 
@@ -107,24 +138,50 @@ def size_of(dtype: str) -> int:
     return numpy_dtype(dtype).itemsize
 
 
-def tiles_there_are(call: Call) -> dict[str, tuple[int, int, float]]:
-    """Tiles of c that may serve a call: their rows, columns, and the rate that a multiprocessor reaches on them."""
+class TileTimes(NamedTuple):
+    """Rows and columns of a tile of c, and what a round of such tiles takes: of each element of c and of k, and
+    besides."""
+
+    rows: int
+    columns: int
+    each: float
+    besides: float = 0.0
+
+
+def tiles_there_are(call: Call) -> dict[str, TileTimes]:
+    """Tiles of c that may serve a call."""
     kind, (_, m), n = products(call, call.dtype), extents(call), call.dims["n"]
     if m <= FEW_ROWS and kind != "ieee":
         rows = pow2_at_least(m, 16)
-        return {f"{rows} rows x {columns}": (rows, columns, 1.0) for columns in COLUMNS_OF_FEW[kind]}
+        return {f"{rows} rows x {columns}": TileTimes(rows, columns, 1.0) for columns in COLUMNS_OF_FEW[kind]}
     roles, c_size = may_have_roles(call), size_of(call.outputs["c"][1])
     wide, boxes = roles or c_size == 2, n * c_size % 16 == 0  # else c's tile leaves no room for operands
     found = {}
     whole = copied(call)
     off = "".join(x for x in off_lines(call) if x != whole) if kind == "16-bit" else ""
-    for name, rate in (OFF_LINES[off] if off else RATES[kind]).items():
+    h200 = on_h200(call)
+    rates = (OFF_LINES_OF_H200 if h200 else OFF_LINES)[off] if off else RATES[kind]
+    for name, rate in rates.items():
         rows, columns = map(int, name.split(" x "))
-        by_roles_alone = columns == 192 or rows == 256
+        by_roles_alone = columns in (160, 192) or rows == 256
         if (roles or not by_roles_alone) and (wide or columns != 256):
             stays = boxes or (roles and rows * columns > 128 * 128)
-            found[name] = (rows, columns, rate * (1.0 if stays else WITHOUT_BOXES))
+            slower = 1.0 if stays else 1 / WITHOUT_BOXES
+            besides = BEGIN_AND_END[name] * slower if kind == "16-bit" and (h200 or not off) else 0.0
+            found[name] = TileTimes(rows, columns, STEP / (64 * 128 * 256) / rate * slower, besides)
     return found
+
+
+def on_h200(call: Call) -> bool:
+    """Whether the arrays lie in a memory as large as an H200's."""
+    device = getattr(call.arrays["a"], "device", None)
+    return getattr(device, "type", None) == "cuda" and _memory_of(device) > MEMORY_OF_H200
+
+
+@functools.cache
+def _memory_of(device: Any) -> int:
+    cuda = sys.modules["torch"].cuda
+    return int(cuda.get_device_properties(device).total_memory) if cuda.is_available() else 0
 
 
 def off_lines(call: Call) -> str:
@@ -150,10 +207,9 @@ def best_tile(call: Call) -> tuple[str, int]:
         parts = split(tiles, n, k)
         return cdiv(tiles * parts, MULTIPROCESSORS), parts
 
-    def cost(tile: tuple[int, int, float]) -> float:
-        rows, columns, rate = tile
-        made, parts = rounds(rows, columns)
-        return made / parts * rows * columns / rate
+    def cost(tile: TileTimes) -> float:
+        made, parts = rounds(tile.rows, tile.columns)
+        return made * (tile.besides + k / parts * tile.rows * tile.columns * tile.each)
 
     there = tiles_there_are(call)
     name = min(there, key=lambda name: cost(there[name]))
@@ -174,27 +230,48 @@ def key_of_batches(call: Call) -> dict[str, str | int]:
 
 
 def loads_directly(call: Call) -> bool:
-    """Whether the operands of a batch of small matrices are read as they lie, because the copy engine takes some of
-    them only from a copy, or cannot write c."""
+    """Whether small operands are read as they lie, because the copy engine takes some of them only from a copy, or is
+    slower for a batch of such."""
     (entries, m), n, k = extents(call), call.dims["n"], call.dims["k"]
-    if entries == 1 or m * n >= REACH or n > DIRECT["n"] or k > DIRECT["k"] or products(call, call.dtype) != "16-bit":
+    if n > DIRECT["n"] or k > DIRECT["k"] or products(call, call.dtype) != "16-bit" or not counted(call):
         return False
-    a, b = (call.arrays[name] for name in "ab")
-    in_boxes = n * size_of(call.outputs["c"][1]) % 16 == 0
-    copied = not (describable(a) and describable(b))
-    return in_lines(a) and in_lines(b) and (copied or (n <= DIRECT["n of odd rows"] and not in_boxes))
+    if not all_described(call):
+        short = "k of one matrix" if entries == 1 else "k of few programs"
+        return k <= DIRECT[short] or (entries > 1 and entries * cdiv(m, 64) >= MULTIPROCESSORS)
+    whole_rows = n * size_of(call.outputs["c"][1]) % 16 == 0
+    return (
+        entries > 1 and n <= DIRECT["n of whole rows"] and n * k <= DIRECT["b of whole rows"]
+        and (not whole_rows or 16 <= m <= DIRECT["c of whole rows"] // n)
+    )  # fmt: skip
+
+
+def all_described(call: Call) -> bool:
+    """Whether the copy engine takes both operands without a copy."""
+    return all(describable(call.arrays[name]) for name in "ab")
+
+
+def counted(call: Call) -> bool:
+    """Whether elements of both operands lie side by side along an axis, and 32 bits count those of a matrix."""
+    (entries, m), a, b = extents(call), call.arrays["a"], call.arrays["b"]
+    if min(a.ndim, b.ndim) < 2:  # of a linear layer's call, whose rows nobody has made yet
+        return False
+    return m * call.dims["n"] < REACH and in_lines(a, entries == 1) and in_lines(b, False)
+
+
+def reads_directly(config: HopperProductConfig) -> bool:
+    """Whether operands are read as they lie; swapped ones and those of warps with roles are not."""
+    return bool(config.direct_loads) and not config.swap_ab and config.warp_specialized == WarpSpecialized.NO
 
 
 def refuse_direct(call: Call, config: HopperProductConfig) -> str | None:
     """Why operands cannot be read as they lie, or None."""
     (entries, m), n, told = extents(call), call.dims["n"], "direct_loads=1"
     rows, columns, depth = config.block_m, config.block_n, config.block_k
-    if products(call, call.dtype) != "16-bit" or not all(in_lines(call.arrays[name]) for name in "ab"):
-        return f"{told} needs 16-bit operands whose elements lie side by side along an axis; use direct_loads=0"
-    if m * n >= REACH:
-        return f"{told} needs fewer than 2^31 elements in a matrix of c; use direct_loads=0"
-    if config.swap_ab or warp_specialized(call, config):
-        return f"{told} needs swap_ab=0 and warp_specialized=0"
+    if products(call, call.dtype) != "16-bit" or not counted(call):
+        return (
+            f"{told} needs 16-bit operands whose elements lie side by side along an axis, and fewer than 2^31 in a "
+            "matrix; use direct_loads=0"
+        )
     if n > columns or cdiv(call.dims["k"], depth) > DIRECT["steps"]:
         return f"{told} takes all columns in a tile, and k in at most {DIRECT['steps']} steps; use larger tiles"
     if not call.interpret:
@@ -322,12 +399,12 @@ def fit(
 ) -> HopperProductConfig:  # fmt: skip
     """No roles where a call has no use for them (``may``), and as many stages as shared memory has room for:
     ``needed``, a tiling's bytes."""
-    if config.direct_loads:
+    if reads_directly(config):
         columns = pow2_at_least(call.dims["n"], 16, config.block_n)
-        deepest = min(config.block_k, max(64, 2**14 // columns))  # more of k takes too many registers
-        warps = max(config.num_warps, columns // 32)
+        depth, warps = pow2_at_least(call.dims["k"], 16), max(config.num_warps, columns // 32)
+        at_once = depth <= 128 >= columns or (depth <= 256 and columns <= 64 and not all_described(call))
         return config.replace(
-            block_n=columns, block_k=pow2_at_least(call.dims["k"], 16, deepest), num_warps=min(warps, 8)
+            block_n=columns, block_k=min(depth, config.block_k if at_once else 64), num_warps=min(warps, 8)
         )
     if call.interpret:
         return config
@@ -338,7 +415,7 @@ def fit(
 
 
 def supports(call: Call, config: HopperProductConfig) -> str | None:
-    if config.direct_loads:
+    if reads_directly(config):
         return refuse_direct(call, config)
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     if max(block_m, block_n, block_k) > 256:

@@ -16,7 +16,7 @@ order. How long a chunk is follows from n and k. All else may follow m and the b
 order of k alone, which the matrix unit and every tile keep (tests/test_gpu.py tries it).
 
 Operands that cannot be described, and 32-bit ones that lie the wrong way (``ALONG``), are copied (:mod:`._scratch`);
-those of batches of small matrices are read as they lie (:mod:`._direct`).
+small ones are read as they lie (:mod:`._direct`).
 
 Gradients are one product each, which takes the tiles that suit it: d_a = d_c b^T and d_b = a^T d_c, both summed over
 the batch axes along which their operand was broadcast. Transposed operands are strided views, which are described as
@@ -51,6 +51,7 @@ from portakern.backends.triton.hopper._tiles import (
     key,
     key_of_batches,
     more_columns,
+    reads_directly,
     refuse_roles,
     size_of,
     split,
@@ -227,8 +228,9 @@ def matmul(call: Call, config: HopperProductConfig, into: torch.Tensor | None = 
     along_a, along_b = (None, None) if config.swap_ab else ALONG.get(kind, (None, None))
     if warp_specialized(call, config) and kind == "tf32":
         along_b = None
-    if config.direct_loads:
-        multiply_directly(call, _entries(call, a)[:2], _entries(call, b)[:2], c, (entries, m), config)
+    if reads_directly(config):
+        a_matrices, b_matrices = _matrices(call, a, m, m != dims["m"]), _matrices(call, b, k, False)
+        multiply_directly(call, a_matrices[:2], b_matrices[:2], c, (entries, m), config)
         return (c,)
     whole = copied(call) if warp_specialized(call, config) else None
     of_a = _operand(call, a, (entries, m, k), along_a, whole == "a", flattened=m != dims["m"])
@@ -245,30 +247,29 @@ def matmul(call: Call, config: HopperProductConfig, into: torch.Tensor | None = 
 def _operand(
     call: Call, x: torch.Tensor, extents: tuple[int, int, int], along: int | None, full: bool, flattened: bool = False
 ) -> Operand:
-    """``x`` with its batch axes as one, or as rows (``flattened``). Axes that one stride does not walk are gathered.
-    ``full``: lines begin where lines of the cache do."""
+    """``x`` as it can be described. ``full``: lines begin where lines of the cache do."""
     entries, rows, columns = extents
+    x, batch, has_entries = _matrices(call, x, rows, flattened)
+    return operand(call, x, batch, (entries if has_entries else 1, rows, columns), along, full)
+
+
+def _matrices(call: Call, x: torch.Tensor, rows: int, flattened: bool) -> tuple[torch.Tensor, int, bool]:
+    """``x`` with its batch axes as one, or as so many rows (``flattened``), the step along that axis, and whether it
+    has one. Axes that one stride does not walk are gathered."""
+    columns = x.shape[-1]
     if flattened:
         x = x.expand(*call.dims["batch"], -1, -1)
         shape, (strides,) = collapse(x.shape[:-1], x.stride()[:-1])
         if len(shape) > 1:
             x, strides = x.contiguous(), (columns,)
-        x = x.as_strided((rows, columns), (strides[0] if shape else columns, x.stride(-1)))
-        return operand(call, x, 0, (1, rows, columns), along, full)
-    x, batch, has_entries = _entries(call, x)
-    return operand(call, x, batch, (entries if has_entries else 1, rows, columns), along, full)
-
-
-def _entries(call: Call, x: torch.Tensor) -> tuple[torch.Tensor, int, bool]:
-    """``x`` with its batch axes as one, the step along it, and whether it has any entries but one. Axes that one stride
-    does not walk are gathered."""
+        return x.as_strided((rows, columns), (strides[0] if shape else columns, x.stride(-1))), 0, False
     if prod(x.shape[:-2]) == 1:
         return x, 0, False
     x = x.expand(*call.dims["batch"], -1, -1)
     shape, (strides,) = collapse(x.shape[:-2], x.stride()[:-2])
     if len(shape) > 1:
         x = x.contiguous()
-        strides = (x.shape[-2] * x.shape[-1],)
+        strides = (x.shape[-2] * columns,)
     return x, strides[0], True
 
 
