@@ -229,6 +229,14 @@ def test_unsplit_computes_few_rows_that_nobody_asks_for():
         assert tilings.resolve(UNSPLIT, call, {"consumers": 3}).tiling.consumers == 3, "the user's own"
 
 
+def test_unsplit_has_a_third_stage_for_long_rows():
+    for length, d, causal, stages in (
+        (16384, 128, True, 3), (8192, 128, True, 2), (16384, 128, False, 2), (16384, 256, True, 2)
+    ):  # fmt: skip
+        call = bound(1, length, 2, 1, length, d, device="meta", is_causal=causal)
+        assert tilings.resolve(UNSPLIT, call, {}).tiling.num_stages == stages
+
+
 def test_unsplit_serves_calls_that_name_it(monkeypatch):
     """Its gradients are hopper's; it refuses what hopper refuses, so that an unnamed call is nowhere else than before."""
     call = bound(1, 300, 2, 2, 3 << 20, 128, device="meta", is_causal=True)
