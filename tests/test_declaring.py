@@ -383,7 +383,7 @@ def test_a_benchmark_takes_the_values_to_measure_with(monkeypatch):
         make(replace(case, values={"lens": [1, 2]}), frameworks()["numpy"], "cpu")
 
 
-# ----------------------------------------------------------------------------------------------------------------- parts
+# ---------------------------------------------------------------------------------------------------------------- parts
 
 
 def large(sequences=400, rows=3000, n=3):

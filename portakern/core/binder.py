@@ -93,8 +93,8 @@ class _Writer:
     """Writes the source of one binder. ``known`` holds the dimensions solved up to this line; a product with an unknown
     dimension is solved after whatever may say more of its dimensions.
 
-    ``stretching`` are those of which only axes that broadcast have been seen: a later one may have more than 1. Those of
-    ``uncertain`` stand in optional arrays alone, and are None until one is given.
+    ``stretching`` are those of which only axes that broadcast have been seen: a later one may have more than 1. Those
+    of ``uncertain`` stand in optional arrays alone, and are None until one is given.
 
     The required arguments come first, beginning with the one whose dtype is the op's, then the optional arguments, then
     options. If an option names an axis that a dimension lacks, options come before the arrays with this dimension.

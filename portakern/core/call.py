@@ -125,8 +125,8 @@ class Call:
         return self.spec.flops(self)
 
     def integers(self, name: str) -> np.ndarray | None:
-        """The values of an integer array where they are on the host, as in a benchmark and in the checker: what a spec's
-        ``flops`` and ``bytes_moved`` may count from. None of any other call, one without values among them."""
+        """The values of an integer array where they are on the host, as in a benchmark and in the checker: what a
+        spec's ``flops`` and ``bytes_moved`` may count from. None of any other call, one without values among them."""
         array = self.arrays[name]
         known = self.concrete and isinstance(array, np.ndarray) and array.dtype.kind in "iub"
         return array if known else None

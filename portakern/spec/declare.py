@@ -1,11 +1,12 @@
 """What an op is: one typed Python signature, from which everything else is derived.
 
 A spec is an annotated function under the :func:`spec` decorator. Array arguments are annotated in jaxtyping's notation
-(https://docs.kidger.site/jaxtyping), of which this module reads: names (``d``), products (``kv_heads*group``),
-sums with a number (``sequences+1``), broadcast axes (``#batch``) and one variadic run of axes (``*batch``). A leading ``batch`` or ``*batch`` counts
-samples that do not see each other. A run of axes may be another one without the axis that an option names (``drops``).
-Keyword-only arguments are options. The return annotation is a ``NamedTuple`` whose fields are the outputs. Which dtypes
-an annotation stands for: :mod:`portakern.spec.dtypes`.
+(https://docs.kidger.site/jaxtyping), of which this module reads: names (``d``), products (``kv_heads*group``), sums
+with a number (``sequences+1``), broadcast axes (``#batch``) and one variadic run of axes (``*batch``). A leading
+``batch`` or ``*batch`` counts samples that do not see each other. A run of axes may be another one without the axis
+that an option names (``drops``). Keyword-only arguments are options, of which one may be an extent. The return
+annotation is a ``NamedTuple`` whose fields are the outputs. Which dtypes an annotation stands for:
+:mod:`portakern.spec.dtypes`.
 
 >>> class DotOut(NamedTuple):
 ...     c: Float[A, "m"]
@@ -321,8 +322,8 @@ def spec(
     Args:
       tiling: tile name -> the powers of two that it may be.
       flops: floating-point operations of a bound call (options included: a causal mask halves them). They may depend on
-        the values of integer arrays where these are known (:meth:`portakern.core.call.Call.integers`); of other calls it
-        counts the most that there can be.
+        the values of integer arrays where these are known (:meth:`portakern.core.call.Call.integers`); of other calls
+        it counts the most that there can be.
       dtypes: dtypes of ``Float`` arguments; within a call all have the same, the op's dtype. An op without a ``Float``
         argument has the dtype of its first array.
       or_float32: float arguments that may be float32 in a 16-bit call.
@@ -377,29 +378,29 @@ def spec(
             outputs=outputs(fn.__name__, results, result_dtype or {}, returns or {}, aliases or {}, saved),
             result=hints["return"],
             dtypes=leader(arrays).dtypes,
-            tiling=types.MappingProxyType(dict(tiling)),
             require=(*require, *(_given_when(name, when) for name, when in (reads or {}).items())),
             doubts=tuple(doubts),
             positive=(*positive, *(o.name for o in options if o.extent and o.range and o.range.lo >= 1)),
-            empty=types.MappingProxyType(dict(empty or {})),
             flops=flops,
             vjp=vjp,
             masks=tuple(masks),
             apart=apart if callable(apart) else tuple(apart),
             autocast=autocast,
-            typical=types.MappingProxyType(dict(typical or {})),
-            drops=types.MappingProxyType(dict(drops or {})),
-            aliases=types.MappingProxyType(dict(aliases or {})),
             also=types.MappingProxyType({name: tuple(of) for name, of in (also or {}).items()}),
-            passes=types.MappingProxyType(dict(passes or {})),
-            reads=types.MappingProxyType(dict(reads or {})),
             budget=budget,
             bytes_moved=bytes_moved,
+            **_frozen(tiling=tiling, empty=empty, typical=typical, drops=drops, aliases=aliases, passes=passes),
+            reads=types.MappingProxyType(dict(reads or {})),
         )
         check_declaration(made)
         return made
 
     return declare
+
+
+def _frozen(**mappings: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Copies of mappings that nobody changes, empty for None."""
+    return {name: types.MappingProxyType(dict(mapping or {})) for name, mapping in mappings.items()}
 
 
 def _given_when(name: str, when: When) -> Rule:

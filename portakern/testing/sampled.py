@@ -245,8 +245,8 @@ def _along_one_axis(
 class SampledCall:
     """What of a large call is compared with the oracle, and stands for the rest; empty where all is.
 
-    ``chosen``, ``stands``: of :func:`part_of` and :func:`stand_ins`. Where values of arrays are places in others nothing
-    can stand for anything else, and the rest is not compared."""
+    ``chosen``, ``stands``: of :func:`part_of` and :func:`stand_ins`. Where values of arrays are places in others,
+    nothing can stand for anything else, and the rest is not compared."""
 
     call: Call
     chosen: Mapping[str, Any]
