@@ -238,7 +238,7 @@ def test_unsplit_has_a_third_stage_for_long_rows():
 
 
 def test_unsplit_serves_calls_that_name_it(monkeypatch):
-    """Its gradients are hopper's; it refuses what hopper refuses, so that an unnamed call is nowhere else than before."""
+    """Its gradients are hopper's; it refuses what hopper refuses, so that an unnamed call goes where it went before."""
     call = bound(1, 300, 2, 2, 3 << 20, 128, device="meta", is_causal=True)
     monkeypatch.setattr(type(call.framework), "target", lambda self, device: call.target)
 

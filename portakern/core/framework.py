@@ -116,8 +116,8 @@ class Framework:
 
     def comparison(self, arrays: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
         """Python source that is true of other arrays under these names if they agree with these in all that
-        ``signature`` and ``watched`` read, their memory holds their values and nobody steps in, and what else the source
-        names. It may be false of arrays that agree. None: the library has nothing that says so sooner than their
+        ``signature`` and ``watched`` read, their memory holds their values and nobody steps in, and what else the
+        source names. It may be false of arrays that agree. None: the library has nothing that says so sooner than their
         signature."""
         return None
 

@@ -24,7 +24,8 @@ products. So where no product is begun between P and D, a stage is waited for on
 block.
 
 lse is shift + low, and low is next to nothing where lse is near 0. Where a row of a tile of queries has an lse far from
-0, which a ``flag`` says of ``plan.flagged`` queries, P is corrected for what shift lacks and kept below 1. (Done to every P, it took 10 to 25 % of the gradients' time on an H100.)
+0, which a ``flag`` says of ``plan.flagged`` queries, P is corrected for what shift lacks and kept below 1. (Done to
+every P, it took 10 to 25 % of the gradients' time on an H100.)
 """
 
 from __future__ import annotations

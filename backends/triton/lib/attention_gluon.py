@@ -55,7 +55,8 @@ def plan_of(call: Call, config: UnsplitConfig) -> FlashPlan:
     )  # fmt: skip
     chunked, consumers = chunk_length(call, config) is not None, config.consumers
     apart = FlashPlan(consumers, config.block_kv, block_d, block_dv, config.num_stages, chunked, o_in_q=False,
-                 registers=REGISTERS[consumers][0], more_d=more_d, more_dv=more_dv, pingpong=config.pingpong)  # fmt: skip
+                 registers=REGISTERS[consumers][0], more_d=more_d, more_dv=more_dv,
+                 pingpong=config.pingpong)  # fmt: skip
     fits_in_q = block_d == block_dv and more_dv in (0, more_d)
     return apart._replace(o_in_q=fits_in_q and shared_bytes(apart) > shared_limit(call.target.arch))
 

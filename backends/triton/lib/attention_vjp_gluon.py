@@ -39,7 +39,8 @@ def plans(call: Call, config: FlashGradientsConfig) -> dict[tuple[str, ...], Gra
     if keys:
         of_keys = GradientsPlan(True, config.consumers, config.block_q, block_d, block_dv, config.num_stages,
                     config.ahead and len(keys) == 2, "d_k" in keys, "d_v" in keys,
-                    REGISTERS[config.consumers][0], shared.flagged(call.dims["dv"]), more_d, more_dv, apart)  # fmt: skip
+                    REGISTERS[config.consumers][0], shared.flagged(call.dims["dv"]), more_d, more_dv,
+                    apart)  # fmt: skip
         if both <= (TOGETHER_NARROW if config.block_q <= NARROW else TOGETHER_WIDE):
             found[keys] = of_keys
         else:  # registers do not hold the two sums beside each other

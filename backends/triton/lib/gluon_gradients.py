@@ -37,9 +37,9 @@ class GradientsPlan(NamedTuple):
     ``by_key``: keys are resident, and d_k and d_v are summed; else d_q. ``consumers`` groups of 64 resident rows; tiles
     of ``block`` streamed rows, of block_d and block_dv columns, and of more_d and more_dv columns in a second piece
     unless that is 0, ``stages`` of them on their way. ``ahead``: the products of a tile are computed beside the weights
-    of the next. ``want_first``, ``want_second``: which of d_first
-    and d_second are. registers: of a consumer's threads. ``flagged``: queries of which there is a flag. ``apart``: tiles
-    that take masks have a loop of their own."""
+    of the next. ``want_first``, ``want_second``: which of d_first and d_second are. registers: of a consumer's
+    threads. ``flagged``: queries of which there is a flag. ``apart``: tiles that take masks have a loop of their
+    own."""
 
     by_key: bool
     consumers: int
@@ -208,9 +208,9 @@ def low_of(own, line, start, like, cols, work, by_key: gl.constexpr):
 @gluon.jit
 def weights_of(dots, shift, far, position, cols, own, scores, work, by_key: gl.constexpr,
                masked: gl.constexpr = True):  # fmt: skip
-    """(P, P cap'(s)) of a tile of dot products, with no mask unless it is ``masked``. shift: lse log2(e), for P is 2^(s log2(e) - shift). position: (line,
-    first streamed row). far: whether a query has an lse far from 0: the score is the number that it was in the forward
-    pass, so that with what shift lacks P is what it was."""
+    """(P, P cap'(s)) of a tile of dot products, with no mask unless it is ``masked``. shift: lse log2(e), for P is
+    2^(s log2(e) - shift). position: (line, first streamed row). far: whether a query has an lse far from 0: the score
+    is the number that it was in the forward pass, so that with what shift lacks P is what it was."""
     line, start = position
     t = dots
     if scores.softcap is not None:

@@ -203,8 +203,8 @@ class _Watched(torch.autograd.Function):
     """``apply`` where no transform of torch.func is active: that of a Function that saves tensors as it runs, which
     takes one call less."""
     inside: ClassVar[Callable[..., tuple[Any, ...]]]
-    """``apply`` of this one, without what transforms need. torch's own reads the class's signature on every call, 15 us,
-    for defaults, which there are none of."""
+    """``apply`` of this one, without what transforms need. torch's own reads the class's signature on every call, 15
+    us, for defaults, which there are none of."""
 
     @classmethod
     def apply(cls, step: WatchedCall, *arrays: Any) -> tuple[Any, ...]:

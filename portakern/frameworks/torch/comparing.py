@@ -48,7 +48,7 @@ EXACTLY: Mapping[str, Any] = {"dynamic_dims_sizes": None, "dynamic_dims_strides"
 
 @functools.cache
 def _guards() -> Callable[..., Any] | None:
-    """The class of torch.compile's guards of tensors; None where they do not say what is expected, which the log says."""
+    """The class of torch.compile's guards of tensors; None where they do not say what is expected, which is logged."""
     try:
         guards: Callable[..., Any] = torch._C._dynamo.guards.TensorGuards
         x, y = (torch.empty(2, 3, device="cpu") for _ in range(2))
