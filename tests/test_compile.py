@@ -663,7 +663,7 @@ def test_a_variant_that_breaks_on_a_call_is_left_to_who_compiles_it(monkeypatch)
     found["hopper"] = replace(found["hopper"], supports=broken)
     monkeypatch.setattr(type(b), "implementation", lambda self, op, family: found[family.name])
     jobs = compiling.jobs_for(["attention"], ["sm_90"], ["bfloat16"], "triton")
-    assert [job.family.name for job in jobs] == ["hopper", "hopper", "gpu", "gpu"]
+    assert [job.family.name for job in jobs] == ["hopper", "hopper", "unsplit", "unsplit", "gpu", "gpu"]
 
 
 @has_triton

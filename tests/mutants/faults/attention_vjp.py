@@ -396,8 +396,8 @@ FAULTS = {
         Planted(
             "unscaled-d-q",
             "d_q and d_k lack the scale",
-            old='total = total if name == "d_v" else total * plan.scale',
-            new="total = total * 1.0",
+            old='total, width = total if name == "d_v" else total * plan.scale, total.shape[1]',
+            new="total, width = total * 1.0, total.shape[1]",
             within="lib.mosaic_gpu.attention_vjp",
         ),
         Planted(
