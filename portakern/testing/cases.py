@@ -126,19 +126,15 @@ class Case:
         if measured:
             made, seen = made | spec.measured, seen | spec.measured_seen
         bound = self.bound_alone(spec) if made.keys() & given else None
-
-        def draw(name: str) -> np.ndarray | None:
-            if name in given and name not in found:
-                a, shape = given[name]
-                others = [draw(n) for n in seen.get(name, ())]
-                if bound and name in made:
-                    found[name] = self._made(spec, made[name], bound, a, shape, others)
-                else:
-                    found[name] = self._pool(a, shape)
-            return _spread(found[name], given[name][1]) if name in given else None
-
-        for name in names:
-            draw(name)
+        for name in _after_what_they_see(names, seen):
+            if name not in given or name in found:
+                continue
+            a, shape = given[name]
+            if bound and name in made:
+                others = [_spread(found[n], given[n][1]) if n in given else None for n in seen.get(name, ())]
+                found[name] = self._made(spec, made[name], bound, a, shape, others)
+            else:
+                found[name] = self._pool(a, shape)
         return {n: found[n] for n in names}
 
     def bound_alone(self, spec: Spec[Any]) -> Call:
@@ -246,6 +242,13 @@ def generators(spec: Spec[Any], forward: Spec[Any] | None) -> dict[str, ValuesFn
         return lambda rng, shape, dims, options, *seen: fn(rng, shape, dims, {**defaults, **options}, *seen)
 
     return {name: with_defaults(fn) for name, fn in forward.generators.items()} | spec.generators
+
+
+def _after_what_they_see(names: Iterable[str], seen: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Arguments, each after those whose values its own see; one may come several times."""
+    for name in names:
+        yield from _after_what_they_see(seen.get(name, ()), seen)
+        yield name
 
 
 def fixed_values(spec: Spec[Any], forward: Spec[Any] | None) -> set[str]:
