@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton.launch import cdiv, launch
+from portakern.backends.triton.layout import aligned
 
 if TYPE_CHECKING:
     import torch
@@ -48,21 +49,15 @@ class DirectPlan(NamedTuple):
 
 
 @triton.jit
-def in_units(x, unit: tl.constexpr):
-    """x, a multiple of ``unit``, which Triton then knows."""
-    return x // unit * unit
-
-
-@triton.jit
 def direct_tile(x, row, column, rows, columns, line, across: tl.constexpr, unit: tl.constexpr):
     """The tile of x at these rows and columns, 0 beyond its extents; ``line``: from one of its lines to the next."""
-    step = in_units(line, unit)
+    step = aligned(line, unit)
     if across:
         at = row[:, None] + (column * step)[None, :]
-        inside = (row < in_units(rows, unit))[:, None] & (column < columns)[None, :]
+        inside = (row < aligned(rows, unit))[:, None] & (column < columns)[None, :]
     else:
         at = (row * step)[:, None] + column[None, :]
-        inside = (row < rows)[:, None] & (column < in_units(columns, unit))[None, :]
+        inside = (row < rows)[:, None] & (column < aligned(columns, unit))[None, :]
     return tl.load(x + at, mask=inside, other=0.0)
 
 
@@ -72,8 +67,8 @@ def matmul_direct_kernel(a, b, c, m, n, k, a_batch, a_line, b_batch, b_line, pla
     tiles_m = tl.cdiv(m, plan.block_m)
     z, i = (tl.program_id(0) // tiles_m).to(tl.int64), tl.program_id(0) % tiles_m * plan.block_m
     row, column = i + tl.arange(0, plan.block_m), tl.arange(0, plan.block_n)
-    a += z * in_units(a_batch, plan.a_unit)
-    b += z * in_units(b_batch, plan.b_unit)
+    a += z * aligned(a_batch, plan.a_unit)
+    b += z * aligned(b_batch, plan.b_unit)
     acc = tl.full([plan.block_m, plan.block_n], 0.0, tl.float32)
     steps: tl.constexpr = plan.steps
     for step in tl.static_range(steps):
@@ -81,7 +76,7 @@ def matmul_direct_kernel(a, b, c, m, n, k, a_batch, a_line, b_batch, b_line, pla
         at = direct_tile(a, row, kk, m, k, a_line, plan.a_across, plan.a_unit)
         bt = direct_tile(b, kk, column, k, n, b_line, plan.b_across, plan.b_unit)
         acc = tl.dot(at, bt, acc)
-    c_n = in_units(n, plan.c_unit)
+    c_n = aligned(n, plan.c_unit)
     tl.store(c + z * m * c_n + ((row * c_n)[:, None] + column[None, :]), acc.to(c.dtype.element_ty),
              mask=(row < m)[:, None] & (column < c_n)[None, :])  # fmt: skip
 
