@@ -10,7 +10,7 @@ from typing import Annotated, TypeVar
 import ml_dtypes
 import numpy as np
 import pytest
-from jaxtyping import Bool, Float, Float32, Int, Int8, UInt16
+from jaxtyping import Bool, Float, Float32, Int, Int8, Num, UInt16
 
 import portakern as pk
 from portakern import testing
@@ -23,8 +23,20 @@ from portakern.spec.dtypes import DTYPES, FLOATS
 from portakern.spec.options import Axis
 from portakern.spec.tolerance import compare, format_of, round_to
 from portakern.testing import Case
+from portakern.tools.bench.suites import requested_cases
 from tests import word_ops as ops
-from tests.word_kernels import KERNELS, backend, declared, failure, masked_sum, masked_sum_in_jax, passes, segment_sums
+from tests.word_kernels import (
+    KERNELS,
+    PRODUCTS,
+    backend,
+    declared,
+    failure,
+    masked_sum,
+    masked_sum_in_jax,
+    passes,
+    product_of_8_bits,
+    segment_sums,
+)
 
 A = TypeVar("A")
 
@@ -135,6 +147,41 @@ def test_jax_stages_integers_as_it_holds_them(name):
     assert (s.dtype, kept.dtype, wide.dtype) == (np.int32, bool, np.int32)
     assert (int(s[0]), bool(kept[0]), int(wide[0])) == (7, True, 3 * 65536)
     passes(ops.masked_add, made, 20)
+
+
+@pytest.mark.parametrize("framework", NAMES)
+def test_an_op_of_8_bits_is_checked_in_each_of_its_dtypes(framework):
+    """Floats and int8 in one op: the oracle sees both as float64, in which products of int8 do not wrap."""
+    pytest.importorskip(framework, reason=f"{framework} is not installed")
+    report = passes(ops.product, backend("product", PRODUCTS[framework], framework))
+    assert {c.partition(" ")[0] for c in report.combinations} >= set(ops.product.dtypes)
+
+
+def test_a_product_of_8_bits_that_is_rounded_too_often_is_found():
+    def half(call, tiling):
+        (c,) = product_of_8_bits(call, tiling)
+        with np.errstate(all="ignore"):
+            return (c.astype(np.float16).astype(np.float32),)
+
+    assert "c[" in failure(ops.product, half)
+
+
+def test_dtypes_that_an_annotation_cannot_hold_are_told():
+    with pytest.raises(pk.SpecError, match=r"odd: x has the op's dtype, which may be int8, .* annotate it Num"):
+        declared({"x": Float[A, "n"]}, {"y": Float32[A, "n"]}, dtypes=("float16", "int8"))
+    with pytest.raises(pk.SpecError, match=r"odd: y has the op's dtype, which may be int8, .* annotate it Num"):
+        declared({"x": Num[A, "n"]}, {"y": Float[A, "n"]}, dtypes=("float16", "int8"))
+    with pytest.raises(pk.SpecError, match=r"odd: dtypes names 'int4'; expected dtypes among float32"):
+        declared({"x": Num[A, "n"]}, {"y": Num[A, "n"]}, dtypes=("int4",))
+    assert declared({"x": Num[A, "n"]}, {"y": Num[A, "n"]}, dtypes=("float16", "int8")).dtypes == ("float16", "int8")
+
+
+def test_what_is_compiled_and_measured_where_nobody_names_a_dtype():
+    assert pk.op("softmax").spec.usual_dtypes == ("bfloat16", "float32")
+    assert ops.product.usual_dtypes == ops.product.dtypes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "find_spec", lambda name: ops.product)
+        assert [c.dtype for c in requested_cases("product", {}, None)] == list(ops.product.dtypes)
 
 
 def test_the_checker_draws_narrow_dtypes_and_sees_wrong_ones():
@@ -302,9 +349,9 @@ ODD = {
         lambda: declared({"x": Int8[A, "n"]}, Y),
         "odd: the output y is Float, but no argument is",
     ),
-    "dtypes that are no floats": (
-        lambda: declared({"x": Float[A, "n"]}, Y, dtypes=["int8"]),
-        "odd: dtypes names 'int8'",
+    "dtypes that are no numbers": (
+        lambda: declared({"x": Float[A, "n"]}, Y, dtypes=["bool"]),
+        "odd: dtypes names 'bool'",
     ),
     "an alias of another shape": (
         lambda: declared({"x": Float[A, "n"], "z": Float[A, "n n"]}, Y, aliases={"y": "z"}),

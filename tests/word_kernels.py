@@ -140,3 +140,22 @@ def declared(arrays, result, options=None, **more):
     odd.__signature__ = inspect.Signature(parameters)
     odd.__annotations__ = {**arrays, **(options or {}), "return": NamedTuple("Out", list(result.items()))}
     return spec(tiling={}, flops=lambda call: 0.0, **more)(odd)
+
+
+def product_of_8_bits(call, tiling):
+    a, b, scale = call.arrays.values()
+    with np.errstate(all="ignore"):
+        return (np.ascontiguousarray((a.astype(np.float32) @ b.astype(np.float32)) * scale[:, None]),)
+
+
+def product_of_8_bits_in_torch(call, tiling):
+    a, b, scale = call.arrays.values()
+    return ((a.float() @ b.float()).mul_(scale[:, None]),)
+
+
+def product_of_8_bits_in_jax(call, tiling):
+    a, b, scale = call.arrays.values()
+    return ((a.astype("float32") @ b.astype("float32")) * scale[:, None],)
+
+
+PRODUCTS = {"numpy": product_of_8_bits, "torch": product_of_8_bits_in_torch, "jax": product_of_8_bits_in_jax}

@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple, TypeVar
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Bool, Float, Float8e4m3fn, Float8e5m2, Float32, Int, Int8, Int32, Int64, UInt8
+from jaxtyping import Bool, Float, Float8e4m3fn, Float8e5m2, Float32, Int, Int8, Int32, Int64, Num, UInt8
 
 import portakern as pk
 from portakern.spec import Rule, Tile, spec
@@ -245,3 +245,39 @@ def pick_rows_bound(call, ref):
 def pick_rows_reference(call, tiling):
     rows = call.arrays["rows_of"]
     return (np.where((rows >= 0)[:, None], call.arrays["pool"][rows], 0.0),)
+
+
+# ------------------------------------------------------------------------------------- a product of 8-bit numbers
+class ProductOut(NamedTuple):
+    c: Float32[A, "m n"]
+
+
+@spec(
+    dtypes=("float8_e4m3fn", "float8_e5m2", "int8"),
+    own_dtype=("b",),
+    tiling={},
+    flops=lambda call: 2.0 * call.dims["m"] * call.dims["n"] * call.dims["k"],
+    typical={"m": 64, "n": 64, "k": 64},
+)
+def product(a: Num[A, "m k"], b: Num[A, "k n"], scale: Float32[A, "m"]) -> ProductOut:
+    """c = (a b) scale."""
+    raise NotImplementedError
+
+
+@product.tolerance
+def product_bound(call, ref):
+    unit = units(call)
+    size = magnitude(call.arrays["a"]) @ magnitude(call.arrays["b"])
+    scale = magnitude(call.arrays["scale"])[:, None]
+    err = (call.dims["k"] + 1) * unit.u * size * scale + unit.tau * (1 + size)
+    return (round_to(np.where(size * scale < unit.huge, err, inf), ref[0], "float32"),)
+
+
+@reference("product")
+def product_reference(call, tiling):
+    a, b, scale = call.arrays.values()
+    with np.errstate(all="ignore"):
+        return ((a @ b) * scale[:, None],)
+
+
+product.sample("square", dims={"m": 4, "n": 4, "k": 4})

@@ -65,7 +65,7 @@ def compile_(
     may_write("compile", json_file)
     start = time.perf_counter()
     found = compiling.jobs_for(
-        ops or list(registry.loadable()), names, dtype or ["bfloat16", "float32"], backend, quick, variant,
+        ops or list(registry.loadable()), names, dtype or None, backend, quick, variant,
         [parse_shape(text) for text in shape or []], _tell_refusal,
     )  # fmt: skip
     later = abstract.uncompiled(map(targets.find, names), registry.backend(backend) if backend else None)

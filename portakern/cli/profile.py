@@ -23,7 +23,7 @@ def profile(
     shape: Annotated[
         str, typer.Option(help="Dimensions and options that differ from the op's typical call, e.g. m=4096.")
     ] = "",
-    dtype: Annotated[str, typer.Option(help="Dtype of the call.")] = "bfloat16",
+    dtype: Annotated[str | None, typer.Option(help="Dtype of the call. Default: bfloat16, or the op's first.")] = None,
     backend: Annotated[
         str | None, typer.Option(help="Backend of the call. Default: the first that compiles here.")
     ] = None,
@@ -38,7 +38,7 @@ def profile(
     from portakern.tools.bench.background import set_environment
     from portakern.tools.bench.suites import parse_shape
 
-    registry.find_spec(op)
+    dtype = dtype or registry.find_spec(op).usual_dtypes[0]
     check_dtypes("profile", [dtype])
     if variant and backend:
         registry.backend(backend).check_variant(variant)

@@ -17,9 +17,6 @@ from portakern.cli.common import JsonFile, app, check_dtypes, errors_only, json_
 from portakern.core import registry
 from portakern.errors import SpecError
 
-DTYPE = "bfloat16"
-
-
 Ops = Annotated[list[str] | None, typer.Argument(help="Ops to tune. Default: all, or those of --suite.")]
 Targets = Annotated[
     list[str] | None,
@@ -35,7 +32,8 @@ Shapes = Annotated[
     ),
 ]
 Dtypes = Annotated[
-    list[str] | None, typer.Option("--dtype", help="Only this dtype; may be repeated. Default: bfloat16.")
+    list[str] | None,
+    typer.Option("--dtype", help="Only this dtype; may be repeated. Default: bfloat16, or the op's first."),
 ]
 Suites = Annotated[list[str] | None, typer.Option("--suite", help="Tune the calls of this suite; may be repeated.")]
 Families = Annotated[
@@ -130,7 +128,7 @@ def _seconds(text: str | None) -> float:
 def _drawn(families: Sequence[str], draws: int, seed: int, dtypes: list[str] | None) -> list[Any]:
     from portakern.tools.tune.sampled import draw
 
-    return [a for family in families for a in draw(family, draws, seed, dtypes or [DTYPE])]
+    return [a for family in families for a in draw(family, draws, seed, dtypes)]
 
 
 def _requested_cases(
@@ -153,7 +151,12 @@ def _requested_cases(
     specs = [registry.find_spec(name) for name in ops or registry.loadable()]
     if not ops:
         specs = [s for s in specs if s.typical or s.is_vjp]
-    return [c for s in specs for g in given for c in requested_cases(s.name, g, dtypes or [DTYPE], gradients=False)]
+    return [
+        c
+        for s in specs
+        for g in given
+        for c in requested_cases(s.name, g, dtypes or s.usual_dtypes[:1], gradients=False)
+    ]
 
 
 class _Reporter:

@@ -12,6 +12,8 @@ from portakern.core.call import Call
 from portakern.core.config import NOTHING
 from portakern.core.framework import host_framework
 from portakern.errors import SpecError, UnavailableError
+from portakern.spec.dtypes import DTYPES
+from portakern.spec.fields import ArrayArg
 from portakern.spec.tolerance import rounded
 
 __all__ = [
@@ -59,14 +61,18 @@ def broken_rule(wide: Call) -> str | None:
 
 
 def as_float64(call: Call) -> Call:
-    """The call as the oracle sees it: NumPy, floating-point arrays widened to float64, integers as they are."""
-    arrays = {n: a if a is None else _widen(call.framework.to_numpy(a)) for n, a in call.arrays.items()}
+    """The call as the oracle sees it: NumPy, arrays of what may be a float widened to float64, also where this call's
+    is an integer, as in a product of int8; indices and other integers as they are."""
+    arrays = {
+        a.name: _widen(call.framework.to_numpy(call.arrays[a.name]), a) if call.arrays[a.name] is not None else None
+        for a in call.spec.arrays
+    }
     given = {n: call.dtype_of(n) for n, a in call.arrays.items() if a is not None}
     return call.replace(arrays=arrays, framework=host_framework(), device="cpu", given=given)
 
 
-def _widen(array: np.ndarray) -> np.ndarray:
-    return array if array.dtype.kind in "iub" else array.astype(np.float64)
+def _widen(array: np.ndarray, argument: ArrayArg) -> np.ndarray:
+    return array.astype(np.float64) if any(DTYPES[d].floating for d in argument.dtypes) else array
 
 
 def rounded_oracle(call: Call) -> tuple[Any, ...]:

@@ -39,6 +39,8 @@ def arguments(
             hint = _without_none(hints[p.name]) if optional else hints[p.name]
             named = _named(fn.__name__, p.name, hint)
             widens, own = p.name in or_float32, p.name in own_dtype
+            if _is_float(named):
+                _check_holds(fn.__name__, p.name, named, dtypes)
             arrays.append(_array_argument(p.name, hint, named, optional, dtypes, widens, own))
     if not any(a.follows for a in arrays):  # no Float argument: the first array's dtype is the op's
         arrays[0] = replace(arrays[0], follows=True, statistic=False)
@@ -57,7 +59,7 @@ def _array_argument(
     """An argument from the dtypes that its annotation names; ``float_dtypes``: what a Float one may be."""
     floating = _is_float(named)
     if floating:
-        dtypes = tuple(d for d in float_dtypes if d in named)
+        dtypes = float_dtypes
     else:
         dtypes = tuple(d for d in ANY_INDEX if d in named) if len(named) > 1 else named
     statistic = dtypes == ("float32",) and not floating
@@ -70,6 +72,7 @@ def outputs(
     dtype_options: Mapping[str, str],
     wanted_by: Mapping[str, str],
     aliases: Mapping[str, str],
+    dtypes: Sequence[str],
     saved: type | None = None,
 ) -> tuple[Output, ...]:
     """The outputs from the annotations of their fields, and behind them those of ``saved``; the others are as of
@@ -77,6 +80,8 @@ def outputs(
     found = []
     for name, hint in results.items():
         named = _named(op, name, hint)
+        if _is_float(named) and name not in dtype_options:
+            _check_holds(op, name, named, dtypes)
         if not (_is_float(named) or len(named) == 1 or name in aliases):
             raise SpecError(
                 f"{op}: the output {name} may be {' or '.join(named)}; expected one dtype: name it, as in Int32"
@@ -89,7 +94,7 @@ def outputs(
             )
         )
     if saved is not None:
-        more = outputs(op, typing.get_type_hints(saved, include_extras=True), {}, {}, {})
+        more = outputs(op, typing.get_type_hints(saved, include_extras=True), {}, {}, {}, dtypes)
         found += [replace(o, saved=True) for o in more]
     return tuple(found)
 
@@ -130,11 +135,21 @@ def _dims(hint: Any) -> tuple[Dim, ...]:
 
 
 def _check_dtypes(op: str, dtypes: Sequence[str]) -> None:
-    """SpecError where ``Float`` would stand for what is no float of the table."""
+    """SpecError where the op's dtype would be none of the table, or no number's."""
     for name in dtypes:
-        if name not in DTYPES or not DTYPES[name].floating:
-            known = ", ".join(d.name for d in DTYPES.values() if d.floating)
-            raise SpecError(f"{op}: dtypes names {name!r}; expected floating-point dtypes among {known}")
+        if name not in DTYPES or name == "bool":
+            known = ", ".join(d for d in DTYPES if d != "bool")
+            raise SpecError(f"{op}: dtypes names {name!r}; expected dtypes among {known}")
+
+
+def _check_holds(op: str, name: str, named: Sequence[str], dtypes: Sequence[str]) -> None:
+    """SpecError where an array that has the op's dtype is annotated as what cannot be each of these."""
+    for dtype in dtypes:
+        if dtype not in named:
+            raise SpecError(
+                f"{op}: {name} has the op's dtype, which may be {dtype}, and its annotation has none such; annotate it "
+                "Num in place of Float, or name its dtype"
+            )
 
 
 def check_aliases(
@@ -262,7 +277,7 @@ def _check_lead(spec: Spec[Any]) -> None:
             f"{spec.name}: {late[0]} is an optional Float, and no Float argument is required, therefore the op "
             f"has no dtype; make one required, name {late[0]}'s dtype (Float32), or list it in own_dtype"
         )
-    floating = all(DTYPES[d].floating for d in lead.dtypes)
+    floating = any(DTYPES[d].floating for d in lead.dtypes)
     for o in spec.outputs:
         if o.dtype is None and o.alias_of is None and o.gradient_of is None and not floating:
             raise SpecError(f"{spec.name}: the output {o.name} is Float, but no argument is; name its dtype: Float32")

@@ -34,7 +34,7 @@ from portakern.spec.annotations import (
     leader,
     outputs,
 )
-from portakern.spec.dtypes import FLOATS
+from portakern.spec.dtypes import FLOATS, USUAL
 from portakern.spec.fields import ArrayArg, Edge, Output, Rule, Sample, Tile, ValuesFn, When
 from portakern.spec.options import Option
 
@@ -102,6 +102,12 @@ class Spec(Generic[P]):
     def lead(self) -> ArrayArg:
         """The array whose dtype is the op's: the first that is Float and always there, else the first of all."""
         return leader(self.arrays)
+
+    @property
+    def usual_dtypes(self) -> tuple[str, ...]:
+        """The op's dtypes that are compiled and measured where nobody names one: bfloat16 and float32, or all that it
+        has where it has neither."""
+        return tuple(d for d in USUAL if d in self.dtypes) or self.dtypes
 
     def dropped(self, dim: str) -> tuple[str, Option] | None:
         """(the dimension that ``dim`` is but for one axis, the option that names this axis); None for any other."""
@@ -325,7 +331,8 @@ def spec(
         the values of integer arrays where these are known (:meth:`portakern.core.call.Call.integers`); of other calls
         it counts the most that there can be.
       dtypes: dtypes of ``Float`` arguments; within a call all have the same, the op's dtype. An op without a ``Float``
-        argument has the dtype of its first array.
+        argument has the dtype of its first array. An argument that may also hold integers, as in a product of int8, is
+        annotated ``Num``.
       or_float32: float arguments that may be float32 in a 16-bit call.
       own_dtype: float arguments with any dtype of ``dtypes``, independent of the others.
       result_dtype: output name -> option that overrides its dtype.
@@ -375,7 +382,7 @@ def spec(
             fn=fn,
             arrays=arrays,
             options=options,
-            outputs=outputs(fn.__name__, results, result_dtype or {}, returns or {}, aliases or {}, saved),
+            outputs=outputs(fn.__name__, results, result_dtype or {}, returns or {}, aliases or {}, dtypes, saved),
             result=hints["return"],
             dtypes=leader(arrays).dtypes,
             require=(*require, *(_given_when(name, when) for name, when in (reads or {}).items())),

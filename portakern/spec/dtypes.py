@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-__all__ = ["ANY_INDEX", "DTYPES", "FLOATS", "DTypeInfo", "numpy_dtype"]
+__all__ = ["ANY_INDEX", "DTYPES", "FLOATS", "USUAL", "DTypeInfo", "numpy_dtype"]
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,9 @@ DTYPES: dict[str, DTypeInfo] = {
 
 FLOATS = tuple(d.name for d in DTYPES.values() if d.floating and d.bits > 8)
 """The dtypes that an op computes in unless its spec says otherwise, and that a dtype option may name."""
+
+USUAL = ("bfloat16", "float32")
+"""The dtypes that ops are compiled for and measured in where nobody names one."""
 
 ANY_INDEX = ("int32", "int64")
 """What an annotation of several integer dtypes (``Int``) stands for: whatever frameworks give as an index."""

@@ -252,9 +252,10 @@ def dot_spread(call: Call, k: Any) -> tuple[Any, Any]:
 
 
 def _matrix_unit(call: Call) -> bool:
-    """Whether the call's dots may run on a GPU's matrix unit."""
+    """Whether the call's dots may run on a GPU's matrix unit. Its sums of products of 8-bit floats may have fewer bits
+    than float32's: a spec that permits such sums adds their error."""
     compiled = call.target.platform in ("cuda", "rocm", "gpu") and not call.interpret
-    return compiled and (call.dtype in ("float16", "bfloat16") or call.options.get("precision") == "tf32")
+    return compiled and (DTYPES[call.dtype].bits <= 16 or call.options.get("precision") == "tf32")
 
 
 @dataclass(frozen=True)

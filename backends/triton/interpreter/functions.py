@@ -17,6 +17,7 @@ from triton.runtime import interpreter as upstream
 
 from portakern.backends.triton.interpreter.values import (
     FLOATS,
+    FLOATS8,
     NUMPY,
     PROGRAM,
     SEMANTIC,
@@ -25,13 +26,17 @@ from portakern.backends.triton.interpreter.values import (
     check_addresses,
     convert,
     direct,
+    in_patterns,
     made,
     scalar,
 )
 
 __all__ = ["OVERRIDES"]
 
-POISON = {"f": np.nan, "i": -7, "u": 0x7FC1, "b": True}  # 0x7FC1 is a NaN as bfloat16
+POISON = {"f": np.nan, "i": -7, "u": 0x7FC1, "b": True}
+"""What a masked element of a load without ``other`` holds, by kind of dtype: 0x7FC1 is a NaN as bfloat16."""
+POISON8 = 0x7F
+"""The same of uint8: a NaN as either float of 8 bits."""
 
 
 def _raw(x: Any) -> Any:
@@ -43,18 +48,15 @@ def _operand(x: Any, dtype: tl.dtype) -> Any:
     x = _raw(x)
     if isinstance(x, InterpretedTensor):
         return convert(x.handle.data, x.dtype, dtype)
-    return convert(
-        np.array(x, np.float32 if dtype.name == "bf16" else NUMPY[dtype.name]),
-        tl.float32 if dtype.name == "bf16" else dtype,
-        dtype,
-    )
+    through = tl.float32 if in_patterns(dtype) else dtype
+    return convert(np.array(x, NUMPY[through.name]), through, dtype)
 
 
 def _element(p: InterpretedTensor) -> tuple[tl.dtype, np.dtype[Any]]:
     element = p.dtype.element_ty
     if element.name == "int1":
         element = tl.int8
-    return element, np.dtype(np.uint16 if element.name == "bf16" else NUMPY[element.name])
+    return element, np.dtype(NUMPY[element.name])
 
 
 def load(pointer: InterpretedTensor, mask: Any = None, other: Any = None, **hints: Any) -> InterpretedTensor:
@@ -65,7 +67,8 @@ def load(pointer: InterpretedTensor, mask: Any = None, other: Any = None, **hint
             address, mask.handle.data if isinstance(mask, InterpretedTensor) else bool(_raw(mask))
         )
     check_addresses(address, lanes, dtype.itemsize)
-    fill = np.asarray(POISON[dtype.kind], dtype) if other is None else _operand(other, element)
+    poison = POISON8 if dtype == np.uint8 else POISON[dtype.kind]
+    fill = np.asarray(poison, dtype) if other is None else _operand(other, element)
     live = np.ones(address.shape, bool) if lanes is None else lanes
     data = upstream._interpreter.load(address, live, np.broadcast_to(fill, address.shape), dtype)
     out: Any = made(data, element, pointer.is_block)
@@ -93,13 +96,14 @@ def dot(
     out_dtype: tl.dtype = tl.float32,
 ) -> InterpretedTensor:
     """Products and sums in float32 (float64, int32): what ``ieee`` promises and what tensor cores do with 16-bit
-    operands."""
+    operands. Tensor cores round sums of products of 8-bit floats to fewer bits; an interpreter of them does not."""
     a, b = input.handle.data, other.handle.data
-    if input.dtype.name != other.dtype.name or min(a.shape[-2], *b.shape[-2:]) < 16:
+    mixed = {input.dtype.name, other.dtype.name} == set(FLOATS8)  # tensor cores multiply one by the other
+    if not (input.dtype.name == other.dtype.name or mixed) or min(a.shape[-2], *b.shape[-2:]) < 16:
         raise ValueError(
             f"dot of {input.dtype} {a.shape} and {other.dtype} {b.shape}: dtypes must be equal and extents at least 16"
         )
-    if input.dtype.name not in ("bf16", "fp16", "fp32", "fp64", "int8"):
+    if input.dtype.name not in ("bf16", "int8", *FLOATS, *FLOATS8):
         raise NotImplementedError(f"dot of {input.dtype} is not interpreted")
     wide = {"fp64": tl.float64, "int8": tl.int32}.get(input.dtype.name, tl.float32)
     # A row at a time: a BLAS may sum the rows of one product in different orders, by their place among the others.
@@ -110,10 +114,7 @@ def dot(
         if acc.handle.data.shape != data.shape:
             raise ValueError(f"dot gives {data.shape} but acc is {acc.handle.data.shape}")
         data = data + acc.handle.data
-    return made(
-        data.astype(NUMPY[out_dtype.name], copy=False) if wide is tl.float32 else data,
-        out_dtype if wide is tl.float32 else wide,
-    )
+    return made(convert(data, tl.float32, out_dtype), out_dtype) if wide is tl.float32 else made(data, wide)
 
 
 def _elementwise(ufunc: Callable[..., Any], slow: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,8 +2,8 @@
 
 ``InterpretedTensor`` subclasses ``tl.tensor`` and carries its own semantic object, so nothing in Triton is patched.
 What kernels do most has a direct NumPy path here, taken only where no promotion is needed; everything else goes through
-Triton's own type rules (``TritonSemantic``) onto its NumPy builder, mended for bfloat16, which lives in uint16 bit
-patterns there.
+Triton's own type rules (``TritonSemantic``) onto its NumPy builder, mended for bfloat16 and floats of 8 bits, which live
+in bit patterns there.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as upstream
 
+from portakern.spec.dtypes import DTYPES
+from portakern.spec.tolerance import rounded
+
 __all__ = [
     "FLOATS",
+    "FLOATS8",
     "INTS",
     "NUMPY",
     "PROGRAM",
@@ -29,17 +33,21 @@ __all__ = [
     "check_addresses",
     "convert",
     "direct",
+    "in_patterns",
     "made",
     "pointer",
     "scalar",
 ]
 
 FLOATS = {"fp16": np.float16, "fp32": np.float32, "fp64": np.float64}
+FLOATS8 = {"fp8e4nv": DTYPES["float8_e4m3fn"], "fp8e5": DTYPES["float8_e5m2"]}
 INTS = {"int32": np.int32, "int64": np.int64}
 NUMPY = (
     FLOATS
     | INTS
     | {
+        "bf16": np.uint16,
+        **dict.fromkeys(FLOATS8, np.uint8),
         "int1": np.bool_,
         "int8": np.int8,
         "int16": np.int16,
@@ -105,19 +113,39 @@ def to_bfloat16(values: np.ndarray) -> np.ndarray:
     return np.where(nan, np.uint16(0x7FC0), rounded) if nan.any() else rounded
 
 
+def from_float8(bits: np.ndarray, name: str) -> np.ndarray:
+    return np.ascontiguousarray(bits).view(FLOATS8[name].numpy).astype(np.float32)
+
+
+def to_float8(values: np.ndarray, name: str) -> np.ndarray:
+    """Round to nearest even, once, and stop at the largest number, as NVIDIA's conversion does; a NaN stays one."""
+    kind = FLOATS8[name]
+    return rounded(np.clip(values, -kind.largest, kind.largest), kind.name).view(np.uint8)
+
+
+def in_patterns(dtype: tl.dtype) -> bool:
+    """Whether NumPy lacks a float's dtype, so that its values lie in bit patterns here."""
+    return dtype.name == "bf16" or dtype.name in FLOATS8
+
+
 def convert(data: np.ndarray, source: tl.dtype, target: tl.dtype) -> np.ndarray:
     """Elementwise cast between scalar dtypes."""
     if source.name == target.name:
         return data
     if source.name == "bf16":
         data = from_bfloat16(data)
+    elif source.name in FLOATS8:
+        data = from_float8(data, source.name)
     if target.name == "bf16":
         return to_bfloat16(data)
+    if target.name in FLOATS8:
+        return to_float8(data, target.name)
     return data.astype(NUMPY[target.name])
 
 
 def _widen(h: upstream.TensorHandle) -> upstream.TensorHandle:
-    return Handle(from_bfloat16(h.data), tl.float32) if h.dtype.scalar.name == "bf16" else h
+    source = h.dtype.scalar
+    return Handle(convert(h.data, source, tl.float32), tl.float32) if in_patterns(source) else h
 
 
 class Builder(upstream.InterpreterBuilder):
@@ -139,12 +167,12 @@ class Builder(upstream.InterpreterBuilder):
 
     def cast_impl(self, src: Any, dst_type: Any) -> Any:
         source, target = src.dtype.scalar, dst_type.scalar
-        if "bf16" in (source.name, target.name) and (source.name in NUMPY or target.name in NUMPY):
+        if (in_patterns(source) or in_patterns(target)) and source.name in NUMPY and target.name in NUMPY:
             return Handle(convert(src.data, source, target), target)
         return super().cast_impl(src, dst_type)
 
     def create_fp_to_fp(self, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
-        if {src.dtype.scalar.name, dst_type.scalar.name} <= {"bf16", *FLOATS}:
+        if {src.dtype.scalar.name, dst_type.scalar.name} <= {"bf16", *FLOATS, *FLOATS8}:
             return self.cast_impl(src, dst_type)
         return super().create_fp_to_fp(_widen(src), dst_type, rounding_mode)
 
@@ -228,12 +256,7 @@ class InterpretedTensor(tl.tensor):
 
     def to(self, dtype: tl.dtype, fp_downcast_rounding: str | None = None, bitcast: bool = False) -> InterpretedTensor:
         source, target = self.dtype.name, dtype.scalar.name
-        if (
-            fp_downcast_rounding
-            or bitcast
-            or (source != "bf16" and source not in NUMPY)
-            or (target != "bf16" and target not in FLOATS and target not in INTS)
-        ):
+        if fp_downcast_rounding or bitcast or source not in NUMPY or target not in ("bf16", *FLOATS, *FLOATS8, *INTS):
             return tl.tensor.to(self, dtype, fp_downcast_rounding, bitcast, _semantic=SEMANTIC)
         return made(convert(self.handle.data, self.dtype, dtype.scalar), dtype.scalar, self.is_block)
 

@@ -39,7 +39,6 @@ from portakern.testing.samples import samples
 from portakern.tools.compile.abstract import CallSignature, extents, named_signature, typical
 
 __all__ = [
-    "DTYPES",
     "SAMPLES",
     "TYPICAL",
     "Suite",
@@ -57,9 +56,6 @@ __all__ = [
 FOLDER = Path(__file__).parent / "suites"
 TYPICAL, SAMPLES = "typical", "samples"
 """Suites that are no files: each op's typical call, and the small calls that specs declare."""
-
-DTYPES = ("bfloat16", "float32")
-"""What is timed where nobody names a dtype."""
 
 RANKS = (1, 2, 3)
 KNOWN = {
@@ -181,7 +177,7 @@ def cases_of(name: str, dtypes: Sequence[str] | None = None, gradients: bool = T
 
     Args:
       name: one of :func:`names`.
-      dtypes: only these; None: those that each case says, else DTYPES.
+      dtypes: only these; None: those that each case says, else each op's usual ones.
       gradients: whether cases of gradients are among them.
     """
     made = {TYPICAL: _typical, SAMPLES: _samples}.get(name, _from_file)(name, dtypes)
@@ -203,7 +199,7 @@ def _from_file(name: str, dtypes: Sequence[str] | None) -> Iterator[TimedCase]:
                 rank=entry.get("rank", 2),
                 rounds=entry.get("rounds"),
             )  # fmt: skip
-            own = entry.get("dtypes", DTYPES if dtypes is None else dtypes)
+            own = entry.get("dtypes", case.forward.usual_dtypes if dtypes is None else dtypes)
             yield from each(case, [d for d in own if dtypes is None or d in dtypes], entry.get("gradients", False))
 
 
@@ -211,7 +207,7 @@ def _typical(name: str, dtypes: Sequence[str] | None) -> Iterator[TimedCase]:
     for op in registry.loadable():
         spec = registry.find_spec(op)
         if not spec.is_vjp and spec.typical:
-            yield from each(shaped(spec, {}), dtypes or DTYPES, True)
+            yield from each(shaped(spec, {}), dtypes or spec.usual_dtypes, True)
 
 
 def _samples(name: str, dtypes: Sequence[str] | None) -> Iterator[TimedCase]:
@@ -223,7 +219,7 @@ def _samples(name: str, dtypes: Sequence[str] | None) -> Iterator[TimedCase]:
         for sample in samples(spec).values():
             if not sample.stretched and not sample.wider:
                 case = TimedCase(SAMPLES, op, "", sample.dims, sample.options, sample.given, rank=1)
-                yield from each(case, dtypes or DTYPES, True)
+                yield from each(case, dtypes or spec.usual_dtypes, True)
 
 
 def each(case: TimedCase, dtypes: Sequence[str], gradients: bool | str) -> Iterator[TimedCase]:
@@ -262,7 +258,7 @@ def requested_cases(
     alone."""
     spec = registry.find_spec(name)
     forward = (registry.forward_of(spec) or spec) if spec.is_vjp else spec
-    return each(shaped(forward, given), dtypes or DTYPES, "only" if spec.is_vjp else gradients)
+    return each(shaped(forward, given), dtypes or forward.usual_dtypes, "only" if spec.is_vjp else gradients)
 
 
 def parse_shape(

@@ -235,11 +235,17 @@ def uncompiled(hardware: Iterable[Hardware], backend: Backend | None = None) -> 
 
 
 def cells(
-    names: list[str], hardware: list[Hardware], dtypes: list[str], backend: Backend | None, variant: str | None = None
+    names: list[str],
+    hardware: list[Hardware],
+    dtypes: Sequence[str] | None,
+    backend: Backend | None,
+    variant: str | None = None,
 ) -> Iterator[tuple[Spec[Any], Backend, Family, Hardware, str]]:
-    """Every op, target and dtype with the variants that compile it, a target at a time."""
+    """Every op, target and dtype with the variants that compile it, a target at a time; ``dtypes`` None: each op's usual
+    ones."""
     for h in hardware:
         for name in names:
             for b, family in compilers(name, h, backend, variant):
                 spec = registry.find_spec(name)
-                yield from ((spec, b, family, h, dtype) for dtype in dtypes if dtype in spec.dtypes)
+                named = spec.usual_dtypes if dtypes is None else [d for d in dtypes if d in spec.dtypes]
+                yield from ((spec, b, family, h, dtype) for dtype in named)

@@ -29,14 +29,14 @@ TIMEOUT = 900.0  # seconds that one call may take
 def jobs_for(
     ops: Sequence[str],
     target_names: Sequence[str],
-    dtypes: Sequence[str],
+    dtypes: Sequence[str] | None,
     backend: str | None = None,
     quick: bool = False,
     variant: str | None = None,
     shapes: Sequence[Mapping[str, Any]] = (),
     refused: Callable[[Job, str], None] = lambda job, why: None,
 ) -> list[Job]:
-    """The typical call of each op, in each dtype, with every variant of every backend that compiles it for each
+    """The typical call of each op, in each dtype (None: its usual ones), with every variant of every backend that compiles it for each
     target, and the same call where gradients are wanted of it, if it saves something for them; for each of ``shapes``
     with these dimensions, options and optional arrays instead. A variant that refuses a
     call which another of its backend takes has none to compile, unless it was named: ``refused`` is told of it, and
@@ -44,7 +44,7 @@ def jobs_for(
     """
     b = None if backend is None else registry.backend(backend)
     hardware = [targets.find(t) for t in target_names]
-    found = abstract.cells(list(ops), hardware, list(dtypes), b, variant)
+    found = abstract.cells(list(ops), hardware, dtypes, b, variant)
     jobs = [
         Job(spec, of, family, h, form, quick=quick)
         for spec, of, family, h, dtype in found

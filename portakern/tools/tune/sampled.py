@@ -37,8 +37,8 @@ def families() -> Mapping[str, Any]:
     return found
 
 
-def draw(family: str, count: int, seed: int, dtypes: Sequence[str]) -> list[TimedCase]:
-    """So many calls of a family, the same for the same seed.
+def draw(family: str, count: int, seed: int, dtypes: Sequence[str] | None = None) -> list[TimedCase]:
+    """So many calls of a family, the same for the same seed; ``dtypes`` None: the first of each op's usual ones.
 
     Raises:
       SpecError: there is no such family.
@@ -53,9 +53,10 @@ def draw(family: str, count: int, seed: int, dtypes: Sequence[str]) -> list[Time
         values = _values(entry.get("dims", {}), rng)
         options = _values(entry.get("options", {}), rng)
         op = entry["op"]
-        own = [d for d in dtypes if d in registry.find_spec(op).dtypes]
+        spec = registry.find_spec(op)
+        own = spec.usual_dtypes[:1] if dtypes is None else [d for d in dtypes if d in spec.dtypes]
         if not own:
-            raise SpecError(f"tune: {op} has none of the dtypes {', '.join(dtypes)}")
+            raise SpecError(f"tune: {op} has none of the dtypes {', '.join(dtypes or ())}")
         case = TimedCase(
             family, op, own[len(found) % len(own)], values, options, tuple(entry.get("given", ())),
             gradient=bool(entry.get("gradient")),
