@@ -2,8 +2,8 @@
 
 ``InterpretedTensor`` subclasses ``tl.tensor`` and carries its own semantic object, so nothing in Triton is patched.
 What kernels do most has a direct NumPy path here, taken only where no promotion is needed; everything else goes through
-Triton's own type rules (``TritonSemantic``) onto its NumPy builder, mended for bfloat16 and floats of 8 bits, which live
-in bit patterns there.
+Triton's own type rules (``TritonSemantic``) onto its NumPy builder, mended for bfloat16 and floats of 8 bits, which
+live in bit patterns there.
 """
 
 from __future__ import annotations

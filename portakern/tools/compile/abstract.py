@@ -241,8 +241,8 @@ def cells(
     backend: Backend | None,
     variant: str | None = None,
 ) -> Iterator[tuple[Spec[Any], Backend, Family, Hardware, str]]:
-    """Every op, target and dtype with the variants that compile it, a target at a time; ``dtypes`` None: each op's usual
-    ones."""
+    """Every op, target and dtype with the variants that compile it, a target at a time; ``dtypes`` None: each op's
+    usual ones."""
     for h in hardware:
         for name in names:
             for b, family in compilers(name, h, backend, variant):

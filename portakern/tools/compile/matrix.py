@@ -36,9 +36,9 @@ def jobs_for(
     shapes: Sequence[Mapping[str, Any]] = (),
     refused: Callable[[Job, str], None] = lambda job, why: None,
 ) -> list[Job]:
-    """The typical call of each op, in each dtype (None: its usual ones), with every variant of every backend that compiles it for each
-    target, and the same call where gradients are wanted of it, if it saves something for them; for each of ``shapes``
-    with these dimensions, options and optional arrays instead. A variant that refuses a
+    """The typical call of each op, in each dtype (None: its usual ones), with every variant of every backend that
+    compiles it for each target, and the same call where gradients are wanted of it, if it saves something for them; for
+    each of ``shapes`` with these dimensions, options and optional arrays instead. A variant that refuses a
     call which another of its backend takes has none to compile, unless it was named: ``refused`` is told of it, and
     why.
     """
