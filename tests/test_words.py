@@ -31,6 +31,7 @@ from tests.word_kernels import (
     backend,
     declared,
     failure,
+    failure_case,
     masked_sum,
     masked_sum_in_jax,
     passes,
@@ -166,7 +167,42 @@ def test_a_product_of_8_bits_that_is_rounded_too_often_is_found():
     assert "c[" in failure(ops.product, half)
 
 
+def test_an_array_may_have_fewer_bits_than_the_op():
+    def widened(call, tiling):
+        q, k = (x.astype(np.float64 if call.dtype == "float64" else np.float32) for x in call.arrays.values())
+        with np.errstate(all="ignore"):
+            return (np.ascontiguousarray(q * k),)
+
+    def as_e4m3(call, tiling):  # e5m2's bits mean other numbers
+        k = call.arrays["k"]
+        k = k.view(ml_dtypes.float8_e4m3fn) if k.dtype == ml_dtypes.float8_e5m2 else k
+        return widened(call.replace(arrays={**call.arrays, "k": k}), tiling)
+
+    passes(ops.scores, backend("scores", widened), 100)
+    assert '"dtypes":{"k":"float8_e5m2"}' in failure_case(ops.scores, as_e4m3)
+    q, k = np.ones(2, np.float16), np.ones(2, ml_dtypes.float8_e5m2)
+    assert pk.op(ops.scores)(q, k).tolist() == [1, 1]
+    with pytest.raises(
+        pk.SpecError, match=r"k is int8 but q is float16; expected float16 or float8_e4m3fn or float8_e"
+    ):
+        pk.op(ops.scores)(q, np.ones(2, np.int8))
+    with pytest.raises(pk.SpecError, match=r"k is float32 but q is float16"):
+        pk.op(ops.scores)(q, np.ones(2, np.float32))
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_fewer_bits_cross_into_each_framework(framework):
+    fw = frameworks()[framework]
+    pytest.importorskip(framework, reason=f"{framework} is not installed")
+    q, k = np.full(2, 3, np.float16), np.full(2, 0.5, ml_dtypes.float8_e4m3fn)
+    assert fw.to_numpy(pk.op(ops.scores)(fw.from_numpy(q, None), fw.from_numpy(k, None))).tolist() == [1.5, 1.5]
+
+
 def test_dtypes_that_an_annotation_cannot_hold_are_told():
+    with pytest.raises(pk.SpecError, match=r"odd: or_dtypes names z; expected Float arguments among x"):
+        declared({"x": Float[A, "n"]}, {"y": Float[A, "n"]}, or_dtypes={"z": ("float32",)})
+    with pytest.raises(pk.SpecError, match=r"odd: or_dtypes gives x the dtype 'int8'; expected floating-point dtypes"):
+        declared({"x": Float[A, "n"]}, {"y": Float[A, "n"]}, or_dtypes={"x": ("int8",)})
     with pytest.raises(pk.SpecError, match=r"odd: x has the op's dtype, which may be int8, .* annotate it Num"):
         declared({"x": Float[A, "n"]}, {"y": Float32[A, "n"]}, dtypes=("float16", "int8"))
     with pytest.raises(pk.SpecError, match=r"odd: y has the op's dtype, which may be int8, .* annotate it Num"):

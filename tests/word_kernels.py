@@ -27,6 +27,12 @@ def failure(op, fn, **more):
     return report.failures[0].what if report.failures else ""
 
 
+def failure_case(op, fn):
+    """The case of the first failure of a wrong kernel, as JSON."""
+    report = testing.check(op, backend=backend(op.name, fn), max_examples=100, limits=SMALL, shrink=False)
+    return report.failures[0].case
+
+
 def passes(op, made, examples=60):
     report = testing.check(op, backend=made, max_examples=examples, limits=SMALL, device="cpu")
     assert report.passed, report.failures

@@ -281,3 +281,28 @@ def product_reference(call, tiling):
 
 
 product.sample("square", dims={"m": 4, "n": 4, "k": 4})
+
+
+# ------------------------------------------------------------------------- an array of fewer bits beside the op's dtype
+class ScoresOut(NamedTuple):
+    s: Float32[A, "n"]
+
+
+@spec(tiling={}, flops=lambda call: 2.0 * call.dims["n"], or_dtypes={"k": ("float8_e4m3fn", "float8_e5m2")})
+def scores(q: Float[A, "n"], k: Float[A, "n"]) -> ScoresOut:
+    """s = q k."""
+    raise NotImplementedError
+
+
+@scores.tolerance
+def scores_bound(call, ref):
+    unit, (s,) = units(call), ref
+    q, k = (magnitude(call.arrays[n]) for n in "qk")
+    err = unit.u * magnitude(s) + unit.tau * (1 + q + k)
+    return (round_to(np.where(magnitude(s) < unit.huge, err, inf), s, call.outputs["s"][1]),)
+
+
+@reference("scores")
+def scores_reference(call, tiling):
+    with np.errstate(all="ignore"):
+        return (call.arrays["q"] * call.arrays["k"],)

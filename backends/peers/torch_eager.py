@@ -27,7 +27,7 @@ def one_dtype(call: Call) -> str | None:
     first = call.spec.arrays[0].name
     for a in call.spec.arrays:
         array = call.arrays[a.name]
-        if a.or_float32 and array is not None and array.dtype != call.arrays[first].dtype:
+        if a.or_dtypes and array is not None and array.dtype != call.arrays[first].dtype:
             return f"torch wants {a.name} in the dtype of {first}: cast it, {a.name}.to({first}.dtype)"
     return None
 

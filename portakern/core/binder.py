@@ -197,7 +197,7 @@ class _Writer:
     def dtype(self, a: ArrayArg, dtype: str, indent: int) -> None:
         n, first = a.name, a is self.spec.lead
         allowed = (
-            f"({dtype} != _dtype{' and _own_dtype != ' + repr('float32') if a.or_float32 else ''})"
+            f"({dtype} != _dtype{f' and _own_dtype not in {a.or_dtypes!r}' if a.or_dtypes else ''})"
             if a.follows and not first
             else f"{dtype} not in _DTYPES_{n}"
         )

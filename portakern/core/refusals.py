@@ -53,7 +53,7 @@ def bad_dtype(spec: Spec[Any], name: str, actual: Any, dtype: str | None) -> NoR
     a = spec.argument(name)
     text = DTYPE_NAME.get(actual, str(actual))
     if a.follows and name != spec.lead.name:
-        also = " or float32" if a.or_float32 and dtype != "float32" else ""
+        also = "".join(f" or {other}" for other in a.or_dtypes if other != dtype)
         if name in spec.masks and text.startswith(("bool", "int", "uint")):
             condition = name if text == "bool" else f"{name} != 0"
             raise SpecError(

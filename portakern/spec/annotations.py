@@ -24,7 +24,7 @@ def arguments(
     fn: Callable[..., Any],
     hints: Mapping[str, Any],
     dtypes: tuple[str, ...],
-    or_float32: Sequence[str],
+    or_dtypes: Mapping[str, Sequence[str]],
     own_dtype: Sequence[str],
 ) -> tuple[tuple[ArrayArg, ...], tuple[Option, ...]]:
     """The array arguments and the options of a signature; the others are as of :func:`portakern.spec.spec`."""
@@ -38,10 +38,11 @@ def arguments(
             optional = p.default is None
             hint = _without_none(hints[p.name]) if optional else hints[p.name]
             named = _named(fn.__name__, p.name, hint)
-            widens, own = p.name in or_float32, p.name in own_dtype
+            others, own = tuple(or_dtypes.get(p.name, ())), p.name in own_dtype
             if _is_float(named):
                 _check_holds(fn.__name__, p.name, named, dtypes)
-            arrays.append(_array_argument(p.name, hint, named, optional, dtypes, widens, own))
+            arrays.append(_array_argument(p.name, hint, named, optional, dtypes, others, own))
+    _check_others(fn.__name__, or_dtypes, arrays)
     if not any(a.follows for a in arrays):  # no Float argument: the first array's dtype is the op's
         arrays[0] = replace(arrays[0], follows=True, statistic=False)
     return tuple(arrays), tuple(options)
@@ -53,7 +54,7 @@ def _array_argument(
     named: tuple[str, ...],
     optional: bool,
     float_dtypes: tuple[str, ...],
-    or_float32: bool,
+    or_dtypes: tuple[str, ...],
     own_dtype: bool,
 ) -> ArrayArg:
     """An argument from the dtypes that its annotation names; ``float_dtypes``: what a Float one may be."""
@@ -63,7 +64,7 @@ def _array_argument(
     else:
         dtypes = tuple(d for d in ANY_INDEX if d in named) if len(named) > 1 else named
     statistic = dtypes == ("float32",) and not floating
-    return ArrayArg(name, _dims(hint), dtypes, optional, floating and not own_dtype, or_float32, statistic)
+    return ArrayArg(name, _dims(hint), dtypes, optional, floating and not own_dtype, or_dtypes, statistic)
 
 
 def outputs(
@@ -140,6 +141,17 @@ def _check_dtypes(op: str, dtypes: Sequence[str]) -> None:
         if name not in DTYPES or name == "bool":
             known = ", ".join(d for d in DTYPES if d != "bool")
             raise SpecError(f"{op}: dtypes names {name!r}; expected dtypes among {known}")
+
+
+def _check_others(op: str, or_dtypes: Mapping[str, Sequence[str]], arrays: Sequence[ArrayArg]) -> None:
+    """SpecError where another dtype is no float's, or of an array that does not have the op's own."""
+    follow = [a.name for a in arrays if a.follows]
+    for name, dtypes in or_dtypes.items():
+        if name not in follow:
+            raise SpecError(f"{op}: or_dtypes names {name}; expected Float arguments among {', '.join(follow)}")
+        for dtype in dtypes:
+            if dtype not in DTYPES or not DTYPES[dtype].floating:
+                raise SpecError(f"{op}: or_dtypes gives {name} the dtype {dtype!r}; expected floating-point dtypes")
 
 
 def _check_holds(op: str, name: str, named: Sequence[str], dtypes: Sequence[str]) -> None:
@@ -331,7 +343,7 @@ def check_sample(spec: Spec[Any], sample: Sample) -> None:
     lists = {
         "given": (sample.given, optional),
         "stretched": (sample.stretched, [a.name for a in spec.arrays]),
-        "wider": (sample.wider, [a.name for a in spec.arrays if a.or_float32]),
+        "wider": (sample.wider, [a.name for a in spec.arrays if "float32" in a.or_dtypes]),
         "options": (sample.options, [o.name for o in spec.options]),
     }
     for part, (names, known) in lists.items():

@@ -302,6 +302,7 @@ def spec(
     flops: Callable[[Call], float],
     dtypes: Sequence[str] = FLOATS,
     or_float32: Sequence[str] = (),
+    or_dtypes: Mapping[str, Sequence[str]] | None = None,
     own_dtype: Sequence[str] = (),
     result_dtype: Mapping[str, str] | None = None,
     returns: Mapping[str, str] | None = None,
@@ -333,7 +334,9 @@ def spec(
       dtypes: dtypes of ``Float`` arguments; within a call all have the same, the op's dtype. An op without a ``Float``
         argument has the dtype of its first array. An argument that may also hold integers, as in a product of int8, is
         annotated ``Num``.
-      or_float32: float arguments that may be float32 in a 16-bit call.
+      or_float32: float arguments that may be float32 in a 16-bit call: ``or_dtypes`` of float32.
+      or_dtypes: float argument -> further dtypes that it may have beside the op's, such as keys of 8 bits in a cache
+        beside queries of 16. A wider one is drawn in 16-bit calls alone.
       own_dtype: float arguments with any dtype of ``dtypes``, independent of the others.
       result_dtype: output name -> option that overrides its dtype.
       returns: output name -> bool option that requests it; other outputs are always returned.
@@ -375,7 +378,8 @@ def spec(
     def declare(fn: Callable[P, Any]) -> Spec[P]:
         hints = typing.get_type_hints(fn, include_extras=True)
         results = typing.get_type_hints(hints["return"], include_extras=True)
-        arrays, options = arguments(fn, hints, tuple(dtypes), or_float32, own_dtype)
+        others = {**dict.fromkeys(or_float32, ("float32",)), **(or_dtypes or {})}
+        arrays, options = arguments(fn, hints, tuple(dtypes), others, own_dtype)
         check_aliases(fn.__name__, aliases or {}, {a.name: hints[a.name] for a in arrays}, results)
         made: Spec[P] = Spec(
             name=fn.__name__,

@@ -164,7 +164,7 @@ class Dim:
 @dataclass(frozen=True)
 class ArrayArg:
     """An array argument: ``dtypes`` it may have; ``follows``: it must have the op's dtype (that of :attr:`Spec.lead`),
-    or float32 where ``or_float32``.
+    or one of ``or_dtypes``.
 
     ``statistic``: it is float32, and float64 beside arrays of float64, as such outputs are."""
 
@@ -173,7 +173,7 @@ class ArrayArg:
     dtypes: tuple[str, ...]
     optional: bool
     follows: bool
-    or_float32: bool
+    or_dtypes: tuple[str, ...]
     statistic: bool
 
     @property

@@ -97,10 +97,13 @@ def case_of(
         tiling={}
         if kept
         else _tiling(source, spec, tiles, limits, edge, preset.times),  # the least tiles of long extents are many
-        wider=tuple(a.name for a in given if a.or_float32 and source.yes() and _may_widen(a, narrow, limits, edge)),
+        wider=tuple(
+            a.name for a in given if "float32" in a.or_dtypes and source.yes() and _may_widen(a, narrow, limits, edge)
+        ),
         masks={a.name: source.pick(MASK_REGIMES) for a in given if a.name in spec.masks and not edge.plant},
         edge=edge.name,
-        dtypes={a.name: dtype for a in given if limits.one_dtype and not a.follows and dtype in a.dtypes},
+        dtypes={a.name: dtype for a in given if limits.one_dtype and not a.follows and dtype in a.dtypes}
+        | _narrower(source, given, dtype, limits, edge),
         aliased=edge.aliased,
         followup="" if edge.aliased else source.pick(FOLLOWUPS) if preset.followup is None else preset.followup,
     )
@@ -224,6 +227,16 @@ def dtype_cycle(dtypes: Sequence[str], count: int, first: int = 0) -> list[str]:
 
 def _may_widen(a: ArrayArg, narrow: bool, limits: Limits, edge: Edge) -> bool:
     return narrow and not limits.one_dtype and a.name not in edge.aliased
+
+
+def _narrower(source: Source, given: Sequence[ArrayArg], dtype: str, limits: Limits, edge: Edge) -> dict[str, str]:
+    """The arrays that have a dtype narrower than the op's in this case."""
+    found = {}
+    for a in given:
+        others = [d for d in a.or_dtypes if DTYPES[d].bits < DTYPES[dtype].bits]
+        if others and not limits.one_dtype and a.name not in edge.aliased and source.yes():
+            found[a.name] = source.pick(others)
+    return found
 
 
 def _layouts(source: Source, spec: Spec[Any], given: Sequence[ArrayArg], limits: Limits, edge: Edge) -> dict[str, str]:

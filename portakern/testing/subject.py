@@ -374,8 +374,8 @@ def _taken(spec: Spec[Any], fn: Callable[..., Any]) -> tuple[frozenset[str] | No
 
 LEFT_OUT: Mapping[str, tuple[Callable[[Spec[Any], Limits], bool], str]] = {
     "one_dtype": (
-        lambda spec, limits: limits.one_dtype and any(a.or_float32 for a in spec.arrays),
-        "float32 arrays beside 16-bit ones",
+        lambda spec, limits: limits.one_dtype and any(a.or_dtypes for a in spec.arrays),
+        "arrays of another dtype than the op's",
     ),
     "no_empty": (lambda spec, limits: not limits.empty and not limits.shapes, "extents of 0"),
     "layouts": (
