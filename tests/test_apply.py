@@ -189,13 +189,50 @@ def test_a_compiled_model_is_one_graph_without_a_mask():
     assert "cumsum" not in graph and "rotate" not in graph
 
 
-def test_packed_sequences_do_not_see_each_other():
-    model = build()
-    given = inputs(model, padded=False) | {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])}
-    given["use_cache"] = False
+PACKED = {
+    "one row for the batch": [[0, 1, 2, 3, 0, 1, 2, 3, 4]],
+    "each its own": [[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 0, 1, 5, 6, 7, 8, 9, 10]],
+    "not packed": [[2, 3, 4, 5, 6, 7, 8, 9, 10]],
+}
+
+
+@pytest.mark.parametrize("positions", PACKED)
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma2", "GPT2"])
+def test_packed_sequences_do_not_see_each_other(family, positions):
+    """Each token has its sequence's number in place of a mask; Mistral's window is of positions within a sequence."""
+    changed = {"sliding_window": 3} if family == "Mistral" else {}
+    model, calls = build(family, **changed), []
+    given = inputs(model, padded=False) | {"position_ids": torch.tensor(PACKED[positions]), "use_cache": False}
     want = step(model, given)
-    with portakern.torch.apply(model, backend="reference"):
+    # as DataCollatorWithFlattening gives them beside positions
+    given |= {f"cu_seq_lens_{of}": torch.tensor([0, 4, 9], dtype=torch.int32) for of in "qk"}
+    given |= {"max_length_q": 5, "max_length_k": 5}
+    with portakern.torch.apply(model, backend="reference"), pk.observe(lambda s: calls.append(s.call)):
         close(step(model, given), want)
+    attended = [c for c in calls if c.spec.name == "attention"]
+    assert attended and all(c.arrays["bias"] is None and c.arrays["q_segment_ids"] is not None for c in attended)
+
+
+def test_packed_sequences_are_one_graph_without_a_mask():
+    model = build("Mistral")
+    given = inputs(model, padded=False) | {"position_ids": torch.tensor(PACKED["each its own"]), "use_cache": False}
+    want, calls = step(model, given), []
+    with portakern.torch.apply(model, backend="reference"), pk.observe(lambda s: calls.append(s.call)):
+        close(step(model, given, torch.compile(model, backend="aot_eager", fullgraph=True)), want)
+    assert all(c.arrays["bias"] is None for c in calls if c.spec.name == "attention")
+
+
+def test_positions_beside_a_cache_that_the_model_makes_are_not_packed():
+    """As in transformers, which looks for packed sequences where there is no cache."""
+    model = build().eval()
+    given = {
+        "input_ids": inputs(model, padded=False)["input_ids"],
+        "position_ids": torch.tensor(PACKED["each its own"]),
+    }
+    with torch.no_grad():
+        want = model(**given).logits
+        with portakern.torch.apply(model, backend="reference"):
+            close(model(**given).logits, want)
 
 
 def test_generated_tokens_are_the_same():

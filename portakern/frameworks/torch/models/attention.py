@@ -44,8 +44,13 @@ def register_attention(name: str = "portakern", backend: str | None = None) -> N
         sliding_window: int | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        """query: (batch, heads, length, head dim); key, value with fewer heads -> (batch, length, heads, head dim)."""
+        """query: (batch, heads, length, head dim); key, value with fewer heads -> (batch, length, heads, head dim).
+
+        attention_mask: transformers' mask for "sdpa", or (batch, length) integers, the sequence of each token."""
         refuse(name, dropout, attention_mask, others)
+        sequences = None
+        if attention_mask is not None and attention_mask.dtype == torch.int32:
+            sequences, attention_mask = attention_mask, None
         length, keys = query.shape[2], key.shape[2]
         causal: Any = False
         if attention_mask is None and length > 1:
@@ -68,7 +73,7 @@ def register_attention(name: str = "portakern", backend: str | None = None) -> N
             query = query.expand(key.shape[0], -1, -1, -1)
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         bias = additive(attention_mask, position_bias, query.dtype)
-        return op(q, k, v, bias, window=window, scale=scaling, softcap=softcap), None
+        return op(q, k, v, bias, sequences, sequences, window=window, scale=scaling, softcap=softcap), None
 
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, made_mask)

@@ -1,8 +1,9 @@
-"""A causal model that is called without a mask, without positions and without a cache sees all that came before:
-there is nothing to find out from arrays, and no mask to build.
+"""A causal model that is called without a mask and without a cache needs no mask of length x length.
 
-transformers looks whether the positions, which it made itself, are of several packed sequences: it waits for the
-device, and under torch.compile, where nobody can look, it builds the mask, of length x length.
+Without positions each token sees all that came before. Where positions are given, several sequences may be packed in
+one row, each of which begins where a position is not the one before and 1: then each token has the number of its
+sequence, and attention skips the tiles of others. transformers waits for the device to see whether there are several,
+and then, and always under torch.compile, builds the mask.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import nn
 
 from portakern.frameworks.torch.models.prototypes import find, names_in, with_names
@@ -17,8 +19,8 @@ from portakern.frameworks.torch.models.served import Heart, Recipe, expected
 
 __all__ = ["served_mask"]
 
-SAID = ("attention_mask", "position_ids", "past_key_values")
-"""Arguments of a model that say which tokens see which."""
+SAID = ("attention_mask", "past_key_values")
+"""Arguments of a model that say which tokens see which, beside ``position_ids``."""
 
 MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask")
 
@@ -56,7 +58,8 @@ def _without_mask(kind: Any, implementation: str) -> Heart:
     theirs = inspect.unwrap(kind.forward)
     parameters = [*inspect.signature(theirs).parameters][1:]
     makers = {name: theirs.__globals__[name] for name in MAKERS if name in theirs.__globals__}
-    ours = with_names(theirs, "mask", dict.fromkeys(makers, no_mask))
+    unpacked = with_names(theirs, "mask", dict.fromkeys(makers, no_mask))
+    packed = with_names(theirs, "packed_mask", dict.fromkeys(makers, sequence_ids))
 
     def unless(model: Any) -> str:
         replaced = [name for name, maker in makers.items() if theirs.__globals__[name] is not maker]
@@ -64,16 +67,28 @@ def _without_mask(kind: Any, implementation: str) -> Heart:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(parameters, args, strict=False)) | kwargs
-        asked = any(given.get(name) is not None for name in SAID)
+        positions, asked = given.get("position_ids"), any(given.get(name) is not None for name in SAID)
         if asked or self.config._attn_implementation != implementation or unless(self):
             return theirs(self, *args, **kwargs)
-        return ours(self, *args, **kwargs)
+        return (unpacked if positions is None else packed)(self, *args, **kwargs)
 
     return Heart(forward, unless)
 
 
 def no_mask(*args: Any, **kwargs: Any) -> None:
     """Stands for the functions that make masks, where a mask would say no more than that a token sees those before."""
+
+
+def sequence_ids(
+    config: Any, inputs_embeds: torch.Tensor, *, position_ids: torch.Tensor, past_key_values: Any = None, **others: Any
+) -> torch.Tensor | None:
+    """Stands for the functions that make masks of packed sequences: (batch, length), the number of each token's
+    sequence. None where the model made a cache, for which transformers does not ask whether sequences are packed."""
+    if past_key_values is not None:
+        return None
+    first = position_ids[:, :1] - 1
+    begins = torch.diff(position_ids, prepend=first, dim=-1) != 1
+    return begins.cumsum(-1, dtype=torch.int32).expand(inputs_embeds.shape[0], -1)
 
 
 def _hands_on_its_window(attention: nn.Module) -> bool:
