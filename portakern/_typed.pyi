@@ -1542,6 +1542,155 @@ class MatmulVjpOp(Op):
         wants: Iterable[Literal["d_a", "d_b"]] | None,
     ) -> MatmulVjpOut[NDArray[Any] | None]: ...
 
+class PagedAttentionOut(NamedTuple, Generic[T]):
+    o: T
+    lse: T
+
+class PagedAttentionOp(Op):
+    @overload
+    def __call__(
+        self,
+        q: Array,
+        k_pages: Array,
+        v_pages: Array,
+        page_table: Array,
+        kv_lens: Array,
+        q_starts: Array,
+        *,
+        is_causal: bool = True,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        return_lse: Literal[False] = False,
+    ) -> Array:
+        """o = attention of each sequence's queries over its keys, which lie in pages that a table names.
+
+        Key j of sequence s is k_pages[page_table[s, j // page_size], j % page_size], for j < kv_lens[s]; its queries
+        are q
+        from q_starts[s] to q_starts[s + 1]. One call may hold sequences that decode (one query) and chunks of prompts
+        (some
+        queries), in any order. Pages of no sequence, slots behind a sequence's last key, and what the table says behind
+        its
+        last page reach nothing, whatever they hold. Sequences may share pages.
+
+        Args:
+          q: (tokens, kv_heads*group, d), the queries of one sequence after the other. Query head h reads key head h //
+            group.
+          k_pages: (pages, page_size, kv_heads, d); v_pages: (pages, page_size, kv_heads, dv), of any strides.
+          page_table: (sequences, pages_each), the pages of each sequence in the order of its keys.
+          kv_lens: (sequences), how many keys each has, those of its own queries among them; at most pages_each *
+            page_size.
+          q_starts: (sequences + 1), where the queries of each begin, from 0 on, and where the last one's end; to decode
+            one
+            token of each: arange(sequences + 1).
+          is_causal: query i of the n of a sequence sees keys up to i + kv_len - n: the last query stands at the last
+            key.
+          window: (left, right): query i sees keys from i + kv_len - n - left to i + kv_len - n + right; None on a side
+            is
+            unbounded.
+          scale: None is 1/sqrt(d).
+          softcap: c: scores become c tanh(s/c).
+          precision: for float32 operands, as in attention.
+          return_lse: also return the log-sum-exp.
+
+        Returns:
+          o: (tokens, kv_heads*group, dv), q's dtype; with return_lse also lse: (kv_heads*group, tokens), float32,
+            natural
+          log. A query that sees no key, as the first ones of a sequence of more queries than keys under a causal mask,
+            and
+          a token behind the last sequence are zeros, their lse -inf. A NaN of a key or value reaches the queries that
+            see
+          it. No bit of a query depends on other sequences, on the pages that hold its keys, on the table's width, or on
+            how
+          many queries are in its chunk.
+        """
+    @overload
+    def __call__(
+        self,
+        q: Array,
+        k_pages: Array,
+        v_pages: Array,
+        page_table: Array,
+        kv_lens: Array,
+        q_starts: Array,
+        *,
+        is_causal: bool = True,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        return_lse: Literal[True],
+    ) -> PagedAttentionOut[Array]: ...
+    @overload
+    def __call__(
+        self,
+        q: Array,
+        k_pages: Array,
+        v_pages: Array,
+        page_table: Array,
+        kv_lens: Array,
+        q_starts: Array,
+        *,
+        is_causal: bool = True,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        return_lse: bool = False,
+    ) -> Array | PagedAttentionOut[Array]: ...
+    @overload
+    def __call__(
+        self,
+        q: NDArray[Any],
+        k_pages: NDArray[Any],
+        v_pages: NDArray[Any],
+        page_table: NDArray[Any],
+        kv_lens: NDArray[Any],
+        q_starts: NDArray[Any],
+        *,
+        is_causal: bool = True,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        return_lse: Literal[False] = False,
+    ) -> NDArray[Any]: ...
+    @overload
+    def __call__(
+        self,
+        q: NDArray[Any],
+        k_pages: NDArray[Any],
+        v_pages: NDArray[Any],
+        page_table: NDArray[Any],
+        kv_lens: NDArray[Any],
+        q_starts: NDArray[Any],
+        *,
+        is_causal: bool = True,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        return_lse: Literal[True],
+    ) -> PagedAttentionOut[NDArray[Any]]: ...
+    @overload
+    def __call__(
+        self,
+        q: NDArray[Any],
+        k_pages: NDArray[Any],
+        v_pages: NDArray[Any],
+        page_table: NDArray[Any],
+        kv_lens: NDArray[Any],
+        q_starts: NDArray[Any],
+        *,
+        is_causal: bool = True,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        return_lse: bool = False,
+    ) -> NDArray[Any] | PagedAttentionOut[NDArray[Any]]: ...
+
 class RmsnormOp(Op):
     @overload
     def __call__(
@@ -2063,6 +2212,14 @@ def op(
     variant: str | None = None,
     tiling: Mapping[str, int] | None = None,
 ) -> MatmulVjpOp: ...
+@overload
+def op(
+    which: Literal["paged_attention"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> PagedAttentionOp: ...
 @overload
 def op(
     which: Literal["rmsnorm"],

@@ -51,7 +51,7 @@ def test_small_inputs_fit_every_op(name, optional):
     pk.op(name, backend="triton").bind(**benchmark().small_inputs(spec, "cpu", optional=optional))
 
 
-@pytest.mark.parametrize("name", [r.op for r in forward_records()])
+@pytest.mark.parametrize("name", [r.op for r in forward_records() if r.spec.vjp])
 def test_what_is_timed_of_a_training_step_runs(name):
     for step in benchmark().training(name, "cpu").values():
         step()

@@ -256,3 +256,32 @@ def attention(
 
     args, kwargs = arranged(q, k, v, bias, is_causal, scale)
     return functional.scaled_dot_product_attention(*args, **kwargs).transpose(1, 2)
+
+
+@provides(BACKEND, refuses=attention_wants, around=as_asked, gradients=False)
+def paged_attention(
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    page_table: Any,
+    kv_lens: Any,
+    q_starts: Any,
+    *,
+    is_causal: bool = True,
+    scale: float | None = None,
+    precision: str = "ieee",
+) -> Any:
+    """As models without a kernel for it do: the pages of each sequence are gathered, and torch's attention has it by
+    itself. Lengths are read on the host, which waits for the device."""
+    o = q.new_zeros((*q.shape[:2], v_pages.shape[-1]))
+    starts = q_starts.tolist()
+    for s, length in enumerate(kv_lens.tolist()):
+        tokens = slice(starts[s], starts[s + 1])
+        if not length or tokens.start == tokens.stop:
+            continue
+        pages = page_table[s, : -(-length // k_pages.shape[1])].long()
+        k, v = (x[pages].flatten(0, 1)[None, :length] for x in (k_pages, v_pages))
+        unseen = max(tokens.stop - tokens.start - length, 0) if is_causal else 0
+        some = slice(tokens.start + unseen, tokens.stop)  # queries that stand before the first key see nothing
+        o[some] = attention(q[None, some], k, v, is_causal=is_causal, scale=scale, precision=precision)[0]
+    return o

@@ -145,6 +145,13 @@ class AttentionConfig(FewQueriesTilesConfig):
     max_splits: Annotated[int, Tile(1, 128), "split KV: the largest number of splits of a row"]
 
 
+class PagedAttentionConfig(PortableTilesConfig):
+    """Of attention over pages."""
+
+    block_q: Annotated[int, "rows of a tile: queries of the heads that share a key head"]
+    split_keys: Annotated[int, Tile(64, 1 << 20), "split KV: the number of keys in a split"]
+
+
 class FewQueries(IntEnum):
     """What becomes of few queries. No bit of a result depends on it."""
 

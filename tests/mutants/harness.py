@@ -274,15 +274,15 @@ def error_on_ordinary_data(fault: Fault, device: str) -> float:
     for sample in record(fault.op).usual:
         shapes, options, tiling = sample.shapes, sample.options, sample.tiling
         for dtype in ("float32", "bfloat16"):
-            if registry.find_spec(fault.op).is_vjp:  # results that the forward op left must be its own
-                drawn = cases.Case(dtype, shapes, seed=7, options=options).buffers(registry.find_spec(fault.op))
-                arrays = {n: np.ascontiguousarray(b.view()) for n, b in drawn.items()}
-            else:
-                arrays = {
+            drawn = cases.Case(dtype, shapes, seed=7, options=options).buffers(registry.find_spec(fault.op))
+            arrays = {n: np.ascontiguousarray(b.view()) for n, b in drawn.items()}
+            if not registry.find_spec(fault.op).is_vjp:  # results that the forward op left must be its own
+                arrays |= {
                     n: np.sort(rng.integers(0, 3, s)).astype(np.int32)
                     if "segment" in n
                     else rng.standard_normal(s).astype(numpy_dtype(dtype))
                     for n, s in shapes.items()
+                    if "segment" in n or arrays[n].dtype.kind not in "iub"
                 }
             call = bind(registry.find_spec(fault.op), **arrays, **options)
             exact = oracle(call)

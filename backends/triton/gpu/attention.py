@@ -314,7 +314,7 @@ def attention(call: Call, config: AttentionConfig) -> tuple[Any, ...]:
     q, k, v, bias = arrays["q"], arrays["k"], arrays["v"], arrays["bias"]
     segments = arrays["q_segment_ids"], arrays["kv_segment_ids"]
     if not call.interpret:
-        k, v = _head_dim_innermost(k), _head_dim_innermost(v)
+        k, v = head_dim_innermost(k), head_dim_innermost(v)
     plan, how = rows_plan(call, config)
     batch, q_len, heads, dv = dims["batch"], dims["q_len"], dims["kv_heads"] * dims["group"], dims["dv"]
     o, lse, low = results(call, q)
@@ -338,7 +338,7 @@ def attention(call: Call, config: AttentionConfig) -> tuple[Any, ...]:
     return o, lse, low
 
 
-def _head_dim_innermost(x: torch.Tensor) -> torch.Tensor:
+def head_dim_innermost(x: torch.Tensor) -> torch.Tensor:
     """``x``, gathered into a copy where its elements of one head are not adjacent.
 
     Triton 3.6 compiles the kernel wrongly for Hopper when k is read across a stride: values come out wrong, or reads

@@ -30,7 +30,7 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.configs import AttentionGradientsConfig
-from portakern.backends.triton.gpu.attention import _head_dim_innermost, load_bias, over_keys, unbiased
+from portakern.backends.triton.gpu.attention import head_dim_innermost, load_bias, over_keys, unbiased
 from portakern.backends.triton.launch import (
     accumulator,
     cdiv,
@@ -458,7 +458,7 @@ def attention_vjp(call: Call, config: AttentionGradientsConfig) -> tuple[Any, ..
     o = arrays["o"]
     segments = arrays["q_segment_ids"], arrays["kv_segment_ids"]
     if not call.interpret:
-        q, k, v, o, d_o = (_head_dim_innermost(x) for x in (q, k, v, o, d_o))
+        q, k, v, o, d_o = (head_dim_innermost(x) for x in (q, k, v, o, d_o))
     batch, q_len, heads, d = q.shape
     kv_len, dv, group, acc_dtype = dims["kv_len"], dims["dv"], dims["group"], accumulator(call.dtype)
     block_d, block_dv = padded(d), padded(dv)

@@ -123,7 +123,10 @@ def _walk(eqn: Any, given: Sequence[Any], cores: int) -> GridWalk:
         raise ValueError(f"{name} has a grid of {steps} steps; expected at most {STEPS}, which are followed one by one")
     every = [axis.reshape(-1).astype(np.int32) for axis in np.indices(grid, dtype=np.int32)]
     scalars = list(given)[: mapping.num_index_operands]
-    widest = [_widest(v.aval) if array is None else None for v, array in zip(eqn.invars, scalars, strict=False)]
+    data = sum(array is None for array in scalars)
+    widest = [
+        _widest(v.aval) if array is None and data == 1 else None for v, array in zip(eqn.invars, scalars, strict=False)
+    ]
     scalars = [array if of_all is None else of_all for array, of_all in zip(scalars, widest, strict=True)]
     known = {ref: array for ref, array in zip(body.invars, scalars, strict=False) if array is not None}
     text = "\n".join([str(body), *(f"{m.block_shape} {m.index_map_jaxpr}" for m in mapping.block_mappings)])
@@ -149,7 +152,8 @@ def _walk(eqn: Any, given: Sequence[Any], cores: int) -> GridWalk:
 
 def _widest(aval: Any) -> np.ndarray | None:
     """What stands for numbers in scalar memory that are no constants: spans of segments, one row of the first tile and
-    the one after the last of each, that hold every tile; None for what cannot be such."""
+    the one after the last of each, that hold every tile; None for what cannot be such. A kernel has them alone: where
+    several arrays are data they are lengths and tables, of which nobody knows anything."""
     if aval.dtype != np.int32 or len(aval.shape) != 1 or aval.shape[0] % 2:
         return None
     return np.tile(np.asarray([0, 1 << 30], np.int32), aval.shape[0] // 2)
@@ -169,16 +173,17 @@ def _shares(params: Any, grid: tuple[int, ...], indices: list[np.ndarray], cores
 
 
 def _moved(mapping: Any, indices: list[np.ndarray], scalars: Sequence[Any]) -> np.ndarray:
-    """Bytes of a window's moves, step by step: it is moved at the first one, and wherever its index changes. A window
-    that hangs over its array's end is moved as far as that, in whole native tiles: the copies of libtpu's code are as
-    long as the rest of the array then."""
+    """Bytes of a window's moves, step by step: it is moved at the first one, and wherever its index changes; at every
+    step where the index is data. A window that hangs over its array's end is moved as far as that, in whole native
+    tiles: the copies of libtpu's code are as long as the rest of the array then."""
     closed = mapping.index_map_jaxpr
     known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     known |= {v: a for v, a in zip(closed.jaxpr.invars, [*indices, *scalars], strict=False) if a is not None}
     known = _evaluated(closed.jaxpr, known, indices)
     steps = len(indices[0]) if indices else 1
-    at = np.stack([np.broadcast_to(_value(v, known), steps) for v in closed.jaxpr.outvars])
-    moves = np.concatenate([[True], (at[:, 1:] != at[:, :-1]).any(0)])
+    found = [_value(v, known) for v in closed.jaxpr.outvars]
+    at = np.stack([np.broadcast_to(0 if v is None else v, steps) for v in found])
+    moves = np.concatenate([[True], (at[:, 1:] != at[:, :-1]).any(0)]) | any(v is None for v in found)
     array = mapping.array_aval.shape
     lengths = [getattr(size, "block_size", size) for size in mapping.block_shape]
     size = np.full(steps, mapping.ref_aval.dtype.itemsize, np.int64)

@@ -1,0 +1,141 @@
+"""Faults planted in the kernels of paged_attention."""
+
+from __future__ import annotations
+
+from tests.mutants.faults import Planted
+
+FAULTS = {
+    "triton": [
+        Planted(
+            "keys-beyond-128",
+            "keys beyond the first 128 of a sequence are dropped",
+            old="span = band(top + behind, bottom + behind, left, right, kv_len, plan.block_kv)",
+            new="span = band(top + behind, bottom + behind, left, right, tl.minimum(kv_len, 128), plan.block_kv)",
+            sample=True,
+            edge="many_keys",
+            at=(0, 30),
+        ),
+        Planted(
+            "acc-not-rescaled",
+            "the sum of values keeps its unit when the maximum grows",
+            old="        acc = acc * alpha[:, None]\n",
+            new="",
+            at=(0, 100),
+        ),
+        Planted(
+            "tiles-at-the-window",
+            "tiles of keys begin where the window of their rows begins, which other rows move",
+            old="    first, _, _, last = span\n",
+            new=(
+                "    first, _, _, last = span\n"
+                "    if left is not None:\n"
+                "        first = tl.minimum(tl.maximum(top + behind - left, 0), last)\n"
+                "        span = first, last, last, last\n"
+            ),
+            small=True,
+            at=(0, 100),
+        ),
+        Planted(
+            "slots-behind-the-last-key",
+            "slots behind a sequence's last key are read, and 0 times NaN is NaN",
+            old="        j_ok = j < keys.kv_len\n",
+            new="        j_ok = j < (keys.kv_len + plan.page_size - 1) // plan.page_size * plan.page_size\n",
+            gpu=False,
+            sample=True,
+            edge="slots_of_nobody_hold_nan",
+            at=(0, 30),
+        ),
+        Planted(
+            "last-chunk-dropped",
+            "a last chunk that is not full is not merged",
+            old="tl.cdiv(tl.maximum(hi, 0), work.chunk)",
+            new="tl.maximum(hi, 0) // work.chunk",
+            at=(0, 100),
+        ),
+        Planted(
+            "chunks-of-equal-weight",
+            "states of chunks are added without regard to their maxima",
+            old="            acc, l, m = merge((acc, l, m), settled(part), scores)\n",
+            new=(
+                "            part = settled(part)\n"
+                "            acc, l, m = acc + part[0], l + part[1], tl.maximum(m, part[2])\n"
+            ),
+            at=(0, 100),
+        ),
+        Planted(
+            "tiles-without-room",
+            "a sequence's first tile may be the last of the one before",
+            old="extents.group // block_q + middle",
+            new="extents.group // block_q",
+            at=(0, 100),
+        ),
+        Planted(
+            "causal-off-by-one",
+            "a query sees the key after its own",
+            old="limits(i + behind, left, right, kv_len)",
+            new="limits(i + behind + 1, left, right, kv_len)",
+            at=(0, 100),
+        ),
+        Planted(
+            "queries-at-the-first-key",
+            "the first query of a sequence stands at the first key, as without a cache",
+            old="    behind = kv_len - queries\n",
+            new="    behind = 0\n",
+            at=(0, 100),
+        ),
+        Planted(
+            "pages-of-values-as-of-keys",
+            "pages of values are as far apart as those of keys",
+            old="page * keys.v_p",
+            new="page * keys.k_p",
+            gpu=False,
+            at=(0, 100),
+        ),
+    ],
+    "pallas": [
+        Planted(
+            "keys-beyond-128",
+            "keys beyond the first 128 of a sequence are dropped",
+            old='"end": (last + paging.keys - 1)',
+            new='"end": (jnp.minimum(last, 128) + paging.keys - 1)',
+            at=(0, 100),
+        ),
+        Planted(
+            "acc-not-rescaled",
+            "the sum of values keeps its unit when the maximum grows",
+            old="ref.acc[mine] * across(shrink, v.shape[1])",
+            new="ref.acc[mine]",
+            at=(0, 100),
+        ),
+        Planted(
+            "slots-behind-the-last-key",
+            "slots behind a sequence's last key are read, and 0 times NaN is NaN",
+            old="v = jnp.where(positions(v.shape, 0, start) < kv_len, v, jnp.zeros_like(v))",
+            new="v = v + 0",
+            sample=True,
+            edge="slots_of_nobody_hold_nan",
+            at=(0, 10),
+        ),
+        Planted(
+            "window-off-by-one",
+            "the window is one key short on its left",
+            old="key >= place - paging.left",
+            new="key > place - paging.left",
+            at=(0, 100),
+        ),
+        Planted(
+            "rows-of-another-token",
+            "results are looked up as if each token had one row",
+            old="row - starts[owner] * group",
+            new="row - starts[owner]",
+            at=(0, 100),
+        ),
+        Planted(
+            "pages-of-the-neighbour",
+            "the table is read from where the next sequence's pages begin",
+            old="table[sequence[tile] * each",
+            new="table[(sequence[tile] + 1) * each",
+            at=(0, 100),
+        ),
+    ],
+}
