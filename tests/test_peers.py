@@ -109,6 +109,7 @@ RIGHT = [
     ("torch", "add_rmsnorm_vjp", ("float32",)),
     ("torch", "matmul", ALL),
     ("torch", "matmul_vjp", ("float32",)),
+    ("torch", "paged_attention", ("float32",)),
     ("sdpa_flash", "attention", ("float32", "bfloat16")),
     ("flex_attention", "attention", ("float32",)),
     ("jax", "softmax", ("float32",)),
@@ -374,6 +375,35 @@ def test_flash_cute_hands_over_what_the_op_says(monkeypatch, options):
     q = torch.from_numpy(Q)
     found = peer_function("flash_cute", "attention")(q, q, q, **options)
     np.testing.assert_allclose(found, pk.op("attention")(Q, Q, Q, **options), atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": False}, {"window": (2, None), "scale": 0.3}], ids=str)
+def test_torchs_flash_kernel_gets_pages_by_their_table(monkeypatch, options):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from torch.nn.attention import varlen
+
+    def varlen_attn(q, k, v, starts, none, max_q, max_k, *, scale, window_size, enable_gqa, seqused_k, block_table):
+        assert none is None and enable_gqa and (max_q, max_k) == (5, 12)
+        window = tuple(None if edge == -1 else edge for edge in window_size)
+        arrays = q, k, v, block_table, seqused_k, starts
+        return pk.op("paged_attention", backend="reference")(*arrays, is_causal=False, window=window, scale=scale)
+
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    rng = np.random.default_rng(0)
+    shapes = (5, 4, 8), (7, 4, 2, 8), (7, 4, 2, 8)
+    table, lens, starts = ([6, 2, 1], [0, 3, 5]), [11, 5], [0, 3, 5]
+    arrays = [*(rng.standard_normal(s).astype(np.float32) for s in shapes), *map(np.int32, (table, lens, starts))]
+    found = peer_function("torch_sdpa", "paged_attention")(*map(torch.from_numpy, arrays), **options)
+    np.testing.assert_allclose(found, pk.op("paged_attention")(*arrays, **options), atol=1e-6)
+
+
+def test_torchs_flash_kernel_says_which_pages_it_takes():
+    needs("sdpa_flash")
+    with pytest.raises(UnsupportedError, match="torch wants (float16 or bfloat16 on a CUDA GPU|a release whose)"):
+        pk.op("paged_attention", backend="sdpa_flash")(
+            *(np.zeros(s, np.float32) for s in ((1, 1, 8), (1, 4, 1, 8), (1, 4, 1, 8))),
+            *map(np.int32, ([[0]], [1], [0, 1])),
+        )
 
 
 def test_flash_cute_gets_documents_by_their_ends(monkeypatch):

@@ -73,3 +73,59 @@ def _torchs_reason(backend: str, call: Call) -> str | None:
 FLASH = _kernel("sdpa_flash", "FLASH_ATTENTION", ("cpu", "cuda", "rocm"))
 EFFICIENT = _kernel("sdpa_efficient", "EFFICIENT_ATTENTION", ("cuda", "rocm"))
 CUDNN = _kernel("sdpa_cudnn", "CUDNN_ATTENTION", ("cuda",))
+
+WIDEST, GRAIN, PAGE = 256, 8, 256
+
+
+def pages_wanted(call: Call) -> str | None:
+    """Why torch's flash kernel would not take keys in pages."""
+    import inspect
+
+    from torch.nn import attention
+    from torch.nn.attention import varlen
+
+    dims = call.dims
+    if "block_table" not in inspect.signature(varlen.varlen_attn).parameters:
+        return "torch wants a release whose varlen_attn has a block_table; this one has none"
+    if call.target.platform != "cuda" or call.dtype not in ("float16", "bfloat16"):
+        return f"torch wants float16 or bfloat16 on a CUDA GPU; this is {call.dtype} on {call.target.platform}"
+    if dims["d"] != dims["dv"] or dims["d"] > WIDEST or dims["d"] % GRAIN:
+        return (
+            f"torch wants keys as wide as values, up to {WIDEST} and a multiple of {GRAIN}; these are {dims['d']} and "
+            f"{dims['dv']} wide"
+        )
+    if wide := [n for n in ("page_table", "kv_lens", "q_starts") if call.dtype_of(n) != "int32"]:
+        return f"torch wants {wide[0]} in int32: cast it"
+    if dims["page_size"] % PAGE and attention.current_flash_attention_impl() != "FA3":
+        return (
+            f"torch wants pages of a multiple of {PAGE} keys, or FlashAttention-3: "
+            "torch.nn.attention.activate_flash_attention_impl('FA3')"
+        )
+    return None
+
+
+@provides(FLASH, refuses=pages_wanted, gradients=False)
+def paged_attention(
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    page_table: Any,
+    kv_lens: Any,
+    q_starts: Any,
+    *,
+    is_causal: bool = True,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+) -> Any:
+    """``varlen_attn`` with a block table. It takes the longest lengths from the host: those that the arrays have room
+    for, which is right for all. Its number of splits is its own choice, with which bits depend on the batch. What it
+    writes for tokens behind the last sequence is not known."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    left, right = (-1 if edge is None else edge for edge in window or (None, None))
+    room = page_table.shape[1] * k_pages.shape[1]
+    return varlen_attn(
+        q, k_pages, v_pages, q_starts, None, q.shape[0], room, scale=scale,
+        window_size=(left, 0 if is_causal else right), enable_gqa=q.shape[1] != k_pages.shape[2], seqused_k=kv_lens,
+        block_table=page_table,
+    )  # fmt: skip
