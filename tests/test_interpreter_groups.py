@@ -1,5 +1,6 @@
 """Triton kernels that take their numbers in groups, and pass them on in others, in the interpreter."""
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,6 +11,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 import triton.language as tl  # noqa: E402
 
 from portakern.backends.triton import interpreter  # noqa: E402
+from portakern.backends.triton.launch import launch  # noqa: E402
 
 
 class Matrix(NamedTuple):
@@ -77,3 +79,15 @@ def test_memory_of_tensors_in_groups_is_theirs_alone():
     x, y = torch.zeros(3, 4, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     with pytest.raises(IndexError, match="outside its arguments' storages"):
         interpreter.run(map_kernel, 1, Matrix(x, x.stride(), 4), y, 2, plain, Terms(1.0), Plan(4, False, tl.float64))
+
+
+@triton.jit
+def grouped_first_kernel(x, y):
+    tl.store(y, tl.load(x.at))
+
+
+def test_a_kernel_whose_first_argument_is_no_array_is_refused():
+    """A compiled one finds its device there."""
+    x, y = torch.zeros(3, 4, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    with pytest.raises(TypeError, match="the first argument of grouped_first_kernel is Matrix; expected an array"):
+        launch(grouped_first_kernel, 1, SimpleNamespace(interpret=True), Matrix(x, x.stride(), 3), y)

@@ -65,6 +65,11 @@ def _launch(
     kernel: JITFunction[Any], grid: int, call: Call, args: tuple[Any, ...], constexprs: dict[str, Any]
 ) -> Handles | None:
     if call.interpret:
+        if isinstance(args[0], tuple):
+            raise TypeError(
+                f"the first argument of {kernel.__name__} is {type(args[0]).__name__}; expected an array, on whose "
+                "device a compiled kernel is launched"
+            )
         _interpreter().run(kernel, grid, *args, **constexprs)
         return None
     if RECORDERS:

@@ -292,12 +292,12 @@ def paged_attention_kernel(
 
 @triton.jit
 def paged_attention_combine_kernel(
-    parts, out, sequences, scores, window, work, extents, strides, tile: tl.constexpr
+    sums, statistics, out, sequences, scores, window, work, extents, strides, tile: tl.constexpr
 ):  # fmt: skip
     """o, and lse unless that is None, of one token and ``heads`` heads, whose parts are merged in order: those of the
     chunks that the token sees, which are written.
 
-    parts: (tokens, heads, chunks, dv), and (tokens, heads, chunks, 2), l and m.
+    sums: (tokens, heads, chunks, dv); statistics: (tokens, heads, chunks, 2), l and m.
     """
     left, right = window
     blocks = tl.cdiv(extents.heads, tile.heads)
@@ -315,11 +315,9 @@ def paged_attention_combine_kernel(
     m = tl.full([tile.heads], float("-inf"), tile.acc_dtype)
     for chunk in range(begin, tl.where(lo < hi, tl.cdiv(tl.maximum(hi, 0), work.chunk), 0)):
         at = row * work.chunks + chunk
-        acc_part = tl.load(
-            parts.sums + at[:, None] * extents.dv + ddv, mask=ok[:, None] & (ddv < extents.dv), other=0.0
-        )
-        l_part = tl.load(parts.statistics + at * 2, mask=ok, other=0.0)
-        m_part = tl.load(parts.statistics + at * 2 + 1, mask=ok, other=float("-inf"))
+        acc_part = tl.load(sums + at[:, None] * extents.dv + ddv, mask=ok[:, None] & (ddv < extents.dv), other=0.0)
+        l_part = tl.load(statistics + at * 2, mask=ok, other=0.0)
+        m_part = tl.load(statistics + at * 2 + 1, mask=ok, other=float("-inf"))
         acc, l, m = merge((acc, l, m), (acc_part, l_part, m_part), scores)
     at_lse = (head.to(tl.int64) * extents.tokens + token)[:, None]
     store_rows(out, (acc, l, m), row[:, None], at_lse, ok[:, None], scores, extents.dv, tile.block_dv)
@@ -434,6 +432,6 @@ def paged_attention(call: Call, config: PagedAttentionConfig) -> tuple[Any, ...]
     if spread:
         rows = pow2_at_least(min(heads, max(1, AT_ONCE // plan.block_dv)))
         tile = MergeTile(rows, plan.block_dv, plan.acc_dtype)
-        launch(paged_attention_combine_kernel, dims["tokens"] * cdiv(heads, rows), call, parts, out, sequences, scores,
+        launch(paged_attention_combine_kernel, dims["tokens"] * cdiv(heads, rows), call, *parts, out, sequences, scores,
                window, work, extents, strides, tile=tile, num_warps=4)  # fmt: skip
     return o, lse
