@@ -146,11 +146,13 @@ def launched(call: Callable[[], Any]) -> tuple[Any, int, tuple[Any, ...], dict[s
 
 
 def arrays_of(name: str, device: str) -> dict[str, torch.Tensor]:
-    """Random arrays in bfloat16 for the call of an op that is launched; labels are 0."""
+    """Random arrays in bfloat16 for the call of an op that is launched, statistics in float32; labels are 0."""
     spec, made = pk.op(name).spec, {}
     for n, shape in record(name).launched.shapes.items():
         if "bfloat16" in spec.argument(n).dtypes:
             made[n] = torch.randn(*shape, device=device, dtype=torch.bfloat16)
+        elif spec.argument(n).statistic:
+            made[n] = torch.randn(*shape, device=device)
         else:
             made[n] = torch.zeros(*shape, device=device, dtype=torch.int64)
     return made

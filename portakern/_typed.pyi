@@ -1542,6 +1542,122 @@ class MatmulVjpOp(Op):
         wants: Iterable[Literal["d_a", "d_b"]] | None,
     ) -> MatmulVjpOut[NDArray[Any] | None]: ...
 
+class MergeStatesOut(NamedTuple, Generic[T]):
+    o: T
+    lse: T
+
+class MergeStatesOp(Op):
+    @overload
+    def __call__(self, o_a: Array, lse_a: Array, o_b: Array, lse_b: Array) -> MergeStatesOut[Array]:
+        """o = w_a o_a + w_b o_b and lse = log(exp(lse_a) + exp(lse_b)), with w_a = 1 / (1 + exp(lse_b - lse_a)).
+
+        Logarithms are natural, as those of ``attention`` are: multiply a lse of base 2, such as FlashInfer's, by log(2)
+        before. Parts are the attentions of the same queries over disjoint sets of keys: a shared prefix and a suffix,
+        chunks of a long context, or what each device of a ring holds. The merge of all parts, in any order, is the
+        attention over all keys, but for rounding. In float32 (float64 for float64).
+
+        The source is Dao, Haziza, Massa, Sizov 2023, "Flash-Decoding"; the weights are those of cascade inference
+        (Ye et al. 2024).
+
+        Args:
+          o_a, o_b: (*batch, tokens, heads, d), the outputs over either set of keys. lse_a, lse_b: (*batch, heads,
+            tokens),
+            float32 (float64 beside float64), their log-sum-exp. These are the layouts of the results of ``attention``
+              with
+            ``return_lse``.
+
+        Returns:
+          o: the shape and dtype of o_a; lse: the shape of lse_a. Where parts a and b are exchanged the bits are the
+            same.
+
+          A part whose lse is -inf saw no key: its o is not read, so that NaN in it reaches nothing, and the result is
+            the
+          other part, to the bit. Where both are -inf, o is 0 and lse -inf. Otherwise by the formula: NaN in o reaches
+            its
+          own element, and NaN in lse its row of o and its lse. A lse of +inf outweighs any other (0 times an infinite o
+            is
+          NaN); two of them have no weights: o is NaN and lse +inf.
+        """
+    @overload
+    def __call__(
+        self,
+        o_a: NDArray[Any],
+        lse_a: NDArray[Any],
+        o_b: NDArray[Any],
+        lse_b: NDArray[Any],
+    ) -> MergeStatesOut[NDArray[Any]]: ...
+
+class MergeStatesVjpOut(NamedTuple, Generic[T]):
+    d_o_a: T
+    d_lse_a: T
+    d_o_b: T
+    d_lse_b: T
+
+class MergeStatesVjpOp(Op):
+    @overload
+    def __call__(
+        self,
+        o_a: Array,
+        lse_a: Array,
+        o_b: Array,
+        lse_b: Array,
+        d_o: Array,
+        d_lse: Array | None = None,
+        *,
+        wants: None = None,
+    ) -> MergeStatesVjpOut[Array]:
+        """d_o_a = w_a d_o and d_lse_a = w_a d_lse + w_a w_b S, S = sum d_o (o_a - o_b) over d; b likewise, exchanged.
+
+        w_a = 1 / (1 + exp(lse_b - lse_a)), w_b = 1 - w_a, made again from both lse. In float32 (float64 for float64).
+
+        Args:
+          o_a, lse_a, o_b, lse_b: what merge_states was given.
+          d_o, d_lse: cotangents of o (its dtype) and lse (float32; float64 beside float64); d_lse None is 0.
+
+        Returns:
+          d_o_a, d_lse_a, d_o_b, d_lse_b: the shapes and dtypes of what they are the gradients of. A part whose lse is
+            -inf
+          has gradients of 0, whatever the cotangents hold, and its o is not read: the other part's are then d_o and
+            d_lse,
+          to the bit. NaN and infinities otherwise reach what the formula says: one in d_o or o its row's d_lse.
+        """
+    @overload
+    def __call__(
+        self,
+        o_a: Array,
+        lse_a: Array,
+        o_b: Array,
+        lse_b: Array,
+        d_o: Array,
+        d_lse: Array | None = None,
+        *,
+        wants: Iterable[Literal["d_o_a", "d_lse_a", "d_o_b", "d_lse_b"]] | None,
+    ) -> MergeStatesVjpOut[Array | None]: ...
+    @overload
+    def __call__(
+        self,
+        o_a: NDArray[Any],
+        lse_a: NDArray[Any],
+        o_b: NDArray[Any],
+        lse_b: NDArray[Any],
+        d_o: NDArray[Any],
+        d_lse: NDArray[Any] | None = None,
+        *,
+        wants: None = None,
+    ) -> MergeStatesVjpOut[NDArray[Any]]: ...
+    @overload
+    def __call__(
+        self,
+        o_a: NDArray[Any],
+        lse_a: NDArray[Any],
+        o_b: NDArray[Any],
+        lse_b: NDArray[Any],
+        d_o: NDArray[Any],
+        d_lse: NDArray[Any] | None = None,
+        *,
+        wants: Iterable[Literal["d_o_a", "d_lse_a", "d_o_b", "d_lse_b"]] | None,
+    ) -> MergeStatesVjpOut[NDArray[Any] | None]: ...
+
 class PagedAttentionOut(NamedTuple, Generic[T]):
     o: T
     lse: T
@@ -2212,6 +2328,22 @@ def op(
     variant: str | None = None,
     tiling: Mapping[str, int] | None = None,
 ) -> MatmulVjpOp: ...
+@overload
+def op(
+    which: Literal["merge_states"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> MergeStatesOp: ...
+@overload
+def op(
+    which: Literal["merge_states_vjp"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> MergeStatesVjpOp: ...
 @overload
 def op(
     which: Literal["paged_attention"],

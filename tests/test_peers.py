@@ -99,6 +99,7 @@ RIGHT = [
     ("torch", "swiglu", ("float32",)),
     ("torch", "rope", ("float32",)),
     ("torch", "rope_vjp", ("float32",)),
+    ("torch", "merge_states", ALL),
     ("torch", "layernorm", ALL),
     ("torch", "layernorm_vjp", ("float32",)),
     ("torch", "rmsnorm", ALL),
@@ -117,6 +118,7 @@ RIGHT = [
     ("jax", "matmul_vjp", ("float32",)),
     ("jax_rows", "softmax", ALL),
     ("jax_rows", "softmax_vjp", ALL),
+    ("jax_rows", "merge_states", ALL),
     ("jax_rows", "layernorm", ALL),
     ("jax_rows", "rmsnorm", ALL),
 ]

@@ -62,11 +62,13 @@ def beside_torch(r):
     floating = [i for i, a in enumerate(given) if a.requires_grad]
 
     def of_floats(f):
-        """f as a function of the arrays that have gradients, with several results of one shape as one."""
+        """f as a function of the arrays that have gradients, with several results as one."""
 
         def run(*a):
             whole = {**dict(enumerate(given)), **dict(zip(floating, a, strict=True))}
             found = results(f(*whole.values(), **options))
+            if len({y.shape for y in found}) > 1:
+                return torch.cat([y.flatten() for y in found])
             return torch.stack(found) if len(found) > 1 else found[0]
 
         return run

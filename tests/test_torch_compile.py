@@ -315,6 +315,19 @@ def test_wrong_calls_say_what_is_wrong(name):
         compiled(f)(f64(2, 3, grad=False))
 
 
+def test_statistics_are_float64_beside_float64_and_else_float32():
+    """A log-sum-exp is float32, and float64 beside arrays of float64, in a graph as elsewhere."""
+    attention, vjp = pk.op("attention", backend="reference"), pk.op("attention_vjp", backend="reference")
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        given = tuple(x.detach().to(dtype) for x in QKV)
+        o, lse = attention(*given, return_lse=True)
+        assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert all(map(torch.equal, compiled(vjp)(*given, o, lse, o)[:3], vjp(*given, o, lse, o)[:3]))
+    expected = "expected float32, or float64 where q is float64: cast it"
+    with pytest.raises(Exception, match=f"attention_vjp: lse is torch.bfloat16; {expected}"):
+        compiled(vjp)(*given, o, lse.bfloat16(), o)
+
+
 def test_options_in_every_spelling():
     q, k, v = QKV
     attention = pk.op("attention", backend="reference")

@@ -22,6 +22,12 @@ class RopeConfig(Config):
     block_heads: Annotated[int, "heads in a block"]
 
 
+class TokenRowsConfig(Config):
+    """Of ops on the tokens of one head."""
+
+    block_rows: Annotated[int, "rows of a block, each a token of a head"]
+
+
 class LogitsConfig(Config):
     """Of a loss whose logits are made a chunk of rows at a time."""
 

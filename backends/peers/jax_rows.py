@@ -42,6 +42,20 @@ def softmax_vjp(y: Any, d_y: Any, *, axis: int = -1) -> Any:
     return (h * (g - (h * g).sum(axis, keepdims=True))).astype(y.dtype)
 
 
+@provides(BACKEND, outputs=2)
+def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    def weighed(o: Any, lse: Any, other: Any) -> Any:
+        weight, empty = jax.nn.sigmoid(lse - other), lse == -jnp.inf
+        weight, empty = (jnp.swapaxes(x, -1, -2)[..., None] for x in (weight, empty))
+        return jnp.where(empty, 0.0, weight * wide(o))
+
+    o = weighed(o_a, lse_a, lse_b) + weighed(o_b, lse_b, lse_a)
+    return o.astype(o_a.dtype), jnp.logaddexp(lse_a, lse_b)
+
+
 @provides(BACKEND)
 def layernorm(x: Any, weight: Any = None, bias: Any = None, *, eps: float = 1e-5) -> Any:
     import jax.numpy as jnp

@@ -66,6 +66,7 @@ provides(BACKEND)(compiled(torch_eager.logsumexp))
 provides(BACKEND)(compiled(torch_eager.swiglu))
 provides(BACKEND)(compiled(torch_eager.geglu))
 provides(BACKEND, refuses=torch_eager.one_dtype, before=torch_eager.any_x)(compiled(torch_eager.rope))
+provides(BACKEND, outputs=2)(compiled(torch_eager.merge_states))
 provides(BACKEND, refuses=torch_eager.one_dtype)(compiled(torch_eager.layernorm))
 provides(BACKEND, refuses=torch_eager.one_dtype)(compiled(torch_eager.rmsnorm))
 provides(BACKEND, refuses=torch_eager.one_dtype, outputs=2, before=torch_eager.two_terms)(

@@ -98,6 +98,20 @@ def rope(x: Any, cos: Any, sin: Any) -> Any:
     return torch.cat((y, rest), -1) if rest.shape[-1] else y
 
 
+@provides(BACKEND, outputs=2)
+def merge_states(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> Any:
+    """As engines that split keys write it, each part without keys left out."""
+    import torch
+
+    def weighed(o: Any, lse: Any, other: Any) -> Any:
+        weight, empty = torch.sigmoid(lse - other), lse == -torch.inf
+        weight, empty = (x.transpose(-1, -2)[..., None] for x in (weight, empty))
+        return torch.where(empty, 0.0, weight * o)
+
+    o = weighed(o_a, lse_a, lse_b) + weighed(o_b, lse_b, lse_a)
+    return o.to(o_a.dtype), torch.logaddexp(lse_a, lse_b)
+
+
 @provides(BACKEND, refuses=one_dtype)
 def layernorm(x: Any, weight: Any = None, bias: Any = None, *, eps: float = 1e-5) -> Any:
     from torch.nn import functional

@@ -44,6 +44,12 @@ class RopeConfig(WarpsConfig):
     block_heads: Annotated[int, "heads in a tile"]
 
 
+class TokenRowsConfig(WarpsConfig):
+    """Of ops on the tokens of one head."""
+
+    block_rows: Annotated[int, "tokens of a head that a program owns"]
+
+
 class LogitsConfig(Config):
     """Of a loss whose logits are made a chunk of rows at a time."""
 

@@ -79,10 +79,13 @@ def _write(spec: Spec[Any], routing: tuple[tuple[str, str], ...]) -> Callable[..
     lines = [f"def {spec.name}({', '.join(params)}):"]
     env |= {"_Tensor": torch.Tensor, "_SpecError": SpecError, "_isinstance": isinstance, "_type": type}
     for a in spec.arrays:  # here code that is traced can still catch it; of a custom op's own errors torch.compile dies
-        env[f"_dtypes_{a.name}"] = tuple(getattr(torch, name) for name in a.dtypes)
-        expected = f"expected one of {', '.join(a.dtypes)}: cast it"
+        dtypes, expected = a.dtypes, f"one of {', '.join(a.dtypes)}"
+        if a.statistic:
+            dtypes, expected = ("float32", "float64"), f"float32, or float64 where {spec.lead.name} is float64"
+        env[f"_dtypes_{a.name}"] = tuple(getattr(torch, name) for name in dtypes)
         lines.append(f"    if _isinstance({a.name}, _Tensor) and {a.name}.dtype not in _dtypes_{a.name}:")
-        lines.append(f"        raise _SpecError(f'{spec.name}: {a.name} is {{{a.name}.dtype}}; {expected}')")
+        said = f"{spec.name}: {a.name} is {{{a.name}.dtype}}; expected {expected}: cast it"
+        lines.append(f"        raise _SpecError(f'{said}')")
     for o in spec.options:
         if o.kind in ("bool", "float"):
             env |= {"_PLAIN": _PLAIN, f"_number_{o.name}": _number(spec, o)}
