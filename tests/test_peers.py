@@ -37,7 +37,7 @@ def needs(peer):
 def test_peers_stand_apart():
     peers = registry.peers()
     assert {"torch", "torch_compile", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "liger", "jax", "jax_cudnn",
-            "jax_rows", "pallas_flash", "pallas_mgpu", "flex_attention", "flash_cute", "quack",
+            "jax_rows", "pallas_flash", "pallas_mgpu", "flex_attention", "flash_cute", "flashinfer", "quack",
             "tokamax"} <= set(peers)  # fmt: skip
     assert not set(peers) & set(pk.backends())
     assert all(b.peer and not b.auto for b in peers.values())
@@ -428,6 +428,70 @@ def test_flash_cute_gets_documents_by_their_ends(monkeypatch):
     )  # fmt: skip
     want = pk.op("attention")(q, k, v, q_segment_ids=ids, kv_segment_ids=ids, is_causal=True)
     np.testing.assert_allclose(found, want, atol=1e-6)
+
+
+class FlashInferWrapper:
+    """Either of FlashInfer's wrappers: it has only what its planner was told, in lists of pages, and logarithms to
+    base 2."""
+
+    def __init__(self, memory, layout, **how):
+        assert layout == "NHD"
+        self.decodes = "use_tensor_cores" in how
+
+    def plan(self, *args, causal=True, sm_scale, window_left, logits_soft_cap, q_data_type, kv_data_type):
+        if self.decodes:
+            args = (torch.arange(len(args[0])).int(), *args)
+        self.starts, self.indptr, self.indices, self.last, *_, self.page_size = args
+        options = {"is_causal": causal, "scale": sm_scale, "softcap": logits_soft_cap or None}
+        options["window"] = None if window_left < 0 else (window_left, None)
+        self.options = options
+
+    def run(self, q, pages, return_lse=False):
+        parts = [(torch.zeros_like(q), torch.full((q.shape[1], len(q)), -torch.inf))]
+        used = self.indptr.diff()
+        o, lse = torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf)
+        for s in range(len(used)):
+            own = self.indices[self.indptr[s] : self.indptr[s + 1]].long()
+            keys = int((used[s] - 1) * self.page_size + self.last[s]) if used[s] else 0
+            at = slice(int(self.starts[s]), int(self.starts[s + 1]))
+            if keys and at.start < at.stop:
+                k, v = (p[own].flatten(0, 1)[None, :keys] for p in pages)
+                attention = pk.op("attention", backend="reference")
+                parts = attention(q[None, at], k, v, return_lse=True, **self.options)
+                o[at], lse[at] = parts[0][0], parts[1][0].T / np.log(2)
+        return (o, lse) if return_lse else o
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": (2, 0), "softcap": 2.0}, {"scale": 0.3, "return_lse": True}], ids=str
+)
+def test_flashinfer_gets_lists_of_pages(monkeypatch, options, decodes):
+    wrappers = dict.fromkeys(("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"))
+    fake(monkeypatch, "flashinfer", **dict.fromkeys(wrappers, FlashInferWrapper))
+    rng = np.random.default_rng(0)
+    lens, starts = np.array([5, 0, 9], np.int32), np.arange(4) if decodes else np.array([0, 2, 3, 7])
+    table = np.array([[4, 1, -1], [-1, -1, -1], [0, 5, 2]], np.int32)
+    q = rng.standard_normal((starts[-1], 4, 8)).astype(np.float32)
+    k, v = (rng.standard_normal((6, 4, 2, 8)).astype(np.float32) for _ in "kv")
+    arrays = (q, k, v, table, lens, starts.astype(np.int32))
+    found = peer_function("flashinfer", "paged_attention")(*map(torch.from_numpy, arrays), **options)
+    want = pk.op("paged_attention")(*arrays, **options)
+    for actual, expected in zip(*((x if isinstance(x, tuple) else (x,)) for x in (found, want)), strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-6)
+
+
+def test_flashinfer_plans_once_for_unchanged_lengths(monkeypatch):
+    from portakern.backends.peers import flashinfer
+
+    planned = []
+    plan = flashinfer._newest(lambda tensors, more: planned.append(more))
+    a, b = torch.zeros(2), torch.zeros(2)
+    for tensors, more in (((a, b), 1), ((a, b), 1), ((a, b), 2), ((b, a), 2), ((b, a), 2)):
+        plan(tensors, more)
+    a += 1
+    plan((b, a), 2)
+    assert planned == [1, 2, 2, 2]
 
 
 def test_quack_gets_rows(monkeypatch):
