@@ -436,20 +436,20 @@ class FlashInferWrapper:
 
     def __init__(self, memory, layout, **how):
         assert layout == "NHD"
+        self.torch = pytest.importorskip("torch", reason="torch is not installed")
         self.decodes = "use_tensor_cores" in how
 
     def plan(self, *args, causal=True, sm_scale, window_left, logits_soft_cap, q_data_type, kv_data_type):
         if self.decodes:
-            args = (torch.arange(len(args[0])).int(), *args)
+            args = (self.torch.arange(len(args[0])).int(), *args)
         self.starts, self.indptr, self.indices, self.last, *_, self.page_size = args
         options = {"is_causal": causal, "scale": sm_scale, "softcap": logits_soft_cap or None}
         options["window"] = None if window_left < 0 else (window_left, None)
         self.options = options
 
     def run(self, q, pages, return_lse=False):
-        parts = [(torch.zeros_like(q), torch.full((q.shape[1], len(q)), -torch.inf))]
         used = self.indptr.diff()
-        o, lse = torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf)
+        o, lse = self.torch.zeros_like(q), self.torch.full(q.shape[:2], -np.inf)
         for s in range(len(used)):
             own = self.indices[self.indptr[s] : self.indptr[s + 1]].long()
             keys = int((used[s] - 1) * self.page_size + self.last[s]) if used[s] else 0
@@ -457,8 +457,8 @@ class FlashInferWrapper:
             if keys and at.start < at.stop:
                 k, v = (p[own].flatten(0, 1)[None, :keys] for p in pages)
                 attention = pk.op("attention", backend="reference")
-                parts = attention(q[None, at], k, v, return_lse=True, **self.options)
-                o[at], lse[at] = parts[0][0], parts[1][0].T / np.log(2)
+                o_part, lse_part = attention(q[None, at], k, v, return_lse=True, **self.options)
+                o[at], lse[at] = o_part[0], lse_part[0].T / np.log(2)
         return (o, lse) if return_lse else o
 
 
@@ -467,6 +467,7 @@ class FlashInferWrapper:
     "options", [{}, {"window": (2, 0), "softcap": 2.0}, {"scale": 0.3, "return_lse": True}], ids=str
 )
 def test_flashinfer_gets_lists_of_pages(monkeypatch, options, decodes):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
     wrappers = dict.fromkeys(("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"))
     fake(monkeypatch, "flashinfer", **dict.fromkeys(wrappers, FlashInferWrapper))
     rng = np.random.default_rng(0)
@@ -484,6 +485,7 @@ def test_flashinfer_gets_lists_of_pages(monkeypatch, options, decodes):
 def test_flashinfer_plans_once_for_unchanged_lengths(monkeypatch):
     from portakern.backends.peers import flashinfer
 
+    torch = pytest.importorskip("torch", reason="torch is not installed")
     planned = []
     plan = flashinfer._newest(lambda tensors, more: planned.append(more))
     a, b = torch.zeros(2), torch.zeros(2)
