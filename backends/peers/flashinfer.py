@@ -39,8 +39,8 @@ def kernel_takes(call: Call) -> str | None:
 
 
 def _newest(make: Any) -> Any:
-    """``make(tensors, *more)``, not made again while the last tensors that came are these, unchanged: a model plans once
-    for all its layers, outside of a benchmark's clock."""
+    """``make(tensors, *more)``, not made again while the last tensors that came are these, unchanged: a model plans
+    once for all its layers, outside of a benchmark's clock."""
     last: list[Any] = [(), (), None]
 
     @functools.wraps(make)
@@ -58,8 +58,8 @@ def planned(
     sequences: tuple[Any, Any, Any], heads: int, kv_heads: int, d: int, page_size: int, dtype: Any, causal: bool,
     window: int, scale: float | None, softcap: float | None,
 ) -> Any:  # fmt: skip
-    """A wrapper that is ready to run, for ``page_table``, ``kv_lens`` and ``q_starts``: of sequences that have one query
-    each the one for decoding."""
+    """A wrapper that is ready to run, for ``page_table``, ``kv_lens`` and ``q_starts``: of sequences that have one
+    query each the one for decoding."""
     import flashinfer
     import torch
 
