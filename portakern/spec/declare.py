@@ -378,8 +378,7 @@ def spec(
     def declare(fn: Callable[P, Any]) -> Spec[P]:
         hints = typing.get_type_hints(fn, include_extras=True)
         results = typing.get_type_hints(hints["return"], include_extras=True)
-        others = {**dict.fromkeys(or_float32, ("float32",)), **(or_dtypes or {})}
-        arrays, options = arguments(fn, hints, tuple(dtypes), others, own_dtype)
+        arrays, options = arguments(fn, hints, tuple(dtypes), _others(or_float32, or_dtypes), own_dtype)
         check_aliases(fn.__name__, aliases or {}, {a.name: hints[a.name] for a in arrays}, results)
         made: Spec[P] = Spec(
             name=fn.__name__,
@@ -407,6 +406,11 @@ def spec(
         return made
 
     return declare
+
+
+def _others(or_float32: Sequence[str], or_dtypes: Mapping[str, Sequence[str]] | None) -> dict[str, Sequence[str]]:
+    """The further dtypes of each argument that has some."""
+    return {**dict.fromkeys(or_float32, ("float32",)), **(or_dtypes or {})}
 
 
 def _frozen(**mappings: Mapping[str, Any] | None) -> dict[str, Any]:
