@@ -139,7 +139,7 @@ def store_rows(array, values, batch, head, s, p, ok, strides, tile: tl.constexpr
 
 
 @triton.jit
-def merge_states_kernel(states, o, lse, extents, strides, tile: tl.constexpr):
+def merge_states_kernel(o, lse, states, extents, strides, tile: tl.constexpr):
     batch, head, s, p, has_token, inside = merge_states_place(extents, tile)
     lse_a = load_numbers(states.lse_a, batch, head, s, has_token, strides.lse_a, tile)
     lse_b = load_numbers(states.lse_b, batch, head, s, has_token, strides.lse_b, tile)
@@ -244,14 +244,14 @@ OPTIONS: dict[str, Any] = {"key": key, "fit": fit, "supports": supports, "config
 @BACKEND.implements("merge_states", **OPTIONS)
 def merge_states(call: Call, config: TokenRowsConfig) -> tuple[Any, ...]:
     laid, o, lse = Laid.of(call, config), result(call, "o"), result(call, "lse")
-    launch(merge_states_kernel, programs(call, config), call, laid.states(), o, lse, laid.extents, laid.strides,
+    launch(merge_states_kernel, programs(call, config), call, o, lse, laid.states(), laid.extents, laid.strides,
            tile=laid.tile, num_warps=config.num_warps)  # fmt: skip
     return o, lse
 
 
 # ---------------------------------------------------------------------------------------------------------- gradient
 @triton.jit
-def merge_states_vjp_kernel(states, d_o, d_lse, gradients, extents, strides, tile: tl.constexpr):
+def merge_states_vjp_kernel(d_o, d_lse, states, gradients, extents, strides, tile: tl.constexpr):
     """``gradients``: where those go that are wanted. o_a and o_b are read for those of a lse alone, and where both
     parts have keys."""
     batch, head, s, p, has_token, inside = merge_states_place(extents, tile)
@@ -291,7 +291,7 @@ def merge_states_vjp_kernel(states, d_o, d_lse, gradients, extents, strides, til
 def merge_states_vjp(call: Call, config: TokenRowsConfig) -> tuple[Any, ...]:
     laid = Laid.of(call, config)
     found = [result(call, f"d_{name}") if f"d_{name}" in call.wants else None for name in PARTS]
-    launch(merge_states_vjp_kernel, programs(call, config), call, laid.states(), laid.arrays["d_o"],
-           laid.arrays["d_lse"], States(*found), laid.extents, laid.strides, tile=laid.tile,
+    launch(merge_states_vjp_kernel, programs(call, config), call, laid.arrays["d_o"],
+           laid.arrays["d_lse"], laid.states(), States(*found), laid.extents, laid.strides, tile=laid.tile,
            num_warps=config.num_warps)  # fmt: skip
     return tuple(found)
