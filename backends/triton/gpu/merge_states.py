@@ -139,21 +139,21 @@ def store_rows(array, values, batch, head, s, p, ok, strides, tile: tl.constexpr
 
 
 @triton.jit
-def merge_states_kernel(o, lse, states, extents, strides, tile: tl.constexpr):
+def merge_states_kernel(o_a, lse_a, o_b, lse_b, o, lse, extents, strides, tile: tl.constexpr):
     batch, head, s, p, has_token, inside = merge_states_place(extents, tile)
-    lse_a = load_numbers(states.lse_a, batch, head, s, has_token, strides.lse_a, tile)
-    lse_b = load_numbers(states.lse_b, batch, head, s, has_token, strides.lse_b, tile)
-    shares = shares_of(lse_a, lse_b)
-    has_a, has_b = (lse_a != float("-inf"))[:, None], (lse_b != float("-inf"))[:, None]
-    a = load_rows(states.o_a, batch, head, s, p, has_a & inside[None, :], strides.o_a, tile)
-    b = load_rows(states.o_b, batch, head, s, p, has_b & inside[None, :], strides.o_b, tile)
+    log_a = load_numbers(lse_a, batch, head, s, has_token, strides.lse_a, tile)
+    log_b = load_numbers(lse_b, batch, head, s, has_token, strides.lse_b, tile)
+    shares = shares_of(log_a, log_b)
+    has_a, has_b = (log_a != float("-inf"))[:, None], (log_b != float("-inf"))[:, None]
+    a = load_rows(o_a, batch, head, s, p, has_a & inside[None, :], strides.o_a, tile)
+    b = load_rows(o_b, batch, head, s, p, has_b & inside[None, :], strides.o_b, tile)
     leads = shares.a_leads[:, None]
     more, less = tl.where(leads, a, b), tl.where(leads, b, a)
     merged = tl.fma(more, tl.broadcast_to(shares.high[:, None], more.shape), less * shares.low[:, None])
     store_rows(o, merged, batch, head, s, p, has_token[:, None] & inside[None, :], strides.o, tile)
 
-    grown = tl.log(1.0 + tl.where(lse_a == lse_b, 1.0, shares.e))
-    total = tl.where(shares.a_leads, lse_a, lse_b) + grown
+    grown = tl.log(1.0 + tl.where(log_a == log_b, 1.0, shares.e))
+    total = tl.where(shares.a_leads, log_a, log_b) + grown
     tl.store(numbers_at(lse, batch, head, s, strides.lse), total.to(lse.dtype.element_ty), mask=has_token)
 
 
@@ -244,7 +244,7 @@ OPTIONS: dict[str, Any] = {"key": key, "fit": fit, "supports": supports, "config
 @BACKEND.implements("merge_states", **OPTIONS)
 def merge_states(call: Call, config: TokenRowsConfig) -> tuple[Any, ...]:
     laid, o, lse = Laid.of(call, config), result(call, "o"), result(call, "lse")
-    launch(merge_states_kernel, programs(call, config), call, o, lse, laid.states(), laid.extents, laid.strides,
+    launch(merge_states_kernel, programs(call, config), call, *laid.states(), o, lse, laid.extents, laid.strides,
            tile=laid.tile, num_warps=config.num_warps)  # fmt: skip
     return o, lse
 

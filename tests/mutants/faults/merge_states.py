@@ -51,7 +51,7 @@ FAULTS = {
         Planted(
             "two-infinite-lse",
             "two lse of +inf have the sum NaN",
-            old="tl.where(lse_a == lse_b, 1.0, shares.e)",
+            old="tl.where(log_a == log_b, 1.0, shares.e)",
             new="shares.e",
             small=True,
         ),
