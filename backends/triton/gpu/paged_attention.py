@@ -67,6 +67,10 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 
+COUNTED = tl.constexpr(256)
+"""Sequences whose starts a program reads at once."""
+
+
 class Sequences(NamedTuple):
     """The pages of each sequence, (sequences, pages_each); its keys; where its queries begin, (sequences + 1)."""
 
@@ -76,8 +80,7 @@ class Sequences(NamedTuple):
 
 
 class PagedExtents(NamedTuple):
-    """``heads`` are those of q, of which ``group`` share one of k and v. A search among the sequences takes so many
-    ``halvings``."""
+    """``heads`` are those of q, of which ``group`` share one of k and v."""
 
     tokens: int
     heads: int
@@ -85,7 +88,6 @@ class PagedExtents(NamedTuple):
     d: int
     dv: int
     sequences: int
-    halvings: int
 
 
 class PagedStrides(NamedTuple):
@@ -158,24 +160,27 @@ class RowLimits(NamedTuple):
 
 @triton.jit
 def tile_owner(tile, starts, step, extents, block_q: tl.constexpr):
-    """The last sequence whose first tile is ``tile`` or before; ``sequences`` for the tokens behind all of them."""
-    low, high = tile * 0, tile * 0 + extents.sequences
-    for _ in range(extents.halvings):
-        middle = (low + high + 1) // 2
-        first = tl.load(starts + middle * step).to(tl.int64) * extents.group // block_q + middle
-        low, high = tl.where(first <= tile, middle, low), tl.where(first <= tile, high, middle - 1)
-    return low
+    """The last sequence whose first tile is ``tile`` or before; ``sequences`` for the tokens behind all of them. First
+    tiles rise, so that those up to it are counted: a search by halves waits for memory at each step."""
+    count = tile * 0
+    for begin in range(0, extents.sequences + 1, COUNTED):
+        s = begin + tl.arange(0, COUNTED)
+        there = s <= extents.sequences
+        first = tl.load(starts + s * step, mask=there, other=0).to(tl.int64) * extents.group // block_q + s
+        count += tl.sum((there & (first <= tile)).to(tl.int32), 0)
+    return count - 1
 
 
 @triton.jit
 def token_owner(token, starts, step, extents):
     """The last sequence that begins at ``token`` or before; ``sequences`` for one behind all of them."""
-    low, high = token * 0, token * 0 + extents.sequences
-    for _ in range(extents.halvings):
-        middle = (low + high + 1) // 2
-        first = tl.load(starts + middle * step).to(tl.int64)
-        low, high = tl.where(first <= token, middle, low), tl.where(first <= token, high, middle - 1)
-    return low
+    count = token * 0
+    for begin in range(0, extents.sequences + 1, COUNTED):
+        s = begin + tl.arange(0, COUNTED)
+        there = s <= extents.sequences
+        first = tl.load(starts + s * step, mask=there, other=0).to(tl.int64)
+        count += tl.sum((there & (first <= token)).to(tl.int32), 0)
+    return count - 1
 
 
 @triton.jit
@@ -420,7 +425,7 @@ def paged_attention(call: Call, config: PagedAttentionConfig) -> tuple[Any, ...]
     programs, work, spread = programs_of(call, config)
     plan, scores = plan_of(call, config), Scores.of(as_attention(call))
     window = window_of(options["is_causal"], options["window"], dims["tokens"] + capacity(call))
-    extents = PagedExtents(dims["tokens"], heads, dims["group"], dims["d"], dims["dv"], number, number.bit_length())
+    extents = PagedExtents(dims["tokens"], heads, dims["group"], dims["d"], dims["dv"], number)
     strides = PagedStrides(q.stride(), k.stride(), v.stride(), sequences.table.stride(), sequences.lens.stride(0),
                            sequences.starts.stride(0))  # fmt: skip
     parts, out = Parts(None, None), Results(o, lse, None)
