@@ -2168,6 +2168,246 @@ class SwigluVjpOp(Op):
         overwrite: Literal["gate", "up"] | Iterable[Literal["gate", "up"]] | None = None,
     ) -> SwigluVjpOut[NDArray[Any] | None]: ...
 
+class VarlenAttentionOut(NamedTuple, Generic[T]):
+    o: T
+    lse: T
+
+class VarlenAttentionOp(Op):
+    @overload
+    def __call__(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        q_starts: Array,
+        kv_starts: Array,
+        *,
+        is_causal: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        return_lse: Literal[False] = False,
+    ) -> Array:
+        """o = softmax(softcap(scale q k^T), masked) v for each sequence of a packed batch by itself.
+
+        Sequence s has the queries from q_starts[s] up to q_starts[s + 1] and the keys from kv_starts[s] up to
+        kv_starts[s + 1]. Its rows of the results are those of ``attention`` on these alone, to the bit, whatever lies
+        beside them. The algorithm is FlashAttention-2's forward pass (Dao 2023, algorithm 1).
+
+        Args:
+          q: (tokens, kv_heads*group, d). Query head h reads key head h // group.
+          k: (kv_tokens, kv_heads, d); v: (kv_tokens, kv_heads, dv).
+          q_starts, kv_starts: (sequences + 1,): cumulative lengths, which rise and may repeat, within 0 and tokens, and
+            0
+            and kv_tokens.
+          is_causal: query i of a sequence sees its keys up to i + kv_len - q_len, of that sequence's lengths (aligned
+            at
+            the bottom right: its last query sees all its keys).
+          window: (left, right): query i sees keys from i + kv_len - q_len - left to i + kv_len - q_len + right; None on
+            a
+            side is unbounded.
+          scale, softcap, precision, return_lse: as in attention.
+
+        Returns:
+          o: (tokens, kv_heads*group, dv), q's dtype; with return_lse also lse: (kv_heads*group, tokens), float32,
+            natural
+          log. A row that may see no key is zeros, its lse -inf: a query of a sequence without keys, a query that the
+            masks
+          hide every key from (with more queries than keys the first ones), and a token of no sequence, which lies
+            before
+          the first start or from the last one on. What tokens of no sequence hold reaches nothing, and NaN and
+            infinities
+          stay in their sequence.
+        """
+    @overload
+    def __call__(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        q_starts: Array,
+        kv_starts: Array,
+        *,
+        is_causal: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        return_lse: Literal[True],
+    ) -> VarlenAttentionOut[Array]: ...
+    @overload
+    def __call__(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        q_starts: Array,
+        kv_starts: Array,
+        *,
+        is_causal: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        return_lse: bool = False,
+    ) -> Array | VarlenAttentionOut[Array]: ...
+    @overload
+    def __call__(
+        self,
+        q: NDArray[Any],
+        k: NDArray[Any],
+        v: NDArray[Any],
+        q_starts: NDArray[Any],
+        kv_starts: NDArray[Any],
+        *,
+        is_causal: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        return_lse: Literal[False] = False,
+    ) -> NDArray[Any]: ...
+    @overload
+    def __call__(
+        self,
+        q: NDArray[Any],
+        k: NDArray[Any],
+        v: NDArray[Any],
+        q_starts: NDArray[Any],
+        kv_starts: NDArray[Any],
+        *,
+        is_causal: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        return_lse: Literal[True],
+    ) -> VarlenAttentionOut[NDArray[Any]]: ...
+    @overload
+    def __call__(
+        self,
+        q: NDArray[Any],
+        k: NDArray[Any],
+        v: NDArray[Any],
+        q_starts: NDArray[Any],
+        kv_starts: NDArray[Any],
+        *,
+        is_causal: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        return_lse: bool = False,
+    ) -> NDArray[Any] | VarlenAttentionOut[NDArray[Any]]: ...
+
+class VarlenAttentionGradients(NamedTuple, Generic[T]):
+    d_q: T
+    d_k: T
+    d_v: T
+
+class VarlenAttentionVjpOp(Op):
+    @overload
+    def __call__(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        o: Array,
+        lse: Array,
+        q_starts: Array,
+        kv_starts: Array,
+        d_o: Array,
+        d_lse: Array | None = None,
+        lse_low: Array | None = None,
+        *,
+        is_causal: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        wants: None = None,
+    ) -> VarlenAttentionGradients[Array]:
+        """Gradients of varlen_attention from its own results: for each sequence those of ``attention_vjp`` on it alone,
+        to
+        the bit.
+
+        The algorithm is FlashAttention-2's backward pass (Dao 2023, algorithm 2).
+
+        Args:
+          q, k, v, q_starts, kv_starts, is_causal, window, scale, softcap, precision: as in varlen_attention.
+          o, lse, lse_low: what varlen_attention returned; lse_low None is 0.
+          d_o, d_lse: cotangents of o (its dtype) and lse (float32); d_lse None is 0.
+
+        Returns:
+          d_q, d_k, d_v: the shapes and dtypes of q, k and v. Zeros for queries that saw no key, for keys that no query
+            saw,
+          and for tokens of no sequence, whatever q, k, v, o, lse and the cotangents hold there.
+        """
+    @overload
+    def __call__(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        o: Array,
+        lse: Array,
+        q_starts: Array,
+        kv_starts: Array,
+        d_o: Array,
+        d_lse: Array | None = None,
+        lse_low: Array | None = None,
+        *,
+        is_causal: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        wants: Iterable[Literal["d_q", "d_k", "d_v"]] | None,
+    ) -> VarlenAttentionGradients[Array | None]: ...
+    @overload
+    def __call__(
+        self,
+        q: NDArray[Any],
+        k: NDArray[Any],
+        v: NDArray[Any],
+        o: NDArray[Any],
+        lse: NDArray[Any],
+        q_starts: NDArray[Any],
+        kv_starts: NDArray[Any],
+        d_o: NDArray[Any],
+        d_lse: NDArray[Any] | None = None,
+        lse_low: NDArray[Any] | None = None,
+        *,
+        is_causal: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        wants: None = None,
+    ) -> VarlenAttentionGradients[NDArray[Any]]: ...
+    @overload
+    def __call__(
+        self,
+        q: NDArray[Any],
+        k: NDArray[Any],
+        v: NDArray[Any],
+        o: NDArray[Any],
+        lse: NDArray[Any],
+        q_starts: NDArray[Any],
+        kv_starts: NDArray[Any],
+        d_o: NDArray[Any],
+        d_lse: NDArray[Any] | None = None,
+        lse_low: NDArray[Any] | None = None,
+        *,
+        is_causal: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        wants: Iterable[Literal["d_q", "d_k", "d_v"]] | None,
+    ) -> VarlenAttentionGradients[NDArray[Any] | None]: ...
+
 @overload
 def op(
     which: Literal["add_layernorm"],
@@ -2416,6 +2656,22 @@ def op(
     variant: str | None = None,
     tiling: Mapping[str, int] | None = None,
 ) -> SwigluVjpOp: ...
+@overload
+def op(
+    which: Literal["varlen_attention"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> VarlenAttentionOp: ...
+@overload
+def op(
+    which: Literal["varlen_attention_vjp"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> VarlenAttentionVjpOp: ...
 @overload
 def op(
     which: str | Spec[Any],

@@ -220,6 +220,7 @@ KEYWORDS = {
     "portakern/tools/judge/judgement.py: judge",
     "specs/attention/contract.py: attention_vjp",
     "specs/linear_cross_entropy.py: linear_cross_entropy_vjp",
+    "specs/varlen_attention.py: varlen_attention_vjp",
 }
 """Interfaces whose keywords users name: commands' options, declarations, and the signature of an op or of JAX's own
 function."""

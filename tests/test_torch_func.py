@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from tests.ops import of_each_kind  # noqa: E402
 from tests.ops._shared import results  # noqa: E402
-from tests.test_torch import FORWARD, f64, fn, served, tensors  # noqa: E402
+from tests.test_torch import FORWARD, f64, fn, served  # noqa: E402
 
 
 def loop(f, in_dims, arrays):
@@ -30,8 +30,7 @@ MAPPED = [pytest.param(r, key, id=f"{r.op}: {key}") for r in FORWARD for key in 
 @pytest.mark.parametrize(("r", "key"), MAPPED)
 def test_vmap_and_per_sample_gradients(r, key, caplog):
     mapped = r.mapped[key]
-    given = dict(zip((a.name for a in r.spec.arrays), tensors(r, mapped.sample, grad=False), strict=True))
-    given = {name: x for name, x in given.items() if x is not None}
+    given = {name: torch.from_numpy(x) for name, x in mapped.arrays(r.op, "float64").items()}
     arrays, in_dims = tuple(given.values()), tuple(mapped.in_dims.get(name) for name in given)
     observe._said.clear()
     caplog.set_level(logging.INFO, "portakern")
@@ -53,8 +52,7 @@ def test_vmap_and_per_sample_gradients(r, key, caplog):
 @pytest.mark.parametrize(("r", "key"), [p for p in MAPPED if p.values[0] in of_each_kind()])
 def test_maps_over_no_sample(r, key):
     mapped = r.mapped[key]
-    given = dict(zip((a.name for a in r.spec.arrays), tensors(r, mapped.sample, grad=False), strict=True))
-    given = {name: x for name, x in given.items() if x is not None}
+    given = {name: torch.from_numpy(x) for name, x in mapped.arrays(r.op, "float64").items()}
     in_dims = tuple(mapped.in_dims.get(name) for name in given)
     none = tuple(x if d is None else x.narrow(d, 0, 0) for x, d in zip(given.values(), in_dims, strict=True))
     every = r.differentiable(mapped.sample)

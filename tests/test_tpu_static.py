@@ -143,6 +143,23 @@ def test_a_kernel_is_walked_by_its_grid():
     assert walk.moved == 8 * 8 * 128 * 4 + 2 * 8 * 8 * 4, "a window that stays is not moved again"
 
 
+def test_a_grid_that_is_data_is_not_followed():
+    """How many steps it has is known on the device alone: no cycles are counted."""
+
+    def call(x, steps):
+        return pl.pallas_call(
+            lambda x, y: None,
+            grid=(2, steps),
+            in_specs=[pl.BlockSpec((8, 128), lambda i, j: (i, 0))],
+            out_specs=pl.BlockSpec((8, 128), lambda i, j: (i, 0)),
+            out_shape=jax.ShapeDtypeStruct((16, 128), jnp.float32),
+        )(x)
+
+    x = np.zeros((16, 128), np.float32)
+    assert static.walks_of(jax.make_jaxpr(call)(x, np.int32(3)).jaxpr) == []
+    assert len(static.walks_of(jax.make_jaxpr(lambda x: call(x, 3))(x).jaxpr)) == 1
+
+
 def in_blocks(kernel, grid, rows, out_rows, block=(16, 256)):
     """A call of a kernel over blocks of an array of so many rows of 300."""
 

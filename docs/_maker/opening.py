@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from maint.markdown import NONE, fold, table
 from maint.measurements import AGED, STALE, Row, StoredResults, changed, source
 from portakern.results import Result
-from portakern.spec import Spec
+from portakern.spec import ArrayArg, Spec
 from portakern.spec.dtypes import DTYPES
-from portakern.testing import sample_case
+from portakern.testing import Case, sample_case
 from portakern.tools.bench.plots import (
     COLOURS,
     FAINT,
@@ -49,20 +49,20 @@ def example(s: Spec[Any]) -> str:
         ]
         return "\n".join(["```python", *lines, "```"])
     given = [a for a in s.arrays if a.name in case.shapes]
-    drawn = [
-        f"{a.name} = {_drawn(case.dtype if case.dtype in a.dtypes else a.dtypes[0], case.shapes[a.name])}  # {a.shape}"
-        for a in given
-    ]
+    drawn = [f"{a.name} = {_drawn(s, case, a)}  # {a.shape}" for a in given]
     names = [o.name for o in s.outputs if not o.wanted_by and not o.saved]
     call = f'{", ".join(names)} = pk.op("{s.name}")({", ".join(case.shapes)}{options})'
     lines = ["import numpy as np", "import portakern as pk", "", "rng = np.random.default_rng(0)", *drawn, call]
     return "\n".join(["```python", *lines, "```"])
 
 
-def _drawn(dtype: str, shape: Sequence[int]) -> str:
+def _drawn(s: Spec[Any], case: Case, a: ArrayArg) -> str:
+    dtype, shape = case.dtype if case.dtype in a.dtypes else a.dtypes[0], case.shapes[a.name]
     extents = f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
     if DTYPES[dtype].floating:
         return f"rng.standard_normal({extents}, dtype=np.{dtype})"
+    if a.name in s.generators:  # values with a meaning, such as offsets
+        return f"np.array({case.drawn(s, a.name).tolist()})"
     return f"rng.integers(0, 2, {extents})"
 
 

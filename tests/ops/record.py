@@ -10,7 +10,7 @@ Arrays of a call are a tuple in the order of the spec's arguments, None for one 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -72,6 +72,14 @@ class Mapped:
     sample: Sample
     in_dims: Mapping[str, int]
     folds: bool = True
+
+    def arrays(self, op: str, dtype: str) -> dict[str, np.ndarray]:
+        """Values as :meth:`Sample.arrays` draws them for each call of which there is one a sample."""
+        shapes, mapped = self.sample.shapes, self.in_dims
+        alone = {n: tuple(np.delete(s, mapped[n]).tolist()) if n in mapped else s for n, s in shapes.items()}
+        number = next(shapes[n][axis] for n, axis in mapped.items())
+        each = [replace(self.sample, shapes=alone).arrays(op, dtype, seed) for seed in range(number)]
+        return {n: np.stack([x[n] for x in each], mapped[n]) if n in mapped else each[0][n] for n in each[0]}
 
 
 @dataclass(frozen=True)

@@ -86,11 +86,15 @@ class GridWalk(NamedTuple):
 
 
 def walks_of(jaxpr: Any, consts: Sequence[Any] = (), cores: int = 1) -> list[GridWalk]:
-    """Every kernel of a traced program, in order. ``consts``: the program's constants: what a kernel reads of them in
-    scalar memory, such as which blocks follow each other, is known with them. ``cores``: how many share a launch. Spans
-    of segments, which are data, are the widest."""
+    """Every kernel of a traced program, in order, but those with a grid whose extents are data. ``consts``: the
+    program's constants: what a kernel reads of them in scalar memory, such as which blocks follow each other, is known
+    with them. ``cores``: how many share a launch. Spans of segments, which are data, are the widest."""
     known = dict(zip(jaxpr.constvars, map(np.asarray, consts), strict=False))
-    return [_walk(eqn, given, cores) for eqn, given in _calls(jaxpr, known)]
+    return [_walk(eqn, given, cores) for eqn, given in _calls(jaxpr, known) if _followed(eqn)]
+
+
+def _followed(eqn: Any) -> bool:
+    return all(isinstance(extent, int) for extent in eqn.params["grid_mapping"].grid)
 
 
 def _calls(jaxpr: Any, known: dict[Any, Any]) -> Iterator[tuple[Any, list[Any]]]:

@@ -1,0 +1,127 @@
+"""Faults planted in the kernels of packed attention."""
+
+from __future__ import annotations
+
+from tests.mutants.faults import Planted
+
+FAULTS = {
+    "triton": [
+        Planted(
+            "keys-beyond-128-dropped",
+            "a sequence sees its first 128 keys alone",
+            old="    tile = index - (own * step // block + low)\n",
+            new="    tile = index - (own * step // block + low)\n    kv_len = tl.minimum(kv_len, 128)\n",
+        ),
+        Planted(
+            "aligned-at-the-first-key",
+            "the first query of a sequence stands beside its first key, not the last beside the last",
+            old="limits(i + (kv_len - q_len), left, right, kv_len)",
+            new="limits(i, left, right, kv_len)",
+            within="attention",
+        ),
+        Planted(
+            "tokens-before-the-first-see-keys",
+            "queries before the first start see the keys before it",
+            old="outside = (low == 0) | (low > sequences)",
+            new="outside = low > sequences",
+            edge="tokens_of_no_sequence",
+            at=(0, 6),
+            sample=True,
+        ),
+        Planted(
+            "tokens-behind-the-last-see-keys",
+            "queries behind the last sequence see the keys behind it",
+            old="outside = (low == 0) | (low > sequences)",
+            new="outside = low == 0",
+        ),
+        Planted(
+            "ragged-tile-unwritten",
+            "the last tile of a sequence is not computed where it is not full",
+            old="there = tile * block < own_len * step",
+            new="there = tile * block + block <= own_len * step",
+        ),
+        Planted(
+            "starts-without-stride",
+            "starts are read as if they were adjacent",
+            old="tl.load(starts + tl.minimum(number, sequences) * step)",
+            new="tl.load(starts + tl.minimum(number, sequences))",
+        ),
+        Planted(
+            "lse-of-the-first-rows",
+            "the log-sum-exp of every sequence goes where the first one's belongs",
+            old="heads * extents.q_len + token\n    store_rows(",
+            new="heads * extents.q_len + row\n    store_rows(",
+        ),
+        Planted(
+            "values-of-the-first-sequence",
+            "every sequence reads the values of the first",
+            old="operands = k + mine.kv_start * k_s, v + mine.kv_start * v_s, Masks(None, None, None, None, None)\n"
+            "    state =",
+            new="operands = k + mine.kv_start * k_s, v, Masks(None, None, None, None, None)\n    state =",
+        ),
+        Planted(
+            "p-truncated",
+            "bfloat16 weights are cut instead of rounded to nearest",
+            old="        acc = product(p.to(v_tile.dtype), v_tile,",
+            new=(
+                "        if v_tile.dtype == tl.bfloat16:\n"
+                "            p = (p.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)\n"
+                "        acc = product(p.to(v_tile.dtype), v_tile,"
+            ),
+            small=True,
+            within="attention",
+        ),
+    ],
+    "pallas": [
+        Planted(
+            "keys-beyond-128-dropped",
+            "a sequence sees its first 128 keys alone",
+            old="        blocks = beside.row_blocks if self.by_key else beside.key_blocks\n"
+            "        first, last = blocks(at, self.own, self.met)\n"
+            "        there =",
+            new="        blocks = beside.row_blocks if self.by_key else beside.key_blocks\n"
+            "        first, last = blocks(at, self.own, self.met)\n"
+            "        last = jnp.minimum(last, 127 // self.met)\n"
+            "        there =",
+        ),
+        Planted(
+            "aligned-at-the-first-key",
+            "the first query of a sequence stands beside its first key, not the last beside the last",
+            old="return self.kv_len - quotient(self.rows, self.heads)",
+            new="return self.kv_len * 0",
+        ),
+        Planted(
+            "tokens-of-no-sequence-see-keys",
+            "queries before the first start and behind the last sequence see the keys there",
+            old="inside = (n > 0) & (n <= sequences) & (within < self.lens[n])",
+            new="inside = within < self.lens[n]",
+            edge="tokens_of_no_sequence",
+            at=(0, 6),
+            sample=True,
+        ),
+        Planted(
+            "left-edge-off-by-one",
+            "a window is one key short on its left",
+            old="offset > (self.aligned - self.left - 1) * self.heads",
+            new="offset > (self.aligned - self.left) * self.heads",
+        ),
+        Planted(
+            "right-corner",
+            "a block whose first query just misses the last key counts as seen whole",
+            old="quotient(row, self.heads) + self.aligned + self.right\n        return found",
+            new="quotient(row, self.heads) + self.aligned + self.right + 1\n        return found",
+        ),
+        Planted(
+            "keys-behind-a-sequence",
+            "zeros behind a sequence's last key are seen",
+            old="found = key + keys <= self.kv_len",
+            new="found = key < self.kv_len",
+        ),
+        Planted(
+            "heads-of-a-group-turned",
+            "rows of a token take the heads of its group in another order",
+            old='return by_head(x[None], self.dims["group"])[0]',
+            new='return by_head(x[None, :, ::-1], self.dims["group"])[0][::-1]',
+        ),
+    ],
+}
