@@ -366,6 +366,17 @@ def many_keys(arrays, rng, options):
     arrays["kv_lens"][...] = arrays["page_table"].shape[1] * arrays["k_pages"].shape[1] - 5
 
 
+@paged_attention.edge(
+    dims={**LONG, "tokens": (200, 240), "kv_heads": (1, 1), "group": (2, 3), "d": (4, 8), "dv": (4, 8),
+          "pages": (20, 24), "page_size": (30, 33), "sequences": (1, 1), "pages_each": (20, 24)},
+    options={"window": None},
+)  # fmt: skip
+def a_prompt_onto_many_keys(arrays, rng, options):
+    """So many queries that a program walks all chunks of their keys."""
+    arrays["q_starts"][...] = [0, len(arrays["q"])]
+    arrays["kv_lens"][...] = arrays["page_table"].shape[1] * arrays["k_pages"].shape[1] - 5
+
+
 @paged_attention.edge(dims={**LONG, "tokens": (1, 4)}, options={"scale": 1.0}, smallest_tiles=True)
 def a_maximum_that_rises_late(arrays, rng, options):
     """The last key of each sequence outweighs all before it, after sums of these were made."""

@@ -55,18 +55,20 @@ FAULTS = {
         Planted(
             "chunks-of-equal-weight",
             "states of chunks are added without regard to their maxima",
-            old="            acc, l, m = merge((acc, l, m), settled(part), scores)\n",
+            old="acc, l, m = merge((acc, l, m), settled(part), scores)\n",
             new=(
-                "            part = settled(part)\n"
-                "            acc, l, m = acc + part[0], l + part[1], tl.maximum(m, part[2])\n"
+                "acc_part, l_part, m_part = settled(part)\n"
+                "                acc, l, m = acc + acc_part, l + l_part, tl.maximum(m, m_part)\n"
             ),
-            at=(0, 100),
+            sample=True,
+            edge="a_prompt_onto_many_keys",
+            at=(0, 6),
         ),
         Planted(
             "tiles-without-room",
             "a sequence's first tile may be the last of the one before",
-            old="extents.group // block_q + middle",
-            new="extents.group // block_q",
+            old="extents.group // block_q + s\n",
+            new="extents.group // block_q\n",
             at=(0, 100),
         ),
         Planted(
