@@ -339,16 +339,17 @@ def capacity(call: Call) -> int:
 
 
 def default_tiling(call: Call) -> dict[str, int]:
-    """Not measured: 64 rows fill Hopper's matrix unit, of which decoding leaves most idle while it waits for memory;
-    wide heads take what registers have room for. Chunks of 512 keys give one sequence of 4096 keys and 8 key heads 64
-    programs. Products of float32 are threefold where attention's are."""
+    """Of 16 bits and heads up to 128, measured on an H200 (docs/porting/paged_attention.md): 64 rows fill the matrix
+    unit, and tiles of 16 rows, which decode faster, have other bits. A program has some cost before its first key, so
+    that chunks of 1024 keys are faster than 512 but for one short sequence. Others are not measured: wide heads take
+    what registers have room for. Products of float32 are threefold where attention's are."""
     wide = max(head_tiles(as_attention(call)))
     if call.dtype in ("float16", "bfloat16"):
         tiles = (64, 64, 4, 3) if wide <= 128 else (64, 32, 8, 2) if wide <= 256 else (16, 16, 8, 1)
     else:
         tiles = (64, 32, 4, 2) if wide <= 64 else (64, 32, 8, 2) if wide <= 128 else (16, 16, 8, 1)
     names = ("block_q", "block_kv", "num_warps", "num_stages")
-    return dict(zip(names, tiles, strict=True)) | {"split_keys": 512, "threefold": int(call.target.arch == "sm_90")}
+    return dict(zip(names, tiles, strict=True)) | {"split_keys": 1024, "threefold": int(call.target.arch == "sm_90")}
 
 
 def fit(call: Call, config: PagedAttentionConfig) -> PagedAttentionConfig:
