@@ -134,6 +134,7 @@ SHOWN: Mapping[str, Shown] = {
     "fuzz": Shown("calls", "calls worst slowest_seconds broken"),
     "character_model": Shown("final", "steps mean standard_error difference in_standard_errors"),
     "train": Shown("compiled step_ms memory_gib final", "size steps"),
+    "serve": Shown("steps seconds drawn read drawn_a_second agree", "size"),
 }
 """A benchmark whose runs nothing shows has no entry, and is refused."""
 

@@ -214,6 +214,12 @@ BENCHMARKS: Mapping[str, Benchmark] = {
          "final": "number", "losses": "list", "served": "list"},
         {"size": "text", "steps": "count"},
     ),
+    "serve": Benchmark(
+        ("ops", "graphs"),
+        {"ops": "text", "graphs": "flag", **dict.fromkeys(("steps", "drawn", "read", "agree"), "count"),
+         "seconds": "number", "drawn_a_second": "number"},
+        {"size": "text"},
+    ),
     "model-step": Benchmark(
         ("stage", "contender"),
         {"stage": "text", "contender": "text", **dict.fromkeys(("ms", "best_ms", "worst_ms", "peak_gib"), "number?"),

@@ -1,0 +1,1 @@
+"""A server's loop: continuous batching of a Llama over keys and values in pages."""
