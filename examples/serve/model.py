@@ -54,7 +54,8 @@ def made(size: Size, longest: int, device: str, dtype: torch.dtype, seed: int = 
 
 @dataclass(frozen=True)
 class Packed:
-    """A step's arrays on the device. Those behind the step's last token are padding: slot -1, of no sequence.
+    """A step's arrays on the device. Those behind the step's last token are padding, of no sequence, and have a slot in
+    a page of their own.
 
     Attributes:
       step: what they hold, for contenders that need lengths on the host.
@@ -85,7 +86,7 @@ class Packed:
             step,
             held(step.tokens + [0] * beyond),
             held(step.positions + [0] * beyond),
-            held(step.slots + [-1] * beyond),
+            held(step.slots + [capacity.pages * capacity.page_size] * beyond, torch.int64),
             held(step.q_starts),
             held(step.kv_lens),
             held(step.page_table),
@@ -130,7 +131,7 @@ class Llama:
         self.device = str(self.words.device)
         self.frequencies = model.model.rotary_emb.inv_freq
         self.layers = [_layer(state, f"model.layers.{i}.") for i in range(config.num_hidden_layers)]
-        shape = (capacity.pages, capacity.page_size, self.kv_heads, self.head)
+        shape = (capacity.pages + 1, capacity.page_size, self.kv_heads, self.head)  # the last one takes padding
         # pages of nobody are never read, whatever they hold
         self.cache = [
             tuple(torch.full(shape, torch.nan, dtype=self.words.dtype, device=self.device) for _ in "kv")
@@ -174,15 +175,15 @@ def _layer(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 # ------------------------------------------------------------------------------------------------------- contenders
-def on_portakern(size: Size, capacity: Capacity, backend: str | None) -> Kernels:
-    """Every function by portakern."""
-    ops = {
-        name: pk.op(name, backend=backend)
-        for name in ("rmsnorm", "linear", "rope", "swiglu", "kv_append", "paged_attention")
-    }
+def into_pages(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, packed: Packed) -> None:
+    """PyTorch's own assignment by index."""
+    for new, pages in ((k, k_pages), (v, v_pages)):
+        pages.view(-1, *new.shape[1:])[packed.slots] = new
 
-    def append(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, packed: Packed) -> None:
-        ops["kv_append"](k, v, k_pages, v_pages, packed.slots, overwrite=("k_pages", "v_pages"))
+
+def on_portakern(size: Size, capacity: Capacity, backend: str | None) -> Kernels:
+    """Every function of a layer by portakern; keys are written into their pages by PyTorch."""
+    ops = {name: pk.op(name, backend=backend) for name in ("rmsnorm", "linear", "rope", "swiglu", "paged_attention")}
 
     def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, packed: Packed) -> Tensor:
         found = ops["paged_attention"](q, k_pages, v_pages, packed.page_table, packed.kv_lens, packed.q_starts)
@@ -193,7 +194,7 @@ def on_portakern(size: Size, capacity: Capacity, backend: str | None) -> Kernels
         linear=lambda x, weight, residual: ops["linear"](x, weight, residual=residual),
         rope=lambda x, cos, sin: ops["rope"](x[None], cos[None], sin[None])[0],
         swiglu=ops["swiglu"],
-        append=append,
+        append=into_pages,
         attention=attention,
     )
 
@@ -208,11 +209,6 @@ def on_torch(size: Size, capacity: Capacity, backend: str | None) -> Kernels:
         a, b = x.float().chunk(2, -1)
         c, s = cos[:, None], sin[:, None]
         return torch.cat((a * c - b * s, b * c + a * s), -1).to(x.dtype)
-
-    def append(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, packed: Packed) -> None:
-        count = len(packed.step.tokens)
-        slots = packed.slots[:count].long()
-        k_pages.view(-1, *k.shape[1:])[slots], v_pages.view(-1, *v.shape[1:])[slots] = k[:count], v[:count]
 
     def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, packed: Packed) -> Tensor:
         o, starts, table = torch.zeros_like(q), packed.step.q_starts, packed.page_table.long()
@@ -234,7 +230,7 @@ def on_torch(size: Size, capacity: Capacity, backend: str | None) -> Kernels:
         linear=linear,
         rope=rope,
         swiglu=lambda gate, up: F.silu(gate) * up,
-        append=append,
+        append=into_pages,
         attention=attention,
     )
 
