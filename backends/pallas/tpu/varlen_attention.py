@@ -356,7 +356,7 @@ def by_key(ref: Refs, *, walk: Walk, scores: TpuScores, scale: float) -> None:
 
 # ------------------------------------------------------------------------------------------------ what they read, write
 class PackedOperands:
-    """The arrays of a call as kernels read them, and the launches on them. ``rows`` and ``keys``: their tiles."""
+    """The arrays of a call as kernels read them, and the kernels on them. ``rows`` and ``keys``: their tiles."""
 
     def __init__(self, call: Call, config: TilesConfig) -> None:
         self.call, self.dims = call, call.dims
@@ -389,7 +389,7 @@ class PackedOperands:
         by_token = found.reshape(kv_heads, self.dims["tokens"], self.dims["group"], numbers)
         return by_token.transpose(3, 0, 2, 1).reshape(numbers, -1, self.dims["tokens"])
 
-    def launch(
+    def over_tiles(
         self, kernel: Callable[..., None], name: str, by_key: bool, outputs: dict[str, Any], scratch: Any, depth: int,
         of_rows: jax.Array | None = None, **how: Any,
     ) -> dict[str, jax.Array]:  # fmt: skip
@@ -453,7 +453,7 @@ def varlen_attention(call: Call, config: TilesConfig) -> tuple[jax.Array | None,
     outputs = {"o": (jax.ShapeDtypeStruct((kv_heads, rows.tiles * bq, dv), call.arrays["q"].dtype), False)}
     if numbers:
         outputs["lse"] = (jax.ShapeDtypeStruct((kv_heads, rows.tiles, len(numbers), bq), jnp.float32), True)
-    found = packed.launch(
+    found = packed.over_tiles(
         attend,
         "portakern_varlen_attention",
         False,
@@ -490,7 +490,7 @@ def varlen_attention_vjp(call: Call, config: TilesConfig) -> tuple[jax.Array | N
     d, dv = dims["d"], dims["dv"]
     if "d_q" in wants:
         form = jax.ShapeDtypeStruct((dims["kv_heads"], packed.rows.tiles * packed.bq, d), dtype)
-        made = packed.launch(by_query, "portakern_varlen_attention_vjp_d_q", False, {"d_q": (form, False)},
+        made = packed.over_tiles(by_query, "portakern_varlen_attention_vjp_d_q", False, {"d_q": (form, False)},
                              {"acc": (packed.bq, d)}, 2 * d + dv, **how)  # fmt: skip
         found["d_q"] = packed.from_rows(made["d_q"])
     widths = {name: width for name, width in (("d_k", d), ("d_v", dv)) if name in wants}
@@ -498,7 +498,7 @@ def varlen_attention_vjp(call: Call, config: TilesConfig) -> tuple[jax.Array | N
         keys = packed.keys.tiles * packed.bkv
         outputs = {n: (jax.ShapeDtypeStruct((dims["kv_heads"], keys, w), dtype), False) for n, w in widths.items()}
         sums = {f"{n[2:]}_acc": (packed.bkv, w) for n, w in widths.items()}
-        made = packed.launch(by_key, "portakern_varlen_attention_vjp_d_k_d_v", True, outputs, sums,
+        made = packed.over_tiles(by_key, "portakern_varlen_attention_vjp_d_k_d_v", True, outputs, sums,
                              d + dv + sum(widths.values()), **how)  # fmt: skip
         found |= {name: packed.from_keys(x) for name, x in made.items()}
     return tuple(found.get(output.name) for output in call.spec.outputs)
