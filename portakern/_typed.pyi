@@ -254,6 +254,7 @@ class AttentionOp(Op):
         bias: Array | None = None,
         q_segment_ids: Array | None = None,
         kv_segment_ids: Array | None = None,
+        sinks: Array | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -264,7 +265,13 @@ class AttentionOp(Op):
     ) -> Array:
         """o = softmax(softcap(scale q k^T) + bias, masked) v, one row at a time and never storing the scores.
 
-        The algorithm is FlashAttention-2's forward pass (Dao 2023, algorithm 1).
+        The algorithm is FlashAttention-2's forward pass (Dao 2023, algorithm 1). A sink is a learned score of each
+        query
+        head (Agarwal et al. 2025, gpt-oss, section 2): the softmax's denominator of each row has exp(sink) besides, so
+        that
+        a row may give its keys a weight of less than 1 in all. It is one more key, whose score is the sink, neither
+        scaled
+        nor capped, and whose value is 0; every row sees it, whatever masks say.
 
         Args:
           q: (batch, q_len, kv_heads*group, d). Query head h reads key head h // group.
@@ -274,6 +281,9 @@ class AttentionOp(Op):
           q_segment_ids, kv_segment_ids: (batch, q_len), (batch, kv_len): a pair is allowed where they are equal. Both
             or
             neither.
+          sinks: (kv_heads*group,): a logit of each query head; q's dtype or float32. -inf is none, to the bit. inf and
+            NaN
+            make all rows of their head NaN, o and lse, as a score of inf does.
           is_causal: query i sees keys up to i + kv_len - q_len (aligned at the bottom right: the last query sees every
             key).
           window: (left, right): query i sees keys from i + kv_len - q_len - left to i + kv_len - q_len + right; None on
@@ -287,7 +297,9 @@ class AttentionOp(Op):
 
         Returns:
           o: (batch, q_len, kv_heads*group, dv), q's dtype; with return_lse also lse: (batch, kv_heads*group, q_len),
-          float32, natural log. A row that may see no key is zeros, its lse -inf.
+          float32, natural log, of the softmax's denominator, a sink included. A row that may see no key is zeros, its
+            lse
+          the sink, or -inf without one.
         """
     @overload
     def __call__(
@@ -298,6 +310,7 @@ class AttentionOp(Op):
         bias: Array | None = None,
         q_segment_ids: Array | None = None,
         kv_segment_ids: Array | None = None,
+        sinks: Array | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -315,6 +328,7 @@ class AttentionOp(Op):
         bias: Array | None = None,
         q_segment_ids: Array | None = None,
         kv_segment_ids: Array | None = None,
+        sinks: Array | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -332,6 +346,7 @@ class AttentionOp(Op):
         bias: NDArray[Any] | None = None,
         q_segment_ids: NDArray[Any] | None = None,
         kv_segment_ids: NDArray[Any] | None = None,
+        sinks: NDArray[Any] | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -349,6 +364,7 @@ class AttentionOp(Op):
         bias: NDArray[Any] | None = None,
         q_segment_ids: NDArray[Any] | None = None,
         kv_segment_ids: NDArray[Any] | None = None,
+        sinks: NDArray[Any] | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -366,6 +382,7 @@ class AttentionOp(Op):
         bias: NDArray[Any] | None = None,
         q_segment_ids: NDArray[Any] | None = None,
         kv_segment_ids: NDArray[Any] | None = None,
+        sinks: NDArray[Any] | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -380,6 +397,7 @@ class AttentionGradients(NamedTuple, Generic[T]):
     d_k: T
     d_v: T
     d_bias: T | None
+    d_sinks: T | None
 
 class AttentionVjpOp(Op):
     @overload
@@ -396,6 +414,7 @@ class AttentionVjpOp(Op):
         kv_segment_ids: Array | None = None,
         d_lse: Array | None = None,
         lse_low: Array | None = None,
+        sinks: Array | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -419,27 +438,28 @@ class AttentionVjpOp(Op):
             d_q = scale D k
             d_k = scale D^T q and d_v = P^T d_o, summed over the query heads of a key head
             d_bias = dS, summed over the axes that bias broadcasts
+            d_sinks = -exp(min(sink - lse - lse_low, 0)) Delta, summed over batch entries and queries
 
-        At pairs that causal, window or segments mask, P and dS are 0, whatever lse, d_o, v and the rest hold there:
-        select
-        after the arithmetic. A row with lse = -inf saw no key: its P is 0. Where bias = -inf, P is 0 as exp gives it.
-        o,
-        lse
-        and lse_low are taken as they are, rounded. No P exceeds 1, however far rounding moves a score above lse: where
-        scores are large that is by whole numbers. Nothing is promised of a pair whose score is above lse by more than
-        that:
-        it is the lse of other scores. NaN and inf reach what they meet at allowed pairs. 0 in P or D times a q,
-        k or d_o that is NaN or inf, inside a tile, may be NaN; beyond an extent never.
+        The other gradients know of sinks by lse alone. At pairs that causal, window or segments mask, P and dS are 0,
+        whatever lse, d_o, v and the rest hold there: select after the arithmetic. A row with lse = -inf saw no key and
+        has no sink: its P is 0. Where bias = -inf, P is 0 as exp gives it. o, lse and lse_low are taken as they are,
+        rounded. No P exceeds 1, however far rounding moves a score above lse: where scores are large that is by whole
+        numbers. Nothing is promised of a pair whose score is above lse by more than that: it is the lse of other
+        scores.
+        NaN and inf reach what they meet at allowed pairs. 0 in P or D times a q, k or d_o that is NaN or inf, inside a
+        tile, may be NaN; beyond an extent never.
 
         Args:
-          q, k, v, bias, q_segment_ids, kv_segment_ids, is_causal, window, scale, softcap, precision: as in attention.
+          q, k, v, bias, q_segment_ids, kv_segment_ids, sinks, is_causal, window, scale, softcap, precision: as in
+            attention. Rows with lse = -inf add nothing to d_sinks.
           o, lse, lse_low: what attention returned; lse_low None is 0.
           d_o, d_lse: cotangents of o (its dtype) and lse (float32); d_lse None is 0.
 
         Returns:
-          d_q, d_k, d_v, d_bias: the shapes and dtypes of q, k, v and bias. A row that saw no key has no gradient and
-            leaves
-          none. For 16-bit inputs P and D are rounded to nearest before their products, as P is in attention.
+          d_q, d_k, d_v, d_bias, d_sinks: the shapes and dtypes of q, k, v, bias and sinks. A row that saw no key has no
+          gradient and leaves none but d_sinks. For 16-bit inputs P and D are rounded to nearest before their products,
+            as P
+          is in attention.
         """
     @overload
     def __call__(
@@ -455,13 +475,14 @@ class AttentionVjpOp(Op):
         kv_segment_ids: Array | None = None,
         d_lse: Array | None = None,
         lse_low: Array | None = None,
+        sinks: Array | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
         scale: float | None = None,
         softcap: float | None = None,
         precision: Literal["ieee", "tf32"] = "ieee",
-        wants: Iterable[Literal["d_q", "d_k", "d_v", "d_bias"]] | None,
+        wants: Iterable[Literal["d_q", "d_k", "d_v", "d_bias", "d_sinks"]] | None,
     ) -> AttentionGradients[Array | None]: ...
     @overload
     def __call__(
@@ -477,6 +498,7 @@ class AttentionVjpOp(Op):
         kv_segment_ids: NDArray[Any] | None = None,
         d_lse: NDArray[Any] | None = None,
         lse_low: NDArray[Any] | None = None,
+        sinks: NDArray[Any] | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -499,13 +521,14 @@ class AttentionVjpOp(Op):
         kv_segment_ids: NDArray[Any] | None = None,
         d_lse: NDArray[Any] | None = None,
         lse_low: NDArray[Any] | None = None,
+        sinks: NDArray[Any] | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
         scale: float | None = None,
         softcap: float | None = None,
         precision: Literal["ieee", "tf32"] = "ieee",
-        wants: Iterable[Literal["d_q", "d_k", "d_v", "d_bias"]] | None,
+        wants: Iterable[Literal["d_q", "d_k", "d_v", "d_bias", "d_sinks"]] | None,
     ) -> AttentionGradients[NDArray[Any] | None]: ...
 
 class CrossEntropyOut(NamedTuple, Generic[T]):

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 A = TypeVar("A")
-MASKS = ("bias", "q_segment_ids", "kv_segment_ids")
-"""Arrays of attention that a sequence has none of."""
 
 
 class PagedAttentionOut(NamedTuple):
@@ -70,7 +68,7 @@ def dense_form(call: Call, q_len: int, kv_len: int) -> Call:
     """The dimensions and options of the call of attention that a sequence of so many queries and keys is."""
     dims = {n: call.dims[n] for n in ("kv_heads", "group", "d", "dv")}
     return call.replace(
-        spec=attention, arrays=dict.fromkeys(("q", "k", "v", *MASKS)), wants=("o", "lse"), given=None,
+        spec=attention, arrays=dict.fromkeys(a.name for a in attention.arrays), wants=("o", "lse"), given=None,
         dims={"batch": 1, "q_len": q_len, "kv_len": kv_len, **dims},
     )  # fmt: skip
 

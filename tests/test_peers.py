@@ -362,20 +362,22 @@ def peer_function(name, op):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"is_causal": True, "softcap": 2.0}, {"window": (3, 1), "scale": 0.3}],
+    [{}, {"is_causal": True, "softcap": 2.0}, {"window": (3, 1), "scale": 0.3}, {"sinks": np.float32([0.5, -1])}],
     ids=str,
 )
 def test_flash_cute_hands_over_what_the_op_says(monkeypatch, options):
     torch = pytest.importorskip("torch", reason="torch is not installed")
 
-    def flash_attn_func(q, k, v, softmax_scale=None, causal=False, window_size=(None, None), softcap=0.0):
-        given = {"scale": softmax_scale, "is_causal": causal, "softcap": softcap or None}
+    def flash_attn_func(q, k, v, softmax_scale=None, causal=False, window_size=(None, None), softcap=0.0,
+                        learnable_sink=None):  # fmt: skip
+        given = {"scale": softmax_scale, "is_causal": causal, "softcap": softcap or None, "sinks": learnable_sink}
         given["window"] = None if window_size == (None, None) else window_size
         return pk.op("attention", backend="reference")(q, k, v, **given), None
 
     fake(monkeypatch, "flash_attn.cute", flash_attn_func=flash_attn_func)
     q = torch.from_numpy(Q)
-    found = peer_function("flash_cute", "attention")(q, q, q, **options)
+    given = {n: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+    found = peer_function("flash_cute", "attention")(q, q, q, **given)
     np.testing.assert_allclose(found, pk.op("attention")(Q, Q, Q, **options), atol=1e-6)
 
 

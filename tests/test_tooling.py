@@ -218,6 +218,7 @@ KEYWORDS = {
     "portakern/spec/declare.py: spec",
     "portakern/testing/runner.py: check",
     "portakern/tools/judge/judgement.py: judge",
+    "specs/attention/contract.py: attention",
     "specs/attention/contract.py: attention_vjp",
     "specs/linear_cross_entropy.py: linear_cross_entropy_vjp",
     "specs/varlen_attention.py: varlen_attention_vjp",

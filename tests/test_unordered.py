@@ -235,7 +235,7 @@ def test_a_gradient_that_nobody_wants_is_not_written():
             out = serving.run(some, tiling)
         assert serving.family.name == ("unordered" if "d_q" in wants else "hopper")
         assert ran == kernels
-        assert [x is not None for x in out] == [n in wants for n in ("d_q", "d_k", "d_v", "d_bias")]
+        assert [x is not None for x in out] == [n in wants for n in ("d_q", "d_k", "d_v", "d_bias", "d_sinks")]
     some = call.replace(wants=("d_q", "d_v"))
     assert worst(some) <= 1
 

@@ -45,13 +45,14 @@ def attention(
     softcap: float | None = None,
     q_segment_ids: Any = None,
     kv_segment_ids: Any = None,
+    sinks: Any = None,
 ) -> Any:
     """The spec's own layout and alignment. Of segments it takes documents of neighbouring rows, by their ends."""
     from flash_attn import cute
 
     modes = {
         "softmax_scale": scale, "causal": is_causal, "window_size": window or (None, None), "softcap": softcap or 0.0,
-    }  # fmt: skip
+    } | ({} if sinks is None else {"learnable_sink": sinks})  # fmt: skip
     if q_segment_ids is None:
         return _first(cute.flash_attn_func(q, k, v, **modes))
     from portakern.backends.peers._packed import documents

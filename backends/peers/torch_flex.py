@@ -46,6 +46,7 @@ def attention(
     bias: Any = None,
     q_segment_ids: Any = None,
     kv_segment_ids: Any = None,
+    sinks: Any = None,
     *,
     is_causal: bool = False,
     window: Window | None = None,
@@ -54,9 +55,10 @@ def attention(
     precision: str = "ieee",
 ) -> Any:
     """Heads before the sequence; the causal mask is a window's edge. What the mask leaves of each block is found before
-    the first call of a shape, or with these segment ids, and kept. On a CPU it runs uncompiled, as a formula."""
+    the first call of a shape, or with these segment ids, and kept. Sinks are what the log-sum-exp says that they leave
+    of o, as transformers has it. On a CPU it runs uncompiled, as a formula."""
     import torch
-    from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     left, right = window or (None, None)
     if is_causal:
@@ -70,6 +72,7 @@ def attention(
     elif left is not None or right is not None:
         with torch.no_grad():
             seen = _blocks(left, right, q.shape[1], k.shape[1], q.device)
+    more = {} if sinks is None else {"return_aux": AuxRequest(lse=True)}
     pairs = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     o = run(
         query=heads_first[0],
@@ -79,7 +82,12 @@ def attention(
         block_mask=seen,
         scale=scale,
         enable_gqa=q.shape[2] != k.shape[2],
+        **more,
     )
+    if sinks is not None:
+        o, also = o
+        share = torch.sigmoid(also.lse - sinks[:, None]).where(sinks[:, None] < float("inf"), float("nan"))
+        o = (o * share[..., None]).to(q.dtype)
     return o.transpose(1, 2)
 
 

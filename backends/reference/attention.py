@@ -19,12 +19,15 @@ def attention(call: Call, config: Config) -> tuple[np.ndarray | None, ...]:
 
         p_j = exp(s_j - m), m = max s_j, l = sum_j p_j;  o = sum_j p_j v_j / l, lse + lse_low = m + log l
 
+    A sink is one more score of each row of its head, with a value of 0: m = max(s_j, sink) and
+    l = exp(sink - m) + sum p_j.
+
     q: (batch, q_len, heads, d), k: (batch, kv_len, kv_heads, d), v: (batch, kv_len, kv_heads, dv)
     -> o: (batch, q_len, heads, dv), lse and lse_low: (batch, heads, q_len).
     Masked pairs have s = -inf. A row that sees no key has m = -inf and l = 0: its o is 0, its lse -inf. A +inf score
     (inf - inf) or a NaN score makes p, and so the row, NaN.
     """
-    v = call.arrays["v"]
+    v, sinks = call.arrays["v"], call.arrays["sinks"]
     (batch, q_len, heads, _), group = call.arrays["q"].shape, call.dims["group"]
     o = np.empty((batch, q_len, heads, v.shape[-1]))
     lse, low = np.empty((batch, heads, q_len)), np.empty((batch, heads, q_len))
@@ -32,8 +35,13 @@ def attention(call: Call, config: Config) -> tuple[np.ndarray | None, ...]:
         for b, h in np.ndindex(batch, heads):
             s = scores(call, b, h)
             m = s.max(-1, keepdims=True, initial=-np.inf)
-            p = np.exp(s - np.where(m == -np.inf, 0.0, m))
+            if sinks is not None:
+                m = np.maximum(m, sinks[h])
+            shift = np.where(m == -np.inf, 0.0, m)
+            p = np.exp(s - shift)
             l = p.sum(-1, keepdims=True)
+            if sinks is not None:
+                l = l + np.exp(sinks[h] - shift)
             o[b, :, h] = weighted_sum(p, s != -np.inf, v[b, :, h // group]) / np.where(l == 0, 1.0, l)
             lse[b, h], low[b, h] = sum_in_two(call, m[:, 0], np.log(l[:, 0]))
     return o, lse if "lse" in call.wants else None, low if "lse_low" in call.wants else None

@@ -10,7 +10,7 @@ import numpy as np
 from portakern.spec.tolerance import beyond_range, magnitude, round_to
 from portakern.specs._gradients import stored_bounds
 from portakern.specs.attention.contract import attention, attention_vjp
-from portakern.specs.attention.pairs import KeyHead, PairTerms, SoftmaxRows, sum_error
+from portakern.specs.attention.pairs import KeyHead, PairTerms, SinkPairs, SoftmaxRows, sum_error
 from portakern.specs.attention.scores import scale_of, units_of
 
 if TYPE_CHECKING:
@@ -35,6 +35,9 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     A bias of 2^20 or more is added in natural units, and its share is what float32 makes of the sum: nothing where the
     bias absorbs the score, as finfo.min does. In a row with |m| of 2^23 or more, where scores in units of log2(e) have
     no binary places left, ds has d besides: weights may be powers of another base there.
+
+    A sink is one more key with a score of its own error (:class:`portakern.specs.attention.pairs.SinkTerm`) and a value
+    of 0: it counts in m, in all sums of p and of g, and adds 8u to steps, for a sum, a quotient and a product.
 
     A weight p moves by g = p (e^ds - 1) at most, and l down to l' = sum p e^-ds at most, so that o moves by
 
@@ -62,8 +65,9 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     lse_low is the rest of lse, and its reference that of lse rounded once: it may be off by 2 B_lse + U |lse|. That the
     two together are exact shows in gradients.
 
-    A row that sees no key: eta, and an exact lse. +inf: where a score's terms reach 2^127 (the row) or sum |v| does;
-    where an operand of float32 is beyond tf32's range (:data:`portakern.spec.tolerance.TF32_END`);
+    A row that sees no key: eta, and an exact lse, which is the sink if there is one. +inf: where a score's terms, or a
+    sink, reach 2^127 (the row) or sum |v| does; where an operand of float32 is beyond tf32's range
+    (:data:`portakern.spec.tolerance.TF32_END`);
     where a masked key holds NaN or inf in v (0 * NaN inside a tile cannot be undone); where a key that is seen holds
     inf but its weight may be 0 (inf or NaN).
     """
@@ -85,7 +89,7 @@ def _bound_o(call, unit, row, v, o):
     size, rounding = magnitude(v), unit.U + unit.tf32 + row.steps
     total = row.seen @ size
     lost = unit.eta * total + unit.flush * row.l + row.n * unit.tau
-    moved = row.g @ size + np.abs(o) * row.g.sum(1, keepdims=True)
+    moved = row.g @ size + np.abs(o) * row.moved
     err = (moved + rounding * ((row.p + row.g) @ size) + lost) / row.least
     err = np.fmin(err, (size.max(0) + np.abs(o)) * (1 + 4 * rounding) + 2 * lost)
     err = np.where(row.n == 0, 0.0, err)
@@ -119,6 +123,7 @@ def bound_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         E_q = |scale| [W |k| + ((n+8) u + tf32) (|D| + W) |k| + flush sum (|D| + W) + n tau]
         E_k the same over the queries, with |q|;  E_v with W_P, P and |d_o|, and no scale
         E_bias = sum E + (n+8) u sum (|dS| + E) over the pairs that an element of bias stands for
+        E_sinks the same over all n rows of a head, with E of :class:`SinkPairs`, in a sum of ``chain(n)``
 
     With E_x any of them, B = E_x (1 + U) + U |gradient| + eta.
 
@@ -127,9 +132,10 @@ def bound_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     may round to 0); at pairs that only bias masks, where what P = 0 multiplies is not finite; and where 0 in P or D, at
     any pair that is not seen, multiplies a q, k or d_o that is not finite. NaN at a seen pair has no such excuse.
     """
-    unit, scale, d_bias = units_of(call), abs(scale_of(call)), np.zeros(())
+    unit, scale = units_of(call), abs(scale_of(call))
     d_q, d_k, d_v = (np.zeros(call.arrays[n].shape) for n in ("q", "k", "v"))
     sums = None if ref[3] is None else np.zeros((4, *ref[3].shape))
+    of_sinks = None if ref[4] is None else np.zeros((4, *ref[4].shape))
     with np.errstate(all="ignore"):
         for head in KeyHead.all_of(call):
             pairs = PairTerms.of(head)
@@ -141,10 +147,20 @@ def bound_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
             if sums is not None:
                 values = [pairs.E, np.abs(pairs.dS) + pairs.E, pairs.seen, pairs.wild]
                 head.add_to_bias(sums, np.stack(values))
-        if sums is not None:
-            err, total, n, wild = sums
-            d_bias = np.where((wild > 0) | (total >= unit.huge), inf, err + (n + 8) * unit.u * total)
-    return stored_bounds(call, ref, [d_q, d_k, d_v, d_bias])
+            if of_sinks is not None:
+                sink = SinkPairs.of(head)
+                values = [sink.E, np.abs(sink.dS) + sink.E, sink.seen, sink.wild]
+                of_sinks[:, head.heads] += [head.by_head(x).sum(1) for x in values]
+        d_bias = None if sums is None else _of_terms(unit, sums, sums[2])
+        d_sinks = None if of_sinks is None else _of_terms(unit, of_sinks, unit.chain(of_sinks[2]))
+    return stored_bounds(call, ref, [d_q, d_k, d_v, d_bias, d_sinks])
+
+
+def _of_terms(unit, sums, roundings):
+    """The error of sums of terms dS with so many roundings on the way, from the sums of E, of |dS| + E, of the terms
+    that there are, and of those of which nothing is promised."""
+    err, total, _, wild = sums
+    return np.where((wild > 0) | (total >= unit.huge), inf, err + (roundings + 8) * unit.u * total)
 
 
 class _ProductWeights(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 from jaxtyping import Float, Float32, Int
 
@@ -12,6 +12,8 @@ from portakern.spec.options import Range
 from portakern.specs.attention.scores import allowed_pairs
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from portakern.core.call import Call
 
 A = TypeVar("A")
@@ -22,6 +24,11 @@ POSITIVE = ("kv_heads", "group", "d", "dv")
 SEGMENTS_COME_TOGETHER = Rule(
     lambda call: (call.arrays["q_segment_ids"] is None) == (call.arrays["kv_segment_ids"] is None),
     "q_segment_ids and kv_segment_ids come together; pass both, or neither",
+)
+
+KEYS_BESIDE_A_SINK = Rule(
+    lambda call: call.arrays["sinks"] is None or call.dims["kv_len"] > 0,
+    "sinks are given and k has no keys (kv_len is 0): o would be 0 and lse the sinks; return these, or pass a key",
 )
 
 MOST_HEADS = 128
@@ -60,11 +67,11 @@ def work(call: Call, depth: int) -> float:
     tiling=TILING,
     returns={"lse": "return_lse"},
     saved=AttentionSaved,
-    or_float32=("bias",),
+    or_float32=("bias", "sinks"),
     masks=("bias",),
     positive=POSITIVE,
     empty={"kv_len": {"o": 0.0, "lse": -inf, "lse_low": 0.0}},
-    require=[SEGMENTS_COME_TOGETHER],
+    require=[SEGMENTS_COME_TOGETHER, KEYS_BESIDE_A_SINK],
     doubts=[HEADS_BEHIND_THE_SEQUENCE],
     apart=lambda options, wants: (
         "batch",
@@ -92,6 +99,7 @@ def attention(
     bias: Float[A, "#batch #kv_heads*group #q_len kv_len"] | None = None,
     q_segment_ids: Int[A, "batch q_len"] | None = None,
     kv_segment_ids: Int[A, "batch kv_len"] | None = None,
+    sinks: Float[A, "kv_heads*group"] | None = None,
     *,
     is_causal: bool = False,
     window: Window | None = None,
@@ -102,7 +110,10 @@ def attention(
 ) -> AttentionOut:
     """o = softmax(softcap(scale q k^T) + bias, masked) v, one row at a time and never storing the scores.
 
-    The algorithm is FlashAttention-2's forward pass (Dao 2023, algorithm 1).
+    The algorithm is FlashAttention-2's forward pass (Dao 2023, algorithm 1). A sink is a learned score of each query
+    head (Agarwal et al. 2025, gpt-oss, section 2): the softmax's denominator of each row has exp(sink) besides, so that
+    a row may give its keys a weight of less than 1 in all. It is one more key, whose score is the sink, neither scaled
+    nor capped, and whose value is 0; every row sees it, whatever masks say.
 
     Args:
       q: (batch, q_len, kv_heads*group, d). Query head h reads key head h // group.
@@ -111,6 +122,8 @@ def attention(
         float32. -inf masks the pair.
       q_segment_ids, kv_segment_ids: (batch, q_len), (batch, kv_len): a pair is allowed where they are equal. Both or
         neither.
+      sinks: (kv_heads*group,): a logit of each query head; q's dtype or float32. -inf is none, to the bit. inf and NaN
+        make all rows of their head NaN, o and lse, as a score of inf does.
       is_causal: query i sees keys up to i + kv_len - q_len (aligned at the bottom right: the last query sees every
         key).
       window: (left, right): query i sees keys from i + kv_len - q_len - left to i + kv_len - q_len + right; None on a
@@ -123,7 +136,8 @@ def attention(
 
     Returns:
       o: (batch, q_len, kv_heads*group, dv), q's dtype; with return_lse also lse: (batch, kv_heads*group, q_len),
-      float32, natural log. A row that may see no key is zeros, its lse -inf.
+      float32, natural log, of the softmax's denominator, a sink included. A row that may see no key is zeros, its lse
+      the sink, or -inf without one.
     """
     raise NotImplementedError
 
@@ -139,6 +153,7 @@ attention.sample(
 )
 attention.sample("softcap_and_scale", dims=SMALL, options={"softcap": 2.0, "scale": 0.4})
 attention.sample("wider_bias", dims=SMALL, given=("bias",), wider=("bias",))
+attention.sample("sinks", dims=SMALL, options={"softcap": 2.0, "return_lse": True}, given=("sinks",), wider=("sinks",))
 
 
 # ---------------------------------------------------------------------------------------------------------- gradient
@@ -147,22 +162,31 @@ class AttentionGradients(NamedTuple):
     d_k: Float[A, "batch kv_len kv_heads d"]
     d_v: Float[A, "batch kv_len kv_heads dv"]
     d_bias: Float[A, "#batch #kv_heads*group #q_len kv_len"]
+    d_sinks: Float[A, "kv_heads*group"]
 
 
 def _flops(call: Call) -> float:
-    """Scores and dP again, and a product for each gradient."""
+    """Scores and dP again, and a product for each gradient. d_sinks wants neither."""
     d, dv = call.dims["d"], call.dims["dv"]
     each = {"d_q": d, "d_k": d, "d_v": dv}
-    return work(call, d + dv + sum(each.get(name, 0) for name in call.wants))
+    of_pairs = [name for name in call.wants if name != "d_sinks"]
+    return work(call, d + dv + sum(each.get(name, 0) for name in of_pairs)) if of_pairs else 1.0
+
+
+def _independent(options: Mapping[str, Any], wants: Sequence[str]) -> tuple[str, ...]:
+    """d_bias may be summed over batch entries and heads, d_sinks is summed over batch entries."""
+    if "d_bias" in wants:
+        return ()
+    return ("kv_heads",) if "d_sinks" in wants else ("batch", "kv_heads")
 
 
 @spec(
     tiling=TILING,
-    or_float32=("bias",),
+    or_float32=("bias", "sinks"),
     masks=("bias",),
-    apart=lambda options, wants: () if "d_bias" in wants else ("batch", "kv_heads"),
+    apart=_independent,
     positive=POSITIVE,
-    require=[SEGMENTS_COME_TOGETHER],
+    require=[SEGMENTS_COME_TOGETHER, KEYS_BESIDE_A_SINK],
     flops=_flops,
 )
 def attention_vjp(
@@ -177,6 +201,7 @@ def attention_vjp(
     kv_segment_ids: Int[A, "batch kv_len"] | None = None,
     d_lse: Float32[A, "batch kv_heads*group q_len"] | None = None,
     lse_low: Float32[A, "batch kv_heads*group q_len"] | None = None,
+    sinks: Float[A, "kv_heads*group"] | None = None,
     *,
     is_causal: bool = False,
     window: Window | None = None,
@@ -198,22 +223,25 @@ def attention_vjp(
         d_q = scale D k
         d_k = scale D^T q and d_v = P^T d_o, summed over the query heads of a key head
         d_bias = dS, summed over the axes that bias broadcasts
+        d_sinks = -exp(min(sink - lse - lse_low, 0)) Delta, summed over batch entries and queries
 
-    At pairs that causal, window or segments mask, P and dS are 0, whatever lse, d_o, v and the rest hold there: select
-    after the arithmetic. A row with lse = -inf saw no key: its P is 0. Where bias = -inf, P is 0 as exp gives it. o,
-    lse
-    and lse_low are taken as they are, rounded. No P exceeds 1, however far rounding moves a score above lse: where
-    scores are large that is by whole numbers. Nothing is promised of a pair whose score is above lse by more than that:
-    it is the lse of other scores. NaN and inf reach what they meet at allowed pairs. 0 in P or D times a q,
-    k or d_o that is NaN or inf, inside a tile, may be NaN; beyond an extent never.
+    The other gradients know of sinks by lse alone. At pairs that causal, window or segments mask, P and dS are 0,
+    whatever lse, d_o, v and the rest hold there: select after the arithmetic. A row with lse = -inf saw no key and
+    has no sink: its P is 0. Where bias = -inf, P is 0 as exp gives it. o, lse and lse_low are taken as they are,
+    rounded. No P exceeds 1, however far rounding moves a score above lse: where scores are large that is by whole
+    numbers. Nothing is promised of a pair whose score is above lse by more than that: it is the lse of other scores.
+    NaN and inf reach what they meet at allowed pairs. 0 in P or D times a q, k or d_o that is NaN or inf, inside a
+    tile, may be NaN; beyond an extent never.
 
     Args:
-      q, k, v, bias, q_segment_ids, kv_segment_ids, is_causal, window, scale, softcap, precision: as in attention.
+      q, k, v, bias, q_segment_ids, kv_segment_ids, sinks, is_causal, window, scale, softcap, precision: as in
+        attention. Rows with lse = -inf add nothing to d_sinks.
       o, lse, lse_low: what attention returned; lse_low None is 0.
       d_o, d_lse: cotangents of o (its dtype) and lse (float32); d_lse None is 0.
 
     Returns:
-      d_q, d_k, d_v, d_bias: the shapes and dtypes of q, k, v and bias. A row that saw no key has no gradient and leaves
-      none. For 16-bit inputs P and D are rounded to nearest before their products, as P is in attention.
+      d_q, d_k, d_v, d_bias, d_sinks: the shapes and dtypes of q, k, v, bias and sinks. A row that saw no key has no
+      gradient and leaves none but d_sinks. For 16-bit inputs P and D are rounded to nearest before their products, as P
+      is in attention.
     """
     raise NotImplementedError

@@ -238,6 +238,68 @@ def nan_bias_at_masked_pairs(arrays, rng, options):
     odd_bias_of_hidden_keys(arrays, rng)
 
 
+# --- sinks ---
+
+
+@attention.edge(dims={"q_len": (1, 70), "kv_len": (2, 140)}, given=("sinks", *SEGMENTS), options={"return_lse": True})
+def sinks_of_rows_without_keys(arrays, rng, options):
+    """A row that sees no key is zeros, and its lse the sink, to the bit."""
+    blind_queries(arrays, rng)
+
+
+@attention.edge(dims={"q_len": (1, 70), "kv_len": (2, 140)}, given=("sinks",), options={"return_lse": True})
+def absent_sinks_beside_others(arrays, rng, options):
+    """A sink of -inf is none: also of rows that a bias of -inf, or a mask, hides wholly."""
+    arrays["sinks"][some(rng, arrays["sinks"].shape[0])] = -inf
+    if arrays.get("bias") is not None:
+        rows_masked_by_bias(arrays, rng)
+
+
+@attention.edge(dims={"q_len": (1, 70), "kv_len": (1, 140)}, given=("sinks",), options={"return_lse": True})
+def odd_sinks(arrays, rng, options):
+    """NaN and inf in a sink make every row of its head NaN, o and lse, and no other."""
+    arrays["sinks"][some(rng, arrays["sinks"].shape[0])] = rng.choice([np.nan, inf])
+
+
+@attention.edge(
+    dims={"q_len": (1, 40), "kv_len": (2, 140)},
+    given=("sinks",),
+    absent=("bias",),
+    options={"scale": 0.125, "softcap": None, "return_lse": True},
+)
+def sinks_above_all_scores(arrays, rng, options):
+    """The sink is the row's maximum, by a little and by much: it is neither scaled nor capped."""
+    arrays["sinks"][...] = rng.choice([3.0, 8.0, 30.0], arrays["sinks"].shape)
+
+
+@attention.edge(
+    dims={"q_len": (1, 40), "kv_len": (2, 140)},
+    given=("sinks",),
+    absent=("bias",),
+    options={"scale": 1.0, "softcap": None, "return_lse": True},
+)
+def sinks_beside_logits_of_minus_1e5(arrays, rng, options):
+    """Sinks beside scores near -1e5, above them, and within a few units of them."""
+    q, k = arrays["q"], arrays["k"]
+    q[...], k[..., 1:] = 0, 0
+    q[..., 0], k[..., 0] = 400, -250 + rng.integers(0, 2, k.shape[:-1])
+    if arrays["sinks"].dtype != np.float16:
+        arrays["sinks"][
+            some(rng, arrays["sinks"].shape[0])
+        ] = -99840.0  # a number of bfloat16, within 240 of the scores
+
+
+@attention.edge(
+    dims={"q_len": (1, 2), "kv_len": (1030, 1100), "group": (1, 4)},
+    given=("sinks",),
+    options={"is_causal": False, "window": None, "return_lse": True},
+    absent=("bias", *SEGMENTS),
+)
+def decoding_with_sinks(arrays, rng, options):
+    """Keys that are split: the sink is in the denominator once, not once for each split."""
+    arrays["sinks"][...] = 5 + np.abs(arrays["sinks"])
+
+
 # --- as people run it ---
 
 LONE = {"absent": ("bias", *SEGMENTS)}
@@ -528,6 +590,35 @@ def one_hot_cotangents(arrays, rng, options):
 def only_lse_is_used(arrays, rng, options):
     """d_o = 0 and d_lse not: d_q = scale d_lse P k, and d_v = 0."""
     arrays["d_o"][...] = 0
+
+
+# --- sinks ---
+
+
+@attention_vjp.edge(dims={"q_len": (2, 70), "kv_len": (2, 140)}, given=("sinks", "d_lse", *SEGMENTS))
+def sinks_of_rows_without_keys_vjp(arrays, rng, options):
+    """lse is the sink where a row sees no key: all of its d_lse is the sink's."""
+    blind_queries(arrays, rng)
+
+
+@attention_vjp.edge(dims={"q_len": (2, 70), "kv_len": (2, 140)}, given=("sinks",))
+def absent_sinks_beside_others_vjp(arrays, rng, options):
+    """A sink of -inf has no gradient: also of rows whose lse is -inf."""
+    arrays["sinks"][some(rng, arrays["sinks"].shape[0])] = -inf
+    if arrays.get("bias") is not None:
+        rows_masked_by_bias(arrays, rng)
+
+
+@attention_vjp.edge(dims={"batch": (2, 3), "q_len": (120, 140), "kv_len": (1, 20)}, given=("sinks",))
+def a_sink_above_all_scores(arrays, rng, options):
+    """Most of each row's weight is the sink's; its gradient is a sum over all batch entries and queries."""
+    arrays["sinks"][...] = rng.choice([3.0, 8.0], arrays["sinks"].shape)
+
+
+@attention_vjp.edge(dims={"batch": (2, 3), "q_len": (1100, 1200), "kv_len": (1, 4), "d": (1, 8), "dv": (1, 8)},
+                    given=("sinks",), absent=("bias",))  # fmt: skip
+def a_sink_of_many_rows(arrays, rng, options):
+    """More rows than a program takes at a time, of which the last ones are few."""
 
 
 @attention_vjp.edge(

@@ -9,6 +9,8 @@ import numpy as np
 from portakern.spec.tolerance import format_of
 from portakern.specs.attention.contract import attention, attention_vjp
 
+NO_MASK = (None,) * 3  # the arguments between v and sinks
+
 
 @attention.law
 def causal_prefix_ignores_the_future(run, draw):
@@ -63,6 +65,38 @@ def few_queries_over_many_keys(run, draw):
 
 
 @attention.law
+def a_sink_of_minus_infinity_is_none(run, draw):
+    """The same bits, o and lse, of rows that see keys and of rows that see none, over one split and over several."""
+    for kv_len in (draw.extent(1, 150), draw.extent(1030, 1100)):
+        q_len, d = draw.extent(1, 40), draw.extent(4, 40, "d")
+        q, k, v = draw.normal(1, q_len, 4, d), draw.normal(1, kv_len, 2, d), draw.normal(1, kv_len, 2, d)
+        none = np.full(4, -np.inf, q.dtype)
+        bound = [run(q, k, v, *NO_MASK, x, window=(None, 0), return_lse=True) for x in (none, None)]
+        for name, a, b in zip(("o", "lse"), *bound, strict=True):
+            draw.same_bits(a, b, f"{name} with sinks of -inf")
+
+
+@attention.law
+def sinks_of_other_heads(run, draw):
+    """A head's bits do not depend on the sinks of other heads, and a lone query's not on company."""
+    q_len, kv_len, d = draw.extent(2, 70), draw.extent(1, 150), draw.extent(4, 40, "d")
+    q, k, v = draw.normal(2, q_len, 4, d), draw.normal(2, kv_len, 2, d), draw.normal(2, kv_len, 2, d)
+    sinks = draw.normal(4)
+    other = sinks.copy()
+    other[:2] += 1
+    draw.same_bits(
+        run(q, k, v, *NO_MASK, other)[:, :, 2:],
+        run(q, k, v, *NO_MASK, sinks)[:, :, 2:],
+        "heads 2 and 3 after sinks 0 and 1",
+    )
+    draw.same_bits(
+        run(q[1:, -1:, 2:], k[1:, :, 1:], v[1:, :, 1:], *NO_MASK, sinks[2:]),
+        run(q, k, v, *NO_MASK, sinks)[1:, -1:, 2:],
+        "a lone query with its head's sink",
+    )
+
+
+@attention.law
 def equal_values_come_back(run, draw):
     """Values of 1 give 1, within one rounding of the weights.
 
@@ -80,6 +114,9 @@ def equal_values_come_back(run, draw):
 
 
 # ---------------------------------------------------------------------------------------------------------- gradient
+NOTHING_ELSE = (None,) * 5  # the arguments between d_o and sinks
+
+
 def _draw(draw, batch, q_len, kv_len, heads, kv_heads, d):
     """q, k, v, o, lse, d_o; o and lse as if from somewhere: gradients take them as they are. lse keeps P below 1."""
     q, o, d_o = (draw.normal(batch, q_len, heads, d) for _ in range(3))
@@ -114,7 +151,8 @@ def no_cotangent_no_gradient(run, draw):
     """d_o = 0: zeros, not what rounding makes of them."""
     *arrays, d_o = _draw(draw, 1, draw.extent(1, 70), draw.extent(1, 90), 2, 2, draw.extent(4, 40))
     bias = draw.normal(1, 2, 1, arrays[1].shape[1])
-    for name, x in zip(("d_q", "d_k", "d_v", "d_bias"), run(*arrays, d_o * 0, bias, softcap=3.0), strict=True):
+    names, sinks = ("d_q", "d_k", "d_v", "d_bias", "d_sinks"), draw.normal(2)
+    for name, x in zip(names, run(*arrays, d_o * 0, bias, *NOTHING_ELSE[1:], sinks, softcap=3.0), strict=True):
         draw.same_bits(np.abs(x), np.zeros_like(x), f"{name} of d_o = 0")
 
 
@@ -142,7 +180,7 @@ def the_future_has_no_gradient(run, draw):
     *arrays, d_o = _draw(draw, 1, n, n, 2, 1, draw.extent(4, 40))
     cut = draw.extent(1, n - 1)
     d_o[:, cut:] = 0
-    _, d_k, d_v, _ = run(*arrays, d_o, is_causal=True)
+    d_k, d_v = run(*arrays, d_o, is_causal=True)[1:3]
     for name, x in (("d_k", d_k), ("d_v", d_v)):
         draw.same_bits(
             np.abs(x[:, cut:]), np.zeros_like(x[:, cut:]), f"{name} of keys that no query with a cotangent sees"
@@ -173,6 +211,25 @@ def heads_and_batches_are_independent_vjp(run, draw):
         (among[0][1:2, :, 2:], among[1][1:2, :, 1:], among[2][1:2, :, 1:]),
         "one batch entry and key head alone",
     )
+
+
+@attention_vjp.law
+def sinks_in_any_company(run, draw):
+    """The other gradients know of sinks by lse alone, and have the same bits without them. d_sinks has the same bits
+    asked for alone and of its head alone; it doubles with the cotangent, and a sink of -inf has none."""
+    arrays = _draw(draw, 2, draw.extent(1, 70), draw.extent(1, 40), 4, 2, draw.extent(4, 40))
+    sinks = draw.normal(4)
+    sinks[1] = -np.inf
+    among = run(*arrays, *NOTHING_ELSE, sinks)
+    _same(draw, among[:3], run(*arrays)[:3], "a call with sinks")
+    draw.same_bits(run(*arrays, *NOTHING_ELSE, sinks, wants=("d_sinks",))[4], among[4], "d_sinks alone")
+    draw.same_bits(np.abs(among[4][1:2]), np.zeros_like(sinks[:1]), "d_sinks of a sink of -inf")
+    of_head = [x[:, 2:] if i == 4 else x[:, :, (1 if i in (1, 2) else 2) :] for i, x in enumerate(arrays)]
+    draw.same_bits(run(*of_head, *NOTHING_ELSE, sinks[2:])[4], among[4][2:], "d_sinks of one key head's queries")
+    if draw.dtype != "float16":
+        *rest, d_o = arrays
+        twice = run(*rest, d_o * d_o.dtype.type(2), *NOTHING_ELSE, sinks)[4]
+        draw.same_bits(twice, among[4] * sinks.dtype.type(2), "d_sinks of a cotangent doubled")
 
 
 @attention_vjp.law

@@ -17,6 +17,27 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 
+class SinkTerm(NamedTuple):
+    """What a sink is to each row of its head, (q_len, 1), as one more key: its weight p and how far rounding may move
+    that, g; its distance d from the maximum, and the error ds of its score. Without sinks p, g and ds are 0."""
+
+    p: np.ndarray | float = 0.0
+    g: np.ndarray | float = 0.0
+    d: np.ndarray | float = inf
+    ds: np.ndarray | float = 0.0
+
+    @classmethod
+    def of(cls, unit: Units, sink: float, m: np.ndarray, n: np.ndarray) -> SinkTerm:
+        """Of rows with the maximum m, the sink included, that see n keys. A score that is given errs by nothing but
+        what is made of it: 4u |sink| where it takes another unit, as a bias does, and 6u d + ex as any other. A kernel
+        may add it when it knows log l of all keys: 4u (1 + log n) besides, since their l lies between 1 and n."""
+        d = np.full(m.shape, inf) if sink == -inf else m - sink
+        ds = unit.u * (4 * abs(sink) + 6 * d + 4 * (1 + np.log(np.maximum(n, 1)))) + unit.ex
+        ds = np.where(d == inf, 0.0, ds)
+        p = np.exp(-d)
+        return cls(p, np.where(ds < 1, p * np.expm1(ds), np.exp(np.minimum(ds - d, 700))), d, ds)
+
+
 class SoftmaxRows(NamedTuple):
     """The scores of one head and what they lead to, (q_len, kv_len), or (q_len, 1) for what a row has one of.
 
@@ -24,6 +45,7 @@ class SoftmaxRows(NamedTuple):
       seen: which pairs are seen; n: how many keys a row sees.
       m, d, ds, p, l, g: as in :func:`portakern.specs.attention.bounds.bound`; least: its l'; steps: its steps.
       overflows: rows in which a score's terms may reach 2^127.
+      sink: the head's, which m, l, least and steps count and the matrices do not hold.
     """
 
     seen: np.ndarray
@@ -37,17 +59,22 @@ class SoftmaxRows(NamedTuple):
     least: np.ndarray
     steps: np.ndarray
     overflows: np.ndarray
+    sink: SinkTerm
 
     @classmethod
     def of(cls, call, unit, b, h):
-        scores, may = ScoreErrors.of(call, unit, b, h), allowed(call, b)
+        scores, may, sinks = ScoreErrors.of(call, unit, b, h), allowed(call, b), call.arrays["sinks"]
         seen = may & (scores.s != -inf)
-        m = np.where(seen, scores.s, -inf).max(1, keepdims=True, initial=-inf)
+        of_keys = np.where(seen, scores.s, -inf).max(1, keepdims=True, initial=-inf)
+        m = of_keys if sinks is None else np.maximum(of_keys, sinks[h])
         d = np.where(seen, m - scores.s, inf)
-        other_base = np.where(np.abs(m) >= 2.0**23, d, 0.0) if call.dtype != "float64" else 0.0
+        far = (np.abs(m) >= 2.0**23) | (np.abs(of_keys) >= 2.0**23)
+        other_base = np.where(far, d, 0.0) if call.dtype != "float64" else 0.0
         ds = np.where(seen, scores.ds + 6 * unit.u * d + unit.ex + other_base, 0)
         p = np.exp(-d)
         n = seen.sum(1, keepdims=True)
+        sink = SinkTerm() if sinks is None else SinkTerm.of(unit, sinks[h], m, n)
+        beyond = sinks is not None and np.isfinite(sinks[h]) and abs(sinks[h]) >= unit.huge
         return cls(
             seen=seen,
             n=n,
@@ -55,12 +82,18 @@ class SoftmaxRows(NamedTuple):
             d=d,
             ds=ds,
             p=p,
-            l=p.sum(1, keepdims=True),
+            l=p.sum(1, keepdims=True) + sink.p,
             g=np.where(ds < 1, p * np.expm1(ds), np.exp(np.minimum(ds - d, 700))),
-            least=(p * np.exp(-ds)).sum(1, keepdims=True),
-            steps=unit.u * (np.minimum(20 * n, call.dims["kv_len"]) + 32),
-            overflows=(may & scores.overflows).any(1, keepdims=True),
+            least=(p * np.exp(-ds)).sum(1, keepdims=True) + sink.p * np.exp(-sink.ds),
+            steps=unit.u * (np.minimum(20 * n, call.dims["kv_len"]) + (32 if sinks is None else 40)),
+            overflows=(may & scores.overflows).any(1, keepdims=True) | beyond,
+            sink=sink,
         )
+
+    @property
+    def moved(self) -> np.ndarray:
+        """(q_len, 1): sum g, the sink's included."""
+        return self.g.sum(1, keepdims=True) + self.sink.g
 
 
 class ScoreErrors(NamedTuple):
@@ -111,8 +144,9 @@ def _with_bias(call, u, s, ds, bias):
 def sum_error(row: SoftmaxRows) -> np.ndarray:
     """E_lse of one head, (q_len,), without the additions of m. However large the errors, lse moves by no more than the
     largest that counts."""
-    largest = np.where(row.d - row.ds < 745, row.ds, 0).max(1)
-    moved = np.maximum(np.log1p(row.g.sum(1) / row.l[:, 0]), np.log(row.l / row.least)[:, 0])
+    largest = np.where(row.d - row.ds < 745, row.ds, 0).max(1, keepdims=True)
+    largest = np.maximum(largest, np.where(row.sink.d - row.sink.ds < 745, row.sink.ds, 0.0))[:, 0]
+    moved = np.maximum(np.log1p(row.moved / row.l), np.log(row.l / row.least))[:, 0]
     err = np.where(largest > 1, largest, moved) + row.steps[:, 0]
     return np.where(row.overflows[:, 0], inf, np.where(row.n[:, 0] == 0, 0.0, err))
 
@@ -158,6 +192,10 @@ class KeyHead(NamedTuple):
         """(group*q_len, extent) as (q_len, group, extent)."""
         return x.reshape(self.call.dims["group"], -1, x.shape[1]).swapaxes(0, 1)
 
+    def by_head(self, x):
+        """(group*q_len, 1) or (group*q_len,) as (group, q_len)."""
+        return x.reshape(self.call.dims["group"], -1)
+
     def statistic(self, name):
         """(group*q_len, 1) of lse, lse_low or d_lse; zeros for what was not given."""
         x = self.call.arrays[name]
@@ -170,6 +208,64 @@ class KeyHead(NamedTuple):
         for i, value in enumerate(np.split(values, self.call.dims["group"], 1)):
             at = sums[:, self.b % sums.shape[1], (self.heads.start + i) % sums.shape[2]]
             at += value.sum(1, keepdims=True) if at.shape[1] == 1 else value
+
+
+class SinkPairs(NamedTuple):
+    """What the sinks of a group and their rows make of each other, (group*q_len, 1): as :class:`PairTerms` of one more
+    key whose score is the sink and whose dP is 0, so that a = -Delta.
+
+    P is the weight, dS = P a; the exponent sink - lse - lse_low errs by
+
+        e = 4u |sink - L| + u min(|lse|, 512) + 16 u^2 |lse| + ex
+
+    and g, E follow as there, with da = u ((dv+3) sum |d_o o| + 2 |d_lse| + |Delta|) + flushed operands.
+
+    Attributes:
+      seen: rows that count: those whose lse is not -inf. P, a, dS, E: 0 where not seen or not finite.
+      e: as above. apart: the exponent. wild: nothing is promised.
+    """
+
+    seen: np.ndarray
+    P: np.ndarray
+    a: np.ndarray
+    dS: np.ndarray
+    E: np.ndarray
+    e: np.ndarray
+    apart: np.ndarray
+    wild: np.ndarray
+
+    @classmethod
+    def of(cls, head: KeyHead) -> SinkPairs:
+        unit, u, lse = head.unit, head.unit.u, head.statistic("lse")
+        sink = np.repeat(head.call.arrays["sinks"][head.heads], head.call.dims["q_len"])[:, None]
+        seen, size = lse != -inf, np.abs(lse)
+        apart = (sink - lse) - head.statistic("lse_low")
+        e = 4 * u * np.abs(apart) + u * np.minimum(size, 512) + 16 * u**2 * size + unit.ex + _of_sums(head)
+        P = np.exp(np.minimum(apart, 0.0))
+        g = np.where(e < 1, P * np.expm1(e), np.exp(np.minimum(e + apart, 700)))
+        g = np.where(size < far_from(head.call), g, np.minimum(g, np.maximum(P, 1 - P) + unit.ex))
+        delta, da, nan, wild = _deltas(head)
+        dS, size_a = -P * delta, np.abs(delta)
+        E = g * size_a + (P + g) * (da + 2 * u * (size_a + da)) + unit.tau * (1 + size_a + da)
+        nan = nan | np.isnan(apart)
+        wild = seen & ~nan & (wild | (lse >= unit.huge) | (sink == inf) | (apart > e) | (np.abs(dS) + E >= unit.huge))
+        P, a, dS, E = (np.where(seen & np.isfinite(x), x, 0.0) for x in (P, -delta, dS, E))
+        return cls(seen, P, a, dS, E, e, apart, wild)
+
+
+def _deltas(head: KeyHead) -> tuple[Any, ...]:
+    """Delta of finite operands, its error; where it holds NaN; where it holds inf or sums may overflow: by row."""
+    unit, u, dv = head.unit, head.unit.u, head.call.dims["dv"]
+    d_o, o, d_lse = head.queries("d_o"), head.queries("o"), head.statistic("d_lse")
+    row = np.concatenate([d_o, o, d_lse], 1)
+    nan, infinite = (x.any(1, keepdims=True) for x in (np.isnan(row), np.isinf(row)))
+    d_o, o, d_lse = (finite(x) for x in (d_o, o, d_lse))
+    products, delta = (np.abs(d_o) * np.abs(o)).sum(1, keepdims=True), (d_o * o).sum(1, keepdims=True) - d_lse
+    operands = np.abs(d_o).sum(1, keepdims=True) + np.abs(o).sum(1, keepdims=True)
+    da = u * ((dv + 3) * products + 2 * np.abs(d_lse) + np.abs(delta)) + unit.flush * operands + dv * unit.tau
+    if "o" in head.call.off:
+        da = da + (np.abs(d_o) * head.of(head.call.off["o"])).sum(1, keepdims=True)
+    return delta, da, nan, infinite | (products >= unit.huge) | (np.abs(d_lse) >= unit.huge) | ~np.isfinite(da)
 
 
 class PairTerms(NamedTuple):

@@ -11,7 +11,7 @@ from portakern.spec.dtypes import numpy_dtype
 from portakern.spec.tolerance import KAPPA, dot_spread, store_spread, units
 from portakern.specs._gradients import stored_spreads
 from portakern.specs.attention.contract import attention, attention_vjp
-from portakern.specs.attention.pairs import KeyHead, PairTerms, SoftmaxRows, finite
+from portakern.specs.attention.pairs import KeyHead, PairTerms, SinkPairs, SoftmaxRows, finite
 from portakern.specs.attention.scores import scale_of
 
 if TYPE_CHECKING:
@@ -44,25 +44,31 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 
         R = kappa^2 (c_N / 3 + 8) + (ex/4)^2,  c_N = chain(N)
 
-    is the sum l, log or division, and the exp of a rise of the maximum, by which accumulator and l are rescaled.
+    is the sum l, log or division, and the exp of a rise of the maximum, by which accumulator and l are rescaled. A sink
+    is one more term of both sums, with v = 0 and the f of a score that is given:
+
+        f_0^2 = kappa^2 (2 sink^2 + 6 d^2 + 2) + (ex/4)^2
 
     +inf where the first order fails: rows with an f of 2^-4 or more at a key that counts, and elements without a bound.
     """
     o, lse, low = ref
-    unit, group = units(call), call.dims["group"]
+    unit, group, sinks = units(call), call.dims["group"], call.arrays["sinks"]
     rest = (KAPPA * unit.u) ** 2 * (unit.chain(call.dims["kv_len"]) / 3 + 8) + (unit.ex / 4) ** 2
     sigma_o, sigma_lse = np.empty_like(o), None if lse is None else np.empty_like(lse)
     with np.errstate(all="ignore"):
         for b, h in np.ndindex(o.shape[0], o.shape[2]):
             row = SoftmaxRows.of(call, unit, b, h)
             share, (f2, lean) = row.p / row.l, _row_spread(call, unit, row, b, h)
-            unknown = row.overflows | (np.where(row.d < 100, f2, 0.0).max(1, keepdims=True) >= 2.0**-8)
+            sink = np.zeros(row.n.shape) if sinks is None else _sink_spread(unit, sinks[h], row)
+            unknown = (
+                row.overflows | (np.where(row.d < 100, f2, 0.0).max(1, keepdims=True) >= 2.0**-8) | (sink >= 2.0**-8)
+            )
             moved = np.where(row.p > 0, np.square(share) * f2, 0.0)
             v = call.arrays["v"][b, :, h // group]
-            of_o = _o_spread(call, unit, row, share, moved, rest, v, o[b, :, h])
+            of_o = _o_spread(call, unit, row, share, moved, rest + sink, v, o[b, :, h])
             sigma_o[b, :, h] = np.where(unknown, inf, of_o)
             if sigma_lse is not None:
-                of_lse = _lse_spread(call, unit, row, share, moved, lean, rest, lse[b, h])
+                of_lse = _lse_spread(call, unit, row, share, moved, lean, rest + sink[:, 0], lse[b, h])
                 sigma_lse[b, h] = np.where(unknown[:, 0], inf, of_lse)
     return sigma_o, sigma_lse, None if low is None else np.full_like(low, inf)
 
@@ -72,6 +78,13 @@ def _row_spread(call, unit, row, b, h):
     f2, lean = score_spread(call, unit, b, h)
     f2 = f2 + (KAPPA * unit.u) ** 2 * (2 * (row.m - row.d) ** 2 + 6 * row.d**2) + (unit.ex / 4) ** 2
     return np.where(row.seen, f2, 0.0), np.where(row.seen, lean, 0.0)
+
+
+def _sink_spread(unit, sink, row):
+    """P^2 f_0^2 of a sink, (q_len, 1): by how much it moves the logarithm of l, and o as a share of o."""
+    d = np.where(np.isfinite(row.sink.d), row.sink.d, 0.0)
+    f2 = (KAPPA * unit.u) ** 2 * (2 * sink**2 + 6 * d**2 + 2) + (unit.ex / 4) ** 2
+    return np.where(row.sink.p > 0, np.square(row.sink.p / row.l) * f2, 0.0)
 
 
 def score_spread(call, unit, b, h):
@@ -144,6 +157,9 @@ def sigma_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     and so on, with (z P J)^2 added to var_D where rows are summed. lean: what leans one way in every term adds up
     before it is squared, as in attention's lse: dots that are cut off by sqrt(x), log2(e) and scale by u s and u lse.
 
+    d_sinks sums terms dS = -P Delta of all rows, with f^2 = kappa^2 (lse^2 + 2 (sink - lse)^2) + (ex/4)^2 and nothing
+    that leans.
+
     +inf where the first order fails: along rows and columns with an f of 2^-4 or more at a pair that counts. And of
     d_v wherever P has few values, as where all scores are alike: 1/k of k keys is stored with one error, towards 0 or
     away from it, and every element leans as that does.
@@ -151,7 +167,7 @@ def sigma_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     unit, scale2 = units(call), scale_of(call) ** 2
     d_q, d_k, d_v = (np.zeros(call.arrays[n].shape) for n in ("q", "k", "v"))
     sums, d_bias, pairs_in_all = None if ref[3] is None else np.zeros((8, *ref[3].shape)), None, 0
-    storing = _Storing(call)
+    storing, of_sinks, d_sinks = _Storing(call), None if ref[4] is None else np.zeros((4, *ref[4].shape)), None
     with np.errstate(all="ignore"):
         for head in KeyHead.all_of(call):
             pairs = PairTerms.of(head)
@@ -169,11 +185,32 @@ def sigma_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
             if sums is not None:
                 values = [spread.unknown, spread.var_S + spread.row**2, np.square(pairs.dS), pairs.dS, *spread.lean_S]
                 head.add_to_bias(sums, np.stack(values))
+            if of_sinks is not None:
+                of_sinks[:, head.heads] += [head.by_head(x).sum(1) for x in _sink_terms(head)]
         if sums is not None:
-            c = unit.chain(pairs_in_all / ref[3].size)
-            rounding = (KAPPA * unit.u) ** 2 * (c / 3 * np.square(sums[3]) + c / 6 * sums[2])
-            d_bias = np.where(sums[0] > 0, inf, sums[1] + rounding + np.square(sums[4:]).sum(0))
-        return stored_spreads(call, ref, [d_q, d_k, d_v + (inf if storing.few else 0.0), d_bias])
+            d_bias = _sum_spread(unit, sums, pairs_in_all / ref[3].size)
+        if of_sinks is not None:
+            d_sinks = _sum_spread(unit, of_sinks, call.dims["batch"] * call.dims["q_len"])
+        return stored_spreads(call, ref, [d_q, d_k, d_v + (inf if storing.few else 0.0), d_bias, d_sinks])
+
+
+def _sum_spread(unit, sums, terms):
+    """The variance of sums of so many terms dS, from those of (unknown, the variance of dS, dS^2, dS, what leans)."""
+    c = unit.chain(terms)
+    rounding = (KAPPA * unit.u) ** 2 * (c / 3 * np.square(sums[3]) + c / 6 * sums[2])
+    return np.where(sums[0] > 0, inf, sums[1] + rounding + np.square(sums[4:]).sum(0))
+
+
+def _sink_terms(head):
+    """What :func:`_sum_spread` sums of the sinks of a group, each (group*q_len, 1). Nothing leans: a sink is given, and
+    its difference to lse is scaled, not the two."""
+    unit, kappa2, pairs = head.unit, (KAPPA * head.unit.u) ** 2, SinkPairs.of(head)
+    lse, apart = (np.where(pairs.seen, finite(x), 0.0) for x in (head.statistic("lse"), pairs.apart))
+    f2 = kappa2 * (lse**2 + 2 * apart**2) + (unit.ex / 4) ** 2
+    flushed = np.where(pairs.seen, unit.tau**2 / 3 * (1 + np.square(pairs.a)) + 1e-300, 0.0)
+    variance = np.square(pairs.dS) * (f2 + 3 * kappa2) + np.square(pairs.P) * _delta_spread(head, kappa2) + flushed
+    unknown = pairs.seen & (pairs.P > 1e-40) & (f2 >= 2.0**-8)
+    return unknown, variance, np.square(pairs.dS), pairs.dS
 
 
 class _Storing:
@@ -249,14 +286,21 @@ class _Spread(NamedTuple):
 
 def _difference_spread(head, pairs, kappa2):
     """dP, its variance w^2 at each pair by itself, and z^2, the variance of Delta, which is one draw for a row."""
-    (x, y), c = dot_spread(head.call, head.call.dims["dv"]), head.unit.chain(head.call.dims["dv"])
-    operands = head.queries("d_o"), head.queries("o"), head.keys("v"), head.statistic("d_lse")
-    d_o, o, v, d_lse = (finite(a) for a in operands)
-    dP, products = d_o @ v.T, d_o * o
+    x, y = dot_spread(head.call, head.call.dims["dv"])
+    d_o, v = finite(head.queries("d_o")), finite(head.keys("v"))
+    dP = d_o @ v.T
     of_dP = y * np.square(d_o) @ np.square(v).T + x * dP**2 + kappa2 * np.square(pairs.a)
+    return dP, of_dP, _delta_spread(head, kappa2)
+
+
+def _delta_spread(head, kappa2):
+    """z^2, (group*q_len, 1)."""
+    c = head.unit.chain(head.call.dims["dv"])
+    d_o, o, d_lse = (finite(a) for a in (head.queries("d_o"), head.queries("o"), head.statistic("d_lse")))
+    products = d_o * o
     total, squares = products.sum(1, keepdims=True), np.square(products).sum(1, keepdims=True)
     sums = c / 3 * total**2 + (c / 6 + 1) * squares
-    return dP, of_dP, kappa2 * (sums + (total - d_lse) ** 2 + np.square(d_lse))
+    return kappa2 * (sums + (total - d_lse) ** 2 + np.square(d_lse))
 
 
 class _Noisy(NamedTuple):

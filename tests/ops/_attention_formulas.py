@@ -13,8 +13,8 @@ from tests.ops._shared import normal64
 inf = math.inf
 
 
-def formula(q, k, v, bias=None, q_seg=None, kv_seg=None, is_causal=False, window=None, scale=None, softcap=None,
-            return_lse=True):  # fmt: skip
+def formula(q, k, v, bias=None, q_seg=None, kv_seg=None, sinks=None, is_causal=False, window=None, scale=None,
+            softcap=None, return_lse=True):  # fmt: skip
     """One scalar at a time, straight from the definition. Finite inputs, but for -inf in bias."""
     (batch, q_len, heads, d), (_, kv_len, kv_heads, dv) = q.shape, v.shape
     o, lse = np.zeros((batch, q_len, heads, dv)), np.full((batch, heads, q_len), -inf)
@@ -35,8 +35,9 @@ def formula(q, k, v, bias=None, q_seg=None, kv_seg=None, is_causal=False, window
             )
             if not hidden:
                 weights[j] = math.exp(s)
-        total = math.fsum(weights.values())
-        if weights:
+        beside = [] if sinks is None else [math.exp(sinks[h])]
+        total = math.fsum([*weights.values(), *beside])
+        if weights or beside:
             lse[b, h, i] = math.log(total)
             for c in range(dv):
                 o[b, i, h, c] = math.fsum(p * v[b, j, h // (heads // kv_heads), c] for j, p in weights.items()) / total
@@ -55,6 +56,8 @@ def formula_calls():
     biases = [None, (1, 1, 1, 6), (2, 1, 5, 6), (1, 4, 1, 6), (2, 4, 5, 6)]
     for shape, (scale, softcap) in itertools.product(biases, scores):
         yield f"bias {shape}, scale {scale}, softcap {softcap}", partial(scores_call, shape, scale, softcap)
+    for masked in (False, True):
+        yield f"sinks{', masked' * masked}", partial(sinks_call, masked)
     for dtype in ("int32", "int64"):
         yield f"segments of {dtype}", partial(segments_call, dtype)
 
@@ -69,6 +72,11 @@ def scores_call(shape, scale, softcap):
     q, k, v = normal64(2, 5, 4, 3), normal64(2, 6, 2, 3), normal64(2, 6, 2, 2)
     bias = None if shape is None else np.where(normal64(*shape) < -0.5, -inf, normal64(*shape))
     return (q, k, v, bias), {"return_lse": True} | {"scale": scale, "softcap": softcap, "is_causal": True}
+
+
+def sinks_call(masked):
+    sinks, arrays = normal64(4), (normal64(2, 5, 4, 3), normal64(2, 4, 2, 3), normal64(2, 4, 2, 2))
+    return (*arrays, None, None, None, sinks), {"return_lse": True, "is_causal": masked, "softcap": 2.0}
 
 
 def segments_call(dtype):
@@ -89,8 +97,8 @@ def visible(q, k, q_seg, kv_seg, is_causal, window):
     return seen, None if q_seg is None else (q_seg[:, None, :, None] == kv_seg[:, None, None, :])
 
 
-def plain(xp, asarray, wide, narrow, q, k, v, bias=None, q_seg=None, kv_seg=None, *, is_causal=False, window=None,
-          scale=None, softcap=None, return_lse=False):  # fmt: skip
+def plain(xp, asarray, wide, narrow, q, k, v, bias=None, q_seg=None, kv_seg=None, sinks=None, *, is_causal=False,
+          window=None, scale=None, softcap=None, return_lse=False):  # fmt: skip
     """The same with the operations of ``xp``, torch or jax.numpy: scores in float32 at least, weights in v's dtype.
 
     Hidden pairs and rows without a key take no part in the arithmetic, so that they leave no NaN in a gradient either.
@@ -108,9 +116,13 @@ def plain(xp, asarray, wide, narrow, q, k, v, bias=None, q_seg=None, kv_seg=None
     seen = asarray(seen if right is None else seen & (j <= here + right))
     seen = seen if q_seg is None else seen & (q_seg[:, None, :, None] == kv_seg[:, None, None, :])
     m = xp.amax(xp.where(seen, s, -inf), -1)[..., None]
+    if sinks is not None:
+        m = xp.maximum(m, wide(sinks)[:, None, None])
     m = xp.where(xp.isinf(m), 0.0, m)
     p = xp.where(seen, xp.exp(xp.where(seen, s - m, 0.0)), 0.0)
     l = p.sum(-1)
+    if sinks is not None:
+        l = l + xp.exp(wide(sinks)[:, None, None] - m)[..., 0]
     none = l == 0
     l = xp.where(none, 1.0, l)
     weights = narrow((p / l[..., None]).reshape(batch, kv_heads, -1, q_len, kv_len), v.dtype)

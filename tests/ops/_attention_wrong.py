@@ -61,6 +61,18 @@ SHAPES = {
         lambda: call(Q, K, K, None, zeros(2, 4, dtype=INT32), zeros(2, 7, dtype=INT32)),
         r"q_segment_ids axis 1 \(q_len\) is 4; expected 5",
     ),
+    "sinks of key heads": (
+        lambda: call(Q, K, K, sinks=zeros(2)),
+        r"sinks axis 0 \(kv_heads\*group\) is 2; expected 4, as set by",
+    ),
+    "sinks of each query": (
+        lambda: call(Q, K, K, sinks=zeros(4, 5)),
+        r"sinks has 2 axes, shape \(4, 5\); expected 1: \(kv_heads\*group\)",
+    ),
+    "sinks without keys": (
+        lambda: call(Q, zeros(2, 0, 2, 8), zeros(2, 0, 2, 8), sinks=zeros(4)),
+        r"sinks are given and k has no keys \(kv_len is 0\)",
+    ),
     "one segment array": (
         lambda: call(Q, K, K, q_segment_ids=zeros(2, 5, dtype=INT32)),
         r"q_segment_ids and kv_segment_ids come together; pass both, or",
@@ -70,6 +82,10 @@ VALUES = {
     "a bias too wide": (
         lambda: call(Q, K, K, zeros(1, 1, 1, 7, dtype=np.float64)),
         r"bias is float64 but q is float32; expected float32: cast one",
+    ),
+    "sinks too wide": (
+        lambda: call(Q, K, K, sinks=zeros(4, dtype=np.float64)),
+        r"sinks is float64 but q is float32; expected float32: cast one",
     ),
     "an integer bias": (lambda: call(Q, K, K, zeros(1, 1, 1, 7, dtype=INT32)), r"bias is int32 but q is float32"),
     "float segments": (

@@ -55,10 +55,12 @@ WITH_LSE = {"return_lse": True}
 
 
 # ------------------------------------------------------------------------------------------------- the simulated kernel
-def simulate(q, k, v, bias=None, *, is_causal=False, scale=None, softcap=None, precision="ieee", return_lse=False,
-             block=16, ftz=False, sentinel=None, drop=None, factor=1.0, shift=True, round_q=False, tail=True,
-             truncate_p=False, low=None, tanh=np.tanh):  # fmt: skip
-    """One pass over tiles of keys with the running maximum m, denominator l and sum of values acc."""
+def simulate(q, k, v, bias=None, q_ids=None, kv_ids=None, sinks=None, *, is_causal=False, scale=None, softcap=None,
+             precision="ieee", return_lse=False, block=16, ftz=False, sentinel=None, drop=None, factor=1.0, shift=True,
+             round_q=False, tail=True, truncate_p=False, low=None, tanh=np.tanh, sink="once"):  # fmt: skip
+    """One pass over tiles of keys with the running maximum m, denominator l and sum of values acc; then the sink, whose
+    ``sink`` may be what is wrong with it. No segments.
+    """
     F = accumulator(q)
     (batch, q_len, heads, depth), (kv_len, kv_heads) = q.shape, k.shape[1:3]
     scale = F((1 / np.sqrt(depth) if scale is None else scale) * factor)
@@ -83,9 +85,21 @@ def simulate(q, k, v, bias=None, *, is_causal=False, scale=None, softcap=None, p
             l, m = l * alpha + p.sum(1, keepdims=True), new
             stored = truncate(p, v.dtype.name) if truncate_p else p.astype(v.dtype)
             acc = through(acc * alpha + dot(stored, vh[here], block=block)[0], low)
+        of_keys = l, m
+        if sinks is not None:
+            acc, l, m = with_sink(F(sinks[h]) * (scale if sink == "scaled" else F(1)), acc, l, m, sink)
         o[b, :, h] = np.where(l == 0, F(0), acc / l)
+        l, m = of_keys if sink == "not in lse" else (l, m)
         lse[b, h] = (m + np.log(l))[:, 0]
     return o, lse if return_lse else None
+
+
+def with_sink(sink, acc, l, m, how):
+    """The state with one more score, whose value is 0."""
+    new = np.maximum(m, sink)
+    origin = np.where(new == -np.inf, np.zeros_like(new), new)
+    alpha, p = np.exp(m - origin), np.exp(sink - origin) * (2 if how == "twice" else 1)
+    return acc * (1 if how == "sums not rescaled" else alpha), l * alpha + p, new
 
 
 # ------------------------------------------------------------------------------------------------------- calls on NumPy
@@ -105,17 +119,24 @@ OPTIONS = tuple(
 
 
 def case(rng, dtype, regime):
-    return qkv(rng, dtype, regime), pick(rng, OPTIONS)
+    """Every third call has sinks."""
+    arrays = qkv(rng, dtype, regime)
+    if rng.random() < 0.35:
+        own = pick(rng, (dtype, dtype if dtype == "float64" else "float32"))
+        arrays = *arrays, None, None, None, sweep(rng, arrays[0].shape[2:3], own)
+    return arrays, pick(rng, OPTIONS)
 
 
 def special(rng, dtype, seed):
     """Every other call has a bias that hides pairs."""
-    arrays, options = case(rng, dtype, pick(rng, SWEPT))
+    arrays, options = qkv(rng, dtype, pick(rng, SWEPT)), pick(rng, OPTIONS)
     arrays = with_specials(rng, arrays)
     if seed % 2:
         bias = sweep(rng, (1, arrays[0].shape[2], 1, arrays[1].shape[1]), dtype)
         bias[rng.random(bias.shape) < 0.3] = -np.inf
         arrays.append(bias)
+    elif seed % 4 == 0:
+        arrays += [None, None, None, rng.choice([0.5, -np.inf, np.inf, np.nan], arrays[0].shape[2]).astype(np.float32)]
     return tuple(arrays), options
 
 
@@ -135,9 +156,24 @@ def large_case(rng, dtype, regime):
     return tuple(arrays), options
 
 
+def large_case_with_sinks(rng, dtype, regime):
+    """A third of them."""
+    arrays, options = large_case(rng, dtype, regime)
+    if rng.random() < 0.3:
+        arrays = *arrays, *[None] * (6 - len(arrays)), draw(rng, (arrays[0].shape[2],), dtype)
+    return arrays, options
+
+
 def typical(rng, dtype, **options):
     arrays = tuple(draw(rng, s, dtype) for s in ((1, 80, 2, 40), (1, 97, 1, 40), (1, 97, 1, 16)))
     return arrays, WITH_LSE | options
+
+
+def with_sinks(rng, dtype, value=None):
+    """Sinks near the largest scores, of two heads."""
+    arrays, _ = typical(rng, dtype)
+    sinks = rng.uniform(1, 3, 2) if value is None else np.full(2, value)
+    return *arrays, None, None, None, sinks.astype(np.float32)
 
 
 def drawn(*shapes):
@@ -191,6 +227,8 @@ def fuzzed(r, dtype):
         ids = r.pick(("int32", "int64"))
         for name, n in (("q_segment_ids", q_len), ("kv_segment_ids", kv_len)):
             arrays[name] = r.rng.integers(0, 2, (batch, n)).astype(ids)
+    if r.chance(0.3):
+        arrays["sinks"] = r.array(r.pick((dtype, "float64" if dtype == "float64" else "float32")), heads * group)
     options = {
         "is_causal": r.chance(0.5),
         "window": r.pick((None, (1, None), (2, 0))),
@@ -260,6 +298,12 @@ RECORD = ForwardRecord(
             drawn((1, 32, 1, 40), (1, 8, 1, 40), (1, 8, 1, 4)), {"round_q": True}, WITH_LSE, "lse", ("bfloat16",)
         ),
         "of tf32 products for ieee": Fault(near_1_values, {"precision": "tf32"}, WITH_LSE, EVERY, ("float32",)),
+        "with a sink in the sum twice": Fault(with_sinks, {"sink": "twice"}, WITH_LSE, EVERY),
+        "with a sink that is scaled": Fault(with_sinks, {"sink": "scaled"}, WITH_LSE, EVERY),
+        "with a sink that lse lacks": Fault(with_sinks, {"sink": "not in lse"}, WITH_LSE, "lse"),
+        "with sums that a sink does not rescale": Fault(
+            lambda r, t: with_sinks(r, t, 9.0), {"sink": "sums not rescaled"}, WITH_LSE, "o"
+        ),
     },
     corners={
         **{
@@ -268,7 +312,7 @@ RECORD = ForwardRecord(
         },
         "tf32 has its own terms": Corner(near_1_values, WITH_LSE | {"precision": "tf32"}, dtypes=("float32",)),
     },
-    large_case=large_case,
+    large_case=large_case_with_sinks,
     typical=typical,
     hiding={
         "o truncated": Hiding("lean towards 0", truncates=True, dtypes=HALVES),
@@ -286,12 +330,14 @@ RECORD = ForwardRecord(
         "softcap and scale": Sample(SMALL | {"bias": (1, 1, 3, 4)}, {"softcap": 2.0, "scale": 0.4}),
         "lse": Sample(SMALL, {"return_lse": True}),
         "window": Sample(SMALL, {"window": (2, 0), "scale": 0.3}),
+        "sinks": Sample(SMALL | {"sinks": (2,)}, {"window": (0, 0), "softcap": 2.0}),
     },
     derived={
         "no mask": Sample(LARGER),
         "causal": Sample(LARGER, {"is_causal": True}),
         "softcap": Sample(LARGER, {"softcap": 1.5}),
         "scale": Sample(LARGER, {"scale": -0.7}),
+        "sinks": Sample(LARGER | {"sinks": (4,)}, {"is_causal": True, "softcap": 1.5}),
     },
     usual=(
         Sample({"q": (2, 100, 4, 64), "k": (2, 260, 2, 64), "v": (2, 260, 2, 40)}, {"return_lse": True}),
@@ -312,6 +358,11 @@ RECORD = ForwardRecord(
         Sample(
             {"q": (2, 128, 2, 64), "k": (2, 256, 2, 64), "v": (2, 256, 2, 64)}
             | {"q_segment_ids": (2, 128), "kv_segment_ids": (2, 256)},
+        ),
+        Sample(
+            {"q": (2, 70, 4, 32), "k": (2, 1100, 2, 32), "v": (2, 1100, 2, 32), "sinks": (4,)},
+            {"return_lse": True, "window": (1090, 0)},
+            wider=("sinks",),
         ),
     ),
     formula=formula,
@@ -334,6 +385,11 @@ RECORD = ForwardRecord(
             dict.fromkeys("qkv", (1, 50, 2, 32)) | dict.fromkeys(("q_segment_ids", "kv_segment_ids"), (1, 50)),
             {"precision": "tf32"},
         ),
+        "sinks": Sample(
+            {"q": (2, 100, 4, 64), "k": (2, 130, 2, 64), "v": (2, 130, 2, 64), "sinks": (4,)},
+            {"is_causal": True, "return_lse": True},
+            wider=("sinks",),
+        ),
     },
     mapped={
         "every array": Mapped(
@@ -342,6 +398,8 @@ RECORD = ForwardRecord(
         ),
         "shared keys": Mapped(Sample(BEFORE | {"q": (3, 2, 5, 4, 4)}), {"q": 0}),
         "own bias": Mapped(Sample(BEFORE | {"bias": (2, 1, 4, 1, 6)}), {"bias": 0}),
+        "shared sinks": Mapped(Sample(BEFORE | {"q": (3, 2, 5, 4, 4), "sinks": (4,)}), {"q": 0}),
+        "own sinks": Mapped(Sample(BEFORE | {"sinks": (3, 4)}), {"sinks": 0}, folds=False),
         "shared bias": Mapped(Sample(BEFORE | {"q": (3, 2, 5, 4, 4), "bias": (1, 4, 1, 6)}), {"q": 0}),
     },
     wrong=SHAPES | VALUES,
@@ -363,35 +421,23 @@ RECORD = ForwardRecord(
 
 
 # ---------------------------------------------------------------------------------------------------------- gradient
-FORWARD = ("q", "k", "v", "bias", "q_segment_ids", "kv_segment_ids")
+FORWARD = ("q", "k", "v", "bias", "q_segment_ids", "kv_segment_ids", "sinks")
 
 
 # ------------------------------------------------------------------------------------------------- the simulated kernel
-def simulate_vjp(
-    *arrays,
-    block_q=16,
-    block_kv=16,
-    ftz=False,
-    drop=None,
-    factor=1.0,
-    truncate_p=False,
-    truncate_ds=False,
-    low=None,
-    tanh=np.tanh,
-    base2=True,
-    forget=(),
-    **options,
-):
+def simulate_vjp(*arrays, block_q=16, block_kv=16, ftz=False, drop=None, factor=1.0, truncate_p=False,
+                 truncate_ds=False, low=None, tanh=np.tanh, base2=True, forget=(), **options):  # fmt: skip
     """One tile of scores at a time.
 
     ``base2``: exp is exp2 of scores in units of log 2. ``forget``: terms to leave out.
     """
     call = op("attention_vjp").bind(*arrays, **options)
     arrays, options = call.arrays, call.options
-    q, k, v, o, d_o, lse, bias, d_lse = (arrays[n] for n in ("q", "k", "v", "o", "d_o", "lse", "bias", "d_lse"))
+    names = "q", "k", "v", "o", "d_o", "lse", "bias", "d_lse", "sinks"
+    q, k, v, o, d_o, lse, bias, d_lse, sinks = (arrays[n] for n in names)
     F, (batch, q_len, heads, depth), kv_len = accumulator(q), q.shape, k.shape[1]
     scale = F((1 / np.sqrt(depth) if options["scale"] is None else options["scale"]) * factor)
-    d_q, d_k, d_v, d_bias = (None if a is None else np.zeros(a.shape, F) for a in (q, k, v, bias))
+    d_q, d_k, d_v, d_bias, d_sinks = (None if a is None else np.zeros(a.shape, F) for a in (q, k, v, bias, sinks))
     log2e = F(np.log2(np.e))
 
     def dot(a, b):
@@ -406,6 +452,8 @@ def simulate_vjp(
         row = np.where(row == -np.inf, F(np.inf), row)  # no key was seen, or none but by a bias of finfo.min
         delta = flush(d_o[b, :, h].astype(F) * o[b, :, h].astype(F), ftz).sum(1, keepdims=True)
         delta = delta - (0 if d_lse is None or "d_lse" in forget else d_lse[b, h].astype(F)[:, None])
+        if sinks is not None and not (b and "batch" in forget):
+            d_sinks[h] += of_a_sink(F(sinks[h]), lse[b, h].astype(F)[:, None], delta, ftz, forget)
         for i, j in np.ndindex(-(-q_len // block_q), -(-kv_len // block_kv)):
             rows, keys = slice(i * block_q, (i + 1) * block_q), slice(j * block_kv, (j + 1) * block_kv)
             here, qt, gt = may[rows, keys].copy(), q[b, rows, h], d_o[b, rows, h]
@@ -430,7 +478,14 @@ def simulate_vjp(
             if bias is not None:
                 at = d_bias[b % bias.shape[0], h % bias.shape[1], slice(0, 1) if bias.shape[2] == 1 else rows, keys]
                 at += ds.sum(0, keepdims=True) if bias.shape[2] == 1 else ds
-    return d_q * scale, d_k * scale, d_v, d_bias
+    return d_q * scale, d_k * scale, d_v, d_bias, d_sinks
+
+
+def of_a_sink(sink, lse, delta, ftz, forget):
+    """What the rows of a batch entry add to the gradient of their head's sink."""
+    p = flush(np.exp(np.minimum(sink - lse, np.zeros_like(lse))), ftz)
+    total = np.where(lse == -np.inf, np.zeros_like(lse), flush(p * delta, ftz)).sum()
+    return total if "sign" in forget else -total
 
 
 # ---------------------------------------------------------------------------------------------------------------- calls
@@ -443,10 +498,11 @@ def with_residuals(rng, arrays, options, dtype, regime="normal", lse_too=False):
     return arrays | more | ({"d_lse": draw(rng, lse.shape, lse.dtype.name, regime)} if lse_too else {})
 
 
-def forward_case(rng, dtype, regime, extents, masks):
-    """Arrays of a forward call by name, and its options."""
+def forward_case(rng, dtype, regime, extents, masks, sinks=0.7, heads=((1, 3), (1, 4))):
+    """Arrays of a forward call by name, and its options. ``sinks``: the share of calls that have some; ``heads``: the
+    ranges of kv_heads and group."""
     batch, q_len, kv_len = rng.integers(1, 3), pick(rng, extents), pick(rng, extents)
-    kv_heads, group = rng.integers(1, 3), rng.integers(1, 4)
+    kv_heads, group = (rng.integers(*span) for span in heads)
     d, dv = pick(rng, (3, 16, 40)), pick(rng, (3, 16, 40))
     drawn = {
         "is_causal": (0.4, (True,)),
@@ -469,11 +525,14 @@ def forward_case(rng, dtype, regime, extents, masks):
     if rng.random() < 0.3:
         ids = ("q_segment_ids", q_len), ("kv_segment_ids", kv_len)
         arrays |= {name: rng.integers(0, 3, (batch, n)) for name, n in ids}
+    if rng.random() < sinks:
+        own = "float32" if rng.random() < 0.5 and dtype != "float64" else dtype
+        arrays["sinks"] = draw(rng, (kv_heads * group,), own)
     return arrays, options
 
 
-def any_case(rng, dtype, regime, extents, masks):
-    arrays, options = forward_case(rng, dtype, regime, extents, masks)
+def any_case(rng, dtype, regime, extents, masks, **more):
+    arrays, options = forward_case(rng, dtype, regime, extents, masks, **more)
     full = with_residuals(rng, arrays, options, dtype, regime, rng.random() < 0.4)
     return in_order("attention_vjp", full), options
 
@@ -486,7 +545,11 @@ def case_vjp(rng, dtype, regime):
 
 
 def large_case_vjp(rng, dtype, regime):
-    return any_case(rng, dtype, regime, (64, 97), (*SEEN, "mask_finfo_min"))
+    """Sinks have one gradient a head: a call with sinks has many heads."""
+    masks = (*SEEN, "mask_finfo_min")
+    if rng.random() < 0.3:
+        return any_case(rng, dtype, regime, (16, 33), masks, sinks=1.0, heads=((24, 30), (3, 5)))
+    return any_case(rng, dtype, regime, (64, 97), masks, sinks=0.0)
 
 
 def special_vjp(rng, dtype, seed):
@@ -499,11 +562,19 @@ def special_vjp(rng, dtype, seed):
     return in_order("attention_vjp", with_residuals(rng, arrays, options, dtype, "special", seed % 2 == 0)), options
 
 
-def ordinary(rng, dtype, **options):
+def ordinary(rng, dtype, sinks=None, **options):
     """No mask, a float32 bias for each head, grouped queries, a cotangent of lse."""
     q, k, v = (draw(rng, shape, dtype) for shape in ((1, 80, 2, 40), (1, 97, 1, 40), (1, 97, 1, 16)))
     arrays = {"q": q, "k": k, "v": v, "bias": draw(rng, (1, 2, 80, 97), "float32")}
+    arrays |= {} if sinks is None else {"sinks": np.float32(sinks)}
     return in_order("attention_vjp", with_residuals(rng, arrays, options, dtype, lse_too=True))
+
+
+def ordinary_sinks(rng, dtype):
+    """As much weight on the sinks as on the keys; two batch entries."""
+    q, k, v = (draw(rng, shape, dtype) for shape in ((2, 80, 2, 40), (2, 20, 1, 40), (2, 20, 1, 16)))
+    arrays = {"q": q, "k": k, "v": v, "sinks": np.float32([3, 4])}
+    return in_order("attention_vjp", with_residuals(rng, arrays, {}, dtype, lse_too=True))
 
 
 capped = partial(ordinary, softcap=2.0)
@@ -590,7 +661,7 @@ GRADIENT = GradientRecord(
     ),
     telling=("normal", "integers", "constant"),
     special=special_vjp,
-    near=Near(lambda rng: ordinary(rng, "float32"), plant={"factor": 1 + 1.8e-5}),
+    near=Near(lambda rng: ordinary(rng, "float32", (2, 3)), off={"d_sinks": 4.5e-5}, plant={"factor": 1 + 1.8e-5}),
     faults={
         "delta left out": Fault(capped, {"forget": ("delta",)}, CAP),
         "d_lse left out": Fault(capped, {"forget": ("d_lse",)}, CAP),
@@ -598,6 +669,9 @@ GRADIENT = GradientRecord(
         "scale 3 % off": Fault(capped, {"factor": 1.03}, CAP),
         "scale 10 % off": Fault(capped, {"factor": 1.1}, CAP),
         "a key that is dropped": Fault(one_key_matters, {"drop": 64}, breaks=EVERY),
+        "d_sinks of the other sign": Fault(ordinary_sinks, {"forget": ("sign",)}, breaks="d_sinks"),
+        "d_sinks of the first batch entry": Fault(ordinary_sinks, {"forget": ("batch",)}, breaks="d_sinks"),
+        "d_sinks without Delta's d_lse": Fault(ordinary_sinks, {"forget": ("d_lse",)}, breaks="d_sinks"),
     },
     corners={
         "a bias of finfo.min poisons no key": Corner(with_finfo_min),
@@ -621,6 +695,7 @@ GRADIENT = GradientRecord(
         Sample(saved(1, 150, 330, 2, 1, 64, 64), {"window": (100, 30)}, TILES),
         Sample(saved(1, 90, 300, 4, 2, 32, 32) | {"bias": (1, 4, 1, 300)}, {"softcap": 5.0}),
         Sample(saved(2, 128, 256, 2, 2, 64, 64) | {"q_segment_ids": (2, 128), "kv_segment_ids": (2, 256)}),
+        Sample(saved(2, 100, 60, 4, 2, 32, 32) | {"d_lse": (2, 4, 100), "sinks": (4,)}, wider=("sinks",)),
     ),
     extents={"batch": 2, "q_len": 64, "kv_len": 96, "kv_heads": 2, "group": 2, "d": 64, "dv": 64},
     matrix_units=True,

@@ -68,6 +68,23 @@ def in_two(high: Any, low: Any, factor: float, more: Any) -> tuple[Any, Any]:
     return jnp.where(finite, rounded, plain), jnp.where(finite, rest - (rounded - total), 0.0)
 
 
+def beside_sink(high: Any, low: Any, sink: Any) -> tuple[Any, Any, Any]:
+    """(share, high, low): what a sink leaves of the mean of the values, 1 / (1 + exp(sink - lse)), and lse with
+    exp(sink) in its sum, from the lse of all keys in two numbers. -inf leaves all as it is, to the bit; inf and NaN
+    give NaN.
+
+    The exponential is taken of the negative difference, so that neither it nor the share overflows or is lost.
+    """
+    none = sink == -jnp.inf
+    sink = jnp.where(sink < jnp.inf, sink, jnp.nan)
+    apart = (sink - high) - low
+    above, ratio = apart > 0, jnp.exp(-jnp.abs(apart))
+    share = jnp.where(above, ratio, 1.0) / (1.0 + ratio)
+    total, rest = added(jnp.where(above, sink, high), jnp.log(1.0 + ratio) + jnp.where(above, 0.0, low))
+    rest = jnp.where(jnp.abs(total) < jnp.inf, rest, 0.0)
+    return jnp.where(none, 1.0, share), jnp.where(none, high, total), jnp.where(none, low, rest)
+
+
 class UnitOf(NamedTuple):
     """In which unit gradients keep scores: in that of the forward pass (``score_unit``), so that a score is the number
     that it was there.

@@ -10,7 +10,7 @@ kv_heads, row blocks, key blocks), key blocks in order. m is the running maximum
 m_new); the last step writes acc / l. m and l are repeated along the 128 lanes of a register: a column would be stored
 and read with masks and permutes. Scores and m stay in the unit in which they arise (``score_unit``), and only their
 difference is brought to natural units. The log-sum-exp, m + log l, is computed as two numbers (`double_float`), which
-gradients read.
+gradients read. A sink, one more score of each row with a value of 0, comes in the last step (`beside_sink`).
 
 Where one sequence and one group are all, two cores share the row blocks, in an order that gives both as much of a band
 (`dealt`).
@@ -56,7 +56,7 @@ from portakern.backends.pallas.lib.blocks import (
     step_along,
     within,
 )
-from portakern.backends.pallas.lib.double_float import UnitOf, in_two
+from portakern.backends.pallas.lib.double_float import UnitOf, beside_sink, in_two
 from portakern.backends.pallas.lib.mosaic_tpu.chip import (
     LANES,
     across,
@@ -73,6 +73,7 @@ from portakern.backends.pallas.lib.mosaic_tpu.rows import STEP
 from portakern.backends.pallas.lib.segments import Span
 from portakern.backends.pallas.tpu._heads import (
     AttentionOperands,
+    Place,
     from_heads,
     head_blocks,
     row_blocks,
@@ -104,10 +105,10 @@ EVERY = 2**31 - 1
 def grains(call: Call) -> tuple[int, int]:
     """The native grid that block_q and block_kv lie on.
 
-    It is sublanes, but lanes where lse, segment ids or a bias have that axis last.
+    It is sublanes, but lanes where lse, segment ids, sinks of rows or a bias have that axis last.
     """
     rows, segments = sublanes(call.arrays["q"].dtype), call.arrays["q_segment_ids"] is not None
-    of_q = LANES if segments or saved(call) else rows
+    of_q = LANES if segments or saved(call) or has_sinks(call) else rows
     of_kv = LANES if segments or call.arrays["bias"] is not None else rows
     return of_q, of_kv
 
@@ -115,6 +116,11 @@ def grains(call: Call) -> tuple[int, int]:
 def saved(call: Call) -> list[str]:
     """What is written of the log-sum-exp."""
     return [name for name in ("lse", "lse_low") if name in call.wants]
+
+
+def has_sinks(call: Call) -> bool:
+    """Whether each row reads a sink, as those of the forward pass do."""
+    return call.arrays["sinks"] is not None and not call.spec.is_vjp
 
 
 def heads_per_block(call: Call) -> int:
@@ -211,6 +217,7 @@ def resident(call: Call, bq: int, bkv: int, number: int) -> int:
     bias = call.arrays["bias"]
     if bias is not None:
         streamed += bias.dtype.itemsize * whole_lanes(keys) * (8 if bias.shape[2] == 1 else bq)
+    streamed += 4 * 8 * bq * has_sinks(call)  # a row of numbers takes 8 sublanes
     sums = 4 * bq * (dv + 2 * LANES)  # acc, and m and l, which have a register's width of lanes
     scores, little = (12 if bias is None else 16), 0  # s, p and the mask of one step, and a bias in float32
     wide, wide_v = d // LANES - 1, dv // LANES - 1
@@ -463,12 +470,34 @@ def kernel(
     def finish() -> None:
         l = ref.l[...]
         total = across(l, ref.acc.shape[1])
-        ref.o[...] = jnp.where(total == 0, 0.0, ref.acc[...] / total).astype(ref.o.dtype)
+        o = jnp.where(total == 0, 0.0, ref.acc[...] / total)
+        if "sinks" in ref:
+            share, _, _ = log_sum(ref, scores.unit)
+            o = o * across(share, o.shape[1])
+        ref.o[...] = o.astype(ref.o.dtype)
         if "lse" in ref:
-            numbers = dict(zip(("lse", "lse_low"), in_two(ref.m[...], None, scores.unit, jnp.log(l)), strict=True))
-            numbers["lse"] = jnp.where(l == 0, -jnp.inf, numbers["lse"])
+            numbers = dict(zip(("share", "lse", "lse_low"), log_sum(ref, scores.unit), strict=True))
             for row, name in enumerate(saved):
                 ref.lse[row : row + 1, :] = numbers[name][:, :1].T
+
+
+def log_sum(ref: Refs, unit: float) -> tuple[Any, Any, Any]:
+    """(what a sink leaves of o, lse, lse_low) of rows whose keys were all seen; the first is None without sinks."""
+    l = ref.l[...]
+    lse, low = in_two(ref.m[...], None, unit, jnp.log(l))
+    lse = jnp.where(l == 0, -jnp.inf, lse)
+    return beside_sink(lse, low, ref.sinks[...].T) if "sinks" in ref else (None, lse, low)
+
+
+def sink_blocks(call: Call, heads_per_block: int, bq: int, written: Place) -> Blocks:
+    """The sink of each row, as `by_head` has rows, if there are sinks: (1, heads / together, 1, len * together). Blocks
+    are those of results: at the last step, where they are read, others may be of the rows that follow."""
+    if not has_sinks(call):
+        return {}
+    q_len = call.dims["q_len"]
+    of_groups = call.arrays["sinks"].astype(jnp.float32).reshape(-1, 1, heads_per_block)
+    of_rows = jnp.tile(of_groups, (1, q_len, 1)).reshape(1, of_groups.shape[0], 1, q_len * heads_per_block)
+    return {"sinks": (of_rows, row_blocks(1, bq, lambda *step: (0, *written(*step)[1:])))}
 
 
 def by_query_head(x: jax.Array, heads_per_block: int) -> jax.Array:
@@ -502,7 +531,7 @@ def attention(call: Call, config: TilesConfig) -> tuple[jax.Array | None, ...]:
     def written(b: Any, h: Any, index: Any, step: Any, *spans: Any) -> tuple[Any, Any, Any]:
         return b, h, order(index)
 
-    inputs = AttentionOperands(call, shared).at(bq, band.block_kv, query, key)
+    inputs = AttentionOperands(call, shared).at(bq, band.block_kv, query, key) | sink_blocks(call, shared, bq, written)
     outputs: Blocks = {"o": (jax.ShapeDtypeStruct((batch, heads, rows, dv), dtype), head_blocks(bq, dv, written))}
     numbers = saved(call)
     if numbers:

@@ -2,7 +2,7 @@
 
     t = tanh(scale q k^T / c), s = c t + bias, P = exp(min(s - lse, 0));  without a softcap s = scale q k^T + bias
     Delta = rowsum(d_o * o) - d_lse;  dS = P (d_o v^T - Delta);  D = dS (1 - t^2), without a softcap dS
-    d_q = scale D k;  d_k = scale D^T q;  d_v = P^T d_o;  d_bias = dS
+    d_q = scale D k;  d_k = scale D^T q;  d_v = P^T d_o;  d_bias = dS;  d_sink = -sum exp(min(sink - lse, 0)) Delta
 
 q: (batch, q_len, kv_heads*group, d), k: (batch, kv_len, kv_heads, d), v: (batch, kv_len, kv_heads, dv),
 o and d_o: (batch, q_len, kv_heads*group, dv), lse, lse_low and d_lse: (batch, kv_heads*group, q_len).
@@ -19,7 +19,8 @@ number that it was there, and P the weight that its key had, however large score
 `by_row` writes three rows of one array: the two numbers of lse in the scores' unit, and Delta. The first is inf for
 queries that saw no key: their P is 0. The others read them. The grid of `by_query` (d_q) is (batch, heads, query
 blocks, key blocks); that of `by_key` (d_k, d_v) is (batch, kv_heads, key blocks, group, query blocks); that of
-`by_bias` (d_bias) has a place for each block of bias, and inside it what that block is broadcast over. `by_query` holds
+`by_bias` (d_bias) has a place for each block of bias, and inside it what that block is broadcast over; that of
+`by_sinks` (d_sinks) is (heads, blocks of the queries of all batch entries). `by_query` holds
 scores as (queries, keys), the others as (keys, queries): P and D are always the left factor of the next product as they
 stand, with the axis that it sums last. The forward pass's `Band` says which blocks meet, and, turned over, which query
 blocks see a key block; the spans of segments (`segments`) say so besides. Others are not visited, nor fetched, unless
@@ -287,6 +288,24 @@ def by_bias(ref: Refs, *, band: Band, scores: TpuScores, one_row: bool, tiles: i
         ref.d_bias[...] = ref.acc[...].T.astype(ref.d_bias.dtype)
 
 
+def by_sinks(ref: Refs) -> None:
+    """d_sinks of a head, summed over blocks of the rows of all batch entries, in order. Rows that are not there have an
+    lse of -inf."""
+
+    @pl.when(step_along(1) == 0)
+    def start() -> None:
+        ref.acc[...] = jnp.zeros_like(ref.acc)
+
+    lse, low = ref.lse[...], ref.lse_low[...] if "lse_low" in ref else 0.0
+    p = jnp.exp(jnp.minimum((ref.sinks[:, :1] - lse) - low, 0.0))
+    ref.acc[...] -= jnp.where(lse == -jnp.inf, 0.0, p * ref.delta[...])
+
+    @pl.when(step_along(1) == pl.num_programs(1) - 1)
+    def finish() -> None:
+        total = jnp.sum(ref.acc[...], axis=1, keepdims=True)
+        ref.d_sinks[...] = jnp.broadcast_to(total, ref.d_sinks.shape)
+
+
 def weights(scores: TpuScores, dots: Any, bias: Any, lse: tuple[Any, Any], visible: Any) -> tuple[Any, Any]:
     """P of a block of dots, and the slope of its softcap (None: 1). ``lse``: as `by_row` writes it."""
     (s, tanh), (shift, low) = scores.from_dots(dots, bias), lse
@@ -530,6 +549,36 @@ def bias_gradient(call: Call, config: AttentionGradientsConfig, saved: GradientO
     )
 
 
+ROWS_AT_ONCE = 8 * LANES
+"""Rows of a head that a step of `by_sinks` takes."""
+
+
+def sink_gradient(call: Call, saved: GradientOperands) -> dict[str, jax.Array]:
+    """Each head's sink lies along all lanes of a register, and so does its gradient."""
+    sinks, (batch, heads, _, q_len) = call.arrays["sinks"], saved.of_rows.shape
+    whole = padded(batch * q_len, ROWS_AT_ONCE)
+
+    def of_head(h: Any, i: Any) -> tuple[Any, Any, Any]:
+        return 0, h, 0
+
+    def of_rows(h: Any, i: Any) -> tuple[Any, Any, Any]:
+        return 0, h, i
+
+    form, a_head = jax.ShapeDtypeStruct((1, heads, 1, LANES), jnp.float32), row_blocks(1, LANES, of_head)
+    inputs: Blocks = {"sinks": (jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, None, None], form.shape), a_head)}
+    numbers = {"lse": call.arrays["lse"], "lse_low": call.arrays["lse_low"], "delta": saved.of_rows[:, :, DELTA.start]}
+    for name, x in numbers.items():
+        if x is not None:
+            of_head_rows = jnp.swapaxes(x, 0, 1).reshape(1, heads, 1, batch * q_len)
+            lacking = (0, 0), (0, 0), (0, 0), (0, whole - batch * q_len)
+            beyond = -jnp.inf if name == "lse" else 0.0
+            rows = jnp.pad(of_head_rows, lacking, constant_values=beyond)
+            inputs[name] = (rows, row_blocks(1, ROWS_AT_ONCE, of_rows))
+    grid, scratch = (heads, whole // ROWS_AT_ONCE), {"acc": (1, ROWS_AT_ONCE)}
+    found = launched(call, by_sinks, grid, 1, inputs, {"d_sinks": (form, a_head)}, scratch, pairs=ROWS_AT_ONCE)
+    return {"d_sinks": found["d_sinks"][0, :, 0, 0].astype(sinks.dtype)}
+
+
 @BACKEND.implements("attention_vjp", key=key, fit=fit, supports=supports, config=AttentionGradientsConfig)
 def attention_vjp(call: Call, config: AttentionGradientsConfig) -> tuple[jax.Array | None, ...]:
     saved = GradientOperands(call)
@@ -538,4 +587,5 @@ def attention_vjp(call: Call, config: AttentionGradientsConfig) -> tuple[jax.Arr
     found |= query_gradient(call, config, saved) if "d_q" in rest else {}
     found |= key_gradients(call, config, saved) if "d_k" in rest or "d_v" in rest else {}
     found |= bias_gradient(call, config, saved) if "d_bias" in rest else {}
+    found |= sink_gradient(call, saved) if "d_sinks" in rest else {}
     return tuple(found.get(output.name) for output in call.spec.outputs)

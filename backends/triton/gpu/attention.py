@@ -14,6 +14,9 @@ The scores and m stay in the unit in which they arise, |scale| for plain dots, c
 added; p = 2^((s - m) rate) with rate = unit log2(e), since ``exp2`` is the hardware's instruction, and s rate - m rate
 is one fused operation (``exponents`` of the spec).
 
+A sink is one more score of each row of its head, with a value of 0. It comes after all keys, where o and lse are made
+of the state: by the program that has all of a row, or by the merger of its chunks (``beside_sink``).
+
 The gradients, three kernels more, lie in ``attention_vjp``.
 """
 
@@ -40,6 +43,7 @@ from portakern.backends.triton.lib.attention import (
     programs_of,
     results,
     rows_plan,
+    sinks_of,
     store_rows,
     supports,
     window_of,
@@ -113,7 +117,7 @@ def over_keys(
     """
     tile, head, kv_head, batch = program
     k, v, masks = operands
-    bias, q_segments, kv_segments, q_ranges, _ = masks
+    bias, q_segments, kv_segments, q_ranges, _, _ = masks
     k_b, k_s, k_h, k_d = strides.k
     v_b, v_s, v_h, v_d = strides.v
     bias_b, bias_h, bias_q, bias_s = strides.bias
@@ -293,7 +297,10 @@ def attention_kernel(
     at = (batch * extents.heads + heads) * extents.q_len + row
     if parts.sums is None:
         at_o = (batch * extents.q_len + row) * extents.heads + heads
-        store_rows(out, state, at_o, at, i_ok, scores, extents.dv, plan.block_dv)
+        sink = None
+        if masks.sinks is not None:
+            sink = tl.reshape(tl.load(masks.sinks + (heads + row * 0)), [plan.block_q])
+        store_rows(out, state, at_o, at, i_ok, scores, extents.dv, plan.block_dv, sink)
     else:
         store_part(parts.sums, parts.statistics, state, at * chunks + share, i_ok, extents.dv, plan.block_dv)
 
@@ -330,7 +337,7 @@ def attention(call: Call, config: AttentionConfig) -> tuple[Any, ...]:
         sums = fresh((batch, heads, q_len, chunks, dv), accurate, q.device)
         parts = Parts(sums, fresh((batch, heads, q_len, chunks, 2), accurate, q.device))
     launch(attention_kernel, programs, call, q, k, v,
-           Masks(bias, *segments, segment_ranges(call, *segments)),
+           Masks(bias, *segments, segment_ranges(call, *segments), sinks=None if chunks else sinks_of(call)),
            Results(None, None, None) if chunks else out, parts, scores, window, Work(tiles_q, chunk, chunks), extents,
            strides, plan=plan, **how)  # fmt: skip
     if chunks:

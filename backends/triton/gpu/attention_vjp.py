@@ -3,6 +3,7 @@
     p_ij = exp(min(s_ij - lse_i, 0))    dp_ij = d_o_i . v_j    delta_i = d_o_i . o_i - d_lse_i
     d_bias_ij = p_ij (dp_ij - delta_i)    ds_ij = d_bias_ij cap'(t_ij)
     d_q_i = scale sum_j ds_ij k_j    d_k_j = scale sum_i ds_ij q_i    d_v_j = sum_i p_ij d_o_i
+    d_sink = -sum_i exp(min(sink - lse_i, 0)) delta_i
 
 with s_ij = cap(t_ij) + bias_ij, t = scale q.k and cap'(t) = 1 - tanh(t / c)^2 (1 without a softcap); p and d_bias are 0
 at masked pairs. lse is two numbers, lse and lse_low, and scores are kept in the unit of the forward pass: so s - lse is
@@ -12,8 +13,8 @@ Every sum has one owner, so nothing is added atomically and a result has the sam
 statistics writes delta and lse. A program of the one of d_k and d_v owns block_kv keys of one key head and walks, head
 by head of its group, the tiles of block_q queries that see them; one of d_q owns dq_block_q queries and walks tiles of
 dq_block_kv keys; one of d_bias owns a block_q x block_kv tile of the bias and walks the axes along which the bias is
-broadcast. All three recompute p by ``weights`` and ds by ``score_gradients``. As in the forward pass tiles that masks
-empty are not visited, and only those on an edge pay for masking.
+broadcast; one of d_sinks owns a head. The first three recompute p by ``weights`` and ds by ``score_gradients``. As in
+the forward pass tiles that masks empty are not visited, and only those on an edge pay for masking.
 
 A tile of scores is a b^T either way round: d_q has queries as rows; d_k and d_v have keys as rows, so that p^T and ds^T
 are what the next dots take. ``lib.heads`` says what the groups hold in which the kernels take their numbers.
@@ -47,6 +48,7 @@ from portakern.backends.triton.lib.attention import (
     STATISTICS_AT_ONCE,
     key,
     padded,
+    sink_gradient,
     statistics,
     window_of,
 )
@@ -202,7 +204,7 @@ def attention_vjp_d_k_d_v_kernel(
     """A tile of block_kv rows of d_k and of d_v, of those that ``plan`` wants."""
     heads, group, q_len, kv_len, d, dv = extents
     d_o, shift, low, delta = of_queries
-    bias, q_segments, kv_segments, _, kv_ranges = masks
+    bias, q_segments, kv_segments, _, kv_ranges, _ = masks
     left, right = window
     q_b, q_s, q_h, q_d = strides.q
     do_b, do_s, do_h, do_d = strides.d_o
@@ -307,7 +309,7 @@ def attention_vjp_d_bias_kernel(
     ``one_row``, all queries, that share the bias."""
     heads, group, q_len, kv_len, d, dv = extents
     d_o, shift, low, delta = of_queries
-    bias, q_segments, kv_segments, _, kv_ranges = masks
+    bias, q_segments, kv_segments, _, kv_ranges, _ = masks
     tiles, bias_tiles_q, bias_heads, sum_batches, sum_heads = work
     left, right = window
     bias_b, bias_h, bias_q, bias_s = strides.bias
@@ -377,11 +379,16 @@ def fit(call: Call, config: AttentionGradientsConfig) -> AttentionGradientsConfi
     return config
 
 
+def of_keys(call: Call) -> bool:
+    """Whether a gradient is wanted that programs own by keys."""
+    return any(name in call.wants for name in ("d_k", "d_v", "d_bias"))
+
+
 def _passes(call: Call, config: AttentionGradientsConfig) -> list[tuple[int, int, int]]:
     """(rows that a program owns, rows that it walks at a time, columns that it sums up), for each launch."""
     d, dv = padded(call.dims["d"]), padded(call.dims["dv"])
     own_keys = (config.block_kv, config.block_q, d + dv)
-    return [own_keys] * (call.wants != ("d_q",)) + [(config.dq_block_q, config.dq_block_kv, d)] * ("d_q" in call.wants)
+    return [own_keys] * of_keys(call) + [(config.dq_block_q, config.dq_block_kv, d)] * ("d_q" in call.wants)
 
 
 def shared_bytes(call: Call, config: AttentionGradientsConfig) -> int:
@@ -403,7 +410,7 @@ def shared_bytes(call: Call, config: AttentionGradientsConfig) -> int:
             extra += max(own, walked) * max(d, dv) * size
         return (own + stages * walked) * (d + dv) * size + extra
 
-    return max(bytes_of(own, walked) for own, walked, _ in _passes(call, config))
+    return max((bytes_of(own, walked) for own, walked, _ in _passes(call, config)), default=0)
 
 
 def supports(call: Call, config: AttentionGradientsConfig) -> str | None:
@@ -417,7 +424,7 @@ def supports(call: Call, config: AttentionGradientsConfig) -> str | None:
                 "limit of 2^20 elements"
             )
     columns = tmem_columns(call.target.arch) if call.dtype != "float32" or dot_precision(call) == "tf32" else 0
-    if 0 < columns <= d + dv and call.wants != ("d_q",) and config.block_kv >= 64 and warps in (4, 8):
+    if 0 < columns <= d + dv and of_keys(call) and config.block_kv >= 64 and warps in (4, 8):
         return (
             f"d_k and d_v of {config.block_kv} keys fill the {columns} columns of {call.target.arch}'s tensor "
             "memory; use block_kv = 32"
@@ -447,7 +454,7 @@ def ranges_of(call: Call) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     queries, keys = call.arrays["q_segment_ids"], call.arrays["kv_segment_ids"]
     return (
         segment_ranges(call, queries, keys) if "d_q" in call.wants else None,
-        segment_ranges(call, keys, queries) if call.wants != ("d_q",) else None,
+        segment_ranges(call, keys, queries) if of_keys(call) else None,
     )
 
 
@@ -468,6 +475,7 @@ def attention_vjp(call: Call, config: AttentionGradientsConfig) -> tuple[Any, ..
         name: fresh(shape, torch_dtype(dtype), q.device) if name in wants else None
         for name, (shape, dtype) in call.outputs.items()
     }
+    sink_gradient(call, delta, out["d_sinks"])
     scale, ranges = scale_of(call), ranges_of(call)
     given = q, k, v, OfQueries(d_o, shift, low, delta), Masks(bias, *segments, *ranges)
     window = window_of(options["is_causal"], options["window"], q_len + kv_len)

@@ -281,7 +281,8 @@ def attention_vjp(call: Call, config: FlashGradientsConfig) -> tuple[Any, ...]:
         for name, (shape, dtype) in call.outputs.items()
     }
     scale, (scores, rate) = scale_of(call), gradients.scores_of(call)
-    lines, rest = gradients.lines_of(call, o, d_o, rate)
+    lines, rest, delta = gradients.lines_of(call, o, d_o, rate)
+    shared.sink_gradient(call, delta, out["d_sinks"])
     left, right = shared.window_of(options["is_causal"], options["window"], dims["q_len"] + dims["kv_len"])
     plans = gradients.plans(call, config)
     segments = gradients.segments_of_both(call, {plan.by_key for plan in plans.values()})

@@ -19,7 +19,7 @@ from portakern.backends.triton.launch import (
     shared_limit,
     torch_dtype,
 )
-from portakern.backends.triton.layout import fresh, pow2_at_least
+from portakern.backends.triton.layout import fresh, gathered, pow2_at_least
 from portakern.backends.triton.lib.heads import (
     AttentionPlan,
     Scores,
@@ -29,6 +29,7 @@ from portakern.backends.triton.lib.heads import (
 from portakern.backends.triton.lib.matmul import products
 from portakern.backends.triton.lib.split_kv import (
     alike,
+    beside_sink,
     chunk_length,
     chunks_of_a_tile,
     log_sum,
@@ -83,15 +84,21 @@ class CombineTile(NamedTuple):
 
 
 @triton.jit
-def store_rows(out, state, at_o, at_lse, ok, scores, dv, block_dv: tl.constexpr):
+def store_rows(out, state, at_o, at_lse, ok, scores, dv, block_dv: tl.constexpr, sink=None):
     """Rows of o, and of lse and low unless these are None, from the state of all their keys. ``at_o``, ``at_lse``:
-    where they are, in rows of o and in elements of lse, as columns."""
+    where they are, in rows of o and in elements of lse, as columns. ``sink``: of each row, None for none."""
     acc, l, m = state
     ddv = tl.arange(0, block_dv)[None, :]
     rows = acc * (1.0 / tl.where(l == 0.0, 1.0, l))[:, None]  # l = 0: every key masked, and acc is 0 too
+    if sink is not None:
+        total, rest = log_sum(l, m, scores)
+        share, _, _ = beside_sink(total, rest, sink.to(m.dtype))
+        rows = rows * share[:, None]
     tl.store(out.o + at_o * dv + ddv, rows.to(out.o.dtype.element_ty), mask=ok & (ddv < dv))
     if out.lse is not None or out.low is not None:
         total, rest = log_sum(l, m, scores)
+        if sink is not None:
+            _, total, rest = beside_sink(total, rest, sink.to(m.dtype))
         if out.lse is not None:
             tl.store(out.lse + at_lse, total[:, None], mask=ok)
         if out.low is not None:
@@ -99,12 +106,14 @@ def store_rows(out, state, at_o, at_lse, ok, scores, dv, block_dv: tl.constexpr)
 
 
 @triton.jit(do_not_specialize=["chunks", "total"])
-def attention_combine_kernel(parts, statistics, o, lse, low, scores, chunks, total, extents, tile: tl.constexpr):
+def attention_combine_kernel(
+    parts, statistics, sinks, o, lse, low, scores, chunks, total, extents, tile: tl.constexpr
+):  # fmt: skip
     """o, and lse and low unless these are None, of ``rows`` of the ``total`` rows, whose ``chunks`` parts are merged in
-    order.
+    order, and after them the sink of their head, unless that is None.
 
-    parts: (batch, heads, q_len, chunks, dv); statistics: (batch, heads, q_len, chunks, 2), l and m. follows: launched
-    before the kernel that writes these has ended, for whose end it waits here.
+    parts: (batch, heads, q_len, chunks, dv); statistics: (batch, heads, q_len, chunks, 2), l and m; sinks: (heads,).
+    follows: launched before the kernel that writes the parts has ended, for whose end it waits here.
     """
     if tile.follows:
         tl.extra.cuda.gdc_wait()
@@ -131,8 +140,11 @@ def attention_combine_kernel(parts, statistics, o, lse, low, scores, chunks, tot
         row % extents.q_len,
     )
     at_o = ((batch * extents.q_len + query) * extents.heads + head)[:, None]
+    sink = None
+    if sinks is not None:
+        sink = tl.load(sinks + head)
     store_rows(
-        Results(o, lse, low), (acc, l, m), at_o, row[:, None], row_ok[:, None], scores, extents.dv, tile.block_dv
+        Results(o, lse, low), (acc, l, m), at_o, row[:, None], row_ok[:, None], scores, extents.dv, tile.block_dv, sink
     )
 
 
@@ -229,15 +241,21 @@ def results(call: Call, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | N
 def combine(
     call: Call, found: tuple[Any, Any], out: tuple[Any, Any, Any], scores: Scores, follows: bool = False
 ) -> None:
-    """Merge the parts and statistics that were ``found`` into o, lse and lse_low. ``follows``: NVIDIA's, see the
-    kernel."""
+    """Merge the parts and statistics that were ``found``, and sinks, into o, lse and lse_low. ``follows``: NVIDIA's,
+    see the kernel."""
     batch, heads, q_len, chunks, dv = found[0].shape
     total, block_dv = batch * heads * q_len, head_tiles(call)[1]
     rows = max(1, AT_ONCE // block_dv) if total > FEW_ROWS else 1
     tile = CombineTile(rows, block_dv, accumulator(call.dtype), follows)
-    launch(attention_combine_kernel, cdiv(total, rows), call, *found, *out, scores, chunks, total,
+    launch(attention_combine_kernel, cdiv(total, rows), call, *found, sinks_of(call), *out, scores, chunks, total,
            Rows(heads, q_len, dv), tile=tile, num_warps=4,
            **({"launch_pdl": True, "maxnreg": 128} if follows else {}))  # fmt: skip
+
+
+def sinks_of(call: Call) -> torch.Tensor | None:
+    """The sinks of a call, one beside the other."""
+    sinks: torch.Tensor | None = call.arrays["sinks"]
+    return sinks if sinks is None or sinks.stride(0) == 1 else gathered(sinks)
 
 
 def rows_plan(call: Call, config: FewQueriesTilesConfig) -> tuple[AttentionPlan, dict[str, int]]:
@@ -412,6 +430,66 @@ def statistics(
            Statistics(shift, low, flags, delta, sums), StatisticsExtents(tiles, heads, q_len, pitch, dv), Rate(*rate),
            strides, tile=tile, enable_fp_fusion=False)  # fmt: skip
     return shift, low, flags, delta
+
+
+ROWS_AT_ONCE = 1024  # of a head's rows, in a program of attention_vjp_d_sinks_kernel
+
+
+class SinkStrides(NamedTuple):
+    """Of lse and lse_low; None for what is absent."""
+
+    lse: tuple[int, ...]
+    lse_low: tuple[int, ...] | None
+
+
+class SinkExtents(NamedTuple):
+    """``total``: rows of a head, in all batch entries; ``pitch``: from head to head of delta."""
+
+    total: int
+    heads: int
+    q_len: int
+    pitch: int
+
+
+class SinkTile(NamedTuple):
+    """What the kernel is compiled for."""
+
+    rows: int
+    acc_dtype: tl.dtype
+
+
+@triton.jit
+def attention_vjp_d_sinks_kernel(sinks, lse, lse_low, delta, d_sinks, extents, strides, tile: tl.constexpr):
+    """d_sinks of one head, -sum exp(min(sink - lse - lse_low, 0)) delta over batch entries and queries, ``rows`` of
+    them at a time, one after another. delta: (batch, heads, pitch); rows with lse = -inf add nothing."""
+    head = tl.program_id(0).to(tl.int64)
+    lse_b, lse_h, lse_s = strides.lse
+    sink = tl.load(sinks + head).to(tile.acc_dtype)
+    total = tl.full([tile.rows], 0.0, tile.acc_dtype)
+    for start in range(0, extents.total, tile.rows):
+        place = (start + tl.arange(0, tile.rows)).to(tl.int64)
+        ok, batch, row = place < extents.total, place // extents.q_len, place % extents.q_len
+        l = tl.load(lse + batch * lse_b + head * lse_h + row * lse_s, mask=ok, other=float("-inf"))
+        rest = tl.full([tile.rows], 0.0, tile.acc_dtype)
+        if lse_low is not None:
+            low_b, low_h, low_s = strides.lse_low
+            rest = tl.load(lse_low + batch * low_b + head * low_h + row * low_s, mask=ok, other=0.0)
+        delta_i = tl.load(delta + (batch * extents.heads + head) * extents.pitch + row, mask=ok, other=0.0)
+        p = tl.exp(tl.minimum((sink - l) - rest, 0.0, propagate_nan=tl.PropagateNan.ALL))
+        total -= tl.where(l == float("-inf"), 0.0, p * delta_i)
+    tl.store(d_sinks + head, tl.sum(total, 0).to(d_sinks.dtype.element_ty))
+
+
+def sink_gradient(call: Call, delta: torch.Tensor, d_sinks: torch.Tensor | None) -> None:
+    """Write d_sinks, unless it is None, from the delta of ``statistics``."""
+    if d_sinks is None:
+        return
+    lse, lse_low = call.arrays["lse"], call.arrays["lse_low"]
+    (batch, heads, q_len), pitch = lse.shape, delta.shape[-1]
+    strides = SinkStrides(lse.stride(), None if lse_low is None else lse_low.stride())
+    tile = SinkTile(ROWS_AT_ONCE, accumulator(call.dtype))
+    launch(attention_vjp_d_sinks_kernel, heads, call, sinks_of(call), lse, lse_low, delta, d_sinks,
+           SinkExtents(batch * q_len, heads, q_len, pitch), strides, tile=tile, num_warps=4)  # fmt: skip
 
 
 def flagged(dv: int) -> int:

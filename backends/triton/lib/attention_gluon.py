@@ -87,6 +87,8 @@ def supports(call: Call, config: UnsplitConfig) -> str | None:
     dims, plan = call.dims, plan_of(call, config)
     if reason := gradients.refused(call):
         return reason
+    if call.arrays["sinks"] is not None:
+        return "sinks are given: this kernel takes none"
     if plan.stages < 2:
         return f"num_stages = {plan.stages}: the next keys need a second buffer; use 2 or more"
     if plan.block_kv > 256:

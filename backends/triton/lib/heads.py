@@ -84,14 +84,15 @@ class AttentionExtents(NamedTuple):
 
 
 class Masks(NamedTuple):
-    """What scores meet beside q . k: a bias, and the segments of queries and keys; and the ranges of queries, or in
-    gradients of keys, that ``lib.segments`` finds of these. Each may be None."""
+    """What scores meet beside q . k: a bias, and the segments of queries and keys; the ranges of queries, or in
+    gradients of keys, that ``lib.segments`` finds of these; and a sink of each head. Each may be None."""
 
     bias: Any
     q_segments: Any
     kv_segments: Any
     q_ranges: Any
     kv_ranges: Any = None
+    sinks: Any = None
 
 
 class AttentionStrides(NamedTuple):

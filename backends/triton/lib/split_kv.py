@@ -78,6 +78,27 @@ def log_sum(l, m, scores):
 
 
 @triton.jit
+def beside_sink(high, low, sink):
+    """(share, high, low): what a sink leaves of the mean of the values, 1 / (1 + exp(sink - lse)), and lse with
+    exp(sink) in its sum, from the lse of all keys in two numbers. -inf leaves all as it is, to the bit; inf and NaN
+    give NaN.
+
+    The exponential is taken of the negative difference, so that neither it nor the share overflows or is lost.
+    """
+    none = sink == float("-inf")
+    sink = tl.where(sink < float("inf"), sink, float("nan"))
+    apart = (sink - high) - low
+    above, ratio = apart > 0.0, tl.exp(-tl.abs(apart))
+    share = tl.where(above, ratio, 1.0) / (1.0 + ratio)
+    base, more = tl.where(above, sink, high), tl.log(1.0 + ratio) + tl.where(above, 0.0, low)
+    total = base + more
+    added = total - base
+    rest = (base - (total - added)) + (more - added)
+    rest = tl.where(tl.abs(total) < float("inf"), rest, 0.0)
+    return tl.where(none, 1.0, share), tl.where(none, high, total), tl.where(none, low, rest)
+
+
+@triton.jit
 def plain_product(a, b):
     """a b, rounded before anything is added to it: no compiler fuses a selection with a sum."""
     return tl.where(a == float("-inf"), a, a * b)

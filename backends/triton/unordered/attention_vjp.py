@@ -101,7 +101,8 @@ def attention_vjp(call: Call, config: UnorderedGradientsConfig) -> tuple[Any, ..
     pitch = cdiv(q_len, LINE.value) * LINE.value
     sums = fresh((batch, heads, pitch, plan.block_d), torch_dtype("float32"), q.device)
     scale, (scores, rate) = scale_of(call), ordered.scores_of(call)
-    lines, rest = ordered.lines_of(call, o, d_o, rate, sums)
+    lines, rest, delta = ordered.lines_of(call, o, d_o, rate, sums)
+    shared.sink_gradient(call, delta, out["d_sinks"])
     left, right = shared.window_of(options["is_causal"], options["window"], q_len + kv_len)
     tiles = cdiv(kv_len, KEYS) * kv_heads * batch
     seen_by_all = (left, right) == (None, None)

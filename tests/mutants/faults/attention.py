@@ -7,6 +7,74 @@ from tests.mutants.faults import Planted
 FAULTS = {
     "triton": [
         Planted(
+            "sink-of-each-chunk",
+            "the merger of chunks adds the sink once for each chunk",
+            old="        sink = tl.load(sinks + head)\n",
+            new="        sink = tl.load(sinks + head) + tl.log(chunks * 1.0)\n",
+            within="lib.attention",
+            sample=True,
+            edge="decoding_with_sinks",
+        ),
+        Planted(
+            "sink-of-another-head",
+            "the merger of chunks takes the sink of the head before",
+            old="    sink = None\n    if sinks is not None:\n        sink = tl.load(sinks + head)",
+            new="    sink = None\n    if sinks is not None:\n        sink = tl.load(sinks + tl.maximum(head - 1, 0))",
+            within="lib.attention",
+        ),
+        Planted(
+            "sink-without-rescale",
+            "sums of values are not rescaled by the sink's share",
+            old="        rows = rows * share[:, None]\n",
+            new="",
+            within="lib.attention",
+            sample=True,
+            edge="sinks_above_all_scores",
+        ),
+        Planted(
+            "sink-scaled",
+            "the sink takes the factor of dots",
+            old="sink.to(m.dtype)",
+            new="sink.to(m.dtype) * scores.unit",
+            within="lib.attention",
+            times=2,
+        ),
+        Planted(
+            "sink-missing-in-lse",
+            "lse is of the keys alone",
+            old="            _, total, rest = beside_sink(total, rest, sink.to(m.dtype))\n",
+            new="            pass\n",
+            within="lib.attention",
+        ),
+        Planted(
+            "sink-of-key-head",
+            "query heads of a group take the sink of their key head",
+            old="masks.sinks + (heads + row * 0)",
+            new="masks.sinks + (heads // extents.group + row * 0)",
+        ),
+        Planted(
+            "sink-infinite-gives-zeros",
+            "a sink of inf gives zeros and an lse of inf, not NaN",
+            old='    sink = tl.where(sink < float("inf"), sink, float("nan"))\n',
+            new="",
+            within="lib.split_kv",
+        ),
+        Planted(
+            "sink-of-minus-inf-is-a-score",
+            "a sink of -inf beside an lse of -inf gives NaN",
+            old='    none = sink == float("-inf")\n',
+            new="    none = sink != sink\n",
+            within="lib.split_kv",
+        ),
+        Planted(
+            "sink-rest-left-out",
+            "lse beside a sink lacks what rounding took from that of the keys",
+            old="tl.where(above, 0.0, low)",
+            new="tl.where(above, 0.0, 0.0)",
+            within="lib.split_kv",
+            small=True,
+        ),
+        Planted(
             "p-truncated",
             "bfloat16 weights are cut instead of rounded to nearest",
             old="        acc = product(p.to(v_tile.dtype), v_tile,",
@@ -209,6 +277,45 @@ FAULTS = {
     ],
     "pallas": [
         Planted(
+            "sink-without-rescale",
+            "sums of values are not rescaled by the sink's share",
+            old="            o = o * across(share, o.shape[1])\n",
+            new="",
+            sample=True,
+            edge="sinks_above_all_scores",
+        ),
+        Planted(
+            "sink-missing-in-lse",
+            "lse is of the keys alone",
+            old='        if "lse" in ref:\n            numbers',
+            new='        if "lse" in ref:\n            vars(ref).pop("sinks", None)\n            numbers',
+        ),
+        Planted(
+            "sink-scaled",
+            "the sink takes the factor of dots",
+            old="ref.sinks[...].T",
+            new="ref.sinks[...].T * scores.unit",
+        ),
+        Planted(
+            "sink-of-rows-that-follow",
+            "the last step reads the sinks of the rows that follow",
+            old="sink_blocks(call, shared, bq, written)",
+            new="sink_blocks(call, shared, bq, query)",
+        ),
+        Planted(
+            "sinks-head-by-head",
+            "rows have sinks head by head, and are query by query",
+            old="jnp.tile(of_groups, (1, q_len, 1))",
+            new="jnp.repeat(of_groups, q_len, axis=2)",
+        ),
+        Planted(
+            "sink-infinite-gives-zeros",
+            "a sink of inf gives zeros and an lse of inf, not NaN",
+            old="    sink = jnp.where(sink < jnp.inf, sink, jnp.nan)\n",
+            new="",
+            within="lib.double_float",
+        ),
+        Planted(
             "p-truncated",
             "bfloat16 weights are cut instead of rounded to nearest",
             old="        ref.acc[...] = ref.acc[...] * across(shrink, ref.acc.shape[1]) + dot(p.astype(v.dtype),",
@@ -315,9 +422,9 @@ FAULTS = {
         Planted(
             "bias-of-kv-head",
             "the bias follows the key's head",
-            old="    inputs = AttentionOperands(call, shared).at(bq, band.block_kv, query, key)\n",
+            old=" | sink_blocks(call, shared, bq, written)\n",
             new=(
-                "    inputs = AttentionOperands(call, shared).at(bq, band.block_kv, query, key)\n"
+                "\n"
                 '    if "bias" in inputs:\n'
                 "        of_kv_head = lambda b, h, *at: (b, quotient(h, of_keys), query(b, h, *at)[2])\n"
                 '        inputs["bias"] = AttentionOperands(call).at(bq, band.block_kv, of_kv_head, key)["bias"]\n'

@@ -21,6 +21,43 @@ def on_host(within: str, faults: dict[str, tuple[Any, ...]]) -> list[Planted]:
 FAULTS = {
     "triton": [
         Planted(
+            "d-sinks-sign",
+            "d_sinks has the other sign",
+            old='        total -= tl.where(l == float("-inf")',
+            new='        total += tl.where(l == float("-inf")',
+            within="lib.attention",
+            sample=True,
+            edge="a_sink_above_all_scores",
+        ),
+        Planted(
+            "d-sinks-of-one-batch",
+            "d_sinks sums the rows of the first batch entry",
+            old="range(0, extents.total, tile.rows)",
+            new="range(0, extents.q_len, tile.rows)",
+            within="lib.attention",
+        ),
+        Planted(
+            "d-sinks-batches-mixed",
+            "d_sinks reads the first entry's lse for all",
+            old="l = tl.load(lse + batch * lse_b + head * lse_h + row * lse_s, mask=ok",
+            new="l = tl.load(lse + head * lse_h + row * lse_s, mask=ok",
+            within="lib.attention",
+        ),
+        Planted(
+            "d-sinks-without-last-rows",
+            "d_sinks leaves out rows that do not fill a tile",
+            old="range(0, extents.total, tile.rows)",
+            new="range(0, tl.maximum(extents.total // tile.rows * tile.rows, tile.rows), tile.rows)",
+            within="lib.attention",
+        ),
+        Planted(
+            "d-sinks-of-rows-that-see-nothing",
+            "rows with an lse of -inf have a weight",
+            old='total -= tl.where(l == float("-inf"), 0.0, p * delta_i)',
+            new="total -= p * delta_i",
+            within="lib.attention",
+        ),
+        Planted(
             "delta-without-d-lse",
             "Delta leaves out the cotangent of lse",
             old="total -= tl.load(d_lse",
@@ -206,6 +243,29 @@ FAULTS = {
         ),
     ],
     "pallas": [
+        Planted(
+            "d-sinks-sign",
+            "d_sinks has the other sign",
+            old="ref.acc[...] -= jnp.where(lse == -jnp.inf, 0.0, p",
+            new="ref.acc[...] += jnp.where(lse == -jnp.inf, 0.0, p",
+            sample=True,
+            edge="a_sink_above_all_scores",
+        ),
+        Planted(
+            "d-sinks-of-the-last-rows",
+            "d_sinks begins its sum anew with each block of rows",
+            old=(
+                "    @pl.when(step_along(1) == 0)\n    def start() -> None:\n"
+                "        ref.acc[...] = jnp.zeros_like(ref.acc)\n\n    lse, low"
+            ),
+            new="    ref.acc[...] = jnp.zeros_like(ref.acc)\n\n    lse, low",
+        ),
+        Planted(
+            "d-sinks-by-shift",
+            "d_sinks takes Delta for lse's other number",
+            old="saved.of_rows[:, :, DELTA.start]",
+            new="saved.of_rows[:, :, SHIFT.start]",
+        ),
         Planted(
             "delta-with-d-lse-added",
             "the cotangent of lse has the wrong sign in Delta",

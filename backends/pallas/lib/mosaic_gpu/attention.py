@@ -160,6 +160,8 @@ def operands_refused(call: Call) -> str | None:
     widest = max(call.dims["d"], call.dims["dv"])
     if reason := products_refused(call) or dtype_refused(call):
         return reason
+    if call.arrays["sinks"] is not None:
+        return "sinks are given, which Pallas's kernels for GPUs do not take: use the Triton backend"
     if widest > WIDEST:
         return f"heads of {widest} are wider than the {WIDEST} elements that fit here: use the reference backend"
     return None
