@@ -126,3 +126,19 @@ def test_weights_that_are_stored_with_one_error_are_no_evidence(dtype):
     assert found(4, 0.0).applies and not found(4, 0.0).reasons  # 1/4 is stored as it is
     assert found(7, 0.5).applies and not found(7, 0.5).reasons
     assert any("errors lean towards 0" in reason for reason in found(7, 0.5, truncates=True).reasons)
+
+
+@pytest.mark.parametrize("backend", ["triton", "pallas"])
+@pytest.mark.parametrize("scale", [1e30, -1e30])
+def test_what_says_that_an_lse_has_no_rest_is_small_in_units_of_a_large_scale(backend, scale):
+    """Of one key the weight is 1, and d_v the sum of d_o, whatever scores are measured in."""
+    rng = np.random.default_rng(0)
+    q, k, v = (np.zeros((1, n, 1, 16), np.float32) for n in (5, 1, 1))
+    arrays = with_residuals(rng, {"q": q, "k": k, "v": v}, {"scale": scale}, "float32", lse_too=True)
+    arrays["d_o"] = np.ones_like(arrays["d_o"])
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    if backend == "pallas":
+        pytest.importorskip("jax", reason="jax is not installed")
+    given = {n: torch.from_numpy(x) if backend == "triton" else x for n, x in arrays.items() if x is not None}
+    d_v = op("attention_vjp", backend=backend)(**given, scale=scale)[2]
+    assert np.asarray(d_v).ravel().tolist() == [5.0] * 16

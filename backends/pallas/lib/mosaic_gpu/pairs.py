@@ -52,8 +52,9 @@ SLOTS = 2
 NUMBERS = "shift", "low", "delta"
 """What a query brings along: the two numbers of lse, and Delta."""
 
-LEAST = 1e-30
-"""What stands for a second number of 0 of an lse that is far from 0."""
+LEAST = 1.1754944e-38
+"""What stands for a second number of 0 of an lse that is far from 0: the least that is not flushed, since units of
+large scales are large."""
 
 TilePosition = tuple[Any, "ResidentTile", Any, Any, bool]
 """Where a tile of scores is: its warpgroup, the resident rows, the head and the streamed tile; and whether it is
