@@ -216,7 +216,7 @@ def test_gradients_of_a_sum_are_planned(op, sample):
 
 def test_gradients_of_later_calls_are_those_of_a_first():
     torch.manual_seed(0)
-    for name in (r.op for r in forward_records()):
+    for name in (r.op for r in forward_records() if registry.find_spec(r.op).vjp):
         kept = pk.op(name, backend="triton")
         differentiated = wiring(kept.spec).gradients
         arrays, _ = drawn(name, next(iter(testing.samples(name))), 0)

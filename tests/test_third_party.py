@@ -298,7 +298,7 @@ def test_what_a_call_does_not_want_is_left_out_and_what_is_shared_is_named():
     one = np.zeros((1, 3, 1, 8), np.float32)
     with pytest.raises(TypeError, match="returned d_k in memory that it shares with the output d_q"):
         lse = np.zeros((1, 1, 3), np.float32)
-        returning(lambda call: (one, one, None, None), "attention_vjp")(q, q, q, q, lse, q, wants=("d_q", "d_k"))
+        returning(lambda call: (one, one, None, None, None), "attention_vjp")(q, q, q, q, lse, q, wants=("d_q", "d_k"))
 
 
 def test_oracles_are_held_to_their_shapes():

@@ -243,9 +243,11 @@ def in_layer(op, x, p):
 
         starts = torch.as_tensor(starts, device=x.device)
     else:
+        import jax
         import jax.numpy as jnp
 
-        starts = jnp.asarray(starts)
+        with jax.ensure_compile_time_eval():  # a constant of the program that is traced, known while it is
+            starts = jnp.asarray(starts)
     return op(heads / 4, heads / 4, heads, starts, starts, is_causal=True).reshape(x.shape)
 
 
