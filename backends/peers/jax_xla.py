@@ -126,3 +126,16 @@ def attend(q: Any, k: Any, v: Any, bias: Any, is_causal: bool, scale: float | No
     return jax.nn.dot_product_attention(
         q, k, v, bias, mask, scale=scale, is_causal=is_causal, implementation=implementation
     )
+
+
+@provides(BACKEND, gradients=False, outputs=2)
+def kv_append(k: Any, v: Any, k_pages: Any, v_pages: Any, slots: Any) -> Any:
+    """A scatter that drops what is beyond the cache."""
+    import jax.numpy as jnp
+
+    found = []
+    for new, pages in ((k, k_pages), (v, v_pages)):
+        rows = pages.reshape(-1, *new.shape[1:])
+        at = jnp.where(slots < 0, len(rows), slots)
+        found.append(rows.at[at].set(new, mode="drop").reshape(pages.shape))
+    return tuple(found)

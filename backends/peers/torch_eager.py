@@ -299,3 +299,18 @@ def paged_attention(
         some = slice(tokens.start + unseen, tokens.stop)  # queries that stand before the first key see nothing
         o[some] = attention(q[None, some], k, v, is_causal=is_causal, scale=scale, precision=precision)[0]
     return o
+
+
+@provides(BACKEND, gradients=False, outputs=2)
+def kv_append(k: Any, v: Any, k_pages: Any, v_pages: Any, slots: Any) -> Any:
+    """The cache is copied, with one more slot, which takes the tokens that are skipped: no length is read on the
+    host."""
+    import torch
+
+    found = []
+    for new, pages in ((k, k_pages), (v, v_pages)):
+        rows = pages.reshape(-1, *new.shape[1:])
+        out = torch.cat((rows, rows[:1]))
+        at = torch.where(slots < 0, len(rows), slots)
+        found.append(out.index_put_((at.long(),), new)[:-1].reshape(pages.shape))
+    return tuple(found)

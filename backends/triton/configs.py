@@ -44,6 +44,12 @@ class RopeConfig(WarpsConfig):
     block_heads: Annotated[int, "heads in a tile"]
 
 
+class AppendConfig(WarpsConfig):
+    """Of rows that are copied into a cache."""
+
+    block_n: Annotated[int, Tile(128, 8192), "numbers of a row that are copied at once"]
+
+
 class TokenRowsConfig(WarpsConfig):
     """Of ops on the tokens of one head."""
 

@@ -54,8 +54,8 @@ def made(size: Size, longest: int, device: str, dtype: torch.dtype, seed: int = 
 
 @dataclass(frozen=True)
 class Packed:
-    """A step's arrays on the device. Those behind the step's last token are padding, of no sequence, and have a slot in
-    a page of their own.
+    """A step's arrays on the device. Tokens behind the step's last one are padding, of no sequence. Their slot is -1:
+    ``kv_append`` skips them, and for an index of PyTorch's it is the last slot of the cache, in a page of nobody.
 
     Attributes:
       step: what they hold, for contenders that need lengths on the host.
@@ -86,7 +86,7 @@ class Packed:
             step,
             held(step.tokens + [0] * beyond),
             held(step.positions + [0] * beyond),
-            held(step.slots + [capacity.pages * capacity.page_size] * beyond, torch.int64),
+            held(step.slots + [-1] * beyond, torch.int64),
             held(step.q_starts),
             held(step.kv_lens),
             held(step.page_table),
@@ -176,14 +176,18 @@ def _layer(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 # ------------------------------------------------------------------------------------------------------- contenders
 def into_pages(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, packed: Packed) -> None:
-    """PyTorch's own assignment by index."""
+    """PyTorch's own assignment by index; -1 is the last slot of the cache."""
     for new, pages in ((k, k_pages), (v, v_pages)):
         pages.view(-1, *new.shape[1:])[packed.slots] = new
 
 
 def on_portakern(size: Size, capacity: Capacity, backend: str | None) -> Kernels:
-    """Every function of a layer by portakern; keys are written into their pages by PyTorch."""
-    ops = {name: pk.op(name, backend=backend) for name in ("rmsnorm", "linear", "rope", "swiglu", "paged_attention")}
+    """Every function of a layer by portakern."""
+    names = ("rmsnorm", "linear", "rope", "swiglu", "kv_append", "paged_attention")
+    ops = {name: pk.op(name, backend=backend) for name in names}
+
+    def append(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, packed: Packed) -> None:
+        ops["kv_append"](k, v, k_pages, v_pages, packed.slots, overwrite=("k_pages", "v_pages"))
 
     def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, packed: Packed) -> Tensor:
         found = ops["paged_attention"](q, k_pages, v_pages, packed.page_table, packed.kv_lens, packed.q_starts)
@@ -194,7 +198,7 @@ def on_portakern(size: Size, capacity: Capacity, backend: str | None) -> Kernels
         linear=lambda x, weight, residual: ops["linear"](x, weight, residual=residual),
         rope=lambda x, cos, sin: ops["rope"](x[None], cos[None], sin[None])[0],
         swiglu=ops["swiglu"],
-        append=into_pages,
+        append=append,
         attention=attention,
     )
 

@@ -206,7 +206,8 @@ class OpRecord:
         float64, where it hangs on the order in which a processor's BLAS sums.
       special: like ``case`` with a seed for the regime: arrays with NaN and infinities; None: they are planted at
         random into ``case``.
-      near, faults, corners: see the classes.
+      near, faults, corners: see the classes. ``near`` is None for an op whose bound is 0 (``exact``), which no fault is
+        near, and no fault hides in.
       large_case: like ``case``, with enough elements for statistics: in every output 64 that differ once they are
         stored.
       typical: (generator, dtype, **options) -> arrays and options of an ordinary call, in which faults hide; hiding:
@@ -229,7 +230,7 @@ class OpRecord:
     variants: tuple[Mapping[str, Any], ...]
     case: Callable[[Rng, str, str], Drawn]
     regimes: tuple[str, ...]
-    near: Near
+    near: Near | None
     faults: Mapping[str, Fault]
     large_case: Callable[[Rng, str, str], Drawn]
     typical: Callable[..., Drawn]
@@ -250,6 +251,11 @@ class OpRecord:
     @property
     def spec(self) -> Spec[Any]:
         return registry.find_spec(self.op)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the op only copies numbers: right kernels are 0 from the oracle."""
+        return self.near is None
 
 
 @dataclass(frozen=True, kw_only=True)

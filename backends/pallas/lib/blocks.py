@@ -44,6 +44,7 @@ def launch(
     cost: pl.CostEstimate,
     scalars: Mapping[str, jax.Array] = MappingProxyType({}),
     prefetching: Callable[..., Any] | None = None,
+    over: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, jax.Array]:
     """Run ``kernel(ref)`` at every step of the grid, and return what it wrote by name.
 
@@ -53,6 +54,9 @@ def launch(
 
     ``scalars``: numbers that are there before the first step: each index map takes these arrays after the step's
     indices, in this order, and ``ref`` has them too. ``prefetching``: the chip's form of such a grid.
+
+    ``over``: output -> the input in whose memory it lies, which XLA copies before unless nobody reads it any more.
+    What no step writes is what was there.
     """
     names = (*scalars, *inputs, *outputs, *scratch)
 
@@ -76,6 +80,7 @@ def launch(
         cost_estimate=cost,
         interpret=call.interpret,
         name=name,
+        input_output_aliases={names.index(given): list(outputs).index(out) for out, given in over.items()},
     )(*scalars.values(), *(array for array, _ in inputs.values()))
     return dict(zip(outputs, results, strict=True))
 

@@ -138,6 +138,7 @@ def launch(
     cost: pl.CostEstimate,
     vmem: int = 0,
     scalars: Mapping[str, jax.Array] = MappingProxyType({}),
+    over: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, jax.Array]:
     """Run ``kernel(ref)`` on a TPU's grid, and return what it wrote by name (`blocks.launch`).
 
@@ -148,7 +149,8 @@ def launch(
     float32 where a shape says no more, is carried along them ("arbitrary", in Mosaic's word). The axes before them are
     independent of each other and may be split over cores ("parallel").
 
-    ``scalars``: numbers in scalar memory, which index maps read besides the step's indices.
+    ``scalars``: numbers in scalar memory, which index maps read besides the step's indices. ``over``: output -> the
+    input over which it lies.
     """
     return blocks.launch(
         call,
@@ -168,4 +170,5 @@ def launch(
         cost=cost,
         scalars=scalars,
         prefetching=pltpu.PrefetchScalarGridSpec,
+        over=over,
     )
