@@ -800,6 +800,54 @@ class GegluVjpOp(Op):
         overwrite: Literal["gate", "up"] | Iterable[Literal["gate", "up"]] | None = None,
     ) -> GegluVjpOut[NDArray[Any] | None]: ...
 
+class KvAppendOut(NamedTuple, Generic[T]):
+    k_out: T
+    v_out: T
+
+class KvAppendOp(Op):
+    @overload
+    def __call__(
+        self,
+        k: Array,
+        v: Array,
+        k_pages: Array,
+        v_pages: Array,
+        slots: Array,
+        *,
+        overwrite: Literal["k_pages", "v_pages"] | Iterable[Literal["k_pages", "v_pages"]] | None = None,
+    ) -> KvAppendOut[Array]:
+        """The keys and values of new tokens, written into the pages of a cache.
+
+        With ``overwrite=("k_pages", "v_pages")`` the cache itself is written to, and of it the slots of the tokens
+        alone:
+        what a server calls. Without, the results are new arrays: the cache is copied.
+
+        Args:
+          k: (tokens, kv_heads, d); v: (tokens, kv_heads, dv), of any strides, such as parts of one product.
+          k_pages: (pages, page_size, kv_heads, d); v_pages: (pages, page_size, kv_heads, dv).
+          slots: (tokens), where each token goes: its page * page_size + its place in the page, as in vLLM's
+            slot_mapping.
+            A token with a negative slot is skipped, as padding is. No slot may be two tokens', or beyond the cache;
+            kernels do not read slots to find out: a token beyond the cache is skipped then, and of two tokens with one
+            slot either may be there.
+
+        Returns:
+          k_out, v_out: the cache with the rows of the tokens, the bits of k and v; all other slots have the bits that
+            they
+          had, NaN and infinities too.
+        """
+    @overload
+    def __call__(
+        self,
+        k: NDArray[Any],
+        v: NDArray[Any],
+        k_pages: NDArray[Any],
+        v_pages: NDArray[Any],
+        slots: NDArray[Any],
+        *,
+        overwrite: Literal["k_pages", "v_pages"] | Iterable[Literal["k_pages", "v_pages"]] | None = None,
+    ) -> KvAppendOut[NDArray[Any]]: ...
+
 class LayernormOp(Op):
     @overload
     def __call__(
@@ -2511,6 +2559,14 @@ def op(
     variant: str | None = None,
     tiling: Mapping[str, int] | None = None,
 ) -> GegluVjpOp: ...
+@overload
+def op(
+    which: Literal["kv_append"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> KvAppendOp: ...
 @overload
 def op(
     which: Literal["layernorm"],
