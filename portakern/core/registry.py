@@ -290,7 +290,11 @@ def find_spec(op: str) -> Spec[Any]:
     """
     sources = _spec_sources().get(op)
     if sources is None:
-        raise SpecError(f"op {op!r} is unknown; expected one of {', '.join(ops())}, or a spec{_meant(op)}")
+        gradients = {f"{name}_vjp" for name in ops()}
+        known = ", ".join(name for name in ops() if name not in gradients)
+        raise SpecError(
+            f"op {op!r} is unknown; expected one of {known}, OP_vjp for gradients of OP, or a spec{_meant(op)}"
+        )
     named = [s if isinstance(s, str) else _source(s) for s in sources]
     if len(sources) > 1:
         raise SpecError(
