@@ -74,13 +74,21 @@ def on_gpu(op, **tiling):
     return pk.op(op, backend="pallas", variant="gpu", tiling=tiling)
 
 
+def without_sinks(op):
+    """The arguments of an op that kernels for GPUs take: a call with sinks is refused, and few are drawn here."""
+    spec = registry.find_spec(op)
+    names = {a.name for a in spec.arrays} | {o.name for o in spec.options} | {"wants"}
+    return frozenset(names - {"sinks"})
+
+
 # --- right, in the interpreter ---
 
 
 @each_op
 @pytest.mark.timeout(900)  # the laws of attention's gradients are many calls of three kernels each
 def test_within_bounds(op):
-    report = pk.check(op, backend="pallas", variant="gpu", device="cpu", max_examples=4, seed=0, limits=LIMITS)
+    limits = dataclasses.replace(LIMITS, arguments=without_sinks(op))
+    report = pk.check(op, backend="pallas", variant="gpu", device="cpu", max_examples=4, seed=0, limits=limits)
     assert report.passed, "\n".join(map(str, report.failures))
     assert report.examples >= 2, report.refused
 
@@ -95,7 +103,7 @@ def test_a_bias_of_all_that_numbers_hold_makes_no_weight_of_gradients_infinite(v
     bias = jnp.zeros((1, 1, 8, 16), jnp.bfloat16).at[0, 0, 3].set(low)
     o, lse = pk.op("attention", backend="reference")(q, k, v, bias=bias, return_lse=True)
     op = pk.op("attention_vjp", backend="pallas", variant=variant)
-    found = op(q, k, v, o, lse, d_o, bias=bias)
+    found = [x for x in op(q, k, v, o, lse, d_o, bias=bias) if x is not None]
     assert all(bool(jnp.isfinite(x.astype(jnp.float32)).all()) for x in found)
     call = op.bind(q, k, v, o, lse, d_o, bias=bias)
     assert max(testing.compare_call(call, [np.asarray(x) for x in found]).values()) <= 1
@@ -151,7 +159,7 @@ def test_several_tiles_race_for_nothing(op):
     edges = [f"several_{name}" for name, tile in spec.tiling.items() if tile.of]
     several = len(edges) == 2  # of heads, each of which takes a minute of processor time
     drawn = (len(edges) + 1) * (2 if spec.is_vjp and not several else 1)  # of wider cotangents products are refused
-    limits = dataclasses.replace(LIMITS, elements=640) if several else LIMITS
+    limits = dataclasses.replace(LIMITS, arguments=without_sinks(op), **({"elements": 640} if several else {}))
     report = pk.check(
         op, backend="pallas", variant="gpu", device="cpu", profile="races", max_examples=drawn,
         only_edges=edges,

@@ -28,5 +28,6 @@ BACKEND = Backend(
         "fit the registers that",
         "as the ring wants them",
         "gradient of a bias is not written yet",
+        "sinks are given, which",
     ),
 )
