@@ -37,16 +37,7 @@ from portakern.backends.triton.gpu.attention_vjp import supports as supports_gra
 from portakern.backends.triton.launch import accumulator, cdiv, compiler_options, launch, torch_dtype
 from portakern.backends.triton.layout import fresh
 from portakern.backends.triton.lib import attention as shared
-from portakern.backends.triton.lib.attention import (
-    STATISTICS_AT_ONCE,
-    Rate,
-    Results,
-    StatisticsStrides,
-    padded,
-    rows_plan,
-    store_rows,
-    window_of,
-)
+from portakern.backends.triton.lib.attention import Results, padded, rows_plan, statistics, store_rows, window_of
 from portakern.backends.triton.lib.band import band, fold, limits
 from portakern.backends.triton.lib.heads import (
     AttentionExtents,
@@ -59,7 +50,6 @@ from portakern.backends.triton.lib.heads import (
     precision_of,
     rows_of,
 )
-from portakern.backends.triton.lib.split_kv import alike
 from portakern.specs.attention import scale_of
 from portakern.specs.varlen_attention import as_attention
 
@@ -332,74 +322,12 @@ def supports_gradients_of(call: Call, config: AttentionGradientsConfig) -> str |
     return _too_many_tiles(call) or supports_gradients(as_attention(call), config)
 
 
-class QueryStatistics(NamedTuple):
-    """Where what is known of each query goes, (heads, tokens) each."""
-
-    shift: Any
-    low: Any
-    delta: Any
-
-
-class PackedStatisticsTile(NamedTuple):
-    """What the kernel of the statistics is compiled for."""
-
-    rows: int
-    block_dv: int
-    acc_dtype: tl.dtype
-
-
-@triton.jit
-def varlen_attention_vjp_statistics_kernel(
-    o, d_o, lse, d_lse, lse_low, out, extents, rate, strides, tile: tl.constexpr
-):  # fmt: skip
-    """delta = sum(o d_o) - d_lse, and shift + low = (lse + lse_low) (rate + rate_low), what scores are measured from in
-    their unit, of a tile of tokens of one head. Of a row that sees no key shift is inf, so that its p is 0, and delta
-    0.
-
-    No number stands for a rest of 0 here, as in attention's kernel of this: it would be large in units of large scales.
-    """
-    o_s, o_h, o_d = strides.o
-    do_s, do_h, do_d = strides.d_o
-    lse_h, lse_s = strides.lse
-    tiles = tl.cdiv(extents.q_len, tile.rows)
-    head = (tl.program_id(0) // tiles).to(tl.int64)
-    i = tl.program_id(0) % tiles * tile.rows + tl.arange(0, tile.rows)
-    i_ok, row, ddv = i < extents.q_len, i.to(tl.int64), tl.arange(0, tile.block_dv)[None, :]
-    ok = i_ok[:, None] & (ddv < extents.dv)
-    o_at = o + head * o_h + (row[:, None] * o_s + ddv.to(tl.int64) * o_d)
-    d_o_at = d_o + head * do_h + (row[:, None] * do_s + ddv.to(tl.int64) * do_d)
-    o_tile = tl.load(o_at, mask=ok, other=0.0).to(tile.acc_dtype)
-    total = tl.sum(o_tile * tl.load(d_o_at, mask=ok, other=0.0).to(tile.acc_dtype), 1)
-    if d_lse is not None:
-        dl_h, dl_s = strides.d_lse
-        total -= tl.load(d_lse + head * dl_h + row * dl_s, mask=i_ok, other=0.0)
-    l = tl.load(lse + head * lse_h + row * lse_s, mask=i_ok, other=0.0)
-    rest = tl.full([tile.rows], 0.0, tile.acc_dtype)
-    if lse_low is not None:
-        low_h, low_s = strides.lse_low
-        rest = tl.load(lse_low + head * low_h + row * low_s, mask=i_ok, other=0.0)
-    unseen = l == float("-inf")
-    high = l * rate.high
-    rest = tl.fma(l, alike(l, rate.high), -high) + (l * rate.low + rest * rate.high)
-    at = head * extents.q_len + row
-    tl.store(out.shift + at, tl.where(unseen, float("inf"), high), mask=i_ok)
-    tl.store(out.low + at, tl.where(tl.abs(high) < float("inf"), rest, 0.0), mask=i_ok)
-    tl.store(out.delta + at, tl.where(unseen, 0.0, total), mask=i_ok)
-
-
-def packed_statistics(
-    call: Call, o: torch.Tensor, d_o: torch.Tensor, rate: tuple[float, float], extents: AttentionExtents
-) -> QueryStatistics:
-    """What ``varlen_attention_vjp_statistics_kernel`` writes."""
-    lse, d_lse, lse_low = (call.arrays[n] for n in ("lse", "d_lse", "lse_low"))
-    block_dv = padded(extents.dv)
-    rows = max(1, STATISTICS_AT_ONCE // block_dv)
-    out = QueryStatistics(*(fresh((extents.heads, extents.q_len), lse.dtype, o.device) for _ in range(3)))
-    strides = StatisticsStrides(*(None if x is None else x.stride() for x in (o, d_o, lse, d_lse, lse_low)))
-    launch(varlen_attention_vjp_statistics_kernel, cdiv(extents.q_len, rows) * extents.heads, call, o, d_o, lse, d_lse,
-           lse_low, out, extents, Rate(*rate), strides,
-           tile=PackedStatisticsTile(rows, block_dv, accumulator(call.dtype)), enable_fp_fusion=False)  # fmt: skip
-    return out
+def packed_statistics(call: Call, o: torch.Tensor, d_o: torch.Tensor, rate: tuple[float, float]) -> tuple[Any, ...]:
+    """(shift, low, delta) of all tokens, (heads, tokens) each: those of a batch of one."""
+    one = as_attention(call)
+    rows = {n: None if one.arrays[n] is None else one.arrays[n][None] for n in ("lse", "d_lse", "lse_low")}
+    shift, low, _, delta = statistics(one.replace(arrays={**one.arrays, **rows}), o[None], d_o[None], rate)
+    return shift, low, delta
 
 
 @BACKEND.implements(
@@ -414,14 +342,14 @@ def varlen_attention_vjp(call: Call, config: AttentionGradientsConfig) -> tuple[
     heads, d, dv = dims["kv_heads"] * dims["group"], dims["d"], dims["dv"]
     block_d, block_dv = padded(d), padded(dv)
     scores, rate = Scores.of_gradients(one)
+    shift, low, delta = packed_statistics(call, o, d_o, rate)
     out = {
         name: fresh(shape, torch_dtype(dtype), q.device) if name in wants else None
         for name, (shape, dtype) in call.outputs.items()
     }
+    given = q, k, v, Starts(call.arrays["q_starts"], call.arrays["kv_starts"]), OfQueries(d_o, shift, low, delta)
     window = window_of(options["is_causal"], options["window"], dims["tokens"] + dims["kv_tokens"])
     extents = AttentionExtents(heads, dims["group"], dims["tokens"], dims["kv_tokens"], d, dv)
-    found = OfQueries(d_o, *packed_statistics(call, o, d_o, rate, extents))
-    given = q, k, v, Starts(call.arrays["q_starts"], call.arrays["kv_starts"]), found
     strides = packed_strides(q, k, v, d_o)
     plan = AttentionPlan(config.block_q, config.block_kv, block_d, block_dv, block_d != d, block_dv != dv,
                 precision_of(one, config), accumulator(call.dtype))  # fmt: skip
