@@ -487,16 +487,16 @@ def test_flashinfer_gets_lists_of_pages(monkeypatch, options, decodes):
 
 
 def test_flashinfer_plans_once_for_unchanged_lengths(monkeypatch):
-    from portakern.backends.peers import flashinfer
+    from portakern.backends.peers._packed import kept
 
     torch = pytest.importorskip("torch", reason="torch is not installed")
     planned = []
-    plan = flashinfer._newest(lambda tensors, more: planned.append(more))
+    plan = kept(lambda x, y, more: planned.append(more))
     a, b = torch.zeros(2), torch.zeros(2)
     for tensors, more in (((a, b), 1), ((a, b), 1), ((a, b), 2), ((b, a), 2), ((b, a), 2)):
-        plan(tensors, more)
+        plan(*tensors, more)
     a += 1
-    plan((b, a), 2)
+    plan(b, a, 2)
     assert planned == [1, 2, 2, 2]
 
 

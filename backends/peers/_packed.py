@@ -14,16 +14,16 @@ __all__ = ["Documents", "documents", "kept"]
 
 
 def kept(make: Callable[..., Any]) -> Callable[..., Any]:
-    """``make(q_segment_ids, kv_segment_ids, *more)``, not made again while the last two tensors that came are these,
-    unchanged."""
-    last: list[Any] = [(), (), None]  # references to the ids; their versions and ``more``; what was made
+    """``make`` of tensors and other arguments, not made again while the last tensors that came are these, unchanged,
+    beside equal other arguments."""
+    last: list[Any] = [(), (), None]  # references to the tensors; their versions among the others; what was made
 
     @functools.wraps(make)
-    def once(q_segment_ids: Any, kv_segment_ids: Any, *more: Any) -> Any:
-        ids = (q_segment_ids, kv_segment_ids)
-        now = (*(x._version for x in ids), *more)
-        if now != last[1] or any(of() is not x for of, x in zip(last[0], ids, strict=True)):
-            last[:] = [weakref.ref(x) for x in ids], now, make(*ids, *more)
+    def once(*args: Any) -> Any:
+        tensors = [x for x in args if hasattr(x, "_version")]
+        now = tuple(getattr(x, "_version", x) for x in args)
+        if now != last[1] or any(of() is not x for of, x in zip(last[0], tensors, strict=True)):
+            last[:] = [weakref.ref(x) for x in tensors], now, make(*args)
         return last[2]
 
     return once

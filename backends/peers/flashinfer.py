@@ -3,11 +3,10 @@ built when they are first called."""
 
 from __future__ import annotations
 
-import functools
-import weakref
 from math import log
 from typing import Any
 
+from portakern.backends.peers._packed import kept
 from portakern.backends.peers.provide import LACKS, provides
 from portakern.core.backend import Backend
 from portakern.core.call import Call
@@ -38,37 +37,22 @@ def kernel_takes(call: Call) -> str | None:
     return None
 
 
-def _newest(make: Any) -> Any:
-    """``make(tensors, *more)``, not made again while the last tensors that came are these, unchanged: a model plans
-    once for all its layers, outside of a benchmark's clock."""
-    last: list[Any] = [(), (), None]
-
-    @functools.wraps(make)
-    def once(tensors: tuple[Any, ...], *more: Any) -> Any:
-        now = (*(x._version for x in tensors), *more)
-        if now != last[1] or any(of() is not x for of, x in zip(last[0], tensors, strict=True)):
-            last[:] = [tuple(weakref.ref(x) for x in tensors), now, make(tensors, *more)]
-        return last[2]
-
-    return once
-
-
-@_newest
+@kept
 def planned(
-    sequences: tuple[Any, Any, Any], heads: int, kv_heads: int, d: int, page_size: int, dtype: Any, causal: bool,
-    window: int, scale: float | None, softcap: float | None,
+    page_table: Any, kv_lens: Any, q_starts: Any, heads: int, kv_heads: int, d: int, page_size: int, dtype: Any,
+    causal: bool, window: int, scale: float | None, softcap: float | None,
 ) -> Any:  # fmt: skip
-    """A wrapper that is ready to run, for ``page_table``, ``kv_lens`` and ``q_starts``: of sequences that have one
-    query each the one for decoding."""
+    """A wrapper that is ready to run: of sequences that have one query each the one for decoding. A model plans once
+    for all its layers."""
     import flashinfer
     import torch
 
-    table, lens, starts = (x.cpu().int() for x in sequences)
+    table, lens, starts = (x.cpu().int() for x in (page_table, kv_lens, q_starts))
     pages = (lens + page_size - 1) // page_size
     indices = torch.cat([row[:n] for row, n in zip(table, pages.tolist(), strict=True)])
     indptr = torch.cat([pages.new_zeros(1), pages.cumsum(0, dtype=torch.int32)])
     last = torch.where(lens > 0, (lens - 1) % page_size + 1, 0).int()
-    memory = torch.empty(WORKSPACE, dtype=torch.uint8, device=sequences[0].device)
+    memory = torch.empty(WORKSPACE, dtype=torch.uint8, device=page_table.device)
     kinds: dict[str, Any] = {"q_data_type": dtype, "kv_data_type": dtype, "sm_scale": scale, "window_left": window}
     kinds["logits_soft_cap"] = softcap or 0.0
     if torch.equal(starts, torch.arange(len(starts), dtype=torch.int32)):
@@ -100,7 +84,7 @@ def paged_attention(
     """Its logarithms are to base 2, and (tokens, heads)."""
     left = -1 if window is None or window[0] is None else window[0]
     wrapper = planned(
-        (page_table, kv_lens, q_starts), q.shape[1], k_pages.shape[2], q.shape[2], k_pages.shape[1], q.dtype,
+        page_table, kv_lens, q_starts, q.shape[1], k_pages.shape[2], q.shape[2], k_pages.shape[1], q.dtype,
         is_causal, left, scale, softcap,
     )  # fmt: skip
     if not return_lse:
