@@ -199,9 +199,9 @@ class AbstractArray:
         return self._seen("reshape", shape, shape, strides)
 
     def __getitem__(self, index: Any) -> AbstractArray:
-        """Only ``x[None, ...]``: axes of extent 1 in front."""
-        new = len(index)
-        if index != (None,) * new:
+        """Only ``x[None]`` and ``x[None, None]``: axes of extent 1 in front."""
+        new = len(index) if isinstance(index, tuple) else 1
+        if index not in (None, (None,) * new):
             raise NotImplementedError(f"an abstract array is indexed by {index!r}; expected Nones")
         return self.reshape((1,) * new + self.shape)
 
