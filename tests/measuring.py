@@ -30,7 +30,7 @@ def measure(record, arrays, options=None, actual=None, **how):
         assert (exact is None) == (limit is None) == (output not in call.wants)
         if exact is not None:
             assert limit.shape == exact.shape == shape and limit.dtype == exact.dtype == np.float64
-            c = compare(y.astype(numpy_dtype(dtype)), exact, limit, dtype)
+            c = compare(y.astype(numpy_dtype(dtype)), exact, limit, dtype, record.spec.output(output).codes)
             worst[output] = max(c.worst, np.inf if c.bad.any() and c.worst <= 1 else 0)
     return worst
 
@@ -66,7 +66,7 @@ def evidences(name, arrays, options, kernels, regime="normal", target=None, inte
         found = examine(wide, got, refs, bounds, regime)
         outputs = dict(zip(call.wants, got, strict=True))
         yield {
-            n: (e, compare(outputs[n], refs[i], bounds[i], call.outputs[n][1]).worst)
+            n: (e, compare(outputs[n], refs[i], bounds[i], call.outputs[n][1], call.spec.output(n).codes).worst)
             for i, (n, e) in enumerate(found.items())
         }
 

@@ -10,8 +10,9 @@ import pytest
 from portakern import testing
 from portakern.api import op
 from portakern.core.oracle import oracle
+from portakern.spec.dtypes import DTYPES as DTYPES_OF
 from portakern.spec.dtypes import numpy_dtype
-from portakern.spec.tolerance import BLOCK, compare, format_of
+from portakern.spec.tolerance import BLOCK, compare, format_of, permitted_error, rounded
 from tests.measuring import measure
 from tests.ops import forward_records, record, records
 from tests.ops._shared import pick, sweep, with_specials
@@ -218,6 +219,65 @@ def test_compare_is_the_same_wherever_a_block_ends():
     assert found.bad.shape == (BLOCK, 2) and [*np.argwhere(found.bad)[-1]] == [BLOCK - 1, 0] and found.bad.sum() == 4
     with pytest.raises(ValueError, match="bound is NaN"):
         compare(got, ref, np.where(np.arange(size) == BLOCK + 2, np.nan, bound), "float32")
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8", "bfloat16"])
+def test_codes_are_those_to_which_a_value_within_the_bound_rounds(dtype):
+    """Against the set that rounding many values gives: at ties, beside them, in the middle, and with wide bounds."""
+    kind, rng = DTYPES_OF[dtype], np.random.default_rng(0)
+    every = np.arange(2**kind.bits).astype(f"u{kind.bits // 8}").view(kind.numpy)
+    every = np.unique(every[np.isfinite(every.astype(np.float64))].astype(np.float64))
+    every = every[every.size // 2 :][:300]
+    at = rng.choice(every.size - 1, 20)
+    refs = np.concatenate([every[at], (every[at] + every[at + 1]) / 2, every[at] * 0.3 + every[at + 1] * 0.7])
+    for share in (0.0, 1e-6, 0.2, 3.0):
+        for ref in refs:
+            bound = share * abs(ref)
+            tried = np.concatenate([every, (every[:-1] + every[1:]) / 2])
+            tried = np.array([*tried[np.abs(tried - ref) <= bound], ref - bound, ref, ref + bound])
+            right = {*rounded(tried, dtype).astype(np.float64)} & {*every}
+            found = compare(every, np.full(every.shape, ref), np.full(every.shape, bound), dtype, codes=True)
+            assert {*every[~found.bad]} == right and right, (ref, bound)
+            alone = compare(every[~found.bad], *np.full((2, len(right)), [[ref], [bound]]), dtype, codes=True)
+            assert alone.worst <= 1 + 1e-12 and not alone.bad.any()
+
+
+@pytest.mark.parametrize(
+    ("got", "ref", "bound", "dtype", "ok"),
+    [
+        (2.0, 2.5, 0.0, "int8", True),  # a tie goes to the even code
+        (3.0, 2.5, 0.0, "int8", False),
+        (3.0, 2.5, 1e-9, "int8", True),
+        (2.0, 2.51, 0.005, "int8", False),
+        (127.0, 127.4, 0.0, "int8", True),
+        (np.nan, 463.9, 0.0, "float8_e4m3fn", False),
+        (448.0, 463.9, 0.2, "float8_e4m3fn", True),
+        (np.nan, 463.9, 0.2, "float8_e4m3fn", True),  # beyond 464 it overflows, and to NaN
+        (np.nan, 470.0, 0.2, "float8_e4m3fn", True),
+        (448.0, 470.0, 0.2, "float8_e4m3fn", False),
+        (np.inf, 61439.0, 2.0, "float8_e5m2", True),
+        (np.inf, 61439.0, 0.5, "float8_e5m2", False),
+        (np.nan, np.nan, 0.0, "float8_e4m3fn", True),
+        (0.0, np.nan, 0.0, "float8_e4m3fn", False),
+        (np.nan, np.inf, 0.0, "float8_e4m3fn", True),
+        (5.0, np.nan, np.inf, "int8", True),
+    ],
+)  # fmt: skip
+def test_codes_at_ties_and_ends(got, ref, bound, dtype, ok):
+    c = compare(np.array([got]), np.array([ref]), np.array([bound]), dtype, codes=True)
+    assert c.ok is ok
+    with pytest.raises(ValueError, match="bound is NaN"):
+        compare(np.zeros(1), np.zeros(1), np.array([np.nan]), dtype, codes=True)
+
+
+def test_the_share_of_a_code_is_the_error_that_it_takes():
+    """1.9 lies 0.0375 from the tie between 1.875, to which it rounds, and 2."""
+    got, ref = np.array([1.875, 2.0]), np.full(2, 1.9)
+    c = compare(got, ref, np.full(2, 0.075), "float8_e4m3fn", codes=True)
+    assert c.ok and c.worst == pytest.approx(0.5)
+    c = compare(got, ref, np.full(2, 0.03), "float8_e4m3fn", codes=True)
+    assert [*c.bad] == [False, True] and c.worst == pytest.approx(1.25)
+    assert [*permitted_error(np.array([0.03, 0.075]), ref, "float8_e4m3fn", True)] == pytest.approx([0.025, 0.1])
 
 
 def test_compare_refuses_a_bound_that_is_nan():

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import pytest
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Num
 
 import portakern as pk
 from portakern.core import registry
@@ -15,7 +15,8 @@ from portakern.core.framework import frameworks
 from portakern.core.oracle import oracle
 from portakern.errors import SpecError
 from portakern.spec import Dim, Extent, Range, Rule, spec
-from portakern.spec.tolerance import round_to, units
+from portakern.spec.options import DType
+from portakern.spec.tolerance import round_to, rounded, units
 from portakern.testing import Limits, replay
 from portakern.testing.cases import Case
 from portakern.testing.sampled import part_call, part_of, taken
@@ -416,3 +417,50 @@ def test_a_large_call_over_offsets_is_compared_in_part(monkeypatch):
     assert replay(segment_sum, case, fn=fn).passed
     report = replay(segment_sum, case, fn=lambda *arrays: fn(*arrays, shift=1.0))
     assert not report.passed and "the oracle says" in report.failures[0].what
+
+
+# --------------------------------------------------------------------------------------------------------------- codes
+class CodedOut(NamedTuple):
+    q: Num[A, "n"]
+
+
+def coded_reference(call, tiling):
+    return (np.clip(call.arrays["x"], -100, 100),)
+
+
+def test_an_option_names_the_dtype_of_codes_and_codes_are_judged_as_sets():
+    @spec(tiling={}, flops=lambda call: 1.0, result_dtype={"q": "to"}, codes=("q",))
+    def coded(x: Float[A, "n"], *, to: Annotated[Any, DType(("float8_e5m2", "int8"))] = "float8_e5m2") -> CodedOut:
+        """q = x, clipped at 100 and rounded to ``to``."""
+        raise NotImplementedError
+
+    @coded.tolerance
+    def bound(call, ref):
+        return (np.zeros(ref[0].shape) + np.where(np.isfinite(ref[0]), 0.0, np.inf),)
+
+    pk.backends()["reference"].implements("coded")(coded_reference)
+    x = np.array([0.3, 2.5, -1e4], np.float32)
+    for to in ("int8", np.int8, np.dtype("int8")):
+        assert pk.op(coded)(x, to=to).tolist() == [0, 2, -100]
+    assert pk.op(coded)(x).dtype.name == "float8_e5m2"
+    with pytest.raises(SpecError, match=r"to is 'float32'; expected a dtype \(float8_e5m2, int8\)"):
+        pk.op(coded)(x, to="float32")
+    assert pk.check(coded, backend="reference", max_examples=15).passed
+
+    def kernel(x, to="float8_e5m2", rounding=rounded):
+        return rounding(np.clip(np.nan_to_num(x.astype(np.float64)), -100, 100), to)
+
+    case = Case("float32", {"x": (300,)}, seed=1)
+    assert replay(coded, case, fn=kernel).passed
+    away = lambda x, to: rounded(np.trunc(x * 8) / 8, to)  # noqa: E731
+    report = replay(coded, case, fn=lambda x, to="float8_e5m2": kernel(x, to, away))
+    assert not report.passed and "the oracle says" in report.failures[0].what
+
+
+def test_codes_are_of_outputs():
+    with pytest.raises(SpecError, match="coded: codes names x; expected some of the outputs q"):
+
+        @spec(tiling={}, flops=lambda call: 1.0, result_dtype={"q": "to"}, codes=("x",))
+        def coded(x: Float[A, "n"], *, to: Annotated[Any, DType(("int8",))] = "int8") -> CodedOut:
+            """q = x."""
+            raise NotImplementedError

@@ -75,6 +75,7 @@ def outputs(
     aliases: Mapping[str, str],
     dtypes: Sequence[str],
     saved: type | None = None,
+    codes: Sequence[str] = (),
 ) -> tuple[Output, ...]:
     """The outputs from the annotations of their fields, and behind them those of ``saved``; the others are as of
     :func:`portakern.spec.spec`."""
@@ -91,9 +92,13 @@ def outputs(
         gradient_of = name[2:] if name.startswith("d_") else None
         found.append(
             Output(
-                name, _dims(hint), dtype, dtype_options.get(name), wanted_by.get(name), gradient_of, aliases.get(name)
+                name, _dims(hint), dtype, dtype_options.get(name), wanted_by.get(name), gradient_of, aliases.get(name),
+                codes=name in codes,
             )
-        )
+        )  # fmt: skip
+    unknown = [name for name in codes if name not in results]
+    if unknown:
+        raise SpecError(f"{op}: codes names {unknown[0]}; expected some of the outputs {', '.join(results)}")
     if saved is not None:
         more = outputs(op, typing.get_type_hints(saved, include_extras=True), {}, {}, {}, dtypes)
         found += [replace(o, saved=True) for o in more]

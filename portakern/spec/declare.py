@@ -171,6 +171,9 @@ class Spec(Generic[P]):
     def option(self, name: str) -> Option:
         return next(o for o in self.options if o.name == name)
 
+    def output(self, name: str) -> Output:
+        return next(o for o in self.outputs if o.name == name)
+
     def argument(self, name: str) -> ArrayArg:
         return next(a for a in self.arrays if a.name == name)
 
@@ -305,6 +308,7 @@ def spec(
     or_dtypes: Mapping[str, Sequence[str]] | None = None,
     own_dtype: Sequence[str] = (),
     result_dtype: Mapping[str, str] | None = None,
+    codes: Sequence[str] = (),
     returns: Mapping[str, str] | None = None,
     require: Sequence[Rule] = (),
     doubts: Sequence[Rule] = (),
@@ -339,6 +343,8 @@ def spec(
         beside queries of 16. A wider one is drawn in 16-bit calls alone.
       own_dtype: float arguments with any dtype of ``dtypes``, independent of the others.
       result_dtype: output name -> option that overrides its dtype.
+      codes: outputs of few bits, each number of which is a code. Their bound is that of the value before it is rounded,
+        and right is each code to which a value within the bound rounds: one code, but beside a tie.
       returns: output name -> bool option that requests it; other outputs are always returned.
       require: rules across arguments.
       doubts: rules that intended calls obey, such as the order of two extents. A call that breaks one runs, and the
@@ -385,7 +391,9 @@ def spec(
             fn=fn,
             arrays=arrays,
             options=options,
-            outputs=outputs(fn.__name__, results, result_dtype or {}, returns or {}, aliases or {}, dtypes, saved),
+            outputs=outputs(
+                fn.__name__, results, result_dtype or {}, returns or {}, aliases or {}, dtypes, saved, codes
+            ),
             result=hints["return"],
             dtypes=leader(arrays).dtypes,
             require=(*require, *(_given_when(name, when) for name, when in (reads or {}).items())),

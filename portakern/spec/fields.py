@@ -188,7 +188,8 @@ class Output:
 
     ``gradient_of``: the input of the forward op whose gradient it is (an output called ``d_x`` is that of x);
     ``alias_of``: the input over which it may be written, and whose shape and dtype it has; ``saved``: only the gradient
-    op reads it, no caller is shown it, and an implementation that has none of it gives None."""
+    op reads it, no caller is shown it, and an implementation that has none of it gives None; ``codes``: it is judged as
+    a set of codes (:func:`portakern.spec.tolerance.compare`)."""
 
     name: str
     dims: tuple[Dim, ...]
@@ -198,6 +199,7 @@ class Output:
     gradient_of: str | None
     alias_of: str | None = None
     saved: bool = False
+    codes: bool = False
 
     @property
     def shape(self) -> str:

@@ -65,7 +65,10 @@ class Extent:
 
 @dataclass(frozen=True)
 class DType:
-    """A floating-point dtype: a name, or NumPy's, PyTorch's or JAX's dtype object. Backends get the name."""
+    """A dtype among ``names``, floating-point ones of more than 8 bits unless the spec names others: a name, or
+    NumPy's, PyTorch's or JAX's dtype object. Backends get the name."""
+
+    names: tuple[str, ...] = FLOATS
 
 
 @dataclass(frozen=True)
@@ -130,8 +133,10 @@ def _kind(inner: Any, marks: tuple[Any, ...]) -> str:
 
 def _checker(kind: Any, marks: tuple[Any, ...]) -> tuple[Callable[[Any], Any], str, tuple[Any, ...]]:
     bounds = next((m for m in marks if isinstance(m, Range)), Range())
-    if any(isinstance(m, DType) for m in marks):
-        return _dtype, f"a floating-point dtype ({', '.join(FLOATS)})", FLOATS[:3]
+    named = next((m.names for m in marks if isinstance(m, DType)), None)
+    if named is not None:
+        what = f"{'a floating-point' if named == FLOATS else 'a'} dtype ({', '.join(named)})"
+        return (lambda v: _dtype(v, named)), what, named[:3]
     if typing.get_origin(kind) is Literal:
         allowed = typing.get_args(kind)
         return (lambda v: _member(v, allowed)), f"one of {', '.join(map(repr, allowed))}", allowed
@@ -196,13 +201,13 @@ def _tuple(value: Any, length: int, bounds: Range) -> tuple[int | None, ...]:
     return tuple(None if v is None else _int(v, bounds) for v in value)
 
 
-def _dtype(value: Any) -> str:
+def _dtype(value: Any, names: tuple[str, ...]) -> str:
     if isinstance(value, str):
         name = value
     elif isinstance(value, type):  # np.float32, jnp.float32, ml_dtypes.bfloat16
         name = value.__name__
     else:  # torch.float32 prints as 'torch.float32', np.dtype carries its name
         name = str(getattr(value, "name", value)).removeprefix("torch.")
-    if name not in FLOATS or not getattr(value, "isnative", True):  # outputs have this machine's byte order
+    if name not in names or not getattr(value, "isnative", True):  # outputs have this machine's byte order
         raise ValueError
     return name

@@ -37,6 +37,7 @@ __all__ = [
     "dot_spread",
     "format_of",
     "magnitude",
+    "permitted_error",
     "round_to",
     "rounded",
     "rounding_error",
@@ -277,7 +278,7 @@ class Comparison:
         return not self.bad.any()
 
 
-def compare(actual: np.ndarray, ref: np.ndarray, bound: np.ndarray, dtype: str) -> Comparison:
+def compare(actual: np.ndarray, ref: np.ndarray, bound: np.ndarray, dtype: str, codes: bool = False) -> Comparison:
     """Hold ``actual``, stored as ``dtype``, to the float64 reference: |actual - ref| <= bound.
 
     bound +inf accepts anything. A NaN or infinite reference must be met exactly. A finite reference may become an
@@ -290,6 +291,11 @@ def compare(actual: np.ndarray, ref: np.ndarray, bound: np.ndarray, dtype: str) 
     whose formula says so; its reference is clipped, and never overflows. An integer cannot hold NaN or inf: where the
     reference does, the op must promise nothing (+inf).
 
+    ``codes``: the bound is that of the value before it is rounded, and ``actual`` is held to a set: right is what a
+    value within ``bound`` of the reference rounds to, ties to even. That is the nearest number alone, unless a tie is
+    so near; with a bound of 0, what the reference rounds to. A share is then the error that it takes to reach the code,
+    of the bound.
+
     Raises:
       ValueError: a bound is NaN or negative at a finite reference: the spec is wrong.
     """
@@ -299,7 +305,10 @@ def compare(actual: np.ndarray, ref: np.ndarray, bound: np.ndarray, dtype: str) 
     with np.errstate(all="ignore"):
         for at in range(0, err.size, BLOCK):
             g, r, b = (a[at : at + BLOCK].astype(np.float64) for a in flat)
-            within = _numbers(g, r, b, format_of(dtype)) or _any_values(g, r, b, format_of(dtype))
+            if codes:
+                within = _codes(g, r, b, dtype)
+            else:
+                within = _numbers(g, r, b, format_of(dtype)) or _any_values(g, r, b, format_of(dtype))
             worst, bad[at : at + BLOCK], err[at : at + BLOCK] = max(worst, within.worst), within.bad, within.err
     return Comparison(worst, bad.reshape(shape), err.reshape(shape))
 
@@ -317,11 +326,58 @@ def _numbers(actual: np.ndarray, ref: np.ndarray, bound: np.ndarray, stored: For
     return Comparison(share if share > 0 else 0.0, err > bound, err)
 
 
+def _codes(actual: np.ndarray, ref: np.ndarray, bound: np.ndarray, dtype: str) -> Comparison:
+    """:func:`compare` of codes: rounding is monotone, so that the ends of a range round to the ends of a set."""
+    finite = np.isfinite(ref)
+    _refuse_bound(bound, finite)
+    low, high = (_rounded_ends(ref + way * bound, dtype) for way in (-1, 1))
+    overflows = np.isnan(actual) & (np.isinf(low) | np.isinf(high))  # of a float that has NaN in place of infinities
+    number = np.nan_to_num(ref)
+    same = (actual == ref) | (np.isnan(actual) & (np.isnan(ref) | (np.isinf(ref) & np.isnan(format_of(dtype).beyond))))
+    right = np.where(finite, (low <= actual) & (actual <= high) | overflows, same) | np.isposinf(bound)
+    err = np.where(same, 0.0, np.abs(actual - ref))
+    err = np.where(np.isnan(err), np.inf, err)
+    measured = finite & np.isfinite(actual) & np.isfinite(bound) & (actual != _rounded_ends(number, dtype))
+    share = np.where(measured, np.abs(number - _tie_toward(actual, number, dtype)) / bound, 0.0)
+    return Comparison(float(np.fmax.reduce(share, initial=0.0)), ~right, err)
+
+
+def _rounded_ends(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Rounded numbers in float64, what overflows as an infinity of its sign."""
+    found = rounded(x, dtype).astype(np.float64)
+    return np.where(np.isnan(found) & ~np.isnan(x), np.copysign(np.inf, x), found)
+
+
+def _tie_toward(code: np.ndarray, x: np.ndarray, dtype: str) -> np.ndarray:
+    """Half way from codes to their neighbours on the side of x: the nearest value that rounds to the code, or next to
+    it."""
+    kind = DTYPES[dtype]
+    if not kind.floating:
+        return code + np.sign(x - code) / 2
+    stored = np.nan_to_num(code).astype(kind.numpy)
+    beside = np.nextafter(stored, np.copysign(kind.largest, x - code).astype(kind.numpy)).astype(np.float64)
+    return (code + beside) / 2
+
+
+def permitted_error(bound: np.ndarray, ref: np.ndarray, dtype: str, codes: bool) -> np.ndarray:
+    """The absolute error of a stored element that :func:`compare` permits: the bound, of a code the distance of the
+    farthest in its set."""
+    if not codes:
+        return np.broadcast_to(bound, ref.shape)
+    with np.errstate(all="ignore"):
+        low, high = (_rounded_ends(ref + way * bound, dtype) for way in (-1, 1))
+        return np.asarray(np.maximum(ref - low, high - ref))
+
+
+def _refuse_bound(bound: np.ndarray, finite: np.ndarray) -> None:
+    if not (bound[finite] >= 0).all():
+        raise ValueError("the spec's bound is NaN or negative at a finite reference")
+
+
 def _any_values(actual: np.ndarray, ref: np.ndarray, bound: np.ndarray, stored: Format) -> Comparison:
     """:func:`compare` of any values."""
     finite = np.isfinite(ref)
-    if not (bound[finite] >= 0).all():
-        raise ValueError("the spec's bound is NaN or negative at a finite reference")
+    _refuse_bound(bound, finite)
     no_inf = np.isnan(stored.beyond)
     same = (actual == ref) | (np.isnan(actual) & (np.isnan(ref) | (no_inf & np.isinf(ref))))
     err = np.where(same, 0.0, np.abs(actual - ref))

@@ -12,7 +12,7 @@ import numpy as np
 from portakern.core.call import Call
 from portakern.core.oracle import as_float64, degenerate_outputs, oracle
 from portakern.errors import SpecError
-from portakern.spec.tolerance import Comparison, compare
+from portakern.spec.tolerance import Comparison, compare, permitted_error
 from portakern.testing.likeness import Likeness, likeness
 from portakern.testing.sampled import SampledCall
 from portakern.testing.statistics import examine
@@ -145,10 +145,12 @@ def compare_call(
             raise Broken(f"{name} has shape {got.shape}; expected {shape}", "form", LOOKS["form"])
         if got.dtype.name != dtype:
             raise Broken(f"{name} is {got.dtype.name}; expected {dtype}", "form", LOOKS["form"])
-        result = compare(got, ref, bound, dtype)
+        codes = call.spec.output(name).codes
+        result = compare(got, ref, bound, dtype, codes)
         fractions[name] = _share(result, got, ref)
         if result.bad.any():
-            what = describe(wide, name, got, ref, np.broadcast_to(bound, shape), result.bad, tiling or {}, within)
+            permitted = permitted_error(bound, ref, dtype, codes)
+            what = describe(wide, name, got, ref, permitted, result.bad, tiling or {}, within)
             if not _only_edges(wide, got, ref, result.bad):
                 raise Broken(what, *_looks(wide, name, got, ref, bound, dtype, within)).at(fractions)
             elsewhere = elsewhere or what
@@ -181,12 +183,15 @@ def _looks(
     within: tuple[SampledCall, Mapping[str, np.ndarray]] | None,
 ) -> Likeness:
     """What a wrong output looks like: a part by itself, else all of it."""
-    found = likeness(wide, actual, ref, bound, compare(actual, ref, bound, dtype).bad, dtype)
+    codes = wide.spec.output(name).codes
+    permitted = permitted_error(bound, ref, dtype, codes)
+    found = likeness(wide, actual, ref, permitted, compare(actual, ref, bound, dtype, codes).bad, dtype)
     if within is None or not within[0].stands or found.name not in ("", "part"):
         return found
     part, whole = within
     refs, bounds = part.spread(name, ref), part.spread(name, np.broadcast_to(bound, ref.shape))
-    return likeness(wide, whole[name], refs, bounds, compare(whole[name], refs, bounds, dtype).bad, dtype)
+    permitted = permitted_error(bounds, refs, dtype, codes)
+    return likeness(wide, whole[name], refs, permitted, compare(whole[name], refs, bounds, dtype, codes).bad, dtype)
 
 
 LOOKS = {
@@ -217,13 +222,15 @@ def compare_elsewhere(
     i = next(i for i, o in enumerate(call.spec.outputs) if o.name == name)
     ref, bound = (part.spread(name, np.broadcast_to(a, exact[i].shape)) for a in (exact[i], bounds[i]))
     bad = np.zeros(actual.shape, bool)
-    found = compare(actual[differ], ref[differ], bound[differ], actual.dtype.name)
+    dtype, codes = actual.dtype.name, call.spec.output(name).codes
+    found = compare(actual[differ], ref[differ], bound[differ], dtype, codes)
     bad[differ], share = found.bad, {name: _share(found, actual[differ], ref[differ])}
     if bad.any():
+        bound = permitted_error(bound, ref, dtype, codes)
         what = describe(call, name, actual, ref, bound, bad, {})
         if _only_edges(wide, actual, ref, bad):
             raise OtherEdges(f"edge semantics differ: {what}", "edges").at(share)
-        raise Broken(what, *likeness(wide, actual, ref, bound, bad, actual.dtype.name)).at(share)
+        raise Broken(what, *likeness(wide, actual, ref, bound, bad, dtype)).at(share)
 
 
 def _only_edges(wide: Call, actual: np.ndarray, ref: np.ndarray, bad: np.ndarray) -> bool:

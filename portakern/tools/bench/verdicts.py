@@ -85,7 +85,7 @@ class Judge:
             shape, dtype = call.outputs[piece.name]
             found_at = chosen_axes(shape, notation[piece.name], call, piece.chosen)
             got = instruments.picked(outputs[piece.name], found_at).astype(numpy_dtype(dtype), copy=False)
-            found = compare(got, piece.exact, piece.bound, dtype)
+            found = compare(got, piece.exact, piece.bound, dtype, call.spec.output(piece.name).codes)
             bad = int(found.bad.sum())
             worst = math.inf if bad and found.worst <= 1 else found.worst
             errors[piece.name] = max(errors[piece.name], float(worst))
