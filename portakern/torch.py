@@ -15,6 +15,7 @@ from portakern.frameworks.torch.functions import (
 from portakern.frameworks.torch.models.applied import apply
 from portakern.frameworks.torch.models.attention import register_attention
 from portakern.frameworks.torch.swapping import swapped
+from portakern.frameworks.torch.varlen import varlen_attn
 
 __all__ = [
     "apply",
@@ -30,4 +31,5 @@ __all__ = [
     "scaled_dot_product_attention",
     "softmax",
     "swapped",
+    "varlen_attn",
 ]

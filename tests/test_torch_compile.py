@@ -481,6 +481,7 @@ def test_a_compiled_function_makes_an_op_of_a_spec():
 
 
 # --- what is traced of the twins and of swapped(), on any torch ---
+PACKED, STARTS = torch.randn(8, 2, 8), torch.tensor([0, 3, 8])
 X, Q, LABELS = torch.randn(4, 8), torch.randn(1, 2, 4, 8), torch.tensor([3, 0, 7, 1])
 MASK, COS = torch.ones(4, 4).tril() > 0, X[None]
 TWINS = {
@@ -495,6 +496,9 @@ TWINS = {
     "attention": lambda x: twin.scaled_dot_product_attention(Q * x[0], Q, Q, is_causal=True, backend="triton"),
     "attention with a mask": lambda x: twin.scaled_dot_product_attention(Q * x[0], Q, Q, MASK, backend="triton"),
     "attention with a bias": lambda x: twin.scaled_dot_product_attention(Q * x[0], Q, Q, X[:, :4], backend="triton"),
+    "varlen_attn": lambda x: twin.varlen_attn(
+        PACKED * x[0], PACKED, PACKED, STARTS, STARTS, 5, 5, window_size=(2, 0), backend="triton"
+    ),
     "apply_rotary_pos_emb": lambda x: twin.apply_rotary_pos_emb(Q * x[0], Q, COS, COS, backend="triton")[0],
 }
 SWAPPED = {

@@ -39,6 +39,7 @@ from tests.ops.record import (
     Mapped,
     Near,
     Sample,
+    Twin,
 )
 
 WITH_LSE = {"return_lse": True}
@@ -380,6 +381,11 @@ RECORD = ForwardRecord(
     layer=Layer(in_layer),
     extents={"tokens": 64, "kv_tokens": 96, "sequences": 3, "kv_heads": 2, "group": 2, "d": 64, "dv": 64},
     launched=Sample(shapes(64, 64, 4, 4, 64, 64)),
+    twin=Twin(
+        "varlen_attn",
+        lambda q, k, v, q_starts, kv_starts: (q, k, v, q_starts, kv_starts, len(q), len(k)),
+        sampled=None,
+    ),
     matrix_units=True,
     past_2_31=past_2_31,
     far=far,

@@ -90,6 +90,7 @@ class Torch(Framework):
             "rms_norm": "rmsnorm",
             "scaled_dot_product_attention": "attention",
             "softmax": "softmax",
+            "varlen_attn": "varlen_attention",
         }
     )
     # all layouts but strided have no address to ask for, which is an error: no signature says which layout
