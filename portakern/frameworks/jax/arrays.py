@@ -82,7 +82,13 @@ def _under_jit(fn: Callable[..., Any]) -> Callable[..., Any]:
 class Jax(Framework):
     name, title, wrapper = "jax", "JAX", "jax.numpy.asarray"
     hallmark = "sharding"
-    twins = MappingProxyType({"dot_product_attention": "attention", "dot_general": "matmul"})
+    twins = MappingProxyType(
+        {
+            "dot_product_attention": "attention",
+            "dot_general": "matmul",
+            "ragged_paged_attention": "paged_attention",
+        }
+    )
     immutable = True
     environment = ("JAX_PLATFORMS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION", "CUDA_VISIBLE_DEVICES")
     compiles_ahead = (
