@@ -17,7 +17,7 @@ from jaxtyping import Float, Float32, Int
 
 from portakern.spec import Rule, Tile, spec
 from portakern.spec.dtypes import numpy_dtype
-from portakern.specs.attention import allowed_pairs, attention
+from portakern.specs.attention import allowed_pairs, attention, options_for
 from portakern.specs.attention.contract import Scale, Softcap, Window
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def dense_form(call: Call, q_len: int, kv_len: int) -> Call:
     dims = {n: call.dims[n] for n in ("kv_heads", "group", "d", "dv")}
     return call.replace(
         spec=attention, arrays=dict.fromkeys(a.name for a in attention.arrays), wants=("o", "lse"), given=None,
+        options=options_for(attention, call),
         dims={"batch": 1, "q_len": q_len, "kv_len": kv_len, **dims},
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float, Float32, Int
 
 from portakern.spec import Rule, Tile, spec
-from portakern.specs.attention import allowed, attention, attention_vjp
+from portakern.specs.attention import allowed, attention, attention_vjp, options_for
 from portakern.specs.attention.contract import POSITIVE, Scale, Softcap, Window
 from portakern.specs.attention.scores import allowed_pairs
 
@@ -87,7 +87,7 @@ def as_attention(call: Call, q_len: int | None = None, kv_len: int | None = None
     dims["kv_len"] = call.dims["kv_tokens"] if kv_len is None else kv_len
     to = attention_vjp if call.spec.is_vjp else attention
     arrays = {a.name: call.arrays.get(a.name) for a in to.arrays}
-    return call.replace(spec=to, arrays=arrays, dims=dims, over=())
+    return call.replace(spec=to, arrays=arrays, dims=dims, options=options_for(to, call), over=())
 
 
 def sequences_of(call: Call) -> Iterator[PackedSequence]:

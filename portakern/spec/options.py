@@ -105,6 +105,8 @@ def option_from_annotation(name: str, hint: Any, default: Any) -> Option:
     if extent and not any(isinstance(m, Range) for m in marks):
         marks = (*marks, Range(1))
     check, expected, choices = _checker(inner, marks)
+    if inner is int and not extent and not any(isinstance(m, Axis) for m in marks):
+        check = _or_symbol(check)
     axis_of = next((mark.of for mark in marks if isinstance(mark, Axis)), None)
     kind = _kind(inner, marks)
     given = next((m for m in marks if isinstance(m, Range)), Range())
@@ -181,6 +183,12 @@ def _int(value: Any, bounds: Range) -> int:
     if number not in bounds:
         raise ValueError
     return number
+
+
+def _or_symbol(check: Callable[[Any], int]) -> Callable[[Any], Any]:
+    """The same of an integer on which no shape depends: a graph's symbol stays one, so that one graph serves all its
+    values, and is checked when the call is made."""
+    return lambda value: value if type(value).__name__ == "SymInt" else check(value)
 
 
 def _float(value: Any, bounds: Range) -> float:

@@ -18,10 +18,13 @@ from portakern.specs.attention.scores import (
     allowed,
     allowed_pairs,
     far_from,
+    first_place,
     head_of_bias,
+    options_for,
     over_cap,
     scale_of,
     score_unit,
+    sight,
 )
 
 __all__ = [
@@ -32,8 +35,11 @@ __all__ = [
     "attention",
     "attention_vjp",
     "far_from",
+    "first_place",
     "head_of_bias",
+    "options_for",
     "over_cap",
     "scale_of",
     "score_unit",
+    "sight",
 ]

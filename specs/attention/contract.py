@@ -40,6 +40,13 @@ HEADS_BEHIND_THE_SEQUENCE = Rule(
     "portakern.torch.scaled_dot_product_attention",
 )
 
+KEYS_AND_QUERIES_PLACED = Rule(
+    lambda call: call.options["kv_start"] is None or call.options["q_start"] is not None,
+    "kv_start is given and q_start is not: the last query stands at the last key only of the whole sequence; pass "
+    "q_start too (of all queries, the length of all keys less that of all queries)",
+)
+
+Start = Annotated[int, Range(-(2**53), 2**53, typical=(0, 5, 40, 100))]
 Window = Annotated[tuple[int | None, int | None], Range(0, typical=((3, 0), (None, 2), (5, 5), (0, 0)))]
 Scale = Annotated[float, Range(typical=(0.125, 1.0, 0.3))]
 Softcap = Annotated[float, Range(0.0, 1e30, open=True, typical=(2.0, 30.0))]
@@ -71,7 +78,7 @@ def work(call: Call, depth: int) -> float:
     masks=("bias",),
     positive=POSITIVE,
     empty={"kv_len": {"o": 0.0, "lse": -inf, "lse_low": 0.0}},
-    require=[SEGMENTS_COME_TOGETHER, KEYS_BESIDE_A_SINK],
+    require=[SEGMENTS_COME_TOGETHER, KEYS_BESIDE_A_SINK, KEYS_AND_QUERIES_PLACED],
     doubts=[HEADS_BEHIND_THE_SEQUENCE],
     apart=lambda options, wants: (
         "batch",
@@ -107,6 +114,8 @@ def attention(
     softcap: Softcap | None = None,
     precision: Literal["ieee", "tf32"] = "ieee",
     return_lse: bool = False,
+    q_start: Start | None = None,
+    kv_start: Start | None = None,
 ) -> AttentionOut:
     """o = softmax(softcap(scale q k^T) + bias, masked) v, one row at a time and never storing the scores.
 
@@ -128,6 +137,10 @@ def attention(
         key).
       window: (left, right): query i sees keys from i + kv_len - q_len - left to i + kv_len - q_len + right; None on a
         side is unbounded.
+      q_start, kv_start: where the first query and the first key stand in a whole of which these are parts: query i at
+        q_start + i, key j at kv_start + j. The causal mask and the window then compare these places, which is
+        i + q_start - kv_start for i + kv_len - q_len above. kv_start None is 0, and q_start None the bottom-right
+        alignment; kv_start alone is refused. Without a causal mask and a window they change nothing.
       scale: None is 1/sqrt(d).
       softcap: c: scores become c tanh(s/c), before the bias.
       precision: for float32 operands, as in matmul, but that "ieee" may err by 8 units of roundoff in a product, as
@@ -153,6 +166,7 @@ attention.sample(
 )
 attention.sample("softcap_and_scale", dims=SMALL, options={"softcap": 2.0, "scale": 0.4})
 attention.sample("wider_bias", dims=SMALL, given=("bias",), wider=("bias",))
+attention.sample("starts", dims=SMALL, options={"is_causal": True, "q_start": 4, "kv_start": 2})
 attention.sample("sinks", dims=SMALL, options={"softcap": 2.0, "return_lse": True}, given=("sinks",), wider=("sinks",))
 
 
@@ -186,7 +200,7 @@ def _independent(options: Mapping[str, Any], wants: Sequence[str]) -> tuple[str,
     masks=("bias",),
     apart=_independent,
     positive=POSITIVE,
-    require=[SEGMENTS_COME_TOGETHER, KEYS_BESIDE_A_SINK],
+    require=[SEGMENTS_COME_TOGETHER, KEYS_BESIDE_A_SINK, KEYS_AND_QUERIES_PLACED],
     flops=_flops,
 )
 def attention_vjp(
@@ -208,6 +222,8 @@ def attention_vjp(
     scale: Scale | None = None,
     softcap: Softcap | None = None,
     precision: Literal["ieee", "tf32"] = "ieee",
+    q_start: Start | None = None,
+    kv_start: Start | None = None,
 ) -> AttentionGradients:
     """Gradients of attention from its own results, the scores recomputed and never stored.
 
@@ -234,8 +250,9 @@ def attention_vjp(
     tile, may be NaN; beyond an extent never.
 
     Args:
-      q, k, v, bias, q_segment_ids, kv_segment_ids, sinks, is_causal, window, scale, softcap, precision: as in
-        attention. Rows with lse = -inf add nothing to d_sinks.
+      q, k, v, bias, q_segment_ids, kv_segment_ids, sinks, is_causal, window, scale, softcap, precision, q_start,
+        kv_start: as in attention. Rows with lse = -inf add nothing to d_sinks. Of a part of the keys o, lse and
+        lse_low are those of the whole: d_q is then the part's share of a sum, d_k and d_v are the whole's rows.
       o, lse, lse_low: what attention returned; lse_low None is 0.
       d_o, d_lse: cotangents of o (its dtype) and lse (float32); d_lse None is 0.
 

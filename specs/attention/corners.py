@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 
+IN_PLACE = {"q_start": None, "kv_start": None}
+"""The options of an edge whose masks shall fall where lengths alone put them."""
+
+
 @attention.locate
 def mask_region(call: Call, output: str, index: tuple[int, ...]) -> str:
     """How many keys the element's row sees, and between which."""
@@ -56,12 +60,12 @@ def rows_that_segments_mask(arrays, rng, options):
     blind_queries(arrays, rng)
 
 
-@attention.edge(dims={"q_len": (20, 80), "kv_len": (1, 19)}, options={"is_causal": True}, absent=SEGMENTS)
+@attention.edge(dims={"q_len": (20, 80), "kv_len": (1, 19)}, options={**IN_PLACE, "is_causal": True}, absent=SEGMENTS)
 def more_queries_than_keys(arrays, rng, options):
     """Causal masks are aligned at the bottom right: the first queries see nothing."""
 
 
-@attention.edge(dims={"q_len": (20, 80), "kv_len": (1, 140)}, options={"window": (2, 0), "is_causal": True})
+@attention.edge(dims={"q_len": (20, 80), "kv_len": (1, 140)}, options={**IN_PLACE, "window": (2, 0), "is_causal": True})
 def narrow_windows(arrays, rng, options):
     """A window of three keys: whole tiles are skipped, and rows may see none."""
 
@@ -73,7 +77,7 @@ def nan_in_masked_keys(arrays, rng, options):
     arrays["k"][:, hidden] = np.nan
 
 
-@attention.edge(dims={"q_len": (2, 140), "kv_len": (2, 140)}, options={"is_causal": True}, absent=SEGMENTS)
+@attention.edge(dims={"q_len": (2, 140), "kv_len": (2, 140)}, options={**IN_PLACE, "is_causal": True}, absent=SEGMENTS)
 def nan_in_the_last_key(arrays, rng, options):
     """Under a causal mask only the last query sees the last key, so only its row is NaN."""
     arrays["k"][:, -1] = np.nan
@@ -156,7 +160,7 @@ def values_at_tile_borders(arrays, rng, options):
 
 @attention.edge(
     dims={"q_len": (32, 32), "kv_len": (46, 46)},
-    options={"is_causal": True, "window": None, "return_lse": False},
+    options={**IN_PLACE, "is_causal": True, "window": None, "return_lse": False},
     absent=("bias", *SEGMENTS),
     smallest_tiles=True,
 )
@@ -166,7 +170,7 @@ def causal_edge_at_a_tile_border(arrays, rng, options):
 
 @attention.edge(
     dims={"q_len": (48, 48), "kv_len": (48, 48)},
-    options={"is_causal": False, "window": (30, None), "return_lse": False},
+    options={**IN_PLACE, "is_causal": False, "window": (30, None), "return_lse": False},
     absent=("bias", *SEGMENTS),
     smallest_tiles=True,
 )
@@ -180,7 +184,7 @@ def windows_open_to_the_right(arrays, rng, options):
 
 @attention.edge(
     dims={"q_len": (80, 80), "kv_len": (83, 83)},
-    options={"is_causal": False, "window": (20, 20), "return_lse": False},
+    options={**IN_PLACE, "is_causal": False, "window": (20, 20), "return_lse": False},
     absent=("bias", *SEGMENTS),
     smallest_tiles=True,
 )
@@ -193,7 +197,7 @@ def windows_of_several_tiles(arrays, rng, options):
 
 @attention.edge(
     dims={"q_len": (256, 256), "kv_len": (256, 256)},
-    options={"is_causal": False, "window": (126, 126), "return_lse": True},
+    options={**IN_PLACE, "is_causal": False, "window": (126, 126), "return_lse": True},
     absent=("bias", *SEGMENTS),
     smallest_tiles=True,
 )
@@ -236,6 +240,53 @@ def steep_softcap(arrays, rng, options):
 def nan_bias_at_masked_pairs(arrays, rng, options):
     """The mask selects last: what a masked pair's bias holds leaves no trace."""
     odd_bias_of_hidden_keys(arrays, rng)
+
+
+# --- parts of a sequence ---
+
+
+@attention.edge(
+    dims={"q_len": (20, 80), "kv_len": (1, 40)},
+    options={"is_causal": True, "q_start": 0, "kv_start": 30, "return_lse": True},
+)
+def keys_ahead_of_queries(arrays, rng, options):
+    """A part of the keys that begins behind the first queries: those see nothing, later ones some or all of it."""
+
+
+@attention.edge(
+    dims={"q_len": (20, 80), "kv_len": (90, 140)},
+    options={"is_causal": False, "window": (4, 0), "q_start": 100, "kv_start": 0, "return_lse": True},
+    smallest_tiles=True,
+)
+def keys_that_queries_have_passed(arrays, rng, options):
+    """A window that leaves the keys behind: the first queries see the last of them, and the others none."""
+
+
+@attention.edge(
+    dims={"q_len": (1, 40), "kv_len": (1, 140)},
+    options={"is_causal": True, "q_start": 0, "kv_start": 500, "return_lse": True},
+)
+def keys_of_the_future(arrays, rng, options):
+    """No query sees a key of this part: zeros with an lse of -inf, or of the sink."""
+
+
+@attention.edge(
+    dims={"q_len": (80, 80), "kv_len": (83, 83)},
+    options={"is_causal": False, "window": (20, 20), "q_start": 50, "kv_start": 18, "return_lse": True},
+    absent=("bias", *SEGMENTS),
+    smallest_tiles=True,
+)
+def windows_of_several_tiles_moved(arrays, rng, options):
+    """Both edges, with whole tiles of 16 between them, where starts put them."""
+
+
+@attention.edge(
+    dims={"q_len": (1, 4), "kv_len": (1030, 1100), "group": (1, 4)},
+    options={"is_causal": True, "window": None, "q_start": 1500, "kv_start": 700, "return_lse": True},
+    absent=("bias", *SEGMENTS),
+)
+def decoding_a_part_of_the_keys(arrays, rng, options):
+    """Few queries and keys that are split, of which they see the first 801 to 804."""
 
 
 # --- sinks ---
@@ -306,20 +357,24 @@ LONE = {"absent": ("bias", *SEGMENTS)}
 
 
 @attention.edge(
-    dims={"q_len": (2, 5), "kv_len": (257, 257), "d": (65, 80)}, options={"is_causal": True, "window": None}, **LONE
+    dims={"q_len": (2, 5), "kv_len": (257, 257), "d": (65, 80)},
+    options={**IN_PLACE, "is_causal": True, "window": None},
+    **LONE,
 )
 def causal_with_odd_heads_and_one_key_beyond(arrays, rng, options):
     """Heads that end in a tile of 16, and a key in a tile of its own behind tiles of 128 and 256."""
 
 
 @attention.edge(
-    dims={"q_len": (2, 2), "kv_len": (2, 140)}, options={"is_causal": True, "window": None}, absent=SEGMENTS
+    dims={"q_len": (2, 2), "kv_len": (2, 140)}, options={**IN_PLACE, "is_causal": True, "window": None}, absent=SEGMENTS
 )
 def two_causal_queries(arrays, rng, options):
     """As few queries as there are masked ones: the first does not see the last key."""
 
 
-@attention.edge(dims={"q_len": (1, 40), "kv_len": (130, 200), "d": (128, 128)}, options={"is_causal": True}, **LONE)
+@attention.edge(
+    dims={"q_len": (1, 40), "kv_len": (130, 200), "d": (128, 128)}, options={**IN_PLACE, "is_causal": True}, **LONE
+)
 def causal_heads_of_128(arrays, rng, options):
     """The heads of most models, causal over more keys than a tile has."""
 
@@ -371,7 +426,9 @@ def rows_that_segments_mask_vjp(arrays, rng, options):
     queries_and_keys_apart(arrays, rng)
 
 
-@attention_vjp.edge(dims={"q_len": (20, 80), "kv_len": (1, 19)}, options={"is_causal": True}, absent=SEGMENTS)
+@attention_vjp.edge(
+    dims={"q_len": (20, 80), "kv_len": (1, 19)}, options={**IN_PLACE, "is_causal": True}, absent=SEGMENTS
+)
 def more_queries_than_keys_vjp(arrays, rng, options):
     """Causal masks are aligned at the bottom right: the first queries see nothing."""
 
@@ -386,14 +443,16 @@ def nan_cotangent_of_a_masked_row(arrays, rng, options):
 # --- the mask's edge ---
 
 
-@attention_vjp.edge(dims={"q_len": (20, 80), "kv_len": (1, 140)}, options={"window": (2, 0), "is_causal": True})
+@attention_vjp.edge(
+    dims={"q_len": (20, 80), "kv_len": (1, 140)}, options={**IN_PLACE, "window": (2, 0), "is_causal": True}
+)
 def narrow_windows_vjp(arrays, rng, options):
     """A window of three keys: whole tiles are skipped, and rows may see none."""
 
 
 @attention_vjp.edge(
     dims={"q_len": (20, 80), "kv_len": (100, 140)},
-    options={"window": (0, 0), "is_causal": False},
+    options={**IN_PLACE, "window": (0, 0), "is_causal": False},
     absent=SEGMENTS,
     smallest_tiles=True,
 )
@@ -404,13 +463,15 @@ def keys_that_no_query_sees(arrays, rng, options):
 BAND = {"absent": ("bias", *SEGMENTS), "smallest_tiles": True}
 
 
-@attention_vjp.edge(dims={"q_len": (32, 32), "kv_len": (46, 46)}, options={"is_causal": True, "window": None}, **BAND)
+@attention_vjp.edge(
+    dims={"q_len": (32, 32), "kv_len": (46, 46)}, options={**IN_PLACE, "is_causal": True, "window": None}, **BAND
+)
 def causal_edge_at_a_tile_border_vjp(arrays, rng, options):
     """The first query of a tile of 16 sees all but the last key of another."""
 
 
 @attention_vjp.edge(
-    dims={"q_len": (48, 48), "kv_len": (32, 32)}, options={"is_causal": False, "window": (None, 17)}, **BAND
+    dims={"q_len": (48, 48), "kv_len": (32, 32)}, options={**IN_PLACE, "is_causal": False, "window": (None, 17)}, **BAND
 )
 def windows_open_to_the_left(arrays, rng, options):
     """A right edge alone, beyond the diagonal by a tile.
@@ -420,21 +481,21 @@ def windows_open_to_the_left(arrays, rng, options):
 
 
 @attention_vjp.edge(
-    dims={"q_len": (48, 48), "kv_len": (48, 48)}, options={"is_causal": False, "window": (30, None)}, **BAND
+    dims={"q_len": (48, 48), "kv_len": (48, 48)}, options={**IN_PLACE, "is_causal": False, "window": (30, None)}, **BAND
 )
 def windows_open_to_the_right_vjp(arrays, rng, options):
     """A left edge alone: the last query of a tile of 16 sees all but the first key of another."""
 
 
 @attention_vjp.edge(
-    dims={"q_len": (80, 80), "kv_len": (80, 80)}, options={"is_causal": False, "window": (30, 30)}, **BAND
+    dims={"q_len": (80, 80), "kv_len": (80, 80)}, options={**IN_PLACE, "is_causal": False, "window": (30, 30)}, **BAND
 )
 def windows_of_several_tiles_vjp(arrays, rng, options):
     """Both edges, with a whole tile of 16 between them: each just misses the corner of a tile."""
 
 
 @attention_vjp.edge(
-    dims={"q_len": (80, 80), "kv_len": (80, 80)}, options={"is_causal": False, "window": (17, 17)}, **BAND
+    dims={"q_len": (80, 80), "kv_len": (80, 80)}, options={**IN_PLACE, "is_causal": False, "window": (17, 17)}, **BAND
 )
 def windows_that_reach_one_key_of_a_tile(arrays, rng, options):
     """Both edges just reach the corner of a tile of 16.
@@ -444,11 +505,48 @@ def windows_that_reach_one_key_of_a_tile(arrays, rng, options):
 
 
 @attention_vjp.edge(
-    dims={"q_len": (256, 256), "kv_len": (256, 256)}, options={"is_causal": False, "window": (126, 126)}, **BAND
+    dims={"q_len": (256, 256), "kv_len": (256, 256)},
+    options={**IN_PLACE, "is_causal": False, "window": (126, 126)},
+    **BAND,
 )
 def window_corners_at_tile_corners_vjp(arrays, rng, options):
     """For tiles of any power of two up to 128, both edges cut off one pair of a tile: of its last query the first key,
     and of its first query the last."""
+
+
+# --- parts of a sequence ---
+
+
+@attention_vjp.edge(
+    dims={"q_len": (20, 80), "kv_len": (1, 40)}, options={"is_causal": True, "q_start": 0, "kv_start": 30}
+)
+def keys_ahead_of_queries_vjp(arrays, rng, options):
+    """A part of the keys that begins behind the first queries, which have no gradient."""
+
+
+@attention_vjp.edge(
+    dims={"q_len": (20, 80), "kv_len": (90, 140)},
+    options={"is_causal": False, "window": (4, 0), "q_start": 100, "kv_start": 0},
+    smallest_tiles=True,
+)
+def keys_that_queries_have_passed_vjp(arrays, rng, options):
+    """A window that leaves the keys behind: the last keys are seen by the first queries, and the others by none."""
+
+
+@attention_vjp.edge(
+    dims={"q_len": (1, 40), "kv_len": (1, 140)}, options={"is_causal": True, "q_start": 0, "kv_start": 500}
+)
+def keys_of_the_future_vjp(arrays, rng, options):
+    """No query sees a key of this part: zeros that somebody has to write."""
+
+
+@attention_vjp.edge(
+    dims={"q_len": (80, 80), "kv_len": (83, 83)},
+    options={"is_causal": False, "window": (20, 20), "q_start": 50, "kv_start": 18},
+    **BAND,
+)
+def windows_of_several_tiles_moved_vjp(arrays, rng, options):
+    """Both edges, with a whole tile of 16 between them, where starts put them."""
 
 
 # --- NaN and inf ---
@@ -468,7 +566,9 @@ def nan_in_masked_values(arrays, rng, options):
     arrays["v"][:, hidden] = rng.choice([np.nan, inf])
 
 
-@attention_vjp.edge(dims={"q_len": (2, 140), "kv_len": (2, 140)}, options={"is_causal": True}, absent=SEGMENTS)
+@attention_vjp.edge(
+    dims={"q_len": (2, 140), "kv_len": (2, 140)}, options={**IN_PLACE, "is_causal": True}, absent=SEGMENTS
+)
 def nan_in_the_last_value(arrays, rng, options):
     """Under a causal mask only the last query sees the last key, so only its row is NaN, and what that row reaches."""
     arrays["v"][:, -1] = np.nan
@@ -476,7 +576,7 @@ def nan_in_the_last_value(arrays, rng, options):
 
 @attention_vjp.edge(
     dims={"q_len": (2, 140), "kv_len": (2, 140)},
-    options={"is_causal": True, "window": None},
+    options={**IN_PLACE, "is_causal": True, "window": None},
     absent=("bias", *SEGMENTS),
 )
 def nan_in_the_first_cotangents(arrays, rng, options):

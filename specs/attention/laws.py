@@ -64,6 +64,35 @@ def few_queries_over_many_keys(run, draw):
     )
 
 
+MASKED = ({"is_causal": True}, {"window": (9, 3)}, {"window": (40, None), "is_causal": True}, {"window": (None, 20)})
+"""Masks that starts move."""
+
+
+@attention.law
+def queries_in_their_place(run, draw):
+    """Queries from the midst of a masked call, alone but for where they begin: the same bits."""
+    q_len, kv_len, d = draw.extent(2, 150), draw.extent(1, 150), draw.extent(4, 40, "d")
+    q, k, v = draw.normal(1, q_len, 2, d), draw.normal(1, kv_len, 2, d), draw.normal(1, kv_len, 2, d)
+    first = draw.extent(0, q_len - 1)
+    last, options = draw.extent(first + 1, q_len), MASKED[draw.extent(0, len(MASKED) - 1)]
+    whole = run(q, k, v, return_lse=True, **options)
+    part = run(q[:, first:last], k, v, return_lse=True, q_start=kv_len - q_len + first, **options)
+    draw.same_bits(part[0], whole[0][:, first:last], "o of queries alone")
+    draw.same_bits(part[1], whole[1][..., first:last], "lse of queries alone")
+
+
+@attention.law
+def starts_count_from_anywhere(run, draw):
+    """Both starts more by as much: the same bits, and those of no starts where these say the same."""
+    q_len, kv_len, d = draw.extent(1, 70), draw.extent(1, 150), draw.extent(4, 40, "d")
+    q, k, v = draw.normal(1, q_len, 2, d), draw.normal(1, kv_len, 1, d), draw.normal(1, kv_len, 1, d)
+    options, moved = MASKED[draw.extent(0, len(MASKED) - 1)], draw.extent(0, 300) - 150
+    start = draw.extent(0, 90)
+    first = run(q, k, v, q_start=start, kv_start=3, **options)
+    draw.same_bits(run(q, k, v, q_start=start + moved, kv_start=3 + moved, **options), first, "moved starts")
+    draw.same_bits(run(q, k, v, q_start=kv_len - q_len, **options), run(q, k, v, **options), "a start as without one")
+
+
 @attention.law
 def a_sink_of_minus_infinity_is_none(run, draw):
     """The same bits, o and lse, of rows that see keys and of rows that see none, over one split and over several."""
@@ -211,6 +240,22 @@ def heads_and_batches_are_independent_vjp(run, draw):
         (among[0][1:2, :, 2:], among[1][1:2, :, 1:], among[2][1:2, :, 1:]),
         "one batch entry and key head alone",
     )
+
+
+@attention_vjp.law
+def queries_in_their_place_vjp(run, draw):
+    """Queries from the midst of a masked call, alone but for where they begin: the same bits of d_q. Both starts more
+    by as much: the same bits of all gradients."""
+    q_len, kv_len = draw.extent(2, 120), draw.extent(1, 120)
+    q, k, v, o, lse, d_o = _draw(draw, 1, q_len, kv_len, 2, 1, draw.extent(4, 40))
+    first = draw.extent(0, q_len - 1)
+    last, options = draw.extent(first + 1, q_len), MASKED[draw.extent(0, len(MASKED) - 1)]
+    here, place = slice(first, last), kv_len - q_len + first
+    part = q[:, here], k, v, o[:, here], lse[..., here], d_o[:, here]
+    whole, alone = run(q, k, v, o, lse, d_o, **options)[0], run(*part, q_start=place, **options)
+    draw.same_bits(alone[0], whole[:, here], "d_q of queries alone")
+    moved = draw.extent(0, 300) - 150
+    _same(draw, run(*part, q_start=place + moved, kv_start=moved, **options), alone, "moved starts")
 
 
 @attention_vjp.law

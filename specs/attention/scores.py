@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import copysign, sqrt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,11 +12,44 @@ from portakern.spec.tolerance import TF32_END, Units, units
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
+    from portakern.spec import Spec
 
 
 def units_of(call: Call) -> Units:
     """The units of a call. Products of float32 may be three of tf32 in "ieee" too, whose range is tf32's."""
     return replace(units(call), end=TF32_END) if call.dtype == "float32" else units(call)
+
+
+def options_for(spec: Spec[Any], call: Call) -> dict[str, Any]:
+    """The options of a call of ``spec`` that says what one of another op says: its own, and defaults for the others."""
+    return {o.name: call.options.get(o.name, o.default) for o in spec.options}
+
+
+def first_place(call: Call) -> int:
+    """The key beside which query 0 stands, counted from the call's first key: it may lie before or behind them all.
+
+    Without ``q_start`` positions are aligned at the bottom right: the last query stands at the last key.
+    """
+    start = call.options["q_start"]
+    return call.dims["kv_len"] - call.dims["q_len"] if start is None else start - (call.options["kv_start"] or 0)
+
+
+def sight(call: Call) -> tuple[int | None, int | None]:
+    """The causal mask and the window as one window (left, right), and starts as its shift: query i sees the keys from
+    i + kv_len - q_len - left to i + kv_len - q_len + right, None for all on that side.
+
+    Of a part either number may be negative. They are at most as large as lengths make a difference, so that 32 bits
+    hold them.
+    """
+    left, right = call.options["window"] or (None, None)
+    if call.options["is_causal"]:
+        right = 0 if right is None else min(right, 0)
+    q_len, kv_len = call.dims["q_len"], call.dims["kv_len"]
+    moved, far = first_place(call) - (kv_len - q_len), q_len + kv_len
+    return (
+        None if left is None else max(-far, min(left - moved, far)),
+        None if right is None else max(-far, min(right + moved, far)),
+    )
 
 
 def allowed_pairs(call: Call) -> float:
@@ -26,14 +59,11 @@ def allowed_pairs(call: Call) -> float:
     Segments count where the call has their ids as NumPy arrays, as a benchmark has; of other calls their ids are not
     read. A bias is data and does not count.
     """
-    q_len, kv_len = call.dims["q_len"], call.dims["kv_len"]
-    left, right = call.options["window"] or (None, None)
-    if call.options["is_causal"]:
-        right = 0 if right is None else min(right, 0)
+    q_len, kv_len, (left, right) = call.dims["q_len"], call.dims["kv_len"], sight(call)
     place = np.arange(kv_len - q_len, kv_len)
     lo = np.zeros_like(place) if left is None else np.maximum(place - left, 0)
     hi = np.full_like(place, kv_len) if right is None else np.minimum(place + right + 1, kv_len)
-    hi = np.maximum(hi, lo)
+    lo, hi = np.minimum(lo, kv_len), np.maximum(hi, np.minimum(lo, kv_len))
     ids = call.arrays["q_segment_ids"], call.arrays["kv_segment_ids"]
     if not all(isinstance(x, np.ndarray) for x in ids) or not call.dims["batch"]:
         return float((hi - lo).sum())
@@ -50,15 +80,11 @@ def _pairs_of_segments(q_ids: np.ndarray, kv_ids: np.ndarray, lo: np.ndarray, hi
 
 
 def allowed(call: Call, b: int) -> np.ndarray:
-    """(q_len, kv_len): may query i of batch b see key j?
-
-    Positions are aligned at the bottom right: the last query stands at the last key.
-    """
-    q_len, kv_len = call.dims["q_len"], call.dims["kv_len"]
+    """(q_len, kv_len): may query i of batch b see key j?"""
     # how far the key lies beyond the query's own position
-    ahead = np.arange(kv_len) - np.arange(kv_len - q_len, kv_len)[:, None]
+    ahead = np.arange(call.dims["kv_len"]) - (np.arange(call.dims["q_len"]) + first_place(call))[:, None]
     left, right = call.options["window"] or (None, None)
-    mask = np.ones((q_len, kv_len), bool)
+    mask = np.ones(ahead.shape, bool)
     if call.options["is_causal"]:
         mask &= ahead <= 0
     if left is not None:

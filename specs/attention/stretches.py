@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portakern.specs.attention.contract import attention, attention_vjp
+from portakern.specs.attention.scores import first_place, sight
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -30,8 +31,8 @@ def stretches(call: Call, rng: np.random.Generator) -> Iterator[Stretch]:
 
 def of_queries(call: Call, rng: np.random.Generator) -> Iterator[Stretch]:
     """Queries that follow each other, with all keys that one of them sees: the first, the last, and some between."""
-    q_len, kv_len, left, right = _mask(call)
-    before = kv_len - q_len  # keys that stand before the first query
+    q_len, kv_len, (left, right) = call.dims["q_len"], call.dims["kv_len"], sight(call)
+    before = kv_len - q_len  # keys that stand before the first query, where ``sight`` counts from
     for start, end in _positions(rng, q_len):
         last = kv_len if right is None else min(max(end + before + right, 1), kv_len)
         first = 0 if left is None else min(max(start + before - left, 0), last - 1)
@@ -41,20 +42,12 @@ def of_queries(call: Call, rng: np.random.Generator) -> Iterator[Stretch]:
 def of_keys(call: Call, rng: np.random.Generator) -> Iterator[Stretch]:
     """Keys that follow each other, with all queries that see one of them, for sums over queries whose weights are known
     without the other keys."""
-    q_len, kv_len, left, right = _mask(call)
+    q_len, kv_len, (left, right) = call.dims["q_len"], call.dims["kv_len"], sight(call)
     before = kv_len - q_len
     for first, last in _positions(rng, kv_len):
         start = 0 if right is None else min(max(first - before - right, 0), q_len - 1)
         end = q_len if left is None else max(min(last - before + left, q_len), start + 1)
         yield from _stretch(call, (start, end), (first, last))
-
-
-def _mask(call: Call) -> tuple[int, int, int | None, int | None]:
-    """Both lengths, and the window as which the causal mask is another one's edge."""
-    left, right = call.options["window"] or (None, None)
-    if call.options["is_causal"]:
-        right = 0 if right is None else min(right, 0)
-    return call.dims["q_len"], call.dims["kv_len"], left, right
 
 
 def _positions(rng: np.random.Generator, extent: int) -> Iterator[tuple[int, int]]:
@@ -64,14 +57,9 @@ def _positions(rng: np.random.Generator, extent: int) -> Iterator[tuple[int, int
 
 
 def _stretch(call: Call, queries: tuple[int, int], keys: tuple[int, int]) -> Iterator[Stretch]:
-    """Both ranges, and the mask between them. The last query of a call stands at its last key: what stands elsewhere
-    here moves both edges of the window by as much. Where no query sees a key, no window says so, and there is none."""
-    q_len, kv_len, left, right = _mask(call)
-    moved = keys[1] - queries[1] - (kv_len - q_len)
-    window = (None if left is None else left + moved, None if right is None else right - moved)
-    if all(edge is None or edge >= 0 for edge in window):
-        options = {"is_causal": False, "window": None if window == (None, None) else window}
-        yield {"q_len": np.arange(*queries), "kv_len": np.arange(*keys)}, options
+    """Both ranges, and where they stand."""
+    places = {"q_start": first_place(call) + queries[0], "kv_start": keys[0]}
+    yield {"q_len": np.arange(*queries), "kv_len": np.arange(*keys)}, places
 
 
 # ---------------------------------------------------------------------------------------------------------- gradient

@@ -14,14 +14,14 @@ inf = math.inf
 
 
 def formula(q, k, v, bias=None, q_seg=None, kv_seg=None, sinks=None, is_causal=False, window=None, scale=None,
-            softcap=None, return_lse=True):  # fmt: skip
+            softcap=None, return_lse=True, q_start=None, kv_start=None):  # fmt: skip
     """One scalar at a time, straight from the definition. Finite inputs, but for -inf in bias."""
     (batch, q_len, heads, d), (_, kv_len, kv_heads, dv) = q.shape, v.shape
     o, lse = np.zeros((batch, q_len, heads, dv)), np.full((batch, heads, q_len), -inf)
     scale = d**-0.5 if scale is None else scale
     left, right = window or (None, None)
     for b, h, i in np.ndindex(batch, heads, q_len):
-        here, weights = i + kv_len - q_len, {}
+        here, weights = i + (kv_len - q_len if q_start is None else q_start - (kv_start or 0)), {}
         for j in range(kv_len):
             s = scale * math.fsum(q[b, i, h, c] * k[b, j, h // (heads // kv_heads), c] for c in range(d))
             s = s if softcap is None else softcap * math.tanh(s / softcap)
@@ -56,6 +56,9 @@ def formula_calls():
     biases = [None, (1, 1, 1, 6), (2, 1, 5, 6), (1, 4, 1, 6), (2, 4, 5, 6)]
     for shape, (scale, softcap) in itertools.product(biases, scores):
         yield f"bias {shape}, scale {scale}, softcap {softcap}", partial(scores_call, shape, scale, softcap)
+    for q_start, kv_start, window in itertools.product((0, 3, -2), (None, 0, 2, -4), (None, (2, 0), (1, None))):
+        options = {"is_causal": window is None, "window": window, "q_start": q_start, "kv_start": kv_start}
+        yield f"queries from {q_start}, keys from {kv_start}, window {window}", partial(masks_call, 5, 6, options)
     for masked in (False, True):
         yield f"sinks{', masked' * masked}", partial(sinks_call, masked)
     for dtype in ("int32", "int64"):
@@ -98,7 +101,7 @@ def visible(q, k, q_seg, kv_seg, is_causal, window):
 
 
 def plain(xp, asarray, wide, narrow, q, k, v, bias=None, q_seg=None, kv_seg=None, sinks=None, *, is_causal=False,
-          window=None, scale=None, softcap=None, return_lse=False):  # fmt: skip
+          window=None, scale=None, softcap=None, return_lse=False, q_start=None, kv_start=None):  # fmt: skip
     """The same with the operations of ``xp``, torch or jax.numpy: scores in float32 at least, weights in v's dtype.
 
     Hidden pairs and rows without a key take no part in the arithmetic, so that they leave no NaN in a gradient either.
@@ -109,7 +112,8 @@ def plain(xp, asarray, wide, narrow, q, k, v, bias=None, q_seg=None, kv_seg=None
     s = s * (d**-0.5 if scale is None else scale)
     s = s if softcap is None else softcap * xp.tanh(s / softcap)
     s = s if bias is None else s + wide(bias)
-    here, j = np.arange(q_len)[:, None] + kv_len - q_len, np.arange(kv_len)
+    before = kv_len - q_len if q_start is None else q_start - (kv_start or 0)
+    here, j = np.arange(q_len)[:, None] + before, np.arange(kv_len)
     left, right = window or (None, None)
     seen = (j <= here) | (not is_causal)
     seen = seen if left is None else seen & (j >= here - left)

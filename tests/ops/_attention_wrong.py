@@ -111,6 +111,14 @@ VALUES = {
             r"out for None"
         ),
     ),
+    "keys that stand somewhere beside queries that do not": (
+        lambda: call(Q, K, K, is_causal=True, kv_start=3),
+        r"kv_start is given and q_start is not: .*; pass q_start too",
+    ),
+    "a start between places": (
+        lambda: call(Q, K, K, is_causal=True, q_start=0.5),
+        r"q_start is 0.5; expected an integer .*, or None: leave it out for None",
+    ),
     "window of one": (lambda: call(Q, K, K, window=3), r"window is 3; expected a tuple of 2 integers"),
     "window of three": (
         lambda: call(Q, K, K, window=(1, 2, 3)),

@@ -235,6 +235,8 @@ def fuzzed(r, dtype):
         "scale": r.pick((None, 0.5)),
         "softcap": r.pick((None, 2.0)),
     }
+    if r.chance(0.3):
+        options |= {"q_start": r.pick((0, 3, -2)), "kv_start": r.pick((None, 0, 2))}
     return arrays, options | {"return_lse": r.chance(0.5)}
 
 
@@ -331,6 +333,7 @@ RECORD = ForwardRecord(
         "lse": Sample(SMALL, {"return_lse": True}),
         "window": Sample(SMALL, {"window": (2, 0), "scale": 0.3}),
         "sinks": Sample(SMALL | {"sinks": (2,)}, {"window": (0, 0), "softcap": 2.0}),
+        "starts": Sample(SMALL, {"is_causal": True, "q_start": 6, "kv_start": 5}),
     },
     derived={
         "no mask": Sample(LARGER),
@@ -338,6 +341,7 @@ RECORD = ForwardRecord(
         "softcap": Sample(LARGER, {"softcap": 1.5}),
         "scale": Sample(LARGER, {"scale": -0.7}),
         "sinks": Sample(LARGER | {"sinks": (4,)}, {"is_causal": True, "softcap": 1.5}),
+        "starts": Sample(LARGER, {"window": (3, 1), "q_start": 9, "kv_start": 7}),
     },
     usual=(
         Sample({"q": (2, 100, 4, 64), "k": (2, 260, 2, 64), "v": (2, 260, 2, 40)}, {"return_lse": True}),
@@ -364,6 +368,10 @@ RECORD = ForwardRecord(
             {"return_lse": True, "window": (1090, 0)},
             wider=("sinks",),
         ),
+        Sample(
+            {"q": (1, 100, 4, 64), "k": (1, 1100, 2, 64), "v": (1, 1100, 2, 64)},
+            {"is_causal": True, "return_lse": True, "q_start": 1500, "kv_start": 700},
+        ),
     ),
     formula=formula,
     formula_calls=dict(formula_calls()),
@@ -389,6 +397,10 @@ RECORD = ForwardRecord(
             {"q": (2, 100, 4, 64), "k": (2, 130, 2, 64), "v": (2, 130, 2, 64), "sinks": (4,)},
             {"is_causal": True, "return_lse": True},
             wider=("sinks",),
+        ),
+        "starts": Sample(
+            {"q": (2, 100, 4, 64), "k": (2, 130, 2, 64), "v": (2, 130, 2, 64)},
+            {"window": (40, 0), "return_lse": True, "q_start": 300, "kv_start": 200},
         ),
     },
     mapped={
@@ -696,6 +708,7 @@ GRADIENT = GradientRecord(
         Sample(saved(1, 90, 300, 4, 2, 32, 32) | {"bias": (1, 4, 1, 300)}, {"softcap": 5.0}),
         Sample(saved(2, 128, 256, 2, 2, 64, 64) | {"q_segment_ids": (2, 128), "kv_segment_ids": (2, 256)}),
         Sample(saved(2, 100, 60, 4, 2, 32, 32) | {"d_lse": (2, 4, 100), "sinks": (4,)}, wider=("sinks",)),
+        Sample(saved(1, 150, 330, 2, 1, 64, 64), {"is_causal": True, "q_start": 500, "kv_start": 400}),
     ),
     extents={"batch": 2, "q_len": 64, "kv_len": 96, "kv_heads": 2, "group": 2, "d": 64, "dv": 64},
     matrix_units=True,

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from portakern.backends.pallas.lib.blocks import positions, quotient
 from portakern.backends.pallas.lib.segments import Span
 from portakern.core.call import Call
+from portakern.specs.attention import sight
 
 
 class Band(NamedTuple):
@@ -32,14 +33,11 @@ class Band(NamedTuple):
 
     @classmethod
     def of(cls, call: Call, block_q: int, block_kv: int, heads: int = 1) -> Band:
-        """The band of a call: its last query stands beside its last key."""
-        left, right = call.options["window"] or (None, None)
-        if call.options["is_causal"]:
-            right = 0 if right is None else min(right, 0)
-        q_len, kv_len = call.dims["q_len"], call.dims["kv_len"]
-        aligned, far = kv_len - q_len, kv_len + q_len  # no window wider than that says more, and an int32 holds it
-        first = None if left is None else aligned - min(left, far)
-        return cls(first, None if right is None else aligned + min(right, far), kv_len, block_q, block_kv, heads)
+        """The band of a call."""
+        (left, right), kv_len = sight(call), call.dims["kv_len"]
+        aligned = kv_len - call.dims["q_len"]  # where ``sight`` counts from
+        first, last = None if left is None else aligned - left, None if right is None else aligned + right
+        return cls(first, last, kv_len, block_q, block_kv, heads)
 
     def closing(self, q_len: int) -> Band:
         """The same, for kernels that let queries beyond the last one compute what they like."""

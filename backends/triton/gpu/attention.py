@@ -46,7 +46,6 @@ from portakern.backends.triton.lib.attention import (
     sinks_of,
     store_rows,
     supports,
-    window_of,
 )
 from portakern.backends.triton.lib.band import band, fold, inside, limits, within
 from portakern.backends.triton.lib.heads import (
@@ -69,6 +68,7 @@ from portakern.backends.triton.lib.split_kv import (
     shrunk,
     store_part,
 )
+from portakern.specs.attention import sight
 
 if TYPE_CHECKING:
     import torch
@@ -317,7 +317,7 @@ def least_chunk(call: Call) -> dict[str, int]:
 
 @BACKEND.implements("attention", tiling=least_chunk, key=key, fit=fit, supports=supports, config=AttentionConfig)
 def attention(call: Call, config: AttentionConfig) -> tuple[Any, ...]:
-    arrays, dims, options = call.arrays, call.dims, call.options
+    arrays, dims = call.arrays, call.dims
     q, k, v, bias = arrays["q"], arrays["k"], arrays["v"], arrays["bias"]
     segments = arrays["q_segment_ids"], arrays["kv_segment_ids"]
     if not call.interpret:
@@ -327,7 +327,7 @@ def attention(call: Call, config: AttentionConfig) -> tuple[Any, ...]:
     o, lse, low = results(call, q)
 
     scores = Scores.of(call)
-    window = window_of(options["is_causal"], options["window"], q_len + dims["kv_len"])
+    window = sight(call)
     extents = AttentionExtents(heads, dims["group"], q_len, dims["kv_len"], dims["d"], dv)
     strides = strides_of(q, k, v, bias, segments, (batch, heads, q_len, dims["kv_len"]))
     tiles_q, programs, chunk, chunks = programs_of(call, config, plan)

@@ -50,7 +50,6 @@ from portakern.backends.triton.lib.attention import (
     padded,
     sink_gradient,
     statistics,
-    window_of,
 )
 from portakern.backends.triton.lib.band import band, fold, inside, limits
 from portakern.backends.triton.lib.heads import (
@@ -67,7 +66,7 @@ from portakern.backends.triton.lib.heads import (
     strides_of,
 )
 from portakern.backends.triton.lib.segments import segment_ranges, within_ranges
-from portakern.specs.attention import scale_of
+from portakern.specs.attention import scale_of, sight
 
 if TYPE_CHECKING:
     import torch
@@ -460,7 +459,7 @@ def ranges_of(call: Call) -> tuple[torch.Tensor | None, torch.Tensor | None]:
 
 @BACKEND.implements("attention_vjp", key=key, fit=fit, supports=supports, config=AttentionGradientsConfig)
 def attention_vjp(call: Call, config: AttentionGradientsConfig) -> tuple[Any, ...]:
-    arrays, dims, options, wants = call.arrays, call.dims, call.options, call.wants
+    arrays, dims, wants = call.arrays, call.dims, call.wants
     q, k, v, bias, d_o = arrays["q"], arrays["k"], arrays["v"], arrays["bias"], arrays["d_o"]
     o = arrays["o"]
     segments = arrays["q_segment_ids"], arrays["kv_segment_ids"]
@@ -478,7 +477,7 @@ def attention_vjp(call: Call, config: AttentionGradientsConfig) -> tuple[Any, ..
     sink_gradient(call, delta, out["d_sinks"])
     scale, ranges = scale_of(call), ranges_of(call)
     given = q, k, v, OfQueries(d_o, shift, low, delta), Masks(bias, *segments, *ranges)
-    window = window_of(options["is_causal"], options["window"], q_len + kv_len)
+    window = sight(call)
     extents = AttentionExtents(heads, group, q_len, kv_len, d, dv)
     strides = strides_of(q, k, v, bias, segments, (batch, heads, q_len, kv_len))._replace(d_o=d_o.stride())
     plan = AttentionPlan(config.block_q, config.block_kv, block_d, block_dv, block_d != d, block_dv != dv,

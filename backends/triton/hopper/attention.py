@@ -60,7 +60,7 @@ from portakern.backends.triton.lib.tma import (
     processors,
     tiled,
 )
-from portakern.specs.attention import scale_of
+from portakern.specs.attention import scale_of, sight
 
 if TYPE_CHECKING:
     import torch
@@ -94,14 +94,12 @@ def delegate(call: Call, config: FlashConfig) -> tuple[str, UnsplitConfig] | Non
 @BACKEND.implements("attention", tiling=least_chunk, key=key, fit=fit, supports=supports,
                     config=FlashConfig, delegate=delegate, drawn=DRAWN, compiled_alone=GLUON)  # fmt: skip
 def attention(call: Call, config: FlashConfig) -> tuple[Any, ...]:
-    dims, options = call.dims, call.options
     shares = shares_of(call, config)
     plan = plan_of(call, config)
-    q_len, kv_len = dims["q_len"], dims["kv_len"]
     q, k, v = (movable(call.arrays[n]) for n in "qkv")
     o, lse, low = shared.results(call, q)
     scores = Scores.of(call)
-    left, right = shared.window_of(options["is_causal"], options["window"], q_len + kv_len)
+    left, right = sight(call)
     if shares is not None:
         by_shares(call, config, plan, (q, k, v), (o, lse, low), scores, (left, right), *shares)
         return o, lse, low
@@ -274,7 +272,7 @@ def persistent(
 @BACKEND.implements("attention_vjp", key=shared.key, fit=gradients.fit, supports=gradients.supports,
                     config=FlashGradientsConfig, drawn=gradients.DRAWN, compiled_alone=GLUON)  # fmt: skip
 def attention_vjp(call: Call, config: FlashGradientsConfig) -> tuple[Any, ...]:
-    dims, options = call.dims, call.options
+    dims = call.dims
     q, k, v, d_o, o = (movable(call.arrays[n]) for n in ("q", "k", "v", "d_o", "o"))
     out = {
         name: fresh(shape, torch_dtype(dtype), q.device) if name in call.wants else None
@@ -283,7 +281,7 @@ def attention_vjp(call: Call, config: FlashGradientsConfig) -> tuple[Any, ...]:
     scale, (scores, rate) = scale_of(call), gradients.scores_of(call)
     lines, rest, delta = gradients.lines_of(call, o, d_o, rate)
     shared.sink_gradient(call, delta, out["d_sinks"])
-    left, right = shared.window_of(options["is_causal"], options["window"], dims["q_len"] + dims["kv_len"])
+    left, right = sight(call)
     plans = gradients.plans(call, config)
     segments = gradients.segments_of_both(call, {plan.by_key for plan in plans.values()})
     for wants, plan in plans.items():

@@ -25,7 +25,7 @@ from portakern.backends.triton.unordered._flash_unordered import (
     attention_vjp_unordered_kernel,
     attention_vjp_unordered_round_kernel,
 )
-from portakern.specs.attention import scale_of
+from portakern.specs.attention import scale_of, sight
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +90,7 @@ def delegate(call: Call, config: UnorderedGradientsConfig) -> tuple[str, FlashGr
 @BACKEND.implements("attention_vjp", key=shared.key, fit=fit, supports=supports, config=UnorderedGradientsConfig,
                     drawn=ordered.DRAWN, delegate=delegate, unordered={"d_q": ADDED})  # fmt: skip
 def attention_vjp(call: Call, config: UnorderedGradientsConfig) -> tuple[Any, ...]:
-    dims, options, plan = call.dims, call.options, plan_of(call, config)
+    dims, plan = call.dims, plan_of(call, config)
     batch, q_len, kv_len, kv_heads, group = (dims[n] for n in ("batch", "q_len", "kv_len", "kv_heads", "group"))
     heads = kv_heads * group
     q, k, v, d_o, o = (movable(call.arrays[n]) for n in ("q", "k", "v", "d_o", "o"))
@@ -103,7 +103,7 @@ def attention_vjp(call: Call, config: UnorderedGradientsConfig) -> tuple[Any, ..
     scale, (scores, rate) = scale_of(call), ordered.scores_of(call)
     lines, rest, delta = ordered.lines_of(call, o, d_o, rate, sums)
     shared.sink_gradient(call, delta, out["d_sinks"])
-    left, right = shared.window_of(options["is_causal"], options["window"], q_len + kv_len)
+    left, right = sight(call)
     tiles = cdiv(kv_len, KEYS) * kv_heads * batch
     seen_by_all = (left, right) == (None, None)
     described = [tiled(x, rows, columns) for x, rows, columns in (
