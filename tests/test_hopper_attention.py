@@ -144,6 +144,12 @@ CASES = {
     "segments of nobody": ((1, 200, 1, 1, 200, 64), {"segments": "scattered"}, {}, PACKED),
     "few queries of documents": ((1, 9, 2, 4, 1300, 64), {"segments": "documents"}, {"few_queries": 2},
         [*RANGES, "attention_kernel", SHARES[1]]),
+    "a part of the keys": ((1, 300, 1, 2, 200, 64), {"is_causal": True, "q_start": 90, "kv_start": 130}, {}, FLASH),
+    "keys that queries have passed": ((1, 200, 2, 1, 300, 64), {"window": (40, 3), "q_start": 200}, {}, FLASH),
+    "a part of the keys in shares": ((1, 3, 2, 4, 1300, 64), {"is_causal": True, "q_start": 1700, "kv_start": 900},
+        {"few_queries": 2}, SHARES),
+    "a part that nobody sees": ((1, 3, 2, 4, 1300, 64), {"is_causal": True, "q_start": 0, "kv_start": 900},
+        {"few_queries": 3}, SHARES[:1]),
     "too many rows to share": ((1, 20, 1, 5, 1100, 64), {}, {"few_queries": 2}, ["attention_kernel", SHARES[1]]),
 }  # fmt: skip
 

@@ -98,6 +98,8 @@ CASES = {
     "two pieces of documents": ((1, 200, 1, 2, 200, 80), {"is_causal": True, "segments": "documents"}),
     "programs that stay": ((2, 300, 2, 1, 100, 64), {}),
     "one": ((1, 1, 1, 1, 1, 64), {}),
+    "a part of the keys": ((1, 200, 1, 2, 130, 64), {"is_causal": True, "q_start": 90, "kv_start": 130}),
+    "keys that queries have passed": ((1, 130, 1, 1, 300, 64), {"window": (40, 3), "q_start": 230}),
     "documents": ((2, 200, 1, 2, 200, 64), {"is_causal": True, "segments": "documents"}),
     "documents, more keys": ((1, 130, 2, 1, 300, 128), {"segments": "documents", "dtype": torch.float16}),
     "segments in any order": ((1, 200, 1, 2, 150, 64), {"segments": "shuffled", "window": (90, 30), "softcap": 4.0}),
