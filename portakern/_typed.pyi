@@ -262,6 +262,8 @@ class AttentionOp(Op):
         softcap: float | None = None,
         precision: Literal["ieee", "tf32"] = "ieee",
         return_lse: Literal[False] = False,
+        q_start: int | None = None,
+        kv_start: int | None = None,
     ) -> Array:
         """o = softmax(softcap(scale q k^T) + bias, masked) v, one row at a time and never storing the scores.
 
@@ -289,6 +291,11 @@ class AttentionOp(Op):
           window: (left, right): query i sees keys from i + kv_len - q_len - left to i + kv_len - q_len + right; None on
             a
             side is unbounded.
+          q_start, kv_start: where the first query and the first key stand in a whole of which these are parts: query i
+            at
+            q_start + i, key j at kv_start + j. The causal mask and the window then compare these places, which is
+            i + q_start - kv_start for i + kv_len - q_len above. kv_start None is 0, and q_start None the bottom-right
+            alignment; kv_start alone is refused. Without a causal mask and a window they change nothing.
           scale: None is 1/sqrt(d).
           softcap: c: scores become c tanh(s/c), before the bias.
           precision: for float32 operands, as in matmul, but that "ieee" may err by 8 units of roundoff in a product, as
@@ -318,6 +325,8 @@ class AttentionOp(Op):
         softcap: float | None = None,
         precision: Literal["ieee", "tf32"] = "ieee",
         return_lse: Literal[True],
+        q_start: int | None = None,
+        kv_start: int | None = None,
     ) -> AttentionOut[Array]: ...
     @overload
     def __call__(
@@ -336,6 +345,8 @@ class AttentionOp(Op):
         softcap: float | None = None,
         precision: Literal["ieee", "tf32"] = "ieee",
         return_lse: bool = False,
+        q_start: int | None = None,
+        kv_start: int | None = None,
     ) -> Array | AttentionOut[Array]: ...
     @overload
     def __call__(
@@ -354,6 +365,8 @@ class AttentionOp(Op):
         softcap: float | None = None,
         precision: Literal["ieee", "tf32"] = "ieee",
         return_lse: Literal[False] = False,
+        q_start: int | None = None,
+        kv_start: int | None = None,
     ) -> NDArray[Any]: ...
     @overload
     def __call__(
@@ -372,6 +385,8 @@ class AttentionOp(Op):
         softcap: float | None = None,
         precision: Literal["ieee", "tf32"] = "ieee",
         return_lse: Literal[True],
+        q_start: int | None = None,
+        kv_start: int | None = None,
     ) -> AttentionOut[NDArray[Any]]: ...
     @overload
     def __call__(
@@ -390,6 +405,8 @@ class AttentionOp(Op):
         softcap: float | None = None,
         precision: Literal["ieee", "tf32"] = "ieee",
         return_lse: bool = False,
+        q_start: int | None = None,
+        kv_start: int | None = None,
     ) -> NDArray[Any] | AttentionOut[NDArray[Any]]: ...
 
 class AttentionGradients(NamedTuple, Generic[T]):
@@ -421,6 +438,8 @@ class AttentionVjpOp(Op):
         scale: float | None = None,
         softcap: float | None = None,
         precision: Literal["ieee", "tf32"] = "ieee",
+        q_start: int | None = None,
+        kv_start: int | None = None,
         wants: None = None,
     ) -> AttentionGradients[Array]:
         """Gradients of attention from its own results, the scores recomputed and never stored.
@@ -450,8 +469,9 @@ class AttentionVjpOp(Op):
         tile, may be NaN; beyond an extent never.
 
         Args:
-          q, k, v, bias, q_segment_ids, kv_segment_ids, sinks, is_causal, window, scale, softcap, precision: as in
-            attention. Rows with lse = -inf add nothing to d_sinks.
+          q, k, v, bias, q_segment_ids, kv_segment_ids, sinks, is_causal, window, scale, softcap, precision, q_start,
+            kv_start: as in attention. Rows with lse = -inf add nothing to d_sinks. Of a part of the keys o, lse and
+            lse_low are those of the whole: d_q is then the part's share of a sum, d_k and d_v are the whole's rows.
           o, lse, lse_low: what attention returned; lse_low None is 0.
           d_o, d_lse: cotangents of o (its dtype) and lse (float32); d_lse None is 0.
 
@@ -482,6 +502,8 @@ class AttentionVjpOp(Op):
         scale: float | None = None,
         softcap: float | None = None,
         precision: Literal["ieee", "tf32"] = "ieee",
+        q_start: int | None = None,
+        kv_start: int | None = None,
         wants: Iterable[Literal["d_q", "d_k", "d_v", "d_bias", "d_sinks"]] | None,
     ) -> AttentionGradients[Array | None]: ...
     @overload
@@ -505,6 +527,8 @@ class AttentionVjpOp(Op):
         scale: float | None = None,
         softcap: float | None = None,
         precision: Literal["ieee", "tf32"] = "ieee",
+        q_start: int | None = None,
+        kv_start: int | None = None,
         wants: None = None,
     ) -> AttentionGradients[NDArray[Any]]: ...
     @overload
@@ -528,6 +552,8 @@ class AttentionVjpOp(Op):
         scale: float | None = None,
         softcap: float | None = None,
         precision: Literal["ieee", "tf32"] = "ieee",
+        q_start: int | None = None,
+        kv_start: int | None = None,
         wants: Iterable[Literal["d_q", "d_k", "d_v", "d_bias", "d_sinks"]] | None,
     ) -> AttentionGradients[NDArray[Any] | None]: ...
 
