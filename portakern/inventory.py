@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from portakern.core import registry
+from portakern.core import partitions, registry
 from portakern.core.backend import Backend, Family
 from portakern.core.config import fields_of
 from portakern.core.framework import frameworks
@@ -93,6 +93,7 @@ def show(op: str) -> dict[str, Any]:
             for o in s.outputs
         ],
         "dimensions": {d: f"{whole} without the axis {option}" for d, whole, option in _drops(s)},
+        "parts": partitions.described(s),
         "value_rules": [r.message for r in s.require if r.values],
         "samples": [*s.samples],
         "tiling": {n: [t.lo, t.hi] for n, t in s.tiling.items()},

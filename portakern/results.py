@@ -123,7 +123,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         {"op": "text", "subject": "text", "seed": "integer", "examples": "count", "failures": "list",
          "worst": "numbers", "worst_case": "string", **_COUNTS,
          "seconds": "number", "passed": "flag", "checked": "list?", "not_required": "list?", "verdicts": "object?",
-         "not_emulated": "integers?", "outcome": "text?", "left_out": "count?", "left_out_by_name": "integers?",
+         "not_emulated": "integers?", "parts": "integers?", "outcome": "text?", "left_out": "count?", "left_out_by_name": "integers?",
          "not_reached": "list?", "not_covered": "object?", "coverage": "object?", "caveats": "list?",
          **_SOURCES},
         {"wall_seconds": "number"},

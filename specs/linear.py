@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 import numpy as np
 from jaxtyping import Float
 
-from portakern.spec import Tile, When, spec
+from portakern.spec import Sum, Tile, When, spec
 from portakern.spec.tolerance import KAPPA, Units, format_of, magnitude, round_to, rounded, store_spread, units
 from portakern.specs._gradients import doubled, each_alone
 from portakern.specs._rows import mean_variance, plant
@@ -34,6 +34,9 @@ STEEPEST, BENT = 1.13, 0.85
 0.81 at most, silu by 1.1 and 0.5. relu, whose slope jumps, is apart."""
 
 
+NO_ACTIVATION = When(lambda options: options["activation"] == "none", "where there is no activation")
+
+
 class LinearOut(NamedTuple):
     y: Float[A, "*batch n"]
     pre: Float[A, "*batch n"]
@@ -44,6 +47,7 @@ class LinearOut(NamedTuple):
     positive=("k",),
     returns={"pre": "return_pre"},
     apart=("batch", "n"),
+    sums={"k": (Sum("y", ("bias", "residual"), NO_ACTIVATION), Sum("pre", ("bias",), NO_ACTIVATION))},
     vjp="linear_vjp",
     autocast="lower",
     typical={

@@ -31,6 +31,7 @@ class MatmulOut(NamedTuple):
     result_dtype={"c": "out_dtype"},
     empty={"k": {"c": 0.0}},
     apart=("batch", "m", "n"),
+    sums={"k": "c"},
     vjp="matmul_vjp",
     autocast="lower",
     typical={"m": 4096, "n": 4096, "k": 4096},

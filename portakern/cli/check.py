@@ -60,6 +60,10 @@ def check(
         bool,
         typer.Option(help="Also check promises: repeated calls give the same bits, results have their own memory."),
     ] = True,
+    parts: Annotated[
+        int | None,
+        typer.Option(min=2, help="Cut each call into this many parts at most, and put their results together."),
+    ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Number of worker processes.")] = 1,
     budget: Budget = None,
     case: Annotated[str | None, typer.Option(help="Run one case again: the JSON text that a failure printed.")] = None,
@@ -85,7 +89,7 @@ def check(
     else:
         subjects = _subjects(chosen, named, variant, (device, profile, target), every=not (ops and backend))
         _tell_later(named, variant)
-        of = {**how, "dtypes": dtype, "only_edges": edge, "max_examples": max_examples, "seed": seed}
+        of = {**how, "parts": parts, "dtypes": dtype, "only_edges": edge, "max_examples": max_examples, "seed": seed}
         reports, ended = _checked(subjects, jobs, budget, of)
     _show_reports(reports, ended)
     if json_file:
@@ -236,6 +240,8 @@ def _show_reports(reports: list[Any], ended: BaseException | None) -> None:
         rows,
     )
     for r in reports:
+        for what, count in r.parts.most_common():
+            out.print(f"parts of {r.op} on {r.subject}: {count} cases {what}", markup=False, highlight=False)
         for lacking, count in r.not_emulated.most_common():
             out.print(f"not emulated: {count} cases of {r.op} on {r.subject}: {lacking}", markup=False, highlight=False)
         for reason, count in r.refused.most_common():

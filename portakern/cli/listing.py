@@ -54,7 +54,7 @@ def backends(json_file: JsonFile = None) -> None:
 
 @app.command()
 def show(op: Annotated[str, typer.Argument(help="Name of the op.")], json_file: JsonFile = None) -> None:
-    """Show an op's declaration: arguments, options, outputs, tilings and implementations."""
+    """Show an op's declaration: arguments, options, outputs, parts, tilings and implementations."""
     info = inventory.show(op)
     if print_json("show", json_file, info):
         return
@@ -77,6 +77,12 @@ def show(op: Annotated[str, typer.Argument(help="Name of the op.")], json_file: 
     )
     if info["dimensions"]:
         show_table("Dimensions", ["name", "meaning"], [[f"*{n}", what] for n, what in info["dimensions"].items()])
+    if info["parts"]:
+        show_table(
+            "Parts: dimensions along which a call may be cut",
+            ["dimension", "arrays cut", "results of the parts", "options", "notes"],
+            [[p["dimension"], p["cut"], p["outputs"], p["options"], p["notes"]] for p in info["parts"]],
+        )
     for rule in info["value_rules"]:
         out.print(f"Values: {rule}", markup=False, highlight=False, soft_wrap=True)
     show_table("Tiles", ["name", "powers of two"], [[n, f"{lo} to {hi}"] for n, (lo, hi) in info["tiling"].items()])

@@ -2,7 +2,20 @@
 :mod:`portakern.spec.tolerance`."""
 
 from portakern.spec.declare import Spec, spec
-from portakern.spec.fields import ArrayArg, Count, Dim, Edge, Output, Rule, Sample, Tile, When
+from portakern.spec.fields import (
+    ArrayArg,
+    Count,
+    Dim,
+    Edge,
+    Origin,
+    Output,
+    Rule,
+    Sample,
+    Sum,
+    Tile,
+    WeightedMean,
+    When,
+)
 from portakern.spec.options import Axis, DType, Extent, Range
 
 __all__ = [
@@ -13,12 +26,15 @@ __all__ = [
     "Dim",
     "Edge",
     "Extent",
+    "Origin",
     "Output",
     "Range",
     "Rule",
     "Sample",
     "Spec",
+    "Sum",
     "Tile",
+    "WeightedMean",
     "When",
     "spec",
 ]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from portakern.errors import SpecError
 from portakern.spec.dtypes import ANY_INDEX, DTYPES
-from portakern.spec.fields import ArrayArg, Dim, Output, Sample
+from portakern.spec.fields import ArrayArg, Dim, Origin, Output, Sample, Sum, WeightedMean
 from portakern.spec.options import Option, option_from_annotation
 
 if TYPE_CHECKING:
@@ -212,6 +212,95 @@ def check_declaration(spec: Spec[Any]) -> None:
     _check_extents(spec)
     _check_names(spec)
     _check_outputs(spec)
+    _check_partitions(spec)
+
+
+def _check_partitions(spec: Spec[Any]) -> None:
+    """What becomes of parts: ``sums``, ``merges`` and ``starts``."""
+    words = {"sums": spec.sums, "merges": spec.merges, "starts": spec.starts}
+    for word, declared in words.items():
+        if declared and spec.is_vjp:
+            raise SpecError(
+                f"{spec.name}: {word} names {', '.join(declared)} in an op of gradients; leave it out: what becomes of "
+                "parts of gradients follows from the forward op"
+            )
+        for dim in declared:
+            _check_partitioned(spec, word, dim)
+    for dim in {*spec.sums} & {*spec.merges}:
+        raise SpecError(f"{spec.name}: sums and merges both name {dim}; expected a dimension in one of them")
+    for dim, sums in spec.sums.items():
+        for s in sums:
+            _check_kind(spec, "sums", dim, s, Sum, "a name of an output or Sum(output)")
+            _check_combined(spec, "sums", dim, s.output, s.once)
+    for dim, merges in spec.merges.items():
+        for m in merges:
+            _check_kind(spec, "merges", dim, m, WeightedMean, "WeightedMean(output, by=output)")
+            _check_combined(spec, "merges", dim, m.output, m.once)
+            _check_combined(spec, "merges", dim, m.by, ())
+            dims = {o.name: {d.name for d in o.dims} for o in spec.outputs}
+            if not dims[m.by] <= dims[m.output]:
+                raise SpecError(
+                    f"{spec.name}: merges[{dim!r}] weighs {m.output} by {m.by}, which has dimensions that {m.output} "
+                    "lacks; expected an output with some of its dimensions"
+                )
+            if m.by == m.output:
+                raise SpecError(
+                    f"{spec.name}: merges[{dim!r}] weighs {m.output} by itself; expected another output, the logarithm "
+                    "of its weight"
+                )
+    for dim, start in spec.starts.items():
+        _check_start(spec, dim, start)
+
+
+def _check_kind(spec: Spec[Any], word: str, dim: str, given: Any, kind: type, expected: str) -> None:
+    if not isinstance(given, kind):
+        raise SpecError(f"{spec.name}: {word}[{dim!r}] has {given!r}; expected {expected}")
+
+
+def _check_partitioned(spec: Spec[Any], word: str, dim: str) -> None:
+    """A dimension along which parts are taken is the arguments', and alone on each axis or the first of a product."""
+    axes = [d for a in spec.arrays for d in a.dims if dim in d.factors]
+    if not axes:
+        known = ", ".join(dict.fromkeys(f for a in spec.arrays for d in a.dims for f in d.factors))
+        raise SpecError(f"{spec.name}: {word} names the dimension {dim!r}; expected one of the arguments': {known}")
+    wrong = next((d for d in axes if d.variadic or d.plus or d.factors[0] != dim), None)
+    if wrong is not None:
+        raise SpecError(
+            f"{spec.name}: {word} names {dim!r}, which is {str(wrong)!r} in an argument; expected a dimension of one "
+            "axis, alone or the first of a product"
+        )
+
+
+def _check_combined(spec: Spec[Any], word: str, dim: str, name: str, once: Sequence[str]) -> None:
+    """What is summed or merged is an output without the dimension, and what counts once an optional array without."""
+    o = next((o for o in spec.outputs if o.name == name), None)
+    if o is None:
+        outs = ", ".join(o.name for o in spec.outputs)
+        raise SpecError(f"{spec.name}: {word}[{dim!r}] names {name!r}; expected outputs among {outs}")
+    if any(dim in d.factors for d in o.dims):
+        raise SpecError(
+            f"{spec.name}: {word}[{dim!r}] names {name}, which is ({o.shape}); what has the dimension lies side by "
+            "side: expected an output without it"
+        )
+    free = [a.name for a in spec.arrays if a.optional and not any(dim in d.factors for d in a.dims)]
+    for each in once:
+        if each not in free:
+            raise SpecError(
+                f"{spec.name}: once of {word}[{dim!r}] names {each!r}; expected optional arrays without {dim}: "
+                f"{', '.join(free) or '(none)'}"
+            )
+
+
+def _check_start(spec: Spec[Any], dim: str, start: Any) -> None:
+    _check_kind(spec, "starts", dim, start, Origin, "the name of an option or Origin(option)")
+    if start.option is None:
+        return
+    ints = [o.name for o in spec.options if o.kind == "int" and not o.axis_of and not o.extent]
+    if start.option not in ints:
+        raise SpecError(
+            f"{spec.name}: starts[{dim!r}] names {start.option!r}; expected an option that is an integer: "
+            f"{', '.join(ints) or '(none)'}"
+        )
 
 
 def _check_outputs(spec: Spec[Any]) -> None:

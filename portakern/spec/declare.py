@@ -35,7 +35,7 @@ from portakern.spec.annotations import (
     outputs,
 )
 from portakern.spec.dtypes import FLOATS, USUAL
-from portakern.spec.fields import ArrayArg, Edge, Output, Rule, Sample, Tile, ValuesFn, When
+from portakern.spec.fields import ArrayArg, Edge, Origin, Output, Rule, Sample, Sum, Tile, ValuesFn, WeightedMean, When
 from portakern.spec.options import Option
 
 if TYPE_CHECKING:
@@ -75,6 +75,9 @@ class Spec(Generic[P]):
     vjp: str | None
     masks: tuple[str, ...]
     apart: tuple[str, ...] | Callable[[Mapping[str, Any], Sequence[str]], Sequence[str]] = ()
+    sums: Mapping[str, tuple[Sum, ...]] = field(default_factory=dict)
+    merges: Mapping[str, tuple[WeightedMean, ...]] = field(default_factory=dict)
+    starts: Mapping[str, Origin] = field(default_factory=dict)
     autocast: str | None = None
     typical: Mapping[str, Any] = field(default_factory=dict)
     bound: ErrorFn | None = None
@@ -321,6 +324,9 @@ def spec(
     reads: Mapping[str, When] | None = None,
     masks: Sequence[str] = (),
     apart: Sequence[str] | Callable[[Mapping[str, Any], Sequence[str]], Sequence[str]] = (),
+    sums: Mapping[str, str | Sum | Sequence[str | Sum]] | None = None,
+    merges: Mapping[str, WeightedMean | Sequence[WeightedMean]] | None = None,
+    starts: Mapping[str, str | Origin] | None = None,
     vjp: str | None = None,
     saved: type | None = None,
     autocast: Literal["lower", "float32"] | None = None,
@@ -367,6 +373,12 @@ def spec(
         that an option names is not one. Or a function of the options and the wanted outputs that returns them. Large
         calls are compared in part along these dimensions. A dimension on an axis such as ``sequences+1``
         is one only with :meth:`Spec.rewrite`.
+      sums: dimension -> the outputs that are sums over its parts: names, or :class:`portakern.spec.Sum`. Outputs that
+        have the dimension lie side by side. A gradient op declares none of ``sums``, ``merges`` and ``starts``: what
+        becomes of its parts follows from the forward op's (:mod:`portakern.core.partitions`).
+      merges: dimension -> the outputs that are merged by the log-sum-exp of its parts (:class:`portakern.spec.WeightedMean`).
+      starts: dimension -> the option that says where the indices of a call begin in a longer one, or a
+        :class:`portakern.spec.Origin`, where a result depends on that.
       vjp: the name of the op that computes gradients (see :mod:`portakern.core.gradients`).
       saved: a named tuple of further outputs that only the gradient op reads, as optional arguments.
       autocast: the cast of float arguments (except float64) under torch.autocast: "lower": to its dtype, as for matrix
@@ -403,6 +415,7 @@ def spec(
             vjp=vjp,
             masks=tuple(masks),
             apart=apart if callable(apart) else tuple(apart),
+            **_combined(sums or {}, merges or {}, starts or {}),
             autocast=autocast,
             also=types.MappingProxyType({name: tuple(of) for name, of in (also or {}).items()}),
             budget=budget,
@@ -419,6 +432,15 @@ def spec(
 def _others(or_float32: Sequence[str], or_dtypes: Mapping[str, Sequence[str]] | None) -> dict[str, Sequence[str]]:
     """The further dtypes of each argument that has some."""
     return {**dict.fromkeys(or_float32, ("float32",)), **(or_dtypes or {})}
+
+
+def _combined(sums: Mapping[str, Any], merges: Mapping[str, Any], starts: Mapping[str, Any]) -> dict[str, Any]:
+    """``sums``, ``merges`` and ``starts`` as a spec holds them, of what they may be declared as."""
+    several = {dim: [given] if isinstance(given, str | Sum) else [*given] for dim, given in sums.items()}
+    found = {dim: tuple(Sum(s) if isinstance(s, str) else s for s in given) for dim, given in several.items()}
+    merged = {dim: (given,) if isinstance(given, WeightedMean) else tuple(given) for dim, given in merges.items()}
+    begin = {dim: Origin(given) if isinstance(given, str) else given for dim, given in starts.items()}
+    return _frozen(sums=found, merges=merged, starts=begin)
 
 
 def _frozen(**mappings: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -9,7 +9,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from portakern.core.call import Call
 
-__all__ = ["ArrayArg", "Count", "Dim", "Edge", "Output", "Rule", "Sample", "Tile", "ValuesFn", "When"]
+__all__ = [
+    "ArrayArg",
+    "Count",
+    "Dim",
+    "Edge",
+    "Origin",
+    "Output",
+    "Rule",
+    "Sample",
+    "Sum",
+    "Tile",
+    "ValuesFn",
+    "WeightedMean",
+    "When",
+]
 
 ValuesFn = Callable[..., Any]
 """``values(rng, shape, dims, options, *seen)``: an array of that shape for one argument. ``rng`` is a NumPy generator,
@@ -120,6 +134,60 @@ class When:
 
     holds: Callable[[Mapping[str, Any]], bool]
     words: str
+
+
+@dataclass(frozen=True)
+class Sum:
+    """An output that is the sum of what the op gives of each part along a dimension.
+
+    Attributes:
+      output: its name.
+      once: optional arrays without the dimension that are added once: the first part alone has them.
+      when: the options under which it is a sum; None: always.
+    """
+
+    output: str
+    once: tuple[str, ...] = ()
+    when: When | None = None
+
+
+@dataclass(frozen=True)
+class WeightedMean:
+    """An output of parts along a dimension that is merged: the mean of what the parts give, each weighted by exp(lse).
+
+    Attributes:
+      output: its name.
+      by: the output that is the natural logarithm of a part's weight. That of the merged output is the log-sum-exp of
+        theirs. A part without weight (-inf) counts for nothing, whatever its output is.
+      once: optional arrays without the dimension that count once, such as a further term of the weights' sum: the first
+        part alone has them.
+      when: the options under which it is merged; None: always.
+    """
+
+    output: str
+    by: str
+    once: tuple[str, ...] = ()
+    when: When | None = None
+
+
+def _begins_at_zero(dims: Mapping[str, Any]) -> int:
+    return 0
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A dimension whose indices an op compares with others, as a causal mask does: a part along it must be told where
+    in the whole it begins.
+
+    Attributes:
+      option: the option that says so; None: the op has none, and such calls are not cut along the dimension.
+      when: the options under which it matters; None: always.
+      default: the start of a call in which the option is None, from the call's dimensions.
+    """
+
+    option: str | None = None
+    when: When | None = None
+    default: Callable[[Mapping[str, Any]], int] = _begins_at_zero
 
 
 @dataclass(frozen=True)

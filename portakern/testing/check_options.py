@@ -43,6 +43,7 @@ class CheckOptions:
     one_dtype: bool = False
     edges: bool = True
     promises: bool | Collection[str] = True
+    parts: int | None = None
     seconds: float | None = None
     shrink: bool = True
     shard: tuple[int, int] = (0, 1)
@@ -68,6 +69,7 @@ class CheckOptions:
         layouts = (*limits.layouts, "reversed") if {*limits.layouts} == {*DRAWN} else limits.layouts
         return replace(
             limits,
+            fill=0 if self.parts else limits.fill,  # no device holds more than a part
             dtypes=tuple(self.dtypes or limits.dtypes or served),
             arguments=subject.arguments if limits.arguments is None else limits.arguments,
             always=limits.always | subject.always,
@@ -80,7 +82,9 @@ class CheckOptions:
             options=fixed,
             empty=limits.empty and self.empty,
             one_dtype=limits.one_dtype or self.one_dtype,
-            layouts=_layout_names(subject.spec, self.layouts)
+            layouts=("contiguous",)
+            if self.parts
+            else _layout_names(subject.spec, self.layouts)
             or (layouts if subject.framework.reverses else limits.layouts),
             shapes=limits.shapes if self.shapes is None else checked_shapes(subject.spec, self.shapes, fixed),
         )

@@ -35,7 +35,7 @@ from portakern.testing.verdict import (
     expected,
 )
 
-__all__ = ["run_case"]
+__all__ = ["run_case", "wanted_outputs"]
 
 
 RENEWED = 1 << 30
@@ -117,7 +117,7 @@ class CaseOnSubject:
 
     def hold(self, result: Any, call: Call, arrays: Mapping[str, Any]) -> CallOutputs:
         """The wanted outputs, copied at once, and held to whose arrays they are and what memory they may take."""
-        outputs = _wanted(result, call)
+        outputs = wanted_outputs(result, call)
         if len(outputs) != len(call.wants):
             raise Broken(
                 f"{len(outputs)} outputs came back; expected {len(call.wants)}: {', '.join(call.wants)}, and None for "
@@ -389,7 +389,7 @@ class CaseOnSubject:
         self.now[name] = np.array(self.fw.to_numpy(self.arrays[name]))  # libraries differ in the sign of a NaN
 
 
-def _wanted(result: Any, call: Call) -> tuple[Any, ...]:
+def wanted_outputs(result: Any, call: Call) -> tuple[Any, ...]:
     """The outputs that a call wants, of what came back: a bare array, or a tuple or list with a place for each output
     of the op, where others may be there as well, or for each that is wanted."""
     if not isinstance(result, tuple | list):

@@ -64,6 +64,10 @@ def _case(spec: Spec[Any], raw: dict[str, Any]) -> Case:
     for name, shape in raw["shapes"].items():
         right = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
         _expect(spec, f"shapes[{name!r}]", shape, right, "a list of extents")
+    cuts = raw.get("parts", {})
+    right = isinstance(cuts, dict) and len(cuts) <= 1
+    right = right and all(isinstance(c, list) and all(type(n) is int and n >= 0 for n in c) for c in cuts.values())
+    _expect(spec, "parts", cuts, right, "an object of one axis and the extents of its parts")
     tiling, wider, edge = raw.get("tiling", {}), raw.get("wider", []), raw.get("edge", "")
     right = isinstance(tiling, dict) and all(type(n) is int for n in tiling.values())
     _expect(spec, "tiling", tiling, right, "an object of whole numbers by tile")

@@ -79,6 +79,8 @@ class Report:
         default.
       combinations: "dtype | regime | edge | tiling" -> number of compared cases.
       layouts, edges, laws: name -> number of compared cases.
+      parts: of a check in parts, along which dimension compared cases were cut, and what was compared -> their number,
+        and that of cases that no rule allows to be cut.
       left_out: cases that were not run: the time ended or the check was interrupted. left_out_by_name: edge, or else
         regime of values -> number of those cases that have it, or may have it if they were not drawn; "law " and its
         name -> instances that were not run.
@@ -100,6 +102,7 @@ class Report:
     layouts: Counter[str] = field(default_factory=Counter)
     edges: Counter[str] = field(default_factory=Counter)
     laws: Counter[str] = field(default_factory=Counter)
+    parts: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
     checked: tuple[str, ...] = KINDS
     not_required: tuple[str, ...] = ()
@@ -248,7 +251,7 @@ class Report:
         first, second = self.coverage, other.coverage
         sums = (
             "examples", "refused", "not_emulated", "tilings_refused", "combinations", "layouts", "edges", "laws",
-            "left_out", "left_out_by_name", "seconds",
+            "parts", "left_out", "left_out_by_name", "seconds",
         )  # fmt: skip
         return Report(
             self.op,

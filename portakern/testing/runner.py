@@ -27,6 +27,7 @@ from portakern.testing.comparing import run_case
 from portakern.testing.coverage import Coverage, contract
 from portakern.testing.fixed import CasePreset
 from portakern.testing.laws import ArgumentNotTaken, LawCase, run_law
+from portakern.testing.partitioned import check_divisible, cut_case, run_partitioned
 from portakern.testing.plan import EDGE_EXAMPLES, CaseGroup, plan
 from portakern.testing.progress import interactive
 from portakern.testing.regimes import VALUE_REGIMES
@@ -82,6 +83,7 @@ def check(
     one_dtype: bool = False,
     edges: bool = True,
     promises: bool | Collection[str] = True,
+    parts: int | None = None,
     seconds: float | None = None,
     shrink: bool = True,
     shard: tuple[int, int] = (0, 1),
@@ -121,6 +123,10 @@ def check(
       empty: False: no extent is 0. one_dtype: True: no array is float32 with 16-bit ones.
       edges: False: NaN and infinities may give other results than the formula.
       promises: False: check none; or the names of those to check (:data:`portakern.testing.verdict.PROMISES`).
+      parts: cut each call along a drawn dimension that the op's rule allows, into this many parts at most, compute one
+        part after the other, put the results together and compare them with the full call, with bounds for sums and
+        means of parts (:mod:`portakern.testing.partitioned`). Arrays are contiguous, laws are not checked, and neither
+        are promises other than the bits of results that lie side by side. None: calls are not cut.
       seconds: time after the first case at which no further case or law is started; laws then come before free cases.
         ``report.left_out`` counts what did not run. If a regime of values, an edge or a law was not reached, the check
         does not pass; it is unfinished (``report.not_reached`` names them).
@@ -159,6 +165,8 @@ def _shown(subject: Subject, options: CheckOptions) -> Report:
 def check_subject(subject: Subject, check_options: CheckOptions) -> Report:
     """Check what is made of a backend or a function."""
     spec, limits = subject.spec, check_options.limits_of(subject)
+    if check_options.parts is not None:
+        check_divisible(spec, check_options.parts)
     kinds, excused = checked_kinds(spec, check_options.edges, check_options.promises)
     words = not_required(spec, limits, excused, subject.unordered)
     if not (check_options.dtypes or (check_options.limits and check_options.limits.dtypes)):
@@ -167,7 +175,10 @@ def check_subject(subject: Subject, check_options: CheckOptions) -> Report:
             *(f"dtype {dtype}: {why}" for dtype, why in subject.lacks.items() if dtype in spec.dtypes),
         )
     report = Report(spec.name, subject.name, check_options.seed, checked=kinds, not_required=words)
-    report.coverage[subject.name] = _coverage(subject, limits, excused)
+    if check_options.parts is not None:
+        words = (*words, "laws, and promises other than the bits of results that lie side by side")
+        report.not_required = words
+    report.coverage[subject.name] = _coverage(subject, limits, excused, check_options.parts)
     start = time.perf_counter()
     work = _CheckRun(
         subject,
@@ -177,6 +188,7 @@ def check_subject(subject: Subject, check_options: CheckOptions) -> Report:
         check_options.shrink and not limits.shapes,
         check_options.progress,
         excused,
+        parts=check_options.parts,
     )
     work.limit = math.inf if check_options.seconds is None else check_options.seconds
     work.until = math.inf if check_options.until is None else check_options.until
@@ -191,9 +203,14 @@ def check_subject(subject: Subject, check_options: CheckOptions) -> Report:
     return report
 
 
-def _coverage(subject: Subject, limits: Limits, excused: Collection[str]) -> Coverage:
+def _coverage(subject: Subject, limits: Limits, excused: Collection[str], parts: int | None) -> Coverage:
     """The coverage before the first case: nothing is covered but the subject's own variant."""
-    lawful = not limits.shapes and not {BrokenPromise.kind, "laws"} & {*excused} and bool(_lawful(subject, limits))
+    lawful = (
+        parts is None
+        and not limits.shapes
+        and not {BrokenPromise.kind, "laws"} & {*excused}
+        and bool(_lawful(subject, limits))
+    )
     declared = contract(
         subject.spec, limits.takes, lawful, limits.empty, limits.layouts, bool(subject.tiles), subject.variants
     )
@@ -212,8 +229,9 @@ def with_rest(subject: Subject, check_options: CheckOptions, found: Report | Non
     spec, limits = subject.spec, check_options.limits_of(subject)
     kinds, excused = checked_kinds(spec, check_options.edges, check_options.promises)
     rest = Report(spec.name, subject.name, check_options.seed, checked=kinds)
-    rest.coverage[subject.name] = _coverage(subject, limits, excused)
-    _LeftOut(subject, limits, check_options.seed, rest, False, None, excused).all_of(check_options)
+    rest.coverage[subject.name] = _coverage(subject, limits, excused, check_options.parts)
+    left = _LeftOut(subject, limits, check_options.seed, rest, False, None, excused, parts=check_options.parts)
+    left.all_of(check_options)
     if found is None:
         return rest
     rest.left_out = max(0, rest.left_out - found.examples - found.refused.total() - found.not_emulated.total())
@@ -226,7 +244,14 @@ def cases_of(subject: Subject, check_options: CheckOptions) -> list[Case | LawCa
     spec, limits = subject.spec, check_options.limits_of(subject)
     excused = checked_kinds(spec, check_options.edges, check_options.promises)[1]
     work = _Listing(
-        subject, limits, check_options.seed, Report(spec.name, "", check_options.seed), False, None, excused
+        subject,
+        limits,
+        check_options.seed,
+        Report(spec.name, "", check_options.seed),
+        False,
+        None,
+        excused,
+        parts=check_options.parts,
     )
     work.all_of(check_options)
     return work.listed
@@ -236,7 +261,7 @@ def cases_of(subject: Subject, check_options: CheckOptions) -> list[Case | LawCa
 class _CheckRun:
     """A check in progress. ``excused``: kinds that were not requested or have failed; a failure of any other kind ends
     the check. ``limit``: seconds after the first case at which no further case starts; ``until``: the time at which
-    no further case starts."""
+    no further case starts. ``parts``: the most parts that each case is cut into; None: none is cut."""
 
     subject: Subject
     limits: Limits
@@ -248,6 +273,7 @@ class _CheckRun:
     limit: float = math.inf
     until: float = math.inf
     first_began: float | None = None
+    parts: int | None = None
 
     @property
     def ended(self) -> bool:
@@ -278,7 +304,8 @@ class _CheckRun:
     def all_of(self, check_options: CheckOptions) -> None:
         """Carry out what is asked, or the part of it that is asked for."""
         runs = plan(self.subject.spec, self.limits, check_options.max_examples, check_options.only_edges)
-        self.carry_out(runs, check_options.only_edges is None and not self.limits.shapes, check_options.shard)
+        laws = check_options.only_edges is None and not self.limits.shapes and self.parts is None
+        self.carry_out(runs, laws, check_options.shard)
 
     def carry_out(self, runs: list[CaseGroup], with_laws: bool, shard: tuple[int, int]) -> None:
         part, parts = shard
@@ -353,7 +380,14 @@ class _CheckRun:
 
     def tries(self, case: Case) -> None:
         """Run one case; what it breaks is raised."""
-        run_case(self.subject, case, self.report, self.excused)
+        if case.parts or self.parts is not None:
+            run_partitioned(self.subject, case, self.report, self.excused)
+        else:
+            run_case(self.subject, case, self.report, self.excused)
+
+    def cut(self, case: Case) -> Case:
+        """The case, cut where that is required."""
+        return case if self.parts is None else cut_case(self.subject.spec, case, self.parts, self.limits)
 
     def explore(self, run: CaseGroup, start: int, positions: Sequence[int]) -> None:
         """Draw some cases of a run and try them. A failure that is not the end may hide another of the same case."""
@@ -381,7 +415,9 @@ class _CheckRun:
         """A case of a run."""
         spec = self.subject.spec
         try:
-            return drawn(seed, spec, self.limits, self.subject.tiles, run.edge, run.presets[position], run.fills)
+            preset = run.presets[position]
+            case, source = drawn(seed, spec, self.limits, self.subject.tiles, run.edge, preset, run.fills)
+            return self.cut(case), source
         except Rejected:
             name = f"on its edge {run.edge.name!r} " if run.edge else ""
             raise SpecError(
@@ -413,7 +449,7 @@ class _CheckRun:
                 return None
             source.begin(choices)
             try:
-                case = case_of(source, spec, self.limits, self.subject.tiles, run.edge, preset, run.fills)
+                case = self.cut(case_of(source, spec, self.limits, self.subject.tiles, run.edge, preset, run.fills))
             except Rejected:
                 return None
             found = self.outcome(case)

@@ -23,8 +23,10 @@ __all__ = [
     "PROMISES",
     "Broken",
     "BrokenPromise",
+    "Expected",
     "OtherEdges",
     "Refused",
+    "compare_bounds",
     "compare_call",
     "compare_elsewhere",
     "expected",
@@ -135,6 +137,26 @@ def compare_call(
         :mod:`portakern.testing.statistics`).
       OtherEdges: the inputs hold NaN or infinities, and every element out of bounds is or should be one.
     """
+    wide, exact, bounds = known = known or expected(call)
+    fractions = compare_bounds(call, outputs, tiling, within, known)
+    with one_thread():
+        found = examine(wide, outputs, exact, bounds, regime)
+    for name, evidence in found.items():
+        if evidence.reasons:
+            reasons = "; ".join(evidence.reasons)
+            which = "rounding" if evidence.applies else "inexact"
+            raise Broken(f"{name}: {reasons} (every element is within its bound)", which, LOOKS[which]).at(fractions)
+    return fractions
+
+
+def compare_bounds(
+    call: Call,
+    outputs: Sequence[np.ndarray],
+    tiling: Mapping[str, int] | None = None,
+    within: tuple[SampledCall, Mapping[str, np.ndarray]] | None = None,
+    known: Expected | None = None,
+) -> dict[str, float]:
+    """:func:`compare_call` without the statistics of errors that lie within their bounds."""
     wide, exact, bounds = known or expected(call)
     fractions = {}
     elsewhere = ""
@@ -156,13 +178,6 @@ def compare_call(
             elsewhere = elsewhere or what
     if elsewhere:
         raise OtherEdges(f"edge semantics differ: {elsewhere}", "edges").at(fractions)
-    with one_thread():
-        found = examine(wide, outputs, exact, bounds, regime)
-    for name, evidence in found.items():
-        if evidence.reasons:
-            reasons = "; ".join(evidence.reasons)
-            which = "rounding" if evidence.applies else "inexact"
-            raise Broken(f"{name}: {reasons} (every element is within its bound)", which, LOOKS[which]).at(fractions)
     return fractions
 
 

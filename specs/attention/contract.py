@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 from jaxtyping import Float, Float32, Int
 
-from portakern.spec import Rule, Tile, spec
+from portakern.spec import Origin, Rule, Tile, WeightedMean, When, spec
 from portakern.spec.options import Range
 from portakern.specs.attention.scores import allowed_pairs
 
@@ -47,6 +47,13 @@ KEYS_AND_QUERIES_PLACED = Rule(
 )
 
 Start = Annotated[int, Range(-(2**53), 2**53, typical=(0, 5, 40, 100))]
+def last_beside_last(dims: Mapping[str, Any]) -> int:
+    """Where queries begin without q_start: the last one stands at the last key."""
+    return dims["kv_len"] - dims["q_len"]
+
+
+MASKED = When(lambda options: options["is_causal"] or options["window"] is not None, "with is_causal or window")
+
 Window = Annotated[tuple[int | None, int | None], Range(0, typical=((3, 0), (None, 2), (5, 5), (0, 0)))]
 Scale = Annotated[float, Range(typical=(0.125, 1.0, 0.3))]
 Softcap = Annotated[float, Range(0.0, 1e30, open=True, typical=(2.0, 30.0))]
@@ -85,6 +92,8 @@ def work(call: Call, depth: int) -> float:
         "kv_heads",
         *(() if options["is_causal"] or options["window"] else ("q_len",)),
     ),
+    merges={"kv_len": WeightedMean("o", by="lse", once=("sinks",))},
+    starts={"q_len": Origin("q_start", MASKED, last_beside_last), "kv_len": Origin("kv_start", MASKED)},
     vjp="attention_vjp",
     autocast="lower",
     typical={
