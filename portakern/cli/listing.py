@@ -77,12 +77,10 @@ def show(op: Annotated[str, typer.Argument(help="Name of the op.")], json_file: 
     )
     if info["dimensions"]:
         show_table("Dimensions", ["name", "meaning"], [[f"*{n}", what] for n, what in info["dimensions"].items()])
-    if info["parts"]:
-        show_table(
-            "Parts: dimensions along which a call may be cut",
-            ["dimension", "arrays cut", "results of the parts", "options", "notes"],
-            [[p["dimension"], p["cut"], p["outputs"], p["options"], p["notes"]] for p in info["parts"]],
-        )
+    for p in info["parts"]:
+        words = (f"{p['cut']} cut", p["outputs"], p["options"], p["notes"])
+        text = f"Parts along {p['dimension']}: {'; '.join(filter(None, words))}"
+        out.print(text, markup=False, highlight=False, soft_wrap=True)
     for rule in info["value_rules"]:
         out.print(f"Values: {rule}", markup=False, highlight=False, soft_wrap=True)
     show_table("Tiles", ["name", "powers of two"], [[n, f"{lo} to {hi}"] for n, (lo, hi) in info["tiling"].items()])
