@@ -95,8 +95,14 @@ def test_the_rules_of_attention():
     heads, keys = found["kv_heads"][2], found["kv_len"][2]
     assert heads.equal and heads.extent == 3 and heads.arrays["q"].inner == 2 and heads.arrays["k"].inner == 1
     assert keys.once == ("sinks",) and keys.options == {"return_lse": True} and not keys.equal
-    for options in ({"is_causal": True}, {"window": (2, None)}):  # positions count from the whole's start
-        assert {*rules("attention", ATTENTION, **options)} == {"batch", "kv_heads"}
+    assert keys.options_at(3, 4) == {"return_lse": True}
+    for options in ({"is_causal": True}, {"window": (2, None)}):  # positions count from the start of all
+        masked = rules("attention", ATTENTION, **options)
+        assert {n: f[:2] for n, f in masked.items()} == {n: f[:2] for n, f in found.items()}
+        assert masked["kv_len"][2].options_at(3, 4) == {"return_lse": True, "q_start": 2, "kv_start": 3}
+        assert masked["q_len"][2].options_at(3, 2) == {"q_start": 5, "kv_start": 0}
+    part = rules("attention", ATTENTION, is_causal=True, q_start=10, kv_start=4)["q_len"][2]
+    assert part.options_at(1, 2) == {"q_start": 11, "kv_start": 4}
 
 
 def test_the_rules_of_attentions_gradients():
@@ -320,6 +326,11 @@ def weights_left_out(monkeypatch):
     monkeypatch.setattr(partitioned, "_joined", even)
 
 
+def start_left_out(monkeypatch):
+    """Each part is taken as if it were all."""
+    monkeypatch.setattr(partitioned, "part_options", lambda rule, offset, extent: rule.options)
+
+
 @pytest.mark.parametrize(
     ("plant", "name", "how"),
     [
@@ -330,6 +341,8 @@ def weights_left_out(monkeypatch):
         (order_swapped, "rope", {}),
         (order_swapped, "attention", {}),
         (added_in_every_part, "linear", {"options": {"activation": "none"}}),
+        (start_left_out, "attention", {"options": {"is_causal": True}}),
+        (start_left_out, "attention_vjp", {"options": {"is_causal": True}}),
         (weights_left_out, "attention", {"options": {"is_causal": False, "window": None}}),
     ],
 )

@@ -366,4 +366,4 @@ def _notes(spec: Spec[Any], candidate: _Divisible, dim: str) -> Iterator[str]:
     forward = registry.forward_of(spec) if spec.is_vjp else spec
     start = forward.starts.get(dim) if forward else None
     if start is not None and start.option in {o.name for o in spec.options}:
-        yield f"{start.option} says where a part begins"
+        yield f"{start.option} says where a part begins" + (f", {start.when.words}" if start.when else "")

@@ -47,6 +47,8 @@ KEYS_AND_QUERIES_PLACED = Rule(
 )
 
 Start = Annotated[int, Range(-(2**53), 2**53, typical=(0, 5, 40, 100))]
+
+
 def last_beside_last(dims: Mapping[str, Any]) -> int:
     """Where queries begin without q_start: the last one stands at the last key."""
     return dims["kv_len"] - dims["q_len"]
