@@ -376,7 +376,8 @@ def spec(
       sums: dimension -> the outputs that are sums over its parts: names, or :class:`portakern.spec.Sum`. Outputs that
         have the dimension lie side by side. A gradient op declares none of ``sums``, ``merges`` and ``starts``: what
         becomes of its parts follows from the forward op's (:mod:`portakern.core.partitions`).
-      merges: dimension -> the outputs that are merged by the log-sum-exp of its parts (:class:`portakern.spec.WeightedMean`).
+      merges: dimension -> the outputs that are merged by the log-sum-exp of its parts
+        (:class:`portakern.spec.WeightedMean`).
       starts: dimension -> the option that says where the indices of a call begin in a longer one, or a
         :class:`portakern.spec.Origin`, where a result depends on that.
       vjp: the name of the op that computes gradients (see :mod:`portakern.core.gradients`).

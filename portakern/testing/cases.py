@@ -48,8 +48,7 @@ class Case:
       dtypes: array name -> dtype, of arrays of a dtype of their own; the seed chooses those that are not named.
       edge: the corner of the contract that is planted (a key of :func:`edges`), or none.
       aliased: arrays that are one object.
-      parts: axis -> the extents of the parts that it is cut into (:mod:`portakern.testing.partitioned`); empty: the call
-        is not cut.
+      parts: axis -> the extents of the parts that it is cut into (:mod:`portakern.testing.partitioned`); empty: none.
       followup: what follows the call that is made twice: "", "changed" (a third on an input that holds other values) or
         "often" (more of both).
     """
