@@ -30,6 +30,7 @@ from portakern.frameworks.torch.models.losses import served_loss, with_own_loss
 from portakern.frameworks.torch.models.masks import served_mask
 from portakern.frameworks.torch.models.mlps import ServedMlp, served_mlp
 from portakern.frameworks.torch.models.norms import served_norm
+from portakern.frameworks.torch.models.paged import ENTRY, PagedBatching, paged_name
 from portakern.frameworks.torch.models.prototypes import names_in
 from portakern.frameworks.torch.models.rotary import served_rotary
 from portakern.frameworks.torch.models.served import REPLICATE, Recipe, Replicate, ServedForward, place_of
@@ -120,7 +121,7 @@ class ServedModule(NamedTuple):
         """Why PyTorch serves it now, in words; "" where the op does."""
         if isinstance(self.value, str):
             now = self.module.config._attn_implementation
-            return "" if now == self.value else f"its attention is {now!r} now"
+            return "" if now in (self.value, paged_name(self.value)) else f"its attention is {now!r} now"
         own = vars(self.module)
         if not any(value is self.value for value in own.values()):
             return "its replaced forward was replaced again later"
@@ -269,6 +270,9 @@ def apply(
     hooks) keep working, added before or after. A module stays with PyTorch while it has hooks that would get another
     result or none, or a user's forward; ``print(applied)`` shows this. Copies and pickles of the model keep the
     replaced forwards.
+
+    ``model.generate_batch``, transformers' continuous batching, reads keys and values in the pages of its cache, by
+    paged_attention.
 
     A module is recognized by the computation of its forward (:mod:`portakern.frameworks.torch.models.prototypes`), in
     any model family of transformers. In other models, PyTorch's own norms are replaced.
@@ -502,6 +506,8 @@ class _ModelRewrite:
         done = [Patch(module, name, value) for module, name, value in self.values]
         for pretrained in self.attends:
             done.append(Patch(pretrained, "_attention_of_portakern", Registered(self.implementation, self.backend)))
+            if hasattr(type(pretrained), ENTRY):
+                done.append(Patch(pretrained, ENTRY, PagedBatching(pretrained, self.implementation)))
             done += _own_config(pretrained)
             pretrained.set_attn_implementation(self.implementation)
         return done

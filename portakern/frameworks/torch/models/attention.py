@@ -11,6 +11,7 @@ import torch
 from portakern.errors import UnsupportedError
 from portakern.frameworks.torch.functions import CAUSAL, kept_op
 from portakern.frameworks.torch.models.arguments import ELSEWHERE, IN_THE_MASK, OF_LOSSES
+from portakern.frameworks.torch.models.paged import attends_pages, paged_name
 
 __all__ = ["Registered", "register_attention", "somebodys"]
 
@@ -21,12 +22,20 @@ def register_attention(name: str = "portakern", backend: str | None = None) -> N
     Masks are those of transformers' "sdpa", and are always created, even if a model passes none. Arguments that the op
     does not support are refused by name.
 
+    ``f"{name}_flash"`` is registered too, for continuous batching alone: transformers takes it for an attention that
+    needs no mask. Its op is paged_attention, in layers with a sliding window varlen_attention.
+    :func:`apply` sets it while it is needed; without apply set it before, for ``set_attn_implementation`` would look
+    for a package of that name:
+
+    >>> model.config._attn_implementation = "portakern_flash"
+    >>> model.generate_batch(prompts)
+
     Args:
       name: the name to register; an existing registration of this name is replaced.
       backend: the backend that must run it; None: chosen from the arrays.
     """
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 
     op = kept_op("attention", backend)
 
@@ -77,6 +86,8 @@ def register_attention(name: str = "portakern", backend: str | None = None) -> N
 
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, made_mask)
+    AttentionInterface.register(paged_name(name), attends_pages(name, backend, refuse))
+    AttentionMaskInterface.register(paged_name(name), flash_attention_mask)
 
 
 def leaves_out_masks(module: Any) -> bool:
