@@ -101,6 +101,63 @@ def test_gradients_of_parts_of_the_queries_add_up(backend, options):
     assert max(shares("attention_vjp", (None, *sums), q, k, v, o, lse, d_o, **options)) <= 1
 
 
+def wide_parts(backend, to, arrays, options):
+    """(d_q, d_k, d_v) of parts of the keys as float32, added up and side by side, from o and lse of the whole."""
+    vjp, (q, k, v, o, lse, d_o) = pk.op("attention_vjp", backend=backend), arrays
+    parts = []
+    for part in (slice(*pair) for pair in itertools.pairwise(CUTS)):
+        given = (to(np.ascontiguousarray(x)) for x in (q, k[:, part], v[:, part], o, lse, d_o))
+        found = vjp(*given, q_start=Q_START, kv_start=part.start, gradient_dtype="float32", **options)[:3]
+        parts.append([np.asarray(x) for x in found])
+    d_q, d_k, d_v = zip(*parts, strict=True)
+    return sum(d_q), np.concatenate(d_k, 1), np.concatenate(d_v, 1)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton", "pallas"])
+def test_parts_of_16_bits_add_up_in_float32(backend):
+    """Stored in 16 bits, parts would be rounded before they are added."""
+    to = framework(backend)
+    if backend == "triton":
+        torch = pytest.importorskip("torch")
+
+        def to(x):
+            return torch.from_numpy(x.astype(np.float32)).bfloat16() if x.dtype != np.float32 else torch.from_numpy(x)
+
+    attention, merge = pk.op("attention", backend=backend), pk.op("merge_states", backend=backend)
+    q, k, v = qkv("bfloat16")
+    options = {"is_causal": True}
+    states = []
+    for part in (slice(*pair) for pair in itertools.pairwise(CUTS)):
+        arrays = (to(np.ascontiguousarray(x)) for x in (q, k[:, part], v[:, part]))
+        place = {"q_start": Q_START, "kv_start": part.start, "out_dtype": "float32"}
+        states.append(attention(*arrays, return_lse=True, **place, **options))
+    o, lse = states[0]
+    for state in states[1:]:
+        o, lse = merge(o, lse, *state)
+    assert np.asarray(o).dtype == np.float32
+    assert max(shares("attention", (o, lse), q, k, v, return_lse=True, out_dtype="float32", **options)) <= 1
+    o, lse = pk.op("attention", backend="reference")(q, k, v, return_lse=True, **options)
+    given = q, k, v, o, lse, draw(np.random.default_rng(1), o.shape, "bfloat16")
+    found = wide_parts(backend, to, given, options)
+    assert all(x.dtype == np.float32 for x in found)
+    assert max(shares("attention_vjp", found, *given, gradient_dtype="float32", **options)) <= 1
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_gradients_of_a_wide_result_have_the_inputs_dtype(backend):
+    """Autograd hands a cotangent of float32 to inputs of 16 bits."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    arrays = [torch.from_numpy(x).bfloat16().requires_grad_() for x in qkv()]
+    o = pk.op("attention", backend=backend)(*arrays, is_causal=True, out_dtype=torch.float32)
+    assert o.dtype == torch.float32
+    found = torch.autograd.grad(o.sin().sum(), arrays)
+    narrow = pk.op("attention", backend=backend)(*arrays, is_causal=True)
+    wanted = torch.autograd.grad(narrow.float().sin().sum(), arrays)
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == torch.bfloat16
+        torch.testing.assert_close(a, b, rtol=0.03, atol=0.03)
+
+
 def test_a_start_is_a_number_of_the_kernel_and_not_compiled_in():
     """As windows are: Triton compiles for what divides it, and not for each value."""
     pytest.importorskip("triton", reason="triton is not installed")

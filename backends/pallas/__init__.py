@@ -29,5 +29,7 @@ BACKEND = Backend(
         "as the ring wants them",
         "gradient of a bias is not written yet",
         "sinks are given, which",
+        "results of float32 are asked for, which",
+        "o or d_o is float32, which",
     ),
 )

@@ -98,13 +98,15 @@ class Call:
     @property
     def outputs(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Output name -> (shape, dtype name), of all outputs, wanted or not. A gradient is like the input whose
-        gradient it is, where that is an argument, and what may be written over an input like that input."""
+        gradient it is, where that is an argument, but for a dtype that an option names, and what may be written over an
+        input like that input."""
         return {o.name: self._form_of(o) for o in self.spec.outputs}
 
     def _form_of(self, o: Output) -> tuple[tuple[int, ...], str]:
         of = o.gradient_of or o.alias_of
         if of is not None and self.arrays.get(of) is not None:
-            return tuple(self.arrays[of].shape), self.dtype_of(of)
+            named = o.dtype_option and self.options[o.dtype_option]
+            return tuple(self.arrays[of].shape), named or self.dtype_of(of)
         return shape_of(o.dims, self.dims), self._dtype_of(o)
 
     def dtype_of(self, name: str) -> str:

@@ -10,7 +10,15 @@ import numpy as np
 from portakern.spec.tolerance import beyond_range, magnitude, round_to
 from portakern.specs._gradients import stored_bounds
 from portakern.specs.attention.contract import attention, attention_vjp
-from portakern.specs.attention.pairs import KeyHead, PairTerms, SinkPairs, SoftmaxRows, sum_error
+from portakern.specs.attention.pairs import (
+    KeyHead,
+    PairTerms,
+    SinkPairs,
+    SoftmaxRows,
+    d_o_rounding,
+    sum_error,
+    within_range,
+)
 from portakern.specs.attention.scores import scale_of, units_of
 
 if TYPE_CHECKING:
@@ -96,7 +104,7 @@ def _bound_o(call, unit, row, v, o):
     masked = (~row.seen).astype(float) @ ~np.isfinite(v) > 0
     faint = (row.seen & (row.d > -log(unit.eta) - 7)).astype(float) @ np.isinf(v) > 0
     unsure = row.overflows | (total >= unit.huge) | (masked & ~np.isnan(o)) | faint | beyond_range(v, unit, 0)
-    return round_to(np.where(unsure, inf, err), o, call.dtype)
+    return round_to(np.where(unsure, inf, err), o, call.outputs["o"][1])
 
 
 def _bound_lse(call, unit, row):
@@ -125,6 +133,9 @@ def bound_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         E_bias = sum E + (n+8) u sum (|dS| + E) over the pairs that an element of bias stands for
         E_sinks the same over all n rows of a head, with E of :class:`SinkPairs`, in a sum of ``chain(n)``
 
+    d_o of float32 beside 16-bit inputs is rounded to their dtype before products: (U |d_o| + eta) |v|^T more in da, and
+    P' (U |d_o| + eta) more in E_v; where it leaves their range nothing is promised.
+
     With E_x any of them, B = E_x (1 + U) + U |gradient| + eta.
 
     +inf, beside where terms reach 2^127 (P and D also where they leave the range of the inputs' dtype) and where an
@@ -143,7 +154,7 @@ def bound_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
             P = _ProductWeights(pairs.seen, pairs.P, pairs.g, pairs.nan_P, pairs.wild_P)
             d_q[head.b, :, head.heads] = head.by_query(_product(unit, D, head.keys("k"), scale))
             d_k[head.b, :, head.kv_head] = _product(unit, D.T, head.queries("q"), scale)
-            d_v[head.b, :, head.kv_head] = _product(unit, P.T, head.queries("d_o"))
+            d_v[head.b, :, head.kv_head] = _product(unit, P.T, within_range(head), moved=d_o_rounding(head))
             if sums is not None:
                 values = [pairs.E, np.abs(pairs.dS) + pairs.E, pairs.seen, pairs.wild]
                 head.add_to_bias(sums, np.stack(values))
@@ -183,15 +194,16 @@ class _ProductWeights(NamedTuple):
         return _ProductWeights(*(x.T for x in self))
 
 
-def _product(unit, weights, other, scale=1.0):
-    """The error of ``scale weights @ other``."""
+def _product(unit, weights, other, scale=1.0, moved=None):
+    """The error of ``scale weights @ other``, whose elements are ``moved`` by so much at most before they meet."""
     seen, value, err, nan, wild = weights
     size, n = magnitude(other), seen.sum(1, keepdims=True)
+    shift = 0.0 if moved is None else (np.abs(value) + err) @ moved
     moved = np.where(seen, err + unit.U * (np.abs(value) + err) + unit.eta, 0.0)
     largest = np.abs(value) + moved
     total = largest @ size
     flushed = unit.flush * largest.sum(1, keepdims=True)
-    out = moved @ size + ((n + 8) * unit.u + unit.tf32) * total + flushed + n * unit.tau
+    out = shift + moved @ size + ((n + 8) * unit.u + unit.tf32) * total + flushed + n * unit.tau
     met = _meet(~seen, ~np.isfinite(other)) | _meet(seen & ~nan, np.isinf(other))
     unsure = wild.any(1, keepdims=True) | met | (total >= unit.huge) | beyond_range(other, unit, 0)
     return np.where(unsure, inf, scale * out)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 from jaxtyping import Float, Float32, Int
 
 from portakern.spec import Origin, Rule, Tile, WeightedMean, When, spec
-from portakern.spec.options import Range
+from portakern.spec.options import DType, Range
 from portakern.specs.attention.scores import allowed_pairs
 
 if TYPE_CHECKING:
@@ -45,6 +45,17 @@ KEYS_AND_QUERIES_PLACED = Rule(
     "kv_start is given and q_start is not: the last query stands at the last key only of the whole sequence; pass "
     "q_start too (of all queries, the length of all keys less that of all queries)",
 )
+
+Float32Result = Annotated[Any, DType(("float32",))]
+
+
+def _narrower(option: str) -> Rule:
+    """The rule that a call of float64 asks for no narrower results."""
+    return Rule(
+        lambda call: call.options[option] is None or call.dtype != "float64",
+        f"{option} is float32 and q is float64: results would be narrower than what they are made of; leave it out",
+    )
+
 
 Start = Annotated[int, Range(-(2**53), 2**53, typical=(0, 5, 40, 100))]
 
@@ -83,11 +94,12 @@ def work(call: Call, depth: int) -> float:
     tiling=TILING,
     returns={"lse": "return_lse"},
     saved=AttentionSaved,
+    result_dtype={"o": "out_dtype"},
     or_float32=("bias", "sinks"),
     masks=("bias",),
     positive=POSITIVE,
     empty={"kv_len": {"o": 0.0, "lse": -inf, "lse_low": 0.0}},
-    require=[SEGMENTS_COME_TOGETHER, KEYS_BESIDE_A_SINK, KEYS_AND_QUERIES_PLACED],
+    require=[SEGMENTS_COME_TOGETHER, KEYS_BESIDE_A_SINK, KEYS_AND_QUERIES_PLACED, _narrower("out_dtype")],
     doubts=[HEADS_BEHIND_THE_SEQUENCE],
     apart=lambda options, wants: (
         "batch",
@@ -127,6 +139,7 @@ def attention(
     return_lse: bool = False,
     q_start: Start | None = None,
     kv_start: Start | None = None,
+    out_dtype: Float32Result | None = None,
 ) -> AttentionOut:
     """o = softmax(softcap(scale q k^T) + bias, masked) v, one row at a time and never storing the scores.
 
@@ -152,6 +165,7 @@ def attention(
         q_start + i, key j at kv_start + j. The causal mask and the window then compare these places, which is
         i + q_start - kv_start for i + kv_len - q_len above. kv_start None is 0, and q_start None the bottom-right
         alignment; kv_start alone is refused. Without a causal mask and a window they change nothing.
+      out_dtype: dtype of o: "float32", as parts want it that are merged and rounded once; None: q's.
       scale: None is 1/sqrt(d).
       softcap: c: scores become c tanh(s/c), before the bias.
       precision: for float32 operands, as in matmul, but that "ieee" may err by 8 units of roundoff in a product, as
@@ -159,7 +173,7 @@ def attention(
       return_lse: also return the log-sum-exp.
 
     Returns:
-      o: (batch, q_len, kv_heads*group, dv), q's dtype; with return_lse also lse: (batch, kv_heads*group, q_len),
+      o: (batch, q_len, kv_heads*group, dv), q's dtype or out_dtype; with return_lse also lse: (batch, kv_heads*group, q_len),
       float32, natural log, of the softmax's denominator, a sink included. A row that may see no key is zeros, its lse
       the sink, or -inf without one.
     """
@@ -177,6 +191,7 @@ attention.sample(
 )
 attention.sample("softcap_and_scale", dims=SMALL, options={"softcap": 2.0, "scale": 0.4})
 attention.sample("wider_bias", dims=SMALL, given=("bias",), wider=("bias",))
+attention.sample("float32_result", dims=SMALL, options={"out_dtype": "float32", "return_lse": True})
 attention.sample("starts", dims=SMALL, options={"is_causal": True, "q_start": 4, "kv_start": 2})
 attention.sample("sinks", dims=SMALL, options={"softcap": 2.0, "return_lse": True}, given=("sinks",), wider=("sinks",))
 
@@ -207,11 +222,12 @@ def _independent(options: Mapping[str, Any], wants: Sequence[str]) -> tuple[str,
 
 @spec(
     tiling=TILING,
-    or_float32=("bias", "sinks"),
+    or_float32=("o", "d_o", "bias", "sinks"),
+    result_dtype=dict.fromkeys(("d_q", "d_k", "d_v"), "gradient_dtype"),
     masks=("bias",),
     apart=_independent,
     positive=POSITIVE,
-    require=[SEGMENTS_COME_TOGETHER, KEYS_BESIDE_A_SINK, KEYS_AND_QUERIES_PLACED],
+    require=[SEGMENTS_COME_TOGETHER, KEYS_BESIDE_A_SINK, KEYS_AND_QUERIES_PLACED, _narrower("gradient_dtype")],
     flops=_flops,
 )
 def attention_vjp(
@@ -235,6 +251,7 @@ def attention_vjp(
     precision: Literal["ieee", "tf32"] = "ieee",
     q_start: Start | None = None,
     kv_start: Start | None = None,
+    gradient_dtype: Float32Result | None = None,
 ) -> AttentionGradients:
     """Gradients of attention from its own results, the scores recomputed and never stored.
 
@@ -265,10 +282,13 @@ def attention_vjp(
         kv_start: as in attention. Rows with lse = -inf add nothing to d_sinks. Of a part of the keys o, lse and
         lse_low are those of the whole: d_q is then the part's share of a sum, d_k and d_v are the whole's rows.
       o, lse, lse_low: what attention returned; lse_low None is 0.
-      d_o, d_lse: cotangents of o (its dtype) and lse (float32); d_lse None is 0.
+      d_o, d_lse: cotangents of o and lse (float32); d_lse None is 0. o and d_o have q's dtype or float32, each its own.
+        d_o of float32 beside 16-bit inputs may be rounded to their dtype for products, and is not for Delta.
+      gradient_dtype: dtype of d_q, d_k and d_v: "float32", as shares of a sum want it that is rounded once; None: that
+        of q, k and v. Gradients that autograd asks for have None.
 
     Returns:
-      d_q, d_k, d_v, d_bias, d_sinks: the shapes and dtypes of q, k, v, bias and sinks. A row that saw no key has no
+      d_q, d_k, d_v, d_bias, d_sinks: the shapes and dtypes of q, k, v, bias and sinks, but for gradient_dtype. A row that saw no key has no
       gradient and leaves none but d_sinks. For 16-bit inputs P and D are rounded to nearest before their products, as P
       is in attention.
     """

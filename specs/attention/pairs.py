@@ -363,7 +363,7 @@ def _of_sums(head: KeyHead) -> np.ndarray | float:
 def _differences(head: KeyHead) -> tuple[Any, ...]:
     """a = dP - Delta, of finite operands, and its da; where it holds NaN; where it holds inf or sums may overflow."""
     unit, u, dv = head.unit, head.unit.u, head.call.dims["dv"]
-    d_o, o, v, d_lse = head.queries("d_o"), head.queries("o"), head.keys("v"), head.statistic("d_lse")
+    d_o, o, v, d_lse = within_range(head), head.queries("o"), head.keys("v"), head.statistic("d_lse")
     row = np.concatenate([d_o, o, d_lse], 1)
     nan = np.isnan(row).any(1, keepdims=True) | np.isnan(v).any(1)
     infinite = np.isinf(row).any(1, keepdims=True) | np.isinf(v).any(1)
@@ -374,11 +374,34 @@ def _differences(head: KeyHead) -> tuple[Any, ...]:
     dP, delta = d_o @ v.T, (d_o * o).sum(1, keepdims=True) - d_lse
     operands = np.abs(d_o).sum(1, keepdims=True) * 2 + np.abs(o).sum(1, keepdims=True) + np.abs(v).sum(1)
     of_delta = (dv + 3) * products + 2 * np.abs(d_lse) + np.abs(dP) + np.abs(delta)
-    da = ((dv + 6) * u + unit.tf32) * size + u * of_delta + (unit.flush * operands + 2 * dv * unit.tau)
+    da = (
+        ((dv + 6) * u + unit.tf32) * size
+        + d_o_rounding(head) @ np.abs(v).T
+        + u * of_delta
+        + (unit.flush * operands + 2 * dv * unit.tau)
+    )
     if "o" in head.call.off:
         da = da + (np.abs(d_o) * head.of(head.call.off["o"])).sum(1, keepdims=True)
     overflows = (size >= unit.huge) | (products >= unit.huge) | (np.abs(d_lse) >= unit.huge) | ~np.isfinite(da)
     return dP - delta, da, nan, overflows | infinite
+
+
+def _narrowed(head: KeyHead) -> bool:
+    """Whether d_o may be rounded to the dtype of v before they are multiplied."""
+    return head.call.dtype in ("float16", "bfloat16") and head.call.dtype_of("d_o") == "float32"
+
+
+def within_range(head: KeyHead) -> np.ndarray:
+    """d_o, (group*q_len, dv), with infinity for what its rounding may make infinite."""
+    d_o = head.queries("d_o")
+    beyond = _narrowed(head) & (np.abs(d_o) >= format_of(head.call.dtype).overflow * (1 - head.unit.U))
+    return np.where(beyond, np.copysign(inf, d_o), d_o)
+
+
+def d_o_rounding(head: KeyHead) -> np.ndarray:
+    """How far rounding may move d_o before a product takes it, (group*q_len, dv)."""
+    size = np.abs(finite(head.queries("d_o")))
+    return head.unit.U * size + head.unit.eta if _narrowed(head) else np.zeros(size.shape)
 
 
 def _slopes(head: KeyHead, capped: np.ndarray) -> tuple[Any, Any]:

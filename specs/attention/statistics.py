@@ -11,7 +11,7 @@ from portakern.spec.dtypes import numpy_dtype
 from portakern.spec.tolerance import KAPPA, dot_spread, store_spread, units
 from portakern.specs._gradients import stored_spreads
 from portakern.specs.attention.contract import attention, attention_vjp
-from portakern.specs.attention.pairs import KeyHead, PairTerms, SinkPairs, SoftmaxRows, finite
+from portakern.specs.attention.pairs import KeyHead, PairTerms, SinkPairs, SoftmaxRows, d_o_rounding, finite
 from portakern.specs.attention.scores import scale_of
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _o_spread(call, unit, row, share, moved, rest, v, o):
     along = moved @ np.square(v) - 2 * o * (moved @ v) + np.square(o) * moved.sum(1, keepdims=True)
     variance = np.maximum(along, 0) + (y + rounded_p) * products + np.square(o) * (x + rest + (unit.ex / 4) ** 2)
     underflow = unit.eta**2 / 3 * (row.seen @ np.square(v)) / row.l**2
-    return np.hypot(store_spread(o, call.dtype), np.sqrt(variance + underflow))
+    return np.hypot(store_spread(o, call.outputs["o"][1]), np.sqrt(variance + underflow))
 
 
 def _lse_spread(call, unit, row, share, moved, lean, rest, lse):
@@ -144,7 +144,8 @@ def sigma_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         z^2 = kappa^2 (c_dv sum(d_o o)^2 / 3 + (c_dv/6 + 1) sum (d_o o)^2 + Delta^2 + d_lse^2)
 
     are the variances of s - lse at each pair by itself, of dP likewise, and of Delta, which is the same for a row.
-    They make those of dS, D and P at each pair by itself,
+    with (kappa U d_o)^2 @ v^2 more in w^2 where d_o of float32 is rounded for products, and P^2 @ (kappa U d_o)^2 more in
+    sigma_v^2. They make those of dS, D and P at each pair by itself,
 
         var_S = dS^2 (f^2 + 3 kappa^2) + P^2 w^2 + flushed
         var_D = J^2 var_S + (r D)^2 + eta^2 / 3, with a softcap + dS^2 (4 t^2 f_c^2 / c^2 + kappa^2)
@@ -179,7 +180,8 @@ def sigma_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
             of_P = _Noisy(pairs.P, spread.var_P, [x * pairs.P for x in spread.lean], spread.unknown).T
             d_q[head.b, :, head.heads] = head.by_query(scale2 * _product_spread(call, unit, by_query, head.keys("k")))
             d_k[at] = scale2 * _product_spread(call, unit, by_key, head.queries("q"))
-            d_v[at] = _product_spread(call, unit, of_P, head.queries("d_o"))
+            narrowed = np.square(KAPPA * d_o_rounding(head))
+            d_v[at] = _product_spread(call, unit, of_P, head.queries("d_o")) + np.square(pairs.P).T @ narrowed
             storing.add(pairs.P, unit.U)
             pairs_in_all += pairs.seen.size
             if sums is not None:
@@ -289,7 +291,12 @@ def _difference_spread(head, pairs, kappa2):
     x, y = dot_spread(head.call, head.call.dims["dv"])
     d_o, v = finite(head.queries("d_o")), finite(head.keys("v"))
     dP = d_o @ v.T
-    of_dP = y * np.square(d_o) @ np.square(v).T + x * dP**2 + kappa2 * np.square(pairs.a)
+    of_dP = (
+        np.square(KAPPA * d_o_rounding(head)) @ np.square(v).T
+        + y * np.square(d_o) @ np.square(v).T
+        + x * dP**2
+        + kappa2 * np.square(pairs.a)
+    )
     return dP, of_dP, _delta_spread(head, kappa2)
 
 

@@ -14,7 +14,7 @@ inf = math.inf
 
 
 def formula(q, k, v, bias=None, q_seg=None, kv_seg=None, sinks=None, is_causal=False, window=None, scale=None,
-            softcap=None, return_lse=True, q_start=None, kv_start=None):  # fmt: skip
+            softcap=None, return_lse=True, q_start=None, kv_start=None, out_dtype=None):  # fmt: skip
     """One scalar at a time, straight from the definition. Finite inputs, but for -inf in bias."""
     (batch, q_len, heads, d), (_, kv_len, kv_heads, dv) = q.shape, v.shape
     o, lse = np.zeros((batch, q_len, heads, dv)), np.full((batch, heads, q_len), -inf)
@@ -101,7 +101,7 @@ def visible(q, k, q_seg, kv_seg, is_causal, window):
 
 
 def plain(xp, asarray, wide, narrow, q, k, v, bias=None, q_seg=None, kv_seg=None, sinks=None, *, is_causal=False,
-          window=None, scale=None, softcap=None, return_lse=False, q_start=None, kv_start=None):  # fmt: skip
+          window=None, scale=None, softcap=None, return_lse=False, q_start=None, kv_start=None, out_dtype=None):  # fmt: skip
     """The same with the operations of ``xp``, torch or jax.numpy: scores in float32 at least, weights in v's dtype.
 
     Hidden pairs and rows without a key take no part in the arithmetic, so that they leave no NaN in a gradient either.

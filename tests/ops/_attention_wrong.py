@@ -119,6 +119,14 @@ VALUES = {
         lambda: call(Q, K, K, is_causal=True, q_start=0.5),
         r"q_start is 0.5; expected an integer .*, or None: leave it out for None",
     ),
+    "a result of 16 bits by name": (
+        lambda: call(Q, K, K, out_dtype="bfloat16"),
+        r"out_dtype is 'bfloat16'; expected a dtype \(float32\), or None",
+    ),
+    "a result that is narrower than float64": (
+        lambda: call(*(x.astype(np.float64) for x in (Q, K, K)), out_dtype="float32"),
+        r"out_dtype is float32 and q is float64: .*; leave it out",
+    ),
     "window of one": (lambda: call(Q, K, K, window=3), r"window is 3; expected a tuple of 2 integers"),
     "window of three": (
         lambda: call(Q, K, K, window=(1, 2, 3)),

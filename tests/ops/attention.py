@@ -237,6 +237,8 @@ def fuzzed(r, dtype):
     }
     if r.chance(0.3):
         options |= {"q_start": r.pick((0, 3, -2)), "kv_start": r.pick((None, 0, 2))}
+    if r.chance(0.2) and dtype != "float64":
+        options["out_dtype"] = "float32"
     return arrays, options | {"return_lse": r.chance(0.5)}
 
 

@@ -214,6 +214,8 @@ def resident(call: Call, bq: int, bkv: int, number: int) -> int:
     keys = bkv * number
     size = call.arrays["q"].dtype.itemsize
     streamed = size * (bq * d + keys * (d + dv) + bq * dv)
+    if call.options.get("out_dtype") and size == 2:
+        streamed += 2 * bq * dv
     bias = call.arrays["bias"]
     if bias is not None:
         streamed += bias.dtype.itemsize * whole_lanes(keys) * (8 if bias.shape[2] == 1 else bq)
@@ -511,6 +513,7 @@ def by_query_head(x: jax.Array, heads_per_block: int) -> jax.Array:
 def attention(call: Call, config: TilesConfig) -> tuple[jax.Array | None, ...]:
     batch, q_len, heads, d = call.arrays["q"].shape
     dv, dtype, shared = call.dims["dv"], call.arrays["q"].dtype, heads_per_block(call)
+    of_o = jnp.dtype(call.outputs["o"][1])
     heads, rows, of_keys = heads // shared, q_len * shared, call.dims["group"] // shared
     bq, bkv = blocks(call, config)
     band = Band.of(call, bq, bkv * parts(call, bq, bkv), shared).closing(q_len)
@@ -532,7 +535,7 @@ def attention(call: Call, config: TilesConfig) -> tuple[jax.Array | None, ...]:
         return b, h, order(index)
 
     inputs = AttentionOperands(call, shared).at(bq, band.block_kv, query, key) | sink_blocks(call, shared, bq, written)
-    outputs: Blocks = {"o": (jax.ShapeDtypeStruct((batch, heads, rows, dv), dtype), head_blocks(bq, dv, written))}
+    outputs: Blocks = {"o": (jax.ShapeDtypeStruct((batch, heads, rows, dv), of_o), head_blocks(bq, dv, written))}
     numbers = saved(call)
     if numbers:
         form = jax.ShapeDtypeStruct((batch, heads, len(numbers), rows), jnp.float32)

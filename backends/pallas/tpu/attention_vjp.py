@@ -93,15 +93,21 @@ def resident(call: Call, bq: int, bkv: int) -> int:
     These are what is streamed, twice, the sums, and P, dP, dS and the mask of the step.
     """
     heads = whole_lanes(call.dims["d"]) + whole_lanes(call.dims["dv"])
-    streamed = call.arrays["q"].dtype.itemsize * heads * (bq + 2 * bkv)
+    streamed = call.arrays["q"].dtype.itemsize * heads * (bq + 2 * bkv) + wider(call) * heads * bkv
     return 2 * streamed + 4 * bkv * heads + of_a_step(call, bq, bkv)
+
+
+def wider(call: Call) -> int:
+    """Bytes that an element of d_q, d_k or d_v has beyond one of the inputs."""
+    size: int = call.arrays["q"].dtype.itemsize
+    return dtype_of(call, "d_q").itemsize - size
 
 
 def resident_at_once(call: Call, bq: int, bkv: int) -> int:
     """The same of the one kernel of d_q, d_k and d_v: sums and results of all keys are there."""
     d, dv = whole_lanes(call.dims["d"]), whole_lanes(call.dims["dv"])
     keys, size = padded(call.dims["kv_len"], bkv), call.arrays["q"].dtype.itemsize
-    streamed = size * ((d + dv) * (bq + bkv + keys) + bq * d)
+    streamed = size * ((d + dv) * (bq + bkv + keys) + bq * d) + wider(call) * ((d + dv) * keys + bq * d)
     return 2 * streamed + 4 * (keys * (d + dv) + bq * d) + of_a_step(call, bq, bkv)
 
 
@@ -335,8 +341,9 @@ class GradientOperands(AttentionOperands):
 
     def __init__(self, call: Call) -> None:
         super().__init__(call)
-        self.d_o = by_head(call.arrays["d_o"])
-        self.of_rows = row_statistics(call, self.d_o)
+        d_o = by_head(call.arrays["d_o"])
+        self.of_rows = row_statistics(call, d_o)
+        self.d_o = d_o.astype(call.arrays["q"].dtype)
 
     def at(self, bq: int, bkv: int, query: Place, key: Place) -> Blocks:
         # Each block of queries becomes a row of its own, since bq need not be a multiple of the lanes along which
@@ -415,6 +422,10 @@ def launched(
 # The gradients
 
 
+def dtype_of(call: Call, gradient: str) -> Any:
+    return jnp.dtype(call.outputs[gradient][1])
+
+
 def query_gradient(call: Call, config: AttentionGradientsConfig, saved: GradientOperands) -> dict[str, jax.Array]:
     (batch, q_len, heads, d), group = call.arrays["q"].shape, call.dims["group"]
     of_q, of_kv = grains(call)
@@ -427,7 +438,7 @@ def query_gradient(call: Call, config: AttentionGradientsConfig, saved: Gradient
     def key(b: Any, h: Any, i: Any, step: Any, *spans: Any) -> tuple[Any, Any, Any]:
         return b, quotient(h, group), band.block(i, step, tile_span(spans, b, i, tiles))
 
-    form = jax.ShapeDtypeStruct((batch, heads, q_len, d), call.arrays["q"].dtype)
+    form = jax.ShapeDtypeStruct((batch, heads, q_len, d), dtype_of(call, "d_q"))
     found = launched(
         call,
         partial(by_query, band=band, scores=TpuScores.of_gradients(call), scale=scale_of(call), tiles=tiles),
@@ -462,7 +473,10 @@ def key_gradients(call: Call, config: AttentionGradientsConfig, saved: GradientO
         if f"d_{name}" in call.wants:
             array = saved.heads[name]
             width = array.shape[3]
-            outputs[f"d_{name}"] = (jax.ShapeDtypeStruct(array.shape, array.dtype), head_blocks(bkv, width, key))
+            outputs[f"d_{name}"] = (
+                jax.ShapeDtypeStruct(array.shape, dtype_of(call, f"d_{name}")),
+                head_blocks(bkv, width, key),
+            )
             scratch[f"{name}_acc"] = (bkv, width)
             depth += width
     found = launched(
@@ -483,7 +497,7 @@ def key_gradients(call: Call, config: AttentionGradientsConfig, saved: GradientO
 def all_gradients(call: Call, config: AttentionGradientsConfig, saved: GradientOperands) -> dict[str, jax.Array]:
     """d_q, d_k and d_v of one kernel."""
     (batch, q_len, heads, d), group = call.arrays["q"].shape, call.dims["group"]
-    kv_len, dv, dtype = call.dims["kv_len"], call.dims["dv"], call.arrays["q"].dtype
+    kv_len, dv = call.dims["kv_len"], call.dims["dv"]
     of_q, of_kv = grains(call)
     bq, bkv = row_block(call, q_len, config.block_q, of_q), block(kv_len, config.block_kv, of_kv)
     band, keys, tiles = Band.of(call, bq, bkv), padded(kv_len, bkv), pl.cdiv(q_len, bq)
@@ -497,9 +511,11 @@ def all_gradients(call: Call, config: AttentionGradientsConfig, saved: GradientO
     def every_key(b: Any, h: Any, head: Any, i: Any, step: Any, *spans: Any) -> tuple[Any, Any, Any]:
         return b, h, 0
 
-    outputs: Blocks = {"d_q": (jax.ShapeDtypeStruct((batch, heads, q_len, d), dtype), head_blocks(bq, d, query))}
+    of_q = jax.ShapeDtypeStruct((batch, heads, q_len, d), dtype_of(call, "d_q"))
+    outputs: Blocks = {"d_q": (of_q, head_blocks(bq, d, query))}
     for name, array in (("d_k", saved.heads["k"]), ("d_v", saved.heads["v"])):
-        outputs[name] = (jax.ShapeDtypeStruct(array.shape, dtype), head_blocks(keys, array.shape[3], every_key))
+        form = jax.ShapeDtypeStruct(array.shape, dtype_of(call, name))
+        outputs[name] = (form, head_blocks(keys, array.shape[3], every_key))
     of_keys, scores = turned(band, q_len)._replace(rows=kv_len), TpuScores.of_gradients(call)
     found = launched(
         call,

@@ -178,7 +178,7 @@ def visit_queries(state, own, queries, pairs, scores, first, last, edge: tl.cons
         q_tile = load_tile(queries.q + row[:, None] * queries.q_s, i_ok[:, None], queries.d_ok, edge, plan.ragged_d)
         d_o_tile = load_tile(
             queries.d_o + row[:, None] * queries.do_s, i_ok[:, None], queries.dv_ok, edge, plan.ragged_dv
-        )
+        ).to(v_tile.dtype)
         bias_tile, allowed = None, None
         if pairs.bias is not None:
             bias_tile = load_bias(pairs, row[None, :], i_ok[None, :], edge, plan)
@@ -286,6 +286,7 @@ def attention_vjp_d_q_kernel(
     i_ok, row = i < extents.q_len, i.to(tl.int64)
     q_tile = load_head(q, strides.q, batch, head, row, i_ok, extents.d, plan.block_d, plan.ragged_d)
     d_o_tile = load_head(d_o, strides.d_o, batch, head, row, i_ok, extents.dv, plan.block_dv, plan.ragged_dv)
+    d_o_tile = d_o_tile.to(v.dtype.element_ty)
     at = (batch * extents.heads + head) * extents.q_len + row
     shift_i, delta_i = tl.load(shift + at, mask=i_ok, other=0.0), tl.load(delta + at, mask=i_ok, other=0.0)
     low_i = tl.load(low + at, mask=i_ok, other=0.0)
@@ -340,6 +341,7 @@ def attention_vjp_d_bias_kernel(
             i_ok, row, at = i < q_len, i.to(tl.int64), (batch * heads + head) * q_len + i
             q_tile = load_head(q, strides.q, batch, head, row, i_ok, d, plan.block_d, plan.ragged_d)
             d_o_tile = load_head(d_o, strides.d_o, batch, head, row, i_ok, dv, plan.block_dv, plan.ragged_dv)
+            d_o_tile = d_o_tile.to(v_tile.dtype)
             lo, hi = limits(i + (kv_len - q_len), left, right, kv_len)
             allowed = inside(j, lo, hi) & i_ok
             if q_segments is not None:
@@ -404,6 +406,8 @@ def shared_bytes(call: Call, config: AttentionGradientsConfig) -> int:
             buffers = (stages - 1) * walked * (d + dv) if stages > 1 else max(own, walked) * max(d, dv)
             return max(own * max(d, dv), buffers + own * walked) * size
         extra = 0 if bias is None else max(1, stages - 1) * own * walked * bias.element_size()
+        if call.dtype_of("d_o") == "float32" and size == 2:  # read so before it is rounded
+            extra += stages * max(own, walked) * dv * 2
         extra += walked * max(d, dv) * size if stages == 1 else (stages - 1) * walked * 16 + 2048
         if precision_of(call, config) == "threefold":
             extra += max(own, walked) * max(d, dv) * size

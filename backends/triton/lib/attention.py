@@ -228,8 +228,8 @@ def supports(call: Call, config: FewQueriesTilesConfig) -> str | None:
 
 def results(call: Call, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Memory for o, lse and lse_low; None for one of these that nobody wants."""
-    (shape, _), *rows = (call.outputs[name] for name in ("o", "lse", "lse_low"))
-    o = fresh(shape, q.dtype, q.device)
+    (shape, dtype_of_o), *rows = (call.outputs[name] for name in ("o", "lse", "lse_low"))
+    o = fresh(shape, torch_dtype(dtype_of_o), q.device)
     wanted = ("lse" in call.wants, "lse_low" in call.wants)
     lse, low = (
         fresh(extents, torch_dtype(dtype), q.device) if there else None

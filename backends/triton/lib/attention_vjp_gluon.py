@@ -85,6 +85,10 @@ def refused(call: Call) -> str | None:
         return f"dtype {call.dtype}: this kernel takes float16 and bfloat16"
     if call.arrays["bias"] is not None:
         return "bias is given: this kernel takes none"
+    if {dtype for name, (_, dtype) in call.outputs.items() if name in ("o", "d_q", "d_k", "d_v")} != {call.dtype}:
+        return "results of float32 are asked for: this kernel writes them in the inputs' dtype"
+    if call.spec.is_vjp and {call.dtype_of(name) for name in ("o", "d_o")} != {call.dtype}:
+        return "o or d_o is float32: this kernel takes them in the inputs' dtype"
     if dims["d"] % 8 or dims["dv"] % 8 or max(dims["d"], dims["dv"]) > 256:
         return f"head dimensions {dims['d']} and {dims['dv']}: this kernel takes multiples of 8 up to 256"
     return None

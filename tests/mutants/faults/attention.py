@@ -7,6 +7,13 @@ from tests.mutants.faults import Planted
 FAULTS = {
     "triton": [
         Planted(
+            "float32-result-rounded-first",
+            "o of float32 is rounded to the inputs' dtype on its way",
+            old="rows.to(out.o.dtype.element_ty)",
+            new="rows.to(tl.bfloat16).to(out.o.dtype.element_ty)",
+            within="lib.attention",
+        ),
+        Planted(
             "starts-ignored",
             "the last query stands at the last key whatever the starts are",
             old="    window = sight(call)\n",

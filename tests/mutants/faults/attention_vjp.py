@@ -21,6 +21,18 @@ def on_host(within: str, faults: dict[str, tuple[Any, ...]]) -> list[Planted]:
 FAULTS = {
     "triton": [
         Planted(
+            "float32-d-q-rounded-first",
+            "d_q is rounded to the inputs' dtype before it is stored as float32",
+            old="(acc * work.scale).to(d_q.dtype.element_ty)",
+            new="(acc * work.scale).to(k.dtype.element_ty).to(d_q.dtype.element_ty)",
+        ),
+        Planted(
+            "float32-d-k-rounded-first",
+            "d_k is rounded to the inputs' dtype before it is stored as float32",
+            old="(dk_acc * work.scale).to(out.d_k.dtype.element_ty)",
+            new="(dk_acc * work.scale).to(k.dtype.element_ty).to(out.d_k.dtype.element_ty)",
+        ),
+        Planted(
             "starts-ignored",
             "the last query stands at the last key whatever the starts are",
             old="    window = sight(call)\n",
