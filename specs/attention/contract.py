@@ -173,9 +173,9 @@ def attention(
       return_lse: also return the log-sum-exp.
 
     Returns:
-      o: (batch, q_len, kv_heads*group, dv), q's dtype or out_dtype; with return_lse also lse: (batch, kv_heads*group, q_len),
-      float32, natural log, of the softmax's denominator, a sink included. A row that may see no key is zeros, its lse
-      the sink, or -inf without one.
+      o: (batch, q_len, kv_heads*group, dv), q's dtype or out_dtype; with return_lse also lse: (batch, kv_heads*group,
+      q_len), float32, natural log, of the softmax's denominator, a sink included. A row that may see no key is zeros,
+      its lse the sink, or -inf without one.
     """
     raise NotImplementedError
 
@@ -288,8 +288,8 @@ def attention_vjp(
         of q, k and v. Gradients that autograd asks for have None.
 
     Returns:
-      d_q, d_k, d_v, d_bias, d_sinks: the shapes and dtypes of q, k, v, bias and sinks, but for gradient_dtype. A row that saw no key has no
-      gradient and leaves none but d_sinks. For 16-bit inputs P and D are rounded to nearest before their products, as P
-      is in attention.
+      d_q, d_k, d_v, d_bias, d_sinks: the shapes and dtypes of q, k, v, bias and sinks, but for gradient_dtype. A row
+      that saw no key has no gradient and leaves none but d_sinks. For 16-bit inputs P and D are rounded to nearest
+      before their products, as P is in attention.
     """
     raise NotImplementedError

@@ -144,8 +144,8 @@ def sigma_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         z^2 = kappa^2 (c_dv sum(d_o o)^2 / 3 + (c_dv/6 + 1) sum (d_o o)^2 + Delta^2 + d_lse^2)
 
     are the variances of s - lse at each pair by itself, of dP likewise, and of Delta, which is the same for a row.
-    with (kappa U d_o)^2 @ v^2 more in w^2 where d_o of float32 is rounded for products, and P^2 @ (kappa U d_o)^2 more in
-    sigma_v^2. They make those of dS, D and P at each pair by itself,
+    with (r d_o)^2 @ v^2 more in w^2 and P^2 @ (r d_o)^2 more in sigma_v^2 where d_o of float32 is rounded for products.
+    They make those of dS, D and P at each pair by itself,
 
         var_S = dS^2 (f^2 + 3 kappa^2) + P^2 w^2 + flushed
         var_D = J^2 var_S + (r D)^2 + eta^2 / 3, with a softcap + dS^2 (4 t^2 f_c^2 / c^2 + kappa^2)

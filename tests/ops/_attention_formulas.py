@@ -101,7 +101,8 @@ def visible(q, k, q_seg, kv_seg, is_causal, window):
 
 
 def plain(xp, asarray, wide, narrow, q, k, v, bias=None, q_seg=None, kv_seg=None, sinks=None, *, is_causal=False,
-          window=None, scale=None, softcap=None, return_lse=False, q_start=None, kv_start=None, out_dtype=None):  # fmt: skip
+          window=None, scale=None, softcap=None, return_lse=False, q_start=None, kv_start=None,
+          out_dtype=None):  # fmt: skip
     """The same with the operations of ``xp``, torch or jax.numpy: scores in float32 at least, weights in v's dtype.
 
     Hidden pairs and rows without a key take no part in the arithmetic, so that they leave no NaN in a gradient either.
@@ -130,7 +131,8 @@ def plain(xp, asarray, wide, narrow, q, k, v, bias=None, q_seg=None, kv_seg=None
     none = l == 0
     l = xp.where(none, 1.0, l)
     weights = narrow((p / l[..., None]).reshape(batch, kv_heads, -1, q_len, kv_len), v.dtype)
-    o = xp.einsum("bkgij,bjkd->bikgd", weights, v).reshape(batch, q_len, heads, dv)
+    summed = v if out_dtype is None else wide(v)
+    o = xp.einsum("bkgij,bjkd->bikgd", narrow(weights, summed.dtype), summed).reshape(batch, q_len, heads, dv)
     return (o, xp.where(none, -inf, m[..., 0] + xp.log(l))) if return_lse else o
 
 
