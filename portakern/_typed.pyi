@@ -264,6 +264,7 @@ class AttentionOp(Op):
         return_lse: Literal[False] = False,
         q_start: int | None = None,
         kv_start: int | None = None,
+        out_dtype: Any | None = None,
     ) -> Array:
         """o = softmax(softcap(scale q k^T) + bias, masked) v, one row at a time and never storing the scores.
 
@@ -296,6 +297,7 @@ class AttentionOp(Op):
             q_start + i, key j at kv_start + j. The causal mask and the window then compare these places, which is
             i + q_start - kv_start for i + kv_len - q_len above. kv_start None is 0, and q_start None the bottom-right
             alignment; kv_start alone is refused. Without a causal mask and a window they change nothing.
+          out_dtype: dtype of o: "float32", as parts want it that are merged and rounded once; None: q's.
           scale: None is 1/sqrt(d).
           softcap: c: scores become c tanh(s/c), before the bias.
           precision: for float32 operands, as in matmul, but that "ieee" may err by 8 units of roundoff in a product, as
@@ -303,10 +305,11 @@ class AttentionOp(Op):
           return_lse: also return the log-sum-exp.
 
         Returns:
-          o: (batch, q_len, kv_heads*group, dv), q's dtype; with return_lse also lse: (batch, kv_heads*group, q_len),
-          float32, natural log, of the softmax's denominator, a sink included. A row that may see no key is zeros, its
-            lse
-          the sink, or -inf without one.
+          o: (batch, q_len, kv_heads*group, dv), q's dtype or out_dtype; with return_lse also lse: (batch,
+            kv_heads*group,
+          q_len), float32, natural log, of the softmax's denominator, a sink included. A row that may see no key is
+            zeros,
+          its lse the sink, or -inf without one.
         """
     @overload
     def __call__(
@@ -327,6 +330,7 @@ class AttentionOp(Op):
         return_lse: Literal[True],
         q_start: int | None = None,
         kv_start: int | None = None,
+        out_dtype: Any | None = None,
     ) -> AttentionOut[Array]: ...
     @overload
     def __call__(
@@ -347,6 +351,7 @@ class AttentionOp(Op):
         return_lse: bool = False,
         q_start: int | None = None,
         kv_start: int | None = None,
+        out_dtype: Any | None = None,
     ) -> Array | AttentionOut[Array]: ...
     @overload
     def __call__(
@@ -367,6 +372,7 @@ class AttentionOp(Op):
         return_lse: Literal[False] = False,
         q_start: int | None = None,
         kv_start: int | None = None,
+        out_dtype: Any | None = None,
     ) -> NDArray[Any]: ...
     @overload
     def __call__(
@@ -387,6 +393,7 @@ class AttentionOp(Op):
         return_lse: Literal[True],
         q_start: int | None = None,
         kv_start: int | None = None,
+        out_dtype: Any | None = None,
     ) -> AttentionOut[NDArray[Any]]: ...
     @overload
     def __call__(
@@ -407,6 +414,7 @@ class AttentionOp(Op):
         return_lse: bool = False,
         q_start: int | None = None,
         kv_start: int | None = None,
+        out_dtype: Any | None = None,
     ) -> NDArray[Any] | AttentionOut[NDArray[Any]]: ...
 
 class AttentionGradients(NamedTuple, Generic[T]):
@@ -440,6 +448,7 @@ class AttentionVjpOp(Op):
         precision: Literal["ieee", "tf32"] = "ieee",
         q_start: int | None = None,
         kv_start: int | None = None,
+        gradient_dtype: Any | None = None,
         wants: None = None,
     ) -> AttentionGradients[Array]:
         """Gradients of attention from its own results, the scores recomputed and never stored.
@@ -473,13 +482,18 @@ class AttentionVjpOp(Op):
             kv_start: as in attention. Rows with lse = -inf add nothing to d_sinks. Of a part of the keys o, lse and
             lse_low are those of the whole: d_q is then the part's share of a sum, d_k and d_v are the whole's rows.
           o, lse, lse_low: what attention returned; lse_low None is 0.
-          d_o, d_lse: cotangents of o (its dtype) and lse (float32); d_lse None is 0.
+          d_o, d_lse: cotangents of o and lse (float32); d_lse None is 0. o and d_o have q's dtype or float32, each its
+            own.
+            d_o of float32 beside 16-bit inputs may be rounded to their dtype for products, and is not for Delta.
+          gradient_dtype: dtype of d_q, d_k and d_v: "float32", as shares of a sum want it that is rounded once; None:
+            that
+            of q, k and v. Gradients that autograd asks for have None.
 
         Returns:
-          d_q, d_k, d_v, d_bias, d_sinks: the shapes and dtypes of q, k, v, bias and sinks. A row that saw no key has no
-          gradient and leaves none but d_sinks. For 16-bit inputs P and D are rounded to nearest before their products,
-            as P
-          is in attention.
+          d_q, d_k, d_v, d_bias, d_sinks: the shapes and dtypes of q, k, v, bias and sinks, but for gradient_dtype. A
+            row
+          that saw no key has no gradient and leaves none but d_sinks. For 16-bit inputs P and D are rounded to nearest
+          before their products, as P is in attention.
         """
     @overload
     def __call__(
@@ -504,6 +518,7 @@ class AttentionVjpOp(Op):
         precision: Literal["ieee", "tf32"] = "ieee",
         q_start: int | None = None,
         kv_start: int | None = None,
+        gradient_dtype: Any | None = None,
         wants: Iterable[Literal["d_q", "d_k", "d_v", "d_bias", "d_sinks"]] | None,
     ) -> AttentionGradients[Array | None]: ...
     @overload
@@ -529,6 +544,7 @@ class AttentionVjpOp(Op):
         precision: Literal["ieee", "tf32"] = "ieee",
         q_start: int | None = None,
         kv_start: int | None = None,
+        gradient_dtype: Any | None = None,
         wants: None = None,
     ) -> AttentionGradients[NDArray[Any]]: ...
     @overload
@@ -554,6 +570,7 @@ class AttentionVjpOp(Op):
         precision: Literal["ieee", "tf32"] = "ieee",
         q_start: int | None = None,
         kv_start: int | None = None,
+        gradient_dtype: Any | None = None,
         wants: Iterable[Literal["d_q", "d_k", "d_v", "d_bias", "d_sinks"]] | None,
     ) -> AttentionGradients[NDArray[Any] | None]: ...
 
