@@ -147,18 +147,29 @@ class Barriers:
 
 
 class Described:
-    """A tensor descriptor."""
+    """A tensor descriptor: of the memory of ``base``, from its first element on."""
 
-    def __init__(self, tensor: torch.Tensor, block: tuple[int, ...]) -> None:
-        self.tensor, self.block, self.dtype = tensor, block, tensor.dtype
-        self.block_type, self.shape = types.SimpleNamespace(shape=block), [Scalar(n) for n in tensor.shape]
+    def __init__(self, base: torch.Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> None:
+        self.base, self.extents, self.strides, self.block = base, tuple(shape), tuple(strides), tuple(block)
+        self.dtype, self.shape = base.dtype, [Scalar(n) for n in shape]
+        self.block_type = types.SimpleNamespace(shape=self.block)
 
     def _parts(self, at: list[Any], tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The part of the array that a box covers, and of the tile."""
-        at, tile = [int(i) for i in at], tile.view(self.block)
-        ends = [min(i + n, extent) for i, n, extent in zip(at, self.block, self.tensor.shape, strict=True)]
-        there = self.tensor[tuple(slice(i, max(i, end)) for i, end in zip(at, ends, strict=True))]
-        return there, tile[tuple(slice(0, max(0, end - i)) for i, end in zip(at, ends, strict=True))]
+        """The part of the array that a box covers, and of the tile. Addresses are sums that wrap at 64 bits."""
+        starts, tile = [int(i) for i in at], tile.view(self.block)
+        firsts = [max(i, 0) for i in starts]
+        ends = [min(i + n, extent) for i, n, extent in zip(starts, self.block, self.extents, strict=True)]
+        sizes = [max(0, end - first) for first, end in zip(firsts, ends, strict=True)]
+        inner = tile[
+            tuple(slice(f - i, f - i + n) if n else slice(0) for f, i, n in zip(firsts, starts, sizes, strict=True))
+        ]
+        if not all(sizes):
+            return inner, inner
+        size = self.base.itemsize
+        apart = sum(i * s * size for i, s in zip(firsts, self.strides, strict=True)) % (1 << 64)
+        apart -= (apart >> 63) << 64
+        steps = [s if n > 1 else 0 for s, n in zip(self.strides, sizes, strict=True)]
+        return self.base.as_strided(sizes, steps, self.base.storage_offset() + apart // size), inner
 
     def load(self, at: list[Any], barrier: Barrier, memory: Memory) -> None:
         memory.touched.check("a copy writes", writes=True)
@@ -276,9 +287,16 @@ def load(pointer: Pointer, mask: Any = True, other: float = 0) -> Any:
     return torch.where(mask, pointer.flat[torch.where(mask, pointer.at, 0)], other)
 
 
-def store(pointer: Pointer, value: torch.Tensor, mask: torch.Tensor) -> None:
-    at, value, mask = torch.broadcast_tensors(pointer.at, value, mask)
-    pointer.flat[at[mask]] = value[mask]
+def store(pointer: Pointer, value: Any, mask: Any = True) -> None:
+    at, value, mask = torch.broadcast_tensors(_tensor(pointer.at), _tensor(value), _tensor(mask))
+    pointer.flat[at[mask]] = value[mask].to(pointer.flat.dtype)
+
+
+def atomic_add(pointer: Pointer, number: int, sem: str) -> Scalar:
+    with _adding:
+        before = Scalar(pointer.flat[pointer.at])
+        pointer.flat[pointer.at] += number
+    return before
 
 
 class Scalar(int):
@@ -298,9 +316,25 @@ def _lifted(name: str) -> Any:
     return operate
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod", "and", "xor"):
+def _towards_0(turned: bool, rest: bool) -> Any:
+    """Quotients and remainders as a GPU has them: those of numbers below 0 are not Python's."""
+
+    def operate(self: int, other: Any) -> Any:
+        if not isinstance(other, int):
+            return NotImplemented
+        a, b = (int(other), int(self)) if turned else (int(self), int(other))
+        quotient = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+        return Scalar(a - quotient * b if rest else quotient)
+
+    return operate
+
+
+for _name in ("add", "sub", "mul", "and", "xor"):
     for _form in (f"__{_name}__", f"__r{_name}__"):
         setattr(Scalar, _form, _lifted(_form))
+for _turned in (False, True):
+    setattr(Scalar, f"__{'r' * _turned}floordiv__", _towards_0(_turned, False))
+    setattr(Scalar, f"__{'r' * _turned}mod__", _towards_0(_turned, True))
 
 
 def _of_scalars(plain: Any, of_tensors: Any) -> Any:
@@ -360,13 +394,13 @@ def _language(program: int, programs: int) -> types.SimpleNamespace:
         float32=torch.float32, int64=torch.int64, int32=torch.int32, int16=torch.int16, constexpr=lambda x: x,
         pointer_type=lambda dtype: dtype,
         program_id=lambda axis: Scalar(program), num_programs=lambda axis: programs,
-        arange=lambda a, b, layout: torch.arange(a, b), static_range=range, cdiv=lambda a, b: -(-a // b),
+        arange=lambda a, b, layout: torch.arange(a, b), static_range=range, cdiv=lambda a, b: (a + b - 1) // b,
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
         full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype), log=_of_numpy(np.log),
         max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), reshape=torch.reshape,
         permute=torch.permute, split=lambda x: x.unbind(-1), join=lambda a, b: torch.stack((a, b), -1),
         zeros_like=torch.zeros_like, convert_layout=lambda x, layout, assert_trivial=False: x,
-        exp2=_of_numpy(np.exp2), abs=torch.abs, load=load, store=store,
+        exp2=_of_numpy(np.exp2), abs=torch.abs, load=load, store=store, atomic_add=atomic_add,
         inline_asm_elementwise=_in_assembly,
         fma=lambda a, b, c: (a.double() * b + c).float(),
         where=_of_scalars(lambda c, a, b: a if c else b, torch.where),
@@ -406,7 +440,7 @@ def launched(kernel: Any, modules: list[Any], grid: int, args: Sequence[Any], **
 
     def told(x: Any) -> Any:
         if is_descriptor(x):
-            return Described(torch.as_strided(x.base, tuple(x.shape), tuple(x.strides)), tuple(x.block_shape))
+            return Described(x.base, x.shape, x.strides, x.block_shape)
         if isinstance(x, tuple) and hasattr(x, "_fields"):
             return type(x)(*map(told, x))
         return Pointer(x.view(-1)) if isinstance(x, torch.Tensor) else x

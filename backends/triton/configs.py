@@ -201,6 +201,19 @@ class UnsplitConfig(FewQueriesTilesConfig, ConsumersConfig):
     ]
 
 
+class VarlenFlashConfig(FewQueriesTilesConfig, ConsumersConfig):
+    """Of attention of packed sequences on Hopper."""
+
+    persistent: Annotated[
+        bool,
+        "1: persistent programs, each of which takes the next tile when it is done with one; no bit of a result "
+        "depends on it",
+    ] = True
+    pingpong: Annotated[
+        bool, "1: warp groups take turns to issue products (warpgroup ping-pong); no bit of a result depends on it"
+    ] = True
+
+
 class FlashConfig(AttentionConfig, UnsplitConfig):
     """Of attention on Hopper."""
 

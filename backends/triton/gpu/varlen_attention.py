@@ -34,7 +34,7 @@ from portakern.backends.triton.gpu.attention_vjp import (
 )
 from portakern.backends.triton.gpu.attention_vjp import fit as fit_gradients
 from portakern.backends.triton.gpu.attention_vjp import supports as supports_gradients
-from portakern.backends.triton.launch import accumulator, cdiv, compiler_options, launch, torch_dtype
+from portakern.backends.triton.launch import accumulator, compiler_options, launch, torch_dtype
 from portakern.backends.triton.layout import fresh
 from portakern.backends.triton.lib import attention as shared
 from portakern.backends.triton.lib.attention import Results, padded, rows_plan, statistics, store_rows, window_of
@@ -50,6 +50,7 @@ from portakern.backends.triton.lib.heads import (
     precision_of,
     rows_of,
 )
+from portakern.backends.triton.lib.sequences import Starts, between, mean_sequence, too_many_tiles
 from portakern.specs.attention import scale_of
 from portakern.specs.varlen_attention import as_attention
 
@@ -57,13 +58,6 @@ if TYPE_CHECKING:
     import torch
 
     from portakern.core.call import Call
-
-
-class Starts(NamedTuple):
-    """The cumulative lengths of queries and of keys, one more of each than there are sequences."""
-
-    queries: Any
-    keys: Any
 
 
 class PackedWork(NamedTuple):
@@ -105,16 +99,6 @@ class OwnTile(NamedTuple):
     q_len: Any
     kv_start: Any
     kv_len: Any
-
-
-@triton.jit
-def between(starts, step, number, sequences, tokens):
-    """(start, length) of a sequence's rows. Number 0 are the rows before the first sequence, number ``sequences`` + 1
-    those from the last one's end on."""
-    start = tl.load(starts + tl.maximum(number - 1, 0) * step).to(tl.int32)
-    end = tl.load(starts + tl.minimum(number, sequences) * step).to(tl.int32)
-    start, end = tl.where(number == 0, 0, start), tl.where(number > sequences, tokens, end)
-    return start, end - start
 
 
 @triton.jit
@@ -175,11 +159,6 @@ def varlen_attention_kernel(
     store_rows(out, settled(state), at_o, at, i_ok, scores, own.dv, plan.block_dv)
 
 
-def mean_sequence(call: Call) -> Call:
-    """The call of attention that one sequence is if all have as many queries: what tiles for few queries are for."""
-    return as_attention(call, q_len=cdiv(call.dims["tokens"], call.dims["sequences"]))
-
-
 def key(call: Call) -> dict[str, str | int]:
     return shared.key(as_attention(call))
 
@@ -189,14 +168,7 @@ def fit(call: Call, config: FewQueriesTilesConfig) -> FewQueriesTilesConfig:
 
 
 def supports(call: Call, config: FewQueriesTilesConfig) -> str | None:
-    return _too_many_tiles(call) or shared.supports(as_attention(call), config)
-
-
-def _too_many_tiles(call: Call) -> str | None:
-    """A sequence without tokens has a tile in the grid too."""
-    if call.dims["sequences"] <= 1 << 20:
-        return None
-    return f"{call.dims['sequences']} sequences, of which each may need a tile: more than 2^20 are not served"
+    return too_many_tiles(call) or shared.supports(as_attention(call), config)
 
 
 def packed_strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, d_o: torch.Tensor | None) -> AttentionStrides:
@@ -319,7 +291,7 @@ def fit_of_gradients(call: Call, config: AttentionGradientsConfig) -> AttentionG
 
 
 def supports_gradients_of(call: Call, config: AttentionGradientsConfig) -> str | None:
-    return _too_many_tiles(call) or supports_gradients(as_attention(call), config)
+    return too_many_tiles(call) or supports_gradients(as_attention(call), config)
 
 
 def packed_statistics(call: Call, o: torch.Tensor, d_o: torch.Tensor, rate: tuple[float, float]) -> tuple[Any, ...]:

@@ -54,6 +54,13 @@ from portakern.backends.triton.lib.gluon import (
     tile_at,
     zero_sums,
 )
+from portakern.backends.triton.lib.gluon_sequences import (
+    Sequences,
+    claim_tile,
+    claimed_tile,
+    scheduled_tiles,
+    sequence_row,
+)
 from portakern.backends.triton.lib.tma import IN_L2, TOGETHER
 
 AT_A_TIME, CACHED = gl.constexpr(TOGETHER), gl.constexpr(IN_L2)
@@ -62,7 +69,9 @@ AT_A_TIME, CACHED = gl.constexpr(TOGETHER), gl.constexpr(IN_L2)
 class TileSchedule(NamedTuple):
     """The tiles of a call. ``tiles``: of all heads; ``ahead``: how many of them are taken from the first on, the others
     from the last on (see ``following``); ``tiles_q``: of one head; ``interleaved_heads``: heads whose tiles are taken
-    in turn, the last queries first where these see most keys."""
+    in turn, the last queries first where these see most keys. Of packed sequences, what stands between ``tiles_q`` and
+    ``chunk`` is one sequence's, whose first query, key and tile are ``q_start``, ``kv_start`` and ``first``;
+    ``tokens``: queries of all sequences."""
 
     tiles: int
     ahead: int
@@ -74,6 +83,10 @@ class TileSchedule(NamedTuple):
     q_len: int
     kv_len: int
     chunk: int
+    q_start: Any = None
+    kv_start: Any = None
+    first: Any = None
+    tokens: Any = None
 
 
 class QkvInputs(NamedTuple):
@@ -136,12 +149,55 @@ class KeyLimits(NamedTuple):
 
 
 @gluon.jit
+def sequence_at(index, work, sequences):
+    """The schedule of the ``index``-th tile's sequence, which is taken as a batch entry is; without sequences the
+    call's."""
+    if sequences is None:
+        return work
+    else:
+        row = sequence_row(index, sequences, work.heads)
+        return TileSchedule(
+            work.tiles, work.ahead, row.tiles, row.width, work.heads, work.group, work.heads, row.length,
+            row.other_length, work.chunk, row.start, row.other_start, row.first * work.heads, work.tokens,
+        )  # fmt: skip
+
+
+@gluon.jit
 def place_at(index, work, right, segments):
     """(tile of queries, batch entry and head as one number) of the ``index``-th tile."""
-    if segments is None:
+    if work.first is not None:
+        return tile_at(index - work.first, work, right)
+    elif segments is None:
         return tile_at(index, work, right)
     else:
         return packed_tile(index, segments, work)
+
+
+@gluon.jit
+def queries_of(head, work):
+    """Where the copy engine finds a tile's queries, as ``load_head`` takes it."""
+    if work.q_start is None:
+        return head // work.heads
+    else:
+        return work.q_start + work.q_len, work.q_len
+
+
+@gluon.jit
+def keys_of(head, work):
+    """Where the copy engine finds a tile's keys, as ``load_head`` takes it."""
+    if work.kv_start is None:
+        return head // work.heads
+    else:
+        return work.kv_start + work.kv_len, work.kv_len
+
+
+@gluon.jit
+def line_of(head, work):
+    """Where lse of a head of a batch entry, or of one of a sequence, begins."""
+    if work.q_start is None:
+        return head.to(gl.int64) * work.q_len
+    else:
+        return head.to(gl.int64) * work.tokens + work.q_start
 
 
 @gluon.jit
@@ -162,9 +218,12 @@ def following(index, back, work, left, right, segments):
 
 
 @gluon.jit
-def there_is(index, back, work):
+def there_is(index, back, work, sequences):
     """Whether a program has this tile to do."""
-    return (index < work.ahead) != (back == 1)
+    if sequences is not None:
+        return index < work.tiles
+    else:
+        return (index < work.ahead) != (back == 1)
 
 
 @gluon.jit
@@ -417,12 +476,13 @@ def attend(handoff, unit, span, q, q_empty, tiles, ring, pingpong, band, scores_
 
 
 @gluon.jit
-def consumer(GROUP: gl.constexpr, tiles, q_ring, ring, pingpong, out, softmax, segments, work, plan: gl.constexpr):
-    """Four warps that own 64 queries of each tile of this program."""
+def consumer(GROUP: gl.constexpr, tiles, q_ring, ring, pingpong, out, softmax, packed, work, plan: gl.constexpr):
+    """Four warps that own 64 queries of each tile of this program. packed: (segments, sequences)."""
     row_s: gl.constexpr = by_row(plan.block_kv)
     block: gl.constexpr = plan.block_kv
     scores = softmax.scores
     left, right = softmax.window
+    segments, sequences = packed
     before = work.kv_len - work.q_len  # keys that stand before query 0
     q = each_at(tiles.q, GROUP)
     unit = 0
@@ -430,13 +490,16 @@ def consumer(GROUP: gl.constexpr, tiles, q_ring, ring, pingpong, out, softmax, s
     count = 0
     index = gl.program_id(0)
     back = 0
-    while there_is(index, back, work):
-        tile, head = place_at(index, work, right, segments)
+    while there_is(index, back, work, sequences):
+        own = sequence_at(index, work, sequences)
+        tile, head = place_at(index, own, right, segments)
+        if sequences is not None:
+            before = own.kv_len - own.q_len
         top = tile * (ROWS * plan.consumers)
         mine_top = top + GROUP * ROWS
-        bottom = gl.minimum(top + ROWS * plan.consumers, work.q_len) - 1
-        span = span_of(top + before, bottom + before, work, left, right, block)
-        limits, all_lo, all_hi = reach(mine_top + before, work, left, right, row_s)
+        bottom = gl.minimum(top + ROWS * plan.consumers, own.q_len) - 1
+        span = span_of(top + before, bottom + before, own, left, right, block)
+        limits, all_lo, all_hi = reach(mine_top + before, own, left, right, row_s)
         others = None
         if segments is not None:
             b = head // work.heads
@@ -455,14 +518,17 @@ def consumer(GROUP: gl.constexpr, tiles, q_ring, ring, pingpong, out, softmax, s
         for n in gl.static_range(len(results)):
             o_tiles[n].store(results[n].to(q[0].dtype))
         fence_async_shared()
-        store_head(out.o, head // work.heads, mine_top, head % work.heads, o_tiles)
+        store_head(out.o, queries_of(head, own), mine_top, head % work.heads, o_tiles)
         if plan.o_in_q:
             tma.store_wait(0)
             mbarrier.arrive(q_ring.empty.index(GROUP), count=1)
         i = mine_top + gl.arange(0, ROWS, row_s)
-        store_log_sum(out.lse, out.low, head.to(gl.int64) * work.q_len + i, (l, m), scores, i < work.q_len)
+        store_log_sum(out.lse, out.low, line_of(head, own) + i, (l, m), scores, i < own.q_len)
         count += 1
-        index, back = following(index, back, work, left, right, segments)
+        if sequences is not None:
+            index = claimed_tile(count, sequences, q_ring, GROUP)
+        else:
+            index, back = following(index, back, work, left, right, segments)
     tma.store_wait(0)
 
 
@@ -492,22 +558,26 @@ def fetch_others(unit, first, last, at, k, v, tiles, ring, plan: gl.constexpr):
 
 
 @gluon.jit
-def producer(tiles, q_ring, ring, inputs, window, segments, work, plan: gl.constexpr):
+def producer(tiles, q_ring, ring, inputs, window, packed, work, plan: gl.constexpr):
     """One warp that fetches what the consumers take, in their order."""
     block: gl.constexpr = plan.block_kv
     consumers: gl.constexpr = plan.consumers
     left, right = window
+    segments, sequences = packed
     before = work.kv_len - work.q_len
     unit = 0
     count = 0
     index = gl.program_id(0)
     back = 0
-    while there_is(index, back, work):
-        tile, head = place_at(index, work, right, segments)
+    while there_is(index, back, work, sequences):
+        own = sequence_at(index, work, sequences)
+        tile, head = place_at(index, own, right, segments)
+        if sequences is not None:
+            before = own.kv_len - own.q_len
         top = tile * (ROWS * plan.consumers)
-        bottom = gl.minimum(top + ROWS * plan.consumers, work.q_len) - 1
-        span = span_of(top + before, bottom + before, work, left, right, block)
-        b = head // work.heads
+        bottom = gl.minimum(top + ROWS * plan.consumers, own.q_len) - 1
+        span = span_of(top + before, bottom + before, own, left, right, block)
+        b = keys_of(head, own)
         if segments is not None:
             span = packed_span(span, segments, b, top, work, ROWS * plan.consumers, block)
         first, last = span
@@ -518,15 +588,18 @@ def producer(tiles, q_ring, ring, inputs, window, segments, work, plan: gl.const
         for g in gl.static_range(consumers):
             mbarrier.wait(q_ring.empty.index(g), (count & 1) ^ 1)
             mbarrier.expect(q_ring.full.index(g), ROWS * (plan.block_d + plan.more_d) * 2)
-            load_head(inputs.q, b, top + g * ROWS, h, q_ring.full.index(g), each_at(tiles.q, g))
+            load_head(inputs.q, queries_of(head, own), top + g * ROWS, h, q_ring.full.index(g), each_at(tiles.q, g))
         unit = fetch_others(unit + 1, first, last, (b, kv_h), inputs.k, inputs.v, tiles, ring, plan)
         count += 1
-        index, back = following(index, back, work, left, right, segments)
+        if sequences is not None:
+            index = claim_tile(count, sequences, q_ring, work.tiles)
+        else:
+            index, back = following(index, back, work, left, right, segments)
 
 
 @gluon.jit
-def by_roles(inputs, out, segments, softmax, work, plan: gl.constexpr):
-    """o, and lse and lse_low, by a producer and its consumers."""
+def by_roles(inputs, out, packed, softmax, work, plan: gl.constexpr):
+    """o, and lse and lse_low, by a producer and its consumers. packed: (segments, sequences), None of a call without."""
     dtype: gl.constexpr = inputs.q[0].dtype
     q_tiles = head_buffers(dtype, plan.consumers, ROWS, plan.block_d, plan.more_d)
     k_tiles = head_buffers(dtype, plan.stages, plan.block_kv, plan.block_d, plan.more_d)
@@ -546,17 +619,17 @@ def by_roles(inputs, out, segments, softmax, work, plan: gl.constexpr):
     # A tuple that is given a name loses its constexprs: the groups are written out.
     if plan.consumers == 2:
         gl.warp_specialize([
-            (consumer, (0, tiles, q_ring, ring, first, out, softmax, segments, work, plan)),
-            (consumer, (1, tiles, q_ring, ring, last, out, softmax, segments, work, plan)),
-            (producer, (tiles, q_ring, ring, inputs, softmax.window, segments, work, plan)),
+            (consumer, (0, tiles, q_ring, ring, first, out, softmax, packed, work, plan)),
+            (consumer, (1, tiles, q_ring, ring, last, out, softmax, packed, work, plan)),
+            (producer, (tiles, q_ring, ring, inputs, softmax.window, packed, work, plan)),
         ], [4, 1], [plan.registers, 24])  # fmt: skip
     else:
         second = PingPong(pingpong.index(1), pingpong.index(2))
         gl.warp_specialize([
-            (consumer, (0, tiles, q_ring, ring, first, out, softmax, segments, work, plan)),
-            (consumer, (1, tiles, q_ring, ring, second, out, softmax, segments, work, plan)),
-            (consumer, (2, tiles, q_ring, ring, last, out, softmax, segments, work, plan)),
-            (producer, (tiles, q_ring, ring, inputs, softmax.window, segments, work, plan)),
+            (consumer, (0, tiles, q_ring, ring, first, out, softmax, packed, work, plan)),
+            (consumer, (1, tiles, q_ring, ring, second, out, softmax, packed, work, plan)),
+            (consumer, (2, tiles, q_ring, ring, last, out, softmax, packed, work, plan)),
+            (producer, (tiles, q_ring, ring, inputs, softmax.window, packed, work, plan)),
         ], [4, 4, 1], [plan.registers, plan.registers, 24])  # fmt: skip
 
 
@@ -570,10 +643,11 @@ def attention_flash_kernel(
     batch, q_len, heads, _ = q.shape
     tiles_q, all_heads = gl.cdiv(q_len, ROWS * plan.consumers), batch * heads
     work = TileSchedule(
-        tiles_q * all_heads, ahead, tiles_q, interleaved_heads, heads, group, all_heads, q_len, k.shape[1], chunk
-    )
+        tiles_q * all_heads, ahead, tiles_q, interleaved_heads, heads, group, all_heads, q_len, k.shape[1], chunk,
+        None, None, None, None,
+    )  # fmt: skip
     inputs, out = QkvInputs((q,), (k,), (v,)), Outputs((o,), log_sums.lse, log_sums.low)
-    by_roles(inputs, out, segments, softmax, work, plan)
+    by_roles(inputs, out, (segments, None), softmax, work, plan)
 
 
 @gluon.jit
@@ -592,8 +666,9 @@ def schedule_of(q, k, window, segments, chunk, plan: gl.constexpr):
         cached = gl.maximum(gl.minimum(keys * (heads // kv_heads) // kv_len, AT_A_TIME), 1)
         interleaved_heads = gl.cdiv(all_heads, gl.cdiv(all_heads, cached))
     return TileSchedule(
-        tiles, ahead, tiles_q, interleaved_heads, heads, heads // kv_heads, all_heads, q_len, kv_len, chunk
-    )
+        tiles, ahead, tiles_q, interleaved_heads, heads, heads // kv_heads, all_heads, q_len, kv_len, chunk,
+        None, None, None, None,
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["chunk"])
@@ -605,4 +680,31 @@ def attention_flash_pieces_kernel(
     lse, low, segments = others
     inputs = QkvInputs(pieces_of(q, q_more), pieces_of(k, k_more), pieces_of(v, v_more))
     work = schedule_of(q, k, softmax.window, segments, chunk, plan)
-    by_roles(inputs, Outputs(pieces_of(o, o_more), lse, low), segments, softmax, work, plan)
+    by_roles(inputs, Outputs(pieces_of(o, o_more), lse, low), (segments, None), softmax, work, plan)
+
+
+class SequenceArrays(NamedTuple):
+    """Of a call of packed sequences beside q, k, v and o: lse and low, each None where it is absent, and the members of
+    ``Sequences``."""
+
+    lse: Any
+    low: Any
+    schedule: Any
+    claims: Any
+
+
+@gluon.jit(do_not_specialize=["tokens"])
+def varlen_attention_flash_kernel(
+    q, q_more, k, k_more, v, v_more, o, o_more, others, softmax, tokens, plan: gl.constexpr
+):
+    """As ``attention_flash_pieces_kernel``, of packed sequences: q, k, v and o are described as sequences of rows (see
+    ``lib.tma.ragged``). others: ``SequenceArrays``. tokens: queries of all sequences."""
+    lse, low, schedule, claims = others
+    inputs = QkvInputs(pieces_of(q, q_more), pieces_of(k, k_more), pieces_of(v, v_more))
+    sequences = Sequences(schedule, claims)
+    heads, kv_heads = q.shape[3], k.shape[3]
+    tiles = scheduled_tiles(sequences, heads)
+    work = TileSchedule(
+        tiles, tiles, 0, 1, heads, heads // kv_heads, heads, 0, 0, 1, None, None, None, tokens
+    )  # fmt: skip
+    by_roles(inputs, Outputs(pieces_of(o, o_more), lse, low), (None, sequences), softmax, work, plan)

@@ -3,9 +3,9 @@ call, and what they refuse."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from portakern.backends.triton.configs import FewQueries, UnsplitConfig
+from portakern.backends.triton.configs import FewQueries, UnsplitConfig, VarlenFlashConfig
 from portakern.backends.triton.launch import shared_limit
 from portakern.backends.triton.layout import pow2_at_least
 from portakern.backends.triton.lib import attention as shared
@@ -17,6 +17,9 @@ from portakern.core.backend import Drawn
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
+
+FlashTilesConfig = UnsplitConfig | VarlenFlashConfig
+TilesT = TypeVar("TilesT", UnsplitConfig, VarlenFlashConfig)
 
 DRAWN = Drawn(("bias",), {"d": 8, "dv": 8}, {"q_len": QUERIES + 1})
 
@@ -45,7 +48,7 @@ class FlashPlan(NamedTuple):
     pingpong: bool = True
 
 
-def plan_of(call: Call, config: UnsplitConfig) -> FlashPlan:
+def plan_of(call: Call, config: FlashTilesConfig) -> FlashPlan:
     """What the kernel is compiled for. In another library's program heads are padded: o in two pieces is described
     twice, and such a program tells a kernel once of an array that it fills."""
     (block_d, more_d), (block_dv, more_dv) = (
@@ -69,7 +72,7 @@ def shared_bytes(plan: FlashPlan) -> int:
     return 2 * held + BARRIERS
 
 
-def fit(call: Call, config: UnsplitConfig) -> UnsplitConfig:
+def fit(call: Call, config: TilesT) -> TilesT:
     """Fewer stages, then fewer keys at a time, where shared memory has no room; keys so few that the portable kernel
     has room for a stage of them too."""
     limit = shared_limit(call.target.arch)
@@ -84,6 +87,18 @@ def fit(call: Call, config: UnsplitConfig) -> UnsplitConfig:
 
 
 def supports(call: Call, config: UnsplitConfig) -> str | None:
+    few = shared_bytes(few_plan(call, plan_of(call, config))._replace(o_in_q=True))
+    reason, limit = supports_tiles(call, config), shared_limit(call.target.arch)
+    if reason is None and config.few_queries != FewQueries.PORTABLE and few > limit:
+        return (
+            f"few_queries = {config.few_queries}: 2 stages of {config.block_kv} keys take {few} bytes of shared memory "
+            f"where queries are few; {call.target.arch or 'sm_90'} has {limit}"
+        )
+    return reason
+
+
+def supports_tiles(call: Call, config: FlashTilesConfig) -> str | None:
+    """Why the kernel does not take a call in its tiles of many queries, or the portable kernel in those of few."""
     dims, plan = call.dims, plan_of(call, config)
     if reason := gradients.refused(call):
         return reason
@@ -104,16 +119,10 @@ def supports(call: Call, config: UnsplitConfig) -> str | None:
             f"{plan.stages} stages of {plan.block_kv} keys take {shared_bytes(plan)} bytes of shared memory; "
             f"{call.target.arch or 'sm_90'} has {shared_limit(call.target.arch)}"
         )
-    few = shared_bytes(few_plan(call, plan)._replace(o_in_q=True))
-    if config.few_queries != FewQueries.PORTABLE and few > shared_limit(call.target.arch):
-        return (
-            f"few_queries = {config.few_queries}: 2 stages of {plan.block_kv} keys take {few} bytes of shared memory "
-            f"where queries are few; {call.target.arch or 'sm_90'} has {shared_limit(call.target.arch)}"
-        )
     return shared.supports(call, portable(call, config))
 
 
-def portable(call: Call, config: UnsplitConfig) -> UnsplitConfig:
+def portable(call: Call, config: TilesT) -> TilesT:
     """The tiling for the portable kernel: as many stages as it has room for. Its tiles of heads are powers of two."""
     return config.replace(num_stages=shared.fit(call, config).num_stages)
 

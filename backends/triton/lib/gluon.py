@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from portakern.backends.triton.lib import segments
+from portakern.backends.triton.lib.tma import RAGGED_ROWS
 
 # Releases before 3.8 have these under longer names.
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -22,6 +23,7 @@ store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_globa
 
 SUMMARY = gl.constexpr(segments.SUMMARY.value)
 ROWS = gl.constexpr(64)  # of a group of four warps: what one instruction of the matrix unit takes
+ROWS_FROM = gl.constexpr(RAGGED_ROWS)
 
 # Release 3.9 gave it another name.
 _OLD = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinterpret"))
@@ -94,7 +96,7 @@ def by_row(columns):
 @gluon.constexpr_function
 def tile_layout(columns, rank=2):
     """How a tile of 16-bit rows lies in shared memory: by lines of up to 128 bytes, as the copy engine swizzles them.
-    rank: 4 of the box that it moves."""
+    rank: 4 or 5 of the box that it moves."""
     return gl.NVMMASharedLayout(min(2 * columns, 128), 16, rank)
 
 
@@ -121,16 +123,29 @@ def each_at(pieces, i):
 
 @gluon.jit
 def load_head(x, b, i, h, full, tiles):
-    """Begin to copy rows from ``i`` on of a head of a batch entry, piece after piece."""
+    """Begin to copy rows from ``i`` on of a head of a batch entry, piece after piece; or, of packed sequences, of the
+    one that ``b`` is (end, length) of: see ``lib.gluon_sequences``."""
     for n in gl.static_range(len(x)):
-        load_tile(x[n], [b, i, h, n * tiles[0].shape[1]], full, boxed(tiles[n], tile_layout(tiles[n].shape[1], 4)))
+        column = n * tiles[0].shape[1]
+        if len(x[n].shape) == 5:
+            end, length = b
+            at = [ROWS_FROM, end, ROWS_FROM - length + i, h, column]
+            load_tile(x[n], at, full, boxed(tiles[n], tile_layout(tiles[n].shape[1], 5)))
+        else:
+            load_tile(x[n], [b, i, h, column], full, boxed(tiles[n], tile_layout(tiles[n].shape[1], 4)))
 
 
 @gluon.jit
 def store_head(x, b, i, h, tiles):
-    """Begin to copy rows of a head to their places from ``i`` on, piece after piece."""
+    """Begin to copy rows of a head to their places from ``i`` on, piece after piece. b: as of ``load_head``."""
     for n in gl.static_range(len(x)):
-        store_tile(x[n], [b, i, h, n * tiles[0].shape[1]], boxed(tiles[n], tile_layout(tiles[n].shape[1], 4)))
+        column = n * tiles[0].shape[1]
+        if len(x[n].shape) == 5:
+            end, length = b
+            at = [ROWS_FROM, end, ROWS_FROM - length + i, h, column]
+            store_tile(x[n], at, boxed(tiles[n], tile_layout(tiles[n].shape[1], 5)))
+        else:
+            store_tile(x[n], [b, i, h, column], boxed(tiles[n], tile_layout(tiles[n].shape[1], 4)))
 
 
 @gluon.jit
@@ -367,13 +382,20 @@ def of_one_segment(x, hidden, start, cols, others, row: gl.constexpr):
     return x
 
 
+@gluon.constexpr_function
+def box_of(rows, columns, rank):
+    """The extents of such a box."""
+    return [1] * (rank - 3) + [rows, 1, columns]
+
+
 @gluon.jit
 def boxed(tile, layout: gl.constexpr):
-    """A tile in shared memory as the box (1, rows, 1, columns) that the copy engine moves."""
+    """A tile in shared memory as the box (1, rows, 1, columns) that the copy engine moves, or (1, 1, rows, 1, columns)
+    where the layout has five extents."""
     if _OLD:
-        return tile._reinterpret(tile.dtype, [1, tile.shape[0], 1, tile.shape[1]], layout)
+        return tile._reinterpret(tile.dtype, box_of(tile.shape[0], tile.shape[1], layout.rank), layout)
     else:
-        return tile.reinterpret(tile.dtype, [1, tile.shape[0], 1, tile.shape[1]], layout)
+        return tile.reinterpret(tile.dtype, box_of(tile.shape[0], tile.shape[1], layout.rank), layout)
 
 
 @gluon.jit

@@ -24,8 +24,9 @@ BARRIERS = 1024  # bytes of shared memory that are set aside for them
 
 def movable(x: torch.Tensor) -> torch.Tensor:
     """``x``, or a copy where the copy engine cannot move its rows: from odd addresses, or over odd strides."""
-    odd = [s % 8 or not s for s, extent in zip(x.stride()[:3], x.shape[:3], strict=True) if extent > 1]
-    if x.stride(3) == 1 and not any(odd) and x.data_ptr() % 16 == 0:
+    *strides, along = x.stride()
+    odd = [s % 8 or not s for s, extent in zip(strides, x.shape[:-1], strict=True) if extent > 1]
+    if along == 1 and not any(odd) and x.data_ptr() % 16 == 0:
         return x
     return gathered(x)
 
@@ -37,6 +38,22 @@ def tiled(x: torch.Tensor, rows: int, columns: int) -> Any:
         for s, extent, of_a_copy in zip(x.stride(), x.shape, contiguous_strides(x.shape), strict=True)
     ]
     return describe(x, x.shape, strides, (1, rows, 1, columns), gl.NVMMASharedLayout(min(2 * columns, 128), 16, 4))
+
+
+RAGGED_ROWS, FARTHEST, MANY = 1 << 30, 1 << 34, 0x7FFF0000
+
+
+def ragged(x: torch.Tensor, rows: int, columns: int) -> Any:
+    """(tokens, heads, d) in tiles of so many rows of one head, for kernels that read and write sequences of tokens one
+    by one: see ``lib.gluon_sequences``. Rows begin at multiples of 16 bytes, and there are up to 2^30."""
+    of_token, of_head, along = (
+        s if extent > 1 else of_a_copy
+        for s, extent, of_a_copy in zip(x.stride(), x.shape, contiguous_strides(x.shape), strict=True)
+    )
+    shape = MANY, MANY, RAGGED_ROWS, *x.shape[1:]
+    strides = FARTHEST - of_token, of_token, of_token, of_head, along
+    layout = gl.NVMMASharedLayout(min(2 * columns, 128), 16, 5)
+    return describe(x, shape, strides, (1, 1, rows, 1, columns), layout)
 
 
 SUMS = {80: (64, 16), 96: (64, 32), 144: (128, 16), 160: (128, 32), 192: (128, 64)}
@@ -55,8 +72,10 @@ def pieces(d: int, direction: str) -> tuple[int, int]:
 
 
 def in_pieces(x: torch.Tensor, rows: int, columns: int, more: int) -> tuple[Any, Any]:
-    """``tiled``, and as much of the columns after these; None where there are no more."""
-    return tiled(x, rows, columns), tiled(x, rows, more) if more else None
+    """``tiled``, or ``ragged`` where there is no batch, and as much of the columns after these; None where there are
+    no more."""
+    of = tiled if len(x.shape) == 4 else ragged
+    return of(x, rows, columns), of(x, rows, more) if more else None
 
 
 def processors(device: torch.device | None) -> int:

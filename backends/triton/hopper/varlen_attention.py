@@ -1,0 +1,84 @@
+"""Attention of packed sequences for Hopper's copy engine and asynchronous matrix unit, in 16 bits.
+
+The kernels' loops are those of ``attention`` without splits (``_flash``). A tile lies in one sequence, of which the copy
+engine is told, so that it neither reads nor writes a row of another one (``lib.gluon_sequences``). A kernel before it
+writes down which tiles there are, sequences with most keys first (``lib.sequences``), and programs take them one by
+one: with nothing to ask the device, and no length that the host knows.
+
+Calls whose sequences have few queries in the mean are left to the portable kernel with the tiling of here
+(``delegate``), which adds up the same numbers in the same order: a row's bits do not tell which it was.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from portakern.backends.triton import BACKEND
+from portakern.backends.triton.configs import FewQueriesTilesConfig, VarlenFlashConfig
+from portakern.backends.triton.hopper._flash import SequenceArrays, varlen_attention_flash_kernel
+from portakern.backends.triton.launch import GLUON, launch, torch_dtype
+from portakern.backends.triton.layout import fresh
+from portakern.backends.triton.lib import attention as shared
+from portakern.backends.triton.lib import attention_gluon as gluon
+from portakern.backends.triton.lib.gluon import Softmax
+from portakern.backends.triton.lib.heads import Scores
+from portakern.backends.triton.lib.sequences import CLAIMED, SORTED, mean_sequence, scheduled, too_many_tiles
+from portakern.backends.triton.lib.tma import IN_L2, QUERIES, REGISTERS, TOGETHER, in_pieces, movable, processors
+from portakern.core.backend import Drawn
+from portakern.specs.varlen_attention import as_attention
+
+if TYPE_CHECKING:
+    from portakern.core.call import Call
+
+
+def key(call: Call) -> dict[str, str | int]:
+    return shared.key(as_attention(call))
+
+
+def fit(call: Call, config: VarlenFlashConfig) -> VarlenFlashConfig:
+    """Two consumers where tiles of three would have a sixteenth more rows, of which nobody asks for, if all sequences
+    have as many queries; and what shared memory has room for. No bit of a row depends on the former."""
+    two, three = (-(-mean_sequence(call).dims["q_len"] // (n * QUERIES)) * n for n in (2, 3))
+    if config.consumers == 3 and 16 * three > 17 * two:
+        config = config.replace(consumers=2)
+    return gluon.fit(as_attention(call), config)
+
+
+def supports(call: Call, config: VarlenFlashConfig) -> str | None:
+    return too_many_tiles(call) or gluon.supports_tiles(as_attention(call), config)
+
+
+def delegate(call: Call, config: VarlenFlashConfig) -> tuple[str, FewQueriesTilesConfig] | None:
+    """Sequences of few queries, whose tiles would be half empty, and more sequences than are put in order."""
+    mean = mean_sequence(call)
+    rows, _ = shared.rows_plan(mean, config)
+    if rows.packed or mean.dims["q_len"] <= QUERIES or call.dims["sequences"] > SORTED:
+        return "gpu", gluon.portable(as_attention(call), config)
+    return None
+
+
+DRAWN = Drawn((), {"d": 8, "dv": 8}, {"tokens": 3 * QUERIES}, {"sequences": 2})
+
+
+@BACKEND.implements("varlen_attention", key=key, fit=fit, supports=supports, config=VarlenFlashConfig,
+                    delegate=delegate, drawn=DRAWN, compiled_alone=GLUON)  # fmt: skip
+def varlen_attention(call: Call, config: VarlenFlashConfig) -> tuple[Any, ...]:
+    dims, options, one = call.dims, call.options, as_attention(call)
+    plan = gluon.plan_of(one, config)
+    q, k, v = (movable(call.arrays[n]) for n in "qkv")
+    o, lse, low = shared.results(call, q)
+    window = shared.window_of(options["is_causal"], options["window"], dims["tokens"] + dims["kv_tokens"])
+    cached = 0 if window[1] is None else IN_L2 // (2 * (dims["d"] + dims["dv"])) * dims["group"]
+    tiles = scheduled(call, False, plan.consumers * QUERIES, window, cached, TOGETHER)
+    programs = tiles.most * dims["kv_heads"] * dims["group"]
+    if config.persistent:
+        programs = min(programs, processors(q.device))
+    claims = fresh((programs, CLAIMED.value), torch_dtype("int32"), q.device)
+    columns, columns_dv = (plan.block_d, plan.more_d), (plan.block_dv, plan.more_dv)
+    described = [in_pieces(x, rows, *of) for x, rows, of in (
+        (q, QUERIES, columns), (k, plan.block_kv, columns), (v, plan.block_kv, columns_dv),
+        (o, QUERIES, columns_dv))]  # fmt: skip
+    launch(varlen_attention_flash_kernel, programs, call, *(piece for x in described for piece in x),
+           SequenceArrays(lse, low, tiles.schedule, claims), Softmax(Scores.of(one), window), dims["tokens"],
+           plan=plan, num_warps=4, maxnreg=REGISTERS[plan.consumers][1])  # fmt: skip
+    return o, lse, low
