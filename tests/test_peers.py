@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import json
 import pkgutil
 import re
@@ -412,17 +413,22 @@ def test_torchs_flash_kernel_says_which_pages_it_takes():
         )
 
 
+def of_each_sequence(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=False, **rest):
+    """FlashAttention's function for sequences of up to 5 tokens."""
+    import torch
+
+    assert max_seqlen_q == max_seqlen_k == 5 and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    starts = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    parts = []
+    for (first, last), (key, end) in zip(*(itertools.pairwise(x) for x in starts), strict=True):
+        part = q[None, first:last], k[None, key:end], v[None, key:end]
+        parts.append(pk.op("attention", backend="reference")(*part, is_causal=causal)[0])
+    return torch.cat(parts), None
+
+
 def test_flash_cute_gets_documents_by_their_ends(monkeypatch):
     torch = pytest.importorskip("torch", reason="torch is not installed")
-
-    def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=False, **rest):
-        assert max_seqlen_q == max_seqlen_k == 5 and cu_seqlens_q.dtype == torch.int32
-        ends = zip(cu_seqlens_q.tolist(), cu_seqlens_q.tolist()[1:], strict=False)
-        parts = [[x[None, first:last] for x in (q, k, v)] for first, last in ends]
-        o = [pk.op("attention", backend="reference")(*part, is_causal=causal)[0] for part in parts]
-        return torch.cat(o), None
-
-    fake(monkeypatch, "flash_attn.cute", flash_attn_varlen_func=flash_attn_varlen_func)
+    fake(monkeypatch, "flash_attn.cute", flash_attn_varlen_func=of_each_sequence)
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((2, 8, 4, d)).astype(np.float32) for d in (16, 16, 24))
     ids = np.array([[1, 1, 1, 1, 1, 0, 0, 0], [3, 3, 3, 2, 2, 2, 2, 1]])
@@ -432,6 +438,19 @@ def test_flash_cute_gets_documents_by_their_ends(monkeypatch):
     )  # fmt: skip
     want = pk.op("attention")(q, k, v, q_segment_ids=ids, kv_segment_ids=ids, is_causal=True)
     np.testing.assert_allclose(found, want, atol=1e-6)
+
+
+def test_flash_cute_gets_sequences_that_fill_their_arrays(monkeypatch):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    fake(monkeypatch, "flash_attn.cute", flash_attn_varlen_func=of_each_sequence)
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal(s).astype(np.float32) for s in ((9, 4, 16), (8, 2, 16), (8, 2, 24)))
+    starts = np.array([0, 4, 9]), np.array([0, 5, 8])
+    call = peer_function("flash_cute", "varlen_attention")
+    found = call(*map(torch.from_numpy, (q, k, v, *starts)), is_causal=True)
+    np.testing.assert_allclose(found, pk.op("varlen_attention")(q, k, v, *starts, is_causal=True), atol=1e-6)
+    with pytest.raises(UnsupportedError, match="sequences that fill their array; these lie from 1 to 9 of 9 tokens"):
+        call(*map(torch.from_numpy, (q, k, v, np.array([1, 4, 9]), starts[1])))
 
 
 class FlashInferWrapper:

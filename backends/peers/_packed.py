@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from portakern.errors import UnsupportedError
 
-__all__ = ["Documents", "documents", "kept"]
+__all__ = ["Documents", "documents", "filling", "kept"]
 
 
 def kept(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,4 +60,19 @@ def documents(q_segment_ids: Any, kv_segment_ids: Any, library: str) -> Document
         raise UnsupportedError(f"{library} takes documents of neighbouring rows; these ids come again behind others")
     starts = torch.nonzero(begins.reshape(-1)).reshape(-1)
     starts = torch.cat([starts, starts.new_tensor([ids.numel()])])
+    return Documents(starts.int(), int(starts.diff().max()))
+
+
+@kept
+def filling(starts: Any, tokens: int, library: str) -> Documents:
+    """The sequences that cumulative ``starts`` separate.
+
+    Raises:
+      UnsupportedError: they do not fill an array of so many ``tokens``: what a library writes elsewhere is not known.
+    """
+    first, last = (int(x) for x in starts[[0, -1]])
+    if (first, last) != (0, tokens):
+        raise UnsupportedError(
+            f"{library} takes sequences that fill their array; these lie from {first} to {last} of {tokens} tokens"
+        )
     return Documents(starts.int(), int(starts.diff().max()))

@@ -66,6 +66,35 @@ def attention(
     return o.view(*q.shape[:-1], v.shape[-1])
 
 
+@provides(BACKEND, refuses=kernel_takes)
+def varlen_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    q_starts: Any,
+    kv_starts: Any,
+    *,
+    is_causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Any:
+    """The spec's own layout and alignment, of sequences that fill their arrays."""
+    from flash_attn import cute
+
+    from portakern.backends.peers._packed import filling
+
+    queries, keys = filling(q_starts, len(q), "FlashAttention"), filling(kv_starts, len(k), "FlashAttention")
+    ends = {
+        "cu_seqlens_q": queries.starts, "cu_seqlens_k": keys.starts,
+        "max_seqlen_q": queries.longest, "max_seqlen_k": keys.longest,
+    }  # fmt: skip
+    modes = {
+        "softmax_scale": scale, "causal": is_causal, "window_size": window or (None, None), "softcap": softcap or 0.0,
+    }  # fmt: skip
+    return _first(cute.flash_attn_varlen_func(q, k, v, **ends, **modes))
+
+
 def _first(result: Any) -> Any:
     """o, which comes with lse in some versions."""
     return result[0] if isinstance(result, tuple) else result
