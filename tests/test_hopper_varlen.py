@@ -18,7 +18,7 @@ from portakern.core.call import Call
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
-from portakern.backends.triton import compiler, interpreter  # noqa: E402
+from portakern.backends.triton import compiler, interpreter, plan  # noqa: E402
 from portakern.backends.triton.hopper import _flash  # noqa: E402
 from portakern.backends.triton.hopper import varlen_attention as hopper  # noqa: E402
 from portakern.backends.triton.launch import recording  # noqa: E402
@@ -131,3 +131,135 @@ def test_every_role_meets_the_bound(name):
     call, ran = bound(*shape, **options), []
     assert worst_share(call, run(call, tiling_of(call, **named), ran)) <= 1
     assert ran == FLASH
+
+
+def alone(call: Call, s: int) -> Call:
+    """The call of its ``s``-th sequence."""
+    arrays = dict(call.arrays)
+    for names, starts in ((("q",), "q_starts"), (("k", "v"), "kv_starts")):
+        first, end = call.arrays[starts][s : s + 2].tolist()
+        arrays |= {n: arrays[n][first:end] for n in names}
+        arrays[starts] = starts_of([end - first], "cpu")
+    made: Call = unchecked(call.spec, *(arrays[n] for n in ("q", "k", "v", "q_starts", "kv_starts")), **call.options)
+    return made.replace(target=call.target, interpret=False)
+
+
+@pytest.mark.parametrize("d, options", [(64, {"is_causal": True}), (96, {"window": (150, 20), "softcap": 20.0})])
+def test_a_sequence_has_the_bits_that_it_has_alone(d, options):
+    """Of lengths that no tile divides, in any company, with other tiles of queries, and by programs of one tile."""
+    q_lens, kv_lens = [200, 61, 333, 130], [310, 160, 333, 64]
+    call = bound(q_lens, kv_lens, 1, 2, d, dtype=torch.float16, **options)
+    starts = call.arrays["q_starts"].tolist()
+    with recording(partial(on_the_host, ran=[])):
+        o, lse, _ = VARIANT.run(call, tiling_of(call))
+        for s, named in enumerate(({}, {"persistent": 0}, {"consumers": 2}, {"consumers": 3})):
+            one, mine = alone(call, s), slice(*starts[s : s + 2])
+            o_alone, lse_alone, _ = VARIANT.run(one, tiling_of(one, **named))
+            assert torch.equal(o_alone, o[mine]) and torch.equal(lse_alone, lse[:, mine])
+
+
+def test_what_other_sequences_hold_reaches_nothing():
+    """Tiles reach over a sequence's end, where the next one has NaN: 0 times NaN is NaN."""
+    call = bound([130, 70, 150], [150, 90, 160], 1, 1, 64, is_causal=True)
+    for names, starts in ((("q",), "q_starts"), (("k", "v"), "kv_starts")):
+        for name in names:
+            call.arrays[name][slice(*call.arrays[starts][1:3])] = float("nan")
+    for consumers in (2, 3):
+        o, lse, _ = run(call, tiling_of(call, consumers=consumers))
+        dirty = torch.zeros(len(o), dtype=torch.bool)
+        dirty[130:200] = True
+        assert torch.isfinite(o[~dirty]).all() and torch.isfinite(lse[:, ~dirty]).all() and torch.isnan(o[dirty]).all()
+
+
+@pytest.mark.parametrize("late", [{0: 3e-3}, {1: 3e-3}, {2: 3e-3}], ids=["first group", "second group", "producer"])
+def test_who_is_late_finds_the_tile_that_is_meant(monkeypatch, late):
+    """Of the two numbers of a program that say which tile is next none is written before all have read it."""
+    for role, seconds in late.items():
+        monkeypatch.setitem(host.LATE, role, seconds)
+    call = bound([129] * 4 + [20] * 5, None, 1, 2, 64, is_causal=True)
+    assert worst_share(call, run(call, tiling_of(call, consumers=2))) <= 1
+
+
+def launches_of(call: Call, **named: int) -> list[tuple[Any, int, tuple[Any, ...], dict[str, Any]]]:
+    found: list[tuple[Any, int, tuple[Any, ...], dict[str, Any]]] = []
+    with recording(lambda *launch: found.append(launch)):
+        VARIANT.run(call, tiling_of(call, **named))
+    return found
+
+
+def test_tiles_are_scheduled_from_those_that_see_most():
+    """Rows of the schedule: each tile of each sequence once, sequences with most keys first, and what takes turns."""
+    call = bound([300, 0, 130, 64], [100, 50, 700, 0], 2, 2, 64, around=3, is_causal=True)
+    (kernel, grid, args, constexprs), (_, programs, *_) = launches_of(call, consumers=2)
+    interpreter.run(kernel, grid, *args, **constexprs)
+    (total, taken, *_), *rows = args[2].tolist()
+    found = [tuple(row[:6]) for row in rows[:total]]
+    assert taken == 0 and programs == 2
+    first = [(0, 2, 303, 130, 153, 700)] * 2 + [(2, 3, 3, 300, 3, 100)] * 3
+    # Behind these stand tokens that see nothing, in their order: before the first sequence, its last, behind it.
+    assert found == [*first, (5, 1, 0, 3, 0, 0), (6, 1, 433, 64, 853, 0), (7, 1, 497, 3, 853, 0)]
+    assert {row[6] for row in rows[:total]} == {4}  # heads of a group, and of two, whose keys L2 holds
+
+    call = bound([300, 130], [100, 1 << 16], 4, 1, 128, device="meta", is_causal=True)
+    extents = launches_of(call)[0][2][3]
+    assert extents.cached == tma.IN_L2 // 512 and extents.seen == 100 + (1 << 16)
+    assert launches_of(call.replace(options={**call.options, "is_causal": False}))[0][2][3].cached == 0
+
+
+def test_another_length_is_no_reason_to_compile():
+    compiled = set()
+    for lens in ([640, 700], [1000, 1025, 4096], [3000] * 16, [129]):
+        for kernel, _, args, constexprs in launches_of(bound(lens, None, 8, 2, 64, device="meta", is_causal=True),
+                                                       consumers=2):  # fmt: skip
+            source, options = compiler.specialised(kernel, args, constexprs, targets.find("sm_90"))
+            if kernel.__name__ == FLASH[1]:
+                compiled.add((source.hash(), *sorted(map(str, options.items()))))
+    assert len(compiled) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"dtype": torch.float32}, "dtype float32: this kernel takes"),
+        ({"d": 12}, "head dimensions 12 and 12: this kernel takes multiples of 8 up to 256"),
+        ({"d": 264}, "up to 256"),
+        ({"d": 128, "softcap": 3.0, "window": (9, 0)}, None),
+    ],
+    ids=str,
+)
+def test_what_is_left_to_the_portable_kernel(more, why):
+    call = bound([300, 200], None, 1, 2, **{"d": 64, **more}, device="meta")
+    found = hopper.supports(call, tilings.default(VARIANT, call).tiling)
+    assert found is None if why is None else why in found
+
+
+def test_few_queries_are_the_portable_kernels():
+    for lens, name in ([60] * 4, "gpu"), ([100] * 4, "gpu"), ([200] * 4, "hopper"), ([65] * (1 << 15), "gpu"):
+        call = bound(lens, None, 2, 2, 64, device="meta")
+        assert VARIANT.resolve(call, tiling_of(call))[0].family.name == name
+    ungrouped = bound([100] * 4, None, 2, 1, 64, device="meta")
+    assert VARIANT.resolve(ungrouped, tiling_of(ungrouped))[0] is VARIANT
+
+
+def test_calls_of_a_signature_are_planned():
+    call = bound([130, 200], None, 2, 1, 64, is_causal=True)
+    launches: list[tuple[str, int]] = []
+    with recording(lambda kernel, grid, args, constexprs: launches.append((kernel.__name__, grid))):
+        _, again = plan.learn(VARIANT, call, tiling_of(call))
+        first = list(launches)
+        launches.clear()
+        assert again is not None
+        again(call.arrays)
+    assert launches == first == [(FLASH[0], 4), (FLASH[1], 2)]
+
+
+@compiles
+@pytest.mark.parametrize("d", [64, 128, 96])
+def test_they_compile_for_hopper_and_products_do_not_wait(d):
+    call = bound([4096] * 4, None, 8, 4, d, device="meta", is_causal=True)
+    built = FAMILY.load_compiler().build(VARIANT, call, tiling_of(call))
+    assert [k.name for k in built.kernels] == FLASH
+    for kernel in built.kernels:
+        assert kernel.over(targets.find("sm_90")) is None and not kernel.serialised and not kernel.undefined
+        assert (kernel.spills or 0) <= (32 if d == 96 else 0)
+    assert any("GMMA" in i for i in kernel.matrix)
