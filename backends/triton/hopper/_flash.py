@@ -55,7 +55,7 @@ from portakern.backends.triton.lib.gluon import (
     zero_sums,
 )
 from portakern.backends.triton.lib.gluon_sequences import (
-    Sequences,
+    SequenceSchedule,
     claim_tile,
     claimed_tile,
     scheduled_tiles,
@@ -685,7 +685,7 @@ def attention_flash_pieces_kernel(
 
 class SequenceArrays(NamedTuple):
     """Of a call of packed sequences beside q, k, v and o: lse and low, each None where it is absent, and the members of
-    ``Sequences``."""
+    ``SequenceSchedule``."""
 
     lse: Any
     low: Any
@@ -701,7 +701,7 @@ def varlen_attention_flash_kernel(
     ``lib.tma.ragged``). others: ``SequenceArrays``. tokens: queries of all sequences."""
     lse, low, schedule, claims = others
     inputs = QkvInputs(pieces_of(q, q_more), pieces_of(k, k_more), pieces_of(v, v_more))
-    sequences = Sequences(schedule, claims)
+    sequences = SequenceSchedule(schedule, claims)
     heads, kv_heads = q.shape[3], k.shape[3]
     tiles = scheduled_tiles(sequences, heads)
     work = TileSchedule(

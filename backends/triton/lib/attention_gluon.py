@@ -97,7 +97,7 @@ def supports(call: Call, config: UnsplitConfig) -> str | None:
     return reason
 
 
-def supports_tiles(call: Call, config: FlashTilesConfig) -> str | None:
+def supports_tiles(call: Call, config: TilesT) -> str | None:
     """Why the kernel does not take a call in its tiles of many queries, or the portable kernel in those of few."""
     dims, plan = call.dims, plan_of(call, config)
     if reason := gradients.refused(call):

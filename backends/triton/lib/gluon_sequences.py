@@ -27,7 +27,7 @@ FIELDS, CLAIMED = gl.constexpr(scheduling.FIELDS.value), gl.constexpr(scheduling
 together = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
-class Sequences(NamedTuple):
+class SequenceSchedule(NamedTuple):
     """``schedule``: of ``lib.sequences``. ``claims``: two numbers of each program, ``CLAIMED`` apart."""
 
     schedule: Any

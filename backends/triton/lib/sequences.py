@@ -64,7 +64,7 @@ class ScheduleExtents(NamedTuple):
     """``sequences``: how many there are; ``own_tokens``, ``other_tokens``: of the side that programs own, and of the
     other one; ``own_step``, ``other_step``: strides of their starts; ``seen``: positions of the other side that a tile
     sees at most, as masks have it; ``cached``: positions of the other side that the L2 cache has room for, or 0, and
-    heads do not take turns; ``heads``: of the side that programs own; ``together``: that take turns at most."""
+    heads do not take turns; ``heads``: of the side that programs own; ``interleaved_heads``: that take turns at most."""
 
     sequences: int
     own_tokens: int
@@ -74,7 +74,7 @@ class ScheduleExtents(NamedTuple):
     seen: int
     cached: int
     heads: int
-    together: int
+    interleaved_heads: int
 
 
 class ScheduleTile(NamedTuple):
@@ -87,14 +87,14 @@ class ScheduleTile(NamedTuple):
 
 
 @triton.jit
-def sequence_lengths(number, own, other, extents, there):
-    """(start, length, start on the other side, length there) of sequences, each [start, end) of its side. What lies
-    outside of all sequences has nothing on the other side."""
-    inside = (number > 0) & (number <= extents.sequences) & there
-    number = tl.where(there, number, 0)
+def sequence_lengths(number, own, other, extents, exists):
+    """(start, length, start on the other side, length there) of sequences, as far as they exist. What lies outside
+    of all sequences has nothing on the other side."""
+    inside = (number > 0) & (number <= extents.sequences) & exists
+    number = tl.where(exists, number, 0)
     start, length = between(own, extents.own_step, number, extents.sequences, extents.own_tokens)
     other_start, other_length = between(other, extents.other_step, number, extents.sequences, extents.other_tokens)
-    return start, tl.where(there, length, 0), other_start, tl.where(inside, other_length, 0)
+    return start, tl.where(exists, length, 0), other_start, tl.where(inside, other_length, 0)
 
 
 @triton.jit
@@ -118,7 +118,7 @@ def varlen_attention_schedule_kernel(own, other, schedule, extents, tile: tl.con
         total += tl.sum(their_tiles, 0)
     width = number * 0 + 1
     if extents.cached > 0:
-        width = tl.minimum(tl.maximum(extents.cached // tl.maximum(other_length, 1), 1), extents.together)
+        width = tl.minimum(tl.maximum(extents.cached // tl.maximum(other_length, 1), 1), extents.interleaved_heads)
         width = (extents.heads + width - 1) // width
         width = (extents.heads + width - 1) // width
     field = tl.arange(0, FIELDS)[None, :]
@@ -142,13 +142,13 @@ class Scheduled(NamedTuple):
 
 
 def scheduled(
-    call: Call, by_key: bool, rows: int, window: tuple[int | None, int | None], cached: int, together: int
+    call: Call, by_key: bool, rows: int, window: tuple[int | None, int | None], cached: int, interleaved_heads: int
 ) -> Scheduled:
     """In which order programs take tiles of so many ``rows`` of queries, or of keys where ``by_key``.
 
     Args:
       window: how far to the left and to the right of its place a query sees. cached: positions of the other side, of
-        one head, that the L2 cache has room for; together: heads at most that take turns there; these count where some
+        one head, that the L2 cache has room for; interleaved_heads: heads at most that take turns there; these count where some
         tiles of a sequence see more than others.
     """
     dims = call.dims
@@ -160,7 +160,15 @@ def scheduled(
     left, right = window
     seen = other_tokens if left is None or right is None else min(other_tokens, left + right + rows)
     extents = ScheduleExtents(
-        dims["sequences"], own_tokens, other_tokens, own.stride(0), other.stride(0), seen, cached, heads, together
+        dims["sequences"],
+        own_tokens,
+        other_tokens,
+        own.stride(0),
+        other.stride(0),
+        seen,
+        cached,
+        heads,
+        interleaved_heads,
     )
     tile = ScheduleTile(rows, others=256, written=16)
     launch(varlen_attention_schedule_kernel, dims["sequences"] + 2, call, own, other, schedule, extents, tile=tile,
