@@ -263,3 +263,27 @@ def test_they_compile_for_hopper_and_products_do_not_wait(d):
         assert kernel.over(targets.find("sm_90")) is None and not kernel.serialised and not kernel.undefined
         assert (kernel.spills or 0) <= (32 if d == 96 else 0)
     assert any("GMMA" in i for i in kernel.matrix)
+
+
+def drawn(seed: int) -> tuple[Call, dict[str, int]]:
+    """A call of any sequences, some of them without queries or keys, or with less keys than queries."""
+    rng = np.random.default_rng(seed)
+    number = int(rng.integers(1, 6))
+    q_lens, more = rng.integers(0, 280, number), rng.integers(-90, 200, number)
+    kv_lens = np.maximum(q_lens + more, 0) * (rng.random(number) > 0.15)
+    d, dv = rng.choice([64, 64, 72, 96, 128]), rng.choice([64, 64, 40, 96])
+    window = [None, None, (int(rng.integers(0, 150)), int(rng.integers(0, 50))), (int(rng.integers(0, 90)), None)]
+    options = {"is_causal": bool(rng.integers(2)), "window": window[rng.integers(4)],
+               "softcap": rng.choice([None, None, 4.0]), "around": int(rng.integers(0, 3))}  # fmt: skip
+    dtype = [torch.bfloat16, torch.float16][rng.integers(2)]
+    heads = ((1, 2), (2, 1), (1, 3))[rng.integers(3)]
+    named = ({}, {"consumers": 2}, {"persistent": 0}, {"block_kv": 64})[rng.integers(4)]
+    lens = [max(1, int(q_lens[0])), *q_lens[1:].tolist()], [max(1, int(kv_lens[0])), *kv_lens[1:].tolist()]
+    return bound(*lens, *heads, int(d), int(dv), dtype=dtype, seed=seed, **options), named
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_drawn_sequences_meet_the_bound(seed):
+    call, named = drawn(seed)
+    with recording(partial(on_the_host, ran=[])):
+        assert worst_share(call, VARIANT.run(call, tiling_of(call, **named))) <= 1
