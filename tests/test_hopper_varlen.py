@@ -14,6 +14,7 @@ from portakern import testing
 from portakern.core import registry, targets, tilings
 from portakern.core.binder import unchecked
 from portakern.core.call import Call
+from portakern.core.framework import frameworks
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
@@ -231,6 +232,12 @@ def test_what_is_left_to_the_portable_kernel(more, why):
     call = bound([300, 200], None, 1, 2, **{"d": 64, **more}, device="meta")
     found = hopper.supports(call, tilings.default(VARIANT, call).tiling)
     assert found is None if why is None else why in found
+
+
+def test_arrays_of_another_library_are_the_portable_kernels():
+    call = bound([300, 200], None, 1, 2, 64, device="meta")
+    found = hopper.supports(call.replace(framework=frameworks()["jax"]), tilings.default(VARIANT, call).tiling)
+    assert found is not None and "not tried in programs of jax" in found
 
 
 def test_few_queries_are_the_portable_kernels():

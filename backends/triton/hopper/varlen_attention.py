@@ -45,7 +45,17 @@ def fit(call: Call, config: VarlenFlashConfig) -> VarlenFlashConfig:
 
 
 def supports(call: Call, config: VarlenFlashConfig) -> str | None:
-    return too_many_tiles(call) or gluon.supports_tiles(as_attention(call), config)
+    return not_tried(call) or too_many_tiles(call) or gluon.supports_tiles(as_attention(call), config)
+
+
+def not_tried(call: Call) -> str | None:
+    """Why it does not take the arrays of another library than PyTorch."""
+    if call.framework.name == BACKEND.framework:
+        return None
+    return (
+        "its tensor descriptors, whose extents are not those of an array, were not tried in programs of "
+        f"{call.framework.name}"
+    )
 
 
 def delegate(call: Call, config: VarlenFlashConfig) -> tuple[str, FewQueriesTilesConfig] | None:
