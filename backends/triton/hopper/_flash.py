@@ -599,7 +599,8 @@ def producer(tiles, q_ring, ring, inputs, window, packed, work, plan: gl.constex
 
 @gluon.jit
 def by_roles(inputs, out, packed, softmax, work, plan: gl.constexpr):
-    """o, and lse and lse_low, by a producer and its consumers. packed: (segments, sequences), None of a call without."""
+    """o, and lse and lse_low, by a producer and its consumers. packed: (segments, sequences), each None where there are
+    none."""
     dtype: gl.constexpr = inputs.q[0].dtype
     q_tiles = head_buffers(dtype, plan.consumers, ROWS, plan.block_d, plan.more_d)
     k_tiles = head_buffers(dtype, plan.stages, plan.block_kv, plan.block_d, plan.more_d)

@@ -1,8 +1,8 @@
 """Attention of packed sequences for Hopper's copy engine and asynchronous matrix unit, in 16 bits.
 
-The kernels' loops are those of ``attention`` without splits (``_flash``). A tile lies in one sequence, of which the copy
-engine is told, so that it neither reads nor writes a row of another one (``lib.gluon_sequences``). A kernel before it
-writes down which tiles there are, sequences with most keys first (``lib.sequences``), and programs take them one by
+The kernels' loops are those of ``attention`` without splits (``_flash``). A tile lies in one sequence, of which the
+copy engine is told, so that it neither reads nor writes a row of another one (``lib.gluon_sequences``). A kernel before
+it writes down which tiles there are, sequences with most keys first (``lib.sequences``), and programs take them one by
 one: with nothing to ask the device, and no length that the host knows.
 
 Calls whose sequences have few queries in the mean are left to the portable kernel with the tiling of here

@@ -64,7 +64,8 @@ class ScheduleExtents(NamedTuple):
     """``sequences``: how many there are; ``own_tokens``, ``other_tokens``: of the side that programs own, and of the
     other one; ``own_step``, ``other_step``: strides of their starts; ``seen``: positions of the other side that a tile
     sees at most, as masks have it; ``cached``: positions of the other side that the L2 cache has room for, or 0, and
-    heads do not take turns; ``heads``: of the side that programs own; ``interleaved_heads``: that take turns at most."""
+    heads do not take turns; ``heads``: of the side that programs own; ``interleaved_heads``: that take turns at
+    most."""
 
     sequences: int
     own_tokens: int
@@ -148,8 +149,8 @@ def scheduled(
 
     Args:
       window: how far to the left and to the right of its place a query sees. cached: positions of the other side, of
-        one head, that the L2 cache has room for; interleaved_heads: heads at most that take turns there; these count where some
-        tiles of a sequence see more than others.
+        one head, that the L2 cache has room for; interleaved_heads: heads at most that take turns there; these count
+        where some tiles of a sequence see more than others.
     """
     dims = call.dims
     sides = [(call.arrays["q_starts"], dims["tokens"]), (call.arrays["kv_starts"], dims["kv_tokens"])]
