@@ -46,7 +46,7 @@ def build(family, implementation):
     return model._from_config(config, attn_implementation=implementation).eval()
 
 
-def batched(model, prompts=PROMPTS, tokens=8, new=NEW):
+def batched(model, prompts=PROMPTS, tokens=8, new=NEW, **how):
     """The tokens that continuous batching draws for each prompt, and their log-probabilities; a step has so many tokens
     at most, so that prompts come in chunks."""
     found = model.generate_batch(
@@ -58,6 +58,7 @@ def batched(model, prompts=PROMPTS, tokens=8, new=NEW):
             page_size=4, num_blocks=32, max_batch_tokens=tokens, auto_switch_to_flash=False, return_logprobs=True
         ),
         warmup=False,
+        **how,
     )
     assert [r.error for r in found.values()] == [None] * len(prompts)
     return [(r.generated_tokens, torch.tensor(r.logprobs)) for r in found.values()]
@@ -119,6 +120,17 @@ def test_copies_and_pickles_of_an_applied_model_batch(wanted):
         same(found, wanted["Llama"])
         assert served(calls) == {"paged_attention"}
         assert vars(other)["init_continuous_batching"].module is other
+
+
+def test_a_manager_that_is_kept_serves_again(wanted):
+    model = build("Llama", "eager")
+    portakern.torch.apply(model, parts=["attention"])
+    for _ in range(2):
+        calls = []
+        with pk.observe(calls.append):
+            same(batched(model, persistent_manager=True), wanted["Llama"])
+        assert served(calls) == {"paged_attention"} and model.config._attn_implementation == "portakern"
+    model.destroy_cached_continuous_batching_manager()
 
 
 def test_a_batching_that_cannot_begin_leaves_the_model_as_it_was():

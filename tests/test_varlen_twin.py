@@ -278,6 +278,23 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "changed, argument",
+    [
+        ({"cu_seq_k": starts(KV_LENS).flip(0)}, "kv_starts is cu_seq_k"),
+        ({"cu_seq_q": starts(Q_LENS).flip(0)}, "q_starts is cu_seq_q"),
+        ({"seqused_k": USED + 1}, "where keys end that seqused_k counts"),
+        ({"key": CACHE, "value": CACHE, "block_table": TABLE - 1, "seqused_k": USED}, "page_table is block_table"),
+        ({"key": CACHE, "value": CACHE, "block_table": TABLE, "seqused_k": USED + 99}, "kv_lens is seqused_k"),
+        ({"value": packed()[2].double()}, "varlen_attention: v is float64"),
+    ],
+)
+def test_what_the_op_refuses_is_told_by_pytorchs_names(changed, argument):
+    """The oracle reads the values of integers; kernels do not."""
+    with pytest.raises(pk.SpecError, match=f"^varlen_attn: .*{argument}"):
+        call(**changed, backend="reference")
+
+
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_cannot_be_is_refused_by_the_arguments_name(message):
     with pytest.raises(pk.SpecError, match=f"^varlen_attn: {message}"):

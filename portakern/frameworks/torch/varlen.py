@@ -15,6 +15,10 @@ from portakern.frameworks.torch.functions import kept_op
 __all__ = ["varlen_attn"]
 
 NAME = "varlen_attn"
+IN_PAGES = (
+    "q_starts is cu_seq_q, kv_lens is seqused_k, page_table is block_table, k_pages and v_pages are key and value"
+)
+IN_ONE_ARRAY = "q_starts is cu_seq_q, kv_starts is cu_seq_k, and where keys end that seqused_k counts"
 ENDLESS = -1
 """What PyTorch writes for a side on which a window has no end."""
 
@@ -41,8 +45,8 @@ def varlen_attn(
     """``torch.nn.attention.varlen.varlen_attn`` on the varlen_attention op, and with ``block_table`` on the
     paged_attention op.
 
-    It takes the arguments of all of PyTorch's releases from 2.10 on, whichever is installed. A sequence has the same
-    bits alone and in any batch. PyTorch's own runs on GPUs alone, in 16 bits.
+    It takes the arguments of PyTorch's releases from 2.10 to 2.13, whichever is installed. A sequence has the same bits
+    alone and in any batch. PyTorch's own runs on GPUs alone, in 16 bits.
 
     Args:
       query: (T_q, H_q, D), the queries of one sequence behind those of the other.
@@ -80,6 +84,7 @@ def varlen_attn(
     _check_heads(query, key, value, enable_gqa, paged)
     _check_hints(num_splits, return_aux)
     want_lse = return_aux is not None and return_aux.lse
+    arrays: tuple[Tensor, ...]
     options: dict[str, Any] = {"window": window, "scale": scale, "return_lse": want_lse}
     sequences = _sequences("cu_seq_q", cu_seq_q)
     if seqused_k is not None:
@@ -91,8 +96,7 @@ def varlen_attn(
                 f"shape {(sequences,)}: pass seqused_k"
             )
         _check_integers("block_table", block_table, (sequences, None), cu_seq_q)
-        op = kept_op("paged_attention", backend)
-        found = op(query, key, value, block_table, seqused_k, cu_seq_q, is_causal=False, **options)
+        arrays, options["is_causal"] = (query, key, value, block_table, seqused_k, cu_seq_q), False
     else:
         if cu_seq_k is None:
             raise SpecError(
@@ -101,7 +105,11 @@ def varlen_attn(
             )
         _check_integers("cu_seq_k", cu_seq_k, (sequences + 1,), cu_seq_q)
         starts = (cu_seq_q, cu_seq_k) if seqused_k is None else _with_rests(cu_seq_q, cu_seq_k, seqused_k)
-        found = kept_op("varlen_attention", backend)(query, key, value, *starts, **options)
+        arrays = query, key, value, *starts
+    try:
+        found = kept_op("paged_attention" if paged else "varlen_attention", backend)(*arrays, **options)
+    except SpecError as e:
+        raise SpecError(f"{NAME}: {e} ({IN_PAGES if paged else IN_ONE_ARRAY})") from e
     return (found.o, found.lse) if want_lse else found
 
 
