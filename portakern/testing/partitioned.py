@@ -162,7 +162,8 @@ Results = Sequence[Mapping[str, np.ndarray]]
 def combined(call: Call, rule: PartitionRule, results: Results) -> list[np.ndarray]:
     """The outputs that a call wants, of those of its parts, in the order of the parts.
 
-    Sums and means are taken in float32, or in float64 for float64, one part after the other, and rounded once.
+    Sums and means are taken in float32, or in float64 for float64, one part after the other, and rounded once. So are
+    results that lie side by side where the parts gave them in float32, beside sums that they were asked for so.
     """
     found = []
     for name in call.wants:
@@ -170,16 +171,21 @@ def combined(call: Call, rule: PartitionRule, results: Results) -> list[np.ndarr
         some = [r[name] for r in results if name in r]
         if how.kind == "beside":
             assert how.at is not None
-            found.append(np.concatenate(some, axis=how.at.axis))
+            found.append(_stored(np.concatenate(some, axis=how.at.axis), dtype))
         elif how.kind == "first":
-            found.append(some[0])
+            found.append(_stored(some[0], dtype))
         else:
             wide = numpy_dtype(_adder(dtype))
             with np.errstate(all="ignore"):
                 logs = [r[how.by].astype(wide) for r in results] if how.by else []
                 total = _joined(call, name, how, [y.astype(wide) for y in some], logs)
-            found.append(total if total.dtype == numpy_dtype(dtype) else rounded(total.astype(np.float64), dtype))
+            found.append(_stored(total, dtype))
     return found
+
+
+def _stored(array: np.ndarray, dtype: str) -> np.ndarray:
+    """An array rounded to a dtype, or as it is where it has it."""
+    return array if array.dtype == numpy_dtype(dtype) else rounded(array.astype(np.float64), dtype)
 
 
 def _adder(dtype: str) -> str:
