@@ -215,6 +215,8 @@ KEYWORDS = {
     "portakern/cli/tune.py: tune",
     "portakern/core/backend.py: implements",
     "portakern/frameworks/jax/functions.py: dot_product_attention",
+    "portakern/frameworks/jax/paged.py: ragged_paged_attention",
+    "portakern/frameworks/torch/varlen.py: varlen_attn",
     "portakern/spec/declare.py: spec",
     "portakern/testing/runner.py: check",
     "portakern/tools/judge/judgement.py: judge",
@@ -223,8 +225,8 @@ KEYWORDS = {
     "specs/linear_cross_entropy.py: linear_cross_entropy_vjp",
     "specs/varlen_attention.py: varlen_attention_vjp",
 }
-"""Interfaces whose keywords users name: commands' options, declarations, and the signature of an op or of JAX's own
-function."""
+"""Interfaces whose keywords users name: commands' options, declarations, and the signature of an op, or of PyTorch's
+or JAX's own function."""
 
 
 @pytest.mark.parametrize("folder", ["portakern", "specs", "backends", "maint"])
