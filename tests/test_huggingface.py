@@ -33,6 +33,10 @@ FAMILIES = {  # (config, its model, what differs): each hands attention somethin
         {**LLAMA_LIKE, "attn_logit_softcapping": 0.05, "query_pre_attn_scalar": 8, "sliding_window": 4},
     ),
     "Mistral": ("MistralForCausalLM", {**LLAMA_LIKE, "sliding_window": 4}),
+    "GptOss": (
+        "GptOssForCausalLM",  # its sinks are drawn
+        {**LLAMA_LIKE, "sliding_window": 4, "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
 }
 
 
@@ -54,7 +58,7 @@ def step(model):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_bias_of_positions_a_softcap_and_a_window_are_served(family):
+def test_a_bias_of_positions_a_softcap_a_window_and_sinks_are_served(family):
     portakern.torch.register_attention()
     got, want = (step(build(family, implementation)) for implementation in ("portakern", "eager"))
     assert got.keys() == want.keys()
@@ -76,8 +80,7 @@ def attend(**given):
 @pytest.mark.parametrize(
     "message, given",
     {
-        r"s_aux is a tensor of shape \(4,\).*eager": {"s_aux": torch.zeros(4)},
-        "indices is a tensor": {"indices": torch.zeros(2, 5, 3, dtype=torch.int64)},
+        r"indices is a tensor of shape \(2, 5, 3\).*eager": {"indices": torch.zeros(2, 5, 3, dtype=torch.int64)},
         "output_attentions is True": {"output_attentions": True},
         "cache is 'paged'": {"cache": "paged"},
         "an_argument_of_tomorrow is 1": {"an_argument_of_tomorrow": 1},

@@ -51,11 +51,13 @@ def register_attention(name: str = "portakern", backend: str | None = None) -> N
         position_bias: torch.Tensor | None = None,
         softcap: float | None = None,
         sliding_window: int | None = None,
+        s_aux: torch.Tensor | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         """query: (batch, heads, length, head dim); key, value with fewer heads -> (batch, length, heads, head dim).
 
-        attention_mask: transformers' mask for "sdpa", or (batch, length) integers, the sequence of each token."""
+        attention_mask: transformers' mask for "sdpa", or (batch, length) integers, the sequence of each token.
+        s_aux: (heads,), a sink of each head, as GPT-OSS has."""
         refuse(name, dropout, attention_mask, others)
         sequences = None
         if attention_mask is not None and attention_mask.dtype == torch.int32:
@@ -82,7 +84,8 @@ def register_attention(name: str = "portakern", backend: str | None = None) -> N
             query = query.expand(key.shape[0], -1, -1, -1)
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         bias = additive(attention_mask, position_bias, query.dtype)
-        return op(q, k, v, bias, sequences, sequences, window=window, scale=scaling, softcap=softcap), None
+        options = {"window": window, "scale": scaling, "softcap": softcap}
+        return op(q, k, v, bias, sequences, sequences, s_aux, **options), None
 
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, made_mask)
