@@ -207,18 +207,24 @@ class Op:
             how = framework.interposes(self._casts)
             if how == "records" and any(framework.is_array(a) for a in (*args, *kwargs.values())):
                 return framework.record(self, args, kwargs)
+            if how != "records" and framework.distributes(self.spec, args, kwargs):
+                self._bound(args, kwargs)  # says what is wrong with the call
+                return framework.record(self, args, kwargs)
             if how == "profiles":
                 return framework.profiled(self, args, kwargs)
             if how == "casts":
                 args, kwargs = framework.cast(self.spec, args, kwargs)
-        try:
-            call = self._bind(*args, **kwargs)
-        except (TypeError, RuntimeError) as e:
-            raise unbound(self.spec, e, args, kwargs) from None
+        call = self._bound(args, kwargs)
         outputs, plan = call_through(call, self.choice)
         if key is not None and plan is not None:
             self._plans.keep(key, plan)
         return outputs[0] if self._bare else self._result(call, outputs)
+
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        try:
+            return self._bind(*args, **kwargs)
+        except (TypeError, RuntimeError) as e:
+            raise unbound(self.spec, e, args, kwargs) from None
 
     def bind(self, /, *args: Any, **kwargs: Any) -> Call:
         """Check the arguments and compute the dimensions; nothing runs."""

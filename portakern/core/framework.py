@@ -301,6 +301,15 @@ class Framework:
         """
         return None
 
+    def distributes(self, spec: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether arguments of a call are arrays that the library distributes over devices. It then knows how an op
+        runs on their shards, and :meth:`record` serves the call.
+
+        Raises:
+          SpecError: others of its arrays are not distributed.
+        """
+        return False
+
     def undisturbed(self, casts: bool) -> bool:
         """Whether nobody steps in (:meth:`interposes`) or looks through the library's arrays, so that an array's
         signature says all about it. Not asked under :meth:`recording_python`."""

@@ -354,6 +354,16 @@ class Torch(Framework):
                 return "profiles"
         return "casts" if casts and core._is_any_autocast_enabled() else None
 
+    def distributes(self, spec: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        if "torch.distributed.tensor" not in sys.modules:
+            return False
+        from portakern.frameworks.torch import sharded
+
+        if not sharded.are_distributed(spec, args, kwargs):
+            return False
+        sharded.register(spec)
+        return True
+
     def undisturbed(self, casts: bool) -> bool:
         modes, tracing, transforms, casting, forward_ad, profiler, compiler = self._watchers
         return not (

@@ -41,7 +41,7 @@ from portakern.spec import Spec
 from portakern.spec.dtypes import DTYPES
 from portakern.spec.options import Option
 
-__all__ = ["bound", "calling", "define", "staged", "tell_counters"]
+__all__ = ["ROUTING", "bound", "calling", "define", "read_options", "staged", "tell_counters"]
 
 LIBRARY = torch.library.Library("portakern", "FRAGMENT")
 ROUTING = ("wants", "backend", "variant", "tiling")
@@ -250,6 +250,20 @@ def _choice(spec: Spec[Any], backend: str, variant: str, tiling: str) -> Choice:
     return Choice.from_names(spec, named, variant or None, {name: int(value) for name, value in extents.items()})
 
 
+def read_options(spec: Spec[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """(options, outputs wanted or none) of a call of a custom op."""
+    options = {}
+    for o in spec.options:
+        if o.name in kwargs:
+            options[o.name] = _unpaired(kwargs[o.name]) if o.kind == "tuple" else kwargs[o.name]
+    wants = tuple(filter(None, kwargs.get("wants", "").split(",")))
+    names = [o.name for o in spec.outputs]
+    for name in wants:
+        if name not in names:
+            raise SpecError(f"{spec.name}: wants names {name!r}; expected names among {', '.join(names)}")
+    return options, wants
+
+
 class _Rules:
     """What torch does with one op. ``args`` are the arrays in the spec's order; torch leaves out what equals its
     default."""
@@ -264,15 +278,7 @@ class _Rules:
     ) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]:
         """(arrays that are given, options, outputs wanted or none) of a call."""
         arrays = {a.name: x for a, x in zip(self.spec.arrays, args, strict=False) if x is not None}
-        options = {}
-        for o in self.spec.options:
-            if o.name in kwargs:
-                options[o.name] = _unpaired(kwargs[o.name]) if o.kind == "tuple" else kwargs[o.name]
-        wants = tuple(filter(None, kwargs.get("wants", "").split(",")))
-        for name in wants:
-            if name not in self.names:
-                raise SpecError(f"{self.spec.name}: wants names {name!r}; expected names among {', '.join(self.names)}")
-        return arrays, options, wants
+        return arrays, *read_options(self.spec, kwargs)
 
     def choice(self, kwargs: Mapping[str, Any]) -> Choice:
         """Who must serve a call, as its strings say."""

@@ -1,0 +1,156 @@
+"""DTensors: ops on shards, over two processes of gloo."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from datetime import timedelta
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.distributed.is_available():
+    pytest.skip("this build of PyTorch has no torch.distributed", allow_module_level=True)
+
+import torch.distributed as dist  # noqa: E402
+import torch.multiprocessing as mp  # noqa: E402
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh  # noqa: E402
+
+import portakern as pk  # noqa: E402
+from portakern.errors import SpecError  # noqa: E402
+
+WORLD = 2
+ALL = Replicate()
+
+
+def in_processes(body, world=WORLD):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(_entry, (body, world, port), nprocs=world)
+
+
+def _entry(rank, body, world, port):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=120))
+    try:
+        body()
+    finally:
+        dist.destroy_process_group()
+
+
+def made(*shapes, dtype=torch.float32):
+    rng = torch.Generator().manual_seed(1)
+    return [torch.randn(s, generator=rng).to(dtype) for s in shapes]
+
+
+def same(name, arrays, placements, result, gradients=None, mesh=None, **options):
+    """The op on DTensors placed so: its results and gradients are those of the full arrays, placed as expected."""
+    mesh = mesh or init_device_mesh("cpu", (WORLD,))
+    placements, result = ([p if isinstance(p, tuple) else (p,) for p in ps] for ps in (placements, [result]))
+    op = pk.op(name, backend="reference")
+    full = [a.clone().requires_grad_(gradients is not None) for a in arrays]
+    cut = [distribute_tensor(a.clone(), mesh, p) for a, p in zip(arrays, placements, strict=True)]
+    cut = [a.requires_grad_(gradients is not None) for a in cut]
+    expected, found = op(*full, **options), op(*cut, **options)
+    assert found.placements == result[0], (name, options, found.placements)
+    torch.testing.assert_close(found.full_tensor(), expected, rtol=2e-6, atol=2e-6)
+    if gradients is not None:
+        expected.sin().sum().backward()
+        found.sin().sum().backward()
+        for ours, theirs, placed in zip(cut, full, gradients, strict=True):
+            if placed is not None:
+                assert ours.grad.placements == (placed if isinstance(placed, tuple) else (placed,)), (
+                    ours.grad.placements
+                )
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=2e-5, atol=2e-5)
+
+
+def products_and_norms():
+    a, b = made((5, 16), (16, 12))
+    same("matmul", (a, b), (Shard(0), ALL), Shard(0), (Shard(0), Partial()))
+    same("matmul", (a, b), (ALL, Shard(1)), Shard(1), (Partial(), Shard(1)))
+    same("matmul", (a, b), (Shard(1), Shard(0)), Partial(), (Shard(1), Shard(0)))
+    x, w = made((3, 7, 32), (32,))  # seven rows on two devices
+    same("layernorm", (x, w), (Shard(1), ALL), Shard(1), (Shard(1), Partial()))
+    same("softmax", (x,), (Shard(2),), ALL, axis=-1)  # the axis that it works along
+    same("softmax", (x,), (Shard(2),), Shard(2), (Shard(2),), axis=1)
+
+
+def attentions():
+    q, k, v = made((2, 6, 4, 8), (2, 6, 2, 8), (2, 6, 2, 8))
+    heads, rows = (Shard(2),) * 3, (Shard(1), ALL, ALL)
+    same("attention", (q, k, v), heads, Shard(2), heads, is_causal=True)
+    queries = (Shard(1), Partial(), Partial())
+    same("attention", (q, k, v), rows, Shard(1), queries)
+    same("attention", (q, k, v), rows, ALL, (None,) * 3, is_causal=True)  # no rule of another call is kept for it
+    same("attention", (q, k, v), rows, ALL, (None,) * 3, window=(2, 1))
+    same("attention", (q, k, v), rows, Shard(1), queries)
+    same("attention", (q, k, v), (Shard(0),) * 3, Shard(0), (Shard(0),) * 3, window=(2, None))
+    q, k, v = made((2, 6, 6, 8), (2, 6, 3, 8), (2, 6, 3, 8))  # three key heads on two devices
+    same("attention", (q, k, v), heads, ALL, (None,) * 3)
+
+
+def wrong_calls_are_refused_in_the_ops_words():
+    mesh, op = init_device_mesh("cpu", (WORLD,)), pk.op("matmul", backend="reference")
+    a, b = made((4, 16), (12, 5))
+    placed = [distribute_tensor(x, mesh, [ALL]) for x in (a, b)]
+    with pytest.raises(SpecError, match=r"b axis -2 \(k\) is 12; expected 16"):
+        op(*placed)
+    with pytest.raises(SpecError, match="b is a Tensor beside a, a DTensor; place it on the same mesh"):
+        op(placed[0], b)
+
+
+class Lines(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.text = []
+
+    def emit(self, record):
+        self.text.append(record.getMessage())
+
+
+def what_is_gathered_is_said():
+    lines = Lines()
+    logging.getLogger("portakern").addHandler(lines)
+    a, b = made((4, 16), (16, 12), dtype=torch.float16)
+    same("matmul", (a, b), (Shard(1), Shard(0)), ALL)
+    x, w, d_y = made((6, 32), (32,), (6, 32), dtype=torch.bfloat16)
+    mesh = init_device_mesh("cpu", (WORLD,))
+    cut = [distribute_tensor(t, mesh, [p]) for t, p in zip((x, d_y, w), (Shard(0), Shard(0), ALL), strict=True)]
+    found = pk.op("layernorm_vjp", backend="reference")(*cut)
+    expected = pk.op("layernorm_vjp", backend="reference")(x, d_y, w)
+    assert torch.equal(found.d_weight.full_tensor(), expected.d_weight)
+    alone = pk.op("layernorm_vjp", backend="reference")(*cut, wants=("d_x",))
+    assert alone.d_x.placements == (Shard(0),) and torch.equal(alone.d_x.full_tensor(), expected.d_x)
+    text = "\n".join(lines.text)
+    assert "matmul: a is cut along axis 1 and gathered: its parts are asked with other out_dtype" in text
+    assert "layernorm_vjp: x is cut along axis 0 and gathered: d_weight is a sum of parts" in text
+
+
+def two_axes_of_a_mesh():
+    mesh = init_device_mesh("cpu", (2, 2))
+    a, b = made((4, 16), (16, 12))
+    same("matmul", (a, b), ((Shard(0), ALL), (ALL, Shard(1))), (Shard(0), Shard(1)),
+         ((Shard(0), Partial()), (Partial(), Shard(1))), mesh=mesh)  # fmt: skip
+    q, k, v = made((2, 6, 4, 8), (2, 6, 2, 8), (2, 6, 2, 8))
+    both = (Shard(0), Shard(2))
+    same("attention", (q, k, v), (both,) * 3, both, (both,) * 3, mesh=mesh, is_causal=True)
+    same("attention", (q, k, v), ((Shard(2), Shard(2)),) * 3, (Shard(2), ALL), (None,) * 3, mesh=mesh)  # two key heads
+
+
+def on_two_devices():
+    what_is_gathered_is_said()
+    products_and_norms()
+    attentions()
+    wrong_calls_are_refused_in_the_ops_words()
+
+
+def test_ops_run_on_shards():
+    in_processes(on_two_devices)
+
+
+def test_a_mesh_of_two_axes():
+    in_processes(two_axes_of_a_mesh, 4)
