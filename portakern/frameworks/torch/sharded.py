@@ -1,10 +1,10 @@
 """DTensors: ops run on the shards of arrays that PyTorch distributes over a mesh of devices.
 
 Which placements an op takes, and which it gives, follows from the rules of its spec (:mod:`portakern.core.partitions`):
-what is cut along a dimension is ``Shard``, a sum of parts is ``Partial``, all else is ``Replicate``. PyTorch redistributes
-arrays that are placed otherwise. Not taken are cuts that need more than the same call on each shard: sums of 16-bit
-results, dimensions along which a part is told where it begins, means that are weighted, and arrays that count once.
-Arrays that are cut there are gathered.
+what is cut along a dimension is ``Shard``, a sum of parts is ``Partial``, all else is ``Replicate``. Arrays that are
+placed otherwise are redistributed by PyTorch. Not taken are cuts that need more than the same call on each shard: sums
+of 16-bit results, dimensions along which a part is told where it begins, means that are weighted, and arrays that count
+once. Arrays that are cut there are gathered.
 
 The strategies are registered with the propagator of DTensor, since the public ``register_sharding`` keeps them by
 integer arguments alone: a rule that depends on another option would be another call's.
