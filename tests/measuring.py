@@ -8,7 +8,7 @@ from portakern.api import op
 from portakern.core.gradients import wiring
 from portakern.core.oracle import as_float64, oracle
 from portakern.spec.dtypes import numpy_dtype
-from portakern.spec.tolerance import compare
+from portakern.spec.tolerance import compare, rounded
 from portakern.testing.statistics import examine
 from tests.ops import record
 from tests.ops._shared import truncate
@@ -30,7 +30,9 @@ def measure(record, arrays, options=None, actual=None, **how):
         assert (exact is None) == (limit is None) == (output not in call.wants)
         if exact is not None:
             assert limit.shape == exact.shape == shape and limit.dtype == exact.dtype == np.float64
-            c = compare(y.astype(numpy_dtype(dtype)), exact, limit, dtype, record.spec.output(output).codes)
+            codes = record.spec.output(output).codes
+            stored = rounded(y, dtype) if codes else y.astype(numpy_dtype(dtype))
+            c = compare(stored, exact, limit, dtype, codes)
             worst[output] = max(c.worst, np.inf if c.bad.any() and c.worst <= 1 else 0)
     return worst
 

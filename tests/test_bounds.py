@@ -58,6 +58,8 @@ def test_right_kernels_stay_inside_and_the_bound_is_not_vacuous(name, dtype):
         if r.exact:
             assert fraction == 0.0
             continue
+        if r.spec.output(output).codes:
+            continue  # a code is right, or so near a tie that it is right too
         if dtype == "float64" and fraction == 0.0:
             continue  # the oracle's own operation, in its own precision
         if dtype == "float64":  # the units of float64 are doubled, for the oracle's own rounding
@@ -140,7 +142,8 @@ def test_float32_faults_that_a_bound_four_times_as_wide_would_miss(name):
         got = [y if y is None else y * np.float32(1 + e) for y, e in zip(got, off, strict=True)]
         worst = measure(r, arrays, options, got)
         assert worst.keys() == {o.name for o in r.spec.shown}
-        assert min(worst.values()) > 1 and max(worst.values()) < 4, worst
+        worst = [fraction for output, fraction in worst.items() if not r.spec.output(output).codes]
+        assert min(worst) > 1 and max(worst) < 4, worst
 
 
 @pytest.mark.parametrize(("name", "fault", "dtype"), entries("faults"))

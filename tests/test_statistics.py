@@ -52,7 +52,7 @@ def test_right_simulated_kernels_pass(name, dtype):
         rounded |= {n for n, (_, stored) in op(name).bind(*arrays, **options).outputs.items() if stored != "float32"}
     assert z.keys() == {o.name for o in r.spec.shown}
     for output, most in z.items():
-        if r.exact:
+        if r.exact or r.spec.output(output).codes:
             assert most == 0.0
             continue
         least = r.least_z.get(output, 0.9) if output in rounded else 0.4
@@ -119,7 +119,7 @@ def test_right_backends_pass(backend, platform, name, dtype):
         if dtype == "float32" and seed % 2 and any(o.name == "precision" for o in r.spec.options):
             options = options | {"precision": "tf32"}
         for output, (e, _) in served(backend, platform, name, arrays, options, regime).items():
-            assert e.applies or regime == "wide" or r.exact
+            assert e.applies or regime == "wide" or r.exact or r.spec.output(output).codes
             assert not e.reasons, (seed, output, e)
 
 

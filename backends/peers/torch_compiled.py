@@ -76,6 +76,7 @@ provides(BACKEND, refuses=torch_eager.one_dtype, outputs=2, before=torch_eager.t
     compiled(torch_eager.add_rmsnorm)
 )
 provides(BACKEND)(compiled(torch_eager.cross_entropy))
+provides(BACKEND, gradients=False, outputs=2)(compiled(torch_eager.quantize))
 provides(BACKEND, refuses=torch_eager.as_precise, around=torch_eager.as_asked)(compiled(torch_eager.matmul))
 provides(BACKEND, refuses=torch_eager.as_precise, around=torch_eager.as_asked)(compiled(torch_eager.linear))
 provides(BACKEND, refuses=torch_eager.as_precise, around=torch_eager.as_asked)(

@@ -41,13 +41,15 @@ Run = Callable[[Arrays], tuple[Any, ...]]
 
 
 class Part(NamedTuple):
-    """A part of an input or of an allocation: where it begins, in elements and in bytes from there, and its layout."""
+    """A part of an input or of an allocation, or all of it as another dtype of its size: where it begins, in elements
+    and in bytes from there, and its layout."""
 
     of: str
     offset: int
     bytes: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Step(NamedTuple):
@@ -142,7 +144,7 @@ class LaunchPlan:
         for i, (shape, strides, dtype, device) in enumerate(self.new):
             tensors[f"new{i}"] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
         for name, part in self.parts.items():
-            of = tensors[part.of]
+            of = tensors[part.of].view(part.dtype)
             tensors[name] = of.as_strided(part.shape, part.strides, of.storage_offset() + part.offset)
         handles = []
         for step in self.steps:
@@ -330,9 +332,13 @@ def _leaves(value: Any) -> Iterable[Any]:
 
 
 def _source_of(tensor: torch.Tensor, known: Mapping[str, torch.Tensor]) -> str | Part | None:
-    """What a tensor is: what begins where it does, or a part of the one input or allocation that it lies in. A part
-    that begins at another multiple of bytes than 16 is left out: it would not be as aligned as the whole."""
+    """What a tensor is: what begins where it does, as it is or as another dtype of its size, or a part of the one input
+    or allocation that it lies in. A part that begins at another multiple of bytes than 16 is left out: it would not be
+    as aligned as the whole."""
     whole = _beginning(tensor, known)
+    if whole is not None and known[whole].dtype != tensor.dtype:
+        same_size = known[whole].element_size() == tensor.element_size()
+        return Part(whole, 0, 0, tuple(tensor.shape), tensor.stride(), tensor.dtype) if same_size else None
     if whole is not None:
         return whole
     start = tensor.data_ptr()
@@ -346,7 +352,7 @@ def _source_of(tensor: torch.Tensor, known: Mapping[str, torch.Tensor]) -> str |
     if len(found) != 1 or found[0][1] % 16:
         return None
     of, after = found[0]
-    return Part(of, after // tensor.element_size(), after, tuple(tensor.shape), tensor.stride())
+    return Part(of, after // tensor.element_size(), after, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def _bytes(x: torch.Tensor) -> int:

@@ -191,7 +191,7 @@ def rounded(exact: np.ndarray, dtype: str) -> np.ndarray:
         info = np.iinfo(d.numpy)
         ends = np.where(whole > 0, info.max, info.min).astype(d.numpy)  # 2^63 is no int64, and 2^63 - 1 no float64
         inside = (whole >= info.min) & (whole < 2.0 ** (d.bits - (d.kind == "int")))
-        return np.where(inside, np.where(inside, whole, 0).astype(d.numpy), ends)
+        return np.asarray(np.where(inside, np.where(inside, whole, 0).astype(d.numpy), ends), order="C")
 
 
 def _odd_float32(exact: np.ndarray) -> np.ndarray:

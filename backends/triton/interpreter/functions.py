@@ -320,6 +320,7 @@ OVERRIDES: dict[int, Any] = {
         (tl.cast, cast), (tl.fma, fma), (tl.reduce, reduce), (tl.associative_scan, associative_scan),
         (tl.sum, _reduction(np.add)), (tl.max, _reduction(np.fmax)), (tl.min, _reduction(np.fmin)),
         (tl.maximum, _two(np.fmax, bound(tl.maximum))), (tl.minimum, _two(np.fmin, bound(tl.minimum))),
+        (tl.div_rn, _two(np.divide, bound(tl.div_rn))),
         (tl.multiple_of, _identity), (tl.max_contiguous, _identity), (tl.max_constancy, _identity),
         *((getattr(tl, name), _elementwise(ufunc, bound(getattr(tl, name)))) for name, ufunc in _ELEMENTWISE.items()),
     ]
