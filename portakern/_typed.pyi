@@ -1921,6 +1921,77 @@ class PagedAttentionOp(Op):
         return_lse: bool = False,
     ) -> NDArray[Any] | PagedAttentionOut[NDArray[Any]]: ...
 
+class QuantizeOut(NamedTuple, Generic[T]):
+    q: T
+    scale: T
+
+class QuantizeOp(Op):
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        static_scale: Array | None = None,
+        *,
+        height: int = 1,
+        width: int = 128,
+        to: Any = "float8_e4m3fn",
+        scales: Literal["float32", "power_of_two"] = "float32",
+        scale_ub: float | None = None,
+        scale_floor: float = 0.0,
+    ) -> QuantizeOut[Array]:
+        """Codes of 8 bits and the scales of their blocks, for which x is about q scale.
+
+        A block is (height, width). (1, n) is a scale for each row, as of a token; (1, 128) one for each group of 128
+        numbers
+        of a row; (m, n) one for the whole tensor; (128, 128) those of weights beside such groups. Of an array with more
+        axes
+        a caller passes the view of two.
+
+        L is the largest number of ``to``: 448 of float8_e4m3fn, 57344 of float8_e5m2, 127 of int8, whose codes are -127
+        to
+        127. In float32 (float64 for float64):
+
+            scale = max |x| / L of a block, 1 of a block of zeros
+            q = x / scale, and L or -L where that is further from 0, rounded to nearest, ties to even
+
+        Args:
+          x: (m, n), any strides.
+          static_scale: (m / height or 1, n / width or 1), scales that were measured before: nothing of x is looked at
+            to
+            find them. Between 2^-126 and 2^126.
+          height, width: of a block; they divide m and n.
+          to: the dtype of the codes.
+          scales: "power_of_two" takes the least power of two that is no less than max |x| / L: what ue8m0 can hold.
+            Nothing is rounded then but the codes.
+          scale_ub: max |x| counts as no more than this, so that one outlier does not take the digits of all: it
+            saturates.
+            vLLM's option of this name.
+          scale_floor: scales are no less, those of zeros neither; with "power_of_two" the least power of two that is no
+            less. vLLM has 1 / (L 512).
+
+        Returns:
+          q: the shape of x and the dtype ``to``. scale: (m / height, n / width), float32; given ones as they are.
+          No scale is below 2^-126. A NaN makes the scale and all codes of its block NaN, and beside given scales its
+            own
+          code; an infinity without scale_ub makes the scale inf, the finite codes of its block 0 and its own NaN, and
+            with
+          one or beside given scales L of its sign. int8 has no NaN: nothing is promised of a code that would be.
+          Nothing is promised of a block whose max |x| is subnormal.
+        """
+    @overload
+    def __call__(
+        self,
+        x: NDArray[Any],
+        static_scale: NDArray[Any] | None = None,
+        *,
+        height: int = 1,
+        width: int = 128,
+        to: Any = "float8_e4m3fn",
+        scales: Literal["float32", "power_of_two"] = "float32",
+        scale_ub: float | None = None,
+        scale_floor: float = 0.0,
+    ) -> QuantizeOut[NDArray[Any]]: ...
+
 class RmsnormOp(Op):
     @overload
     def __call__(
@@ -2714,6 +2785,14 @@ def op(
     variant: str | None = None,
     tiling: Mapping[str, int] | None = None,
 ) -> PagedAttentionOp: ...
+@overload
+def op(
+    which: Literal["quantize"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> QuantizeOp: ...
 @overload
 def op(
     which: Literal["rmsnorm"],
