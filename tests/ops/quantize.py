@@ -254,7 +254,7 @@ RECORD = ForwardRecord(
     large_case=large_case,
     typical=lambda rng, dtype: large_case(rng, dtype, "normal"),
     hiding={"scales three roundings off": Hiding("typical errors are", {"off": 3 * 2.0**-24})},
-    small={"groups": Sample({"x": (3, 8)}, {"width": 4}), "blocks": Sample({"x": (8, 16)}, BLOCKS)},
+    small={"groups": Sample({"x": (3, 128)}), "blocks": Sample({"x": (8, 16)}, BLOCKS)},
     usual=(
         Sample({"x": (9, 384)}),
         Sample({"x": (40, 200)}, {"width": 200, "to": INT8}),
