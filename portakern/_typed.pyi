@@ -1942,10 +1942,9 @@ class QuantizeOp(Op):
         """Codes of 8 bits and the scales of their blocks, for which x is about q scale.
 
         A block is (height, width). (1, n) is a scale for each row, as of a token; (1, 128) one for each group of 128
-        numbers
-        of a row; (m, n) one for the whole tensor; (128, 128) those of weights beside such groups. Of an array with more
-        axes
-        a caller passes the view of two.
+        numbers of a row; (m, n) one for the whole tensor; (128, 128) those of weights beside such groups. Of an array
+        with
+        more axes a caller passes the view of two.
 
         L is the largest number of ``to``: 448 of float8_e4m3fn, 57344 of float8_e5m2, 127 of int8, whose codes are -127
         to

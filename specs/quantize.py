@@ -76,9 +76,9 @@ def quantize(
 ) -> QuantizeOut:
     """Codes of 8 bits and the scales of their blocks, for which x is about q scale.
 
-    A block is (height, width). (1, n) is a scale for each row, as of a token; (1, 128) one for each group of 128 numbers
-    of a row; (m, n) one for the whole tensor; (128, 128) those of weights beside such groups. Of an array with more axes
-    a caller passes the view of two.
+    A block is (height, width). (1, n) is a scale for each row, as of a token; (1, 128) one for each group of 128
+    numbers of a row; (m, n) one for the whole tensor; (128, 128) those of weights beside such groups. Of an array with
+    more axes a caller passes the view of two.
 
     L is the largest number of ``to``: 448 of float8_e4m3fn, 57344 of float8_e5m2, 127 of int8, whose codes are -127 to
     127. In float32 (float64 for float64):
@@ -189,7 +189,7 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @quantize.sigma
 def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The RMS error of a scale: that of two divisions, 2 KAPPA u of it. A code is right or wrong, and is not measured."""
+    """The RMS error of a scale: that of two divisions, 2 KAPPA u of it. A code is right or wrong, and not measured."""
     exact = call.arrays["static_scale"] is not None or call.options["scales"] == "power_of_two"
     return np.zeros(ref[0].shape), (0.0 if exact else 2 * KAPPA * units(call).u) * magnitude(ref[1])
 

@@ -4,8 +4,8 @@
 
 x: (m, n) of blocks of (height, width), any strides. Two ways:
 
-* Blocks of ``block_n`` numbers or less: a program owns ``block_rows`` of them, each a row of its tile, and reads x once.
-  So for groups, for tokens whose row fits, and for blocks of 128 by 128.
+* Blocks of ``block_n`` numbers or less: a program owns ``block_rows`` of them, each a row of its tile, and reads x
+  once. So for groups, for tokens whose row fits, and for blocks of 128 by 128.
 * Other blocks: the first kernel finds the greatest number of each tile of ``block_rows`` by ``block_n``, of which a
   block has ``parts``, and the second takes the greatest of those and writes codes. Given scales need no first kernel.
 
@@ -248,7 +248,8 @@ def plan_of(call: Call, config: RowsConfig, parts: int) -> QuantizePlan:
     native = code > 0 and (double or (not call.interpret and call.target.arch in NATIVE))
     return QuantizePlan(
         config.block_rows, config.block_n, accumulator(call.dtype), tl.int64 if double else tl.int32,
-        52 if double else 23, 1023 if double else 127, float(most), int(most.view(f"i{most.itemsize}")), options["scales"] == "power_of_two",
+        52 if double else 23, 1023 if double else 127, float(most), int(most.view(f"i{most.itemsize}")),
+        options["scales"] == "power_of_two",
         code, code_bias, native, pow2_at_least(parts, 1, 1024), call.dims["height"] == 1,
     )  # fmt: skip
 

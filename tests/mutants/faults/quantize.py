@@ -17,7 +17,8 @@ FAULTS = {
             "scale-of-a-tile",
             "a tile of a block takes its own greatest number for the block's",
             old="        s = scale_of(tl.max(found, 0) + tl.zeros([1], plan.word), limits, plan)",
-            new="        s = scale_of(tl.load(top + block * extents.parts + part + tl.zeros([1], tl.int64)), limits, plan)",
+            new="        own = top + block * extents.parts + part\n"
+            "        s = scale_of(tl.load(own + tl.zeros([1], tl.int64)), limits, plan)",
             at=(0, 100),
         ),
         Planted(
