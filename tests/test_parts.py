@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import portakern as pk
 from portakern import testing
 from portakern.cli import app
-from portakern.core import registry
+from portakern.core import partitions, registry
 from portakern.core.binder import bind
 from portakern.core.partitions import Joined, described, partition_rules
 from portakern.errors import SpecError
@@ -127,6 +127,16 @@ def test_an_axis_that_an_option_names_is_not_cut():
 
 def test_what_offsets_number_is_not_cut():
     assert [row["dimension"] for row in described(registry.find_spec("varlen_attention"))] == ["kv_heads"]
+
+
+def test_an_axis_with_an_element_for_each_block_is_not_cut():
+    """Blocks of a dimension would have to end where parts do. One element for all of it is every part's."""
+    op = registry.find_spec("matmul")
+    call, dims = bind(op, np.ones((4, 6)), np.ones((6, 8))), op.argument("a").dims
+    assert partitions._axis(call, dims, (4, 6), "m", None) == (0, 1)
+    assert partitions._axis(call, dims, (1, 6), "m", None) is None
+    with pytest.raises(partitions._OtherExtent):
+        partitions._axis(call, dims, (2, 6), "m", None)
 
 
 # -------------------------------------------------------------------------------------------- ops made for these tests

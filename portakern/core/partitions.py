@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -118,9 +119,10 @@ def partition_rules(call: Call) -> list[PartitionRule]:
         run = call.dims.get(candidate.dimension)
         slots: Sequence[int | None] = range(-len(run), 0) if isinstance(run, tuple) else (None,)
         for slot in slots:
-            rule = _rule(call, candidate, slot)
-            if rule is not None:
-                found.append(rule)
+            with suppress(_OtherExtent):
+                rule = _rule(call, candidate, slot)
+                if rule is not None:
+                    found.append(rule)
     return found
 
 
@@ -261,8 +263,14 @@ def _axis(call: Call, dims: Sequence[Dim], shape: tuple[int, ...], dim: str, slo
             if (name, own) == (dim, slot) or (d.variadic and own == (dim, slot)):
                 inner = math.prod(call.dims[f] for f in d.factors[1:])
                 full = (call.dims[dim] if slot is None else call.dims[dim][slot]) * inner
+                if shape[axis] not in (1, full):
+                    raise _OtherExtent
                 return CutAxis(axis, inner) if shape[axis] == full and not (d.broadcast and full == 1) else None
     return None
+
+
+class _OtherExtent(Exception):
+    """An axis that carries a dimension has fewer or more elements, as where there is one for each block of it."""
 
 
 def _slot(call: Call, name: str, back: int) -> tuple[str, int]:
