@@ -60,20 +60,25 @@ from portakern.backends.triton.lib.gluon import (
     zero_sums,
 )
 from portakern.backends.triton.lib.gluon_gradients import (
+    LseRest,
     Own,
     Sides,
     any_flag,
+    any_flag_of,
     far_of,
     guests_of,
     next_tile,
     plain_tile,
     producer,
+    resident_rows,
+    schedule_of,
     score_gradients,
+    sequence_at,
     statistic_of,
     tiles_of,
     weights_of,
-    work_of,
 )
+from portakern.backends.triton.lib.gluon_sequences import SequenceSchedule, claimed_tile
 
 
 class OtherGradientArrays(NamedTuple):
@@ -223,16 +228,36 @@ def multiplied(sums, scale):
 
 
 @gluon.jit
+def heads_of(rows):
+    """How many heads a described array has, and how wide they are."""
+    if len(rows.shape) == 5:
+        return rows.shape[3], rows.shape[4]
+    else:
+        return rows.shape[2], rows.shape[3]
+
+
+@gluon.jit
+def lines_before(b, rows):
+    """(rows that stand before those of a batch entry, or of the sequence that ``b`` is (end, length) of; its rows)."""
+    if len(rows.shape) == 5:
+        end, length = b
+        return (end - length).to(gl.int64), length
+    else:
+        return b.to(gl.int64) * rows.shape[1], rows.shape[1]
+
+
+@gluon.jit
 def leave(x, sums, at, tiles, rows, plan: gl.constexpr):
     """Write gradients of ``rows`` to x, at (batch entry, first row, head): by way of the memory of the rows, which are
     not read any more, or, where x is not described, from the registers that they are in."""
     b, i, h = at
     if plan.more_d or plan.more_dv:
-        _, length, heads, d = rows[0].shape
+        heads, d = heads_of(rows[0])
+        before, length = lines_before(b, rows[0])
         for n in gl.static_range(len(sums)):
             row = i + gl.arange(0, ROWS, by_row(sums[n].shape[1]))
             column = n * sums[0].shape[1] + gl.arange(0, sums[n].shape[1], by_column(sums[n].shape[1]))
-            line = (b.to(gl.int64) * length + row) * heads + h
+            line = (before + row) * heads + h
             ok = (row < length)[:, None] & (column < d)[None, :]
             gl.store(x + (line[:, None] * d + column[None, :]), sums[n].to(tiles[0].dtype), mask=ok)
     else:
@@ -248,41 +273,50 @@ def consumer(GROUP: gl.constexpr, resident, streamed, sides, softmax, group, pla
     row: gl.constexpr = by_row(plan.block)
     block: gl.constexpr = plan.block
     left, right = softmax.window
-    work = work_of(sides, softmax.window, group, plan)
+    work = schedule_of(sides, softmax.window, group, plan)
     resident_first, resident_second = each_at(resident.first, GROUP), each_at(resident.second, GROUP)
     unit = 0
     count = 0
     index = gl.program_id(0)
     while index < work.tiles:
+        its = sequence_at(index, work, sides.sequences)
         top, head, first, last, steps = guests_of(
-            index, work, softmax.window, sides, ROWS * plan.consumers, block, plan.by_key
+            index, its, softmax.window, sides, ROWS * plan.consumers, block, plan.by_key
         )
         mine = top + GROUP * ROWS
-        limits, all_lo, all_hi = reach(mine + work.kv_len - work.q_len, work, left, right, row)
+        limits, all_lo, all_hi = reach(mine + its.kv_len - its.q_len, its, left, right, row)
         others = None
         if sides.segments is not None:
             reached = limits, all_lo, all_hi
             limits, all_lo, all_hi, others = packed_reach(reached, sides.segments, head, mine, work, row)
         shift, delta, low, flags, line = None, None, sides.rest.low, sides.rest.flags, head * work.group
+        if plan.by_key and sides.sequences is not None:
+            low = low + its.other_start
         if not plan.by_key:
             i, at = mine + gl.arange(0, ROWS, row), head.to(gl.int64) * work.pitch
+            if sides.sequences is not None:
+                at = at + its.start
             behind = work.all_heads.to(gl.int64) * work.pitch
-            shift = gl.load(sides.lines + at + i, mask=i < work.q_len, other=0.0)[:, None]
-            delta = gl.load(sides.lines + behind + at + i, mask=i < work.q_len, other=0.0)[:, None]
-            low = low + at + mine, work.q_len - mine
-            flags = any_flag(flags, head, mine, ROWS, work.q_len, plan)
+            shift = gl.load(sides.lines + at + i, mask=i < its.q_len, other=0.0)[:, None]
+            delta = gl.load(sides.lines + behind + at + i, mask=i < its.q_len, other=0.0)[:, None]
+            low = low + at + mine, its.q_len - mine
+            if sides.sequences is not None:
+                end = its.start + its.q_len
+                flags = any_flag_of(flags, head, its.start + mine, ROWS, end, work.pitch, plan)
+            else:
+                flags = any_flag(flags, head, mine, ROWS, its.q_len, plan)
         mbarrier.wait(resident.ring.full.index(GROUP), count & 1)
         own = Own(resident_first, resident_second, limits, all_lo, all_hi, shift, delta, low, flags, others)
         sums = zero_sums(plan.block_d, plan.more_d), zero_sums(plan.block_dv, plan.more_dv)
         streamed_span = first, last, steps
         if plan.ahead:
             d_first, d_second, unit = walk_ahead(unit, (line, first), streamed_span, own, streamed, sums,
-                                                 softmax.scores, work, plan)  # fmt: skip
+                                                 softmax.scores, its, plan)  # fmt: skip
         else:
             d_first, d_second, unit = walk(
-                unit, (line, first), streamed_span, own, streamed, sums, softmax.scores, work, plan
+                unit, (line, first), streamed_span, own, streamed, sums, softmax.scores, its, plan
             )
-        at = head // work.heads, mine, head % work.heads
+        at = resident_rows(head, its), mine, head % work.heads
         if plan.want_first:
             leave(sides.d_first, multiplied(d_first, softmax.scale), at, resident_first, sides.resident_first, plan)
         if plan.want_second:
@@ -290,7 +324,10 @@ def consumer(GROUP: gl.constexpr, resident, streamed, sides, softmax, group, pla
         tma.store_wait(0)
         mbarrier.arrive(resident.ring.empty.index(GROUP), count=1)
         count += 1
-        index += gl.num_programs(0)
+        if sides.sequences is not None:
+            index = claimed_tile(count, sides.sequences, resident.ring, GROUP)
+        else:
+            index += gl.num_programs(0)
 
 
 @gluon.jit
@@ -324,7 +361,7 @@ def attention_vjp_gradients_kernel(
     """d_first and d_second, scaled, of resident rows: see ``Sides``. group: query heads of a key head."""
     sides = Sides(
         (resident_first,), (resident_second,), (streamed_first,), (streamed_second,), lines, rest, (d_first,),
-        (d_second,), segments,
+        (d_second,), segments, None,
     )  # fmt: skip
     by_roles(sides, softmax, group, plan)
 
@@ -343,6 +380,55 @@ def attention_vjp_pieces_kernel(
     sides = Sides(
         pieces_of(resident_first, resident_first_more), pieces_of(resident_second, resident_second_more),
         pieces_of(streamed_first, streamed_first_more), pieces_of(streamed_second, streamed_second_more), lines, rest,
-        d_first, d_second, segments,
+        d_first, d_second, segments, None,
+    )  # fmt: skip
+    by_roles(sides, softmax, group, plan)
+
+
+class SequenceGradientArrays(NamedTuple):
+    """Of a call of packed sequences beside the arrays that are described: the members of ``LseRest``, and of
+    ``SequenceSchedule``; and of heads in two pieces the gradients, which are no descriptors, each None where nobody
+    wants it."""
+
+    low: Any
+    flags: Any
+    schedule: Any
+    claims: Any
+    d_first: Any
+    d_second: Any
+
+
+@gluon.jit
+def varlen_attention_vjp_gradients_kernel(
+    resident_first, resident_second, streamed_first, streamed_second, lines, others, d_first, d_second, softmax,
+    plan: gl.constexpr,
+):  # fmt: skip
+    """As ``attention_vjp_gradients_kernel``, of packed sequences: described as such (see ``lib.tma.ragged``). others:
+    ``SequenceGradientArrays``."""
+    low, flags, schedule, claims, _, _ = others
+    group = streamed_first.shape[3] // resident_first.shape[3]
+    if not plan.by_key:
+        group = resident_first.shape[3] // streamed_first.shape[3]
+    sides = Sides(
+        (resident_first,), (resident_second,), (streamed_first,), (streamed_second,), lines, LseRest(low, flags),
+        (d_first,), (d_second,), None, SequenceSchedule(schedule, claims),
+    )  # fmt: skip
+    by_roles(sides, softmax, group, plan)
+
+
+@gluon.jit
+def varlen_attention_vjp_pieces_kernel(
+    resident_first, resident_first_more, resident_second, resident_second_more, streamed_first, streamed_first_more,
+    streamed_second, streamed_second_more, lines, others, softmax, plan: gl.constexpr,
+):  # fmt: skip
+    """As ``attention_vjp_pieces_kernel``, of packed sequences. others: ``SequenceGradientArrays``."""
+    low, flags, schedule, claims, d_first, d_second = others
+    group = streamed_first.shape[3] // resident_first.shape[3]
+    if not plan.by_key:
+        group = resident_first.shape[3] // streamed_first.shape[3]
+    sides = Sides(
+        pieces_of(resident_first, resident_first_more), pieces_of(resident_second, resident_second_more),
+        pieces_of(streamed_first, streamed_first_more), pieces_of(streamed_second, streamed_second_more), lines,
+        LseRest(low, flags), d_first, d_second, None, SequenceSchedule(schedule, claims),
     )  # fmt: skip
     by_roles(sides, softmax, group, plan)

@@ -25,6 +25,7 @@ from portakern.backends.triton.lib.gluon import (
     tanh,
     tile_at,
 )
+from portakern.backends.triton.lib.gluon_sequences import claim_tile, scheduled_tiles, sequence_row
 from portakern.backends.triton.lib.tma import TOGETHER
 
 AT_A_TIME = gl.constexpr(TOGETHER)
@@ -80,7 +81,8 @@ class Sides(NamedTuple):
     """Arrays in memory, described, in pieces: (batch, length, heads, d or dv); the gradients None that nobody wants,
     and no descriptors where heads have two pieces. lines: of the queries of all heads and batch entries,
     ``GradientTileSchedule.pitch`` apart, shift, which is lse log2(e), and behind them delta; described where queries
-    come by. segments: of the resident side, None of a call without."""
+    come by. segments: of the resident side, None of a call without; sequences: the schedule of tiles of packed ones, or
+    None. Arrays of packed sequences are described as such (``lib.tma.ragged``)."""
 
     resident_first: Any
     resident_second: Any
@@ -91,11 +93,14 @@ class Sides(NamedTuple):
     d_first: Any
     d_second: Any
     segments: Any
+    sequences: Any
 
 
 class GradientTileSchedule(NamedTuple):
     """The tiles of a call, as ``_flash.TileSchedule`` has them, with resident rows for queries and streamed ones for
-    keys. ``heads``, ``all_heads``: resident. ``pitch``: of a line of shift and delta."""
+    keys. ``heads``, ``all_heads``: resident. ``pitch``: of a line of shift and delta. Of packed sequences what stands
+    between ``tiles_q`` and ``kv_len`` is one sequence's, whose first resident row, streamed row and tile are ``start``,
+    ``other_start`` and ``first``, each None elsewhere."""
 
     tiles: Any
     tiles_q: Any
@@ -106,6 +111,50 @@ class GradientTileSchedule(NamedTuple):
     q_len: Any
     kv_len: Any
     pitch: Any
+    start: Any
+    other_start: Any
+    first: Any
+
+
+@gluon.jit
+def sequence_at(index, work, sequences):
+    """The schedule of the ``index``-th tile's sequence, which is taken as a batch entry is; without sequences the
+    call's."""
+    if sequences is None:
+        return work
+    else:
+        row = sequence_row(index, sequences, work.heads)
+        return GradientTileSchedule(
+            work.tiles, row.tiles, row.width, work.heads, work.group, work.heads, row.length, row.other_length,
+            work.pitch, row.start, row.other_start, row.first * work.heads,
+        )  # fmt: skip
+
+
+@gluon.jit
+def resident_rows(head, work):
+    """Where the copy engine finds a tile's resident rows, as ``load_head`` takes it."""
+    if work.start is None:
+        return head // work.heads
+    else:
+        return work.start + work.q_len, work.q_len
+
+
+@gluon.jit
+def streamed_rows(head, work):
+    """Where the copy engine finds the rows that come by, as ``load_head`` takes it."""
+    if work.other_start is None:
+        return head // work.heads
+    else:
+        return work.other_start + work.kv_len, work.kv_len
+
+
+@gluon.jit
+def packed_work(sequences, heads, group, plan: gl.constexpr):
+    """:func:`work_of` packed sequences, before it is known of which one a tile is."""
+    tokens = gl.load(sequences.schedule + (3 if plan.by_key else 2))
+    pitch = gl.cdiv(tokens, LINE) * LINE
+    tiles = scheduled_tiles(sequences, heads)
+    return GradientTileSchedule(tiles, 0, 1, heads, group, heads, 0, 0, pitch, None, None, None)
 
 
 @gluon.jit
@@ -125,7 +174,9 @@ def work_of(sides, window, group, plan: gl.constexpr):
     tiles = gl.num_programs(0)
     if left is None and right is None:
         tiles = tiles_q * all_heads
-    return GradientTileSchedule(tiles, tiles_q, AT_A_TIME, heads, group, all_heads, q_len, kv_len, pitch)
+    return GradientTileSchedule(
+        tiles, tiles_q, AT_A_TIME, heads, group, all_heads, q_len, kv_len, pitch, None, None, None
+    )  # fmt: skip
 
 
 class Own(NamedTuple):
@@ -173,13 +224,30 @@ def any_flag(flags, line, start, queries: gl.constexpr, length, plan: gl.constex
 
 
 @gluon.jit
+def any_flag_of(flags, line, first, queries: gl.constexpr, end, pitch, plan: gl.constexpr):
+    """As ``any_flag``, of tokens from ``first`` on, where flags begin at others: one more is read. A flag of another
+    sequence's queries changes no bit."""
+    each: gl.constexpr = plan.flagged * FLAGS
+    several: gl.constexpr = (queries + plan.flagged - 2) // plan.flagged + 1
+    at = flags + line.to(gl.int64) * ((pitch + each - 1) // each * FLAGS)
+    number = first // plan.flagged
+    found = gl.load(at + number, mask=first < end, other=0)
+    for n in gl.static_range(1, several):
+        found = found | gl.load(at + (number + n), mask=(number + n) * plan.flagged < end, other=0)
+    return found != 0
+
+
+@gluon.jit
 def far_of(own, line, start, work, plan: gl.constexpr):
     """Whether a query of a tile has an lse far from 0: of resident ones it is known, streamed ones of a ``line`` are
     read."""
-    if plan.by_key:
-        return any_flag(own.flags, line, start, plan.block, work.kv_len, plan)
-    else:
+    if not plan.by_key:
         return own.flags
+    elif work.other_start is not None:
+        end = work.other_start + work.kv_len
+        return any_flag_of(own.flags, line, work.other_start + start, plan.block, end, work.pitch, plan)
+    else:
+        return any_flag(own.flags, line, start, plan.block, work.kv_len, plan)
 
 
 @gluon.jit
@@ -246,6 +314,8 @@ def score_gradients(sloped, d_p, delta, start, cols, own, masked: gl.constexpr =
 def guests_of(index, work, window, sides, rows: gl.constexpr, block: gl.constexpr, by_key: gl.constexpr):
     """(first resident row, batch entry and head as one number, first and last streamed row, streamed tiles)."""
     left, right = window
+    if work.first is not None:
+        index = index - work.first
     tile, head = tile_at(index, work, right, left is not None or right is not None)
     top = tile * rows
     before = work.kv_len - work.q_len
@@ -276,25 +346,45 @@ def next_tile(position, first, last, block: gl.constexpr):
 
 
 @gluon.jit
+def schedule_of(sides, window, group, plan: gl.constexpr):
+    """``work_of``, or of packed sequences ``packed_work``."""
+    if sides.sequences is not None:
+        return packed_work(sides.sequences, sides.resident_first[0].shape[3], group, plan)
+    else:
+        return work_of(sides, window, group, plan)
+
+
+@gluon.jit
+def line_at(b, head, start, work):
+    """(line, number in it) of the shift of a head's streamed query ``start``."""
+    if work.other_start is None:
+        return b * work.heads * work.group + head, start
+    else:
+        return head, work.other_start + start
+
+
+@gluon.jit
 def producer(resident, streamed, sides, softmax, group, plan: gl.constexpr):
     """One warp that fetches what the consumers take, in their order."""
     block: gl.constexpr = plan.block
     consumers: gl.constexpr = plan.consumers
     row_bytes: gl.constexpr = 2 * (plan.block_d + plan.more_d + plan.block_dv + plan.more_dv)
     rows: gl.constexpr = ROWS * plan.consumers
-    work = work_of(sides, softmax.window, group, plan)
+    work = schedule_of(sides, softmax.window, group, plan)
     unit = 0
     count = 0
     index = gl.program_id(0)
     while index < work.tiles:
-        top, head, first, last, steps = guests_of(index, work, softmax.window, sides, rows, block, plan.by_key)
-        b, h = head // work.heads, head % work.heads
+        its = sequence_at(index, work, sides.sequences)
+        top, head, first, last, steps = guests_of(index, its, softmax.window, sides, rows, block, plan.by_key)
+        b, h = resident_rows(head, its), head % work.heads
         for g in gl.static_range(consumers):
             mbarrier.wait(resident.ring.empty.index(g), (count & 1) ^ 1)
             full = resident.ring.full.index(g)
             mbarrier.expect(full, ROWS * row_bytes)
             load_head(sides.resident_first, b, top + g * ROWS, h, full, each_at(resident.first, g))
             load_head(sides.resident_second, b, top + g * ROWS, h, full, each_at(resident.second, g))
+        b = streamed_rows(head, its)
         start = first
         streamed_head = h // work.group
         if plan.by_key:
@@ -304,16 +394,19 @@ def producer(resident, streamed, sides, softmax, group, plan: gl.constexpr):
             load_head(sides.streamed_first, b, start, streamed_head, full, each_at(streamed.first, stage))
             load_head(sides.streamed_second, b, start, streamed_head, full, each_at(streamed.second, stage))
             if plan.by_key:
-                line = b * work.heads * work.group + streamed_head
+                line, at = line_at(b, streamed_head, start, its)
                 lines = work.all_heads * work.group
-                load_tile(sides.lines, [line, start], full, streamed.shift.index(stage))
-                load_tile(sides.lines, [lines + line, start], full, streamed.delta.index(stage))
+                load_tile(sides.lines, [line, at], full, streamed.shift.index(stage))
+                load_tile(sides.lines, [lines + line, at], full, streamed.delta.index(stage))
             unit += 1
             if plan.by_key:
                 streamed_head = gl.where(start + block < last, streamed_head, streamed_head + 1)
             start = after(start, first, last, block)
         count += 1
-        index += gl.num_programs(0)
+        if sides.sequences is not None:
+            index = claim_tile(count, sides.sequences, resident.ring, work.tiles)
+        else:
+            index += gl.num_programs(0)
 
 
 @gluon.jit

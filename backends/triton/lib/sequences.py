@@ -103,7 +103,7 @@ def varlen_attention_schedule_kernel(own, other, schedule, extents, tile: tl.con
     """The rows of ``schedule`` of one sequence, as many as it has tiles, each with the same numbers: (the first of
     these rows; how many there are; start and length of the sequence; start and length of what it meets on the other
     side; heads that take turns). Sequences whose tiles see most positions stand first. Before all rows stands one more:
-    how many rows there are, and 0, to count those that were taken.
+    how many rows there are; 0, to count those that were taken; and the tokens of both sides.
     """
     number = tl.program_id(0)
     start, length, other_start, other_length = sequence_lengths(number, own, other, extents, number >= 0)
@@ -133,6 +133,8 @@ def varlen_attention_schedule_kernel(own, other, schedule, extents, tile: tl.con
     if number == 0:
         tl.store(schedule, total)
         tl.store(schedule + 1, total * 0)
+        tl.store(schedule + 2, total * 0 + extents.own_tokens)
+        tl.store(schedule + 3, total * 0 + extents.other_tokens)
 
 
 class Scheduled(NamedTuple):

@@ -294,7 +294,7 @@ def attention_vjp_unordered_kernel(
     """d_k and d_v, scaled, and D k added to ``sums``, float32, described: (heads of all batch entries, pitch, 1,
     block_d). The other arguments are those of ``attention_vjp_gradients_kernel`` with resident keys; d_k and d_v may be
     None."""
-    sides = Sides((k,), (v,), (q,), (d_o,), lines, rest, d_k, d_v, segments)
+    sides = Sides((k,), (v,), (q,), (d_o,), lines, rest, d_k, d_v, segments, None)
     dtype: gl.constexpr = k.dtype
     block: gl.constexpr = plan.block
     bar: gl.constexpr = mbarrier.MBarrierLayout()
