@@ -237,13 +237,23 @@ def heads_of(rows):
 
 
 @gluon.jit
+def length_of(b, rows):
+    """How many rows a batch entry has, or the sequence that ``b`` is (end, length) of."""
+    if len(rows.shape) == 5:
+        _end, length = b
+        return length
+    else:
+        return rows.shape[1]
+
+
+@gluon.jit
 def lines_before(b, rows):
-    """(rows that stand before those of a batch entry, or of the sequence that ``b`` is (end, length) of; its rows)."""
+    """How many rows stand before those of a batch entry, or of a sequence."""
     if len(rows.shape) == 5:
         end, length = b
-        return (end - length).to(gl.int64), length
+        return (end - length).to(gl.int64)
     else:
-        return b.to(gl.int64) * rows.shape[1], rows.shape[1]
+        return b.to(gl.int64) * rows.shape[1]
 
 
 @gluon.jit
@@ -253,12 +263,11 @@ def leave(x, sums, at, tiles, rows, plan: gl.constexpr):
     b, i, h = at
     if plan.more_d or plan.more_dv:
         heads, d = heads_of(rows[0])
-        before, length = lines_before(b, rows[0])
         for n in gl.static_range(len(sums)):
             row = i + gl.arange(0, ROWS, by_row(sums[n].shape[1]))
             column = n * sums[0].shape[1] + gl.arange(0, sums[n].shape[1], by_column(sums[n].shape[1]))
-            line = (before + row) * heads + h
-            ok = (row < length)[:, None] & (column < d)[None, :]
+            line = (lines_before(b, rows[0]) + row) * heads + h
+            ok = (row < length_of(b, rows[0]))[:, None] & (column < d)[None, :]
             gl.store(x + (line[:, None] * d + column[None, :]), sums[n].to(tiles[0].dtype), mask=ok)
     else:
         for n in gl.static_range(len(sums)):

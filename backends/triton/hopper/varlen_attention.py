@@ -1,4 +1,4 @@
-"""Attention of packed sequences for Hopper's copy engine and asynchronous matrix unit, in 16 bits.
+"""Attention of packed sequences for Hopper's copy engine and asynchronous matrix unit, in 16 bits, and its gradients.
 
 The kernels' loops are those of ``attention`` without splits (``_flash``). A tile lies in one sequence, of which the
 copy engine is told, so that it neither reads nor writes a row of another one (``lib.gluon_sequences``). A kernel before
