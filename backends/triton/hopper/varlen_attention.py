@@ -126,9 +126,7 @@ def fit_gradients(call: Call, config: FlashGradientsConfig) -> FlashGradientsCon
 
 
 def supports_gradients(call: Call, config: FlashGradientsConfig) -> str | None:
-    if call.dims["sequences"] > SORTED:
-        return f"{call.dims['sequences']} sequences: this kernel takes up to {SORTED}, whose order it finds"
-    return not_tried(call) or gradients.supports(as_attention(call), config)
+    return not_tried(call) or too_many_tiles(call) or gradients.supports(as_attention(call), config)
 
 
 @BACKEND.implements("varlen_attention_vjp", key=key, fit=fit_gradients, supports=supports_gradients,

@@ -57,7 +57,7 @@ def between(starts, step, number, sequences, tokens):
 FIELDS = tl.constexpr(8)  # numbers of a row of a schedule, of which the last is not in use
 CLAIMED = tl.constexpr(32)  # numbers of a program among claims: a line of the cache
 
-SORTED = 1 << 14  # sequences at most whose order is found: each is compared with all others
+SORTED = 1 << 14  # sequences from which on it takes long to find their order: each is compared with all others
 
 
 class ScheduleExtents(NamedTuple):
