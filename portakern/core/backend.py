@@ -280,13 +280,15 @@ class Drawn:
 
     Attributes:
       absent: optional arrays and options that no call has. multiples: dimension -> a divisor of its extent.
-      least, most: dimension -> its smallest and largest extent.
+      least, most: dimension -> its smallest and largest extent. narrow: arrays that have the op's dtype, where others
+        may have a wider one.
     """
 
     absent: tuple[str, ...] = ()
     multiples: Mapping[str, int] = field(default_factory=dict)
     least: Mapping[str, int] = field(default_factory=dict)
     most: Mapping[str, int] = field(default_factory=dict)
+    narrow: tuple[str, ...] = ()
 
     def extent(self, name: str, extent: int) -> int:
         """The nearest extent from there on that is drawn, or the largest."""
@@ -298,6 +300,7 @@ class Drawn:
         said = [f"no {name}" for name in self.absent]
         said += [f"{name} a multiple of {of}" for name, of in self.multiples.items()]
         said += [f"{name} at least {least}" for name, least in self.least.items()]
+        said += [f"{name} no wider than the op's dtype" for name in self.narrow]
         return ", ".join([*said, *(f"{name} at most {most}" for name, most in self.most.items())])
 
 

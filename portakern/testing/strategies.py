@@ -226,7 +226,7 @@ def dtype_cycle(dtypes: Sequence[str], count: int, first: int = 0) -> list[str]:
 
 
 def _may_widen(a: ArrayArg, narrow: bool, limits: Limits, edge: Edge) -> bool:
-    return narrow and not limits.one_dtype and a.name not in edge.aliased
+    return narrow and not limits.one_dtype and a.name not in (*edge.aliased, *_drawn(limits, edge).narrow)
 
 
 def _narrower(source: Source, given: Sequence[ArrayArg], dtype: str, limits: Limits, edge: Edge) -> dict[str, str]:

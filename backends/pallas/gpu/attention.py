@@ -47,6 +47,7 @@ from portakern.backends.pallas.lib.mosaic_gpu.flash import (
 )
 from portakern.backends.pallas.lib.mosaic_gpu.head_parts import LeavingBuffers, buffer_shapes, columns_of, starts_of
 from portakern.backends.pallas.lib.segments import spans_of
+from portakern.core.backend import Drawn
 from portakern.core.call import Call
 
 
@@ -101,7 +102,8 @@ def write(
         plgpu.copy_smem_to_gmem(buffer.copied, there)
 
 
-@BACKEND.implements("attention", key=key, supports=supports, config=FlashConfig, copies=copies)
+@BACKEND.implements("attention", key=key, supports=supports, config=FlashConfig, copies=copies,
+                    drawn=Drawn(("out_dtype",)))  # fmt: skip
 def attention(call: Call, config: FlashConfig) -> tuple[jax.Array | None, ...]:
     plan = plan_of(call, config)
     wide, dtype = whole_pieces(plan.dv, plan.dtype), plan.dtype

@@ -41,6 +41,7 @@ from portakern.backends.pallas.lib.mosaic_gpu import bias_gradient
 from portakern.backends.pallas.lib.mosaic_gpu.accumulators import finished, in_registers
 from portakern.backends.pallas.lib.mosaic_gpu.attention import key
 from portakern.backends.pallas.lib.mosaic_gpu.attention_vjp import (
+    DRAWN,
     copies,
     gradient_forms,
     kernel,
@@ -187,7 +188,8 @@ def overlapped(
                 multiply(name, d_dot)
 
 
-@BACKEND.implements("attention_vjp", key=key, supports=supports, config=FlashGradientsConfig, copies=copies)
+@BACKEND.implements("attention_vjp", key=key, supports=supports, config=FlashGradientsConfig, copies=copies,
+                    drawn=DRAWN)  # fmt: skip
 def attention_vjp(call: Call, config: FlashGradientsConfig) -> tuple[jax.Array | None, ...]:
     inputs = {name: padded_rows(call.arrays[name]) for name in ("q", "k", "v", "d_o")} | statistics(call)
     found: dict[str, jax.Array] = {}

@@ -325,7 +325,7 @@ def delegate(call: Call, config: UnorderedGradientsConfig) -> tuple[str, FlashGr
 
 
 @BACKEND.implements("attention_vjp", key=key, supports=supports, config=UnorderedGradientsConfig,
-                    copies=copies, delegate=delegate, unordered={"d_q": ADDED})  # fmt: skip
+                    copies=copies, delegate=delegate, drawn=ordered.DRAWN, unordered={"d_q": ADDED})  # fmt: skip
 def attention_vjp(call: Call, config: UnorderedGradientsConfig) -> tuple[jax.Array | None, ...]:
     how, d = added(call, config), call.dims["d"]
     plan, batch, q_len = how.plan, call.dims["batch"], call.dims["q_len"]

@@ -131,7 +131,7 @@ def scores_of(call: Call) -> tuple[Scores, tuple[float, float]]:
     return Scores(pre, softcap, rate), two_parts(rate / unit if unit else LOG2E)
 
 
-DRAWN = Drawn(("bias",), {"d": 8, "dv": 8}, {})
+DRAWN = Drawn(("bias", "gradient_dtype"), {"d": 8, "dv": 8}, narrow=("o", "d_o"))
 
 
 def segments_of(call: Call, own: str, other: str) -> Segments | None:

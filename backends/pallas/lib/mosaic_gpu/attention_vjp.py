@@ -43,9 +43,12 @@ from portakern.backends.pallas.lib.mosaic_gpu.pairs import (
     plan_of,
 )
 from portakern.backends.pallas.lib.mosaic_gpu.pipeline import drain_last, warp_specialized
+from portakern.core.backend import Drawn
 from portakern.core.call import Call
 from portakern.specs._exponents import LARGEST
 from portakern.specs.attention import scale_of, score_unit
+
+DRAWN = Drawn(("gradient_dtype",), narrow=("o", "d_o"))
 
 HELD = 224
 """Registers of a consumer's thread for sums, scores and weights: the others hold what it needs besides."""
