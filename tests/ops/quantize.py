@@ -145,7 +145,8 @@ def in_torch(x, static_scale=None, height=1, width=128, to=E4M3, scales="float32
     import torch
 
     most, (m, n) = DTYPES[to].largest, x.shape
-    a = x.float().reshape(m // height, height, n // width, width)
+    a = x if x.dtype == torch.float64 else x.float()
+    a = a.reshape(m // height, height, n // width, width)
     scale = (a.abs().amax((1, 3)) / most).clamp(min=LEAST) if static_scale is None else static_scale
     if scales == "power_of_two":
         scale = torch.exp2(torch.ceil(torch.log2(scale)))
@@ -287,7 +288,7 @@ RECORD = ForwardRecord(
     wrong=WRONG,
     fuzzed=fuzzed,
     layer=Layer(in_layer),
-    extents={"row_blocks": 8, "height": 2, "column_blocks": 2, "width": 64},
+    extents={"row_blocks": 8, "height": 1, "column_blocks": 2, "width": 128},
     launched=Sample({"x": (64, 512)}),
     past_2_31=past_2_31,
     far=far,
