@@ -122,7 +122,8 @@ class SumVisits(NamedTuple):
     finishes: jax.Array
 
     @classmethod
-    def of(cls, sizes: jax.Array, places: jax.Array, rows: int, block: int) -> SumVisits:
+    def of(cls, sizes: jax.Array, origins: jax.Array, rows: int, block: int) -> SumVisits:
+        """``origins``: where each group's rows begin, as they were moved."""
         count = jnp.maximum(quotient(sizes + (block - 1), block), 1)
         after = jnp.cumsum(count, dtype=jnp.int32)
         step = jnp.arange(rows // block + sizes.size, dtype=jnp.int32)
@@ -131,7 +132,7 @@ class SumVisits(NamedTuple):
         at = (one - (after - count)[group]) * block
         size = jnp.where(there, jnp.clip(sizes[group] - at, 0, block), 0)
         begins, finishes = there & (at == 0), there & (step == after[group] - 1)
-        return cls(group, places[group] + at, size, begins.astype(jnp.int32), finishes.astype(jnp.int32))
+        return cls(group, origins[group] + at, size, begins.astype(jnp.int32), finishes.astype(jnp.int32))
 
 
 def moved(groups: Groups, rows: int, grain: int, spare: int) -> tuple[jax.Array, jax.Array]:
@@ -268,8 +269,8 @@ def multiply(call: Call, a: jax.Array, b: jax.Array, by_rows: bool, dtype: Any, 
     depth = pl.cdiv(k, blocks.k)
     visits = RowVisits.of(call.arrays["group_ends"], rows, blocks.m)
 
-    def along_k(v: Any, d: Any, of: RowVisits) -> Any:
-        return jnp.where(of.multiplied[v] == 1, d, depth - 1)
+    def along_k(v: Any, d: Any, visits: RowVisits) -> Any:
+        return jnp.where(visits.multiplied[v] == 1, d, depth - 1)
 
     def of_a(j: Any, v: Any, d: Any, *scalars: Any) -> Any:
         of = RowVisits(*scalars)

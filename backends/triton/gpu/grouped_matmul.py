@@ -41,7 +41,7 @@ COUNTED = tl.constexpr(256)
 """Groups whose ends a program reads at once."""
 
 
-class GroupedExtents(NamedTuple):
+class GroupedProductExtents(NamedTuple):
     """Of a product of groups of rows; ``tiles_m``, ``tiles_n``: the tiles of c that any sizes may need; ``steps_k``: of
     the sum."""
 
@@ -62,7 +62,7 @@ class GroupedStrides(NamedTuple):
     ends: int
 
 
-class GradientStrides(NamedTuple):
+class MatrixGradientStrides(NamedTuple):
     """Of a, (rows, k); of d_c, (rows, n); and of the ends."""
 
     a: tuple[int, ...]
@@ -135,7 +135,7 @@ def multiply(call: Call, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, conf
     """c = a b_g in the rows of each group g, and zeros in the others."""
     (rows, k), (groups, _, n), ends = a.shape, b.shape, call.arrays["group_ends"]
     tiles_m, tiles_n = rows // config.block_m + groups + 1, cdiv(n, config.block_n)
-    extents = GroupedExtents(rows, n, k, groups, tiles_m, tiles_n, cdiv(k, config.block_k))
+    extents = GroupedProductExtents(rows, n, k, groups, tiles_m, tiles_n, cdiv(k, config.block_k))
     launch(grouped_matmul_kernel, tiles_m * tiles_n, call, a, b, ends, c, extents,
            GroupedStrides(a.stride(), b.stride(), ends.stride(0)), tile=tile_of(call, config, k % config.block_k == 0),
            num_warps=config.num_warps, num_stages=config.num_stages)  # fmt: skip
@@ -200,7 +200,7 @@ def matrix_gradients(call: Call, a: torch.Tensor, d_c: torch.Tensor, d_b: torch.
     """d_b = a_g^T d_c_g of each group g."""
     (rows, k), n, groups, ends = a.shape, d_c.shape[1], d_b.shape[0], call.arrays["group_ends"]
     tiles_k, tiles_n = cdiv(k, config.block_m), cdiv(n, config.block_n)
-    extents = GroupedExtents(rows, n, k, groups, tiles_k, tiles_n, 0)
+    extents = GroupedProductExtents(rows, n, k, groups, tiles_k, tiles_n, 0)
     launch(grouped_matmul_vjp_d_b_kernel, groups * tiles_k * tiles_n, call, a, d_c, ends, d_b, extents,
-           GradientStrides(a.stride(), d_c.stride(), ends.stride(0)), tile=tile_of(call, config, False),
+           MatrixGradientStrides(a.stride(), d_c.stride(), ends.stride(0)), tile=tile_of(call, config, False),
            num_warps=config.num_warps, num_stages=config.num_stages)  # fmt: skip
