@@ -59,6 +59,16 @@ def matmul(a: Any, b: Any, *, precision: str = "ieee", out_dtype: Any = None) ->
 
 
 @provides(BACKEND)
+def grouped_matmul(a: Any, b: Any, group_ends: Any, *, precision: str = "ieee", out_dtype: Any = None) -> Any:
+    """JAX counts groups by their sizes."""
+    import jax
+
+    sizes = jax.numpy.diff(group_ends.astype("int32"), prepend=0)
+    with jax.default_matmul_precision(PRECISION[precision]):
+        return jax.lax.ragged_dot(a, b, sizes, preferred_element_type=out_dtype)
+
+
+@provides(BACKEND)
 def linear(
     x: Any, weight: Any, bias: Any = None, residual: Any = None, *, activation: str = "none", precision: str = "ieee"
 ) -> Any:

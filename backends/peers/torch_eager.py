@@ -10,6 +10,7 @@ from typing import Any
 from portakern.backends.peers.provide import LACKS, provides
 from portakern.core.backend import Backend
 from portakern.core.call import Call
+from portakern.spec.dtypes import numpy_dtype
 
 BACKEND = Backend(
     "torch",
@@ -186,6 +187,31 @@ def matmul(a: Any, b: Any, *, precision: str = "ieee") -> Any:
     import torch
 
     return torch.matmul(a, b)
+
+
+def in_whole_copies(call: Call) -> str | None:
+    """What torch's grouped_mm asks of operands: strides of 16 bytes, and products that no option changes."""
+    refused = as_precise(call)
+    if refused or call.dtype == "float64":
+        return refused or "torch wants grouped products of float32, float16 or bfloat16: name another backend"
+    if call.spec.is_vjp and call.dtype_of("d_c") != call.dtype:
+        return "torch wants d_c in the dtype of a: cast it, d_c.to(a.dtype)"
+    grain = 16 // numpy_dtype(call.dtype).itemsize
+    for name in ("k", "n"):
+        if call.dims[name] % grain:
+            return f"torch wants {name} to be a multiple of {grain}, not {call.dims[name]}: pad a and b"
+    return None
+
+
+@provides(BACKEND, refuses=in_whole_copies, around=as_asked)
+def grouped_matmul(a: Any, b: Any, group_ends: Any, *, precision: str = "ieee") -> Any:
+    """torch leaves rows of no group as they were in memory: zeros are put there, and in their gradient."""
+    import torch
+    from torch.nn import functional
+
+    inside = torch.arange(len(a), device=a.device)[:, None] < group_ends[-1]
+    c = functional.grouped_mm(torch.where(inside, a, 0), b, offs=group_ends.to(torch.int32))
+    return torch.where(inside, c, 0)
 
 
 def activations() -> Mapping[str, Callable[[Any], Any]]:

@@ -20,11 +20,14 @@ FAULTS = {
             new="    if (at < 0) | (at >= stop) | (group == extents.groups):",
         ),
         Planted(
-            "end-a-row-late",
-            "a group's tiles reach into the next one's first row",
-            old="        stop = end_of(ends, step, group, rows)\n",
-            new="        stop = tl.minimum(end_of(ends, step, group, rows) + 1, rows)\n",
-            gpu=False,
+            "begins-a-row-early",
+            "a group's tiles begin at the last row of the one before",
+            old="    start = end_of(ends, step, group - 1, rows)\n    stop =",
+            new=(
+                "    start = end_of(ends, step, group - 1, rows)\n"
+                "    start -= (start > 0).to(tl.int64)\n"
+                "    stop ="
+            ),
         ),
         Planted(
             "last-row-dropped",
