@@ -843,6 +843,121 @@ class GegluVjpOp(Op):
         overwrite: Literal["gate", "up"] | Iterable[Literal["gate", "up"]] | None = None,
     ) -> GegluVjpOut[NDArray[Any] | None]: ...
 
+class GroupedMatmulOp(Op):
+    @overload
+    def __call__(
+        self,
+        a: Array,
+        b: Array,
+        group_ends: Array,
+        *,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        out_dtype: Any | None = None,
+    ) -> Array:
+        """c = a b_g for the rows of each group g, accumulated in float32 (float64 for float64) and rounded once.
+
+        Group g has the rows from group_ends[g - 1], of the first group from 0, up to group_ends[g]. A row's result is
+        that
+        of ``matmul`` on it and its group's matrix, and its bits depend on nothing else.
+
+        Groups are given by where they end, as ``offs`` of torch's ``grouped_mm`` gives them, and not by their sizes, as
+        in
+        ``jax.lax.ragged_dot``: a program finds the group of a row by ends as they are, while sizes would have to be
+        summed
+        on the device before. The ends of sizes are ``cumsum(sizes)``.
+
+        Args:
+          a: (rows, k), the rows of a group beside each other, group after group.
+          b: (groups, k, n), a matrix for each group, of any strides: weights that lie as (groups, n, k) are given as a
+            transposed view.
+          group_ends: (groups,), which rise and may repeat (a group without rows), within 0 and rows. Others are the
+            caller's mistake: no result is promised, and nothing is read or written out of bounds.
+          precision: of products of float32, as in matmul.
+          out_dtype: dtype of c; None: that of a and b.
+
+        Returns:
+          c: (rows, n). Rows from the last end on belong to no group: zeros, whatever a holds there. NaN and infinities
+            stay
+          in their row of a, and in their group's rows of b. k = 0 gives zeros.
+        """
+    @overload
+    def __call__(
+        self,
+        a: NDArray[Any],
+        b: NDArray[Any],
+        group_ends: NDArray[Any],
+        *,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        out_dtype: Any | None = None,
+    ) -> NDArray[Any]: ...
+
+class GroupedMatmulVjpOut(NamedTuple, Generic[T]):
+    d_a: T
+    d_b: T
+
+class GroupedMatmulVjpOp(Op):
+    @overload
+    def __call__(
+        self,
+        a: Array,
+        b: Array,
+        group_ends: Array,
+        d_c: Array,
+        *,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        wants: None = None,
+    ) -> GroupedMatmulVjpOut[Array]:
+        """d_a = d_c b_g^T and d_b_g = a_g^T d_c_g of each group g, accumulated in float32 and rounded once.
+
+        The gradients of a group have the same bits alone and among any others: the sum over its rows begins at its
+        first
+        one, and has one order.
+
+        Args:
+          a: (rows, k); b: (groups, k, n); group_ends: (groups,), as in grouped_matmul.
+          d_c: (rows, n), the cotangent of c, of any float dtype. A product of two dtypes is taken in float32, or in
+            float64
+            where one of them is.
+          precision: for float32 products, as in matmul.
+
+        Returns:
+          d_a: (rows, k), zeros in rows of no group; d_b: (groups, k, n), zeros for a group without rows. What a and d_c
+          hold in rows of no group reaches neither.
+        """
+    @overload
+    def __call__(
+        self,
+        a: Array,
+        b: Array,
+        group_ends: Array,
+        d_c: Array,
+        *,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        wants: Iterable[Literal["d_a", "d_b"]] | None,
+    ) -> GroupedMatmulVjpOut[Array | None]: ...
+    @overload
+    def __call__(
+        self,
+        a: NDArray[Any],
+        b: NDArray[Any],
+        group_ends: NDArray[Any],
+        d_c: NDArray[Any],
+        *,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        wants: None = None,
+    ) -> GroupedMatmulVjpOut[NDArray[Any]]: ...
+    @overload
+    def __call__(
+        self,
+        a: NDArray[Any],
+        b: NDArray[Any],
+        group_ends: NDArray[Any],
+        d_c: NDArray[Any],
+        *,
+        precision: Literal["ieee", "tf32"] = "ieee",
+        wants: Iterable[Literal["d_a", "d_b"]] | None,
+    ) -> GroupedMatmulVjpOut[NDArray[Any] | None]: ...
+
 class KvAppendOut(NamedTuple, Generic[T]):
     k_out: T
     v_out: T
@@ -2672,6 +2787,22 @@ def op(
     variant: str | None = None,
     tiling: Mapping[str, int] | None = None,
 ) -> GegluVjpOp: ...
+@overload
+def op(
+    which: Literal["grouped_matmul"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> GroupedMatmulOp: ...
+@overload
+def op(
+    which: Literal["grouped_matmul_vjp"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> GroupedMatmulVjpOp: ...
 @overload
 def op(
     which: Literal["kv_append"],

@@ -23,11 +23,7 @@ FAULTS = {
             "begins-a-row-early",
             "a group's tiles begin at the last row of the one before",
             old="    start = end_of(ends, step, group - 1, rows)\n    stop =",
-            new=(
-                "    start = end_of(ends, step, group - 1, rows)\n"
-                "    start -= (start > 0).to(tl.int64)\n"
-                "    stop ="
-            ),
+            new=("    start = end_of(ends, step, group - 1, rows)\n    start -= (start > 0).to(tl.int64)\n    stop ="),
         ),
         Planted(
             "last-row-dropped",
