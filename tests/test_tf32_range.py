@@ -75,7 +75,7 @@ def fractions(name, arrays, options):
 
 
 def test_every_op_of_products_is_here():
-    assert len(OPS) == 11 and all(len(names) >= 2 for names in PLANTED.values())
+    assert len(OPS) == 13 and all(len(names) >= 2 for names in PLANTED.values())
 
 
 @pytest.mark.parametrize("name", PLANTED)
