@@ -153,11 +153,11 @@ def products_of(call: Call, name: str) -> Iterator[tuple[Any, Call]]:
     stored = call.outputs[name][1]
     for g, rows in groups_of(call):
         if name == "c":
-            yield rows, as_product(call, a[rows], b[g], stored)
+            yield rows, as_product(call, a[rows], b[g], stored)  # type: ignore[index]
         elif name == "d_a":
-            yield rows, as_product(call, d_c[rows], b[g].T, stored, product_dtype(call))
+            yield rows, as_product(call, d_c[rows], b[g].T, stored, product_dtype(call))  # type: ignore[index]
         else:
-            yield g, as_product(call, a[rows].T, d_c[rows], stored, product_dtype(call))
+            yield g, as_product(call, a[rows].T, d_c[rows], stored, product_dtype(call))  # type: ignore[index]
 
 
 def _each_group(call: Call, ref: Sequence[Any], measure: str, otherwise: Any) -> tuple[Any, ...]:

@@ -1,18 +1,19 @@
 """Matrix products of groups of rows on TPUs, each with a matrix of its own, and their gradients.
 
 a: (rows, k), b: (groups, k, n), ends: (groups,), where each group ends -> c: (rows, n). The grid is (n blocks, visits,
-k blocks). A visit is of one block of rows for one group: a block in which several groups have rows is visited by each in
-turn, stays in VMEM meanwhile, and takes of each product the rows that are that group's. A visit of rows of no group
+k blocks). A visit is of one block of rows for one group: a block in which several groups have rows is visited by each
+in turn, stays in VMEM meanwhile, and takes of each product the rows that are that group's. A visit of rows of no group
 writes zeros. There are at most as many visits as blocks of rows and groups together. Which they are is worked out of
 the ends before the kernel, and read in scalar memory by the maps of blocks (`RowVisits`). Those that are left over come
 last, and move and compute nothing.
 
     d_a = d_c b_g^T        d_b[g] = sum over the rows i of group g of a[i]^T d_c[i]
 
-d_a is the same product, whose kernel reads b as it lies. Of d_b the grid is (k blocks, n blocks, visits), and the visits
-of a group follow each other while its block is summed in VMEM (`SumVisits`); a group without rows has one, which writes
-zeros. In which order rows are summed must not depend on where their group begins. A block may begin at any whole native
-tile of rows, so each group is first moved to one, in one pass over a and d_c, and its blocks are counted from there.
+d_a is the same product, whose kernel reads b as it lies. Of d_b the grid is (k blocks, n blocks, visits), and the
+visits of a group follow each other while its block is summed in VMEM (`SumVisits`); a group without rows has one, which
+writes zeros. In which order rows are summed must not depend on where their group begins. A block may begin at any whole
+native tile of rows, so each group is first moved to one, in one pass over a and d_c, and its blocks are counted from
+there.
 
 block_m, block_n, block_k: as in matmul, of each product: of d_b block_k is of rows.
 
@@ -79,8 +80,8 @@ class RowVisits(NamedTuple):
     Attributes:
       block: of rows of c. first, end: the rows of it that are written, from the block's first row on.
       multiplied: whether they are rows of a group; others are zeros.
-      source, matrix: the block of rows of a and the matrix that are read; of a visit that multiplies nothing those of the
-        last one that does, so that nothing is moved.
+      source, matrix: the block of rows of a and the matrix that are read; of a visit that multiplies nothing those of
+        the last one that does, so that nothing is moved.
     """
 
     block: jax.Array
@@ -179,7 +180,7 @@ class ProductBlocks(NamedTuple):
     def resident(self, call: Call, dtype: Any, stored: Any) -> int:
         """The VMEM, in bytes, of one step: a product's, and the block of c that is chosen from."""
         sizes = (jnp.dtype(x).itemsize for x in (dtype, stored))
-        return resident_bytes(*self, *sizes, products.at_once(call)) + 4 * self.m * self.n
+        return resident_bytes(*self, *sizes, products.at_once(call)) + 4 * self.m * self.n  # type: ignore[call-arg]
 
 
 def too_many(rows: int, visits: int, numbers: int) -> str | None:
@@ -318,7 +319,9 @@ def sum_of_rows(ref: Refs) -> None:
         ref.acc[...] = jnp.zeros_like(ref.acc)
 
     def add(rows: Any) -> None:
-        ref.acc[...] += dot(*(x if rows is None else _those(x, rows) for x in (ref.a[...], ref.d_c[...])), (0, 0))
+        ref.acc[...] += dot(  # type: ignore[call-arg]
+            *(x if rows is None else _those(x, rows) for x in (ref.a[...], ref.d_c[...])), (0, 0)
+        )
 
     pl.when(size == height)(lambda: add(None))
     pl.when((size > 0) & (size < height))(lambda: add(size))
@@ -386,7 +389,7 @@ def resident_sum(call: Call, config: ProductConfig, k: int, n: int, dtype: Any, 
     """The VMEM, in bytes, of one step of d_b."""
     height, bk, bn = sum_blocks(config, k, n, sublanes(dtype))
     sizes = (jnp.dtype(x).itemsize for x in (dtype, stored))
-    return resident_bytes(bk, bn, height, *sizes, products.at_once(call))
+    return resident_bytes(bk, bn, height, *sizes, products.at_once(call))  # type: ignore[call-arg]
 
 
 SUMMED = {2: 512, 4: 256}
@@ -411,10 +414,10 @@ def supports_gradient(call: Call, config: ProductConfig) -> str | None:
     dtype = jnp.dtype(taken)
     reasons = {"d_a": None, "d_b": None}
     if "d_a" in call.wants:
-        reasons["d_a"] = refused(call, config, k, n, dtype, call.outputs["d_a"][1])
+        reasons["d_a"] = refused(call, config, k, n, dtype, call.outputs["d_a"][1])  # type: ignore[assignment]
     if "d_b" in call.wants:
         reasons["d_b"] = (
-            off_grid("block_m", config.block_m, k, LANES)
+            off_grid("block_m", config.block_m, k, LANES)  # type: ignore[assignment]
             or off_grid("block_n", config.block_n, n, LANES)
             or off_grid("block_k", config.block_k, rows, sublanes(dtype))
             or too_many(rows, rows // padded(config.block_k, sublanes(dtype)) + groups, len(SumVisits._fields))
