@@ -1,5 +1,5 @@
-"""What grouped_matmul promises beside its spec's laws: gradients, transformations and other libraries' conventions need no
-line of their own, no program is launched for what the ends are, and no ends reach memory beyond the rows."""
+"""What grouped_matmul promises beside its spec's laws: gradients, transformations and other libraries' conventions need
+no line of their own, no program is launched for what the ends are, and no ends reach memory beyond the rows."""
 
 from __future__ import annotations
 
