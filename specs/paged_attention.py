@@ -17,13 +17,20 @@ from jaxtyping import Float, Float32, Int
 
 from portakern.spec import Rule, Tile, spec
 from portakern.spec.dtypes import numpy_dtype
+from portakern.spec.tolerance import magnitude
 from portakern.specs.attention import allowed_pairs, attention, options_for
 from portakern.specs.attention.contract import Scale, Softcap, Window
+from portakern.specs.attention.scores import scale_of, units_of
+from portakern.specs.varlen_attention import beside_a_hidden_key
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
 
 A = TypeVar("A")
+
+
+NARROW = ("float8_e4m3fn", "float8_e5m2")
+"""Dtypes of a cache beside those of q."""
 
 
 class PagedAttentionOut(NamedTuple):
@@ -44,6 +51,13 @@ def pages_hold_keys(call: Call) -> bool:
         return False
     read = np.arange(dims["pages_each"]) * dims["page_size"] < lens[:, None]
     return bool(((table >= 0) & (table < dims["pages"]))[read].all())
+
+
+KEYS_BESIDE_A_SINK = Rule(
+    lambda call: call.arrays["sinks"] is None or min(call.dims["pages"], call.dims["pages_each"]) > 0,
+    "sinks are given and there is no page for a key (pages or pages_each is 0): o would be 0 and lse the sinks; return "
+    "these, or pass a page",
+)
 
 
 def visible_pairs(call: Call) -> float:
@@ -90,7 +104,8 @@ def bytes_moved(call: Call) -> float:
     have may be read once for all."""
     dims, size = call.dims, numpy_dtype(call.dtype).itemsize
     heads, whole = dims["kv_heads"] * dims["group"], float(dims["pages"] * dims["page_size"])
-    keys = min(keys_read(call), whole) * dims["kv_heads"] * (dims["d"] + dims["dv"]) * size
+    of_key, of_value = (numpy_dtype(call.dtype_of(n)).itemsize for n in ("k_pages", "v_pages"))
+    keys = min(keys_read(call), whole) * dims["kv_heads"] * (dims["d"] * of_key + dims["dv"] * of_value)
     rows = dims["tokens"] * heads * ((dims["d"] + dims["dv"]) * size + (4 if "lse" in call.wants else 0))
     integers = {n: numpy_dtype(call.dtype_of(n)).itemsize for n in ("page_table", "kv_lens", "q_starts")}
     table = keys_read(call) / dims["page_size"] * integers["page_table"]
@@ -108,7 +123,10 @@ def bytes_moved(call: Call) -> float:
             "from 0 to pages - 1",
             values=True,
         ),
+        KEYS_BESIDE_A_SINK,
     ],
+    or_float32=("sinks",),
+    or_dtypes=dict.fromkeys(("k_pages", "v_pages"), NARROW),
     positive=("kv_heads", "group", "d", "dv", "page_size"),
     empty={name: {"o": 0.0, "lse": -inf} for name in ("pages", "pages_each", "sequences")},
     apart=("kv_heads", "sequences"),
@@ -137,6 +155,9 @@ def paged_attention(
     page_table: Int[A, "sequences pages_each"],
     kv_lens: Int[A, "sequences"],
     q_starts: Int[A, "sequences+1"],
+    sinks: Float[A, "kv_heads*group"] | None = None,
+    k_scale: Float32[A, "kv_heads"] | None = None,
+    v_scale: Float32[A, "kv_heads"] | None = None,
     *,
     is_causal: bool = True,
     window: Window | None = None,
@@ -155,12 +176,17 @@ def paged_attention(
     Args:
       q: (tokens, kv_heads*group, d), the queries of one sequence after the other. Query head h reads key head h //
         group.
-      k_pages: (pages, page_size, kv_heads, d); v_pages: (pages, page_size, kv_heads, dv), of any strides.
+      k_pages: (pages, page_size, kv_heads, d); v_pages: (pages, page_size, kv_heads, dv), of any strides. Each has q's
+        dtype, or float8_e4m3fn or float8_e5m2, whose numbers are taken as they are.
       page_table: (sequences, pages_each), the pages of each sequence in the order of its keys.
       kv_lens: (sequences), how many keys each has, those of its own queries among them; at most pages_each *
         page_size.
       q_starts: (sequences + 1), where the queries of each begin, from 0 on, and where the last one's end; to decode one
         token of each: arange(sequences + 1).
+      sinks: (kv_heads*group,): a logit of each query head in its softmax's denominator, as in attention; q's dtype or
+        float32. -inf is none, to the bit.
+      k_scale, v_scale: (kv_heads,), float32, finite: what the keys, or the values, of a head are multiplied by. None is
+        1, to the bit. Keys and values are the exact products: kernels scale scores and sums.
       is_causal: query i of the n of a sequence sees keys up to i + kv_len - n: the last query stands at the last key.
       window: (left, right): query i sees keys from i + kv_len - n - left to i + kv_len - n + right; None on a side is
         unbounded.
@@ -171,10 +197,10 @@ def paged_attention(
 
     Returns:
       o: (tokens, kv_heads*group, dv), q's dtype; with return_lse also lse: (kv_heads*group, tokens), float32, natural
-      log. A query that sees no key, as the first ones of a sequence of more queries than keys under a causal mask, and
-      a token behind the last sequence are zeros, their lse -inf. A NaN of a key or value reaches the queries that see
-      it. No bit of a query depends on other sequences, on the pages that hold its keys, on the table's width, or on how
-      many queries are in its chunk.
+      log. A query that sees no key, as the first ones of a sequence of more queries than keys under a causal mask, is
+      zeros, its lse the sink, or -inf without one. A token behind the last sequence is zeros too, and has no sink: its
+      lse is -inf. A NaN of a key or value reaches the queries that see it. No bit of a query depends on other
+      sequences, on the pages that hold its keys, on the table's width, or on how many queries are in its chunk.
     """
     raise NotImplementedError
 
@@ -210,6 +236,15 @@ def page_tables(rng, shape, dims, options):
     return (rng.permutation(max(count, pages))[:count] % pages).reshape(shape)
 
 
+def positive_scales(rng, shape, dims, options):
+    """What brings the largest number of 8 bits to about 1, and numbers about 1."""
+    return np.exp2(rng.uniform(-9, 3, shape))
+
+
+paged_attention.values("k_scale")(positive_scales)
+paged_attention.values("v_scale")(positive_scales)
+
+
 @paged_attention.values("q_starts", measured=True)
 def equal_chunks(rng, shape, dims, options):
     """As many queries of each sequence."""
@@ -239,32 +274,40 @@ def tokens_and_pages_come_along(call, chosen):
 
 # ------------------------------------------------------------------------------------------------------- each sequence
 class Sequence(NamedTuple):
-    """One sequence of a call: where its tokens are, and the call of attention that it is by itself."""
+    """One sequence of a call: where its tokens are, the call of attention that it is by itself, and its keys as the
+    pages hold them: (kv_len, kv_heads, d)."""
 
     tokens: slice
     call: Call
+    stored: np.ndarray
 
 
 def sequences_of(call: Call) -> Iterator[Sequence]:
-    """Those that have queries and keys, with their keys gathered from pages: k (1, kv_len, kv_heads, d)."""
+    """Those that have queries, and keys or sinks, with their keys gathered from pages and scaled: k (1, kv_len,
+    kv_heads, d)."""
+    sinks, scales = call.arrays["sinks"], [call.arrays[n] for n in ("k_scale", "v_scale")]
     k, v, table, lens, starts = (call.arrays[n] for n in ("k_pages", "v_pages", "page_table", "kv_lens", "q_starts"))
     size = call.dims["page_size"]
     for s, length in enumerate(int(n) for n in lens):
         tokens = slice(int(starts[s]), int(starts[s + 1]))
-        if tokens.start < tokens.stop and length:
+        if tokens.start < tokens.stop and (length or sinks is not None):
             at = np.arange(length)
             page, slot = table[s, at // size], at % size
-            arrays = {"q": call.arrays["q"][None, tokens], "k": k[page, slot][None], "v": v[page, slot][None]}
+            stored = k[page, slot], v[page, slot]
+            with np.errstate(all="ignore"):
+                scaled = [x if s is None else x * s[:, None] for x, s in zip(stored, scales, strict=True)]
+            arrays = {"q": call.arrays["q"][None, tokens], "k": scaled[0][None], "v": scaled[1][None]}
             form = dense_form(call, tokens.stop - tokens.start, length)
-            yield Sequence(tokens, form.replace(arrays=form.arrays | arrays))
+            one = form.replace(arrays={**form.arrays, **arrays, "sinks": sinks})
+            yield Sequence(tokens, one if length else beside_a_hidden_key(one), stored[0])
 
 
 def _each(call: Call, ref: tuple[Any, ...], fn: Any) -> tuple[Any, ...]:
     """``fn`` of attention for each sequence, 0 for tokens without a sequence or keys: their results are exact."""
     o, lse = ref
     found, found_lse = np.zeros(o.shape), None if lse is None else np.zeros(lse.shape)
-    for tokens, part in sequences_of(call):
-        of_o, of_lse, _ = fn(part, (o[None, tokens], None if lse is None else lse[None, :, tokens], None))
+    for tokens, part, stored in sequences_of(call):
+        of_o, of_lse, _ = fn(part, (o[None, tokens], None if lse is None else lse[None, :, tokens], None), stored)
         found[tokens] = of_o[0]
         if found_lse is not None:
             found_lse[:, tokens] = of_lse[0]
@@ -277,15 +320,49 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 
     Kernels that keep a state for each chunk of keys and merge the states multiply and add twice more a chunk, and take
     two exponentials: 20u, that is no more than the N u of the chunk's keys where it has 64 or more. A token without a
-    sequence, and one of a sequence without keys, is an exact 0, its lse -inf.
+    sequence, and one of a sequence without keys or sinks, is an exact 0, its lse -inf.
+
+    Numbers of 8 bits are numbers of q's dtype, so that the bound is attention's on them as they are. With scales it is
+    attention's on the exact products k' = k k_scale and v' = v v_scale, which float64 holds, and what a kernel does
+    that multiplies dots of k by k_scale, and sums of v by v_scale at last:
+
+    A dot errs by the share of |q| |k| that attention gives it, which k_scale makes that share of |q| |k'|; the product
+    with k_scale, or k_scale's with the scale, rounds once more: u S, as a dot of one term more does. o takes a product
+    more: 2u |o|. What underflows does so before it is scaled: of o n tau |v_scale| more, in all 2 (n |v_scale| + 1) tau
+    (where l' is below 1/2 the share g of every weight is more than the weight, and covers what it loses); of a score
+    D tau |scale k_scale|, nothing beside ex where that is finite and D |scale k_scale| below 2^98, as it is promised.
+    Nothing is promised either where |q| |k| reaches 2^127 before it is scaled.
     """
-    return _each(call, ref, attention.bound)
+
+    of_attention: Any = attention.bound
+
+    def of_one(part: Call, one: tuple[Any, ...], stored: np.ndarray) -> tuple[Any, ...]:
+        k_scale, v_scale = call.arrays["k_scale"], call.arrays["v_scale"]
+        group, n, unit = call.dims["group"], part.dims["kv_len"], units_of(part)
+        if k_scale is not None:  # a dot of one term more, and the scale of d terms
+            options = {**part.options, "scale": scale_of(part)}
+            part = part.replace(dims={**part.dims, "d": part.dims["d"] + 1}, options=options)
+        of_o, of_lse, of_low = of_attention(part, one)
+        with np.errstate(all="ignore"):
+            if v_scale is not None:
+                size = np.repeat(np.abs(v_scale), group)[:, None]
+                of_o = of_o + 2 * unit.u * magnitude(one[0]) + 2 * (n * size + 1) * unit.tau
+            if k_scale is not None and stored.size:
+                q, k = (np.swapaxes(magnitude(x), 0, 1) for x in (part.arrays["q"][0], np.repeat(stored, group, 1)))
+                far = (q @ np.swapaxes(k, 1, 2)).max(2) >= unit.huge  # (heads, tokens)
+                far |= (part.dims["d"] * abs(scale_of(part)) * np.repeat(np.abs(k_scale), group) >= 2.0**98)[:, None]
+                of_o = np.where(far.T[..., None], inf, of_o)
+                of_lse = None if of_lse is None else np.where(far, inf, of_lse)
+        return of_o, of_lse, of_low
+
+    return _each(call, ref, of_one)
 
 
 @paged_attention.sigma
 def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """That of attention for each sequence by itself."""
-    return _each(call, ref, attention.spread)
+    of_attention: Any = attention.spread
+    return _each(call, ref, lambda part, one, _: of_attention(part, one))
 
 
 # --------------------------------------------------------------------------------------------------------------- edges
@@ -323,20 +400,20 @@ def tiles_that_end_within_pages(arrays, rng, options):
 
 @paged_attention.edge(dims={**SMALL, "tokens": (4, 12)}, options={"is_causal": True, "return_lse": True})
 def more_queries_than_keys(arrays, rng, options):
-    """The first queries of a sequence see nothing under a causal mask: zeros, and an lse of -inf."""
+    """The first queries of a sequence see nothing under a causal mask: zeros, and an lse of -inf, or the sink."""
     arrays["kv_lens"][...] = np.minimum(arrays["kv_lens"], 2)
 
 
 @paged_attention.edge(dims=SMALL, options={"return_lse": True})
 def sequences_without_keys(arrays, rng, options):
-    """Zeros, and an lse of -inf, whatever all pages hold."""
+    """Zeros, and an lse of -inf, or the sink, whatever all pages hold."""
     arrays["kv_lens"][...] = 0
     arrays["k_pages"][...], arrays["v_pages"][...] = np.nan, np.nan
 
 
 @paged_attention.edge(dims={**SMALL, "tokens": (5, 12)}, options={"return_lse": True})
 def tokens_of_no_sequence(arrays, rng, options):
-    """Tokens behind the last sequence are zeros, their lse -inf, though they hold NaN."""
+    """Tokens behind the last sequence are zeros, their lse -inf, though they hold NaN and others have sinks."""
     arrays["q_starts"][...] = np.minimum(arrays["q_starts"], 3)
     arrays["q"][3:] = np.nan
 
@@ -400,6 +477,62 @@ def nan_and_inf_of_a_key(arrays, rng, options):
         page, slot = divmod(int(rng.integers(lens[s])), arrays["k_pages"].shape[1])
         name = rng.choice(["k_pages", "v_pages"])
         arrays[name][arrays["page_table"][s, page], slot, 0, 0] = rng.choice([np.nan, inf])
+
+
+@paged_attention.edge(dims={**SMALL, "tokens": (5, 12)}, given=("sinks",), options={"return_lse": True})
+def sinks_of_some_tokens(arrays, rng, options):
+    """lse is the sink of a sequence without keys, and -inf of tokens behind the last one."""
+    arrays["q_starts"][...] = np.minimum(arrays["q_starts"], 4)
+    arrays["kv_lens"][rng.integers(len(arrays["kv_lens"]))] = 0
+
+
+@paged_attention.edge(dims={**SMALL, "tokens": (5, 12)}, given=("sinks",), options={"return_lse": True})
+def odd_sinks(arrays, rng, options):
+    """NaN and inf in a sink make all queries of its head NaN, o and lse; -inf is none. Tokens behind the last sequence
+    have no sink."""
+    arrays["q_starts"][...] = np.minimum(arrays["q_starts"], 4)
+    sinks = arrays["sinks"]
+    sinks[rng.random(sinks.shape) < 0.4] = -inf
+    sinks[rng.integers(sinks.size)] = rng.choice([np.nan, inf, -inf])
+
+
+@paged_attention.edge(dims=SMALL, given=("sinks",), options={"scale": 0.125, "softcap": None, "return_lse": True})
+def sinks_above_all_scores(arrays, rng, options):
+    """The sink is the row's maximum, by a little and by much: it is neither scaled nor capped."""
+    arrays["sinks"][...] = rng.choice([3.0, 8.0, 30.0], arrays["sinks"].shape)
+
+
+@paged_attention.edge(
+    dims={**LONG, "pages": (40, 60), "pages_each": (40, 60), "sequences": (1, 2), "tokens": (1, 3)},
+    given=("sinks",),
+    options={"window": None, "return_lse": True},
+)
+def many_keys_with_sinks(arrays, rng, options):
+    """Keys in several chunks: the sink is in the denominator once, not once for each."""
+    arrays["kv_lens"][...] = arrays["page_table"].shape[1] * arrays["k_pages"].shape[1] - 5
+    arrays["sinks"][...] = 5 + np.abs(arrays["sinks"])
+
+
+@paged_attention.edge(
+    dims={**SMALL, "kv_heads": (2, 3), "d": (8, 20), "dv": (8, 20)},
+    given=("k_scale", "v_scale"),
+    options={"softcap": None, "scale": 0.3, "return_lse": True},
+)
+def scales_far_apart(arrays, rng, options):
+    """The scales of a head are not those of the next, nor its keys' its values'."""
+    heads = np.arange(len(arrays["k_scale"]))
+    arrays["k_scale"][...], arrays["v_scale"][...] = 0.25 * 2.0**heads, 4.0 / 3.0**heads
+
+
+@paged_attention.edge(
+    dims={**LONG, "pages": (40, 60), "pages_each": (40, 60), "sequences": (1, 2), "tokens": (1, 3)},
+    given=("k_scale", "v_scale"),
+    options={"window": None},
+)
+def many_keys_with_scales(arrays, rng, options):
+    """Keys in several chunks: sums are scaled once, when all are merged."""
+    arrays["kv_lens"][...] = arrays["page_table"].shape[1] * arrays["k_pages"].shape[1] - 5
+    arrays["v_scale"][...] = 3.0 + np.arange(len(arrays["v_scale"]))
 
 
 # ---------------------------------------------------------------------------------------------------------------- laws
@@ -499,8 +632,63 @@ def integer_types_do_not_matter(run, draw):
     draw.same_bits(run(*(x | wide).values()), run(*x.values()), "integers of the other type")
 
 
+@paged_attention.law
+def a_sink_of_minus_infinity_is_none(run, draw):
+    """The same bits, o and lse, of few keys and of many."""
+    for x in (_drawn(draw), _drawn(draw, 1, keys=1300, least=1100)):
+        none = np.full(x["q"].shape[1], -np.inf, x["q"].dtype)
+        found = [run(*x.values(), sinks, return_lse=True) for sinks in (none, None)]
+        for name, a, b in zip(("o", "lse"), *found, strict=True):
+            draw.same_bits(a, b, f"{name} with sinks of -inf")
+
+
+@paged_attention.law
+def sinks_of_other_heads_and_sequences(run, draw):
+    """A head's bits do not depend on the sinks of other heads, and a query's not on others beside its sink."""
+    x = _drawn(draw, 1, keys=700)
+    sinks, i = draw.normal(x["q"].shape[1]), draw.extent(0, len(x["q"]) - 1)
+    other = sinks.copy()
+    other[0] += 1
+    among = run(*x.values(), sinks)
+    draw.same_bits(run(*x.values(), other)[:, 1:], among[:, 1:], "heads from 1 on after sink 0")
+    draw.same_bits(run(*_alone(x, i).values(), sinks), among[i : i + 1], "a query by itself with the sinks")
+
+
+@paged_attention.law
+def pages_of_8_bits_are_their_numbers(run, draw):
+    """Keys and values of 8 bits give the bits that they give in q's dtype, with scales too."""
+    x = _drawn(draw)
+    heads = x["k_pages"].shape[2]
+    scales = [np.exp2(draw.rng.uniform(-3, 2, heads)).astype(_of_statistics(draw)) for _ in range(2)]
+    for name in NARROW:
+        narrow = {n: x[n].astype(numpy_dtype(name)) for n in ("k_pages", "v_pages")}
+        wide = {n: a.astype(x[n].dtype) for n, a in narrow.items()}
+        found = [run(*(x | pages).values(), None, *scales) for pages in (narrow, wide)]
+        draw.same_bits(*found, f"pages of {name}")
+
+
+def _of_statistics(draw):
+    return np.float64 if draw.dtype == "float64" else np.float32
+
+
+@paged_attention.law
+def scales_of_1_are_none(run, draw):
+    """To the bit. Scales of a head change no bit of other heads, and a v_scale of 2 doubles o."""
+    x = _drawn(draw)
+    ones = np.ones(x["k_pages"].shape[2], _of_statistics(draw))
+    plain = run(*x.values())
+    draw.same_bits(run(*x.values(), None, ones, ones), plain, "scales of 1")
+    draw.same_bits(run(*x.values(), None, None, 2 * ones), plain * plain.dtype.type(2), "values that are doubled")
+    other = ones.copy()
+    other[0] = 3
+    group = x["q"].shape[1] // len(ones)
+    draw.same_bits(run(*x.values(), None, other, other)[:, group:], plain[:, group:], "scales of the first head")
+
+
 DIMS = {"tokens": 4, "kv_heads": 2, "group": 2, "d": 4, "dv": 3, "pages": 5, "page_size": 2, "sequences": 2,
         "pages_each": 2}  # fmt: skip
 paged_attention.sample("chunks", dims=DIMS)
 paged_attention.sample("window_and_lse", dims=DIMS, options={"window": (1, 0), "return_lse": True})
+paged_attention.sample("sinks", dims=DIMS, options={"return_lse": True}, given=("sinks",), wider=("sinks",))
+paged_attention.sample("scales", dims=DIMS, options={"return_lse": True}, given=("k_scale", "v_scale"))
 paged_attention.sample("softcap", dims=DIMS, options={"softcap": 2.0, "scale": 0.4, "is_causal": False})

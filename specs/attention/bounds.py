@@ -162,12 +162,12 @@ def bound_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
                 sink = SinkPairs.of(head)
                 values = [sink.E, np.abs(sink.dS) + sink.E, sink.seen, sink.wild]
                 of_sinks[:, head.heads] += [head.by_head(x).sum(1) for x in values]
-        d_bias = None if sums is None else _of_terms(unit, sums, sums[2])
-        d_sinks = None if of_sinks is None else _of_terms(unit, of_sinks, unit.chain(of_sinks[2]))
+        d_bias = None if sums is None else error_of_terms(unit, sums, sums[2])
+        d_sinks = None if of_sinks is None else error_of_terms(unit, of_sinks, unit.chain(of_sinks[2]))
     return stored_bounds(call, ref, [d_q, d_k, d_v, d_bias, d_sinks])
 
 
-def _of_terms(unit, sums, roundings):
+def error_of_terms(unit, sums, roundings):
     """The error of sums of terms dS with so many roundings on the way, from the sums of E, of |dS| + E, of the terms
     that there are, and of those of which nothing is promised."""
     err, total, _, wild = sums

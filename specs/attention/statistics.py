@@ -188,24 +188,24 @@ def sigma_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
                 values = [spread.unknown, spread.var_S + spread.row**2, np.square(pairs.dS), pairs.dS, *spread.lean_S]
                 head.add_to_bias(sums, np.stack(values))
             if of_sinks is not None:
-                of_sinks[:, head.heads] += [head.by_head(x).sum(1) for x in _sink_terms(head)]
+                of_sinks[:, head.heads] += [head.by_head(x).sum(1) for x in sink_terms(head)]
         if sums is not None:
-            d_bias = _sum_spread(unit, sums, pairs_in_all / ref[3].size)
+            d_bias = spread_of_terms(unit, sums, pairs_in_all / ref[3].size)
         if of_sinks is not None:
-            d_sinks = _sum_spread(unit, of_sinks, call.dims["batch"] * call.dims["q_len"])
+            d_sinks = spread_of_terms(unit, of_sinks, call.dims["batch"] * call.dims["q_len"])
         return stored_spreads(call, ref, [d_q, d_k, d_v + (inf if storing.few else 0.0), d_bias, d_sinks])
 
 
-def _sum_spread(unit, sums, terms):
+def spread_of_terms(unit, sums, terms):
     """The variance of sums of so many terms dS, from those of (unknown, the variance of dS, dS^2, dS, what leans)."""
     c = unit.chain(terms)
     rounding = (KAPPA * unit.u) ** 2 * (c / 3 * np.square(sums[3]) + c / 6 * sums[2])
     return np.where(sums[0] > 0, inf, sums[1] + rounding + np.square(sums[4:]).sum(0))
 
 
-def _sink_terms(head):
-    """What :func:`_sum_spread` sums of the sinks of a group, each (group*q_len, 1). Nothing leans: a sink is given, and
-    its difference to lse is scaled, not the two."""
+def sink_terms(head):
+    """What :func:`spread_of_terms` sums of the sinks of a group, each (group*q_len, 1). Nothing leans: a sink is given,
+    and its difference to lse is scaled, not the two."""
     unit, kappa2, pairs = head.unit, (KAPPA * head.unit.u) ** 2, SinkPairs.of(head)
     lse, apart = (np.where(pairs.seen, finite(x), 0.0) for x in (head.statistic("lse"), pairs.apart))
     f2 = kappa2 * (lse**2 + 2 * apart**2) + (unit.ex / 4) ** 2

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 
 import portakern as pk
+from portakern.spec.dtypes import numpy_dtype
 from tests.ops import attention
 from tests.ops._attention_formulas import formula as attention_formula
 from tests.ops._shared import (
@@ -19,6 +20,7 @@ from tests.ops._shared import (
     normal64,
     pick,
     rounded_tanh,
+    sweep,
     with_specials,
     zeros,
 )
@@ -49,15 +51,41 @@ def each_sequence(k_pages, v_pages, page_table, kv_lens, q_starts):
 
 
 # ------------------------------------------------------------------------------------------------- the simulated kernel
-def simulate(q, k_pages, v_pages, *integers, is_causal=True, return_lse=False, furthest=None, **how):
-    """attention's kernel over the gathered keys of each sequence. ``furthest``: keys beyond so many are forgotten."""
+def simulate(q, k_pages, v_pages, page_table, kv_lens, q_starts, sinks=None, k_scale=None, v_scale=None, *,
+             is_causal=True, return_lse=False, furthest=None, scaled="once", **how):  # fmt: skip
+    """attention's kernel over the gathered keys of each sequence. ``furthest``: keys beyond so many are forgotten;
+    ``scaled``: once, or what is wrong with the scales."""
     F, (tokens, heads, _) = accumulator(q), q.shape
     o, lse = np.zeros((tokens, heads, v_pages.shape[-1]), F), np.full((heads, tokens), -np.inf, F)
-    for of, k, v in each_sequence(k_pages, v_pages, *integers):
-        dense = q[None, of], k[None, :furthest], v[None, :furthest]
-        found = attention.simulate(*dense, is_causal=is_causal, return_lse=True, **how)
-        o[of], lse[:, of] = found[0][0], found[1][0]
+    if sinks is not None:
+        for s in np.flatnonzero(np.asarray(kv_lens) == 0):
+            lse[:, slice(*q_starts[s : s + 2])] = sinks[:, None]
+    for of, k, v in each_sequence(k_pages, v_pages, page_table, kv_lens, q_starts):
+        dense = q[None, of], k[None, :furthest].astype(q.dtype), v[None, :furthest].astype(q.dtype), sinks
+        scales = [None if x is None else wrongly(scaled)(x.astype(F)) for x in (k_scale, v_scale)]
+        o[of], lse[:, of] = by_key_head(*dense, *scales, is_causal=is_causal, **how)
     return o, lse if return_lse else None
+
+
+def wrongly(scaled):
+    """What a fault makes of scales."""
+    return {
+        "once": lambda x: x, "twice": np.square, "inverted": np.reciprocal, "of another head": lambda x: np.roll(x, 1)
+    }[scaled]  # fmt: skip
+
+
+def by_key_head(q, k, v, sinks, k_scale, v_scale, *, scale=None, **how):
+    """o and lse of one sequence: attention's kernel, of each key head with the scale of its keys; then that of its
+    values."""
+    group, scale = q.shape[2] // k.shape[2], 1 / np.sqrt(q.shape[3]) if scale is None else scale
+    found = []
+    for h in range(k.shape[2]):
+        heads, key = slice(h * group, (h + 1) * group), slice(h, h + 1)
+        own = scale if k_scale is None else scale * k_scale[h]
+        dense = q[:, :, heads], k[:, :, key], v[:, :, key], None, None, None, None if sinks is None else sinks[heads]
+        o, lse = attention.simulate(*dense, scale=own, return_lse=True, **how)
+        found.append((o[0] if v_scale is None else o[0] * v_scale[h], lse[0]))
+    return np.concatenate([o for o, _ in found], 1), np.concatenate([lse for _, lse in found], 0)
 
 
 # ------------------------------------------------------------------------------------------------------- calls on NumPy
@@ -88,7 +116,29 @@ def case(rng, dtype, regime):
     dense, options = [(q, k, v)], pick(rng, attention.OPTIONS)
     if rng.random() < 0.4:
         dense.insert(0, (q[:, :3], k[:, :7], v[:, :7]))
-    return in_pages(rng, *dense), options
+    own = pick(rng, (dtype, dtype if dtype == "float64" else "float32"))
+    sinks = (sweep(rng, q.shape[2:3], own),) if rng.random() < 0.35 else ()
+    arrays = *in_pages(rng, *dense), *sinks
+    if rng.random() < 0.3:
+        arrays = *arrays, *[None] * (7 - len(arrays)), *scales_of(rng, dtype, k.shape[2])
+    if rng.random() < 0.3:
+        narrow = numpy_dtype(pick(rng, ("float8_e4m3fn", "float8_e5m2")))
+        with np.errstate(all="ignore"):
+            arrays = arrays[0], *(x.astype(narrow) for x in arrays[1:3]), *arrays[3:]
+    return arrays, options
+
+
+def scales_of(rng, dtype, heads):
+    own = "float64" if dtype == "float64" else "float32"
+    return tuple(np.exp2(rng.uniform(-6, 2, heads)).astype(own) for _ in range(2))
+
+
+def with_scales(rng, dtype):
+    """Two key heads, whose scales differ by much."""
+    shapes = (1, 20, 4, 16), (1, 33, 2, 16), (1, 33, 2, 16)
+    own = "float64" if dtype == "float64" else "float32"
+    arrays = in_pages(rng, [sweep(rng, s, dtype) for s in shapes], size=16)
+    return *arrays, None, np.array([0.5, 3.0], own), np.array([4.0, 0.3], own)
 
 
 def special(rng, dtype, seed):
@@ -107,26 +157,37 @@ def typical(rng, dtype, **options):
     return in_pages(rng, arrays, size=16), {"is_causal": False} | options
 
 
+def with_sinks(rng, dtype, value=None):
+    """Sinks near the largest scores, of two heads."""
+    arrays, sinks = attention.with_sinks(rng, dtype, value)[:3], attention.with_sinks(rng, dtype, value)[-1]
+    return *in_pages(rng, arrays, size=16), sinks
+
+
 drawn = attention.drawn
 
 
 # ------------------------------------------------------------------------------------------------ written another way
-def formula(q, k_pages, v_pages, page_table, kv_lens, q_starts, return_lse=True, **options):
+def formula(q, k_pages, v_pages, page_table, kv_lens, q_starts, sinks=None, k_scale=None, v_scale=None,
+            return_lse=True, **options):  # fmt: skip
     """attention one scalar at a time, of each sequence."""
     o, lse = np.zeros((*q.shape[:2], v_pages.shape[-1])), np.full(q.shape[1::-1], -math.inf)
+    for s in np.flatnonzero(kv_lens == 0) if sinks is not None else ():
+        lse[:, slice(*q_starts[s : s + 2])] = sinks[:, None]
     for of, k, v in each_sequence(k_pages, v_pages, page_table, kv_lens, q_starts):
-        found = attention_formula(q[None, of], k[None], v[None], **{"is_causal": True} | options)
+        k, v = (x if s is None else x * s[:, None] for x, s in ((k, k_scale), (v, v_scale)))
+        found = attention_formula(q[None, of], k[None], v[None], sinks=sinks, **{"is_causal": True} | options)
         o[of], lse[:, of] = found[0][0], found[1][0]
     return o, lse
 
 
-def formula_call(counts, lens, size, options):
+def formula_call(counts, lens, size, options, sinks=False, scales=False):
     """So many queries and keys of each sequence, and one token of none."""
     rng, each = np.random.default_rng(len(counts)), -(-max(lens) // size)
     table = rng.permutation(len(lens) * each + 1)[1:].reshape(len(lens), each)
     k, v = normal64(len(lens) * each + 1, size, 2, 3), normal64(len(lens) * each + 1, size, 2, 2)
     starts = np.cumsum([0, *counts])
-    return (normal64(int(starts[-1]) + 1, 4, 3), k, v, table, np.array(lens), starts), WITH_LSE | options
+    more = (normal64(4) if sinks else None, *((normal64(2), normal64(2)) if scales else (None, None)))
+    return (normal64(int(starts[-1]) + 1, 4, 3), k, v, table, np.array(lens), starts, *more), WITH_LSE | options
 
 
 def formula_calls():
@@ -138,10 +199,13 @@ def formula_calls():
             f"{counts} queries of {lens} keys, pages of {size}, {given}",
             partial(formula_call, counts, lens, size, given),
         )
+    for counts, lens in sequences:
+        yield f"{counts} queries of {lens} keys, sinks", partial(formula_call, counts, lens, 2, {"softcap": 1.5}, True)
+        yield f"{counts} queries of {lens} keys, scales", partial(formula_call, counts, lens, 2, {}, False, True)
 
 
-def plain(xp, asarray, wide, narrow, q, k_pages, v_pages, page_table, kv_lens, q_starts, *, is_causal=True, window=None,
-          scale=None, softcap=None, return_lse=False):  # fmt: skip
+def plain(xp, asarray, wide, narrow, q, k_pages, v_pages, page_table, kv_lens, q_starts, sinks=None, k_scale=None,
+          v_scale=None, *, is_causal=True, window=None, scale=None, softcap=None, return_lse=False):  # fmt: skip
     """The same with the operations of ``xp``, torch or jax.numpy: each token beside all keys that its sequence has room
     for. Integers may be traced."""
     (tokens, heads, d), (_, size, kv_heads, dv), (number, each) = q.shape, v_pages.shape, page_table.shape
@@ -157,16 +221,20 @@ def plain(xp, asarray, wide, narrow, q, k_pages, v_pages, page_table, kv_lens, q
     seen = (seen if right is None else seen & (j[None] <= place[:, None] + right))[:, None]
     page = xp.where(page_table < 0, 0, page_table)
     k, v = (x[page].reshape(number, each * size, kv_heads, -1)[here] for x in (k_pages, v_pages))
-    s = xp.einsum("tkgd,tjkd->tkgj", wide(q).reshape(tokens, kv_heads, -1, d), wide(k)).reshape(tokens, heads, -1)
+    s = xp.einsum("tkgd,tjkd->tkgj", wide(q).reshape(tokens, kv_heads, -1, d), wide(k))
+    s = (s if k_scale is None else s * k_scale[:, None, None]).reshape(tokens, heads, -1)
     s = s * (d**-0.5 if scale is None else scale)
     s = s if softcap is None else softcap * xp.tanh(s / softcap)
     m = xp.amax(xp.where(seen, s, -math.inf), -1)[..., None]
+    beside = None if sinks is None else xp.where((owner < number)[:, None], wide(sinks), -math.inf)[..., None]
+    m = m if beside is None else xp.maximum(m, beside)
     m = xp.where(xp.isinf(m), 0.0, m)
     p = xp.where(seen, xp.exp(xp.where(seen, s - m, 0.0)), 0.0)
-    l = p.sum(-1)
+    l = p.sum(-1) + (0.0 if beside is None else xp.exp(beside - m)[..., 0])
     none = l == 0
     weights = narrow(p / xp.where(none, 1.0, l)[..., None], v.dtype).reshape(tokens, kv_heads, -1, each * size)
-    o = xp.einsum("tkgj,tjkd->tkgd", weights, v).reshape(tokens, heads, dv)
+    o = xp.einsum("tkgj,tjkd->tkgd", weights, v)
+    o = (o if v_scale is None else narrow(wide(o) * v_scale[:, None, None], o.dtype)).reshape(tokens, heads, dv)
     lse = xp.where(none, -math.inf, m[..., 0] + xp.log(xp.where(none, 1.0, l)))
     return (o, lse.T) if return_lse else o
 
@@ -208,6 +276,12 @@ def fuzzed(r, dtype):
         "kv_lens": r.rng.integers(0, each * size + 1, sequences).astype(ids),
         "q_starts": starts.astype(ids),
     }
+    if r.chance(0.3) and each:
+        own = r.pick((dtype, "float64" if dtype == "float64" else "float32"))
+        arrays["sinks"] = r.array(own, heads * group)
+    if r.chance(0.3):
+        for name in ("k_scale", "v_scale"):
+            arrays[name] = r.array("float64" if dtype == "float64" else "float32", heads)
     options = {
         "is_causal": r.chance(0.5),
         "window": r.pick((None, (1, None), (2, 0))),
@@ -295,6 +369,22 @@ WRONG = {
         lambda: call(Q, CACHE, CACHE, TABLE + 5, I32([1, 1]), STARTS),
         r"entries of page_table for the pages that they fill from 0 to pages - 1",
     ),
+    "sinks of key heads": (
+        lambda: call(Q, CACHE, CACHE, TABLE, LENS, STARTS, zeros(2)),
+        r"sinks axis 0 \(kv_heads\*group\) is 2; expected 4, as set by",
+    ),
+    "sinks without pages": (
+        lambda: call(Q, CACHE, CACHE, TABLE[:, :0], LENS, STARTS, zeros(4)),
+        r"sinks are given and there is no page for a key",
+    ),
+    "scales of query heads": (
+        lambda: call(Q, CACHE, CACHE, TABLE, LENS, STARTS, None, zeros(4)),
+        r"k_scale axis 0 \(kv_heads\) is 4; expected 2",
+    ),
+    "pages of integers": (
+        lambda: call(Q, CACHE.astype(np.int8), CACHE, TABLE, LENS, STARTS),
+        r"k_pages is int8 but q is float32; expected float32 or float8_e4m3fn or float8_e5m2",
+    ),
     "a table of floats": (
         lambda: call(Q, CACHE, CACHE, TABLE.astype(np.float32), LENS, STARTS),
         r"page_table is float32; expected one of int32, int64",
@@ -343,6 +433,13 @@ RECORD = ForwardRecord(
         "without the maximum": Fault(
             paged(attention.spikes), {"shift": False}, WITH_LSE | {"scale": 1.0, "is_causal": False}
         ),
+        "with a sink in the sum twice": Fault(with_sinks, {"sink": "twice"}, WITH_LSE | {"is_causal": False}, EVERY),
+        "with a sink that is scaled": Fault(with_sinks, {"sink": "scaled"}, WITH_LSE | {"is_causal": False}, EVERY),
+        "with a sink that lse lacks": Fault(with_sinks, {"sink": "not in lse"}, WITH_LSE | {"is_causal": False}, "lse"),
+        **{
+            f"with scales {how}": Fault(with_scales, {"scaled": how}, WITH_LSE | {"is_causal": False}, EVERY)
+            for how in ("twice", "inverted", "of another head")
+        },
         "of tf32 products for ieee": Fault(
             paged(attention.near_1_values), {"precision": "tf32"}, WITH_LSE | {"is_causal": False}, EVERY, ("float32",)
         ),
@@ -371,12 +468,15 @@ RECORD = ForwardRecord(
         "window": Sample(SMALL, {"window": (1, 0), "scale": 0.3}),
         "softcap and lse": Sample(SMALL, {"softcap": 2.0, "return_lse": True}),
         "no mask": Sample(SMALL, {"is_causal": False}),
+        "sinks": Sample(SMALL | {"sinks": (2,)}, {"window": (0, 0), "softcap": 2.0}),
+        "scales": Sample(SMALL | {"k_scale": (1,), "v_scale": (1,)}, {"softcap": 2.0}),
     },
     usual=(
         Sample(shapes(40, 4, 40, 16, 9), WITH_LSE),
         Sample(shapes(90, 2, 12, 64, 5, 8, 2, 48, 48)),
         Sample(shapes(6, 6, 60, 16, 20, 4, 1), {"window": (100, 0)}),
         Sample(shapes(30, 3, 30, 10, 12, 4, 4, 32, 40), {"softcap": 5.0, "is_causal": False}),
+        Sample(shapes(4, 2, 90, 16, 80) | {"sinks": (4,)}, WITH_LSE, wider=("sinks",)),
     ),
     formula=formula,
     formula_calls=dict(formula_calls()),
@@ -387,6 +487,8 @@ RECORD = ForwardRecord(
     lowered={
         "chunks": Sample(shapes(100, 3, 20, 16, 9), WITH_LSE),
         "decoding": Sample(shapes(8, 8, 40, 32, 6, 8, 1)),
+        "sinks": Sample(shapes(100, 3, 20, 16, 9) | {"sinks": (4,)}, WITH_LSE, wider=("sinks",)),
+        "scales": Sample(shapes(100, 3, 20, 16, 9) | {"k_scale": (2,), "v_scale": (2,)}),
         "window": Sample(shapes(40, 4, 40, 16, 9, 4, 4, 80, 80), {"window": (40, 8), "softcap": 20.0}),
         "odd pages": Sample(shapes(20, 2, 30, 5, 9, 4, 4, 32, 32), {"precision": "tf32", "is_causal": False}),
     },

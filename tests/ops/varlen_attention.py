@@ -47,24 +47,32 @@ INT = np.int32
 
 
 # ------------------------------------------------------------------------------------------------------- the sequences
-def spans(q_starts, kv_starts):
-    """(queries, keys) of each sequence that has both."""
+def spans(q_starts, kv_starts, keyless=False):
+    """(queries, keys) of each sequence that has both; ``keyless``: also of those that have queries alone."""
     ends = (np.asarray(x).astype(int).tolist() for x in (q_starts, kv_starts))
     both = zip(*(itertools.pairwise(x) for x in ends), strict=True)
-    return [tuple(slice(*x) for x in rows) for rows in both if all(a < b for a, b in rows)]
+    return [tuple(slice(*x) for x in (q, k)) for q, k in both if q[0] < q[1] and (keyless or k[0] < k[1])]
 
 
-def simulate(q, k, v, q_starts, kv_starts, *, shift_keys=0, join=False, return_lse=False, **options):
+def without_keys(q_starts, kv_starts):
+    """The queries of each sequence that has no key."""
+    return [rows for rows, keys in spans(q_starts, kv_starts, True) if keys.start == keys.stop]
+
+
+def simulate(q, k, v, q_starts, kv_starts, sinks=None, *, shift_keys=0, join=False, return_lse=False, **options):
     """``attention``'s simulated kernel on each sequence. ``shift_keys``: that a sequence takes too late; ``join``: all
     sequences are one."""
     F = accumulator(q)
     o, lse = np.zeros((*q.shape[:2], v.shape[2]), F), np.full((q.shape[1], q.shape[0]), -np.inf, F)
+    for rows in without_keys(q_starts, kv_starts) if sinks is not None else ():
+        lse[:, rows] = sinks[:, None]
     found = spans(q_starts, kv_starts)
     if join:
         found = [tuple(slice(x[0].start, x[-1].stop) for x in zip(*found, strict=True))]
     for rows, keys in found:
         keys = slice(min(keys.start + shift_keys, keys.stop - 1), keys.stop)
-        one = attention.simulate(q[None, rows], k[None, keys], v[None, keys], **options, return_lse=True)
+        dense = q[None, rows], k[None, keys], v[None, keys], None, None, None, sinks
+        one = attention.simulate(*dense, **options, return_lse=True)
         o[rows], lse[:, rows] = one[0][0], one[1][0]
     return o, lse if return_lse else None
 
@@ -78,10 +86,10 @@ def packed(make):
     """A call of attention on a batch of one, ``make(rng, dtype, ...)``, as a packed one of a few sequences."""
 
     def of_several(rng, *args):
-        (q, k, v, *_), options = make(rng, *args)
+        (q, k, v, *more), options = make(rng, *args)
         number = int(rng.integers(1, 4))
         arrays = tuple(x[0] for x in (q, k, v))
-        return (*arrays, cut(rng, q.shape[1], number), cut(rng, k.shape[1], number)), options
+        return (*arrays, cut(rng, q.shape[1], number), cut(rng, k.shape[1], number), *more[3:]), options
 
     return of_several
 
@@ -100,6 +108,12 @@ def two(rng, dtype, sizes=(20, 33), d=16):
     """Two sequences of as many queries as keys."""
     n, starts = sum(sizes), np.array([0, sizes[0], sum(sizes)], INT)
     return (*(draw(rng, (n, h, d), dtype) for h in (2, 1, 1)), starts, starts)
+
+
+def two_with_sinks(rng, dtype, value=None):
+    """The same with sinks near the largest scores."""
+    sinks = rng.uniform(1, 3, 2) if value is None else np.full(2, value)
+    return *two(rng, dtype), sinks.astype(np.float32)
 
 
 def large_case(rng, dtype, regime):
@@ -124,19 +138,19 @@ def typical(rng, dtype, keys=(180, 400), **options):
 
 
 # ------------------------------------------------------------------------------------- the formula and the frameworks
-def formula(q, k, v, q_starts, kv_starts, *, return_lse=True, **options):
+def formula(q, k, v, q_starts, kv_starts, sinks=None, *, return_lse=True, **options):
     o, lse = np.zeros((*q.shape[:2], v.shape[2])), np.full((q.shape[1], q.shape[0]), -math.inf)
-    for rows, keys in spans(q_starts, kv_starts):
-        one = formula_of_one(q[None, rows], k[None, keys], v[None, keys], **options)
+    for rows, keys in spans(q_starts, kv_starts, True):
+        one = formula_of_one(q[None, rows], k[None, keys], v[None, keys], sinks=sinks, **options)
         o[rows], lse[:, rows] = one[0][0], one[1][0]
     return o, lse
 
 
-def formula_call(q_starts, kv_starts, options):
+def formula_call(q_starts, kv_starts, options, sinks=False):
     tokens, kv_tokens = q_starts[-1] + 1, kv_starts[-1] + 2
     starts = (np.array(x, INT) for x in (q_starts, kv_starts))
     arrays = normal64(tokens, 4, 3), normal64(kv_tokens, 2, 3), normal64(kv_tokens, 2, 2)
-    return (*arrays, *starts), WITH_LSE | options
+    return (*arrays, *starts, *((normal64(4),) if sinks else ())), WITH_LSE | options
 
 
 def formula_calls():
@@ -152,11 +166,13 @@ def formula_calls():
         "window": {"window": (2, 1), "scale": -0.7},
         "softcap": {"softcap": 1.5, "is_causal": True, "window": (None, 3)},
     }
-    return {f"{a}, {b}": partial(formula_call, *x, y) for a, x in starts.items() for b, y in options.items()}
+    calls = {f"{a}, {b}": partial(formula_call, *x, y) for a, x in starts.items() for b, y in options.items()}
+    return calls | {f"{a}, sinks": partial(formula_call, *x, options["softcap"], True) for a, x in starts.items()}
 
 
-def of_each(one, concatenate, fill, q, k, v, q_starts, kv_starts, *, return_lse=False, **options):
-    """``one`` on each sequence, of a library's arrays; tokens of no sequence and of those without keys are zeros."""
+def of_each(one, concatenate, fill, q, k, v, q_starts, kv_starts, sinks=None, *, return_lse=False, **options):
+    """``one`` on each sequence, of a library's arrays; tokens of no sequence and of those without keys are zeros, the
+    lse of these the sink."""
     o, lse, at = [], [], 0
 
     def nothing_until(end):
@@ -164,33 +180,37 @@ def of_each(one, concatenate, fill, q, k, v, q_starts, kv_starts, *, return_lse=
             o.append(fill((end - at, q.shape[1], v.shape[2]), 0.0))
             lse.append(fill((q.shape[1], end - at), -math.inf))
 
-    for rows, keys in spans(q_starts, kv_starts):
+    for rows, keys in spans(q_starts, kv_starts, sinks is not None):
         nothing_until(rows.start)
-        found = one(q[rows][None], k[keys][None], v[keys][None], **options, return_lse=True)
+        at = rows.stop
+        if keys.start == keys.stop:
+            o.append(fill((rows.stop - rows.start, q.shape[1], v.shape[2]), 0.0))
+            lse.append(sinks[:, None] + fill((q.shape[1], rows.stop - rows.start), 0.0))
+            continue
+        found = one(q[rows][None], k[keys][None], v[keys][None], sinks=sinks, **options, return_lse=True)
         o.append(found[0][0])
         lse.append(found[1][0])
-        at = rows.stop
     nothing_until(q.shape[0])
     return (concatenate(o, 0), concatenate(lse, 1)) if return_lse else concatenate(o, 0)
 
 
-def in_torch(q, k, v, q_starts, kv_starts, **options):
+def in_torch(q, k, v, q_starts, kv_starts, sinks=None, **options):
     import torch
 
     def fill(shape, value):
         return torch.full(shape, value, dtype=q.dtype, device=q.device)
 
     starts = (x.detach().cpu().numpy() for x in (q_starts, kv_starts))
-    return of_each(one_in_torch, torch.cat, fill, q, k, v, *starts, **options)
+    return of_each(one_in_torch, torch.cat, fill, q, k, v, *starts, sinks, **options)
 
 
-def in_jax(q, k, v, q_starts, kv_starts, **options):
+def in_jax(q, k, v, q_starts, kv_starts, sinks=None, **options):
     import jax.numpy as jnp
 
     def fill(shape, value):
         return jnp.full(shape, value, q.dtype)
 
-    return of_each(one_in_jax, jnp.concatenate, fill, q, k, v, q_starts, kv_starts, **options)
+    return of_each(one_in_jax, jnp.concatenate, fill, q, k, v, q_starts, kv_starts, sinks, **options)
 
 
 # ------------------------------------------------------------------------------------------------------- random calls
@@ -204,6 +224,9 @@ def fuzzed(r, dtype):
         "q_starts": cut(r.rng, tokens, number).astype(ids),
         "kv_starts": cut(r.rng, kv_tokens, number).astype(ids),
     }
+    if r.chance(0.3) and kv_tokens:
+        own = r.pick((dtype, "float64" if dtype == "float64" else "float32"))
+        arrays["sinks"] = r.array(own, arrays["q"].shape[1])
     options = {
         "is_causal": r.chance(0.5),
         "window": r.pick((None, (1, None), (2, 0))),
@@ -286,6 +309,18 @@ WRONG = {
         lambda: call(Q, K, K, STARTS[0], np.array([0, 3, 8], INT)),
         r"kv_starts are the starts of the sequences .* from 0 to kv_tokens",
     ),
+    "sinks of key heads": (
+        lambda: call(Q, K, K, *STARTS, zeros(2)),
+        r"sinks axis 0 \(kv_heads\*group\) is 2; expected 4, as set by",
+    ),
+    "sinks without keys": (
+        lambda: call(Q, K[:0], K[:0], STARTS[0], STARTS[1] * 0, zeros(4)),
+        r"sinks are given and k has no keys \(kv_tokens is 0\)",
+    ),
+    "sinks too wide": (
+        lambda: call(Q, K, K, *STARTS, zeros(4, dtype=np.float64)),
+        r"sinks is float64 but q is float32; expected float32: cast one",
+    ),
     "window below zero": (
         lambda: call(Q, K, K, *STARTS, window=(1, -2)),
         r"window is \(1, -2\); expected a tuple of 2 integers >= 0 \(None for no limit\), or None",
@@ -313,7 +348,7 @@ RECORD = ForwardRecord(
     case=packed(attention.case),
     regimes=SWEPT,
     special=packed(
-        lambda rng, dtype, seed: (with_specials(rng, (c := attention.case(rng, dtype, pick(rng, SWEPT)))[0]), c[1])
+        lambda rng, dtype, seed: (with_specials(rng, (c := attention.case(rng, dtype, pick(rng, SWEPT)))[0][:3]), c[1])
     ),
     near=Near(lambda rng: typical(rng, "float32", (60, 140))[0], WITH_LSE, plant={"factor": 1 + 3e-5}),
     faults={
@@ -322,6 +357,12 @@ RECORD = ForwardRecord(
         "without the maximum": Fault(alone(attention.spikes), {"shift": False}, WITH_LSE | {"scale": 1.0}),
         "with a sequence that begins a key late": Fault(two, {"shift_keys": 1}, WITH_LSE, EVERY),
         "with sequences that see each other": Fault(two, {"join": True}, WITH_LSE, EVERY),
+        "with a sink in the sum twice": Fault(two_with_sinks, {"sink": "twice"}, WITH_LSE, EVERY),
+        "with a sink that is scaled": Fault(two_with_sinks, {"sink": "scaled"}, WITH_LSE, EVERY),
+        "with a sink that lse lacks": Fault(two_with_sinks, {"sink": "not in lse"}, WITH_LSE, "lse"),
+        "with sums of values that ignore the sink": Fault(
+            lambda r, t: two_with_sinks(r, t, 9.0), {"sink": "sums not rescaled"}, WITH_LSE, "o"
+        ),
         "with causality across sequences": Fault(two, {"join": True}, WITH_LSE | {"is_causal": True}),
     },
     corners={
@@ -344,18 +385,21 @@ RECORD = ForwardRecord(
         "every mask": Sample(SMALL, {"is_causal": True, "window": (2, None)}),
         "softcap and scale": Sample(SMALL, {"softcap": 2.0, "scale": 0.4}),
         "lse": Sample(SMALL, {"return_lse": True}),
+        "sinks": Sample(SMALL | {"sinks": (2,)}, {"window": (0, 0), "softcap": 2.0}),
     },
     derived={
         "no mask": Sample(LARGER),
         "causal": Sample(LARGER, {"is_causal": True}),
         "softcap": Sample(LARGER, {"softcap": 1.5}),
         "scale": Sample(LARGER, {"scale": -0.7}),
+        "sinks": Sample(LARGER | {"sinks": (4,)}, {"is_causal": True, "softcap": 1.5}),
     },
     usual=(
         Sample(shapes(200, 300, 4, 2, 64, 40, 3), {"return_lse": True}),
         Sample(shapes(260, 260, 4, 4, 48, 48, 2), {"is_causal": True}, TILES),
         Sample(shapes(150, 330, 2, 1, 64, 64, 2), {"window": (100, 30)}, TILES),
         Sample(shapes(90, 300, 4, 2, 32, 32, 5), {"softcap": 5.0}),
+        Sample(shapes(120, 200, 4, 2, 32, 32, 3) | {"sinks": (4,)}, WITH_LSE | {"is_causal": True}, wider=("sinks",)),
     ),
     formula=formula,
     formula_calls=formula_calls(),
@@ -367,6 +411,9 @@ RECORD = ForwardRecord(
         "causal": Sample(shapes(100, 130, 4, 2, 64, 64), {"is_causal": True, "return_lse": True}),
         "window": Sample(shapes(300, 300, 2, 2, 80, 80, 4), {"window": (40, 8), "softcap": 20.0}),
         "tf32": Sample(shapes(50, 50, 2, 2, 32, 32, 1), {"precision": "tf32"}),
+        "sinks": Sample(
+            shapes(100, 130, 4, 2, 64, 64) | {"sinks": (4,)}, {"is_causal": True, "return_lse": True}, wider=("sinks",)
+        ),
     },
     mapped={
         "every array": Mapped(
@@ -375,6 +422,7 @@ RECORD = ForwardRecord(
             folds=False,
         ),
         "shared keys": Mapped(Sample(LARGER | {"q": (9, 3, 4, 5)}), {"q": 1}, folds=False),
+        "own sinks": Mapped(Sample(LARGER | {"sinks": (3, 4)}), {"sinks": 0}, folds=False),
     },
     wrong=WRONG,
     fuzzed=fuzzed,
@@ -393,33 +441,41 @@ RECORD = ForwardRecord(
 
 
 # ------------------------------------------------------------------------------------------------------------- gradient
-def simulate_vjp(q, k, v, o, lse, q_starts, kv_starts, d_o, d_lse=None, lse_low=None, *, shift_keys=0, **options):
+def simulate_vjp(q, k, v, o, lse, q_starts, kv_starts, d_o, d_lse=None, lse_low=None, sinks=None, *, shift_keys=0,
+                 **options):  # fmt: skip
     """``attention_vjp``'s simulated kernel on each sequence. ``shift_keys``: that a sequence takes too late."""
     F = accumulator(q)
-    d_q, d_k, d_v = (np.zeros(x.shape, F) for x in (q, k, v))
+    d_q, d_k, d_v, d_sinks = (None if x is None else np.zeros(x.shape, F) for x in (q, k, v, sinks))
+    forget = options.get("forget", ())
+    if sinks is not None and d_lse is not None and "d_lse" not in forget:
+        for rows in without_keys(q_starts, kv_starts):  # lse is the sink there
+            d_sinks += d_lse[:, rows].astype(F).sum(1) * (-1 if "sign" in forget else 1) * np.isfinite(sinks)
     for rows, keys in spans(q_starts, kv_starts):
         keys = slice(min(keys.start + shift_keys, keys.stop - 1), keys.stop)
         given = q[None, rows], k[None, keys], v[None, keys], o[None, rows], lse[None, :, rows], d_o[None, rows]
         more = (None if x is None else x[None, :, rows] for x in (d_lse, lse_low))
-        one = attention.simulate_vjp(*given, None, None, None, *more, **options)
+        one = attention.simulate_vjp(*given, None, None, None, *more, sinks, **options)
         d_q[rows], d_k[keys], d_v[keys] = (x[0] for x in one[:3])
-    return d_q, d_k, d_v
+        if sinks is not None:
+            d_sinks += one[4]
+    return d_q, d_k, d_v, d_sinks
 
 
 def with_residuals(rng, arrays, options, dtype, regime="normal", lse_too=False):
     """The arguments of the gradient by name: o and lse as the forward oracle gives them, the cotangents drawn."""
     o, lse = outputs_of("varlen_attention", *arrays, **options, return_lse=True)
-    names = ("q", "k", "v", "q_starts", "kv_starts")
+    names = ("q", "k", "v", "q_starts", "kv_starts", "sinks")[: len(arrays)]
     more = {"o": o, "lse": lse, "d_o": draw(rng, o.shape, dtype, regime)}
     more |= {"d_lse": draw(rng, lse.shape, lse.dtype.name, regime)} if lse_too else {}
     return in_order("varlen_attention_vjp", dict(zip(names, arrays, strict=True)) | more)
 
 
-def forward_case(rng, dtype, regime, extents):
-    arrays, options = attention.forward_case(rng, dtype, regime, extents, ("normal",))
+def forward_case(rng, dtype, regime, extents, **more):
+    arrays, options = attention.forward_case(rng, dtype, regime, extents, ("normal",), **more)
     number = int(rng.integers(1, 4))
     q, k, v = (arrays[n][0] for n in ("q", "k", "v"))
-    return (q, k, v, cut(rng, len(q), number), cut(rng, len(k), number)), options
+    sinks = (arrays["sinks"],) if "sinks" in arrays else ()
+    return (q, k, v, cut(rng, len(q), number), cut(rng, len(k), number), *sinks), options
 
 
 def case_vjp(rng, dtype, regime, extents=(1, 5, 16, 33, 64)):
@@ -428,22 +484,34 @@ def case_vjp(rng, dtype, regime, extents=(1, 5, 16, 33, 64)):
 
 
 def large_case_vjp(rng, dtype, regime):
-    arrays, options = large_case(rng, dtype, regime)
-    options.pop("return_lse")
+    """Sinks have one gradient a head: a call with sinks has many heads."""
+    if rng.random() < 0.3:
+        arrays, options = forward_case(rng, dtype, regime, (16, 33), sinks=1.0, heads=((24, 30), (3, 5)))
+    else:
+        arrays, options = large_case(rng, dtype, regime)
+        options.pop("return_lse")
     return with_residuals(rng, arrays, options, dtype, regime, rng.random() < 0.4), options
 
 
 def special_vjp(rng, dtype, seed):
     """NaN and infinities in the inputs of the forward call, which its outputs then hold too, and in the cotangents."""
     arrays, options = forward_case(rng, dtype, "normal", (1, 5, 16, 33))
-    arrays = with_specials(rng, arrays)
+    arrays = *with_specials(rng, arrays[:3]), *arrays[3:]
     return with_residuals(rng, arrays, options, dtype, "special", seed % 2 == 0), options
 
 
-def ordinary(rng, dtype, **options):
+def ordinary(rng, dtype, sinks=None, **options):
     """No mask, grouped queries, a cotangent of lse, two sequences."""
     arrays, _ = typical(rng, dtype)
+    arrays = arrays if sinks is None else (*arrays, np.float32(sinks))
     return with_residuals(rng, arrays, options, dtype, lse_too=True)
+
+
+def ordinary_sinks(rng, dtype):
+    """As much weight on the sinks as on the keys; two sequences."""
+    starts = np.array([0, 30, 80], INT), np.array([0, 20, 40], INT)
+    q, k, v = (draw(rng, shape, dtype) for shape in ((80, 2, 40), (40, 1, 40), (40, 1, 16)))
+    return with_residuals(rng, (q, k, v, *starts, np.float32([3, 4])), {}, dtype, lse_too=True)
 
 
 CAP = {"softcap": 2.0}
@@ -467,7 +535,7 @@ def past_2_31_vjp(gpu):
     picked = gpu.torch.tensor([0, *between, edge - 1, length - 1], device=gpu.device)
     assert picked.diff().min() > left  # no key meets two of them
     d_o = gpu.sampled(q, picked)
-    d_q, d_k, d_v = gpu.op("varlen_attention_vjp")(q, k, v, o, lse, starts, starts, d_o, **band)
+    d_q, d_k, d_v, _ = gpu.op("varlen_attention_vjp")(q, k, v, o, lse, starts, starts, d_o, **band)
     assert d_k.numel() > gpu.big
     for i in picked.tolist():
         row, keys = slice(i, i + 1), slice(max(i - left, 0), i + 1)
@@ -500,13 +568,15 @@ GRADIENT = GradientRecord(
     regimes=attention.GRADIENT.regimes,
     telling=attention.GRADIENT.telling,
     special=special_vjp,
-    near=Near(lambda rng: ordinary(rng, "float32"), plant={"factor": 1 + 1.8e-5}),
+    near=Near(lambda rng: ordinary(rng, "float32", (2, 3)), off={"d_sinks": 8.2e-5}, plant={"factor": 1 + 1.8e-5}),
     faults={
         "delta left out": Fault(capped, {"forget": ("delta",)}, CAP),
         "d_lse left out": Fault(capped, {"forget": ("d_lse",)}, CAP),
         "the softcap's slope left out": Fault(capped, {"forget": ("slope",)}, CAP),
         "scale 10 % off": Fault(capped, {"factor": 1.1}, CAP),
         "a key that is dropped": Fault(one_key_matters, {"drop": 64}, breaks=EVERY),
+        "d_sinks of the other sign": Fault(ordinary_sinks, {"forget": ("sign",)}, breaks="d_sinks"),
+        "d_sinks without Delta's d_lse": Fault(ordinary_sinks, {"forget": ("d_lse",)}, breaks="d_sinks"),
         "a sequence that begins a key late": Fault(capped, {"shift_keys": 1}, CAP, breaks=EVERY),
     },
     large_case=large_case_vjp,
@@ -524,6 +594,7 @@ GRADIENT = GradientRecord(
         Sample(saved(260, 260, 4, 4, 48, 48, 2), {"is_causal": True}, TILES),
         Sample(saved(150, 330, 2, 1, 64, 64, 2), {"window": (100, 30)}, TILES),
         Sample(saved(90, 300, 4, 2, 32, 32, 5), {"softcap": 5.0}),
+        Sample(saved(100, 60, 4, 2, 32, 32, 3) | {"d_lse": (4, 100), "sinks": (4,)}, wider=("sinks",)),
     ),
     extents=RECORD.extents,
     matrix_units=True,

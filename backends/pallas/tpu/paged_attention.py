@@ -34,7 +34,7 @@ from jax.experimental import pallas as pl
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.configs import TilesConfig
 from portakern.backends.pallas.lib.blocks import Blocks, Refs, padded, positions, quotient, row_block
-from portakern.backends.pallas.lib.double_float import in_two
+from portakern.backends.pallas.lib.double_float import beside_sink, in_two
 from portakern.backends.pallas.lib.mosaic_tpu.chip import (
     LANES,
     across,
@@ -56,8 +56,9 @@ from portakern.specs.paged_attention import dense_form
 MOST_SCALARS = targets.least("tpu", "smem") // 2
 """Bytes of scalar memory for the table and what is known of tiles."""
 
-MOST_HEADS = 16
-"""Key heads of a block, where there are more than one block: the native grid of 16-bit numbers."""
+MOST_HEADS = 32
+"""Key heads of a block of pages of 8 bits, where there are more than one block: their native grid; half as many of
+wider numbers."""
 
 MOST_PAGES = 8
 """Pages of a step, of which each is two operands of the kernel: more only where they hold fewer than LEAST_KEYS."""
@@ -97,12 +98,23 @@ class Paging(NamedTuple):
             seen = left + right + 1 + min(bq // group + 1, dims["tokens"])
             steps = min(steps, pl.cdiv(seen, pages * size) + 1)
         tiles = dims["tokens"] * group // bq + dims["sequences"] + 1
-        return cls(min(dims["kv_heads"], MOST_HEADS), bq, pages, tiles, steps, left, right, size, group)
+        return cls(min(dims["kv_heads"], most_heads(call)), bq, pages, tiles, steps, left, right, size, group)
 
 
 def grain_of(call: Call) -> int:
-    """The native grid that block_q lies on: sublanes, but lanes where lse has that axis last."""
-    return LANES if "lse" in call.wants else sublanes(call.arrays["q"].dtype)
+    """The native grid that block_q lies on: sublanes, but lanes where lse or sinks of rows have that axis last."""
+    lanes = "lse" in call.wants or call.arrays["sinks"] is not None
+    return LANES if lanes else sublanes(call.arrays["q"].dtype)
+
+
+def most_heads(call: Call) -> int:
+    """Key heads of a block at most."""
+    return MOST_HEADS // 2 if widest(call) > 1 else MOST_HEADS
+
+
+def widest(call: Call) -> int:
+    """Bytes of a number of the pages whose native grid is coarsest: 1 where either has 8 bits."""
+    return min(call.arrays[n].dtype.itemsize for n in ("k_pages", "v_pages"))
 
 
 def rows_each(call: Call) -> int:
@@ -166,8 +178,11 @@ def kernel(ref: Refs, *, paging: Paging, scores: TpuScores) -> None:
             visible &= key <= place + paging.right
         for head in range(paging.heads):
             mine = pl.ds(head * bq, bq)
-            k, v = (of_head(ref, name, head, paging) for name in ("k", "v"))
-            s, _ = scores.from_dots(dot(ref.q[head], k, (1, 1)), None)
+            k, v = (of_head(ref, name, head, paging).astype(ref.q.dtype) for name in ("k", "v"))
+            dots = dot(ref.q[head], k, (1, 1))
+            if "k_scale" in ref:
+                dots = dots * across(ref.k_scale[head], dots.shape[1])
+            s, _ = scores.from_dots(dots, None)
             m, p, shrink = online_step(ref.m[mine], jnp.where(visible, s, -jnp.inf), axis=1, unit=scores.unit)
             v = jnp.where(positions(v.shape, 0, start) < kv_len, v, jnp.zeros_like(v))  # p is 0 there, 0 * NaN is NaN
             ref.l[mine] = ref.l[mine] * shrink + jnp.sum(p, axis=1, keepdims=True)
@@ -180,10 +195,17 @@ def kernel(ref: Refs, *, paging: Paging, scores: TpuScores) -> None:
             mine = pl.ds(head * bq, bq)
             l = ref.l[mine]
             total = across(l, ref.acc.shape[1])
-            ref.o[head] = jnp.where(total == 0, 0.0, ref.acc[mine] / total).astype(ref.o.dtype)
+            o = jnp.where(total == 0, 0.0, ref.acc[mine] / total)
+            if "v_scale" in ref:
+                o = o * across(ref.v_scale[head], o.shape[1])
+            lse, low = in_two(ref.m[mine], None, scores.unit, jnp.log(l))  # no code where nothing reads it
+            lse = jnp.where(l == 0, -jnp.inf, lse)
+            if "sinks" in ref:
+                share, lse, _ = beside_sink(lse, low, ref.sinks[head : head + 1, :].T)
+                o = o * across(share, o.shape[1])
+            ref.o[head] = o.astype(ref.o.dtype)
             if "lse" in ref:
-                lse, _ = in_two(ref.m[mine], None, scores.unit, jnp.log(l))
-                ref.lse[head : head + 1, :] = jnp.where(l == 0, -jnp.inf, lse)[:, :1].T
+                ref.lse[head : head + 1, :] = lse[:, :1].T
 
 
 def of_head(ref: Refs, name: str, head: int, paging: Paging) -> jax.Array:
@@ -216,6 +238,24 @@ def page_blocks(call: Call, paging: Paging) -> Blocks:
     }
 
 
+def sink_blocks(call: Call, paging: Paging, source: jax.Array) -> Blocks:
+    """The sink of each row of a tile, -inf of tokens behind the last sequence, if there are sinks: (tiles, kv_heads,
+    bq). ``source``: as of `tiles_of`."""
+    if call.arrays["sinks"] is None:
+        return {}
+    sinks = call.arrays["sinks"].astype(jnp.float32).reshape(-1, paging.group)
+    beside = quotient(source, paging.group) < call.arrays["q_starts"][-1]
+    of_rows = jnp.where(beside[:, None], jnp.swapaxes(sinks[:, source % paging.group], 0, 1), -jnp.inf)
+    return {"sinks": (of_rows, pl.BlockSpec((None, paging.heads, paging.bq), lambda h, t, *_: (t, h, 0)))}
+
+
+def scale_blocks(call: Call, paging: Paging) -> Blocks:
+    """The scales of keys and of values that are given, each along the lanes of a register: (kv_heads, 1, LANES)."""
+    given = {n: call.arrays[n] for n in ("k_scale", "v_scale") if call.arrays[n] is not None}
+    blocks = pl.BlockSpec((paging.heads, 1, LANES), lambda h, t, *_: (h, 0, 0))
+    return {n: (jnp.broadcast_to(x[:, None, None], (x.size, 1, LANES)), blocks) for n, x in given.items()}
+
+
 def resident(call: Call, paging: Paging, heads: int) -> int:
     """The VMEM, in bytes, of one step of so many key heads: pages, queries and results, twice; the sums; the scores of
     a head, and its keys and values."""
@@ -242,7 +282,7 @@ def fit(call: Call, config: TilesConfig) -> TilesConfig:
     bq, bkv = config.block_q, config.block_kv
 
     def needed() -> int:
-        return resident(call, Paging.of(call, TilesConfig(block_q=bq, block_kv=bkv)), MOST_HEADS)
+        return resident(call, Paging.of(call, TilesConfig(block_q=bq, block_kv=bkv)), most_heads(call))
 
     while needed() > vmem_limit(call) and bq > 16:
         bq, bkv = (bq, bkv // 2) if bkv > 64 else (bq // 2, bkv)
@@ -278,6 +318,7 @@ def paged_attention(call: Call, config: TilesConfig) -> tuple[jax.Array | None, 
         return pl.BlockSpec((heads_at_once, None, *extents), lambda h, t, *_: (h, t, *(0 for _ in extents)))
 
     inputs = {"q": (rows[:, source], tile_blocks(bq, d)), **page_blocks(call, paging)}
+    inputs |= sink_blocks(call, paging, source) | scale_blocks(call, paging)
     outputs: Blocks = {"o": (jax.ShapeDtypeStruct((kv_heads, tiles, bq, dv), dtype), tile_blocks(bq, dv))}
     if "lse" in call.wants:
         form = jax.ShapeDtypeStruct((tiles, kv_heads, bq), jnp.float32)

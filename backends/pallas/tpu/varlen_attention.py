@@ -11,9 +11,10 @@ blocks a sequence has is known on the device alone: there are as many as any len
 on where its sequence lies.
 
 The grid is (kv_heads, row blocks, key blocks), key blocks in order; of the kernel of d_k and d_v (kv_heads, key blocks,
-row blocks). A block reads in scalar memory where its sequence's blocks on the other side begin, and how long both sides
-are (`Companion`); a step visits the first of these that the masks let see each other, and those that follow it. Steps
-past the last one compute and fetch nothing; there are as many as the longest sequence needs that the arrays can hold.
+row blocks). d_sinks is attention's own kernel, on a batch of one. A block reads in scalar memory where its sequence's
+blocks on the other side begin, and how long both sides are (`Companion`); a step visits the first of these that the
+masks let see each other, and those that follow it. Steps past the last one compute and fetch nothing; there are as many
+as the longest sequence needs that the arrays can hold.
 
 block_q, block_kv: the rows and the keys of a step. They do not follow from how many there are.
 
@@ -34,12 +35,11 @@ from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.configs import TilesConfig
 from portakern.backends.pallas.lib.band import both
 from portakern.backends.pallas.lib.blocks import Blocks, Refs, padded, positions, quotient
-from portakern.backends.pallas.lib.double_float import in_two
 from portakern.backends.pallas.lib.mosaic_tpu.chip import LANES, across, dot, launch, sublanes, vmem_limit
 from portakern.backends.pallas.tpu import attention as forward
 from portakern.backends.pallas.tpu import attention_vjp as backward
 from portakern.backends.pallas.tpu._heads import MOST_SCALARS, by_head
-from portakern.backends.pallas.tpu.attention import TpuScores, saved
+from portakern.backends.pallas.tpu.attention import TpuScores, log_sum, saved
 from portakern.backends.pallas.tpu.attention_vjp import DELTA, LOW, SHIFT, selected, weights
 from portakern.backends.pallas.tpu.softmax import online_step
 from portakern.core.call import Call
@@ -292,10 +292,13 @@ def attend(ref: Refs, *, walk: Walk, scores: TpuScores, saved: list[str]) -> Non
     def finish() -> None:
         l = ref.l[...]
         total = across(l, ref.acc.shape[1])
-        ref.o[...] = jnp.where(total == 0, 0.0, ref.acc[...] / total).astype(ref.o.dtype)
+        o = jnp.where(total == 0, 0.0, ref.acc[...] / total)
+        if "sinks" in ref:
+            share, _, _ = log_sum(ref, scores.unit)
+            o = o * across(share, o.shape[1])
+        ref.o[...] = o.astype(ref.o.dtype)
         if saved:
-            numbers = dict(zip(("lse", "lse_low"), in_two(ref.m[...], None, scores.unit, jnp.log(l)), strict=True))
-            numbers["lse"] = jnp.where(l == 0, -jnp.inf, numbers["lse"])
+            numbers = dict(zip(("share", "lse", "lse_low"), log_sum(ref, scores.unit), strict=True))
             for row, name in enumerate(saved):
                 ref.lse[row : row + 1, :] = numbers[name][:, :1].T
 
@@ -382,6 +385,15 @@ class PackedOperands:
         """(kv_heads, keys in tiles, d) as (kv_tokens, kv_heads, d)."""
         return jnp.swapaxes(self.keys.gathered(x), 0, 1)
 
+    def sinks(self) -> jax.Array | None:
+        """(kv_heads, tiles, 1, block): the sink of each row, -inf of tokens of no sequence; None without sinks."""
+        if self.call.arrays["sinks"] is None:
+            return None
+        dims, sinks = self.dims, self.call.arrays["sinks"].astype(jnp.float32)
+        of_tokens = jnp.where(in_a_sequence(self.call)[:, None], sinks, -jnp.inf)
+        of_rows = self.rows.spread(self.by_row(of_tokens[..., None]), -jnp.inf)
+        return of_rows.reshape(dims["kv_heads"], self.rows.tiles, 1, self.bq)
+
     def statistics(self, x: jax.Array) -> jax.Array:
         """(kv_heads, tiles, numbers, block) as (numbers, heads, tokens)."""
         kv_heads, _, numbers, _ = x.shape
@@ -391,7 +403,7 @@ class PackedOperands:
 
     def over_tiles(
         self, kernel: Callable[..., None], name: str, by_key: bool, outputs: dict[str, Any], scratch: Any, depth: int,
-        of_rows: jax.Array | None = None, **how: Any,
+        of_rows: jax.Array | None = None, sinks: jax.Array | None = None, **how: Any,
     ) -> dict[str, jax.Array]:  # fmt: skip
         """Run a kernel of whose steps each does ``depth`` products for a pair. ``outputs``: name -> (the form, whether
         it has numbers of rows instead of rows)."""
@@ -411,6 +423,8 @@ class PackedOperands:
         }
         if of_rows is not None:
             inputs["of_rows"] = (of_rows, _numbers_block(of_rows, row))
+        if sinks is not None:
+            inputs["sinks"] = (sinks, _numbers_block(sinks, row))
         made: Blocks = {
             n: (form, (_numbers_block if numbers else partial(_rows_block, length=walk.own))(form, at=own_block))
             for n, (form, numbers) in outputs.items()
@@ -434,6 +448,12 @@ class PackedOperands:
                 bytes_accessed=sum(x.size * x.dtype.itemsize for x, _ in (*inputs.values(), *made.values())),
             ),
         )
+
+
+def in_a_sequence(call: Call) -> jax.Array:
+    """(tokens,): whether each token of queries belongs to a sequence."""
+    starts, token = call.arrays["q_starts"], jnp.arange(call.dims["tokens"])
+    return (token >= starts[0]) & (token < starts[-1])
 
 
 def _rows_block(x: Any, length: int, at: Any) -> pl.BlockSpec:
@@ -460,6 +480,7 @@ def varlen_attention(call: Call, config: TilesConfig) -> tuple[jax.Array | None,
         outputs,
         {"m": (bq, LANES), "l": (bq, LANES), "acc": (bq, dv)},
         call.dims["d"] + dv,
+        sinks=packed.sinks(),
         scores=TpuScores.of(as_attention(call)),
         saved=numbers,
     )
@@ -473,11 +494,24 @@ def row_numbers(packed: PackedOperands) -> jax.Array:
     q and d_o are zeros too."""
     call, (bq, group) = packed.call, (packed.bq, packed.dims["group"])
     one = as_attention(call)
-    arrays = {n: None if x is None else x[None] for n, x in one.arrays.items()}
+    arrays = {n: None if x is None else x[None] for n, x in one.arrays.items() if n != "sinks"}
     numbers = backward.row_statistics(one.replace(arrays=arrays), by_head(arrays["d_o"]))[0]
     by_row = numbers.reshape(-1, group, *numbers.shape[1:]).transpose(0, 3, 1, 2)  # (kv_heads, tokens, group, 3)
     spread = packed.rows.spread(by_row.reshape(by_row.shape[0], -1, by_row.shape[3]))
     return jnp.swapaxes(spread.reshape(spread.shape[0], packed.rows.tiles, bq, -1), 2, 3)
+
+
+def sink_gradient(call: Call) -> dict[str, jax.Array]:
+    """d_sinks: attention's of a batch of one, in which tokens of no sequence saw no key and have no cotangent."""
+    one, inside = as_attention(call), in_a_sequence(call)
+    nothing = {"o": 0.0, "d_o": 0.0, "lse": -jnp.inf, "lse_low": 0.0, "d_lse": 0.0}
+    arrays = {n: x if x is None or n == "sinks" else x[None] for n, x in one.arrays.items()}
+    for name, value in nothing.items():
+        if arrays[name] is not None:
+            here = inside[:, None, None] if name in ("o", "d_o") else inside
+            arrays[name] = jnp.where(here, arrays[name], value)
+    one = one.replace(arrays=arrays)
+    return backward.sink_gradient(one, backward.GradientOperands(one))
 
 
 @BACKEND.implements("varlen_attention_vjp", key=key, fit=fit, supports=supports, config=TilesConfig)
@@ -501,4 +535,5 @@ def varlen_attention_vjp(call: Call, config: TilesConfig) -> tuple[jax.Array | N
         made = packed.over_tiles(by_key, "portakern_varlen_attention_vjp_d_k_d_v", True, outputs, sums,
                              d + dv + sum(widths.values()), **how)  # fmt: skip
         found |= {name: packed.from_keys(x) for name, x in made.items()}
+    found |= sink_gradient(call) if "d_sinks" in wants else {}
     return tuple(found.get(output.name) for output in call.spec.outputs)

@@ -14,8 +14,10 @@ without keys.
 
 Keys are walked in chunks of ``split_keys`` at multiples of it, whose states are merged in order (``lib.split_kv``).
 Where there are few rows each chunk has a program, as many as the table has room for, of which those without keys end at
-once; a second kernel merges what the others wrote. A query's bits depend on its own keys alone, since borders of tiles
-and chunks lie at fixed keys, and a tile that a row does not see leaves the row as it is.
+once; a second kernel merges what the others wrote. A sink comes after all keys, as in ``attention``. Keys and
+values of 8 bits become q's dtype when they are read; k_scale multiplies scores, v_scale sums of values at last. A
+query's bits depend on its own keys alone, since borders of tiles and chunks lie at fixed keys, and a tile that a row
+does not see leaves the row as it is.
 
 Sources: Kwon et al. 2023, "PagedAttention"; the search for a tile's sequence as in vLLM's unified Triton kernel.
 """
@@ -47,7 +49,7 @@ from portakern.backends.triton.launch import (
     shared_limit,
     torch_dtype,
 )
-from portakern.backends.triton.layout import fresh, pow2_at_least
+from portakern.backends.triton.layout import fresh, gathered, pow2_at_least
 from portakern.backends.triton.lib.attention import (
     AT_ONCE,
     Parts,
@@ -55,13 +57,14 @@ from portakern.backends.triton.lib.attention import (
     head_tiles,
     key,
     shared_bytes,
+    sinks_of,
     store_rows,
     window_of,
 )
 from portakern.backends.triton.lib.band import band, fold, inside, limits, within
 from portakern.backends.triton.lib.heads import Scores, load_tile, precision_of, product
 from portakern.backends.triton.lib.split_kv import ENOUGH, merge, origin, shrunk, store_part
-from portakern.specs.paged_attention import dense_form
+from portakern.specs.paged_attention import NARROW, dense_form
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -77,6 +80,22 @@ class Sequences(NamedTuple):
     table: Any
     lens: Any
     starts: Any
+
+
+class PagedCache(NamedTuple):
+    """The pages of keys and of values, (pages, page_size, kv_heads, d), and the scale of each head, or None."""
+
+    k: Any
+    v: Any
+    k_scale: Any
+    v_scale: Any
+
+
+class OfHeads(NamedTuple):
+    """What merged rows meet: the sink of each head, and the scale of the values of each key head; None for none."""
+
+    sinks: Any
+    v_scale: Any
 
 
 class PagedExtents(NamedTuple):
@@ -194,6 +213,37 @@ def sequence_at(s, sequences, strides, extents):
 
 
 @triton.jit
+def scores_of(scores, k_scale, kv_head):
+    """``Scores`` of a key head, whose dots its scale multiplies before anything else."""
+    if k_scale is None:
+        return scores
+    else:
+        pre = tl.load(k_scale + kv_head)
+        if scores.pre is not None:
+            pre = pre * scores.pre
+        _, softcap, rate, unit, unit_low, natural, natural_low, beyond, octave = scores
+        return Scores(pre, softcap, rate, unit, unit_low, natural, natural_low, beyond, octave)
+
+
+@triton.jit
+def scaled(state, v_scale, kv_head):
+    """The state with its sums of values in their own unit. ``kv_head``: of each row, or one."""
+    acc, l, m = state
+    if v_scale is not None:
+        acc = acc * (tl.load(v_scale + kv_head) + tl.full(l.shape, 0.0, l.dtype))[:, None]
+    return acc, l, m
+
+
+@triton.jit
+def sinks_beside(sinks, head, s, extents):
+    """The sink of each row, -inf of tokens behind the last sequence; None where there are none."""
+    if sinks is None:
+        return None
+    else:
+        return tl.load(sinks + head, mask=(s < extents.sequences) & (head < extents.heads), other=float("-inf"))
+
+
+@triton.jit
 def slots(start, j, j_ok, keys, edge: tl.constexpr, plan: tl.constexpr):
     """(page, slot) of each key j of a tile that begins at ``start``, as columns."""
     if plan.page_size % plan.block_kv == 0:
@@ -216,7 +266,7 @@ def visit_pages(state, q_tile, keys, rows, scores, first, last, edge: tl.constex
         j_ok = j < keys.kv_len
         page, slot = slots(start, j, j_ok, keys, edge, plan)
         k_at = keys.k + (page * keys.k_p + slot * keys.k_s)
-        k_tile = load_tile(k_at, j_ok[:, None], keys.d_ok, edge, plan.ragged_d)
+        k_tile = load_tile(k_at, j_ok[:, None], keys.d_ok, edge, plan.ragged_d).to(q_tile.dtype)
         s = unbiased(q_tile, k_tile, scores, plan)
         if edge:
             s = tl.where(inside(j, rows.lo, rows.hi), s, float("-inf"))
@@ -226,15 +276,16 @@ def visit_pages(state, q_tile, keys, rows, scores, first, last, edge: tl.constex
         l = tl.fma(l, tl.broadcast_to(alpha[:, None], l.shape), lane_sums(p))
         m = m_new
         v_at = keys.v + (page * keys.v_p + slot * keys.v_s)
-        v_tile = load_tile(v_at, j_ok[:, None], keys.dv_ok, edge, plan.ragged_dv)
+        v_tile = load_tile(v_at, j_ok[:, None], keys.dv_ok, edge, plan.ragged_dv).to(q_tile.dtype)
         acc = acc * alpha[:, None]
         acc = product(p.to(v_tile.dtype), v_tile, acc, plan)
     return acc, l, m
 
 
 @triton.jit
-def keys_of(s, kv_head, kv_len, k, v, sequences, extents, strides, plan: tl.constexpr):
+def keys_of(s, kv_head, kv_len, cache, sequences, extents, strides, plan: tl.constexpr):
     """``PagedKeys`` of one sequence and key head."""
+    k, v, _, _ = cache
     dd, ddv = tl.arange(0, plan.block_d)[None, :], tl.arange(0, plan.block_dv)[None, :]
     k_p, k_s, k_h, k_d = strides.k
     v_p, v_s, v_h, v_d = strides.v
@@ -247,12 +298,13 @@ def keys_of(s, kv_head, kv_len, k, v, sequences, extents, strides, plan: tl.cons
 
 @triton.jit
 def paged_attention_kernel(
-    q, k, v, sequences, out, parts, scores, window, work, extents, strides, plan: tl.constexpr
+    q, cache, sequences, sinks, out, parts, scores, window, work, extents, strides, plan: tl.constexpr
 ):  # fmt: skip
     """A tile of block_q rows of o, and of lse unless that is None; or, where parts are not None, the state of one chunk
-    of their keys. Grid: chunks times tiles times key heads, heads fastest, since theirs lie beside each other in a
-    page."""
+    of their keys. sinks: of each head, or None. Grid: chunks times tiles times key heads, heads fastest, since theirs
+    lie beside each other in a page."""
     left, right = window
+    of_head = scores_of(scores, cache.k_scale, tl.program_id(0) % (extents.heads // extents.group))
     q_t, q_h, q_d = strides.q
     index, kv_heads = tl.program_id(0), extents.heads // extents.group
     kv_head, tile, share = index % kv_heads, index // kv_heads % work.tiles, index // kv_heads // work.tiles
@@ -275,32 +327,34 @@ def paged_attention_kernel(
         last = tl.where(begin + work.chunk <= first, 0, tl.minimum(last, begin + work.chunk))
     needed = (top < queries) & ((begin < last) if parts.sums is not None else True)
     if needed:
-        keys = keys_of(s, kv_head.to(tl.int64), kv_len, k, v, sequences, extents, strides, plan)
+        keys = keys_of(s, kv_head.to(tl.int64), kv_len, cache, sequences, extents, strides, plan)
         column = tl.arange(0, plan.block_d)[None, :]
         q_at = q + token * q_t + head.to(tl.int64) * q_h + column.to(tl.int64) * q_d
         q_tile = load_tile(q_at, ok, column < extents.d, True, plan.ragged_d)
         at_o = token * extents.heads + head
         if parts.sums is not None:
             here = within(span, begin, begin + work.chunk)
-            state = settled(fold(visit_pages, nothing(plan), q_tile, keys, rows, scores, here, left, plan))
+            state = settled(fold(visit_pages, nothing(plan), q_tile, keys, rows, of_head, here, left, plan))
             at = at_o * work.chunks + share
             store_part(parts.sums, parts.statistics, state, at, ok, extents.dv, plan.block_dv)
         else:
             acc, l, m = settled(nothing(plan))
             for chunk in range(begin, last, work.chunk):
                 here = within(span, chunk, chunk + work.chunk)
-                part = fold(visit_pages, nothing(plan), q_tile, keys, rows, scores, here, left, plan)
+                part = fold(visit_pages, nothing(plan), q_tile, keys, rows, of_head, here, left, plan)
                 acc, l, m = merge((acc, l, m), settled(part), scores)
             at_lse = head.to(tl.int64) * extents.tokens + token
-            store_rows(out, (acc, l, m), at_o, at_lse, ok, scores, extents.dv, plan.block_dv)
+            sink = sinks_beside(sinks, tl.reshape(head, [plan.block_q]), s, extents)
+            state = scaled((acc, l, m), cache.v_scale, kv_head)
+            store_rows(out, state, at_o, at_lse, ok, scores, extents.dv, plan.block_dv, sink)
 
 
 @triton.jit
 def paged_attention_combine_kernel(
-    sums, statistics, out, sequences, scores, window, work, extents, strides, tile: tl.constexpr
+    sums, statistics, out, sequences, of_heads, scores, window, work, extents, strides, tile: tl.constexpr
 ):  # fmt: skip
     """o, and lse unless that is None, of one token and ``heads`` heads, whose parts are merged in order: those of the
-    chunks that the token sees, which are written.
+    chunks that the token sees, which are written; and after them what heads have besides.
 
     sums: (tokens, heads, chunks, dv); statistics: (tokens, heads, chunks, 2), l and m.
     """
@@ -325,7 +379,10 @@ def paged_attention_combine_kernel(
         m_part = tl.load(statistics + at * 2 + 1, mask=ok, other=float("-inf"))
         acc, l, m = merge((acc, l, m), (acc_part, l_part, m_part), scores)
     at_lse = (head.to(tl.int64) * extents.tokens + token)[:, None]
-    store_rows(out, (acc, l, m), row[:, None], at_lse, ok[:, None], scores, extents.dv, tile.block_dv)
+    sink = sinks_beside(of_heads.sinks, head, s, extents)
+    kv_head = tl.minimum(head, extents.heads - 1) // extents.group
+    state = scaled((acc, l, m), of_heads.v_scale, kv_head)
+    store_rows(out, state, row[:, None], at_lse, ok[:, None], scores, extents.dv, tile.block_dv, sink)
 
 
 def as_attention(call: Call) -> Call:
@@ -380,7 +437,7 @@ def supports(call: Call, config: PagedAttentionConfig) -> str | None:
                 f"memory; {call.target.arch} has {limit}"
             )
     programs, _, _ = programs_of(call, config)
-    return refuse_common(
+    return narrow_refused(call) or refuse_common(
         call, config.num_warps, programs, (f"a tile of {block_q} x {block_kv}", block_q * (dv + block_kv))
     )
 
@@ -401,6 +458,23 @@ def programs_of(call: Call, config: PagedAttentionConfig) -> tuple[int, PagedWor
     read = dims["sequences"] * room * (dims["d"] + dims["dv"]) * size
     spread = chunks > 1 and programs < ENOUGH and 4 * written <= read
     return programs * (chunks if spread else 1), PagedWork(tiles, chunk, chunks), spread
+
+
+def adjacent(x: Any) -> Any:
+    """Numbers of heads one beside the other, None of none."""
+    return x if x is None or x.stride(0) == 1 else gathered(x)
+
+
+def narrow_refused(call: Call) -> str | None:
+    """Why a target cannot take the call's pages of 8 bits, or None."""
+    arch, found = call.target.arch, {call.dtype_of(n) for n in ("k_pages", "v_pages")} & {*NARROW}
+    if call.interpret or not found:
+        return None
+    if arch in ("sm_80", "sm_86") and "float8_e4m3fn" in found:
+        return f"{arch} converts no float8_e4m3fn in Triton: use float8_e5m2, or pages of {call.dtype}"
+    if arch == "gfx90a" and call.dtype == "float16":
+        return "gfx90a reads float16 of less than 2^-14 as 0, numbers of 8 bits among them: use bfloat16 queries"
+    return None
 
 
 def plan_of(call: Call, config: PagedAttentionConfig) -> PagedPlan:
@@ -433,11 +507,13 @@ def paged_attention(call: Call, config: PagedAttentionConfig) -> tuple[Any, ...]
     if spread:
         wide, at = torch_dtype(lse_form[1]), (dims["tokens"], heads, work.chunks)
         parts = Parts(fresh((*at, dims["dv"]), wide, q.device), fresh((*at, 2), wide, q.device))
-    launch(paged_attention_kernel, programs, call, q, k, v, sequences, Results(None, None, None) if spread else out,
-           parts, scores, window, work, extents, strides, plan=plan, **compiler_options(config))  # fmt: skip
+    sinks, (k_scale, v_scale) = sinks_of(call), (adjacent(arrays[n]) for n in ("k_scale", "v_scale"))
+    launch(paged_attention_kernel, programs, call, q, PagedCache(k, v, k_scale, v_scale), sequences,
+           None if spread else sinks, Results(None, None, None) if spread else out, parts, scores, window, work,
+           extents, strides, plan=plan, **compiler_options(config))  # fmt: skip
     if spread:
         rows = pow2_at_least(min(heads, max(1, AT_ONCE // plan.block_dv)))
         tile = MergeTile(rows, plan.block_dv, plan.acc_dtype)
-        launch(paged_attention_combine_kernel, dims["tokens"] * cdiv(heads, rows), call, *parts, out, sequences, scores,
-               window, work, extents, strides, tile=tile, num_warps=4)  # fmt: skip
+        launch(paged_attention_combine_kernel, dims["tokens"] * cdiv(heads, rows), call, *parts, out, sequences,
+               OfHeads(sinks, v_scale), scores, window, work, extents, strides, tile=tile, num_warps=4)  # fmt: skip
     return o, lse

@@ -9,7 +9,8 @@ its tile lies behind the sequence's rows. Rows before the first start and from t
 have no keys, or no queries: so every row of a result is written by one program.
 
 The programs are those of attention: one of o, and of d_q, owns a tile of queries, one of d_k and d_v a tile of keys, of
-which it walks its sequence's queries from the first one on. Nothing is added atomically.
+which it walks its sequence's queries from the first one on; one of d_sinks owns a head, and walks the tokens of all
+sequences. Nothing is added atomically.
 
 Source of the count of tiles: FlashAttention's variable-length kernels (Dao 2023), which have one grid for the longest
 sequence; here it is one for the sum of all.
@@ -37,7 +38,18 @@ from portakern.backends.triton.gpu.attention_vjp import supports as supports_gra
 from portakern.backends.triton.launch import accumulator, compiler_options, launch, torch_dtype
 from portakern.backends.triton.layout import fresh
 from portakern.backends.triton.lib import attention as shared
-from portakern.backends.triton.lib.attention import Results, padded, rows_plan, statistics, store_rows, window_of
+from portakern.backends.triton.lib.attention import (
+    ROWS_AT_ONCE,
+    Results,
+    SinkStrides,
+    SinkTile,
+    padded,
+    rows_plan,
+    sinks_of,
+    statistics,
+    store_rows,
+    window_of,
+)
 from portakern.backends.triton.lib.band import band, fold, limits
 from portakern.backends.triton.lib.heads import (
     AttentionExtents,
@@ -132,11 +144,19 @@ def own_tile(index, starts, extents, work, block: tl.constexpr, step, by_key: tl
 
 
 @triton.jit
+def in_a_sequence(token, starts, work):
+    """Whether tokens of queries belong to a sequence: they lie one behind the other."""
+    first = tl.load(starts.queries).to(tl.int32)
+    return (token >= first) & (token < tl.load(starts.queries + work.sequences * work.q_step).to(tl.int32))
+
+
+@triton.jit
 def varlen_attention_kernel(
-    q, k, v, starts, out, scores, window, work, extents, strides, plan: tl.constexpr
+    q, k, v, starts, sinks, out, scores, window, work, extents, strides, plan: tl.constexpr
 ):  # fmt: skip
     """A tile of block_q rows of o, and of lse and lse_low unless these are None: of one head, or with ``plan.packed``
-    of all heads of a group. ``extents``: of all sequences together; strides are those of a batch of one."""
+    of all heads of a group. ``extents``: of all sequences together; strides are those of a batch of one. sinks: of each
+    head, which tokens of no sequence lack; None for none."""
     _owners, step = extents.heads, 1
     if plan.packed:
         _owners, step = extents.heads // extents.group, extents.group
@@ -156,7 +176,11 @@ def varlen_attention_kernel(
     state = over_keys(visit, nothing(plan), q_tile, place, operands, strides, scores, window, own, plan)
     token = mine.q_start + row
     at_o, at = token * own.heads + heads, heads * extents.q_len + token
-    store_rows(out, settled(state), at_o, at, i_ok, scores, own.dv, plan.block_dv)
+    sink = None
+    if sinks is not None:
+        beside = in_a_sequence(token, starts, work)
+        sink = tl.reshape(tl.load(sinks + (heads + row * 0), mask=beside, other=float("-inf")), [plan.block_q])
+    store_rows(out, settled(state), at_o, at, i_ok, scores, own.dv, plan.block_dv, sink)
 
 
 def key(call: Call) -> dict[str, str | int]:
@@ -197,8 +221,8 @@ def varlen_attention(call: Call, config: FewQueriesTilesConfig) -> tuple[Any, ..
     strides = packed_strides(q, k, v, None)
     work = PackedWork.of(call, "tokens", plan.block_q, step)
     launch(varlen_attention_kernel, work.tiles * (heads // step), call, q, k, v,
-           Starts(arrays["q_starts"], arrays["kv_starts"]), out, scores, window, work, extents, strides,
-           plan=plan, **how)  # fmt: skip
+           Starts(arrays["q_starts"], arrays["kv_starts"]), sinks_of(call), out, scores, window, work, extents,
+           strides, plan=plan, **how)  # fmt: skip
     return tuple(out)
 
 
@@ -286,6 +310,31 @@ def varlen_attention_vjp_d_k_d_v_kernel(
         tl.store(out.d_v + at * dv + ddv, dv_acc.to(out.d_v.dtype.element_ty), mask=j_ok & dv_ok)
 
 
+@triton.jit
+def varlen_attention_vjp_d_sinks_kernel(
+    sinks, lse, lse_low, delta, starts, d_sinks, work, extents, strides, tile: tl.constexpr
+):
+    """d_sinks of one head, -sum exp(min(sink - lse - lse_low, 0)) delta over the tokens of all sequences, ``rows`` of
+    them at a time, one after another. delta: (heads, tokens); rows with lse = -inf add nothing, nor tokens of no
+    sequence."""
+    head = tl.program_id(0).to(tl.int64)
+    lse_h, lse_s = strides.lse
+    sink = tl.load(sinks + head).to(tile.acc_dtype)
+    total = tl.full([tile.rows], 0.0, tile.acc_dtype)
+    for start in range(0, extents.q_len, tile.rows):
+        token = start + tl.arange(0, tile.rows)
+        ok, row = (token < extents.q_len) & in_a_sequence(token, starts, work), token.to(tl.int64)
+        l = tl.load(lse + head * lse_h + row * lse_s, mask=ok, other=float("-inf"))
+        rest = tl.full([tile.rows], 0.0, tile.acc_dtype)
+        if lse_low is not None:
+            low_h, low_s = strides.lse_low
+            rest = tl.load(lse_low + head * low_h + row * low_s, mask=ok, other=0.0)
+        delta_i = tl.load(delta + head * extents.q_len + row, mask=ok, other=0.0)
+        p = tl.exp(tl.minimum((sink - l) - rest, 0.0, propagate_nan=tl.PropagateNan.ALL))
+        total -= tl.where(l == float("-inf"), 0.0, p * delta_i)
+    tl.store(d_sinks + head, tl.sum(total, 0).to(d_sinks.dtype.element_ty))
+
+
 def fit_of_gradients(call: Call, config: AttentionGradientsConfig) -> AttentionGradientsConfig:
     return fit_gradients(as_attention(call), config)
 
@@ -300,6 +349,19 @@ def packed_statistics(call: Call, o: torch.Tensor, d_o: torch.Tensor, rate: tupl
     rows = {n: None if one.arrays[n] is None else one.arrays[n][None] for n in ("lse", "d_lse", "lse_low")}
     shift, low, _, delta = statistics(one.replace(arrays={**one.arrays, **rows}), o[None], d_o[None], rate)
     return shift, low, delta
+
+
+def sink_gradient(call: Call, delta: torch.Tensor, d_sinks: torch.Tensor | None) -> None:
+    """Write d_sinks, unless it is None, from the delta of all tokens."""
+    if d_sinks is None:
+        return
+    dims, (lse, lse_low, starts) = call.dims, (call.arrays[n] for n in ("lse", "lse_low", "q_starts"))
+    heads = dims["kv_heads"] * dims["group"]
+    extents = AttentionExtents(heads, dims["group"], dims["tokens"], dims["kv_tokens"], dims["d"], dims["dv"])
+    strides = SinkStrides(lse.stride(), None if lse_low is None else lse_low.stride())
+    launch(varlen_attention_vjp_d_sinks_kernel, heads, call, sinks_of(call), lse, lse_low, delta, Starts(starts, None),
+           d_sinks, PackedWork.of(call, "tokens", ROWS_AT_ONCE), extents, strides,
+           tile=SinkTile(ROWS_AT_ONCE, accumulator(call.dtype)), num_warps=4)  # fmt: skip
 
 
 @BACKEND.implements(
@@ -319,6 +381,7 @@ def varlen_attention_vjp(call: Call, config: AttentionGradientsConfig) -> tuple[
         name: fresh(shape, torch_dtype(dtype), q.device) if name in wants else None
         for name, (shape, dtype) in call.outputs.items()
     }
+    sink_gradient(call, delta, out["d_sinks"])
     given = q, k, v, Starts(call.arrays["q_starts"], call.arrays["kv_starts"]), OfQueries(d_o, shift, low, delta)
     window = window_of(options["is_causal"], options["window"], dims["tokens"] + dims["kv_tokens"])
     extents = AttentionExtents(heads, dims["group"], dims["tokens"], dims["kv_tokens"], d, dv)

@@ -85,7 +85,7 @@ def delegate(call: Call, config: VarlenFlashConfig) -> tuple[str, FewQueriesTile
     return None
 
 
-DRAWN = Drawn((), {"d": 8, "dv": 8}, {"tokens": 3 * QUERIES}, {"sequences": 2})
+DRAWN = Drawn(("sinks",), {"d": 8, "dv": 8}, {"tokens": 3 * QUERIES}, {"sequences": 2})
 
 
 @BACKEND.implements("varlen_attention", key=key, fit=fit, supports=supports, config=VarlenFlashConfig,
@@ -126,11 +126,14 @@ def fit_gradients(call: Call, config: FlashGradientsConfig) -> FlashGradientsCon
 
 
 def supports_gradients(call: Call, config: FlashGradientsConfig) -> str | None:
+    if "d_sinks" in call.wants:
+        return "the gradient of sinks is asked for: these kernels write none"
     return not_tried(call) or too_many_tiles(call) or gradients.supports(as_attention(call), config)
 
 
 @BACKEND.implements("varlen_attention_vjp", key=key, fit=fit_gradients, supports=supports_gradients,
-                    config=FlashGradientsConfig, drawn=Drawn((), {"d": 8, "dv": 8}), compiled_alone=GLUON)  # fmt: skip
+                    config=FlashGradientsConfig, drawn=Drawn(("sinks",), {"d": 8, "dv": 8}),
+                    compiled_alone=GLUON)  # fmt: skip
 def varlen_attention_vjp(call: Call, config: FlashGradientsConfig) -> tuple[Any, ...]:
     dims, options, one = call.dims, call.options, with_a_batch(call)
     q, k, v, d_o, o = (movable(call.arrays[n]) for n in ("q", "k", "v", "d_o", "o"))

@@ -45,12 +45,13 @@ FAULTS = {
             "starts are read as if they were adjacent",
             old="tl.load(starts + tl.minimum(number, sequences) * step)",
             new="tl.load(starts + tl.minimum(number, sequences))",
+            within="lib.sequences",
         ),
         Planted(
             "lse-of-the-first-rows",
             "the log-sum-exp of every sequence goes where the first one's belongs",
-            old="heads * extents.q_len + token\n    store_rows(",
-            new="heads * extents.q_len + row\n    store_rows(",
+            old="heads * extents.q_len + token\n    sink = None",
+            new="heads * extents.q_len + row\n    sink = None",
         ),
         Planted(
             "values-of-the-first-sequence",
@@ -58,6 +59,21 @@ FAULTS = {
             old="operands = k + mine.kv_start * k_s, v + mine.kv_start * v_s, Masks(None, None, None, None, None)\n"
             "    state =",
             new="operands = k + mine.kv_start * k_s, v, Masks(None, None, None, None, None)\n    state =",
+        ),
+        Planted(
+            "sink-of-key-head",
+            "query heads of a group take the sink of their key head",
+            old="sinks + (heads + row * 0)",
+            new="sinks + (heads // extents.group + row * 0)",
+        ),
+        Planted(
+            "sinks-of-no-sequence",
+            "tokens before the first sequence have a sink",
+            old="return (token >= first) & (token <",
+            new="return (token >= 0) & (token <",
+            edge="sinks_of_sequences_without_keys",
+            at=(0, 8),
+            sample=True,
         ),
         Planted(
             "p-truncated",
@@ -116,6 +132,23 @@ FAULTS = {
             "zeros behind a sequence's last key are seen",
             old="found = key + keys <= self.kv_len",
             new="found = key < self.kv_len",
+        ),
+        Planted(
+            "sink-without-rescale",
+            "sums of values are not rescaled by the sink's share",
+            old="            o = o * across(share, o.shape[1])\n",
+            new="",
+            sample=True,
+            edge="sinks_above_all_scores",
+        ),
+        Planted(
+            "sinks-of-no-sequence",
+            "tokens behind the last sequence have a sink",
+            old="return (token >= starts[0]) & (token < starts[-1])",
+            new="return token >= starts[0]",
+            edge="sinks_of_sequences_without_keys",
+            at=(0, 8),
+            sample=True,
         ),
         Planted(
             "heads-of-a-group-turned",
