@@ -1901,6 +1901,9 @@ class PagedAttentionOp(Op):
         page_table: Array,
         kv_lens: Array,
         q_starts: Array,
+        sinks: Array | None = None,
+        k_scale: Array | None = None,
+        v_scale: Array | None = None,
         *,
         is_causal: bool = True,
         window: tuple[int | None, int | None] | None = None,
@@ -1922,13 +1925,21 @@ class PagedAttentionOp(Op):
         Args:
           q: (tokens, kv_heads*group, d), the queries of one sequence after the other. Query head h reads key head h //
             group.
-          k_pages: (pages, page_size, kv_heads, d); v_pages: (pages, page_size, kv_heads, dv), of any strides.
+          k_pages: (pages, page_size, kv_heads, d); v_pages: (pages, page_size, kv_heads, dv), of any strides. Each has
+            q's
+            dtype, or float8_e4m3fn or float8_e5m2, whose numbers are taken as they are.
           page_table: (sequences, pages_each), the pages of each sequence in the order of its keys.
           kv_lens: (sequences), how many keys each has, those of its own queries among them; at most pages_each *
             page_size.
           q_starts: (sequences + 1), where the queries of each begin, from 0 on, and where the last one's end; to decode
             one
             token of each: arange(sequences + 1).
+          sinks: (kv_heads*group,): a logit of each query head in its softmax's denominator, as in attention; q's dtype
+            or
+            float32. -inf is none, to the bit.
+          k_scale, v_scale: (kv_heads,), float32, finite: what the keys, or the values, of a head are multiplied by.
+            None is
+            1, to the bit. Keys and values are the exact products: kernels scale scores and sums.
           is_causal: query i of the n of a sequence sees keys up to i + kv_len - n: the last query stands at the last
             key.
           window: (left, right): query i sees keys from i + kv_len - n - left to i + kv_len - n + right; None on a side
@@ -1943,12 +1954,11 @@ class PagedAttentionOp(Op):
           o: (tokens, kv_heads*group, dv), q's dtype; with return_lse also lse: (kv_heads*group, tokens), float32,
             natural
           log. A query that sees no key, as the first ones of a sequence of more queries than keys under a causal mask,
-            and
-          a token behind the last sequence are zeros, their lse -inf. A NaN of a key or value reaches the queries that
-            see
-          it. No bit of a query depends on other sequences, on the pages that hold its keys, on the table's width, or on
-            how
-          many queries are in its chunk.
+            is
+          zeros, its lse the sink, or -inf without one. A token behind the last sequence is zeros too, and has no sink:
+            its
+          lse is -inf. A NaN of a key or value reaches the queries that see it. No bit of a query depends on other
+          sequences, on the pages that hold its keys, on the table's width, or on how many queries are in its chunk.
         """
     @overload
     def __call__(
@@ -1959,6 +1969,9 @@ class PagedAttentionOp(Op):
         page_table: Array,
         kv_lens: Array,
         q_starts: Array,
+        sinks: Array | None = None,
+        k_scale: Array | None = None,
+        v_scale: Array | None = None,
         *,
         is_causal: bool = True,
         window: tuple[int | None, int | None] | None = None,
@@ -1976,6 +1989,9 @@ class PagedAttentionOp(Op):
         page_table: Array,
         kv_lens: Array,
         q_starts: Array,
+        sinks: Array | None = None,
+        k_scale: Array | None = None,
+        v_scale: Array | None = None,
         *,
         is_causal: bool = True,
         window: tuple[int | None, int | None] | None = None,
@@ -1993,6 +2009,9 @@ class PagedAttentionOp(Op):
         page_table: NDArray[Any],
         kv_lens: NDArray[Any],
         q_starts: NDArray[Any],
+        sinks: NDArray[Any] | None = None,
+        k_scale: NDArray[Any] | None = None,
+        v_scale: NDArray[Any] | None = None,
         *,
         is_causal: bool = True,
         window: tuple[int | None, int | None] | None = None,
@@ -2010,6 +2029,9 @@ class PagedAttentionOp(Op):
         page_table: NDArray[Any],
         kv_lens: NDArray[Any],
         q_starts: NDArray[Any],
+        sinks: NDArray[Any] | None = None,
+        k_scale: NDArray[Any] | None = None,
+        v_scale: NDArray[Any] | None = None,
         *,
         is_causal: bool = True,
         window: tuple[int | None, int | None] | None = None,
@@ -2027,6 +2049,9 @@ class PagedAttentionOp(Op):
         page_table: NDArray[Any],
         kv_lens: NDArray[Any],
         q_starts: NDArray[Any],
+        sinks: NDArray[Any] | None = None,
+        k_scale: NDArray[Any] | None = None,
+        v_scale: NDArray[Any] | None = None,
         *,
         is_causal: bool = True,
         window: tuple[int | None, int | None] | None = None,
@@ -2480,6 +2505,7 @@ class VarlenAttentionOp(Op):
         v: Array,
         q_starts: Array,
         kv_starts: Array,
+        sinks: Array | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -2500,6 +2526,9 @@ class VarlenAttentionOp(Op):
           q_starts, kv_starts: (sequences + 1,): cumulative lengths, which rise and may repeat, within 0 and tokens, and
             0
             and kv_tokens.
+          sinks: (kv_heads*group,): a logit of each query head in its softmax's denominator, as in attention; q's dtype
+            or
+            float32. -inf is none, to the bit.
           is_causal: query i of a sequence sees its keys up to i + kv_len - q_len, of that sequence's lengths (aligned
             at
             the bottom right: its last query sees all its keys).
@@ -2511,13 +2540,11 @@ class VarlenAttentionOp(Op):
         Returns:
           o: (tokens, kv_heads*group, dv), q's dtype; with return_lse also lse: (kv_heads*group, tokens), float32,
             natural
-          log. A row that may see no key is zeros, its lse -inf: a query of a sequence without keys, a query that the
-            masks
-          hide every key from (with more queries than keys the first ones), and a token of no sequence, which lies
-            before
-          the first start or from the last one on. What tokens of no sequence hold reaches nothing, and NaN and
-            infinities
-          stay in their sequence.
+          log. A row that may see no key is zeros, its lse the sink, or -inf without one: a query of a sequence without
+          keys, and a query that the masks hide every key from (with more queries than keys the first ones). A token of
+            no
+          sequence, which lies before the first start or from the last one on, is zeros too, and has no sink: its lse is
+          -inf. What tokens of no sequence hold reaches nothing, and NaN and infinities stay in their sequence.
         """
     @overload
     def __call__(
@@ -2527,6 +2554,7 @@ class VarlenAttentionOp(Op):
         v: Array,
         q_starts: Array,
         kv_starts: Array,
+        sinks: Array | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -2543,6 +2571,7 @@ class VarlenAttentionOp(Op):
         v: Array,
         q_starts: Array,
         kv_starts: Array,
+        sinks: Array | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -2559,6 +2588,7 @@ class VarlenAttentionOp(Op):
         v: NDArray[Any],
         q_starts: NDArray[Any],
         kv_starts: NDArray[Any],
+        sinks: NDArray[Any] | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -2575,6 +2605,7 @@ class VarlenAttentionOp(Op):
         v: NDArray[Any],
         q_starts: NDArray[Any],
         kv_starts: NDArray[Any],
+        sinks: NDArray[Any] | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -2591,6 +2622,7 @@ class VarlenAttentionOp(Op):
         v: NDArray[Any],
         q_starts: NDArray[Any],
         kv_starts: NDArray[Any],
+        sinks: NDArray[Any] | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -2604,6 +2636,7 @@ class VarlenAttentionGradients(NamedTuple, Generic[T]):
     d_q: T
     d_k: T
     d_v: T
+    d_sinks: T | None
 
 class VarlenAttentionVjpOp(Op):
     @overload
@@ -2619,6 +2652,7 @@ class VarlenAttentionVjpOp(Op):
         d_o: Array,
         d_lse: Array | None = None,
         lse_low: Array | None = None,
+        sinks: Array | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -2629,19 +2663,21 @@ class VarlenAttentionVjpOp(Op):
     ) -> VarlenAttentionGradients[Array]:
         """Gradients of varlen_attention from its own results: for each sequence those of ``attention_vjp`` on it alone,
         to
-        the bit.
+        the bit; those of sinks are summed over all sequences.
 
         The algorithm is FlashAttention-2's backward pass (Dao 2023, algorithm 2).
 
         Args:
-          q, k, v, q_starts, kv_starts, is_causal, window, scale, softcap, precision: as in varlen_attention.
+          q, k, v, q_starts, kv_starts, sinks, is_causal, window, scale, softcap, precision: as in varlen_attention.
           o, lse, lse_low: what varlen_attention returned; lse_low None is 0.
           d_o, d_lse: cotangents of o (its dtype) and lse (float32); d_lse None is 0.
 
         Returns:
-          d_q, d_k, d_v: the shapes and dtypes of q, k and v. Zeros for queries that saw no key, for keys that no query
-            saw,
-          and for tokens of no sequence, whatever q, k, v, o, lse and the cotangents hold there.
+          d_q, d_k, d_v, d_sinks: the shapes and dtypes of q, k, v and sinks. Zeros for queries that saw no key, for
+            keys
+          that no query saw, and for tokens of no sequence, whatever q, k, v, o, lse and the cotangents hold there:
+            nothing
+          of it reaches d_sinks either.
         """
     @overload
     def __call__(
@@ -2656,13 +2692,14 @@ class VarlenAttentionVjpOp(Op):
         d_o: Array,
         d_lse: Array | None = None,
         lse_low: Array | None = None,
+        sinks: Array | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
         scale: float | None = None,
         softcap: float | None = None,
         precision: Literal["ieee", "tf32"] = "ieee",
-        wants: Iterable[Literal["d_q", "d_k", "d_v"]] | None,
+        wants: Iterable[Literal["d_q", "d_k", "d_v", "d_sinks"]] | None,
     ) -> VarlenAttentionGradients[Array | None]: ...
     @overload
     def __call__(
@@ -2677,6 +2714,7 @@ class VarlenAttentionVjpOp(Op):
         d_o: NDArray[Any],
         d_lse: NDArray[Any] | None = None,
         lse_low: NDArray[Any] | None = None,
+        sinks: NDArray[Any] | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -2698,13 +2736,14 @@ class VarlenAttentionVjpOp(Op):
         d_o: NDArray[Any],
         d_lse: NDArray[Any] | None = None,
         lse_low: NDArray[Any] | None = None,
+        sinks: NDArray[Any] | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
         scale: float | None = None,
         softcap: float | None = None,
         precision: Literal["ieee", "tf32"] = "ieee",
-        wants: Iterable[Literal["d_q", "d_k", "d_v"]] | None,
+        wants: Iterable[Literal["d_q", "d_k", "d_v", "d_sinks"]] | None,
     ) -> VarlenAttentionGradients[NDArray[Any] | None]: ...
 
 @overload
