@@ -90,12 +90,6 @@ FAULTS = {
             sample=True,
         ),
         Planted(
-            "end-a-row-late",
-            "a visit writes the next group's first row too",
-            old="held = (row >= first) & (row < end)",
-            new="held = (row >= first) & (row <= end)",
-        ),
-        Planted(
             "first-row-dropped",
             "a group that begins within a block lacks its first row",
             old="held = (row >= first) & (row < end)",
