@@ -19,7 +19,7 @@ from portakern.spec.options import DType
 from portakern.spec.tolerance import round_to, rounded, units
 from portakern.testing import Limits, replay
 from portakern.testing.cases import Case
-from portakern.testing.sampled import part_call, part_of, taken
+from portakern.testing.sampled import apart, part_call, part_of, taken
 from portakern.testing.samples import sample_arrays, sample_case
 from portakern.testing.sizes import PAIRS
 from portakern.testing.strategies import drawn
@@ -120,6 +120,57 @@ def test_an_axis_is_longer_than_a_dimension_by_a_number():
     for wrong in ("n+", "n+0", "+1", "#n+1", "*n+1", "n+m", "1+n"):
         with pytest.raises(ValueError, match="shape notation"):
             Dim.parse(wrong)
+
+
+class CountedOut(NamedTuple):
+    y: Float[A, "k"]
+
+
+def test_an_axis_counts_blocks_of_another():
+    """One number for each block of ``width``, of which the last may be short, or one for all."""
+
+    @spec(tiling={}, flops=lambda call: call.dims["k"], apart=("k",), budget="flops", typical={"k": 96, "width": 32})
+    def counted(scale: Float[A, "#k/width"], x: Float[A, "k"], *, width: Annotated[int, Extent()] = 8) -> CountedOut:
+        """y = x, each block times its scale."""
+        raise NotImplementedError
+
+    @counted.tolerance
+    def bound(call, ref):
+        return (4e-2 * np.abs(ref[0]) + 1e-3,)
+
+    def reference(call, tiling):
+        scale, k = call.arrays["scale"], call.dims["k"]
+        seen.add((len(scale), -(-k // call.dims["width"])))
+        with np.errstate(all="ignore"):
+            return (call.arrays["x"] * np.broadcast_to(np.repeat(scale, call.dims["width"])[:k], (k,))
+                    if len(scale) > 1 else call.arrays["x"] * scale,)  # fmt: skip
+
+    seen = set()
+    pk.backends()["reference"].implements("counted")(reference)
+    op = pk.op(counted)
+    assert counted.dims == ("k", "width")
+    for extent, number in ((24, 3), (17, 3), (8, 1), (24, 1)):
+        assert op.bind(zeros(number), zeros(extent)).dims == {"k": extent, "width": 8}
+    assert op.bind(zeros(6), zeros(24), width=4).outputs["y"][0] == (24,)
+    with pytest.raises(SpecError, match=r"\(k/width\) is 2; expected 3 or 1, as set by x axis 0 and the option width"):
+        op.bind(zeros(2), zeros(24))
+    assert typical_signature(counted, "float32")["arrays"]["scale"][0] == [3]
+    counted.sample("short", dims={"k": 7, "width": 3})
+    assert sample_case(counted).shapes == {"scale": (3,), "x": (7,)}
+    assert pk.check(counted, backend="reference", max_examples=30).passed
+    assert {whole for one, whole in seen if one == whole} > {1, 2} and any(one < whole for one, whole in seen)
+    for width, names in ((1, ("k",)), (8, ())):  # blocks that share a scale are not taken apart
+        assert apart(counted, {"width": width}, ("y",)) == names
+    assert str(Dim.parse("#k/width")) == "#k/width" and Dim.parse("k/width").names == ("k", "width")
+    for wrong in ("k/", "/k", "a*b/c", "k/8", "*k/width", "k/width+1", "k/a/b"):
+        with pytest.raises(ValueError, match="shape notation"):
+            Dim.parse(wrong)
+
+
+def test_blocks_are_of_an_axis_and_as_wide_as_an_option_says():
+    for shapes in ({"x": "k", "scale": "k/rows"}, {"x": "rows", "scale": "k/width"}):
+        with pytest.raises(SpecError, match="counts blocks of k; expected an axis 'k' of a required argument and an"):
+            declared(hints(shapes), hints({"y": "rows" if "rows" in shapes["x"] else "k"}))
 
 
 def test_an_option_is_an_extent():

@@ -109,7 +109,7 @@ class _Writer:
         self.stretching: set[str] = set()
         required = [d for a in spec.arrays if not a.optional for d in a.dims]
         certain = {f for d in required for f in d.factors} | {o.name for o in spec.extents} | set(spec.drops)
-        self.alone = {d.factors[0] for d in required if len(d.factors) == 1 and not d.broadcast}
+        self.alone = {d.factors[0] for d in required if len(d.factors) == 1 and not (d.broadcast or d.per)}
         self.uncertain = {f for a in spec.arrays for d in a.dims for f in d.factors} - certain
         self.given: set[str] = set()  # of these, what the array at hand has said
         self.lines: list[str] = []
@@ -272,7 +272,7 @@ class _Writer:
         if d.plus:
             told = f"{a.name!r}, {axis}, {value}, {d.plus}, {str(d)!r}"
             self.emit(f"if {value} < {d.plus}: _bad_least(_SPEC, {told})", indent)
-        if not last and self.waits(d, unknown):
+        if not last and (bool(unknown) if d.per else self.waits(d, unknown)):
             var = f"_axis_{a.name}_{axis % len(a.dims)}"
             self.emit(f"{var} = {value}", indent)
             self.waiting.append((a, axis, d, var))
@@ -302,9 +302,13 @@ class _Writer:
 
     def check(self, a: ArrayArg, axis: int, d: Dim, value: str, indent: int) -> None:
         """Hold an axis to what is known of its factors."""
+        source = self.known[d.factors[0]]
         product = "*".join(map(_extent, d.factors)) + f" + {d.plus}" * bool(d.plus)
+        if d.per:
+            product = f"({product} + {_extent(d.per)} - 1) // {_extent(d.per)}"
+            source += f" and {self.known[d.per]}"
         also = f"{value} != 1 and " if d.broadcast else ""
-        told = f"{a.name!r}, {axis}, {value}, {product}, {str(d)!r}, {self.known[d.factors[0]]!r}"
+        told = f"{a.name!r}, {axis}, {value}, {product}, {str(d)!r}, {source!r}"
         if d.alone and d.factors[0] in self.stretching:
             extent = _extent(d.factors[0])
             self.emit(f"if {extent} == 1: {extent} = {value}", indent)

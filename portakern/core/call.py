@@ -168,5 +168,6 @@ def shape_of(notation: tuple[Dim, ...], dims: dict[str, Any]) -> tuple[int, ...]
         if d.variadic:
             shape.extend(dims[d.factors[0]])
         else:
-            shape.append(math.prod(dims[f] for f in d.factors) + d.plus)
+            extent = math.prod(dims[f] for f in d.factors) + d.plus
+            shape.append(-(-extent // dims[d.per]) if d.per else extent)
     return tuple(shape)

@@ -324,7 +324,17 @@ def _check_outputs(spec: Spec[Any]) -> None:
 
 
 def _check_extents(spec: Spec[Any]) -> None:
-    """Options that are extents."""
+    """Options that are extents, and axes that count blocks of such an extent."""
+    dims = [(a.name, d, a.optional) for a in spec.arrays for d in a.dims] + [
+        (o.name, d, False) for o in spec.outputs for d in o.dims
+    ]
+    alone = {d.factors[0] for _, d, optional in dims if d.alone and not (d.broadcast or d.variadic or optional)}
+    for name, d, _ in dims:
+        if d.per and not (d.per in {o.name for o in spec.extents} and d.factors[0] in alone):
+            raise SpecError(
+                f"{spec.name}: {d} of {name} counts blocks of {d.factors[0]}; expected an axis {d.factors[0]!r} of a "
+                f"required argument and an option {d.per}: Annotated[int, Extent()]"
+            )
     for o in spec.extents:
         if o.kind != "int" or o.optional or o.range is None or o.range.lo < 0 or o.axis_of:
             raise SpecError(

@@ -193,37 +193,48 @@ class Origin:
 @dataclass(frozen=True)
 class Dim:
     """One axis of a shape in the signature: the product of ``factors``, and ``plus`` more; ``broadcast``: an extent of
-    1 stretches; ``variadic``: any number of axes."""
+    1 stretches; ``variadic``: any number of axes; ``per``: the only factor is cut into blocks of that dimension, and
+    the axis has one index for each of them, the last of which may be short."""
 
     factors: tuple[str, ...]
     broadcast: bool = False
     variadic: bool = False
     plus: int = 0
+    per: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> Dim:
         body = text.lstrip("*#")
         prefix = text[: len(text) - len(body)]
         product, sign, plus = body.partition("+")
+        product, cut, per = product.partition("/")
         factors = tuple(product.split("*"))
         if (
             not all(f.isidentifier() for f in factors)
             or len(set(prefix)) != len(prefix)
             or ("*" in prefix and len(factors) > 1)
             or (sign and (prefix or not plus.isdecimal() or int(plus) < 1))
+            or (cut and (sign or "*" in prefix or len(factors) > 1 or not per.isidentifier()))
         ):
-            raise ValueError(f"shape notation {text!r} is not one of: name, a*b, name+1, #name, *name, *#name")
-        return cls(factors, "#" in prefix, "*" in prefix, int(plus or 0))
+            raise ValueError(
+                f"shape notation {text!r} is not one of: name, a*b, name+1, name/width, #name, #name/width, *name, *#name"
+            )
+        return cls(factors, "#" in prefix, "*" in prefix, int(plus or 0), per or None)
 
     @property
     def name(self) -> str:
-        """The notation without its marks: a name, ``a*b`` or ``name+1``."""
-        return "*".join(self.factors) + (f"+{self.plus}" if self.plus else "")
+        """The notation without its marks: a name, ``a*b``, ``name+1`` or ``name/width``."""
+        return "*".join(self.factors) + (f"+{self.plus}" if self.plus else f"/{self.per}" if self.per else "")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The dimensions that the notation names."""
+        return (*self.factors, self.per) if self.per else self.factors
 
     @property
     def alone(self) -> bool:
-        """Whether the extent is one dimension's, and neither a product nor a sum."""
-        return len(self.factors) == 1 and not self.plus
+        """Whether the extent is one dimension's, and neither a product, a sum nor a number of blocks."""
+        return len(self.factors) == 1 and not self.plus and not self.per
 
     def __str__(self) -> str:
         return ("*" if self.variadic else "") + ("#" if self.broadcast else "") + self.name

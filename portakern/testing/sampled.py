@@ -42,9 +42,11 @@ WORK = 1e8
 
 def apart(spec: Spec[Any], options: Mapping[str, Any], wants: Sequence[str]) -> tuple[str, ...]:
     """The dimensions along which a call may be taken apart; without those that offsets number, unless the spec says
-    what becomes of these."""
+    what becomes of these, and those of which blocks share a number."""
     found = spec.apart(options, wants) if callable(spec.apart) else spec.apart
-    fixed = set() if spec.rewriter else {f for a in spec.arrays for d in a.dims if d.plus for f in d.factors}
+    widths = {o.name: options.get(o.name, o.default) for o in spec.extents}
+    fixed = {d.factors[0] for a in spec.arrays for d in a.dims if d.per and widths[d.per] != 1}
+    fixed |= set() if spec.rewriter else {f for a in spec.arrays for d in a.dims if d.plus for f in d.factors}
     return tuple(n for n in found if n not in fixed)
 
 

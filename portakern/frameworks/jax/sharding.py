@@ -86,4 +86,4 @@ def _spec(call: Call, argument: ArrayArg | Output, at: int | None, axis: Any) ->
 
 
 def _same(one: Dim, other: Dim) -> bool:
-    return (one.factors, one.variadic, one.plus) == (other.factors, other.variadic, other.plus)
+    return one.name == other.name and one.variadic == other.variadic
