@@ -283,7 +283,7 @@ def exact(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 # --------------------------------------------------------------------------------------------------------------- edges
-SMALL = {"m": (1, 40), "n": (1, 40), "k": (1, 140), "m_width": (1, 9), "n_width": (1, 9), "k_width": (1, 60)}
+SMALL = {"m": (1, 40), "n": (1, 40), "k": (1, 140), "m_width": (1, 9), "n_width": (1, 9), "k_width": (20, 60)}
 DEEPSEEK = {"m": (1, 20), "n": (100, 300), "k": (100, 520), "m_width": (1, 1), "n_width": (128, 128),
             "k_width": (128, 128)}  # fmt: skip
 ONE_BLOCK = {"scale_a": ("k",), "scale_b": ("k",)}
@@ -319,7 +319,7 @@ def a_scale_that_is_nan(arrays, rng, options):
     plant(arrays[rng.choice(["scale_a", "scale_b"])], rng, (np.nan, inf))
 
 
-@scaled_matmul.edge(dims={**SMALL, "k": (30, 140), "k_width": (1, 16)}, regime="integers")
+@scaled_matmul.edge(dims={**SMALL, "k": (100, 140)}, regime="integers")
 def blocks_of_other_scales(arrays, rng, options):
     """A scale that is taken from the block beside, from the other operand, twice or upside down shows."""
     in_powers_of_2(arrays, rng)

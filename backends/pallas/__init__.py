@@ -31,5 +31,6 @@ BACKEND = Backend(
         "sinks are given, which",
         "results of float32 are asked for, which",
         "o or d_o is float32, which",
+        "elements along k are too narrow for a TPU",
     ),
 )

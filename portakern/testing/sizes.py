@@ -320,7 +320,11 @@ def one_form(spec: Spec[Any], names: Sequence[str], dims: Mapping[str, Any]) -> 
         if len(other.dims) != len(first.dims):
             return None
         for a, b in zip(first.dims, other.dims, strict=True):
-            if a.variadic != b.variadic or (a.plus, a.per) != (b.plus, b.per) or (a.variadic and a.factors != b.factors):
+            if (
+                a.variadic != b.variadic
+                or (a.plus, a.per) != (b.plus, b.per)
+                or (a.variadic and a.factors != b.factors)
+            ):
                 return None
     for _ in range(len(names) * len(first.dims)):  # a cut may undo an earlier one: as often as there are axes
         for other in map(spec.argument, names[1:]):

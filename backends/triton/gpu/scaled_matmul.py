@@ -208,7 +208,7 @@ def fit(call: Call, config: ProductConfig) -> ProductConfig:
     )
 
 
-DECODES_E4M3 = ("sm_80", "sm_86")
+WITHOUT_E4M3 = ("sm_80", "sm_86")
 """Chips for which Triton has no conversion from float8_e4m3fn."""
 
 
@@ -218,7 +218,7 @@ def supports(call: Call, config: ProductConfig) -> str | None:
         return f"a tile of {block_m} x {block_n} x {block_k} has an operand over Triton's limit of 2^20 elements"
     if not call.interpret:
         arch = call.target.arch
-        if arch in DECODES_E4M3 and "float8_e4m3fn" in (call.dtype, call.dtype_of("b")):
+        if arch in WITHOUT_E4M3 and "float8_e4m3fn" in (call.dtype, call.dtype_of("b")):
             return f"Triton reads no float8_e4m3fn on {arch}; use float8_e5m2 or int8, or a GPU from sm_89 on"
         size = 2 if products(call) == "16-bit" else 1
         in_registers = arch not in ("sm_90", "sm_100", "sm_103")
@@ -244,7 +244,11 @@ def scaled_matmul(call: Call, config: ProductConfig) -> tuple[Any, ...]:
     tiles_m, tiles_n = cdiv(m, config.block_m), cdiv(n, config.block_n)
     blocks, width = scale_blocks(call)
     strides = ScaledStrides(
-        *a.stride(), *b.stride(), *shared_strides(scale_a), *shared_strides(scale_b), 0 if bias is None else bias.stride(0)
+        *a.stride(),
+        *b.stride(),
+        *shared_strides(scale_a),
+        *shared_strides(scale_b),
+        0 if bias is None else bias.stride(0),
     )
     launch(scaled_matmul_kernel, tiles_m * tiles_n, call, a, b, scale_a, scale_b, bias, c,
            ScaledExtents(m, n, k, tiles_m, tiles_n, blocks, width, cdiv(width, config.block_k), call.dims["m_width"],
