@@ -26,6 +26,17 @@ Shape = tuple[int, ...]
 Arrays = tuple[Any, ...]
 Drawn = tuple[Arrays, dict[str, Any]]
 DTYPES = ("float32", "float16", "bfloat16")
+EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "int8")
+
+
+def dtype_for(op: str, dtype: str) -> str:
+    """The dtype in which an op is tried where others are tried in ``dtype``: that one, or, of an op of 8-bit numbers,
+    one of its own for each of theirs."""
+    own = registry.find_spec(op).dtypes
+    if dtype in own:
+        return dtype
+    stands = dict(zip(("float32", "bfloat16", "float16", "float64"), (*EIGHT_BITS, EIGHT_BITS[0]), strict=True))
+    return stands[dtype]
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,7 @@ class Sample:
         """N(0, 1) data, small integers for ids, and for what a forward call saves what its oracle gives; in the spec's
         order.
         """
-        spec = registry.find_spec(op)
+        spec, dtype = registry.find_spec(op), dtype_for(op, dtype)
         case = Case(dtype, self.shapes, seed=seed, options=self.options, wider=self.wider)
         own = {a.name for a in spec.arrays if a.statistic} | set(self.wider)
         drawn = {name: np.asarray(buffer.view(), order="C") for name, buffer in case.buffers(spec).items()}
