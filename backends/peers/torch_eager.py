@@ -355,3 +355,82 @@ def kv_append(k: Any, v: Any, k_pages: Any, v_pages: Any, slots: Any) -> Any:
         at = torch.where(slots < 0, len(rows), slots)
         found.append(out.index_put_((at.long(),), new)[:-1].reshape(pages.shape))
     return tuple(found)
+
+
+WIDTHS = {(1, 128, 128): ("BlockWise1x128", "BlockWise128x128"), (1, 1, 128): ("BlockWise1x128", "BlockWise1x128")}
+"""The widths (m, n, k) of scales of blocks -> PyTorch's recipes of a and of b."""
+
+
+def recipes(a: Any, b: Any, scale_a: Any, scale_b: Any, widths: tuple[int, int, int]) -> tuple[str, str] | None:
+    """PyTorch's names for the scales of a and of b, on a GPU; None where it has none for both, or other alignments."""
+    (m, k), n = a.shape, b.shape[1]
+    if not a.is_cuda or not a.is_floating_point() or k % 16 or n % 16:
+        return None
+    scales = tuple(scale_a.shape), tuple(scale_b.shape)
+    if scales == ((1, 1), (1, 1)):
+        return "TensorWise", "TensorWise"
+    if scales == ((m, 1), (1, n)):
+        return "RowWise", "RowWise"
+    blocks = tuple(-(-extent // width) for extent, width in zip((m, n, k), widths, strict=True))
+    whole = scales == ((blocks[0], blocks[2]), (blocks[2], blocks[1])) and k % 128 == 0
+    return WIDTHS.get(widths) if whole else None
+
+
+def strided(scale: Any, recipe: str) -> Any:
+    """A scale as ``scaled_mm`` wants it in memory: that of blocks with its first axis innermost, of squares of 128
+    filled up to multiples of 4."""
+    from torch.nn import functional
+
+    if recipe == "BlockWise128x128":
+        scale = functional.pad(scale, (0, 0, 0, -scale.shape[0] % 4))
+    return scale.t().contiguous().t() if recipe.startswith("Block") else scale
+
+
+@provides(BACKEND, gradients=False)
+def scaled_matmul(
+    a: Any,
+    b: Any,
+    scale_a: Any,
+    scale_b: Any,
+    bias: Any = None,
+    *,
+    m_width: int = 1,
+    n_width: int = 1,
+    k_width: int = 128,
+    precision: str = "promoted",
+    out_dtype: str = "bfloat16",
+) -> Any:
+    """``scaled_mm`` where it has the recipe, ``_int_mm`` where a GPU has one block of k of int8, else the product of
+    each block of k in float32, times its scales."""
+    import torch
+    from torch.nn import functional
+
+    dtype = getattr(torch, out_dtype)
+    names = recipes(a, b, scale_a, scale_b, (m_width, n_width, k_width)) if precision != "ieee" else None
+    if names and bias is None and dtype == torch.bfloat16:
+        kinds = [getattr(functional.ScalingType, name) for name in names]
+        of_a, of_b = (strided(s, name) for s, name in zip((scale_a, scale_b), names, strict=True))
+        columns = b if b.stride(0) == 1 else b.t().contiguous().t()
+        return functional.scaled_mm(
+            a.contiguous(), columns, of_a, kinds[0], of_b, kinds[1], output_dtype=dtype,
+            use_fast_accum=precision == "fast",
+        )  # fmt: skip
+
+    def each(scale: Any, axis: int, width: int, extent: int) -> Any:
+        return scale if scale.shape[axis] == 1 else scale.repeat_interleave(width, axis).narrow(axis, 0, extent)
+
+    (m, k), n = a.shape, b.shape[1]
+    of_a, of_b = each(scale_a, 0, m_width, m), each(scale_b, 1, n_width, n)
+    count = max(of_a.shape[1], of_b.shape[0])
+    width, c = k_width if count > 1 else k, torch.zeros(m, n, device=a.device)
+    for p in range(count):
+        own = slice(p * width, (p + 1) * width)
+        if count == 1 and a.is_cuda and a.dtype == torch.int8 and m > 16 and k % 8 == n % 8 == 0:
+            part = torch._int_mm(a, b).float()
+        elif a.dtype == torch.int8:
+            part = (a[:, own].double() @ b[own].double()).float()
+        else:
+            part = a[:, own].float() @ b[own].float()
+        scale = of_a[:, min(p, of_a.shape[1] - 1), None] * of_b[min(p, of_b.shape[0] - 1)]
+        c = c + part * scale
+    return (c if bias is None else c + bias).to(dtype)
