@@ -215,19 +215,19 @@ def mistakes(r):
     op, sample = pk.op(r.op), next(iter(r.small.values()))
     right = sample.arrays(r.op)
     for name, a in right.items():
-        yield {**right, name: a.tolist()}, {}, f"{name} has type list; expected a NumPy"
-        yield {**right, name: a.astype(complex)}, {}, f"{name} is complex128"
+        yield {**right, name: a.tolist()}, sample.options, f"{name} has type list; expected a NumPy"
+        yield {**right, name: a.astype(complex)}, sample.options, f"{name} is complex128"
         if not any(d.variadic for d in next(x for x in r.spec.arrays if x.name == name).dims):
-            yield {**right, name: a[None]}, {}, f"{name} has {a.ndim + 1} axes"
+            yield {**right, name: a[None]}, sample.options, f"{name} has {a.ndim + 1} axes"
     for a in r.spec.arrays:
         if not a.optional:
             yield (
                 {n: x for n, x in right.items() if n != a.name},
-                {},
+                sample.options,
                 rf"missing 1 required positional argument: '{a.name}'",
             )
     for o in r.spec.options:
-        yield right, {o.name: object()}, rf"{o.name} is <object object at"
+        yield right, {**sample.options, o.name: object()}, rf"{o.name} is <object object at"
     yield right, {"no_such_option": 1}, "unexpected keyword argument 'no_such_option'"
     assert op(**right, **sample.options) is not None
 

@@ -18,6 +18,7 @@ from portakern.testing.layouts import Buffer
 from portakern.testing.sampled import LARGE, SampledCall, part_call, part_of, picked, pieces, repeated, taken
 from portakern.testing.verdict import expected
 from tests.ops import forward_records
+from tests.ops.record import dtype_for
 
 FILL = 2**20
 HOW = {"limits": Limits(fill=FILL, layouts=("contiguous",)), "dtypes": ["float32"], "promises": False, "shrink": False}
@@ -59,7 +60,7 @@ def test_the_oracle_of_a_part_is_a_part_of_the_oracle(op, monkeypatch):
     compared = 0
     for name in testing.samples(op):
         for wants in [None, *((o.name,) for o in spec.outputs)] if spec.is_vjp else [None]:
-            case = testing.sample_case(op, name, dtype="float64")
+            case = testing.sample_case(op, name, dtype=dtype_for(op, "float64"))
             forward = registry.forward_of(spec)
             absent = {a.name for a in forward.arrays if a.optional and a.name not in case.shapes} if forward else set()
             if any(o.name in (wants or ()) and o.gradient_of in absent for o in spec.outputs):

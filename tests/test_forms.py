@@ -21,6 +21,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
 from portakern.backends.triton.plan import LaunchPlan  # noqa: E402
+from tests.ops.record import dtype_for  # noqa: E402
 
 OPS = [op for op in pk.ops() if any(pk.backends()["triton"].families_with(op))]
 SAMPLES = [(op, name) for op in OPS for name in testing.samples(op)]
@@ -28,7 +29,9 @@ SAMPLES = [(op, name) for op in OPS for name in testing.samples(op)]
 
 def drawn(op, name, seed):
     """A sample's arguments: arrays of new values, and the options."""
-    made = [testing.sample_arrays(op, name, dtype="float32", seed=s, framework="torch") for s in (0, seed)]
+    made = [
+        testing.sample_arrays(op, name, dtype=dtype_for(op, "float32"), seed=s, framework="torch") for s in (0, seed)
+    ]
     (first, options), (arrays, _) = made  # the dtype of integers is drawn too
     return {n: a.to(first[n].dtype).contiguous() for n, a in arrays.items()}, options
 

@@ -17,6 +17,7 @@ jax = pytest.importorskip("jax", reason="jax is not installed")
 import jax.numpy as jnp  # noqa: E402
 
 import portakern.jax as twins  # noqa: E402
+from tests.ops.record import dtype_for  # noqa: E402
 
 BACKENDS = ["reference", "pallas"]
 FIRST = [(r.op, next(iter(testing.samples(r.op)))) for r in of_each_kind()]
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("jax_on_the_host")
 
 
 def drawn(op, name, framework="jax"):
-    return testing.sample_arrays(op, name, dtype="float32", framework=framework)
+    return testing.sample_arrays(op, name, dtype=dtype_for(op, "float32"), framework=framework)
 
 
 def deleted(x):

@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="triton is not installed")
 
 from tests.fake_gpu import fake_gpu  # noqa: E402
+from tests.ops.record import dtype_for  # noqa: E402
 
 VARIANTS = [(op, family.name) for op in pk.ops() for family in pk.backends()["triton"].families_with(op)]
 WARM = 3  # calls: decided, learned, and one that Triton's maps of its arrays are made in
@@ -168,7 +169,7 @@ def test_a_warm_call_launches_what_its_implementation_did(driver, op, variant, o
     """Kernels, grids, numbers and addresses: of inputs, of what is allocated, and of parts of both."""
     made, launches = pk.op(op, backend="triton", variant=variant), 0
     for name in testing.samples(op):
-        arrays, options = testing.sample_arrays(op, name, dtype="bfloat16", seed=0, framework="torch")
+        arrays, options = testing.sample_arrays(op, name, dtype=dtype_for(op, "bfloat16"), seed=0, framework="torch")
         arrays = {n: None if a is None else moved(a, offset) for n, a in arrays.items()}
         try:
             calls = [driver.call(lambda: made(**arrays, **options)) for _ in range(5)]  # noqa: B023

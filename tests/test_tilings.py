@@ -177,7 +177,7 @@ def abstract_call(backend: str, op: str, dtype: str, scale: int, optional: bool)
             else a.dtypes[0]
         )
         arrays[a.name] = framework.abstract(shape_of(a.dims, dims), kind, None)
-    call = unchecked(spec, **arrays)
+    call = unchecked(spec, **arrays, **spec.extent_options(dims))
     return call.replace(target=HOST, interpret=True, concrete=False)
 
 

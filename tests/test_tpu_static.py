@@ -36,6 +36,7 @@ from portakern.errors import UnsupportedError
 from portakern.frameworks.jax import tracing
 from portakern.tools.compile.abstract import bind_signature, named_signature, typical_signature
 from portakern.tools.compile.build import Build
+from tests.ops.record import dtype_for
 
 CODE = """= control target key start
 LH: loop header
@@ -749,7 +750,9 @@ def test_every_kernel_that_ships_has_its_cycles_counted_on_every_chip():
     chips = [name for name, hardware in targets.HARDWARE.items() if hardware.platform == "tpu"]
     rows = [row for run in kept for row in run.rows if row["target"] in chips]
     cells = [(row["op"], row["dtype"], row["target"]) for row in rows]
-    assert sorted(cells) == sorted(itertools.product(registry.ops(), ("bfloat16", "float32"), chips))
+    assert sorted(cells) == sorted(
+        (op, dtype, chip) for op in registry.ops() for dtype in registry.find_spec(op).usual_dtypes for chip in chips
+    )
     assert [cell for cell, row in zip(cells, rows, strict=True) if not row["ok"]] == []
     lack = {cell[0] for cell, row in zip(cells, rows, strict=True) if not all(k.get("issued") for k in row["kernels"])}
     assert {op for op in lack if every_grid_is_known(op)} == set()
@@ -757,7 +760,7 @@ def test_every_kernel_that_ships_has_its_cycles_counted_on_every_chip():
 
 def every_grid_is_known(name):
     """Whether no kernel of a sample call has a grid whose extent is data, of which no cycles can be counted."""
-    arrays, options = testing.sample_arrays(name, dtype="float32", framework="jax")
+    arrays, options = testing.sample_arrays(name, dtype=dtype_for(name, "float32"), framework="jax")
     call, impl = op(name, backend="pallas").bind(**arrays, **options), tpu(name)
     call.interpret = True
     tiling = tilings.default(impl, call).tiling

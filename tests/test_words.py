@@ -25,6 +25,7 @@ from portakern.spec.tolerance import compare, format_of, round_to
 from portakern.testing import Case
 from portakern.tools.bench.suites import requested_cases
 from tests import word_ops as ops
+from tests.ops.record import dtype_for
 from tests.word_kernels import (
     KERNELS,
     PRODUCTS,
@@ -430,7 +431,7 @@ def test_every_sample_is_a_call(op, framework):
     pytest.importorskip(framework, reason=f"{framework} is not installed")
     spec = registry.find_spec(op)
     for name in testing.samples(op):
-        for dtype in ("float32", "bfloat16"):
+        for dtype in (dtype_for(op, "float32"), dtype_for(op, "bfloat16")):
             arrays, options = testing.sample_arrays(op, name, dtype=dtype, framework=framework)
             call = bind(spec, **arrays, **options)
             assert call.dtype == dtype and call.framework.name == framework

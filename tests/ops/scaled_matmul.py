@@ -160,6 +160,7 @@ SOME = {"n_width": 3, "k_width": 16, "out_dtype": "float32"}
 def formula(a, b, scale_a, scale_b, bias=None, m_width=1, n_width=1, k_width=128, **_):
     """Each number by itself: every product times its scales."""
     (m, k), n = a.shape, b.shape[1]
+    a, b = a.astype(float), b.astype(float)
     c = np.zeros((m, n))
     for i, j in np.ndindex(m, n):
         terms = [
@@ -178,18 +179,19 @@ def formula_call(widths, shared=(), bias=False):
 
 
 def in_torch(a, b, scale_a, scale_b, bias=None, m_width=1, n_width=1, k_width=128, precision=None, out_dtype=None):
-    """The product of what the codes stand for."""
+    """The product of what the codes stand for, in float64 where no dtype is named."""
     import torch
 
     def dequantised(x, scale, widths):
-        x = x.float()
+        x = x.double()
         for axis, width in enumerate(widths):
             if scale.shape[axis] > 1:
                 scale = scale.repeat_interleave(width, axis).narrow(axis, 0, x.shape[axis])
         return x * scale
 
     c = dequantised(a, scale_a, (m_width, k_width)) @ dequantised(b, scale_b, (k_width, n_width))
-    return (c if bias is None else c + bias).to(getattr(torch, str(out_dtype or "bfloat16")))
+    c = c if bias is None else c + bias
+    return c if out_dtype is None else c.to(getattr(torch, out_dtype))
 
 
 def in_jax(a, b, scale_a, scale_b, bias=None, m_width=1, n_width=1, k_width=128, precision=None, out_dtype=None):
@@ -202,7 +204,8 @@ def in_jax(a, b, scale_a, scale_b, bias=None, m_width=1, n_width=1, k_width=128,
         return x.astype(jnp.float32) * scale
 
     c = dequantised(a, scale_a, (m_width, k_width)) @ dequantised(b, scale_b, (k_width, n_width))
-    return (c if bias is None else c + bias).astype(out_dtype or "bfloat16")
+    c = c if bias is None else c + bias
+    return c if out_dtype is None else c.astype(out_dtype)
 
 
 # ------------------------------------------------------------------------------------------------------- random calls
@@ -381,7 +384,7 @@ RECORD = ForwardRecord(
     wrong=WRONG,
     fuzzed=fuzzed,
     layer=Layer(in_layer, lambda width: {"w": (width, width)}),
-    extents={"m": 64, "n": 128, "k": 96, "m_width": 1, "n_width": 128, "k_width": 32},
+    extents={"m": 64, "n": 128, "k": 96, "m_width": 1, "n_width": 1, "k_width": 128},
     launched=sample(64, 128, 64),
     matrix_units=True,
     past_2_31=past_2_31,
