@@ -2347,6 +2347,92 @@ class RopeVjpOp(Op):
         overwrite: Literal["d_y"] | Iterable[Literal["d_y"]] | None = None,
     ) -> RopeVjpOut[NDArray[Any] | None]: ...
 
+class ScaledMatmulOp(Op):
+    @overload
+    def __call__(
+        self,
+        a: Array,
+        b: Array,
+        scale_a: Array,
+        scale_b: Array,
+        bias: Array | None = None,
+        *,
+        m_width: int = 1,
+        n_width: int = 1,
+        k_width: int = 128,
+        precision: Literal["promoted", "ieee", "fast"] = "promoted",
+        out_dtype: Any = "bfloat16",
+    ) -> Array:
+        """c = the sum over blocks of k of (scale_a a) (scale_b b), + bias, rounded once.
+
+        Products are exact in float32, and those of int8 are summed in int32 without an error. Scales are applied to the
+        sum of a block, in float32, or, where neither operand has more than one along k, to the whole sum.
+
+        Along each axis a scale array has the extent 1, one scale for all, or one for each block: ceil(extent / width),
+        the
+        last of which may be short. The recipes, with the widths (m, n, k) in the order of DeepGEMM's ``recipe``:
+
+        ============================================== ================================== ===================
+        torch.nn.functional.scaled_mm                  scale_a, scale_b                   widths
+        ============================================== ================================== ===================
+        TensorWise                                     (1, 1), (1, 1)                     any
+        RowWise                                        (m, 1), (1, n)                     1, 1, any
+        BlockWise1x128 with BlockWise128x128           (m, k / 128), (k / 128, n / 128)   1, 128, 128
+        BlockWise1x128 with BlockWise1x128             (m, k / 128), (k / 128, n)         1, 1, 128
+        BlockWise128x128 with BlockWise1x128           (m / 128, k / 128), (k / 128, n)   128, 1, 128
+        BlockWise1x32                                  (m, k / 32), (k / 32, n)           1, 1, 32
+        rows beside blocks                             (m, 1), (k / 128, n / 128)         1, 128, 128
+        ============================================== ================================== ===================
+
+        The widths are said, as by the names of torch's recipes and by DeepGEMM's ``recipe``, and not read off the
+        shapes:
+        3 scales for 300 elements may be of 100 each or of 128, and a wrong guess would be a wrong result. A shape that
+        no
+        width explains is refused.
+
+        A NaN or an infinity in a reaches its row of c, one in b its column, one in a scale its block; 0 times an
+        infinite
+        scale is NaN. float8_e4m3fn has NaN and no infinity.
+
+        Args:
+          a: (m, k); b: (k, n), each float8_e4m3fn or float8_e5m2, or both int8. Weights (n, k) come as b.T; Hopper's
+            and
+            CDNA's matrix units want them so.
+          scale_a: (1 or m / m_width, 1 or k / k_width); scale_b: (1 or k / k_width, 1 or n / n_width), float32, rounded
+            up.
+            Scales of float8_e8m0fnu are powers of two: convert them to float32, which holds each of them. No kernel
+              reads
+            swizzled or packed scales.
+          bias: (n), float32, which holds 16-bit ones.
+          m_width, n_width, k_width: rows, columns and elements along k that share a scale.
+          precision: of the sums of products of 8-bit floats; those of int8 are exact. "promoted": of at most 128
+            products
+            to 13 bits behind the point, as Hopper's matrix unit has them, which are then added in float32; "ieee": all
+              in
+            float32, where the unit cannot by products of float16, at half the rate; "fast": of any number to 13 bits,
+              as
+            with torch's ``use_fast_accum``.
+          out_dtype: dtype of c.
+
+        Returns:
+          c: (m, n). k = 0 is refused.
+        """
+    @overload
+    def __call__(
+        self,
+        a: NDArray[Any],
+        b: NDArray[Any],
+        scale_a: NDArray[Any],
+        scale_b: NDArray[Any],
+        bias: NDArray[Any] | None = None,
+        *,
+        m_width: int = 1,
+        n_width: int = 1,
+        k_width: int = 128,
+        precision: Literal["promoted", "ieee", "fast"] = "promoted",
+        out_dtype: Any = "bfloat16",
+    ) -> NDArray[Any]: ...
+
 class SoftmaxOp(Op):
     @overload
     def __call__(self, x: Array, *, axis: int = -1) -> Array:
@@ -2994,6 +3080,14 @@ def op(
     variant: str | None = None,
     tiling: Mapping[str, int] | None = None,
 ) -> RopeVjpOp: ...
+@overload
+def op(
+    which: Literal["scaled_matmul"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> ScaledMatmulOp: ...
 @overload
 def op(
     which: Literal["softmax"],
