@@ -39,7 +39,7 @@ class ScaledMatmulOut(NamedTuple):
     c: Float[A, "m n"]
 
 
-def whole(call: Call) -> bool:
+def of_integers(call: Call) -> bool:
     """Whether the operands are integers."""
     return not DTYPES[call.dtype].floating
 
@@ -66,7 +66,7 @@ def one_kind(call: Call) -> bool:
     require=[
         Rule(one_kind, "a and b must both be 8-bit floats, which may differ, or both int8; convert one of them"),
         Rule(
-            lambda call: not whole(call) or scale_blocks(call)[1] <= MOST_WHOLE,
+            lambda call: not of_integers(call) or scale_blocks(call)[1] <= MOST_WHOLE,
             f"int32 holds no sum of more than {MOST_WHOLE} products of int8; give blocks of k scales of their own",
         ),
     ],
@@ -184,7 +184,7 @@ def blocks(call: Call) -> Iterator[Blocks]:
 def cut_of(call: Call) -> float:
     """What the matrix unit may cut off a sum of |products| of 1 in a block: of so many steps, each of STEP products and
     the sum before them, and the sum after."""
-    if whole(call):
+    if of_integers(call):
         return 0.0
     most = {"promoted": RUN, "fast": inf}.get(call.options["precision"], 0)
     run = min(scale_blocks(call)[1], call.dims["k"], most)
@@ -215,7 +215,7 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     that may be flushed.
     """
     unit, (count, width), bias = units(call), scale_blocks(call), bias_of(call)
-    steps = (count + 6 if whole(call) else min(width, call.dims["k"]) + count + 10) * unit.u + cut_of(call)
+    steps = (count + 6 if of_integers(call) else min(width, call.dims["k"]) + count + 10) * unit.u + cut_of(call)
     with np.errstate(all="ignore"):
         err = total = np.broadcast_to(magnitude(bias), ref[0].shape)
         err = 2 * unit.u * err
@@ -248,7 +248,7 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """
     unit, c, (count, width) = units(call), magnitude(ref[0]), scale_blocks(call)
     width, promoted = min(width, call.dims["k"]), call.options["precision"] == "promoted"
-    terms = 0 if whole(call) else width
+    terms = 0 if of_integers(call) else width
     runs = np.ceil(width / RUN) if promoted else 1.0
     steps = np.ceil(width / runs / STEP)
     k2, variance, lean = (KAPPA * unit.u) ** 2, np.zeros(c.shape), np.zeros(c.shape)

@@ -16,7 +16,7 @@ from tests.ops import matmul as of_matmul
 from tests.ops import record
 
 LARGEST = np.finfo(np.float32).max
-OPS = sorted(op for op in pk.ops() if any(o.name == "precision" for o in registry.find_spec(op).options))
+OPS = sorted(op for op in pk.ops() if any("tf32" in o.choices for o in registry.find_spec(op).options))
 
 
 def nearest(x, precision):

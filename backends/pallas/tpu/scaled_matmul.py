@@ -41,38 +41,38 @@ from portakern.backends.pallas.lib.mosaic_tpu.chip import (
 )
 from portakern.core import targets
 from portakern.core.call import Call
-from portakern.specs.scaled_matmul import scale_blocks, whole
+from portakern.specs.scaled_matmul import of_integers, scale_blocks
 
 EXACT = 1024
 """Widened products of int8 whose sum float32 holds: 2^14 each."""
 
 
-class Walk(NamedTuple):
+class BlockSteps(NamedTuple):
     """How k is walked: in ``blocks`` with scales of their own, each of ``parts`` steps of ``depth`` elements, or
-    ``together`` of them in a step; ``alone``: one scale of a row and of a column for all k."""
+    ``blocks_per_step`` of them in a step; ``alone``: one scale of a row and of a column for all k."""
 
     blocks: int
     parts: int
-    together: int
+    blocks_per_step: int
     depth: int
     alone: bool
 
     @classmethod
-    def of(cls, call: Call, config: ProductConfig) -> Walk:
+    def of(cls, call: Call, config: ProductConfig) -> BlockSteps:
         blocks, width = scale_blocks(call)
         parts = pl.cdiv(width, config.block_k)
         depth = padded(pl.cdiv(width, parts), LANES)
-        together = 1 if blocks == 1 or parts > 1 else max(min(config.block_k // depth, blocks), 1)
-        return cls(blocks, parts, together, depth, blocks == 1)
+        blocks_per_step = 1 if blocks == 1 or parts > 1 else max(min(config.block_k // depth, blocks), 1)
+        return cls(blocks, parts, blocks_per_step, depth, blocks == 1)
 
     @property
-    def steps(self) -> int:
-        return pl.cdiv(self.blocks, self.together) * self.parts
+    def count(self) -> int:
+        return pl.cdiv(self.blocks, self.blocks_per_step) * self.parts
 
     @property
     def resident(self) -> int:
         """Elements along k of a step."""
-        return self.depth * self.together
+        return self.depth * self.blocks_per_step
 
 
 def multiplies(call: Call) -> bool:
@@ -80,7 +80,7 @@ def multiplies(call: Call) -> bool:
     hardware = targets.HARDWARE.get(call.target.arch)
     if call.interpret or hardware is None:
         return False
-    if whole(call):
+    if of_integers(call):
         return bool("int8" in hardware.matrix_dtypes)
     native = {call.dtype, call.dtype_of("b")} <= {*hardware.matrix_dtypes}
     return native and "float8_e4m3fn" in hardware.matrix_dtypes and call.options["precision"] != "ieee"
@@ -122,7 +122,7 @@ def scales(ref: Refs, p: Any) -> Any:
     return column * ref.scale_b[pl.ds(p, 1), :]
 
 
-def kernel(ref: Refs, *, walk: Walk, wide: Any, integers: bool) -> None:
+def kernel(ref: Refs, *, steps: BlockSteps, wide: Any, integers: bool) -> None:
     step, last = step_along(2), pl.num_programs(2) - 1
     sums = ref.part if "part" in ref else ref.acc
 
@@ -131,13 +131,13 @@ def kernel(ref: Refs, *, walk: Walk, wide: Any, integers: bool) -> None:
         ref.acc[...] = jnp.zeros_like(ref.acc)
 
     def part_of(q: int) -> Any:
-        own = slice(q * walk.depth, (q + 1) * walk.depth)
+        own = slice(q * steps.depth, (q + 1) * steps.depth)
         return product(ref.a[:, own], ref.b[own, :], wide, integers)
 
-    if walk.alone:
+    if steps.alone:
         ref.acc[...] += part_of(0)
-    elif walk.parts > 1:
-        place = lax.rem(step, jnp.int32(walk.parts))
+    elif steps.parts > 1:
+        place = lax.rem(step, jnp.int32(steps.parts))
 
         @pl.when(place == 0)
         def begin() -> None:
@@ -145,19 +145,19 @@ def kernel(ref: Refs, *, walk: Walk, wide: Any, integers: bool) -> None:
 
         sums[...] += part_of(0)
 
-        @pl.when(place == walk.parts - 1)
+        @pl.when(place == steps.parts - 1)
         def leave() -> None:
-            ref.acc[...] += sums[...].astype(jnp.float32) * scales(ref, lax.div(step, jnp.int32(walk.parts)))
+            ref.acc[...] += sums[...].astype(jnp.float32) * scales(ref, lax.div(step, jnp.int32(steps.parts)))
     else:
         found = ref.acc[...]
-        for q in range(walk.together):
-            found += part_of(q).astype(jnp.float32) * scales(ref, step * walk.together + q)
+        for q in range(steps.blocks_per_step):
+            found += part_of(q).astype(jnp.float32) * scales(ref, step * steps.blocks_per_step + q)
         ref.acc[...] = found
 
     @pl.when(step == last)
     def finish() -> None:
         c = ref.acc[...].astype(jnp.float32)
-        if walk.alone:
+        if steps.alone:
             c = c * scales(ref, 0)
         if "bias" in ref:
             c = c + ref.bias[...]
@@ -173,12 +173,12 @@ def blocks(call: Call, config: ProductConfig) -> tuple[int, int]:
 def resident(call: Call, config: ProductConfig) -> int:
     """The VMEM, in bytes, of one step: two blocks of each operand, what they are widened to, two of c, the sums and
     what is added to them, and the scales of a's rows and b's columns."""
-    walk, (bm, bn) = Walk.of(call, config), blocks(call, config)
-    operands = (bm + bn) * walk.resident
+    steps, (bm, bn) = BlockSteps.of(call, config), blocks(call, config)
+    operands = (bm + bn) * steps.resident
     wide = wide_dtype(call)
-    widths = 2 + (0 if wide is None else (8 if whole(call) else jnp.dtype(wide).itemsize))
+    widths = 2 + (0 if wide is None else (8 if of_integers(call) else jnp.dtype(wide).itemsize))
     out = jnp.dtype(call.outputs["c"][1]).itemsize
-    count = padded(walk.blocks, walk.together)
+    count = padded(steps.blocks, steps.blocks_per_step)
     of_scales = 2 * 4 * (bm * padded(count, LANES) + padded(count, 8) * bn)
     return widths * operands + (2 * out + 4 * 4) * bm * bn + of_scales + 2 * 4 * 8 * bn
 
@@ -207,31 +207,31 @@ def key(call: Call) -> dict[str, str | int]:
     return {"dtype": call.dtype, "n": call.dims["n"], "k": call.dims["k"]}
 
 
-def laid_out(x: jax.Array, axis: int, walk: Walk, width: int) -> jax.Array:
+def laid_out(x: jax.Array, axis: int, steps: BlockSteps, width: int) -> jax.Array:
     """An operand whose blocks along ``axis`` are each as long as their steps, the last too, and filled up with
     zeros."""
-    k, each = x.shape[axis], walk.parts * walk.depth
-    count = padded(walk.blocks, walk.together)
+    k, each = x.shape[axis], steps.parts * steps.depth
+    count = padded(steps.blocks, steps.blocks_per_step)
     if each == width and k == count * width:
         return x
     rest = (0, 0)
-    x = jnp.pad(x, [(0, walk.blocks * width - k) if i == axis else rest for i in range(2)])
-    x = x.reshape(*x.shape[:axis], walk.blocks, width, *x.shape[axis + 1 :])
-    more = {axis: (0, count - walk.blocks), axis + 1: (0, each - width)}
+    x = jnp.pad(x, [(0, steps.blocks * width - k) if i == axis else rest for i in range(2)])
+    x = x.reshape(*x.shape[:axis], steps.blocks, width, *x.shape[axis + 1 :])
+    more = {axis: (0, count - steps.blocks), axis + 1: (0, each - width)}
     x = jnp.pad(x, [more.get(i, rest) for i in range(3)])
     return x.reshape(*x.shape[:axis], count * each, *x.shape[axis + 2 :])
 
 
-def repeated(scale: jax.Array, lines: tuple[int, int], walk: Walk, axis: int) -> jax.Array:
+def repeated(scale: jax.Array, lines: tuple[int, int], steps: BlockSteps, axis: int) -> jax.Array:
     """A scale for each row of a, or, with ``axis`` 0 that of k, for each column of b, and for each block of k.
     ``lines``: how many share one, and how many there are."""
     width, extent = lines
     if scale.shape[1 - axis] > 1:
         scale = jnp.repeat(scale, width, 1 - axis)
         scale = lax.slice_in_dim(scale, 0, extent, axis=1 - axis)
-    shape = (extent, walk.blocks) if axis else (walk.blocks, extent)
-    count = padded(walk.blocks, walk.together)
-    more = [(0, count - walk.blocks) if i == axis else (0, 0) for i in range(2)]
+    shape = (extent, steps.blocks) if axis else (steps.blocks, extent)
+    count = padded(steps.blocks, steps.blocks_per_step)
+    more = [(0, count - steps.blocks) if i == axis else (0, 0) for i in range(2)]
     return jnp.pad(jnp.broadcast_to(scale, shape), more)
 
 
@@ -239,28 +239,28 @@ def repeated(scale: jax.Array, lines: tuple[int, int], walk: Walk, axis: int) ->
 def scaled_matmul(call: Call, config: ProductConfig) -> tuple[jax.Array]:
     dims, bias = call.dims, call.arrays["bias"]
     (m, n), dtype = call.outputs["c"]
-    walk, (bm, bn), (_, width) = Walk.of(call, config), blocks(call, config), scale_blocks(call)
-    a, b = (laid_out(call.arrays[name], axis, walk, width) for axis, name in ((1, "a"), (0, "b")))
+    steps, (bm, bn), (_, width) = BlockSteps.of(call, config), blocks(call, config), scale_blocks(call)
+    a, b = (laid_out(call.arrays[name], axis, steps, width) for axis, name in ((1, "a"), (0, "b")))
     if call.interpret:  # a host converts all of an 8-bit array at each step, since it computes with none
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    scale_a = repeated(call.arrays["scale_a"], (dims["m_width"], m), walk, 1)
-    scale_b = repeated(call.arrays["scale_b"], (dims["n_width"], n), walk, 0)
-    grid, integers = (pl.cdiv(m, bm), pl.cdiv(n, bn), walk.steps), whole(call)
+    scale_a = repeated(call.arrays["scale_a"], (dims["m_width"], m), steps, 1)
+    scale_b = repeated(call.arrays["scale_b"], (dims["n_width"], n), steps, 0)
+    grid, integers = (pl.cdiv(m, bm), pl.cdiv(n, bn), steps.count), of_integers(call)
     inputs = {
-        "a": (a, pl.BlockSpec((bm, walk.resident), lambda i, j, s: (i, s))),
-        "b": (b, pl.BlockSpec((walk.resident, bn), lambda i, j, s: (s, j))),
+        "a": (a, pl.BlockSpec((bm, steps.resident), lambda i, j, s: (i, s))),
+        "b": (b, pl.BlockSpec((steps.resident, bn), lambda i, j, s: (s, j))),
         "scale_a": (scale_a, pl.BlockSpec((bm, scale_a.shape[1]), lambda i, j, s: (i, 0))),
         "scale_b": (scale_b, pl.BlockSpec((scale_b.shape[0], bn), lambda i, j, s: (0, j))),
     }
     if bias is not None:
         inputs["bias"] = (bias.reshape(1, n), pl.BlockSpec((1, bn), lambda i, j, s: (0, j)))
     sums = jax.ShapeDtypeStruct((bm, bn), jnp.int32 if integers else jnp.float32)
-    scratch: dict[str, Any] = {"acc": sums if walk.alone else (bm, bn)}
-    if not walk.alone and walk.parts > 1:
+    scratch: dict[str, Any] = {"acc": sums if steps.alone else (bm, bn)}
+    if not steps.alone and steps.parts > 1:
         scratch["part"] = sums
     found = launch(
         call,
-        partial(kernel, walk=walk, wide=wide_dtype(call), integers=integers),
+        partial(kernel, steps=steps, wide=wide_dtype(call), integers=integers),
         "portakern_scaled_matmul",
         grid,
         in_order=1,

@@ -31,7 +31,7 @@ from portakern.backends.triton.launch import cdiv, launch, refuse_common, shared
 from portakern.backends.triton.layout import fresh, pow2_at_least
 from portakern.backends.triton.lib.matmul import tile_index
 from portakern.core import targets
-from portakern.specs.scaled_matmul import RUN, scale_blocks, whole
+from portakern.specs.scaled_matmul import RUN, of_integers, scale_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -96,7 +96,7 @@ class ScaledTile(NamedTuple):
         long = eight and call.options["precision"] == "promoted" and not (one_step and block_k <= RUN)
         hopper = call.target.arch == "sm_90"
         run = min(RUN, block_k) if long else 0
-        acc_dtype = tl.int32 if whole(call) else tl.float32
+        acc_dtype = tl.int32 if of_integers(call) else tl.float32
         whole_k = call.dims["k"] % width == width % block_k == 0
         return cls(block_m, block_n, block_k, group, acc_dtype, wide_dtype(call), run, long and not hopper, one_block,
                    one_step, whole_k)  # fmt: skip
@@ -181,7 +181,7 @@ def multiplies(call: Call) -> bool:
 def products(call: Call) -> str:
     """How products are taken, which decides what a tile costs: "int8", "8-bit", or "16-bit" of operands that are
     widened."""
-    if whole(call):
+    if of_integers(call):
         return "int8"
     return "8-bit" if call.options["precision"] != "ieee" and multiplies(call) else "16-bit"
 

@@ -54,6 +54,7 @@ FAULTS = {
                 "    return acc.to(tl.float32)"
             ),
             gpu=False,
+            sample=True,
             edge="long_sums_of_one_sign",
             at=(0, 100),
         ),
@@ -68,6 +69,7 @@ FAULTS = {
             ),
             small=True,
             gpu=False,
+            sample=True,
             edge="whole_sums_beyond_13_bits",
             at=(0, 100),
         ),
@@ -126,8 +128,8 @@ FAULTS = {
         Planted(
             "scale-of-the-block-before",
             "each block of k in a step has the scale of the one before it",
-            old="scales(ref, step * walk.together + q)",
-            new="scales(ref, jnp.maximum(step * walk.together + q - 1, 0))",
+            old="scales(ref, step * steps.blocks_per_step + q)",
+            new="scales(ref, jnp.maximum(step * steps.blocks_per_step + q - 1, 0))",
             sample=True,
             at=(0, 100),
         ),
