@@ -66,7 +66,7 @@ class BlockSteps(NamedTuple):
         return cls(blocks, parts, blocks_per_step, depth, blocks == 1)
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         return pl.cdiv(self.blocks, self.blocks_per_step) * self.parts
 
     @property
@@ -245,7 +245,7 @@ def scaled_matmul(call: Call, config: ProductConfig) -> tuple[jax.Array]:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     scale_a = repeated(call.arrays["scale_a"], (dims["m_width"], m), steps, 1)
     scale_b = repeated(call.arrays["scale_b"], (dims["n_width"], n), steps, 0)
-    grid, integers = (pl.cdiv(m, bm), pl.cdiv(n, bn), steps.count), of_integers(call)
+    grid, integers = (pl.cdiv(m, bm), pl.cdiv(n, bn), steps.number), of_integers(call)
     inputs = {
         "a": (a, pl.BlockSpec((bm, steps.resident), lambda i, j, s: (i, s))),
         "b": (b, pl.BlockSpec((steps.resident, bn), lambda i, j, s: (s, j))),
