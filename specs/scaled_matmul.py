@@ -410,9 +410,9 @@ def whole_sums_beyond_13_bits(arrays, rng, options):
 
 # ---------------------------------------------------------------------------------------------------------------- laws
 def drawn(draw: Any) -> tuple[np.ndarray, ...]:
-    """a, b and scales of blocks of 16 along k."""
-    m, k, n = draw.extent(2, 60), draw.extent(1, 60), draw.extent(1, 40)
-    count = -(-k // 16)
+    """a, b and scales of blocks of 32 along k."""
+    m, k, n = draw.extent(2, 60), draw.extent(1, 100), draw.extent(1, 40)
+    count = -(-k // 32)
     scale_a, scale_b = (np.exp2(draw.rng.uniform(-6, 6, s)).astype(np.float32) for s in ((m, count), (count, n)))
     return draw.normal(m, k), draw.normal(k, n), scale_a, scale_b
 
@@ -423,15 +423,15 @@ def rows_are_independent(run, draw):
     a, b, scale_a, scale_b = drawn(draw)
     row = draw.extent(0, len(a) - 1)
     one = slice(row, row + 1)
-    alone = run(a[one], b, scale_a[one], scale_b, k_width=16)
-    draw.same_bits(alone, run(a, b, scale_a, scale_b, k_width=16)[one], "a row alone")
+    alone = run(a[one], b, scale_a[one], scale_b, k_width=32)
+    draw.same_bits(alone, run(a, b, scale_a, scale_b, k_width=32)[one], "a row alone")
 
 
 @scaled_matmul.law
 def powers_of_two_scale_exactly(run, draw):
     """A scale that is doubled doubles c, to the bit."""
     a, b, scale_a, scale_b = drawn(draw)
-    options, two = {"k_width": 16, "out_dtype": "float32"}, np.float32(2)
+    options, two = {"k_width": 32, "out_dtype": "float32"}, np.float32(2)
     once = run(a, b, scale_a, scale_b, **options)
     draw.same_bits(run(a, b, scale_a * two, scale_b, **options), once * two, "scale_a doubled")
     draw.same_bits(run(a, b, scale_a, scale_b * two, **options), once * two, "scale_b doubled")
@@ -443,10 +443,10 @@ def one_scale_for_many(run, draw):
     a, b, scale_a, scale_b = drawn(draw)
     m, n = len(a), b.shape[1]
     scale_a, scale_b = scale_a[:1], scale_b[:, :1]
-    shared = run(a, b, scale_a, scale_b, k_width=16)
+    shared = run(a, b, scale_a, scale_b, k_width=32)
     for wide in (1, 7):
         each = np.repeat(scale_a, -(-m // wide), 0), np.repeat(scale_b, -(-n // wide), 1)
-        found = run(a, b, *each, m_width=wide, n_width=wide, k_width=16)
+        found = run(a, b, *each, m_width=wide, n_width=wide, k_width=32)
         draw.same_bits(found, shared, f"a scale repeated for blocks of {wide}")
 
 

@@ -28,6 +28,7 @@ from portakern.tools.compile import matrix as compiling
 from portakern.tools.compile.build import Build
 from portakern.tools.compile.worker import one_line, reason
 from tests.ops import record, records
+from tests.ops.record import dtype_for
 
 LINUX = platform.system() == "Linux"
 has_triton = pytest.mark.skipif(
@@ -155,7 +156,7 @@ def test_reasons_are_one_line():
 # ------------------------------------------------------------------------------------------------- calls without arrays
 @pytest.mark.parametrize("name", registry.ops())
 def test_every_op_has_a_typical_call(name):
-    form = abstract.typical_signature(registry.find_spec(name), "bfloat16")
+    form = abstract.typical_signature(registry.find_spec(name), dtype_for(name, "bfloat16"))
     assert max(e for shape, _, _ in form["arrays"].values() for e in shape) == 4096
     assert all(o in {o.name for o in registry.find_spec(name).options} for o in form["options"])
 

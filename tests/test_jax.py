@@ -3,6 +3,7 @@ gradients refused.
 """
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +16,7 @@ from portakern.core.targets import Target
 from portakern.testing.strategies import drawn
 from tests.ops import forward_records
 from tests.ops._shared import results
+from tests.ops.record import dtype_for
 from tests.places import DEEP
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
@@ -118,7 +120,8 @@ def test_every_op_lowers_for_tpu_and_vmaps_on_drawn_cases(op, seed):
     spec = registry.find_spec(op)
     run = pk.op(op, backend="pallas")
     for attempt in itertools.count():
-        case, _ = drawn(seed + 1000 * attempt, spec, DRAWN, {})
+        dtypes = [dtype_for(op, dtype) for dtype in DRAWN.dtypes]
+        case, _ = drawn(seed + 1000 * attempt, spec, replace(DRAWN, dtypes=dtypes), {})
         arrays = {n: jnp.asarray(b.view()) for n, b in case.buffers(spec).items()}
         call = run.bind(**arrays, **case.options)
         if not call.degenerate:

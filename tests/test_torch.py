@@ -14,6 +14,7 @@ from jaxtyping import Float, Float32
 
 import portakern as pk
 from portakern.core import registry
+from portakern.core.framework import convert, frameworks
 from portakern.core.gradients import wiring
 from portakern.spec import When, spec
 
@@ -42,7 +43,9 @@ SMALL = [pytest.param(r, key, id=f"{r.op}: {key}") for r in FORWARD for key in r
 
 def tensors(r, sample, grad=True):
     """The float64 tensors of a record's sample, in the order of the spec's arguments; None for an absent one."""
-    arrays = {n: torch.from_numpy(a) for n, a in sample.arrays(r.op, "float64").items()}
+    arrays = {
+        n: convert(a, frameworks()["numpy"], frameworks()["torch"]) for n, a in sample.arrays(r.op, "float64").items()
+    }
     for i, x in enumerate(arrays.values()):
         x.requires_grad_(grad and i in r.differentiable(sample))
     return tuple(arrays.get(a.name) for a in r.spec.arrays)

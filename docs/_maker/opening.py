@@ -52,7 +52,8 @@ def example(s: Spec[Any]) -> str:
     drawn = [f"{a.name} = {_drawn(s, case, a)}  # {a.shape}" for a in given]
     names = [o.name for o in s.outputs if not o.wanted_by and not o.saved]
     call = f'{", ".join(names)} = pk.op("{s.name}")({", ".join(case.shapes)}{options})'
-    lines = ["import numpy as np", "import portakern as pk", "", "rng = np.random.default_rng(0)", *drawn, call]
+    own = ["import ml_dtypes"] if any("ml_dtypes." in line for line in drawn) else []
+    lines = [*own, "import numpy as np", "import portakern as pk", "", "rng = np.random.default_rng(0)", *drawn, call]
     return "\n".join(["```python", *lines, "```"])
 
 
@@ -60,6 +61,8 @@ def _drawn(s: Spec[Any], case: Case, a: ArrayArg) -> str:
     dtype, shape = case.dtype if case.dtype in a.dtypes else a.dtypes[0], case.shapes[a.name]
     extents = f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
     if DTYPES[dtype].floating:
+        if not DTYPES[dtype].native:
+            return f"rng.standard_normal({extents}).astype(ml_dtypes.{dtype})"
         return f"rng.standard_normal({extents}, dtype=np.{dtype})"
     if a.name in s.generators:  # values with a meaning, such as offsets
         return f"np.array({case.drawn(s, a.name).tolist()})"

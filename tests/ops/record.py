@@ -35,7 +35,7 @@ def dtype_for(op: str, dtype: str) -> str:
     own = registry.find_spec(op).dtypes
     if dtype in own:
         return dtype
-    stands = dict(zip(("float32", "bfloat16", "float16", "float64"), (*EIGHT_BITS, EIGHT_BITS[0]), strict=True))
+    stands = dict(zip(("float32", "bfloat16", "float16", "float64"), (*EIGHT_BITS, EIGHT_BITS[2]), strict=True))
     return stands[dtype]
 
 
