@@ -243,7 +243,7 @@ def scaled_matmul(call: Call, config: ProductConfig) -> tuple[Any, ...]:
     c = fresh((m, n), torch_dtype(call.options["out_dtype"]), a.device)
     tiles_m, tiles_n = cdiv(m, config.block_m), cdiv(n, config.block_n)
     blocks, width = scale_blocks(call)
-    strides = ScaledStrides(
+    strides = ScaledStrides(  # type: ignore[call-arg]
         *a.stride(),
         *b.stride(),
         *shared_strides(scale_a),
