@@ -1,4 +1,4 @@
-"""What scaled_matmul's kernels do on chips that are not here: where sums leave the matrix unit, what operands become."""
+"""scaled_matmul's kernels on chips that are not here: where sums leave the matrix unit, what operands become."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 A spec is an annotated function under the :func:`spec` decorator. Array arguments are annotated in jaxtyping's notation
 (https://docs.kidger.site/jaxtyping), of which this module reads: names (``d``), products (``kv_heads*group``), sums
-with a number (``sequences+1``), numbers of blocks (``k/width``, rounded up), broadcast axes (``#batch``) and one variadic run of axes (``*batch``). A leading
+with a number (``sequences+1``), numbers of blocks (``k/width``, rounded up), broadcast axes (``#batch``) and one
+variadic run of axes (``*batch``). A leading
 ``batch`` or ``*batch`` counts samples that do not see each other. A run of axes may be another one without the axis
 that an option names (``drops``). Keyword-only arguments are options, of which one may be an extent. The return
 annotation is a ``NamedTuple`` whose fields are the outputs. Which dtypes an annotation stands for:

@@ -217,7 +217,8 @@ class Dim:
             or (cut and (sign or "*" in prefix or len(factors) > 1 or not per.isidentifier()))
         ):
             raise ValueError(
-                f"shape notation {text!r} is not one of: name, a*b, name+1, name/width, #name, #name/width, *name, *#name"
+                f"shape notation {text!r} is not one of: name, a*b, name+1, name/width, "
+                "#name, #name/width, *name, *#name"
             )
         return cls(factors, "#" in prefix, "*" in prefix, int(plus or 0), per or None)
 

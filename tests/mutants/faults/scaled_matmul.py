@@ -34,7 +34,10 @@ FAULTS = {
             "scale-twice",
             "a scale of a row counts twice, where blocks have scales",
             old="            scale = tl.load(of_a, mask=i_ok, other=0.0)[:, None]",
-            new="            scale = tl.load(of_a, mask=i_ok, other=0.0)[:, None] * tl.load(of_a, mask=i_ok, other=0.0)[:, None]",
+            new=(
+                "            scale = tl.load(of_a, mask=i_ok, other=0.0)[:, None]"
+                " * tl.load(of_a, mask=i_ok, other=0.0)[:, None]"
+            ),
             at=(0, 100),
         ),
         Planted(
