@@ -33,6 +33,7 @@ FAMILIES = {
     "Llama": {},
     "Mistral": {"sliding_window": 5},  # a ring in every layer
     "Qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},  # pages, and a ring
+    "GptOss": {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 5},  # likewise, with sinks
 }
 SHARED = [5, 6, 7, 8, 9, 10, 11, 12, 13]
 PROMPTS = [[5, 6, 7], SHARED, [3], [*SHARED, 14, 15]]
@@ -229,7 +230,6 @@ REFUSED = {
     r"attention_mask is a tensor of shape \(5, 5\); expected None": {"attention_mask": torch.zeros(5, 5)},
     r"block_table is a tensor of shape \(1, 2\); expected None": {"block_table": torch.zeros(1, 2)},
     "dropout is 0.1; expected 0.0": {"dropout": 0.1},
-    r"s_aux is a tensor of shape \(4,\)": {"s_aux": torch.zeros(4)},
     "an_argument_of_tomorrow is 1": {"an_argument_of_tomorrow": 1},
 }
 

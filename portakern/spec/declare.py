@@ -394,36 +394,29 @@ def spec(
         is read once, and each wanted output written once. For an op that leaves some of an array unread, such as
         pages of no sequence.
     """
+    kept: dict[str, Any] = {"flops": flops, "vjp": vjp, "autocast": autocast, "budget": budget, "masks": tuple(masks)}
+    kept |= {"bytes_moved": bytes_moved, "doubts": tuple(doubts), **_combined(sums, merges, starts)}
+    kept |= _frozen(tiling=tiling, empty=empty, typical=typical, drops=drops, aliases=aliases, passes=passes)
+    kept |= _frozen(reads=reads, also=also and {name: tuple(of) for name, of in also.items()})
 
     def declare(fn: Callable[P, Any]) -> Spec[P]:
         hints = typing.get_type_hints(fn, include_extras=True)
         results = typing.get_type_hints(hints["return"], include_extras=True)
         arrays, options = arguments(fn, hints, tuple(dtypes), _others(or_float32, or_dtypes), own_dtype)
         check_aliases(fn.__name__, aliases or {}, {a.name: hints[a.name] for a in arrays}, results)
+        found = outputs(fn.__name__, results, result_dtype or {}, returns or {}, aliases or {}, dtypes, saved, codes)
         made: Spec[P] = Spec(
             name=fn.__name__,
             fn=fn,
             arrays=arrays,
             options=options,
-            outputs=outputs(
-                fn.__name__, results, result_dtype or {}, returns or {}, aliases or {}, dtypes, saved, codes
-            ),
+            outputs=found,
             result=hints["return"],
             dtypes=leader(arrays).dtypes,
             require=(*require, *(_given_when(name, when) for name, when in (reads or {}).items())),
-            doubts=tuple(doubts),
             positive=(*positive, *(o.name for o in options if o.extent and o.range and o.range.lo >= 1)),
-            flops=flops,
-            vjp=vjp,
-            masks=tuple(masks),
             apart=apart if callable(apart) else tuple(apart),
-            **_combined(sums or {}, merges or {}, starts or {}),
-            autocast=autocast,
-            also=types.MappingProxyType({name: tuple(of) for name, of in (also or {}).items()}),
-            budget=budget,
-            bytes_moved=bytes_moved,
-            **_frozen(tiling=tiling, empty=empty, typical=typical, drops=drops, aliases=aliases, passes=passes),
-            reads=types.MappingProxyType(dict(reads or {})),
+            **kept,
         )
         check_declaration(made)
         return made
@@ -436,12 +429,16 @@ def _others(or_float32: Sequence[str], or_dtypes: Mapping[str, Sequence[str]] | 
     return {**dict.fromkeys(or_float32, ("float32",)), **(or_dtypes or {})}
 
 
-def _combined(sums: Mapping[str, Any], merges: Mapping[str, Any], starts: Mapping[str, Any]) -> dict[str, Any]:
+def _combined(
+    sums: Mapping[str, Any] | None, merges: Mapping[str, Any] | None, starts: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """``sums``, ``merges`` and ``starts`` as a spec holds them, of what they may be declared as."""
-    several = {dim: [given] if isinstance(given, str | Sum) else [*given] for dim, given in sums.items()}
+    several = {dim: [given] if isinstance(given, str | Sum) else [*given] for dim, given in (sums or {}).items()}
     found = {dim: tuple(Sum(s) if isinstance(s, str) else s for s in given) for dim, given in several.items()}
-    merged = {dim: (given,) if isinstance(given, WeightedMean) else tuple(given) for dim, given in merges.items()}
-    begin = {dim: Origin(given) if isinstance(given, str) else given for dim, given in starts.items()}
+    merged = {
+        dim: (given,) if isinstance(given, WeightedMean) else tuple(given) for dim, given in (merges or {}).items()
+    }
+    begin = {dim: Origin(given) if isinstance(given, str) else given for dim, given in (starts or {}).items()}
     return _frozen(sums=found, merges=merged, starts=begin)
 
 

@@ -513,11 +513,10 @@ def by_query_head(x: jax.Array, heads_per_block: int) -> jax.Array:
 def attention(call: Call, config: TilesConfig) -> tuple[jax.Array | None, ...]:
     batch, q_len, heads, d = call.arrays["q"].shape
     dv, dtype, shared = call.dims["dv"], call.arrays["q"].dtype, heads_per_block(call)
-    of_o = jnp.dtype(call.outputs["o"][1])
     heads, rows, of_keys = heads // shared, q_len * shared, call.dims["group"] // shared
     bq, bkv = blocks(call, config)
     band = Band.of(call, bq, bkv * parts(call, bq, bkv), shared).closing(q_len)
-    down = pl.cdiv(rows, bq)
+    down, steps = pl.cdiv(rows, bq), band.steps()
 
     split = batch * heads == 1 and may_share(call)  # several batches or heads are what cores share, where there are any
     order = partial(dealt, blocks=down) if split and band.one_sided else lambda place: place
@@ -535,12 +534,12 @@ def attention(call: Call, config: TilesConfig) -> tuple[jax.Array | None, ...]:
         return b, h, order(index)
 
     inputs = AttentionOperands(call, shared).at(bq, band.block_kv, query, key) | sink_blocks(call, shared, bq, written)
-    outputs: Blocks = {"o": (jax.ShapeDtypeStruct((batch, heads, rows, dv), of_o), head_blocks(bq, dv, written))}
+    o = jax.ShapeDtypeStruct((batch, heads, rows, dv), call.outputs["o"][1])
+    outputs: Blocks = {"o": (o, head_blocks(bq, dv, written))}
     numbers = saved(call)
     if numbers:
         form = jax.ShapeDtypeStruct((batch, heads, len(numbers), rows), jnp.float32)
         outputs["lse"] = (form, row_blocks(len(numbers), bq, written))
-    steps = band.steps()
     pairs = batch * heads * rows * min(call.dims["kv_len"], steps * band.block_kv)
     found = launch(
         call,

@@ -53,12 +53,13 @@ def attends_pages(name: str, backend: str | None, refuse: Callable[..., None]) -
         scaling: float | None = None,
         sliding_window: int | None = None,
         softcap: float | None = None,
+        s_aux: Tensor | None = None,
         cache: Any = None,
         cu_seq_lens_q: Any = None,
         **step: Any,
     ) -> tuple[Tensor, None]:
         """query: (1, heads, tokens, head dim), of all sequences of a step; key, value with fewer heads -> (1, tokens,
-        heads, head dim)."""
+        heads, head dim). s_aux: (heads,), a sink of each head, as GPT-OSS has."""
         if not hasattr(cache, "layer_to_allocator"):
             given = "None" if cache is None else f"a {type(cache).__name__}"
             raise UnsupportedError(
@@ -74,7 +75,7 @@ def attends_pages(name: str, backend: str | None, refuse: Callable[..., None]) -
         others = {n: v for n, v in step.items() if n not in BESIDE_PAGES | {"read_index", "write_index"}}
         refuse(shown, dropout, None, {n: v for n, v in others.items() if n != "cu_seq_lens_k"})
         window = None if sliding_window is None else (sliding_window - 1, 0)
-        options = {"is_causal": True, "window": window, "scale": scaling, "softcap": softcap}
+        options = {"is_causal": True, "window": window, "scale": scaling, "softcap": softcap, "sinks": s_aux}
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         layer: Any = module.layer_idx
         allocator = cache.layer_to_allocator[layer]
