@@ -17,7 +17,7 @@ from jaxtyping import Float, Float32, Int
 
 from portakern.spec import Rule, Tile, spec
 from portakern.spec.dtypes import numpy_dtype
-from portakern.spec.tolerance import magnitude
+from portakern.spec.tolerance import abs_matmul, beyond_range, magnitude
 from portakern.specs.attention import allowed_pairs, attention, options_for
 from portakern.specs.attention.contract import Scale, Softcap, Window
 from portakern.specs.attention.scores import scale_of, units_of
@@ -274,12 +274,12 @@ def tokens_and_pages_come_along(call, chosen):
 
 # ------------------------------------------------------------------------------------------------------- each sequence
 class Sequence(NamedTuple):
-    """One sequence of a call: where its tokens are, the call of attention that it is by itself, and its keys as the
-    pages hold them: (kv_len, kv_heads, d)."""
+    """One sequence of a call: where its tokens are, the call of attention that it is by itself, and its keys and values
+    as the pages hold them: (kv_len, kv_heads, d), (kv_len, kv_heads, dv)."""
 
     tokens: slice
     call: Call
-    stored: np.ndarray
+    stored: tuple[np.ndarray, np.ndarray]
 
 
 def sequences_of(call: Call) -> Iterator[Sequence]:
@@ -299,7 +299,7 @@ def sequences_of(call: Call) -> Iterator[Sequence]:
             arrays = {"q": call.arrays["q"][None, tokens], "k": scaled[0][None], "v": scaled[1][None]}
             form = dense_form(call, tokens.stop - tokens.start, length)
             one = form.replace(arrays={**form.arrays, **arrays, "sinks": sinks})
-            yield Sequence(tokens, one if length else beside_a_hidden_key(one), stored[0])
+            yield Sequence(tokens, one if length else beside_a_hidden_key(one), stored)
 
 
 def _each(call: Call, ref: tuple[Any, ...], fn: Any) -> tuple[Any, ...]:
@@ -331,12 +331,12 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     more: 2u |o|. What underflows does so before it is scaled: of o n tau |v_scale| more, in all 2 (n |v_scale| + 1) tau
     (where l' is below 1/2 the share g of every weight is more than the weight, and covers what it loses); of a score
     D tau |scale k_scale|, nothing beside ex where that is finite and D |scale k_scale| below 2^98, as it is promised.
-    Nothing is promised either where |q| |k| reaches 2^127 before it is scaled.
+    Nothing is promised either where |q| |k| reaches 2^127 before it is scaled, nor of a head whose keys, or a column of
+    whose values, have a number in the pages that a matrix unit may read as infinite.
     """
-
     of_attention: Any = attention.bound
 
-    def of_one(part: Call, one: tuple[Any, ...], stored: np.ndarray) -> tuple[Any, ...]:
+    def of_one(part: Call, one: tuple[Any, ...], stored: tuple[np.ndarray, np.ndarray]) -> tuple[Any, ...]:
         k_scale, v_scale = call.arrays["k_scale"], call.arrays["v_scale"]
         group, n, unit = call.dims["group"], part.dims["kv_len"], units_of(part)
         if k_scale is not None:  # a dot of one term more, and the scale of d terms
@@ -347,9 +347,10 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
             if v_scale is not None:
                 size = np.repeat(np.abs(v_scale), group)[:, None]
                 of_o = of_o + 2 * unit.u * magnitude(one[0]) + 2 * (n * size + 1) * unit.tau
-            if k_scale is not None and stored.size:
-                q, k = (np.swapaxes(magnitude(x), 0, 1) for x in (part.arrays["q"][0], np.repeat(stored, group, 1)))
-                far = (q @ np.swapaxes(k, 1, 2)).max(2) >= unit.huge  # (heads, tokens)
+                of_o = np.where(np.repeat(beyond_range(stored[1], unit, 0)[0], group, 0), inf, of_o)
+            if k_scale is not None and n:
+                q, k = (np.swapaxes(x, 0, 1) for x in (part.arrays["q"][0], np.repeat(stored[0], group, 1)))
+                far = np.isinf(abs_matmul(q, np.swapaxes(k, 1, 2), unit).max(2))  # (heads, tokens)
                 far |= (part.dims["d"] * abs(scale_of(part)) * np.repeat(np.abs(k_scale), group) >= 2.0**98)[:, None]
                 of_o = np.where(far.T[..., None], inf, of_o)
                 of_lse = None if of_lse is None else np.where(far, inf, of_lse)

@@ -441,12 +441,12 @@ FAULTS = {
         Planted(
             "too-few-steps",
             "a band that straddles one block more than its width loses the last",
-            old="    steps = band.steps()\n",
+            old="    pairs = batch * heads * rows * min(",
             new=(
-                "    steps = band.steps()\n"
                 "    if band.first is not None and band.last is not None:\n"
                 "        queries = pl.cdiv(bq - 1, shared) + 1\n"
                 "        steps = min(steps, pl.cdiv(max(1, queries + band.last - band.first), band.block_kv))\n"
+                "    pairs = batch * heads * rows * min("
             ),
             small=True,
         ),

@@ -608,7 +608,7 @@ FAULTS = {
         {
             "a second piece is fetched from the columns of the first": (
                 "two pieces",
-                "load_tile(x[n], [b, i, h, n * tiles[0].shape[1]]",
+                "load_tile(x[n], [b, i, h, column]",
                 "load_tile(x[n], [b, i, h, 0]",
             ),
             "a second piece of scores is left out": ("two pieces", "gl.static_range(1, len(q))", "gl.static_range(0)"),

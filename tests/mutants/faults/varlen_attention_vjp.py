@@ -57,6 +57,7 @@ FAULTS = {
             "d_sinks leaves out rows that do not fill a tile",
             old="range(0, extents.q_len, tile.rows)",
             new="range(0, tl.maximum(extents.q_len // tile.rows * tile.rows, tile.rows), tile.rows)",
+            sample=True,
             edge="a_sink_of_many_rows",
             at=(0, 6),
         ),
