@@ -225,6 +225,7 @@ def _samples(name: str, dtypes: Sequence[str] | None) -> Iterator[TimedCase]:
 def each(case: TimedCase, dtypes: Sequence[str], gradients: bool | str) -> Iterator[TimedCase]:
     """The case in each dtype that its op has, and its gradients."""
     spec = case.forward
+    case = replace(case, options={**spec.extent_options(case.dims), **case.options})
     backward = bool(gradients) and spec.vjp is not None
     for dtype in (d for d in dtypes if d in spec.dtypes):
         if gradients != "only":
