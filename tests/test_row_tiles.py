@@ -25,6 +25,8 @@ def shapes(name, n):
     """The shapes of an op's arrays for a few rows of n: rows, one number a row, or one row beside all."""
 
     def extents(dim):
+        if len(dim.factors) > 1:
+            raise KeyError(f"{name} has an axis of {'*'.join(dim.factors)}: blocks, not rows")
         (extent,) = dim.factors
         return {"shape": [ROWS, n], "batch": [ROWS], "rest": [ROWS]}[extent] if dim.variadic else [n]
 
