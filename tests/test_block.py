@@ -23,7 +23,7 @@ def parameters():
     rng = np.random.default_rng(7)
     layers = [
         {
-            (r.op, name): rng.standard_normal(shape) / (1 if len(shape) == 1 else shape[0] ** 0.5)
+            (r.op, name): rng.standard_normal(shape) / (1 if len(shape) == 1 else shape[-2] ** 0.5)
             for r in RECORDS
             for name, shape in r.layer.parameters(WIDTH).items()
         }
