@@ -82,9 +82,12 @@ def whole_gradients(
 
 
 def _rests(call: Call, wide: Call) -> dict[str, Any]:
-    """The outputs that only the gradient reads, of the call in float64: they hold what another output has lost."""
+    """The outputs that only the gradient reads, of the call in float64: they hold what another output has lost. Results
+    are of float64 too, whatever dtype an option names."""
     arrays = {n: a for n, a in wide.arrays.items() if a is not None}
-    double = wiring(call.spec).training(bind(call.spec, **arrays, **call.options))
+    named = {o.dtype_option for o in call.spec.outputs}
+    options = {n: value for n, value in call.options.items() if n not in named}
+    double = wiring(call.spec).training(bind(call.spec, **arrays, **options))
     return {o.name: y for o, y in zip(call.spec.outputs, oracle(double), strict=True) if o.saved}
 
 
