@@ -95,7 +95,8 @@ class Sample:
     Attributes:
       name: its name, unique within the op.
       dims: dimension -> extent, of every dimension of the signature; a tuple of extents for a variadic one.
-      options: option -> value, for options that are not at their default.
+      options: option -> value, for options that are not at their default. A result's dtype is left out where the op's
+        is wider.
       given: optional arrays that are passed.
       stretched: array -> dimensions along which it has an extent of 1, and is broadcast.
       wider: arrays that are float32 where the op's dtype has 16 bits.

@@ -81,8 +81,17 @@ def sample_case(op: str | Spec[Any], name: str | None = None, *, dtype: str | No
     }
     wider = tuple(n for n in sample.wider if narrow and n in shapes)
     own = {a.name: dtype for a in spec.arrays if a.name in shapes and not a.follows and dtype in a.dtypes}
-    options = {**sample.options, **spec.extent_options(sample.dims)}
+    options = {**_as_wide(spec, sample.options, dtype), **spec.extent_options(sample.dims)}
     return Case(dtype, shapes, seed=seed, options=options, wider=wider, dtypes=own)
+
+
+def _as_wide(spec: Spec[Any], options: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """A sample's options, without those that would give results a narrower dtype than the op's: the op may refuse
+    them."""
+    named = {o.dtype_option for o in spec.outputs if o.dtype_option and not o.codes}
+    results = {n: spec.option(n).check(value) for n, value in options.items() if n in named}
+    narrower = {n for n, result in results.items() if result and DTYPES[result].bits < DTYPES[dtype].bits}
+    return {n: value for n, value in options.items() if n not in narrower}
 
 
 def sample_arrays(
