@@ -500,8 +500,8 @@ def test_options_reach_the_ends_of_their_ranges():
     free = {
         "limits": Limits(typical_elements=0),
         "only_edges": ["several_block_q"],
-    }  # of the checker's cases those that draw fastest
-    scales = [c.options["scale"] for c in drawn("attention", 300, **free) if c.options.get("scale") is not None]
+    }  # of the checker's cases those that draw fastest; one of 120 has a scale of 0
+    scales = [c.options["scale"] for c in drawn("attention", 1000, **free) if c.options.get("scale") is not None]
     assert min(scales) < 0 < max(scales) and 0.0 in scales
     eps = [c.options["eps"] for c in drawn("layernorm", 400) if "eps" in c.options]
     assert max(eps) >= 100 and 0.0 in eps

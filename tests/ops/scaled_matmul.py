@@ -350,8 +350,10 @@ RECORD = ForwardRecord(
     large_case=large_case,
     typical=typical,
     hiding={
-        "fast in place of promoted": Hiding("typical", {"precision": "fast", "unit": True}, dtypes=("float32",)),
-        "promoted in place of ieee": Hiding(
+        "fast for promoted, of typical numbers": Hiding(
+            "typical", {"precision": "fast", "unit": True}, dtypes=("float32",)
+        ),
+        "promoted for ieee, of typical numbers": Hiding(
             "typical", {"precision": "promoted", "unit": True}, options={"precision": "ieee"}, dtypes=FLOATS
         ),
     },
