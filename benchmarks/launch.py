@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 import portakern as pk
 import portakern.torch as twins
 from portakern import results
-from portakern.core import cache
+from portakern.core import cache, registry
 from portakern.core.call import dropped_dims, shape_of
 from portakern.core.gradients import wiring
 from portakern.spec import Spec
@@ -121,6 +121,11 @@ class _Idle(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def in_torch(name: str) -> bool:
+    """Whether PyTorch has a function for an op, with a twin, and the peer calls it on any device."""
+    return record(name).twin is not None and any(registry.backend("torch").families_with(name))
+
+
 def torch_call(name: str, arrays: dict[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """The function of torch that the peer calls for an op, and its arguments: one that ``portakern.torch`` twins."""
     with _Calls() as calls:
@@ -186,7 +191,7 @@ def timed_calls(name: str, device: str = "cuda") -> dict[str, Callable[[], Any]]
         "op, made each time": lambda: pk.op(name, backend="triton")(*arrays.values(), **call_of.options),
         "op, no backend named": lambda: pk.op(name)(*arrays.values(), **call_of.options),
     }
-    if record(name).twin is None:  # PyTorch has no such function
+    if not in_torch(name):
         return found
     theirs, args_of_theirs, options_of_theirs = torch_call(name, arrays)
     twin = getattr(twins, theirs.__name__)
@@ -217,7 +222,7 @@ def training(name: str, device: str = "cuda") -> dict[str, Callable[[], Any]]:
         return both
 
     found = {"op, forward and backward": step(lambda: op(*ours, **call_of.options), ours)}
-    if record(name).twin is None:
+    if not in_torch(name):
         return found
     theirs, given, options = torch_call(name, arrays)
     twin = getattr(twins, theirs.__name__)
