@@ -18,5 +18,10 @@ BACKEND = Backend(
     package=__name__,
     requires=("torch", "triton"),
     extra="triton",
-    refusals=("float64 is not compiled for GPUs", "threads hold several copies", "Triton reads no"),
+    refusals=(
+        "float64 is not compiled for GPUs",
+        "threads hold several copies",
+        "Triton reads no",
+        "reads float16 of less than",
+    ),
 )

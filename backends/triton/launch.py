@@ -124,6 +124,10 @@ def dot_precision(call: Call) -> str:
     return "tf32" if asked and "tf32" in targets.family(call.target.arch).matrix_dtypes else "ieee"
 
 
+WITHOUT_E4M3 = ("sm_80", "sm_86")
+"""Chips for which Triton has no conversion from float8_e4m3fn."""
+
+
 def shared_limit(arch: str) -> int:
     """Bytes of shared memory (LDS) that one program may use."""
     memory = targets.family(arch).on_chip

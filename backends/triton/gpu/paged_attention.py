@@ -41,6 +41,7 @@ from portakern.backends.triton.gpu.attention import (
     weights_under,
 )
 from portakern.backends.triton.launch import (
+    WITHOUT_E4M3,
     accumulator,
     cdiv,
     compiler_options,
@@ -470,7 +471,7 @@ def narrow_refused(call: Call) -> str | None:
     arch, found = call.target.arch, {call.dtype_of(n) for n in ("k_pages", "v_pages")} & {*NARROW}
     if call.interpret or not found:
         return None
-    if arch in ("sm_80", "sm_86") and "float8_e4m3fn" in found:
+    if arch in WITHOUT_E4M3 and "float8_e4m3fn" in found:
         return f"Triton reads no float8_e4m3fn on {arch}; use float8_e5m2, or pages of {call.dtype}"
     if arch == "gfx90a" and call.dtype == "float16":
         return "gfx90a reads float16 of less than 2^-14 as 0, numbers of 8 bits among them: use bfloat16 queries"

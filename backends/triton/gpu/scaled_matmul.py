@@ -27,7 +27,7 @@ import triton.language as tl
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.configs import ProductConfig
-from portakern.backends.triton.launch import cdiv, launch, refuse_common, shared_limit, torch_dtype
+from portakern.backends.triton.launch import WITHOUT_E4M3, cdiv, launch, refuse_common, shared_limit, torch_dtype
 from portakern.backends.triton.layout import fresh, pow2_at_least
 from portakern.backends.triton.lib.matmul import tile_index
 from portakern.core import targets
@@ -206,10 +206,6 @@ def fit(call: Call, config: ProductConfig) -> ProductConfig:
         block_n=pow2_at_least(call.dims["n"], 16, config.block_n),
         block_k=pow2_at_least(scale_blocks(call)[1], 32, config.block_k),
     )
-
-
-WITHOUT_E4M3 = ("sm_80", "sm_86")
-"""Chips for which Triton has no conversion from float8_e4m3fn."""
 
 
 def supports(call: Call, config: ProductConfig) -> str | None:

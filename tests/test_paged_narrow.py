@@ -1,0 +1,67 @@
+"""Pages of 8 bits on chips that are not here: what is refused, and in what tiles they are read."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from portakern.core import registry, targets
+from portakern.core.binder import bind
+from portakern.spec.dtypes import numpy_dtype
+from portakern.specs.paged_attention import NARROW
+
+
+def called(arch, dtype="float32", pages="float8_e4m3fn", heads=2, interpret=False):
+    """A call of 9 queries of 4 sequences, pages of 13 keys, on a chip."""
+    q = np.zeros((9, 2 * heads, 128), numpy_dtype(dtype))
+    k, v = (np.zeros((14, 13, heads, 128), numpy_dtype(pages)) for _ in range(2))
+    table, lens = np.zeros((4, 30), np.int32), np.full(4, 30, np.int32)
+    call = bind(registry.find_spec("paged_attention"), q, k, v, table, lens, np.array([0, 4, 5, 7, 9], np.int32))
+    return call.replace(target=targets.find(arch).target, interpret=interpret)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "pages", "words"),
+    [
+        ("sm_80", "float32", "float8_e4m3fn", "Triton reads no float8_e4m3fn on sm_80"),
+        ("sm_86", "bfloat16", "float8_e4m3fn", "Triton reads no float8_e4m3fn on sm_86"),
+        ("gfx90a", "float16", "float8_e5m2", "gfx90a reads float16 of less than"),
+        ("sm_80", "float32", "float8_e5m2", None),
+        ("sm_89", "float32", "float8_e4m3fn", None),
+        ("gfx90a", "bfloat16", "float8_e5m2", None),
+    ],
+)
+def test_what_is_refused_is_declared(arch, dtype, pages, words):
+    pytest.importorskip("triton", reason="triton is not installed")
+    from portakern.backends.triton.gpu.paged_attention import narrow_refused
+
+    refused = narrow_refused(called(arch, dtype, pages))
+    if words is None:
+        assert refused is None
+        return
+    assert words in refused
+    assert any(re.search(pattern, refused) for pattern in registry.backend("triton").refusals)
+    assert narrow_refused(called(arch, dtype, pages, interpret=True)) is None
+
+
+@pytest.mark.parametrize("heads", [2, 16, 32])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("arch", ["v5e", "cpu"])
+@pytest.mark.parametrize("pages", NARROW)
+def test_tiles_on_tpu_are_those_of_wider_pages(pages, arch, dtype, heads):
+    """A query's bits depend on where steps begin and on the rows of a tile."""
+    pytest.importorskip("jax", reason="jax is not installed")
+    from portakern.backends.pallas.configs import TilesConfig
+    from portakern.backends.pallas.tpu import paged_attention as tpu
+
+    found = []
+    for each in (pages, dtype):
+        call = called("v5e", dtype, each, heads, interpret=arch == "cpu")
+        if arch == "cpu":
+            call = call.replace(target=targets.Target("cpu"))
+        fitted = tpu.fit(call, TilesConfig(**tpu.default_tiling(call)))
+        assert tpu.supports(call, fitted) is None
+        found.append(fitted)
+    assert found[0] == found[1]
