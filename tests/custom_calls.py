@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import torch
+from triton._utils import canonicalize_dtype
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from portakern.backends.triton import interpreter, lowering
@@ -21,8 +23,11 @@ from portakern.core.framework import frameworks
 from portakern.core.program import Code, TileFormat
 from portakern.core.targets import Target
 from portakern.frameworks.jax import embedding
+from portakern.spec.dtypes import DTYPES
 
 FORMATS = {"f32": "<f", "f64": "<d"}
+NUMBERS = {canonicalize_dtype(name): getattr(torch, name) for name in DTYPES}
+"""Triton's name of a dtype -> PyTorch's."""
 
 
 def fields(data: bytes) -> Iterator[tuple[int, Any]]:
@@ -167,6 +172,9 @@ def _argument(path: tuple[int, ...], declared: Any, constants: Any, passed: Iter
     if declared == "constexpr":
         return None
     found = next(passed)
+    if isinstance(found, torch.Tensor):  # code takes an address and knows which numbers lie there
+        kind = declared.removeprefix("*").removeprefix("k")
+        return found if canonicalize_dtype(found.dtype) == kind else found.view(NUMBERS[kind])
     if isinstance(found, TensorDescriptor):
         assert [next(passed) for _ in range(2 * len(found.shape))] == [*found.shape, *found.strides]
     return found

@@ -189,7 +189,7 @@ def program(run, *shapes, written=()):
         out = run(traced, *arrays)
     steps = lowering.finished(SM_90.target, traced.steps)
     names = tuple(f"a{i}" for i in range(len(shapes)))
-    return Program(names, tuple(traced.places), steps, ((out.number, out.view),), frozenset(written))
+    return Program(names, tuple(traced.places), steps, ((out.number, out.seen),), frozenset(written))
 
 
 def embedded(made, *arrays):
@@ -319,7 +319,9 @@ def test_in_a_loop_nothing_from_before_is_written_to():
     assert "add_up writes to an input that its op may not write to" in said
 
 
-STEPS = st.lists(st.sampled_from(["permute", "mT", "expand", "split", "merge", "new axis", "clone"]), max_size=4)
+STEPS = st.lists(
+    st.sampled_from(["permute", "mT", "expand", "split", "merge", "new axis", "clone", "bits"]), max_size=4
+)
 
 
 def seen_by(how, x, pick):
@@ -336,6 +338,10 @@ def seen_by(how, x, pick):
         return x.reshape(-1, *x.shape[2:]) if x.ndim > 1 else x
     if how == "new axis":
         return x[None, None]
+    if how == "bits":
+        torch_has = isinstance(x, torch.Tensor)
+        kind = "int32" if x.dtype == (torch.float32 if torch_has else np.float32) else "float32"
+        return x.view(getattr(torch, kind) if torch_has else np.dtype(kind))
     return x.contiguous() if pick(2) else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -359,7 +365,7 @@ def test_abstract_arrays_are_seen_as_tensors_are(shape, steps, seed):
         assert all(n == 1 or s == t for n, s, t in zip(x.shape, x.stride(), o.stride(), strict=True))
     for step in traced.steps:
         held[step.to] = embedding.apply_view(held[step.source], step.view)
-    np.testing.assert_array_equal(np.asarray(embedding.apply_view(held[o.number], o.view)), x.numpy())
+    np.testing.assert_array_equal(np.asarray(embedding.apply_view(held[o.number], o.seen)), x.numpy())
 
 
 # ------------------------------------------------------------------------------------------------ what a call carries

@@ -139,7 +139,7 @@ def program(impl: Implementation, call: Call, config: Config) -> Program:
         names,
         tuple(trace.places),
         finished(call.target, trace.steps),
-        tuple(None if o is None else (o.number, o.view) for o in outputs),
+        tuple(None if o is None else (o.number, o.seen) for o in outputs),
         frozenset(names.index(n) for n in call.over),
     )
 

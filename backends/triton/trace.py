@@ -95,7 +95,7 @@ class Trace(Capture):
             piece(0, start, *parts)
         finally:
             steps, self.steps = self.steps, before
-        read = [(x.number, x.view, p.number) for x, p in zip(reads, parts, strict=False) if p is not None]
+        read = [(x.number, x.seen, p.number) for x, p in zip(reads, parts, strict=False) if p is not None]
         written = [(x.number, p.number) for x, p in zip(writes, parts[len(reads) :], strict=True) if p is not None]
         self.steps.append(Loop(first, times, length, start.number, tuple(read), tuple(written), tuple(steps)))
 
@@ -105,21 +105,22 @@ class Trace(Capture):
         for how, what in more:
             shape, dtype = (shape, what[0]) if how == "cast" else (what, dtype)
         made = self.allocate(shape, dtype)
-        self.steps.append(Copy(made.number, x.number, (*x.view, *more)))
+        self.steps.append(Copy(made.number, x.number, (*x.seen, *more)))
         return made
 
 
 class AbstractArray:
-    """A view of a numbered array of a trace: its shape and strides, and how they came from the array as it lies."""
+    """A view of a numbered array of a trace: its shape, strides and dtype, and how they came from the array as it lies
+    (``seen``)."""
 
     device = None
     layout = None
 
     def __init__(
-        self, trace: Trace, number: int, shape: tuple[int, ...], strides: tuple[int, ...], name: str, view: View = ()
+        self, trace: Trace, number: int, shape: tuple[int, ...], strides: tuple[int, ...], name: str, seen: View = ()
     ) -> None:
-        self.trace, self.number, self.shape, self.strides, self.name, self.view = (
-            trace, number, shape, strides, name, view,
+        self.trace, self.number, self.shape, self.strides, self.name, self.seen = (
+            trace, number, shape, strides, name, seen,
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -155,7 +156,7 @@ class AbstractArray:
         return all(n == 1 or s == w for n, s, w in zip(self.shape, self.strides, wanted, strict=True))
 
     def _seen(self, how: str, what: tuple[Any, ...], shape: tuple[int, ...], strides: tuple[int, ...]) -> AbstractArray:
-        return AbstractArray(self.trace, self.number, shape, strides, self.name, (*self.view, (how, what)))
+        return AbstractArray(self.trace, self.number, shape, strides, self.name, (*self.seen, (how, what)))
 
     def permute(self, *axes: int) -> AbstractArray:
         axes = tuple(a % self.ndim for a in axes)
@@ -169,7 +170,7 @@ class AbstractArray:
         """The same array in a trace of its own, to ask what would be done with it."""
         trace = Trace()
         trace.places = [*self.trace.places]
-        return AbstractArray(trace, self.number, self.shape, self.strides, self.name, self.view)
+        return AbstractArray(trace, self.number, self.shape, self.strides, self.name, self.seen)
 
     def __iter__(self) -> Iterator[AbstractArray]:
         return iter(self.trace.split(self))
@@ -208,6 +209,14 @@ class AbstractArray:
     def to(self, dtype: np.dtype[Any]) -> AbstractArray:
         name = DTYPE_NAME[dtype]
         return self if name == self.name else self.trace.copied(self, ("cast", (name,)))
+
+    def view(self, dtype: np.dtype[Any]) -> AbstractArray:
+        """Only as a dtype as wide: the same bits."""
+        name = DTYPE_NAME[dtype]
+        if numpy_dtype(name).itemsize != self.element_size():
+            raise NotImplementedError(f"an abstract array of {self.name} is seen as {name}, which is not as wide")
+        seen = (*self.seen, ("bits", (name,)))
+        return AbstractArray(self.trace, self.number, self.shape, self.strides, name, seen)
 
     def contiguous(self) -> AbstractArray:
         return self if self.is_contiguous() else self.trace.copied(self)

@@ -16,8 +16,8 @@ __all__ = [
 ]  # fmt: skip
 
 View = tuple[tuple[str, tuple[Any, ...]], ...]
-"""How an array is seen: steps from the array as it lies, ("permute", axes), ("expand", shape), ("reshape", shape) or
-("cast", (dtype name,))."""
+"""How an array is seen: steps from the array as it lies, ("permute", axes), ("expand", shape), ("reshape", shape),
+("cast", (dtype name,)) or ("bits", (name of a dtype as wide,)), which has the same bits."""
 
 
 class ProgramArray(NamedTuple):

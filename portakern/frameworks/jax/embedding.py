@@ -129,6 +129,8 @@ def apply_view(array: Any, view: View) -> Any:
             array = jnp.broadcast_to(array, what)
         elif how == "reshape":
             array = jnp.reshape(array, what)
+        elif how == "bits":
+            array = lax.bitcast_convert_type(array, numpy_dtype(*what))
         else:
             array = array.astype(numpy_dtype(*what))
     return array
