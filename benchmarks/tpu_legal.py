@@ -51,7 +51,6 @@ from portakern.tools.compile.pool import Job
 from portakern.tools.tune.space import Space, space_of
 
 BACKEND = "pallas"
-DTYPES = ("bfloat16", "float32")
 ATTEMPTS = 400
 LARGE = 0.5  # of what a kernel may take: beneath, an estimate that is too low does no harm
 LARGEST = 0.7
@@ -314,7 +313,7 @@ def form_drawn(spec: Spec[Any], rng: random.Random) -> dict[str, Any] | None:
         if o.choices and not o.axis_of and rng.random() < 0.25:
             others[o.name] = rng.choice(o.choices)
     try:
-        form = abstract.typical_signature(spec, rng.choice([d for d in DTYPES if d in spec.dtypes]), others)
+        form = abstract.typical_signature(spec, rng.choice(spec.usual_dtypes), others)
         abstract.bind_signature(spec, form, frameworks()["numpy"], targets.HOST)
     except SpecError:
         return None

@@ -129,23 +129,34 @@ def test_what_has_a_table_has_a_row_for_every_key_and_target(backend):
     portable = registry.backend(backend).families[-1]
     targets = [h.target for h in HARDWARE.values() if portable.compiles_for(h.target)]
     targets += [*map(Target, portable.platforms), HOST, Target(targets[0].platform, "unheard of")]
-    strings = {"products": ["16-bit", "tf32", "ieee"], "aligned": [True, False],
-               "dtype": ["float16", "bfloat16", "float32", "float64"]}  # fmt: skip
     for op in ops_of(backend):
         impl = implementation(backend, op)
-        named = {
-            n for path in TABLES if path.parts[-3] == backend for r in tilings.rows(impl, path.stem) for n in r.key
-        }
-        for target in targets if named else []:
-            found = [row for name in tilings.tables_for(target) for row in tilings.rows(impl, name)]
-            exact = [strings[n] for n in sorted(named & strings.keys())]
-            for values in itertools.product(*exact):
-                key = dict(zip(sorted(named & strings.keys()), values, strict=True))
+        tabled = any(tilings.rows(impl, path.stem) for path in TABLES if path.parts[-3] == backend)
+        for target in targets if tabled else []:
+            found = tuple(row for name in tilings.tables_for(target) for row in tilings.rows(impl, name))
+            heuristic = impl.tiling(abstract_call(backend, op, "float32", 1, False))
+            for key in keys_of(impl, backend, target):
                 tf32 = key.get("products") != "tf32" or "tf32" in getattr(
                     HARDWARE.get(target.arch), "matrix_dtypes", ()
                 )
-                heuristic = impl.tiling(abstract_call(backend, op, "float32", 1, False))
-                assert tilings.nearest(tuple(found), key) or heuristic or not tf32, (op, target, key)
+                assert tilings.nearest(found, key) or heuristic or not tf32, (op, target, key)
+
+
+def keys_of(impl: Implementation, backend: str, target: Target) -> list[dict[str, Any]]:
+    """What the op's calls for a target have for a key but its numbers, in each dtype and with each choice of an
+    option, and both values of what is true or false."""
+    spec, found = registry.find_spec(impl.op), []
+    choices = [{}, *({o.name: v} for o in spec.options if not o.axis_of for v in o.choices or ())]
+    for dtype, chosen in itertools.product(spec.dtypes, choices):
+        call = abstract_call(backend, impl.op, dtype, 1, False)
+        call = call.replace(target=target, interpret=target == HOST, options={**call.options, **chosen})
+        key = {n: [True, False] if isinstance(v, bool) else [v] for n, v in impl.key(call).items() if not number(v)}
+        found += [dict(zip(key, values, strict=True)) for values in itertools.product(*key.values())]
+    return [key for i, key in enumerate(found) if key not in found[:i]]
+
+
+def number(value: Any) -> bool:
+    return not isinstance(value, (str, bool))
 
 
 # ------------------------------------------------------------------------------------------ what a key may depend on

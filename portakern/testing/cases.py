@@ -293,7 +293,10 @@ def edges(spec: Spec[Any]) -> Mapping[str, Edge]:
     ]
     found += [
         Edge(
-            f"several_{tile}", f"{t.of} longer than two tiles, and ragged", dims={t.of: (257, 300)}, smallest_tiles=True
+            f"several_{tile}",
+            f"{t.of} longer than two tiles, and ragged",
+            dims={t.of: (257, 300), **({} if t.of in shown else dict.fromkeys(_widths_along(spec, t.of), (33, 140)))},
+            smallest_tiles=True,
         )
         for tile, t in spec.tiling.items()
         if t.of
@@ -335,6 +338,11 @@ def _given_twice(spec: Spec[Any]) -> Iterator[Edge]:
             names = tuple(a.name for a in same)
             given = tuple(a.name for a in same if a.optional)
             yield Edge("_is_".join(names), "one array is given for each of them", given=given, aliased=names)
+
+
+def _widths_along(spec: Spec[Any], dim: str) -> list[str]:
+    """The dimensions that are the width of blocks of another: of one that is summed, each may need several tiles."""
+    return [d.per for a in spec.arrays for d in a.dims if d.per and d.factors == (dim,)]
 
 
 def _emptying(spec: Spec[Any], dim: str) -> dict[str, tuple[int, int]]:
