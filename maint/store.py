@@ -91,9 +91,9 @@ def _only(*names: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     return lambda told: {n: told[n] for n in names if told.get(n) is not None}
 
 
-def _kernel(told: Mapping[str, Any]) -> dict[str, Any]:
+def _kernel(kernel: Mapping[str, Any]) -> dict[str, Any]:
     """A kernel without what is so of most: one core, and matrix instructions that do not wait."""
-    return {n: v for n, v in _only(*KERNEL)(told).items() if (n, v) not in (("cores", 1), ("serialised", []))}
+    return {n: v for n, v in _only(*KERNEL)(kernel).items() if (n, v) not in (("cores", 1), ("serialised", []))}
 
 
 def _each(short: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -66,8 +66,10 @@ def test_what_is_kept_is_small_and_every_row_stands():
 
 
 def test_what_is_kept_comes_back_as_it_was(tmp_path):
-    """Objects in one order and in several, lists of them, texts like those above, what is absent."""
-    kernels = [{"launches": 1, "matrix": {"mma": 2}, "spills": None}, {"launches": 2, "registers": 30}]
+    """Objects in one order and in several, lists of them, texts like those above, what is absent; of a kernel what is
+    not so of most."""
+    usual = {"spills": None, "cores": 1, "serialised": []}
+    kernels = [{"launches": 1, "matrix": {"mma": 2}, **usual}, {"launches": 2, "registers": 30, "cores": 2}]
     row = {"dtype": "float32", "target": "sm_90", "backend": "triton", "variant": None, "ok": True, "reason": None}
     rows = [
         {**row, "op": "one", "tiling": {"a": 1, "b": 2}, "kernels": kernels, "seconds": 1.0},
