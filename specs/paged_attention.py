@@ -348,7 +348,7 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
                 size = np.repeat(np.abs(v_scale), group)[:, None]
                 of_o = of_o + 2 * unit.u * magnitude(one[0]) + 2 * (n * size + 1) * unit.tau
                 of_o = np.where(np.repeat(beyond_range(stored[1], unit, 0)[0], group, 0), inf, of_o)
-            if k_scale is not None and n:
+            if k_scale is not None and len(stored[0]):
                 q, k = (np.swapaxes(x, 0, 1) for x in (part.arrays["q"][0], np.repeat(stored[0], group, 1)))
                 far = np.isinf(abs_matmul(q, np.swapaxes(k, 1, 2), unit).max(2))  # (heads, tokens)
                 far |= (part.dims["d"] * abs(scale_of(part)) * np.repeat(np.abs(k_scale), group) >= 2.0**98)[:, None]

@@ -11,14 +11,17 @@ from portakern.core import registry, targets
 from portakern.core.binder import bind
 from portakern.spec.dtypes import numpy_dtype
 from portakern.specs.paged_attention import NARROW
+from portakern.testing.verdict import expected
 
 
-def called(arch, dtype="float32", pages="float8_e4m3fn", heads=2, interpret=False):
+def called(arch, dtype="float32", pages="float8_e4m3fn", heads=2, interpret=False, given=None, **options):
     """A call of 9 queries of 4 sequences, pages of 13 keys, on a chip."""
     q = np.zeros((9, 2 * heads, 128), numpy_dtype(dtype))
     k, v = (np.zeros((14, 13, heads, 128), numpy_dtype(pages)) for _ in range(2))
     table, lens = np.zeros((4, 30), np.int32), np.full(4, 30, np.int32)
-    call = bind(registry.find_spec("paged_attention"), q, k, v, table, lens, np.array([0, 4, 5, 7, 9], np.int32))
+    starts = np.array([0, 4, 5, 7, 9], np.int32)
+    numbers = {n: x.astype(np.float32) for n, x in (given or {}).items()}
+    call = bind(registry.find_spec("paged_attention"), q, k, v, table, lens, starts, **numbers, **options)
     return call.replace(target=targets.find(arch).target, interpret=interpret)
 
 
@@ -44,6 +47,15 @@ def test_what_is_refused_is_declared(arch, dtype, pages, words):
     assert words in refused
     assert any(re.search(pattern, refused) for pattern in registry.backend("triton").refusals)
     assert narrow_refused(called(arch, dtype, pages, interpret=True)) is None
+
+
+def test_a_sequence_of_sinks_alone_has_a_bound_whatever_scales_there_are():
+    """Its tokens are zeros, their lse the sink: no key's score errs, however large k_scale is."""
+    call = called("sm_90", return_lse=True, given={"sinks": np.arange(4.0), "k_scale": np.array([1e38, 2.0])})
+    call.arrays["kv_lens"][...] = 0
+    _, (o, lse), (of_o, of_lse) = expected(call)
+    assert not o.any() and (lse == np.arange(4.0)[:, None]).all()
+    assert np.isfinite(of_o).all() and np.isfinite(of_lse).all()
 
 
 @pytest.mark.parametrize("heads", [2, 16, 32])
