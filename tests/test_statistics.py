@@ -10,6 +10,7 @@ import pytest
 
 from portakern.api import op
 from portakern.core import registry
+from portakern.core.binder import bind
 from portakern.core.framework import convert, frameworks
 from portakern.core.oracle import as_float64, oracle
 from portakern.core.targets import Target
@@ -297,6 +298,20 @@ def test_sums_in_any_order_are_one_draw_for_all_that_does_not_see_each_other():
     along = rows(np.zeros((4, 2, 4096), np.float32), axis=0)
     assert any_order(along, own, order) == pytest.approx(np.hypot(own, 3 * np.sqrt(1 + 8 / 8192)))
     assert np.isinf(any_order(call, np.full(3, np.inf), np.full(3, np.inf))).all()
+
+
+def test_nothing_is_typical_where_rounding_alone_decides_what_a_key_weighs():
+    """lse near 1e31 is off by 1e17 as two numbers: the one key that a row sees weighs 0 by the formula, and 1 by a
+    kernel whose scores and lse err alike."""
+    spec = record("attention_vjp").spec
+    q, k, v = (np.full((1, n, 1, 8), 1.0, np.float32) for n in (4, 1, 1))
+    lse, low = np.full((1, 1, 4), np.float32(8e30)), np.full((1, 1, 4), np.float32(1e17))
+    sinks = lse[0, :, 0]
+    with np.errstate(all="ignore"):
+        call = as_float64(bind(spec, q, k, v, q, lse, 2 * q, lse_low=low, sinks=sinks, scale=1e30))
+        ref = oracle(call)
+        assert spec.spread is not None and not any(x is not None and x.any() for x in ref)
+        assert all(np.isinf(x).all() for x in spec.spread(call, ref) if x is not None)
 
 
 def test_errors_that_digits_repeat_are_one_draw():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf, sqrt
+from math import inf, log, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -161,9 +161,9 @@ def sigma_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     d_sinks sums terms dS = -P Delta of all rows, with f^2 = kappa^2 (lse^2 + 2 (sink - lse)^2) + (ex/4)^2 and nothing
     that leans.
 
-    +inf where the first order fails: along rows and columns with an f of 2^-4 or more at a pair that counts. And of
-    d_v wherever P has few values, as where all scores are alike: 1/k of k keys is stored with one error, towards 0 or
-    away from it, and every element leans as that does.
+    +inf where the first order fails: along rows and columns with an f of 2^-4 or more at a pair that counts, or that
+    the bound's error of s - lse lets count. And of d_v wherever P has few values, as where all scores are alike: 1/k of
+    k keys is stored with one error, towards 0 or away from it, and every element leans as that does.
     """
     unit, scale2 = units(call), scale_of(call) ** 2
     d_q, d_k, d_v = (np.zeros(call.arrays[n].shape) for n in ("q", "k", "v"))
@@ -211,7 +211,7 @@ def sink_terms(head):
     f2 = kappa2 * (lse**2 + 2 * apart**2) + (unit.ex / 4) ** 2
     flushed = np.where(pairs.seen, unit.tau**2 / 3 * (1 + np.square(pairs.a)) + 1e-300, 0.0)
     variance = np.square(pairs.dS) * (f2 + 3 * kappa2) + np.square(pairs.P) * _delta_spread(head, kappa2) + flushed
-    unknown = pairs.seen & (pairs.P > 1e-40) & (f2 >= 2.0**-8)
+    unknown = pairs.seen & (pairs.apart + pairs.e > log(1e-40)) & (f2 >= 2.0**-8)
     return unknown, variance, np.square(pairs.dS), pairs.dS
 
 
@@ -251,7 +251,7 @@ class _Spread(NamedTuple):
       var_S, var_D, var_P: the variances of dS, D and P at each pair by itself.
       row: the RMS of what Delta, one draw for a row, moves dS by.
       lean: shares of P that lean one way in all pairs; lean_S: the parts of dS that do.
-      unknown: pairs whose f is too large for the first order.
+      unknown: pairs whose f is too large for the first order, and whose P is not 0 whatever rounding does.
     """
 
     var_S: np.ndarray
@@ -282,7 +282,7 @@ class _Spread(NamedTuple):
             var_D = var_D + np.square(pairs.dS) * (4 * (1 - pairs.J) * of_c / cap**2 + kappa2)
         lean = cut, unit.u * s, unit.u * lse
         lean_S = *(pairs.dS * x for x in lean), sqrt(dot_spread(call, call.dims["dv"])[0]) * pairs.P * dP
-        unknown = pairs.seen & (pairs.P > 1e-40) & (f2 >= 2.0**-8)
+        unknown = pairs.seen & (pairs.P + pairs.g > 1e-40) & (f2 >= 2.0**-8)
         return cls(var_S, var_D, var_P, pairs.P * np.sqrt(of_delta), lean, lean_S, unknown)
 
 
