@@ -6,6 +6,7 @@ from math import log
 
 import numpy as np
 
+from portakern.spec.dtypes import numpy_dtype
 from portakern.spec.tolerance import format_of
 from portakern.specs.attention.contract import attention, attention_vjp
 
@@ -183,6 +184,19 @@ def no_cotangent_no_gradient(run, draw):
     names, sinks = ("d_q", "d_k", "d_v", "d_bias", "d_sinks"), draw.normal(2)
     for name, x in zip(names, run(*arrays, d_o * 0, bias, *NOTHING_ELSE[1:], sinks, softcap=3.0), strict=True):
         draw.same_bits(np.abs(x), np.zeros_like(x), f"{name} of d_o = 0")
+
+
+@attention_vjp.law
+def float32_gradients_keep_their_digits(run, draw):
+    """gradient_dtype="float32" beside 16 bits: sums of products have more digits than the inputs' dtype, and keep
+    them. Bounds do not tell, as P and D are rounded to that dtype before."""
+    narrow = numpy_dtype(draw.dtype)
+    if narrow.itemsize > 2:
+        return
+    arrays = _draw(draw, 1, draw.extent(2, 70), draw.extent(2, 90), 2, 1, draw.extent(8, 40))
+    for name, x in zip(("d_q", "d_k", "d_v"), run(*arrays, gradient_dtype="float32"), strict=False):
+        same = np.mean(x == x.astype(narrow).astype(x.dtype)) > 0.5
+        draw.same_bits(same, np.zeros_like(same), f"whether {name} has no more digits than {draw.dtype} (1: yes)")
 
 
 @attention_vjp.law
