@@ -277,12 +277,12 @@ def key(call: Call) -> dict[str, str | int]:
 
 
 def fit(call: Call, config: TilesConfig) -> TilesConfig:
-    """Half of the keys, then of the rows, as often as VMEM demands of as many heads as a block of any pages may have:
+    """Half of the keys, then of the rows, as often as VMEM demands of as many heads as a block of wide pages may have:
     no bit depends on how many there are, or on whether the pages have 8 bits."""
     bq, bkv = config.block_q, config.block_kv
 
     def needed() -> int:
-        return resident(call, Paging.of(call, TilesConfig(block_q=bq, block_kv=bkv)), MOST_HEADS)
+        return resident(call, Paging.of(call, TilesConfig(block_q=bq, block_kv=bkv)), MOST_HEADS // 2)
 
     while needed() > vmem_limit(call) and bq > 16:
         bq, bkv = (bq, bkv // 2) if bkv > 64 else (bq // 2, bkv)
