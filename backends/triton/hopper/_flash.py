@@ -150,16 +150,12 @@ class KeyLimits(NamedTuple):
 
 @gluon.jit
 def sequence_at(index, work, sequences):
-    """The schedule of the ``index``-th tile's sequence, which is taken as a batch entry is; without sequences the
-    call's."""
-    if sequences is None:
-        return work
-    else:
-        row = sequence_row(index, sequences, work.heads)
-        return TileSchedule(
-            work.tiles, work.ahead, row.tiles, row.width, work.heads, work.group, work.heads, row.length,
-            row.other_length, work.chunk, row.start, row.other_start, row.first * work.heads, work.tokens,
-        )  # fmt: skip
+    """The schedule of the ``index``-th tile's sequence, which is taken as a batch entry is."""
+    row = sequence_row(index, sequences, work.heads)
+    return TileSchedule(
+        work.tiles, work.ahead, row.tiles, row.width, work.heads, work.group, work.heads, row.length,
+        row.other_length, work.chunk, row.start, row.other_start, row.first * work.heads, work.tokens,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -491,7 +487,7 @@ def consumer(GROUP: gl.constexpr, tiles, q_ring, ring, pingpong, out, softmax, p
     index = gl.program_id(0)
     back = 0
     while there_is(index, back, work, sequences):
-        own = sequence_at(index, work, sequences)
+        own = work if sequences is None else sequence_at(index, work, sequences)
         tile, head = place_at(index, own, right, segments)
         if sequences is not None:
             before = own.kv_len - own.q_len
@@ -570,7 +566,7 @@ def producer(tiles, q_ring, ring, inputs, window, packed, work, plan: gl.constex
     index = gl.program_id(0)
     back = 0
     while there_is(index, back, work, sequences):
-        own = sequence_at(index, work, sequences)
+        own = work if sequences is None else sequence_at(index, work, sequences)
         tile, head = place_at(index, own, right, segments)
         if sequences is not None:
             before = own.kv_len - own.q_len

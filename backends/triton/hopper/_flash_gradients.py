@@ -288,7 +288,7 @@ def consumer(GROUP: gl.constexpr, resident, streamed, sides, softmax, group, pla
     count = 0
     index = gl.program_id(0)
     while index < work.tiles:
-        its = sequence_at(index, work, sides.sequences)
+        its = work if sides.sequences is None else sequence_at(index, work, sides.sequences)
         top, head, first, last, steps = guests_of(
             index, its, softmax.window, sides, ROWS * plan.consumers, block, plan.by_key
         )
@@ -325,7 +325,7 @@ def consumer(GROUP: gl.constexpr, resident, streamed, sides, softmax, group, pla
             d_first, d_second, unit = walk(
                 unit, (line, first), streamed_span, own, streamed, sums, softmax.scores, its, plan
             )
-        at = resident_rows(head, its), mine, head % work.heads
+        at = resident_rows(head, its, plan), mine, head % work.heads
         if plan.want_first:
             leave(sides.d_first, multiplied(d_first, softmax.scale), at, resident_first, sides.resident_first, plan)
         if plan.want_second:

@@ -159,7 +159,7 @@ def varlen_attention_vjp(call: Call, config: FlashGradientsConfig) -> tuple[Any,
                      for x, of in zip(arrays, columns, strict=True)]  # fmt: skip
         numbers = gradients.in_parts(lines, plan.block) if plan.by_key else lines
         softmax = Softmax(scores, window, scale_of(one))
-        compiled = {"plan": plan, "num_warps": 4, "maxnreg": REGISTERS[plan.consumers][1]}
+        compiled = {"plan": plan._replace(packed=True), "num_warps": 4, "maxnreg": REGISTERS[plan.consumers][1]}
         others = SequenceGradientArrays(rest.low, rest.flags, tiles.schedule, claims, None, None)
         if plan.more_d or plan.more_dv:
             launch(varlen_attention_vjp_pieces_kernel, programs, call, *(piece for x in described for piece in x),

@@ -40,7 +40,7 @@ class GradientsPlan(NamedTuple):
     unless that is 0, ``stages`` of them on their way. ``ahead``: the products of a tile are computed beside the weights
     of the next. ``want_first``, ``want_second``: which of d_first and d_second are. registers: of a consumer's
     threads. ``flagged``: queries of which there is a flag. ``apart``: tiles that take masks have a loop of their
-    own."""
+    own. ``packed``: sequences are packed."""
 
     by_key: bool
     consumers: int
@@ -56,6 +56,7 @@ class GradientsPlan(NamedTuple):
     more_d: int = 0
     more_dv: int = 0
     apart: bool = False
+    packed: bool = False
 
 
 class SharedTiles(NamedTuple):
@@ -100,7 +101,7 @@ class GradientTileSchedule(NamedTuple):
     """The tiles of a call, as ``_flash.TileSchedule`` has them, with resident rows for queries and streamed ones for
     keys. ``heads``, ``all_heads``: resident. ``pitch``: of a line of shift and delta. Of packed sequences what stands
     between ``tiles_q`` and ``kv_len`` is one sequence's, whose first resident row, streamed row and tile are ``start``,
-    ``other_start`` and ``first``, each None elsewhere."""
+    ``other_start`` and ``first``, each 0 elsewhere: Triton 3.6 returns no None from a function."""
 
     tiles: Any
     tiles_q: Any
@@ -118,34 +119,30 @@ class GradientTileSchedule(NamedTuple):
 
 @gluon.jit
 def sequence_at(index, work, sequences):
-    """The schedule of the ``index``-th tile's sequence, which is taken as a batch entry is; without sequences the
-    call's."""
-    if sequences is None:
-        return work
-    else:
-        row = sequence_row(index, sequences, work.heads)
-        return GradientTileSchedule(
-            work.tiles, row.tiles, row.width, work.heads, work.group, work.heads, row.length, row.other_length,
-            work.pitch, row.start, row.other_start, row.first * work.heads,
-        )  # fmt: skip
+    """The schedule of the ``index``-th tile's sequence, which is taken as a batch entry is."""
+    row = sequence_row(index, sequences, work.heads)
+    return GradientTileSchedule(
+        work.tiles, row.tiles, row.width, work.heads, work.group, work.heads, row.length, row.other_length,
+        work.pitch, row.start, row.other_start, row.first * work.heads,
+    )  # fmt: skip
 
 
 @gluon.jit
-def resident_rows(head, work):
+def resident_rows(head, work, plan: gl.constexpr):
     """Where the copy engine finds a tile's resident rows, as ``load_head`` takes it."""
-    if work.start is None:
-        return head // work.heads
-    else:
+    if plan.packed:
         return work.start + work.q_len, work.q_len
+    else:
+        return head // work.heads
 
 
 @gluon.jit
-def streamed_rows(head, work):
+def streamed_rows(head, work, plan: gl.constexpr):
     """Where the copy engine finds the rows that come by, as ``load_head`` takes it."""
-    if work.other_start is None:
-        return head // work.heads
-    else:
+    if plan.packed:
         return work.other_start + work.kv_len, work.kv_len
+    else:
+        return head // work.heads
 
 
 @gluon.jit
@@ -154,7 +151,7 @@ def packed_work(sequences, heads, group, plan: gl.constexpr):
     tokens = gl.load(sequences.schedule + (3 if plan.by_key else 2))
     pitch = gl.cdiv(tokens, LINE) * LINE
     tiles = scheduled_tiles(sequences, heads)
-    return GradientTileSchedule(tiles, 0, 1, heads, group, heads, 0, 0, pitch, None, None, None)
+    return GradientTileSchedule(tiles, 0, 1, heads, group, heads, 0, 0, pitch, 0, 0, 0)
 
 
 @gluon.jit
@@ -175,7 +172,7 @@ def work_of(sides, window, group, plan: gl.constexpr):
     if left is None and right is None:
         tiles = tiles_q * all_heads
     return GradientTileSchedule(
-        tiles, tiles_q, AT_A_TIME, heads, group, all_heads, q_len, kv_len, pitch, None, None, None
+        tiles, tiles_q, AT_A_TIME, heads, group, all_heads, q_len, kv_len, pitch, 0, 0, 0
     )  # fmt: skip
 
 
@@ -243,7 +240,7 @@ def far_of(own, line, start, work, plan: gl.constexpr):
     read."""
     if not plan.by_key:
         return own.flags
-    elif work.other_start is not None:
+    elif plan.packed:
         end = work.other_start + work.kv_len
         return any_flag_of(own.flags, line, work.other_start + start, plan.block, end, work.pitch, plan)
     else:
@@ -314,7 +311,7 @@ def score_gradients(sloped, d_p, delta, start, cols, own, masked: gl.constexpr =
 def guests_of(index, work, window, sides, rows: gl.constexpr, block: gl.constexpr, by_key: gl.constexpr):
     """(first resident row, batch entry and head as one number, first and last streamed row, streamed tiles)."""
     left, right = window
-    if work.first is not None:
+    if sides.sequences is not None:
         index = index - work.first
     tile, head = tile_at(index, work, right, left is not None or right is not None)
     top = tile * rows
@@ -355,12 +352,12 @@ def schedule_of(sides, window, group, plan: gl.constexpr):
 
 
 @gluon.jit
-def line_at(b, head, start, work):
+def line_at(b, head, start, work, plan: gl.constexpr):
     """(line, number in it) of the shift of a head's streamed query ``start``."""
-    if work.other_start is None:
-        return b * work.heads * work.group + head, start
-    else:
+    if plan.packed:
         return head, work.other_start + start
+    else:
+        return b * work.heads * work.group + head, start
 
 
 @gluon.jit
@@ -375,16 +372,16 @@ def producer(resident, streamed, sides, softmax, group, plan: gl.constexpr):
     count = 0
     index = gl.program_id(0)
     while index < work.tiles:
-        its = sequence_at(index, work, sides.sequences)
+        its = work if sides.sequences is None else sequence_at(index, work, sides.sequences)
         top, head, first, last, steps = guests_of(index, its, softmax.window, sides, rows, block, plan.by_key)
-        b, h = resident_rows(head, its), head % work.heads
+        b, h = resident_rows(head, its, plan), head % work.heads
         for g in gl.static_range(consumers):
             mbarrier.wait(resident.ring.empty.index(g), (count & 1) ^ 1)
             full = resident.ring.full.index(g)
             mbarrier.expect(full, ROWS * row_bytes)
             load_head(sides.resident_first, b, top + g * ROWS, h, full, each_at(resident.first, g))
             load_head(sides.resident_second, b, top + g * ROWS, h, full, each_at(resident.second, g))
-        b = streamed_rows(head, its)
+        b = streamed_rows(head, its, plan)
         start = first
         streamed_head = h // work.group
         if plan.by_key:
@@ -394,7 +391,7 @@ def producer(resident, streamed, sides, softmax, group, plan: gl.constexpr):
             load_head(sides.streamed_first, b, start, streamed_head, full, each_at(streamed.first, stage))
             load_head(sides.streamed_second, b, start, streamed_head, full, each_at(streamed.second, stage))
             if plan.by_key:
-                line, at = line_at(b, streamed_head, start, its)
+                line, at = line_at(b, streamed_head, start, its, plan)
                 lines = work.all_heads * work.group
                 load_tile(sides.lines, [line, at], full, streamed.shift.index(stage))
                 load_tile(sides.lines, [lines + line, at], full, streamed.delta.index(stage))
