@@ -14,12 +14,12 @@ from portakern.specs.paged_attention import NARROW
 from portakern.testing.verdict import expected
 
 
-def called(arch, dtype="float32", pages="float8_e4m3fn", heads=2, interpret=False, given=None, **options):
-    """A call of 9 queries of 4 sequences, pages of 13 keys, on a chip."""
-    q = np.zeros((9, 2 * heads, 128), numpy_dtype(dtype))
+def called(arch, dtype="float32", pages="float8_e4m3fn", heads=2, interpret=False, given=None, tokens=9, **options):
+    """A call of so many queries of 4 sequences, pages of 13 keys, on a chip."""
+    q = np.zeros((tokens, 2 * heads, 128), numpy_dtype(dtype))
     k, v = (np.zeros((14, 13, heads, 128), numpy_dtype(pages)) for _ in range(2))
     table, lens = np.zeros((4, 30), np.int32), np.full(4, 30, np.int32)
-    starts = np.array([0, 4, 5, 7, 9], np.int32)
+    starts = np.array([0, 4, 5, 7, tokens], np.int32)
     numbers = {n: x.astype(np.float32) for n, x in (given or {}).items()}
     call = bind(registry.find_spec("paged_attention"), q, k, v, table, lens, starts, **numbers, **options)
     return call.replace(target=targets.find(arch).target, interpret=interpret)
@@ -87,6 +87,6 @@ def test_rows_of_sinks_fit_where_no_chip_is_named(wanted):
     from portakern.backends.pallas.configs import TilesConfig
     from portakern.backends.pallas.tpu import paged_attention as tpu
 
-    call = called("v5e", pages="float32", interpret=True, given={"sinks": np.zeros(4)}, **wanted)
+    call = called("v5e", pages="float32", interpret=True, given={"sinks": np.zeros(4)}, tokens=400, **wanted)
     call = call.replace(target=targets.Target("cpu"))
     assert tpu.supports(call, tpu.fit(call, TilesConfig(**tpu.default_tiling(call)))) is None
