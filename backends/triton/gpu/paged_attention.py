@@ -214,16 +214,12 @@ def sequence_at(s, sequences, strides, extents):
 
 
 @triton.jit
-def scores_of(scores, k_scale, kv_head):
-    """``Scores`` of a key head, whose dots its scale multiplies before anything else."""
-    if k_scale is None:
-        return scores
-    else:
-        pre = tl.load(k_scale + kv_head)
-        if scores.pre is not None:
-            pre = pre * scores.pre
-        _, softcap, rate, unit, unit_low, natural, natural_low, beyond, octave = scores
-        return Scores(pre, softcap, rate, unit, unit_low, natural, natural_low, beyond, octave)
+def pre_of(pre, k_scale, kv_head):
+    """``Scores.pre`` of a key head, whose dots its scale multiplies before anything else."""
+    scale = tl.load(k_scale + kv_head)
+    if pre is not None:
+        scale = scale * pre
+    return scale
 
 
 @triton.jit
@@ -237,11 +233,8 @@ def scaled(state, v_scale, kv_head):
 
 @triton.jit
 def sinks_beside(sinks, head, s, extents):
-    """The sink of each row, -inf of tokens behind the last sequence; None where there are none."""
-    if sinks is None:
-        return None
-    else:
-        return tl.load(sinks + head, mask=(s < extents.sequences) & (head < extents.heads), other=float("-inf"))
+    """The sink of each row, -inf of tokens behind the last sequence."""
+    return tl.load(sinks + head, mask=(s < extents.sequences) & (head < extents.heads), other=float("-inf"))
 
 
 @triton.jit
@@ -305,10 +298,14 @@ def paged_attention_kernel(
     of their keys. sinks: of each head, or None. Grid: chunks times tiles times key heads, heads fastest, since theirs
     lie beside each other in a page."""
     left, right = window
-    of_head = scores_of(scores, cache.k_scale, tl.program_id(0) % (extents.heads // extents.group))
     q_t, q_h, q_d = strides.q
     index, kv_heads = tl.program_id(0), extents.heads // extents.group
     kv_head, tile, share = index % kv_heads, index // kv_heads % work.tiles, index // kv_heads // work.tiles
+    of_head = scores
+    if cache.k_scale is not None:
+        _, softcap, rate, unit, unit_low, natural, natural_low, beyond, octave = scores
+        pre = pre_of(scores.pre, cache.k_scale, kv_head)
+        of_head = Scores(pre, softcap, rate, unit, unit_low, natural, natural_low, beyond, octave)
     s = tile_owner(tile, sequences.starts, strides.starts, extents, plan.block_q)
     start, queries, kv_len = sequence_at(s, sequences, strides, extents)
     own = tile - ((start.to(tl.int64) * extents.group // plan.block_q).to(tl.int32) + s)
@@ -345,7 +342,7 @@ def paged_attention_kernel(
                 part = fold(visit_pages, nothing(plan), q_tile, keys, rows, of_head, here, left, plan)
                 acc, l, m = merge((acc, l, m), settled(part), scores)
             at_lse = head.to(tl.int64) * extents.tokens + token
-            sink = sinks_beside(sinks, tl.reshape(head, [plan.block_q]), s, extents)
+            sink = None if sinks is None else sinks_beside(sinks, tl.reshape(head, [plan.block_q]), s, extents)
             state = scaled((acc, l, m), cache.v_scale, kv_head)
             store_rows(out, state, at_o, at_lse, ok, scores, extents.dv, plan.block_dv, sink)
 
@@ -380,7 +377,7 @@ def paged_attention_combine_kernel(
         m_part = tl.load(statistics + at * 2 + 1, mask=ok, other=float("-inf"))
         acc, l, m = merge((acc, l, m), (acc_part, l_part, m_part), scores)
     at_lse = (head.to(tl.int64) * extents.tokens + token)[:, None]
-    sink = sinks_beside(of_heads.sinks, head, s, extents)
+    sink = None if of_heads.sinks is None else sinks_beside(of_heads.sinks, head, s, extents)
     kv_head = tl.minimum(head, extents.heads - 1) // extents.group
     state = scaled((acc, l, m), of_heads.v_scale, kv_head)
     store_rows(out, state, row[:, None], at_lse, ok[:, None], scores, extents.dv, tile.block_dv, sink)

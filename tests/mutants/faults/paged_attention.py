@@ -88,9 +88,9 @@ FAULTS = {
         Planted(
             "sink-of-each-chunk",
             "the merger of chunks adds the sink once for each chunk that there is room for",
-            old="    sink = sinks_beside(of_heads.sinks, head, s, extents)\n",
+            old="    sink = None if of_heads.sinks is None else sinks_beside(of_heads.sinks, head, s, extents)\n",
             new=(
-                "    sink = sinks_beside(of_heads.sinks, head, s, extents)\n"
+                "    sink = None if of_heads.sinks is None else sinks_beside(of_heads.sinks, head, s, extents)\n"
                 "    if sink is not None:\n"
                 "        sink += tl.log(work.chunks * 1.0)\n"
             ),
@@ -117,8 +117,8 @@ FAULTS = {
         Planted(
             "scale-of-another-head",
             "keys take the scale of the first key head",
-            old="        pre = tl.load(k_scale + kv_head)\n",
-            new="        pre = tl.load(k_scale + kv_head * 0)\n",
+            old="    scale = tl.load(k_scale + kv_head)\n",
+            new="    scale = tl.load(k_scale + kv_head * 0)\n",
             sample=True,
             edge="scales_far_apart",
             at=(0, 10),
@@ -126,8 +126,8 @@ FAULTS = {
         Planted(
             "scale-inverted",
             "dots are divided by the scale",
-            old="        pre = tl.load(k_scale + kv_head)\n",
-            new="        pre = 1.0 / tl.load(k_scale + kv_head)\n",
+            old="    scale = tl.load(k_scale + kv_head)\n",
+            new="    scale = 1.0 / tl.load(k_scale + kv_head)\n",
             at=(0, 100),
         ),
         Planted(
