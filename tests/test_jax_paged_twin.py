@@ -103,7 +103,9 @@ def call(**changed):
 
 Q, KV, LENGTHS, TABLE, STARTS, NUMBER = drawn()
 REFUSED = {
-    "k_scale is 0.5; expected None: .*no scales of 8-bit pages yet": {"k_scale": 0.5},
+    "k_scale is 0.5; expected None: a scale of 8-bit pages is not passed on; call .*a scale for each key head": {
+        "k_scale": 0.5
+    },
     "v_scale is 2.0; expected None": {"v_scale": 2.0},
     "mask_value is -1.0; expected .*JAX's default, -inf or None": {"mask_value": -1.0},
     "sliding_window is 0; expected None or a number of keys, 1 or more": {"sliding_window": 0},

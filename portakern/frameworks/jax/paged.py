@@ -57,7 +57,7 @@ def ragged_paged_attention(
       sliding_window: how many keys a query sees at most, its own among them.
       soft_cap: c: scores become c tanh(s/c).
       mask_value: JAX's default, None or -inf: a masked key has no weight, whatever the scores are.
-      k_scale, v_scale: None: the op has no scales of 8-bit pages yet.
+      k_scale, v_scale: None: scales of 8-bit pages, which the op takes for each key head, are not passed on.
       num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes: not read: the op has tiles of its own.
       implementation: a portakern backend; None: chosen from the arrays.
 
@@ -92,8 +92,8 @@ def _refuse(window: Any, cap: Any, mask_value: Any, k_scale: Any, v_scale: Any) 
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is not None:
             raise UnsupportedError(
-                f"{NAME}: {name} is {scale!r}; expected None: paged_attention has no scales of 8-bit pages yet; pass "
-                "pages of q's dtype, multiplied by their scale"
+                f"{NAME}: {name} is {scale!r}; expected None: a scale of 8-bit pages is not passed on; call "
+                'portakern.op("paged_attention") with a scale for each key head'
             )
     if mask_value is not None and mask_value not in (LOWEST, -math.inf):
         raise UnsupportedError(
