@@ -30,7 +30,7 @@ from portakern.spec import Dim, Origin, Spec, When
 from portakern.spec.dtypes import DTYPES
 from portakern.spec.options import Option
 
-__all__ = ["CutAxis", "Joined", "PartitionRule", "axis_name", "described", "partition_rules"]
+__all__ = ["JOINED_IN_WORDS", "CutAxis", "Joined", "PartitionRule", "axis_name", "described", "partition_rules"]
 
 WIDE = "float32"
 """What parts of sums are stored in, where the result has fewer bits."""
@@ -55,6 +55,16 @@ class Joined:
     kind: Literal["beside", "sum", "merge", "weight", "first"]
     at: CutAxis | None = None
     by: str = ""
+
+
+JOINED_IN_WORDS: Mapping[str, str] = {
+    "beside": "side by side",
+    "sum": "sum",
+    "merge": "weighted mean",
+    "weight": "log-sum-exp",
+    "first": "of the first part",
+}
+"""How an output of all parts is put together (:class:`Joined`) -> in words."""
 
 
 @dataclass(frozen=True)
@@ -322,14 +332,8 @@ def _joins(spec: Spec[Any], candidate: _Divisible, dim: str) -> Iterator[str]:
     for o in spec.shown:
         joined = None if _has(spec, o.dims, dim) else (candidate.lacking or {}).get(o.name)
         kind = "beside" if joined is None else joined.kind
-        words = {
-            "beside": "side by side",
-            "sum": "sum",
-            "merge": f"mean weighted by exp({joined.by if joined else ''})",
-            "weight": "log-sum-exp",
-            "first": "of the first part",
-        }
-        kinds.setdefault(words[kind], []).append(o.name)
+        words = JOINED_IN_WORDS[kind] if joined is None or not joined.by else f"mean weighted by exp({joined.by})"
+        kinds.setdefault(words, []).append(o.name)
     yield from (f"{', '.join(names)}: {words}" for words, names in kinds.items())
 
 

@@ -13,7 +13,7 @@ from portakern.core.backend import ANY, Drawn
 from portakern.core.binder import bind
 from portakern.core.framework import Framework
 from portakern.spec.dtypes import numpy_dtype
-from portakern.testing.layouts import row_major
+from portakern.testing.layouts import other_bits, row_major
 from portakern.testing.sizes import Limits
 from portakern.testing.subject import Subject
 from portakern.testing.verdict import PROMISES, BrokenPromise
@@ -78,11 +78,7 @@ class Draw:
             )
         if isinstance(actual, Unordered) or isinstance(want, Unordered):
             return
-        actual, want = np.ascontiguousarray(actual), np.ascontiguousarray(want)
-        raw = np.dtype(f"u{actual.itemsize}")
-        differ = (actual.view(raw) != want.view(raw)) & ~(
-            np.isnan(actual.astype(np.float64)) & np.isnan(want.astype(np.float64))
-        )
+        differ = other_bits(actual, want)
         if differ.any():
             index = tuple(int(i) for i in np.unravel_index(int(np.argmax(differ)), differ.shape))
             raise BrokenPromise(

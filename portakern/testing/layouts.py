@@ -39,6 +39,13 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     return bool((a.view(word) == b.view(word)).all())
 
 
+def other_bits(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Where two arrays of one shape and dtype have other bits; every NaN is equal, and -0 is not 0."""
+    word = np.dtype(f"u{a.itemsize}")
+    nan = np.isnan(a.astype(np.float64)) & np.isnan(b.astype(np.float64))
+    return (np.ascontiguousarray(a).view(word) != np.ascontiguousarray(b).view(word)) & ~nan
+
+
 def _poison(size: int, dtype: np.dtype[Any]) -> np.ndarray:
     return np.full(size, np.nan if dtype.kind not in "iub" else 119, dtype)
 

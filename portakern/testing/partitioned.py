@@ -26,14 +26,14 @@ from portakern.core.binder import bind
 from portakern.core.call import Call
 from portakern.core.observe import Served, observe
 from portakern.core.oracle import rounded
-from portakern.core.partitions import CutAxis, Joined, PartitionRule, described, partition_rules
+from portakern.core.partitions import JOINED_IN_WORDS, CutAxis, Joined, PartitionRule, described, partition_rules
 from portakern.errors import NotEmulatedError, SpecError, UnsupportedError
 from portakern.spec import Dim, Spec
 from portakern.spec.dtypes import DTYPES, numpy_dtype
 from portakern.spec.tolerance import format_of, magnitude, round_to
 from portakern.testing.cases import Case
 from portakern.testing.comparing import wanted_outputs
-from portakern.testing.layouts import row_major
+from portakern.testing.layouts import other_bits, row_major
 from portakern.testing.report import Report
 from portakern.testing.sizes import Limits
 from portakern.testing.subject import Subject
@@ -51,15 +51,6 @@ from portakern.testing.verdict import (
 __all__ = ["MOST_PARTS", "check_divisible", "cut_case", "run_partitioned"]
 
 MOST_PARTS = 64
-
-KINDS_OF_RESULTS = {
-    "beside": "side by side",
-    "sum": "sum",
-    "merge": "weighted mean",
-    "weight": "log-sum-exp",
-    "first": "of the first part",
-}
-"""How an output of all parts is put together -> in words."""
 
 NOT_CUT = "not cut: no rule allows a cut of the call"
 
@@ -397,7 +388,7 @@ class CaseInParts:
     def kinds(self) -> str:
         """How the outputs are put together, in words."""
         kinds = {how.kind for how in self.rule.outputs.values()}
-        return ", ".join(words for kind, words in KINDS_OF_RESULTS.items() if kind in kinds)
+        return ", ".join(words for kind, words in JOINED_IN_WORDS.items() if kind in kinds)
 
     def compare_bits(self, full: ServedCall, ran: Sequence[ServedCall], outputs: Sequence[np.ndarray]) -> bool:
         """Hold outputs that lie side by side to the bits of the full call, where one plan serves both; whether it
@@ -411,7 +402,7 @@ class CaseInParts:
         for name, out in zip(self.full.wants, outputs, strict=True):
             if self.rule.outputs[name].kind != "beside" or name in self.subject.unordered:
                 continue
-            differ = _other_bits(out, full.outputs[name])
+            differ = other_bits(out, full.outputs[name])
             if differ.any():
                 at = tuple(int(i) for i in np.unravel_index(int(np.argmax(differ)), differ.shape))
                 raise BrokenPromise(
@@ -422,13 +413,6 @@ class CaseInParts:
                     "a part of a call has the bits that the full call has there, served by the same plan",
                 )
         return True
-
-
-def _other_bits(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Where two arrays of one form have other bits; every NaN is equal."""
-    word = np.dtype(f"u{a.itemsize}")
-    nan = np.isnan(a.astype(np.float64)) & np.isnan(b.astype(np.float64))
-    return (np.ascontiguousarray(a).view(word) != np.ascontiguousarray(b).view(word)) & ~nan
 
 
 def _allowed(spec: Spec[Any], rules: Mapping[str, PartitionRule], name: str, extents: Sequence[int]) -> PartitionRule:

@@ -13,6 +13,7 @@ integer arguments alone: a rule that depends on another option would be another 
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -156,8 +157,7 @@ def _divides(spec: Spec[Any], mesh: Any, rules: Sequence[PartitionRule], inputs:
             if at is None:
                 continue
             parts = [mesh.size(i) for i, p in enumerate(inputs[name].placements) if p.is_shard(at.axis)]
-            number = functools.reduce(lambda a, b: a * b, parts, 1)
-            if number > 1 and rule.extent % number and (rule.equal or rule.dimension in spec.positive):
+            if _unequal(spec, rule, math.prod(parts)):
                 return False
     return True
 
@@ -176,6 +176,7 @@ def _say_gathered(spec: Spec[Any], mesh: Any, given: dict[str, Any], rules: Sequ
 
 
 def _unequal(spec: Spec[Any], rule: PartitionRule, number: int) -> str | None:
+    """Why so many shards along an axis are no calls of the op, in words; None where they are."""
     if rule.extent % number and (rule.equal or rule.dimension in spec.positive):
         return f"{rule.dimension} is {rule.extent}, which {number} shards do not divide"
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.mutants.faults import Planted
+from tests.mutants.faults._starts import STARTS
 
 
 def on_host(within: str, faults: dict[str, tuple[Any, ...]]) -> list[Planted]:
@@ -32,31 +33,7 @@ FAULTS = {
             old="(dk_acc * work.scale).to(out.d_k.dtype.element_ty)",
             new="(dk_acc * work.scale).to(k.dtype.element_ty).to(out.d_k.dtype.element_ty)",
         ),
-        Planted(
-            "starts-ignored",
-            "the last query stands at the last key whatever the starts are",
-            old="    window = sight(call)\n",
-            new='    window = sight(call.replace(options=call.options | {"q_start": None, "kv_start": None}))\n',
-            sample=True,
-            edge="keys_ahead_of_queries",
-        ),
-        Planted(
-            "starts-exchanged",
-            "the start of queries is taken for that of keys, and the other way round",
-            old="    window = sight(call)\n",
-            new=(
-                '    q_start, kv_start = call.options["q_start"], call.options["kv_start"]\n'
-                "    if q_start is not None:\n"
-                "        q_start, kv_start = kv_start or 0, q_start\n"
-                '    window = sight(call.replace(options=call.options | {"q_start": q_start, "kv_start": kv_start}))\n'
-            ),
-        ),
-        Planted(
-            "kv-start-ignored",
-            "keys stand at the beginning of the sequence",
-            old="    window = sight(call)\n",
-            new='    window = sight(call.replace(options=call.options | {"kv_start": None}))\n',
-        ),
+        *STARTS["triton"],
         Planted(
             "d-sinks-sign",
             "d_sinks has the other sign",
@@ -280,28 +257,7 @@ FAULTS = {
         ),
     ],
     "pallas": [
-        Planted(
-            "starts-ignored",
-            "the last query stands at the last key whatever the starts are",
-            old="(left, right), kv_len = sight(call), ",
-            new=(
-                'call = call.replace(options=call.options | {"q_start": None, "kv_start": None})\n'
-                "        (left, right), kv_len = sight(call), "
-            ),
-            within="lib.band",
-            sample=True,
-            edge="keys_ahead_of_queries",
-        ),
-        Planted(
-            "kv-start-ignored",
-            "keys stand at the beginning of the sequence",
-            old="(left, right), kv_len = sight(call), ",
-            new=(
-                'call = call.replace(options=call.options | {"kv_start": None})\n'
-                "        (left, right), kv_len = sight(call), "
-            ),
-            within="lib.band",
-        ),
+        *STARTS["pallas"],
         Planted(
             "d-sinks-sign",
             "d_sinks has the other sign",
