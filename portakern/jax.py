@@ -2,7 +2,14 @@
 
 from portakern.frameworks.jax.functions import dot_product_attention, rotary_tables
 from portakern.frameworks.jax.paged import ragged_paged_attention
-from portakern.frameworks.jax.products import dot_general
+from portakern.frameworks.jax.products import dot_general, ragged_dot
 from portakern.frameworks.jax.tracing import lowered_for
 
-__all__ = ["dot_general", "dot_product_attention", "lowered_for", "ragged_paged_attention", "rotary_tables"]
+__all__ = [
+    "dot_general",
+    "dot_product_attention",
+    "lowered_for",
+    "ragged_dot",
+    "ragged_paged_attention",
+    "rotary_tables",
+]

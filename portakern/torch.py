@@ -12,6 +12,7 @@ from portakern.frameworks.torch.functions import (
     scaled_dot_product_attention,
     softmax,
 )
+from portakern.frameworks.torch.grouped import grouped_mm
 from portakern.frameworks.torch.models.applied import apply
 from portakern.frameworks.torch.models.attention import register_attention
 from portakern.frameworks.torch.swapping import swapped
@@ -21,6 +22,7 @@ __all__ = [
     "apply",
     "apply_rotary_pos_emb",
     "cross_entropy",
+    "grouped_mm",
     "layer_norm",
     "linear_cross_entropy",
     "logsumexp",

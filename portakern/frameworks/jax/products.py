@@ -1,4 +1,4 @@
-"""The twin of ``jax.lax.dot_general``, which libraries of layers take as a function."""
+"""The twins of ``jax.lax.dot_general``, which libraries of layers take as a function, and of ``jax.lax.ragged_dot``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from portakern.frameworks.jax.arrays import refuse_deleted
 from portakern.frameworks.jax.functions import lowered
 from portakern.spec.options import shown
 
-__all__ = ["dot_general"]
+__all__ = ["dot_general", "ragged_dot"]
 
 TF32 = jax.lax.DotAlgorithmPreset.TF32_TF32_F32
 
@@ -79,8 +79,60 @@ def dot_general(
     a = jnp.transpose(lhs, (*batch[0], *free[0], *contracted[0])).reshape(*samples, math.prod(m), math.prod(k))
     b = jnp.transpose(rhs, (*batch[1], *contracted[1], *free[1])).reshape(*samples, math.prod(k), math.prod(n))
     dtype = None if preferred_element_type is None else jnp.dtype(preferred_element_type).name
-    product = op("matmul", backend=implementation)(a, b, precision=_precision(precision), out_dtype=dtype)
+    product = op("matmul", backend=implementation)(
+        a, b, precision=_precision("dot_general", precision), out_dtype=dtype
+    )
     return product.reshape(*lead, *m, *n)
+
+
+def ragged_dot(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    group_offset: jax.Array | None = None,
+    out_sharding: Any = None,
+    *,
+    implementation: str | None = None,
+) -> jax.Array:
+    """``jax.lax.ragged_dot`` on the grouped_matmul op, with its gradients.
+
+    Args:
+      lhs: (m, k), the rows of a group beside each other; rhs: (g, k, n), a matrix for each group, of lhs's dtype.
+      group_sizes: (g,), integers: how many rows each group has, 0 and more, at most m together.
+      precision, preferred_element_type: as in :func:`dot_general`.
+      group_offset: None, as JAX's own kernels have it.
+      out_sharding: None; the product is computed on the arrays' devices.
+      implementation: the name of a portakern backend; None: chosen from the arrays.
+
+    Returns:
+      (m, n). Rows beyond the groups' are zeros, whatever lhs holds there. NaN and infinities stay in their group.
+
+    Raises:
+      SpecError: shapes or dtypes that do not agree, group_offset, out_sharding. UnsupportedError: the backend cannot.
+    """
+    for name, value, instead in (
+        ("group_offset", group_offset, "pass the groups' own part of rhs and of lhs instead"),
+        ("out_sharding", out_sharding, "shard the call with jax.shard_map instead"),
+    ):
+        if value is not None:
+            raise SpecError(f"ragged_dot: {name} is {shown(value)}; expected None: {instead}")
+    refuse_deleted("ragged_dot", lhs=lhs, rhs=rhs, group_sizes=group_sizes)
+    lhs, rhs, sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes)
+    if not jnp.issubdtype(sizes.dtype, jnp.integer) or sizes.ndim != 1:
+        raise SpecError(
+            f"ragged_dot: group_sizes is {sizes.dtype} of shape {sizes.shape}; expected integers of shape (g,), how "
+            "many rows each group has"
+        )
+    counted = jnp.int64 if sizes.dtype.itemsize == 8 else jnp.int32
+    dtype = None if preferred_element_type is None else jnp.dtype(preferred_element_type).name
+    product = op("grouped_matmul", backend=implementation)
+    how = {"precision": _precision("ragged_dot", precision), "out_dtype": dtype}
+    try:
+        return product(lhs, rhs, jnp.cumsum(sizes, dtype=counted), **how)
+    except SpecError as e:
+        raise SpecError(f"ragged_dot: {e} (a is lhs, b is rhs, group_ends the sums of group_sizes)") from e
 
 
 def _axes(axes: Sequence[int], ndim: int, which: str) -> tuple[int, ...]:
@@ -97,14 +149,14 @@ def _axes(axes: Sequence[int], ndim: int, which: str) -> tuple[int, ...]:
     return found
 
 
-def _precision(requested: Any) -> str:
+def _precision(function: str, requested: Any) -> str:
     """The op's word for a precision."""
     if requested in (TF32, TF32.name):
         return "tf32"
     refused = lowered(requested)
     if refused is not None:
         raise SpecError(
-            f"dot_general: precision is {shown(refused)}; sums are as exact as float32 makes them: leave it out, or "
+            f"{function}: precision is {shown(refused)}; sums are as exact as float32 makes them: leave it out, or "
             f"name a jax.lax.Precision, or {TF32.name}"
         )
     return "ieee"
