@@ -10,7 +10,7 @@ from maint.markdown import NONE, by_device, table
 from maint.measurements import STALE, Row, StoredResults, changed, footnote, set_of, source
 from portakern.results import EMULATED, HOST_CPU, Result
 
-__all__ = ["caught", "emulated", "errors", "faults", "found", "machine_faults", "soundness"]
+__all__ = ["caught", "emulated", "errors", "faults", "found", "machine_faults", "requests_alone", "soundness"]
 
 
 def errors(kept: StoredResults) -> str:
@@ -116,6 +116,32 @@ def _count(rows: Iterable[Row]) -> str:
 
 def _some(n: int, what: str) -> str:
     return f"{n} {what}{'' if n == 1 else 's'}"
+
+
+def requests_alone(kept: StoredResults) -> str:
+    """Whether a request has the same bits alone as among others, a line an op and contender."""
+    found = kept.rows("batch-invariance")
+    if not found:
+        return (
+            "Not measured: `python -m benchmarks.batch_invariance --json FILE` on a GPU, `portakern report --add FILE`."
+        )
+
+    def render(mine: list[Row]) -> str:
+        lines = []
+        for row in sorted(mine, key=lambda r: (r["op"], not r["subject"], r["contender"])):
+            if row["calls"]:
+                name = f"**{row['contender']}**" if row["subject"] else row["contender"]
+                same = f"{row['same']} of {row['calls']}" + STALE * changed(row, kept.root)
+                largest = f"{row['largest']:.2g}" if row["same"] < row["calls"] else NONE
+                lines.append([f"`{row['op']}`", row["dtype"], name, same, largest])
+        return table(["op", "dtype", "with", "calls of the same bits", "largest difference"], lines)
+
+    notes = (
+        "Drawn calls of 2 to some thousand requests, of which one is called alone; portakern's backends are in bold. "
+        "Peers are called as `portakern bench` calls them, with their default settings where they have several."
+    )
+    text = [by_device(found, render), notes, footnote((r for r, _ in found), kept.root), source(r for _, r in found)]
+    return "\n\n".join(t for t in text if t)
 
 
 def soundness(kept: StoredResults) -> str:

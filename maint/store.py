@@ -134,6 +134,7 @@ SHOWN: Mapping[str, Shown] = {
         "portakern over_xla over_flash over_splash", "wall_seconds", {"portakern": _only("least", "around")}
     ),
     "model-step": Shown("peak_gib ms best_ms worst_ms kernels gradients_apart errors why", "sizes"),
+    "batch-invariance": Shown(f"subject calls same largest {SOURCE}"),
     "sanitizer": Shown("variant examples errors problem"),
     "launch": Shown("median_us", "graphs"),
     "fuzz": Shown("calls", "calls worst slowest_seconds broken"),

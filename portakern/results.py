@@ -198,6 +198,12 @@ BENCHMARKS: Mapping[str, Benchmark] = {
          "detected_by": "string"},
         {"wall_seconds": "number"},
     ),
+    "batch-invariance": Benchmark(
+        ("op", "dtype", "contender"),
+        {"op": "text", "dtype": "text", "contender": "text", "subject": "flag", **_SOURCES,
+         **dict.fromkeys(("calls", "same", "refused", "failed"), "count"), "largest": "number", "why": "text?"},
+        {"wall_seconds": "number"},
+    ),
     "sanitizer": Benchmark(
         ("op", "backend", "variant", "tool"),
         {"op": "text", "backend": "text", "variant": "text?", "tool": "text", "examples": "count", "errors": "count?",

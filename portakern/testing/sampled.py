@@ -31,6 +31,7 @@ __all__ = [
     "stand_ins",
     "taken",
     "turned",
+    "with_what_follows",
 ]
 
 LARGE = 2**18
@@ -81,13 +82,13 @@ def pieces(call: Call, rng: np.random.Generator, work: float | None = None) -> I
         along = list(call.spec.stretches(one, rng)) if call.spec.stretches else []
         for indices, options in along or [({}, {})]:
             together = {**chosen, **{n: [i] for n, i in indices.items()}}
-            yield OutputSample((name,), _with_what_follows(one, together), options)
+            yield OutputSample((name,), with_what_follows(one, together), options)
 
 
 def part_of(call: Call, rng: np.random.Generator, work: float | None = None) -> dict[str, Any]:
     """Dimension -> the indices to compare, of a variadic one a list of them for each axis; empty where the call cannot
     be taken apart."""
-    return _with_what_follows(call, _picked_of(call, rng, work))
+    return with_what_follows(call, _picked_of(call, rng, work))
 
 
 def rewritten(call: Call, chosen: Mapping[str, Any]) -> tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]]:
@@ -97,8 +98,10 @@ def rewritten(call: Call, chosen: Mapping[str, Any]) -> tuple[Mapping[str, np.nd
     return call.spec.rewriter(call, {n: i if isinstance(call.dims[n], tuple) else i[0] for n, i in chosen.items()})
 
 
-def _with_what_follows(call: Call, chosen: dict[str, Any]) -> dict[str, Any]:
-    """The indices with those along other dimensions that come along."""
+def with_what_follows(call: Call, chosen: dict[str, Any]) -> dict[str, Any]:
+    """The indices with those along other dimensions that come along: of runs that lack an axis, and by the spec's
+    word."""
+    chosen = chosen | _with_an_axis_dropped(call, chosen)
     return chosen | {n: [np.asarray(i, np.int64)] for n, i in rewritten(call, chosen)[0].items()}
 
 
@@ -114,7 +117,7 @@ def _picked_of(call: Call, rng: np.random.Generator, work: float | None) -> dict
             chosen[name][i] = picked(rng, extent, count)
         kept = math.prod(len(chosen[n][i]) / max(e, 1) for n, i, e in axes)
         if call.flops * kept <= most or count <= 2:
-            return chosen | _with_an_axis_dropped(call, chosen)
+            return chosen
         count = max(2, count * 2 // 3)
     return {}
 

@@ -53,15 +53,20 @@ class Inputs:
         integers = {n: b.view() for n, b in self.buffers.items() if b.memory.dtype.kind == "i"}
         return call.replace(arrays={**call.arrays, **integers})
 
+    def of_others(self, arrays: Mapping[str, np.ndarray]) -> Inputs:
+        """The op with the same options on other arrays, on the same device."""
+        buffers = {n: _contiguous(x) for n, x in arrays.items()}
+        return _placed(self.spec, buffers, self.options, self.call.framework, self.call.device)
+
     @property
     def strided(self) -> bool:
         """Whether any array lies otherwise than contiguous."""
         return any(not b.view().flags.c_contiguous for b in self.buffers.values())
 
 
-def make(case: TimedCase, framework: Framework, device: Any, seed: int = 0) -> Inputs:
+def make(case: TimedCase, framework: Framework, device: Any, seed: int = 0, measured: bool = True) -> Inputs:
     """Random arrays of a forward call: the values that the suite gives, standard normal ones, or what an argument's
-    generator makes, that for measuring where there is one.
+    generator makes; ``measured``: that for measuring where there is one, such as sequences of equal lengths.
 
     Raises:
       SpecError: a dimension has no extent, or the op refuses the call.
@@ -74,7 +79,7 @@ def make(case: TimedCase, framework: Framework, device: Any, seed: int = 0) -> I
     given = [a for a in spec.arrays if not a.optional or a.name in case.given]
     shapes = {a.name: shape_of(a.dims, dims) for a in given}
     drawn = Case(case.dtype, shapes, seed=seed, options=case.options, dtypes=_own(spec, case.dtype))
-    made = {**generators(spec, None), **spec.measured}
+    made = {**generators(spec, None), **(spec.measured if measured else {})}
     buffers = {}
     for a in given:
         dtype = drawn.dtype_of(a)
@@ -86,7 +91,7 @@ def make(case: TimedCase, framework: Framework, device: Any, seed: int = 0) -> I
         elif DTYPES[dtype].floating and a.name not in made:
             values = _normal(shapes[a.name], dtype, (seed, zlib.crc32(a.name.encode())))
         else:
-            values = drawn.drawn(spec, a.name, measured=True).astype(numpy_dtype(dtype))
+            values = drawn.drawn(spec, a.name, measured=measured).astype(numpy_dtype(dtype))
         buffers[a.name] = _laid(values, case.layouts.get(a.name))
     return replace(
         _placed(spec, buffers, case.options, framework, device),
