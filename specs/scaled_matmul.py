@@ -59,7 +59,7 @@ def one_kind(call: Call) -> bool:
 
 
 @spec(
-    tiling={"block_m": Tile(16, 2048, of="m"), "block_n": Tile(16, 2048, of="n"), "block_k": Tile(16, 4096, of="k")},
+    tiling={"block_m": Tile(16, 2048, of="m"), "block_n": Tile(16, 2048, of="n"), "block_k": Tile(32, 4096, of="k")},
     dtypes=("float8_e4m3fn", "float8_e5m2", "int8"),
     own_dtype=("b",),
     result_dtype={"c": "out_dtype"},

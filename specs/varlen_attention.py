@@ -252,16 +252,26 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     return each_sequence(call, attention.spread, ref, (inf, inf, inf))
 
 
+def with_keys(call: Call, sequences: np.ndarray) -> np.ndarray:
+    """These sequences, and of a call with sinks one that has keys."""
+    lens = np.diff(call.arrays["kv_starts"])
+    if call.arrays["sinks"] is None or lens[sequences].any() or not lens.any():
+        return sequences
+    return np.union1d(sequences, np.where(lens > 0, lens, lens.max() + 1).argmin())
+
+
 @varlen_attention.rewrite
 def tokens_come_along(call: Call, chosen: Any) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The tokens of the chosen sequences, one sequence behind the other."""
+    """The tokens of the chosen sequences, one sequence behind the other. Where none of them has a key, the shortest
+    that has keys comes along: a call without keys refuses sinks."""
     if "sequences" not in chosen:
         return {}, {}
-    rows, starts = {}, {}
+    numbers = with_keys(call, chosen["sequences"])
+    rows, starts = {"sequences": numbers}, {}
     for name, tokens in (("q_starts", "tokens"), ("kv_starts", "kv_tokens")):
         of = call.arrays[name]
-        lens = of[chosen["sequences"] + 1] - of[chosen["sequences"]]
-        own = [np.arange(first, first + n) for first, n in zip(of[chosen["sequences"]], lens, strict=True)]
+        lens = of[numbers + 1] - of[numbers]
+        own = [np.arange(first, first + n) for first, n in zip(of[numbers], lens, strict=True)]
         rows[tokens] = np.concatenate([np.arange(0), *own])
         starts[name] = np.cumsum([0, *lens])
     return rows, starts

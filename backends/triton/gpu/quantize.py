@@ -185,7 +185,7 @@ def quantize_blocks_kernel(x, static_scale, top, q, scale, extents, limits, stri
     """Codes of a tile, by the scale of its block."""
     block, of_row, of_column, part, row, n, ok = own_tile(extents, plan)
     if static_scale is None:
-        found = tl.zeros([plan.parts], plan.word)
+        found = tl.full([plan.parts], 0, plan.word)
         for first in range(0, extents.parts, plan.parts):
             each = first + tl.arange(0, plan.parts)
             found = tl.maximum(found, tl.load(top + block * extents.parts + each, mask=each < extents.parts, other=0))

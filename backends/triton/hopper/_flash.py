@@ -648,24 +648,17 @@ def attention_flash_kernel(
 
 
 @gluon.jit
-def schedule_of(q, k, window, segments, chunk, plan: gl.constexpr):
-    """The tiles of a call, and how its programs take them, from how many there are."""
-    batch, q_len, heads, _ = q.shape
-    _, kv_len, kv_heads, _ = k.shape
+def order_of(tiles, all_heads, group, kv_len, segments, window, plan: gl.constexpr):
+    """``ahead`` and ``interleaved_heads`` of ``TileSchedule``."""
     left, right = window
-    tiles_q, all_heads = gl.cdiv(q_len, ROWS * plan.consumers), batch * heads
-    tiles, interleaved_heads = tiles_q * all_heads, 1
-    ahead = tiles
+    ahead, interleaved_heads = tiles, 1
     if segments is None and (left is not None or right is not None):
         ahead = gl.where(gl.num_programs(0) < tiles, gl.cdiv(tiles, 2), tiles)
     if right is not None:
         keys: gl.constexpr = CACHED // (2 * (plan.block_d + plan.more_d + plan.block_dv + plan.more_dv))
-        cached = gl.maximum(gl.minimum(keys * (heads // kv_heads) // kv_len, AT_A_TIME), 1)
+        cached = gl.maximum(gl.minimum(keys * group // kv_len, AT_A_TIME), 1)
         interleaved_heads = gl.cdiv(all_heads, gl.cdiv(all_heads, cached))
-    return TileSchedule(
-        tiles, ahead, tiles_q, interleaved_heads, heads, heads // kv_heads, all_heads, q_len, kv_len, chunk,
-        None, None, None, None,
-    )  # fmt: skip
+    return ahead, interleaved_heads
 
 
 @gluon.jit(do_not_specialize=["chunk"])
@@ -676,7 +669,14 @@ def attention_flash_pieces_kernel(
     after those of q, k, v and o, None where there are none. others: lse, low and segments."""
     lse, low, segments = others
     inputs = QkvInputs(pieces_of(q, q_more), pieces_of(k, k_more), pieces_of(v, v_more))
-    work = schedule_of(q, k, softmax.window, segments, chunk, plan)
+    batch, q_len, heads, _ = q.shape
+    _, kv_len, kv_heads, _ = k.shape
+    tiles_q, all_heads, group = gl.cdiv(q_len, ROWS * plan.consumers), batch * heads, heads // kv_heads
+    tiles = tiles_q * all_heads
+    ahead, interleaved_heads = order_of(tiles, all_heads, group, kv_len, segments, softmax.window, plan)
+    work = TileSchedule(
+        tiles, ahead, tiles_q, interleaved_heads, heads, group, all_heads, q_len, kv_len, chunk, None, None, None, None
+    )
     by_roles(inputs, Outputs(pieces_of(o, o_more), lse, low), (segments, None), softmax, work, plan)
 
 
