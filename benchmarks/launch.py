@@ -24,7 +24,7 @@ import importlib.util
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from portakern.core import cache, registry
 from portakern.core.call import dropped_dims, shape_of
 from portakern.core.gradients import wiring
 from portakern.spec import Spec
+from portakern.testing.cases import Case, generators
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, this folder alone is on the path
 
@@ -47,21 +48,30 @@ A_BATCH = 100
 
 
 def small_inputs(
-    spec: Spec[Any], device: str, dtype: str = "float32", seed: int = 0, optional: bool = False
+    spec: Spec[Any],
+    device: str,
+    dtype: str = "float32",
+    seed: int = 0,
+    optional: bool = False,
+    extents: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Random arrays for any op, the optional ones too if asked.
+    """Random arrays for any op, the optional ones too if asked: what an argument's generator makes, where it has one.
 
-    Every dimension has a small extent, a variadic one stands for two axes.
+    Every dimension has a small extent, a variadic one stands for two axes; or each has that of ``extents``.
     """
-    g, arrays, extents = torch.Generator().manual_seed(seed), {}, dict(record(spec.name).extents)
-    variadic = {d.factors[0] for a in spec.arrays for d in a.dims if d.variadic and d.factors[0] in extents}
-    extents |= {n: (3, extents[n]) for n in variadic}
-    extents |= dropped_dims(spec, extents, {})
-    for a in spec.arrays:
-        if a.optional and not spec.reads_under(a.name, {}, optional):
-            continue
-        name = dtype if dtype in a.dtypes else a.dtypes[0]
-        arrays[a.name] = torch.randn(shape_of(a.dims, extents), generator=g).to(getattr(torch, name)).to(device)
+    g, arrays, dims = torch.Generator().manual_seed(seed), {}, dict(extents or record(spec.name).extents)
+    variadic = {d.factors[0] for a in spec.arrays for d in a.dims if d.variadic and d.factors[0] in dims}
+    dims |= {n: (3, dims[n]) for n in variadic if isinstance(dims[n], int)}
+    dims |= dropped_dims(spec, dims, {})
+    given = [a for a in spec.arrays if not a.optional or spec.reads_under(a.name, {}, optional)]
+    dtypes = {a.name: dtype if dtype in a.dtypes else a.dtypes[0] for a in given}
+    case = Case(dtype if dtype in spec.dtypes else spec.dtypes[0], {a.name: shape_of(a.dims, dims) for a in given},
+                seed=seed, dtypes={a.name: dtypes[a.name] for a in given if not a.follows})  # fmt: skip
+    made = generators(spec, registry.forward_of(spec) if spec.is_vjp else None)
+    for a in given:
+        shape = case.shapes[a.name]
+        drawn = torch.as_tensor(case.drawn(spec, a.name)) if a.name in made else torch.randn(shape, generator=g)
+        arrays[a.name] = drawn.to(getattr(torch, dtypes[a.name])).to(device)
     return arrays
 
 
@@ -73,10 +83,25 @@ def _same_bits(a: Any, b: Any) -> bool:
     return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def replay_differs(name: str, dtype: str, optional: bool = False) -> list[str]:
-    """Capture one call, change its inputs in place, replay: what is not as an eager call gives it, to the bit."""
+def with_lengths() -> list[str]:
+    """The ops that ``served_ops`` has whose arrays say where sequences are, or how long."""
+    return [name for name in served_ops() if pk.op(name).spec.rewriter]
+
+
+def extents_of_lengths(name: str) -> dict[str, Any]:
+    """The extents of an op's typical call, of its gradient the forward op's: kernels for many keys serve it."""
+    spec = pk.op(name).spec
+    typical = (registry.forward_of(spec) or spec).typical if spec.is_vjp else spec.typical
+    return {n: e for n, e in typical.items() if n in spec.dims}
+
+
+def replay_differs(
+    name: str, dtype: str, optional: bool = False, extents: Mapping[str, Any] | None = None, times: int = 1
+) -> list[str]:
+    """Capture one call; so many times change its inputs in place, lengths and tables too, and replay: what is not as
+    an eager call gives it, to the bit."""
     op = pk.op(name, backend="triton")
-    arrays, others = (small_inputs(op.spec, "cuda", dtype, seed, optional) for seed in (0, 1))
+    arrays = small_inputs(op.spec, "cuda", dtype, 0, optional, extents)
 
     def call() -> dict[str, Any]:
         out = op(**arrays)
@@ -91,15 +116,19 @@ def replay_differs(name: str, dtype: str, optional: bool = False) -> list[str]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         replayed = call()
-    for n, a in arrays.items():
-        a.copy_(others[n])
-    for out in replayed.values():
-        out.fill_(float("nan"))
-    graph.replay()
-    torch.cuda.synchronize()
-    eager = call()
-    wrong = [n for n, t in eager.items() if not _same_bits(t, replayed[n])]
-    return wrong + [f"{n}, which did not follow the inputs" for n, t in before.items() if _same_bits(t, replayed[n])]
+    wrong: list[str] = []
+    for seed in range(1, times + 1):
+        for n, a in small_inputs(op.spec, "cuda", dtype, seed, optional, extents).items():
+            arrays[n].copy_(a)
+        for out in replayed.values():
+            out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        eager = call()
+        wrong += [n for n, t in eager.items() if not _same_bits(t, replayed[n])]
+        wrong += [f"{n}, which did not follow the inputs" for n, t in before.items() if _same_bits(t, replayed[n])]
+        before = eager
+    return wrong
 
 
 class _Calls(TorchFunctionMode):
@@ -328,6 +357,10 @@ def main() -> None:
                     verdict = "; ".join(wrong) or "the bits of the eager call"
                     print(f"{name:14} {dtype:9} {given:9} captured, its inputs changed and replayed: {verdict}")
                     graphs.append({"op": name, "dtype": dtype, "arrays": given, "wrong": wrong})
+        for name in with_lengths():
+            wrong = replay_differs(name, "bfloat16", extents=extents_of_lengths(name), times=4)
+            print(f"{name:14} bfloat16  captured once, replayed with 4 other lengths: {'; '.join(wrong) or 'the bits'}")
+            graphs.append({"op": name, "dtype": "bfloat16", "arrays": "required, typical extents", "wrong": wrong})
     write(args.json, rows, graphs)
     if any(g["wrong"] for g in graphs):
         sys.exit(1)

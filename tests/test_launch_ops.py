@@ -11,6 +11,7 @@ import pytest
 import portakern as pk
 from portakern.core import registry, targets
 from portakern.core.binder import unchecked
+from portakern.core.framework import frameworks
 from portakern.core.targets import Target
 from portakern.core.tilings import resolve
 from tests.ops import forward_records
@@ -49,6 +50,19 @@ def served_ops():
 def test_small_inputs_fit_every_op(name, optional):
     spec = pk.op(name).spec
     pk.op(name, backend="triton").bind(**benchmark().small_inputs(spec, "cpu", optional=optional))
+
+
+@pytest.mark.parametrize("name", served_ops())
+def test_small_inputs_obey_the_rules_for_values_and_differ(name):
+    """What a graph is captured with, and what it is replayed with."""
+    spec = pk.op(name).spec
+    rules = [rule for rule in spec.require if rule.values]
+    first, second = (benchmark().small_inputs(spec, "cpu", seed=seed) for seed in (0, 1))
+    for arrays in (first, second):
+        call = unchecked(spec, **{n: frameworks()["torch"].to_numpy(a) for n, a in arrays.items()})
+        assert all(rule.holds(call) for rule in rules)
+    made = [n for n, a in first.items() if n in spec.generators and not a.is_floating_point()]
+    assert not made or any(not torch.equal(first[n], second[n]) for n in made)
 
 
 @pytest.mark.parametrize("name", [r.op for r in forward_records() if r.spec.vjp])
@@ -96,6 +110,14 @@ def test_the_benchmark_finds_what_an_op_launches():
 @pytest.mark.parametrize("name", served_ops())
 def test_a_captured_op_replays_to_the_bit(name, dtype, optional):
     assert benchmark().replay_differs(name, dtype, optional) == []
+
+
+@gpu
+@pytest.mark.parametrize("name", benchmark().with_lengths())
+def test_a_captured_op_replays_with_other_lengths(name):
+    """The extents of its typical call, captured once: other starts, lengths and tables each time."""
+    extents = benchmark().extents_of_lengths(name)
+    assert benchmark().replay_differs(name, "bfloat16", extents=extents, times=4) == []
 
 
 @gpu
