@@ -155,8 +155,10 @@ class Described:
         self.block_type = types.SimpleNamespace(shape=self.block)
 
     def _parts(self, at: list[Any], tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The part of the array that a box covers, and of the tile. Addresses are sums that wrap at 64 bits."""
+        """The part of the array that a box covers, and of the tile. Addresses are sums that wrap at 64 bits. A box
+        begins at a multiple of 16 bytes along the last axis: elsewhere Hopper's copy engine traps."""
         starts, tile = [int(i) for i in at], tile.view(self.block)
+        assert starts[-1] * self.base.itemsize % 16 == 0, f"a box begins at element {starts[-1]} of a row"
         firsts = [max(i, 0) for i in starts]
         ends = [min(i + n, extent) for i, n, extent in zip(starts, self.block, self.extents, strict=True)]
         sizes = [max(0, end - first) for first, end in zip(firsts, ends, strict=True)]

@@ -63,6 +63,7 @@ from portakern.backends.triton.lib.gluon_gradients import (
     LseRest,
     Own,
     Sides,
+    all_lines,
     any_flag,
     any_flag_of,
     far_of,
@@ -305,7 +306,7 @@ def consumer(GROUP: gl.constexpr, resident, streamed, sides, softmax, group, pla
             i, at = mine + gl.arange(0, ROWS, row), head.to(gl.int64) * work.pitch
             if sides.sequences is not None:
                 at = at + its.start
-            behind = work.all_heads.to(gl.int64) * work.pitch
+            behind = all_lines(work, plan).to(gl.int64) * work.pitch
             shift = gl.load(sides.lines + at + i, mask=i < its.q_len, other=0.0)[:, None]
             delta = gl.load(sides.lines + behind + at + i, mask=i < its.q_len, other=0.0)[:, None]
             low = low + at + mine, its.q_len - mine

@@ -27,6 +27,7 @@ from portakern.backends.triton.lib import attention as shared
 from portakern.backends.triton.lib import attention_gluon as gluon
 from portakern.backends.triton.lib import attention_vjp_gluon as gradients
 from portakern.backends.triton.lib.gluon import Softmax
+from portakern.backends.triton.lib.gluon_gradients import LINE
 from portakern.backends.triton.lib.heads import Scores
 from portakern.backends.triton.lib.sequences import CLAIMED, SORTED, mean_sequence, scheduled, too_many_tiles
 from portakern.backends.triton.lib.tma import (
@@ -142,7 +143,7 @@ def varlen_attention_vjp(call: Call, config: FlashGradientsConfig) -> tuple[Any,
         for name, (shape, dtype) in call.outputs.items()
     }
     scores, rate = gradients.scores_of(one)
-    lines, rest, _ = gradients.lines_of(one, o[None], d_o[None], rate)
+    lines, rest, _ = gradients.lines_of(one, o[None], d_o[None], rate, copies=LINE.value)
     left, right = shared.window_of(options["is_causal"], options["window"], dims["tokens"] + dims["kv_tokens"])
     heads = {True: dims["kv_heads"], False: dims["kv_heads"] * dims["group"]}
     for wants, plan in gradients.plans(one, config).items():

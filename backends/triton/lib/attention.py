@@ -350,21 +350,23 @@ class StatisticsStrides(NamedTuple):
 
 
 class StatisticsTile(NamedTuple):
-    """What the kernel is compiled for."""
+    """What the kernel is compiled for. ``copies``: of shift and delta; each begins one query after the one before."""
 
     rows: int
     block_dv: int
     columns: int
     acc_dtype: tl.dtype
     limit: float
+    copies: int
 
 
 @triton.jit
 def attention_vjp_statistics_kernel(o, d_o, lse, d_lse, lse_low, out, extents, rate, strides, tile: tl.constexpr):
     """delta = sum(o d_o) - d_lse and shift + low = (lse + lse_low) (rate + rate_low), what scores are measured from in
-    their unit; all (batch, heads, pitch), where pitch >= q_len. low is 0, and only there, where |lse| is below
-    ``limit``; flags, (batch, heads, ``FLAGS``), unless that is None, say where one of ``rows`` queries is not so.
-    sums: memory of the queries' ``columns`` each that is set to 0, (batch, heads, pitch, columns), or None.
+    their unit; all (batch, heads, pitch), where pitch >= q_len, and of shift and delta ``copies`` such. low is 0, and
+    only there, where |lse| is below ``limit``; flags, (batch, heads, ``FLAGS``), unless that is None, say where one of
+    ``rows`` queries is not so. sums: memory of the queries' ``columns`` each that is set to 0, (batch, heads, pitch,
+    columns), or None.
 
     A row that sees no key gets shift = inf, so that its p is 0, and delta = 0. To be compiled without contraction:
     products fused into the first step of a butterfly sum leave lanes a bit apart.
@@ -393,7 +395,8 @@ def attention_vjp_statistics_kernel(o, d_o, lse, d_lse, lse_low, out, extents, r
     high = l * rate.high
     rest = tl.fma(l, alike(l, rate.high), -high) + (l * rate.low + rest * rate.high)
     at = (batch * extents.heads + head) * extents.pitch + row
-    tl.store(out.shift + at, tl.where(unseen, float("inf"), high), mask=i_ok)
+    shift, delta = tl.where(unseen, float("inf"), high), tl.where(unseen, 0.0, total)
+    tl.store(out.shift + at, shift, mask=i_ok)
     far = i_ok & (tl.abs(l) >= tile.limit) & (tl.abs(high) < float("inf"))
     # the least number that is not flushed stands for a rest of 0: in units of a scale of 1e30 it is 1e-8
     tl.store(out.low + at, tl.where(far, tl.where(rest == 0.0, 1.1754944e-38, rest), 0.0), mask=i_ok)
@@ -403,7 +406,12 @@ def attention_vjp_statistics_kernel(o, d_o, lse, d_lse, lse_low, out, extents, r
         if index == extents.tiles - 1:  # what several flags that are read at once have behind the last
             tl.store(line + extents.tiles + i, tl.zeros([FLAGS], tl.int8), mask=extents.tiles + i < pitch_of_flags)
         tl.store(line + index, tl.max(far.to(tl.int32), 0).to(tl.int8))
-    tl.store(out.delta + at, tl.where(unseen, 0.0, total), mask=i_ok)
+    tl.store(out.delta + at, delta, mask=i_ok)
+    copies: tl.constexpr = tile.copies
+    for copy in tl.static_range(1, copies):
+        to = at - copy + copy * (tl.num_programs(0) // extents.tiles).to(tl.int64) * extents.pitch
+        tl.store(out.shift + to, shift, mask=i_ok & (row >= copy))
+        tl.store(out.delta + to, delta, mask=i_ok & (row >= copy))
     if out.sums is not None:
         zeros = tl.full([tile.rows, tile.columns], 0.0, tl.float32)
         tl.store(out.sums + at[:, None] * tile.columns + tl.arange(0, tile.columns)[None, :], zeros, mask=i_ok[:, None])
@@ -411,11 +419,11 @@ def attention_vjp_statistics_kernel(o, d_o, lse, d_lse, lse_low, out, extents, r
 
 def statistics(
     call: Call, o: torch.Tensor, d_o: torch.Tensor, rate: tuple[float, float], multiple: int = 1, limit: float = 0.0,
-    sums: torch.Tensor | None = None, lines: Sequence[torch.Tensor] = (),
+    sums: torch.Tensor | None = None, lines: Sequence[torch.Tensor] = (), copies: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:  # fmt: skip
     """(shift, low, flags, delta) of ``attention_vjp_statistics_kernel``: pitch is q_len, or the next multiple of so
     many. rate: in two parts, what lse is multiplied by. limit: the |lse| from which on there is a low, and a flag; 0:
-    always, and there are no flags. sums: what it sets to 0. lines: memory for shift and delta."""
+    always, and there are no flags. sums: what it sets to 0. lines: memory for shift and delta, of so many copies."""
     lse, d_lse, lse_low = (call.arrays[name] for name in ("lse", "d_lse", "lse_low"))
     batch, q_len, heads, dv = o.shape
     block_dv, pitch, rows = padded(dv), cdiv(q_len, multiple) * multiple, flagged(dv)
@@ -426,7 +434,7 @@ def statistics(
         fresh((batch, heads, cdiv(tiles, FLAGS.value) * FLAGS.value), torch_dtype("int8"), o.device) if limit else None
     )
     strides = StatisticsStrides(*(None if x is None else x.stride() for x in (o, d_o, lse, d_lse, lse_low)))
-    tile = StatisticsTile(rows, block_dv, 0 if sums is None else sums.shape[-1], accumulator(call.dtype), limit)
+    tile = StatisticsTile(rows, block_dv, 0 if sums is None else sums.shape[-1], accumulator(call.dtype), limit, copies)
     launch(attention_vjp_statistics_kernel, tiles * heads * batch, call, o, d_o, lse, d_lse, lse_low,
            Statistics(shift, low, flags, delta, sums), StatisticsExtents(tiles, heads, q_len, pitch, dv), Rate(*rate),
            strides, tile=tile, enable_fp_fusion=False)  # fmt: skip

@@ -155,12 +155,15 @@ def segments_of_both(call: Call, by_key: set[bool]) -> dict[bool, Segments | Non
 
 
 def lines_of(
-    call: Call, o: torch.Tensor, d_o: torch.Tensor, rate: tuple[float, float], sums: torch.Tensor | None = None
-) -> tuple[torch.Tensor, LseRest, torch.Tensor]:
-    """(lines, rest) of ``Sides``, and delta: shift and delta are one array, in lines that the copy engine takes."""
+    call: Call, o: torch.Tensor, d_o: torch.Tensor, rate: tuple[float, float], sums: torch.Tensor | None = None,
+    copies: int = 1,
+) -> tuple[torch.Tensor, LseRest, torch.Tensor]:  # fmt: skip
+    """(lines, rest) of ``Sides``, and delta: shift and delta are one array, in lines that the copy engine takes.
+    copies: ``LINE`` where parts of lines begin anywhere."""
     batch, q_len, heads, _ = o.shape
-    both = fresh((2, batch, heads, cdiv(q_len, LINE.value) * LINE.value), torch_dtype("float32"), o.device)
-    _, low, flags, delta = shared.statistics(call, o, d_o, rate, LINE.value, far_from(call), sums, tuple(both))
+    pitch = cdiv(q_len, LINE.value) * LINE.value
+    both = fresh((2, copies * batch, heads, pitch), torch_dtype("float32"), o.device)
+    _, low, flags, delta = shared.statistics(call, o, d_o, rate, LINE.value, far_from(call), sums, tuple(both), copies)
     assert flags is not None
     return both, LseRest(low, flags), delta
 

@@ -354,10 +354,23 @@ def schedule_of(sides, window, group, plan: gl.constexpr):
 @gluon.jit
 def line_at(b, head, start, work, plan: gl.constexpr):
     """(line, number in it) of the shift of a head's streamed query ``start``."""
+    heads = work.heads * work.group
     if plan.packed:
-        return head, work.other_start + start
+        at = work.other_start + start
+        return at % LINE * heads + head, at - at % LINE
     else:
-        return b * work.heads * work.group + head, start
+        return b * heads + head, start
+
+
+@gluon.jit
+def all_lines(work, plan: gl.constexpr):
+    """How many lines of shift there are before those of delta."""
+    lines = work.all_heads
+    if plan.by_key:
+        lines = lines * work.group
+    if plan.packed:
+        lines = lines * LINE
+    return lines
 
 
 @gluon.jit
@@ -392,9 +405,8 @@ def producer(resident, streamed, sides, softmax, group, plan: gl.constexpr):
             load_head(sides.streamed_second, b, start, streamed_head, full, each_at(streamed.second, stage))
             if plan.by_key:
                 line, at = line_at(b, streamed_head, start, its, plan)
-                lines = work.all_heads * work.group
                 load_tile(sides.lines, [line, at], full, streamed.shift.index(stage))
-                load_tile(sides.lines, [lines + line, at], full, streamed.delta.index(stage))
+                load_tile(sides.lines, [all_lines(work, plan) + line, at], full, streamed.delta.index(stage))
             unit += 1
             if plan.by_key:
                 streamed_head = gl.where(start + block < last, streamed_head, streamed_head + 1)
