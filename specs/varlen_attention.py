@@ -548,6 +548,22 @@ def each_sequence_alone(run, draw):
 
 
 @varlen_attention.law
+def a_long_sequence_alone_in_a_window(run, draw):
+    """A sequence of many queries has the same bits alone and among some of few, beside which kernels may cut queries
+    into other tiles: the first key that a tile sees lies elsewhere."""
+    q_len, few = draw.extent(130, 200), draw.extent(4, 7)
+    q_starts = np.cumsum([0, q_len, *(draw.extent(1, 3) for _ in range(few))]).astype(np.int32)
+    kv_len = q_len + draw.extent(60, 200)
+    kv_starts = np.cumsum([0, kv_len, *(draw.extent(1, 40) for _ in range(few))]).astype(np.int32)
+    d, options = draw.extent(4, 16, "d"), {"window": (draw.extent(70, 130), 0), "return_lse": True}
+    q, k, v = draw.normal(q_starts[-1], 2, d), draw.normal(kv_starts[-1], 1, d), draw.normal(kv_starts[-1], 1, d)
+    among = run(q, k, v, q_starts, kv_starts, **options)
+    alone = run(q[:q_len], k[:kv_len], v[:kv_len], q_starts[:2], kv_starts[:2], **options)
+    draw.same_bits(alone[0], among[0][:q_len], "o of a long sequence alone")
+    draw.same_bits(alone[1], among[1][:, :q_len], "lse of a long sequence alone")
+
+
+@varlen_attention.law
 def a_sequence_appended(run, draw):
     """One more sequence changes no bit of the others."""
     q_starts, kv_starts = _drawn_starts(draw, 3, 1)

@@ -134,6 +134,21 @@ def test_every_role_meets_the_bound(name):
     assert ran == FLASH
 
 
+def finds_on_host(module: Any, case: str) -> bool:
+    """Whether a kernel's module with a fault in it shows that on the host: see tests/mutants/faults."""
+    shape, options, named = CASES[case]
+    try:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(hopper, "processors", lambda device: 2)
+            patched.setitem(tma.MEASURED, "forward", tuple(tma.SUMS))
+            patched.setattr(host, "PATIENCE", 2.0)
+            patched.setitem(MODULES, FLASH[1], [module, *MODULES[FLASH[1]]])
+            call = bound(*shape, **options)
+            return worst_share(call, run(call, tiling_of(call, **named))) > 1
+    except (testing.Broken, AssertionError, TimeoutError, IndexError):  # the last: beyond an array
+        return True
+
+
 def alone(call: Call, s: int) -> Call:
     """The call of its ``s``-th sequence."""
     arrays = dict(call.arrays)

@@ -98,15 +98,19 @@ def _loaded(name: str, source: str, **names: Any) -> ModuleType:
     return module
 
 
-ON_HOST = {"triton/hopper": "tests.test_hopper_gradients", "triton/unordered": "tests.test_unordered"}
-"""Home -> the tests whose ``finds_on_host`` runs a module of Gluon's kernels on a case of theirs."""
+ON_HOST = {
+    ("triton/hopper", "attention_vjp"): "tests.test_hopper_gradients",
+    ("triton/hopper", "varlen_attention"): "tests.test_hopper_varlen",
+    ("triton/unordered", "attention_vjp"): "tests.test_unordered",
+}
+"""(home, op) -> the tests whose ``finds_on_host`` runs a module of Gluon's kernels on a case of theirs."""
 
 
 def found_on_host(fault: Fault) -> bool:
     """Whether a kernel with the fault in it shows that where the host runs its threads."""
     name = "mutant_" + "".join(c if c.isalnum() else "_" for c in fault.name)
     module = _loaded(name, mutated_source(fault))
-    return bool(importlib.import_module(ON_HOST[fault.home]).finds_on_host(module, fault.case))
+    return bool(importlib.import_module(ON_HOST[fault.home, fault.op]).finds_on_host(module, fault.case))
 
 
 def _importing(mutated: str, module: str, source: str, name: str) -> str:

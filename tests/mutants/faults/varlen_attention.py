@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutants.faults import Planted
+from tests.mutants.faults._on_host import on_host
 
 FAULTS = {
     "triton": [
@@ -11,6 +12,28 @@ FAULTS = {
             "a sequence sees its first 128 keys alone",
             old="    tile = index - (own * step // block + low)\n",
             new="    tile = index - (own * step // block + low)\n    kv_len = tl.minimum(kv_len, 128)\n",
+        ),
+        Planted(
+            "acc-not-rescaled",
+            "the sum of values keeps its unit when the maximum grows",
+            old="        acc = acc * alpha[:, None]\n",
+            new="",
+            within="attention",
+            at=(0, 100),
+        ),
+        Planted(
+            "tiles-at-the-window",
+            "tiles of keys begin where the window of their rows begins, which other rows move",
+            old="    span = band(top, bottom, left, right, kv_len, plan.block_kv)\n",
+            new=(
+                "    span = band(top, bottom, left, right, kv_len, plan.block_kv)\n"
+                "    if left is not None:\n"
+                "        _, _, _, last = span\n"
+                "        span = tl.minimum(tl.maximum(top - left, 0), last), last, last, last\n"
+            ),
+            small=True,
+            within="attention",
+            at=(0, 100),
         ),
         Planted(
             "aligned-at-the-first-key",
@@ -157,4 +180,72 @@ FAULTS = {
             new='return by_head(x[None, :, ::-1], self.dims["group"])[0][::-1]',
         ),
     ],
+    "triton/hopper": on_host(
+        "_flash",
+        {
+            "keys beyond 128 are dropped": (
+                "full",
+                "span_of(top + before, bottom + before, own, left, right, block)",
+                "span_of(top + before, bottom + before, own._replace(kv_len=min(own.kv_len, 128)), left, right, block)",
+                2,
+            ),
+            "the sum of values keeps its unit when the maximum grows": (
+                "full",
+                "        else:\n            acc = scaled_pieces(acc, alpha)\n",
+                "",
+            ),
+            "the first query of a sequence stands at its first key": (
+                "short sequences among one that is long",
+                "before = own.kv_len - own.q_len",
+                "before = 0",
+                2,
+            ),
+            "every sequence has the queries of the first": (
+                "causal",
+                "return work.q_start + work.q_len, work.q_len",
+                "return work.q_len, work.q_len",
+            ),
+            "every sequence has the keys of the first": (
+                "causal",
+                "return work.kv_start + work.kv_len, work.kv_len",
+                "return work.kv_len, work.kv_len",
+            ),
+            "the log-sum-exp of every sequence goes to the first": (
+                "full",
+                "head.to(gl.int64) * work.tokens + work.q_start",
+                "head.to(gl.int64) * work.tokens",
+            ),
+            "log-sum-exp is written behind the end of a sequence": (
+                "short sequences among one that is long",
+                "scores, i < own.q_len)",
+                "scores, i > -1)",
+            ),
+            "values of the tile before are not awaited": (
+                "full",
+                "    unit += 1\n    await_full(ring, unit)\n    for start",
+                "    unit += 1\n    for start",
+            ),
+        },
+    )
+    + on_host(
+        "lib.gluon_sequences",
+        {
+            "consumers are not told that no tile is left": (
+                "causal",
+                "    if index >= tiles:\n",
+                "    if index < 0:\n",
+            ),
+            "one head of each sequence has tiles": (
+                "causal",
+                "gl.load(sequences.schedule) * heads",
+                "gl.load(sequences.schedule)",
+            ),
+        },
+    )
+    + on_host(
+        "lib.gluon",
+        {
+            "a second piece of scores is left out": ("two pieces", "gl.static_range(1, len(q))", "gl.static_range(0)"),
+        },
+    ),
 }
