@@ -325,3 +325,37 @@ def test_on_hopper_a_query_alone_has_the_bits_that_it_has_among_others(keys, gro
     unsplit = attend(q, "unsplit")
     assert all(map(torch.equal, attend(q, "unsplit", consumers=2), unsplit))
     assert same(attend(q[:, few], "unsplit"), unsplit)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    "sizes, k, n", [([300, 0, 77, 512, 1, 40], 264, 520), ([0, 3, 1] * 100, 136, 200), ([5000, 700], 1032, 776)]
+)
+def test_on_hopper_groups_of_rows_have_the_same_bits_in_every_tiling_and_company(sizes, k, n, turned):
+    """And by the portable kernel. Rows of no group hold NaN."""
+    rows, ends = sum(sizes), torch.tensor(sizes, device="cuda").cumsum(0)
+    a, d_c = (normal(rows + 150, width, dtype=torch.bfloat16) for width in (k, n))
+    b = normal(len(sizes), k, n, dtype=torch.bfloat16)
+    b = b.mT.contiguous().mT if turned else b
+    a[rows:], d_c[rows:] = torch.nan, torch.nan
+
+    def results(variant, *arrays, **tiling):
+        forward, backward = (
+            pk.op(name, backend="triton", variant=variant, tiling=tiling or None)
+            for name in ("grouped_matmul", "grouped_matmul_vjp")
+        )
+        return forward(*arrays[:3]), *backward(*arrays)
+
+    whole = results("hopper", a, b, ends, d_c)
+    assert not any(x[rows:].any() for x in whole[:2]) and not whole[2][torch.tensor(sizes) == 0].any()
+    for block_n, stages, halves in ((256, 4, 1), (256, 3, 0), (128, 6, 0), (128, 4, 1), (64, 8, 0)):
+        tiling = {"block_n": block_n, "num_stages": stages, "epilogue_subtile": halves, "group": 4}
+        assert all(map(torch.equal, results("hopper", a, b, ends, d_c, **tiling), whole)), tiling
+    assert all(map(torch.equal, results("gpu", a, b, ends, d_c), whole))
+    last = slice(int(ends[-1]) - sizes[-1], rows)
+    alone = results("hopper", a[last], b[-1:], torch.tensor(sizes[-1:], device="cuda"), d_c[last])
+    assert torch.equal(alone[0], whole[0][last]) and torch.equal(alone[1], whole[1][last])
+    assert torch.equal(alone[2][0], whole[2][-1])

@@ -124,6 +124,15 @@ class HopperProductConfig(ProductConfig):
     ] = False
 
 
+class HopperGroupedConfig(ProductConfig):
+    """Of products of groups of rows on Hopper."""
+
+    num_warps: Annotated[int, Tile(8, 8)]
+    num_stages: Annotated[int, Count(2, 8)]
+    group: Annotated[int, Tile(1, 32)]
+    epilogue_subtile: Annotated[bool, "epilogue subtile; 1: store the tile in two halves"]
+
+
 # ----------------------------------------------------------------------------------------------------------- attention
 
 
