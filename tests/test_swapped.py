@@ -44,6 +44,7 @@ TAKEN = {  # the op that serves a call, and the call -> the shapes of its tensor
     "matmul: torch.einsum(a, [0, 1], b, [2, 1], [2, 0])": [(3, 4), (5, 4)],
     "matmul: torch.einsum('ab,ab', a, b)": [(3, 4), (3, 4)],
     "matmul: torch.einsum('xay,yb...x->ab...', a, b)": [(2, 3, 4), (4, 5, 6, 2)],
+    "grouped_matmul: F.grouped_mm(a, b.mT, offs=torch.tensor([1, 1, 3], dtype=torch.int32))": [(3, 4), (3, 8, 4)],
     "softmax: torch.softmax(a, -1)": [(3, 4)],
     "softmax: torch.softmax(a, axis=0)": [(3, 4)],
     "softmax: torch.softmax(a, 0, torch.float64)": [(3, 4)],
@@ -515,3 +516,17 @@ def test_a_graph_that_breaks_inside_a_context_goes_on_with_it():
 
     given = tensors((3, 4), (4, 5))
     torch.testing.assert_close(compiled(breaks, full=False)(*given), breaks(*given), rtol=1e-5, atol=1e-6)
+
+
+def test_what_torch_compile_shows_to_no_context_is_pytorchs():
+    """If this fails, torch.compile has learnt to: then take grouped_mm out of what docs/how-to/pytorch.md excepts."""
+    offs, graphs = torch.tensor([1, 1, 3], dtype=torch.int32), []
+
+    def kept(graph, inputs):
+        graphs.append(graph.code)
+        return graph
+
+    a, b = torch.randn(3, 8).bfloat16(), torch.randn(3, 8, 16).bfloat16()
+    with swapped():
+        torch.compile(lambda a, b: F.grouped_mm(a, b, offs=offs), fullgraph=True, backend=kept)(a, b)
+    assert len(graphs) == 1 and "torch._grouped_mm" in graphs[0]

@@ -32,6 +32,7 @@ from portakern.frameworks.torch.functions import (
     scaled_dot_product_attention,
     softmax,
 )
+from portakern.frameworks.torch.grouped import grouped_mm
 from portakern.frameworks.torch.memory import READABLE, unreadable
 
 __all__ = ["SWAPS", "Swap", "swapped"]
@@ -77,6 +78,19 @@ def _layer_norm(
 ) -> Tensor:
     """``torch.layer_norm``; ``cudnn_enable`` is ignored."""
     return layer_norm(input, normalized_shape, weight, bias, eps, backend=backend)
+
+
+def _grouped_mm(
+    self: Tensor,
+    mat2: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """``torch._grouped_mm``, which ``torch.nn.functional.grouped_mm`` calls."""
+    return grouped_mm(self, mat2, offs=offs, bias=bias, out_dtype=out_dtype, backend=backend)
 
 
 def _rmatmul(input: Tensor, other: Tensor, *, backend: str | None = None) -> Tensor:
@@ -125,8 +139,11 @@ SWAPS: Mapping[Any, Swap] = {
     Tensor.baddbmm: Swap(products.baddbmm, "matmul"),
     torch.einsum: Swap(products.einsum, "matmul"),
 } | {
-    theirs: Swap(linear_cross_entropy, "linear_cross_entropy")
-    for theirs in [getattr(F, "linear_cross_entropy", None)]  # older releases have none
+    theirs: swap
+    for theirs, swap in (  # older releases have none
+        (getattr(F, "linear_cross_entropy", None), Swap(linear_cross_entropy, "linear_cross_entropy")),
+        (getattr(torch, "_grouped_mm", None), Swap(_grouped_mm, "grouped_matmul")),
+    )
     if theirs
 }
 """PyTorch's functions that :func:`swapped` replaces."""
@@ -145,7 +162,8 @@ MOST = 256
 class swapped(TorchFunctionMode):
     """Within this context PyTorch's scaled_dot_product_attention, softmax, softmin, logsumexp, cross_entropy and
     linear_cross_entropy (of targets that are classes), layer_norm, rms_norm, matmul, linear, mm, bmm, addmm, baddbmm,
-    and einsum where it is a product of two matrices (functions, methods and the operator @) run on portakern.
+    grouped_mm, and einsum where it is a product of two matrices (functions, methods and the operator @) run on
+    portakern.
 
     >>> with portakern.torch.swapped() as s:
     ...     model(x).sum().backward()
@@ -154,7 +172,8 @@ class swapped(TorchFunctionMode):
     The context applies to the thread that entered it, and to backward passes that start inside it, on any thread.
     ``torch.utils.checkpoint`` recomputes on portakern what ran inside it, even in a later backward pass. Other threads
     call PyTorch's functions until they enter their own context. A context may be entered around a function that
-    torch.compile compiles, or inside it. Calls that are traced without it (in ``multi_head_attention_forward`` and
+    torch.compile compiles, or inside it; but grouped_mm, which torch.compile shows to no context, is then PyTorch's.
+    Calls that are traced without it (in ``multi_head_attention_forward`` and
     checkpoints) are refused with fullgraph=True, and otherwise run outside of the graph.
 
     Args:
