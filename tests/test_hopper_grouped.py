@@ -203,7 +203,7 @@ def test_other_sizes_are_no_reason_to_compile(op):
     for sizes in ([640, 700], [1000, 1025, 4096], [30] * 64, [0, 129]):
         call, found = bound(op, sizes, 512, 1408, device="meta"), []
         with recording(lambda *launch, found=found: found.append(launch)):
-            variant(op).run(call, tiling_of(call, **WIDE))
+            variant(op).run(call, tiling_of(call, **WHOLE))
         for kernel, _, args, constexprs in found:
             source, options = compiler.specialised(kernel, args, constexprs, targets.find("sm_90"))
             compiled.add((kernel.__name__, source.hash(), *sorted(map(str, options.items()))))
@@ -213,15 +213,32 @@ def test_other_sizes_are_no_reason_to_compile(op):
 def test_the_tile_follows_how_many_rows_groups_have(monkeypatch):
     monkeypatch.setattr(hopper, "processors", lambda device: 132)
 
-    def tile(op, rows, groups, k, n):
+    def tile(op, rows, groups, k, n, *wants):
         call = bound(op, [rows // groups] * groups, k, n, device="meta")
-        return variant(op).key(call)["tile"]
+        return variant(op).key(call.replace(wants=wants or call.wants))["tile"]
 
     assert tile("grouped_matmul", 4096, 8, 2048, 2048) == "128 x 256"
     assert tile("grouped_matmul", 8192, 64, 2048, 1408) == "128 x 256"
     assert tile("grouped_matmul", 64, 8, 2048, 2048) == "128 x 128"
     assert tile("grouped_matmul", 8, 4, 2048, 2048) == "128 x 64"
+    assert tile("grouped_matmul", 8, 8, 4096, 14336) == "128 x 256"  # memory needs longer than either tile
     assert tile("grouped_matmul_vjp", 8192, 8, 4096, 14336) == "128 x 256"
+    assert tile("grouped_matmul_vjp", 512, 128, 2048, 768, "d_a") == "128 x 256"
+    assert tile("grouped_matmul_vjp", 512, 128, 2048, 768, "d_b") == "128 x 128"
+
+
+def test_each_gradient_has_the_tile_that_suits_it_unless_one_is_named(monkeypatch):
+    monkeypatch.setattr(hopper, "processors", lambda device: 132)
+    call = bound("grouped_matmul_vjp", [4] * 128, 2048, 768, device="meta")
+
+    def columns(tiling):
+        found: list[int] = []
+        with recording(lambda kernel, grid, args, constexprs: found.append(constexprs["plan"].columns)):
+            variant("grouped_matmul_vjp").run(call, tiling)
+        return found
+
+    assert columns(tiling_of(call)) == [256, 128]
+    assert columns(tiling_of(call, **NARROW)) == [64, 64]
 
 
 REFUSED = {

@@ -5,8 +5,8 @@ unit, in 16 bits; and their gradients.
 
 a: (rows, k), b: (groups, k, n), ends: (groups,), where each group ends -> c: (rows, n). A program takes tiles of
 block_m x block_n, which begin where their group does, by warps that have roles, and walks along the ends to find them
-(:mod:`._grouped`): the host knows no size, and no kernel runs before. d_a is the same product, of d_c and the transposed
-matrices. A tile of d_b sums its group's rows from the first one on; that of a group without rows is zeros.
+(:mod:`._grouped`): the host knows no size, and no kernel runs before. d_a is the same product, of d_c and the
+transposed matrices. A tile of d_b sums its group's rows from the first one on; that of a group without rows is zeros.
 
 An element's bits depend on the order of its sum alone, as in ``matmul``, so that tiles may follow how many rows and
 groups there are. They are those of the portable kernel (tests/test_gpu.py tries it).
@@ -24,6 +24,7 @@ from portakern.backends.triton import BACKEND
 from portakern.backends.triton.configs import HopperGroupedConfig
 from portakern.backends.triton.hopper._scratch import operand
 from portakern.backends.triton.hopper._tiles import BEGIN_AND_END, RATES, STEP
+from portakern.backends.triton.hopper.family import FAMILY
 from portakern.backends.triton.hopper.matmul import described
 from portakern.backends.triton.hopper.varlen_attention import not_tried
 from portakern.backends.triton.launch import GLUON, cdiv, launch, shared_limit
@@ -31,6 +32,7 @@ from portakern.backends.triton.layout import fresh, fresh_like
 from portakern.backends.triton.lib.matmul import products
 from portakern.backends.triton.lib.tma import BARRIERS, RAGGED_ROWS, movable, processors, ragged
 from portakern.core.backend import Drawn
+from portakern.core.tilings import default
 from portakern.specs.matmul import product_dtype
 
 if TYPE_CHECKING:
@@ -50,6 +52,10 @@ TILES = {
 do not depend on the sum's length: matmul's, those of 64 columns estimated."""
 
 
+MEMORY = 3.35e6
+"""Bytes that an H100's memory moves in a microsecond."""
+
+
 def extents_of(call: Call, name: str) -> tuple[int, int, int, int]:
     """Of an output's product: how many groups have tiles if all that can have some do, rows and columns of c of each
     such, and what is summed, where groups have as many rows each."""
@@ -60,16 +66,14 @@ def extents_of(call: Call, name: str) -> tuple[int, int, int, int]:
     return (some, cdiv(rows, some), n, k) if name == "c" else (some, cdiv(rows, some), k, n)
 
 
-def microseconds(call: Call, columns: int) -> float:
-    """What the wanted products take in tiles of so many columns: rounds of the multiprocessors, times what a round
-    takes."""
+def microseconds(call: Call, name: str, columns: int) -> float:
+    """What an output's product takes in tiles of so many columns: rounds of the multiprocessors, times what a round
+    takes, or as long as memory needs for the matrices."""
     rate, besides = TILES[columns]
-    taken = 0.0
-    for name in call.wants:
-        groups, m, n, k = extents_of(call, name)
-        rounds = cdiv(groups * cdiv(m, ROWS) * cdiv(n, columns), processors(None))
-        taken += rounds * (besides + cdiv(k, DEPTH) * STEP * columns / 256 / rate)
-    return taken
+    groups, m, n, k = extents_of(call, name)
+    rounds = cdiv(groups * cdiv(m, ROWS) * cdiv(n, columns), processors(None))
+    moved = 2 * groups * call.dims["k"] * call.dims["n"] / MEMORY
+    return max(rounds * (besides + cdiv(k, DEPTH) * STEP * columns / 256 / rate), moved)
 
 
 def multiplied_dtype(call: Call) -> str:
@@ -80,7 +84,9 @@ def multiplied_dtype(call: Call) -> str:
 def key(call: Call) -> dict[str, str | int]:
     """The kind of the products, and the tile in which they are done first, of 16 bits."""
     kind = products(call, multiplied_dtype(call))
-    columns = min(TILES, key=lambda columns: microseconds(call, columns)) if kind == "16-bit" else min(TILES)
+    columns = min(TILES)
+    if kind == "16-bit":
+        columns = min(TILES, key=lambda columns: sum(microseconds(call, name, columns) for name in call.wants))
     return {"products": kind, "tile": f"{ROWS} x {columns}"}
 
 
@@ -183,10 +189,20 @@ def grouped_matmul_vjp(call: Call, config: HopperGroupedConfig) -> tuple[Any, ..
     a, b, d_c = (call.arrays[name] for name in ("a", "b", "d_c"))
     d_a, d_b = (fresh_like(x) if name in call.wants else None for name, x in (("d_a", a), ("d_b", b)))
     if d_a is not None:
-        multiply(call, d_c, b.mT, d_a, config)
+        multiply(call, d_c, b.mT, d_a, own_tiling(call, "d_a", config))
     if d_b is not None:
-        matrix_gradients(call, a, d_c, d_b, config)
+        matrix_gradients(call, a, d_c, d_b, own_tiling(call, "d_b", config))
     return d_a, d_b
+
+
+def own_tiling(call: Call, name: str, config: HopperGroupedConfig) -> HopperGroupedConfig:
+    """The tiling of a gradient's product: that of the gradient alone, unless somebody named or found another for the
+    call, which is then for both."""
+    implementation = BACKEND.implementation("grouped_matmul_vjp", FAMILY)
+    assert implementation is not None
+    if default(implementation, call).tiling != config:
+        return config
+    return default(implementation, call.replace(wants=(name,))).tiling
 
 
 def matrix_gradients(
