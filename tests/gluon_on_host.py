@@ -481,6 +481,6 @@ def run(kernel: Any, modules: list[Any], grid: int, *args: Any, **constexprs: An
             "store_tile": lambda d, at, tile: d.store(at, tile),
             "add_tile": lambda d, at, tile: d.store(at, tile, adds=True), "rows_boxed": lambda tile, heads: tile,
             "beside": lambda alpha, l: alpha[:, None], "column_of": lambda alpha, tile: alpha[:, None],
-            "gdc_launch_dependents": lambda: None,
+            "gdc_launch_dependents": lambda: None, "gdc_wait": lambda: None,
         }  # fmt: skip
         names[kernel.fn.__name__](*args, **constexprs)

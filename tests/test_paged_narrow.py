@@ -38,7 +38,7 @@ def called(arch, dtype="float32", pages="float8_e4m3fn", heads=2, interpret=Fals
 )
 def test_what_is_refused_is_declared(arch, dtype, pages, words):
     pytest.importorskip("triton", reason="triton is not installed")
-    from portakern.backends.triton.gpu.paged_attention import narrow_refused
+    from portakern.backends.triton.lib.paged_attention import narrow_refused
 
     refused = narrow_refused(called(arch, dtype, pages))
     if words is None:

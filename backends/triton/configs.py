@@ -223,6 +223,14 @@ class VarlenFlashConfig(FewQueriesTilesConfig, ConsumersConfig):
     ] = True
 
 
+class PagedFlashConfig(PagedAttentionConfig):
+    """Of attention over pages on Hopper."""
+
+    pingpong: Annotated[
+        bool, "1: warp groups take turns to issue products (warpgroup ping-pong); no bit of a result depends on it"
+    ] = False
+
+
 class FlashConfig(AttentionConfig, UnsplitConfig):
     """Of attention on Hopper."""
 

@@ -56,6 +56,33 @@ def ragged(x: torch.Tensor, rows: int, columns: int) -> Any:
     return describe(x, shape, strides, (1, 1, rows, 1, columns), layout)
 
 
+LINE = 64  # numbers of a line of 128 bytes
+
+
+def paged(x: torch.Tensor, rows: int) -> tuple[Any, int]:
+    """(pages, page_size, heads, d) in tiles of so many slots of a page, one head and a line of 128 bytes; and rows from
+    a page to the next, as far as a slot is from the next. A page's keys are described as a sequence of packed ones is
+    (``ragged``): they end where the caller says."""
+    (of_page, *steps), shape = x.stride(), x.shape
+    of_slot, of_head, along = (
+        s if extent > 1 else of_a_copy
+        for s, extent, of_a_copy in zip(steps, shape[1:], contiguous_strides(shape)[1:], strict=True)
+    )
+    extents = MANY, MANY, RAGGED_ROWS, *shape[2:]
+    strides = FARTHEST - of_slot, of_slot, of_slot, of_head, along
+    layout = gl.NVMMASharedLayout(2 * LINE, 16, 5)
+    return describe(x, extents, strides, (1, 1, rows, 1, LINE), layout), of_page // of_slot
+
+
+def pages_movable(x: torch.Tensor) -> bool:
+    """Whether the copy engine can move parts of pages: rows that begin at multiples of 16 bytes, and pages that are
+    whole numbers of slots apart."""
+    of_page, of_slot, of_head, along = x.stride()
+    pages, size, heads, _ = x.shape
+    odd = of_slot % 8 or (of_head % 8 and heads > 1) or along != 1 or of_slot <= 0
+    return not odd and of_page % of_slot == 0 and 0 <= of_page // of_slot * pages + size < MANY
+
+
 SUMS = {80: (64, 16), 96: (64, 32), 144: (128, 16), 160: (128, 32), 192: (128, 64)}
 """Columns that a head's tile may have beside powers of two: those of two pieces, each a power of two."""
 

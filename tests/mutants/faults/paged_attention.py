@@ -50,6 +50,7 @@ FAULTS = {
             "a last chunk that is not full is not merged",
             old="tl.cdiv(tl.maximum(hi, 0), work.chunk)",
             new="tl.maximum(hi, 0) // work.chunk",
+            within="lib.paged_attention",
             at=(0, 100),
         ),
         Planted(
@@ -94,6 +95,7 @@ FAULTS = {
                 "    if sink is not None:\n"
                 "        sink += tl.log(work.chunks * 1.0)\n"
             ),
+            within="lib.paged_attention",
             sample=True,
             edge="many_keys_with_sinks",
             at=(0, 12),
@@ -110,6 +112,7 @@ FAULTS = {
             "tokens behind the last sequence have a sink",
             old="mask=(s < extents.sequences) & (head < extents.heads)",
             new="mask=head < extents.heads",
+            within="lib.paged_attention",
             sample=True,
             edge="sinks_of_some_tokens",
             at=(0, 12),
@@ -135,6 +138,7 @@ FAULTS = {
             "values are scaled twice where chunks are merged",
             old="state = scaled((acc, l, m), of_heads.v_scale, kv_head)",
             new="state = scaled(scaled((acc, l, m), of_heads.v_scale, kv_head), of_heads.v_scale, kv_head)",
+            within="lib.paged_attention",
             sample=True,
             edge="many_keys_with_scales",
             at=(0, 12),
