@@ -3,6 +3,7 @@
 from portakern.frameworks.jax.functions import dot_product_attention, rotary_tables
 from portakern.frameworks.jax.paged import ragged_paged_attention
 from portakern.frameworks.jax.products import dot_general, ragged_dot
+from portakern.frameworks.jax.scaled import scaled_matmul
 from portakern.frameworks.jax.tracing import lowered_for
 
 __all__ = [
@@ -12,4 +13,5 @@ __all__ = [
     "ragged_dot",
     "ragged_paged_attention",
     "rotary_tables",
+    "scaled_matmul",
 ]

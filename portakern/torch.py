@@ -15,6 +15,7 @@ from portakern.frameworks.torch.functions import (
 from portakern.frameworks.torch.grouped import grouped_mm
 from portakern.frameworks.torch.models.applied import apply
 from portakern.frameworks.torch.models.attention import register_attention
+from portakern.frameworks.torch.scaled import scaled_mm
 from portakern.frameworks.torch.swapping import swapped
 from portakern.frameworks.torch.varlen import varlen_attn
 
@@ -31,6 +32,7 @@ __all__ = [
     "rms_norm",
     "rotary_tables",
     "scaled_dot_product_attention",
+    "scaled_mm",
     "softmax",
     "swapped",
     "varlen_attn",

@@ -484,6 +484,8 @@ def test_a_compiled_function_makes_an_op_of_a_spec():
 PACKED, STARTS = torch.randn(8, 2, 8), torch.tensor([0, 3, 8])
 X, Q, LABELS = torch.randn(4, 8), torch.randn(1, 2, 4, 8), torch.tensor([3, 0, 7, 1])
 MASK, COS = torch.ones(4, 4).tril() > 0, X[None]
+CODES = X.to(torch.float8_e4m3fn)
+TENSOR_WISE = fn.ScalingType.TensorWise if hasattr(fn, "ScalingType") else "TensorWise"
 TWINS = {
     "softmax": lambda x: twin.softmax(x, -1, dtype=torch.float64, backend="triton"),
     "logsumexp": lambda x: twin.logsumexp(x, (0, 1), keepdim=True, backend="triton"),
@@ -498,6 +500,9 @@ TWINS = {
     "attention with a bias": lambda x: twin.scaled_dot_product_attention(Q * x[0], Q, Q, X[:, :4], backend="triton"),
     "varlen_attn": lambda x: twin.varlen_attn(
         PACKED * x[0], PACKED, PACKED, STARTS, STARTS, 5, 5, window_size=(2, 0), backend="triton"
+    ),
+    "scaled_mm": lambda x: twin.scaled_mm(
+        CODES, CODES.t(), x[0, :1], TENSOR_WISE, X[0, :1], "TensorWise", backend="triton"
     ),
     "apply_rotary_pos_emb": lambda x: twin.apply_rotary_pos_emb(Q * x[0], Q, COS, COS, backend="triton")[0],
 }

@@ -11,7 +11,7 @@ from portakern.spec.dtypes import DTYPES as KINDS
 from portakern.spec.dtypes import numpy_dtype
 from portakern.specs.scaled_matmul import CUT, RUN, STEP
 from tests.ops._shared import pick, sweep, zeros
-from tests.ops.record import EIGHT_BITS, Fault, ForwardRecord, Hiding, Layer, Mapped, Near, Sample, dtype_for
+from tests.ops.record import EIGHT_BITS, Fault, ForwardRecord, Hiding, Layer, Mapped, Near, Sample, Twin, dtype_for
 
 F32 = np.float32
 
@@ -388,6 +388,9 @@ RECORD = ForwardRecord(
     layer=Layer(in_layer, lambda width: {"w": (width, width)}),
     extents={"m": 64, "n": 128, "k": 96, "m_width": 1, "n_width": 1, "k_width": 128},
     launched=sample(64, 128, 64),
+    twin=Twin(
+        "scaled_mm", lambda a, b, scale_a, scale_b: (a, b, scale_a, "RowWise", scale_b, "RowWise"), sampled=None
+    ),
     matrix_units=True,
     past_2_31=past_2_31,
     far=far,

@@ -87,6 +87,7 @@ class Jax(Framework):
             "dot_product_attention": "attention",
             "dot_general": "matmul",
             "ragged_paged_attention": "paged_attention",
+            "scaled_matmul": "scaled_matmul",
         }
     )
     immutable = True
