@@ -18,7 +18,7 @@ of 22 us each by the times that ``matmul`` has. Groups of few rows wait for thei
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portakern.backends.triton import BACKEND
 from portakern.backends.triton.configs import HopperGroupedConfig
@@ -66,14 +66,21 @@ def extents_of(call: Call, name: str) -> tuple[int, int, int, int]:
     return (some, cdiv(rows, some), n, k) if name == "c" else (some, cdiv(rows, some), k, n)
 
 
-def microseconds(call: Call, name: str, columns: int) -> float:
-    """What an output's product takes in tiles of so many columns: rounds of the multiprocessors, times what a round
-    takes, or as long as memory needs for the matrices."""
+class ProductTimes(NamedTuple):
+    """Of an output's product in one tile: rounds of the multiprocessors, and microseconds that these take, and that
+    memory needs for the matrices."""
+
+    rounds: int
+    multiplied: float
+    moved: float
+
+
+def times_of(call: Call, name: str, columns: int) -> ProductTimes:
     rate, besides = TILES[columns]
     groups, m, n, k = extents_of(call, name)
     rounds = cdiv(groups * cdiv(m, ROWS) * cdiv(n, columns), processors(None))
-    moved = 2 * groups * call.dims["k"] * call.dims["n"] / MEMORY
-    return max(rounds * (besides + cdiv(k, DEPTH) * STEP * columns / 256 / rate), moved)
+    multiplied = rounds * (besides + cdiv(k, DEPTH) * STEP * columns / 256 / rate)
+    return ProductTimes(rounds, multiplied, 2 * groups * call.dims["k"] * call.dims["n"] / MEMORY)
 
 
 def multiplied_dtype(call: Call) -> str:
@@ -82,12 +89,15 @@ def multiplied_dtype(call: Call) -> str:
 
 
 def key(call: Call) -> dict[str, str | int]:
-    """The kind of the products, and the tile in which they are done first, of 16 bits."""
-    kind = products(call, multiplied_dtype(call))
-    columns = min(TILES)
-    if kind == "16-bit":
-        columns = min(TILES, key=lambda columns: sum(microseconds(call, name, columns) for name in call.wants))
-    return {"products": kind, "tile": f"{ROWS} x {columns}"}
+    """The kind of the products, the tile in which they are done first, of 16 bits, and how many rounds of tiles the
+    first of them has, up to 4; one where memory needs longer."""
+    kind, columns, rounds = products(call, multiplied_dtype(call)), min(TILES), 1
+    if kind == "16-bit" and call.wants:
+        of = {columns: [times_of(call, name, columns) for name in call.wants] for columns in TILES}
+        columns = min(of, key=lambda columns: sum(max(t.multiplied, t.moved) for t in of[columns]))
+        first = of[columns][0]
+        rounds = min(first.rounds, 4) if first.multiplied > first.moved else 1
+    return {"products": kind, "tile": f"{ROWS} x {columns}", "rounds": rounds}
 
 
 def shared_memory(config: HopperGroupedConfig) -> int:
