@@ -31,7 +31,7 @@ BACKEND = registry.backend("triton")
 (FAMILY,) = (f for f in BACKEND.families if f.name == "hopper")
 VARIANT = BACKEND.implementation("paged_attention", FAMILY)
 PORTABLE = BACKEND.implementation("paged_attention", next(f for f in BACKEND.families if f.name == "gpu"))
-MODULES = {"paged_attention_pages_kernel": [_pages, _shares, _flash, gluon]}
+MODULES = {"paged_attention_pages_kernel": [_shares, _flash, gluon]}
 compiles = pytest.mark.skipif(
     not (platform.system() == "Linux" and importlib.util.find_spec("triton")), reason="triton is made for Linux alone"
 )
@@ -77,11 +77,14 @@ def tiling_of(call: Call, **named: int) -> Any:
     return tilings.resolve(VARIANT, call, named).tiling
 
 
-def on_the_host(kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[str, Any], ran: list[str]) -> None:
-    """What a launch does, on the host: kernels of ``tl`` interpreted, the others by threads."""
+def on_the_host(
+    kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[str, Any], ran: list[str], module: Any = _pages
+) -> None:  # fmt: skip
+    """What a launch does, on the host: kernels of ``tl`` interpreted, the others by threads. module: the kernel's, or
+    one with a fault in it."""
     ran.append(kernel.__name__)
     if kernel.__name__ in MODULES:
-        host.launched(kernel, MODULES[kernel.__name__], grid, args, plan=constexprs["plan"])
+        host.launched(kernel, [module, *MODULES[kernel.__name__]], grid, args, plan=constexprs["plan"])
         return
     constexprs = {n: v for n, v in constexprs.items() if n != "launch_pdl"}
     if hasattr(constexprs.get("tile"), "follows"):
@@ -89,10 +92,10 @@ def on_the_host(kernel: Any, grid: int, args: tuple[Any, ...], constexprs: dict[
     interpreter.run(kernel, grid, *args, **constexprs)
 
 
-def run(call: Call, tiling: Any, ran: list[str] | None = None) -> Any:
+def run(call: Call, tiling: Any, ran: list[str] | None = None, module: Any = _pages) -> Any:
     """The outputs of whoever serves the call in the end, on the host."""
     serving, tiling = VARIANT.resolve(call, tiling)
-    with recording(partial(on_the_host, ran=[] if ran is None else ran)):
+    with recording(partial(on_the_host, ran=[] if ran is None else ran, module=module)):
         return serving.run(call, tiling)
 
 
@@ -152,6 +155,19 @@ def test_every_role_meets_the_bound(name):
     ran: list[str] = []
     assert worst_share(call, run(call, tiling_of(call, **named), ran)) <= 1
     assert ran == kernels
+
+
+def finds_on_host(module: Any, name: str) -> bool:
+    """Whether the kernels' module with a fault in it shows that on the host: see tests/mutants/faults."""
+    call, named, _ = case(name)
+    try:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(hopper, "processors", lambda device: 2)
+            patched.setattr(host, "PATIENCE", 2.0)
+            patched.setitem(host.LATE, 0, 3e-3)  # who computes, while copies run ahead
+            return worst_share(call, run(call, tiling_of(call, **named), module=module)) > 1
+    except (testing.Broken, AssertionError, IndexError, TimeoutError, RuntimeError):
+        return True
 
 
 def again(call: Call, s: int, queries: int, room: int, seed: int) -> Call:

@@ -100,6 +100,7 @@ def _loaded(name: str, source: str, **names: Any) -> ModuleType:
 
 ON_HOST = {
     ("triton/hopper", "attention_vjp"): "tests.test_hopper_gradients",
+    ("triton/hopper", "paged_attention"): "tests.test_hopper_paged",
     ("triton/hopper", "varlen_attention"): "tests.test_hopper_varlen",
     ("triton/unordered", "attention_vjp"): "tests.test_unordered",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutants.faults import Planted
+from tests.mutants.faults._on_host import on_host
 
 FAULTS = {
     "triton": [
@@ -159,6 +160,66 @@ FAULTS = {
             at=(0, 100),
         ),
     ],
+    "triton/hopper": on_host(
+        "_pages",
+        {
+            "slots behind the last key are read": (
+                "decoding",
+                "filled = gl.maximum(gl.minimum(kv_len - key // size * size, size), 0)",
+                "filled = size",
+            ),
+            "entries of the table behind the last page are read": (
+                "decoding in chunks",
+                "mask=key < own.kv_len, other=0)",
+                "mask=key >= 0, other=0)",
+            ),
+            "a tile of keys is all of its first page": ("short pages", "pages[part] * step", "pages[0] * step"),
+            "a part of a long page is its first": ("long pages", " + key % size", ""),
+            "values come from the pages of the next keys": (
+                "decoding",
+                "load_pages(v, work.v_step, pages, v_tiles, stage, j - block",
+                "load_pages(v, work.v_step, following, v_tiles, stage, j - block",
+            ),
+            "columns beyond the first line are those of the first": ("prompts", "h, line * LINE]", "h, 0]"),
+            "a sequence reads the first one's table": (
+                "decoding",
+                "table + own.sequence.to(gl.int64) * work.table_row",
+                "table + own.sequence.to(gl.int64) * 0",
+            ),
+            "queries of few rows are not waited for": (
+                "decoding in chunks",
+                "mbarrier.wait(q_ring.full.index(iteration & 1), iteration // 2)",
+                "0",
+            ),
+            "queries are fetched over those of the unit before the last": (
+                "decoding",
+                "mbarrier.wait(q_ring.empty.index(buffer), parity ^ 1)",
+                "0",
+            ),
+            "both groups have the first one's queries": (
+                "prompts",
+                "own.token + g * (plan.rows // plan.heads)",
+                "own.token",
+            ),
+            "rows of the second group see what the first one's see": (
+                "prompts",
+                "own.position + group * (plan.rows // plan.heads)",
+                "own.position",
+            ),
+            "sums of all chunks are written to the first one's place": (
+                "prompts apart",
+                "        at = at * work.chunks + own.share\n",
+                "        at = at * work.chunks\n",
+            ),
+            "a walk in chunks forgets those before": (
+                "decoding in chunks that are walked",
+                "acc, l, m = merge((acc, l, m), part, scores)",
+                "acc, l, m = part",
+            ),
+            "rows behind a sequence's queries are written": ("prompts", "(query < own.queries) & ", ""),
+            "heads of the next group are written": ("short pages", " & (of_group < work.group)", ""),
+        },
+    ),
     "pallas": [
         Planted(
             "keys-beyond-128",
