@@ -254,6 +254,23 @@ def test_a_recorder_sums_the_kernels_of_a_call():
     assert profiler.recorded == [False, "cold", True]  # the host's time is that of a call that nobody records
 
 
+@pytest.mark.parametrize(("kernels", "found"), [([("a", 0.010), ("b", 0.009)], 11), ([("a", 0.004), ("b", 0.002)], 6),
+                                               ([("a", 0.015)], 15)])  # fmt: skip
+def test_kernels_that_overlap_are_not_counted_twice(kernels, found):
+    """The second of two counts what it waits for the first."""
+
+    class Spans(Stopwatch):
+        def sample(self):
+            return ClockSample(11.0, 1.0)
+
+    class OnDevice(Host):
+        def span_clock(self, run):
+            return Spans(run, self.wait)
+
+    watch = OnDevice([]).stopwatch(lambda: 0, jax_timing.Cupti(Profiler(kernels)))
+    assert watch.sample().device_us == pytest.approx(found) and watch.clock == "cupti"
+
+
 def test_the_hosts_time_of_a_recorded_call_is_that_of_few_samples():
     """It costs a call more, and is not what is compared."""
     profiler, calls = Profiler([("a", 0.010)]), []

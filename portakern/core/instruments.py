@@ -142,7 +142,9 @@ class Recorder(Protocol):
 
 
 class RecordedStopwatch(Stopwatch):
-    """The sum of the recorded times of a call's kernels: one clock for all libraries.
+    """The sum of the recorded times of a call's kernels: one clock for all libraries. Where kernels of a call overlap
+    (one that is launched before the last has ended counts what it waits), the time from the first's start to the last's
+    end is less, and counts, if the library can measure it (:meth:`Instruments.span_clock`).
 
     It leaves out the gaps between kernels, about a microsecond each, and copies that are no kernels. Where the recorder
     tells nothing, the library's own clock takes its place, and ``clock`` says so. The host's time is that of a call
@@ -154,6 +156,7 @@ class RecordedStopwatch(Stopwatch):
         self.instruments, self.recorder = instruments, recorder
         self.clock = recorder.name
         self._instead: Stopwatch | None = None
+        self._span: Stopwatch | None = None
         self._hosted = 0
 
     def sample(self) -> ClockSample:
@@ -165,11 +168,17 @@ class RecordedStopwatch(Stopwatch):
             found = self.recorder.record(lambda: self.wait(self.run()))
             clocked(self.run)
             if found is not None:
-                return ClockSample(sum(us for _, us in found), on_host)
+                return ClockSample(self._without_overlap(found), on_host)
             self._instead = self.instruments.own_clock(self.run)
         sample = self._instead.sample()
         self.clock = self._instead.clock
         return sample
+
+    def _without_overlap(self, kernels: Sequence[tuple[str, float]]) -> float:
+        total = sum(us for _, us in kernels)
+        if len(kernels) > 1:
+            self._span = self._span or self.instruments.span_clock(self.run)
+        return total if self._span is None else min(total, self._span.sample().device_us)
 
 
 class Roof(NamedTuple):
@@ -222,6 +231,10 @@ class Instruments:
     def own_clock(self, run: Run) -> Stopwatch:
         """By the device's own clock where the library can read it."""
         return Stopwatch(run, self.wait)
+
+    def span_clock(self, run: Run) -> Stopwatch | None:
+        """What times a call from the start of its first kernel to the end of its last one; None where nothing does."""
+        return None
 
     def replaced(self) -> list[str]:
         """The functions that times are read from in whose place somebody put others."""

@@ -71,6 +71,9 @@ class TorchInstruments(Instruments):
     def own_clock(self, run: Run) -> Stopwatch:
         return QueuedEvents(run, self.device) if self.on_gpu else super().own_clock(run)
 
+    def span_clock(self, run: Run) -> Stopwatch | None:
+        return QueuedEvents(run, self.device) if self.on_gpu else None
+
     def chill(self) -> None:
         if self.on_gpu:
             _cache_filler(self.device).zero_()
