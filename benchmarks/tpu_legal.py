@@ -172,7 +172,7 @@ def line_of(row: Mapping[str, Any]) -> str:
     )
     return (
         f"{row['target']} {row['op']}: {row['tilings']} tilings, {len(row['refused'])} refused, at most "
-        f"{row['nearest']:.1%} of what a kernel may take; {row['large']} large{least}; {row['seconds']:.0f} s"
+        f"{row['largest_share']:.1%} of what a kernel may take; {row['large_tilings']} large{least}; {row['seconds']:.0f} s"
     )
 
 

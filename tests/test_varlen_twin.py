@@ -308,3 +308,47 @@ def test_a_gradient_through_pages_is_refused_as_in_pytorch():
         call(**paged)
     with torch.no_grad():
         assert call(**paged).shape == q.shape
+
+
+# ------------------------------------------------------------------------------------------------------ under swapped()
+def pytorchs():
+    """PyTorch's own module; its functions run on GPUs alone."""
+    return pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen_attn")
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (2, 0)])
+def test_swapped_serves_pytorchs_own_function_and_its_gradients(window):
+    theirs = pytorchs()
+    leaves, again = packed(grad=True), packed(grad=True)
+    options = {"window_size": window, "enable_gqa": True, "scale": 0.3}
+    with twin.swapped() as s:
+        o = theirs.varlen_attn(*leaves, *hints(), return_aux=theirs.AuxRequest(lse=True), **options)
+        sum(x.float().square().sum() for x in o).backward()
+    want = twin.varlen_attn(*again, *hints(), return_aux=AuxRequest(lse=True), **options)
+    sum(x.float().square().sum() for x in want).backward()
+    assert all(torch.equal(x, y) for x, y in zip(o, want, strict=True))
+    assert all(torch.equal(x.grad, y.grad) for x, y in zip(leaves, again, strict=True))
+    assert sum(s.served.values()) == 1 and "varlen_attention 1: torch_attn._varlen_attn" in s.report()
+
+
+def test_swapped_serves_keys_in_pages_and_an_output_that_is_given():
+    theirs = pytorchs()
+    if not hasattr(theirs, "varlen_attn_out"):
+        pytest.skip("this torch has no varlen_attn_out")
+    q, k, v = packed(heads=2)
+    pages = (x[:20].reshape(5, 4, 2, 8) for x in (k, v))
+    lens, table = torch.tensor([4, 2, 5, 3], dtype=torch.int32), torch.tensor([[0, 1], [2, 0], [3, 4], [1, 0]])
+    call = (q, *pages, starts(Q_LENS), None, 7, 5)
+    options = {"window_size": (-1, 0), "seqused_k": lens, "block_table": table.int()}
+    out = torch.full_like(q, float("nan"))
+    with torch.no_grad(), twin.swapped():
+        found, lse = theirs.varlen_attn_out(out, *call, return_aux=theirs.AuxRequest(lse=True), **options)
+        plain = theirs.varlen_attn(*call, num_splits=1, **options)
+    want = twin.varlen_attn(*call, return_aux=AuxRequest(lse=True), **options)
+    assert found is out and torch.equal(out, want[0]) and torch.equal(lse, want[1]) and torch.equal(plain, want[0])
+
+
+def test_what_swapped_refuses_of_it_has_the_twins_words():
+    theirs = pytorchs()
+    with twin.swapped(), pytest.raises(pk.SpecError, match="cu_seq_q has shape"):
+        theirs.varlen_attn(*packed(heads=2), starts(Q_LENS).reshape(-1, 1), *hints()[1:])

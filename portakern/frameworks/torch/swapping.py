@@ -7,7 +7,7 @@ import functools
 import inspect
 import logging
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Literal, NamedTuple
 
@@ -34,6 +34,7 @@ from portakern.frameworks.torch.functions import (
 )
 from portakern.frameworks.torch.grouped import grouped_mm
 from portakern.frameworks.torch.memory import READABLE, unreadable
+from portakern.frameworks.torch.varlen import varlen_attn
 
 __all__ = ["SWAPS", "Swap", "swapped"]
 
@@ -97,6 +98,56 @@ def _rmatmul(input: Tensor, other: Tensor, *, backend: str | None = None) -> Ten
     return matmul(other, input, backend=backend)
 
 
+class _WithLse(NamedTuple):
+    """What ``varlen_attn`` is asked for beside o."""
+
+    lse: bool = True
+
+
+def _varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: Sequence[int] | None = None,
+    *more: Any,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator that ``torch.nn.attention.varlen.varlen_attn`` calls, which modes see where they do not see that:
+    (o, lse, state of random numbers, which there are none of). ``is_causal`` beside ``window_size``: the same as (-1,
+    0). ``more``: enable_gqa, seqused_k, block_table, num_splits."""
+    window = tuple(window_size or (-1, -1))
+    names = ("enable_gqa", "seqused_k", "block_table", "num_splits")
+    arguments = query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal and window != (-1, 0), _WithLse()
+    o, lse = varlen_attn(
+        *arguments, scale=scale, window_size=window, **dict(zip(names, more, strict=False)), backend=backend
+    )
+    return o, lse, torch.zeros(2, dtype=torch.uint64, device=query.device)
+
+
+def _varlen_attn_out(out: Tensor, *arguments: Any, backend: str | None = None) -> Tensor:
+    """The same for ``varlen_attn_out``, which writes o to ``out``: lse."""
+    o, lse, _ = _varlen_attn(*arguments, backend=backend)
+    into("varlen_attn_out", out, o)
+    return lse
+
+
+def _of_varlen() -> dict[Any, Swap]:
+    """The operators of PyTorch's attention of packed sequences, of which a release has none, one or both."""
+    try:
+        import torch.nn.attention.varlen
+    except ImportError:
+        return {}
+    twins = {"_varlen_attn": _varlen_attn, "_varlen_attn_out": _varlen_attn_out}
+    there = {n: getattr(torch.ops.torch_attn, n) for n in twins if hasattr(torch.ops.torch_attn, n)}
+    return {theirs: Swap(twins[n], "varlen_attention") for n, theirs in there.items()}
+
+
 def not_alone(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that torch.compile traces where its callers are traced and does not compile by itself, as it would
     after a graph break: of a mode's own code it then returns a count for a result.
@@ -143,6 +194,7 @@ SWAPS: Mapping[Any, Swap] = {
     for theirs, swap in (  # older releases have none
         (getattr(F, "linear_cross_entropy", None), Swap(linear_cross_entropy, "linear_cross_entropy")),
         (getattr(torch, "_grouped_mm", None), Swap(_grouped_mm, "grouped_matmul")),
+        *_of_varlen().items(),
     )
     if theirs
 }
@@ -162,8 +214,8 @@ MOST = 256
 class swapped(TorchFunctionMode):
     """Within this context PyTorch's scaled_dot_product_attention, softmax, softmin, logsumexp, cross_entropy and
     linear_cross_entropy (of targets that are classes), layer_norm, rms_norm, matmul, linear, mm, bmm, addmm, baddbmm,
-    grouped_mm, and einsum where it is a product of two matrices (functions, methods and the operator @) run on
-    portakern.
+    grouped_mm, varlen_attn, and einsum where it is a product of two matrices (functions, methods and the operator @)
+    run on portakern.
 
     >>> with portakern.torch.swapped() as s:
     ...     model(x).sum().backward()
