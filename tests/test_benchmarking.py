@@ -619,7 +619,8 @@ def test_every_case_of_a_suite_is_a_call(name):
         dims = {n: e if n in said else _small(e) for n, e in case.dims.items()}
         for rule in spec.require:
             dims |= rule.mends(dims) if rule.mends else {}
-        small = suites.TimedCase(case.suite, case.op, case.dtype, dims, case.options, case.given, case.layouts)
+        small = suites.TimedCase(case.suite, case.op, case.dtype, dims, case.options, case.given, case.layouts,
+                                 overwrite=case.overwrite)  # fmt: skip
         library = frameworks()["numpy"]
         call = make(small, library, library.devices()[0]).call
         assert call.flops >= 0 and abstract_call
@@ -628,6 +629,41 @@ def test_every_case_of_a_suite_is_a_call(name):
     if name not in (suites.TYPICAL, suites.SAMPLES):
         x = suites.read(name).x
         assert x is None or all(x in c.dims for c in cases)
+
+
+def _over(op, names, **dims):
+    return suites.TimedCase("mine", op, "float32", dims, overwrite=names)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        _over("kv_append", ("k_pages", "v_pages"), tokens=5, kv_heads=2, d=8, dv=4, pages=6, page_size=4),
+        _over("rope", ("x",), batch=2, seq=3, heads=2, d=8, pairs=4),
+        _over("rope", ("x",), batch=1, seq=1, heads=1, d=8, pairs=4),
+    ],
+    ids=["once more is the same", "once more is another", "nothing changes places"],
+)
+def test_a_call_in_place_is_right_each_time_that_it_is_timed(case):
+    """What is rotated twice is wrong: the values are those of a first call before each sample. Who cannot write over an
+    argument is told so, and not timed."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    rows = timed(registry.backend("triton"), registry.backend("torch"), case=case)
+    mine, theirs = rows["triton"], rows["torch"]
+    assert mine["verdict"] == "right" and mine["median_us"] > 0, mine
+    assert f"overwrite={case.overwrite}" in mine["call"]
+    assert theirs["verdict"] == "refused" and theirs["why"].startswith("it cannot write a result over an input")
+
+
+def test_overwriting_is_part_of_a_call_and_gradients_are_not_asked_of_it(monkeypatch, tmp_path):
+    case = _over("rope", ("x",), batch=1)
+    assert case.text != replace(case, overwrite=()).text
+    found = [c for c in suites.cases_of("paged") if c.overwrite]
+    assert found and all(bind_signature(c.forward, c.signature, host_framework(), HOST) for c in found)
+    (tmp_path / "mine.toml").write_text('about = "x"\n[[case]]\nop = "rope"\noverwrite = ["x"]\ngradients = true\n')
+    monkeypatch.setattr(suites, "FOLDER", tmp_path)
+    with pytest.raises(pk.SpecError, match="gradients are asked of a call with overwrite"):
+        suites.read("mine")
 
 
 def _small(extent):

@@ -143,7 +143,7 @@ def _of_varlen() -> dict[Any, Swap]:
         import torch.nn.attention.varlen
     except ImportError:
         return {}
-    twins = {"_varlen_attn": _varlen_attn, "_varlen_attn_out": _varlen_attn_out}
+    twins: dict[str, Callable[..., Any]] = {"_varlen_attn": _varlen_attn, "_varlen_attn_out": _varlen_attn_out}
     there = {n: getattr(torch.ops.torch_attn, n) for n in twins if hasattr(torch.ops.torch_attn, n)}
     return {theirs: Swap(twins[n], "varlen_attention") for n, theirs in there.items()}
 

@@ -188,7 +188,7 @@ def ready(contender: Contender, inputs: Inputs) -> ReadyCall:
         raise CallNotTaken(str(e).partition("cannot: ")[2] or str(e)) from e
     if contender.variant and (serves := route.impl.family.name) != contender.variant:
         raise CallNotTaken(f"it delegates this call to {serves!r}, which has its own row")
-    prepared = getattr(route.impl.fn, "prepared", None)
+    prepared = None if call.over else getattr(route.impl.fn, "prepared", None)
     return ReadyCall(contender, prepared(call) if prepared else UserCall(chosen, call), call, dict(tiling))
 
 
@@ -202,15 +202,27 @@ def _crossed(inputs: Inputs, framework: Framework) -> Call:
 
 
 class UserCall:
-    """A call of an op as a user makes it, which returns the wanted outputs. ``arrays``: its arguments, which may change
-    between calls."""
+    """A call of an op as a user makes it, which returns the wanted outputs.
+
+    Attributes:
+      first: the arguments that it was made with, to which nothing is written; arrays: those of the next call, which may
+      change between calls. over: names of those that it writes over, copies of the first ones.
+    """
 
     def __init__(self, chosen: Any, call: Call) -> None:
-        self.chosen = chosen
-        self.arrays = {n: a for n, a in call.arrays.items() if a is not None}
+        self.chosen, self.over = chosen, call.over
+        self.first = {n: a for n, a in call.arrays.items() if a is not None}
+        self.arrays = {n: call.framework.copy(a) if n in self.over else a for n, a in self.first.items()}
         self.options: dict[str, Any] = {o.name: call.options[o.name] for o in call.spec.options}
+        if self.over:
+            self.options["overwrite"] = self.over
         if call.spec.is_vjp:
             self.options["wants"] = call.wants
+
+    def restore(self, instruments: Instruments) -> None:
+        """The values that it was made with, where the call before wrote results over them."""
+        for name in self.over:
+            instruments.put(self.arrays[name], self.first[name])
 
     def __call__(self) -> tuple[Any, ...]:
         result = self.chosen(**self.arrays, **self.options)

@@ -75,16 +75,17 @@ class Fresh:
         self.call, self.instruments = entry.call, entry.instruments
         self.served = entry.run if isinstance(entry.run, UserCall) else None
         self.axis = turning(self.call, judge.inputs.runs) if self.served else None
-        self.base = dict(self.served.arrays) if self.served else {}
+        self.base = dict(self.served.first) if self.served else {}
+        self.before_timing = self.served.arrays if self.served else {}
         self.made: list[dict[str, Any]] = []
         self.shifts: list[int] = []
         self.unused: list[int] = []
         self.calls = self.looked = 0
         self.result: Any = None
-        if self.axis and not self.call.framework.immutable:
+        if (self.axis or self.call.over) and not self.call.framework.immutable:
             here = f"{self.call.framework.name} {self.call.device}"
-            if here not in working:  # on the host one more, for the call before the one that is clocked
-                sets = 2 if self.instruments.on_host else 1
+            if here not in working:  # one more for the call before the one that is clocked, on the host or over them
+                sets = 2 if self.instruments.on_host or self.call.over else 1
                 working[here] = [{n: self.own(n, a) for n, a in self.base.items()} for _ in range(sets)]
             self.made = working[here]
 
@@ -100,9 +101,10 @@ class Fresh:
     def renew(self, count: int = 1) -> None:
         """Other values for the next calls, before any clock runs. Nothing of the last result is left in memory."""
         self.result, self.calls = None, 0
-        if self.axis is None:
+        if self.axis is None and not self.made:
             return
-        extent = extents_of(self.call, self.axis[0])[self.axis[1]]
+        extent = extents_of(self.call, self.axis[0])[self.axis[1]] if self.axis else 1
+        count = max(count, 2) if self.call.over else count
         size = sum(int(a.nbytes) for a in self.base.values())
         most = AHEAD_BYTES // max(size, 1) if self.call.framework.immutable else len(self.made)
         count = max(1, min(count, most))
@@ -117,14 +119,18 @@ class Fresh:
         self.instruments.wait([a for arrays in self.made for a in arrays.values()])
 
     def shift(self, extent: int) -> int:
-        """Nobody knows which; none comes again before all others have come."""
+        """Nobody knows which; none comes again before all others have come. 0 where nothing changes places."""
+        if extent == 1:
+            return 0
         if not self.unused:
             self.unused = secrets.SystemRandom().sample(range(1, extent), min(extent - 1, SHIFTS))
         return self.unused.pop()
 
     def moved(self, arrays: Mapping[str, Any], shift: int) -> Iterator[tuple[str, Any]]:
         """The arrays with their values in other places, of inputs or of outputs."""
-        assert self.axis is not None
+        if self.axis is None:
+            yield from arrays.items()
+            return
         notation = {a.name: a.dims for a in self.call.spec.arrays} | {o.name: o.dims for o in self.call.spec.outputs}
         chosen = turned(self.call, *self.axis, shift)
         for name, array in arrays.items():
@@ -168,7 +174,7 @@ class Fresh:
         """The contender's call is on its first values again."""
         self.result, self.made = None, []
         if self.served:
-            self.served.arrays = self.base
+            self.served.arrays = self.before_timing
 
 
 def _once(strides: Sequence[int] | None, shape: Sequence[int]) -> tuple[slice, ...]:

@@ -56,7 +56,7 @@ class Inputs:
     def of_others(self, arrays: Mapping[str, np.ndarray]) -> Inputs:
         """The op with the same options on other arrays, on the same device."""
         buffers = {n: _contiguous(x) for n, x in arrays.items()}
-        return _placed(self.spec, buffers, self.options, self.call.framework, self.call.device)
+        return _placed(self.spec, buffers, self.options, self.call.framework, self.call.device, self.call.over)
 
     @property
     def strided(self) -> bool:
@@ -94,7 +94,7 @@ def make(case: TimedCase, framework: Framework, device: Any, seed: int = 0, meas
             values = drawn.drawn(spec, a.name, measured=measured).astype(numpy_dtype(dtype))
         buffers[a.name] = _laid(values, case.layouts.get(a.name))
     return replace(
-        _placed(spec, buffers, case.options, framework, device),
+        _placed(spec, buffers, case.options, framework, device, case.overwrite),
         runs=frozenset((*case.runs, *case.values, *spec.measured)),
     )
 
@@ -131,10 +131,12 @@ def for_gradient(forward: Inputs, outputs: Mapping[str, Any], seed: int = 0) -> 
 
 
 def _placed(
-    spec: Spec[Any], buffers: dict[str, Buffer], options: Mapping[str, Any], framework: Framework, device: Any
-) -> Inputs:
+    spec: Spec[Any], buffers: dict[str, Buffer], options: Mapping[str, Any], framework: Framework, device: Any,
+    overwrite: tuple[str, ...] = (),
+) -> Inputs:  # fmt: skip
     arrays = {n: _on_device(b, framework, device) for n, b in buffers.items()}
-    return Inputs(spec, buffers, bind(spec, **arrays, **options), options)
+    over = {"overwrite": overwrite} if overwrite else {}
+    return Inputs(spec, buffers, bind(spec, **arrays, **options, **over), options)
 
 
 def _on_device(b: Buffer, framework: Framework, device: Any) -> Any:

@@ -13,6 +13,7 @@ A suite is a TOML file of the folder ``suites``, named like it::
     layouts = { q = "swapped" }             # portakern.testing.layouts; contiguous where nothing is said
     runs = { q_segment_ids = 700 }          # integers that grow by 1 after so many positions: packed documents
     values = { kv_lens = 4096 }             # integers as they are, a number for all or a list: lengths, offsets
+    overwrite = ["k_pages", "v_pages"]      # arrays over which results are written; of the forward op alone
     sweep = { batch = [4, 1], q_len = [4096, 16384], kv_len = [4096, 16384] }    # a case for each position
     dtypes = ["bfloat16"]                   # the dtypes that were asked for where nothing is said
     gradients = true                        # the gradients too; "only": them alone
@@ -66,6 +67,7 @@ KNOWN = {
     "layouts",
     "runs",
     "values",
+    "overwrite",
     "sweep",
     "dtypes",
     "gradients",
@@ -79,7 +81,8 @@ class TimedCase:
     """A call to time.
 
     Attributes:
-      suite: where it stands. op, dtype, dims, options, given, layouts, runs, values: the call, of the forward op.
+      suite: where it stands. op, dtype, dims, options, given, layouts, runs, values, overwrite: the call, of the
+      forward op.
       gradient: time the op of its gradients instead, of all its inputs.
       rank: 1 is timed first. rounds: samples of each contender, where those are fewer than a plan has.
     """
@@ -93,6 +96,7 @@ class TimedCase:
     layouts: Mapping[str, str] = field(default_factory=dict)
     runs: Mapping[str, int] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
+    overwrite: tuple[str, ...] = ()
     gradient: bool = False
     rank: int = 2
     rounds: int | None = None
@@ -118,6 +122,7 @@ class TimedCase:
         parts = [self.timed, self.dtype, self.dims, self.options, self.given, self.layouts]
         parts += [self.runs] if self.runs else []
         parts += [{"values": self.values}] if self.values else []
+        parts += [{"overwrite": self.overwrite}] if self.overwrite else []
         return json.dumps(parts, sort_keys=True, default=str)
 
     @cached_property
@@ -169,6 +174,10 @@ def read(name: str) -> Suite:
             raise SpecError(f"{path.name}, case {i}: rank is {case['rank']!r}; expected one of {RANKS}")
         if (rounds := case.get("rounds", 2)) < 2:
             raise SpecError(f"{path.name}, case {i}: rounds is {rounds}; expected at least 2")
+        if case.get("overwrite") and case.get("gradients"):
+            raise SpecError(
+                f"{path.name}, case {i}: gradients are asked of a call with overwrite; expected a case of its own"
+            )
     return Suite(name, data["about"], data.get("x"), data["case"])
 
 
@@ -195,7 +204,7 @@ def _from_file(name: str, dtypes: Sequence[str] | None) -> Iterator[TimedCase]:
             case = TimedCase(
                 name, entry["op"], "", _extents(dims), _options(entry.get("options", {})),
                 (*entry.get("given", ()), *entry.get("runs", {}), *entry.get("values", {})), entry.get("layouts", {}),
-                entry.get("runs", {}), entry.get("values", {}),
+                entry.get("runs", {}), entry.get("values", {}), (*entry.get("overwrite", ()),),
                 rank=entry.get("rank", 2),
                 rounds=entry.get("rounds"),
             )  # fmt: skip

@@ -15,7 +15,7 @@ from portakern.core.instruments import Recorder
 from portakern.core.plan import serve
 from portakern.core.targets import Target
 from portakern.errors import UnsupportedError
-from portakern.tools.bench.contenders import CallNotTaken, Contender, ReadyCall, contenders, here, ready
+from portakern.tools.bench.contenders import CallNotTaken, Contender, ReadyCall, UserCall, contenders, here, ready
 from portakern.tools.bench.deadline import within
 from portakern.tools.bench.fresh import Fresh, StaleResult
 from portakern.tools.bench.inputs import Inputs, for_gradient, make
@@ -239,6 +239,8 @@ class Trial:
             outputs = tuple(entry.run())
             instruments.wait(outputs)
             seconds = self.context.clock() - start
+            if entry.call.over:  # later calls write over them
+                outputs = tuple(framework.copy(o) for o in outputs)
         with self.context.spent.on("verdicts"):
             for name, array in given.items():
                 if not instruments.same(array, before[name]):
@@ -284,6 +286,8 @@ class Trial:
     def _settled(self, row: Row, entry: ReadyCall, before: Sequence[Any], times: Times) -> Row:
         """The row with its time, if what the contender gives after being timed is right still: a kernel may be another
         one by then, chosen by an autotuner, and it may keep what it should not."""
+        if isinstance(entry.run, UserCall):
+            entry.run.restore(entry.instruments)
         after = tuple(entry.run())
         entry.instruments.wait(after)
         if not all(entry.instruments.same(a, b) for a, b in zip(after, before, strict=True)):
