@@ -620,7 +620,7 @@ def test_every_case_of_a_suite_is_a_call(name):
         for rule in spec.require:
             dims |= rule.mends(dims) if rule.mends else {}
         small = suites.TimedCase(case.suite, case.op, case.dtype, dims, case.options, case.given, case.layouts,
-                                 overwrite=case.overwrite)  # fmt: skip
+                                 overwrite=case.overwrite, array_dtypes=case.array_dtypes)  # fmt: skip
         library = frameworks()["numpy"]
         call = make(small, library, library.devices()[0]).call
         assert call.flops >= 0 and abstract_call
@@ -920,3 +920,20 @@ def test_pairs_are_counted_as_the_oracle_masks_them(options):
         call = pk.op("attention").bind(**arrays, **given, **options)
         seen = np.mean([allowed(call, b).sum() for b in range(2)])
         assert allowed_pairs(call) == seen
+
+
+def test_an_array_of_another_dtype_is_drawn_compiled_and_timed_as_it_is():
+    pytest.importorskip("triton", reason="triton is not installed")
+    (wide, narrow) = (
+        suites.TimedCase(
+            "mine", "paged_attention", "float32", dict(tokens=3, kv_heads=1, group=2, d=16, dv=16, pages=4, page_size=4,
+            sequences=2, pages_each=2), given=("k_scale",), array_dtypes=dtypes,
+        )
+        for dtypes in ({}, {"k_pages": "float8_e4m3fn", "v_pages": "float8_e5m2"})
+    )  # fmt: skip
+    assert wide.text != narrow.text
+    assert [narrow.signature["arrays"][n][1] for n in ("q", "k_pages", "v_pages")] == [
+        "float32", "float8_e4m3fn", "float8_e5m2",
+    ]  # fmt: skip
+    row = timed(registry.backend("triton"), case=narrow)["triton"]
+    assert row["verdict"] == "right" and "k_pages float8_e4m3fn; v_pages float8_e5m2" in row["call"], row

@@ -78,7 +78,9 @@ def make(case: TimedCase, framework: Framework, device: Any, seed: int = 0, meas
     dims = {**case.dims, **dropped_dims(spec, case.dims, case.options)}
     given = [a for a in spec.arrays if not a.optional or a.name in case.given]
     shapes = {a.name: shape_of(a.dims, dims) for a in given}
-    drawn = Case(case.dtype, shapes, seed=seed, options=case.options, dtypes=_own(spec, case.dtype))
+    drawn = Case(
+        case.dtype, shapes, seed=seed, options=case.options, dtypes={**_own(spec, case.dtype), **case.array_dtypes}
+    )
     made = {**generators(spec, None), **(spec.measured if measured else {})}
     buffers = {}
     for a in given:

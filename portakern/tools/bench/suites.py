@@ -13,6 +13,7 @@ A suite is a TOML file of the folder ``suites``, named like it::
     layouts = { q = "swapped" }             # portakern.testing.layouts; contiguous where nothing is said
     runs = { q_segment_ids = 700 }          # integers that grow by 1 after so many positions: packed documents
     values = { kv_lens = 4096 }             # integers as they are, a number for all or a list: lengths, offsets
+    array_dtypes = { k_pages = "float8_e4m3fn" }    # of arrays that may have another than the call's
     overwrite = ["k_pages", "v_pages"]      # arrays over which results are written; of the forward op alone
     sweep = { batch = [4, 1], q_len = [4096, 16384], kv_len = [4096, 16384] }    # a case for each position
     dtypes = ["bfloat16"]                   # the dtypes that were asked for where nothing is said
@@ -67,6 +68,7 @@ KNOWN = {
     "layouts",
     "runs",
     "values",
+    "array_dtypes",
     "overwrite",
     "sweep",
     "dtypes",
@@ -81,8 +83,8 @@ class TimedCase:
     """A call to time.
 
     Attributes:
-      suite: where it stands. op, dtype, dims, options, given, layouts, runs, values, overwrite: the call, of the
-      forward op.
+      suite: where it stands. op, dtype, dims, options, given, layouts, runs, values, overwrite, array_dtypes: the
+      call, of the forward op.
       gradient: time the op of its gradients instead, of all its inputs.
       rank: 1 is timed first. rounds: samples of each contender, where those are fewer than a plan has.
     """
@@ -97,6 +99,7 @@ class TimedCase:
     runs: Mapping[str, int] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
     overwrite: tuple[str, ...] = ()
+    array_dtypes: Mapping[str, str] = field(default_factory=dict)
     gradient: bool = False
     rank: int = 2
     rounds: int | None = None
@@ -123,6 +126,7 @@ class TimedCase:
         parts += [self.runs] if self.runs else []
         parts += [{"values": self.values}] if self.values else []
         parts += [{"overwrite": self.overwrite}] if self.overwrite else []
+        parts += [{"array_dtypes": self.array_dtypes}] if self.array_dtypes else []
         return json.dumps(parts, sort_keys=True, default=str)
 
     @cached_property
@@ -135,7 +139,11 @@ class TimedCase:
             a.name: optional.get(a.name, spec.reads_under(a.name, options, False)) for a in spec.arrays if a.optional
         }
         dims = {n: extent for n, extent in self.dims.items() if n in spec.dims}
-        return named_signature(spec, self.dtype, {**dims, **options, **given})
+        found = named_signature(spec, self.dtype, {**dims, **options, **given})
+        for name, dtype in self.array_dtypes.items():
+            if name in found["arrays"]:
+                found["arrays"][name][1] = dtype
+        return found
 
 
 @dataclass(frozen=True)
@@ -205,6 +213,7 @@ def _from_file(name: str, dtypes: Sequence[str] | None) -> Iterator[TimedCase]:
                 name, entry["op"], "", _extents(dims), _options(entry.get("options", {})),
                 (*entry.get("given", ()), *entry.get("runs", {}), *entry.get("values", {})), entry.get("layouts", {}),
                 entry.get("runs", {}), entry.get("values", {}), (*entry.get("overwrite", ()),),
+                entry.get("array_dtypes", {}),
                 rank=entry.get("rank", 2),
                 rounds=entry.get("rounds"),
             )  # fmt: skip
