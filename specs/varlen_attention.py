@@ -551,7 +551,7 @@ def each_sequence_alone(run, draw):
 def a_long_sequence_alone_in_a_window(run, draw):
     """A sequence of many queries has the same bits alone and among some of few, beside which kernels may cut queries
     into other tiles: the first key that a tile sees lies elsewhere."""
-    q_len, few = draw.extent(130, 200), draw.extent(4, 7)
+    q_len, few = draw.extent(130, 200), draw.extent(13, 18)
     q_starts = np.cumsum([0, q_len, *(draw.extent(1, 3) for _ in range(few))]).astype(np.int32)
     kv_len = q_len + draw.extent(60, 200)
     kv_starts = np.cumsum([0, kv_len, *(draw.extent(1, 40) for _ in range(few))]).astype(np.int32)

@@ -452,6 +452,21 @@ def test_a_law_is_tried_in_the_dtypes_that_are_not_refused():
     assert not report.passed
 
 
+def test_a_law_of_16_bits_alone_is_tried_in_16_bits_however_few_its_instances(monkeypatch):
+    """A single instance is of float32, where such a law has nothing to assert."""
+    tried = []
+
+    def of_16_bits(run, draw):
+        tried.append(draw.dtype)
+        if draw.dtype != "float32":
+            draw.same_bits(np.zeros(1), np.ones(1), "what differs in 16 bits")
+
+    monkeypatch.setitem(registry.find_spec("softmax").laws, "of_16_bits", of_16_bits)
+    report = pk.check("softmax", backend="triton", device="cpu", max_examples=10, shrink=False)
+    assert tried[0] == "float32" and len(tried) == 2
+    assert [f.what for f in report.failures] and "what differs in 16 bits" in report.failures[0].what
+
+
 def _drawn_laws(op, examples):
     found = []
 

@@ -43,12 +43,13 @@ class Unordered(np.ndarray):
 
 class Draw:
     """Random extents and arrays for a law, and its assertion. ``dtype``: the op's; ``drawn``: the limits of a variant
-    that supports few calls."""
+    that supports few calls; ``compared``: whether anything was asserted yet."""
 
     def __init__(self, dtype: str, seed: int, drawn: Drawn = ANY) -> None:
         self.dtype = dtype
         self.drawn = drawn
         self.rng = np.random.default_rng(seed)
+        self.compared = False
 
     def extent(self, lo: int, hi: int, dim: str = "") -> int:
         """From lo to hi; ``dim``: the dimension, where a variant may take only some."""
@@ -70,6 +71,7 @@ class Draw:
 
     def same_bits(self, actual: np.ndarray, want: np.ndarray, what: str) -> None:
         """Assert that two results are equal to the bit, unless one is non-deterministic."""
+        self.compared = True
         if actual.shape != want.shape or actual.dtype != want.dtype:
             raise BrokenPromise(
                 f"{what}: {actual.dtype.name} {actual.shape} and {want.dtype.name} {want.shape}; expected the same",
@@ -89,8 +91,8 @@ class Draw:
             )
 
 
-def run_law(subject: Subject, case: LawCase, limits: Limits | None = None) -> None:
-    """Assert one instance of a law on a subject.
+def run_law(subject: Subject, case: LawCase, limits: Limits | None = None) -> bool:
+    """Assert one instance of a law on a subject; whether it asserted anything, as one of 16 bits does not in float32.
 
     Raises:
       BrokenPromise: it does not hold. ArgumentNotTaken: it needs an argument that ``limits`` or the subject do not
@@ -126,7 +128,9 @@ def run_law(subject: Subject, case: LawCase, limits: Limits | None = None) -> No
         return copied.view(Unordered) if name in subject.unordered else copied
 
     law: Callable[..., None] = spec.laws[case.law]
-    law(run, Draw(case.dtype, case.seed, limits.drawn))
+    draw = Draw(case.dtype, case.seed, limits.drawn)
+    law(run, draw)
+    return draw.compared
 
 
 def _copy(fw: Framework, array: Any) -> np.ndarray:

@@ -261,7 +261,8 @@ def cases_of(subject: Subject, check_options: CheckOptions) -> list[Case | LawCa
 class _CheckRun:
     """A check in progress. ``excused``: kinds that were not requested or have failed; a failure of any other kind ends
     the check. ``limit``: seconds after the first case at which no further case starts; ``until``: the time at which
-    no further case starts. ``parts``: the most parts that each case is cut into; None: none is cut."""
+    no further case starts. ``parts``: the most parts that each case is cut into; None: none is cut. ``idle``: whether
+    the last law had nothing to assert."""
 
     subject: Subject
     limits: Limits
@@ -274,6 +275,7 @@ class _CheckRun:
     until: float = math.inf
     first_began: float | None = None
     parts: int | None = None
+    idle: bool = False
 
     @property
     def ended(self) -> bool:
@@ -327,7 +329,8 @@ class _CheckRun:
 
     def instances(self, law: str, count: int, number: int) -> None:
         """Every other instance is of the first dtype, float32 where there is one: 16 bits hide most differences. Which
-        of the others comes first differs from law to law. One that is refused makes room for the next."""
+        of the others comes first differs from law to law. One that is refused, or has nothing to assert in its dtype,
+        makes room for one of another."""
         dtypes, i = _lawful(self.subject, self.limits), 0
         while i < count and dtypes:
             if self.over:
@@ -335,13 +338,13 @@ class _CheckRun:
                 return
             first, *others = dtypes
             dtype = others[(number + i // 2) % len(others)] if i % 2 and others else first
-            refused = self.report.refused.total()
+            refused, self.idle = self.report.refused.total(), False
             failure = self.attempt(LawCase(law, dtype, self.seed * 1000 + i))
             if failure:
                 self.report.add_failure(failure)
                 self.excused.add(failure.kind)
                 return
-            if self.report.refused.total() > refused:
+            if self.report.refused.total() > refused or (self.idle and len(dtypes) > 1):
                 dtypes.remove(dtype)
             else:
                 i += 1
@@ -350,7 +353,7 @@ class _CheckRun:
         """Run a case; what it broke, if anything."""
         try:
             if isinstance(case, LawCase):
-                run_law(self.subject, case, self.limits)
+                self.idle = run_law(self.subject, case, self.limits) is False
                 self.report.laws[case.law] += 1
                 self.report.cover("laws", case.law)
             else:
