@@ -556,7 +556,7 @@ def a_long_sequence_alone_in_a_window(run, draw):
     kv_len = q_len + draw.extent(60, 200)
     kv_starts = np.cumsum([0, kv_len, *(draw.extent(1, 40) for _ in range(few))]).astype(np.int32)
     d, options = draw.extent(4, 16, "d"), {"window": (draw.extent(70, 130), 0), "return_lse": True}
-    q, k, v = draw.normal(q_starts[-1], 2, d), draw.normal(kv_starts[-1], 1, d), draw.normal(kv_starts[-1], 1, d)
+    q, k, v = draw.normal(q_starts[-1], 4, d), draw.normal(kv_starts[-1], 1, d), draw.normal(kv_starts[-1], 1, d)
     among = run(q, k, v, q_starts, kv_starts, **options)
     alone = run(q[:q_len], k[:kv_len], v[:kv_len], q_starts[:2], kv_starts[:2], **options)
     draw.same_bits(alone[0], among[0][:q_len], "o of a long sequence alone")
@@ -568,7 +568,7 @@ def a_sequence_appended(run, draw):
     """One more sequence changes no bit of the others."""
     q_starts, kv_starts = _drawn_starts(draw, 3, 1)
     d, cut, keys = draw.extent(4, 40, "d"), q_starts[-2], kv_starts[-2]
-    q, k, v = draw.normal(q_starts[-1], 2, d), draw.normal(kv_starts[-1], 1, d), draw.normal(kv_starts[-1], 1, d)
+    q, k, v = draw.normal(q_starts[-1], 4, d), draw.normal(kv_starts[-1], 1, d), draw.normal(kv_starts[-1], 1, d)
     if cut and keys:
         fewer = run(q[:cut], k[:keys], v[:keys], q_starts[:-1], kv_starts[:-1])
         draw.same_bits(run(q, k, v, q_starts, kv_starts)[:cut], fewer, "sequences before one that was appended")
