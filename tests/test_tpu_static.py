@@ -1164,6 +1164,7 @@ def test_kept_rows_are_gone_on_from_where_their_calls_are_those_that_are_drawn()
     tried, left = module.gone_on(row | {"vmem_bytes": " ".join(reversed(pairs))}, calls())
     assert [tried.count, tried.seconds, len([*left])] == [4, 1.0, 2]
     assert tried.row("rmsnorm", "v5e")["largest_share"] == 0.5
+    assert "rmsnorm: 4 tilings, 0 refused, at most 50.0% of what" in module.line_of(tried.row("rmsnorm", "v5e"))
     for takes in (pairs[:3] + ["1/2"], pairs[:3]):
         tried, left = module.gone_on(row | {"vmem_bytes": " ".join(takes)}, calls())
         assert [tried.count, len([*left])] == [0, 6]
