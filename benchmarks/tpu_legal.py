@@ -172,8 +172,8 @@ def line_of(row: Mapping[str, Any]) -> str:
     )
     share, large = f"{row['largest_share']:.1%}", row["large_tilings"]
     return (
-        f"{row['target']} {row['op']}: {row['tilings']} tilings, {len(row['refused'])} refused, at most {share} of what "
-        f"a kernel may take; {large} large{least}; {row['seconds']:.0f} s"
+        f"{row['target']} {row['op']}: {row['tilings']} tilings, {len(row['refused'])} refused, at most {share} of "
+        f"what a kernel may take; {large} large{least}; {row['seconds']:.0f} s"
     )
 
 
