@@ -255,6 +255,7 @@ class AttentionOp(Op):
         q_segment_ids: Array | None = None,
         kv_segment_ids: Array | None = None,
         sinks: Array | None = None,
+        alibi_slopes: Array | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -266,7 +267,9 @@ class AttentionOp(Op):
         kv_start: int | None = None,
         out_dtype: Any | None = None,
     ) -> Array:
-        """o = softmax(softcap(scale q k^T) + bias, masked) v, one row at a time and never storing the scores.
+        """o = softmax(softcap(scale q k^T) - slope |distance| + bias, masked) v, one row at a time and never storing
+        the
+        scores.
 
         The algorithm is FlashAttention-2's forward pass (Dao 2023, algorithm 1). A sink is a learned score of each
         query
@@ -287,6 +290,14 @@ class AttentionOp(Op):
           sinks: (kv_heads*group,): a logit of each query head; q's dtype or float32. -inf is none, to the bit. inf and
             NaN
             make all rows of their head NaN, o and lse, as a score of inf does.
+          alibi_slopes: (kv_heads*group,), float32: of each query head, attention with linear biases (Press, Smith and
+            Lewis
+            2022). The score of query i and key j, softcapped, is less by slope |i + kv_len - q_len - j| before bias is
+            added: distances count from the last query at the last key, as the masks do, and on either side. A slope of
+              0
+            changes no bit. An infinite slope times a distance of 0 is NaN. No array has the products, and nothing is
+              their
+            gradient: what asks for that of the slopes is refused.
           is_causal: query i sees keys up to i + kv_len - q_len (aligned at the bottom right: the last query sees every
             key).
           window: (left, right): query i sees keys from i + kv_len - q_len - left to i + kv_len - q_len + right; None on
@@ -294,9 +305,10 @@ class AttentionOp(Op):
             side is unbounded.
           q_start, kv_start: where the first query and the first key stand in a whole of which these are parts: query i
             at
-            q_start + i, key j at kv_start + j. The causal mask and the window then compare these places, which is
+            q_start + i, key j at kv_start + j. The causal mask, the window and slopes then compare these places, which
+              is
             i + q_start - kv_start for i + kv_len - q_len above. kv_start None is 0, and q_start None the bottom-right
-            alignment; kv_start alone is refused. Without a causal mask and a window they change nothing.
+            alignment; kv_start alone is refused. Without a causal mask, a window and slopes they change nothing.
           out_dtype: dtype of o: "float32", as parts want it that are merged and rounded once; None: q's.
           scale: None is 1/sqrt(d).
           softcap: c: scores become c tanh(s/c), before the bias.
@@ -321,6 +333,7 @@ class AttentionOp(Op):
         q_segment_ids: Array | None = None,
         kv_segment_ids: Array | None = None,
         sinks: Array | None = None,
+        alibi_slopes: Array | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -342,6 +355,7 @@ class AttentionOp(Op):
         q_segment_ids: Array | None = None,
         kv_segment_ids: Array | None = None,
         sinks: Array | None = None,
+        alibi_slopes: Array | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -363,6 +377,7 @@ class AttentionOp(Op):
         q_segment_ids: NDArray[Any] | None = None,
         kv_segment_ids: NDArray[Any] | None = None,
         sinks: NDArray[Any] | None = None,
+        alibi_slopes: NDArray[Any] | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -384,6 +399,7 @@ class AttentionOp(Op):
         q_segment_ids: NDArray[Any] | None = None,
         kv_segment_ids: NDArray[Any] | None = None,
         sinks: NDArray[Any] | None = None,
+        alibi_slopes: NDArray[Any] | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -405,6 +421,7 @@ class AttentionOp(Op):
         q_segment_ids: NDArray[Any] | None = None,
         kv_segment_ids: NDArray[Any] | None = None,
         sinks: NDArray[Any] | None = None,
+        alibi_slopes: NDArray[Any] | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -440,6 +457,7 @@ class AttentionVjpOp(Op):
         d_lse: Array | None = None,
         lse_low: Array | None = None,
         sinks: Array | None = None,
+        alibi_slopes: Array | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -455,9 +473,9 @@ class AttentionVjpOp(Op):
 
         The algorithm is FlashAttention-2's backward pass (Dao 2023, algorithm 2). At each pair of a query and a key,
         with c
-        the softcap:
+        the softcap, and a the slope of the head times the distance, or 0 without alibi_slopes:
 
-            t = tanh(scale q k^T / c), s = c t + bias;  without a softcap s = scale q k^T + bias
+            t = tanh(scale q k^T / c), s = c t - a + bias;  without a softcap s = scale q k^T - a + bias
             P = exp(min(s - lse - lse_low, 0)),  Delta = rowsum(d_o * o) - d_lse,  dS = P (d_o v^T - Delta)
             D = dS (1 - t^2);  without a softcap D = dS
 
@@ -478,9 +496,13 @@ class AttentionVjpOp(Op):
         tile, may be NaN; beyond an extent never.
 
         Args:
-          q, k, v, bias, q_segment_ids, kv_segment_ids, sinks, is_causal, window, scale, softcap, precision, q_start,
-            kv_start: as in attention. Rows with lse = -inf add nothing to d_sinks. Of a part of the keys o, lse and
-            lse_low are those of the whole: d_q is then the part's share of a sum, d_k and d_v are the whole's rows.
+          q, k, v, bias, q_segment_ids, kv_segment_ids, sinks, alibi_slopes, is_causal, window, scale, softcap,
+            precision,
+            q_start, kv_start: as in attention. Rows with lse = -inf add nothing to d_sinks. Slopes have no gradient. Of
+              a
+            part of the keys o, lse and lse_low are those of the whole: d_q is then the part's share of a sum, d_k and
+              d_v
+            are the whole's rows.
           o, lse, lse_low: what attention returned; lse_low None is 0.
           d_o, d_lse: cotangents of o and lse (float32); d_lse None is 0. o and d_o have q's dtype or float32, each its
             own.
@@ -510,6 +532,7 @@ class AttentionVjpOp(Op):
         d_lse: Array | None = None,
         lse_low: Array | None = None,
         sinks: Array | None = None,
+        alibi_slopes: Array | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -536,6 +559,7 @@ class AttentionVjpOp(Op):
         d_lse: NDArray[Any] | None = None,
         lse_low: NDArray[Any] | None = None,
         sinks: NDArray[Any] | None = None,
+        alibi_slopes: NDArray[Any] | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -562,6 +586,7 @@ class AttentionVjpOp(Op):
         d_lse: NDArray[Any] | None = None,
         lse_low: NDArray[Any] | None = None,
         sinks: NDArray[Any] | None = None,
+        alibi_slopes: NDArray[Any] | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,

@@ -105,6 +105,29 @@ def test_the_rules_of_attention():
     assert part.options_at(1, 2) == {"q_start": 11, "kv_start": 4}
 
 
+@pytest.mark.parametrize("name", ["attention", "attention_vjp"])
+def test_places_count_beside_slopes_whatever_options_say(name):
+    """Without a mask a part is told where it stands, and what is taken of a long call are no queries from anywhere."""
+    gradients = {"o": (2, 5, 6, 4), "lse": (2, 6, 5), "d_o": (2, 5, 6, 4)} if name == "attention_vjp" else {}
+    given = {**ATTENTION, "alibi_slopes": (6,), **gradients}
+    found = rules(name, given)
+    assert found["q_len"][2].options_at(3, 2) == {"q_start": 5, "kv_start": 0}
+    told = found["kv_len"][2].options_at(3, 4)
+    assert (told["q_start"], told["kv_start"]) == (2, 3) and found["kv_len"][2].arrays["alibi_slopes"] is None
+    assert found["kv_heads"][0]["alibi_slopes"] == 0
+    forward = registry.find_spec("attention")
+    assert "q_len" in forward.apart_in({}, ("o",), ATTENTION)
+    assert forward.apart_in({}, ("o",), given) == ("batch", "kv_heads")
+    assert forward.apart_in({"is_causal": True}, ("o",), ATTENTION) == ("batch", "kv_heads")
+
+
+def test_slopes_whose_parts_count_from_their_own_start_are_found(monkeypatch):
+    monkeypatch.setattr(Origin, "matters", lambda self, options, given: self.when is None or self.when.holds(options))
+    limits = testing.Limits(always=frozenset({"alibi_slopes"}))
+    report = testing.check("attention", backend="reference", parts=3, max_examples=60, shrink=False, limits=limits)
+    assert report.outcome == "wrong" and "put together" in report.failures[0].what
+
+
 def test_the_rules_of_attentions_gradients():
     more = {"o": (2, 5, 6, 4), "lse": (2, 6, 5), "d_o": (2, 5, 6, 4)}
     found = {n: f[1] for n, f in rules("attention_vjp", {**ATTENTION, **more}).items()}
@@ -176,6 +199,10 @@ def declared(**words):
         ({"sums": {"k": "y"}, "merges": {"k": WeightedMean("y", by="y")}}, "sums and merges both name k"),
         ({"starts": {"k": "scale"}}, "starts['k'] names 'scale'; expected an option that is an integer: first"),
         ({"starts": {"n": "first"}}, "starts names the dimension 'n'"),
+        (
+            {"starts": {"k": Origin("first", beside=("w",))}},
+            "beside of starts['k'] names 'w'; expected optional arrays",
+        ),
         ({"starts": {"k": 3}}, "starts['k'] has 3; expected the name of an option or Origin(option)"),
     ],
 )

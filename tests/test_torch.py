@@ -374,6 +374,8 @@ def test_what_has_no_gradient_is_refused_at_the_call(pair):
         ),
     ):
         op(x.detach(), shift)
+    with pytest.raises(pk.UnsupportedError, match=r"pair: shift requires grad, and .*; .* pass shift.detach\(\)"):
+        op(x, shift)
     op(x, shift.detach())
     with torch.no_grad():
         op(x, shift)

@@ -29,6 +29,8 @@ BACKEND = Backend(
         "as the ring wants them",
         "gradient of a bias is not written yet",
         "sinks are given, which",
+        "alibi_slopes are given, which",
+        "places are float32 on TPUs",
         "results of float32 are asked for, which",
         "o or d_o is float32, which",
         "elements along k are too narrow for a TPU",

@@ -10,7 +10,7 @@ from portakern.backends.reference import BACKEND
 from portakern.core.call import Call
 from portakern.core.config import Config
 from portakern.spec.tolerance import rounded
-from portakern.specs.attention import allowed
+from portakern.specs.attention import allowed, distances
 
 
 @BACKEND.implements("attention")
@@ -59,7 +59,7 @@ def sum_in_two(call: Call, m: np.ndarray, log: np.ndarray) -> tuple[np.ndarray, 
 
 
 def scores(call: Call, b: int, h: int) -> np.ndarray:
-    """s (q_len, kv_len) of one head: softcap(scale q.k) + bias, and -inf where the pair is masked.
+    """s (q_len, kv_len) of one head: softcap(scale q.k) - slope |distance| + bias, and -inf where the pair is masked.
 
     The mask selects last: what it hides leaves no trace.
     """
@@ -68,6 +68,8 @@ def scores(call: Call, b: int, h: int) -> np.ndarray:
     s = (1 / math.sqrt(q.shape[-1]) if scale is None else scale) * (q[b, :, h] @ k[b, :, h // call.dims["group"]].T)
     if cap is not None:
         s = cap * np.tanh(s / cap)
+    if call.arrays["alibi_slopes"] is not None:
+        s = s - call.arrays["alibi_slopes"][h] * distances(call)
     if bias is not None:
         s = s + np.broadcast_to(bias, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))[b, h]
     return np.where(allowed(call, b), s, -np.inf)

@@ -123,6 +123,11 @@ class Call:
         return o.dtype or self.dtype
 
     @property
+    def present(self) -> tuple[str, ...]:
+        """The names of the arrays that were passed."""
+        return tuple(name for name, array in self.arrays.items() if array is not None)
+
+    @property
     def flops(self) -> float:
         return self.spec.flops(self)
 

@@ -19,9 +19,10 @@ equal parts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from portakern.core import registry
@@ -125,7 +126,7 @@ class _Divisible(NamedTuple):
 def partition_rules(call: Call) -> list[PartitionRule]:
     """A rule for each axis of a call along which the op may be cut, those that its dtypes refuse among them."""
     found = []
-    for candidate in _candidates(call.spec, call.options, call.wants):
+    for candidate in _candidates(call.spec, call.options, call.wants, call.present):
         run = call.dims.get(candidate.dimension)
         slots: Sequence[int | None] = range(-len(run), 0) if isinstance(run, tuple) else (None,)
         for slot in slots:
@@ -136,18 +137,21 @@ def partition_rules(call: Call) -> list[PartitionRule]:
     return found
 
 
-def _candidates(spec: Spec[Any], options: Mapping[str, Any], wants: Sequence[str]) -> Iterator[_Divisible]:
-    """The dimensions along which an op may be cut under these options."""
+def _candidates(
+    spec: Spec[Any], options: Mapping[str, Any], wants: Sequence[str], given: Collection[str]
+) -> Iterator[_Divisible]:
+    """The dimensions along which an op may be cut under these options, in calls that have these arrays."""
     forward = registry.forward_of(spec) if spec.is_vjp else spec
     if forward is None:
         return
     known = {o.name: options.get(o.name, o.default) for o in forward.options}
+    placed_in = partial(_is_placed, spec, options=known, given=given)
     wanted = [o.name for o in forward.outputs] if spec.is_vjp else wants
     apart = forward.apart(known, wanted) if callable(forward.apart) else forward.apart
     begun = [d for d in forward.starts if d not in forward.sums and d not in forward.merges]
     gradients = {o.name: Joined("sum") for o in spec.outputs} if spec.is_vjp else None
     for dim in dict.fromkeys((*apart, *begun)):
-        placed = _is_placed(spec, forward.starts.get(dim), known)
+        placed = placed_in(forward.starts.get(dim))
         if _numbered(spec, dim) or placed is None:
             continue
         if dim in apart or placed:
@@ -155,7 +159,7 @@ def _candidates(spec: Spec[Any], options: Mapping[str, Any], wants: Sequence[str
     for dim in (*forward.sums, *forward.merges):
         combined = [s for s in forward.sums.get(dim, ()) if _holds(s.when, known)]
         merged = [m for m in forward.merges.get(dim, ()) if _holds(m.when, known)]
-        placed = _is_placed(spec, forward.starts.get(dim), known)
+        placed = placed_in(forward.starts.get(dim))
         if not (combined or merged) or _numbered(spec, dim) or placed is None:
             continue
         once = tuple(dict.fromkeys([n for s in combined for n in s.once] + [n for m in merged for n in m.once]))
@@ -173,9 +177,11 @@ def _holds(when: When | None, options: Mapping[str, Any]) -> bool:
     return when is None or when.holds(options)
 
 
-def _is_placed(spec: Spec[Any], start: Origin | None, options: Mapping[str, Any]) -> bool | None:
+def _is_placed(
+    spec: Spec[Any], start: Origin | None, *, options: Mapping[str, Any], given: Collection[str]
+) -> bool | None:
     """Whether an option says where a part along a dimension begins; None where one must, and there is none."""
-    if start is None or not _holds(start.when, options):
+    if start is None or not start.matters(options, given):
         return False
     return True if start.option in {o.name for o in spec.options} else None
 
@@ -302,7 +308,7 @@ def described(spec: Spec[Any]) -> list[dict[str, str]]:
     wants = tuple(o.name for o in spec.outputs if not o.saved)
 
     def under(**changed: Any) -> dict[str, _Divisible]:
-        return {c.dimension: c for c in _candidates(spec, {**plain, **changed}, wants)}
+        return {c.dimension: c for c in _candidates(spec, {**plain, **changed}, wants, ())}
 
     usual = under()
     others = {(o, v): under(**{o.name: v}) for o in spec.options for v in o.choices if v != o.default}
@@ -378,4 +384,5 @@ def _notes(spec: Spec[Any], candidate: _Divisible, dim: str) -> Iterator[str]:
     forward = registry.forward_of(spec) if spec.is_vjp else spec
     start = forward.starts.get(dim) if forward else None
     if start is not None and start.option in {o.name for o in spec.options}:
-        yield f"{start.option} says where a part begins" + (f", {start.when.words}" if start.when else "")
+        where = [start.when.words, *start.beside] if start.when else []
+        yield f"{start.option} says where a part begins" + (f", {' or '.join(where)}" if where else "")

@@ -293,6 +293,13 @@ def _check_combined(spec: Spec[Any], word: str, dim: str, name: str, once: Seque
 
 def _check_start(spec: Spec[Any], dim: str, start: Any) -> None:
     _check_kind(spec, "starts", dim, start, Origin, "the name of an option or Origin(option)")
+    for name in start.beside:
+        optional = [a.name for a in spec.arrays if a.optional]
+        if name not in optional:
+            raise SpecError(
+                f"{spec.name}: beside of starts[{dim!r}] names {name!r}; expected optional arrays: "
+                f"{', '.join(optional) or '(none)'}"
+            )
     if start.option is None:
         return
     ints = [o.name for o in spec.options if o.kind == "int" and not o.axis_of and not o.extent]

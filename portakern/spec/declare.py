@@ -20,7 +20,7 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar
 
@@ -166,6 +166,13 @@ class Spec(Generic[P]):
         that is not among ``reads``."""
         when = self.reads.get(name)
         return otherwise if when is None else when.holds({o.name: o.default for o in self.options} | dict(options))
+
+    def apart_in(self, options: Mapping[str, Any], wants: Sequence[str], given: Collection[str]) -> tuple[str, ...]:
+        """The dimensions whose indices are independent of each other under these options, the others at their defaults,
+        for these outputs and with these arrays: those of ``apart``, but where an index counts from a start."""
+        known = {o.name: o.default for o in self.options} | dict(options)
+        found = self.apart(known, wants) if callable(self.apart) else self.apart
+        return tuple(d for d in found if d not in self.starts or not self.starts[d].matters(known, given))
 
     @property
     def is_vjp(self) -> bool:

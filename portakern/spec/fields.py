@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -184,11 +184,17 @@ class Origin:
       option: the option that says so; None: the op has none, and such calls are not cut along the dimension.
       when: the options under which it matters; None: always.
       default: the start of a call in which the option is None, from the call's dimensions.
+      beside: optional arrays beside which it matters whatever the options are.
     """
 
     option: str | None = None
     when: When | None = None
     default: Callable[[Mapping[str, Any]], int] = _begins_at_zero
+    beside: tuple[str, ...] = ()
+
+    def matters(self, options: Mapping[str, Any], given: Collection[str]) -> bool:
+        """Whether it does under these options, all of them, in a call that has these arrays."""
+        return self.when is None or self.when.holds(options) or any(name in given for name in self.beside)
 
 
 @dataclass(frozen=True)

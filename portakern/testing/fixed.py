@@ -149,7 +149,9 @@ def cut_to(
     the oracle has them in a moment."""
     whole = {n: tuple(s) for n, s in shapes.items()}
     call = _case(spec, whole, options).bound_alone(spec)
-    kept: dict[str, list[int]] = {n: [*extents_of(call, n)] for n in apart(spec, call.options, call.wants)}
+    kept: dict[str, list[int]] = {
+        n: [*extents_of(call, n)] for n in apart(spec, call.options, call.wants, call.present)
+    }
     axes = [(n, i) for n in kept for i in range(len(kept[n])) if not along(call, n, i)]
 
     def now() -> Shapes:

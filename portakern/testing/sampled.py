@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,10 +41,12 @@ WORK = 1e8
 """Floating-point operations that the oracle may take for the part: a fraction of a second."""
 
 
-def apart(spec: Spec[Any], options: Mapping[str, Any], wants: Sequence[str]) -> tuple[str, ...]:
-    """The dimensions along which a call may be taken apart; without those that offsets number, unless the spec says
-    what becomes of these, and those of which blocks share a number."""
-    found = spec.apart(options, wants) if callable(spec.apart) else spec.apart
+def apart(
+    spec: Spec[Any], options: Mapping[str, Any], wants: Sequence[str], given: Collection[str] = ()
+) -> tuple[str, ...]:
+    """The dimensions along which a call that has these arrays may be taken apart; without those that offsets number,
+    unless the spec says what becomes of these, and those of which blocks share a number."""
+    found = spec.apart_in(options, wants, given)
     widths = {o.name: options.get(o.name, o.default) for o in spec.extents}
     fixed = {d.factors[0] for a in spec.arrays for d in a.dims if d.per and widths[d.per] != 1}
     fixed |= set() if spec.rewriter else {f for a in spec.arrays for d in a.dims if d.plus for f in d.factors}
@@ -108,7 +110,7 @@ def with_what_follows(call: Call, chosen: dict[str, Any]) -> dict[str, Any]:
 def _picked_of(call: Call, rng: np.random.Generator, work: float | None) -> dict[str, Any]:
     """What is taken along the dimensions that are apart."""
     spec = call.spec
-    names = apart(spec, call.options, call.wants)
+    names = apart(spec, call.options, call.wants, call.present)
     axes = [(n, i, e) for n in names for i, e in enumerate(extents_of(call, n)) if not along(call, n, i)]
     chosen: dict[str, Any] = {n: [np.arange(e) for e in extents_of(call, n)] for n in names}
     count, most = 24, WORK if work is None else work

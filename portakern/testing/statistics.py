@@ -60,7 +60,7 @@ def any_order(call: Call, sigma: np.ndarray, loose: np.ndarray) -> np.ndarray:
 
     What such an order brings is one draw for all elements of a sum; 8 / M makes room for what the M parts of a call
     that do not see each other may draw. What each element does by itself, as its last rounding, gets none."""
-    names = apart(call.spec, call.options, call.wants)
+    names = apart(call.spec, call.options, call.wants, call.present)
     parts = math.prod(e for n in names for i, e in enumerate(extents_of(call, n)) if not along(call, n, i))
     with np.errstate(invalid="ignore"):
         more = np.maximum(loose**2 - sigma**2, 0.0)

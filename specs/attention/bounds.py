@@ -35,10 +35,11 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 
     A score errs by ds, beside what flushed operands add to it:
 
-        ds = ((D+6) u + tf32) S + 6u d + 4u |bias| + 10u c + ex,  S = |scale| |q| |k|^T,  c the softcap or 0
+        ds = ((D+6) u + tf32) S + 6u d + 8u |a| + 4u |bias| + 10u c + ex,  S = |scale| |q| |k|^T,  c the softcap or 0
 
-    In order: the dot and its scaling; m - s and exp2 of it (a running maximum splits d into parts that sum to d); the
-    addition of the bias; an accurate tanh, which also passes on no more than its slope of the terms before it; exp.
+    In order: the dot and its scaling; m - s and exp2 of it (a running maximum splits d into parts that sum to d); a, a
+    slope times a distance (:func:`portakern.specs.attention.pairs._of_slope`); the addition of the bias; an accurate
+    tanh, which also passes on no more than its slope of the terms before it; exp.
 
     A bias of 2^20 or more is added in natural units, and its share is what float32 makes of the sum: nothing where the
     bias absorbs the score, as finfo.min does. In a row with |m| of 2^23 or more, where scores in units of log2(e) have

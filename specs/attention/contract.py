@@ -66,6 +66,7 @@ def last_beside_last(dims: Mapping[str, Any]) -> int:
 
 
 MASKED = When(lambda options: options["is_causal"] or options["window"] is not None, "with is_causal or window")
+PLACED = ("alibi_slopes",)  # arrays by which a score hangs on where its query and its key stand
 
 Window = Annotated[tuple[int | None, int | None], Range(0, typical=((3, 0), (None, 2), (5, 5), (0, 0)))]
 Scale = Annotated[float, Range(typical=(0.125, 1.0, 0.3))]
@@ -101,13 +102,12 @@ def work(call: Call, depth: int) -> float:
     empty={"kv_len": {"o": 0.0, "lse": -inf, "lse_low": 0.0}},
     require=[SEGMENTS_COME_TOGETHER, KEYS_BESIDE_A_SINK, KEYS_AND_QUERIES_PLACED, _narrower("out_dtype")],
     doubts=[HEADS_BEHIND_THE_SEQUENCE],
-    apart=lambda options, wants: (
-        "batch",
-        "kv_heads",
-        *(() if options["is_causal"] or options["window"] else ("q_len",)),
-    ),
+    apart=("batch", "kv_heads", "q_len"),
     merges={"kv_len": WeightedMean("o", by="lse", once=("sinks",))},
-    starts={"q_len": Origin("q_start", MASKED, last_beside_last), "kv_len": Origin("kv_start", MASKED)},
+    starts={
+        "q_len": Origin("q_start", MASKED, last_beside_last, beside=PLACED),
+        "kv_len": Origin("kv_start", MASKED, beside=PLACED),
+    },
     vjp="attention_vjp",
     autocast="lower",
     typical={
@@ -130,6 +130,7 @@ def attention(
     q_segment_ids: Int[A, "batch q_len"] | None = None,
     kv_segment_ids: Int[A, "batch kv_len"] | None = None,
     sinks: Float[A, "kv_heads*group"] | None = None,
+    alibi_slopes: Float32[A, "kv_heads*group"] | None = None,
     *,
     is_causal: bool = False,
     window: Window | None = None,
@@ -141,7 +142,8 @@ def attention(
     kv_start: Start | None = None,
     out_dtype: Float32Result | None = None,
 ) -> AttentionOut:
-    """o = softmax(softcap(scale q k^T) + bias, masked) v, one row at a time and never storing the scores.
+    """o = softmax(softcap(scale q k^T) - slope |distance| + bias, masked) v, one row at a time and never storing the
+    scores.
 
     The algorithm is FlashAttention-2's forward pass (Dao 2023, algorithm 1). A sink is a learned score of each query
     head (Agarwal et al. 2025, gpt-oss, section 2): the softmax's denominator of each row has exp(sink) besides, so that
@@ -157,14 +159,19 @@ def attention(
         neither.
       sinks: (kv_heads*group,): a logit of each query head; q's dtype or float32. -inf is none, to the bit. inf and NaN
         make all rows of their head NaN, o and lse, as a score of inf does.
+      alibi_slopes: (kv_heads*group,), float32: of each query head, attention with linear biases (Press, Smith and Lewis
+        2022). The score of query i and key j, softcapped, is less by slope |i + kv_len - q_len - j| before bias is
+        added: distances count from the last query at the last key, as the masks do, and on either side. A slope of 0
+        changes no bit. An infinite slope times a distance of 0 is NaN. No array has the products, and nothing is their
+        gradient: what asks for that of the slopes is refused.
       is_causal: query i sees keys up to i + kv_len - q_len (aligned at the bottom right: the last query sees every
         key).
       window: (left, right): query i sees keys from i + kv_len - q_len - left to i + kv_len - q_len + right; None on a
         side is unbounded.
       q_start, kv_start: where the first query and the first key stand in a whole of which these are parts: query i at
-        q_start + i, key j at kv_start + j. The causal mask and the window then compare these places, which is
+        q_start + i, key j at kv_start + j. The causal mask, the window and slopes then compare these places, which is
         i + q_start - kv_start for i + kv_len - q_len above. kv_start None is 0, and q_start None the bottom-right
-        alignment; kv_start alone is refused. Without a causal mask and a window they change nothing.
+        alignment; kv_start alone is refused. Without a causal mask, a window and slopes they change nothing.
       out_dtype: dtype of o: "float32", as parts want it that are merged and rounded once; None: q's.
       scale: None is 1/sqrt(d).
       softcap: c: scores become c tanh(s/c), before the bias.
@@ -194,6 +201,7 @@ attention.sample("wider_bias", dims=SMALL, given=("bias",), wider=("bias",))
 attention.sample("float32_result", dims=SMALL, options={"out_dtype": "float32", "return_lse": True})
 attention.sample("starts", dims=SMALL, options={"is_causal": True, "q_start": 4, "kv_start": 2})
 attention.sample("sinks", dims=SMALL, options={"softcap": 2.0, "return_lse": True}, given=("sinks",), wider=("sinks",))
+attention.sample("slopes", dims=SMALL, options={"is_causal": True, "return_lse": True}, given=("alibi_slopes",))
 
 
 # ---------------------------------------------------------------------------------------------------------- gradient
@@ -243,6 +251,7 @@ def attention_vjp(
     d_lse: Float32[A, "batch kv_heads*group q_len"] | None = None,
     lse_low: Float32[A, "batch kv_heads*group q_len"] | None = None,
     sinks: Float[A, "kv_heads*group"] | None = None,
+    alibi_slopes: Float32[A, "kv_heads*group"] | None = None,
     *,
     is_causal: bool = False,
     window: Window | None = None,
@@ -256,9 +265,9 @@ def attention_vjp(
     """Gradients of attention from its own results, the scores recomputed and never stored.
 
     The algorithm is FlashAttention-2's backward pass (Dao 2023, algorithm 2). At each pair of a query and a key, with c
-    the softcap:
+    the softcap, and a the slope of the head times the distance, or 0 without alibi_slopes:
 
-        t = tanh(scale q k^T / c), s = c t + bias;  without a softcap s = scale q k^T + bias
+        t = tanh(scale q k^T / c), s = c t - a + bias;  without a softcap s = scale q k^T - a + bias
         P = exp(min(s - lse - lse_low, 0)),  Delta = rowsum(d_o * o) - d_lse,  dS = P (d_o v^T - Delta)
         D = dS (1 - t^2);  without a softcap D = dS
 
@@ -278,9 +287,10 @@ def attention_vjp(
     tile, may be NaN; beyond an extent never.
 
     Args:
-      q, k, v, bias, q_segment_ids, kv_segment_ids, sinks, is_causal, window, scale, softcap, precision, q_start,
-        kv_start: as in attention. Rows with lse = -inf add nothing to d_sinks. Of a part of the keys o, lse and
-        lse_low are those of the whole: d_q is then the part's share of a sum, d_k and d_v are the whole's rows.
+      q, k, v, bias, q_segment_ids, kv_segment_ids, sinks, alibi_slopes, is_causal, window, scale, softcap, precision,
+        q_start, kv_start: as in attention. Rows with lse = -inf add nothing to d_sinks. Slopes have no gradient. Of a
+        part of the keys o, lse and lse_low are those of the whole: d_q is then the part's share of a sum, d_k and d_v
+        are the whole's rows.
       o, lse, lse_low: what attention returned; lse_low None is 0.
       d_o, d_lse: cotangents of o and lse (float32); d_lse None is 0. o and d_o have q's dtype or float32, each its own.
         d_o of float32 beside 16-bit inputs may be rounded to their dtype for products, and is not for Delta.

@@ -25,7 +25,9 @@ from portakern.specs.attention.planting import (
     rows_of_a_low_bias,
     segments,
     show_one_key,
+    slopes,
     some,
+    usual_slopes,
 )
 from portakern.specs.attention.scores import allowed
 
@@ -351,6 +353,74 @@ def decoding_with_sinks(arrays, rng, options):
     arrays["sinks"][...] = 5 + np.abs(arrays["sinks"])
 
 
+# --- slopes ---
+
+ALIBI = {"given": ("alibi_slopes",), "absent": ("bias", *SEGMENTS)}
+
+
+@attention.edge(
+    dims={"q_len": (20, 80), "kv_len": (1, 140)},
+    options={**IN_PLACE, "is_causal": True, "window": (9, 0), "return_lse": True},
+    smallest_tiles=True,
+    **ALIBI,
+)
+def slopes_in_a_window(arrays, rng, options):
+    """Distances count from a query's own place also where a window hides most tiles, and rows may see none."""
+
+
+@attention.edge(
+    dims={"q_len": (1, 70), "kv_len": (2, 140)}, options={"is_causal": False, "window": None}, given=("alibi_slopes",)
+)
+def one_huge_slope(arrays, rng, options):
+    """A row of that head sees the key at its own place alone, or the nearest; other heads do not feel it."""
+    arrays["alibi_slopes"][rng.integers(arrays["alibi_slopes"].shape[0])] = rng.choice([1e4, 1e9, 1e30])
+
+
+@attention.edge(
+    dims={"group": (2, 8), "kv_heads": (2, 4), "q_len": (1, 9), "kv_len": (20, 70)}, smallest_tiles=True, **ALIBI
+)
+def slopes_of_grouped_heads(arrays, rng, options):
+    """Every query head has a slope of its own, also where heads of a group share a tile of rows."""
+    arrays["alibi_slopes"][...] = 1.0 / np.arange(1, arrays["alibi_slopes"].shape[0] + 1)
+
+
+@attention.edge(dims={"q_len": (1, 40), "kv_len": (1, 140)}, given=("alibi_slopes",), options={"return_lse": True})
+def odd_slopes(arrays, rng, options):
+    """NaN makes every row of its head NaN that sees a key. An infinite slope leaves a row the key at its own place,
+    whose score is NaN, or none."""
+    arrays["alibi_slopes"][some(rng, arrays["alibi_slopes"].shape[0])] = rng.choice([np.nan, inf, -inf])
+
+
+@attention.edge(
+    dims={"q_len": (1, 4), "kv_len": (1030, 1100), "group": (1, 4)},
+    options={"is_causal": False, "window": None, "return_lse": True},
+    **ALIBI,
+)
+def decoding_with_slopes(arrays, rng, options):
+    """Few queries and keys that are split: every split counts from the same place."""
+    arrays["alibi_slopes"][...] = usual_slopes(arrays["alibi_slopes"].shape[0]) / 32
+
+
+@attention.edge(
+    dims={"q_len": (1, 40), "kv_len": (1, 140)},
+    options={"is_causal": False, "window": None, "q_start": 2**25 + 77, "kv_start": 5, "return_lse": True},
+    **ALIBI,
+)
+def slopes_of_far_keys(arrays, rng, options):
+    """Distances that float32 does not hold one by one, all of them alike."""
+    arrays["alibi_slopes"][...] = 1e-3
+
+
+@attention.edge(
+    dims={"q_len": (20, 80), "kv_len": (20, 80)},
+    options={"is_causal": False, "window": None, "q_start": 10, "kv_start": 40, "softcap": 2.0, "return_lse": True},
+    given=("alibi_slopes", "bias"),
+)
+def slopes_on_both_sides(arrays, rng, options):
+    """Keys before a query and behind it, a softcap that leaves slopes as they are, and a bias."""
+    arrays["alibi_slopes"][...] = 0.25
+
+
 # --- as people run it ---
 
 LONE = {"absent": ("bias", *SEGMENTS)}
@@ -386,6 +456,7 @@ def decoding_over_many_keys(arrays, rng, options):
 
 attention.values("q_segment_ids")(segments)
 attention.values("kv_segment_ids")(segments)
+attention.values("alibi_slopes")(slopes)
 
 
 # ---------------------------------------------------------------------------------------------------------- gradient
@@ -733,6 +804,62 @@ def segments_alone(arrays, rng, options):
     Some queries see no key, and some keys are seen by none.
     """
     queries_and_keys_apart(arrays, rng)
+
+
+# --- slopes ---
+
+
+@attention_vjp.edge(
+    dims={"q_len": (20, 80), "kv_len": (1, 140)},
+    options={**IN_PLACE, "is_causal": True, "window": (9, 0)},
+    smallest_tiles=True,
+    **ALIBI,
+)
+def slopes_in_a_window_vjp(arrays, rng, options):
+    """Distances count from a key's own place among the queries, as from a query's among the keys."""
+
+
+@attention_vjp.edge(
+    dims={"q_len": (1, 70), "kv_len": (2, 140)}, options={"is_causal": False, "window": None}, given=("alibi_slopes",)
+)
+def one_huge_slope_vjp(arrays, rng, options):
+    """Weights of 1 and of 0 in one head, and those of other heads as they are."""
+    arrays["alibi_slopes"][rng.integers(arrays["alibi_slopes"].shape[0])] = rng.choice([1e4, 1e9])
+
+
+@attention_vjp.edge(
+    dims={"group": (2, 6), "kv_heads": (2, 3), "q_len": (1, 20), "kv_len": (20, 40)}, smallest_tiles=True, **ALIBI
+)
+def slopes_of_grouped_heads_vjp(arrays, rng, options):
+    """d_k and d_v sum over query heads, of which each has a slope of its own."""
+    arrays["alibi_slopes"][...] = 1.0 / np.arange(1, arrays["alibi_slopes"].shape[0] + 1)
+
+
+@attention_vjp.edge(dims={"q_len": (1, 40), "kv_len": (1, 60)}, given=("alibi_slopes",))
+def odd_slopes_vjp(arrays, rng, options):
+    """NaN and infinite slopes reach the keys of their head."""
+    arrays["alibi_slopes"][some(rng, arrays["alibi_slopes"].shape[0])] = rng.choice([np.nan, inf])
+
+
+@attention_vjp.edge(
+    dims={"q_len": (1, 40), "kv_len": (1, 60)},
+    options={"is_causal": False, "window": None, "q_start": 2**25 + 77, "kv_start": 5},
+    **ALIBI,
+)
+def slopes_of_far_keys_vjp(arrays, rng, options):
+    """Scores and lse near -3e4, of distances that float32 does not hold one by one."""
+    arrays["alibi_slopes"][...] = 1e-3
+
+
+@attention_vjp.edge(
+    dims={"batch": (2, 3), "q_len": (20, 40), "kv_len": (20, 40)},
+    options={"is_causal": False, "window": None, "q_start": 10, "kv_start": 20, "softcap": 2.0},
+    given=("alibi_slopes", "bias"),
+    smallest_tiles=True,
+)
+def slopes_beside_a_bias(arrays, rng, options):
+    """The softcap's slope is of scores before those of distances, and d_bias has all of them."""
+    arrays["alibi_slopes"][...] = 0.25
 
 
 # --- as people run it ---

@@ -9,6 +9,7 @@ import numpy as np
 from portakern.spec.dtypes import numpy_dtype
 from portakern.spec.tolerance import format_of
 from portakern.specs.attention.contract import attention, attention_vjp
+from portakern.specs.attention.planting import usual_slopes
 
 NO_MASK = (None,) * 3  # the arguments between v and sinks
 
@@ -124,6 +125,51 @@ def sinks_of_other_heads(run, draw):
         run(q, k, v, *NO_MASK, sinks)[1:, -1:, 2:],
         "a lone query with its head's sink",
     )
+
+
+def _slopes(draw, heads):
+    """The usual slopes in the dtype of a call."""
+    return usual_slopes(heads).astype(np.float64 if draw.dtype == "float64" else np.float32)
+
+
+@attention.law
+def slopes_of_zero_change_nothing(run, draw):
+    """The same bits, o and lse, as without slopes, over one split and over several."""
+    for kv_len in (draw.extent(1, 150), draw.extent(1030, 1100)):
+        q_len, d = draw.extent(1, 40), draw.extent(4, 40, "d")
+        q, k, v = draw.normal(1, q_len, 4, d), draw.normal(1, kv_len, 2, d), draw.normal(1, kv_len, 2, d)
+        zeros = _slopes(draw, 4) * 0
+        bound = [run(q, k, v, *NO_MASK, None, x, window=(40, 3), return_lse=True) for x in (zeros, None)]
+        for name, a, b in zip(("o", "lse"), *bound, strict=True):
+            draw.same_bits(a, b, f"{name} with slopes of 0")
+
+
+@attention.law
+def slopes_are_a_bias_that_is_not_stored(run, draw):
+    """What a bias with the products gives, within a few roundings; where starts put it."""
+    q_len, kv_len, d = draw.extent(1, 70), draw.extent(1, 150), draw.extent(4, 40, "d")
+    q, k, v = draw.normal(1, q_len, 4, d), draw.normal(1, kv_len, 2, d), draw.normal(1, kv_len, 2, d)
+    slopes, start = _slopes(draw, 4), draw.extent(0, 200)
+    away = np.abs(np.arange(q_len)[:, None] + start - np.arange(kv_len))
+    bias = (-slopes[:, None, None] * away)[None].astype(slopes.dtype)
+    near = 8 * max(format_of(draw.dtype).U, 2.0**-16) * float(np.abs(v.astype(float)).max())
+    for options in ({}, {"is_causal": True}):
+        o = run(q, k, v, *NO_MASK, None, slopes, q_start=start, **options).astype(float)
+        same = np.abs(o - run(q, k, v, bias, q_start=start, **options).astype(float)) <= near
+        draw.same_bits(same, np.ones_like(same), "whether o is near that of a bias (1: yes)")
+
+
+@attention.law
+def slopes_in_any_company(run, draw):
+    """Queries from the midst, alone but for where they begin, and one key head with its queries: the same bits."""
+    q_len, kv_len, d = draw.extent(2, 150), draw.extent(1, 150), draw.extent(4, 40, "d")
+    q, k, v = draw.normal(2, q_len, 4, d), draw.normal(2, kv_len, 2, d), draw.normal(2, kv_len, 2, d)
+    first, slopes = draw.extent(0, q_len - 1), _slopes(draw, 4)
+    last, whole = draw.extent(first + 1, q_len), run(q, k, v, *NO_MASK, None, slopes)
+    alone = run(q[:, first:last], k, v, *NO_MASK, None, slopes, q_start=kv_len - q_len + first)
+    draw.same_bits(alone, whole[:, first:last], "queries alone, with slopes")
+    of_head = run(q[1:, :, 2:], k[1:, :, 1:], v[1:, :, 1:], *NO_MASK, None, slopes[2:])
+    draw.same_bits(of_head, whole[1:, :, 2:], "one key head alone, with slopes")
 
 
 @attention.law
@@ -289,6 +335,31 @@ def sinks_in_any_company(run, draw):
         *rest, d_o = arrays
         twice = run(*rest, d_o * d_o.dtype.type(2), *NOTHING_ELSE, sinks)[4]
         draw.same_bits(twice, among[4] * sinks.dtype.type(2), "d_sinks of a cotangent doubled")
+
+
+@attention_vjp.law
+def slopes_of_zero_change_no_gradient(run, draw):
+    """The same bits as without slopes."""
+    arrays = _draw(draw, 1, draw.extent(1, 70), draw.extent(1, 90), 4, 2, draw.extent(4, 40))
+    with_zeros = run(*arrays, *NOTHING_ELSE, None, _slopes(draw, 4) * 0, window=(40, 3))
+    _same(draw, with_zeros[:3], run(*arrays, window=(40, 3))[:3], "slopes of 0")
+
+
+@attention_vjp.law
+def slopes_in_any_company_vjp(run, draw):
+    """One batch entry and one key head with its queries and slopes, and queries alone but for where they begin: the
+    same bits."""
+    q_len, kv_len = draw.extent(2, 90), draw.extent(1, 90)
+    arrays, slopes = _draw(draw, 2, q_len, kv_len, 4, 2, draw.extent(4, 40)), _slopes(draw, 4)
+    among = run(*arrays, *NOTHING_ELSE, None, slopes)
+    of_head = [x[1:, 2:] if i == 4 else x[1:, :, (1 if i in (1, 2) else 2) :] for i, x in enumerate(arrays)]
+    want = among[0][1:, :, 2:], among[1][1:, :, 1:], among[2][1:, :, 1:]
+    _same(draw, run(*of_head, *NOTHING_ELSE, None, slopes[2:])[:3], want, "one key head with its slopes")
+    first = draw.extent(0, q_len - 1)
+    here = slice(first, draw.extent(first + 1, q_len))
+    part = [x[..., here] if i == 4 else x if i in (1, 2) else x[:, here] for i, x in enumerate(arrays)]
+    alone = run(*part, *NOTHING_ELSE, None, slopes, q_start=kv_len - q_len + first)[0]
+    draw.same_bits(alone, among[0][:, here], "d_q of queries alone, with slopes")
 
 
 @attention_vjp.law

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from portakern.spec.tolerance import Units, abs_matmul, format_of, magnitude
-from portakern.specs.attention.scores import allowed, far_from, head_of_bias, scale_of, units_of
+from portakern.specs.attention.scores import (
+    allowed,
+    distances,
+    far_from,
+    head_of_bias,
+    scale_of,
+    score_unit,
+    units_of,
+)
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -122,11 +130,24 @@ class ScoreErrors(NamedTuple):
             toward_0 = softcap * np.tanh((np.abs(s) - ds) / softcap)  # where tanh is steeper
             s = softcap * np.tanh(s / softcap)
             ds = np.abs(s) - toward_0 + 10 * u * softcap
-        capped = ds
+        capped, large = ds, size * max(1, abs(scale)) >= unit.huge
+        if call.arrays["alibi_slopes"] is not None:
+            slope, away = call.arrays["alibi_slopes"][h], distances(call)
+            s, ds = s - slope * away, ds + _of_slope(call, unit, slope, away)
+            large |= magnitude(slope * away) * max(1, 1 / score_unit(call)[1]) >= unit.huge
         if call.arrays["bias"] is not None:
             bias = head_of_bias(call, b, h)
             s, ds = s + bias, _with_bias(call, u, s + bias, ds, bias)
-        return cls(s, ds, capped, (size * max(1, abs(scale)) >= unit.huge) | (np.isfinite(s) & (s >= unit.huge)))
+        return cls(s, ds, capped, large | (np.isfinite(s) & (s >= unit.huge)))
+
+
+def _of_slope(call, unit, slope, away):
+    """What rounding adds to the error of scores that are less by ``slope`` times distances: 8u of the product. A kernel
+    rounds the slope in the unit of its scores, and that unit's inverse; a distance from 2^24 on, as a difference of two
+    numbers; the product; and up to three sums. What it may flush is less than tau in that unit, before it meets a
+    distance and after."""
+    size, most = magnitude(slope * away), max(1.0, score_unit(call)[1])
+    return 8 * unit.u * size + unit.tau * most * (1 + away)
 
 
 def _with_bias(call, u, s, ds, bias):

@@ -28,6 +28,20 @@ def segments(rng, shape, dims, options):
     return np.take(TABLES[turn // 2 % len(TABLES)], np.sort(ids, -1) if turn % 2 else ids)
 
 
+def usual_slopes(heads: int) -> np.ndarray:
+    """Those of Press, Smith and Lewis (2022) for a power of two of heads: from 2^(-8 / heads) to 2^-8."""
+    return 2.0 ** (-8.0 * np.arange(1, heads + 1) / heads)
+
+
+def slopes(rng, shape, dims, options):
+    """The usual ones in half of the calls; in others some of them are 0, or all are small numbers of either sign, or
+    larger than any model's."""
+    usual, kind = usual_slopes(shape[0]), rng.integers(6)
+    if kind == 3:
+        usual[some(rng, shape[0])] = 0
+    return {4: rng.standard_normal(shape) / 16, 5: usual * 40}.get(kind, usual)
+
+
 def some(rng: np.random.Generator, n: int) -> np.ndarray:
     """A few positions below n, at least one."""
     return rng.choice(n, max(1, n // 4), replace=False)

@@ -25,6 +25,12 @@ def options_for(spec: Spec[Any], call: Call) -> dict[str, Any]:
     return {o.name: call.options.get(o.name, o.default) for o in spec.options}
 
 
+def distances(call: Call) -> np.ndarray:
+    """(q_len, kv_len): how far key j stands from query i, on either side."""
+    places = np.arange(call.dims["q_len"], dtype=np.float64) + first_place(call)
+    return np.abs(places[:, None] - np.arange(call.dims["kv_len"]))
+
+
 def first_place(call: Call) -> int:
     """The key beside which query 0 stands, counted from the call's first key: it may lie before or behind them all.
 

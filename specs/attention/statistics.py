@@ -12,7 +12,7 @@ from portakern.spec.tolerance import KAPPA, dot_spread, store_spread, units
 from portakern.specs._gradients import stored_spreads
 from portakern.specs.attention.contract import attention, attention_vjp
 from portakern.specs.attention.pairs import KeyHead, PairTerms, SinkPairs, SoftmaxRows, d_o_rounding, finite
-from portakern.specs.attention.scores import scale_of
+from portakern.specs.attention.scores import distances, scale_of
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
@@ -29,7 +29,8 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 
     where t is the score before the softcap c, J = 1 - tanh(t/c)^2 the softcap's slope (1 without one), and q^2 @ k^2
     the sum of the dot's squared products. In order: the dot, two products, tanh; m and the bias, which round at the
-    size of s; m - s in up to 6 parts (a running maximum's); exp.
+    size of s; m - s in up to 6 parts (a running maximum's); exp. With slopes f^2 has (2 kappa a)^2 besides, a slope
+    times a distance.
 
         sigma_o^2 = store^2 + sum P^2 f^2 (v - o)^2 + (KAPPA U)^2 sum P^2 v^2 [v of 16 bits]
                     + x o^2 + y sum P^2 v^2 + (R + (ex/4)^2) o^2 + eta^2 sum v^2 / 3 l^2
@@ -39,8 +40,9 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 
         sigma_lse^2 = store^2 + sum P^2 f^2 + x (sum P J t)^2 + u^2 (m^2 + H^2) + R,  H = sum P d
 
-    What leans one way in every score adds up on average: a dot that is cut off by x, and the rounded constants scale
-    and scale log2(e) by u m and u H. A constant is one draw for all rows: its largest error stands for the RMS.
+    What leans one way in every score adds up on average: a dot that is cut off by x, the rounded constants scale and
+    scale log2(e) by u m and u H, and a rounded slope by u sum P a. A constant is one draw for all rows: its
+    largest error stands for the RMS.
 
         R = kappa^2 (c_N / 3 + 8) + (ex/4)^2,  c_N = chain(N)
 
@@ -68,7 +70,8 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
             of_o = _o_spread(call, unit, row, share, moved, rest + sink, v, o[b, :, h])
             sigma_o[b, :, h] = np.where(unknown, inf, of_o)
             if sigma_lse is not None:
-                of_lse = _lse_spread(call, unit, row, share, moved, lean, rest + sink[:, 0], lse[b, h])
+                of_slope = np.square((share * unit.u * falls(call, h)).sum(1))
+                of_lse = _lse_spread(call, unit, row, share, moved, lean, rest + sink[:, 0] + of_slope, lse[b, h])
                 sigma_lse[b, h] = np.where(unknown[:, 0], inf, of_lse)
     return sigma_o, sigma_lse, None if low is None else np.full_like(low, inf)
 
@@ -76,7 +79,8 @@ def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 def _row_spread(call, unit, row, b, h):
     """f^2, the variance of each score, and sqrt(x) J t, by which the dot's error leans the same way in every key."""
     f2, lean = score_spread(call, unit, b, h)
-    f2 = f2 + (KAPPA * unit.u) ** 2 * (2 * (row.m - row.d) ** 2 + 6 * row.d**2) + (unit.ex / 4) ** 2
+    sizes = 2 * (row.m - row.d) ** 2 + 6 * row.d**2 + 4 * falls(call, h) ** 2
+    f2 = f2 + (KAPPA * unit.u) ** 2 * sizes + (unit.ex / 4) ** 2
     return np.where(row.seen, f2, 0.0), np.where(row.seen, lean, 0.0)
 
 
@@ -85,6 +89,13 @@ def _sink_spread(unit, sink, row):
     d = np.where(np.isfinite(row.sink.d), row.sink.d, 0.0)
     f2 = (KAPPA * unit.u) ** 2 * (2 * sink**2 + 6 * d**2 + 2) + (unit.ex / 4) ** 2
     return np.where(row.sink.p > 0, np.square(row.sink.p / row.l) * f2, 0.0)
+
+
+def falls(call, h):
+    """(q_len, kv_len): by how much the slope of a head makes scores less, as far as that is finite; 0.0 without."""
+    if (slopes := call.arrays["alibi_slopes"]) is None:
+        return 0.0
+    return finite(slopes[h] * distances(call))
 
 
 def score_spread(call, unit, b, h):
@@ -139,12 +150,13 @@ def sigma_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     of a dot whose number of products is that of the sum in question (``dot_spread``). f_c^2 is the variance of a score
     up to the softcap c, as in attention.
 
-        f^2 = f_c^2 + kappa^2 (2 s^2 + 2 lse^2 + (s - lse)^2) + (ex/4)^2
+        f^2 = f_c^2 + kappa^2 (2 s^2 + 2 lse^2 + (s - lse)^2 + 4 fall^2) + (ex/4)^2
         w^2 = y d_o^2 @ v^2 + x dP^2 + kappa^2 a^2
         z^2 = kappa^2 (c_dv sum(d_o o)^2 / 3 + (c_dv/6 + 1) sum (d_o o)^2 + Delta^2 + d_lse^2)
 
-    are the variances of s - lse at each pair by itself, of dP likewise, and of Delta, which is the same for a row.
-    with (r d_o)^2 @ v^2 more in w^2 and P^2 @ (r d_o)^2 more in sigma_v^2 where d_o of float32 is rounded for products.
+    where fall is a slope times a distance, are the variances of s - lse at each pair by itself, of dP likewise, and of
+    Delta, which is the same for a row, with (r d_o)^2 @ v^2 more in w^2 and P^2 @ (r d_o)^2 more in sigma_v^2 where d_o
+    of float32 is rounded for products.
     They make those of dS, D and P at each pair by itself,
 
         var_S = dS^2 (f^2 + 3 kappa^2) + P^2 w^2 + flushed
@@ -167,7 +179,7 @@ def sigma_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """
     unit, scale2 = units(call), scale_of(call) ** 2
     d_q, d_k, d_v = (np.zeros(call.arrays[n].shape) for n in ("q", "k", "v"))
-    sums, d_bias, pairs_in_all = None if ref[3] is None else np.zeros((8, *ref[3].shape)), None, 0
+    sums, d_bias, pairs_in_all = None if ref[3] is None else np.zeros((9, *ref[3].shape)), None, 0
     storing, of_sinks, d_sinks = _Storing(call), None if ref[4] is None else np.zeros((4, *ref[4].shape)), None
     with np.errstate(all="ignore"):
         for head in KeyHead.all_of(call):
@@ -265,11 +277,14 @@ class _Spread(NamedTuple):
     @classmethod
     def of(cls, head: KeyHead, pairs: PairTerms) -> _Spread:
         call, unit, kappa2, P2 = head.call, head.unit, (KAPPA * head.unit.u) ** 2, np.square(pairs.P)
-        spreads = (score_spread(call, unit, head.b, h) for h in range(head.heads.start, head.heads.stop))
+        heads = range(head.heads.start, head.heads.stop)
+        spreads = (score_spread(call, unit, head.b, h) for h in heads)
         of_c, cut = (np.concatenate(x) for x in zip(*spreads, strict=True))
         lse = np.broadcast_to(head.statistic("lse"), pairs.seen.shape)
         s, lse = (np.where(pairs.seen & np.isfinite(x), x, 0.0) for x in (pairs.s, lse))
-        f2 = of_c + kappa2 * (2 * s**2 + 2 * lse**2 + (s - lse) ** 2) + (unit.ex / 4) ** 2
+        parts = [np.broadcast_to(falls(call, h), of_c[: call.dims["q_len"]].shape) for h in heads]
+        fallen = np.concatenate(parts)
+        f2 = of_c + kappa2 * (2 * s**2 + 2 * lse**2 + (s - lse) ** 2 + 4 * fallen**2) + (unit.ex / 4) ** 2
         dP, of_dP, of_delta = _difference_spread(head, pairs, kappa2)
         var_S = np.square(pairs.dS) * (f2 + 3 * kappa2) + P2 * of_dP
         # 1e-300: squares of smaller values are lost
@@ -280,7 +295,7 @@ class _Spread(NamedTuple):
         var_D = np.square(pairs.J) * var_S + stored * np.square(pairs.D) + faint
         if (cap := call.options["softcap"]) is not None:
             var_D = var_D + np.square(pairs.dS) * (4 * (1 - pairs.J) * of_c / cap**2 + kappa2)
-        lean = cut, unit.u * s, unit.u * lse
+        lean = cut, unit.u * s, unit.u * lse, unit.u * fallen
         lean_S = *(pairs.dS * x for x in lean), sqrt(dot_spread(call, call.dims["dv"])[0]) * pairs.P * dP
         unknown = pairs.seen & (pairs.P + pairs.g > 1e-40) & (f2 >= 2.0**-8)
         return cls(var_S, var_D, var_P, pairs.P * np.sqrt(of_delta), lean, lean_S, unknown)

@@ -1,5 +1,5 @@
-"""Parts of a long call of attention, where a mask makes what a query sees depend on where it stands, and of its
-gradients, where a weight follows from its query, its key and what was saved.
+"""Parts of a long call of attention, where what a query sees depends on where it stands, by a mask or slopes, and of
+its gradients, where a weight follows from its query, its key and what was saved.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Stretch = tuple[Mapping[str, np.ndarray], Mapping[str, Any]]
 
 @attention.stretch
 def stretches(call: Call, rng: np.random.Generator) -> Iterator[Stretch]:
-    """Of a masked call; without a mask queries do not see each other."""
-    if call.options["is_causal"] or call.options["window"]:
+    """Of a call in which places count: in others queries stand anywhere."""
+    if "q_len" not in call.spec.apart_in(call.options, call.wants, call.present):
         yield from of_queries(call, rng)
 
 

@@ -13,8 +13,8 @@ from tests.ops._shared import normal64
 inf = math.inf
 
 
-def formula(q, k, v, bias=None, q_seg=None, kv_seg=None, sinks=None, is_causal=False, window=None, scale=None,
-            softcap=None, return_lse=True, q_start=None, kv_start=None, out_dtype=None):  # fmt: skip
+def formula(q, k, v, bias=None, q_seg=None, kv_seg=None, sinks=None, slopes=None, is_causal=False, window=None,
+            scale=None, softcap=None, return_lse=True, q_start=None, kv_start=None, out_dtype=None):  # fmt: skip
     """One scalar at a time, straight from the definition. Finite inputs, but for -inf in bias."""
     (batch, q_len, heads, d), (_, kv_len, kv_heads, dv) = q.shape, v.shape
     o, lse = np.zeros((batch, q_len, heads, dv)), np.full((batch, heads, q_len), -inf)
@@ -25,6 +25,7 @@ def formula(q, k, v, bias=None, q_seg=None, kv_seg=None, sinks=None, is_causal=F
         for j in range(kv_len):
             s = scale * math.fsum(q[b, i, h, c] * k[b, j, h // (heads // kv_heads), c] for c in range(d))
             s = s if softcap is None else softcap * math.tanh(s / softcap)
+            s = s if slopes is None else s - slopes[h] * abs(here - j)
             s = s if bias is None else s + bias[b % bias.shape[0], h % bias.shape[1], i % bias.shape[2], j]
             hidden = (
                 (is_causal and j > here)
@@ -59,6 +60,8 @@ def formula_calls():
     for q_start, kv_start, window in itertools.product((0, 3, -2), (None, 0, 2, -4), (None, (2, 0), (1, None))):
         options = {"is_causal": window is None, "window": window, "q_start": q_start, "kv_start": kv_start}
         yield f"queries from {q_start}, keys from {kv_start}, window {window}", partial(masks_call, 5, 6, options)
+    for options in ({}, {"q_start": 3, "kv_start": 7}, {"window": (2, 1), "softcap": 2.0, "q_start": 9}):
+        yield f"slopes, {options}", partial(slopes_call, options)
     for masked in (False, True):
         yield f"sinks{', masked' * masked}", partial(sinks_call, masked)
     for dtype in ("int32", "int64"):
@@ -82,6 +85,11 @@ def sinks_call(masked):
     return (*arrays, None, None, None, sinks), {"return_lse": True, "is_causal": masked, "softcap": 2.0}
 
 
+def slopes_call(options):
+    slopes, arrays = normal64(4), (normal64(2, 5, 4, 3), normal64(2, 6, 2, 3), normal64(2, 6, 2, 2))
+    return (*arrays, normal64(1, 4, 1, 6), None, None, None, slopes), {"return_lse": True} | options
+
+
 def segments_call(dtype):
     rng, top = np.random.default_rng(0), np.iinfo(dtype).max
     ids = [rng.choice([0, 1, top, top - 1], (2, n)).astype(dtype) for n in (5, 6)]
@@ -100,8 +108,8 @@ def visible(q, k, q_seg, kv_seg, is_causal, window):
     return seen, None if q_seg is None else (q_seg[:, None, :, None] == kv_seg[:, None, None, :])
 
 
-def plain(xp, asarray, wide, narrow, q, k, v, bias=None, q_seg=None, kv_seg=None, sinks=None, *, is_causal=False,
-          window=None, scale=None, softcap=None, return_lse=False, q_start=None, kv_start=None,
+def plain(xp, asarray, wide, narrow, q, k, v, bias=None, q_seg=None, kv_seg=None, sinks=None, slopes=None, *,
+          is_causal=False, window=None, scale=None, softcap=None, return_lse=False, q_start=None, kv_start=None,
           out_dtype=None):  # fmt: skip
     """The same with the operations of ``xp``, torch or jax.numpy: scores in float32 at least, weights in v's dtype.
 
@@ -112,9 +120,10 @@ def plain(xp, asarray, wide, narrow, q, k, v, bias=None, q_seg=None, kv_seg=None
     s = xp.einsum("bikgd,bjkd->bkgij", grouped, wide(k)).reshape(batch, heads, q_len, kv_len)
     s = s * (d**-0.5 if scale is None else scale)
     s = s if softcap is None else softcap * xp.tanh(s / softcap)
-    s = s if bias is None else s + wide(bias)
     before = kv_len - q_len if q_start is None else q_start - (kv_start or 0)
     here, j = np.arange(q_len)[:, None] + before, np.arange(kv_len)
+    s = s if slopes is None else s - wide(slopes)[:, None, None] * asarray(np.abs(here - j))
+    s = s if bias is None else s + wide(bias)
     left, right = window or (None, None)
     seen = (j <= here) | (not is_causal)
     seen = seen if left is None else seen & (j >= here - left)

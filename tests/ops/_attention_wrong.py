@@ -65,6 +65,14 @@ SHAPES = {
         lambda: call(Q, K, K, sinks=zeros(2)),
         r"sinks axis 0 \(kv_heads\*group\) is 2; expected 4, as set by",
     ),
+    "slopes of key heads": (
+        lambda: call(Q, K, K, alibi_slopes=zeros(2)),
+        r"alibi_slopes axis 0 \(kv_heads\*group\) is 2; expected 4, as set by",
+    ),
+    "slopes of each batch entry": (
+        lambda: call(Q, K, K, alibi_slopes=zeros(2, 4)),
+        r"alibi_slopes has 2 axes, shape \(2, 4\); expected 1: \(kv_heads\*group\)",
+    ),
     "sinks of each query": (
         lambda: call(Q, K, K, sinks=zeros(4, 5)),
         r"sinks has 2 axes, shape \(4, 5\); expected 1: \(kv_heads\*group\)",
@@ -86,6 +94,10 @@ VALUES = {
     "sinks too wide": (
         lambda: call(Q, K, K, sinks=zeros(4, dtype=np.float64)),
         r"sinks is float64 but q is float32; expected float32: cast one",
+    ),
+    "slopes too narrow": (
+        lambda: call(Q, K, K, alibi_slopes=zeros(4, dtype=np.float16)),
+        r"alibi_slopes is float16; expected float32: cast it",
     ),
     "an integer bias": (lambda: call(Q, K, K, zeros(1, 1, 1, 7, dtype=INT32)), r"bias is int32 but q is float32"),
     "float segments": (

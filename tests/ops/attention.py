@@ -16,7 +16,7 @@ import numpy as np
 
 from portakern.api import op
 from portakern.spec.dtypes import numpy_dtype
-from portakern.specs.attention import allowed
+from portakern.specs.attention import allowed, first_place
 from tests.ops import matmul
 from tests.ops._attention_formulas import formula, formula_calls, in_jax, in_torch
 from tests.ops._attention_wrong import SHAPES, VALUES
@@ -55,11 +55,12 @@ WITH_LSE = {"return_lse": True}
 
 
 # ------------------------------------------------------------------------------------------------- the simulated kernel
-def simulate(q, k, v, bias=None, q_ids=None, kv_ids=None, sinks=None, *, is_causal=False, scale=None, softcap=None,
-             precision="ieee", return_lse=False, block=16, ftz=False, sentinel=None, drop=None, factor=1.0, shift=True,
-             round_q=False, tail=True, truncate_p=False, low=None, tanh=np.tanh, sink="once"):  # fmt: skip
+def simulate(q, k, v, bias=None, q_ids=None, kv_ids=None, sinks=None, slopes=None, *, is_causal=False, scale=None,
+             softcap=None, precision="ieee", return_lse=False, block=16, ftz=False, sentinel=None, drop=None,
+             factor=1.0, shift=True, round_q=False, tail=True, truncate_p=False, low=None, tanh=np.tanh, sink="once",
+             fall="right"):  # fmt: skip
     """One pass over tiles of keys with the running maximum m, denominator l and sum of values acc; then the sink, whose
-    ``sink`` may be what is wrong with it. No segments.
+    ``sink`` may be what is wrong with it, as ``fall`` of slopes. No segments.
     """
     F = accumulator(q)
     (batch, q_len, heads, depth), (kv_len, kv_heads) = q.shape, k.shape[1:3]
@@ -75,6 +76,8 @@ def simulate(q, k, v, bias=None, q_ids=None, kv_ids=None, sinks=None, *, is_caus
             here = np.arange(j, min(j + block, kv_len))
             s = dot(qh, kh[here].T, block=depth)[0] * (F(1) if round_q else scale)
             s = s if softcap is None else F(softcap) * tanh(s / F(softcap))
+            if slopes is not None:
+                s = s - falls(slopes.astype(F), h, here, behind, fall)
             if bias is not None:
                 s = s + np.broadcast_to(bias, (batch, heads, q_len, kv_len))[b, h][:, here].astype(F)
             hide = (here > behind) & is_causal | (here == drop)
@@ -92,6 +95,13 @@ def simulate(q, k, v, bias=None, q_ids=None, kv_ids=None, sinks=None, *, is_caus
         l, m = of_keys if sink == "not in lse" else (l, m)
         lse[b, h] = (m + np.log(l))[:, 0]
     return o, lse if return_lse else None
+
+
+def falls(slopes, h, keys, places, how):
+    """What a head's slope makes scores less by."""
+    from_first = np.arange(len(places))[:, None] if how == "from the first query" else places
+    of = slopes[h - 1] if how == "of another head" else slopes[h]
+    return (-of if how == "of the other sign" else of) * np.abs(from_first - keys).astype(slopes.dtype)
 
 
 def with_sink(sink, acc, l, m, how):
@@ -119,12 +129,19 @@ OPTIONS = tuple(
 
 
 def case(rng, dtype, regime):
-    """Every third call has sinks."""
-    arrays = qkv(rng, dtype, regime)
+    """Every third call has sinks, and every fourth slopes."""
+    arrays = *qkv(rng, dtype, regime), *[None] * 5
+    if rng.random() < 0.25:
+        arrays = *arrays[:-1], slopes_of(rng, arrays[0], dtype)
     if rng.random() < 0.35:
         own = pick(rng, (dtype, dtype if dtype == "float64" else "float32"))
-        arrays = *arrays, None, None, None, sweep(rng, arrays[0].shape[2:3], own)
+        arrays = *arrays[:6], sweep(rng, arrays[0].shape[2:3], own), arrays[7]
     return arrays, pick(rng, OPTIONS)
+
+
+def slopes_of(rng, q, dtype):
+    """Slopes of the heads of q, as models have them or larger."""
+    return (2.0 ** rng.uniform(-8, 1, q.shape[2])).astype("float64" if dtype == "float64" else "float32")
 
 
 def special(rng, dtype, seed):
@@ -174,6 +191,12 @@ def with_sinks(rng, dtype, value=None):
     arrays, _ = typical(rng, dtype)
     sinks = rng.uniform(1, 3, 2) if value is None else np.full(2, value)
     return *arrays, None, None, None, sinks.astype(np.float32)
+
+
+def with_slopes(rng, dtype):
+    """Slopes of two heads that leave weight to many keys."""
+    arrays, _ = typical(rng, dtype)
+    return *arrays, None, None, None, None, np.array([0.05, 0.3], "float64" if dtype == "float64" else "float32")
 
 
 def drawn(*shapes):
@@ -229,6 +252,8 @@ def fuzzed(r, dtype):
             arrays[name] = r.rng.integers(0, 2, (batch, n)).astype(ids)
     if r.chance(0.3):
         arrays["sinks"] = r.array(r.pick((dtype, "float64" if dtype == "float64" else "float32")), heads * group)
+    if r.chance(0.3):
+        arrays["alibi_slopes"] = r.array("float64" if dtype == "float64" else "float32", heads * group)
     options = {
         "is_causal": r.chance(0.5),
         "window": r.pick((None, (1, None), (2, 0))),
@@ -308,6 +333,10 @@ RECORD = ForwardRecord(
         "with sums that a sink does not rescale": Fault(
             lambda r, t: with_sinks(r, t, 9.0), {"sink": "sums not rescaled"}, WITH_LSE, "o"
         ),
+        **{
+            f"with slopes {wrong}": Fault(with_slopes, {"fall": wrong}, WITH_LSE, EVERY)
+            for wrong in ("of the other sign", "from the first query", "of another head")
+        },
     },
     corners={
         **{
@@ -336,6 +365,7 @@ RECORD = ForwardRecord(
         "window": Sample(SMALL, {"window": (2, 0), "scale": 0.3}),
         "sinks": Sample(SMALL | {"sinks": (2,)}, {"window": (0, 0), "softcap": 2.0}),
         "starts": Sample(SMALL, {"is_causal": True, "q_start": 6, "kv_start": 5}),
+        "slopes": Sample(SMALL | {"alibi_slopes": (2,)}, {"window": (2, 1), "softcap": 2.0}),
     },
     derived={
         "no mask": Sample(LARGER),
@@ -374,6 +404,10 @@ RECORD = ForwardRecord(
             {"q": (1, 100, 4, 64), "k": (1, 1100, 2, 64), "v": (1, 1100, 2, 64)},
             {"is_causal": True, "return_lse": True, "q_start": 1500, "kv_start": 700},
         ),
+        Sample(
+            {"q": (1, 100, 4, 64), "k": (1, 1100, 2, 64), "v": (1, 1100, 2, 64), "alibi_slopes": (4,)},
+            {"is_causal": True, "return_lse": True},
+        ),
     ),
     formula=formula,
     formula_calls=dict(formula_calls()),
@@ -404,6 +438,10 @@ RECORD = ForwardRecord(
             {"q": (2, 100, 4, 64), "k": (2, 130, 2, 64), "v": (2, 130, 2, 64)},
             {"window": (40, 0), "return_lse": True, "q_start": 300, "kv_start": 200},
         ),
+        "slopes": Sample(
+            {"q": (2, 100, 4, 64), "k": (2, 130, 2, 64), "v": (2, 130, 2, 64), "alibi_slopes": (4,)},
+            {"is_causal": True, "return_lse": True},
+        ),
     },
     mapped={
         "every array": Mapped(
@@ -414,6 +452,8 @@ RECORD = ForwardRecord(
         "own bias": Mapped(Sample(BEFORE | {"bias": (2, 1, 4, 1, 6)}), {"bias": 0}),
         "shared sinks": Mapped(Sample(BEFORE | {"q": (3, 2, 5, 4, 4), "sinks": (4,)}), {"q": 0}),
         "own sinks": Mapped(Sample(BEFORE | {"sinks": (3, 4)}), {"sinks": 0}, folds=False),
+        "shared slopes": Mapped(Sample(BEFORE | {"q": (3, 2, 5, 4, 4), "alibi_slopes": (4,)}), {"q": 0}),
+        "own slopes": Mapped(Sample(BEFORE | {"alibi_slopes": (3, 4)}), {"alibi_slopes": 0}, folds=False),
         "shared bias": Mapped(Sample(BEFORE | {"q": (3, 2, 5, 4, 4), "bias": (1, 4, 1, 6)}), {"q": 0}),
     },
     wrong=SHAPES | VALUES,
@@ -435,15 +475,17 @@ RECORD = ForwardRecord(
 
 
 # ---------------------------------------------------------------------------------------------------------- gradient
-FORWARD = ("q", "k", "v", "bias", "q_segment_ids", "kv_segment_ids", "sinks")
+FORWARD = ("q", "k", "v", "bias", "q_segment_ids", "kv_segment_ids", "sinks", "alibi_slopes")
 
 
 # ------------------------------------------------------------------------------------------------- the simulated kernel
 def simulate_vjp(*arrays, block_q=16, block_kv=16, ftz=False, drop=None, factor=1.0, truncate_p=False,
-                 truncate_ds=False, low=None, tanh=np.tanh, base2=True, forget=(), **options):  # fmt: skip
+                 truncate_ds=False, low=None, tanh=np.tanh, base2=True, forget=(), fall="right",
+                 **options):  # fmt: skip
     """One tile of scores at a time.
 
-    ``base2``: exp is exp2 of scores in units of log 2. ``forget``: terms to leave out.
+    ``base2``: exp is exp2 of scores in units of log 2. ``forget``: terms to leave out. ``fall``: what is wrong with
+    slopes.
     """
     call = op("attention_vjp").bind(*arrays, **options)
     arrays, options = call.arrays, call.options
@@ -452,7 +494,8 @@ def simulate_vjp(*arrays, block_q=16, block_kv=16, ftz=False, drop=None, factor=
     F, (batch, q_len, heads, depth), kv_len = accumulator(q), q.shape, k.shape[1]
     scale = F((1 / np.sqrt(depth) if options["scale"] is None else options["scale"]) * factor)
     d_q, d_k, d_v, d_bias, d_sinks = (None if a is None else np.zeros(a.shape, F) for a in (q, k, v, bias, sinks))
-    log2e = F(np.log2(np.e))
+    log2e, slopes = F(np.log2(np.e)), arrays["alibi_slopes"]
+    places = np.arange(q_len)[:, None] + first_place(call)
 
     def dot(a, b):
         return matmul.simulate(a, b, options["precision"], block=a.shape[-1], ftz=ftz)[0]
@@ -479,6 +522,8 @@ def simulate_vjp(*arrays, block_q=16, block_kv=16, ftz=False, drop=None, factor=
                 cap = F(options["softcap"])
                 t = tanh(s / cap).astype(F)
                 s, slope = cap * t, F(1) if "slope" in forget else F(1) - t * t
+            if slopes is not None:
+                s = s - falls(slopes.astype(F), h, np.arange(kv_len)[keys], places[rows], fall)
             if bias is not None:
                 s = s + np.broadcast_to(bias, (batch, heads, q_len, kv_len))[b, h][rows, keys].astype(F)
             apart = np.minimum((s * log2e if base2 else s) - row[rows], F(0))
@@ -542,6 +587,8 @@ def forward_case(rng, dtype, regime, extents, masks, sinks=0.7, heads=((1, 3), (
     if rng.random() < sinks:
         own = "float32" if rng.random() < 0.5 and dtype != "float64" else dtype
         arrays["sinks"] = draw(rng, (kv_heads * group,), own)
+    if rng.random() < 0.25:
+        arrays["alibi_slopes"] = slopes_of(rng, arrays["q"], dtype)
     return arrays, options
 
 
@@ -588,6 +635,13 @@ def ordinary_sinks(rng, dtype):
     """As much weight on the sinks as on the keys; two batch entries."""
     q, k, v = (draw(rng, shape, dtype) for shape in ((2, 80, 2, 40), (2, 20, 1, 40), (2, 20, 1, 16)))
     arrays = {"q": q, "k": k, "v": v, "sinks": np.float32([3, 4])}
+    return in_order("attention_vjp", with_residuals(rng, arrays, {}, dtype, lse_too=True))
+
+
+def ordinary_slopes(rng, dtype):
+    """Two heads whose slopes leave weight to many keys."""
+    arrays = dict(zip(("q", "k", "v"), with_slopes(rng, dtype), strict=False))
+    arrays["alibi_slopes"] = with_slopes(rng, dtype)[-1]
     return in_order("attention_vjp", with_residuals(rng, arrays, {}, dtype, lse_too=True))
 
 
@@ -685,6 +739,10 @@ GRADIENT = GradientRecord(
         "a key that is dropped": Fault(one_key_matters, {"drop": 64}, breaks=EVERY),
         "d_sinks of the other sign": Fault(ordinary_sinks, {"forget": ("sign",)}, breaks="d_sinks"),
         "d_sinks of the first batch entry": Fault(ordinary_sinks, {"forget": ("batch",)}, breaks="d_sinks"),
+        **{
+            f"slopes {wrong}": Fault(ordinary_slopes, {"fall": wrong}, breaks=EVERY)
+            for wrong in ("of the other sign", "from the first query", "of another head")
+        },
         "d_sinks without Delta's d_lse": Fault(ordinary_sinks, {"forget": ("d_lse",)}, breaks="d_sinks"),
     },
     corners={
@@ -711,6 +769,7 @@ GRADIENT = GradientRecord(
         Sample(saved(2, 128, 256, 2, 2, 64, 64) | {"q_segment_ids": (2, 128), "kv_segment_ids": (2, 256)}),
         Sample(saved(2, 100, 60, 4, 2, 32, 32) | {"d_lse": (2, 4, 100), "sinks": (4,)}, wider=("sinks",)),
         Sample(saved(1, 150, 330, 2, 1, 64, 64), {"is_causal": True, "q_start": 500, "kv_start": 400}),
+        Sample(saved(1, 150, 330, 4, 2, 64, 64) | {"alibi_slopes": (4,)}, {"is_causal": True}),
     ),
     extents={"batch": 2, "q_len": 64, "kv_len": 96, "kv_heads": 2, "group": 2, "d": 64, "dv": 64},
     matrix_units=True,

@@ -57,7 +57,7 @@ from portakern.backends.pallas.lib.segments import span_at, spans_of
 from portakern.core.backend import Drawn
 from portakern.core.call import Call
 
-DRAWN = Drawn(("out_dtype",), most={"q_len": 8, "group": 8})
+DRAWN = Drawn(("alibi_slopes", "out_dtype"), most={"q_len": 8, "group": 8})
 
 THREADS = LANES * WARPS
 """Elements of a row that the second kernel works on at a time: one a thread."""

@@ -103,7 +103,7 @@ def write(
 
 
 @BACKEND.implements("attention", key=key, supports=supports, config=FlashConfig, copies=copies,
-                    drawn=Drawn(("out_dtype",)))  # fmt: skip
+                    drawn=Drawn(("alibi_slopes", "out_dtype")))  # fmt: skip
 def attention(call: Call, config: FlashConfig) -> tuple[jax.Array | None, ...]:
     plan = plan_of(call, config)
     wide, dtype = whole_pieces(plan.dv, plan.dtype), plan.dtype

@@ -10,7 +10,9 @@ kv_heads, row blocks, key blocks), key blocks in order. m is the running maximum
 m_new); the last step writes acc / l. m and l are repeated along the 128 lanes of a register: a column would be stored
 and read with masks and permutes. Scores and m stay in the unit in which they arise (``score_unit``), and only their
 difference is brought to natural units. The log-sum-exp, m + log l, is computed as two numbers (`double_float`), which
-gradients read. A sink, one more score of each row with a value of 0, comes in the last step (`beside_sink`).
+gradients read. A sink, one more score of each row with a value of 0, comes in the last step (`beside_sink`). With
+slopes each row has two numbers besides, its head's slope and its place among the keys, of which a step makes what its
+scores fall by (`fall_of`).
 
 Where one sequence and one group are all, two cores share the row blocks, in an order that gives both as much of a band
 (`dealt`).
@@ -40,6 +42,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
@@ -50,6 +53,7 @@ from portakern.backends.pallas.lib.blocks import (
     Refs,
     block,
     even_block,
+    positions,
     quotient,
     row_block,
     settled,
@@ -83,7 +87,7 @@ from portakern.backends.pallas.tpu._heads import (
 from portakern.backends.pallas.tpu.softmax import online_step
 from portakern.core import targets
 from portakern.core.call import Call
-from portakern.specs.attention import score_unit
+from portakern.specs.attention import first_place, score_unit
 
 
 def key(call: Call) -> dict[str, str | int]:
@@ -105,10 +109,10 @@ EVERY = 2**31 - 1
 def grains(call: Call) -> tuple[int, int]:
     """The native grid that block_q and block_kv lie on.
 
-    It is sublanes, but lanes where lse, segment ids, sinks of rows or a bias have that axis last.
+    It is sublanes, but lanes where lse, segment ids, sinks or slopes of rows, or a bias have that axis last.
     """
     rows, segments = sublanes(call.arrays["q"].dtype), call.arrays["q_segment_ids"] is not None
-    of_q = LANES if segments or saved(call) or has_sinks(call) else rows
+    of_q = LANES if segments or saved(call) or has_sinks(call) or has_slopes(call) else rows
     of_kv = LANES if segments or call.arrays["bias"] is not None else rows
     return of_q, of_kv
 
@@ -121,6 +125,11 @@ def saved(call: Call) -> list[str]:
 def has_sinks(call: Call) -> bool:
     """Whether each row reads a sink, as those of the forward pass do."""
     return call.arrays["sinks"] is not None and not call.spec.is_vjp
+
+
+def has_slopes(call: Call) -> bool:
+    """Whether each row reads a slope and its place, as those of the forward pass do."""
+    return call.arrays["alibi_slopes"] is not None and not call.spec.is_vjp
 
 
 def heads_per_block(call: Call) -> int:
@@ -199,8 +208,20 @@ def refused(call: Call, config: TilesConfig, needed: int, rows: int, names: str 
         dtype_refused(call)
         or off_grid("block_q", config.block_q, rows, of_q)
         or off_grid("block_kv", config.block_kv, call.dims["kv_len"], of_kv)
+        or places_refused(call)
         or over_vmem(call, needed, names)
     )
+
+
+MOST_PLACES = 2**22
+"""Queries and keys beside slopes: so few have places that float32 holds, and those of other parts are far from them."""
+
+
+def places_refused(call: Call) -> str | None:
+    """Why slopes cannot be served, or None."""
+    if call.arrays["alibi_slopes"] is not None and call.dims["q_len"] + call.dims["kv_len"] > MOST_PLACES:
+        return "more than 2^22 queries and keys beside slopes: places are float32 on TPUs; use the reference backend"
+    return None
 
 
 def resident(call: Call, bq: int, bkv: int, number: int) -> int:
@@ -219,9 +240,10 @@ def resident(call: Call, bq: int, bkv: int, number: int) -> int:
     bias = call.arrays["bias"]
     if bias is not None:
         streamed += bias.dtype.itemsize * whole_lanes(keys) * (8 if bias.shape[2] == 1 else bq)
-    streamed += 4 * 8 * bq * has_sinks(call)  # a row of numbers takes 8 sublanes
+    streamed += 4 * 8 * bq * (has_sinks(call) + has_slopes(call))  # rows of numbers take 8 sublanes
     sums = 4 * bq * (dv + 2 * LANES)  # acc, and m and l, which have a register's width of lanes
-    scores, little = (12 if bias is None else 16), 0  # s, p and the mask of one step, and a bias in float32
+    scores, little = 12, 0  # s, p and the mask of one step
+    scores += 4 * (bias is not None or has_slopes(call))  # a bias in float32, or distances
     wide, wide_v = d // LANES - 1, dv // LANES - 1
     if size == 4:
         scores += 6 + 4 * wide + 17 * wide_v  # bfloat16 parts, and sums of their products
@@ -279,8 +301,9 @@ class TpuScores(NamedTuple):
         pre, factor, unit = UnitOf.gradients(call)
         return cls(pre, call.options["softcap"] is not None, factor, unit, call.interpret)
 
-    def from_dots(self, s: Any, bias: Any) -> tuple[Any, Any]:
-        """(the scores of a block of dots s, the tanh of its softcap), the latter None where there is no softcap."""
+    def from_dots(self, s: Any, bias: Any, fall: Any = None) -> tuple[Any, Any]:
+        """(the scores of a block of dots s, the tanh of its softcap), the latter None where there is no softcap.
+        ``fall``: by how much slopes make scores less, in their unit."""
         tanh = None
         if self.pre is not None:
             s = s * self.pre
@@ -290,6 +313,8 @@ class TpuScores(NamedTuple):
             s = s * self.factor
         if self.settle:
             s = settled(s)
+        if fall is not None:
+            s = s - (settled(fall) if self.settle else fall)
         return (s if bias is None else s + bias), tanh
 
 
@@ -321,7 +346,8 @@ def part_of(ref: Refs, number: int, bkv: int) -> Refs:
 def piece_of(ref: Refs, number: int, rows: int) -> Refs:
     """What a step works on, with the rows of one of its pieces."""
     mine, every = pl.ds(number * rows, rows), slice(None)
-    cuts = {"q_segment_ids": (every, mine), **dict.fromkeys(("q", "m", "l", "acc"), (mine, every))}
+    cuts = dict.fromkeys(("q_segment_ids", "slopes"), (every, mine))
+    cuts |= dict.fromkeys(("q", "m", "l", "acc"), (mine, every))
     if "bias" in ref and ref.bias.shape[0] > 1:
         cuts["bias"] = (mine, every)
     return Refs(**{name: x.at[cuts[name]] if name in cuts else x for name, x in vars(ref).items()})
@@ -445,7 +471,10 @@ def kernel(
 
     def add(ref: Refs, keys: Band, i: Any, j: Any, edge: bool) -> None:
         bias = ref.bias[...].astype(jnp.float32) if "bias" in ref else None
-        s, _ = scores.from_dots(dot(ref.q[...], ref.k[...], (1, 1)), bias)
+        fall = None
+        if "slopes" in ref:
+            fall = fall_of(ref.slopes[:1, :].T, ref.slopes[1:, :].T, j * bkv, bkv)
+        s, _ = scores.from_dots(dot(ref.q[...], ref.k[...], (1, 1)), bias, fall)
         visible = visible_pairs(ref, keys, i, j, edge)
         if visible is not None:
             s = jnp.where(visible, s, -jnp.inf)
@@ -502,6 +531,34 @@ def sink_blocks(call: Call, heads_per_block: int, bq: int, written: Place) -> Bl
     return {"sinks": (of_rows, row_blocks(1, bq, lambda *step: (0, *written(*step)[1:])))}
 
 
+def fall_of(slope: Any, position: Any, start: Any, bkv: int) -> Any:
+    """By how much slopes make the scores of rows, (rows, bkv), less: ``slope`` times the distance from ``position``,
+    both (rows, 1), of each of ``bkv`` keys from ``start`` on."""
+    return slope * jnp.abs(position - positions((1, bkv), 1, start).astype(jnp.float32))
+
+
+def slope_rows(call: Call, unit: float, heads_per_block: int = 1) -> jax.Array:
+    """Of each row, as `by_head` has rows, the slope of its head in the unit of scores, and where its query stands among
+    the keys: (1, heads / together, 2, len * together) float32. A unit next to nothing has an inverse that is finite."""
+    q_len, heads = call.dims["q_len"], call.dims["kv_heads"] * call.dims["group"]
+    of_heads = call.arrays["alibi_slopes"].astype(jnp.float32) * np.float32(min(1.0 / unit, 2.0**127))
+    places = (np.arange(q_len) + first_place(call)).astype(np.float32)
+    shape = heads // heads_per_block, q_len, heads_per_block
+    rows = [
+        jnp.broadcast_to(of_heads.reshape(-1, 1, heads_per_block), shape),
+        jnp.broadcast_to(places[None, :, None], shape),
+    ]
+    return jnp.stack(rows, 1).reshape(1, shape[0], 2, q_len * heads_per_block)
+
+
+def slope_blocks(call: Call, heads_per_block: int, bq: int, query: Place) -> Blocks:
+    """`slope_rows` of a forward call, if there are slopes."""
+    if not has_slopes(call):
+        return {}
+    rows = slope_rows(call, TpuScores.of(call).unit, heads_per_block)
+    return {"slopes": (rows, row_blocks(2, bq, lambda *step: (0, *query(*step)[1:])))}
+
+
 def by_query_head(x: jax.Array, heads_per_block: int) -> jax.Array:
     """Numbers of rows, (batch, heads / together, len * together), as (batch, heads, len)."""
     batch, groups, rows = x.shape
@@ -534,6 +591,7 @@ def attention(call: Call, config: TilesConfig) -> tuple[jax.Array | None, ...]:
         return b, h, order(index)
 
     inputs = AttentionOperands(call, shared).at(bq, band.block_kv, query, key) | sink_blocks(call, shared, bq, written)
+    inputs |= slope_blocks(call, shared, bq, query)
     o = jax.ShapeDtypeStruct((batch, heads, rows, dv), call.outputs["o"][1])
     outputs: Blocks = {"o": (o, head_blocks(bq, dv, written))}
     numbers = saved(call)

@@ -1,7 +1,8 @@
 """Gradients of attention on TPUs, the scores recomputed block by block from q, k and lse and never stored.
 
-    t = tanh(scale q k^T / c), s = c t + bias, P = exp(min(s - lse, 0));  without a softcap s = scale q k^T + bias
+    t = tanh(scale q k^T / c), s = c t - a + bias, P = exp(min(s - lse, 0));  without a softcap c t is scale q k^T
     Delta = rowsum(d_o * o) - d_lse;  dS = P (d_o v^T - Delta);  D = dS (1 - t^2), without a softcap dS
+    a: a head's slope times the distance, or 0
     d_q = scale D k;  d_k = scale D^T q;  d_v = P^T d_o;  d_bias = dS;  d_sink = -sum exp(min(sink - lse, 0)) Delta
 
 q: (batch, q_len, kv_heads*group, d), k: (batch, kv_len, kv_heads, d), v: (batch, kv_len, kv_heads, dv),
@@ -17,8 +18,9 @@ lse is two numbers, lse + lse_low, and scores are kept in the unit of the forwar
 number that it was there, and P the weight that its key had, however large scores are.
 
 `by_row` writes three rows of one array: the two numbers of lse in the scores' unit, and Delta. The first is inf for
-queries that saw no key: their P is 0. The others read them. The grid of `by_query` (d_q) is (batch, heads, query
-blocks, key blocks); that of `by_key` (d_k, d_v) is (batch, kv_heads, key blocks, group, query blocks); that of
+queries that saw no key: their P is 0. The others read them, and with slopes two
+rows more (`slope_rows`). The grid of `by_query` (d_q) is (batch, heads, query blocks, key blocks); that of `by_key`
+(d_k, d_v) is (batch, kv_heads, key blocks, group, query blocks); that of
 `by_bias` (d_bias) has a place for each block of bias, and inside it what that block is broadcast over; that of
 `by_sinks` (d_sinks) is (heads, blocks of the queries of all batch entries). `by_query` holds
 scores as (queries, keys), the others as (keys, queries): P and D are always the left factor of the next product as they
@@ -47,7 +49,17 @@ from jax.experimental import pallas as pl
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.configs import AttentionGradientsConfig
 from portakern.backends.pallas.lib.band import Band
-from portakern.backends.pallas.lib.blocks import Blocks, Refs, block, padded, quotient, row_block, step_along, within
+from portakern.backends.pallas.lib.blocks import (
+    Blocks,
+    Refs,
+    block,
+    padded,
+    positions,
+    quotient,
+    row_block,
+    step_along,
+    within,
+)
 from portakern.backends.pallas.lib.double_float import in_two
 from portakern.backends.pallas.lib.mosaic_tpu.chip import LANES, dot, launch, vmem_limit, whole_lanes
 from portakern.backends.pallas.tpu._heads import (
@@ -61,7 +73,15 @@ from portakern.backends.pallas.tpu._heads import (
     spans_in_scalar_memory,
     tile_span,
 )
-from portakern.backends.pallas.tpu.attention import TpuScores, grains, key, refused, visible_pairs
+from portakern.backends.pallas.tpu.attention import (
+    TpuScores,
+    fall_of,
+    grains,
+    key,
+    refused,
+    slope_rows,
+    visible_pairs,
+)
 from portakern.backends.pallas.tpu.softmax import exponential
 from portakern.core.call import Call
 from portakern.specs.attention import scale_of
@@ -121,11 +141,12 @@ def of_a_step(call: Call, bq: int, bkv: int) -> int:
     streamed = 0 if bias is None else 2 * bias.dtype.itemsize * bq * whole_lanes(bkv)
     if "d_bias" in call.wants:
         streamed += 4 * pairs  # its sum
+    pairs_more = 4 * pairs * (call.arrays["alibi_slopes"] is not None)  # distances
     waiting = call.arrays["q"].dtype.itemsize * ((d + dv) * bq + dv * bkv) if call.options["softcap"] else 0
     split = 0
     if call.dtype == "float32":
         split = 16 * d * bq + 6 * dv * (bq + bkv) + 12 * (dv // LANES - 1) * pairs
-    return streamed + 16 * pairs + waiting + split
+    return streamed + 16 * pairs + pairs_more + waiting + split
 
 
 def supports(call: Call, config: AttentionGradientsConfig) -> str | None:
@@ -139,8 +160,8 @@ def supports(call: Call, config: AttentionGradientsConfig) -> str | None:
 
 # The kernels
 
-SHIFT, LOW, DELTA = (slice(row, row + 1) for row in range(3))
-"""What the rows of ``of_rows`` are: the two numbers of lse, and Delta."""
+SHIFT, LOW, DELTA, SLOPE, PLACE = (slice(row, row + 1) for row in range(5))
+"""What the rows of ``of_rows`` are: the two numbers of lse, and Delta; the last two in calls with slopes."""
 
 
 def by_row(ref: Refs, *, unit: float) -> None:
@@ -170,7 +191,10 @@ def by_query(ref: Refs, *, band: Band, scores: TpuScores, scale: float, tiles: i
         k, bias = ref.k[...], ref.bias[...].astype(jnp.float32) if "bias" in ref else None
         visible = visible_pairs(ref, band, i, j, edge)
         shift, low, delta = (ref.of_rows[row, :].T for row in (SHIFT, LOW, DELTA))
-        p, slope = weights(scores, dot(ref.q[...], k, (1, 1)), bias, (shift, low), visible)
+        fall = None
+        if ref.of_rows.shape[0] > PLACE.start:
+            fall = fall_of(ref.of_rows[SLOPE, :].T, ref.of_rows[PLACE, :].T, j * band.block_kv, band.block_kv)
+        p, slope = weights(scores, dot(ref.q[...], k, (1, 1)), bias, (shift, low), visible, fall)
         d_s = selected(visible, p * (dot(ref.d_o[...], ref.v[...], (1, 1)) - delta))
         d_dot = d_s if slope is None else selected(visible, d_s * slope)
         keys = within(k, 0, j * band.block_kv, band.kv_len) if edge else k
@@ -312,9 +336,12 @@ def by_sinks(ref: Refs) -> None:
         ref.d_sinks[...] = jnp.broadcast_to(total, ref.d_sinks.shape)
 
 
-def weights(scores: TpuScores, dots: Any, bias: Any, lse: tuple[Any, Any], visible: Any) -> tuple[Any, Any]:
-    """P of a block of dots, and the slope of its softcap (None: 1). ``lse``: as `by_row` writes it."""
-    (s, tanh), (shift, low) = scores.from_dots(dots, bias), lse
+def weights(
+    scores: TpuScores, dots: Any, bias: Any, lse: tuple[Any, Any], visible: Any, fall: Any = None
+) -> tuple[Any, Any]:
+    """P of a block of dots, and the slope of its softcap (None: 1). ``lse``: as `by_row` writes it; ``fall``: what
+    scores are less by, or None."""
+    (s, tanh), (shift, low) = scores.from_dots(dots, bias, fall), lse
     slope = None if tanh is None else 1 - tanh * tanh
     return selected(visible, exponential(jnp.minimum((s - shift) - low, 0.0), scores.unit)), slope
 
@@ -323,8 +350,11 @@ def weights_by_key(ref: Refs, band: Band, scores: TpuScores, j: Any, i: Any, edg
     """(which pairs are visible, P, the slope) of key block j, as rows, and query block i."""
     bias = ref.bias[...].astype(jnp.float32).T if "bias" in ref else None
     visible = visible_pairs(ref, band, j, i, edge, by_key=True)
-    lse = ref.of_rows[SHIFT, :], ref.of_rows[LOW, :]
-    return visible, *weights(scores, dot(ref.k[...], ref.q[...], (1, 1)), bias, lse, visible)
+    lse, fall = (ref.of_rows[SHIFT, :], ref.of_rows[LOW, :]), None
+    if ref.of_rows.shape[0] > PLACE.start:
+        keys = positions((band.block_q, 1), 0, j * band.block_q).astype(jnp.float32)
+        fall = ref.of_rows[SLOPE, :] * jnp.abs(ref.of_rows[PLACE, :] - keys)
+    return visible, *weights(scores, dot(ref.k[...], ref.q[...], (1, 1)), bias, lse, visible, fall)
 
 
 def selected(visible: Any, x: Any) -> Any:
@@ -343,6 +373,10 @@ class GradientOperands(AttentionOperands):
         super().__init__(call)
         d_o = by_head(call.arrays["d_o"])
         self.of_rows = row_statistics(call, d_o)
+        if call.arrays["alibi_slopes"] is not None:
+            slopes = slope_rows(call, TpuScores.of_gradients(call).unit)
+            every = jnp.broadcast_to(slopes, (self.of_rows.shape[0], *slopes.shape[1:]))
+            self.of_rows = jnp.concatenate([self.of_rows, every], 2)
         self.d_o = d_o.astype(call.arrays["q"].dtype)
 
     def at(self, bq: int, bkv: int, query: Place, key: Place) -> Blocks:

@@ -1,6 +1,7 @@
 """Scaled dot-product attention, one pass over the keys per tile of queries (Dao 2023, FlashAttention-2, algorithm 1).
 
-    s_ij = cap(scale q_i . k_j) + bias_ij, -inf where masked    cap(s) = c tanh(s / c)    m_i = max_j s_ij
+    s_ij = cap(scale q_i . k_j) - slope |distance_ij| + bias_ij, -inf where masked    cap(s) = c tanh(s / c)
+    m_i = max_j s_ij
     p_ij = exp(s_ij - m_i)    l_i = sum_j p_ij    o_i = sum_j p_ij v_j / l_i    lse_i = m_i + log l_i
 
 A program owns block_q queries of one head and walks its keys in tiles of block_kv, keeping m, l and the unnormalised o
@@ -40,10 +41,12 @@ from portakern.backends.triton.lib.attention import (
     combine,
     fit,
     key,
+    place_of_slopes,
     programs_of,
     results,
     rows_plan,
     sinks_of,
+    slopes_of,
     store_rows,
     supports,
 )
@@ -56,9 +59,11 @@ from portakern.backends.triton.lib.heads import (
     Scores,
     load_head,
     load_tile,
+    lowered,
     product,
     program,
     rows_of,
+    slope_of,
     strides_of,
 )
 from portakern.backends.triton.lib.segments import segment_ranges, within_ranges
@@ -117,7 +122,7 @@ def over_keys(
     """
     tile, head, kv_head, batch = program
     k, v, masks = operands
-    bias, q_segments, kv_segments, q_ranges, _, _ = masks
+    bias, q_segments, kv_segments, q_ranges, _, _, slopes = masks
     k_b, k_s, k_h, k_d = strides.k
     v_b, v_s, v_h, v_d = strides.v
     bias_b, bias_h, bias_q, bias_s = strides.bias
@@ -140,7 +145,10 @@ def over_keys(
         q_segment = tl.load(q_segments + batch * q_seg_b + row * q_seg_s, mask=i_ok, other=0)
         kv_segments += batch * kv_seg_b
     lo, hi = limits(i + (kv_len - q_len), left, right, kv_len)
-    pairs = PairMask(i_ok, lo, hi, bias, bias_s, q_segment, kv_segments, kv_seg_s)
+    slope, position = None, None
+    if slopes is not None:
+        slope, position = slope_of(slopes, heads, scores), row + extents.first_place
+    pairs = PairMask(i_ok, lo, hi, bias, bias_s, q_segment, kv_segments, kv_seg_s, slope, position)
 
     top += kv_len - q_len
     bottom += kv_len - q_len
@@ -222,9 +230,11 @@ def visit(state, q_tile, keys, pairs, scores, first, last, edge: tl.constexpr, p
         k_tile = load_tile(keys.k + row * keys.k_s, j_ok[:, None], keys.d_ok, edge, plan.ragged_d)
 
         s = unbiased(q_tile, k_tile, scores, plan)
+        if pairs.bias is not None and scores.softcap is not None:
+            s = s * scores.softcap
+        if pairs.slope is not None:
+            s = lowered(s, pairs.slope, pairs.position, start, plan.block_kv)
         if pairs.bias is not None:
-            if scores.softcap is not None:
-                s = s * scores.softcap
             s = s + load_bias(pairs, col, j_ok[None, :], edge, plan)
         if edge:
             s = tl.where(inside(j, pairs.lo, pairs.hi), s, float("-inf"))
@@ -328,7 +338,7 @@ def attention(call: Call, config: AttentionConfig) -> tuple[Any, ...]:
 
     scores = Scores.of(call)
     window = sight(call)
-    extents = AttentionExtents(heads, dims["group"], q_len, dims["kv_len"], dims["d"], dv)
+    extents = AttentionExtents(heads, dims["group"], q_len, dims["kv_len"], dims["d"], dv, place_of_slopes(call))
     strides = strides_of(q, k, v, bias, segments, (batch, heads, q_len, dims["kv_len"]))
     tiles_q, programs, chunk, chunks = programs_of(call, config, plan)
     parts, out = Parts(None, None), Results(o, lse, low)
@@ -337,7 +347,8 @@ def attention(call: Call, config: AttentionConfig) -> tuple[Any, ...]:
         sums = fresh((batch, heads, q_len, chunks, dv), accurate, q.device)
         parts = Parts(sums, fresh((batch, heads, q_len, chunks, 2), accurate, q.device))
     launch(attention_kernel, programs, call, q, k, v,
-           Masks(bias, *segments, segment_ranges(call, *segments), sinks=None if chunks else sinks_of(call)),
+           Masks(bias, *segments, segment_ranges(call, *segments), None, None if chunks else sinks_of(call),
+                 slopes_of(call)),
            Results(None, None, None) if chunks else out, parts, scores, window, Work(tiles_q, chunk, chunks), extents,
            strides, plan=plan, **how)  # fmt: skip
     if chunks:

@@ -5,9 +5,9 @@
     d_q_i = scale sum_j ds_ij k_j    d_k_j = scale sum_i ds_ij q_i    d_v_j = sum_i p_ij d_o_i
     d_sink = -sum_i exp(min(sink - lse_i, 0)) delta_i
 
-with s_ij = cap(t_ij) + bias_ij, t = scale q.k and cap'(t) = 1 - tanh(t / c)^2 (1 without a softcap); p and d_bias are 0
-at masked pairs. lse is two numbers, lse and lse_low, and scores are kept in the unit of the forward pass: so s - lse is
-what it was there, and p the weight that a key had, however large s is.
+with s_ij = cap(t_ij) - slope |distance_ij| + bias_ij, t = scale q.k and cap'(t) = 1 - tanh(t / c)^2 (1 without a
+softcap); p and d_bias are 0 at masked pairs. lse is two numbers, lse and lse_low, and scores are kept in the unit of
+the forward pass: so s - lse is what it was there, and p the weight that a key had, however large s is.
 
 Every sum has one owner, so nothing is added atomically and a result has the same bits on every run. The kernel of the
 statistics writes delta and lse. A program of the one of d_k and d_v owns block_kv keys of one key head and walks, head
@@ -48,7 +48,9 @@ from portakern.backends.triton.lib.attention import (
     STATISTICS_AT_ONCE,
     key,
     padded,
+    place_of_slopes,
     sink_gradient,
+    slopes_of,
     statistics,
 )
 from portakern.backends.triton.lib.band import band, fold, inside, limits
@@ -60,9 +62,11 @@ from portakern.backends.triton.lib.heads import (
     Scores,
     load_head,
     load_tile,
+    lowered,
     precision_of,
     product,
     program,
+    slope_of,
     strides_of,
 )
 from portakern.backends.triton.lib.segments import segment_ranges, within_ranges
@@ -125,13 +129,16 @@ class Queries(NamedTuple):
 
 
 @triton.jit
-def weights(a, b, shift, low, bias, allowed, scores, plan: tl.constexpr):
+def weights(a, b, shift, low, bias, allowed, scores, start, block: tl.constexpr, plan: tl.constexpr, slope, position):
     """(p, t) of a tile of scores a b^T; ``allowed`` None: every pair is. ``shift`` + ``low``: lse in the scores' unit.
-    The difference comes before the factor ``rate``, by which the largest scores would overflow."""
+    The difference comes before the factor ``rate``, by which the largest scores would overflow. ``block`` columns from
+    ``start`` on, ``slope``, ``position``: as ``lowered`` takes them; None twice for no slopes."""
     t = unbiased(a, b, scores, plan)
     s = t
     if scores.unit is not None:
         s = s * scores.unit
+    if slope is not None:
+        s = lowered(s, slope, position, start, block)
     if bias is not None:
         s = s + bias
     apart = tl.minimum((s - shift) - low, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -186,7 +193,8 @@ def visit_queries(state, own, queries, pairs, scores, first, last, edge: tl.cons
             allowed = seen(i, i_ok, pairs, edge)
         shift_i = load_tile(queries.shift + i, i_ok, i_ok, edge, False)[None, :]
         low_i = load_tile(queries.low + i, i_ok, i_ok, edge, False)[None, :]
-        p, t = weights(k_tile, q_tile, shift_i, low_i, bias_tile, allowed, scores, plan)
+        p, t = weights(k_tile, q_tile, shift_i, low_i, bias_tile, allowed, scores, start, plan.block_q, plan,
+                       pairs.slope, pairs.position)  # fmt: skip
         if plan.want_v:
             dv = product(p.to(d_o_tile.dtype), d_o_tile, dv, plan)
         if plan.want_k:
@@ -201,9 +209,9 @@ def attention_vjp_d_k_d_v_kernel(
     q, k, v, of_queries, masks, out, scores, window, work, extents, strides, plan: tl.constexpr
 ):
     """A tile of block_kv rows of d_k and of d_v, of those that ``plan`` wants."""
-    heads, group, q_len, kv_len, d, dv = extents
+    heads, group, q_len, kv_len, d, dv, _ = extents
     d_o, shift, low, delta = of_queries
-    bias, q_segments, kv_segments, _, kv_ranges, _ = masks
+    bias, q_segments, kv_segments, _, kv_ranges, _, slopes = masks
     left, right = window
     q_b, q_s, q_h, q_d = strides.q
     do_b, do_s, do_h, do_d = strides.d_o
@@ -241,7 +249,10 @@ def attention_vjp_d_k_d_v_kernel(
         bias_of = None
         if bias is not None:
             bias_of = bias + (batch * bias_b + head * bias_h) + col * bias_s
-        pairs = PairMask(j_ok, lo, hi, bias_of, bias_q, kv_segment, q_segments, q_seg_s)
+        slope, position = None, None
+        if slopes is not None:
+            slope, position = slope_of(slopes, head, scores), col - extents.first_place
+        pairs = PairMask(j_ok, lo, hi, bias_of, bias_q, kv_segment, q_segments, q_seg_s, slope, position)
         state = dk_acc, dv_acc
         dk_acc, dv_acc = fold(visit_queries, state, (k_tile, v_tile), queries, pairs, scores, span, right, plan)
 
@@ -266,7 +277,8 @@ def visit_keys(dq, own, keys, pairs, scores, first, last, edge: tl.constexpr, pl
             bias_tile = load_bias(pairs, col[None, :], j_ok[None, :], edge, plan)
         if edge or pairs.segments is not None:
             allowed = seen(j, j_ok, pairs, edge)
-        p, t = weights(q_tile, k_tile, shift_i, low_i, bias_tile, allowed, scores, plan)
+        p, t = weights(q_tile, k_tile, shift_i, low_i, bias_tile, allowed, scores, start, plan.block_kv, plan,
+                       pairs.slope, pairs.position)  # fmt: skip
         _, ds = score_gradients(p, t, d_o_tile, v_tile, delta_i, allowed, scores, plan)
         dq = product(ds.to(k_tile.dtype), k_tile, dq, plan)
     return dq
@@ -307,9 +319,9 @@ def attention_vjp_d_bias_kernel(
 ):
     """A tile of the bias gradient: the sum over ``sum_batches`` batch entries, ``sum_heads`` heads and, with
     ``one_row``, all queries, that share the bias."""
-    heads, group, q_len, kv_len, d, dv = extents
+    heads, group, q_len, kv_len, d, dv, _ = extents
     d_o, shift, low, delta = of_queries
-    bias, q_segments, kv_segments, _, kv_ranges, _ = masks
+    bias, q_segments, kv_segments, _, kv_ranges, _, slopes = masks
     tiles, bias_tiles_q, bias_heads, sum_batches, sum_heads = work
     left, right = window
     bias_b, bias_h, bias_q, bias_s = strides.bias
@@ -352,7 +364,11 @@ def attention_vjp_d_bias_kernel(
             low_i = tl.load(low + at, mask=i_ok, other=0.0)
             bias_at = bias + (batch * bias_b + head * bias_h) + (row * bias_q + col[None, :] * bias_s)
             bias_tile = load_tile(bias_at, i_ok, j_ok[None, :], True, True).to(plan.acc_dtype)
-            p, t = weights(q_tile, k_tile, shift_i, low_i, bias_tile, allowed, scores, plan)
+            slope, position = None, None
+            if slopes is not None:
+                slope, position = slope_of(slopes, head, scores), row + extents.first_place
+            p, t = weights(q_tile, k_tile, shift_i, low_i, bias_tile, allowed, scores, tile * plan.block_kv,
+                           plan.block_kv, plan, slope, position)  # fmt: skip
             acc += score_gradients(p, t, d_o_tile, v_tile, delta_i, allowed, scores, plan)[0]
 
     of_bias = bias_batch.to(tl.int64) * bias_heads + bias_head
@@ -366,7 +382,7 @@ def attention_vjp_d_bias_kernel(
 
 def fit(call: Call, config: AttentionGradientsConfig) -> AttentionGradientsConfig:
     """Smaller tiles where terms of the scores take registers beside them, or where shared memory has no room."""
-    terms = (call.arrays["bias"], call.arrays["q_segment_ids"], call.options["softcap"])
+    terms = *(call.arrays[n] for n in ("bias", "q_segment_ids", "alibi_slopes")), call.options["softcap"]
     if any(term is not None for term in terms):
         config = config.replace(block_q=min(config.block_q, 32))
     while shared_bytes(call, config) > shared_limit(call.target.arch):
@@ -480,9 +496,9 @@ def attention_vjp(call: Call, config: AttentionGradientsConfig) -> tuple[Any, ..
     }
     sink_gradient(call, delta, out["d_sinks"])
     scale, ranges = scale_of(call), ranges_of(call)
-    given = q, k, v, OfQueries(d_o, shift, low, delta), Masks(bias, *segments, *ranges)
+    given = q, k, v, OfQueries(d_o, shift, low, delta), Masks(bias, *segments, *ranges, None, slopes_of(call))
     window = sight(call)
-    extents = AttentionExtents(heads, group, q_len, kv_len, d, dv)
+    extents = AttentionExtents(heads, group, q_len, kv_len, d, dv, place_of_slopes(call))
     strides = strides_of(q, k, v, bias, segments, (batch, heads, q_len, kv_len))._replace(d_o=d_o.stride())
     plan = AttentionPlan(config.block_q, config.block_kv, block_d, block_dv, block_d != d, block_dv != dv,
                 precision_of(call, config), acc_dtype)  # fmt: skip

@@ -37,6 +37,7 @@ from portakern.backends.triton.lib.split_kv import (
     worth_spreading,
 )
 from portakern.spec.dtypes import numpy_dtype
+from portakern.specs.attention import first_place
 
 if TYPE_CHECKING:
     import torch
@@ -254,8 +255,21 @@ def combine(
 
 def sinks_of(call: Call) -> torch.Tensor | None:
     """The sinks of a call, one beside the other."""
-    sinks: torch.Tensor | None = call.arrays["sinks"]
-    return sinks if sinks is None or sinks.stride(0) == 1 else gathered(sinks)
+    return _beside_each_other(call.arrays["sinks"])
+
+
+def slopes_of(call: Call) -> torch.Tensor | None:
+    """The slopes of a call, one beside the other."""
+    return _beside_each_other(call.arrays["alibi_slopes"])
+
+
+def place_of_slopes(call: Call) -> int | None:
+    """The key beside which query 0 stands, None of a call without slopes."""
+    return None if call.arrays["alibi_slopes"] is None else first_place(call)
+
+
+def _beside_each_other(numbers: torch.Tensor | None) -> torch.Tensor | None:
+    return numbers if numbers is None or numbers.stride(0) == 1 else gathered(numbers)
 
 
 def rows_plan(call: Call, config: FewQueriesTilesConfig) -> tuple[AttentionPlan, dict[str, int]]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FlashTilesConfig = UnsplitConfig | VarlenFlashConfig
 TilesT = TypeVar("TilesT", UnsplitConfig, VarlenFlashConfig)
 
-DRAWN = Drawn(("bias", "out_dtype"), {"d": 8, "dv": 8}, {"q_len": QUERIES + 1})
+DRAWN = Drawn(("bias", "alibi_slopes", "out_dtype"), {"d": 8, "dv": 8}, {"q_len": QUERIES + 1})
 
 
 class FlashPlan(NamedTuple):

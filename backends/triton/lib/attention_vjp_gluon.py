@@ -85,6 +85,8 @@ def refused(call: Call) -> str | None:
         return f"dtype {call.dtype}: this kernel takes float16 and bfloat16"
     if call.arrays["bias"] is not None:
         return "bias is given: this kernel takes none"
+    if call.arrays["alibi_slopes"] is not None:
+        return "alibi_slopes are given: this kernel takes none"
     if {dtype for name, (_, dtype) in call.outputs.items() if name in ("o", "d_q", "d_k", "d_v")} != {call.dtype}:
         return "results of float32 are asked for: this kernel writes them in the inputs' dtype"
     if call.spec.is_vjp and {call.dtype_of(name) for name in ("o", "d_o")} != {call.dtype}:
@@ -131,7 +133,7 @@ def scores_of(call: Call) -> tuple[Scores, tuple[float, float]]:
     return Scores(pre, softcap, rate), two_parts(rate / unit if unit else LOG2E)
 
 
-DRAWN = Drawn(("bias", "gradient_dtype"), {"d": 8, "dv": 8}, narrow=("o", "d_o"))
+DRAWN = Drawn(("bias", "alibi_slopes", "gradient_dtype"), {"d": 8, "dv": 8}, narrow=("o", "d_o"))
 
 
 def segments_of(call: Call, own: str, other: str) -> Segments | None:

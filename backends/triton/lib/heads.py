@@ -36,7 +36,7 @@ class Scores(NamedTuple):
     nothing to multiply by); a weight is 2^((s - m) ``rate``), and ``beyond`` and ``octave`` are of ``exponents``
     of the spec. lse is m ``unit`` + log l, or m rate ``natural`` + log l. The _low of a number is what float32 lacks of
     it. Gradients, which are given lse, take pre, softcap and rate alone, and ``unit`` for what tanh is multiplied by
-    (None: nothing)."""
+    (None: nothing). A slope times ``per_unit`` is in the scores' unit (None: it is so already)."""
 
     pre: float | None
     softcap: float | None
@@ -47,6 +47,7 @@ class Scores(NamedTuple):
     natural_low: float | None = None
     beyond: float | None = None
     octave: float | None = None
+    per_unit: float | None = None
 
     @classmethod
     def of(cls, call: Call) -> Scores:
@@ -56,7 +57,7 @@ class Scores(NamedTuple):
         rate, beyond, octave = exponents(unit, 53 if wide else 24)
         rate, _ = two_parts(rate, wide)
         parts = *two_parts(unit, wide), *two_parts(unit / rate, wide)
-        return cls(pre, call.options["softcap"], rate, *parts, beyond, octave)
+        return cls(pre, call.options["softcap"], rate, *parts, beyond, octave, _per_unit(call, unit))
 
     @classmethod
     def of_gradients(cls, call: Call) -> tuple[Scores, tuple[float, float]]:
@@ -68,12 +69,19 @@ class Scores(NamedTuple):
             pre, unit = (pre or 1.0) * unit, 1.0
         elif softcap is not None and (unit < LEAST_UNIT or call.arrays["bias"] is not None):
             settle, unit = softcap, 1.0
-        return cls(pre, softcap, unit * LOG2E, settle), two_parts(1.0 / unit, call.dtype == "float64")
+        scores = cls(pre, softcap, unit * LOG2E, settle, per_unit=_per_unit(call, unit))
+        return scores, two_parts(1.0 / unit, call.dtype == "float64")
+
+
+def _per_unit(call: Call, unit: float) -> float | None:
+    """``Scores.per_unit`` of a call with scores in this unit; of one that is next to nothing a number that is finite,
+    of which a slope of 0 makes 0."""
+    return None if call.arrays["alibi_slopes"] is None or unit == 1.0 else min(1.0 / unit, 2.0**127)
 
 
 class AttentionExtents(NamedTuple):
     """``heads`` are those of q, of which ``group`` share one of k and v; ``d`` is the head dimension of q and k, ``dv``
-    of v and o."""
+    of v and o; ``first_place`` the key beside which query 0 stands, None where there are no slopes."""
 
     heads: int
     group: int
@@ -81,11 +89,12 @@ class AttentionExtents(NamedTuple):
     kv_len: int
     d: int
     dv: int
+    first_place: int | None = None
 
 
 class Masks(NamedTuple):
     """What scores meet beside q . k: a bias, and the segments of queries and keys; the ranges of queries, or in
-    gradients of keys, that ``lib.segments`` finds of these; and a sink of each head. Each may be None."""
+    gradients of keys, that ``lib.segments`` finds of these; a sink and a slope of each head. Each may be None."""
 
     bias: Any
     q_segments: Any
@@ -93,6 +102,7 @@ class Masks(NamedTuple):
     q_ranges: Any
     kv_ranges: Any = None
     sinks: Any = None
+    slopes: Any = None
 
 
 class AttentionStrides(NamedTuple):
@@ -146,7 +156,8 @@ class PairMask(NamedTuple):
 
     Rows exist where ``row_ok``. A row sees the columns [lo, hi) whose segment equals ``segment``, its own, and adds a
     bias. ``bias`` and ``segments`` are addresses at column 0, from which a step leads to the next column; None where
-    there is no bias, or there are no segments.
+    there is no bias, or there are no segments. Scores are less by ``slope``, in their unit, times the distance of a
+    column from ``position``, where the row stands among the columns; None where there are no slopes.
     """
 
     row_ok: Any
@@ -157,6 +168,8 @@ class PairMask(NamedTuple):
     segment: Any
     segments: Any
     segment_step: Any
+    slope: Any = None
+    position: Any = None
 
 
 def strides_of(
@@ -177,6 +190,25 @@ def strides_of(
         (0, 0) if queries is None else queries.stride(),
         (0, 0) if keys is None else keys.stride(),
     )
+
+
+@triton.jit
+def slope_of(slopes, head, scores):
+    """The slope of a head, or of the head of each row, in the unit of scores."""
+    slope = tl.load(slopes + head)
+    if scores.per_unit is not None:
+        slope = slope * scores.per_unit
+    return slope
+
+
+@triton.jit
+def lowered(s, slope, position, start, block: tl.constexpr):
+    """A tile of scores, less ``slope`` times the distance of each of ``block`` columns, from ``start`` on, from where
+    its row stands, ``position``: a column of 64-bit numbers. Numbers that count from the tile are small, and so exact,
+    but for distances beyond 2^24. The fused operation is written out, else a compiler chooses between two."""
+    own = (position - start).to(s.dtype)
+    away = tl.abs(own - tl.arange(0, block)[None, :].to(s.dtype))
+    return tl.fma(tl.broadcast_to(-slope, s.shape), away, s)
 
 
 @triton.jit

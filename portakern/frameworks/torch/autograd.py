@@ -284,8 +284,10 @@ def gradient_of(call: Call, choice: Choice, differentiated: Sequence[str]) -> Gr
     spec = call.spec
     known: Gradient | None = choice.gradients.get(call.device)
     candidates = None if known is not None else routes(call, choice)
+    name = differentiated[0]
     try:
         wired = wiring(spec)
+        name = next((n for n in differentiated if n not in wired.gradients), name)
         wired.wants(differentiated)
         if known is None:
             assert candidates is not None
@@ -294,7 +296,6 @@ def gradient_of(call: Call, choice: Choice, differentiated: Sequence[str]) -> Gr
             overwrites = [r.impl.backend.oracle or (r.impl.overwrites and r.framework is call.framework) for r in found]
             known = choice.gradients.keep(call.device, Gradient(wired, vjp, bool(found) and all(overwrites)))
     except UnsupportedError as e:
-        name = differentiated[0]
         raise UnsupportedError(
             f"{spec.name}: {name} requires grad, and {e}; use torch.no_grad(), or pass {name}.detach()"
         ) from None

@@ -46,9 +46,9 @@ def turning(call: Call, runs: Collection[str] = ()) -> Axis | None:
     spec = call.spec
     forward = registry.forward_of(spec)
     options = {**{o.name: o.default for o in (forward or spec).options}, **call.options}
-    names = apart(spec, call.options, call.wants)
+    names = apart(spec, call.options, call.wants, call.present)
     if not names and forward is not None:
-        names = apart(forward, options, [o.name for o in forward.outputs])
+        names = apart(forward, options, [o.name for o in forward.outputs], call.present)
     found = [(n, i, e) for n in names if n in call.dims for i, e in enumerate(extents_of(call, n))]
     kept = {factor for a in spec.arrays if a.name in runs for factor in a.dims[-1].factors}
     kept |= {factor for a in spec.arrays for d in a.dims if d.plus for factor in d.factors}  # offsets

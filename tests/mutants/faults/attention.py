@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from tests.mutants.faults import Planted
+from tests.mutants.faults._slopes import SLOPES
 from tests.mutants.faults._starts import STARTS
 
 FAULTS = {
     "triton": [
+        *SLOPES["triton"],
         Planted(
             "float32-result-rounded-first",
             "o of float32 is rounded to the inputs' dtype on its way",
@@ -285,6 +287,7 @@ FAULTS = {
         ),
     ],
     "pallas": [
+        *SLOPES["pallas"],
         *STARTS["pallas"],
         Planted(
             "sink-without-rescale",
@@ -463,13 +466,13 @@ FAULTS = {
             "bias-after-mask",
             "the bias is added after the masks, so that a NaN there is added to -inf",
             old=(
-                "(1, 1)), bias)\n"
+                "(1, 1)), bias, fall)\n"
                 "        visible = visible_pairs(ref, keys, i, j, edge)\n"
                 "        if visible is not None:\n"
                 "            s = jnp.where(visible, s, -jnp.inf)\n"
             ),
             new=(
-                "(1, 1)), None if bias is None else jnp.zeros_like(bias))\n"
+                "(1, 1)), None if bias is None else jnp.zeros_like(bias), fall)\n"
                 "        visible = visible_pairs(ref, keys, i, j, edge)\n"
                 "        if visible is not None:\n"
                 "            s = jnp.where(visible, s, -jnp.inf)\n"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from tests.mutants.faults import Planted
 from tests.mutants.faults._on_host import on_host
+from tests.mutants.faults._slopes import SLOPES_VJP
 from tests.mutants.faults._starts import STARTS
 
 FAULTS = {
     "triton": [
+        *SLOPES_VJP["triton"],
         Planted(
             "float32-d-q-rounded-first",
             "d_q is rounded to the inputs' dtype before it is stored as float32",
@@ -244,6 +246,7 @@ FAULTS = {
         ),
     ],
     "pallas": [
+        *SLOPES_VJP["pallas"],
         *STARTS["pallas"],
         Planted(
             "d-sinks-sign",

@@ -162,6 +162,8 @@ def operands_refused(call: Call) -> str | None:
         return reason
     if call.arrays["sinks"] is not None:
         return "sinks are given, which Pallas's kernels for GPUs do not take: use the Triton backend"
+    if call.arrays["alibi_slopes"] is not None:
+        return "alibi_slopes are given, which Pallas's kernels for GPUs do not take: use the Triton backend"
     if {dtype for name, (_, dtype) in call.outputs.items() if name in ("o", "d_q", "d_k", "d_v")} != {call.dtype}:
         return "results of float32 are asked for, which Pallas's kernels for GPUs do not write: use the Triton backend"
     if call.spec.is_vjp and {call.dtype_of(name) for name in ("o", "d_o")} != {call.dtype}:

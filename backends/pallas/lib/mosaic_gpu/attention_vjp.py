@@ -48,7 +48,7 @@ from portakern.core.call import Call
 from portakern.specs._exponents import LARGEST
 from portakern.specs.attention import scale_of, score_unit
 
-DRAWN = Drawn(("gradient_dtype",), narrow=("o", "d_o"))
+DRAWN = Drawn(("alibi_slopes", "gradient_dtype"), narrow=("o", "d_o"))
 
 HELD = 224
 """Registers of a consumer's thread for sums, scores and weights: the others hold what it needs besides."""
