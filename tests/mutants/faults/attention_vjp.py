@@ -130,8 +130,8 @@ FAULTS = {
         Planted(
             "no-minus-inf-guard",
             "a row that sees no key keeps its lse of -inf",
-            old='tl.store(out.shift + at, tl.where(unseen, float("inf"), high)',
-            new="tl.store(out.shift + at, high",
+            old='shift, delta = tl.where(unseen, float("inf"), high)',
+            new="shift, delta = high",
             small=True,
             within="lib.attention",
         ),
