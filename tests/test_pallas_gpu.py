@@ -74,11 +74,13 @@ def on_gpu(op, **tiling):
     return pk.op(op, backend="pallas", variant="gpu", tiling=tiling)
 
 
-def without_sinks(op):
-    """The arguments of an op that kernels for GPUs take: a call with sinks is refused, and few are drawn here."""
+def limits_of(op, **more):
+    """Limits of calls that kernels for GPUs take: those with sinks, and pages of other dtypes than the queries', are
+    refused, and few are drawn here."""
     spec = registry.find_spec(op)
     names = {a.name for a in spec.arrays} | {o.name for o in spec.options} | {"wants"}
-    return frozenset(names - {"sinks"})
+    narrow = any(set(a.or_dtypes) - {"float32"} for a in spec.arrays)
+    return dataclasses.replace(LIMITS, arguments=frozenset(names - {"sinks"}), one_dtype=narrow, **more)
 
 
 # --- right, in the interpreter ---
@@ -87,8 +89,7 @@ def without_sinks(op):
 @each_op
 @pytest.mark.timeout(900)  # the laws of attention's gradients are many calls of three kernels each
 def test_within_bounds(op):
-    limits = dataclasses.replace(LIMITS, arguments=without_sinks(op))
-    report = pk.check(op, backend="pallas", variant="gpu", device="cpu", max_examples=4, seed=0, limits=limits)
+    report = pk.check(op, backend="pallas", variant="gpu", device="cpu", max_examples=4, seed=0, limits=limits_of(op))
     assert report.passed, "\n".join(map(str, report.failures))
     assert report.examples >= 2, report.refused
 
@@ -159,7 +160,7 @@ def test_several_tiles_race_for_nothing(op):
     edges = [f"several_{name}" for name, tile in spec.tiling.items() if tile.of]
     several = len(edges) == 2  # of heads, each of which takes a minute of processor time
     drawn = (len(edges) + 1) * (2 if spec.is_vjp and not several else 1)  # of wider cotangents products are refused
-    limits = dataclasses.replace(LIMITS, arguments=without_sinks(op), **({"elements": 640} if several else {}))
+    limits = limits_of(op, **({"elements": 640} if several else {}))
     report = pk.check(
         op, backend="pallas", variant="gpu", device="cpu", profile="races", max_examples=drawn,
         only_edges=edges,
@@ -467,10 +468,17 @@ def _attention(q_len, **more):
     )
 
 
+STARTS = jnp.asarray([0, 200], jnp.int32)
+SEQUENCE = {"q": _random(200, 1, 64), "k": _random(200, 1, 64), "v": _random(200, 1, 64)}
+PAGES = {"k_pages": _random(5, 50, 1, 64), "v_pages": _random(5, 50, 1, 64), "page_table": jnp.arange(5)[None],
+         "kv_lens": jnp.full(1, 230), "q_starts": STARTS}  # fmt: skip
+
 RINGS = [
     ("attention", "gpu", "stages", _attention(200), {"block_kv": 64, "min_split_keys": 64, "max_splits": 2}),
     ("attention", "decode", "stages", _attention(1), {"block_kv": 64, "min_split_keys": 256}),
     ("attention_vjp", "gpu", "stages", _attention(200, o=1, d_o=1), {"block_q": 64, "block_kv": 64}),
+    ("varlen_attention", "gpu", "stages", SEQUENCE | {"q_starts": STARTS, "kv_starts": STARTS}, {"block_kv": 64}),
+    ("paged_attention", "gpu", "stages", {"q": SEQUENCE["q"], **PAGES}, {"block_kv": 64}),
     ("matmul", "gpu", "stages", {"a": _random(130, 300), "b": _random(300, 130)}, {"block_m": 128, "block_n": 128}),
     ("layernorm_vjp", "fused", "ring", {"x": _random(21, 256), "weight": _random(256), "d_y": _random(21, 256)}, {}),
 ]
@@ -513,6 +521,12 @@ def resolved(op, tiling, arrays, **options):
     return impl, call, tilings.resolve(impl, call, tiling).tiling
 
 
+PACKED = {"q": (9, 2, 128), "k": (8, 1, 128), "v": (8, 1, 128), "q_starts": (3,), "kv_starts": (3,)}
+PACKED_VJP = PACKED | {"o": (9, 2, 128), "lse": (2, 9), "d_o": (9, 2, 128)}
+PAGED = {"q": (9, 2, 128), "k_pages": (4, 16, 1, 128), "v_pages": (4, 16, 1, 128), "page_table": (2, 2),
+         "kv_lens": (2,), "q_starts": (3,)}  # fmt: skip
+INTEGERS = {"q_starts", "kv_starts", "page_table", "kv_lens"}
+
 REFUSED = [
     ("softmax", {"block_rows": 2, "row_warps": 1}, {"x": (8, 304)}, "bfloat16", "block_rows=2 with row_warps=1 leaves"),
     ("softmax", {"block_rows": 8, "block_n": 8192, "row_warps": 1}, {"x": (8, 8000)}, "float16", "256 a .*128"),
@@ -536,17 +550,29 @@ REFUSED = [
     ("attention", {"block_kv": 32}, dict.fromkeys("qkv", (1, 9, 1, 8)), "float16", "block_kv=32 is not .* 256"),
     ("attention", {"block_kv": 256}, dict.fromkeys("qkv", (1, 9, 1, 64)), "float16", "64 takes 224 registers a thread"),
     ("attention", {"stages": 8}, dict.fromkeys("qkv", (1, 9, 1, 128)), "float16", "choose smaller block_kv or stages"),
+    ("varlen_attention", {}, PACKED | {"sinks": (2,)}, "bfloat16", "sinks are given, which Pallas's kernels for GPUs"),
+    ("varlen_attention", {"block_kv": 32}, PACKED, "bfloat16", "block_kv=32 is not supported by wgmma here: use one"),
+    ("varlen_attention", {}, PACKED, "float32", "take no float32 operands whole"),
+    ("varlen_attention_vjp", {"block_q": 256}, PACKED_VJP, "bfloat16", "block_q=256 is not supported by wgmma here"),
+    ("paged_attention", {"stages": 8}, PAGED, "bfloat16", "choose smaller block_kv or stages$"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("op", "tiling", "shapes", "dtype", "words"), REFUSED)
 def test_what_is_refused_is_said(op, tiling, shapes, dtype, words):
     with pytest.raises(UnsupportedError, match=words):
-        resolved(op, tiling, {n: np.ones(s, _dtype("float32" if n == "lse" else dtype)) for n, s in shapes.items()})
+        resolved(op, tiling, {n: np.ones(s, _dtype(n, dtype)) for n, s in shapes.items()})
 
 
-def _dtype(name):
-    return jnp.dtype(name)
+def test_pages_of_8_bits_are_refused():
+    arrays = {n: jnp.ones(s, _dtype(n, "bfloat16")) for n, s in PAGED.items()}
+    arrays["k_pages"] = arrays["k_pages"].astype("float8_e5m2")
+    with pytest.raises(UnsupportedError, match="pages of 8 bits, which .* do not take: use the Triton backend"):
+        resolved("paged_attention", {}, arrays)
+
+
+def _dtype(name, dtype):
+    return jnp.dtype("int32" if name in INTEGERS else "float32" if name == "lse" else dtype)
 
 
 COPIED = [
@@ -569,6 +595,9 @@ COPIED = [
     ("attention", dict.fromkeys("qkv", (1, 9, 1, 41)), {}, "^heads of q and k are padded from 41 to 48; heads of v"),
     ("attention", dict.fromkeys("qkv", (1, 9, 1, 41)), {}, "of v are padded from 41 to 48; o is cut from 48 to 41$"),
     ("attention", dict.fromkeys("qkv", (1, 9, 1, 40)) | {"bias": (1, 1, 1, 9)}, {}, "^bias is padded to whole tiles"),
+    ("varlen_attention", PACKED, {}, "^queries are gathered into tiles of their sequences, and o out of them$"),
+    ("paged_attention", PAGED | {"v_pages": (4, 16, 1, 9)}, {}, "; heads of v are padded from 9 to 16$"),
+    ("varlen_attention_vjp", PACKED_VJP, {}, "^all arrays are moved to 256 places, where sequences begin at multiples"),
     ("softmax_vjp", {"y": (8, 304), "d_y": (8, 304)}, {}, None),
     ("matmul_vjp", {"a": (64, 64), "b": (64, 64), "d_c": (64, 64)}, {}, None),
     ("matmul_vjp", {"a": (2, 8, 64), "b": (64, 64), "d_c": (2, 8, 64)}, {}, None),
@@ -580,7 +609,7 @@ COPIED = [
 
 @pytest.mark.parametrize(("op", "shapes", "options", "words"), COPIED)
 def test_what_xla_copies_is_said(op, shapes, options, words):
-    arrays = {n: jnp.ones(s, jnp.bfloat16) for n, s in shapes.items()}
+    arrays = {n: jnp.ones(s, _dtype(n, "bfloat16")) for n, s in shapes.items()}
     impl, call, tiling = resolved(op, {}, arrays, **options)
     said = impl.copies(call, tiling)
     if words is None:
@@ -605,7 +634,7 @@ def test_an_interpreted_call_in_a_traced_function_is_refused():
 def test_every_call_has_a_tiling_that_serves_it(op, dtype, rows, n):
     spec = registry.find_spec(op)
     dims = {"batch": () if "m" in spec.dims else (rows,), "m": rows, "k": 200, "n": n, "shape": (rows, n)}
-    if "q_len" in spec.dims:
+    if "kv_heads" in spec.dims:
         dims = {
             "batch": 2,
             "kv_heads": 1,
@@ -614,10 +643,16 @@ def test_every_call_has_a_tiling_that_serves_it(op, dtype, rows, n):
             "kv_len": -(-rows // 128) * 128 if spec.is_vjp else 4096,
             "d": min(n, 256),
             "dv": min(8 + n // 2, 256),
+            "tokens": rows,
+            "kv_tokens": 4096,
+            "sequences": 3,
+            "pages": 40,
+            "page_size": 16,
+            "pages_each": 9,
         }
     array_of = frameworks()["jax"].abstract
     stored = {
-        n: "float32" for n, (_, d, _) in abstract.typical_signature(spec, dtype)["arrays"].items() if d == "float32"
+        n: d for n, (_, d, _) in abstract.typical_signature(spec, dtype)["arrays"].items() if d in ("float32", "int32")
     }
     required = (a for a in spec.arrays if not a.optional)
     arrays = {a.name: array_of(shape_of(a.dims, dims), stored.get(a.name, dtype), None) for a in required}

@@ -33,6 +33,7 @@ BACKEND = Backend(
         "places are float32 on TPUs",
         "results of float32 are asked for, which",
         "o or d_o is float32, which",
+        "pages of 8 bits, which",
         "elements along k are too narrow for a TPU",
     ),
 )

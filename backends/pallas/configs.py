@@ -107,11 +107,16 @@ class HopperProductConfig(ProductConfig, PipelineConfig):
     ]
 
 
-class FlashConfig(TilesConfig, PipelineConfig):
+class StreamedTilesConfig(TilesConfig, PipelineConfig):
     """Of attention on GPUs. Two stages at least: values are in use until those of the next keys have arrived; one
     buffer waits for ever."""
 
     stages: Annotated[int, Count(2, 8)]
+
+
+class FlashConfig(StreamedTilesConfig):
+    """Of attention of whole sequences on GPUs, whose keys may have splits."""
+
     max_splits: Annotated[
         int,
         Count(1, 64),

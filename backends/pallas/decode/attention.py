@@ -100,9 +100,10 @@ class Packed(MosaicFlashPlan):
     def queries(self, q: Any, tile: QueryTile, rows: Any) -> Any:
         return q.at[tile.batch, tile.head, rows]
 
-    def tile(self, index: Any, spans: Any = None) -> QueryTile:
+    def tile(self, index: Any, ref: Refs) -> QueryTile:
         """All rows of a head, and the tiles of one split; of segments those that may hold some of these rows', and
         never none."""
+        spans = getattr(ref, "spans", None)
         place, batch = quotient(index, self.splits), quotient(index, self.splits * self.heads)
         first, last = self.seen
         start = (index - place * self.splits + first // self.split_tiles) * self.split_tiles

@@ -94,7 +94,7 @@ def write(
     slots = in_slots(len(acc), plan.slots)
     for start, part, (slot, leaving) in zip(starts_of(plan.parts[1]), acc, slots, strict=True):
         plgpu.wait_smem_to_gmem(leaving, wait_read_only=True)
-        o, width = part * lax.broadcast_in_dim(inverse, part.shape, (0,)), part.shape[1]
+        o, width = plan.results(tile, part * lax.broadcast_in_dim(inverse, part.shape, (0,))), part.shape[1]
         buffer = ref.written.buffer(width, warpgroup, slot)
         buffer.tiled[...] = o.astype(plan.dtype)
         plgpu.commit_smem()

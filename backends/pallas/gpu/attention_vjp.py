@@ -191,17 +191,24 @@ def overlapped(
 @BACKEND.implements("attention_vjp", key=key, supports=supports, config=FlashGradientsConfig, copies=copies,
                     drawn=DRAWN)  # fmt: skip
 def attention_vjp(call: Call, config: FlashGradientsConfig) -> tuple[jax.Array | None, ...]:
+    return all_gradients(call, config, call.spec.name)
+
+
+def all_gradients(call: Call, config: FlashGradientsConfig, name: str) -> tuple[jax.Array | None, ...]:
+    """What is wanted of d_q, d_k, d_v and d_bias. ``name``: how the names of kernels begin."""
     inputs = {name: padded_rows(call.arrays[name]) for name in ("q", "k", "v", "d_o")} | statistics(call)
     found: dict[str, jax.Array] = {}
     for plan in plans(call, config):
-        found |= gradients(call, plan, inputs | masks(call, plan))
+        found |= gradients(call, plan, inputs | masks(call, plan), name)
     if "d_bias" in call.wants:
         found["d_bias"] = bias_gradient.bias_gradient(call, config, inputs)
     return tuple(found.get(output.name) for output in call.spec.outputs)
 
 
-def gradients(call: Call, plan: AttentionGradientPlan, inputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """The gradients of one plan, by name."""
+def gradients(
+    call: Call, plan: AttentionGradientPlan, inputs: Mapping[str, jax.Array], begins: str
+) -> dict[str, jax.Array]:
+    """The gradients of one plan, by name. ``begins``: how the kernel's name begins."""
     arrivals, numbers, told = sum(map(len, plan.parts)), {}, {}
     if not plan.by_query:
         arrivals += len(NUMBERS) - 1
@@ -211,7 +218,7 @@ def gradients(call: Call, plan: AttentionGradientPlan, inputs: Mapping[str, jax.
     found = launch(
         call,
         partial(kernel, plan=plan, consume=consume),
-        "_".join((call.spec.name, *plan.wants)),
+        "_".join((begins, *plan.wants)),
         (plan.batch * plan.heads * plan.tiles,),
         inputs=inputs,
         outputs=gradient_forms(plan),

@@ -583,7 +583,7 @@ FAULTS = {
             old="inside = mine.inside(i, j)",
             new="inside = mine._replace(last=None if mine.last is None else mine.last + 1).inside(i, j)",
             small=True,
-            within="lib.mosaic_gpu.attention",
+            within="lib.mosaic_gpu.flash",
         ),
         Planted(
             "causal-top-left",

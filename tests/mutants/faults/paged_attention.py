@@ -309,4 +309,39 @@ FAULTS = {
             at=(0, 100),
         ),
     ],
+    "pallas/gpu": [
+        Planted(
+            "values-behind-the-last-key",
+            "values behind a sequence's last key stay what they are, and 0 times NaN is NaN",
+            old="jnp.where(positions(x.shape, 0, first) < count, x, jnp.zeros_like(x))",
+            new="x + 0",
+            within="lib.mosaic_gpu.sequences",
+        ),
+        Planted(
+            "pages-of-the-neighbour",
+            "a sequence after the first has the pages of the one before",
+            old="ref.page_table[tile.start, ",
+            new="ref.page_table[jnp.maximum(tile.start - 1, 0), ",
+        ),
+        Planted(
+            "scale-of-another-head",
+            "keys and values take the scales of the first key head",
+            old="getattr(ref, name)[head] if",
+            new="getattr(ref, name)[0 * head] if",
+            within="lib.mosaic_gpu.sequences",
+        ),
+        Planted(
+            "scale-inverted",
+            "sums of values are divided by the scale",
+            old="o * tile.scales[1]",
+            new="o / tile.scales[1]",
+            within="lib.mosaic_gpu.sequences",
+        ),
+        Planted(
+            "one-page-a-tile",
+            "the pages of a tile are all its first one",
+            old="ref.page_table[tile.start, jnp.minimum(first + i, last)]",
+            new="ref.page_table[tile.start, jnp.minimum(first, last)]",
+        ),
+    ],
 }

@@ -128,6 +128,7 @@ FAULTS = {
             "the first query of a sequence stands beside its first key, not the last beside the last",
             old="return self.kv_len - quotient(self.rows, self.heads)",
             new="return self.kv_len * 0",
+            within="lib.packed",
         ),
         Planted(
             "tokens-of-no-sequence-see-keys",
@@ -137,24 +138,28 @@ FAULTS = {
             edge="tokens_of_no_sequence",
             at=(0, 6),
             sample=True,
+            within="lib.packed",
         ),
         Planted(
             "left-edge-off-by-one",
             "a window is one key short on its left",
             old="offset > (self.aligned - self.left - 1) * self.heads",
             new="offset > (self.aligned - self.left) * self.heads",
+            within="lib.packed",
         ),
         Planted(
             "right-corner",
             "a block whose first query just misses the last key counts as seen whole",
             old="quotient(row, self.heads) + self.aligned + self.right\n        return found",
             new="quotient(row, self.heads) + self.aligned + self.right + 1\n        return found",
+            within="lib.packed",
         ),
         Planted(
             "keys-behind-a-sequence",
             "zeros behind a sequence's last key are seen",
             old="found = key + keys <= self.kv_len",
             new="found = key < self.kv_len",
+            within="lib.packed",
         ),
         Planted(
             "sink-without-rescale",
@@ -248,4 +253,40 @@ FAULTS = {
             "a second piece of scores is left out": ("two pieces", "gl.static_range(1, len(q))", "gl.static_range(0)"),
         },
     ),
+    "pallas/gpu": [
+        Planted(
+            "values-behind-the-last-key",
+            "values behind a sequence's last key stay what they are, and 0 times NaN is NaN",
+            old="jnp.where(positions(x.shape, 0, first) < count, x, jnp.zeros_like(x))",
+            new="x + 0",
+            within="lib.mosaic_gpu.sequences",
+        ),
+        Planted(
+            "aligned-at-the-first-key",
+            "the first query of a sequence stands beside its first key, not the last beside the last",
+            old="return self.kv_len - quotient(self.rows, self.heads)",
+            new="return self.kv_len * 0",
+            within="lib.packed",
+        ),
+        Planted(
+            "keys-of-the-first-sequence",
+            "all sequences have the keys that the array begins with",
+            old="rows = pl.ds(tile.start + (tile.first",
+            new="rows = pl.ds((tile.first",
+        ),
+        Planted(
+            "last-tile-dropped",
+            "the last of several tiles of keys is left out",
+            old="jnp.maximum(last - first, 0) + 1, 0)",
+            new="jnp.maximum(last - first, 1), 0)",
+            within="lib.mosaic_gpu.sequences",
+        ),
+        Planted(
+            "seen-whole",
+            "a tile that the mask cuts counts as seen whole if its keys are all there",
+            old="& tile.sight.full(row, QUERIES, start, self.block_kv)",
+            new="& (row == row)",
+            within="lib.mosaic_gpu.sequences",
+        ),
+    ],
 }

@@ -86,12 +86,14 @@ FAULTS = {
             "the blocks of rows that see a key are those of a sequence aligned at its first key",
             old="first = jnp.maximum(key - self.aligned - self.right, 0) * self.heads",
             new="first = jnp.maximum(key - self.right, 0) * self.heads",
+            within="lib.packed",
         ),
         Planted(
             "too-few-rows",
             "a window ends a block of rows too early",
             old="end = jnp.clip((key + count - self.aligned + self.left) * self.heads, 0, self.rows)",
             new="end = jnp.clip((key - self.aligned + self.left) * self.heads, 0, self.rows)",
+            within="lib.packed",
         ),
         Planted(
             "statistics-head-by-head",
@@ -123,6 +125,26 @@ FAULTS = {
             "d_k is not multiplied by the scale",
             old="(ref.k_acc[...] * scale)",
             new="(ref.k_acc[...])",
+        ),
+    ],
+    "pallas/gpu": [
+        Planted(
+            "sequences-see-each-other",
+            "all sequences have one id",
+            old="jnp.where(there, IDS * s, ",
+            new="jnp.where(there, 0 * s, ",
+        ),
+        Planted(
+            "moved-back-from-the-first-place",
+            "queries and keys are looked up as if both began with their sequence's places",
+            old="begin[own] + (width - lens)[own] + token",
+            new="begin[own] + token",
+        ),
+        Planted(
+            "aligned-at-the-first-key",
+            "the first query of a sequence stands beside its first key, not the last beside the last",
+            old="row = place - begin[s] - (width - lens)[s]\n",
+            new="row, width = place - begin[s], lens\n",
         ),
     ],
 }

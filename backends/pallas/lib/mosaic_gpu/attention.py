@@ -32,9 +32,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from portakern.backends.pallas.configs import FlashConfig
+from portakern.backends.pallas.configs import FlashConfig, StreamedTilesConfig
 from portakern.backends.pallas.lib.band import Band
-from portakern.backends.pallas.lib.blocks import Refs, padded, quotient, words
+from portakern.backends.pallas.lib.blocks import Refs, padded, words
 from portakern.backends.pallas.lib.double_float import in_two
 from portakern.backends.pallas.lib.mosaic_gpu import chip
 from portakern.backends.pallas.lib.mosaic_gpu.accumulators import finished, in_registers
@@ -162,7 +162,7 @@ def operands_refused(call: Call) -> str | None:
         return reason
     if call.arrays["sinks"] is not None:
         return "sinks are given, which Pallas's kernels for GPUs do not take: use the Triton backend"
-    if call.arrays["alibi_slopes"] is not None:
+    if call.arrays.get("alibi_slopes") is not None:
         return "alibi_slopes are given, which Pallas's kernels for GPUs do not take: use the Triton backend"
     if {dtype for name, (_, dtype) in call.outputs.items() if name in ("o", "d_q", "d_k", "d_v")} != {call.dtype}:
         return "results of float32 are asked for, which Pallas's kernels for GPUs do not write: use the Triton backend"
@@ -174,17 +174,20 @@ def operands_refused(call: Call) -> str | None:
 
 
 def supports(call: Call, config: FlashConfig) -> str | None:
-    if reason := operands_refused(call):
-        return reason
+    return operands_refused(call) or tiles_refused(config, lambda: plan_of(call, config))
+
+
+def tiles_refused(config: StreamedTilesConfig, planned: Callable[[], MosaicFlashPlan]) -> str | None:
+    """Why tiles of these sizes do not serve a call. ``planned``: its plan, if they are sizes that there are."""
     block_q, block_kv = config.block_q, config.block_kv
     for name, tile, legal in (("block_q", block_q, (64, 128)), ("block_kv", block_kv, (64, 128, 256))):
         if tile not in legal:
             return f"{name}={tile} is not supported by wgmma here: use one of {', '.join(map(str, legal))}"
-    plan = plan_of(call, config)
+    plan = planned()
     held = sum(plan.parts[1]) // 2 + block_kv // 2 + block_kv // 4
     if held > HELD:
         return (
-            f"block_kv={block_kv} with heads of {call.dims['dv']} takes {held} registers a thread for sums and scores, "
+            f"block_kv={block_kv} with heads of {plan.dv} takes {held} registers a thread for sums and scores, "
             f"and {HELD} are free: use a smaller block_kv"
         )
     names = "block_kv or stages" + (", or max_splits=1" if plan.merges else "")
@@ -228,8 +231,11 @@ def kernel(ref: Refs, *, plan: MosaicFlashPlan, write: Callable[..., None]) -> N
         """Call ``work(tile, before)`` for the tiles of this block; ``before``: tiles of keys until then."""
 
         def one(index: Any, before: Any) -> Any:
-            tile = plan.tile(index, getattr(ref, "spans", None))
-            work(tile, before)
+            tile = plan.tile(index, ref)
+            if plan.skips:
+                pl.when(tile.steps > 0)(partial(work, tile, before))
+            else:
+                work(tile, before)
             return before + tile.steps
 
         if plan.scheduled:
@@ -397,16 +403,14 @@ def last_values(ref: Refs, plan: MosaicFlashPlan, buffer: Any, acc: tuple[Any, .
 
 def seen(ref: Refs, plan: MosaicFlashPlan, warpgroup: Any, tile: QueryTile, step: Any, s: Any) -> Any:
     """Scores from dots: -inf where a query does not see a key."""
-    i, j = quotient(tile.row, QUERIES) + warpgroup, tile.first + step
-    rows, keys = pl.ds(i * QUERIES, QUERIES), pl.ds(j * plan.block_kv, plan.block_kv)
-    s = plan.scores.from_dots(s, bias_tile(ref.bias, tile.batch, tile.head, rows, keys) if "bias" in ref else None)
+    if "bias" in ref or "q_ids" in ref:
+        rows = pl.ds(tile.row + warpgroup * QUERIES, QUERIES)
+        keys = pl.ds((tile.first + step) * plan.block_kv, plan.block_kv)
+    bias = bias_tile(ref.bias, tile.batch, tile.head, rows, keys) if "bias" in ref else None
+    s = plan.scores.from_dots(plan.dots(tile, s), bias)
     if "q_ids" in ref:
         s = jnp.where(same_segment(ref.q_ids, ref.kv_ids, tile.batch, rows, keys), s, -jnp.inf)
-    mine = plan.band._replace(block_q=QUERIES)
-    inside = mine.inside(i, j)
-    if inside is True:
-        return s
-    return lax.cond(inside, lambda s: s, lambda s: jnp.where(mine.allowed(i, j), s, -jnp.inf), s)
+    return plan.masked(tile, warpgroup, step, s)
 
 
 def tanh(x: Any) -> Any:

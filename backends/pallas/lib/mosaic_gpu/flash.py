@@ -100,6 +100,15 @@ class MosaicFlashPlan:
     dtype: Any
     interpret: bool
 
+    skips = False
+    """Whether a tile may have no step, and is passed by then."""
+
+    copies = 1
+    """Copies that bring a part of a head of a tile of keys."""
+
+    mended = 0
+    """Barriers of values besides those of the buffers."""
+
     @property
     def parts(self) -> tuple[Widths, Widths]:
         """Of a head of keys, and of values."""
@@ -159,8 +168,37 @@ class MosaicFlashPlan:
         """Rows of a tile's queries, (rows, d), of all of them."""
         return q.at[tile.batch, rows, tile.head]
 
-    def tile(self, index: Any, spans: Any = None) -> QueryTile:
-        """The tile of this index. ``spans``: where its segments are (`segments`)."""
+    def bring_keys(self, ref: Refs, tile: Any, step: Any, buffer: Any) -> None:
+        """Start a step's keys on their way to a buffer that is free."""
+        bring(self._keys_of(ref.k, tile, step), ref.keys, (buffer,), ref.k_arrived.at[buffer])
+
+    def bring_values(self, ref: Refs, tile: Any, step: Any, buffer: Any) -> None:
+        """Start a step's values on their way to a buffer that is free."""
+        bring(self._keys_of(ref.v, tile, step), ref.values, (buffer,), ref.v_arrived.at[buffer])
+
+    def _keys_of(self, array: Any, tile: QueryTile, step: Any) -> Any:
+        rows = pl.ds((tile.first + step) * self.block_kv, self.block_kv)
+        return array.at[tile.batch, rows, quotient(tile.head, self.group)]
+
+    def dots(self, tile: Any, s: Any) -> Any:
+        """Products of queries and keys, as scores are made of them."""
+        return s
+
+    def results(self, tile: Any, o: Any) -> Any:
+        """Weighted means of values, as they are written."""
+        return o
+
+    def masked(self, tile: Any, warpgroup: Any, step: Any, s: Any) -> Any:
+        """Scores of a warpgroup's queries, -inf where one does not see a key."""
+        mine, i, j = self.band._replace(block_q=QUERIES), quotient(tile.row, QUERIES) + warpgroup, tile.first + step
+        inside = mine.inside(i, j)
+        if inside is True:
+            return s
+        return lax.cond(inside, lambda s: s, lambda s: jnp.where(mine.allowed(i, j), s, -jnp.inf), s)
+
+    def tile(self, index: Any, ref: Refs) -> Any:
+        """The tile of this index. ``ref.spans``: where its segments are (`segments`), if there are any."""
+        spans = getattr(ref, "spans", None)
         place, i = heaviest_first(index, self.batch * self.heads, self.tiles_q, self.band)
         first, last = self.band.span(i, None if spans is None else span_at(spans, quotient(place, self.heads), i))
         first = jnp.clip(first, 0, (self.band.kv_len - 1) // self.block_kv)  # never none: one that no query sees
@@ -255,7 +293,7 @@ def rings(plan: MosaicFlashPlan, written: Any, **buffers: Any) -> dict[str, Any]
     free = plgpu.Barrier(num_arrivals=plan.consumers, num_barriers=plan.stages)
     several = {"ping_pong": plgpu.Barrier(num_arrivals=1, num_barriers=plan.consumers)} if plan.consumers > 1 else {}
     return {
-        "k_arrived": plgpu.Barrier(num_arrivals=len(of_keys), num_barriers=plan.stages),
+        "k_arrived": plgpu.Barrier(num_arrivals=len(of_keys) * plan.copies, num_barriers=plan.stages),
         "k_free": free,
         "keys": HeadBuffers((plan.stages,), plan.block_kv, of_keys, plan.dtype),
         **buffers,
@@ -263,7 +301,7 @@ def rings(plan: MosaicFlashPlan, written: Any, **buffers: Any) -> dict[str, Any]
         "q_free": plgpu.Barrier(num_arrivals=1, num_barriers=plan.consumers),
         "queries": HeadBuffers((plan.consumers,), QUERIES, of_keys, plan.dtype),
         **several,
-        "v_arrived": plgpu.Barrier(num_arrivals=len(of_values), num_barriers=plan.stages),
+        "v_arrived": plgpu.Barrier(num_arrivals=len(of_values) * plan.copies, num_barriers=plan.stages + plan.mended),
         "v_free": free,
         "values": HeadBuffers((plan.stages,), plan.block_kv, of_values, plan.dtype),
         "written": written,
@@ -272,22 +310,22 @@ def rings(plan: MosaicFlashPlan, written: Any, **buffers: Any) -> dict[str, Any]
 
 def produce(ref: Refs, plan: MosaicFlashPlan, tile: QueryTile, before: Any) -> None:
     """Bring what one tile is made of, in the order in which it is used: values follow the next keys."""
-    kv_head = quotient(tile.head, plan.group)
 
     def keys(step: Any) -> None:
-        rows = pl.ds((tile.first + step) * plan.block_kv, plan.block_kv)
         buffer = lax.rem(before + step, jnp.int32(plan.stages))
-        _bring(ref.k.at[tile.batch, rows, kv_head], ref.keys, ref.k_free, ref.k_arrived, buffer)
+        plgpu.barrier_wait(ref.k_free.at[buffer])
+        plan.bring_keys(ref, tile, step, buffer)
 
     def values(step: Any) -> None:
-        rows = pl.ds((tile.first + step) * plan.block_kv, plan.block_kv)
         buffer = lax.rem(before + step, jnp.int32(plan.stages))
-        _bring(ref.v.at[tile.batch, rows, kv_head], ref.values, ref.v_free, ref.v_arrived, buffer)
+        plgpu.barrier_wait(ref.v_free.at[buffer])
+        plan.bring_values(ref, tile, step, buffer)
 
     keys(jnp.int32(0))
     for c in range(plan.consumers):
         rows = pl.ds(tile.row + c * QUERIES, QUERIES)
-        _bring(plan.queries(ref.q, tile, rows), ref.queries, ref.q_free, ref.q_arrived, c)
+        plgpu.barrier_wait(ref.q_free.at[c])
+        bring(plan.queries(ref.q, tile, rows), ref.queries, (c,), ref.q_arrived.at[c])
 
     @pl.loop(1, tile.steps)
     def _(step: Any) -> None:
@@ -298,16 +336,12 @@ def produce(ref: Refs, plan: MosaicFlashPlan, tile: QueryTile, before: Any) -> N
     values(tile.steps - 1)
 
 
-def _bring(array: Any, parts: Sequence[HeadPart], free: Any, arrived: Any, buffer: Any) -> None:
-    """Start rows of a head on their way to a buffer when that is free."""
-    plgpu.barrier_wait(free.at[buffer])
-    bring(array, parts, (buffer,), arrived.at[buffer])
-
-
-def bring(array: Any, parts: Sequence[HeadPart], buffer: tuple[Any, ...], arrived: Any) -> None:
-    """Start rows of a head, (rows, d), on their way to a buffer of each of its parts."""
+def bring(array: Any, parts: Sequence[HeadPart], buffer: tuple[Any, ...], arrived: Any, first: Any = None) -> None:
+    """Start rows of a head, (rows, d), on their way to a buffer of each of its parts, or to its rows from ``first``
+    on."""
     for part in parts:
-        plgpu.copy_gmem_to_smem(array.at[:, part.columns(array)], part.copied(*buffer), arrived)
+        there = part.copied(*buffer) if first is None else part.copied(*buffer).at[pl.ds(first, array.shape[0])]
+        plgpu.copy_gmem_to_smem(array.at[:, part.columns(array)], there, arrived)
 
 
 def multiply_keys(ref: Refs, plan: MosaicFlashPlan, warpgroup: Any, buffer: Any, dots: Any) -> None:
