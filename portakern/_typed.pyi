@@ -996,7 +996,12 @@ class KvAppendOp(Op):
         k_pages: Array,
         v_pages: Array,
         slots: Array,
+        cos: Array | None = None,
+        sin: Array | None = None,
+        k_scale: Array | None = None,
+        v_scale: Array | None = None,
         *,
+        interleaved: bool = False,
         overwrite: Literal["k_pages", "v_pages"] | Iterable[Literal["k_pages", "v_pages"]] | None = None,
     ) -> KvAppendOut[Array]:
         """The keys and values of new tokens, written into the pages of a cache.
@@ -1005,19 +1010,35 @@ class KvAppendOp(Op):
         alone:
         what a server calls. Without, the results are new arrays: the cache is copied.
 
+        With cos and sin keys are turned on their way, as rope turns them, and rounded once, to the dtype of their
+        pages.
+
         Args:
           k: (tokens, kv_heads, d); v: (tokens, kv_heads, dv), of any strides, such as parts of one product.
-          k_pages: (pages, page_size, kv_heads, d); v_pages: (pages, page_size, kv_heads, dv).
+          k_pages: (pages, page_size, kv_heads, d); v_pages: (pages, page_size, kv_heads, dv). Each has k's dtype, or
+            float8_e4m3fn or float8_e5m2.
           slots: (tokens), where each token goes: its page * page_size + its place in the page, as in vLLM's
             slot_mapping.
             A token with a negative slot is skipped, as padding is. No slot may be two tokens', or beyond the cache;
             kernels do not read slots to find out: a token beyond the cache is skipped then, and of two tokens with one
             slot either may be there.
+          cos, sin: (tokens, P), of k's dtype or float32: the tables of rope, whose row is that of the token and so says
+            its
+            position. P is d / 2 or less, one column a pair. None: keys are written as they are.
+          k_scale, v_scale: (kv_heads,), float32, from 2^-126 to 2^126: keys, or values, of a head are divided by its
+            scale,
+            and what is in the pages is multiplied by it where paged_attention reads them. None is 1, to the bit.
+          interleaved: which numbers of a head are a pair, as in rope.
 
         Returns:
-          k_out, v_out: the cache with the rows of the tokens, the bits of k and v; all other slots have the bits that
-            they
-          had, NaN and infinities too.
+          k_out, v_out: the cache, of its own dtype, with the rows of the tokens. Of pages of k's dtype they are the
+            bits of
+          k and v, but for pairs that are turned and heads that are scaled. Pages of 8 bits hold what is nearest to x /
+          scale, ties to even, and the largest number of that sign where x / scale is beyond it (448 of float8_e4m3fn,
+            57344
+          of float8_e5m2), as of an infinity; NaN is NaN. All other slots have the bits that they had, NaN and
+            infinities
+          too.
         """
     @overload
     def __call__(
@@ -1027,7 +1048,12 @@ class KvAppendOp(Op):
         k_pages: NDArray[Any],
         v_pages: NDArray[Any],
         slots: NDArray[Any],
+        cos: NDArray[Any] | None = None,
+        sin: NDArray[Any] | None = None,
+        k_scale: NDArray[Any] | None = None,
+        v_scale: NDArray[Any] | None = None,
         *,
+        interleaved: bool = False,
         overwrite: Literal["k_pages", "v_pages"] | Iterable[Literal["k_pages", "v_pages"]] | None = None,
     ) -> KvAppendOut[NDArray[Any]]: ...
 

@@ -15,6 +15,7 @@ from portakern.core.framework import frameworks
 from portakern.core.oracle import oracle
 from portakern.errors import SpecError
 from portakern.spec import Dim, Extent, Range, Rule, spec
+from portakern.spec.dtypes import DTYPES
 from portakern.spec.options import DType
 from portakern.spec.tolerance import round_to, rounded, units
 from portakern.testing import Limits, replay
@@ -515,3 +516,90 @@ def test_codes_are_of_outputs():
         def coded(x: Float[A, "n"], *, to: Annotated[Any, DType(("int8",))] = "int8") -> CodedOut:
             """q = x."""
             raise NotImplementedError
+
+
+# ------------------------------------------------------------------------------------------------- a dtype of its own
+class PutOut(NamedTuple):
+    out: Float[A, "n d"]
+
+
+def declared_put():
+    @spec(
+        tiling={}, flops=lambda call: 1.0, aliases={"out": "rows"}, codes=("out",), positive=("n",),
+        or_dtypes={"rows": ("float8_e4m3fn", "float8_e5m2")},
+    )  # fmt: skip
+    def put(x: Float[A, "d"], rows: Float[A, "n d"]) -> PutOut:
+        """out = rows with x in the first, clipped at 100."""
+        raise NotImplementedError
+
+    @put.tolerance
+    def bound(call, ref):
+        return (np.zeros(ref[0].shape),)
+
+    def reference(call, tiling):
+        out = np.array(call.arrays["rows"])
+        out[0] = np.clip(call.arrays["x"], -100, 100)
+        return (out,)
+
+    pk.backends()["reference"].implements("put")(reference)
+    return put
+
+
+def test_a_result_has_the_dtype_of_the_input_that_it_may_overwrite():
+    """Also where that is not the op's own: of fewer bits than x."""
+    put, x = declared_put(), np.array([0.3, -1e4, 2.0], np.float32)
+    for name in ("float8_e4m3fn", "float8_e5m2", "float32"):
+        dtype = DTYPES[name].numpy
+        rows = np.array([[1, 2, 3], [4, 5, 6]], np.float32).astype(dtype)
+        call = pk.op(put).bind(x, rows)
+        assert call.dtype == "float32" and call.outputs == {"out": ((2, 3), name)}
+        out = pk.op(put)(x, rows)
+        assert (
+            out.dtype == dtype and (out[1] == rows[1]).all() and (out[0] == np.clip(x, -100, 100).astype(dtype)).all()
+        )
+    with pytest.raises(
+        SpecError, match="rows is float16 but x is float32; expected float32 or float8_e4m3fn or float8_e5m2"
+    ):
+        pk.op(put)(x, rows.astype(np.float16))
+    report = pk.check(put, backend="reference", max_examples=40)
+    assert report.passed, report.failures
+
+
+def test_a_result_of_another_dtype_than_its_input_is_told():
+    put = declared_put()
+    case = Case("float32", {"x": (30,), "rows": (4, 30)}, seed=1, dtypes={"rows": "float8_e4m3fn"})
+
+    def kernel(x, rows, to=None, shift=0.0):
+        out = rows.copy()
+        out[0] = rounded(np.clip(x.astype(np.float64) + shift, -100, 100), rows.dtype.name)
+        return out.astype(to or rows.dtype)
+
+    assert replay(put, case, fn=kernel).passed
+    for fault, words in (
+        ({"to": np.float32}, "out is float32; expected float8_e4m3fn"),
+        ({"shift": 0.1}, "the oracle"),
+    ):
+        report = replay(put, case, fn=lambda x, rows, fault=fault: kernel(x, rows, **fault))
+        assert not report.passed and words in report.failures[0].what
+
+
+class RowsOut(NamedTuple):
+    y: Float[A, "n"]
+
+
+def test_arrays_that_are_one_have_one_shape_where_a_rule_mends_extents():
+    """Of a and b one extent is mended, and b's is c's: the edge on which a is b has no call then: it is drawn again."""
+    mended = Rule(lambda call: call.dims["d"] > 3, "d must be above 3", mends=lambda dims: {"d": max(dims["d"], 4)})
+
+    @spec(tiling={}, flops=lambda call: 1.0, require=(mended,), positive=("d", "e"))
+    def rows(a: Float[A, "n d"], b: Float[A, "n e"], c: Float[A, "e"]) -> RowsOut:
+        """y = 0."""
+        raise NotImplementedError
+
+    @rows.tolerance
+    def bound(call, ref):
+        return (np.zeros(ref[0].shape),)
+
+    pk.backends()["reference"].implements("rows")(lambda call, tiling: (np.zeros(call.dims["n"]),))
+    report = pk.check(rows, backend="reference", max_examples=60, only_edges=["a_is_b"])
+    assert report.passed and report.examples, report.failures

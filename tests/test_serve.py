@@ -83,9 +83,9 @@ def test_each_token_is_the_models_without_a_cache(who, backend):
 
 def test_a_key_that_is_not_written_shows():
     def skips_one(kernels):
-        def append(k, v, k_pages, v_pages, packed):
+        def append(k, v, k_pages, v_pages, packed, *tables):
             slots = torch.where(packed.positions == 2, -1, packed.slots)
-            kernels.append(k, v, k_pages, v_pages, dataclasses.replace(packed, slots=slots))
+            kernels.append(k, v, k_pages, v_pages, dataclasses.replace(packed, slots=slots), *tables)
 
         return dataclasses.replace(kernels, append=append)
 

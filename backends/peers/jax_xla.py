@@ -155,12 +155,19 @@ def quantize(x: Any, *, height: int = 1, width: int = 128, to: str = "float8_e4m
 
 
 @provides(BACKEND, gradients=False, outputs=2)
-def kv_append(k: Any, v: Any, k_pages: Any, v_pages: Any, slots: Any) -> Any:
-    """A scatter that drops what is beyond the cache."""
+def kv_append(
+    k: Any, v: Any, k_pages: Any, v_pages: Any, slots: Any, *, k_scale: Any = None, v_scale: Any = None
+) -> Any:
+    """A scatter that drops what is beyond the cache; what has 8 bits is clipped before, as quantize's."""
     import jax.numpy as jnp
 
     found = []
-    for new, pages in ((k, k_pages), (v, v_pages)):
+    for x, pages, scale in ((k, k_pages, k_scale), (v, v_pages, v_scale)):
+        new = x if scale is None else x.astype(jnp.float32) / scale[:, None]
+        if pages.dtype.itemsize == 1:
+            most = float(jnp.finfo(pages.dtype).max)
+            new = jnp.clip(new.astype(jnp.float32), -most, most)
+        new = new.astype(pages.dtype)
         rows = pages.reshape(-1, *new.shape[1:])
         at = jnp.where(slots < 0, len(rows), slots)
         found.append(rows.at[at].set(new, mode="drop").reshape(pages.shape))

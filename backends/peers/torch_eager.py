@@ -343,17 +343,23 @@ def quantize(x: Any, *, height: int = 1, width: int = 128, to: str = "float8_e4m
 
 
 @provides(BACKEND, gradients=False, outputs=2)
-def kv_append(k: Any, v: Any, k_pages: Any, v_pages: Any, slots: Any) -> Any:
-    """The cache is copied, with one more slot, which takes the tokens that are skipped: no length is read on the
-    host."""
+def kv_append(
+    k: Any, v: Any, k_pages: Any, v_pages: Any, slots: Any, *, k_scale: Any = None, v_scale: Any = None
+) -> Any:
+    """The cache is copied, with one more slot, which takes the tokens that are skipped: no length is read on the host.
+    Of 8 bits PyTorch's indices move bytes."""
     import torch
 
     found = []
-    for new, pages in ((k, k_pages), (v, v_pages)):
-        rows = pages.reshape(-1, *new.shape[1:])
+    for x, pages, scale in ((k, k_pages, k_scale), (v, v_pages, v_scale)):
+        new, rows = x if scale is None else x / scale[:, None], pages
+        if pages.element_size() == 1:
+            most = torch.finfo(pages.dtype).max
+            new, rows = new.clamp(-most, most).to(pages.dtype).view(torch.uint8), pages.view(torch.uint8)
+        rows = rows.reshape(-1, *new.shape[1:])
         out = torch.cat((rows, rows[:1]))
         at = torch.where(slots < 0, len(rows), slots)
-        found.append(out.index_put_((at.long(),), new)[:-1].reshape(pages.shape))
+        found.append(out.index_put_((at.long(),), new.to(rows.dtype))[:-1].reshape(pages.shape).view(pages.dtype))
     return tuple(found)
 
 

@@ -103,7 +103,8 @@ class Kernels:
       linear(x, weight, residual): x weight^T, and residual added unless it is None.
       rope(x, cos, sin): x (tokens, heads, d) turned by (tokens, d / 2) tables.
       swiglu(gate, up): silu(gate) up.
-      append(k, v, k_pages, v_pages, packed): writes k, v (tokens, kv_heads, d) into pages.
+      append(k, v, k_pages, v_pages, packed, cos, sin): writes k, turned by the tables, and v, (tokens, kv_heads, d)
+        each, into pages.
       attention(q, k_pages, v_pages, packed): q (tokens, heads, d), results of its shape.
       begins(packed): called before the first layer of a step.
     """
@@ -148,9 +149,8 @@ class Llama:
         for weights, (k_pages, v_pages) in zip(self.layers, self.cache, strict=True):
             x = of.linear(of.rmsnorm(h, weights["attention_norm"], eps), weights["qkv"], None)
             q, k, v = x.view(len(x), -1, self.head).split((self.heads, self.kv_heads, self.kv_heads), 1)
-            q, k = of.rope(q, cos, sin), of.rope(k, cos, sin)
-            of.append(k, v, k_pages, v_pages, packed)
-            o = of.attention(q, k_pages, v_pages, packed)
+            of.append(k, v, k_pages, v_pages, packed, cos, sin)
+            o = of.attention(of.rope(q, cos, sin), k_pages, v_pages, packed)
             h = of.linear(o.reshape(len(x), -1), weights["o"], h)
             gate, up = of.linear(of.rmsnorm(h, weights["mlp_norm"], eps), weights["gate_up"], None).chunk(2, 1)
             h = of.linear(of.swiglu(gate, up), weights["down"], h)
@@ -175,19 +175,15 @@ def _layer(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 # ------------------------------------------------------------------------------------------------------- contenders
-def into_pages(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, packed: Packed) -> None:
-    """PyTorch's own assignment by index; -1 is the last slot of the cache."""
-    for new, pages in ((k, k_pages), (v, v_pages)):
-        pages.view(-1, *new.shape[1:])[packed.slots] = new
-
-
 def on_portakern(size: Size, capacity: Capacity, backend: str | None) -> Kernels:
     """Every function of a layer by portakern."""
     names = ("rmsnorm", "linear", "rope", "swiglu", "kv_append", "paged_attention")
     ops = {name: pk.op(name, backend=backend) for name in names}
 
-    def append(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, packed: Packed) -> None:
-        ops["kv_append"](k, v, k_pages, v_pages, packed.slots, overwrite=("k_pages", "v_pages"))
+    def append(
+        k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, packed: Packed, cos: Tensor, sin: Tensor
+    ) -> None:
+        ops["kv_append"](k, v, k_pages, v_pages, packed.slots, cos, sin, overwrite=("k_pages", "v_pages"))
 
     def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, packed: Packed) -> Tensor:
         found = ops["paged_attention"](q, k_pages, v_pages, packed.page_table, packed.kv_lens, packed.q_starts)
@@ -214,6 +210,13 @@ def on_torch(size: Size, capacity: Capacity, backend: str | None) -> Kernels:
         c, s = cos[:, None], sin[:, None]
         return torch.cat((a * c - b * s, b * c + a * s), -1).to(x.dtype)
 
+    def append(
+        k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, packed: Packed, cos: Tensor, sin: Tensor
+    ) -> None:
+        """By index: -1 is the last slot of the cache."""
+        for new, pages in ((rope(k, cos, sin), k_pages), (v, v_pages)):
+            pages.view(-1, *new.shape[1:])[packed.slots] = new
+
     def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, packed: Packed) -> Tensor:
         o, starts, table = torch.zeros_like(q), packed.step.q_starts, packed.page_table.long()
         for i, keys in enumerate(packed.step.kv_lens):
@@ -234,7 +237,7 @@ def on_torch(size: Size, capacity: Capacity, backend: str | None) -> Kernels:
         linear=linear,
         rope=rope,
         swiglu=lambda gate, up: F.silu(gate) * up,
-        append=into_pages,
+        append=append,
         attention=attention,
     )
 
@@ -267,11 +270,21 @@ def on_flashinfer(size: Size, capacity: Capacity, backend: str | None) -> Kernel
         rows = [i for i in range(capacity.sequences) for _ in range(step.q_starts[i + 1] - step.q_starts[i])]
         places[:] = [torch.tensor(rows, **cuda), *csr]
 
-    def append(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, packed: Packed) -> None:
+    def append(
+        k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, packed: Packed, cos: Tensor, sin: Tensor
+    ) -> None:
         rows, indices, indptr, last = places
         count = len(packed.step.tokens)
         flashinfer.append_paged_kv_cache(
-            k[:count], v[:count], rows, packed.positions[:count], (k_pages, v_pages), indices, indptr, last, "NHD"
+            own.rope(k, cos, sin)[:count],
+            v[:count],
+            rows,
+            packed.positions[:count],
+            (k_pages, v_pages),
+            indices,
+            indptr,
+            last,
+            "NHD",
         )
 
     def attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, packed: Packed) -> Tensor:

@@ -357,8 +357,8 @@ def spec(
         beside queries of 16. A wider one is drawn in 16-bit calls alone.
       own_dtype: float arguments with any dtype of ``dtypes``, independent of the others.
       result_dtype: output name -> option that overrides its dtype.
-      codes: outputs of few bits, each number of which is a code. Their bound is that of the value before it is rounded,
-        and right is each code to which a value within the bound rounds: one code, but beside a tie.
+      codes: outputs each number of which is right or wrong, such as codes of few bits. Their bound is that of the value
+        before it is rounded, and right is each number to which a value within the bound rounds: one, but beside a tie.
       returns: output name -> bool option that requests it; other outputs are always returned.
       require: rules across arguments.
       doubts: rules that intended calls obey, such as the order of two extents. A call that breaks one runs, and the
@@ -368,10 +368,10 @@ def spec(
       drops: dimension -> the option whose axis it lacks: in ``drops={"rest": "axis"}``, with x of ``*shape`` and the
         option ``axis`` an axis of x, ``*rest`` is ``*shape`` without that axis. ``call.dims`` then holds ``rest``, and
         as ``axis`` the extent that is gone.
-      aliases: output -> the input of the same shape and dtype that it may overwrite, if a call names the input in
-        ``overwrite=``. No other input is written to. An implementation that supports this declares it
-        (``implements(..., overwrites=True)``) and reads :meth:`portakern.core.call.Call.overwritten`; others refuse
-        such a call.
+      aliases: output -> the input that it may overwrite, if a call names the input in ``overwrite=``. The output has
+        its shape and dtype in every call, also one of ``or_dtypes`` that is not the op's. No other input is written to.
+        An implementation that supports this declares it (``implements(..., overwrites=True)``) and reads
+        :meth:`portakern.core.call.Call.overwritten`; others refuse such a call.
       also: output of a gradient op -> further inputs of the forward op with the same gradient, as in a sum of terms.
       passes: input of the forward op -> the cotangent that equals its gradient; the gradient op has no output for it.
       reads: optional argument of a gradient op, saved by the forward call -> the options under which it is read.

@@ -356,7 +356,7 @@ def _tie_toward(code: np.ndarray, x: np.ndarray, dtype: str) -> np.ndarray:
         return code + np.sign(x - code) / 2
     stored = np.nan_to_num(code).astype(kind.numpy)
     beside = np.nextafter(stored, np.copysign(kind.largest, x - code).astype(kind.numpy)).astype(np.float64)
-    return (code + beside) / 2
+    return code + (beside - code) / 2  # beside float64's largest number a sum of two is infinite
 
 
 def permitted_error(bound: np.ndarray, ref: np.ndarray, dtype: str, codes: bool) -> np.ndarray:

@@ -145,6 +145,8 @@ def _shaped(
         dims = {**dims, **rule.mends(dims)} if rule.mends else dims
     plain = [a for a in given if not any(f in spec.drops for d in a.dims for f in d.factors)]
     shapes = {a.name: _stretch(source, a, dims, edge.stretched.get(a.name, ()), edge.aliased) for a in plain}
+    if len({shapes[name] for name in edge.aliased if name in shapes}) > 1:
+        raise Rejected  # a rule mended the extents of one of them alone
     return given, plain, shapes, dims, kept
 
 

@@ -231,7 +231,8 @@ def _refusal(
     limits = Limits(elements=256, arguments=takes, empty=False, drawn=impl.drawn, layouts=("contiguous",))
 
     def reason_of(case: Case, dtype: str) -> str | None:
-        case = replace(case, dtype=dtype, dtypes={}, wider=())
+        own = {n: d for n, d in case.dtypes.items() if d in spec.argument(n).or_dtypes}  # rules may ask for it
+        case = replace(case, dtype=dtype, dtypes=own, wider=())
         call = bind(spec, **{n: b.view() for n, b in case.buffers(spec).items()}, **case.options)
         call.target, call.interpret = target, interpret
         call = call if fw.host_only else to_framework(call, fw)

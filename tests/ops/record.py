@@ -231,8 +231,8 @@ class OpRecord:
         float64, where it hangs on the order in which a processor's BLAS sums.
       special: like ``case`` with a seed for the regime: arrays with NaN and infinities; None: they are planted at
         random into ``case``.
-      near, faults, corners: see the classes. ``near`` is None for an op whose bound is 0 (``exact``), which no fault is
-        near, and no fault hides in.
+      near, faults, corners: see the classes. ``near`` is None for an op (``exact``) whose bound is 0, or whose results
+        are all codes: no fault is near, and no fault hides in it.
       large_case: like ``case``, with enough elements for statistics: in every output 64 that differ once they are
         stored.
       typical: (generator, dtype, **options) -> arrays and options of an ordinary call, in which faults hide; hiding:
@@ -279,7 +279,7 @@ class OpRecord:
 
     @property
     def exact(self) -> bool:
-        """Whether the op only copies numbers: right kernels are 0 from the oracle."""
+        """Whether the op only copies numbers, or gives codes: rounded results of the oracle are 0 from it."""
         return self.near is None
 
 

@@ -34,6 +34,7 @@ from portakern.backends.triton import BACKEND
 from portakern.backends.triton.configs import RowsConfig
 from portakern.backends.triton.launch import accumulator, cdiv, lanes, launch, refuse_tile, torch_dtype
 from portakern.backends.triton.layout import fresh, pow2_at_least
+from portakern.spec.dtypes import DTYPES
 from portakern.specs.quantize import largest, scale_limits
 
 if TYPE_CHECKING:
@@ -61,6 +62,24 @@ class QuantizeStrides(NamedTuple):
     scale_column: int
 
 
+class CodeFormat(NamedTuple):
+    """A dtype of 8 bits.
+
+    Attributes:
+      code: 0 of int8; else the significand bits of the float. code_bias: of its exponent.
+      largest: its largest number.
+    """
+
+    code: int
+    code_bias: int
+    largest: float
+
+    @classmethod
+    def of(cls, dtype: str) -> CodeFormat:
+        code, code_bias = {"float8_e4m3fn": (3, 7), "float8_e5m2": (2, 15), "int8": (0, 0)}[dtype]
+        return cls(code, code_bias, DTYPES[dtype].largest)
+
+
 class QuantizePlan(NamedTuple):
     """What the kernels are compiled for.
 
@@ -68,8 +87,7 @@ class QuantizePlan(NamedTuple):
       block_rows, block_n: the extents of a tile; acc_dtype: what is computed in.
       word: the integer as wide; mantissa: bits of its significand; bias: of its exponent.
       largest: L; largest_bits: its bits; power_of_two: scales are.
-      code: 0 of int8; else the significand bits of a float of 8 bits. code_bias: of its exponent; native: converted by
-        the hardware.
+      code, code_bias: as in :class:`CodeFormat`; native: floats are converted by the hardware.
       parts: the power of two that covers the tiles of a block, at most 1024; flat: a block is a part of one row.
     """
 
@@ -113,26 +131,29 @@ def scale_of(top_bits, limits, plan: tl.constexpr):
 
 
 @triton.jit
-def code_of(v, plan: tl.constexpr):
-    """Codes of numbers, as their dtype where hardware converts, else as int8 or as the bits of a float in uint8."""
-    v = tl.where(v > plan.largest, plan.largest, v)
-    v = tl.where(v < -plan.largest, -plan.largest, v)
-    if plan.code == 0:
+def code_of(v, code: tl.constexpr, code_bias: tl.constexpr, largest: tl.constexpr, plan: tl.constexpr):
+    """Codes of numbers, as their dtype where hardware converts, else as int8 or as the bits of a float in uint8.
+
+    ``code``, ``code_bias``, ``largest``: as in :class:`CodeFormat`; ``plan``: its ``word``, ``mantissa`` and
+    ``native``."""
+    v = tl.where(v > largest, largest, v)
+    v = tl.where(v < -largest, -largest, v)
+    if code == 0:
         # beside this number the spacing is 1, and the last bits are the integer
         near = v + 1.5 * (1 << plan.mantissa)
         return near.to(plan.word, bitcast=True).to(tl.int8)
     elif plan.native:
         return v
     else:
-        dropped: tl.constexpr = 23 - plan.code
+        dropped: tl.constexpr = 23 - code
         bits = magnitude_bits(v, plan)
         normal = (bits + ((1 << (dropped - 1)) - 1) + ((bits >> dropped) & 1)) >> dropped
-        normal -= (127 - plan.code_bias) << plan.code
-        beside: tl.constexpr = 1 << (24 - plan.code_bias - plan.code)
+        normal -= (127 - code_bias) << code
+        beside: tl.constexpr = 1 << (24 - code_bias - code)
         subnormal = magnitude_bits(tl.abs(v) + beside, plan) & 0x7F
-        code = tl.where(bits < ((128 - plan.code_bias) << 23), subnormal, normal)
-        code = tl.where(v != v, 0x7F, code)
-        return (code | ((v.to(plan.word, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+        found = tl.where(bits < ((128 - code_bias) << 23), subnormal, normal)
+        found = tl.where(v != v, 0x7F, found)
+        return (found | ((v.to(plan.word, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit
@@ -167,7 +188,8 @@ def quantize_groups_kernel(x, static_scale, q, scale, extents, limits, strides, 
         given = row * strides.scale_row + column * strides.scale_column
         s = tl.load(static_scale + given, mask=there, other=1.0).to(plan.acc_dtype)
     tl.store(scale + block, s, mask=there)
-    code = code_of(t * tl.div_rn(tl.full(s.shape, 1.0, plan.acc_dtype), s)[:, None], plan)
+    scaled = t * tl.div_rn(tl.full(s.shape, 1.0, plan.acc_dtype), s)[:, None]
+    code = code_of(scaled, plan.code, plan.code_bias, plan.largest, plan)
     tl.store(q + down * (extents.columns * extents.width) + along, code.to(q.dtype.element_ty), mask=ok)
 
 
@@ -196,7 +218,8 @@ def quantize_blocks_kernel(x, static_scale, top, q, scale, extents, limits, stri
     tl.store(scale + block + tl.zeros([1], tl.int32), s, mask=part == 0)
     row, n = of_row * extents.height + row, of_column * extents.width + n
     t = tl.load(x + row * strides.row + n * strides.n, mask=ok, other=0.0).to(plan.acc_dtype)
-    code = code_of(t * tl.div_rn(tl.full(s.shape, 1.0, plan.acc_dtype), s)[:, None], plan)
+    scaled = t * tl.div_rn(tl.full(s.shape, 1.0, plan.acc_dtype), s)[:, None]
+    code = code_of(scaled, plan.code, plan.code_bias, plan.largest, plan)
     tl.store(q + row * (extents.columns * extents.width) + n, code.to(q.dtype.element_ty), mask=ok)
 
 
@@ -241,16 +264,23 @@ def extents_of(call: Call, config: RowsConfig) -> QuantizeExtents:
     return QuantizeExtents(dims["column_blocks"], blocks(call), dims["height"], dims["width"], parts, across)
 
 
+def word_of(call: Call) -> tuple[tl.dtype, int]:
+    """The integer that is as wide as what a call computes in, and the bits of that one's significand."""
+    return (tl.int64, 52) if call.dtype == "float64" else (tl.int32, 23)
+
+
+def converts(call: Call) -> bool:
+    """Whether Triton converts what a call computes in to floats of 8 bits by itself."""
+    return bool(call.dtype == "float64" or (not call.interpret and call.target.arch in NATIVE))
+
+
 def plan_of(call: Call, config: RowsConfig, parts: int) -> QuantizePlan:
-    options, double = call.options, call.dtype == "float64"
-    code, code_bias = {"float8_e4m3fn": (3, 7), "float8_e5m2": (2, 15), "int8": (0, 0)}[options["to"]]
+    options, double, to = call.options, call.dtype == "float64", CodeFormat.of(call.options["to"])
     most = np.array(largest(call), "float64" if double else "float32")
-    native = code > 0 and (double or (not call.interpret and call.target.arch in NATIVE))
     return QuantizePlan(
-        config.block_rows, config.block_n, accumulator(call.dtype), tl.int64 if double else tl.int32,
-        52 if double else 23, 1023 if double else 127, float(most), int(most.view(f"i{most.itemsize}")),
-        options["scales"] == "power_of_two",
-        code, code_bias, native, pow2_at_least(parts, 1, 1024), call.dims["height"] == 1,
+        config.block_rows, config.block_n, accumulator(call.dtype), *word_of(call), 1023 if double else 127,
+        float(most), int(most.view(f"i{most.itemsize}")), options["scales"] == "power_of_two",
+        to.code, to.code_bias, to.code > 0 and converts(call), pow2_at_least(parts, 1, 1024), call.dims["height"] == 1,
     )  # fmt: skip
 
 

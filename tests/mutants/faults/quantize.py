@@ -33,14 +33,14 @@ FAULTS = {
         Planted(
             "not-clipped-below",
             "numbers below -L are not clipped",
-            old="    v = tl.where(v < -plan.largest, -plan.largest, v)\n",
+            old="    v = tl.where(v < -largest, -largest, v)\n",
             new="",
             at=(0, 100),
         ),
         Planted(
             "not-clipped",
             "numbers beyond L are not clipped",
-            old="    v = tl.where(v > plan.largest, plan.largest, v)\n",
+            old="    v = tl.where(v > largest, largest, v)\n",
             new="",
             sample=True,
             at=(0, 100),
