@@ -74,6 +74,11 @@ def _bench(row: Row) -> Row:
     return row if row["subject"] else {n: v for n, v in row.items() if n not in OURS.split()}
 
 
+def _without_peers_sources(row: Row) -> Row:
+    """Of peers only what was found."""
+    return row if row["subject"] else {n: v for n, v in row.items() if n not in SOURCE.split()}
+
+
 def _judged(row: Row) -> Row:
     """What each rule said: rejected, passed what was to be seen, passed the rest, or nothing."""
     said = dict.fromkeys(row["rejected"], "rejected") | {n: "seen" if v else "unseen" for n, v in row["passed"].items()}
@@ -134,7 +139,7 @@ SHOWN: Mapping[str, Shown] = {
         "portakern over_xla over_flash over_splash", "wall_seconds", {"portakern": _only("least", "around")}
     ),
     "model-step": Shown("peak_gib ms best_ms worst_ms kernels gradients_apart errors why", "sizes"),
-    "batch-invariance": Shown(f"subject calls same largest {SOURCE}"),
+    "batch-invariance": Shown(f"subject calls same largest {SOURCE}", made=_without_peers_sources),
     "sanitizer": Shown("variant examples errors problem"),
     "launch": Shown("median_us", "graphs"),
     "fuzz": Shown("calls", "calls worst slowest_seconds broken"),
