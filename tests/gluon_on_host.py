@@ -10,9 +10,13 @@ products do in shared memory is an error. Layouts and registers are not looked a
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import itertools
 import math
+import pathlib
 import random
+import re
 import threading
 import time
 import types
@@ -62,8 +66,13 @@ class Touched:
         assert not self.elements[0 if writes else 1 :].any(), f"{what} where a thread has been, and no fence between"
 
 
+def spoiled(dtype: torch.dtype) -> float:
+    """What stands for memory that nobody may read: NaN, or of integers one that others' products do not have."""
+    return math.nan if dtype.is_floating_point else -113
+
+
 class Memory:
-    """Shared memory, or a part of it; NaN until something is written."""
+    """Shared memory, or a part of it; spoiled until something is written."""
 
     def __init__(self, data: torch.Tensor, touched: Touched) -> None:
         self.data, self.touched = data, touched
@@ -175,7 +184,7 @@ class Described:
 
     def load(self, at: list[Any], barrier: Barrier, memory: Memory) -> None:
         memory.touched.check("a copy writes", writes=True)
-        memory.data.fill_(math.nan)
+        memory.data.fill_(spoiled(memory.data.dtype))
 
         def arrive() -> None:
             time.sleep(random.random() * 2e-3)
@@ -198,8 +207,8 @@ class Described:
 class Product:
     """A product on its way; its sum may be that of one before, which is done before."""
 
-    def __init__(self, a: Any, b: Memory, acc: torch.Tensor | Product | None) -> None:
-        self.a, self.b, self.acc, self.result = a, b, acc, None
+    def __init__(self, a: Any, b: Memory, acc: torch.Tensor | Product | None, summed: torch.dtype) -> None:
+        self.a, self.b, self.acc, self.summed, self.result = a, b, acc, summed, None
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError("waited for too few products: one is taken that is on its way")
@@ -211,11 +220,11 @@ class Product:
 
     def finish(self) -> None:
         a = self.a.data if isinstance(self.a, Memory) else self.a
-        assert a.dtype == self.b.data.dtype
+        assert a.dtype == self.b.data.dtype or a.dtype.itemsize == self.b.data.dtype.itemsize == 1
         acc = self.acc.result if isinstance(self.acc, Product) else self.acc
         # As on the matrix unit, an element is the same however many rows and columns there are: float32 has no room for
         # what the order of these sums changes.
-        self.result = (a.double() @ self.b.data.double() + (0.0 if acc is None else acc)).float()
+        self.result = (a.double() @ self.b.data.double() + (0.0 if acc is None else acc)).to(self.summed)
 
 
 _local = threading.local()
@@ -237,7 +246,8 @@ def warpgroup_mma(a: Any, b: Memory, acc: Any, use_acc: Any = True, is_async: bo
     for memory in (a, b):
         if isinstance(memory, Memory):
             memory.touched.check("a product reads", writes=False)
-    made = Product(a, b, acc if use_acc else None)
+    summed = acc.summed if isinstance(acc, Product) else acc.dtype
+    made = Product(a, b, acc if use_acc else None, summed)
     local().products.append(made)
     return made
 
@@ -285,6 +295,8 @@ def load(pointer: Pointer, mask: Any = True, other: float = 0) -> Any:
         assert not mask or len(here) == pointer.several, "read behind the end"
         if not mask:
             return Scalar(other)
+        if pointer.flat.is_floating_point():
+            return here[0]
         return Scalar(here[0] if pointer.several == 1 else here.any())
     return torch.where(mask, pointer.flat[torch.where(mask, pointer.at, 0)], other)
 
@@ -355,7 +367,7 @@ def _tensor(x: Any) -> torch.Tensor:
 def _allocate(dtype: Any, shape: list[int], layout: Any) -> Any:
     if dtype == torch.int64:
         return Barriers(shape[0])
-    return Memory(torch.full(shape, math.nan, dtype=dtype), Touched.fresh(shape))
+    return Memory(torch.full(shape, spoiled(dtype), dtype=dtype), Touched.fresh(shape))
 
 
 def _of_numpy(function: np.ufunc) -> Any:
@@ -435,6 +447,17 @@ MBARRIER = types.SimpleNamespace(
     arrive=lambda barrier, count=1, pred=True: barrier._step(count, 0) if pred else None,
     expect=lambda barrier, bytes: barrier._step(1, bytes),
 )
+
+
+def on_host(module: Any, folder: pathlib.Path) -> Any:
+    """The module, where dtypes say how wide they are in other words, and layouts are nothing."""
+    source = re.sub(r"([\w.]*\bdtype)\.primitive_bitwidth", r"(\1.itemsize * 8)", inspect.getsource(module))
+    file = folder / f"on_host{module.__name__.rpartition('.')[2]}.py"
+    file.write_text(re.sub(r"\w+\.type\.layout", "None", source))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
 
 
 def launched(kernel: Any, modules: list[Any], grid: int, args: Sequence[Any], **constexprs: Any) -> None:

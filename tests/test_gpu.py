@@ -359,3 +359,38 @@ def test_on_hopper_groups_of_rows_have_the_same_bits_in_every_tiling_and_company
     alone = results("hopper", a[last], b[-1:], torch.tensor(sizes[-1:], device="cuda"), d_c[last])
     assert torch.equal(alone[0], whole[0][last]) and torch.equal(alone[1], whole[1][last])
     assert torch.equal(alone[2][0], whole[2][-1])
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize("precision", ["promoted", "fast"])
+@pytest.mark.parametrize("scales", ["tensors", "rows", "blocks"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_on_hopper_8_bit_products_have_the_same_bits_in_every_tiling_and_company(dtype, scales, precision):
+    """Of c and of c^T, of sums that leave the matrix unit and of ones that stay; of b that lies the other way too."""
+    m, n, k = 1000, 776, 1168
+    a, b = ((normal(*s, dtype=torch.float32) * 20).to(dtype) for s in ((m, k), (n, k)))
+    shapes = {"tensors": ((1, 1), (1, 1)), "rows": ((m, 1), (1, 7)), "blocks": ((m, 10), (10, 7))}[scales]
+    of_a, of_b = (normal(*s, dtype=torch.float32) for s in shapes)
+
+    def product(rows=m, b=b, **tiling):
+        op = pk.op("scaled_matmul", backend="triton", variant="hopper", tiling=tiling or None)
+        return op(a[:rows], b.t(), of_a[:rows], of_b, n_width=128, precision=precision, out_dtype="float32")
+
+    whole = product()
+    for rows in (1, 17, 64, 65, 200):
+        assert torch.equal(product(rows), whole[:rows]), rows
+    few = product(40, block_n=128, num_warps=8, num_stages=4, overlap=0)
+    assert torch.equal(few, whole[:40]) and torch.equal(product(b=b.t().contiguous().t()), whole)
+    stays = scales != "blocks" and (precision == "fast" or dtype == torch.int8)
+    tilings = [{"block_n": 64, "more_columns": 0}, {"block_n": 128, "more_columns": 0, "group": 1}]
+    if stays and dtype != torch.int8:
+        tilings += [{"block_n": 256, "more_columns": 0}]
+    if not stays:
+        tilings += [{"block_n": 128, "more_columns": 0, "overlap": 0}, {"block_n": 64, "more_columns": 0, "overlap": 0}]
+        tilings += [{"block_n": 128, "more_columns": 2, "overlap": 0}]
+    if not stays and scales != "blocks":
+        tilings += [{"block_n": 128, "more_columns": 1, "overlap": 1}]
+    for tiling in tilings:
+        assert torch.equal(product(**tiling, num_stages=3), whole), tiling

@@ -1,9 +1,7 @@
 """Hopper's variants where there is no GPU: interpreted, recorded, and compiled."""
 
 import importlib.util
-import inspect
 import platform
-import re
 
 import pytest
 
@@ -381,22 +379,11 @@ IN_OTHER_WAYS = {
 }  # fmt: skip
 
 
-def on_host(module, folder):
-    """The module, where dtypes say how wide they are in other words, and layouts are nothing."""
-    source = re.sub(r"([\w.]*\bdtype)\.primitive_bitwidth", r"(\1.itemsize * 8)", inspect.getsource(module))
-    file = folder / f"on_host{module.__name__.rpartition('.')[2]}.py"
-    file.write_text(source.replace("acc.type.layout", "None"))
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
-
-
 @pytest.mark.parametrize("name", IN_OTHER_WAYS)
 def test_warps_with_roles_meet_the_bound_in_other_ways(name, tmp_path, monkeypatch):
     """Where c leaves through the stages of the only tile, and float32 with a and b as they lie."""
     a, b, named = IN_OTHER_WAYS[name]
-    modules, launches = [on_host(_warps, tmp_path), on_host(_float32, tmp_path), gluon, order_of_tiles], []
+    modules, launches = [host.on_host(_warps, tmp_path), host.on_host(_float32, tmp_path), gluon, order_of_tiles], []
 
     def on_the_host(kernel, grid, args, constexprs):
         launches.append(kernel.__name__)
@@ -423,7 +410,7 @@ def test_warps_with_roles_meet_the_bound_in_other_ways(name, tmp_path, monkeypat
 @pytest.mark.parametrize("name", BY_ROLES)
 def test_warps_with_roles_meet_the_bound(name, tmp_path, monkeypatch):
     a, b, roles = BY_ROLES[name]
-    module = on_host(_warps, tmp_path)
+    module = host.on_host(_warps, tmp_path)
 
     def on_the_host(kernel, grid, args, constexprs):
         if kernel.__name__ != "matmul_by_roles":

@@ -133,6 +133,29 @@ class HopperGroupedConfig(ProductConfig):
     epilogue_subtile: Annotated[bool, "epilogue subtile; 1: store the tile in two halves"]
 
 
+class MoreColumns(IntEnum):
+    """Columns that a tile has beside its ``block_n``, in accumulators of their own."""
+
+    NONE = 0
+    HALF = 1
+    SAME = 2
+
+
+class HopperScaledConfig(ProductConfig):
+    """Of products of 8-bit numbers on Hopper."""
+
+    num_warps: Annotated[int, Tile(4, 8), "warps that multiply, 4 for 64 rows of a tile; one more loads"]
+    num_stages: Annotated[int, Count(2, 12)]
+    group: Annotated[int, Tile(1, 32)]
+    swap_ab: Annotated[bool, "1: compute the transpose of the result (swap A and B), for few rows"]
+    overlap: Annotated[
+        bool, "1: sums that leave the matrix unit take turns, one added while it makes the other; 0: one at a time"
+    ] = True
+    more_columns: Annotated[MoreColumns, "columns of a tile beside block_n; 1: half as many more, 2: as many"] = (
+        MoreColumns.NONE
+    )
+
+
 # ----------------------------------------------------------------------------------------------------------- attention
 
 

@@ -30,12 +30,11 @@ from portakern.backends.triton.configs import ProductConfig
 from portakern.backends.triton.launch import WITHOUT_E4M3, cdiv, launch, refuse_common, shared_limit, torch_dtype
 from portakern.backends.triton.layout import fresh, pow2_at_least
 from portakern.backends.triton.lib.matmul import tile_index
+from portakern.backends.triton.lib.scaled_matmul import shared_strides
 from portakern.core import targets
 from portakern.specs.scaled_matmul import RUN, of_integers, scale_blocks
 
 if TYPE_CHECKING:
-    import torch
-
     from portakern.core.call import Call
 
 
@@ -252,9 +251,3 @@ def scaled_matmul(call: Call, config: ProductConfig) -> tuple[Any, ...]:
            strides, tile=ScaledTile.of(call, config), num_warps=config.num_warps,
            num_stages=config.num_stages)  # fmt: skip
     return (c,)
-
-
-def shared_strides(scale: torch.Tensor) -> tuple[int, int]:
-    """The strides of a scale array, 0 along an axis of 1."""
-    row, col = (0 if extent == 1 else stride for extent, stride in zip(scale.shape, scale.stride(), strict=True))
-    return row, col
