@@ -101,6 +101,7 @@ def _loaded(name: str, source: str, **names: Any) -> ModuleType:
 ON_HOST = {
     ("triton/hopper", "attention_vjp"): "tests.test_hopper_gradients",
     ("triton/hopper", "paged_attention"): "tests.test_hopper_paged",
+    ("triton/hopper", "scaled_matmul"): "tests.test_hopper_scaled",
     ("triton/hopper", "varlen_attention"): "tests.test_hopper_varlen",
     ("triton/unordered", "attention_vjp"): "tests.test_unordered",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutants.faults import Planted
+from tests.mutants.faults._on_host import on_host
 
 FAULTS = {
     "triton": [
@@ -166,4 +167,49 @@ FAULTS = {
             at=(0, 100),
         ),
     ],
+    "triton/hopper": on_host(
+        "_scaled",
+        {
+            "a stage is handed back while it is multiplied": (
+                "fast",
+                "        acc = warpgroup_mma_wait(1, deps=(acc,))",
+                "        acc = warpgroup_mma_wait(2, deps=(acc,))",
+            ),
+            "a step's sum is added before it is made": (
+                "promoted, an even number of steps",
+                "        part = warpgroup_mma_wait(1, deps=(first,))\n        mbarrier",
+                "        part = warpgroup_mma_wait(2, deps=(first,))\n        mbarrier",
+            ),
+            "blocks after the first have the scale of the one before": (
+                "blocks, one sum at a time",
+                "        return scales_at(scales, row, p, extent)",
+                "        return scales_at(scales, row, gl.maximum(p - 1, 0), extent)",
+            ),
+            "the first step of an odd number counts twice": (
+                "promoted, an odd number",
+                "    unit += alone\n",
+                "    unit += 0\n",
+            ),
+            "columns beside are those of the tile": (
+                "promoted, 128 x 192",
+                "[j + plan.columns, kk], full, tiles.right_more",
+                "[j, kk], full, tiles.right_more",
+            ),
+            "a column has the bias of another one": (
+                "c in rows that begin anywhere",
+                "gl.load(bias + column, mask",
+                "gl.load(bias + column // 2, mask",
+            ),
+            "the second group writes the rows of the first": (
+                "promoted, one sum at a time",
+                "tile_i * plan.rows + half * OWN",
+                "tile_i * plan.rows",
+            ),
+            "rows of few are as long as they are many": (
+                "few rows",
+                "row.to(gl.int64) * extents.left",
+                "row.to(gl.int64) * extents.right",
+            ),
+        },
+    ),
 }
