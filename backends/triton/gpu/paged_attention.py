@@ -213,9 +213,9 @@ def paged_attention_kernel(
     kv_head, tile, share = index % kv_heads, index // kv_heads % work.tiles, index // kv_heads // work.tiles
     of_head = scores
     if cache.k_scale is not None:
-        _, softcap, rate, unit, unit_low, natural, natural_low, beyond, octave = scores
+        _, softcap, rate, unit, unit_low, natural, natural_low, beyond, octave, per_unit = scores
         pre = pre_of(scores.pre, cache.k_scale, kv_head)
-        of_head = Scores(pre, softcap, rate, unit, unit_low, natural, natural_low, beyond, octave)
+        of_head = Scores(pre, softcap, rate, unit, unit_low, natural, natural_low, beyond, octave, per_unit)
     s = tile_owner(tile, sequences.starts, strides.starts, extents, plan.block_q)
     start, queries, kv_len = sequence_at(s, sequences, strides, extents)
     own = tile - ((start.to(tl.int64) * extents.group // plan.block_q).to(tl.int32) + s)
