@@ -31,9 +31,8 @@ from tests import gluon_on_host as host  # noqa: E402
 BACKEND = registry.backend("triton")
 (FAMILY,) = (f for f in BACKEND.families if f.name == "hopper")
 MODULES = [_grouped, _warps, gluon, order_of_tiles]
-BY_ROLES = {"grouped_matmul": ["grouped_matmul_by_roles"],
-            "grouped_matmul_vjp": ["grouped_matmul_by_roles", "grouped_matmul_vjp_by_roles"]}  # fmt: skip
-OPS = list(BY_ROLES)
+FORWARD, BACKWARD = OPS = "grouped_matmul", registry.find_spec("grouped_matmul").vjp
+BY_ROLES = {FORWARD: [f"{FORWARD}_by_roles"], BACKWARD: [f"{FORWARD}_by_roles", f"{BACKWARD}_by_roles"]}
 compiles = pytest.mark.skipif(
     not (platform.system() == "Linux" and importlib.util.find_spec("triton")), reason="triton is made for Linux alone"
 )
@@ -299,7 +298,7 @@ def test_explain_names_the_variant():
 @pytest.mark.parametrize("named", [{}, WHOLE, {**MIDDLE, "num_stages": 6, "epilogue_subtile": 0}], ids=str)
 def test_they_compile_for_hopper_and_products_do_not_wait(named):
     built = []
-    for op, transposed in (("grouped_matmul", True), ("grouped_matmul_vjp", False)):
+    for op, transposed in zip(OPS, (True, False), strict=True):
         call = bound(op, [512] * 8, 2048, 2048, device="meta", transposed=transposed)
         built += FAMILY.load_compiler().build(variant(op), call, tiling_of(call, **named)).kernels
     assert [k.name for k in built] == [name for op in OPS for name in BY_ROLES[op]]

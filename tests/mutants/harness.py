@@ -33,7 +33,7 @@ from portakern.spec.tolerance import format_of
 from portakern.testing import cases
 from tests.ops import record
 
-from .faults import Fault
+from .faults import ON_HOST, Fault
 
 __all__ = ["beside_flat", "catch", "checked", "error_on_ordinary_data", "found_on_host", "mutant", "mutated_source"]
 
@@ -96,16 +96,6 @@ def _loaded(name: str, source: str, **names: Any) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
-
-
-ON_HOST = {
-    ("triton/hopper", "attention_vjp"): "tests.test_hopper_gradients",
-    ("triton/hopper", "paged_attention"): "tests.test_hopper_paged",
-    ("triton/hopper", "scaled_matmul"): "tests.test_hopper_scaled",
-    ("triton/hopper", "varlen_attention"): "tests.test_hopper_varlen",
-    ("triton/unordered", "attention_vjp"): "tests.test_unordered",
-}
-"""(home, op) -> the tests whose ``finds_on_host`` runs a module of Gluon's kernels on a case of theirs."""
 
 
 def found_on_host(fault: Fault) -> bool:

@@ -86,6 +86,7 @@ class Jax(Framework):
         {
             "dot_product_attention": "attention",
             "dot_general": "matmul",
+            "ragged_dot": "grouped_matmul",
             "ragged_paged_attention": "paged_attention",
             "scaled_matmul": "scaled_matmul",
         }

@@ -15,7 +15,16 @@ from dataclasses import dataclass, replace
 from portakern.core import registry
 from portakern.core.backend import Family
 
-__all__ = ["FAULTS", "Fault", "Planted"]
+__all__ = ["FAULTS", "ON_HOST", "Fault", "Planted"]
+
+ON_HOST = {
+    ("triton/hopper", "attention_vjp"): "tests.test_hopper_gradients",
+    ("triton/hopper", "paged_attention"): "tests.test_hopper_paged",
+    ("triton/hopper", "scaled_matmul"): "tests.test_hopper_scaled",
+    ("triton/hopper", "varlen_attention"): "tests.test_hopper_varlen",
+    ("triton/unordered", "attention_vjp"): "tests.test_unordered",
+}
+"""(home, op) -> the tests whose ``finds_on_host`` runs a module of Gluon's kernels on a case of theirs."""
 
 
 @dataclass(frozen=True)
