@@ -84,6 +84,13 @@ TEXTS = [
 ]
 
 
+def test_no_text_holds_both_sides_of_a_merge() -> None:
+    marks = "<" * 7 + " ", ">" * 7 + " "
+    texts = [*TEXTS, Path("CHANGELOG.md")]
+    held = [t for t in texts if any(line.startswith(marks) for line in (ROOT / t).read_text("utf-8").splitlines())]
+    assert not held
+
+
 @pytest.mark.parametrize("text", TEXTS, ids=str)
 def test_commands_are_ones_that_the_command_line_takes(text: Path) -> None:
     """Every `portakern ...` line of a shell block: its command is there, with those options. None is run."""
