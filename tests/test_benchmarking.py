@@ -638,7 +638,7 @@ def _over(op, names, **dims):
 @pytest.mark.parametrize(
     "case",
     [
-        _over("kv_append", ("k_pages", "v_pages"), tokens=5, kv_heads=2, d=8, dv=4, pages=6, page_size=4),
+        _over("kv_append", ("k_pages", "v_pages"), tokens=5, kv_heads=2, d=8, dv=4, pages=6, page_size=4, pairs=4),
         _over("rope", ("x",), batch=2, seq=3, heads=2, d=8, pairs=4),
         _over("rope", ("x",), batch=1, seq=1, heads=1, d=8, pairs=4),
     ],

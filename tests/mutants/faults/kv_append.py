@@ -139,6 +139,7 @@ FAULTS = {
             "of each head the pairs of the first tile are turned and written",
             old="range(0, pairs, plan.pairs)",
             new="range(0, tl.minimum(pairs, plan.pairs), plan.pairs)",
+            sample=True,
             edge="long_rows_that_are_turned",
             at=(0, 4),
         ),
