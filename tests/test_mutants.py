@@ -20,7 +20,7 @@ from tests.mutants.faults import FAULTS  # noqa: E402
 BY_NAME = {f.name: f for f in FAULTS}
 SAMPLE = [f.name for f in FAULTS if f.sample and f.case is None]
 ON_HOST = [f.name for f in FAULTS if f.case is not None]
-SAMPLED = {f.home: f for f in FAULTS if f.sample and not registry.find_spec(f.op).is_vjp}
+SAMPLED = {BY_NAME[n].home: BY_NAME[n] for n in SAMPLE if not registry.find_spec(BY_NAME[n].op).is_vjp}
 
 
 def needs(fault):
