@@ -376,7 +376,7 @@ WRONG = {
     ),
     "pages of integers": (
         lambda: call(K, V, K_PAGES.astype(np.int8), V_PAGES, SLOTS),
-        r"k_pages is int8; expected float32 or float8_e4m3fn or float8_e5m2",
+        r"k_pages is int8 but k is float32; expected float32 or float8_e4m3fn or float8_e5m2",
     ),
 }
 
