@@ -25,6 +25,7 @@ FAULTS = {
             old="tl.fma(w_b, g, -slope)",
             new="tl.fma(w_b, g, slope)",
             sample=True,
+            edge="extents_of_1",
         ),
         Planted(
             "products-before-the-difference",
@@ -33,6 +34,7 @@ FAULTS = {
             new="(tl.sum(d * a, 1) - tl.sum(d * b, 1))",
             small=True,
             sample=True,
+            edge="parts_all_but_equal",
         ),
         Planted("d-lse-forgotten", "d_lse does not reach b", old="tl.fma(w_b, g, -slope)", new="-slope"),
         Planted(
