@@ -34,6 +34,10 @@ LATE: dict[int, float] = {}
 """Role -> seconds that it takes for whatever it does in shared memory. Who does not wait for it meets what is there
 before; otherwise that depends on which thread the host lets run."""
 
+LAZY = False
+"""Whether copies into shared memory come when somebody waits for them, as late as may be. Else they come soon, whoever
+waits, and who does not may meet what they bring."""
+
 
 ROLES = 5  # threads of a kernel at most: the one that begins it, and those with roles
 
@@ -130,6 +134,8 @@ class Barrier:
         self.changed, self.phase, self.count = threading.Condition(), 0, 0
         self.pending = self.bytes = 0
         self.failed: AssertionError | None = None  # what a copy met that arrived
+        self.waiting = 0
+        self.copies: list[threading.Thread] = []  # that come when somebody waits
 
     def _step(self, arrivals: int, expected: int) -> None:
         with self.changed:
@@ -142,8 +148,22 @@ class Barrier:
 
     def wait(self, parity: int) -> None:
         with self.changed:
+            if self.phase % 2 != parity:
+                return
+            self.waiting += 1
+            while self.copies:
+                self.copies.pop(0).start()
             if not self.changed.wait_for(lambda: self.phase % 2 != parity, PATIENCE):
                 raise self.failed or TimeoutError("nobody arrives at a barrier")
+            self.waiting -= 1
+
+    def await_copy(self, copy: threading.Thread) -> None:
+        """Let a copy come that this barrier is told of."""
+        with self.changed:
+            if LAZY and not self.waiting:
+                self.copies.append(copy)
+            else:
+                copy.start()
 
 
 class Barriers:
@@ -196,7 +216,7 @@ class Described:
             except AssertionError as e:
                 barrier.failed = e
 
-        threading.Thread(target=arrive).start()
+        barrier.await_copy(threading.Thread(target=arrive))
 
     def store(self, at: list[Any], memory: Memory, adds: bool = False) -> None:
         memory.touched.check("a copy reads", writes=False)

@@ -164,6 +164,7 @@ def finds_on_host(module: Any, name: str) -> bool:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(hopper, "processors", lambda device: 2)
             patched.setattr(host, "PATIENCE", 2.0)
+            patched.setattr(host, "LAZY", True)
             patched.setitem(host.LATE, 0, 3e-3)  # who computes, while copies run ahead
             return worst_share(call, run(call, tiling_of(call, **named), module=module)) > 1
     except (testing.Broken, AssertionError, IndexError, TimeoutError, RuntimeError):
@@ -366,9 +367,11 @@ def test_drawn_sequences_meet_the_bound(seed):
         assert worst_share(call, VARIANT.run(call, tiling_of(call, **named))) <= 1
 
 
+@pytest.mark.parametrize("lazy", [False, True], ids=["copies soon", "copies late"])
 @pytest.mark.parametrize("late", [{0: 3e-3}, {1: 3e-3}], ids=["consumer", "producer"])
-def test_who_is_late_meets_what_is_meant(monkeypatch, late):
+def test_who_is_late_meets_what_is_meant(monkeypatch, late, lazy):
     """Queries of a unit lie in the buffer of the unit before the last, keys where earlier ones were."""
+    monkeypatch.setattr(host, "LAZY", lazy)
     for role, seconds in late.items():
         monkeypatch.setitem(host.LATE, role, seconds)
     call = bound([1, 2, 1, 1, 2, 1], [300, 20, 129, 400, 7, 33], 2, 4, 64, page=32)

@@ -164,6 +164,7 @@ def finds_on_host(module: Any, name: str) -> bool:
         with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as folder:
             patched.setattr(_tiles, "MULTIPROCESSORS", 2)
             patched.setattr(host, "PATIENCE", 2.0)
+            patched.setattr(host, "LAZY", True)
             patched.setitem(host.LATE, 0, 3e-3)  # who multiplies, while copies run ahead
             return worst_share(call, runs_with(module, pathlib.Path(folder))(call, **named)[0]) > 1
     except (testing.Broken, AssertionError, IndexError, TimeoutError, RuntimeError):

@@ -20,6 +20,7 @@ from tests.mutants.faults import FAULTS  # noqa: E402
 BY_NAME = {f.name: f for f in FAULTS}
 SAMPLE = [f.name for f in FAULTS if f.sample and f.case is None]
 ON_HOST = [f.name for f in FAULTS if f.case is not None]
+SHIPPED_ON_HOST = {f"{f.module} {f.op} {f.case}": f for f in FAULTS if f.case is not None}
 SAMPLED = {BY_NAME[n].home: BY_NAME[n] for n in SAMPLE if not registry.find_spec(BY_NAME[n].op).is_vjp}
 
 
@@ -82,6 +83,13 @@ def test_a_fault_is_found_where_the_host_runs_the_threads(name):
     fault = BY_NAME[name]
     needs(fault)
     assert harness.found_on_host(fault)
+
+
+@pytest.mark.parametrize("what", SHIPPED_ON_HOST)
+def test_without_a_fault_none_is_found_where_the_host_runs_the_threads(what):
+    fault = SHIPPED_ON_HOST[what]
+    needs(fault)
+    assert not harness.found_on_host(fault, planted=False)
 
 
 @pytest.mark.parametrize("home", SAMPLED)

@@ -148,6 +148,7 @@ def finds_on_host(module, case):
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(unordered, "processors", lambda device: 2)
             patched.setattr(host, "PATIENCE", 0.7)
+            patched.setattr(host, "LAZY", True)
             for group in (0, 1):
                 patched.setattr(host, "LATE", {group: 5e-3})
                 if worst(bound(*shape, **more), module, **named) > 1:

@@ -98,10 +98,10 @@ def _loaded(name: str, source: str, **names: Any) -> ModuleType:
     return module
 
 
-def found_on_host(fault: Fault) -> bool:
-    """Whether a kernel with the fault in it shows that where the host runs its threads."""
-    name = "mutant_" + "".join(c if c.isalnum() else "_" for c in fault.name)
-    module = _loaded(name, mutated_source(fault))
+def found_on_host(fault: Fault, planted: bool = True) -> bool:
+    """Whether a kernel with the fault in it, or without it, shows a fault where the host runs its threads."""
+    name = ("mutant_" if planted else "shipped_") + "".join(c if c.isalnum() else "_" for c in fault.name)
+    module = _loaded(name, mutated_source(fault) if planted else _source(fault.module))
     return bool(importlib.import_module(ON_HOST[fault.home, fault.op]).finds_on_host(module, fault.case))
 
 
