@@ -507,8 +507,7 @@ def simulate_vjp(*arrays, block_q=16, block_kv=16, ftz=False, drop=None, factor=
         kv_head = h // call.dims["group"]
         may, row = allowed(call, b), lse[b, h].astype(F)[:, None] * (log2e if base2 else F(1))
         row = np.where(row == -np.inf, F(np.inf), row)  # no key was seen, or none but by a bias of finfo.min
-        delta = flush(d_o[b, :, h].astype(F) * o[b, :, h].astype(F), ftz).sum(1, keepdims=True)
-        delta = delta - (0 if d_lse is None or "d_lse" in forget else d_lse[b, h].astype(F)[:, None])
+        delta = delta_of(d_o[b, :, h], o[b, :, h], None if d_lse is None or "d_lse" in forget else d_lse[b, h], F, ftz)
         if sinks is not None and not (b and "batch" in forget):
             d_sinks[h] += of_a_sink(F(sinks[h]), lse[b, h].astype(F)[:, None], delta, ftz, forget)
         for i, j in np.ndindex(-(-q_len // block_q), -(-kv_len // block_kv)):
@@ -540,6 +539,12 @@ def simulate_vjp(*arrays, block_q=16, block_kv=16, ftz=False, drop=None, factor=
     return d_q * scale, d_k * scale, d_v, d_bias, d_sinks
 
 
+def delta_of(d_o, o, d_lse, F, ftz):
+    """Delta of a head's rows, a column."""
+    delta = flush(d_o.astype(F) * o.astype(F), ftz).sum(1, keepdims=True)
+    return delta if d_lse is None else delta - d_lse.astype(F)[:, None]
+
+
 def of_a_sink(sink, lse, delta, ftz, forget):
     """What the rows of a batch entry add to the gradient of their head's sink."""
     p = flush(np.exp(np.minimum(sink - lse, np.zeros_like(lse))), ftz)
@@ -557,9 +562,9 @@ def with_residuals(rng, arrays, options, dtype, regime="normal", lse_too=False):
     return arrays | more | ({"d_lse": draw(rng, lse.shape, lse.dtype.name, regime)} if lse_too else {})
 
 
-def forward_case(rng, dtype, regime, extents, masks, sinks=0.7, heads=((1, 3), (1, 4))):
-    """Arrays of a forward call by name, and its options. ``sinks``: the share of calls that have some; ``heads``: the
-    ranges of kv_heads and group."""
+def forward_case(rng, dtype, regime, extents, masks, sinks=0.7, heads=((1, 3), (1, 4)), slopes=0.25):
+    """Arrays of a forward call by name, and its options. ``sinks``, ``slopes``: the share of calls that have some, 0
+    for an op that has none; ``heads``: the ranges of kv_heads and group."""
     batch, q_len, kv_len = rng.integers(1, 3), pick(rng, extents), pick(rng, extents)
     kv_heads, group = (rng.integers(*span) for span in heads)
     d, dv = pick(rng, (3, 16, 40)), pick(rng, (3, 16, 40))
@@ -587,7 +592,7 @@ def forward_case(rng, dtype, regime, extents, masks, sinks=0.7, heads=((1, 3), (
     if rng.random() < sinks:
         own = "float32" if rng.random() < 0.5 and dtype != "float64" else dtype
         arrays["sinks"] = draw(rng, (kv_heads * group,), own)
-    if rng.random() < 0.25:
+    if slopes and rng.random() < slopes:
         arrays["alibi_slopes"] = slopes_of(rng, arrays["q"], dtype)
     return arrays, options
 

@@ -83,13 +83,14 @@ def cut(rng, tokens, sequences):
 
 
 def packed(make):
-    """A call of attention on a batch of one, ``make(rng, dtype, ...)``, as a packed one of a few sequences."""
+    """A call of attention on a batch of one, ``make(rng, dtype, ...)``, as a packed one of a few sequences: with its
+    sinks, without its bias, segments and slopes."""
 
     def of_several(rng, *args):
         (q, k, v, *more), options = make(rng, *args)
         number = int(rng.integers(1, 4))
         arrays = tuple(x[0] for x in (q, k, v))
-        return (*arrays, cut(rng, q.shape[1], number), cut(rng, k.shape[1], number), *more[3:]), options
+        return (*arrays, cut(rng, q.shape[1], number), cut(rng, k.shape[1], number), *more[3:4]), options
 
     return of_several
 
@@ -446,10 +447,12 @@ def simulate_vjp(q, k, v, o, lse, q_starts, kv_starts, d_o, d_lse=None, lse_low=
     """``attention_vjp``'s simulated kernel on each sequence. ``shift_keys``: that a sequence takes too late."""
     F = accumulator(q)
     d_q, d_k, d_v, d_sinks = (None if x is None else np.zeros(x.shape, F) for x in (q, k, v, sinks))
-    forget = options.get("forget", ())
-    if sinks is not None and d_lse is not None and "d_lse" not in forget:
-        for rows in without_keys(q_starts, kv_starts):  # lse is the sink there
-            d_sinks += d_lse[:, rows].astype(F).sum(1) * (-1 if "sign" in forget else 1) * np.isfinite(sinks)
+    forget, ftz = options.get("forget", ()), options.get("ftz", False)
+    for rows in without_keys(q_starts, kv_starts) if sinks is not None else ():
+        for h, sink in enumerate(sinks):
+            own = None if d_lse is None or "d_lse" in forget else d_lse[h, rows]
+            delta = attention.delta_of(d_o[rows, h], o[rows, h], own, F, ftz)
+            d_sinks[h] += attention.of_a_sink(F(sink), lse[h, rows].astype(F)[:, None], delta, ftz, forget)
     for rows, keys in spans(q_starts, kv_starts):
         keys = slice(min(keys.start + shift_keys, keys.stop - 1), keys.stop)
         given = q[None, rows], k[None, keys], v[None, keys], o[None, rows], lse[None, :, rows], d_o[None, rows]
@@ -471,7 +474,7 @@ def with_residuals(rng, arrays, options, dtype, regime="normal", lse_too=False):
 
 
 def forward_case(rng, dtype, regime, extents, **more):
-    arrays, options = attention.forward_case(rng, dtype, regime, extents, ("normal",), **more)
+    arrays, options = attention.forward_case(rng, dtype, regime, extents, ("normal",), slopes=0.0, **more)
     number = int(rng.integers(1, 4))
     q, k, v = (arrays[n][0] for n in ("q", "k", "v"))
     sinks = (arrays["sinks"],) if "sinks" in arrays else ()
@@ -523,6 +526,16 @@ def one_key_matters(rng, dtype):
     q, k, v, *_ = attention.one_key_matters(rng, dtype)
     starts = np.array([0, q.shape[1]], INT), np.array([0, k.shape[1]], INT)
     return with_residuals(rng, (q[0], k[0], v[0], *starts), {}, dtype)
+
+
+def nan_without_keys(rng, dtype):
+    """NaN in the cotangent of a query without keys, whose lse is the sink: d_sinks of its head is NaN."""
+    starts = np.array([0, 2, 5], INT), np.array([0, 0, 4], INT)
+    q, k, v = (draw(rng, shape, dtype) for shape in ((5, 2, 16), (4, 1, 16), (4, 1, 8)))
+    arrays = with_residuals(rng, (q, k, v, *starts, np.float32([1, 2])), {}, dtype, lse_too=True)
+    named = pk.op("varlen_attention_vjp").bind(*arrays).arrays
+    named["d_o"][1, 0, 3] = np.nan
+    return in_order("varlen_attention_vjp", named)
 
 
 def past_2_31_vjp(gpu):
@@ -579,6 +592,7 @@ GRADIENT = GradientRecord(
         "d_sinks without Delta's d_lse": Fault(ordinary_sinks, {"forget": ("d_lse",)}, breaks="d_sinks"),
         "a sequence that begins a key late": Fault(capped, {"shift_keys": 1}, CAP, breaks=EVERY),
     },
+    corners={"NaN in the cotangent of a query without keys": Corner(nan_without_keys)},
     large_case=large_case_vjp,
     typical=lambda rng, dtype, **options: (ordinary(rng, dtype, **options), options),
     hiding={
