@@ -199,16 +199,16 @@ def all_gradients(call: Call, config: FlashGradientsConfig, name: str) -> tuple[
     inputs = {name: padded_rows(call.arrays[name]) for name in ("q", "k", "v", "d_o")} | statistics(call)
     found: dict[str, jax.Array] = {}
     for plan in plans(call, config):
-        found |= gradients(call, plan, inputs | masks(call, plan), name)
+        found |= gradients(call, plan, inputs | masks(call, plan), "_".join((name, *plan.wants)))
     if "d_bias" in call.wants:
         found["d_bias"] = bias_gradient.bias_gradient(call, config, inputs)
     return tuple(found.get(output.name) for output in call.spec.outputs)
 
 
 def gradients(
-    call: Call, plan: AttentionGradientPlan, inputs: Mapping[str, jax.Array], begins: str
+    call: Call, plan: AttentionGradientPlan, inputs: Mapping[str, jax.Array], name: str
 ) -> dict[str, jax.Array]:
-    """The gradients of one plan, by name. ``begins``: how the kernel's name begins."""
+    """The gradients of one plan, by name. ``name``: the kernel's."""
     arrivals, numbers, told = sum(map(len, plan.parts)), {}, {}
     if not plan.by_query:
         arrivals += len(NUMBERS) - 1
@@ -218,7 +218,7 @@ def gradients(
     found = launch(
         call,
         partial(kernel, plan=plan, consume=consume),
-        "_".join((begins, *plan.wants)),
+        name,
         (plan.batch * plan.heads * plan.tiles,),
         inputs=inputs,
         outputs=gradient_forms(plan),
@@ -227,4 +227,4 @@ def gradients(
         approximate=True,
         across_warps=False,
     )
-    return {name: found[name][..., : plan.dv if name == "d_v" else plan.d] for name in plan.wants}
+    return {of: found[of][..., : plan.dv if of == "d_v" else plan.d] for of in plan.wants}

@@ -594,8 +594,7 @@ def attention(call: Call, config: TilesConfig) -> tuple[jax.Array | None, ...]:
     inputs |= slope_blocks(call, shared, bq, query)
     o = jax.ShapeDtypeStruct((batch, heads, rows, dv), call.outputs["o"][1])
     outputs: Blocks = {"o": (o, head_blocks(bq, dv, written))}
-    numbers = saved(call)
-    if numbers:
+    if numbers := saved(call):
         form = jax.ShapeDtypeStruct((batch, heads, len(numbers), rows), jnp.float32)
         outputs["lse"] = (form, row_blocks(len(numbers), bq, written))
     pairs = batch * heads * rows * min(call.dims["kv_len"], steps * band.block_kv)

@@ -314,6 +314,16 @@ def attention_vjp_d_q_kernel(
 
 
 @triton.jit
+def of_one_segment(masks, strides, batch, row, row_ok, col, col_ok):
+    """Which pairs of a tile have one segment: queries ``row``, a column of numbers, and keys ``col``, a row of them."""
+    q_seg_b, q_seg_s = strides.q_segments
+    kv_seg_b, kv_seg_s = strides.kv_segments
+    q_segment = tl.load(masks.q_segments + batch * q_seg_b + row * q_seg_s, mask=row_ok, other=0)
+    kv_segment = tl.load(masks.kv_segments + batch * kv_seg_b + col * kv_seg_s, mask=col_ok, other=0)
+    return q_segment == kv_segment
+
+
+@triton.jit
 def attention_vjp_d_bias_kernel(
     q, k, v, of_queries, masks, d_bias, scores, window, work, extents, strides, plan: tl.constexpr
 ):
@@ -321,12 +331,10 @@ def attention_vjp_d_bias_kernel(
     ``one_row``, all queries, that share the bias."""
     heads, group, q_len, kv_len, d, dv, _ = extents
     d_o, shift, low, delta = of_queries
-    bias, q_segments, kv_segments, _, kv_ranges, _, slopes = masks
+    bias, q_segments, _, _, kv_ranges, _, slopes = masks
     tiles, bias_tiles_q, bias_heads, sum_batches, sum_heads = work
     left, right = window
     bias_b, bias_h, bias_q, bias_s = strides.bias
-    q_seg_b, q_seg_s = strides.q_segments
-    kv_seg_b, kv_seg_s = strides.kv_segments
     tile, rest = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     bias_tile_q, bias_row = rest % bias_tiles_q, rest // bias_tiles_q
     bias_head, bias_batch = bias_row % bias_heads, bias_row // bias_heads
@@ -357,9 +365,7 @@ def attention_vjp_d_bias_kernel(
             lo, hi = limits(i + (kv_len - q_len), left, right, kv_len)
             allowed = inside(j, lo, hi) & i_ok
             if q_segments is not None:
-                q_segment = tl.load(q_segments + batch * q_seg_b + row * q_seg_s, mask=i_ok, other=0)
-                kv_segment = tl.load(kv_segments + batch * kv_seg_b + col * kv_seg_s, mask=j_ok, other=0)
-                allowed &= q_segment == kv_segment[None, :]
+                allowed &= of_one_segment(masks, strides, batch, row, i_ok, col[None, :], j_ok[None, :])
             shift_i, delta_i = tl.load(shift + at, mask=i_ok, other=0.0), tl.load(delta + at, mask=i_ok, other=0.0)
             low_i = tl.load(low + at, mask=i_ok, other=0.0)
             bias_at = bias + (batch * bias_b + head * bias_h) + (row * bias_q + col[None, :] * bias_s)
