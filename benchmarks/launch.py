@@ -159,7 +159,13 @@ def torch_call(name: str, arrays: dict[str, Any]) -> tuple[Callable[..., Any], t
     """The function of torch that the peer calls for an op, and its arguments: one that ``portakern.torch`` twins."""
     with _Calls() as calls:
         pk.op(name, backend="torch")(**arrays)
-    return next(seen for seen in calls.seen if seen[0].__name__ in twins.__all__)
+    return next(seen for seen in calls.seen if twin_name(seen[0]) in twins.__all__)
+
+
+def twin_name(function: Callable[..., Any]) -> str:
+    """What ``portakern.torch`` calls a function of torch's: one that only its public name calls has that with a line
+    before it, as ``torch._grouped_mm``."""
+    return str(function.__name__).lstrip("_")
 
 
 class Compiled:
@@ -223,7 +229,7 @@ def timed_calls(name: str, device: str = "cuda") -> dict[str, Callable[[], Any]]
     if not in_torch(name):
         return found
     theirs, args_of_theirs, options_of_theirs = torch_call(name, arrays)
-    twin = getattr(twins, theirs.__name__)
+    twin = getattr(twins, twin_name(theirs))
     return found | {
         "portakern.torch": lambda: twin(*args_of_theirs, **options_of_theirs),
         "torch": lambda: theirs(*args_of_theirs, **options_of_theirs),
@@ -254,7 +260,7 @@ def training(name: str, device: str = "cuda") -> dict[str, Callable[[], Any]]:
     if not in_torch(name):
         return found
     theirs, given, options = torch_call(name, arrays)
-    twin = getattr(twins, theirs.__name__)
+    twin = getattr(twins, twin_name(theirs))
     args = [
         a.detach().clone().requires_grad_(a.is_floating_point()) if isinstance(a, torch.Tensor) else a for a in given
     ]
