@@ -37,7 +37,7 @@ from portakern.backends.pallas.lib.mosaic_gpu.sequences import (
     SequencesPlan,
     SequenceTile,
     attend,
-    copied,
+    copies,
     default_tiling,
     fields_of,
     refused,
@@ -122,11 +122,6 @@ def supports(call: Call, config: StreamedTilesConfig) -> str | None:
     if {call.dtype_of(name) for name in ("k_pages", "v_pages")} != {call.dtype}:
         return "pages of 8 bits, which Pallas's kernels for GPUs do not take: use the Triton backend"
     return refused(call, dense(call), config, plan_of)
-
-
-def copies(call: Call, config: StreamedTilesConfig) -> str | None:
-    """What XLA copies besides, in words."""
-    return "; ".join(copied(call))
 
 
 @BACKEND.implements("paged_attention", key=key, tiling=default_tiling, supports=supports, copies=copies,

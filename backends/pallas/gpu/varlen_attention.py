@@ -31,7 +31,7 @@ from portakern.backends.pallas.lib.mosaic_gpu.sequences import (
     SequencesPlan,
     SequenceTile,
     attend,
-    copied,
+    copies,
     default_tiling,
     fields_of,
     refused,
@@ -59,11 +59,6 @@ def plan_of(call: Call, config: StreamedTilesConfig) -> VarlenPlan:
 
 def supports(call: Call, config: StreamedTilesConfig) -> str | None:
     return refused(call, as_attention(call), config, plan_of)
-
-
-def copies(call: Call, config: StreamedTilesConfig) -> str | None:
-    """What XLA copies besides, in words."""
-    return "; ".join(copied(call))
 
 
 @BACKEND.implements("varlen_attention", key=key, tiling=default_tiling, supports=supports, copies=copies,

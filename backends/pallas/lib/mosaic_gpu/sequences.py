@@ -234,13 +234,13 @@ def refused(call: Call, dense: Call, config: StreamedTilesConfig, plan: Any) -> 
     return operands_refused(call) or tiles_refused(config, lambda: plan(call, config))
 
 
-def copied(call: Call) -> list[str]:
+def copies(call: Call, config: StreamedTilesConfig) -> str:
     """What XLA copies besides, in words."""
     found = ["queries are gathered into tiles of their sequences, and o out of them"]
     for names, extent in (("q and k", call.dims["d"]), ("v", call.dims["dv"])):
         if (wide := whole_pieces(extent, call.dtype)) != extent:
             found.append(f"heads of {names} are padded from {extent} to {wide}")
-    return found
+    return "; ".join(found)
 
 
 def attend(
