@@ -15,6 +15,7 @@ import inspect
 import itertools
 import math
 import pathlib
+import platform
 import random
 import re
 import threading
@@ -24,9 +25,15 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 import torch
 
 from portakern.backends.triton.descriptors import is_descriptor
+
+compiles = pytest.mark.skipif(
+    not (platform.system() == "Linux" and importlib.util.find_spec("triton")), reason="triton is made for Linux alone"
+)
+"""Of tests that compile what else runs on the host."""
 
 PATIENCE = 20.0  # seconds that a thread waits at a barrier before it counts as hanging
 

@@ -1,8 +1,5 @@
 """Hopper's variants where there is no GPU: interpreted, recorded, and compiled."""
 
-import importlib.util
-import platform
-
 import pytest
 
 import portakern as pk
@@ -22,10 +19,8 @@ from portakern.backends.triton.hopper import _tiles as products  # noqa: E402
 from portakern.backends.triton.lib import gluon  # noqa: E402
 from portakern.backends.triton.lib import matmul as order_of_tiles  # noqa: E402
 from tests import gluon_on_host as host  # noqa: E402
+from tests.gluon_on_host import compiles  # noqa: E402
 
-compiles = pytest.mark.skipif(
-    not (platform.system() == "Linux" and importlib.util.find_spec("triton")), reason="triton is made for Linux alone"
-)
 SM_90 = targets.find("sm_90").target
 BACKEND = registry.backend("triton")
 (HOPPER,) = (f for f in BACKEND.families if f.name == "hopper")

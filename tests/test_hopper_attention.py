@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import platform
 import re
 from collections import Counter
 from functools import partial
@@ -31,6 +29,7 @@ from portakern.backends.triton.lib import gluon, tma  # noqa: E402
 from portakern.backends.triton.lib.split_kv import chunk_length  # noqa: E402
 from portakern.tools.tune.space import space_of  # noqa: E402
 from tests import gluon_on_host as host  # noqa: E402
+from tests.gluon_on_host import compiles  # noqa: E402
 from tests.packing import ids_of  # noqa: E402
 
 BACKEND = registry.backend("triton")
@@ -43,9 +42,6 @@ MODULES = {
     "attention_flash_pieces_kernel": [_flash, gluon],
     "attention_shares_kernel": [_shares, _flash, gluon],
 }
-compiles = pytest.mark.skipif(
-    not (platform.system() == "Linux" and importlib.util.find_spec("triton")), reason="triton is made for Linux alone"
-)
 
 
 def bound(

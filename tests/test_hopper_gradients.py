@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import platform
 from functools import partial
 from typing import Any
 
@@ -26,14 +24,12 @@ from portakern.backends.triton.hopper import attention as hopper  # noqa: E402
 from portakern.backends.triton.launch import recording  # noqa: E402
 from portakern.backends.triton.lib import attention_vjp_gluon, gluon, gluon_gradients, tma  # noqa: E402
 from tests import gluon_on_host as host  # noqa: E402
+from tests.gluon_on_host import compiles  # noqa: E402
 from tests.packing import ids_of  # noqa: E402
 
 BACKEND = registry.backend("triton")
 (FAMILY,) = (f for f in BACKEND.families if f.name == "hopper")
 VARIANT = BACKEND.implementation("attention_vjp", FAMILY)
-compiles = pytest.mark.skipif(
-    not (platform.system() == "Linux" and importlib.util.find_spec("triton")), reason="triton is made for Linux alone"
-)
 
 
 @functools.cache

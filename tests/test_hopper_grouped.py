@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import platform
 from functools import partial
 from typing import Any
 
@@ -27,15 +25,13 @@ from portakern.backends.triton.launch import recording  # noqa: E402
 from portakern.backends.triton.lib import gluon  # noqa: E402
 from portakern.backends.triton.lib import matmul as order_of_tiles  # noqa: E402
 from tests import gluon_on_host as host  # noqa: E402
+from tests.gluon_on_host import compiles  # noqa: E402
 
 BACKEND = registry.backend("triton")
 (FAMILY,) = (f for f in BACKEND.families if f.name == "hopper")
 MODULES = [_grouped, _warps, gluon, order_of_tiles]
 FORWARD, BACKWARD = OPS = "grouped_matmul", registry.find_spec("grouped_matmul").vjp
 BY_ROLES = {FORWARD: [f"{FORWARD}_by_roles"], BACKWARD: [f"{FORWARD}_by_roles", f"{BACKWARD}_by_roles"]}
-compiles = pytest.mark.skipif(
-    not (platform.system() == "Linux" and importlib.util.find_spec("triton")), reason="triton is made for Linux alone"
-)
 WIDE, MIDDLE, NARROW = (
     {"block_n": n, "num_stages": stages, "epilogue_subtile": halves, "group": group}
     for n, stages, halves, group in ((256, 4, 1, 8), (128, 3, 1, 1), (64, 4, 0, 2))

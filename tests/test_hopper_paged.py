@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import platform
 from functools import partial
 from typing import Any
 
@@ -26,15 +24,13 @@ from portakern.backends.triton.launch import recording  # noqa: E402
 from portakern.backends.triton.lib import gluon  # noqa: E402
 from portakern.backends.triton.lib import paged_attention as paged  # noqa: E402
 from tests import gluon_on_host as host  # noqa: E402
+from tests.gluon_on_host import compiles  # noqa: E402
 
 BACKEND = registry.backend("triton")
 (FAMILY,) = (f for f in BACKEND.families if f.name == "hopper")
 VARIANT = BACKEND.implementation("paged_attention", FAMILY)
 PORTABLE = BACKEND.implementation("paged_attention", next(f for f in BACKEND.families if f.name == "gpu"))
 MODULES = {"paged_attention_pages_kernel": [_shares, _flash, gluon]}
-compiles = pytest.mark.skipif(
-    not (platform.system() == "Linux" and importlib.util.find_spec("triton")), reason="triton is made for Linux alone"
-)
 WHOLE = ["paged_attention_schedule_kernel", "paged_attention_pages_kernel"]
 APART = [*WHOLE, "paged_attention_combine_kernel"]
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import pathlib
-import platform
 import tempfile
 from typing import Any
 
@@ -26,14 +24,12 @@ from portakern.backends.triton.launch import recording  # noqa: E402
 from portakern.backends.triton.lib import gluon  # noqa: E402
 from portakern.backends.triton.lib import matmul as order_of_tiles  # noqa: E402
 from tests import gluon_on_host as host  # noqa: E402
+from tests.gluon_on_host import compiles  # noqa: E402
 
 BACKEND = registry.backend("triton")
 (FAMILY,) = (f for f in BACKEND.families if f.name == "hopper")
 VARIANT = BACKEND.implementation("scaled_matmul", FAMILY)
 SM_90 = targets.find("sm_90")
-compiles = pytest.mark.skipif(
-    not (platform.system() == "Linux" and importlib.util.find_spec("triton")), reason="triton is made for Linux alone"
-)
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 
 SCALES: dict[str, tuple[tuple[str, str, str, str], dict[str, int]]] = {

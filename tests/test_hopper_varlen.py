@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import platform
 from functools import partial
 from typing import Any
 
@@ -25,15 +23,13 @@ from portakern.backends.triton.hopper import varlen_attention as hopper  # noqa:
 from portakern.backends.triton.launch import recording  # noqa: E402
 from portakern.backends.triton.lib import gluon, gluon_sequences, tma  # noqa: E402
 from tests import gluon_on_host as host  # noqa: E402
+from tests.gluon_on_host import compiles  # noqa: E402
 
 BACKEND = registry.backend("triton")
 (FAMILY,) = (f for f in BACKEND.families if f.name == "hopper")
 VARIANT = BACKEND.implementation("varlen_attention", FAMILY)
 PORTABLE = BACKEND.implementation("varlen_attention", next(f for f in BACKEND.families if f.name == "gpu"))
 MODULES = {"varlen_attention_flash_kernel": [_flash, gluon_sequences, gluon]}
-compiles = pytest.mark.skipif(
-    not (platform.system() == "Linux" and importlib.util.find_spec("triton")), reason="triton is made for Linux alone"
-)
 FLASH = ["varlen_attention_schedule_kernel", "varlen_attention_flash_kernel"]
 
 

@@ -161,8 +161,8 @@ def test_a_scale_whose_product_with_log2_e_overflows(scale):
 
 @each_op
 def test_several_tiles_race_for_nothing(op):
-    """Where a race is an error, with tiles smaller than the extents: the rings of buffers are filled anew. Of an op whose
-    tiles no extent fills, calls are drawn."""
+    """Where a race is an error, with tiles smaller than the extents: the rings of buffers are filled anew. Of an op
+    whose tiles no extent fills, calls are drawn."""
     spec = registry.find_spec(op)
     edges = [f"several_{name}" for name, tile in spec.tiling.items() if tile.of]
     several = len(edges) == 2  # of heads, each of which takes a minute of processor time

@@ -26,11 +26,19 @@ from portakern.backends.triton.hopper._scratch import operand
 from portakern.backends.triton.hopper._tiles import BEGIN_AND_END, RATES, STEP
 from portakern.backends.triton.hopper.family import FAMILY
 from portakern.backends.triton.hopper.matmul import described
-from portakern.backends.triton.hopper.varlen_attention import not_tried
 from portakern.backends.triton.launch import GLUON, cdiv, launch, shared_limit
 from portakern.backends.triton.layout import fresh, fresh_like
 from portakern.backends.triton.lib.matmul import products
-from portakern.backends.triton.lib.tma import BARRIERS, RAGGED_ROWS, movable, processors, ragged
+from portakern.backends.triton.lib.tma import (
+    BARRIERS,
+    RAGGED_ROWS,
+    in_room,
+    movable,
+    not_tried,
+    processors,
+    ragged,
+)
+from portakern.core import targets
 from portakern.core.backend import Drawn
 from portakern.core.tilings import default
 from portakern.specs.matmul import product_dtype
@@ -52,7 +60,7 @@ TILES = {
 do not depend on the sum's length: matmul's, those of 64 columns estimated."""
 
 
-MEMORY = 3.35e6
+MEMORY = (targets.family("sm_90").bandwidth or float("inf")) / 1e6
 """Bytes that an H100's memory moves in a microsecond."""
 
 
@@ -113,10 +121,7 @@ def box_columns(config: HopperGroupedConfig) -> int:
 
 def fit(call: Call, config: HopperGroupedConfig) -> HopperGroupedConfig:
     """As many stages as shared memory has room for."""
-    found = config
-    while found.num_stages > 2 and shared_memory(found) > shared_limit(call.target.arch):
-        found = found.replace(num_stages=found.num_stages - 1)
-    return found
+    return in_room(config, shared_memory, shared_limit(call.target.arch))
 
 
 def supports(call: Call, config: HopperGroupedConfig) -> str | None:

@@ -23,11 +23,22 @@ from portakern.backends.triton.launch import GLUON, cdiv, launch, shared_limit
 from portakern.backends.triton.layout import contiguous_strides, pow2_at_least
 from portakern.backends.triton.lib import paged_attention as shared
 from portakern.backends.triton.lib.attention import Parts, key, window_of
+from portakern.backends.triton.lib.attention_gluon import too_large
 from portakern.backends.triton.lib.gluon import Softmax
 from portakern.backends.triton.lib.heads import Scores
 from portakern.backends.triton.lib.paged_attention import PagedStrides, as_attention, capacity
 from portakern.backends.triton.lib.paged_units import scheduled
-from portakern.backends.triton.lib.tma import BARRIERS, QUERIES, REGISTERS, movable, paged, pages_movable, processors
+from portakern.backends.triton.lib.tma import (
+    BARRIERS,
+    QUERIES,
+    REGISTERS,
+    in_room,
+    movable,
+    not_tried,
+    paged,
+    pages_movable,
+    processors,
+)
 from portakern.core.backend import Drawn
 
 if TYPE_CHECKING:
@@ -112,8 +123,7 @@ def fit(call: Call, config: PagedFlashConfig) -> PagedFlashConfig:
     """Fewer stages, then fewer keys at a time, where shared memory has no room, so few that the portable kernel has
     room for a stage of them too."""
     limit = shared_limit(call.target.arch)
-    while config.num_stages > 2 and shared_bytes(plan_of(call, config)) > limit:
-        config = config.replace(num_stages=config.num_stages - 1)
+    config = in_room(config, lambda found: shared_bytes(plan_of(call, found)), limit)
     while config.block_kv > 16 and (
         shared_bytes(plan_of(call, config)) > limit or portable(call, config).block_kv < config.block_kv
     ):
@@ -131,30 +141,17 @@ def portable(call: Call, config: PagedFlashConfig) -> PagedFlashConfig:
 def supports(call: Call, config: PagedFlashConfig) -> str | None:
     dims, plan = call.dims, plan_of(call, config)
     narrow = [n for n in ("k_pages", "v_pages") if call.dtype_of(n) != call.dtype]
-    if call.framework.name != BACKEND.framework:
-        return f"its tensor descriptors were not tried in programs of {call.framework.name}"
+    if reason := not_tried(call):
+        return reason
     if call.dtype not in ("float16", "bfloat16"):
         return f"dtype {call.dtype}: this kernel takes float16 and bfloat16"
     if narrow:
         return f"{narrow[0]} is {call.dtype_of(narrow[0])}: this kernel takes pages of q's dtype, {call.dtype}"
     if dims["d"] % 8 or dims["dv"] % 8 or max(dims["d"], dims["dv"]) > 256:
         return f"head dimensions {dims['d']} and {dims['dv']}: this kernel takes multiples of 8 up to 256"
-    if plan.stages < 2:
-        return f"num_stages = {plan.stages}: the next keys need a second buffer; use 2 or more"
     if plan.block_kv > 256 or plan.chunk % plan.block_kv:
         return f"block_kv = {plan.block_kv}: expected up to 256 keys, which divide split_keys = {plan.chunk}"
-    needed = plan.block_kv // 2 + plan.block_kv // 4 + plan.block_dv // 2
-    if needed > plan.registers - 30:
-        return (
-            f"tiles of {plan.block_kv} keys at head dimension {dims['dv']} need some {needed} registers a thread for "
-            f"scores and sums; {plan.registers} are there"
-        )
-    if shared_bytes(plan) > shared_limit(call.target.arch):
-        return (
-            f"{plan.stages} stages of {plan.block_kv} keys take {shared_bytes(plan)} bytes of shared memory; "
-            f"{call.target.arch or 'sm_90'} has {shared_limit(call.target.arch)}"
-        )
-    return shared.supports(call, portable(call, config))
+    return too_large(call, plan, shared_bytes(plan)) or shared.supports(call, portable(call, config))
 
 
 def delegate(call: Call, config: PagedFlashConfig) -> tuple[str, PagedFlashConfig] | None:

@@ -27,6 +27,7 @@ from portakern.backends.triton.hopper._scratch import Operand, operand
 from portakern.backends.triton.launch import GLUON, cdiv, launch, refuse_common, shared_limit, torch_dtype
 from portakern.backends.triton.layout import fresh, pow2_at_least
 from portakern.backends.triton.lib.scaled_matmul import shared_strides
+from portakern.backends.triton.lib.tma import BARRIERS, in_room
 from portakern.core.backend import Drawn
 from portakern.core.framework import DTYPE_NAME
 from portakern.specs.scaled_matmul import RUN, of_integers, scale_blocks
@@ -122,16 +123,14 @@ def shared_memory(call: Call, config: HopperScaledConfig) -> int:
     """Bytes of shared memory: the stages of operands, what of c waits there, and barriers."""
     (rows, columns), more = sides(config), more_columns(config)
     stored = rows * (box_columns(config) if in_boxes(call, config) else columns)
-    return config.num_stages * (rows + columns + more) * RUN + stored * _tiles.size_of(call.outputs["c"][1]) + 1024
+    return config.num_stages * (rows + columns + more) * RUN + stored * _tiles.size_of(call.outputs["c"][1]) + BARRIERS
 
 
 def fit(call: Call, config: HopperScaledConfig) -> HopperScaledConfig:
     """As many rows as a call of few has, and as many stages as there is room for. No bit depends on either."""
     if config.swap_ab:
         config = config.replace(block_m=pow2_at_least(min(call.dims["m"], FEW_ROWS), 16))
-    while config.num_stages > 2 and shared_memory(call, config) > shared_limit(call.target.arch):
-        config = config.replace(num_stages=config.num_stages - 1)
-    return config
+    return in_room(config, lambda found: shared_memory(call, found), shared_limit(call.target.arch))
 
 
 def refuse_call(call: Call) -> str | None:

@@ -37,6 +37,7 @@ from portakern.backends.triton.lib.tma import (
     TOGETHER,
     in_pieces,
     movable,
+    not_tried,
     processors,
     ragged,
 )
@@ -65,16 +66,6 @@ def fit(call: Call, config: VarlenFlashConfig) -> VarlenFlashConfig:
 
 def supports(call: Call, config: VarlenFlashConfig) -> str | None:
     return not_tried(call) or too_many_tiles(call) or gluon.supports_tiles(as_attention(call), config)
-
-
-def not_tried(call: Call) -> str | None:
-    """Why it does not take the arrays of another library than PyTorch."""
-    if call.framework.name == BACKEND.framework:
-        return None
-    return (
-        "its tensor descriptors, whose extents are not those of an array, were not tried in programs of "
-        f"{call.framework.name}"
-    )
 
 
 def delegate(call: Call, config: VarlenFlashConfig) -> tuple[str, FewQueriesTilesConfig] | None:

@@ -3,7 +3,7 @@ call, and what they refuse."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from portakern.backends.triton.configs import FewQueries, UnsplitConfig, VarlenFlashConfig
 from portakern.backends.triton.launch import shared_limit
@@ -11,7 +11,7 @@ from portakern.backends.triton.layout import pow2_at_least
 from portakern.backends.triton.lib import attention as shared
 from portakern.backends.triton.lib import attention_vjp_gluon as gradients
 from portakern.backends.triton.lib.split_kv import chunk_length
-from portakern.backends.triton.lib.tma import BARRIERS, QUERIES, REGISTERS, pieces
+from portakern.backends.triton.lib.tma import BARRIERS, QUERIES, REGISTERS, in_room, pieces
 from portakern.backends.triton.trace import AbstractArray
 from portakern.core.backend import Drawn
 
@@ -76,8 +76,7 @@ def fit(call: Call, config: TilesT) -> TilesT:
     """Fewer stages, then fewer keys at a time, where shared memory has no room; keys so few that the portable kernel
     has room for a stage of them too."""
     limit = shared_limit(call.target.arch)
-    while config.num_stages > 2 and shared_bytes(plan_of(call, config)) > limit:
-        config = config.replace(num_stages=config.num_stages - 1)
+    config = in_room(config, lambda found: shared_bytes(plan_of(call, found)), limit)
     while (
         config.block_kv > 16
         and max(shared_bytes(plan_of(call, config)), shared.shared_bytes(call, config.replace(num_stages=1))) > limit
@@ -99,27 +98,33 @@ def supports(call: Call, config: UnsplitConfig) -> str | None:
 
 def supports_tiles(call: Call, config: TilesT) -> str | None:
     """Why the kernel does not take a call in its tiles of many queries, or the portable kernel in those of few."""
-    dims, plan = call.dims, plan_of(call, config)
+    plan = plan_of(call, config)
     if reason := gradients.refused(call):
         return reason
     if call.arrays["sinks"] is not None:
         return "sinks are given: this kernel takes none"
-    if plan.stages < 2:
-        return f"num_stages = {plan.stages}: the next keys need a second buffer; use 2 or more"
     if plan.block_kv > 256:
         return f"block_kv = {plan.block_kv}: the matrix unit takes up to 256 keys at a time"
+    return too_large(call, plan, shared_bytes(plan)) or shared.supports(call, portable(call, config))
+
+
+def too_large(call: Call, plan: Any, taken: int) -> str | None:
+    """Why tiles of keys do not fit a multiprocessor, of which ``taken`` bytes of shared memory are; a ``plan`` as
+    ``FlashPlan`` is."""
+    if plan.stages < 2:
+        return f"num_stages = {plan.stages}: the next keys need a second buffer; use 2 or more"
     needed = plan.block_kv // 2 + plan.block_kv // 4 + (plan.block_dv + plan.more_dv) // 2
     if needed > plan.registers - 30:
         return (
-            f"tiles of {plan.block_kv} keys at head dimension {dims['dv']} need some {needed} registers a thread for "
-            f"scores and sums; {plan.consumers} consumers have {plan.registers}"
+            f"tiles of {plan.block_kv} keys at head dimension {call.dims['dv']} need some {needed} registers a thread "
+            f"for scores and sums; {plan.consumers} consumers have {plan.registers}"
         )
-    if shared_bytes(plan) > shared_limit(call.target.arch):
+    if taken > shared_limit(call.target.arch):
         return (
-            f"{plan.stages} stages of {plan.block_kv} keys take {shared_bytes(plan)} bytes of shared memory; "
+            f"{plan.stages} stages of {plan.block_kv} keys take {taken} bytes of shared memory; "
             f"{call.target.arch or 'sm_90'} has {shared_limit(call.target.arch)}"
         )
-    return shared.supports(call, portable(call, config))
+    return None
 
 
 def portable(call: Call, config: TilesT) -> TilesT:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from triton.experimental.gluon import language as gl
 
+from portakern.backends.triton import BACKEND
+from portakern.backends.triton.configs import PipelineConfig
 from portakern.backends.triton.descriptors import describe
 from portakern.backends.triton.layout import contiguous_strides, gathered, pow2_at_least
 from portakern.core import targets
 
 if TYPE_CHECKING:
     import torch
+
+    from portakern.core.call import Call
+
+ConfigT = TypeVar("ConfigT", bound=PipelineConfig)
 
 QUERIES = 64  # of a consumer
 TOGETHER = 8  # heads at most whose tiles are taken by turns where the last queries see most keys: their keys stay in L2
@@ -38,6 +45,23 @@ def tiled(x: torch.Tensor, rows: int, columns: int) -> Any:
         for s, extent, of_a_copy in zip(x.stride(), x.shape, contiguous_strides(x.shape), strict=True)
     ]
     return describe(x, x.shape, strides, (1, rows, 1, columns), gl.NVMMASharedLayout(min(2 * columns, 128), 16, 4))
+
+
+def in_room(config: ConfigT, needed: Callable[[ConfigT], int], limit: int) -> ConfigT:
+    """As many stages as there is room for, two at least. needed: a tiling's bytes of shared memory."""
+    while config.num_stages > 2 and needed(config) > limit:
+        config = config.replace(num_stages=config.num_stages - 1)
+    return config
+
+
+def not_tried(call: Call) -> str | None:
+    """Why a kernel that takes ``ragged`` arrays does not take those of another library than PyTorch."""
+    if call.framework.name == BACKEND.framework:
+        return None
+    return (
+        "its tensor descriptors, whose extents are not those of an array, were not tried in programs of "
+        f"{call.framework.name}"
+    )
 
 
 RAGGED_ROWS, FARTHEST, MANY = 1 << 30, 1 << 34, 0x7FFF0000
