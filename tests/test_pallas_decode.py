@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -40,7 +41,11 @@ from portakern.tools.compile import abstract  # noqa: E402
 from tests.drawing import cases  # noqa: E402
 
 HOPPER = Target("cuda", "sm_90")
-LIMITS = testing.Limits(typical_elements=2**12)
+SPEC = registry.find_spec("attention")
+REFUSED = {"sinks", "alibi_slopes", "out_dtype"}
+LIMITS = testing.Limits(
+    typical_elements=2**12, arguments=frozenset({x.name for x in (*SPEC.arrays, *SPEC.options)} - REFUSED)
+)
 COMPILER = FAMILY.load_compiler()
 IMPL = PALLAS.implementation("attention", FAMILY)
 has_compiler = pytest.mark.skipif(
@@ -197,7 +202,7 @@ def test_shares_hold_every_tile_that_is_seen_once(q_len, kv_len, options):
     plan = plan_for((2, q_len, 3, 2, kv_len, 64), {"max_splits": 8, "min_split_keys": 64}, **options)
     found = {}
     for index in range(plan.tiles):
-        tile = plan.tile(jnp.int32(index))
+        tile = plan.tile(jnp.int32(index), SimpleNamespace())  # of a call without segments
         begin, steps = int(tile.first), int(tile.steps)
         assert steps >= 1 and begin // plan.split_tiles == (begin + steps - 1) // plan.split_tiles, (
             "a split begins at a multiple"

@@ -75,12 +75,12 @@ def on_gpu(op, **tiling):
 
 
 def limits_of(op, **more):
-    """Limits of calls that kernels for GPUs take: those with sinks, and pages of other dtypes than the queries', are
-    refused, and few are drawn here."""
+    """Limits of calls that kernels for GPUs take: those with sinks or slopes, and pages of other dtypes than the
+    queries', are refused, and few are drawn here."""
     spec = registry.find_spec(op)
     names = {a.name for a in spec.arrays} | {o.name for o in spec.options} | {"wants"}
     narrow = any(set(a.or_dtypes) - {"float32"} for a in spec.arrays)
-    return dataclasses.replace(LIMITS, arguments=frozenset(names - {"sinks"}), one_dtype=narrow, **more)
+    return dataclasses.replace(LIMITS, arguments=frozenset(names - {"sinks", "alibi_slopes"}), one_dtype=narrow, **more)
 
 
 # --- right, in the interpreter ---
