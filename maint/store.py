@@ -1,9 +1,9 @@
 """The stored results of a checkout: the rows and fields of each run that a published table, plot or page shows.
 
 ``benchmarks/results/<benchmark>.jsonl`` holds the runs of a benchmark, one after another: a line with the run's header
-and its columns (:class:`Column`), then a line for each row. ``"="`` repeats the text of the row above; null or a
-shorter row means an absent value. Other data of a run, such as the texts of failures, remain in the file that the run
-wrote.
+and its columns (:class:`Column`), then a line for each row. ``"="`` repeats the text of the row above, and ``"=12 and"``
+its first 12 characters, followed by "and"; null or a shorter row means an absent value. Fractions have five digits.
+Other data of a run, such as the texts of failures, remain in the file that the run wrote.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ __all__ = ["FOLDER", "Row", "newest", "read", "shown", "write"]
 FOLDER = "benchmarks/results"
 Row = Mapping[str, Any]
 SAME = "="
+DIGITS = 5
 HEAD = ("name", "benchmark", "command", "date", "device", "environment", "commit")
 
 
@@ -157,7 +158,7 @@ def shown(run: Result) -> Result:
         raise ResultError(f"{run.file}: no table shows results of {run.benchmark}; expected one of {', '.join(SHOWN)}")
     names = kept.columns(run.benchmark)
     rows = [
-        {n: kept.short[n](row[n]) if n in kept.short else row[n] for n in names if row.get(n) is not None}
+        {n: _few_digits(kept.short[n](row[n]) if n in kept.short else row[n]) for n in names if row.get(n) is not None}
         for row in filter(None, map(kept.made, run.rows))
     ]
     extra = {
@@ -166,6 +167,15 @@ def shown(run: Result) -> Result:
         if n in run.extra
     }
     return replace(run, rows=rows, extra=extra)
+
+
+def _few_digits(value: Any) -> Any:
+    """A value whose fractions have as many significant digits as a measurement is worth."""
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, dict):
+        return {name: _few_digits(v) for name, v in value.items()}
+    return [_few_digits(v) for v in value] if isinstance(value, list) else value
 
 
 def newest(runs: Iterable[Result]) -> dict[tuple[Any, ...], tuple[Row, Result]]:
@@ -233,13 +243,32 @@ def _encoded(columns: list[Column], row: Row, above: Row) -> list[Any]:
     found: list[Any] = []
     for name, inner, many in columns:
         value = row.get(name)
-        if isinstance(value, str) and len(value) > 1 and value == above.get(name):
-            value = SAME
+        if isinstance(value, str):
+            value = _after(above.get(name), value)
         elif value is not None and inner is not None:
             value = [_trimmed([v.get(n) for n in inner]) for v in (value if many else [value])]
             value = value if many else value[0]
         found.append(value)
     return _trimmed(found)
+
+
+def _after(above: Any, text: str) -> str:
+    """A text by what it has in common with the one above, where that is shorter; :func:`_whole` is the inverse."""
+    above = above if isinstance(above, str) else ""
+    common = next((n for n, (a, b) in enumerate(zip(above, text, strict=False)) if a != b), min(len(above), len(text)))
+    if text and text == above:
+        return SAME
+    coded = f"{SAME}{common} {text[common:]}"
+    return coded if len(coded) < len(text) or text.startswith(SAME) else text
+
+
+def _whole(above: Any, told: str) -> str:
+    if not told.startswith(SAME):
+        return told
+    if told == SAME:
+        return str(above)
+    common, rest = told.removeprefix(SAME).split(" ", 1)
+    return str(above or "")[: int(common)] + rest
 
 
 def _trimmed(values: list[Any]) -> list[Any]:
@@ -251,8 +280,8 @@ def _trimmed(values: list[Any]) -> list[Any]:
 def _decoded(columns: list[Column], values: list[Any], above: Row) -> Row:
     found: dict[str, Any] = {}
     for (name, inner, many), value in zip_longest(columns, values):
-        if value == SAME:
-            found[name] = above[name]
+        if isinstance(value, str):
+            found[name] = _whole(above.get(name), value)
         elif value is None or inner is None:
             found[name] = value
         else:

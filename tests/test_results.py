@@ -75,6 +75,10 @@ def test_what_is_kept_comes_back_as_it_was(tmp_path):
         {**row, "op": "one", "tiling": {"a": 1, "b": 2}, "kernels": kernels, "seconds": 1.0},
         {**row, "op": "two", "tiling": {"b": 2, "a": 1}, "kernels": [], "ok": False, "reason": "no"},
         {**row, "op": "two", "dtype": "float16", "tiling": {}, "kernels": kernels[1:]},
+        *(
+            {**row, "op": op, "tiling": {}, "kernels": []}
+            for op in ("two_gradients_of_a", "two_gradients_of_b", "=3 a", "=", "")
+        ),
     ]
     run = results.Result(
         Path("x.json"), "compile-matrix", "c", "2026-01-01", "d", {}, rows, {"limits": {}}, None, "x.json"
@@ -85,10 +89,22 @@ def test_what_is_kept_comes_back_as_it_was(tmp_path):
     expected[0]["kernels"] = [{"launches": 1, "matrix": {"mma": 2}}, kernels[1]]
     assert [{n: r.get(n) for n in e} for r, e in zip(read.rows, expected, strict=True)] == expected
     assert [*read.rows[1]["tiling"]] == ["b", "a"] and (read.name, read.device) == ("x.json", "d")
-    assert len((tmp_path / "compile-matrix.jsonl").read_text().splitlines()) == 4
+    lines = (tmp_path / "compile-matrix.jsonl").read_text().splitlines()
+    assert len(lines) == 9 and [json.loads(line)[0] for line in lines[4:7]] == [
+        "two_gradients_of_a",
+        "=17 b",
+        "=0 =3 a",
+    ]
     (tmp_path / "compile-matrix.jsonl").write_text("{}\n")
     with pytest.raises(ResultError, match=r"compile-matrix.jsonl, line 1: is not a line of stored results"):
         store.read(tmp_path)
+
+
+def test_fractions_are_kept_to_five_digits(tmp_path):
+    row = {**ROW, "median_us": 6.54321987, "op": "softmax"}
+    run = results.Result(Path("x.json"), "launch", "c", "2026-01-01", "d", {}, [row], {"graphs": []}, None, "x.json")
+    store.write(tmp_path, "launch", [store.shown(run)])
+    assert [r["median_us"] for r in store.read(tmp_path)[0].rows] == [6.5432]
 
 
 def test_what_is_recorded_can_be_read(tmp_path):
