@@ -146,8 +146,11 @@ def _method(function: Any) -> Callable[..., Any]:
 
 
 for _name, _member in list(vars(tl.tensor).items()):  # x.sum(0) and the like
+    _function = getattr(tl, _name, None)
     if isinstance(_member, (JITFunction, InterpretedFunction)):
         setattr(InterpretedTensor, _name, _method(_translated(_member)))
+    elif tl.core.is_builtin(_member) and id(_function) in OVERRIDES:
+        setattr(InterpretedTensor, _name, _method(OVERRIDES[id(_function)]))
 
 
 def _assigned(value: Any) -> Any:
@@ -155,14 +158,50 @@ def _assigned(value: Any) -> Any:
     return value if value.__class__ is InterpretedTensor else SEMANTIC.to_tensor(value, False)
 
 
+def _logical(conjunction: bool, *operands: Callable[[], Any]) -> Any:
+    """``and`` or ``or`` as a kernel means them: a Python value may decide before the rest is looked at, tensors are
+    all looked at and joined, element by element. Combiners of scans and reductions see blocks here where a compiled
+    one sees scalars."""
+    join = SEMANTIC.logical_and if conjunction else SEMANTIC.logical_or
+    value, joined = None, None
+    for operand in operands:
+        value = operand()
+        if not isinstance(value, InterpretedTensor):
+            if bool(value) != conjunction:
+                return value
+        else:
+            joined = value if joined is None else join(joined, value)
+    return value if joined is None else joined
+
+
+def _negated(value: Any) -> Any:
+    return SEMANTIC.not_(value) if isinstance(value, InterpretedTensor) else not value
+
+
 class _Rewriter(ast.NodeTransformer):
-    """Wraps what is assigned in ``_assigned`` and drops annotations, which name things of no use here."""
+    """Wraps what is assigned in ``_assigned``, has ``and``, ``or`` and ``not`` work on blocks, and drops annotations,
+    which name things of no use here."""
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
+        self.generic_visit(node)
+        nothing = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
+        operands = [ast.Lambda(nothing, value) for value in node.values]
+        conjunction = ast.Constant(isinstance(node.op, ast.And))
+        return ast.Call(ast.Name("_logical", ast.Load()), [conjunction, *operands], [])
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
+        self.generic_visit(node)
+        if not isinstance(node.op, ast.Not):
+            return node
+        return ast.Call(ast.Name("_negated", ast.Load()), [node.operand], [])
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        self.generic_visit(node)
         node.value = ast.Call(ast.Name("_assigned", ast.Load()), [node.value], [])
         return node
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        self.generic_visit(node)
         return ast.Assign([node.target], node.value) if node.value else ast.Pass()  # constexpr: stays a Python value
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
@@ -181,7 +220,7 @@ def _rewritten(fn: Callable[..., Any]) -> Callable[..., Any]:
     code = compile(ast.fix_missing_locations(tree), inspect.getsourcefile(fn) or "<kernel>", "exec")
     used = _names(code)
     scope = {name: _translated(value) for name, value in fn.__globals__.items() if name in used}
-    scope |= {"range": OVERRIDES[id(range)], "_assigned": _assigned}
+    scope |= {"range": OVERRIDES[id(range)], "_assigned": _assigned, "_logical": _logical, "_negated": _negated}
     found: Callable[..., Any] = codegen.executed(code, scope, fn.__name__)
     return found
 

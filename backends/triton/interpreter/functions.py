@@ -228,11 +228,13 @@ def static_range(*bounds: Any, **hints: Any) -> Any:
 
 
 def _ufunc_of(combine: Any) -> np.ufunc | None:
-    """The ufunc that a combiner of ``tl.sum``, ``tl.max`` or ``tl.min`` is."""
+    """The ufunc that a combiner of Triton's library is."""
     known = (
         (tl.standard._sum_combine, np.add),
         (tl.standard._elementwise_max, np.fmax),
         (tl.standard._elementwise_min, np.fmin),
+        (tl.standard._xor_combine, np.bitwise_xor),
+        (tl.standard._or_combine, np.bitwise_or),
     )
     return next((ufunc for jit, ufunc in known if combine.jit is jit), None)
 
@@ -250,41 +252,78 @@ def reduce(input: Any, axis: int | None, combine_fn: Any, keep_dims: bool = Fals
     if ufunc is not None and isinstance(input, InterpretedTensor):
         return _reduce_data(input, axis, ufunc, bool(_raw(keep_dims)))
     parts = input if isinstance(input, tuple) else (input,)
-    axis = _raw(axis)
+    axis, rank = _raw(axis), parts[0].handle.data.ndim
     data = [p.handle.data.reshape(-1) if axis is None else np.moveaxis(p.handle.data, axis, 0) for p in parts]
     while data[0].shape[0] > 1:
         half = data[0].shape[0] // 2
-        got = combine_fn(
-            *(
-                made(d[s], p.dtype)
-                for s in (slice(0, half), slice(half, None))
-                for d, p in zip(data, parts, strict=True)
-            )
-        )
-        data = [g.handle.data for g in (got if isinstance(got, tuple) else (got,))]
+        data = _combined(combine_fn, [d[:half] for d in data], [d[half:] for d in data], parts)
+    data = [d[0] for d in data]
+    if _raw(keep_dims):
+        data = [np.reshape(d, (1,) * rank) if axis is None else np.expand_dims(d, axis) for d in data]
     results = [
-        made(d[0], p.dtype) if np.ndim(d[0]) else made(d.reshape(1), p.dtype, False)
+        made(d, p.dtype) if np.ndim(d) else made(np.reshape(d, 1), p.dtype, False)
         for d, p in zip(data, parts, strict=True)
     ]
-    if _raw(keep_dims):
-        results = [made(np.expand_dims(r.handle.data, axis), r.dtype) for r in results]
     return tuple(results) if isinstance(input, tuple) else results[0]
 
 
-def associative_scan(*args: Any, **kwargs: Any) -> Any:
-    raise NotImplementedError("tl.associative_scan is not interpreted")
+def reduce_with_indices(input: InterpretedTensor, axis: int, combine_fn: Any, keep_dims: bool = False) -> Any:
+    """``combine_fn`` over values and their places along ``axis``, as ``tl.argmax`` calls it. Its combiner keeps the
+    right one of two values of which neither is greater: which place a NaN gives, and a tie without tie_break_left,
+    hangs on the order of combinations, which Triton does not promise either."""
+    shape, axis = input.handle.data.shape, _raw(axis) % input.handle.data.ndim
+    places = np.arange(shape[axis], dtype=np.int32).reshape([-1 if d == axis else 1 for d in range(len(shape))])
+    return reduce((input, made(np.broadcast_to(places, shape), tl.int32)), axis, combine_fn, keep_dims)
 
 
-def _reduction(ufunc: np.ufunc) -> Callable[..., Any]:
-    def op(input: InterpretedTensor, axis: int | None = None, keep_dims: bool = False) -> InterpretedTensor:
-        if input.dtype.name not in ("fp32", "fp64", "int32", "int64"):
-            raise NotImplementedError(
-                f"reduction of {input.dtype}: convert it to float32 or int32 first, as the accumulator of a device "
-                "would be"
-            )
-        return _reduce_data(input, axis, ufunc, bool(_raw(keep_dims)))
+def associative_scan(input: Any, axis: int, combine_fn: Any, reverse: bool = False, **hints: Any) -> Any:
+    """All prefixes along ``axis``, or all suffixes in reverse, in log2(n) steps: step k combines each element with
+    the one 2^k before it (Hillis and Steele, "Data parallel algorithms", 1986), as the lanes of a warp do."""
+    parts = input if isinstance(input, tuple) else (input,)
+    order = slice(None, None, -1 if _raw(reverse) else 1)
+    data = [np.moveaxis(p.handle.data, _raw(axis), 0)[order] for p in parts]
+    step = 1
+    while step < data[0].shape[0]:
+        earlier = [np.concatenate((d[:step], d[:-step])) for d in data]  # blocks have powers of two: none is shorter
+        later = _combined(combine_fn, earlier, data, parts)
+        data = [np.concatenate((d[:step], new[step:])) for d, new in zip(data, later, strict=True)]
+        step *= 2
+    results = [made(np.moveaxis(d[order], 0, _raw(axis)), p.dtype) for d, p in zip(data, parts, strict=True)]
+    return tuple(results) if isinstance(input, tuple) else results[0]
 
-    return op
+
+def _combined(
+    combine_fn: Any, left: list[np.ndarray], right: list[np.ndarray], like: tuple[InterpretedTensor, ...]
+) -> list[np.ndarray]:
+    """``combine_fn`` of arrays of elements that have the dtypes of ``like``, which its results have too."""
+    got = combine_fn(*(made(d, p.dtype) for side in (left, right) for d, p in zip(side, like, strict=True)))
+    results = got if isinstance(got, tuple) else (got,)
+    found, expected = [str(r.dtype) for r in results], [str(p.dtype) for p in like]
+    if found != expected:
+        name = getattr(getattr(combine_fn, "jit", combine_fn), "__name__", "combine_fn")
+        raise TypeError(f"{name} combines {expected} into {found}: convert its results to the dtypes of its arguments")
+    return [r.handle.data for r in results]
+
+
+def promote_bfloat16(x: InterpretedTensor) -> InterpretedTensor:
+    return x.to(tl.float32) if x.dtype.name == "bf16" else x
+
+
+def sum(
+    input: InterpretedTensor, axis: int | None = None, keep_dims: bool = False, dtype: Any = None
+) -> InterpretedTensor:
+    """Triton's, which adds integers under 32 bits in 32; refuses sums in 16-bit floats, of which each addition would
+    round."""
+    source, target = input.dtype, _raw(dtype)
+    if target is None and source.is_int() and source.int_bitwidth < 32:
+        target = tl.int32 if source.is_int_signed() else tl.uint32
+    if target is not None:
+        input = input.to(target)
+    if input.dtype.name not in ("fp32", "fp64", "int32", "int64", "uint32", "uint64"):
+        raise NotImplementedError(
+            f"sum of {input.dtype}: convert it to float32 first, as the accumulator of a device would be"
+        )
+    return _reduce_data(input, axis, np.add, bool(_raw(keep_dims)))
 
 
 def _identity(x: Any, *args: Any) -> Any:
@@ -318,7 +357,8 @@ OVERRIDES: dict[int, Any] = {
         (tl.dot, dot), (tl.where, where), (tl.arange, arange), (tl.full, full), (tl.zeros, zeros), (tl.trans, trans),
         (tl.join, join), (tl.split, split),
         (tl.cast, cast), (tl.fma, fma), (tl.reduce, reduce), (tl.associative_scan, associative_scan),
-        (tl.sum, _reduction(np.add)), (tl.max, _reduction(np.fmax)), (tl.min, _reduction(np.fmin)),
+        (tl.core._reduce_with_indices, reduce_with_indices),
+        (tl.core._promote_bfloat16_to_float32, promote_bfloat16), (tl.sum, sum),
         (tl.maximum, _two(np.fmax, bound(tl.maximum))), (tl.minimum, _two(np.fmin, bound(tl.minimum))),
         (tl.div_rn, _two(np.divide, bound(tl.div_rn))),
         (tl.multiple_of, _identity), (tl.max_contiguous, _identity), (tl.max_constancy, _identity),

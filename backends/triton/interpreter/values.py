@@ -215,8 +215,8 @@ class InterpretedTensor(tl.tensor):
         self.is_block = type.__class__ is tl.block_type
 
     @property
-    def shape(self) -> tuple[tl.constexpr, ...]:
-        return tuple(tl.constexpr(s) for s in self.type.shape) if self.is_block else ()
+    def shape(self) -> tl.tuple:
+        return tl.tuple([tl.constexpr(s) for s in self.type.shape] if self.is_block else [])
 
     @property
     def numel(self) -> tl.constexpr:
