@@ -15,6 +15,7 @@ from portakern.frameworks.torch.functions import (
 from portakern.frameworks.torch.grouped import grouped_mm
 from portakern.frameworks.torch.models.applied import apply
 from portakern.frameworks.torch.models.attention import register_attention
+from portakern.frameworks.torch.ring import from_zigzag, ring_attention, to_zigzag
 from portakern.frameworks.torch.scaled import scaled_mm
 from portakern.frameworks.torch.swapping import swapped
 from portakern.frameworks.torch.varlen import varlen_attn
@@ -23,17 +24,20 @@ __all__ = [
     "apply",
     "apply_rotary_pos_emb",
     "cross_entropy",
+    "from_zigzag",
     "grouped_mm",
     "layer_norm",
     "linear_cross_entropy",
     "logsumexp",
     "matmul",
     "register_attention",
+    "ring_attention",
     "rms_norm",
     "rotary_tables",
     "scaled_dot_product_attention",
     "scaled_mm",
     "softmax",
     "swapped",
+    "to_zigzag",
     "varlen_attn",
 ]

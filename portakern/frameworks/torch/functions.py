@@ -12,13 +12,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from portakern.api import Op, op
 from portakern.core.dispatch import Choice
 from portakern.errors import SpecError, UnsupportedError
+from portakern.frameworks.torch.casting import lowered, widened
 from portakern.frameworks.torch.memory import readable, unreadable
+from portakern.frameworks.torch.ring import across_devices, ring_of_devices
 
 __all__ = [
     "CAUSAL",
@@ -29,17 +32,18 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "logsumexp",
-    "lowered",
     "matmul",
     "rms_norm",
     "rotary_tables",
     "scaled_dot_product_attention",
     "softmax",
-    "widened",
 ]
 
 CAUSAL = (None, 0)
 """The window of a causal mask of as many keys as queries: one object, which a warm call knows by sight."""
+
+THEIR_ATTENTION = torch._C._nn.scaled_dot_product_attention
+"""The function that torch.nn.functional has under this name, unless somebody replaced it there."""
 
 _ops: dict[tuple[str, str | None, tuple[str, ...]], Op] = {}
 
@@ -71,6 +75,9 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """``torch.nn.functional.scaled_dot_product_attention`` on the attention op.
 
+    Under ``torch.distributed.tensor.experimental.context_parallel`` DTensors that are cut along the sequence are served
+    by :func:`~portakern.frameworks.torch.ring.ring_attention`.
+
     Args:
       query: (..., L, E); key: (..., S, E); value: (..., S, Ev). The leading axes broadcast; the last of them is the
         heads.
@@ -87,8 +94,9 @@ def scaled_dot_product_attention(
       (..., L, Ev). A row with all keys masked is zeros.
 
     Raises:
-      UnsupportedError: dropout_p > 0; a mask of a tensor subclass that has no values in memory. SpecError: shapes that
-        do not broadcast; attn_mask with is_causal=True; an integer mask.
+      UnsupportedError: dropout_p > 0; a mask of a tensor subclass that has no values in memory; under context_parallel
+        a mask, or tensors that one device holds. SpecError: shapes that do not broadcast; attn_mask with
+        is_causal=True; an integer mask.
     """
     name = "scaled_dot_product_attention"
     if dropout_p > 0.0:
@@ -100,6 +108,8 @@ def scaled_dot_product_attention(
         raise SpecError(
             f"{name}: attn_mask and is_causal=True exclude each other; pass one, with the causal mask in attn_mask"
         )
+    if (type(query) is not Tensor or F.scaled_dot_product_attention is not THEIR_ATTENTION) and across_devices(query):
+        return ring_of_devices(query, key, value, attn_mask, is_causal, scale, enable_gqa, backend)
     q_shape, k_shape, v_shape = query.shape, key.shape, value.shape
     if attn_mask is None and _plain(q_shape, k_shape, v_shape, is_causal, enable_gqa):  # as most calls are
         window = None
@@ -441,11 +451,6 @@ def _classes(input: Tensor, target: Tensor) -> Tensor:
     return target.long() if target.dtype == torch.uint8 else target  # bytes are classes to PyTorch as well
 
 
-def widened(x: Tensor) -> bool:
-    """Whether torch.autocast hands a tensor to sums in float32."""
-    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type)
-
-
 def layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -539,15 +544,6 @@ def rows_times(product: Op, a: Tensor, b: Tensor) -> Tensor:
     if a.dim() == 2 or b.dim() != 2:
         return product(a, b)
     return product(a.flatten(0, -2), b).view(*a.shape[:-1], b.shape[1])
-
-
-def lowered(x: Tensor) -> Tensor:
-    """A tensor as torch.autocast hands it to matrix products and attention."""
-    if not widened(x):
-        return x
-    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def into(name: str, out: Tensor | None, result: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from portakern.errors import SpecError
-from portakern.frameworks.torch.functions import into, kept_op, lowered, rows_times
+from portakern.frameworks.torch.casting import lowered
+from portakern.frameworks.torch.functions import into, kept_op, rows_times
 
 __all__ = ["Elsewhere", "addmm", "baddbmm", "bmm", "einsum", "linear", "mm"]
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from portakern.errors import SpecError
-from portakern.frameworks.torch.functions import cross_entropy, kept_op, widened
+from portakern.frameworks.torch.casting import widened
+from portakern.frameworks.torch.functions import cross_entropy, kept_op
 from portakern.frameworks.torch.models.arguments import OF_LOSSES, asks_more
 from portakern.frameworks.torch.models.prototypes import names_in, with_names
 from portakern.frameworks.torch.models.served import Heart, Recipe, Remade, watched

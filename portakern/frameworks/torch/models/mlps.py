@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from portakern.core import registry
 from portakern.core.dispatch import ahead
 from portakern.core.framework import frameworks
-from portakern.frameworks.torch.functions import kept_op, widened
+from portakern.frameworks.torch.casting import widened
+from portakern.frameworks.torch.functions import kept_op
 from portakern.frameworks.torch.models.prototypes import find, is_of_library
 from portakern.frameworks.torch.models.served import (
     Heart,

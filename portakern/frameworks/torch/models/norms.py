@@ -12,7 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from portakern.frameworks.torch.functions import kept_op, layer_norm, rms_norm, widened
+from portakern.frameworks.torch.casting import widened
+from portakern.frameworks.torch.functions import kept_op, layer_norm, rms_norm
 from portakern.frameworks.torch.models.prototypes import find
 from portakern.frameworks.torch.models.served import Heart, Recipe, expected
 
