@@ -143,13 +143,13 @@ def placed(stack: contextlib.ExitStack, who: str, model: Any, backend: str | Non
 
     import portakern.torch
     from portakern.examples.train.on_torch import on_liger
-    from portakern.frameworks.torch.models.applied import PARTS
+    from portakern.frameworks.torch.models.applied import DEFAULT_PARTS
 
     if who == "liger":
         with on_liger(model, None):  # the model keeps the patch when the module gets back what it had
             return ["Liger's patch"], modeling_llama.apply_rotary_pos_emb
     if who != "torch":
-        parts = ["attention"] if who == ALONE else [p for p in PARTS if who != KEPT or p != "linear_loss"]
+        parts = ["attention"] if who == ALONE else [p for p in DEFAULT_PARTS if who != KEPT or p != "linear_loss"]
         applied = stack.enter_context(portakern.torch.apply(model, backend=backend, parts=parts))
         return str(applied).splitlines(), modeling_llama.apply_rotary_pos_emb
     return ["PyTorch's own functions, attention by sdpa"], modeling_llama.apply_rotary_pos_emb

@@ -1,5 +1,6 @@
 """Twins of PyTorch's functions on portakern ops, and functions that put them into existing models."""
 
+from portakern.frameworks.torch.float8 import Float8Linear
 from portakern.frameworks.torch.functions import (
     apply_rotary_pos_emb,
     cross_entropy,
@@ -21,6 +22,7 @@ from portakern.frameworks.torch.swapping import swapped
 from portakern.frameworks.torch.varlen import varlen_attn
 
 __all__ = [
+    "Float8Linear",
     "apply",
     "apply_rotary_pos_emb",
     "cross_entropy",

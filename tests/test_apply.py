@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[demo]'")
 
 import portakern.torch  # noqa: E402
-from portakern.frameworks.torch.models.applied import PARTS  # noqa: E402
+from portakern.frameworks.torch.models.applied import DEFAULT_PARTS  # noqa: E402
 
 LLAMA = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -551,7 +551,7 @@ def test_what_was_changed_since_is_not_undone_in_silence():
 
 def table_of_families():
     """As examples/huggingface/README.md has it."""
-    kept = [*PARTS]
+    kept = [*DEFAULT_PARTS]
     lines = [["model", *(f"`{part}`" for part in kept)]]
     lines.append(["---"] * len(lines[0]))
     for family, (name, *_) in FAMILIES.items():

@@ -21,6 +21,7 @@ from portakern.core import registry
 from portakern.core.dispatch import Choice, choose
 from portakern.core.framework import frameworks
 from portakern.errors import SpecError, UnsupportedError
+from portakern.frameworks.torch.float8 import RECIPES, Float8Linear
 from portakern.frameworks.torch.functions import check_memory_limit
 from portakern.frameworks.torch.models.attention import Registered, somebodys
 from portakern.frameworks.torch.models.blocks import served_block
@@ -31,6 +32,7 @@ from portakern.frameworks.torch.models.masks import served_mask
 from portakern.frameworks.torch.models.mlps import ServedMlp, served_mlp
 from portakern.frameworks.torch.models.norms import served_norm
 from portakern.frameworks.torch.models.paged import ENTRY, PagedBatching, paged_name
+from portakern.frameworks.torch.models.projections import projections
 from portakern.frameworks.torch.models.prototypes import names_in
 from portakern.frameworks.torch.models.rotary import served_rotary
 from portakern.frameworks.torch.models.served import REPLICATE, Recipe, Replicate, ServedForward, place_of
@@ -38,7 +40,7 @@ from portakern.frameworks.torch.models.served import REPLICATE, Recipe, Replicat
 if TYPE_CHECKING:
     from portakern.tools.compile.warming import Warmed
 
-__all__ = ["PARTS", "Applied", "ServedPart", "apply"]
+__all__ = ["DEFAULT_PARTS", "PARTS", "Applied", "ServedPart", "apply"]
 
 PARTS = {
     "norm": "RMSNorm and LayerNorm",
@@ -49,8 +51,12 @@ PARTS = {
     "mlp": "a feed-forward layer's projections with an activation behind them, or a residual",
     "loss": "the loss of a model that is given labels",
     "linear_loss": "a language model's last projection with its loss, in training; no logits come out",
+    "fp8": "projections of attention and of feed-forward layers, as products of 8-bit floats; changes results",
 }
 """What a model is served, by the names that ``parts`` takes."""
+
+DEFAULT_PARTS = tuple(part for part in PARTS if part != "fp8")
+"""What it is served where ``parts`` is left out."""
 
 NORM = re.compile(r"Norm(\dd)?$")
 FEED_FORWARD = re.compile(r"(MLP|FeedForward|FFN|Experts)$")
@@ -104,6 +110,23 @@ class Patch:
             del own[place]
 
 
+class ProjectionPatch(Patch):
+    """A linear layer of a module, for which an 8-bit one stands; ``undo`` puts it back, where the model is by then."""
+
+    def __init__(self, module: nn.Module, name: str, value: Float8Linear) -> None:
+        self.module, self.name, self.value = module, name, value
+        self.before = module._modules[name]
+        module._modules[name] = value
+
+    def attribute(self) -> str | None:
+        return self.name if self.module._modules.get(self.name) is self.value else None
+
+    def undo(self) -> None:
+        if self.attribute() is not None:
+            self.value.give_back(self.before)
+            self.module._modules[self.name] = self.before
+
+
 FORWARDS = ("forward", "_old_forward")
 """Where a module may have the forward that it is called with."""
 
@@ -115,10 +138,14 @@ class ServedModule(NamedTuple):
     module: nn.Module
     op: str
     value: Any
-    """What stands in the module for it."""
+    """What stands in the module, or for it in its owner."""
+    owner: nn.Module | None = None
 
     def why_not(self) -> str:
         """Why PyTorch serves it now, in words; "" where the op does."""
+        if self.owner is not None:
+            there = any(child is self.value for child in self.owner._modules.values())
+            return "" if there else "its replacement was replaced again later"
         if isinstance(self.value, str):
             now = self.module.config._attn_implementation
             return "" if now in (self.value, paged_name(self.value)) else f"its attention is {now!r} now"
@@ -254,6 +281,7 @@ def apply(
     parts: Iterable[str] | None = None,
     otherwise: Literal["raise", "torch"] = "raise",
     memory_limit: int = 0,
+    fp8_recipe: str = "rows",
 ) -> Applied:
     """Run parts of one model on portakern: norms with the residuals before them, attention, feed-forward layers, loss.
 
@@ -280,25 +308,32 @@ def apply(
     Args:
       model: changed in place; a transformers model, or any module that contains PyTorch's norms.
       backend: the backend that must run it; None: chosen from the arrays of each call.
-      parts: the parts to replace ("norm", "add_norm", "attention", "rope", "gate", "mlp", "loss", "linear_loss");
-        None: all. "add_norm" needs "norm".
+      parts: the parts to replace ("norm", "add_norm", "attention", "rope", "gate", "mlp", "loss", "linear_loss",
+        "fp8"); None: all but "fp8", which changes results. "add_norm" needs "norm".
       otherwise: for an unknown norm, feed-forward layer or attention: "raise": an error names its class; "torch": the
         module stays with PyTorch, and the table gives the reason.
       memory_limit: bytes that the loss of a language model may keep for its backward pass. Where the logits in the
         hidden states' dtype take no more, the loss keeps its gradient by them and takes three matrix products for four
         (:func:`linear_cross_entropy`).
+      fp8_recipe: of "fp8": how projections become :class:`Float8Linear` layers. "rows" or "blocks": for inference, by a
+        model in ``eval()``, whose weights are codes then; the result keeps those of before for ``undo``: drop it to
+        free their memory. "dynamic" or "delayed": in training; the weights are the same parameters. Attention and
+        feed-forward layers have such projections; the last projection, tied weights, layers with hooks or a forward of
+        their own, and those that no op serves stay, and the table gives the reason.
 
     Returns:
       An object with the table of replaced modules and ``undo()``.
 
     Raises:
       UnsupportedError: an unknown module (the model is unchanged); a device that no backend serves.
-      SpecError: an unknown part or backend; a model to which apply was called already.
+      SpecError: an unknown part, recipe or backend; a model to which apply was called already; "fp8" with a recipe for
+        inference of a model in training.
     """
     wanted = _checked(model, parts, otherwise, memory_limit)
     if backend is not None:
         registry.backend(backend)
-    plan = _ModelRewrite(model, backend, wanted, memory_limit)
+    _check_recipe(model, fp8_recipe, "fp8" in wanted)
+    plan = _ModelRewrite(model, backend, wanted, memory_limit, fp8_recipe)
     plan.read()
     if plan.unknown and otherwise == "raise":
         raise UnsupportedError(
@@ -317,7 +352,7 @@ def _checked(model: Any, parts: Iterable[str] | None, otherwise: str, memory_lim
     check_memory_limit("apply", memory_limit)
     if isinstance(parts, str):
         raise SpecError(f"apply: parts is the text {parts!r}; expected a list of names: pass [{parts!r}]")
-    wanted = frozenset(PARTS if parts is None else parts)
+    wanted = frozenset(DEFAULT_PARTS if parts is None else parts)
     if not wanted <= PARTS.keys():
         raise SpecError(f"apply: parts has {sorted(wanted - PARTS.keys())}; expected some of {', '.join(PARTS)}")
     if "add_norm" in wanted and "norm" not in wanted:
@@ -331,15 +366,31 @@ def _checked(model: Any, parts: Iterable[str] | None, otherwise: str, memory_lim
     return wanted
 
 
+def _check_recipe(model: nn.Module, recipe: Any, wanted: bool) -> None:
+    """Refuse a recipe that is unknown or, where it is wanted, does not go with the model's mode."""
+    if recipe not in RECIPES:
+        raise SpecError(f"apply: fp8_recipe is {recipe!r}; expected one of {', '.join(RECIPES)}")
+    if wanted and model.training and not RECIPES[recipe].trains:
+        trained = " or ".join(f"fp8_recipe={name!r}" for name, kind in RECIPES.items() if kind.trains)
+        raise SpecError(
+            f"apply: the model is in training, and fp8_recipe {recipe!r}, for inference, keeps no weight that could "
+            f"get a gradient; call model.eval() first, or pass {trained}"
+        )
+
+
 class _ModelRewrite:
     """What is to be done to a model, before anything is."""
 
-    def __init__(self, model: nn.Module, backend: str | None, wanted: frozenset[str], memory_limit: int) -> None:
+    def __init__(
+        self, model: nn.Module, backend: str | None, wanted: frozenset[str], memory_limit: int, recipe: str
+    ) -> None:
         self.model, self.backend, self.wanted, self.memory_limit = model, backend, wanted, memory_limit
+        self.recipe = recipe
         self.served: list[ServedModule] = []
         self.left: Counter[tuple[str, str, str]] = Counter()
         self.unknown: list[str] = []
         self.values: list[tuple[nn.Module, str, Any]] = []
+        self.projections: list[tuple[nn.Module, str, Float8Linear]] = []
         self.attends: list[nn.Module] = []
         self.known: set[nn.Module] = set()
         self.replicated: set[nn.Module] = set()
@@ -372,6 +423,8 @@ class _ModelRewrite:
         for pretrained in self._pretrained():
             self._read_attention(pretrained)
         self._read_loss()
+        if "fp8" in self.wanted:
+            self._read_projections()
         for module in self.model.modules():
             leaf = next(module.children(), None) is None
             if leaf and module not in self.known and not self._is_like(module, NORM):
@@ -488,6 +541,18 @@ class _ModelRewrite:
             elif head is not None:
                 self._put("linear_loss", pretrained, ("linear_cross_entropy", head))
 
+    def _read_projections(self) -> None:
+        def by_name(module: nn.Module) -> bool:
+            return self._is_like(module, ATTENTION) or self._is_like(module, FEED_FORWARD)
+
+        for module, owners, served in projections(self.model, self.recipe, self.backend, by_name):
+            self.known.add(module)
+            if isinstance(served, str):
+                self.left["fp8", type(module).__name__, served] += 1
+                continue
+            self.projections += [(owner, name, served) for owner, name in owners]
+            self.served.append(ServedModule("fp8", module, "scaled_matmul", served, owners[0][0]))
+
     def by(self, op: str) -> str:
         """Who serves an op where the model's parameters are."""
         return self._backend_of(op) + self.only.get(op, "")
@@ -504,6 +569,7 @@ class _ModelRewrite:
     def carry_out(self) -> list[Patch]:
         """Do it; what was done, in order."""
         done = [Patch(module, name, value) for module, name, value in self.values]
+        done += [ProjectionPatch(*projection) for projection in self.projections]
         for pretrained in self.attends:
             done.append(Patch(pretrained, "_attention_of_portakern", Registered(self.implementation, self.backend)))
             if hasattr(type(pretrained), ENTRY):
