@@ -10,11 +10,18 @@ Stages, each in a process of its own, one after another, so that none shares the
               alone, beside PyTorch's scaled_dot_product_attention
     compiled  the same under torch.compile: PyTorch's functions, portakern.torch.apply, and its attention alone
     loss      linear_cross_entropy of 8192 rows of 4096 over 128256 words: portakern, and Liger's function
+    fp8       as "eager": PyTorch's functions, portakern.torch.apply, and that with projections in 8-bit floats, by the
+              recipes that train
+    forward   a forward pass without gradients of a Llama that is 4096 wide, as before generation: logits of the last
+              token; PyTorch's functions and portakern.torch.apply in bfloat16, and that with projections in 8-bit
+              floats, by the recipes for inference
+    forward-compiled  the same under torch.compile
 
 Contenders take turns, round by round, and a row holds the median, best and worst of their times by the device's clock,
 and the most memory that a pass takes: of a model with its parameters, of the loss beyond its arguments. Gradients are
-compared before anything is timed: a model's with PyTorch's own, the loss's of some rows and words with float64. Who is
-not installed, or fails, has a row with the reason.
+compared before anything is timed: a model's with PyTorch's own, the loss's of some rows and words with float64. A
+forward pass without gradients has the loss of all tokens, and ``errors`` of it and of the last tokens' logits beside
+PyTorch's. Who is not installed, or fails, has a row with the reason.
 """
 
 from __future__ import annotations
@@ -45,10 +52,19 @@ __all__ = ["STAGES", "main", "measured"]
 LOSS = {"cuda": (8192, 4096, 128256), "cpu": (96, 32, 500)}
 """Rows, width and words of the loss, on a GPU and where only its paths are tried."""
 SMALL = replace(SIZES["tiny"], layers=2, width=64, inner=96)
+WIDE = {"cuda": replace(SIZES["reach"], width=4096, inner=14336), "cpu": replace(SMALL, width=128, inner=256)}
+"""Models of forward passes."""
+LAST = 16
+"""Tokens whose logits are compared."""
 KEPT, ALONE = "portakern, logits kept", "portakern, attention alone"
+RECIPES = {f"portakern, fp8 {recipe}": recipe for recipe in ("rows", "blocks", "dynamic", "delayed")}
+INFERRED, TRAINED = list(RECIPES)[:2], list(RECIPES)[2:]
 TURNS = {
     "eager": ("torch", "liger", "portakern", KEPT, ALONE),
     "compiled": ("torch", "portakern", ALONE),
+    "fp8": ("torch", "portakern", *TRAINED),
+    "forward": ("torch", "portakern", *INFERRED),
+    "forward-compiled": ("torch", "portakern", *INFERRED),
 }
 Row = dict[str, Any]
 
@@ -150,7 +166,9 @@ def placed(stack: contextlib.ExitStack, who: str, model: Any, backend: str | Non
             return ["Liger's patch"], modeling_llama.apply_rotary_pos_emb
     if who != "torch":
         parts = ["attention"] if who == ALONE else [p for p in DEFAULT_PARTS if who != KEPT or p != "linear_loss"]
-        applied = stack.enter_context(portakern.torch.apply(model, backend=backend, parts=parts))
+        recipe = {"fp8_recipe": RECIPES[who]} if who in RECIPES else {}
+        parts += ["fp8"] if recipe else []
+        applied = stack.enter_context(portakern.torch.apply(model, backend=backend, parts=parts, **recipe))
         return str(applied).splitlines(), modeling_llama.apply_rotary_pos_emb
     return ["PyTorch's own functions, attention by sdpa"], modeling_llama.apply_rotary_pos_emb
 
@@ -211,6 +229,63 @@ def model_step(stage: str, device: str, rounds: int, compiler: str) -> dict[str,
             for row in failed.values():
                 print(stage, who, "has no table of kernels:", row["why"], flush=True)
     return rows
+
+
+def forward_step(stage: str, device: str, rounds: int, compiler: str) -> dict[str, Row]:
+    """The rows of "forward" or "forward-compiled". ``errors``: of the loss of all tokens, its difference from that of
+    PyTorch's functions; of the last tokens' logits, the norm of the difference as a share of theirs."""
+    from portakern.examples.train.on_torch import made, runs_here
+
+    size, backend = WIDE[device], None if device == "cuda" else "reference"
+    rows: dict[str, Row] = {}
+    contenders: dict[str, Contender] = {}
+    ids, expected = words_of(size, device), None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for who in TURNS[stage]:
+            why = runs_here(who, device)
+            if why:
+                rows[who] = {"why": why}
+                continue
+            with failures_recorded(rows, who):
+                model = made(size, 0, device).eval()
+                served, _ = placed(stack, who, model, backend)
+                forward = torch.compile(model, backend=compiler) if stage != "forward" else model
+                mine = contenders[who] = forward_contender(forward, model, ids)
+                found = seen_of(model, ids)
+                expected = found if who == "torch" else expected
+                rows[who] = {"served": served, **mine.first(), "loss": found[0]}
+                if expected is not None and who != "torch":
+                    apart = beside(found[1], expected[1].double())
+                    rows[who]["errors"] = {"loss": abs(found[0] - expected[0]), "logits": apart}
+                for _ in range(2):
+                    mine.timed(device)
+                print(stage, who, {k: v for k, v in rows[who].items() if k != "served"}, flush=True)
+        for who, mine in able(rows, contenders):
+            with failures_recorded(rows, who):
+                own = sum(leaf.numel() * leaf.element_size() for leaf in mine.leaves)
+                rows[who]["peak_gib"] = mine.peak(device, own)
+        take_turns(rows, contenders, rounds, device)
+        for who, mine in able(rows, contenders) if device == "cuda" else ():
+            with failures_recorded({}, who):
+                rows[who]["kernels"] = kernels(mine)
+    return rows
+
+
+def forward_contender(forward: Any, model: Any, ids: torch.Tensor) -> Contender:
+    """A forward pass of all tokens, and the logits of the last one of each sequence."""
+
+    def step() -> torch.Tensor:
+        logits: torch.Tensor = forward(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+        return logits.sum()
+
+    return Contender(step, [*model.parameters(), *model.buffers()])
+
+
+def seen_of(model: Any, ids: torch.Tensor) -> tuple[float, torch.Tensor]:
+    """The loss of the tokens of each sequence after those before, and the logits of the last tokens."""
+    found = [model(input_ids=one, labels=one, use_cache=False) for one in ids.split(1)]
+    return sum(float(out.loss) for out in found) / len(found), torch.cat([out.logits[:, -LAST:] for out in found])
 
 
 def words_of(size: Size, device: str) -> torch.Tensor:
@@ -341,6 +416,9 @@ STAGES: Mapping[str, Callable[[str, str, int, str], dict[str, Row]]] = {
     "eager": model_step,
     "compiled": model_step,
     "loss": loss_step,
+    "fp8": model_step,
+    "forward": forward_step,
+    "forward-compiled": forward_step,
 }
 
 
@@ -360,12 +438,15 @@ def measured(stage: str, args: argparse.Namespace) -> list[Row]:
     return [{"stage": stage, "contender": who, **row} for who, row in found.items()]
 
 
-def line(row: Mapping[str, Any]) -> str:
-    name = f"{row['stage']:9}{row['contender']:24}"
+def line(row: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    """A row's times, and how often it is done while PyTorch's functions do it once."""
+    name = f"{row['stage']:17}{row['contender']:27}"
     if row.get("ms") is None:
         return f"{name}{row['why']}"
     memory = "" if row["peak_gib"] is None else f"{row['peak_gib']:9.4f} GiB"
-    return f"{name}{row['ms']:9.2f} ms ({row['best_ms']:.2f} to {row['worst_ms']:.2f}){memory}"
+    torchs = [r["ms"] for r in rows if (r["stage"], r["contender"]) == (row["stage"], "torch") and r.get("ms")]
+    rate = f"  {torchs[0] / row['ms']:.2f} x torch" if torchs else ""
+    return f"{name}{row['ms']:9.2f} ms ({row['best_ms']:.2f} to {row['worst_ms']:.2f}){memory}{rate}"
 
 
 def versions() -> dict[str, str | None]:
@@ -379,13 +460,19 @@ def versions() -> dict[str, str | None]:
 
 def sizes(device: str) -> dict[str, str]:
     """What the stages ran, in words."""
-    s = SIZES["reach"] if device == "cuda" else SMALL
     rows, width, words = LOSS[device]
     return {
-        "model": f"{s.layers} layers, {s.width} wide, {s.heads} heads and {s.kv_heads} of keys, "
-        f"{s.batch} x {s.length} tokens, {s.words} words",
+        "model": in_words(SIZES["reach"] if device == "cuda" else SMALL),
         "loss": f"{rows} x {width} x {words}",
+        "forward": in_words(WIDE[device]),
     }
+
+
+def in_words(s: Size) -> str:
+    return (
+        f"{s.layers} layers, {s.width} wide, {s.heads} heads and {s.kv_heads} of keys, {s.batch} x {s.length} tokens, "
+        f"{s.words} words"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -410,7 +497,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     begin, rows = time.perf_counter(), []
     for stage in args.stages:
         rows += measured(stage, args)
-    print(*map(line, rows), sep="\n")
+    print(*(line(row, rows) for row in rows), sep="\n")
     if args.json:
         data = results.record(
             "model-step", rows, command=results.command_line("python -m benchmarks.model_step", args.json),

@@ -283,16 +283,23 @@ def launch(kept: StoredResults) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------- model's step
-STAGES = {"eager": "a Llama's step, eager", "compiled": "the same, torch.compile", "loss": "`linear_cross_entropy`"}
+STAGES = {
+    "eager": "a Llama's step, eager",
+    "compiled": "the same, torch.compile",
+    "loss": "`linear_cross_entropy`",
+    "fp8": "a Llama's step, eager, beside 8-bit projections",
+    "forward": "a wider Llama's forward pass alone, eager",
+    "forward-compiled": "the same, torch.compile",
+}
 NAMES = {"liger": "Liger", "torch": "PyTorch"}
 STEP_HEADS = [
     "forward and backward of", "with", "ms, median", "best, worst", "ratio to portakern", "GiB at most",
-    "error of gradients",
+    "error of gradients or logits",
 ]  # fmt: skip
 STEP_NOTES = (
     "GiB: a step with its parameters; the loss without its arguments. Error of gradients: the norm of the difference "
-    "divided by the norm of the gradient. The reference of a step is PyTorch's own functions in the same dtype; the "
-    "reference of the loss is float64, for the gradients of hidden and of weight."
+    "divided by the norm of the gradient, or of the logits. The reference of a step is PyTorch's own functions in the "
+    "same dtype; the reference of the loss is float64, for the gradients of hidden and of weight."
 )
 MOST_KERNELS = 6
 """Kernels that are named."""
@@ -308,8 +315,11 @@ def steps(kept: StoredResults) -> str:
         )
     text = []
     for device, rows in _on_each_device(kept, "model-step").items():
-        sizes = next(run for _, run in found if run.device == device).extra["sizes"]
-        text += [f"**{device}**", f"The Llama: {sizes['model']}. The loss: {sizes['loss']}."]
+        sizes: dict[str, str] = {}
+        for _, run in found:
+            sizes |= run.extra["sizes"] if run.device == device else {}
+        wider = f" The wider Llama: {sizes['forward']}." if "forward" in sizes else ""
+        text += [f"**{device}**", f"The Llama: {sizes['model']}. The loss: {sizes['loss']}.{wider}"]
         text += [table(STEP_HEADS, [_step(row, rows) for row in rows], words=2), *_step_kernels(rows)]
     return "\n\n".join([*text, STEP_NOTES, source(run for _, run in found)])
 

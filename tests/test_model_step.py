@@ -19,7 +19,7 @@ from portakern import results
 from tests.keeping import keep
 
 
-@pytest.mark.parametrize("stage", model_step.TURNS)
+@pytest.mark.parametrize("stage", ["eager", "compiled"])
 def test_a_stage_times_every_contender_and_compares_its_gradients(stage, monkeypatch):
     monkeypatch.setattr(model_step, "SMALL", replace(model_step.SMALL, layers=1))  # each is traced for itself
     rows = model_step.STAGES[stage](stage, "cpu", 2, "aot_eager")
@@ -36,6 +36,34 @@ def test_a_stage_times_every_contender_and_compares_its_gradients(stage, monkeyp
     assert [part.split()[0] for part in alone if part.split()[-1] == "reference"] == ["attention"]
     if stage == "eager":
         assert "parts lacks 'linear_loss'" in "\n".join(rows[model_step.KEPT]["served"])
+
+
+def test_a_step_in_8_bits_is_timed_beside_others_and_its_gradients_differ_as_codes_do(monkeypatch):
+    monkeypatch.setattr(model_step, "SMALL", replace(model_step.SMALL, layers=1))
+    rows = model_step.STAGES["fp8"]("fp8", "cpu", 1, "aot_eager")
+    assert list(rows) == list(model_step.TURNS["fp8"])
+    for who in model_step.TRAINED:
+        row = rows[who]
+        assert row["rounds"] == 1 and row["loss"] == pytest.approx(rows["torch"]["loss"], rel=1e-2)
+        assert 0.01 < row["gradients_apart"] < 0.2
+        assert any(line.split()[:4] == ["fp8", "Linear", "7", "scaled_matmul"] for line in row["served"])
+    assert rows["portakern"]["gradients_apart"] < 1e-5
+
+
+@pytest.mark.parametrize("stage", ["forward", "forward-compiled"])
+def test_a_forward_pass_in_8_bits_is_timed_beside_bfloat16s_with_its_loss(stage, monkeypatch):
+    monkeypatch.setitem(model_step.WIDE, "cpu", replace(model_step.WIDE["cpu"], layers=1))
+    rows = model_step.STAGES[stage](stage, "cpu", 1, "aot_eager")
+    assert list(rows) == list(model_step.TURNS[stage])
+    assert all(row["rounds"] == 1 and row["peak_gib"] is None for row in rows.values())
+    assert max(rows["portakern"]["errors"].values()) < 1e-5
+    for who in model_step.INFERRED:
+        assert rows[who]["errors"]["loss"] < 0.05 and 0.01 < rows[who]["errors"]["logits"] < 0.2
+        assert any(line.split()[:4] == ["fp8", "Linear", "7", "scaled_matmul"] for line in rows[who]["served"])
+
+
+def test_every_stage_has_its_name_in_the_report():
+    assert timed.STAGES.keys() == model_step.STAGES.keys()
 
 
 def test_gradients_that_are_others_show(monkeypatch):
@@ -59,7 +87,7 @@ def test_the_command_writes_results_that_the_report_shows(tmp_path, capsys, monk
     words = ["--device", "cpu", "--stages", "loss", "--rounds", "1"]
     monkeypatch.setattr("sys.argv", ["model_step", *words, "--json", str(file)])
     assert model_step.main() == 0
-    assert "loss     portakern" in capsys.readouterr().out
+    assert capsys.readouterr().out.split()[:2] == ["loss", "portakern"]
     run = results.read(file)
     assert (run.benchmark, run.device) == ("model-step", results.HOST_CPU)
     assert run.command == f"python -m benchmarks.model_step {' '.join(words)} --json step.json"

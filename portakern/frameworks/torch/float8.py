@@ -21,7 +21,8 @@ from portakern.core.call import Call
 from portakern.core.dispatch import routes, taking
 from portakern.core.explain import explain as explained
 from portakern.errors import SpecError, UnsupportedError
-from portakern.frameworks.torch.functions import kept_op, widened
+from portakern.frameworks.torch.casting import widened
+from portakern.frameworks.torch.functions import kept_op
 
 __all__ = ["RECIPES", "Float8Linear", "Float8Recipe"]
 
