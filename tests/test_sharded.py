@@ -1,11 +1,8 @@
-"""DTensors: ops on shards, over two processes of gloo."""
+"""DTensors: ops on shards, over processes of gloo."""
 
 from __future__ import annotations
 
 import logging
-import os
-import socket
-from datetime import timedelta
 
 import pytest
 
@@ -13,32 +10,16 @@ torch = pytest.importorskip("torch")
 if not torch.distributed.is_available():
     pytest.skip("this build of PyTorch has no torch.distributed", allow_module_level=True)
 
-import torch.distributed as dist  # noqa: E402
-import torch.multiprocessing as mp  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh  # noqa: E402
 
 import portakern as pk  # noqa: E402
+import portakern.torch  # noqa: E402
 from portakern.errors import SpecError  # noqa: E402
+from tests.ranks import on_ranks  # noqa: E402
 
 WORLD = 2
 ALL = Replicate()
-
-
-def in_processes(body, world=WORLD):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(_entry, (body, world, port), nprocs=world)
-
-
-def _entry(rank, body, world, port):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=120))
-    try:
-        body()
-    finally:
-        dist.destroy_process_group()
 
 
 def made(*shapes, dtype=torch.float32):
@@ -93,6 +74,21 @@ def attentions():
     same("attention", (q, k, v), heads, ALL, (None,) * 3)
 
 
+def products_of_sequences():
+    """Rows that are cut along an axis between the first and the last are no longer one device's if they are flattened:
+    products leave them as they are."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    x, weight, bias = made((4, 6, 32), (16, 32), (16,))
+    cut = distribute_tensor(x, mesh, [Shard(1)]).requires_grad_()
+    w, b = (distribute_tensor(t, mesh, [ALL]).requires_grad_() for t in (weight, bias))
+    with portakern.torch.swapped(backend="reference"):
+        for found in (portakern.torch.matmul(cut, w.mT, backend="reference"), F.linear(cut, w), F.linear(cut, w, b)):
+            assert found.placements == (Shard(1),)
+            gradients = torch.autograd.grad(found.sum(), [cut, w])
+            assert [g.placements for g in gradients] == [(Shard(1),), (Partial(),)]
+    torch.testing.assert_close(found.full_tensor(), F.linear(x, weight, bias), rtol=2e-6, atol=2e-6)
+
+
 def wrong_calls_are_refused_in_the_ops_words():
     mesh, op = init_device_mesh("cpu", (WORLD,)), pk.op("matmul", backend="reference")
     a, b = made((4, 16), (12, 5))
@@ -145,12 +141,24 @@ def on_two_devices():
     what_is_gathered_is_said()
     products_and_norms()
     attentions()
+    products_of_sequences()
     wrong_calls_are_refused_in_the_ops_words()
 
 
 def test_ops_run_on_shards():
-    in_processes(on_two_devices)
+    on_ranks(on_two_devices, WORLD)
 
 
 def test_a_mesh_of_two_axes():
-    in_processes(two_axes_of_a_mesh, 4)
+    on_ranks(two_axes_of_a_mesh, 4)
+
+
+def one_that_fails():
+    if torch.distributed.get_rank():
+        raise RuntimeError("this rank has nothing to give")
+    torch.distributed.barrier()
+
+
+def test_a_rank_that_fails_ends_those_that_wait_for_it():
+    with pytest.raises(Exception, match="this rank has nothing to give|Connection closed by peer"):
+        on_ranks(one_that_fails, WORLD, limit=50.0)

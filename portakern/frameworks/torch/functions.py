@@ -8,6 +8,7 @@ Arrays choose the backend, as for :func:`portakern.op`; ``backend="triton"`` nam
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,19 +21,23 @@ from portakern.api import Op, op
 from portakern.core.dispatch import Choice
 from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.torch.casting import lowered, widened
-from portakern.frameworks.torch.memory import readable, unreadable
+from portakern.frameworks.torch.memory import is_distributed, readable, unreadable
 from portakern.frameworks.torch.ring import across_devices, ring_of_devices
 
 __all__ = [
     "CAUSAL",
+    "LOSS_PARALLEL",
     "apply_rotary_pos_emb",
     "cross_entropy",
+    "cut_within",
     "into",
     "kept_op",
     "layer_norm",
     "linear_cross_entropy",
     "logsumexp",
+    "loss_is_parallel",
     "matmul",
+    "placed_beside",
     "rms_norm",
     "rotary_tables",
     "scaled_dot_product_attention",
@@ -207,7 +212,7 @@ def _bias(name: str, mask: Tensor, query: Tensor, lead: tuple[int, ...], length:
     """An attention mask as (batch or 1, heads or 1, length or 1, keys) to add."""
     if not isinstance(mask, Tensor):
         raise SpecError(f"{name}: attn_mask is a {type(mask).__name__}; expected a tensor: pass it as a bool tensor")
-    why = unreadable(type(mask))
+    why = None if is_distributed(mask) else unreadable(type(mask))
     if why is not None:
         raise UnsupportedError(f"{name}: attn_mask {why}")
     if mask.dtype != torch.bool and not mask.is_floating_point():
@@ -216,9 +221,8 @@ def _bias(name: str, mask: Tensor, query: Tensor, lead: tuple[int, ...], length:
             "numbers, added to the scores: pass attn_mask.bool() if it holds ones and zeros"
         )
     if mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(
-            mask.logical_not(), -math.inf
-        )
+        zeros = torch.zeros_like(mask, dtype=query.dtype, memory_format=torch.contiguous_format)
+        mask = zeros.masked_fill(mask.logical_not(), -math.inf)
     full = (*lead, length, keys)
     if mask.dim() > len(full) or any(
         m not in (1, f) for m, f in zip(reversed(mask.shape), reversed(full), strict=False)
@@ -311,7 +315,8 @@ def cross_entropy(
     """``torch.nn.functional.cross_entropy`` on the cross_entropy op, for class indices as targets.
 
     Args:
-      input: (C), (N, C) or (N, C, d1, ...), logits; target: input's shape without C, integers from 0 to C - 1.
+      input: (C), (N, C) or (N, C, d1, ...), logits; target: input's shape without C, integers from 0 to C - 1. Beside
+        an input that is a DTensor, target may be a plain tensor, the whole of which each device has.
       weight, size_average, reduce: None; PyTorch deprecates the last two.
       ignore_index: rows with this target are ignored, and not counted in the mean.
       reduction: "none", "sum" or "mean", over rows in float32 before the result is rounded to input's dtype.
@@ -325,15 +330,50 @@ def cross_entropy(
       UnsupportedError: weight, size_average, reduce, or probabilities as targets. SpecError: shapes that do not agree,
         or an unknown reduction.
     """
+    if loss_is_parallel(input):
+        raise UnsupportedError(
+            f"cross_entropy: {LOSS_PARALLEL}; call torch.nn.functional.cross_entropy, or leave "
+            "loss_parallel() out, so that input is gathered"
+        )
     for argument, given in (("weight", weight), ("size_average", size_average), ("reduce", reduce)):
         if given is not None:
             instead = "" if argument == "weight" else ", or pass reduction, which it is deprecated for"
             raise UnsupportedError(f"cross_entropy: {argument} is given; expected None: {CALL_THEIRS}{instead}")
     _check_reduction("cross_entropy", reduction)
-    labels = _classes(input, target)
+    labels = _classes(input, placed_beside(input, target))
     rows = input if input.dim() < 3 else input.movedim(1, -1)
     loss = kept_op("cross_entropy", backend)(rows, labels, ignore_index=ignore_index, label_smoothing=label_smoothing)
     return _reduced(input, loss, labels, ignore_index, reduction)
+
+
+LOSS_PARALLEL = "input is cut along its classes inside loss_parallel(), where PyTorch's own function computes the loss"
+
+
+def loss_is_parallel(logits: Tensor) -> bool:
+    """Whether (..., classes) or (rows, classes, ...) logits are a DTensor that is cut along its classes, inside of
+    PyTorch's ``loss_parallel()``."""
+    if not is_distributed(logits) or not _in_loss_parallel():
+        return False
+    return any(p.is_shard() and p.dim in (1, logits.dim() - 1) for p in logits.placements)
+
+
+@torch.compiler.assume_constant_result
+def _in_loss_parallel() -> bool:
+    """``loss_parallel()`` has no other sign than the functions that it gives DTensors."""
+    dispatcher = sys.modules["torch.distributed.tensor"].DTensor._op_dispatcher
+    return torch.ops.aten._log_softmax.default in getattr(dispatcher, "_custom_op_handlers", ())
+
+
+def placed_beside(x: Tensor, labels: Tensor) -> Tensor:
+    """Labels as they go with x: where that is a DTensor and they are a plain tensor, each device has all of them, as
+    PyTorch's ``loss_parallel`` takes them."""
+    if not is_distributed(x) or is_distributed(labels):
+        return labels
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = x.device_mesh
+    placed: Tensor = DTensor.from_local(labels, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return placed
 
 
 def _check_reduction(name: str, reduction: str) -> None:
@@ -404,7 +444,7 @@ def linear_cross_entropy(
             f"linear_cross_entropy: target is {target.dtype}, probabilities of classes; expected integers, the "
             f"classes: {CALL_THEIR_LINEAR} for probabilities"
         )
-    labels = target.long() if target.dtype == torch.uint8 else target
+    labels = placed_beside(input, target.long() if target.dtype == torch.uint8 else target)
     ignored = -100 if ignore_index is None else ignore_index
     loss = kept_op("linear_cross_entropy", backend)(
         input,
@@ -541,9 +581,15 @@ def matmul(input: Tensor, other: Tensor, *, out: Tensor | None = None, backend: 
 def rows_times(product: Op, a: Tensor, b: Tensor) -> Tensor:
     """(..., m, k) @ (..., k, n). By one matrix, rows along all leading axes are one product of many rows, and make one
     gradient of the matrix, not a batch of them."""
-    if a.dim() == 2 or b.dim() != 2:
+    if a.dim() == 2 or b.dim() != 2 or cut_within(a):
         return product(a, b)
     return product(a.flatten(0, -2), b).view(*a.shape[:-1], b.shape[1])
+
+
+def cut_within(x: Tensor) -> bool:
+    """Whether a tensor is a DTensor that is cut along an axis between the first and the last one: flattened, its rows
+    are no longer those of one device."""
+    return is_distributed(x) and any(p.is_shard() and 0 < p.dim < x.dim() - 1 for p in x.placements)
 
 
 def into(name: str, out: Tensor | None, result: Tensor) -> Tensor:

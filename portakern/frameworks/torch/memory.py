@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from portakern.errors import SpecError, UnsupportedError
 
-__all__ = ["OFFSETS", "READABLE", "assumed", "begins", "materialised", "readable", "unreadable"]
+__all__ = ["OFFSETS", "READABLE", "assumed", "begins", "is_distributed", "materialised", "readable", "unreadable"]
 
 OFFSETS = 1 << 40
 """Bytes that no offset into a storage reaches: an address beyond is in memory that is there."""
@@ -129,6 +129,12 @@ def unreadable(kind: type) -> str | None:
         )
     READABLE.add(kind)
     return None
+
+
+def is_distributed(array: Any) -> bool:
+    """Whether a tensor is a DTensor: PyTorch's dispatcher runs ops on its parts. The name tells, since its module takes
+    long to import, and torch.compile does not trace a look into ``sys.modules``."""
+    return type(array).__name__ == "DTensor"
 
 
 def stands_in(kind: type) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from portakern.errors import SpecError
 from portakern.frameworks.torch.casting import lowered
-from portakern.frameworks.torch.functions import into, kept_op, rows_times
+from portakern.frameworks.torch.functions import cut_within, into, kept_op, rows_times
 
 __all__ = ["Elsewhere", "addmm", "baddbmm", "bmm", "einsum", "linear", "mm"]
 
@@ -39,7 +39,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend
     if bias is not None and tuple(bias.shape) not in ((), wide):
         raise SpecError(f"linear: bias has shape {tuple(bias.shape)}; expected {wide}, weight's without its last axis")
     lead = input.shape[:-1]
-    flat = input.reshape(math.prod(lead), input.shape[-1])
+    flat = input if cut_within(input) else input.reshape(math.prod(lead), input.shape[-1])
     columns = weight.mT if weight.dim() == 2 else weight[:, None]
     return _sum("linear", bias, flat, columns, 1, 1, backend).reshape((*lead, *wide))
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 import ctypes
 import inspect
 import re
+import sys
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 from portakern.core.backend import Backend
@@ -107,4 +109,9 @@ def stage(key: str, given: int, named: tuple[str, ...]) -> None:
     except TypeError as e:
         raise misfit(made.spec, f"{made.spec.name}() {e}") from None
     custom_ops.tell_counters(made.spec)
+    if "torch.distributed.tensor" in sys.modules:
+        from portakern.frameworks.torch import sharded
+
+        with suppress(UnsupportedError):  # an old release, of whose DTensors PyTorch says that the op takes none
+            sharded.register(made.spec)
     setattr(FOUND, key, custom_ops.staged(made.spec, made.choice))

@@ -22,11 +22,13 @@ from torch.utils import checkpoint
 from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.torch import products
 from portakern.frameworks.torch.functions import (
+    LOSS_PARALLEL,
     cross_entropy,
     into,
     layer_norm,
     linear_cross_entropy,
     logsumexp,
+    loss_is_parallel,
     matmul,
     rms_norm,
     scaled_dot_product_attention,
@@ -92,6 +94,13 @@ def _grouped_mm(
 ) -> Tensor:
     """``torch._grouped_mm``, which ``torch.nn.functional.grouped_mm`` calls."""
     return grouped_mm(self, mat2, offs=offs, bias=bias, out_dtype=out_dtype, backend=backend)
+
+
+@functools.wraps(cross_entropy)
+def _cross_entropy(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if loss_is_parallel(input):
+        raise products.Elsewhere(f"cross_entropy: {LOSS_PARALLEL}")
+    return cross_entropy(input, *args, **kwargs)
 
 
 def _rmatmul(input: Tensor, other: Tensor, *, backend: str | None = None) -> Tensor:
@@ -169,7 +178,7 @@ SWAPS: Mapping[Any, Swap] = {
     torch.logsumexp: Swap(logsumexp, "logsumexp"),
     torch.special.logsumexp: Swap(logsumexp, "logsumexp"),
     Tensor.logsumexp: Swap(logsumexp, "logsumexp"),
-    F.cross_entropy: Swap(cross_entropy, "cross_entropy"),
+    F.cross_entropy: Swap(_cross_entropy, "cross_entropy"),
     F.layer_norm: Swap(layer_norm, "layernorm"),
     torch.layer_norm: Swap(_layer_norm, "layernorm"),
     F.rms_norm: Swap(rms_norm, "rmsnorm"),

@@ -6,6 +6,7 @@ Logits are read in their own dtype: no copy of them in float32 is made, and thei
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,9 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from portakern.core.observe import say
 from portakern.errors import SpecError
 from portakern.frameworks.torch.casting import widened
-from portakern.frameworks.torch.functions import cross_entropy, kept_op
+from portakern.frameworks.torch.functions import (
+    LOSS_PARALLEL,
+    cross_entropy,
+    kept_op,
+    loss_is_parallel,
+    placed_beside,
+)
 from portakern.frameworks.torch.models.arguments import OF_LOSSES, asks_more
 from portakern.frameworks.torch.models.prototypes import names_in, with_names
 from portakern.frameworks.torch.models.served import Heart, Recipe, Remade, watched
@@ -40,11 +48,19 @@ def _entropy(backend: str | None) -> Callable[..., Tensor]:
     entropy = kept_op("cross_entropy", backend)
 
     def loss(logits: Tensor, aims: Tensor, classes: int, ignore_index: int, number: Tensor | int | None) -> Tensor:
-        aims = aims.reshape(-1).to(logits.device)
+        aims = placed_beside(logits, aims.reshape(-1).to(logits.device))
         losses = entropy(logits.reshape(-1, classes), aims, ignore_index=ignore_index)
         return summed_up(losses, aims, ignore_index, number)
 
     return loss
+
+
+def _is_theirs(logits: Tensor) -> bool:
+    """Whether the loss of these logits is PyTorch's own, which the log says once."""
+    if not loss_is_parallel(logits):
+        return False
+    say(f"portakern: the model's loss: {LOSS_PARALLEL}", logging.INFO)
+    return True
 
 
 def _causal(backend: str | None, original: Any) -> Callable[..., Tensor]:
@@ -60,7 +76,7 @@ def _causal(backend: str | None, original: Any) -> Callable[..., Tensor]:
         **others: Any,
     ) -> Tensor:
         """transformers' ForCausalLMLoss: each place predicts its successor."""
-        if asks_more(others):
+        if asks_more(others) or _is_theirs(logits):
             given = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
             found: Tensor = original(logits, labels, vocab_size, shift_labels=shift_labels, **given, **others)
             return found
@@ -84,7 +100,7 @@ def _masked(backend: str | None, original: Any) -> Callable[..., Tensor]:
         **others: Any,
     ) -> Tensor:
         """transformers' ForMaskedLMLoss."""
-        if asks_more(others):
+        if asks_more(others) or _is_theirs(logits):
             found: Tensor = original(logits, labels, vocab_size, num_items_in_batch, ignore_index, **others)
             return found
         return entropy(logits, labels, vocab_size, ignore_index, num_items_in_batch).float()
@@ -100,7 +116,7 @@ def _classes(backend: str | None, original: Any) -> Callable[..., Tensor]:
         one_class = config.num_labels > 1 and labels.dtype in (torch.int64, torch.int32)
         if config.problem_type != "single_label_classification" and not (config.problem_type is None and one_class):
             return original(labels, pooled_logits, config, **others)
-        if asks_more({k: v for k, v in others.items() if k not in OF_LOSSES}):
+        if asks_more({k: v for k, v in others.items() if k not in OF_LOSSES}) or _is_theirs(pooled_logits):
             return original(labels, pooled_logits, config, **others)
         config.problem_type = "single_label_classification"
         ignored, number = others.get("ignore_index", -100), others.get("num_items_in_batch")

@@ -22,6 +22,7 @@ from portakern.core.call import Call
 from portakern.core.dispatch import Choice
 from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.torch.custom_ops import bound
+from portakern.frameworks.torch.memory import is_distributed
 
 __all__ = ["recorded_calls", "token_inputs"]
 
@@ -90,7 +91,7 @@ def recorded_calls(model: nn.Module, inputs: Mapping[str, Any], train: bool) -> 
 
 def _check_parameters(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
-        if type(parameter).__name__ == "DTensor":
+        if is_distributed(parameter):
             raise UnsupportedError(
                 f"warm: {name} is sharded (a DTensor), and a model without memory gathers nothing; call warm before "
                 "fully_shard, with the batch of one process"

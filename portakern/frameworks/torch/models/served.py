@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from portakern.errors import UnsupportedError
-from portakern.frameworks.torch.memory import unreadable
+from portakern.frameworks.torch.memory import is_distributed, unreadable
 from portakern.frameworks.torch.models.prototypes import rewrapped
 
 __all__ = [
@@ -241,7 +241,7 @@ def has_plain_parameters(module: nn.Module) -> bool:
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    return all(type(p).__name__ == "DTensor" for p in module._parameters.values() if p is not None)
+    return all(is_distributed(p) for p in module._parameters.values() if p is not None)
 
 
 def onlookers(module: nn.Module) -> str:
