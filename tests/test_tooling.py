@@ -216,6 +216,7 @@ KEYWORDS = {
     "portakern/core/backend.py: implements",
     "portakern/frameworks/jax/functions.py: dot_product_attention",
     "portakern/frameworks/jax/paged.py: ragged_paged_attention",
+    "portakern/frameworks/jax/ring.py: ring_attention",
     "portakern/frameworks/torch/ring.py: ring_attention",
     "portakern/frameworks/torch/scaled.py: scaled_mm",
     "portakern/frameworks/torch/varlen.py: varlen_attn",

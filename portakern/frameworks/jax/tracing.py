@@ -52,7 +52,7 @@ from portakern.frameworks.jax.sharding import mesh_axes, refused
 from portakern.spec import Spec
 from portakern.spec.dtypes import numpy_dtype
 
-__all__ = ["lowered_for", "lowering_target", "run", "trace"]
+__all__ = ["lowered_for", "lowering_target", "run", "trace", "varying_alike"]
 
 Axes = tuple[int | None, ...]
 
@@ -174,7 +174,7 @@ def trace(call: Call, choice: Choice) -> tuple[Any, ...]:
     axis = next((axis for a in _given(call) for axis in mesh_axes(jax.typeof(a)) if axis is not None), None)
     if axis is not None:  # of a mesh with explicit axes: inside jax.shard_map a type has none
         raise refused(call, "is given arrays that are sharded", axis, backend.name if backend else None)
-    static, arrays = _static(call, choice), _varying_alike(_given(call))
+    static, arrays = _static(call, choice), varying_alike(_given(call))
     return _spread(call, _step(static, arrays) if call.spec.vjp else _primitive.bind(*arrays, static=static))
 
 
@@ -208,7 +208,7 @@ def _step(static: _Static, arrays: list[Any]) -> Any:
         return _primitive.bind(*arrays, static=static)
 
 
-def _varying_alike(arrays: list[Any]) -> list[Any]:
+def varying_alike(arrays: list[Any]) -> list[Any]:
     """Inside ``jax.shard_map``: every array varies along the mesh axes that any of them varies along. An array that is
     replicated there, such as a weight beside sharded rows, gets the sum of its shards' gradients by the transposition
     of this very step."""
@@ -430,7 +430,7 @@ def _unbatched(static: _Static, avals: Sequence[Any]) -> tuple[tuple[int, ...], 
 @_primitive.def_abstract_eval
 def _abstract(*avals: Any, static: _Static) -> list[Any]:
     lead, inner = _unbatched(static, avals)
-    first = avals[0]  # it varies along the same mesh axes as all of them: see _varying_alike
+    first = avals[0]  # it varies along the same mesh axes as all of them: see varying_alike
     unsharded = [
         first.sharding.update(spec=jax.sharding.PartitionSpec(*(None,) * len(lead + s)))
         for s, _ in inner.outputs.values()
