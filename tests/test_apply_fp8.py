@@ -2,6 +2,7 @@
 
 import copy
 import io
+from collections import Counter
 
 import pytest
 
@@ -221,6 +222,50 @@ def test_it_is_copied_saved_and_taken_back_with_its_model():
         assert torch.equal(other(**given).logits, expected)
 
 
+def ops_in(run):
+    seen = []
+    with pk.observe(lambda call: seen.append(call.call.spec.name)):
+        found = run()
+    return found, Counter(name for name in seen if name in ("quantize", "scaled_matmul"))
+
+
+@pytest.mark.parametrize(("recipe", "codes"), [("rows", 4), ("blocks", 4), ("dynamic", 4 + 7), ("delayed", 14)])
+def test_projections_of_one_input_share_its_codes(recipe, codes):
+    """Four inputs of seven projections; the weights of the recipes that train become codes too, and their histories,
+    which are each layer's own, count each input."""
+    model = build(**{**SIZE, "num_hidden_layers": 1}).train(recipe in TRAINED)
+    with torch.no_grad(), with_fp8(model, recipe):
+        found, counts = ops_in(lambda: model(**inputs(model)).logits)
+        assert counts == {"quantize": codes, "scaled_matmul": 7}
+        for m in model.modules():
+            if isinstance(m, Float8Linear):
+                assert m.shared.last is None, "codes live no longer than what they are of"
+                m.shared = None
+        assert torch.equal(model(**inputs(model)).logits, found)
+
+
+def test_codes_that_are_shared_are_of_what_is_there():
+    model = build().eval()
+    with torch.no_grad(), with_fp8(model):
+        first, second = (getattr(model.model.layers[0].self_attn, name) for name in ("q_proj", "k_proj"))
+        assert first.shared is second.shared and first.shared is not model.model.layers[0].mlp.up_proj.shared
+        x = torch.randn(3, 16)
+        counts = [ops_in(lambda layer=layer: layer(x))[1]["quantize"] for layer in (first, second, second, first)]
+        assert counts == [1, 0, 1, 0]  # a layer that comes again begins anew
+        first(x)
+        first(x)
+        x.mul_(-1)
+        found, counts = ops_in(lambda: second(x))
+        assert counts["quantize"] == 1 and torch.equal(found, second(x.clone()))
+        twin = copy.deepcopy(model).model.layers[0].self_attn
+        assert twin.q_proj.shared is twin.k_proj.shared is not first.shared and twin.q_proj.shared.last is None
+    with torch.inference_mode(), with_fp8(model):
+        first, second = (getattr(model.model.layers[0].self_attn, name) for name in ("q_proj", "k_proj"))
+        x = torch.randn(3, 16)
+        first(x)
+        assert ops_in(lambda: second(x))[1]["quantize"] == 1
+
+
 # ----------------------------------------------------------------------------------------------------- beside bfloat16
 
 
@@ -299,6 +344,18 @@ def test_gradients_of_a_step_point_where_bfloat16s_do(recipe):
         assert apart(g, e) < GRADIENTS_APART
     if recipe == "dynamic":
         assert all(torch.equal(g, a) for g, a in zip(again, actual, strict=True))
+
+
+def test_gradients_of_a_gate_are_written_over_what_8_bit_projections_returned():
+    model = build().train()
+    with with_fp8(model, "dynamic", ["gate", "fp8"]):
+        seen = []
+        with pk.observe(lambda call: seen.append(call.call)):
+            found = step(model)
+        assert [c.over for c in seen if c.spec.name == "swiglu_vjp"] == [("gate", "up")]
+        model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *_: None)  # who sees it, sees it unharmed
+        for g, e in zip(step(model), found, strict=True):
+            assert torch.equal(g, e)
 
 
 def test_a_step_is_warmed_before_it_runs():

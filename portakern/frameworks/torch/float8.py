@@ -8,6 +8,7 @@ and scales of past steps: Micikevicius et al. 2022, "FP8 formats for deep learni
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from math import inf
 from typing import Any, NamedTuple, cast
@@ -24,7 +25,7 @@ from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.torch.casting import widened
 from portakern.frameworks.torch.functions import kept_op
 
-__all__ = ["RECIPES", "Float8Linear", "Float8Recipe"]
+__all__ = ["RECIPES", "Float8Linear", "Float8Recipe", "SharedCodes"]
 
 BLOCK = 128
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
@@ -65,6 +66,61 @@ RECIPES = {
 """What ``recipe`` may be."""
 
 
+class LastCodes(NamedTuple):
+    """Codes that were made, for layers that have not asked for them.
+
+    Attributes:
+      x: a weak reference to what they are of. version: of x, which rises when x is written to. stream: on which they
+        were made. readers: the layers that have them. codes: they, and their scales.
+    """
+
+    x: weakref.ReferenceType[Tensor]
+    version: int
+    stream: Any
+    readers: list[int]
+    codes: tuple[Tensor, Tensor]
+
+
+class SharedCodes:
+    """The codes of the last x, which several layers of one module multiply: those of queries, keys and values.
+
+    A layer gets them once. So a step that is repeated on the same tensor, as under a CUDA graph, makes them again. They
+    are freed with x, when x is written to they are made anew, and of tensors that do not count how often they were
+    written to (torch.inference_mode) nothing is kept. Copies and pickles are without codes.
+    """
+
+    __slots__ = ("__weakref__", "last")
+
+    def __init__(self) -> None:
+        self.last: LastCodes | None = None
+
+    def of(self, layer: nn.Module, x: Tensor, made: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """The codes of x: kept ones, or those that ``made`` returns."""
+        if x.is_inference():
+            return made()
+        last, version, stream, reader = self.last, x._version, _stream_of(x), id(layer)
+        known = last is not None and last.x() is x and (last.version, last.stream) == (version, stream)
+        if last is not None and known and reader not in last.readers:
+            last.readers.append(reader)
+            return last.codes
+        last = self.last = LastCodes(weakref.ref(x, self._forget), version, stream, [reader], made())
+        return last.codes
+
+    def _forget(self, dead: Any) -> None:
+        if self.last is not None and self.last.x is dead:
+            self.last = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SharedCodes, ()
+
+
+def _stream_of(x: Tensor) -> Any:
+    """Where kernels on a tensor are queued now, and whether a graph records them."""
+    if not x.is_cuda:
+        return None
+    return torch.cuda.current_stream(x.device).cuda_stream, torch.cuda.is_current_stream_capturing()
+
+
 class Float8Linear(nn.Module):
     """``torch.nn.Linear`` whose product multiplies 8-bit floats: x weight^T + bias, in the dtype of x.
 
@@ -93,6 +149,7 @@ class Float8Linear(nn.Module):
         in_features / 128), rounded up. It multiplies codes, as ``weight_scale`` of compressed-tensors and
         ``weight_scale_inv`` of DeepSeek's checkpoints do.
       bias: a parameter (out_features), or None.
+      shared: where layers that get the same x, one after the other, find the codes that the first of them has made.
       input_history, weight_history, gradient_history: of the "delayed" recipe, buffers (16) of float32: the largest
         |number| of past steps, 0 where none was. A forward pass that activation checkpointing repeats counts twice.
     """
@@ -106,6 +163,7 @@ class Float8Linear(nn.Module):
     input_history: Tensor
     weight_history: Tensor
     gradient_history: Tensor
+    shared: SharedCodes | None = None
     dtype_source: Tensor
     """Without elements, of the dtype that weights would have after the conversions that were asked for."""
 
@@ -235,38 +293,48 @@ class Float8Linear(nn.Module):
                 f"(..., {self.in_features})"
             )
         out_dtype = torch.get_autocast_dtype(x.device.type) if widened(x) else x.dtype
-        rows, bias = x.reshape(-1, self.in_features), self.bias
-        if RECIPES[self.recipe].trains:
-            y = self._trained(rows, bias, out_dtype)
-        else:
-            y = self._inferred(rows, bias, out_dtype)
-        return y.view(*x.shape[:-1], self.out_features)
-
-    def _inferred(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-        watched = torch.is_grad_enabled()
-        if self.training and watched:
+        rows, trains = x.reshape(-1, self.in_features), RECIPES[self.recipe].trains
+        if self.training and torch.is_grad_enabled() and not trains:
             raise UnsupportedError(
                 f"Float8Linear: the module is in training, and recipe {self.recipe!r} is for inference: its weight has "
                 "no gradient; expected one of 'dynamic', 'delayed' to train, or call eval(), or torch.no_grad()"
             )
-        bias = None if bias is None else bias.detach()
-        of_weight = self.weight, self.weight_scale, bias, RECIPES[self.recipe].block, out_dtype, self.backend
-        if watched and x.requires_grad:
-            return cast(Tensor, _WithoutGradient.apply(x, *of_weight))
-        return _product_of_codes(x, *of_weight)
+        if not len(rows) and trains:  # no number to round: PyTorch's own has the shapes and gradients
+            y = nn.functional.linear(rows.to(self.weight.dtype), self.weight, self.bias).to(out_dtype)
+        else:
+            y = (self._trained if trains else self._inferred)(rows, *self._codes_of(x, rows), out_dtype)
+        return y.view(*x.shape[:-1], self.out_features)
 
-    def _trained(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-        weight = self.weight
-        if not x.shape[0]:  # no number to round: PyTorch's own has the shapes and gradients
-            return nn.functional.linear(x.to(weight.dtype), weight, bias).to(out_dtype)
-        if not RECIPES[self.recipe].delayed:
-            return cast(Tensor, _TrainedProduct.apply(x, weight, bias, None, None, None, out_dtype, self.backend))
-        keeps = self.training
-        of_x = _delayed_scale(x, self.input_history, FORWARD, keeps)
-        of_weight = _delayed_scale(weight, self.weight_history, FORWARD, keeps)
-        history = self.gradient_history
-        y = _TrainedProduct.apply(x, weight, bias, of_x, of_weight, history, out_dtype, self.backend)
-        return cast(Tensor, y)
+    def _inferred(self, rows: Tensor, q: Tensor, scale: Tensor, out_dtype: torch.dtype) -> Tensor:
+        block, bias = RECIPES[self.recipe].block, None if self.bias is None else self.bias.detach()
+        product = q, scale, self.weight, self.weight_scale, bias, block, out_dtype, self.backend
+        if torch.is_grad_enabled() and rows.requires_grad:
+            return cast(Tensor, _WithoutGradient.apply(rows, *product))
+        return _product_of_codes(*product)
+
+    def _trained(self, rows: Tensor, q: Tensor, scale: Tensor, out_dtype: torch.dtype) -> Tensor:
+        of_weight = history = None
+        if RECIPES[self.recipe].delayed:
+            of_weight = _delayed_scale(self.weight, self.weight_history, FORWARD, self.training)
+            history = self.gradient_history
+        product = self.weight, self.bias, q, scale, of_weight, history, out_dtype, self.backend
+        return cast(Tensor, _TrainedProduct.apply(rows, *product))
+
+    def _codes_of(self, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes of x as rows, and the scales that multiply the product; those that a layer beside this one has made."""
+        kind = RECIPES[self.recipe]
+
+        def made() -> tuple[Tensor, Tensor]:
+            if kind.trains:
+                given = _delayed_scale(rows, self.input_history, FORWARD, self.training) if kind.delayed else None
+                return _tensor_codes(rows.detach(), FORWARD, given, self.backend)
+            width = kind.block or self.in_features
+            q, scale = kept_op("quantize", self.backend)(rows.detach(), height=1, width=width, to=FORWARD)
+            return q, scale
+
+        if self.shared is None or kind.delayed or torch.compiler.is_compiling():
+            return made()
+        return self.shared.of(self, x, made)
 
     def give_back(self, linear: nn.Linear) -> None:
         """Hand a linear layer, which this one was made from, what happened since: the device and the dtype to which the
@@ -358,12 +426,10 @@ def _codes_of_weight(weight: Tensor, block: int | None, backend: str | None) -> 
 
 
 def _product_of_codes(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, block: int | None, out_dtype: torch.dtype,
-    backend: str | None,
+    q: Tensor, scale_x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, block: int | None,
+    out_dtype: torch.dtype, backend: str | None,
 ) -> Tensor:  # fmt: skip
-    """x (m, k) beside the codes (n, k) of a weight and their scales -> (m, n)."""
-    width = x.shape[1] if block is None else block
-    q, scale_x = kept_op("quantize", backend)(x, height=1, width=width, to=FORWARD)
+    """The codes (m, k) of x beside those (n, k) of a weight, each with their scales -> (m, n)."""
     y: Tensor = kept_op("scaled_matmul", backend)(
         q, weight.t(), scale_x, scale.t(), None if bias is None else bias.float(), n_width=block or 1, k_width=BLOCK,
         out_dtype=out_dtype,
@@ -375,8 +441,8 @@ class _WithoutGradient(torch.autograd.Function):
     """The product of a layer for inference, whose backward pass refuses."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *of_weight: Any) -> Tensor:
-        return _product_of_codes(x, *of_weight)
+    def forward(ctx: Any, x: Tensor, *product: Any) -> Tensor:
+        return _product_of_codes(*product)
 
     @staticmethod
     def backward(ctx: Any, *d_y: Any) -> Any:
@@ -415,24 +481,19 @@ def _tensor_codes(
     return q, scale if given is None else given[1]
 
 
-def _rows_along_k(x: Tensor) -> Tensor:
-    """x (k, n), the second factor of a product, with k contiguous, as matrix units read 8-bit numbers."""
-    return x.t().contiguous().t()
-
-
 class _TrainedProduct(torch.autograd.Function):
     """y = x weight^T + bias, d_x = d_y weight, d_weight = d_y^T x, each of codes with one scale a tensor: those of x
     and weight are float8_e4m3fn, those of d_y float8_e5m2. d_bias is summed from d_y itself, in float32.
 
-    The codes of the weight are made again for the backward pass, which keeps one byte for each number of x.
+    x is there for its gradient; q_x and s_x are its codes, of which the backward pass keeps one byte a number. The
+    codes of the weight are made again for it. The op copies factors that lie otherwise than a matrix unit reads them.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, of_x: tuple[Tensor, Tensor] | None,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, q_x: Tensor, s_x: Tensor,
         of_weight: tuple[Tensor, Tensor] | None, history: Tensor | None, out_dtype: torch.dtype, backend: str | None,
     ) -> Tensor:  # fmt: skip
-        q_x, s_x = _tensor_codes(x, FORWARD, of_x, backend)
         q_w, s_w = _tensor_codes(weight, FORWARD, of_weight, backend)
         # the scale by which codes of the weight are made again
         again = s_w if of_weight is None else of_weight[0]
@@ -458,7 +519,7 @@ class _TrainedProduct(torch.autograd.Function):
             q, s = _tensor_codes(d_y, BACKWARD, given, ctx.backend)
         if ctx.needs_input_grad[0]:
             q_w, _ = _tensor_codes(weight.detach(), FORWARD, (again, s_w), ctx.backend)
-            d_x = product(q, _rows_along_k(q_w), s, s_w, out_dtype=of_x)
+            d_x = product(q, q_w, s, s_w, out_dtype=of_x)
         if ctx.needs_input_grad[1]:
-            d_weight = product(q.t().contiguous(), _rows_along_k(q_x), s, s_x, out_dtype=of_weight)
-        return d_x, d_weight, d_bias, None, None, None, None, None
+            d_weight = product(q.t(), q_x, s, s_x, out_dtype=of_weight)
+        return d_x, d_weight, d_bias, *[None] * 6

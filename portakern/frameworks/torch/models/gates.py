@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from portakern.core import registry
+from portakern.frameworks.torch.float8 import Float8Linear
 from portakern.frameworks.torch.functions import kept_op
 from portakern.frameworks.torch.models.prototypes import find, is_of_library
 from portakern.frameworks.torch.models.served import Heart, Recipe, expected, is_bare, watched
@@ -92,14 +93,16 @@ def _gated(original: Any, kind: type, backend: str | None) -> Heart:
 
 def unseen(projection: nn.Module) -> bool:
     """Whether nobody but its caller gets to see what a projection returns, so that gradients may be written over it: a
-    ``torch.nn.Linear`` as PyTorch has it, whose own backward pass does not read its result, without hooks, adapters,
-    forwards of somebody's or modes that look through it. Not where torch.compile traces, which plans memory itself."""
-    if torch.compiler.is_compiling() or type(projection) is not nn.Linear or "forward" in vars(projection):
+    ``torch.nn.Linear`` as PyTorch has it, or that of 8-bit floats, whose own backward passes do not read their results,
+    without hooks, adapters, forwards of somebody's or modes that look through it. Not where torch.compile traces, which
+    plans memory itself."""
+    kind = type(projection)
+    if torch.compiler.is_compiling() or kind not in FORWARDS or "forward" in vars(projection):
         return False
-    if nn.Linear.forward is not FORWARD or torch._C._len_torch_function_stack():
+    if kind.forward is not FORWARDS[kind] or torch._C._len_torch_function_stack():
         return False
     return not watched(projection)
 
 
-FORWARD = nn.Linear.forward
-"""As it was before anybody put another in its place."""
+FORWARDS: Mapping[type, Any] = {kind: kind.forward for kind in (nn.Linear, Float8Linear)}
+"""Those of layers that do not read their results again, before anybody put others in their place."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from portakern.errors import UnsupportedError
-from portakern.frameworks.torch.float8 import RECIPES, Float8Linear
+from portakern.frameworks.torch.float8 import RECIPES, Float8Linear, SharedCodes
 from portakern.frameworks.torch.models.blocks import BLOCKS
 from portakern.frameworks.torch.models.gates import GATES
 from portakern.frameworks.torch.models.mlps import MLPS, is_conv1d
@@ -42,9 +42,12 @@ def projections(model: nn.Module, recipe: str, backend: str | None, by_name: Any
                 owners.setdefault(child, []).append((owner, name))
     uses = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
     heads = {id(head) for head in _heads(model)}
+    shared: dict[nn.Module, SharedCodes] = {}
     for module, having in owners.items():
         why = "it is the model's last projection" if id(module) in heads else _stays(module, having, uses, by_name)
         served: Float8Linear | str = why or _made(module, recipe, backend)
+        if isinstance(served, Float8Linear):
+            served.shared = shared.setdefault(having[0][0], SharedCodes())
         yield Projection(module, tuple(having), served)
 
 
