@@ -19,6 +19,7 @@ from tests.word_kernels import declared
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+import portakern.torch  # noqa: E402
 from portakern.frameworks.torch import autograd  # noqa: E402
 from portakern.frameworks.torch.functions import kept_op  # noqa: E402
 from portakern.frameworks.torch.models.gates import served_gate  # noqa: E402
@@ -145,6 +146,19 @@ def test_a_layer_writes_its_gates_gradients_over_them(layer, written, backend, a
     for _ in range(4):
         close(passes(made, X), plain(made, X))
     assert {names for _, names in written} == {("gate", "up")} and len(written) >= 4
+
+
+def test_a_layer_of_8_bit_projections_does_so_too(layer, written):
+    made = layer()
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        setattr(made, name, portakern.torch.Float8Linear.from_linear(getattr(made, name), "dynamic"))
+    found = passes(made, X)
+    assert written and {names for _, names in written} == {("gate", "up")}
+    del written[:]
+    made.gate_proj.register_forward_hook(lambda *_: None)  # who sees what it returns sees it unharmed
+    for g, e in zip(passes(made, X), found, strict=True):
+        assert torch.equal(g, e)
+    assert not written
 
 
 def test_a_kept_graph_is_gone_through_again(layer, written):
