@@ -141,6 +141,15 @@ class MoreColumns(IntEnum):
     SAME = 2
 
 
+class WeightOnlyConfig(ProductConfig):
+    """Of products with weights in codes of few bits."""
+
+    swap_ab: Annotated[bool, "1: codes are the left operand, and the transpose of the result is computed"]
+    split_programs: Annotated[
+        int, Tile(1, 4096), "programs that k is cut into chunks for, where the columns of the result give fewer"
+    ]
+
+
 class HopperScaledConfig(ProductConfig):
     """Of products of 8-bit numbers on Hopper."""
 
