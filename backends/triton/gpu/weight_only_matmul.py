@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 class WeightExtents(NamedTuple):
     """Of a product; ``tiles_m``, ``tiles_n``: the tiles of c; ``width``: of a group of k, ``width_bytes``: what its
-    codes take, ``parts``: its steps; ``steps``: those of all k, ``chunk``: of a chunk, ``chunks``: how many there are; ``programs``: of a tile."""
+    codes take, ``parts``: its steps; ``steps``: those of all k, ``chunk``: of a chunk, ``chunks``: how many there are."""
 
     m: int
     n: int
@@ -49,7 +49,6 @@ class WeightExtents(NamedTuple):
     steps: int
     chunk: int
     chunks: int
-    programs: int
 
 
 class WeightStrides(NamedTuple):
@@ -67,9 +66,14 @@ class WeightStrides(NamedTuple):
     bias: int
 
 
+BESIDE = {"bfloat16": 0x4300, "float16": 0x6400}
+"""The numbers, as 16 bits, in whose last bits codes of 4 bits are written."""
+
+
 class WeightTile(NamedTuple):
     """What a product is compiled for: the extents of a tile, how many rows of tiles make a group, what is summed in,
-    codes in a byte, whether the transpose is multiplied, and whether no step is ragged."""
+    codes in a byte and the number that two of 4 bits are written into (0: they are converted one by one), whether the
+    transpose is multiplied, whether no step is ragged, and whether a program sums one chunk."""
 
     block_m: int
     block_n: int
@@ -77,25 +81,38 @@ class WeightTile(NamedTuple):
     group: int
     acc_dtype: tl.dtype
     codes: int
+    beside: int
     swap_ab: bool
     whole_k: bool
+    one_chunk: bool
 
     @classmethod
-    def of(cls, call: Call, config: WeightOnlyConfig) -> WeightTile:
+    def of(cls, call: Call, config: WeightOnlyConfig, one_chunk: bool) -> WeightTile:
         _, width = weight_groups(call)
         whole_k = call.dims["k"] % width == width % config.block_k == 0
         return cls(config.block_m, config.block_n, config.block_k, config.group, accumulator(call.dtype),
-                   call.dims["codes_per_byte"], config.swap_ab, whole_k)  # fmt: skip
+                   call.dims["codes_per_byte"], BESIDE.get(call.dtype, 0), config.swap_ab, whole_k,
+                   one_chunk)  # fmt: skip
 
 
 @triton.jit
-def halves(x, unsigned: tl.constexpr):
-    """The codes of 4 bits of bytes (columns, k / 2), as (columns, k)."""
-    if unsigned:
-        low, high = x & 15, (x >> 4) & 15
+def halves(x, unsigned: tl.constexpr, dtype: tl.constexpr, tile: tl.constexpr):
+    """The codes of 4 bits of bytes (columns, k / 2), as numbers (columns, k).
+
+    In 16 bits both codes of a byte become numbers together: written into the last bits of 128 (bfloat16) or 1024
+    (float16), beside which they are whole, they are that number more, or 8 more where their sign bit is turned over."""
+    if tile.beside != 0:
+        beside: tl.constexpr = tile.beside if unsigned else tile.beside + 8
+        more: tl.constexpr = (128 if dtype == tl.bfloat16 else 1024) + (0 if unsigned else 8)
+        x = x.to(tl.int32)
+        both = ((x & 15) | ((x & 240) << 12)) ^ (beside * 65537)
+        low, high = (both & 65535).to(tl.uint16), (both >> 16).to(tl.uint16)
+        found = tl.join(low, high).to(dtype, bitcast=True) - tl.full([1], more, dtype)
+    elif unsigned:
+        found = tl.join(x & 15, (x >> 4) & 15).to(dtype)
     else:
-        low, high = (x << 4) >> 4, x >> 4
-    return tl.reshape(tl.join(low, high), [x.shape[0], 2 * x.shape[1]])
+        found = tl.join((x << 4) >> 4, x >> 4).to(dtype)
+    return tl.reshape(found, [x.shape[0], 2 * x.shape[1]])
 
 
 @triton.jit
@@ -129,8 +146,10 @@ def step_sum(a_tile, b_tile, i_ok, j_ok, left, zero, zeros, tile: tl.constexpr):
         x = tl.load(a_tile, mask=i_ok & (kk < left)[:, None], other=0.0)
         q = tl.load(b_tile, mask=j_ok & held[None, :], other=0)
     if tile.codes == 2:
-        q = halves(q, zeros is not None)
-    part = product(q.to(x.dtype), x, tile)
+        q = halves(q, zeros is not None, x.dtype, tile)
+    else:
+        q = q.to(x.dtype)
+    part = product(q, x, tile)
     if zeros is not None:
         part = tl.fma(tl.broadcast_to(-zero[:, None], part.shape), tl.broadcast_to(sums_of(x, tile), part.shape), part)
     return part
@@ -175,18 +194,20 @@ def chunk_sum(a, b, scale, zeros, i, j, chunk, extents, strides, tile: tl.conste
 
 @triton.jit
 def weight_only_matmul_kernel(a, b, scale, zeros, bias, c, extents, strides, tile: tl.constexpr):
-    """zeros and bias may be None. Where a tile has several programs, c is (chunks, m, n) in what is summed in, and bias
-    None."""
-    index = tl.program_id(0)
-    tiles = extents.tiles_m * extents.tiles_n
-    share, index = index // tiles, index % tiles
-    tile_m, tile_n = tile_index(index, extents.tiles_m, extents.tiles_n, tile.group)
+    """zeros and bias may be None. Where a tile has a program for each chunk, c is (chunks, m, n) in what is summed in,
+    and bias None."""
+    program, tiles = tl.program_id(0), extents.tiles_m * extents.tiles_n
+    share = program // tiles
+    tile_m, tile_n = tile_index(program % tiles, extents.tiles_m, extents.tiles_n, tile.group)
     i = tile_m.to(tl.int64) * tile.block_m + tl.arange(0, tile.block_m)
     j = tile_n.to(tl.int64) * tile.block_n + tl.arange(0, tile.block_n)
     j_ok = j < extents.n
-    total = chunk_sum(a, b, scale, zeros, i, j, share, extents, strides, tile)
-    for chunk in range(share + extents.programs, extents.chunks, extents.programs):
-        total += chunk_sum(a, b, scale, zeros, i, j, chunk, extents, strides, tile)
+    if tile.one_chunk:
+        total = chunk_sum(a, b, scale, zeros, i, j, share, extents, strides, tile)
+    else:
+        total = tl.full([tile.block_n, tile.block_m], 0.0, tile.acc_dtype)
+        for chunk in range(extents.chunks):
+            total += chunk_sum(a, b, scale, zeros, i, j, chunk, extents, strides, tile)
     if bias is not None:
         total += tl.load(bias + j * strides.bias, mask=j_ok, other=0.0).to(tile.acc_dtype)[:, None]
     at = (share.to(tl.int64) * extents.m + i)[None, :] * extents.n + j[:, None]
@@ -198,8 +219,8 @@ def weight_only_matmul_sum_kernel(parts, bias, c, m, n, chunks, bias_stride, blo
     """c = the sum of parts (chunks, m, n), one after the other, + bias."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     ok = at < tl.cast(m, tl.int64) * n
-    total = tl.load(parts + at, mask=ok, other=0.0)
-    for chunk in range(1, chunks):
+    total = tl.full([block], 0.0, parts.dtype.element_ty)
+    for chunk in range(chunks):
         total += tl.load(parts + tl.cast(chunk, tl.int64) * m * n + at, mask=ok, other=0.0)
     if bias is not None:
         total += tl.load(bias + at % n * bias_stride, mask=ok, other=0.0).to(total.dtype)
@@ -275,17 +296,18 @@ def weight_only_matmul(call: Call, config: WeightOnlyConfig) -> tuple[Any, ...]:
     tiles_m, tiles_n = cdiv(m, config.block_m), cdiv(n, config.block_n)
     count, width = weight_groups(call)
     (chunk, chunks), parts = chunks_of(call, config), cdiv(width, config.block_k)
-    programs = chunks if tiles_m * tiles_n < config.split_programs else 1
+    alone = chunks == 1 or tiles_m * tiles_n >= config.split_programs
+    programs = 1 if alone else chunks
+    wide = torch_dtype("float64" if call.dtype == "float64" else "float32")
+    sums = c if alone else fresh((chunks, m, n), wide, a.device)
     step = 0 if bias is None else bias.stride(0)
     strides = WeightStrides(  # type: ignore[call-arg]
         *a.stride(), *b.stride(), *shared_strides(scale), *((0, 0) if zeros is None else shared_strides(zeros)), step
     )
-    alone = programs == 1
-    wide = torch_dtype("float64" if call.dtype == "float64" else "float32")
-    sums = c if alone else fresh((programs, m, n), wide, a.device)
     launch(weight_only_matmul_kernel, tiles_m * tiles_n * programs, call, a, b, scale, zeros, bias if alone else None,
-           sums, WeightExtents(m, n, k, tiles_m, tiles_n, width, cdiv(width, call.dims["codes_per_byte"]), parts, count * parts, chunk, chunks, programs),
-           strides, tile=WeightTile.of(call, config), num_warps=config.num_warps,
+           sums, WeightExtents(m, n, k, tiles_m, tiles_n, width, cdiv(width, call.dims["codes_per_byte"]), parts,
+                               count * parts, chunk, chunks),
+           strides, tile=WeightTile.of(call, config, programs == chunks), num_warps=config.num_warps,
            num_stages=config.num_stages)  # fmt: skip
     if not alone:
         launch(weight_only_matmul_sum_kernel, cdiv(m * n, SUMMED), call, sums, bias, c, m, n, chunks, step,
