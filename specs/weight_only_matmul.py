@@ -242,7 +242,7 @@ def exact(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 # --------------------------------------------------------------------------------------------------------------- edges
-SMALL = {"m": (1, 40), "n": (1, 40), "k": (1, 140), "k_width": (20, 60)}
+SMALL = {"m": (1, 40), "n": (1, 40), "k": (1, 140), "k_width": (32, 60)}
 SEVERAL = {**SMALL, "k": (90, 300), "k_width": (32, 32)}
 FOUR_BITS = {"codes_per_byte": (2, 2)}
 EIGHT_BITS = {"codes_per_byte": (1, 1)}
@@ -315,7 +315,7 @@ def a_scale_for_each_column(arrays, rng, options):
     in_powers_of_2(arrays, rng)
 
 
-@weight_only_matmul.edge(dims={**SMALL, **FOUR_BITS, "k": (33, 33), "k_width": (16, 16)}, regime="integers")
+@weight_only_matmul.edge(dims={**SMALL, **FOUR_BITS, "k": (65, 65), "k_width": (32, 32)}, regime="integers")
 def an_odd_k(arrays, rng, options):
     """The last byte has one code; its other half reaches nothing."""
     arrays["b"][-1] = rng.integers(-128, 128, arrays["b"].shape[1])
@@ -346,7 +346,7 @@ def many_tiles_both_ways(arrays, rng, options):
     """However tiles are numbered, each is computed once."""
 
 
-LONG = {"m": (1, 3), "n": (1, 3), "k": (2048, 3000)}
+LONG = {"m": (1, 3), "n": (1, 3), "k": (2048, 3000), "k_width": (128, 128)}
 
 
 @weight_only_matmul.edge(dims=LONG, options={"out_dtype": "float32"})
