@@ -86,8 +86,8 @@ def weight_only_matmul(
     without zeros they are two's complement, -8 to 7, with zeros unsigned, 0 to 15. Of an odd k the last high half counts
     nowhere. How the layouts of GPTQ, AWQ, ONNX and PyTorch map onto this one: docs/porting/weight_only_matmul.md.
 
-    NaN and infinities in a reach their row of c, in scale_b, zeros and bias their column. Beside zeros an infinity in a
-    or in zeros gives an infinity or NaN there, and which is not promised.
+    NaN and infinities in a reach their row of c, in scale_b, zeros and bias their column. What an infinity in scale_b or
+    zeros, or in a beside zeros, gives there is not promised: NaN or an infinity.
 
     Args:
       a: (m, k).
@@ -129,7 +129,8 @@ class Groups(NamedTuple):
 
     Attributes:
       scale, zero: |scale_b|, |zeros|; codes, row: sums of |q| and of |a|; dot, size, squares: of a q, of |a| |q| and of
-        their squares, and each with that of a times a zero beside.
+        their squares, and each with that of a times a zero beside; infinite: whether a scale, a zero, or a row beside
+        zeros is.
     """
 
     scale: np.ndarray
@@ -139,6 +140,7 @@ class Groups(NamedTuple):
     dot: np.ndarray
     size: np.ndarray
     squares: np.ndarray
+    infinite: np.ndarray
 
 
 def groups(call: Call) -> Iterator[Groups]:
@@ -162,6 +164,8 @@ def groups(call: Call) -> Iterator[Groups]:
         yield Groups(
             magnitude(scale[own]), z, y.sum(1, keepdims=True), row, dot, x @ y + z * row,
             squared @ np.square(y) + np.square(z) * squared.sum(2, keepdims=True),
+            np.isinf(scale[own]) | np.isinf(zero[own])
+            | ((zeros is not None) & np.isinf(signed[own]).any(2, keepdims=True)),
         )  # fmt: skip
 
 
@@ -185,7 +189,8 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 
     lost, of numbers that may be taken for 0: |s| (flush (sum |q| + w |z|) + tau (2 w + 4 + sum |a|)) of operands,
     products and a zero, and tau (P + 2) of a scale, and of what it makes. Nothing is promised where a sum or a part of
-    its product with the scale reaches 2^127, where an infinity meets zeros, or meets a scale that may be flushed.
+    its product with the scale reaches 2^127, of infinite scales and zeros, and where an infinity meets zeros, or a scale
+    that may be flushed.
     """
     unit, (count, width), bias = units(call), weight_groups(call), bias_of(call)
     width = min(width, call.dims["k"])
@@ -197,10 +202,9 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
             lost = of.scale * operands + unit.tau * (of.size + 2)
             err = err + ((width + count + 8) * unit.u * of.scale * of.size + lost).sum(0)
             total = total + (of.scale * np.maximum(of.size, 1)).sum(0)
-            infinite = np.isinf(of.row) if call.arrays["zeros"] is not None else np.zeros((), bool)
             faint = (of.scale < unit.tau) & ~np.isfinite(of.dot)
             beyond = (of.size >= unit.huge) & np.isfinite(of.dot)
-            unsure |= (faint | beyond | infinite | np.isinf(of.zero)).any(0)
+            unsure |= (faint | beyond | of.infinite).any(0)
         unsure |= (total >= unit.huge) & np.isfinite(ref[0])
     return (round_to(np.where(unsure, inf, err), ref[0], call.outputs["c"][1]),)
 
@@ -266,8 +270,8 @@ def nan_and_inf_in_a_row(arrays, rng, options):
 
 @weight_only_matmul.edge(dims=SMALL)
 def a_scale_that_is_nan(arrays, rng, options):
-    """A NaN or infinite scale reaches its column."""
-    plant(arrays["scale_b"], rng, (np.nan, inf))
+    """A NaN among scales reaches its column."""
+    plant(arrays["scale_b"], rng, (np.nan,))
 
 
 @weight_only_matmul.edge(dims=SMALL, given=("zeros",))

@@ -115,6 +115,7 @@ RIGHT = [
     ("torch", "kv_append", ALL),
     ("torch", "quantize", ("float32", "bfloat16")),
     ("torch", "scaled_matmul", ("float8_e4m3fn", "float8_e5m2", "int8")),
+    ("torch", "weight_only_matmul", ("float32",)),
     ("sdpa_flash", "attention", ("float32", "bfloat16")),
     ("flex_attention", "attention", ("float32",)),
     ("jax", "softmax", ("float32",)),

@@ -440,3 +440,38 @@ def scaled_matmul(
         scale = of_a[:, min(p, of_a.shape[1] - 1), None] * of_b[min(p, of_b.shape[0] - 1)]
         c = c + part * scale
     return (c if bias is None else c + bias).to(dtype)
+
+
+@provides(BACKEND, gradients=False)
+def weight_only_matmul(
+    a: Any,
+    b: Any,
+    scale_b: Any,
+    zeros: Any = None,
+    bias: Any = None,
+    *,
+    k_width: int = 128,
+    codes_per_byte: int = 1,
+    out_dtype: str | None = None,
+) -> Any:
+    """``_weight_int8pack_mm`` where codes of 8 bits beside bfloat16 rows have a scale for each column, else the product
+    with weights that are made in a's dtype before. ``_weight_int4pack_mm`` reads a layout of its own, which would be
+    made in each call."""
+    import torch
+
+    (_, k), dtype = a.shape, a.dtype if out_dtype is None else getattr(torch, out_dtype)
+    plain = codes_per_byte == 1 and zeros is None and a.dtype == dtype == torch.bfloat16 == scale_b.dtype
+    if plain and len(scale_b) == 1:
+        c = torch._weight_int8pack_mm(a.contiguous(), b.t().contiguous(), scale_b[0].contiguous())
+        return c if bias is None else (c + bias).to(dtype)
+    q = b
+    if codes_per_byte == 2:
+        q = torch.stack([b & 15, b >> 4 & 15], 1).flatten(0, 1)[:k]
+        q = q if zeros is not None else (q ^ 8) - 8
+
+    def each(x: Any) -> Any:
+        return x if len(x) == 1 else x.repeat_interleave(k_width, 0)[:k]
+
+    weight = q if zeros is None else q - each(zeros)
+    c = a @ (weight * each(scale_b)).to(a.dtype)
+    return (c if bias is None else c + bias).to(dtype)

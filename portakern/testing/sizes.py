@@ -11,10 +11,21 @@ from portakern.core import registry
 from portakern.core.backend import ANY, Drawn
 from portakern.core.call import shape_of
 from portakern.spec import ArrayArg, Edge, Spec
+from portakern.spec.options import Option
 from portakern.testing.layouts import DRAWN
 from portakern.testing.source import Source
 
-__all__ = ["EXTENTS", "KINDS", "Limits", "at_least_1", "drawn_dims", "filling_dims", "one_form", "shrink_to_fit"]
+__all__ = [
+    "EXTENTS",
+    "KINDS",
+    "Limits",
+    "at_least_1",
+    "drawn_dims",
+    "filling_dims",
+    "one_form",
+    "shrink_to_fit",
+    "within_range",
+]
 
 EXTENTS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 64, 65, 127, 128, 129, 130, 200, 257, 300, 513)
 """Of small cases: on both sides of what tiles and vectors hold."""
@@ -148,6 +159,14 @@ def _used(
     return _with_an_axis(source, spec, dims), tuple(kept)
 
 
+def within_range(option: Option, drawn: int) -> int:
+    """The extent that an option has, of a drawn number: beyond the end of its range another one from there, each as
+    often."""
+    assert option.range is not None
+    lo, hi = option.range.lo, option.range.hi
+    return int(max(drawn, lo) if drawn <= hi else lo + (drawn - lo) % (hi - lo + 1))
+
+
 def filling_dims(
     source: Source, spec: Spec[Any], given: Sequence[ArrayArg], limits: Limits, flops: Flops | None = None
 ) -> dict[str, Any]:
@@ -157,6 +176,7 @@ def filling_dims(
     shapes = [a.dims for a in given] + [o.dims for o in spec.outputs if o.gradient_of in (None, *there)]
     shapes = [s for s in shapes if not any(f in spec.drops for d in s for f in d.factors)]
     dims: dict[str, Any] = {n: (1,) if n in variadic else source.pick(FEW) for n in spec.dims}
+    dims |= {o.name: within_range(o, dims[o.name]) for o in spec.extents}
     longest = {n: 4 * e if e == LONGEST else e for n, e in _longest(spec).items()}
 
     def elements(extents: Mapping[str, Any], among: Sequence[Any]) -> int:
@@ -197,7 +217,7 @@ def _longest(spec: Spec[Any]) -> dict[str, int]:
     for name in spec.dims:
         usual = typical.get(name, 256)
         found[name] = min(LONGEST, max(2 * max(usual, default=1) if isinstance(usual, tuple) else 2 * usual, 64))
-    return found
+    return found | {o.name: int(min(found[o.name], o.range.hi)) for o in spec.extents if o.range is not None}
 
 
 def _with_an_axis(source: Source, spec: Spec[Any], dims: dict[str, Any]) -> dict[str, Any]:

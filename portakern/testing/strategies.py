@@ -20,7 +20,7 @@ from portakern.testing.cases import Case, fixed_values
 from portakern.testing.fixed import CasePreset
 from portakern.testing.layouts import REPEATS
 from portakern.testing.regimes import MASK_REGIMES, VALUE_REGIMES
-from portakern.testing.sizes import Limits, at_least_1, drawn_dims, filling_dims, one_form, shrink_to_fit
+from portakern.testing.sizes import Limits, at_least_1, drawn_dims, filling_dims, one_form, shrink_to_fit, within_range
 from portakern.testing.source import Rejected, Source
 
 __all__ = ["Limits", "case_of", "drawn", "dtype_cycle", "dtypes_of"]
@@ -168,8 +168,7 @@ def _extent_of(option: Option, drawn: int, limits: Limits, edge: Edge) -> int:
     fixed = {**edge.options, **limits.options}
     if option.name in fixed or not limits.takes(option.name):
         return int(fixed.get(option.name, option.default))
-    assert option.range is not None
-    return int(min(max(drawn, option.range.lo), option.range.hi))
+    return within_range(option, drawn)
 
 
 def _drawn(limits: Limits, edge: Edge) -> Drawn:
