@@ -124,7 +124,7 @@ def codes_of(call: Call) -> np.ndarray:
     return decoded(call.arrays["b"], call.dims["k"], call.dims["codes_per_byte"], unsigned)
 
 
-class Groups(NamedTuple):
+class WeightGroups(NamedTuple):
     """Some groups of k, (groups, m, n) each, or what broadcasts to it.
 
     Attributes:
@@ -143,7 +143,7 @@ class Groups(NamedTuple):
     infinite: np.ndarray
 
 
-def groups(call: Call) -> Iterator[Groups]:
+def groups(call: Call) -> Iterator[WeightGroups]:
     """The groups of k, as many together as fit. The last one is filled up with zeros."""
     (count, width), (m, k), n = weight_groups(call), call.arrays["a"].shape, call.dims["n"]
     behind = (0, count * width - k)
@@ -161,7 +161,7 @@ def groups(call: Call) -> Iterator[Groups]:
         x, y, z = a[own], np.abs(b[own]), magnitude(zero[own])
         row, squared = x.sum(2, keepdims=True), np.square(x)
         dot = signed[own] @ b[own] - zero[own] * signed[own].sum(2, keepdims=True)
-        yield Groups(
+        yield WeightGroups(
             magnitude(scale[own]), z, y.sum(1, keepdims=True), row, dot, x @ y + z * row,
             squared @ np.square(y) + np.square(z) * squared.sum(2, keepdims=True),
             np.isinf(scale[own]) | np.isinf(zero[own])
