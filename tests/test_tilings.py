@@ -22,6 +22,7 @@ from portakern.core.call import dropped_dims, shape_of
 from portakern.core.config import fields_of
 from portakern.core.framework import frameworks
 from portakern.core.targets import HARDWARE, HOST, Target
+from portakern.testing.sizes import within_range
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLES = sorted((ROOT / "backends").glob("*/tuned/*.json"))
@@ -173,7 +174,7 @@ def abstract_call(backend: str, op: str, dtype: str, scale: int, optional: bool)
     variadic = {d.factors[0] for a in spec.arrays for d in a.dims if d.variadic}
     dims = {n: EXTENTS.get(n, 32) * (scale if n in EXTENTS else 1) for n in spec.dims}
     dims |= {n: (2 * scale, 3, 64) if n == "shape" else (2 * scale, 3) for n in variadic}
-    dims |= dropped_dims(spec, dims, {})
+    dims |= dropped_dims(spec, dims, {}) | {o.name: within_range(o, dims[o.name]) for o in spec.extents}
     for rule in spec.require:
         dims |= rule.mends(dims) if rule.mends else {}
     arrays = {}

@@ -248,7 +248,7 @@ def fit(call: Call, config: WeightOnlyConfig) -> WeightOnlyConfig:
     depth in another tile."""
     _, width = weight_groups(call)
     config = config.replace(block_k=pow2_at_least(width, 32, config.block_k))
-    if call.interpret or call.target.platform == "cuda":
+    if not call.interpret and call.target.platform == "cuda":
         config = config.replace(block_m=pow2_at_least(call.dims["m"], 16, config.block_m))
     return config
 
