@@ -2883,6 +2883,71 @@ class VarlenAttentionVjpOp(Op):
         wants: Iterable[Literal["d_q", "d_k", "d_v", "d_sinks"]] | None,
     ) -> VarlenAttentionGradients[NDArray[Any] | None]: ...
 
+class WeightOnlyMatmulOp(Op):
+    @overload
+    def __call__(
+        self,
+        a: Array,
+        b: Array,
+        scale_b: Array,
+        zeros: Array | None = None,
+        bias: Array | None = None,
+        *,
+        k_width: int = 128,
+        codes_per_byte: int = 1,
+        out_dtype: Any | None = None,
+    ) -> Array:
+        """c = a times the weights scale_b (q - zeros), + bias, summed in float32 (float64 for float64) and rounded
+        once.
+
+        No weight is rounded: codes are exact in each dtype of a, their products with a and the sums of a group are
+        taken
+        in float32, and the scale meets the sum of a group, or of a part of one. What the widely used kernels do, a
+        weight
+        scaled and rounded to 16 bits before it is multiplied, errs by 2^-9 or 2^-12 of each product, and is not
+        offered.
+
+        Codes of 8 bits are int8. Of 4 bits, byte t of a column has q[2 t] in its low half and q[2 t + 1] in its high
+        one;
+        without zeros they are two's complement, -8 to 7, with zeros unsigned, 0 to 15. Of an odd k the last high half
+        counts
+        nowhere. How the layouts of GPTQ, AWQ, ONNX and PyTorch map onto this one: docs/porting/weight_only_matmul.md.
+
+        NaN and infinities in a reach their row of c, in scale_b, zeros and bias their column. What an infinity in
+        scale_b or
+        zeros, or in a beside zeros, gives there is not promised: NaN or an infinity.
+
+        Args:
+          a: (m, k).
+          b: (k, n) int8, or (k / 2, n), rounded up, with codes_per_byte=2; an array of uint8 is given as a view of
+            int8.
+            Weights (n, k) come as b.T, and are read faster so by most GPUs.
+          scale_b: (k / k_width, n), rounded up, or (1, n) for all of k; zeros: the same, in units of codes. Either may
+            have
+            one row beside groups of the other.
+          bias: (n).
+          scale_b, zeros and bias have the dtype of a, or are float32.
+          k_width: elements along k that share a scale; even with codes_per_byte=2.
+          codes_per_byte: 1, of 8 bits, or 2, of 4 bits.
+          out_dtype: dtype of c; None: that of a.
+
+        Returns:
+          c: (m, n). k = 0 is refused.
+        """
+    @overload
+    def __call__(
+        self,
+        a: NDArray[Any],
+        b: NDArray[Any],
+        scale_b: NDArray[Any],
+        zeros: NDArray[Any] | None = None,
+        bias: NDArray[Any] | None = None,
+        *,
+        k_width: int = 128,
+        codes_per_byte: int = 1,
+        out_dtype: Any | None = None,
+    ) -> NDArray[Any]: ...
+
 @overload
 def op(
     which: Literal["add_layernorm"],
@@ -3187,6 +3252,14 @@ def op(
     variant: str | None = None,
     tiling: Mapping[str, int] | None = None,
 ) -> VarlenAttentionVjpOp: ...
+@overload
+def op(
+    which: Literal["weight_only_matmul"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> WeightOnlyMatmulOp: ...
 @overload
 def op(
     which: str | Spec[Any],
