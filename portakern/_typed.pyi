@@ -2910,12 +2910,12 @@ class WeightOnlyMatmulOp(Op):
         Codes of 8 bits are int8. Of 4 bits, byte t of a column has q[2 t] in its low half and q[2 t + 1] in its high
         one;
         without zeros they are two's complement, -8 to 7, with zeros unsigned, 0 to 15. Of an odd k the last high half
-        counts
-        nowhere. How the layouts of GPTQ, AWQ, ONNX and PyTorch map onto this one: docs/porting/weight_only_matmul.md.
+        counts nowhere. How the layouts of GPTQ, AWQ, ONNX and PyTorch map onto this one:
+        docs/porting/weight_only_matmul.md.
 
         NaN and infinities in a reach their row of c, in scale_b, zeros and bias their column. What an infinity in
-        scale_b or
-        zeros, or in a beside zeros, gives there is not promised: NaN or an infinity.
+        scale_b
+        or zeros, or in a beside zeros, gives there is not promised: NaN or an infinity.
 
         Args:
           a: (m, k).

@@ -83,11 +83,12 @@ def weight_only_matmul(
     scaled and rounded to 16 bits before it is multiplied, errs by 2^-9 or 2^-12 of each product, and is not offered.
 
     Codes of 8 bits are int8. Of 4 bits, byte t of a column has q[2 t] in its low half and q[2 t + 1] in its high one;
-    without zeros they are two's complement, -8 to 7, with zeros unsigned, 0 to 15. Of an odd k the last high half counts
-    nowhere. How the layouts of GPTQ, AWQ, ONNX and PyTorch map onto this one: docs/porting/weight_only_matmul.md.
+    without zeros they are two's complement, -8 to 7, with zeros unsigned, 0 to 15. Of an odd k the last high half
+    counts nowhere. How the layouts of GPTQ, AWQ, ONNX and PyTorch map onto this one:
+    docs/porting/weight_only_matmul.md.
 
-    NaN and infinities in a reach their row of c, in scale_b, zeros and bias their column. What an infinity in scale_b or
-    zeros, or in a beside zeros, gives there is not promised: NaN or an infinity.
+    NaN and infinities in a reach their row of c, in scale_b, zeros and bias their column. What an infinity in scale_b
+    or zeros, or in a beside zeros, gives there is not promised: NaN or an infinity.
 
     Args:
       a: (m, k).
@@ -189,8 +190,8 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 
     lost, of numbers that may be taken for 0: |s| (flush (sum |q| + w |z|) + tau (2 w + 4 + sum |a|)) of operands,
     products and a zero, and tau (P + 2) of a scale, and of what it makes. Nothing is promised where a sum or a part of
-    its product with the scale reaches 2^127, of infinite scales and zeros, and where an infinity meets zeros, or a scale
-    that may be flushed.
+    its product with the scale reaches 2^127, of infinite scales and zeros, and where an infinity meets zeros, or a
+    scale that may be flushed.
     """
     unit, (count, width), bias = units(call), weight_groups(call), bias_of(call)
     width = min(width, call.dims["k"])
@@ -398,7 +399,7 @@ def whole_columns_are_groups_alike(run, draw):
 
 @weight_only_matmul.law
 def codes_of_4_bits_are_those_of_8(run, draw):
-    """Of integers, codes of 4 bits in pairs give what the same codes do as int8, and unsigned ones beside zeros of 8."""
+    """Of integers, codes of 4 bits in pairs give what the same codes do as int8; unsigned ones beside zeros of 8 too."""
     m, k, n = draw.extent(1, 40), draw.extent(1, 140), draw.extent(1, 40)
     a, codes = draw.integers(-4, 4, m, k), draw.rng.integers(-8, 8, (k + k % 2, n))
     scale, eight = np.ones((1, n), np.float32), np.full((1, n), 8, np.float32)

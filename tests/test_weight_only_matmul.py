@@ -1,4 +1,4 @@
-"""weight_only_matmul: partial sums of k in either kind of launch, and how the layouts of other libraries map onto it."""
+"""weight_only_matmul: partial sums of k in either kind of launch, and the layouts of other libraries."""
 
 import numpy as np
 import pytest

@@ -28,9 +28,9 @@ def simulate(a, b, scale_b, zeros=None, bias=None, k_width=128, codes_per_byte=1
     """``block``: products that are summed together; ``less_first``: zeros are taken from codes, and not from sums.
 
     Faults: ``exchanged``: the halves of a byte; ``unsigned``: whether codes of 4 bits are; ``zeroless``: zeros count
-    nowhere; ``late``: the scale of so many groups before; ``twice``: it counts twice; ``short``: so many products at the
-    end are left out; ``biased``: whether the bias counts; ``weights``: the dtype to which each weight is rounded before
-    its product; ``low``: that of the accumulator.
+    nowhere; ``late``: the scale of so many groups before; ``twice``: it counts twice; ``short``: so many products at
+    the end are left out; ``biased``: whether the bias counts; ``weights``: the dtype to which each weight is rounded
+    before its product; ``low``: that of the accumulator.
     """
     acc, (m, k), n = accumulator(a), a.shape, b.shape[1]
     a = a.astype(acc)

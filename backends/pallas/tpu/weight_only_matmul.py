@@ -3,13 +3,13 @@
     c[i, j] = sum_p scale_b[p, j] (sum_{k in p} a[i, k] q[k, j] - zeros[p, j] sum_{k in p} a[i, k]) + bias[j]
 
 a: (m, k), codes b: (k, n) or, two in a byte, (k / 2, n) -> c: (m, n). The grid is (m blocks, n blocks, k steps), k
-innermost. A step holds as many groups of k as block_k has room for, or a part of one; the sum of a group meets its scale
-in float32 and is added to an accumulator in VMEM.
+innermost. A step holds as many groups of k as block_k has room for, or a part of one; the sum of a group meets its
+scale in float32 and is added to an accumulator in VMEM.
 
-Codes leave HBM as they are, and become bfloat16 in VMEM (float32 beside float32 rows), which holds each of them: int8 by
-way of int32, halves of bytes by shifts. The low halves of a step lie before the high ones then, as whole blocks of
-sublanes. XLA puts the elements of a in the same order, in a copy, which is little beside the weights where rows are few.
-A group that does not fill whole lanes is filled up with zeros by XLA.
+Codes leave HBM as they are, and become bfloat16 in VMEM (float32 beside float32 rows), which holds each of them: int8
+by way of int32, halves of bytes by shifts. The low halves of a step lie before the high ones then, as whole blocks of
+sublanes. XLA puts the elements of a in the same order, in a copy, which is little beside the weights where rows are
+few. A group that does not fill whole lanes is filled up with zeros by XLA.
 
 Source: the blocked product of Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008), as
 matmul's.

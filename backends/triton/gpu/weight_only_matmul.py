@@ -3,14 +3,14 @@
     c[i, j] = sum_p scale_b[p, j] (sum_{k in p} a[i, k] q[k, j] - zeros[p, j] sum_{k in p} a[i, k]) + bias[j]
 
 a: (m, k), codes b: (k, n) or, two in a byte, (k / 2, n) -> c: (m, n). A program computes the transpose of a block_m x
-block_n tile of c: codes are the left operand, which the matrix units of Hopper read from registers, and up to 16 rows of
-a are one instruction wide. The sum of a step, block_k products of one group, meets its scale in float32, and of the codes
-less their zeros no weight is rounded.
+block_n tile of c: codes are the left operand, which the matrix units of Hopper read from registers, and up to 16 rows
+of a are one instruction wide. The sum of a step, block_k products of one group, meets its scale in float32, and of the
+codes less their zeros no weight is rounded.
 
 Few rows are bound by the bytes of b, and n gives too few programs to read them: k is cut into chunks of whole steps, as
-many as n and k say, and never m. A program sums one chunk and ``weight_only_matmul_sum_kernel`` adds the chunks in their
-order, or, where there are tiles enough, a program sums all, in the same order. No bit of a row hangs on which of the two
-happens.
+many as n and k say, and never m. A program sums one chunk and ``weight_only_matmul_sum_kernel`` adds the chunks in
+their order, or, where there are tiles enough, a program sums all, in the same order. No bit of a row hangs on which of
+the two happens.
 
 Source: the transposed product and codes that stay in registers: Frantar et al., "MARLIN" (2024).
 """
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 class WeightExtents(NamedTuple):
     """Of a product; ``tiles_m``, ``tiles_n``: the tiles of c; ``width``: of a group of k, ``width_bytes``: what its
-    codes take, ``parts``: its steps; ``steps``: those of all k, ``chunk``: of a chunk, ``chunks``: how many there are."""
+    codes take, ``parts``: its steps; ``steps``: those of all k, ``chunk``: of a chunk, ``chunks``: how many there
+    are."""
 
     m: int
     n: int
@@ -127,16 +128,16 @@ def product(q, x, tile: tl.constexpr):
 
 @triton.jit
 def sums_of(x, tile: tl.constexpr):
-    """The sum over k of each column of x, (1, block_m). The matrix unit makes it, in an order that is the same in a tile
-    of any width, as a reduction's is not."""
+    """The sum over k of each column of x, (1, block_m). The matrix unit makes it, in an order that is the same in a
+    tile of any width, as a reduction's is not."""
     alike = product(tl.full([16, tile.block_k], 1.0, x.dtype), x, tile)
     return tl.sum(tl.where((tl.arange(0, 16) == 0)[:, None], alike, 0.0), 0)[None, :]
 
 
 @triton.jit
 def step_sum(a_tile, b_tile, i_ok, j_ok, left, zero, zeros, tile: tl.constexpr):
-    """The transpose of a times codes less ``zero`` (columns; without, where ``zeros`` is None), (block_n, block_m), over
-    ``left`` elements of k. Beyond them both operands are read as 0, and no product with a NaN is taken."""
+    """The transpose of a times codes less ``zero`` (columns; without, where ``zeros`` is None), (block_n, block_m),
+    over ``left`` elements of k. Beyond them both operands are read as 0, and no product with a NaN is taken."""
     kk = tl.arange(0, tile.block_k)
     bytes_k: tl.constexpr = tile.block_k // tile.codes
     if tile.whole_k:
