@@ -399,7 +399,7 @@ def whole_columns_are_groups_alike(run, draw):
 
 @weight_only_matmul.law
 def codes_of_4_bits_are_those_of_8(run, draw):
-    """Of integers, codes of 4 bits in pairs give what the same codes do as int8; unsigned ones beside zeros of 8 too."""
+    """Of integers, codes of 4 bits in pairs give what they do as int8; unsigned ones beside zeros of 8 too."""
     m, k, n = draw.extent(1, 40), draw.extent(1, 140), draw.extent(1, 40)
     a, codes = draw.integers(-4, 4, m, k), draw.rng.integers(-8, 8, (k + k % 2, n))
     scale, eight = np.ones((1, n), np.float32), np.full((1, n), 8, np.float32)
