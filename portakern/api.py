@@ -247,10 +247,11 @@ class Op:
 
     def explain(self, *args: Any, **kwargs: Any) -> str:
         """Explain which implementation would serve this call, its tiling and source of the tiling, and why others would
-        not. Nothing runs."""
+        not; of DTensors, also what would move between devices and why. Nothing runs."""
         from portakern.core.explain import explain
 
-        return explain(self.bind(*args, **kwargs), self.choice)
+        parted = any(f.distributes(self.spec, args, kwargs) for f in RECORDERS)  # no kernel reads such arrays whole
+        return explain(self._bound(args, kwargs) if parted else self.bind(*args, **kwargs), self.choice)
 
 
 def _shapes(args: tuple[Any, ...]) -> Any:

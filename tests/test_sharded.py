@@ -11,7 +11,8 @@ if not torch.distributed.is_available():
     pytest.skip("this build of PyTorch has no torch.distributed", allow_module_level=True)
 
 import torch.nn.functional as F  # noqa: E402
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh  # noqa: E402
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh  # noqa: E402
+from torch.distributed.tensor.debug import CommDebugMode  # noqa: E402
 
 import portakern as pk  # noqa: E402
 import portakern.torch  # noqa: E402
@@ -126,8 +127,50 @@ def what_is_gathered_is_said():
     assert "layernorm_vjp: x is cut along axis 0 and gathered: d_weight is a sum of parts" in text
 
 
+def lines_of(name, arrays, placements, mesh, gradients=False, **named):
+    """What an op says of a call of DTensors that are placed so; nothing is sent."""
+    cut = [distribute_tensor(a, mesh, p).requires_grad_(gradients) for a, p in zip(arrays, placements, strict=True)]
+    with CommDebugMode() as sent:
+        text = pk.op(name, **named).explain(*cut)
+    assert not sent.get_total_counts()
+    return [line.strip() for line in text.splitlines() if "conversion:" not in line]
+
+
+def what_would_move_is_explained():
+    mesh = init_device_mesh("cpu", (WORLD,))
+    a, b = made((4, 16), (16, 12))
+    lines = lines_of("matmul", (a, b), ([Shard(1)], [Shard(0)]), mesh, backend="triton")
+    assert lines[4:9] == [
+        "devices: 2 of cpu",
+        "a: Shard(1), stays",
+        "b: Shard(0), stays",
+        "c: Partial(sum), a sum that is pending: added where it is read",
+        "each device runs: matmul(float32; batch=(), m=4, k=8, n=12)",
+    ]
+    assert "kernels: gpu.matmul.matmul_kernel" in lines
+    (moves,) = [x for x in lines_of("softmax", (a,), ([Shard(1)],), mesh) if x.startswith("x: Shard")]
+    gathered = "gathered over axis 0 of the devices, 128 bytes more on each device"
+    assert moves == f"x: Shard(1) -> Replicate(), {gathered}: softmax is not cut along this axis"
+    (moves,) = [x for x in lines_of("matmul", (a, b), ([Shard(0)], [Shard(1)]), mesh) if "->" in x]
+    assert moves.endswith("the call is cut along another dimension there")
+    pending = DTensor.from_local(torch.ones(4, 8), mesh, [Partial()])
+    assert "x: Partial(sum) -> Shard(0), its pending sum is added" in pk.op("softmax").explain(pending)
+    x, w = made((2, 6, 8), (8,), dtype=torch.bfloat16)
+    lines = lines_of("rmsnorm", (x, w), ([Shard(1)], [ALL]), mesh, gradients=True)
+    before, after = lines[: (at := lines.index("in the gradients, rmsnorm_vjp:"))], lines[at:]
+    assert not any("->" in x for x in before)
+    assert ["d_weight is a sum of parts" in x for x in after if "->" in x] == [True, True]
+
+
 def two_axes_of_a_mesh():
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "heads"))
+    q = made((2, 6, 4, 8))[0]
+    lines = lines_of("attention", (q, q, q), ([Shard(0), Shard(1)], *[[Shard(0), ALL]] * 2), mesh)
+    assert "devices: 2 x 2 (data, heads) of cpu" in lines
+    assert "q: (Shard(0), Shard(1)), stays" in lines
+    lines = lines_of("attention", (q, q, q), ([Shard(0), Shard(1)], *[[Shard(0), Shard(1)]] * 2), mesh)
+    (moves,) = [x for x in lines if x.startswith("k: (")]  # to all heads of a device, or to all keys
+    assert moves.startswith("k: (Shard(0), Shard(1)) -> (Shard(0), ") and " over heads" in moves
     a, b = made((4, 16), (16, 12))
     same("matmul", (a, b), ((Shard(0), ALL), (ALL, Shard(1))), (Shard(0), Shard(1)),
          ((Shard(0), Partial()), (Partial(), Shard(1))), mesh=mesh)  # fmt: skip
@@ -142,6 +185,7 @@ def on_two_devices():
     products_and_norms()
     attentions()
     products_of_sequences()
+    what_would_move_is_explained()
     wrong_calls_are_refused_in_the_ops_words()
 
 
@@ -160,5 +204,5 @@ def one_that_fails():
 
 
 def test_a_rank_that_fails_ends_those_that_wait_for_it():
-    with pytest.raises(Exception, match="this rank has nothing to give|Connection closed by peer"):
+    with pytest.raises(Exception, match="this rank has nothing to give|Connection (closed|reset) by peer"):
         on_ranks(one_that_fails, WORLD, limit=50.0)

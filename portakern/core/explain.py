@@ -21,9 +21,14 @@ __all__ = ["explain"]
 
 
 def explain(call: Call, choice: Choice) -> str:
-    """A few lines: the call, its backend and variant, the tiling and its source, and why the others do not serve it."""
+    """A few lines: the call, what would move between devices, its backend and variant, the tiling and its source, and
+    why the others do not serve it."""
     target = call.framework.target(call.device)
     lines = [repr(call), f"  arrays: {call.framework.name} on {target}", *_readings(call), *_kept(call)]
+    parted = call.framework.parted(call, choice)
+    if parted is not None:
+        lines += parted[0]
+        call = parted[1]
     traced = target.platform == "traced"
     if traced:
         expected = call.framework.lowering_target()

@@ -310,6 +310,11 @@ class Framework:
         """
         return False
 
+    def parted(self, call: Call, choice: Choice) -> tuple[list[str], Call] | None:
+        """Of a call of arrays that lie on several devices, in lines of text what would move between these and why, and
+        the call that each of them runs; None for any other call. Nothing runs."""
+        return None
+
     def undisturbed(self, casts: bool) -> bool:
         """Whether nobody steps in (:meth:`interposes`) or looks through the library's arrays, so that an array's
         signature says all about it. Not asked under :meth:`recording_python`."""

@@ -366,6 +366,13 @@ class Torch(Framework):
         sharded.register(spec)
         return True
 
+    def parted(self, call: Call, choice: Choice) -> tuple[list[str], Call] | None:
+        if not any(memory.is_distributed(a) for a in call.arrays.values()):
+            return None
+        from portakern.frameworks.torch import moves
+
+        return moves.explained(call, choice)
+
     def undisturbed(self, casts: bool) -> bool:
         modes, tracing, transforms, casting, forward_ad, profiler, compiler = self._watchers
         return not (

@@ -41,7 +41,7 @@ from portakern.spec import Spec
 from portakern.spec.dtypes import DTYPES
 from portakern.spec.options import Option
 
-__all__ = ["ROUTING", "bound", "calling", "define", "read_options", "staged", "tell_counters"]
+__all__ = ["ROUTING", "bound", "calling", "define", "encoded", "read_options", "staged", "tell_counters"]
 
 LIBRARY = torch.library.Library("portakern", "FRAGMENT")
 ROUTING = ("wants", "backend", "variant", "tiling")
@@ -413,6 +413,12 @@ def _calling(overload: Any, kwargs: Mapping[str, Any]) -> autograd.Run:
         return tuple(named[name] for name in wants)
 
     return run
+
+
+def encoded(spec: Spec[Any], options: Mapping[str, Any], wants: Sequence[str], choice: Choice) -> dict[str, Any]:
+    """The keyword arguments of a call of a custom op."""
+    given = {o.name: _encode(o, options[o.name]) for o in spec.options if o.name in options}
+    return {**given, **_routing(choice), "wants": ",".join(wants)}
 
 
 def _encode(o: Option, value: Any) -> Any:

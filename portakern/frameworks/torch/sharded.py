@@ -29,7 +29,7 @@ from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.torch.custom_ops import ROUTING, define, read_options
 from portakern.spec import Spec
 
-__all__ = ["are_distributed", "register"]
+__all__ = ["are_distributed", "register", "why_moved"]
 
 EVERY_ARGUMENT = 100
 """Arguments before this one are arrays: of these DTensor keeps shapes and placements."""
@@ -103,7 +103,8 @@ def _strategy(spec: Spec[Any], schema: Any) -> Any:
 
 def _given(schema: Any) -> list[Any]:
     """The placed arrays of a call, without those that are not passed."""
-    return [a.strategies[0].output_spec for a in schema.args_schema if hasattr(a, "strategies")]
+    every = (a.strategies[0].output_spec if hasattr(a, "strategies") else a for a in schema.args_schema)
+    return [a for a in every if hasattr(a, "tensor_meta")]
 
 
 def _call_of(spec: Spec[Any], schema: Any) -> tuple[Call, list[str]]:
@@ -166,13 +167,37 @@ def _say_gathered(spec: Spec[Any], mesh: Any, given: dict[str, Any], rules: Sequ
     """Log what is gathered since no shard of it is a call of the op, once in a process."""
     for name, placed in given.items():
         for i, placement in enumerate(placed.placements):
-            if not placement.is_shard():
-                continue
-            along = [r for r in rules if (at := r.arrays[name]) is not None and at.axis == placement.dim]
-            whys = [_why_not(r) or _unequal(spec, r, mesh.size(i)) for r in along]
-            if None not in whys:
-                why = next(iter(whys), f"{spec.name} is not cut along this axis")
+            why = _why_gathered(spec, mesh.size(i), name, placement, rules)
+            if why:
                 say(f"portakern: {spec.name}: {name} is cut along axis {placement.dim} and gathered: {why}")
+
+
+def _why_gathered(
+    spec: Spec[Any], number: int, name: str, placement: Any, rules: Sequence[PartitionRule]
+) -> str | None:
+    """Why so many shards of an array are no calls of the op, in words; None where they are, or it has none."""
+    cut = getattr(placement, "dim", None)
+    if cut is None:
+        return None
+    if not placement.is_shard():
+        return "its parts do not lie side by side: an axis was cut before it was merged with others"
+    along = [r for r in rules if (at := r.arrays[name]) is not None and at.axis == cut]
+    whys = [_why_not(r) or _unequal(spec, r, number) for r in along]
+    return None if None in whys else next(iter(whys), f"{spec.name} is not cut along this axis")
+
+
+def why_moved(spec: Spec[Any], schema: Any, needed: Mapping[str, Any]) -> dict[str, str]:
+    """Array -> why it is placed otherwise for the op, in words, of the arrays that are. ``schema``: the call as the
+    propagator of DTensor has it; ``needed``: array -> its placement for the op."""
+    call, names = _call_of(spec, schema)
+    rules, found = partition_rules(call), {}
+    for name, now in zip(names, schema.args_spec, strict=True):
+        for i, (p, q) in enumerate(zip(now.placements, needed[name].placements, strict=True)):
+            if p == q or name in found or not hasattr(p, "dim"):
+                continue
+            why = _why_gathered(spec, now.mesh.size(i), name, p, rules)
+            found[name] = why or "the call is cut along another dimension there"
+    return found
 
 
 def _unequal(spec: Spec[Any], rule: PartitionRule, number: int) -> str | None:
