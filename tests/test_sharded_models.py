@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -14,18 +16,11 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 if not torch.distributed.is_available():
     pytest.skip("this build of PyTorch has no torch.distributed", allow_module_level=True)
 
-from torch.distributed.fsdp import fully_shard  # noqa: E402
-from torch.distributed.tensor import Replicate, Shard, init_device_mesh  # noqa: E402
-from torch.distributed.tensor.parallel import (  # noqa: E402
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import init_device_mesh  # noqa: E402
+from torch.distributed.tensor.parallel import loss_parallel  # noqa: E402
 
 import portakern.torch  # noqa: E402
+from portakern.examples.parallel.plans import shard, split  # noqa: E402
 from tests.ranks import on_ranks, whole  # noqa: E402
 
 CONFIG = {
@@ -34,56 +29,12 @@ CONFIG = {
     "eos_token_id": 2, "tie_word_embeddings": False,
 }  # fmt: skip
 """Classes and columns that the devices do not divide."""
-ALL, TOKENS = Replicate(), Shard(1)
 
 
 def build(family):
     torch.manual_seed(0)
     config = getattr(transformers, family + "Config")(**CONFIG)
     return getattr(transformers, family + "ForCausalLM")._from_config(config, attn_implementation="eager").train()
-
-
-def plan_of_a_layer(layer, sequence):
-    """Heads and columns of a layer lie apart; with ``sequence`` the tokens of what comes between do."""
-    between = TOKENS if sequence else ALL
-    plan = {f"self_attn.{n}_proj": ColwiseParallel() for n in "qkv"}
-    plan |= {f"mlp.{n}_proj": ColwiseParallel() for n in ("gate", "up")}
-    plan |= {n: RowwiseParallel(output_layouts=between) for n in ("self_attn.o_proj", "mlp.down_proj")}
-    if hasattr(layer.self_attn, "q_norm"):  # of each head: its weight's gradient is a sum over the devices
-        plan |= {f"self_attn.{n}_norm": SequenceParallel(sequence_dim=2, use_local_output=True) for n in "qk"}
-    if sequence:
-        norms = ("input_layernorm", "post_attention_layernorm")
-        plan |= {n: SequenceParallel(use_local_output=True) for n in norms}
-        plan["self_attn"] = PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": TOKENS}, desired_input_kwarg_layouts={"hidden_states": ALL}
-        )
-        plan["mlp"] = PrepareModuleInput(input_layouts=TOKENS, desired_input_layouts=ALL)
-    return plan
-
-
-def split(model, mesh, sequence=False, losses=False):
-    """Tensor parallelism as PyTorch's tutorials have it, for transformers' models."""
-    last = Shard(-1) if losses else ALL
-    plan = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=ALL),
-        "lm_head": ColwiseParallel(
-            input_layouts=TOKENS if sequence else ALL, output_layouts=last, use_local_output=not losses
-        ),
-    }
-    if sequence:
-        plan["model.norm"] = SequenceParallel(use_local_output=True)
-        plan["model.layers.0"] = PrepareModuleInput(
-            input_layouts=ALL, desired_input_layouts=TOKENS, use_local_output=True
-        )
-    parallelize_module(model, mesh, plan)
-    for layer in model.model.layers:
-        parallelize_module(layer, mesh, plan_of_a_layer(layer, sequence))
-
-
-def shard(model, mesh):
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
 
 
 PLANS = {
@@ -148,3 +99,15 @@ def check_served(name, plan, applied, served):
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma"])
 def test_a_model_under_each_plan_is_that_of_one_device(family):
     on_ranks(equal_to_one_device, 4, family)
+
+
+def test_the_example_trains_under_torchrun_as_on_pytorch():
+    def run(on):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        command += ["-m", "portakern.examples.parallel.train", "--steps=2", f"--on={on}"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=280, check=True).stdout
+
+    ours, theirs = run("portakern"), run("torch")
+    losses = [[float(x) for x in text.splitlines()[-1].removeprefix("losses: ").split()] for text in (ours, theirs)]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-4) and len(losses[0]) == 2
+    assert "its post_attention_layernorm has hooks" in ours

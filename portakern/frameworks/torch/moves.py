@@ -172,7 +172,7 @@ def _gradients(call: Call, placed: Placed, differentiated: Sequence[str], choice
     forms = {n: _like(outputs[n], *call.outputs[n]) for n in training.wants}
     given = {n: placed.given[n] for n in wired.inputs if n in placed.given}
     given |= {n: forms[n] for n in wired.saves(call.options) if n in forms}
-    given |= {d: _whole(forms[n]) for n, d in wired.cotangents.items() if n in call.wants}
+    given |= {d: _of_cotangent(forms[n]) for n, d in wired.cotangents.items() if n in call.wants}
     options = {n: call.options[n] for n in wired.options}
     ordered = {a.name: given[a.name] for a in wired.vjp.arrays if a.name in given}
     try:
@@ -189,7 +189,7 @@ def _like(spec: DTensorSpec, shape: tuple[int, ...], dtype: str) -> DTensorSpec:
     return DTensorSpec(spec.mesh, spec.placements, TensorMeta(torch.Size(shape), strides, getattr(torch, dtype)))
 
 
-def _whole(spec: DTensorSpec) -> DTensorSpec:
+def _of_cotangent(spec: DTensorSpec) -> DTensorSpec:
     """Where the cotangent of a result lies: what is a sum of parts has one, the same for all of them."""
     from torch.distributed.tensor import Replicate
 

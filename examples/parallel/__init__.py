@@ -1,0 +1,1 @@
+"""A Llama under PyTorch's parallel plans, on portakern."""
