@@ -41,6 +41,8 @@ def explain(call: Call, choice: Choice) -> str:
     chosen = None
     try:
         chosen = choice.backend or choose(call.spec, call.framework, target)
+        told, call = call.framework.in_parts(call, target, chosen.oracle)
+        lines += told
         candidates = find_routes(chosen, call, target, choice.variant)
         if traced and candidates[0].framework is not call.framework and not chosen.oracle:
             raise UnsupportedError(

@@ -288,6 +288,15 @@ class Framework:
         """For what a traced call is lowered where nothing else is said; None where that is not known."""
         return None
 
+    def in_parts(self, call: Call, target: Target, oracle: bool) -> tuple[list[str], Call]:
+        """How a call is served whose arrays several devices hold, in lines of :func:`portakern.core.explain.explain`,
+        and the call of one of these; no lines where one device holds all. ``oracle``: whether the oracle serves it.
+
+        Raises:
+          UnsupportedError: it is not served.
+        """
+        return [], call
+
     def trace(self, call: Call, choice: Choice) -> tuple[Any, ...]:
         """The outputs of a call whose arrays have no device yet: their target's platform is ``traced``."""
         raise NotImplementedError

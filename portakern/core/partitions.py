@@ -31,7 +31,16 @@ from portakern.spec import Dim, Origin, Spec, When
 from portakern.spec.dtypes import DTYPES
 from portakern.spec.options import Option
 
-__all__ = ["JOINED_IN_WORDS", "CutAxis", "Joined", "PartitionRule", "axis_name", "described", "partition_rules"]
+__all__ = [
+    "JOINED_IN_WORDS",
+    "CutAxis",
+    "Joined",
+    "PartitionRule",
+    "aligned",
+    "axis_name",
+    "described",
+    "partition_rules",
+]
 
 WIDE = "float32"
 """What parts of sums are stored in, where the result has fewer bits."""
@@ -298,6 +307,19 @@ def _slot(call: Call, name: str, back: int) -> tuple[str, int]:
     whole, option = dropped
     gone = call.options[option.name] % len(call.dims[whole]) - len(call.dims[whole])
     return whole, back if back > gone else back - 1
+
+
+def aligned(call: Call, name: str, other: str, array: Any) -> Any:
+    """An output with its axes where another output has the same dimensions, and extents of 1 where it lacks them."""
+    dims = {o.name: [(d.name, i) for d in o.dims for i in range(_rank(call, d))] for o in call.spec.outputs}
+    own, wanted = dims[name], dims[other]
+    order = [own.index(axis) for axis in wanted if axis in own]
+    shape = iter(array.transpose(order).shape)
+    return array.transpose(order).reshape([next(shape) if axis in own else 1 for axis in wanted])
+
+
+def _rank(call: Call, d: Dim) -> int:
+    return len(call.dims[d.factors[0]]) if d.variadic else 1
 
 
 # ------------------------------------------------------------------------------------------------------------- in words

@@ -26,9 +26,17 @@ from portakern.core.binder import bind
 from portakern.core.call import Call
 from portakern.core.observe import Served, observe
 from portakern.core.oracle import rounded
-from portakern.core.partitions import JOINED_IN_WORDS, CutAxis, Joined, PartitionRule, described, partition_rules
+from portakern.core.partitions import (
+    JOINED_IN_WORDS,
+    CutAxis,
+    Joined,
+    PartitionRule,
+    aligned,
+    described,
+    partition_rules,
+)
 from portakern.errors import NotEmulatedError, SpecError, UnsupportedError
-from portakern.spec import Dim, Spec
+from portakern.spec import Spec
 from portakern.spec.dtypes import DTYPES, numpy_dtype
 from portakern.spec.tolerance import format_of, magnitude, round_to
 from portakern.testing.cases import Case
@@ -200,19 +208,6 @@ def _joined(call: Call, name: str, how: Joined, some: Sequence[np.ndarray], logs
         share, none = (aligned(call, how.by, name, a) for a in (weight / total, np.isneginf(log)))
         found = found + np.where(none, 0, share * y).astype(found.dtype)
     return found
-
-
-def aligned(call: Call, name: str, other: str, array: np.ndarray) -> np.ndarray:
-    """An output with its axes where another output has the same dimensions, and extents of 1 where it lacks them."""
-    dims = {o.name: [(d.name, i) for d in o.dims for i in range(_rank(call, d))] for o in call.spec.outputs}
-    own, wanted = dims[name], dims[other]
-    order = [own.index(axis) for axis in wanted if axis in own]
-    shape = iter(array.transpose(order).shape)
-    return array.transpose(order).reshape([next(shape) if axis in own else 1 for axis in wanted])
-
-
-def _rank(call: Call, d: Dim) -> int:
-    return len(call.dims[d.factors[0]]) if d.variadic else 1
 
 
 # --------------------------------------------------------------------------------------------------------------- bounds

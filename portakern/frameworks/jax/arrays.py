@@ -16,7 +16,6 @@ from portakern.core.framework import Framework, load_library
 from portakern.core.instruments import Instruments
 from portakern.core.targets import Target
 from portakern.errors import SpecError, UnavailableError, UnsupportedError
-from portakern.frameworks.jax.sharding import mesh_axes, refused
 from portakern.spec.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
@@ -112,7 +111,7 @@ class Jax(Framework):
                 )
             return None
         devices = array.sharding.device_set
-        return next(iter(devices)) if len(devices) == 1 else frozenset(devices)
+        return next(iter(devices)) if len(devices) == 1 else None  # sharded: the call is part of a program over them
 
     def load(self) -> Any:
         return load_library("jax", "pallas")
@@ -124,12 +123,6 @@ class Jax(Framework):
     def target(self, device: Any) -> Target:
         if device is None:
             return Target("traced")
-        if not hasattr(device, "platform"):
-            n = len(device)
-            raise UnsupportedError(
-                f"the arrays are sharded over {n} devices; an op runs on one: call it inside jax.shard_map, or gather "
-                "with jax.device_put(x, device)"
-            )
         if device.platform == "gpu":
             if "rocm" in device.client.platform_version.lower():
                 return Target("rocm", "")
@@ -149,12 +142,7 @@ class Jax(Framework):
         return list(dict.fromkeys([*jax.local_devices(), *jax.local_devices(backend="cpu")]))
 
     def check(self, call: Call) -> bool:
-        if isinstance(call.device, frozenset):
-            axes = [next(mesh_axes(a), None) for a in call.arrays.values() if a is not None]
-            axis = next((a for a in axes if isinstance(a, str)), None)
-            raise refused(call, f"is given arrays that are sharded over {len(call.device)} devices", axis)
-        if call.device is not None:
-            refuse_deleted(call.spec.name, **call.arrays)
+        refuse_deleted(call.spec.name, **call.arrays)
         return False
 
     def outside(self) -> AbstractContextManager[Any]:
@@ -228,6 +216,11 @@ class Jax(Framework):
         from portakern.frameworks.jax import tracing
 
         return tracing.lowering_target()
+
+    def in_parts(self, call: Call, target: Target, oracle: bool) -> tuple[list[str], Call]:
+        from portakern.frameworks.jax import partitioned
+
+        return partitioned.explained(call, target, oracle)
 
     def trace(self, call: Call, choice: Choice) -> tuple[Any, ...]:
         from portakern.frameworks.jax import tracing

@@ -4,7 +4,6 @@ op on what it holds. Nothing here imports jax.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from portakern.core import registry
@@ -12,7 +11,7 @@ from portakern.core.call import Call
 from portakern.errors import UnsupportedError
 from portakern.spec import ArrayArg, Dim, Output
 
-__all__ = ["mesh_axes", "refused"]
+__all__ = ["refused"]
 
 
 def refused(call: Call, why: str, axis: Any = None, backend: str | None = None) -> UnsupportedError:
@@ -20,11 +19,6 @@ def refused(call: Call, why: str, axis: Any = None, backend: str | None = None) 
 
     ``axis``: the mesh's, if it is known, along which the samples lie; ``backend``: the one that was named."""
     return UnsupportedError(f"{call.spec.name} {why}; {_instead(call, axis, backend)}")
-
-
-def mesh_axes(array: Any) -> Iterator[Any]:
-    """The mesh's axes along which the array's own axes lie, None for one that every device has whole."""
-    yield from getattr(getattr(array, "sharding", None), "spec", None) or ()
 
 
 def _instead(call: Call, axis: Any, backend: str | None) -> str:

@@ -11,7 +11,6 @@ Gradients are a ``jax.custom_vjp`` around that primitive: its backward pass call
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import dispatch  # jax has no public name for primitives whose lowering asks for devices
 from jax._src.config import (  # jax has no public name for leaving shard_map's check of varying axes, nor for this
     _check_vma,
     eager_constant_folding,
@@ -33,6 +33,7 @@ from jax._src.effects import Effect  # jax has no public name for it
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from portakern.core import registry
 from portakern.core.backend import Backend, Implementation
@@ -43,52 +44,28 @@ from portakern.core.config import Config
 from portakern.core.dispatch import Choice, Route, announce, choose, find_routes, gradient_choice, pick
 from portakern.core.framework import frameworks, host_framework
 from portakern.core.gradients import wiring
-from portakern.core.observe import OBSERVERS, Served, tell
+from portakern.core.observe import OBSERVERS, Served, say, tell
 from portakern.core.oracle import degenerate_values, rounded_oracle
 from portakern.core.plan import call_through
 from portakern.core.targets import Target, find
 from portakern.errors import SpecError, UnsupportedError
-from portakern.frameworks.jax.sharding import mesh_axes, refused
+from portakern.frameworks.jax.partitioned import (
+    auto_axes,
+    devices_of,
+    explicit_mesh,
+    explicit_placement,
+    explicit_sharding,
+    gathered,
+    lowering_mesh,
+    manual_axes,
+    on_parts,
+    partitioned,
+)
+from portakern.frameworks.jax.sharding import refused
+from portakern.frameworks.jax.staged import Axes, StaticCall, output_dtype, static_call
 from portakern.spec import Spec
-from portakern.spec.dtypes import numpy_dtype
 
 __all__ = ["lowered_for", "lowering_target", "run", "trace", "varying_alike"]
-
-Axes = tuple[int | None, ...]
-
-
-@dataclass(frozen=True)
-class _Static:
-    """Everything about a call but its arrays. ``vmaps``: the batched axes of each enclosing ``jax.vmap``, innermost
-    first (0 or None an array)."""
-
-    spec: Spec[Any]
-    backend: Backend | None
-    variant: str | None
-    tiling: tuple[tuple[str, int], ...]
-    given: tuple[str, ...]
-    options: tuple[tuple[str, Any], ...]
-    wants: tuple[str, ...]
-    vmaps: tuple[Axes, ...] = ()
-
-    def bind(self, arrays: Sequence[Any]) -> Call:
-        call = bind(self.spec, **dict(zip(self.given, arrays, strict=True)), **dict(self.options))
-        return call.replace(wants=self.wants)
-
-    @property
-    def choice(self) -> Choice:
-        return Choice(self.backend, self.variant, dict(self.tiling))
-
-
-def _static(call: Call, choice: Choice) -> _Static:
-    given = tuple(n for n, a in call.arrays.items() if a is not None)
-    tiling = tuple(sorted(choice.tiling.items()))
-    return _Static(call.spec, choice.backend, choice.variant, tiling, given, tuple(call.options.items()), call.wants)
-
-
-def _output_dtype(dtype: str) -> Any:
-    """NumPy's object for the dtype in which JAX holds an output."""
-    return numpy_dtype(frameworks()["jax"].stored_dtype(dtype))
 
 
 def _given(call: Call) -> list[Any]:
@@ -101,7 +78,7 @@ def _spread(call: Call, wanted: Any) -> tuple[Any, ...]:
     return tuple(named.get(o.name) for o in call.spec.outputs)
 
 
-def _apply(impl: Implementation, static: _Static, target: Target, interpret: bool, *arrays: Any) -> tuple[Any, ...]:
+def _apply(impl: Implementation, static: StaticCall, target: Target, interpret: bool, *arrays: Any) -> tuple[Any, ...]:
     call = static.bind(arrays)
     call.target, call.interpret, call.concrete = target, interpret, False
     return tuple(o for o in impl.run(call, impl.configured(call.spec, dict(static.tiling))) if o is not None)
@@ -121,7 +98,9 @@ def _program(op: str, interpret: bool) -> Callable[..., tuple[Any, ...]]:
     unoptimised it starts sooner, and without fused multiply-adds its bits do not depend on what else is compiled with
     it."""
 
-    def apply(impl: Implementation, static: _Static, target: Target, interpret: bool, *arrays: Any) -> tuple[Any, ...]:
+    def apply(
+        impl: Implementation, static: StaticCall, target: Target, interpret: bool, *arrays: Any
+    ) -> tuple[Any, ...]:
         with scoped(op):
             return _apply(impl, static, target, interpret, *arrays)
 
@@ -136,7 +115,7 @@ def run(impl: Implementation, call: Call, config: Config) -> tuple[Any, ...]:
     While JAX traces, a call on constants is part of what it traces."""
     if trace_ctx.trace is not eval_trace:
         return trace(call, Choice(impl.backend, impl.family.name, config))
-    program, static = _program(call.spec.name, call.interpret), _static(call, Choice(impl.backend, tiling=config))
+    program, static = _program(call.spec.name, call.interpret), static_call(call, Choice(impl.backend, tiling=config))
     with _compiled():
         return _spread(call, program(impl, static, call.target, call.interpret, *_given(call)))
 
@@ -168,13 +147,10 @@ def trace(call: Call, choice: Choice) -> tuple[Any, ...]:
     if call.degenerate:
         gone = degenerate_values(call)
         return tuple(
-            jnp.full(s, gone.get(n, 0.0), _output_dtype(d)) if n in call.wants else None
+            jnp.full(s, gone.get(n, 0.0), output_dtype(d)) if n in call.wants else None
             for n, (s, d) in call.outputs.items()
         )
-    axis = next((axis for a in _given(call) for axis in mesh_axes(jax.typeof(a)) if axis is not None), None)
-    if axis is not None:  # of a mesh with explicit axes: inside jax.shard_map a type has none
-        raise refused(call, "is given arrays that are sharded", axis, backend.name if backend else None)
-    static, arrays = _static(call, choice), varying_alike(_given(call))
+    static, arrays = static_call(call, choice), varying_alike(_given(call))
     return _spread(call, _step(static, arrays) if call.spec.vjp else _primitive.bind(*arrays, static=static))
 
 
@@ -192,7 +168,7 @@ def _cannot_stage(call: Call, backend: Backend, why: str = "") -> UnsupportedErr
     )
 
 
-def _step(static: _Static, arrays: list[Any]) -> Any:
+def _step(static: StaticCall, arrays: list[Any]) -> Any:
     """The outputs of an op that has a gradient, as a step of what JAX traces."""
     try:
         return _differentiable(static, *arrays)
@@ -233,20 +209,22 @@ def _to_varying(array: Any, axes: tuple[str, ...]) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(static: _Static, *arrays: Any) -> tuple[Any, ...]:
+def _differentiable(static: StaticCall, *arrays: Any) -> tuple[Any, ...]:
     return tuple(_primitive.bind(*arrays, static=static))
 
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _Residuals:
-    """What the backward pass knows beside the saved arrays: their names, and the gradients that are wanted."""
+    """What the backward pass knows beside the saved arrays: their names, the gradients that are wanted, and how the
+    arrays lie on Explicit axes of a mesh, as their gradients shall (None: there are none)."""
 
     names: tuple[str, ...]
     wants: tuple[str, ...]
+    lies: tuple[NamedSharding | None, ...]
 
 
-def _forward(static: _Static, *primals: Any) -> tuple[tuple[Any, ...], tuple[_Residuals, tuple[Any, ...]]]:
+def _forward(static: StaticCall, *primals: Any) -> tuple[tuple[Any, ...], tuple[_Residuals, tuple[Any, ...]]]:
     """The primals arrive with a mark that says whether they are differentiated."""
     wired = wiring(static.spec)
     wants = wired.wants(
@@ -263,11 +241,12 @@ def _forward(static: _Static, *primals: Any) -> tuple[tuple[Any, ...], tuple[_Re
         zip(training, _primitive.bind(*values.values(), static=replace(static, wants=training)), strict=True)
     )
     saved = {n: values[n] for n in wired.inputs if n in values} | {n: outputs[n] for n in kept}
-    return tuple(outputs[n] for n in static.wants), (_Residuals(tuple(saved), wants), tuple(saved.values()))
+    lies = tuple(explicit_sharding(jax.typeof(p.value)) for p in primals)
+    return tuple(outputs[n] for n in static.wants), (_Residuals(tuple(saved), wants, lies), tuple(saved.values()))
 
 
 def _backward(
-    static: _Static, residuals: tuple[_Residuals, tuple[Any, ...]], cotangents: tuple[Any, ...]
+    static: StaticCall, residuals: tuple[_Residuals, tuple[Any, ...]], cotangents: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     saved, arrays = residuals
     wired = wiring(static.spec)
@@ -290,13 +269,17 @@ def _backward(
         call = bind(wired.vjp, **given, **options, wants=saved.wants)
         outputs, _ = call_through(call, gradient_choice(static.backend, wired.vjp, static.choice))
         gradients = dict(zip((o.name for o in wired.vjp.outputs), outputs, strict=True))
-    return tuple(gradients.get(wired.gradients.get(n, ""), wired.passed(n, given)) for n in static.given)
+    found = [gradients.get(wired.gradients.get(n, ""), wired.passed(n, given)) for n in static.given]
+    return tuple(
+        d if d is None or lie is None else jax.sharding.reshard(d, lie)
+        for d, lie in zip(found, saved.lies, strict=True)
+    )
 
 
 _differentiable.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _lowered(target: Target, exported: bool, *arrays: Any, static: _Static) -> tuple[Any, ...]:
+def _lowered(target: Target, exported: bool, *arrays: Any, static: StaticCall) -> tuple[Any, ...]:
     """What the primitive does on a chip, written in JAX. ``exported``: in a program that another process may run."""
     function: Callable[..., Any] = functools.partial(_on_target, target, exported, static)
     for axes in static.vmaps:
@@ -351,13 +334,15 @@ def _target(platform: str, context: Any = None) -> Target:
     if named is not None and named.platform == platform:
         return named
     framework = frameworks()["jax"]
-    mesh = getattr(getattr(context, "mesh", None), "devices", None)  # of shard_map; an abstract mesh has none
-    devices = getattr(context, "device_assignment", None) or (() if mesh is None else tuple(mesh.flat))
+    mesh = getattr(context, "mesh", None)  # of shard_map; an abstract mesh has no devices
+    devices = getattr(context, "device_assignment", None) or (
+        tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else ()
+    )
     found = {t for d in devices or jax.local_devices() if (t := framework.target(d)).platform == platform}
     return found.pop() if len(found) == 1 else Target(platform)
 
 
-def _on_target(target: Target, exported: bool, static: _Static, *arrays: Any) -> tuple[Any, ...]:
+def _on_target(target: Target, exported: bool, static: StaticCall, *arrays: Any) -> tuple[Any, ...]:
     call = static.bind(arrays)
     backend = static.backend or choose(call.spec, frameworks()["jax"], target)
     candidates = find_routes(backend, call, target, static.variant)
@@ -381,14 +366,14 @@ def _on_target(target: Target, exported: bool, static: _Static, *arrays: Any) ->
     return outputs
 
 
-def _tell(static: _Static, route: Route, config: Config, arrays: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
+def _tell(static: StaticCall, route: Route, config: Config, arrays: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
     call = static.bind(tuple(map(np.asarray, arrays))).replace(target=route.target, interpret=route.interpret)
     impl, told = route.impl, _spread(call, tuple(map(np.asarray, outputs)))
     tell(Served(call, impl.backend.name, impl.family.name, route.interpret, dict(config), told))
 
 
-def _callback(static: _Static, call: Call, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-    shapes = tuple(jax.ShapeDtypeStruct(s, _output_dtype(d)) for n, (s, d) in call.outputs.items() if n in call.wants)
+def _callback(static: StaticCall, call: Call, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    shapes = tuple(jax.ShapeDtypeStruct(s, output_dtype(d)) for n, (s, d) in call.outputs.items() if n in call.wants)
 
     def on_host(*values: Any) -> tuple[Any, ...]:
         inner = static.bind(tuple(host_framework().to_numpy(v) for v in values))
@@ -407,59 +392,51 @@ _primitive.multiple_results = True
 
 
 @_primitive.def_impl
-def _evaluate(*arrays: Any, static: _Static) -> Any:
+def _evaluate(*arrays: Any, static: StaticCall) -> Any:
     with _compiled():  # without jit this very primitive would be evaluated again
         return _evaluate_jitted(static, *arrays)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _evaluate_jitted(static: _Static, *arrays: Any) -> Any:
+def _evaluate_jitted(static: StaticCall, *arrays: Any) -> Any:
     return _primitive.bind(*arrays, static=static)
 
 
-def _unbatched(static: _Static, avals: Sequence[Any]) -> tuple[tuple[int, ...], Call]:
-    """The extents that enclosing ``jax.vmap`` give, outermost first, and the call within them."""
-    lead: tuple[int, ...] = ()
-    shapes = [a.shape for a in avals]
-    for axes in reversed(static.vmaps):  # outermost first: peel the leading axes off
-        lead += (next(s[0] for s, ax in zip(shapes, axes, strict=True) if ax is not None),)
-        shapes = [s if ax is None else s[1:] for s, ax in zip(shapes, axes, strict=True)]
-    return lead, static.bind([jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(shapes, avals, strict=True)])
-
-
 @_primitive.def_abstract_eval
-def _abstract(*avals: Any, static: _Static) -> list[Any]:
-    lead, inner = _unbatched(static, avals)
+def _abstract(*avals: Any, static: StaticCall) -> list[Any]:
+    lead, inner = static.unbatched(avals)
     first = avals[0]  # it varies along the same mesh axes as all of them: see varying_alike
-    unsharded = [
-        first.sharding.update(spec=jax.sharding.PartitionSpec(*(None,) * len(lead + s)))
-        for s, _ in inner.outputs.values()
-    ]
+    forms = [(lead + s, d) for n, (s, d) in inner.outputs.items() if n in inner.wants]
+    mesh = explicit_mesh(avals)
+    if mesh is not None:
+        shardings = [NamedSharding(mesh, s) for s in explicit_placement(static, avals, mesh).out_specs]
+    else:
+        shardings = [first.sharding.update(spec=PartitionSpec(*(None,) * len(s))) for s, _ in forms]
     return [
-        first.update(shape=lead + s, dtype=_output_dtype(d), weak_type=False, sharding=sharding)
-        for (n, (s, d)), sharding in zip(inner.outputs.items(), unsharded, strict=True)
-        if n in inner.wants
+        first.update(shape=s, dtype=output_dtype(d), weak_type=False, sharding=sharding)
+        for (s, d), sharding in zip(forms, shardings, strict=True)
     ]
 
 
-def _batch(arrays: tuple[Any, ...], axes: tuple[Any, ...], *, static: _Static) -> tuple[Any, list[int]]:
+def _batch(arrays: tuple[Any, ...], axes: tuple[Any, ...], *, static: StaticCall) -> tuple[Any, list[int]]:
     mapped = tuple(None if ax is None else 0 for ax in axes)
     moved = [a if ax is None else jnp.moveaxis(a, ax, 0) for a, ax in zip(arrays, axes, strict=True)]
-    if static.backend is not None and static.backend.framework != "jax" and not static.vmaps:
+    own = static.backend is not None and static.backend.framework != "jax" and not static.vmaps
+    if own and explicit_mesh([jax.typeof(a) for a in moved]) is None:  # parts join theirs
         joined = _joined(static, moved, mapped)
         if joined is not None:
             return joined, [0] * len(joined)
     nested = replace(static, vmaps=(*static.vmaps, mapped))
-    lead, inner = _unbatched(nested, [jax.typeof(a) for a in moved])
+    lead, inner = nested.unbatched([jax.typeof(a) for a in moved])
     if 0 in lead:  # of no sample there is nothing to compute, and nothing that a kernel can be mapped over
         shapes = [lead + s for n, (s, _) in inner.outputs.items() if n in inner.wants]
-        outputs = [jnp.zeros(s, _output_dtype(inner.outputs[n][1])) for n, s in zip(inner.wants, shapes, strict=True)]
+        outputs = [jnp.zeros(s, output_dtype(inner.outputs[n][1])) for n, s in zip(inner.wants, shapes, strict=True)]
     else:
         outputs = _primitive.bind(*moved, static=nested)
     return outputs, [0] * len(outputs)
 
 
-def _joined(static: _Static, arrays: list[Any], mapped: Axes) -> list[Any] | None:
+def _joined(static: StaticCall, arrays: list[Any], mapped: Axes) -> list[Any] | None:
     """The outputs of all samples by one call whose batch they join, None where they cannot. Kernels of another library
     know nothing of ``jax.vmap``: it would call them sample by sample."""
     n = next(a.shape[0] for a, ax in zip(arrays, mapped, strict=True) if ax is not None)
@@ -480,7 +457,7 @@ def _joined(static: _Static, arrays: list[Any], mapped: Axes) -> list[Any] | Non
     return [jnp.reshape(o, (n, *shape)) for o, shape in zip(outputs, shapes, strict=True)]
 
 
-def _refuse_gradient(primals: Any, tangents: Any, *, static: _Static) -> Any:
+def _refuse_gradient(primals: Any, tangents: Any, *, static: StaticCall) -> Any:
     wiring(static.spec)  # raises where there is none
     raise _first_order(static.spec)
 
@@ -492,22 +469,54 @@ def _first_order(spec: Spec[Any]) -> UnsupportedError:
     )
 
 
-def _one_device(ctx: mlir.LoweringRuleContext, static: _Static) -> None:
-    """Refuse a computation that is partitioned over devices outside ``shard_map``: XLA would gather every array and run
-    the whole op on each of them."""
+def _bind(static: StaticCall, arrays: Sequence[Any]) -> Sequence[Any]:
+    found: Sequence[Any] = _primitive.bind(*arrays, static=static)
+    return found
+
+
+def _written(platform: str, ctx: mlir.LoweringRuleContext, static: StaticCall) -> Callable[..., Any]:
+    """What the primitive is on a platform, in JAX's words: the call on one device, or on those that hold its arrays."""
     axes = ctx.module_context.axis_context
-    devices = getattr(axes, "num_devices", None)
-    if devices is None and hasattr(axes, "mesh"):
-        manual: frozenset[str] = getattr(axes, "manual_axes", frozenset())
-        devices = math.prod(n for name, n in axes.mesh.shape.items() if name not in manual)
-    if (devices or 1) > 1:
-        why = (
-            f"is part of a computation that jax.jit partitions over {devices} devices, each of which would run it whole"
+    if explicit_mesh(ctx.avals_in) is not None:
+        return functools.partial(on_parts, static, ctx.avals_in, axes, _bind)
+    exported = bool(getattr(ctx.module_context.lowering_parameters, "for_export", False))
+    target = _target(platform, axes)
+    alone = functools.partial(_lowered, target, exported, static=static)
+    if devices_of(axes) == 1:
+        return alone
+    oracle = (static.backend or choose(static.spec, frameworks()["jax"], target)).oracle
+    why = _why_not_partitioned(platform, axes, exported, oracle)
+    if why is not None:
+        told = f"is part of a computation that jax.jit partitions over {devices_of(axes)} devices, {why}"
+        raise refused(static.unbatched(ctx.avals_in)[1], told, backend=static.backend.name if static.backend else None)
+    if oracle:
+        say(f"portakern: {static.spec.name}: the float64 oracle gathers arrays that jax.jit partitions: exact, slow")
+        return functools.partial(gathered, axes, alone)
+    return partitioned(static, ctx.avals_in, axes, _bind)
+
+
+def _why_not_partitioned(platform: str, axes: Any, exported: bool, oracle: bool) -> str | None:
+    """Why XLA cannot be asked for an op's parts, in words; None where it can. While it partitions no part may call the
+    host: the process would end."""
+    if platform == "tpu":
+        return "for which jax has no way on TPUs"
+    if exported:
+        return "which jax.export does not keep: each of them would run it whole"
+    if OBSERVERS:
+        return "which observe() cannot look into"
+    if oracle and manual_axes(axes):
+        return (
+            "beside the axes of a jax.shard_map that does not name all, where the oracle cannot be called on the host"
         )
-        raise refused(_unbatched(static, ctx.avals_in)[1], why, backend=static.backend.name if static.backend else None)
+    if manual_axes(axes) and len(auto_axes(axes)) > 1:
+        named = " and ".join(map(repr, auto_axes(axes)))
+        return f"along {named}, beside the axes of a jax.shard_map, where XLA does not say which is which: name all but one"
+    if lowering_mesh(axes) is None:
+        return "whose mesh is not known here: place the arrays on one that jax.make_mesh makes, or name all of its axes"
+    return None
 
 
-def _interpreter_refused(static: _Static) -> UnsupportedError:
+def _interpreter_refused(static: StaticCall) -> UnsupportedError:
     """An interpreter that keeps a chip's memory on the host calls there step by step. jax orders such calls among those
     of a program that it sees, and what an op does is not seen before it is lowered."""
     return UnsupportedError(
@@ -518,20 +527,14 @@ def _interpreter_refused(static: _Static) -> UnsupportedError:
 
 
 def _lowering(platform: str) -> Callable[..., Any]:
-    def rule(ctx: mlir.LoweringRuleContext, *operands: Any, static: _Static) -> Any:
-        _one_device(ctx, static)
-        target = _target(platform, ctx.module_context.axis_context)
-        exported = getattr(ctx.module_context.lowering_parameters, "for_export", False)
-        inner = mlir.lower_fun(functools.partial(_lowered, target, exported), multiple_results=True)
+    def rule(ctx: mlir.LoweringRuleContext, *operands: Any, static: StaticCall) -> Any:
         # Below this point every device computes on what it holds: which mesh axes a value varies along is settled, and
         # kernels need not carry it.
         with _check_vma(False):
+            inner = mlir.lower_fun(_written(platform, ctx, static), multiple_results=True)
+            forms = [jax.core.ShapedArray(a.shape, a.dtype, sharding=a.sharding) for a in ctx.avals_in]
             try:
-                return inner(
-                    ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]),
-                    *operands,
-                    static=static,
-                )
+                return inner(ctx.replace(avals_in=forms), *operands)
             except KeyError as e:
                 if not (e.args and isinstance(e.args[0], Effect)):
                     raise
@@ -540,6 +543,7 @@ def _lowering(platform: str) -> Callable[..., Any]:
     return rule
 
 
+dispatch.prim_requires_devices_during_lowering.add(_primitive)  # what XLA partitions is told of its mesh
 batching.primitive_batchers[_primitive] = _batch
 ad.primitive_jvps[_primitive] = _refuse_gradient
 for _platform in ("cpu", "tpu", "cuda", "rocm"):
