@@ -87,7 +87,8 @@ class CutCall:
         """How the call is served, in words."""
         for cut in self.cuts:
             results = ", ".join(f"{n}: {JOINED_IN_WORDS[j.kind]}" for n, j in cut.rule.outputs.items())
-            yield f"cut along {cut.rule.name} into {cut.number} parts over {' and '.join(map(repr, cut.over))}: {results}"
+            over = " and ".join(map(repr, cut.over))
+            yield f"cut along {cut.rule.name} into {cut.number} parts over {over}: {results}"
         yield from map(str, self.gathered)
         if self.cuts:
             yield f"each part: {self.part!r}"

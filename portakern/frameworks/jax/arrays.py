@@ -110,8 +110,10 @@ class Jax(Framework):
                     "jax.ShapeDtypeStruct"
                 )
             return None
-        devices = array.sharding.device_set
-        return next(iter(devices)) if len(devices) == 1 else None  # sharded: the call is part of a program over them
+        devices, mesh = array.sharding.device_set, getattr(array.sharding, "mesh", None)
+        if len(devices) > 1 or (mesh is not None and jax.sharding.AxisType.Explicit in mesh.axis_types):
+            return None  # the call is part of a program over these devices, or has types that say how results lie
+        return next(iter(devices))
 
     def load(self) -> Any:
         return load_library("jax", "pallas")

@@ -1,7 +1,7 @@
 """Calls on arrays that lie on several devices: each device computes its part, and collectives put parts together.
 
-Where a call may be cut is the op's rule (:mod:`portakern.core.partitions`), and which cuts are made follows from how its
-arrays lie (:mod:`portakern.core.placements`). There are two ways, by when that is known:
+Where a call may be cut is the op's rule (:mod:`portakern.core.partitions`), and which cuts are made follows from how
+its arrays lie (:mod:`portakern.core.placements`). There are two ways, by when that is known:
 
 * **Explicit axes** of a mesh are part of a type. Where the call is traced its results get their types, and it is
   lowered as a ``jax.shard_map`` over these axes, on every platform.
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src.sharding_impls import parse_flatten_op_sharding  # jax has no public name for reading XLA's shardings
 from jax.experimental.custom_partitioning import CompoundFactor, SdyShardingRule, custom_partitioning
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from portakern.core.call import Call
 from portakern.core.dispatch import Choice
@@ -38,8 +38,8 @@ from portakern.frameworks.jax.staged import StaticCall, output_dtype, static_cal
 from portakern.spec.dtypes import DTYPES
 
 __all__ = [
-    "auto_axes", "devices_of", "explained", "explicit_mesh", "explicit_placement", "explicit_sharding", "gathered", "lowering_mesh",
-    "manual_axes", "on_parts", "partitioned",
+    "auto_axes", "devices_of", "explained", "explicit_mesh", "explicit_placement", "explicit_sharding", "gathered",
+    "lowering_mesh", "manual_axes", "on_parts", "partitioned",
 ]  # fmt: skip
 
 Bind = Callable[[StaticCall, Sequence[Any]], Sequence[Any]]
@@ -205,7 +205,7 @@ def explicit_placement(static: StaticCall, avals: Sequence[Any], mesh: Any) -> P
 
 
 def on_parts(static: StaticCall, avals: Sequence[Any], axes: Any, bind: Bind, *arrays: Any) -> tuple[Any, ...]:
-    """A call on arrays with Explicit axes, written in JAX. ``axes``: what jax says of the devices that it lowers for."""
+    """A call on arrays with Explicit axes, written in JAX. ``axes``: what jax says of devices where it lowers."""
     mesh = explicit_mesh(avals)
     placed = explicit_placement(static, avals, mesh)
     placed.announce()
@@ -272,6 +272,10 @@ def partitioned(static: StaticCall, avals: Sequence[Any], axes: Any, bind: Bind)
         shardings = [(a.sharding._to_xla_hlo_sharding(len(a.shape)), len(a.shape)) for a in some]
         return [spec_axes(parse_flatten_op_sharding(s, seen)[0], rank, left) for s, rank in shardings]
 
+    def on_no_mesh(local: Callable[..., Any], *arrays: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # the user's has axes that are settled here
+            return local(*arrays)
+
     def full(*arrays: Any) -> tuple[Any, ...]:
         return tuple(bind(static, arrays))
 
@@ -281,7 +285,7 @@ def partitioned(static: StaticCall, avals: Sequence[Any], axes: Any, bind: Bind)
         outputs, inputs = (
             tuple(NamedSharding(seen, s) for s in specs) for specs in (placed.out_specs, placed.in_specs)
         )
-        return mesh, placed.local(bind), outputs, inputs
+        return mesh, functools.partial(on_no_mesh, placed.local(bind)), outputs, inputs
 
     function = custom_partitioning(full)
     function.def_partition(partition, sharding_rule=shardy_rule(static, avals))
@@ -293,7 +297,7 @@ def shardy_rule(static: StaticCall, avals: Sequence[Any]) -> SdyShardingRule:
     """The op's rules in Shardy's words: a factor for each axis that may be cut. One that no result has is reduced.
     Where some results have it and others are sums, it is cut all the same: :func:`partitioned` adds what is added."""
     lead, call = static.unbatched(avals)
-    rules = [r for r in partition_rules(call) if r.refusal is None]
+    rules = [r for r in partition_rules(call) if r.refusal is None and r.extent > 1]
     own = (f"own{i}" for i in itertools.count())
     sizes: dict[str, int] = {}
     uncut: list[str] = []

@@ -510,7 +510,9 @@ def _why_not_partitioned(platform: str, axes: Any, exported: bool, oracle: bool)
         )
     if manual_axes(axes) and len(auto_axes(axes)) > 1:
         named = " and ".join(map(repr, auto_axes(axes)))
-        return f"along {named}, beside the axes of a jax.shard_map, where XLA does not say which is which: name all but one"
+        return (
+            f"along {named}, beside the axes of a jax.shard_map, where XLA does not tell them apart: name all but one"
+        )
     if lowering_mesh(axes) is None:
         return "whose mesh is not known here: place the arrays on one that jax.make_mesh makes, or name all of its axes"
     return None
