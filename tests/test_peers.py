@@ -114,6 +114,7 @@ RIGHT = [
     ("torch", "paged_attention", ("float32",)),
     ("torch", "kv_append", ALL),
     ("torch", "quantize", ("float32", "bfloat16")),
+    ("torch", "top_k_vjp", ALL),
     ("torch", "scaled_matmul", ("float8_e4m3fn", "float8_e5m2", "int8")),
     ("torch", "weight_only_matmul", ("float32",)),
     ("sdpa_flash", "attention", ("float32", "bfloat16")),
@@ -121,6 +122,7 @@ RIGHT = [
     ("jax", "softmax", ("float32",)),
     ("jax", "kv_append", ALL),
     ("jax", "quantize", ("float32", "bfloat16")),
+    ("jax", "top_k_vjp", ("float32",)),
     ("jax", "matmul", ("float32",)),
     ("jax", "matmul_vjp", ("float32",)),
     ("jax_rows", "softmax", ALL),
@@ -208,6 +210,15 @@ OUTSIDE = {
         "jax", "matmul", "c[",
         '{"dtype":"bfloat16","shapes":{"a":[1,1,1,1],"b":[1,1,1,1]},"regime":"normal","seed":7771,'
         '"options":{"precision":"tf32","out_dtype":"float16"},"edge":"extents_of_1"}',
+    ),
+    "any of equal numbers": (  # whose order PyTorch does not promise
+        "torch", "top_k", "indices[",
+        '{"dtype":"float32","shapes":{"x":[1,127]},"regime":"normal","seed":1346214112,"options":{"k":2},'
+        '"tiling":{"block_rows":1,"block_n":16},"edge":"ties_in_several_tiles"}',
+    ),
+    "-0 below 0": (
+        "jax", "top_k", "indices[",
+        '{"dtype":"float32","shapes":{"x":[1,2]},"regime":"normal","seed":1496918125,"edge":"both_zeros"}',
     ),
     "16-bit arithmetic": (  # exp, sum and quotient in bfloat16
         "jax", "softmax", "y[",

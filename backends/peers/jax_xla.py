@@ -139,6 +139,22 @@ def attend(q: Any, k: Any, v: Any, bias: Any, is_causal: bool, scale: float | No
 
 
 @provides(BACKEND, gradients=False, outputs=2)
+def top_k(x: Any, *, k: int = 1, largest: bool = True) -> Any:
+    """-0 is less than 0 here. Of the least numbers the signs are turned, by which NaN comes first."""
+    import jax
+
+    values, indices = jax.lax.top_k(x if largest else -x, k)
+    return values if largest else -values, indices
+
+
+@provides(BACKEND, gradients=False)
+def top_k_vjp(x: Any, indices: Any, d_values: Any, *, k: int = 1) -> Any:
+    import jax
+
+    return jax.numpy.put_along_axis(jax.numpy.zeros_like(x), indices, d_values, -1, inplace=False)
+
+
+@provides(BACKEND, gradients=False, outputs=2)
 def quantize(x: Any, *, height: int = 1, width: int = 128, to: str = "float8_e4m3fn") -> Any:
     """As models write it: XLA's conversion makes NaN of what is beyond float8_e4m3fn, so that it is clipped before. Its
     maximum over two axes loses a NaN on CPUs, of which it is asked by itself."""

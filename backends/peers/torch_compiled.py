@@ -77,6 +77,8 @@ provides(BACKEND, refuses=torch_eager.one_dtype, outputs=2, before=torch_eager.t
 )
 provides(BACKEND)(compiled(torch_eager.cross_entropy))
 provides(BACKEND, gradients=False, outputs=2)(compiled(torch_eager.quantize))
+provides(BACKEND, gradients=False, outputs=2)(compiled(torch_eager.top_k))
+provides(BACKEND, gradients=False)(compiled(torch_eager.top_k_vjp))
 provides(BACKEND, refuses=torch_eager.as_precise, around=torch_eager.as_asked)(compiled(torch_eager.matmul))
 provides(BACKEND, refuses=torch_eager.as_precise, around=torch_eager.as_asked)(compiled(torch_eager.linear))
 provides(BACKEND, refuses=torch_eager.as_precise, around=torch_eager.as_asked)(

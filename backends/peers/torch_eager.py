@@ -343,6 +343,23 @@ def quantize(x: Any, *, height: int = 1, width: int = 128, to: str = "float8_e4m
 
 
 @provides(BACKEND, gradients=False, outputs=2)
+def top_k(x: Any, *, k: int = 1, largest: bool = True) -> Any:
+    """Which of equal numbers is chosen PyTorch does not say."""
+    import torch
+
+    values, indices = torch.topk(x, k, -1, largest)
+    return values, indices.int()
+
+
+@provides(BACKEND, gradients=False)
+def top_k_vjp(x: Any, indices: Any, d_values: Any, *, k: int = 1) -> Any:
+    """What autograd runs for topk."""
+    import torch
+
+    return torch.zeros_like(x).scatter_(-1, indices.long(), d_values)
+
+
+@provides(BACKEND, gradients=False, outputs=2)
 def kv_append(
     k: Any, v: Any, k_pages: Any, v_pages: Any, slots: Any, *, k_scale: Any = None, v_scale: Any = None
 ) -> Any:

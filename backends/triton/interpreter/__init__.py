@@ -29,7 +29,7 @@ from triton.runtime.jit import JITFunction, mangle_type
 
 from portakern.backends.triton.descriptors import base_of, is_descriptor
 from portakern.backends.triton.interpreter.described import Described
-from portakern.backends.triton.interpreter.functions import OVERRIDES
+from portakern.backends.triton.interpreter.functions import OVERRIDES, SHORTCUTS
 from portakern.backends.triton.interpreter.values import PROGRAM, SEMANTIC, InterpretedTensor, bound, pointer, scalar
 from portakern.core import codegen
 
@@ -92,13 +92,15 @@ class _Interpreted:
 
     def __init__(self, jit: JITFunction[Any] | InterpretedFunction[Any]) -> None:
         self.jit = jit
+        self.shortcut = SHORTCUTS.get(id(jit))
 
     @functools.cached_property
     def body(self) -> Callable[..., Any]:
         return _rewritten(self.jit.fn)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.body(*args, **kwargs)
+        found = None if self.shortcut is None else self.shortcut(*args, **kwargs)
+        return self.body(*args, **kwargs) if found is None else found
 
 
 _known: dict[int, _Interpreted] = {}  # by id: hashing a JITFunction hashes all its source

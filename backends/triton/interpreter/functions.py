@@ -18,6 +18,7 @@ from triton.runtime import interpreter as upstream
 from portakern.backends.triton.interpreter.values import (
     FLOATS,
     FLOATS8,
+    INTS,
     NUMPY,
     PROGRAM,
     SEMANTIC,
@@ -31,7 +32,7 @@ from portakern.backends.triton.interpreter.values import (
     scalar,
 )
 
-__all__ = ["OVERRIDES"]
+__all__ = ["OVERRIDES", "SHORTCUTS"]
 
 POISON = {"f": np.nan, "i": -7, "u": 0x7FC1, "b": True}
 """What a masked element of a load without ``other`` holds, by kind of dtype: 0x7FC1 is a NaN as bfloat16."""
@@ -141,9 +142,10 @@ _slow_where = bound(tl.where)
 def where(condition: Any, x: Any, y: Any) -> Any:
     if isinstance(condition, InterpretedTensor) and condition.dtype.name == "int1":
         typed = x if isinstance(x, InterpretedTensor) else y
-        if isinstance(typed, InterpretedTensor) and typed.dtype.name in FLOATS:
+        if isinstance(typed, InterpretedTensor) and typed.dtype.name in (*FLOATS, *INTS):
             other = y if typed is x else x
-            if other.__class__ is float or (
+            number = other.__class__ is (float if typed.dtype.name in FLOATS else int)
+            if (number and (typed.dtype.name in FLOATS or -(2**31) <= other < 2**31)) or (
                 isinstance(other, InterpretedTensor) and other.dtype.name == typed.dtype.name
             ):
                 a, b = (v.handle.data if isinstance(v, InterpretedTensor) else v for v in (x, y))
@@ -330,6 +332,17 @@ def _identity(x: Any, *args: Any) -> Any:
     return x
 
 
+def sorted_integers(x: Any, k: Any = None, dim: Any = None, descending: Any = False) -> InterpretedTensor | None:
+    """What Triton's network makes of integers along the last axis: whatever it compares first, their order. None of
+    anything else: of floats the network decides where NaN and zeros of both signs go."""
+    data = x.handle.data
+    if x.dtype.name not in INTS or _raw(dim) not in (None, data.ndim - 1):
+        return None
+    rising = np.sort(data, -1)
+    found = rising[..., ::-1] if _raw(descending) else rising
+    return made(found if k is None else found[..., : _raw(k)], x.dtype)
+
+
 def _static_assert(condition: Any, message: str = "") -> None:
     if not _raw(condition):
         raise AssertionError(message)
@@ -366,3 +379,6 @@ OVERRIDES: dict[int, Any] = {
     ]
 }  # fmt: skip
 """id of a function of ``tl`` (or builtin) -> what an interpreted kernel calls instead."""
+
+SHORTCUTS: dict[int, Callable[..., Any]] = {id(tl.standard.sort_impl): sorted_integers}
+"""id of a function of Triton's library -> what gives its result sooner, or None for arguments that it does not take."""
