@@ -244,7 +244,8 @@ def training(name: str, device: str = "cuda") -> dict[str, Callable[[], Any]]:
     ours = [a.clone().requires_grad_(n in gradients) for n, a in arrays.items()]
 
     def several(out: Any) -> list[torch.Tensor]:
-        return [y for y in (out if isinstance(out, tuple) else (out,)) if y is not None]
+        """The results that have gradients: integers have none."""
+        return [y for y in (out if isinstance(out, tuple) else (out,)) if y is not None and y.is_floating_point()]
 
     def step(call: Callable[[], Any], among: list[Any]) -> Callable[[], Any]:
         leaves = [x for x in among if isinstance(x, torch.Tensor) and x.requires_grad]

@@ -2629,6 +2629,87 @@ class SwigluVjpOp(Op):
         overwrite: Literal["gate", "up"] | Iterable[Literal["gate", "up"]] | None = None,
     ) -> SwigluVjpOut[NDArray[Any] | None]: ...
 
+class TopKOut(NamedTuple, Generic[T]):
+    values: T
+    indices: T
+
+class TopKOp(Op):
+    @overload
+    def __call__(self, x: Array, *, k: int = 1, largest: bool = True) -> TopKOut[Array]:
+        """The k greatest numbers along the last axis, the greatest first, and their places.
+
+        Of equal numbers the one with the lower index comes first; 0 and -0 are equal. A NaN is greater than any other
+        number and equal to every NaN, as in NumPy, PyTorch and JAX. So each result is one of a kind.
+
+        Args:
+          x: (*batch, n), any strides.
+          k: how many, from 1 to n.
+          largest: False gives the k least numbers, the least first; NaN then comes last. Equal numbers stand by their
+            index here too.
+
+        Returns:
+          values: (*batch, k), numbers of x, to the bit: a subnormal number stays one, and -0 stays -0.
+          indices: (*batch, k), int32, where each stands along the last axis: no two of a row are the same.
+        """
+    @overload
+    def __call__(self, x: NDArray[Any], *, k: int = 1, largest: bool = True) -> TopKOut[NDArray[Any]]: ...
+
+class TopKVjpOut(NamedTuple, Generic[T]):
+    d_x: T
+
+class TopKVjpOp(Op):
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        indices: Array,
+        d_values: Array,
+        *,
+        k: int = 1,
+        wants: None = None,
+    ) -> TopKVjpOut[Array]:
+        """d_x[indices[t]] = d_values[t], and 0 elsewhere: numbers that were not chosen have no influence.
+
+        Args:
+          x: (*batch, n), what top_k was given, for its shape alone: no number of it is read.
+          indices: (*batch, k), int32, what top_k gave: from 0 to n - 1, no two of a row the same.
+          d_values: (*batch, k), the cotangent of the values.
+          k: how many numbers top_k chose.
+
+        Returns:
+          d_x: the shape and dtype of x. Its numbers are those of d_values, to the bit, NaN and infinities too, or 0.
+        """
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        indices: Array,
+        d_values: Array,
+        *,
+        k: int = 1,
+        wants: Iterable[Literal["d_x"]] | None,
+    ) -> TopKVjpOut[Array | None]: ...
+    @overload
+    def __call__(
+        self,
+        x: NDArray[Any],
+        indices: NDArray[Any],
+        d_values: NDArray[Any],
+        *,
+        k: int = 1,
+        wants: None = None,
+    ) -> TopKVjpOut[NDArray[Any]]: ...
+    @overload
+    def __call__(
+        self,
+        x: NDArray[Any],
+        indices: NDArray[Any],
+        d_values: NDArray[Any],
+        *,
+        k: int = 1,
+        wants: Iterable[Literal["d_x"]] | None,
+    ) -> TopKVjpOut[NDArray[Any] | None]: ...
+
 class VarlenAttentionOut(NamedTuple, Generic[T]):
     o: T
     lse: T
@@ -3236,6 +3317,22 @@ def op(
     variant: str | None = None,
     tiling: Mapping[str, int] | None = None,
 ) -> SwigluVjpOp: ...
+@overload
+def op(
+    which: Literal["top_k"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> TopKOp: ...
+@overload
+def op(
+    which: Literal["top_k_vjp"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> TopKVjpOp: ...
 @overload
 def op(
     which: Literal["varlen_attention"],

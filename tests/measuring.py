@@ -7,7 +7,7 @@ import numpy as np
 from portakern.api import op
 from portakern.core.gradients import wiring
 from portakern.core.oracle import as_float64, oracle
-from portakern.spec.dtypes import numpy_dtype
+from portakern.spec.dtypes import DTYPES, numpy_dtype
 from portakern.spec.tolerance import compare, rounded
 from portakern.testing.statistics import examine
 from tests.ops import record
@@ -83,6 +83,8 @@ def differentiated(r, sample, dtype="float64"):
     options |= {o.wanted_by: True for o in r.spec.outputs if o.wanted_by}
     call = wired.training(op(r.op).bind(**arrays, **options))
     outputs = dict(zip((o.name for o in r.spec.outputs), oracle(call), strict=True))
+    whole = {n: d for n, (_, d) in call.outputs.items() if not DTYPES[d].floating}
+    outputs |= {n: rounded(outputs[n], d) for n, d in whole.items() if outputs[n] is not None}
     cotangents = {n: rng.standard_normal(outputs[n].shape) for n in wired.cotangents}
     given = {n: (arrays | outputs)[n] for n in (*wired.inputs, *wired.saves(options)) if n in arrays or n in outputs}
     given |= {argument: cotangents[n] for n, argument in wired.cotangents.items()}

@@ -51,8 +51,10 @@ def dims_of(array):
 
 
 def walks(spec):
-    """Whether an op's arrays are rows of one length, and weights of that length."""
-    return {*spec.tiling} == {"block_rows", "block_n"} and all(dims_of(a) in ROWS for a in spec.arrays)
+    """Whether an op's arrays are rows of one length, and weights of that length, which a TPU reads block by block."""
+    pallas = registry.backend("pallas")
+    config = pallas.implementation(spec.name, next(f for f in pallas.families if not f.targets)).config
+    return {*config.__annotations__} == {"block_rows", "block_n"} and all(dims_of(a) in ROWS for a in spec.arrays)
 
 
 ROWS = {("shape",): 0, ("batch", "n"): 0, ("n",): 1}

@@ -17,4 +17,4 @@ def top_k(call: Call, config: Config) -> tuple[np.ndarray, ...]:
     size = np.where(nan, 0.0, x)
     keys = (-size, ~nan) if call.options["largest"] else (size, nan)  # the last one counts first, False before True
     indices = np.lexsort(keys, axis=-1)[..., : call.dims["k"]]
-    return np.take_along_axis(x, indices, -1), indices
+    return np.take_along_axis(x, indices, -1), indices.astype(np.float64)

@@ -19,6 +19,7 @@ from portakern.core.call import Call
 from portakern.core.gradients import wiring
 from portakern.core.oracle import as_float64, oracle, rounded
 from portakern.spec import Spec
+from portakern.spec.dtypes import DTYPES
 from portakern.spec.tolerance import format_of
 
 __all__ = ["WholeGradient", "cotangents_of", "fraction", "whole_gradients"]
@@ -107,7 +108,8 @@ def _backward(
     arrays |= {n: rounded(exact[n], forward.outputs[n][1]) for n in saved}
     arrays |= {argument: cotangents[n] for n, argument in wired.cotangents.items() if n in cotangents}
     bound = as_float64(bind(wired.vjp, **arrays, **{n: call.options[n] for n in wired.options}))
-    return bound.replace(arrays={**bound.arrays, **{n: exact[n] for n in saved}})
+    numbers = [n for n in saved if DTYPES[forward.outputs[n][1]].floating]  # an integer is exact
+    return bound.replace(arrays={**bound.arrays, **{n: exact[n] for n in numbers}})
 
 
 def fraction(gradient: WholeGradient, actual: np.ndarray) -> float:

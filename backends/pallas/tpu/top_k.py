@@ -10,7 +10,7 @@ Numbers are compared by the integers that order their bits as floats, which floa
 the greatest, and -0 has that of 0. No comparison flushes a subnormal number. Pass t of k finds the greatest of those
 that come after the last one found, and of equal ones the first: a maximum, and a minimum of places. A number is copied
 by its bits, as the maximum of one number and of the least integer. The gradient's pass t writes the cotangent t where
-its place is.
+its position is.
 
 block_rows: rows a block holds, with all their numbers.
 """
@@ -76,15 +76,15 @@ def column(x: Any, t: Any) -> Any:
 def kernel(ref: Refs, *, k: int, largest: bool) -> None:
     ref.key[...] = turned(ref.x[...], largest)
     rows, n = ref.x.shape
-    place, lane = positions((rows, n), 1, 0), positions((rows, k), 1, 0)
+    position, lane = positions((rows, n), 1, 0), positions((rows, k), 1, 0)
 
     def one_pass(t: Any, state: tuple[Any, ...]) -> tuple[Any, ...]:
         found, at, numbers, places = state
         key = ref.key[...]
-        later = (key < found) | ((key == found) & (place > at))
+        later = (key < found) | ((key == found) & (position > at))
         top = jnp.max(jnp.where(later, key, LEAST), axis=1, keepdims=True)
-        at = jnp.min(jnp.where(later & (key == top), place, n), axis=1, keepdims=True)
-        chosen = jnp.max(jnp.where(place == at, bits(ref.x[...]), LEAST), axis=1, keepdims=True)
+        at = jnp.min(jnp.where(later & (key == top), position, n), axis=1, keepdims=True)
+        chosen = jnp.max(jnp.where(position == at, bits(ref.x[...]), LEAST), axis=1, keepdims=True)
         return top, at, jnp.where(lane == t, chosen, numbers), jnp.where(lane == t, at, places)
 
     nothing = jnp.zeros((rows, k), jnp.int32)
@@ -95,10 +95,10 @@ def kernel(ref: Refs, *, k: int, largest: bool) -> None:
 
 
 def gradient_kernel(ref: Refs, *, k: int) -> None:
-    place = positions(ref.d_x.shape, 1, 0)
+    position = positions(ref.d_x.shape, 1, 0)
 
     def one_pass(t: Any, d_x: Any) -> Any:
-        return jnp.where(place == column(ref.indices[...], t), column(bits(ref.d_values[...]), t), d_x)
+        return jnp.where(position == column(ref.indices[...], t), column(bits(ref.d_values[...]), t), d_x)
 
     d_x = jnp.zeros(ref.d_x.shape, jnp.int32)
     if k <= UNROLLED:

@@ -1,11 +1,11 @@
 """The k greatest or least numbers of each row of any strided view, and their places.
 
-A number and its place become one integer, the rank: above the number's bits, turned so that integers order them as
-floats, and below them n's complement of the place. No two ranks of a row are equal, and of equal numbers the first is
+A number and its position become one integer, the rank: above the number's bits, turned so that integers order them as
+floats, and below them the complement of the position. No two ranks of a row are equal, and of equal numbers the first is
 greater. So the k greatest ranks in order are the result, whatever order they are compared in, and no comparison rounds
 or flushes. NaN have the greatest bits of all, and -0 those of 0. Values are loaded again, at their places.
 
-    rank = turned(bits(x)) << p | (2^p - 1 - place)        p = 16 of 16-bit numbers and rows below 2^16, else 32
+    rank = turned(bits(x)) << p | (2^p - 1 - position)        p = 16 of 16-bit numbers and rows below 2^16, else 32
 
 Two kernels:
 
@@ -49,7 +49,7 @@ class TopKPlan(NamedTuple):
       block_rows, block_n: the extents of a tile; kept: the power of two that covers k.
       flat, unit: of :meth:`TensorRows.known`.
       bits: the integer of x's width; word: that of a rank; most: of turned bits the greatest, NaN's.
-      places: 2^p - 1; shift: p. least: no rank is less.
+      mask: 2^p - 1; shift: p. least: no rank is less.
       largest: whether the greatest are chosen.
     """
 
@@ -62,7 +62,7 @@ class TopKPlan(NamedTuple):
     word: tl.dtype
     most: int
     shift: int
-    places: int
+    mask: int
     least: int
     largest: bool
 
@@ -89,11 +89,11 @@ def turned(x, plan: tl.constexpr):
 
 
 @triton.jit
-def ranks_of(x_row, place, n, row_ok, x_n, plan: tl.constexpr):
+def ranks_of(x_row, position, n, row_ok, x_n, plan: tl.constexpr):
     """The ranks of a tile of rows, those beyond a row less than all others."""
-    inside = row_ok & (place < n)
-    key = turned(tl.load(x_row + place * x_n, mask=inside, other=0.0), plan)
-    rank = (key.to(plan.word) << plan.shift) | (plan.places - place).to(plan.word)
+    inside = row_ok & (position < n)
+    key = turned(tl.load(x_row + position * x_n, mask=inside, other=0.0), plan)
+    rank = (key.to(plan.word) << plan.shift) | (plan.mask - position).to(plan.word)
     return tl.where(inside, rank, plan.least)
 
 
@@ -110,10 +110,10 @@ def top_k_kernel(x, values, indices, extents, x_strides, k, plan: tl.constexpr):
         best = tl.bitonic_merge(tl.maximum(tl.bitonic_merge(best), more), descending=True)
 
     t = tl.arange(0, plan.kept)[None, :]
-    place = plan.places - (best & plan.places).to(tl.int64)
+    position = plan.mask - (best & plan.mask).to(tl.int64)
     at, ok = row[:, None] * k + t, row_ok & (t < k)
-    tl.store(indices + at, place.to(tl.int32), mask=ok)
-    tl.store(values + at, tl.load(x_row + place * x_strides.n, mask=ok, other=0.0), mask=ok)
+    tl.store(indices + at, position.to(tl.int32), mask=ok)
+    tl.store(values + at, tl.load(x_row + position * x_strides.n, mask=ok, other=0.0), mask=ok)
 
 
 @triton.jit
@@ -124,18 +124,18 @@ def top_k_passes_kernel(x, values, indices, extents, x_strides, k, plan: tl.cons
     x_row = start_of(x, row, extents, x_strides, plan)
     lane = tl.arange(0, plan.block_n)[None, :].to(tl.int64)
 
-    found = tl.full([plan.block_rows], plan.most, tl.int64)  # nothing is greater, and no place is before -1
+    found = tl.full([plan.block_rows], plan.most, tl.int64)  # nothing is greater, and no position is before -1
     at = tl.full([plan.block_rows], -1, tl.int64)
     for t in range(k):
         best, best_at = tl.full([plan.block_rows], plan.least, tl.int64), tl.full([plan.block_rows], 0, tl.int64) + n
         for first in range(0, n, plan.block_n):
-            place = first + lane
-            inside = row_ok[:, None] & (place < n)
-            key = turned(tl.load(x_row + place * x_strides.n, mask=inside, other=0.0), plan).to(tl.int64)
-            later = (key < found[:, None]) | ((key == found[:, None]) & (place > at[:, None]))
+            position = first + lane
+            inside = row_ok[:, None] & (position < n)
+            key = turned(tl.load(x_row + position * x_strides.n, mask=inside, other=0.0), plan).to(tl.int64)
+            later = (key < found[:, None]) | ((key == found[:, None]) & (position > at[:, None]))
             key = tl.where(inside & later, key, plan.least)
             top = tl.max(key, 1)
-            top_at = tl.min(tl.where(inside & later & (key == top[:, None]), place, n), 1)
+            top_at = tl.min(tl.where(inside & later & (key == top[:, None]), position, n), 1)
             better = (top_at < n) & ((top > best) | (best_at == n))
             best, best_at = tl.where(better, top, best), tl.where(better, top_at, best_at)
         found, at = best, best_at
@@ -152,7 +152,7 @@ def top_k_vjp_zeros_kernel(d_x, size, block: tl.constexpr):
 
 @triton.jit
 def top_k_vjp_kernel(indices, d_values, d_x, extents, indices_strides, d_values_strides, n, plan: tl.constexpr):
-    """Rows of k numbers, each to its place in a row of n."""
+    """Rows of k numbers, each to its position in a row of n."""
     row, k = own_rows(extents, plan)
     row_ok = (row < extents.height)[:, None]
     i_row = start_of(indices, row, extents, indices_strides, plan)
@@ -160,9 +160,9 @@ def top_k_vjp_kernel(indices, d_values, d_x, extents, indices_strides, d_values_
     for first in range(0, k, plan.block_k):
         t = first + tl.arange(0, plan.block_k)[None, :].to(tl.int64)
         inside = row_ok & (t < k)
-        place = tl.load(i_row + t * indices_strides.n, mask=inside, other=-1)
+        position = tl.load(i_row + t * indices_strides.n, mask=inside, other=-1)
         g = tl.load(g_row + t * d_values_strides.n, mask=inside, other=0.0)
-        tl.store(d_x + row[:, None] * n + place, g, mask=inside & (place >= 0) & (place < n))
+        tl.store(d_x + row[:, None] * n + position, g, mask=inside & (position >= 0) & (position < n))
 
 
 def key(call: Call) -> dict[str, str | int]:
@@ -212,7 +212,7 @@ def plan_of(call: Call, rows: TensorRows, config: RowsConfig) -> TopKPlan:
     bits = {2: tl.int16, 4: tl.int32, 8: tl.int64}[size]
     return TopKPlan(
         config.block_rows, width(call, config), kept(call), **rows.known(call.dtype), bits=bits, word=word,
-        most=2 ** (8 * size - 1) - 1, shift=shift, places=2**shift - 1, least=-(2 ** (31 if narrow else 63)),
+        most=2 ** (8 * size - 1) - 1, shift=shift, mask=2**shift - 1, least=-(2 ** (31 if narrow else 63)),
         largest=call.options["largest"],
     )  # fmt: skip
 

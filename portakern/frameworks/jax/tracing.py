@@ -245,13 +245,18 @@ def _forward(static: StaticCall, *primals: Any) -> tuple[tuple[Any, ...], tuple[
     return tuple(outputs[n] for n in static.wants), (_Residuals(tuple(saved), wants, lies), tuple(saved.values()))
 
 
+def _is_zero(cotangent: Any) -> bool:
+    """Whether a cotangent is known to be 0, as JAX says it, or as whoever calls a vjp function says it of integers."""
+    return isinstance(cotangent, SymbolicZero) or cotangent.dtype == jax.dtypes.float0
+
+
 def _backward(
     static: StaticCall, residuals: tuple[_Residuals, tuple[Any, ...]], cotangents: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     saved, arrays = residuals
     wired = wiring(static.spec)
     given = dict(zip(saved.names, arrays, strict=True))
-    some = {n: d for n, d in zip(static.wants, cotangents, strict=True) if not isinstance(d, SymbolicZero)}
+    some = {n: d for n, d in zip(static.wants, cotangents, strict=True) if not _is_zero(d)}
     if not some:
         return (None,) * len(static.given)
     required = {a.name for a in wired.vjp.arrays if not a.optional}

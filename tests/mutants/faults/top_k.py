@@ -9,8 +9,8 @@ FAULTS = {
         Planted(
             "last-of-ties",
             "of equal numbers the last comes first",
-            old="(plan.places - place).to(plan.word)",
-            new="place.to(plan.word)",
+            old="(plan.mask - position).to(plan.word)",
+            new="position.to(plan.word)",
             at=(0, 40),
         ),
         Planted(
@@ -79,8 +79,8 @@ FAULTS = {
         Planted(
             "same-number-again",
             "a pass finds the last one again",
-            old="& (place > at[:, None])",
-            new="& (place >= at[:, None])",
+            old="& (position > at[:, None])",
+            new="& (position >= at[:, None])",
             small=True,
             at=(0, 100),
         ),
@@ -97,8 +97,8 @@ FAULTS = {
         Planted(
             "last-of-ties",
             "of equal numbers the last comes first",
-            old="at = jnp.min(jnp.where(later & (key == top), place, n), axis=1, keepdims=True)",
-            new="at = jnp.max(jnp.where(later & (key == top), place, 0), axis=1, keepdims=True)",
+            old="at = jnp.min(jnp.where(later & (key == top), position, n), axis=1, keepdims=True)",
+            new="at = jnp.max(jnp.where(later & (key == top), position, 0), axis=1, keepdims=True)",
             at=(0, 20),
         ),
         Planted(
@@ -122,7 +122,7 @@ FAULTS = {
         Planted(
             "ties-passed-over",
             "a pass goes on to the next smaller number",
-            old="later = (key < found) | ((key == found) & (place > at))",
+            old="later = (key < found) | ((key == found) & (position > at))",
             new="later = key < found",
             at=(0, 20),
         ),

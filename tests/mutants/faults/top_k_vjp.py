@@ -32,8 +32,8 @@ FAULTS = {
         Planted(
             "rows-of-k",
             "rows of d_x are as far apart as those of the cotangents",
-            old="d_x + row[:, None] * n + place",
-            new="d_x + row[:, None] * k + place",
+            old="d_x + row[:, None] * n + position",
+            new="d_x + row[:, None] * k + position",
             at=(0, 60),
         ),
     ],
