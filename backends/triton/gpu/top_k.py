@@ -1,9 +1,9 @@
 """The k greatest or least numbers of each row of any strided view, and their places.
 
 A number and its position become one integer, the rank: above the number's bits, turned so that integers order them as
-floats, and below them the complement of the position. No two ranks of a row are equal, and of equal numbers the first is
-greater. So the k greatest ranks in order are the result, whatever order they are compared in, and no comparison rounds
-or flushes. NaN have the greatest bits of all, and -0 those of 0. Values are loaded again, at their places.
+floats, and below them the complement of the position. No two ranks of a row are equal, and of equal numbers the first
+is greater. So the k greatest ranks in order are the result, whatever order they are compared in, and no comparison
+rounds or flushes. NaN have the greatest bits of all, and -0 those of 0. Values are loaded again, at their places.
 
     rank = turned(bits(x)) << p | (2^p - 1 - position)        p = 16 of 16-bit numbers and rows below 2^16, else 32
 
