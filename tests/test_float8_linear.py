@@ -229,6 +229,30 @@ def test_errors_are_of_the_size_that_codes_have_and_bfloat16s_are_less(recipe):
     assert apart(actual["bias"], exact["bias"]) < 2.0**-8
 
 
+def share_of(actual, expected):
+    """What multiplies the expected numbers in the actual ones, which have errors of their own besides."""
+    return float((actual.double() * expected.double()).sum() / expected.double().square().sum())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_errors_are_no_factor(recipe):
+    """Codes are the middles of what they stand for: their errors go with the numbers, and not with the codes, so that a
+    share of the errors' square is missing. Else they are of either sign, those of 24576 codes at least."""
+    torch.manual_seed(0)
+    given = torch.nn.Linear(256, 192, bias=False).train(recipe in TRAINED)
+    x, d_y = torch.randn(128, 256, requires_grad=True), torch.randn(128, 192)
+    y, exact = Float8Linear.from_linear(given, recipe)(x), given(x)
+    size = (2 * E4M3_RMS**2) ** 0.5
+    assert 0.8 * size < apart(y.detach(), exact.detach()) < 1.2 * size
+    found = [(y.detach(), exact.detach())]
+    if recipe in TRAINED:
+        found += zip(*(torch.autograd.grad(of, (x, given.weight), d_y) for of in (y, exact)), strict=True)
+    for actual, expected in found:
+        error = apart(actual, expected)
+        chance = 6 * error / 24576**0.5
+        assert -(error**2) - chance < share_of(actual, expected) - 1 < chance
+
+
 def test_scales_of_past_steps():
     given = linear("delayed")
     layer, dynamic = Float8Linear.from_linear(given, "delayed"), Float8Linear.from_linear(given, "dynamic")
