@@ -2,6 +2,7 @@
 
 import copy
 import io
+import socket
 from collections import Counter
 
 import pytest
@@ -344,6 +345,35 @@ def test_gradients_of_a_step_point_where_bfloat16s_do(recipe):
         assert apart(g, e) < GRADIENTS_APART
     if recipe == "dynamic":
         assert all(torch.equal(g, a) for g, a in zip(again, actual, strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["dynamic", "rows"])
+def test_shards_that_come_later_are_gathered_and_earlier_ones_stay(recipe):
+    from torch import distributed
+    from torch.distributed.fsdp import fully_shard
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    try:
+        model, sharded = (build().train(recipe in TRAINED) for _ in range(2))
+        given = inputs(model)
+        with with_fp8(model, recipe):
+            with_fp8(sharded, recipe)
+            fully_shard(sharded.model.layers[0]), fully_shard(sharded)
+            if recipe in TRAINED:
+                for g, e in zip(step(sharded), step(model), strict=True):
+                    assert torch.equal(g.full_tensor() if hasattr(g, "full_tensor") else g, e)
+            else:
+                with torch.no_grad():
+                    assert torch.equal(sharded(**given).logits, model(**given).logits)
+        other = build().train(recipe in TRAINED)
+        fully_shard(other.model.layers[0]), fully_shard(other)
+        with with_fp8(other, recipe) as applied:
+            assert any("DTensor" in by and not op and n == 7 for _, n, op, by in fp8_rows(applied))
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_a_step_is_warmed_before_it_runs():
