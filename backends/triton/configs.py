@@ -50,6 +50,18 @@ class AppendConfig(WarpsConfig):
     block_n: Annotated[int, Tile(128, 8192), "numbers of a row that are copied at once"]
 
 
+class EmbeddingConfig(WarpsConfig):
+    """Of rows of a table."""
+
+    block_n: Annotated[int, Tile(128, 16384), "numbers that a program owns, of one row or of several short ones"]
+
+
+class EmbeddingGradientConfig(EmbeddingConfig):
+    """Of the gradient of a table."""
+
+    block_tokens: Annotated[int, Tile(16, 1024), "tokens that a program sorts by their rows"]
+
+
 class TokenRowsConfig(WarpsConfig):
     """Of ops on the tokens of one head."""
 
