@@ -22,6 +22,19 @@ class RopeConfig(Config):
     block_heads: Annotated[int, "heads in a block"]
 
 
+class EmbeddingConfig(Config):
+    """Of rows of a table."""
+
+    block_n: Annotated[int, Tile(128, 16384), "numbers of a row in a block"]
+
+
+class EmbeddingGradientConfig(EmbeddingConfig):
+    """Of the gradient of a table."""
+
+    block_rows: Annotated[int, Tile(8, 1024), "rows of the table in a block"]
+    block_tokens: Annotated[int, Tile(8, 1024), "tokens, sorted by their rows, in a block"]
+
+
 class TokenRowsConfig(Config):
     """Of ops on the tokens of one head."""
 

@@ -1,0 +1,266 @@
+"""The rows of a table that ids name on TPUs, and the gradient of the table.
+
+    y[t] = weight[ids[t]]        d_weight[r] = sum of d_y[t] over the tokens t with ids[t] = r
+
+weight: (rows, d), ids: (tokens) -> y: (tokens, d). Forward the grid is (blocks of tokens, blocks of d). A block has as
+many tokens as a native tile has rows, and for each of them a step reads the ``TALL`` rows of the table among which its
+own lies, the fewest that can be moved: their block's index is read in scalar memory by the index map. Numbers are words
+of 32 bits, or halves of them, which are chosen and put together as integers, so that no bit of one changes. A row that
+there is not is NaN.
+
+    order = tokens by row, those of one row as they came        (XLA's stable sort)
+
+Of the gradient XLA sorts the tokens and gathers their cotangents. The grid is (blocks of d, visits): a visit adds the
+tokens of one block, ``block_tokens`` of them beside each other in that order, to the rows of one block of the table,
+which stays in VMEM until all of its tokens were added. A block of rows without tokens has one visit, which writes zeros.
+Each row is the sum over its tokens one after the other, whatever lies beside them in a block.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from portakern.backends.pallas import BACKEND
+from portakern.backends.pallas.configs import EmbeddingConfig, EmbeddingGradientConfig
+from portakern.backends.pallas.lib.blocks import Refs, even_block, padded, positions, quotient
+from portakern.backends.pallas.lib.mosaic_tpu.chip import (
+    LANES,
+    dtype_refused,
+    launch,
+    off_grid,
+    over_vmem,
+    sublanes,
+)
+from portakern.backends.pallas.tpu.kv_append import MOST_SCALARS
+from portakern.core.call import Call
+
+TALL = 8
+"""Rows of the table that are read for one token."""
+
+
+# ------------------------------------------------------------------------------------------------------------- forward
+def words(x: Any) -> Any:
+    """A block as integers of 32 bits, of two rows each where numbers have 16."""
+    return x if x.dtype == jnp.int32 else pltpu.bitcast(x, jnp.int32)
+
+
+def kernel(ref: Refs, *, tokens: int) -> None:
+    dtype = ref.y.dtype
+    half = dtype.itemsize == 2
+    nan = int(np.array(np.nan, dtype).view(np.uint16 if half else np.uint32))
+    first, found = pl.program_id(0) * tokens, []
+    for j in range(tokens):
+        row = ref.ids[first + j]
+        x, at = words(vars(ref)[f"row{j}"][...]), row & (TALL - 1)
+        word = at >> 1 if half else at
+        x = jnp.where(positions(x.shape, 0, 0) == word, x, 0)
+        x = jnp.sum(x, axis=0, keepdims=True, dtype=jnp.int32)
+        if half:
+            x = lax.shift_right_logical(x, jnp.full(x.shape, 16 * (at & 1), jnp.int32)) & 0xFFFF
+        found.append(jnp.where(row < 0, nan, x))
+    if half:
+        found = [low | (high << 16) for low, high in zip(found[::2], found[1::2], strict=True)]
+    ref.y[...] = pltpu.bitcast(jnp.concatenate(found), dtype)
+
+
+def rows_named(call: Call) -> jax.Array:
+    """The row that each token names; a negative number where its id is none."""
+    ids = call.arrays["ids"].reshape(-1)
+    return jnp.where((ids >= 0) & (ids < call.dims["rows"]), ids, -1).astype(jnp.int32)
+
+
+def tokens_of(call: Call) -> int:
+    return prod(call.dims["batch"])
+
+
+def too_many_scalars(needed: int, what: str) -> str | None:
+    """Why scalar memory does not hold so many bytes, or None."""
+    if needed <= MOST_SCALARS:
+        return None
+    return f"{what} take {needed} bytes of scalar memory, which has {MOST_SCALARS} for them: give fewer tokens at once"
+
+
+def default_tiling(call: Call) -> EmbeddingConfig:
+    """Not measured: the rows that are read for a block of tokens, twice, are 4 MiB."""
+    return EmbeddingConfig(block_n=4096)
+
+
+def supports(call: Call, config: EmbeddingConfig) -> str | None:
+    dtype, d = call.arrays["weight"].dtype, call.dims["d"]
+    tokens, n = sublanes(dtype), even_block(d, config.block_n, LANES)
+    needed = (2 * tokens * TALL + 3 * tokens) * n * dtype.itemsize + 2 * TALL * n * 4
+    return (
+        dtype_refused(call)
+        or off_grid("block_n", config.block_n, d, LANES)
+        or too_many_scalars(4 * padded(tokens_of(call), tokens), f"the ids of {tokens_of(call)} tokens")
+        or over_vmem(call, needed, "block_n")
+    )
+
+
+@BACKEND.implements("embedding", tiling=default_tiling, supports=supports, config=EmbeddingConfig)
+def embedding(call: Call, config: EmbeddingConfig) -> tuple[jax.Array]:
+    weight, number, d = call.arrays["weight"], tokens_of(call), call.dims["d"]
+    tokens, n = sublanes(weight.dtype), even_block(d, config.block_n, LANES)
+    ids = jnp.pad(rows_named(call), (0, padded(number, tokens) - number), constant_values=-1)
+    size = weight.dtype.itemsize
+
+    def of_row(j: int) -> pl.BlockSpec:
+        return pl.BlockSpec((TALL, n), lambda i, c, ids: (quotient(jnp.maximum(ids[i * tokens + j], 0), TALL), c))
+
+    found = launch(
+        call,
+        partial(kernel, tokens=tokens),
+        "portakern_embedding",
+        (pl.cdiv(number, tokens), pl.cdiv(d, n)),
+        in_order=0,
+        scalars={"ids": ids},
+        inputs={f"row{j}": (weight, of_row(j)) for j in range(tokens)},
+        outputs={
+            "y": (jax.ShapeDtypeStruct((number, d), weight.dtype), pl.BlockSpec((tokens, n), lambda i, c, _: (i, c)))
+        },
+        vmem=2 * tokens * (TALL + 1) * n * size,
+        cost=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=(TALL + 1) * number * d * size),
+    )
+    return (found["y"].reshape(*call.dims["batch"], d),)
+
+
+# ------------------------------------------------------------------------------------------------------------- gradient
+class TokenVisits(NamedTuple):
+    """What each step along the visits of the gradient does, in scalar memory.
+
+    Attributes:
+      rows, tokens: the block of rows that is summed, and that of tokens which are added.
+      first, end: of these the ones that are the block's, from the block's first token on.
+      begins, finishes: whether the sums of the block begin, and whether they are whole.
+    """
+
+    rows: jax.Array
+    tokens: jax.Array
+    first: jax.Array
+    end: jax.Array
+    begins: jax.Array
+    finishes: jax.Array
+
+    @classmethod
+    def of(cls, row: jax.Array, rows: int, block_rows: int, block_tokens: int) -> TokenVisits:
+        """``row``: of each token in order; tokens of no row stand last."""
+        down, across = pl.cdiv(rows, block_rows), pl.cdiv(row.size, block_tokens)
+        borders = jnp.minimum(jnp.arange(down + 1, dtype=jnp.int32) * block_rows, rows)
+        border = jnp.searchsorted(row, borders, side="left").astype(jnp.int32)
+        start, end = border[:-1], border[1:]
+        before = quotient(start, block_tokens)
+        count = jnp.where(end > start, quotient(end + (block_tokens - 1), block_tokens) - before, 1)
+        after = jnp.cumsum(count, dtype=jnp.int32)
+        step = jnp.arange(down + across, dtype=jnp.int32)
+        there, one = step < after[-1], jnp.minimum(step, after[-1] - 1)
+        block = jnp.searchsorted(after, one, side="right").astype(jnp.int32)
+        at = jnp.minimum(before[block] + one - (after - count)[block], across - 1)
+        first, last = (jnp.clip(x[block] - at * block_tokens, 0, block_tokens) for x in (start, end))
+        last = jnp.where(there, last, first)
+        begins, finishes = there & (one == (after - count)[block]), there & (one == after[block] - 1)
+        return cls(block, at, first, last, begins.astype(jnp.int32), finishes.astype(jnp.int32))
+
+
+def sum_of_tokens(ref: Refs) -> None:
+    """A visit: each of its tokens is added to its row."""
+    visit, tokens, rows = pl.program_id(1), ref.wide.shape[0], ref.acc.shape[0]
+
+    @pl.when(ref.begins[visit] == 1)
+    def begin() -> None:
+        ref.acc[...] = jnp.zeros_like(ref.acc)
+
+    @pl.when(ref.end[visit] > ref.first[visit])
+    def add() -> None:
+        ref.wide[...] = ref.d_y[...].astype(jnp.float32)
+        start, base = ref.tokens[visit] * tokens, ref.rows[visit] * rows
+
+        def one(t: Any, _: Any) -> Any:
+            own = pl.ds(ref.row[start + t] - base, 1)
+            ref.acc[own, :] += ref.wide[pl.ds(t, 1), :]
+            return _
+
+        lax.fori_loop(ref.first[visit], ref.end[visit], one, None)
+
+    @pl.when(ref.finishes[visit] == 1)
+    def write() -> None:
+        ref.d_weight[...] = ref.acc[...].astype(ref.d_weight.dtype)
+
+
+class GradientBlocks(NamedTuple):
+    """Rows, tokens and numbers of a block."""
+
+    rows: int
+    tokens: int
+    n: int
+
+    @classmethod
+    def of(cls, call: Call, config: EmbeddingGradientConfig) -> GradientBlocks:
+        grain = sublanes(call.arrays["d_y"].dtype)
+        rows, tokens = (padded(x, grain) for x in (config.block_rows, config.block_tokens))
+        return cls(rows, tokens, even_block(call.dims["d"], config.block_n, LANES))
+
+    def resident(self, size: int) -> int:
+        """The VMEM, in bytes, of one step, with numbers of ``size`` bytes."""
+        return self.n * (self.rows * (4 + 2 * size) + self.tokens * (4 + 2 * size))
+
+
+def gradient_tiling(call: Call) -> EmbeddingGradientConfig:
+    """Not measured: of 4096 numbers a block of rows, its sums and a block of tokens are 8 MiB in 16 bits, 12 in 32."""
+    return EmbeddingGradientConfig(block_rows=128, block_tokens=128, block_n=4096)
+
+
+def supports_gradient(call: Call, config: EmbeddingGradientConfig) -> str | None:
+    blocks, rows, tokens = GradientBlocks.of(call, config), call.dims["rows"], tokens_of(call)
+    grain = sublanes(call.arrays["d_y"].dtype)
+    visits = pl.cdiv(rows, blocks.rows) + pl.cdiv(tokens, blocks.tokens)
+    return (
+        dtype_refused(call)
+        or off_grid("block_rows", config.block_rows, rows, grain)
+        or off_grid("block_tokens", config.block_tokens, tokens, grain)
+        or off_grid("block_n", config.block_n, call.dims["d"], LANES)
+        or too_many_scalars(4 * (tokens + len(TokenVisits._fields) * visits), f"{tokens} tokens and {visits} visits")
+        or over_vmem(call, blocks.resident(call.arrays["d_y"].dtype.itemsize), "block_rows, block_tokens or block_n")
+    )
+
+
+@BACKEND.implements("embedding_vjp", tiling=gradient_tiling, supports=supports_gradient, config=EmbeddingGradientConfig)
+def embedding_vjp(call: Call, config: EmbeddingGradientConfig) -> tuple[jax.Array]:
+    rows, d, tokens = call.dims["rows"], call.dims["d"], tokens_of(call)
+    d_y, padding, dtype = call.arrays["d_y"].reshape(tokens, d), call.options["padding_index"], call.arrays["d_y"].dtype
+    if not tokens:
+        return (jnp.zeros((rows, d), dtype),)
+    blocks, row = GradientBlocks.of(call, config), rows_named(call)
+    nowhere = (row < 0) if padding is None else (row < 0) | (row == padding)
+    row, order = lax.sort((jnp.where(nowhere, rows, row), jnp.arange(tokens, dtype=jnp.int32)), num_keys=1)
+    d_y = d_y.at[order].get(mode="promise_in_bounds", unique_indices=True)
+    visits = TokenVisits.of(row, rows, blocks.rows, blocks.tokens)
+    found = launch(
+        call,
+        sum_of_tokens,
+        "portakern_embedding_vjp",
+        (pl.cdiv(d, blocks.n), visits.rows.size),
+        in_order=1,
+        scalars={**visits._asdict(), "row": row},
+        inputs={
+            "d_y": (d_y, pl.BlockSpec((blocks.tokens, blocks.n), lambda c, v, *s: (TokenVisits(*s[:-1]).tokens[v], c)))
+        },
+        outputs={
+            "d_weight": (
+                jax.ShapeDtypeStruct((rows, d), dtype),
+                pl.BlockSpec((blocks.rows, blocks.n), lambda c, v, *s: (TokenVisits(*s[:-1]).rows[v], c)),
+            )
+        },
+        scratch={"acc": (blocks.rows, blocks.n), "wide": (blocks.tokens, blocks.n)},
+        vmem=blocks.resident(dtype.itemsize),
+        cost=pl.CostEstimate(flops=tokens * d, transcendentals=0, bytes_accessed=(tokens + rows) * d * dtype.itemsize),
+    )
+    return (found["d_weight"],)
