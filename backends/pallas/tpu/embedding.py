@@ -31,7 +31,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.configs import EmbeddingConfig, EmbeddingGradientConfig
-from portakern.backends.pallas.lib.blocks import Refs, even_block, padded, positions, quotient
+from portakern.backends.pallas.lib.blocks import Refs, even_block, padded, quotient
 from portakern.backends.pallas.lib.mosaic_tpu.chip import (
     LANES,
     dtype_refused,
@@ -48,28 +48,30 @@ TALL = 8
 
 
 # ------------------------------------------------------------------------------------------------------------- forward
-def words(x: Any) -> Any:
-    """A block as integers of 32 bits, of two rows each where numbers have 16."""
-    return x if x.dtype == jnp.int32 else pltpu.bitcast(x, jnp.int32)
-
-
 def kernel(ref: Refs, *, tokens: int) -> None:
-    dtype = ref.y.dtype
+    """``words``: the numbers read, as integers of 32 bits, of two rows each where numbers have 16; ``found``: those of
+    the block of y."""
+    dtype, first, low = ref.y.dtype, pl.program_id(0) * tokens, None
     half = dtype.itemsize == 2
     nan = int(np.array(np.nan, dtype).view(np.uint16 if half else np.uint32))
-    first, found = pl.program_id(0) * tokens, []
     for j in range(tokens):
-        row = ref.ids[first + j]
-        x, at = words(vars(ref)[f"row{j}"][...]), row & (TALL - 1)
-        word = at >> 1 if half else at
-        x = jnp.where(positions(x.shape, 0, 0) == word, x, 0)
-        x = jnp.sum(x, axis=0, keepdims=True, dtype=jnp.int32)
+        row, x = ref.ids[first + j], vars(ref)[f"row{j}"]
+        at = row & (TALL - 1)
         if half:
-            x = lax.shift_right_logical(x, jnp.full(x.shape, 16 * (at & 1), jnp.int32)) & 0xFFFF
-        found.append(jnp.where(row < 0, nan, x))
-    if half:
-        found = [low | (high << 16) for low, high in zip(found[::2], found[1::2], strict=True)]
-    ref.y[...] = pltpu.bitcast(jnp.concatenate(found), dtype)
+            begin = j * (TALL // 2)
+            ref.words[begin : begin + TALL // 2, :] = pltpu.bitcast(x[...], jnp.int32)
+            word = ref.words[pl.ds(begin + (at >> 1), 1), :]
+            word = lax.shift_right_logical(word, jnp.full(word.shape, (at & 1) * 16, jnp.int32)) & 0xFFFF
+        else:
+            word = lax.bitcast_convert_type(x[pl.ds(at, 1), :], jnp.int32)
+        word = jnp.where(row < 0, nan, word)
+        if half and j % 2 == 0:
+            low = word
+        elif half:
+            ref.found[j // 2 : j // 2 + 1, :] = low | (word << 16)
+        else:
+            ref.found[j : j + 1, :] = word
+    ref.y[...] = pltpu.bitcast(ref.found[...], dtype)
 
 
 def rows_named(call: Call) -> jax.Array:
@@ -97,13 +99,24 @@ def default_tiling(call: Call) -> EmbeddingConfig:
 def supports(call: Call, config: EmbeddingConfig) -> str | None:
     dtype, d = call.arrays["weight"].dtype, call.dims["d"]
     tokens, n = sublanes(dtype), even_block(d, config.block_n, LANES)
-    needed = (2 * tokens * TALL + 3 * tokens) * n * dtype.itemsize + 2 * TALL * n * 4
     return (
         dtype_refused(call)
         or off_grid("block_n", config.block_n, d, LANES)
         or too_many_scalars(4 * padded(tokens_of(call), tokens), f"the ids of {tokens_of(call)} tokens")
-        or over_vmem(call, needed, "block_n")
+        or over_vmem(call, resident(tokens, n, dtype.itemsize), "block_n")
     )
+
+
+def scratch_of(tokens: int, n: int, size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The words of :func:`kernel`, with numbers of ``size`` bytes."""
+    heights = {"found": tokens * size // 4} | ({"words": tokens * TALL // 2} if size == 2 else {})
+    return {name: jax.ShapeDtypeStruct((height, n), jnp.int32) for name, height in heights.items()}
+
+
+def resident(tokens: int, n: int, size: int) -> int:
+    """The VMEM, in bytes, of one step: rows and results, each twice, and words."""
+    words = sum(4 * prod(form.shape) for form in scratch_of(tokens, n, size).values())
+    return 2 * tokens * (TALL + 1) * n * size + words
 
 
 @BACKEND.implements("embedding", tiling=default_tiling, supports=supports, config=EmbeddingConfig)
@@ -127,7 +140,8 @@ def embedding(call: Call, config: EmbeddingConfig) -> tuple[jax.Array]:
         outputs={
             "y": (jax.ShapeDtypeStruct((number, d), weight.dtype), pl.BlockSpec((tokens, n), lambda i, c, _: (i, c)))
         },
-        vmem=2 * tokens * (TALL + 1) * n * size,
+        scratch=scratch_of(tokens, n, size),
+        vmem=resident(tokens, n, size),
         cost=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=(TALL + 1) * number * d * size),
     )
     return (found["y"].reshape(*call.dims["batch"], d),)
