@@ -5,17 +5,17 @@
 weight: (rows, d), ids: (tokens) -> y: (tokens, d). Forward a program owns ``block_n`` numbers: of one row, or of several
 short ones. A row that there is not is NaN, and is not read.
 
-The gradient has no atomic operation. First tokens are sorted by row, those of one row in their order:
-keys of 64 bits, a token's row and the token, no two of which are equal, so that one order is right. A program ranks
-``block_tokens`` of them, a key's rank being the number of smaller ones; then ``WAYS`` sorted runs at a time become one,
-in which a key's place is the sum of its ranks in all of them, found by binary search. Tokens without a row stand last.
+The gradient has no atomic operation. First tokens are sorted by row, those of one row in their order. A token's key is
+its row and itself, 64 bits: no two are equal, so that one order is right. A program ranks ``block_tokens`` of them, a
+key's rank being the number of smaller ones; then ``WAYS`` sorted runs at a time become one, in which a token's place is
+the sum of its ranks in all of them, found by binary search. Tokens without a row stand last.
 
-Then the tokens of a row are a segment of the keys, whose start a binary search finds. Sums are over ``CHUNK`` tokens at a
-time, one after the other from the segment's start; the sums of a longer segment's chunks are added up in turn. So the bits of a row hang on no other's
-tokens, and on no tile. A chunk of a segment begins in a window of as many keys: of segments longer than a chunk at most
-one comes in from before the window, with one chunk that begins there, and at most one begins there and leaves it. These
-are the two programs of a window. Last, a program owns ``block_n`` numbers of a row, or of several short ones, and writes
-their sums, or zeros.
+Then the tokens of a row are a segment, whose start a binary search finds. Sums are over ``CHUNK`` tokens at a time, one
+after the other from the segment's start; the sums of a longer segment's chunks are added up in turn. So the bits of a row
+hang on no other's tokens, and on no tile. Chunks begin in windows of as many places: of segments longer than a chunk at
+most one comes into a window, with one chunk that begins there, and at most one begins in it and leaves it. These are the
+two programs of a window. Last, a program owns ``block_n`` numbers of a row, or of several short ones, and writes their
+sums, or zeros.
 
 Source of the merge by ranks: Satish, Harris and Garland 2009, "Designing efficient sorting algorithms for manycore
 GPUs", section 5.
@@ -45,7 +45,7 @@ WAYS = tl.constexpr(16)
 """Sorted runs that become one at a time."""
 
 MERGED = 32
-"""Keys whose places in a merged run one program finds."""
+"""Tokens whose places in a merged run one program finds."""
 
 TOKEN_BITS = tl.constexpr(32)
 """Bits of a key below its row: its token."""
@@ -68,19 +68,13 @@ class CotangentExtents(NamedTuple):
     inner: int
 
 
-class MergeExtents(NamedTuple):
-    """``tokens``; keys of a sorted ``run``; ``steps``: of a search, as many as find a place in a run."""
-
-    tokens: int
-    run: int
-    steps: int
-
-
-class SearchExtents(NamedTuple):
-    """``tokens``; ``rows`` of the table; ``steps``: of a search, as many as find a place among the tokens."""
+class SortExtents(NamedTuple):
+    """``tokens``; ``rows`` of the table; tokens of a sorted ``run``; ``steps``: of a search, as many as find a place in
+    a run."""
 
     tokens: int
     rows: int
+    run: int
     steps: int
 
 
@@ -160,10 +154,9 @@ def embedding(call: Call, config: EmbeddingConfig) -> tuple[Any]:
 
 # ------------------------------------------------------------------------------------------------------------- sorting
 @triton.jit
-def key_of(ids, token, extents, padding):
-    """The keys of tokens. A token whose id is no row, or is padding, has the row behind the last; one that is not there
-    has a key that is larger than any."""
-    ok = token < extents.tokens
+def key_of(ids, token, ok, extents, padding):
+    """The keys of tokens: 2^32 times the row, and the token. A token whose id is no row, or is padding, has the row
+    behind the last; where not ``ok`` a key is larger than any."""
     row = tl.load(ids + token, mask=ok, other=-1).to(tl.int64)
     there = (row >= 0) & (row < extents.rows) & (row != padding)
     row = tl.where(there, row, tl.cast(extents.rows, tl.int64))
@@ -171,80 +164,85 @@ def key_of(ids, token, extents, padding):
 
 
 @triton.jit
-def below(keys, key, low, high, steps):
-    """Where sorted keys from ``low`` to ``high`` are no longer smaller than ``key``: a binary search."""
-    for _ in range(steps):
+def below(order, ids, key, low, high, extents, padding):
+    """Where keys of sorted tokens, from place ``low`` to ``high``, are no longer smaller than ``key``: a binary
+    search."""
+    for _ in range(extents.steps):
         middle = (low + high) // 2
-        smaller = tl.load(keys + middle, mask=low < high, other=0x7FFFFFFFFFFFFFFF) < key
+        token = tl.load(order + middle, mask=low < high, other=0)
+        smaller = key_of(ids, token, low < high, extents, padding) < key
         low, high = tl.where(smaller, middle + 1, low), tl.where(smaller, high, middle)
     return low
 
 
 @triton.jit
-def embedding_vjp_sort_kernel(ids, keys, extents, padding, block_tokens: tl.constexpr):
-    """The keys of ``block_tokens`` tokens, in rising order: a key's rank is the number of smaller ones."""
+def embedding_vjp_sort_kernel(ids, order, extents, padding, block_tokens: tl.constexpr):
+    """``block_tokens`` tokens by their keys: a key's rank is the number of smaller ones."""
     first = tl.program_id(0).to(tl.int64) * block_tokens
     token = first + tl.arange(0, block_tokens)
-    key = key_of(ids, token, extents, padding)
+    key = key_of(ids, token, token < extents.tokens, extents, padding)
     rank = tl.full([block_tokens], 0, tl.int32)
-    for other in range(0, block_tokens, WAYS):
-        beside = key_of(ids, first + other + tl.arange(0, WAYS), extents, padding)
+    for begin in range(0, block_tokens, WAYS):
+        other = first + begin + tl.arange(0, WAYS)
+        beside = key_of(ids, other, other < extents.tokens, extents, padding)
         rank += tl.sum((beside[None, :] < key[:, None]).to(tl.int32), 1)
-    tl.store(keys + first + rank, key, mask=token < extents.tokens)
+    tl.store(order + first + rank, token.to(tl.int32), mask=token < extents.tokens)
 
 
 @triton.jit
-def embedding_vjp_merge_kernel(keys, merged, extents, block_tokens: tl.constexpr):
+def embedding_vjp_merge_kernel(ids, order, merged, extents, padding, block_tokens: tl.constexpr):
     """Each WAYS sorted runs that lie beside each other, as one: a key's rank in it is the sum of its ranks in them."""
     tokens, run = tl.cast(extents.tokens, tl.int64), tl.cast(extents.run, tl.int64)
     at = tl.program_id(0).to(tl.int64) * block_tokens + tl.arange(0, block_tokens)
-    key = tl.load(keys + at, mask=at < tokens, other=0)
+    token = tl.load(order + at, mask=at < tokens, other=0)
+    key = key_of(ids, token, at < tokens, extents, padding)
     first = at // (run * WAYS) * (run * WAYS)
     low = tl.minimum(first[:, None] + tl.arange(0, WAYS)[None, :] * run, tokens)
-    rank = below(keys, key[:, None], low, tl.minimum(low + run, tokens), extents.steps) - low
-    tl.store(merged + first + tl.sum(rank, 1), key, mask=at < tokens)
+    rank = below(order, ids, key[:, None], low, tl.minimum(low + run, tokens), extents, padding) - low
+    tl.store(merged + first + tl.sum(rank, 1), token, mask=at < tokens)
 
 
-def sorted_keys(call: Call, config: EmbeddingGradientConfig) -> torch.Tensor:
-    """The keys of all tokens, in rising order."""
-    ids, extents, padding = call.arrays["ids"].contiguous(), extents_of(call), call.options["padding_index"]
-    tokens, run, tiles = extents.tokens, config.block_tokens, cdiv(extents.tokens, config.block_tokens)
-    keys, merged = (fresh((max(tokens, 1),), torch_dtype("int64"), ids.device) for _ in range(2))
+def sorted_tokens(call: Call, ids: torch.Tensor, padding: int, config: EmbeddingGradientConfig) -> torch.Tensor:
+    """The tokens by their rows, those of one row in their order, and those without a row at the end."""
+    tokens, rows, _ = extents_of(call)
+    run, tiles = config.block_tokens, cdiv(tokens, config.block_tokens)
+    order, merged = (fresh((max(tokens, 1),), torch_dtype("int32"), ids.device) for _ in range(2))
     if tokens:
-        launch(embedding_vjp_sort_kernel, tiles, call, ids, keys, extents, -1 if padding is None else padding,
+        launch(embedding_vjp_sort_kernel, tiles, call, ids, order, SortExtents(tokens, rows, run, 0), padding,
                block_tokens=config.block_tokens, num_warps=config.num_warps)  # fmt: skip
     while run < tokens:
-        launch(embedding_vjp_merge_kernel, cdiv(tokens, MERGED), call, keys, merged,
-               MergeExtents(tokens, run, run.bit_length()), block_tokens=MERGED, num_warps=config.num_warps)  # fmt: skip
-        keys, merged, run = merged, keys, run * WAYS.value
-    return keys
+        launch(embedding_vjp_merge_kernel, cdiv(tokens, MERGED), call, ids, order, merged,
+               SortExtents(tokens, rows, run, run.bit_length()), padding, block_tokens=MERGED,
+               num_warps=config.num_warps)  # fmt: skip
+        order, merged, run = merged, order, run * WAYS.value
+    return order
 
 
 # ---------------------------------------------------------------------------------------------------------------- sums
 @triton.jit
-def embedding_vjp_starts_kernel(keys, starts, extents, block_tokens: tl.constexpr):
-    """Where the tokens of each row begin among the keys, and of the row behind the last where all others have ended."""
+def embedding_vjp_starts_kernel(ids, order, starts, extents, padding, block_tokens: tl.constexpr):
+    """Where each row's tokens begin in their order, and, of the row behind the last, where those of rows end."""
     row = tl.program_id(0).to(tl.int64) * block_tokens + tl.arange(0, block_tokens)
-    start = below(keys, row << TOKEN_BITS, row * 0, row * 0 + extents.tokens, extents.steps)
+    start = below(order, ids, row << TOKEN_BITS, row * 0, row * 0 + extents.tokens, extents, padding)
     tl.store(starts + row, start.to(tl.int32), mask=row <= extents.rows)
 
 
 @triton.jit
 def segment_of(starts, row, extents):
-    """Where the tokens of rows begin among the keys, and where they end; 0 and 0 of rows that there are not."""
-    ok = row < extents.rows
+    """Where the tokens of rows begin in their order, and where they end; 0 and 0 of rows that there are not."""
+    ok = (row >= 0) & (row < extents.rows)
     start = tl.load(starts + row, mask=ok, other=0).to(tl.int64)
     return start, tl.load(starts + row + 1, mask=ok, other=0).to(tl.int64)
 
 
 @triton.jit
-def sum_of_tokens(keys, d_y, start, stop, n, extents, strides, tile: tl.constexpr):
-    """The sums of the cotangents of tokens whose keys lie from ``start`` to ``stop``, one after the other."""
+def sum_of_tokens(order, d_y, start, stop, n, extents, strides, tile: tl.constexpr):
+    """The sums of the cotangents of tokens at the places from ``start`` to ``stop``, one after the other."""
     acc = tl.full([tile.block_rows, tile.block_n], 0.0, tile.acc_dtype)
     n_ok, of_n = (n < extents.d)[None, :], (n * strides.n)[None, :]
     for first in range(0, tl.max(stop - start, 0), 4):
         at = [start + first + i for i in (0, 1, 2, 3)]
-        token = [tl.load(keys + a, mask=a < stop, other=0) & 0xFFFFFFFF for a in at]
+        token = [tl.load(order + a, mask=a < stop, other=0).to(tl.int64) for a in at]
         row = [row_start(d_y, t, extents.inner, strides.outer, strides.inner, tile.flat, tile.unit) for t in token]
         found = [tl.load(row[i][:, None] + of_n, mask=(at[i] < stop)[:, None] & n_ok, other=0.0) for i in (0, 1, 2, 3)]
         for i in tl.static_range(4):
@@ -269,27 +267,28 @@ def sum_of_chunks(acc, partial, start, stop, n, d, tile: tl.constexpr):
 
 
 @triton.jit
-def embedding_vjp_chunks_kernel(keys, starts, d_y, partial, extents, strides, tile: tl.constexpr):
+def embedding_vjp_chunks_kernel(ids, order, starts, d_y, partial, extents, strides, tile: tl.constexpr):
     """Sums of chunks of segments that are longer than one. partial: (windows, 2, d): of a window's chunks that of the
     segment that comes in, and that of the segment that leaves it."""
     slot, n = own_tile(extents.d, tile)
     tokens, window, leaving = tl.cast(extents.tokens, tl.int64), slot // 2 * CHUNK, slot % 2 == 1
     at = tl.where(leaving, tl.minimum(window + CHUNK, tokens) - 1, window)
-    row = tl.load(keys + at, mask=window < tokens, other=0x7FFFFFFFFFFFFFFF) >> TOKEN_BITS
+    token = tl.load(order + at, mask=window < tokens, other=0)
+    row = tl.load(ids + token, mask=window < tokens, other=-1).to(tl.int64)
     begin, end = segment_of(starts, row, extents)
     late = tl.maximum(window - begin, 0)
     start = begin + (late + CHUNK - 1) // CHUNK * CHUNK
-    found = (start < end) & (end - begin > CHUNK) & (start < window + CHUNK) & ((begin >= window) == leaving)
+    found = (start < end) & (end - begin > CHUNK) & ((begin >= window) == leaving)
     stop = tl.where(found, tl.minimum(start + CHUNK, end), start)
-    acc = sum_of_tokens(keys, d_y, start, stop, n, extents, strides, tile)
+    acc = sum_of_tokens(order, d_y, start, stop, n, extents, strides, tile)
     tl.store(partial + (slot * extents.d)[:, None] + n[None, :], acc, mask=found[:, None] & (n < extents.d)[None, :])
 
 
 @triton.jit
-def embedding_vjp_kernel(keys, starts, d_y, partial, d_weight, extents, strides, tile: tl.constexpr):
+def embedding_vjp_kernel(order, starts, d_y, partial, d_weight, extents, strides, tile: tl.constexpr):
     row, n = own_tile(extents.d, tile)
     start, stop = segment_of(starts, row, extents)
-    acc = sum_of_tokens(keys, d_y, start, tl.where(stop - start > CHUNK, start, stop), n, extents, strides, tile)
+    acc = sum_of_tokens(order, d_y, start, tl.where(stop - start > CHUNK, start, stop), n, extents, strides, tile)
     if partial is not None:
         acc = sum_of_chunks(acc, partial, start, stop, n, extents.d, tile)
     ok = (row < extents.rows)[:, None] & (n < extents.d)[None, :]
@@ -313,10 +312,11 @@ def supports_gradient(call: Call, config: EmbeddingGradientConfig) -> str | None
     "embedding_vjp", tiling=gradient_tiling, key=key, supports=supports_gradient, config=EmbeddingGradientConfig
 )
 def embedding_vjp(call: Call, config: EmbeddingGradientConfig) -> tuple[Any]:
-    weight, keys, (tokens, rows, d) = call.arrays["weight"], sorted_keys(call, config), extents_of(call)
-    starts = fresh((rows + 1,), torch_dtype("int32"), weight.device)
-    launch(embedding_vjp_starts_kernel, cdiv(rows + 1, config.block_tokens), call, keys, starts,
-           SearchExtents(tokens, rows, tokens.bit_length()), block_tokens=config.block_tokens,
+    weight, ids, (tokens, rows, d) = call.arrays["weight"], call.arrays["ids"].contiguous(), extents_of(call)
+    padding = -1 if call.options["padding_index"] is None else call.options["padding_index"]
+    order, starts = sorted_tokens(call, ids, padding, config), fresh((rows + 1,), torch_dtype("int32"), weight.device)
+    launch(embedding_vjp_starts_kernel, cdiv(rows + 1, config.block_tokens), call, ids, order, starts,
+           SortExtents(tokens, rows, tokens, tokens.bit_length()), padding, block_tokens=config.block_tokens,
            num_warps=config.num_warps)  # fmt: skip
     (d_y,), walk = walk_rows(len(call.dims["batch"]), call.arrays["d_y"])
     extents = CotangentExtents(tokens, rows, d, walk.inner)
@@ -325,8 +325,8 @@ def embedding_vjp(call: Call, config: EmbeddingGradientConfig) -> tuple[Any]:
     if tokens > CHUNK.value:
         slots = 2 * cdiv(tokens, CHUNK.value)
         partial = fresh((slots, d), torch_dtype("float64" if call.dtype == "float64" else "float32"), weight.device)
-        launch(embedding_vjp_chunks_kernel, programs(slots, d, config.block_n), call, keys, starts, d_y, partial,
+        launch(embedding_vjp_chunks_kernel, programs(slots, d, config.block_n), call, ids, order, starts, d_y, partial,
                extents, walk.strides[0], tile=tile, num_warps=config.num_warps)  # fmt: skip
-    launch(embedding_vjp_kernel, programs(rows, d, config.block_n), call, keys, starts, d_y, partial, d_weight, extents,
-           walk.strides[0], tile=tile, num_warps=config.num_warps)  # fmt: skip
+    launch(embedding_vjp_kernel, programs(rows, d, config.block_n), call, order, starts, d_y, partial, d_weight,
+           extents, walk.strides[0], tile=tile, num_warps=config.num_warps)  # fmt: skip
     return (d_weight,)
