@@ -772,6 +772,97 @@ class CrossEntropyVjpOp(Op):
         overwrite: Literal["logits"] | Iterable[Literal["logits"]] | None = None,
     ) -> CrossEntropyVjpOut[NDArray[Any] | None]: ...
 
+class EmbeddingOp(Op):
+    @overload
+    def __call__(self, weight: Array, ids: Array, *, padding_index: int | None = None) -> Array:
+        """y[t] = weight[ids[t]], to the bit: a table's rows by their numbers.
+
+        Args:
+          weight: (rows, d), the table, of any strides: a head's (d, rows) weights are given as a transposed view.
+          ids: (*batch), int32 or int64, the row that each token takes.
+          padding_index: a row, from 0 to rows - 1, whose gradient is 0, as of ``torch.nn.functional.embedding``;
+            forward it
+            is a row as any other. None: no row.
+
+        Returns:
+          y: (*batch, d), with the bits of the rows, NaN and infinities too; a subnormal number is one of them. An id
+            that
+          is no row, a negative one too, gives a row of NaN, and nothing is read out of bounds: kernels do not read ids
+            to
+          refuse them. PyTorch's function raises an error on a CPU, and on a GPU ends the process; JAX's index gives NaN
+          beyond the end, and counts negative ids from it.
+        """
+    @overload
+    def __call__(
+        self,
+        weight: NDArray[Any],
+        ids: NDArray[Any],
+        *,
+        padding_index: int | None = None,
+    ) -> NDArray[Any]: ...
+
+class EmbeddingVjpOut(NamedTuple, Generic[T]):
+    d_weight: T
+
+class EmbeddingVjpOp(Op):
+    @overload
+    def __call__(
+        self,
+        weight: Array,
+        ids: Array,
+        d_y: Array,
+        *,
+        padding_index: int | None = None,
+        wants: None = None,
+    ) -> EmbeddingVjpOut[Array]:
+        """d_weight[r] = sum of d_y[t] over the tokens t with ids[t] = r, in float32 (float64 for float64), rounded
+        once.
+
+        The bits of a row depend on the cotangents of its own tokens in their order, and on nothing else: where they
+        stand
+        among others, and what those name, changes none.
+
+        Args:
+          weight: (rows, d), of which the extents alone are read; ids: (*batch), as in embedding.
+          d_y: (*batch, d), the cotangent of y, of any strides.
+          padding_index: a row whose gradient is 0, whatever its tokens' cotangents hold; None: no row.
+
+        Returns:
+          d_weight: (rows, d). A row that no token names is exact zeros, and so is the padding row. The cotangent of a
+            token
+          whose id is no row, a negative one too, reaches nothing.
+        """
+    @overload
+    def __call__(
+        self,
+        weight: Array,
+        ids: Array,
+        d_y: Array,
+        *,
+        padding_index: int | None = None,
+        wants: Iterable[Literal["d_weight"]] | None,
+    ) -> EmbeddingVjpOut[Array | None]: ...
+    @overload
+    def __call__(
+        self,
+        weight: NDArray[Any],
+        ids: NDArray[Any],
+        d_y: NDArray[Any],
+        *,
+        padding_index: int | None = None,
+        wants: None = None,
+    ) -> EmbeddingVjpOut[NDArray[Any]]: ...
+    @overload
+    def __call__(
+        self,
+        weight: NDArray[Any],
+        ids: NDArray[Any],
+        d_y: NDArray[Any],
+        *,
+        padding_index: int | None = None,
+        wants: Iterable[Literal["d_weight"]] | None,
+    ) -> EmbeddingVjpOut[NDArray[Any] | None]: ...
+
 class GegluOp(Op):
     @overload
     def __call__(self, gate: Array, up: Array, *, approximate: Literal["none", "tanh"] = "none") -> Array:
@@ -3093,6 +3184,22 @@ def op(
     variant: str | None = None,
     tiling: Mapping[str, int] | None = None,
 ) -> CrossEntropyVjpOp: ...
+@overload
+def op(
+    which: Literal["embedding"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> EmbeddingOp: ...
+@overload
+def op(
+    which: Literal["embedding_vjp"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> EmbeddingVjpOp: ...
 @overload
 def op(
     which: Literal["geglu"],

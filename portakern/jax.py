@@ -5,6 +5,7 @@ from portakern.frameworks.jax.paged import ragged_paged_attention
 from portakern.frameworks.jax.products import dot_general, ragged_dot
 from portakern.frameworks.jax.ring import from_zigzag, ring_attention, to_zigzag
 from portakern.frameworks.jax.scaled import scaled_matmul
+from portakern.frameworks.jax.tables import take
 from portakern.frameworks.jax.tracing import lowered_for
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "ring_attention",
     "rotary_tables",
     "scaled_matmul",
+    "take",
     "to_zigzag",
 ]

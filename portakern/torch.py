@@ -4,6 +4,7 @@ from portakern.frameworks.torch.float8 import Float8Linear
 from portakern.frameworks.torch.functions import (
     apply_rotary_pos_emb,
     cross_entropy,
+    embedding,
     layer_norm,
     linear_cross_entropy,
     logsumexp,
@@ -26,6 +27,7 @@ __all__ = [
     "apply",
     "apply_rotary_pos_emb",
     "cross_entropy",
+    "embedding",
     "from_zigzag",
     "grouped_mm",
     "layer_norm",

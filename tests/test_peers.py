@@ -113,6 +113,8 @@ RIGHT = [
     ("torch", "matmul_vjp", ("float32",)),
     ("torch", "paged_attention", ("float32",)),
     ("torch", "kv_append", ALL),
+    ("torch", "embedding", ALL),
+    ("torch", "embedding_vjp", ("float32",)),  # 16-bit sums are rounded at each step on a CPU
     ("torch", "quantize", ("float32", "bfloat16")),
     ("torch", "top_k_vjp", ALL),
     ("torch", "scaled_matmul", ("float8_e4m3fn", "float8_e5m2", "int8")),
@@ -121,6 +123,8 @@ RIGHT = [
     ("flex_attention", "attention", ("float32",)),
     ("jax", "softmax", ("float32",)),
     ("jax", "kv_append", ALL),
+    ("jax", "embedding", ALL),
+    ("jax", "embedding_vjp", ("float32",)),
     ("jax", "quantize", ("float32", "bfloat16")),
     ("jax", "top_k_vjp", ("float32",)),
     ("jax", "matmul", ("float32",)),

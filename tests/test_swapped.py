@@ -62,6 +62,8 @@ TAKEN = {  # the op that serves a call, and the call -> the shapes of its tensor
         (3, 4),
         (5, 4),
     ],
+    "embedding: F.embedding(torch.tensor([[2, 0], [2, 1]]), a)": [(3, 4)],
+    "embedding: F.embedding(torch.tensor([2, 0, 2]), a, padding_idx=-3)": [(3, 4)],
     "rmsnorm: torch.rms_norm(a, (4,), b)": [(3, 4), (4,)],
     "layernorm: torch.layer_norm(a, (4,), b, b, 1e-5, False)": [(3, 4), (4,)],
 }

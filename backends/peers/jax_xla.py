@@ -68,6 +68,20 @@ def grouped_matmul(a: Any, b: Any, group_ends: Any, *, precision: str = "ieee", 
         return jax.lax.ragged_dot(a, b, sizes, preferred_element_type=out_dtype)
 
 
+@provides(BACKEND, gradients=False)
+def embedding(weight: Any, ids: Any, *, padding_index: int | None = None) -> Any:
+    """padding_index concerns the gradient alone."""
+    return weight.at[ids].get(mode="fill", wrap_negative_indices=False)
+
+
+@provides(BACKEND, gradients=False)
+def embedding_vjp(weight: Any, ids: Any, d_y: Any, *, padding_index: int | None = None) -> Any:
+    import jax.numpy as jnp
+
+    at = ids if padding_index is None else jnp.where(ids == padding_index, len(weight), ids)
+    return jnp.zeros_like(weight).at[at].add(d_y, mode="drop", wrap_negative_indices=False)
+
+
 @provides(BACKEND)
 def linear(
     x: Any, weight: Any, bias: Any = None, residual: Any = None, *, activation: str = "none", precision: str = "ieee"

@@ -214,6 +214,32 @@ def grouped_matmul(a: Any, b: Any, group_ends: Any, *, precision: str = "ieee") 
     return torch.where(inside, c, 0)
 
 
+@provides(BACKEND, gradients=False)
+def embedding(weight: Any, ids: Any, *, padding_index: int | None = None) -> Any:
+    """torch refuses ids that are no row, on a GPU by an end of the process: on a CPU they are set apart, which would
+    take another pass over y."""
+    import torch
+    from torch.nn import functional
+
+    if ids.device.type != "cpu":
+        return functional.embedding(ids, weight, padding_idx=padding_index)
+    there = (ids >= 0) & (ids < len(weight))
+    y = functional.embedding(torch.where(there, ids, 0), weight, padding_idx=padding_index)
+    return torch.where(there[..., None], y, torch.nan).to(y.dtype)
+
+
+@provides(BACKEND, gradients=False)
+def embedding_vjp(weight: Any, ids: Any, d_y: Any, *, padding_index: int | None = None) -> Any:
+    """What autograd runs for embedding, under whatever ``torch.use_deterministic_algorithms`` says."""
+    import torch
+
+    padding = -1 if padding_index is None else padding_index
+    if ids.device.type == "cpu":
+        there = (ids >= 0) & (ids < len(weight))
+        ids, d_y = torch.where(there, ids, 0), torch.where(there[..., None], d_y, 0).to(d_y.dtype)
+    return torch.ops.aten.embedding_dense_backward(d_y, ids, len(weight), padding, False)
+
+
 def activations() -> Mapping[str, Callable[[Any], Any]]:
     """What models call between two layers, by the spec's names."""
     import torch

@@ -153,7 +153,10 @@ WRONG = {
         lambda: call(W, IDS, padding_index=5),
         r"padding_index must be a row of weight, from 0 to rows - 1",
     ),
-    "padding that counts from the end": (lambda: call(W, IDS, padding_index=-1), r"padding_index is -1; expected .*>= 0"),
+    "padding that counts from the end": (
+        lambda: call(W, IDS, padding_index=-1),
+        r"padding_index is -1; expected .*>= 0",
+    ),
 }
 
 

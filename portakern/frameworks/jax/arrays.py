@@ -88,6 +88,7 @@ class Jax(Framework):
             "ragged_dot": "grouped_matmul",
             "ragged_paged_attention": "paged_attention",
             "scaled_matmul": "scaled_matmul",
+            "take": "embedding",
         }
     )
     immutable = True

@@ -83,6 +83,7 @@ class Torch(Framework):
     twins = MappingProxyType(
         {
             "cross_entropy": "cross_entropy",
+            "embedding": "embedding",
             "grouped_mm": "grouped_matmul",
             "layer_norm": "layernorm",
             "linear_cross_entropy": "linear_cross_entropy",

@@ -30,6 +30,7 @@ __all__ = [
     "apply_rotary_pos_emb",
     "cross_entropy",
     "cut_within",
+    "embedding",
     "into",
     "kept_op",
     "layer_norm",
@@ -507,6 +508,54 @@ def layer_norm(
       SpecError: input's shape does not end with normalized_shape, or weight or bias has another shape.
     """
     return _normalised("layer_norm", kept_op("layernorm", backend), input, normalized_shape, eps, weight, bias)
+
+
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """``torch.nn.functional.embedding`` on the embedding op.
+
+    Args:
+      input: int32 or int64 of any shape: rows of weight, from 0 up.
+      weight: (rows, d), the table.
+      padding_idx: a row without a gradient; a negative one counts from the end.
+      max_norm, norm_type: None, with which norm_type says nothing: the op writes to no table.
+      scale_grad_by_freq, sparse: False: gradients are sums, and dense.
+
+    Returns:
+      (*input.shape, d), of weight's dtype, with the bits of its rows. A number that is no row gives NaN, where PyTorch
+      raises an error or aborts the process. Each row of the gradient has the same bits whatever other rows are named.
+
+    Raises:
+      UnsupportedError: max_norm, scale_grad_by_freq, sparse. SpecError: shapes or dtypes that do not agree, or a
+        padding_idx that is no row.
+    """
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        given = {"max_norm": max_norm, "scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse}
+        name = next(n for n, value in given.items() if value is not None and value is not False)
+        raise UnsupportedError(
+            f"embedding: {name} is {given[name]}; expected {'None' if name == 'max_norm' else False}: "
+            "call torch.nn.functional.embedding"
+        )
+    if padding_idx is not None and weight.dim() == 2:
+        rows = weight.shape[0]
+        if not -rows <= padding_idx < rows:
+            raise SpecError(
+                f"embedding: padding_idx is {padding_idx}; expected a row of weight, from {-rows} to {rows - 1}"
+            )
+        padding_idx %= rows
+    try:
+        return kept_op("embedding", backend)(weight, input, padding_index=padding_idx)
+    except SpecError as e:
+        raise SpecError(f"{e} (ids is input, padding_index is padding_idx)") from e
 
 
 def rms_norm(

@@ -24,6 +24,7 @@ from portakern.frameworks.torch import products
 from portakern.frameworks.torch.functions import (
     LOSS_PARALLEL,
     cross_entropy,
+    embedding,
     into,
     layer_norm,
     linear_cross_entropy,
@@ -179,6 +180,7 @@ SWAPS: Mapping[Any, Swap] = {
     torch.special.logsumexp: Swap(logsumexp, "logsumexp"),
     Tensor.logsumexp: Swap(logsumexp, "logsumexp"),
     F.cross_entropy: Swap(_cross_entropy, "cross_entropy"),
+    F.embedding: Swap(embedding, "embedding"),
     F.layer_norm: Swap(layer_norm, "layernorm"),
     torch.layer_norm: Swap(_layer_norm, "layernorm"),
     F.rms_norm: Swap(rms_norm, "rmsnorm"),
@@ -222,9 +224,9 @@ MOST = 256
 
 class swapped(TorchFunctionMode):
     """Within this context PyTorch's scaled_dot_product_attention, softmax, softmin, logsumexp, cross_entropy and
-    linear_cross_entropy (of targets that are classes), layer_norm, rms_norm, matmul, linear, mm, bmm, addmm, baddbmm,
-    grouped_mm, varlen_attn, and einsum where it is a product of two matrices (functions, methods and the operator @)
-    run on portakern.
+    linear_cross_entropy (of targets that are classes), embedding, layer_norm, rms_norm, matmul, linear, mm, bmm, addmm,
+    baddbmm, grouped_mm, varlen_attn, and einsum where it is a product of two matrices (functions, methods and the
+    operator @) run on portakern.
 
     >>> with portakern.torch.swapped() as s:
     ...     model(x).sum().backward()

@@ -25,6 +25,7 @@ from portakern.frameworks.torch.float8 import RECIPES, Float8Linear
 from portakern.frameworks.torch.functions import check_memory_limit
 from portakern.frameworks.torch.models.attention import Registered, somebodys
 from portakern.frameworks.torch.models.blocks import served_block
+from portakern.frameworks.torch.models.embeddings import served_embedding
 from portakern.frameworks.torch.models.gates import served_gate
 from portakern.frameworks.torch.models.heads import served_head
 from portakern.frameworks.torch.models.losses import served_loss, with_own_loss
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_PARTS", "PARTS", "Applied", "ServedPart", "apply"]
 
 PARTS = {
+    "embeddings": "the rows of tables that tokens name",
     "norm": "RMSNorm and LayerNorm",
     "add_norm": "a residual, added and normed in one pass",
     "attention": "attention, of models that take an attn_implementation",
@@ -283,7 +285,8 @@ def apply(
     memory_limit: int = 0,
     fp8_recipe: str = "rows",
 ) -> Applied:
-    """Run parts of one model on portakern: norms with the residuals before them, attention, feed-forward layers, loss.
+    """Run parts of one model on portakern: embeddings, norms with the residuals before them, attention, feed-forward
+    layers, loss.
 
     A language model in training with labels returns None for logits: the loss is computed from the hidden states. If
     you need the logits, leave "linear_loss" out of ``parts``, or call ``model.eval()``.
@@ -308,8 +311,8 @@ def apply(
     Args:
       model: changed in place; a transformers model, or any module that contains PyTorch's norms.
       backend: the backend that must run it; None: chosen from the arrays of each call.
-      parts: the parts to replace ("norm", "add_norm", "attention", "rope", "gate", "mlp", "loss", "linear_loss",
-        "fp8"); None: all but "fp8", which changes results. "add_norm" needs "norm".
+      parts: the parts to replace ("embeddings", "norm", "add_norm", "attention", "rope", "gate", "mlp", "loss",
+        "linear_loss", "fp8"); None: all but "fp8", which changes results. "add_norm" needs "norm".
       otherwise: for an unknown norm, feed-forward layer or attention: "raise": an error names its class; "torch": the
         module stays with PyTorch, and the table gives the reason.
       memory_limit: bytes that the loss of a language model may keep for its backward pass. Where the logits in the
@@ -406,6 +409,11 @@ class _ModelRewrite:
                 norms.add(module)
             elif norm is None and self._is_like(module, NORM):
                 self._leave("norm", module, "a norm that no prototype is like")
+            table = served_embedding(module, self.backend)
+            if isinstance(table, str):
+                self._leave("embeddings", module, table, known=True)
+            else:
+                self._put("embeddings", module, table)
             self._read_feed_forward(module)
             rotary = served_rotary(module, self.backend)
             if isinstance(rotary, str):
