@@ -38,7 +38,8 @@ def _padding_is_a_row(call: Call) -> bool:
 RULES = (
     Rule(
         _padding_is_a_row,
-        "padding_index must be a row of weight, from 0 to rows - 1; one that counts from the end is rows + padding_index",
+        "padding_index must be a row of weight, from 0 to rows - 1; one that counts from the end is rows + "
+        "padding_index",
     ),
 )
 Padding = Annotated[int, Range(0, 2**31 - 1, typical=(0, 1, 2))]

@@ -12,8 +12,8 @@ there is not is NaN.
 
 Of the gradient XLA sorts the tokens and gathers their cotangents. The grid is (blocks of d, visits): a visit adds the
 tokens of one block, ``block_tokens`` of them beside each other in that order, to the rows of one block of the table,
-which stays in VMEM until all of its tokens were added. A block of rows without tokens has one visit, which writes zeros.
-Each row is the sum over its tokens one after the other, whatever lies beside them in a block.
+which stays in VMEM until all of its tokens were added. A block of rows without tokens has one visit, which writes
+zeros. Each row is the sum over its tokens one after the other, whatever lies beside them in a block.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     y[t] = weight[ids[t]]        d_weight[r] = sum of d_y[t] over the tokens t with ids[t] = r
 
-weight: (rows, d), ids: (tokens) -> y: (tokens, d). Forward a program owns ``block_n`` numbers: of one row, or of several
-short ones. A row that there is not is NaN, and is not read.
+weight: (rows, d), ids: (tokens) -> y: (tokens, d). Forward a program owns ``block_n`` numbers: of one row, or of
+several short ones. A row that there is not is NaN, and is not read.
 
 The gradient has no atomic operation. First tokens are sorted by row, those of one row in their order. A token's key is
 its row and itself, 64 bits: no two are equal, so that one order is right. A program ranks ``block_tokens`` of them, a
@@ -11,11 +11,11 @@ key's rank being the number of smaller ones; then ``WAYS`` sorted runs at a time
 the sum of its ranks in all of them, found by binary search. Tokens without a row stand last.
 
 Then the tokens of a row are a segment, whose start a binary search finds. Sums are over ``CHUNK`` tokens at a time, one
-after the other from the segment's start; the sums of a longer segment's chunks are added up in turn. So the bits of a row
-hang on no other's tokens, and on no tile. Chunks begin in windows of as many places: of segments longer than a chunk at
-most one comes into a window, with one chunk that begins there, and at most one begins in it and leaves it. These are the
-two programs of a window. Last, a program owns ``block_n`` numbers of a row, or of several short ones, and writes their
-sums, or zeros.
+after the other from the segment's start; the sums of a longer segment's chunks are added up in turn. So the bits of a
+row hang on no other's tokens, and on no tile. Chunks begin in windows of as many places: of segments longer than a
+chunk at most one comes into a window, with one chunk that begins there, and at most one begins in it and leaves it.
+These are the two programs of a window. Last, a program owns ``block_n`` numbers of a row, or of several short ones, and
+writes their sums, or zeros.
 
 Source of the merge by ranks: Satish, Harris and Garland 2009, "Designing efficient sorting algorithms for manycore
 GPUs", section 5.
