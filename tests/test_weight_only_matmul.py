@@ -54,21 +54,21 @@ def test_chunks_follow_n_and_k_alone():
     found = {}
     for m in (1, 16, 4096):
         for n, k in ((14336, 4096), (4096, 14336), (4096, 4096)):
-            call = on_hopper(m, k, n)
+            call = on_chip(m, k, n)
             tiling = tilings.resolve(impl, call, {}).tiling
             found.setdefault((n, k), set()).add((tiling.block_k, *chunks_of(call, tiling)))
     assert {name: len(f) for name, f in found.items()} == dict.fromkeys(found, 1)
     assert found[4096, 14336] == {(128, 28, 4)} and found[14336, 4096] == {(128, 32, 1)}
 
 
-def on_hopper(m, k, n, packed=2, zeros=False):
-    def empty(*shape, dtype=torch.bfloat16):
+def on_chip(m, k, n, packed=2, zeros=False, arch="sm_90", dtype=torch.bfloat16):
+    def empty(*shape, dtype=dtype):
         return torch.empty(shape, dtype=dtype, device="meta")
 
     arrays = [empty(m, k), empty(n, k // packed, dtype=torch.int8).t(), empty(k // 128, n)]
     arrays += [empty(k // 128, n)] if zeros else []
     call = unchecked(registry.find_spec("weight_only_matmul"), *arrays, codes_per_byte=packed)
-    return call.replace(target=targets.find("sm_90").target, interpret=False)
+    return call.replace(target=targets.find(arch).target, interpret=False)
 
 
 COMPILED = {
@@ -87,11 +87,25 @@ def test_codes_are_the_left_operand_of_wgmma(name):
     (family,) = (f for f in BACKEND.families if f.name == "gpu")
     impl = BACKEND.implementation("weight_only_matmul", family)
     shape, more, instruction = COMPILED[name]
-    call = on_hopper(*shape, **more)
+    call = on_chip(*shape, **more)
     kernel = family.load_compiler().build(impl, call, tilings.resolve(impl, call, {}).tiling).kernels[0]
     assert kernel.name == "weight_only_matmul_kernel" and kernel.over(targets.find("sm_90")) is None
     assert not kernel.spills and not kernel.leaking
     assert any(instruction in i for i in kernel.matrix), kernel.matrix
+
+
+@compiles
+def test_products_of_float32_are_not_tf32_on_blackwell():
+    """Of a left operand that is made in registers Triton would take them so, whatever input_precision says."""
+    from portakern.backends.triton import BACKEND
+
+    (family,) = (f for f in BACKEND.families if f.name == "gpu")
+    impl = BACKEND.implementation("weight_only_matmul", family)
+    call = on_chip(64, 256, 256, arch="sm_100", dtype=torch.float32)
+    tiling = tilings.resolve(impl, call, {}).tiling
+    assert impl.supports(call, tiling) is None
+    assert not family.load_compiler().build(impl, call, tiling).kernels[0].matrix
+    assert "in tf32" in impl.supports(call, tiling.replace(swap_ab=1))
 
 
 # ------------------------------------------------------------------------------------------------------------- layouts

@@ -267,6 +267,10 @@ LEAST = 4
 """Steps of a chunk at least: below, its partial sum costs what it saves."""
 
 
+IN_TF32 = ("sm_100", "sm_103")
+"""Chips for which Triton 3.6 and 3.9 give tcgen05 a product of float32 whose left operand is in registers, in tf32."""
+
+
 def supports(call: Call, config: WeightOnlyConfig) -> str | None:
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     if max(block_m * block_n, block_m * block_k, block_k * block_n) > 1 << 20:
@@ -279,6 +283,11 @@ def supports(call: Call, config: WeightOnlyConfig) -> str | None:
             return (
                 f"{config.num_stages} stages of {block_m} x {block_n} x {block_k} take {shared} bytes "
                 f"of shared memory; {call.target.arch} has {limit}"
+            )
+        if config.swap_ab and call.dtype == "float32" and call.target.arch in IN_TF32:
+            return (
+                f"swap_ab=1 of float32 on {call.target.arch}: of a left operand that is made in registers Triton takes "
+                "products in tf32, though ieee is asked for; use swap_ab=0"
             )
         if 2 * block_m * block_n > config.num_warps * 32 * 256:  # the sum of a step beside that of all
             return (
