@@ -154,7 +154,7 @@ def attend(q: Any, k: Any, v: Any, bias: Any, is_causal: bool, scale: float | No
 
 @provides(BACKEND, gradients=False, outputs=2)
 def top_k(x: Any, *, k: int = 1, largest: bool = True) -> Any:
-    """-0 is less than 0 here. Of the least numbers the signs are turned, by which NaN comes first."""
+    """-0 is less than 0 here, and a NaN with its sign set the least. Of the least numbers the signs are turned."""
     import jax
 
     values, indices = jax.lax.top_k(x if largest else -x, k)
