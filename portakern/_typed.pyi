@@ -2730,7 +2730,9 @@ class TopKOp(Op):
         """The k greatest numbers along the last axis, the greatest first, and their places.
 
         Of equal numbers the one with the lower index comes first; 0 and -0 are equal. A NaN is greater than any other
-        number and equal to every NaN, as in NumPy, PyTorch and JAX. So each result is one of a kind.
+        number and equal to every NaN, as in NumPy's and PyTorch's sorts. So one result is right. JAX's top_k differs:
+        -0 is
+        less than 0 there, and a NaN with its sign set less than -inf.
 
         Args:
           x: (*batch, n), any strides.
