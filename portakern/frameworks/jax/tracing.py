@@ -33,7 +33,7 @@ from jax._src.effects import Effect  # jax has no public name for it
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from portakern.core import registry
 from portakern.core.backend import Backend, Implementation
@@ -340,10 +340,11 @@ def _target(platform: str, context: Any = None) -> Target:
         return named
     framework = frameworks()["jax"]
     mesh = getattr(context, "mesh", None)  # of shard_map; an abstract mesh has no devices
-    devices = getattr(context, "device_assignment", None) or (
-        tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else ()
-    )
-    found = {t for d in devices or jax.local_devices() if (t := framework.target(d)).platform == platform}
+    here = () if mesh is None or isinstance(mesh, AbstractMesh) else tuple(mesh.devices.flat)
+    assigned = getattr(context, "device_assignment", None) or here
+    found: set[Target] = set()
+    for devices in (assigned, jax.local_devices()):  # of another platform where a program is lowered for elsewhere
+        found = found or {t for d in devices if (t := framework.target(d)).platform == platform}
     return found.pop() if len(found) == 1 else Target(platform)
 
 
