@@ -20,6 +20,7 @@ from portakern.spec.dtypes import numpy_dtype
 from portakern.spec.tolerance import abs_matmul, beyond_range, magnitude
 from portakern.specs.attention import allowed_pairs, attention, options_for
 from portakern.specs.attention.contract import Scale, Softcap, Window
+from portakern.specs.attention.planting import slopes, usual_slopes
 from portakern.specs.attention.scores import scale_of, units_of
 from portakern.specs.varlen_attention import beside_a_hidden_key
 
@@ -79,11 +80,11 @@ def _most_keys(call: Call) -> int:
 
 
 def dense_form(call: Call, q_len: int, kv_len: int) -> Call:
-    """The dimensions and options of the call of attention that a sequence of so many queries and keys is."""
+    """The dimensions, options and slopes of the call of attention that a sequence of so many queries and keys is."""
     dims = {n: call.dims[n] for n in ("kv_heads", "group", "d", "dv")}
     return call.replace(
-        spec=attention, arrays=dict.fromkeys(a.name for a in attention.arrays), wants=("o", "lse"), given=None,
-        options=options_for(attention, call),
+        spec=attention, wants=("o", "lse"), given=None, options=options_for(attention, call),
+        arrays=dict.fromkeys(a.name for a in attention.arrays) | {"alibi_slopes": call.arrays["alibi_slopes"]},
         dims={"batch": 1, "q_len": q_len, "kv_len": kv_len, **dims},
     )  # fmt: skip
 
@@ -158,6 +159,7 @@ def paged_attention(
     sinks: Float[A, "kv_heads*group"] | None = None,
     k_scale: Float32[A, "kv_heads"] | None = None,
     v_scale: Float32[A, "kv_heads"] | None = None,
+    alibi_slopes: Float32[A, "kv_heads*group"] | None = None,
     *,
     is_causal: bool = True,
     window: Window | None = None,
@@ -187,6 +189,8 @@ def paged_attention(
         float32. -inf is none, to the bit.
       k_scale, v_scale: (kv_heads,), float32, finite: what the keys, or the values, of a head are multiplied by. None is
         1, to the bit. Keys and values are the exact products: kernels scale scores and sums.
+      alibi_slopes: (kv_heads*group,), float32: of each query head, what a score falls by for each key between its key
+        and the query's place, as in attention; query i of the n of a sequence stands at key i + kv_len - n.
       is_causal: query i of the n of a sequence sees keys up to i + kv_len - n: the last query stands at the last key.
       window: (left, right): query i sees keys from i + kv_len - n - left to i + kv_len - n + right; None on a side is
         unbounded.
@@ -243,6 +247,9 @@ def positive_scales(rng, shape, dims, options):
 
 paged_attention.values("k_scale")(positive_scales)
 paged_attention.values("v_scale")(positive_scales)
+
+
+paged_attention.values("alibi_slopes")(slopes)
 
 
 @paged_attention.values("q_starts", measured=True)
@@ -536,6 +543,25 @@ def many_keys_with_scales(arrays, rng, options):
     arrays["v_scale"][...] = 3.0 + np.arange(len(arrays["v_scale"]))
 
 
+# --- slopes ---
+@paged_attention.edge(dims=LONG, given=("alibi_slopes",), options={"return_lse": True}, smallest_tiles=True)
+def slopes_of_unequal_sequences(arrays, rng, options):
+    """Each query stands where its own sequence's keys end, however many pages the table has room for."""
+    arrays["alibi_slopes"][...] = usual_slopes(arrays["alibi_slopes"].shape[0])
+
+
+@paged_attention.edge(dims={**SMALL, "group": (2, 6), "kv_heads": (2, 3)}, given=("alibi_slopes",))
+def slopes_of_grouped_heads(arrays, rng, options):
+    """Every query head has a slope of its own, also where heads of a group share a tile of rows."""
+    arrays["alibi_slopes"][...] = 1.0 / np.arange(1, arrays["alibi_slopes"].shape[0] + 1)
+
+
+@paged_attention.edge(dims=LONG, given=("alibi_slopes",), options={"is_causal": False, "window": None})
+def odd_slopes(arrays, rng, options):
+    """NaN reaches the rows of its head that see a key; a huge slope leaves the key at a row's place, or the nearest."""
+    arrays["alibi_slopes"][rng.integers(arrays["alibi_slopes"].shape[0])] = rng.choice([np.nan, inf, 1e4, 1e9])
+
+
 # ---------------------------------------------------------------------------------------------------------------- laws
 def _drawn(draw, sequences: int | None = None, keys: int = 80, least: int = 1) -> dict[str, np.ndarray]:
     """Arrays of a call by name: of each sequence ``least`` keys or more and 1 to 4 queries, 2 or more where least is
@@ -656,6 +682,23 @@ def sinks_of_other_heads_and_sequences(run, draw):
 
 
 @paged_attention.law
+def slopes_in_any_company(run, draw):
+    """Slopes of 0 change no bit, o and lse; a head's bits do not depend on other slopes, and a query's not on others
+    beside its slope."""
+    x = _drawn(draw, 1)
+    heads, i = x["q"].shape[1], draw.extent(0, len(x["q"]) - 1)
+    of_heads = usual_slopes(heads).astype(np.float64 if draw.dtype == "float64" else np.float32)
+    nothing, other = (None, None, None), of_heads.copy()
+    found = [run(*x.values(), *nothing, slopes, return_lse=True) for slopes in (of_heads * 0, None)]
+    for name, a, b in zip(("o", "lse"), *found, strict=True):
+        draw.same_bits(a, b, f"{name} with slopes of 0")
+    other[0] *= 2
+    among = run(*x.values(), *nothing, of_heads)
+    draw.same_bits(run(*x.values(), *nothing, other)[:, 1:], among[:, 1:], "heads from 1 on after the slope of 0")
+    draw.same_bits(run(*_alone(x, i).values(), *nothing, of_heads), among[i : i + 1], "a query by itself with slopes")
+
+
+@paged_attention.law
 def pages_of_8_bits_are_their_numbers(run, draw):
     """Keys and values of 8 bits give the bits that they give in q's dtype, with scales too."""
     x = _drawn(draw)
@@ -691,5 +734,6 @@ DIMS = {"tokens": 4, "kv_heads": 2, "group": 2, "d": 4, "dv": 3, "pages": 5, "pa
 paged_attention.sample("chunks", dims=DIMS)
 paged_attention.sample("window_and_lse", dims=DIMS, options={"window": (1, 0), "return_lse": True})
 paged_attention.sample("sinks", dims=DIMS, options={"return_lse": True}, given=("sinks",), wider=("sinks",))
+paged_attention.sample("slopes", dims=DIMS, options={"return_lse": True}, given=("alibi_slopes",))
 paged_attention.sample("scales", dims=DIMS, options={"return_lse": True}, given=("k_scale", "v_scale"))
 paged_attention.sample("softcap", dims=DIMS, options={"softcap": 2.0, "scale": 0.4, "is_causal": False})

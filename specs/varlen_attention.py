@@ -19,6 +19,7 @@ from portakern.specs.attention import allowed, attention, attention_vjp, options
 from portakern.specs.attention.bounds import error_of_terms
 from portakern.specs.attention.contract import POSITIVE, Scale, Softcap, Window
 from portakern.specs.attention.pairs import KeyHead, SinkPairs
+from portakern.specs.attention.planting import slopes, usual_slopes
 from portakern.specs.attention.scores import allowed_pairs, units_of
 from portakern.specs.attention.statistics import sink_terms, spread_of_terms
 
@@ -80,7 +81,7 @@ class PackedSequence(NamedTuple):
         key of zeros of another segment, which no query sees."""
         arrays, off = dict(call.arrays), {}
         for a in call.spec.arrays:
-            if arrays[a.name] is not None and a.name not in (*STARTS, "sinks"):
+            if arrays[a.name] is not None and a.name not in (*STARTS, "sinks", "alibi_slopes"):
                 at = self.cut(arrays[a.name], a.dims)
                 arrays[a.name] = arrays[a.name][at][None]
                 if a.name in call.off:
@@ -193,6 +194,7 @@ def varlen_attention(
     q_starts: Int[A, "sequences+1"],
     kv_starts: Int[A, "sequences+1"],
     sinks: Float[A, "kv_heads*group"] | None = None,
+    alibi_slopes: Float32[A, "kv_heads*group"] | None = None,
     *,
     is_causal: bool = False,
     window: Window | None = None,
@@ -214,6 +216,8 @@ def varlen_attention(
         and kv_tokens.
       sinks: (kv_heads*group,): a logit of each query head in its softmax's denominator, as in attention; q's dtype or
         float32. -inf is none, to the bit.
+      alibi_slopes: (kv_heads*group,), float32: of each query head, what a score falls by for each key between its key
+        and the query's place, as in attention; query i of a sequence stands at key i + kv_len - q_len of its own.
       is_causal: query i of a sequence sees its keys up to i + kv_len - q_len, of that sequence's lengths (aligned at
         the bottom right: its last query sees all its keys).
       window: (left, right): query i sees keys from i + kv_len - q_len - left to i + kv_len - q_len + right; None on a
@@ -238,6 +242,7 @@ varlen_attention.sample(
 
 
 varlen_attention.sample("sinks", dims=SMALL, options={"return_lse": True}, given=("sinks",), wider=("sinks",))
+varlen_attention.sample("slopes", dims=SMALL, options={"is_causal": True, "return_lse": True}, given=("alibi_slopes",))
 
 
 @varlen_attention.tolerance
@@ -347,6 +352,9 @@ def drawn_kv_starts(rng: np.random.Generator, shape: Any, dims: Any, options: An
 
 def _equal_starts(tokens: int, number: int) -> np.ndarray:
     return np.round(np.linspace(0, tokens, number)).astype(np.int64)
+
+
+varlen_attention.values("alibi_slopes")(slopes)
 
 
 @varlen_attention.values("q_starts", measured=True)
@@ -525,6 +533,32 @@ def sinks_above_all_scores(arrays, rng, options):
     arrays["sinks"][...] = rng.choice([3.0, 8.0, 30.0], arrays["sinks"].shape)
 
 
+# --- slopes ---
+@varlen_attention.edge(dims=SEVERAL, given=("alibi_slopes",), options={"return_lse": True}, smallest_tiles=True)
+def slopes_of_unequal_sequences(arrays, rng, options):
+    """Each query stands where its own sequence's lengths put it, before its first key and behind its last one too."""
+    arrays["alibi_slopes"][...] = usual_slopes(arrays["alibi_slopes"].shape[0])
+
+
+@varlen_attention.edge(
+    dims=SEVERAL, given=("alibi_slopes",), options={"is_causal": True, "window": (9, 0)}, smallest_tiles=True
+)
+def slopes_in_a_window(arrays, rng, options):
+    """Distances count from a query's own place also where a window hides most tiles, and rows may see none."""
+
+
+@varlen_attention.edge(dims={**SEVERAL, "group": (2, 6), "kv_heads": (2, 3)}, given=("alibi_slopes",))
+def slopes_of_grouped_heads(arrays, rng, options):
+    """Every query head has a slope of its own, also where heads of a group share a tile of rows."""
+    arrays["alibi_slopes"][...] = 1.0 / np.arange(1, arrays["alibi_slopes"].shape[0] + 1)
+
+
+@varlen_attention.edge(dims=SEVERAL, given=("alibi_slopes",))
+def odd_slopes(arrays, rng, options):
+    """NaN reaches the rows of its head that see a key; a huge slope leaves the key at a row's place, or the nearest."""
+    arrays["alibi_slopes"][rng.integers(arrays["alibi_slopes"].shape[0])] = rng.choice([np.nan, inf, 1e4, 1e9])
+
+
 # ----------------------------------------------------------------------------------------------------------------- laws
 def _drawn_starts(draw, number, least=0):
     """Starts of queries and of keys: sequences of up to 40 of each."""
@@ -608,6 +642,36 @@ def sinks_of_other_heads_and_sequences(run, draw):
     draw.same_bits(run(q[rows], k[keys], v[keys], *ends, sinks), among[rows], "a sequence alone with the sinks")
 
 
+def _slopes(draw):
+    """The usual slopes of four heads in the dtype of a call."""
+    return usual_slopes(4).astype(np.float64 if draw.dtype == "float64" else np.float32)
+
+
+@varlen_attention.law
+def slopes_of_zero_change_nothing(run, draw):
+    """The same bits, o and lse, as without slopes."""
+    starts, options = _drawn_starts(draw, 3), {"window": (20, 3), "return_lse": True}
+    tokens, kv_tokens = int(starts[0][-1]) + 1, int(starts[1][-1]) + 1
+    q, k, v = draw.normal(tokens, 4, 16), draw.normal(kv_tokens, 2, 16), draw.normal(kv_tokens, 2, 16)
+    found = (run(q, k, v, *starts, None, x, **options) for x in (_slopes(draw) * 0, None))
+    for name, x, y in zip(("o", "lse"), *found, strict=True):
+        draw.same_bits(x, y, f"{name} with slopes of 0")
+
+
+@varlen_attention.law
+def slopes_of_other_heads_and_sequences(run, draw):
+    """A head's bits do not depend on the slopes of other heads, and a sequence's not on others."""
+    q_starts, kv_starts = starts = _drawn_starts(draw, 3, 1)
+    q, k, v = draw.normal(starts[0][-1], 4, 16), draw.normal(starts[1][-1], 2, 16), draw.normal(starts[1][-1], 2, 16)
+    slopes_of, other = _slopes(draw), _slopes(draw)
+    other[:2] *= 2
+    among = run(q, k, v, *starts, None, slopes_of)
+    draw.same_bits(run(q, k, v, *starts, None, other)[:, 2:], among[:, 2:], "heads 2 and 3 after slopes 0 and 1")
+    rows, keys = slice(*q_starts[1:3]), slice(*kv_starts[1:3])
+    ends = (np.array([0, x.stop - x.start], np.int32) for x in (rows, keys))
+    draw.same_bits(run(q[rows], k[keys], v[keys], *ends, None, slopes_of), among[rows], "a sequence alone with slopes")
+
+
 @varlen_attention.law
 def grouped_heads_equal_repeated_heads(run, draw):
     """Grouped queries are a way to address keys, not another sum."""
@@ -657,6 +721,7 @@ def varlen_attention_vjp(
     d_lse: Float32[A, "kv_heads*group tokens"] | None = None,
     lse_low: Float32[A, "kv_heads*group tokens"] | None = None,
     sinks: Float[A, "kv_heads*group"] | None = None,
+    alibi_slopes: Float32[A, "kv_heads*group"] | None = None,
     *,
     is_causal: bool = False,
     window: Window | None = None,
@@ -670,7 +735,8 @@ def varlen_attention_vjp(
     The algorithm is FlashAttention-2's backward pass (Dao 2023, algorithm 2).
 
     Args:
-      q, k, v, q_starts, kv_starts, sinks, is_causal, window, scale, softcap, precision: as in varlen_attention.
+      q, k, v, q_starts, kv_starts, sinks, alibi_slopes, is_causal, window, scale, softcap, precision: as in
+        varlen_attention. Slopes have no gradient.
       o, lse, lse_low: what varlen_attention returned; lse_low None is 0.
       d_o, d_lse: cotangents of o (its dtype) and lse (float32); d_lse None is 0.
 
@@ -741,6 +807,10 @@ CORNERS = (
     logits_of_minus_1e5,
     odd_sinks,
     sinks_above_all_scores,
+    slopes_of_unequal_sequences,
+    slopes_in_a_window,
+    slopes_of_grouped_heads,
+    odd_slopes,
 )
 varlen_attention_vjp.edges.update((plant.__name__, varlen_attention.edges[plant.__name__]) for plant in CORNERS)
 
@@ -818,6 +888,20 @@ def each_sequence_alone_vjp(run, draw):
         alone = run(q[rows], k[keys], v[keys], o[rows], lse[:, rows], *ends, d_o[rows], **options)[:3]
         for name, one, all_of in zip(("d_q", "d_k", "d_v"), alone, (d_q[rows], d_k[keys], d_v[keys]), strict=True):
             draw.same_bits(one, all_of, f"{name} of sequence {s} alone")
+
+
+@varlen_attention_vjp.law
+def slopes_in_any_company_vjp(run, draw):
+    """Slopes of 0 change no bit, and a sequence among others has the gradients that it has alone."""
+    q, k, v, o, lse, q_starts, kv_starts, d_o = arrays = _draw_vjp(draw, 3)
+    names, nothing, of_heads = ("d_q", "d_k", "d_v"), (None, None, None), _slopes(draw)
+    for name, x, y in zip(names, run(*arrays, *nothing, of_heads * 0), run(*arrays), strict=False):
+        draw.same_bits(x, y, f"{name} with slopes of 0")
+    among, rows, keys = run(*arrays, *nothing, of_heads), slice(*q_starts[1:3]), slice(*kv_starts[1:3])
+    ends = (np.array([0, x.stop - x.start], np.int32) for x in (rows, keys))
+    alone = run(q[rows], k[keys], v[keys], o[rows], lse[:, rows], *ends, d_o[rows], *nothing, of_heads)
+    for name, x, y, i in zip(names, alone, among, (rows, keys, keys), strict=False):
+        draw.same_bits(x, y[i], f"{name} of a sequence alone with slopes")
 
 
 @varlen_attention_vjp.law

@@ -51,7 +51,7 @@ def each_sequence(k_pages, v_pages, page_table, kv_lens, q_starts):
 
 
 # ------------------------------------------------------------------------------------------------- the simulated kernel
-def simulate(q, k_pages, v_pages, page_table, kv_lens, q_starts, sinks=None, k_scale=None, v_scale=None, *,
+def simulate(q, k_pages, v_pages, page_table, kv_lens, q_starts, sinks=None, k_scale=None, v_scale=None, slopes=None, *,
              is_causal=True, return_lse=False, furthest=None, scaled="once", **how):  # fmt: skip
     """attention's kernel over the gathered keys of each sequence. ``furthest``: keys beyond so many are forgotten;
     ``scaled``: once, or what is wrong with the scales."""
@@ -61,7 +61,7 @@ def simulate(q, k_pages, v_pages, page_table, kv_lens, q_starts, sinks=None, k_s
         for s in np.flatnonzero(np.asarray(kv_lens) == 0):
             lse[:, slice(*q_starts[s : s + 2])] = sinks[:, None]
     for of, k, v in each_sequence(k_pages, v_pages, page_table, kv_lens, q_starts):
-        dense = q[None, of], k[None, :furthest].astype(q.dtype), v[None, :furthest].astype(q.dtype), sinks
+        dense = q[None, of], k[None, :furthest].astype(q.dtype), v[None, :furthest].astype(q.dtype), sinks, slopes
         scales = [None if x is None else wrongly(scaled)(x.astype(F)) for x in (k_scale, v_scale)]
         o[of], lse[:, of] = by_key_head(*dense, *scales, is_causal=is_causal, **how)
     return o, lse if return_lse else None
@@ -74,7 +74,7 @@ def wrongly(scaled):
     }[scaled]  # fmt: skip
 
 
-def by_key_head(q, k, v, sinks, k_scale, v_scale, *, scale=None, **how):
+def by_key_head(q, k, v, sinks, slopes, k_scale, v_scale, *, scale=None, **how):
     """o and lse of one sequence: attention's kernel, of each key head with the scale of its keys; then that of its
     values."""
     group, scale = q.shape[2] // k.shape[2], 1 / np.sqrt(q.shape[3]) if scale is None else scale
@@ -82,8 +82,9 @@ def by_key_head(q, k, v, sinks, k_scale, v_scale, *, scale=None, **how):
     for h in range(k.shape[2]):
         heads, key = slice(h * group, (h + 1) * group), slice(h, h + 1)
         own = scale if k_scale is None else scale * k_scale[h]
-        dense = q[:, :, heads], k[:, :, key], v[:, :, key], None, None, None, None if sinks is None else sinks[heads]
-        o, lse = attention.simulate(*dense, scale=own, return_lse=True, **how)
+        dense = q[:, :, heads], k[:, :, key], v[:, :, key]
+        beside = (None if x is None else x[heads] for x in (sinks, slopes))
+        o, lse = attention.simulate(*dense, None, None, None, *beside, scale=own, return_lse=True, **how)
         found.append((o[0] if v_scale is None else o[0] * v_scale[h], lse[0]))
     return np.concatenate([o for o, _ in found], 1), np.concatenate([lse for _, lse in found], 0)
 
@@ -121,6 +122,8 @@ def case(rng, dtype, regime):
     arrays = *in_pages(rng, *dense), *sinks
     if rng.random() < 0.3:
         arrays = *arrays, *[None] * (7 - len(arrays)), *scales_of(rng, dtype, k.shape[2])
+    if rng.random() < 0.25:
+        arrays = *arrays, *[None] * (9 - len(arrays)), attention.slopes_of(rng, q, dtype)
     if rng.random() < 0.3:
         narrow = numpy_dtype(pick(rng, ("float8_e4m3fn", "float8_e5m2")))
         with np.errstate(all="ignore"):
@@ -163,30 +166,38 @@ def with_sinks(rng, dtype, value=None):
     return *in_pages(rng, arrays, size=16), sinks
 
 
+def with_slopes(rng, dtype):
+    """Slopes of two heads that leave weight to many keys."""
+    arrays = attention.with_slopes(rng, dtype)
+    return *in_pages(rng, arrays[:3], size=16), None, None, None, arrays[-1]
+
+
 drawn = attention.drawn
 
 
 # ------------------------------------------------------------------------------------------------ written another way
 def formula(q, k_pages, v_pages, page_table, kv_lens, q_starts, sinks=None, k_scale=None, v_scale=None,
-            return_lse=True, **options):  # fmt: skip
+            slopes=None, return_lse=True, **options):  # fmt: skip
     """attention one scalar at a time, of each sequence."""
     o, lse = np.zeros((*q.shape[:2], v_pages.shape[-1])), np.full(q.shape[1::-1], -math.inf)
     for s in np.flatnonzero(kv_lens == 0) if sinks is not None else ():
         lse[:, slice(*q_starts[s : s + 2])] = sinks[:, None]
     for of, k, v in each_sequence(k_pages, v_pages, page_table, kv_lens, q_starts):
         k, v = (x if s is None else x * s[:, None] for x, s in ((k, k_scale), (v, v_scale)))
-        found = attention_formula(q[None, of], k[None], v[None], sinks=sinks, **{"is_causal": True} | options)
+        beside = {"sinks": sinks, "slopes": slopes, "is_causal": True}
+        found = attention_formula(q[None, of], k[None], v[None], **beside | options)
         o[of], lse[:, of] = found[0][0], found[1][0]
     return o, lse
 
 
-def formula_call(counts, lens, size, options, sinks=False, scales=False):
+def formula_call(counts, lens, size, options, sinks=False, scales=False, slopes=False):
     """So many queries and keys of each sequence, and one token of none."""
     rng, each = np.random.default_rng(len(counts)), -(-max(lens) // size)
     table = rng.permutation(len(lens) * each + 1)[1:].reshape(len(lens), each)
     k, v = normal64(len(lens) * each + 1, size, 2, 3), normal64(len(lens) * each + 1, size, 2, 2)
     starts = np.cumsum([0, *counts])
     more = (normal64(4) if sinks else None, *((normal64(2), normal64(2)) if scales else (None, None)))
+    more += (normal64(4),) if slopes else ()
     return (normal64(int(starts[-1]) + 1, 4, 3), k, v, table, np.array(lens), starts, *more), WITH_LSE | options
 
 
@@ -202,10 +213,11 @@ def formula_calls():
     for counts, lens in sequences:
         yield f"{counts} queries of {lens} keys, sinks", partial(formula_call, counts, lens, 2, {"softcap": 1.5}, True)
         yield f"{counts} queries of {lens} keys, scales", partial(formula_call, counts, lens, 2, {}, False, True)
+        yield f"{counts} queries of {lens} keys, slopes", partial(formula_call, counts, lens, 2, {}, slopes=True)
 
 
 def plain(xp, asarray, wide, narrow, q, k_pages, v_pages, page_table, kv_lens, q_starts, sinks=None, k_scale=None,
-          v_scale=None, *, is_causal=True, window=None, scale=None, softcap=None, return_lse=False):  # fmt: skip
+          v_scale=None, slopes=None, *, is_causal=True, window=None, scale=None, softcap=None, return_lse=False):  # fmt: skip
     """The same with the operations of ``xp``, torch or jax.numpy: each token beside all keys that its sequence has room
     for. Integers may be traced."""
     (tokens, heads, d), (_, size, kv_heads, dv), (number, each) = q.shape, v_pages.shape, page_table.shape
@@ -225,6 +237,7 @@ def plain(xp, asarray, wide, narrow, q, k_pages, v_pages, page_table, kv_lens, q
     s = (s if k_scale is None else s * k_scale[:, None, None]).reshape(tokens, heads, -1)
     s = s * (d**-0.5 if scale is None else scale)
     s = s if softcap is None else softcap * xp.tanh(s / softcap)
+    s = s if slopes is None else s - wide(slopes)[:, None] * abs(place[:, None, None] - j)
     m = xp.amax(xp.where(seen, s, -math.inf), -1)[..., None]
     beside = None if sinks is None else xp.where((owner < number)[:, None], wide(sinks), -math.inf)[..., None]
     m = m if beside is None else xp.maximum(m, beside)
@@ -282,6 +295,8 @@ def fuzzed(r, dtype):
     if r.chance(0.3):
         for name in ("k_scale", "v_scale"):
             arrays[name] = r.array("float64" if dtype == "float64" else "float32", heads)
+    if r.chance(0.2):
+        arrays["alibi_slopes"] = r.array("float64" if dtype == "float64" else "float32", heads * group)
     options = {
         "is_causal": r.chance(0.5),
         "window": r.pick((None, (1, None), (2, 0))),
@@ -377,6 +392,10 @@ WRONG = {
         lambda: call(Q, CACHE, CACHE, TABLE[:, :0], LENS, STARTS, zeros(4)),
         r"sinks are given and there is no page for a key",
     ),
+    "slopes of key heads": (
+        lambda: call(Q, CACHE, CACHE, TABLE, LENS, STARTS, alibi_slopes=zeros(2)),
+        r"alibi_slopes axis 0 \(kv_heads\*group\) is 2; expected 4, as set by",
+    ),
     "scales of query heads": (
         lambda: call(Q, CACHE, CACHE, TABLE, LENS, STARTS, None, zeros(4)),
         r"k_scale axis 0 \(kv_heads\) is 4; expected 2",
@@ -440,6 +459,10 @@ RECORD = ForwardRecord(
             f"with scales {how}": Fault(with_scales, {"scaled": how}, WITH_LSE | {"is_causal": False}, EVERY)
             for how in ("twice", "inverted", "of another head")
         },
+        **{
+            f"with slopes {wrong}": Fault(with_slopes, {"fall": wrong}, WITH_LSE | {"is_causal": False}, EVERY)
+            for wrong in ("of the other sign", "from the first query", "of another head")
+        },
         "of tf32 products for ieee": Fault(
             paged(attention.near_1_values), {"precision": "tf32"}, WITH_LSE | {"is_causal": False}, EVERY, ("float32",)
         ),
@@ -470,6 +493,7 @@ RECORD = ForwardRecord(
         "no mask": Sample(SMALL, {"is_causal": False}),
         "sinks": Sample(SMALL | {"sinks": (2,)}, {"window": (0, 0), "softcap": 2.0}),
         "scales": Sample(SMALL | {"k_scale": (1,), "v_scale": (1,)}, {"softcap": 2.0}),
+        "slopes": Sample(SMALL | {"alibi_slopes": (2,)}, {"window": (2, 1), "softcap": 2.0}),
     },
     usual=(
         Sample(shapes(40, 4, 40, 16, 9), WITH_LSE),
@@ -477,6 +501,7 @@ RECORD = ForwardRecord(
         Sample(shapes(6, 6, 60, 16, 20, 4, 1), {"window": (100, 0)}),
         Sample(shapes(30, 3, 30, 10, 12, 4, 4, 32, 40), {"softcap": 5.0, "is_causal": False}),
         Sample(shapes(4, 2, 90, 16, 80) | {"sinks": (4,)}, WITH_LSE, wider=("sinks",)),
+        Sample(shapes(4, 2, 90, 16, 80) | {"alibi_slopes": (4,)}, WITH_LSE),
     ),
     formula=formula,
     formula_calls=dict(formula_calls()),
@@ -489,6 +514,7 @@ RECORD = ForwardRecord(
         "decoding": Sample(shapes(8, 8, 40, 32, 6, 8, 1)),
         "sinks": Sample(shapes(100, 3, 20, 16, 9) | {"sinks": (4,)}, WITH_LSE, wider=("sinks",)),
         "scales": Sample(shapes(100, 3, 20, 16, 9) | {"k_scale": (2,), "v_scale": (2,)}),
+        "slopes": Sample(shapes(100, 3, 20, 16, 9) | {"alibi_slopes": (4,)}, WITH_LSE),
         "window": Sample(shapes(40, 4, 40, 16, 9, 4, 4, 80, 80), {"window": (40, 8), "softcap": 20.0}),
         "odd pages": Sample(shapes(20, 2, 30, 5, 9, 4, 4, 32, 32), {"precision": "tf32", "is_causal": False}),
     },

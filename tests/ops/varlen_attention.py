@@ -59,7 +59,8 @@ def without_keys(q_starts, kv_starts):
     return [rows for rows, keys in spans(q_starts, kv_starts, True) if keys.start == keys.stop]
 
 
-def simulate(q, k, v, q_starts, kv_starts, sinks=None, *, shift_keys=0, join=False, return_lse=False, **options):
+def simulate(q, k, v, q_starts, kv_starts, sinks=None, slopes=None, *, shift_keys=0, join=False, return_lse=False,
+             **options):  # fmt: skip
     """``attention``'s simulated kernel on each sequence. ``shift_keys``: that a sequence takes too late; ``join``: all
     sequences are one."""
     F = accumulator(q)
@@ -71,7 +72,7 @@ def simulate(q, k, v, q_starts, kv_starts, sinks=None, *, shift_keys=0, join=Fal
         found = [tuple(slice(x[0].start, x[-1].stop) for x in zip(*found, strict=True))]
     for rows, keys in found:
         keys = slice(min(keys.start + shift_keys, keys.stop - 1), keys.stop)
-        dense = q[None, rows], k[None, keys], v[None, keys], None, None, None, sinks
+        dense = q[None, rows], k[None, keys], v[None, keys], None, None, None, sinks, slopes
         one = attention.simulate(*dense, **options, return_lse=True)
         o[rows], lse[:, rows] = one[0][0], one[1][0]
     return o, lse if return_lse else None
@@ -84,13 +85,13 @@ def cut(rng, tokens, sequences):
 
 def packed(make):
     """A call of attention on a batch of one, ``make(rng, dtype, ...)``, as a packed one of a few sequences: with its
-    sinks, without its bias, segments and slopes."""
+    sinks and slopes, without its bias and segments."""
 
     def of_several(rng, *args):
         (q, k, v, *more), options = make(rng, *args)
         number = int(rng.integers(1, 4))
         arrays = tuple(x[0] for x in (q, k, v))
-        return (*arrays, cut(rng, q.shape[1], number), cut(rng, k.shape[1], number), *more[3:4]), options
+        return (*arrays, cut(rng, q.shape[1], number), cut(rng, k.shape[1], number), *more[3:5]), options
 
     return of_several
 
@@ -117,6 +118,17 @@ def two_with_sinks(rng, dtype, value=None):
     return *two(rng, dtype), sinks.astype(np.float32)
 
 
+def two_with_slopes(rng, dtype):
+    """The same with slopes that leave weight to many keys, and fewer queries than keys."""
+    arrays = two(rng, dtype)
+    q_starts = np.array([0, 9, 30], INT)
+    return arrays[0][:30], *arrays[1:3], q_starts, arrays[4], None, slopes_of_two(dtype)
+
+
+def slopes_of_two(dtype):
+    return np.array([0.05, 0.3], "float64" if dtype == "float64" else "float32")
+
+
 def large_case(rng, dtype, regime):
     """Grouped queries, two or three sequences."""
     options = WITH_LSE | {
@@ -139,19 +151,19 @@ def typical(rng, dtype, keys=(180, 400), **options):
 
 
 # ------------------------------------------------------------------------------------- the formula and the frameworks
-def formula(q, k, v, q_starts, kv_starts, sinks=None, *, return_lse=True, **options):
+def formula(q, k, v, q_starts, kv_starts, sinks=None, slopes=None, *, return_lse=True, **options):
     o, lse = np.zeros((*q.shape[:2], v.shape[2])), np.full((q.shape[1], q.shape[0]), -math.inf)
     for rows, keys in spans(q_starts, kv_starts, True):
-        one = formula_of_one(q[None, rows], k[None, keys], v[None, keys], sinks=sinks, **options)
+        one = formula_of_one(q[None, rows], k[None, keys], v[None, keys], sinks=sinks, slopes=slopes, **options)
         o[rows], lse[:, rows] = one[0][0], one[1][0]
     return o, lse
 
 
-def formula_call(q_starts, kv_starts, options, sinks=False):
+def formula_call(q_starts, kv_starts, options, sinks=False, slopes=False):
     tokens, kv_tokens = q_starts[-1] + 1, kv_starts[-1] + 2
     starts = (np.array(x, INT) for x in (q_starts, kv_starts))
     arrays = normal64(tokens, 4, 3), normal64(kv_tokens, 2, 3), normal64(kv_tokens, 2, 2)
-    return (*arrays, *starts, *((normal64(4),) if sinks else ())), WITH_LSE | options
+    return (*arrays, *starts, *(normal64(4) if given else None for given in (sinks, slopes))), WITH_LSE | options
 
 
 def formula_calls():
@@ -168,10 +180,14 @@ def formula_calls():
         "softcap": {"softcap": 1.5, "is_causal": True, "window": (None, 3)},
     }
     calls = {f"{a}, {b}": partial(formula_call, *x, y) for a, x in starts.items() for b, y in options.items()}
-    return calls | {f"{a}, sinks": partial(formula_call, *x, options["softcap"], True) for a, x in starts.items()}
+    calls |= {f"{a}, sinks": partial(formula_call, *x, options["softcap"], True) for a, x in starts.items()}
+    return calls | {
+        f"{a}, slopes": partial(formula_call, *x, options["softcap"], False, True) for a, x in starts.items()
+    }
 
 
-def of_each(one, concatenate, fill, q, k, v, q_starts, kv_starts, sinks=None, *, return_lse=False, **options):
+def of_each(one, concatenate, fill, q, k, v, q_starts, kv_starts, sinks=None, slopes=None, *, return_lse=False,
+            **options):  # fmt: skip
     """``one`` on each sequence, of a library's arrays; tokens of no sequence and of those without keys are zeros, the
     lse of these the sink."""
     o, lse, at = [], [], 0
@@ -188,30 +204,31 @@ def of_each(one, concatenate, fill, q, k, v, q_starts, kv_starts, sinks=None, *,
             o.append(fill((rows.stop - rows.start, q.shape[1], v.shape[2]), 0.0))
             lse.append(sinks[:, None] + fill((q.shape[1], rows.stop - rows.start), 0.0))
             continue
-        found = one(q[rows][None], k[keys][None], v[keys][None], sinks=sinks, **options, return_lse=True)
+        dense, beside = (q[rows][None], k[keys][None], v[keys][None]), {"sinks": sinks, "slopes": slopes}
+        found = one(*dense, **beside, **options, return_lse=True)
         o.append(found[0][0])
         lse.append(found[1][0])
     nothing_until(q.shape[0])
     return (concatenate(o, 0), concatenate(lse, 1)) if return_lse else concatenate(o, 0)
 
 
-def in_torch(q, k, v, q_starts, kv_starts, sinks=None, **options):
+def in_torch(q, k, v, q_starts, kv_starts, sinks=None, slopes=None, **options):
     import torch
 
     def fill(shape, value):
         return torch.full(shape, value, dtype=q.dtype, device=q.device)
 
     starts = (x.detach().cpu().numpy() for x in (q_starts, kv_starts))
-    return of_each(one_in_torch, torch.cat, fill, q, k, v, *starts, sinks, **options)
+    return of_each(one_in_torch, torch.cat, fill, q, k, v, *starts, sinks, slopes, **options)
 
 
-def in_jax(q, k, v, q_starts, kv_starts, sinks=None, **options):
+def in_jax(q, k, v, q_starts, kv_starts, sinks=None, slopes=None, **options):
     import jax.numpy as jnp
 
     def fill(shape, value):
         return jnp.full(shape, value, q.dtype)
 
-    return of_each(one_in_jax, jnp.concatenate, fill, q, k, v, q_starts, kv_starts, sinks, **options)
+    return of_each(one_in_jax, jnp.concatenate, fill, q, k, v, q_starts, kv_starts, sinks, slopes, **options)
 
 
 # ------------------------------------------------------------------------------------------------------- random calls
@@ -228,6 +245,8 @@ def fuzzed(r, dtype):
     if r.chance(0.3) and kv_tokens:
         own = r.pick((dtype, "float64" if dtype == "float64" else "float32"))
         arrays["sinks"] = r.array(own, arrays["q"].shape[1])
+    if r.chance(0.2):
+        arrays["alibi_slopes"] = r.array("float64" if dtype == "float64" else "float32", arrays["q"].shape[1])
     options = {
         "is_causal": r.chance(0.5),
         "window": r.pick((None, (1, None), (2, 0))),
@@ -322,6 +341,10 @@ WRONG = {
         lambda: call(Q, K, K, *STARTS, zeros(4, dtype=np.float64)),
         r"sinks is float64 but q is float32; expected float32: cast one",
     ),
+    "slopes of key heads": (
+        lambda: call(Q, K, K, *STARTS, alibi_slopes=zeros(2)),
+        r"alibi_slopes axis 0 \(kv_heads\*group\) is 2; expected 4, as set by",
+    ),
     "window below zero": (
         lambda: call(Q, K, K, *STARTS, window=(1, -2)),
         r"window is \(1, -2\); expected a tuple of 2 integers >= 0 \(None for no limit\), or None",
@@ -364,6 +387,10 @@ RECORD = ForwardRecord(
         "with sums of values that ignore the sink": Fault(
             lambda r, t: two_with_sinks(r, t, 9.0), {"sink": "sums not rescaled"}, WITH_LSE, "o"
         ),
+        **{
+            f"with slopes {wrong}": Fault(two_with_slopes, {"fall": wrong}, WITH_LSE, EVERY)
+            for wrong in ("of the other sign", "from the first query", "of another head")
+        },
         "with causality across sequences": Fault(two, {"join": True}, WITH_LSE | {"is_causal": True}),
     },
     corners={
@@ -387,6 +414,7 @@ RECORD = ForwardRecord(
         "softcap and scale": Sample(SMALL, {"softcap": 2.0, "scale": 0.4}),
         "lse": Sample(SMALL, {"return_lse": True}),
         "sinks": Sample(SMALL | {"sinks": (2,)}, {"window": (0, 0), "softcap": 2.0}),
+        "slopes": Sample(SMALL | {"alibi_slopes": (2,)}, {"window": (2, 1), "softcap": 2.0}),
     },
     derived={
         "no mask": Sample(LARGER),
@@ -401,6 +429,7 @@ RECORD = ForwardRecord(
         Sample(shapes(150, 330, 2, 1, 64, 64, 2), {"window": (100, 30)}, TILES),
         Sample(shapes(90, 300, 4, 2, 32, 32, 5), {"softcap": 5.0}),
         Sample(shapes(120, 200, 4, 2, 32, 32, 3) | {"sinks": (4,)}, WITH_LSE | {"is_causal": True}, wider=("sinks",)),
+        Sample(shapes(120, 200, 4, 2, 32, 32, 3) | {"alibi_slopes": (4,)}, WITH_LSE | {"is_causal": True}),
     ),
     formula=formula,
     formula_calls=formula_calls(),
@@ -415,6 +444,9 @@ RECORD = ForwardRecord(
         "sinks": Sample(
             shapes(100, 130, 4, 2, 64, 64) | {"sinks": (4,)}, {"is_causal": True, "return_lse": True}, wider=("sinks",)
         ),
+        "slopes": Sample(
+            shapes(100, 130, 4, 2, 64, 64) | {"alibi_slopes": (4,)}, {"is_causal": True, "return_lse": True}
+        ),
     },
     mapped={
         "every array": Mapped(
@@ -424,6 +456,7 @@ RECORD = ForwardRecord(
         ),
         "shared keys": Mapped(Sample(LARGER | {"q": (9, 3, 4, 5)}), {"q": 1}, folds=False),
         "own sinks": Mapped(Sample(LARGER | {"sinks": (3, 4)}), {"sinks": 0}, folds=False),
+        "own slopes": Mapped(Sample(LARGER | {"alibi_slopes": (3, 4)}), {"alibi_slopes": 0}, folds=False),
     },
     wrong=WRONG,
     fuzzed=fuzzed,
@@ -442,8 +475,8 @@ RECORD = ForwardRecord(
 
 
 # ------------------------------------------------------------------------------------------------------------- gradient
-def simulate_vjp(q, k, v, o, lse, q_starts, kv_starts, d_o, d_lse=None, lse_low=None, sinks=None, *, shift_keys=0,
-                 **options):  # fmt: skip
+def simulate_vjp(q, k, v, o, lse, q_starts, kv_starts, d_o, d_lse=None, lse_low=None, sinks=None, slopes=None, *,
+                 shift_keys=0, **options):  # fmt: skip
     """``attention_vjp``'s simulated kernel on each sequence. ``shift_keys``: that a sequence takes too late."""
     F = accumulator(q)
     d_q, d_k, d_v, d_sinks = (None if x is None else np.zeros(x.shape, F) for x in (q, k, v, sinks))
@@ -457,7 +490,7 @@ def simulate_vjp(q, k, v, o, lse, q_starts, kv_starts, d_o, d_lse=None, lse_low=
         keys = slice(min(keys.start + shift_keys, keys.stop - 1), keys.stop)
         given = q[None, rows], k[None, keys], v[None, keys], o[None, rows], lse[None, :, rows], d_o[None, rows]
         more = (None if x is None else x[None, :, rows] for x in (d_lse, lse_low))
-        one = attention.simulate_vjp(*given, None, None, None, *more, sinks, **options)
+        one = attention.simulate_vjp(*given, None, None, None, *more, sinks, slopes, **options)
         d_q[rows], d_k[keys], d_v[keys] = (x[0] for x in one[:3])
         if sinks is not None:
             d_sinks += one[4]
@@ -467,18 +500,19 @@ def simulate_vjp(q, k, v, o, lse, q_starts, kv_starts, d_o, d_lse=None, lse_low=
 def with_residuals(rng, arrays, options, dtype, regime="normal", lse_too=False):
     """The arguments of the gradient by name: o and lse as the forward oracle gives them, the cotangents drawn."""
     o, lse = outputs_of("varlen_attention", *arrays, **options, return_lse=True)
-    names = ("q", "k", "v", "q_starts", "kv_starts", "sinks")[: len(arrays)]
+    names = ("q", "k", "v", "q_starts", "kv_starts", "sinks", "alibi_slopes")[: len(arrays)]
     more = {"o": o, "lse": lse, "d_o": draw(rng, o.shape, dtype, regime)}
     more |= {"d_lse": draw(rng, lse.shape, lse.dtype.name, regime)} if lse_too else {}
-    return in_order("varlen_attention_vjp", dict(zip(names, arrays, strict=True)) | more)
+    given = {n: x for n, x in zip(names, arrays, strict=True) if x is not None}
+    return in_order("varlen_attention_vjp", given | more)
 
 
 def forward_case(rng, dtype, regime, extents, **more):
-    arrays, options = attention.forward_case(rng, dtype, regime, extents, ("normal",), slopes=0.0, **more)
+    arrays, options = attention.forward_case(rng, dtype, regime, extents, ("normal",), **more)
     number = int(rng.integers(1, 4))
     q, k, v = (arrays[n][0] for n in ("q", "k", "v"))
-    sinks = (arrays["sinks"],) if "sinks" in arrays else ()
-    return (q, k, v, cut(rng, len(q), number), cut(rng, len(k), number), *sinks), options
+    beside = (arrays.get(n) for n in ("sinks", "alibi_slopes"))
+    return (q, k, v, cut(rng, len(q), number), cut(rng, len(k), number), *beside), options
 
 
 def case_vjp(rng, dtype, regime, extents=(1, 5, 16, 33, 64)):
@@ -489,7 +523,7 @@ def case_vjp(rng, dtype, regime, extents=(1, 5, 16, 33, 64)):
 def large_case_vjp(rng, dtype, regime):
     """Sinks have one gradient a head: a call with sinks has many heads."""
     if rng.random() < 0.3:
-        arrays, options = forward_case(rng, dtype, regime, (16, 33), sinks=1.0, heads=((24, 30), (3, 5)))
+        arrays, options = forward_case(rng, dtype, regime, (16, 33), sinks=1.0, slopes=0.0, heads=((24, 30), (3, 5)))
     else:
         arrays, options = large_case(rng, dtype, regime)
         options.pop("return_lse")
@@ -515,6 +549,13 @@ def ordinary_sinks(rng, dtype):
     starts = np.array([0, 30, 80], INT), np.array([0, 20, 40], INT)
     q, k, v = (draw(rng, shape, dtype) for shape in ((80, 2, 40), (40, 1, 40), (40, 1, 16)))
     return with_residuals(rng, (q, k, v, *starts, np.float32([3, 4])), {}, dtype, lse_too=True)
+
+
+def ordinary_slopes(rng, dtype):
+    """Two heads whose slopes leave weight to many keys; two sequences of more keys than queries."""
+    starts = np.array([0, 30, 50], INT), np.array([0, 35, 80], INT)
+    q, k, v = (draw(rng, shape, dtype) for shape in ((50, 2, 40), (80, 1, 40), (80, 1, 16)))
+    return with_residuals(rng, (q, k, v, *starts, None, slopes_of_two(dtype)), {}, dtype, lse_too=True)
 
 
 CAP = {"softcap": 2.0}
@@ -590,6 +631,10 @@ GRADIENT = GradientRecord(
         "a key that is dropped": Fault(one_key_matters, {"drop": 64}, breaks=EVERY),
         "d_sinks of the other sign": Fault(ordinary_sinks, {"forget": ("sign",)}, breaks="d_sinks"),
         "d_sinks without Delta's d_lse": Fault(ordinary_sinks, {"forget": ("d_lse",)}, breaks="d_sinks"),
+        **{
+            f"slopes {wrong}": Fault(ordinary_slopes, {"fall": wrong}, breaks=EVERY)
+            for wrong in ("of the other sign", "from the first query", "of another head")
+        },
         "a sequence that begins a key late": Fault(capped, {"shift_keys": 1}, CAP, breaks=EVERY),
     },
     corners={"NaN in the cotangent of a query without keys": Corner(nan_without_keys)},
@@ -609,6 +654,7 @@ GRADIENT = GradientRecord(
         Sample(saved(150, 330, 2, 1, 64, 64, 2), {"window": (100, 30)}, TILES),
         Sample(saved(90, 300, 4, 2, 32, 32, 5), {"softcap": 5.0}),
         Sample(saved(100, 60, 4, 2, 32, 32, 3) | {"d_lse": (4, 100), "sinks": (4,)}, wider=("sinks",)),
+        Sample(saved(100, 160, 4, 2, 32, 32, 3) | {"alibi_slopes": (4,)}, {"is_causal": True}),
     ),
     extents=RECORD.extents,
     matrix_units=True,

@@ -352,9 +352,14 @@ def weights_by_key(ref: Refs, band: Band, scores: TpuScores, j: Any, i: Any, edg
     visible = visible_pairs(ref, band, j, i, edge, by_key=True)
     lse, fall = (ref.of_rows[SHIFT, :], ref.of_rows[LOW, :]), None
     if ref.of_rows.shape[0] > PLACE.start:
-        keys = positions((band.block_q, 1), 0, j * band.block_q).astype(jnp.float32)
-        fall = ref.of_rows[SLOPE, :] * jnp.abs(ref.of_rows[PLACE, :] - keys)
+        fall = fall_by_key(ref, j * band.block_q, band.block_q)
     return visible, *weights(scores, dot(ref.k[...], ref.q[...], (1, 1)), bias, lse, visible, fall)
+
+
+def fall_by_key(ref: Refs, start: Any, bkv: int) -> Any:
+    """By how much slopes make the scores of ``bkv`` keys, (bkv, rows), from ``start`` on, less."""
+    keys = positions((bkv, 1), 0, start).astype(jnp.float32)
+    return ref.of_rows[SLOPE, :] * jnp.abs(ref.of_rows[PLACE, :] - keys)
 
 
 def selected(visible: Any, x: Any) -> Any:

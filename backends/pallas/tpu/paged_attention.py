@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
@@ -102,8 +103,9 @@ class Paging(NamedTuple):
 
 
 def grain_of(call: Call) -> int:
-    """The native grid that block_q lies on: sublanes, but lanes where lse or sinks of rows have that axis last."""
-    lanes = "lse" in call.wants or call.arrays["sinks"] is not None
+    """The native grid that block_q lies on: sublanes, but lanes where lse, sinks or slopes of rows have that axis
+    last."""
+    lanes = "lse" in call.wants or any(call.arrays[n] is not None for n in ("sinks", "alibi_slopes"))
     return LANES if lanes else sublanes(call.arrays["q"].dtype)
 
 
@@ -182,7 +184,10 @@ def kernel(ref: Refs, *, paging: Paging, scores: TpuScores) -> None:
             dots = dot(ref.q[head], k, (1, 1))
             if "k_scale" in ref:
                 dots = dots * across(ref.k_scale[head], dots.shape[1])
-            s, _ = scores.from_dots(dots, None)
+            fall = None
+            if "slopes" in ref:
+                fall = ref.slopes[head : head + 1, :].T * jnp.abs(place - key).astype(jnp.float32)
+            s, _ = scores.from_dots(dots, None, fall)
             m, p, shrink = online_step(ref.m[mine], jnp.where(visible, s, -jnp.inf), axis=1, unit=scores.unit)
             v = jnp.where(positions(v.shape, 0, start) < kv_len, v, jnp.zeros_like(v))  # p is 0 there, 0 * NaN is NaN
             ref.l[mine] = ref.l[mine] * shrink + jnp.sum(p, axis=1, keepdims=True)
@@ -247,6 +252,16 @@ def sink_blocks(call: Call, paging: Paging, source: jax.Array) -> Blocks:
     beside = quotient(source, paging.group) < call.arrays["q_starts"][-1]
     of_rows = jnp.where(beside[:, None], jnp.swapaxes(sinks[:, source % paging.group], 0, 1), -jnp.inf)
     return {"sinks": (of_rows, pl.BlockSpec((None, paging.heads, paging.bq), lambda h, t, *_: (t, h, 0)))}
+
+
+def slope_blocks(call: Call, paging: Paging, source: jax.Array, unit: float) -> Blocks:
+    """The slope of each row of a tile in the unit of scores, if there are slopes: (tiles, kv_heads, bq). ``source``: as
+    of `tiles_of`. A unit next to nothing has an inverse that is finite."""
+    if call.arrays["alibi_slopes"] is None:
+        return {}
+    slopes = call.arrays["alibi_slopes"].astype(jnp.float32) * np.float32(min(1.0 / unit, 2.0**127))
+    of_rows = jnp.swapaxes(slopes.reshape(-1, paging.group)[:, source % paging.group], 0, 1)
+    return {"slopes": (of_rows, pl.BlockSpec((None, paging.heads, paging.bq), lambda h, t, *_: (t, h, 0)))}
 
 
 def scale_blocks(call: Call, paging: Paging) -> Blocks:
@@ -318,16 +333,17 @@ def paged_attention(call: Call, config: TilesConfig) -> tuple[jax.Array | None, 
         return pl.BlockSpec((heads_at_once, None, *extents), lambda h, t, *_: (h, t, *(0 for _ in extents)))
 
     inputs = {"q": (rows[:, source], tile_blocks(bq, d)), **page_blocks(call, paging)}
+    scores = TpuScores.of(dense_form(call, tokens, dims["pages_each"] * dims["page_size"]))
     inputs |= sink_blocks(call, paging, source) | scale_blocks(call, paging)
+    inputs |= slope_blocks(call, paging, source, scores.unit)
     outputs: Blocks = {"o": (jax.ShapeDtypeStruct((kv_heads, tiles, bq, dv), dtype), tile_blocks(bq, dv))}
     if "lse" in call.wants:
         form = jax.ShapeDtypeStruct((tiles, kv_heads, bq), jnp.float32)
         outputs["lse"] = (form, pl.BlockSpec((None, heads_at_once, bq), lambda h, t, *_: (t, h, 0)))
-    dense = dense_form(call, tokens, dims["pages_each"] * dims["page_size"])
     pairs = tokens * heads * dims["pages_each"] * dims["page_size"]
     found = launch(
         call,
-        partial(kernel, paging=paging, scores=TpuScores.of(dense)),
+        partial(kernel, paging=paging, scores=scores),
         "portakern_paged_attention",
         (pl.cdiv(kv_heads, heads_at_once), tiles, paging.steps),
         in_order=1,

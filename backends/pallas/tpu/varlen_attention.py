@@ -29,18 +29,28 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.configs import TilesConfig
 from portakern.backends.pallas.lib.blocks import Blocks, Refs, padded
 from portakern.backends.pallas.lib.mosaic_tpu.chip import LANES, across, dot, launch, sublanes, vmem_limit
-from portakern.backends.pallas.lib.packed import Companion, PackedTiles
+from portakern.backends.pallas.lib.packed import Companion, PackedTiles, last_at_most
 from portakern.backends.pallas.tpu import attention as forward
 from portakern.backends.pallas.tpu import attention_vjp as backward
 from portakern.backends.pallas.tpu._heads import MOST_SCALARS, by_head
-from portakern.backends.pallas.tpu.attention import TpuScores, log_sum, saved
-from portakern.backends.pallas.tpu.attention_vjp import DELTA, LOW, SHIFT, selected, weights
+from portakern.backends.pallas.tpu.attention import TpuScores, fall_of, log_sum, saved
+from portakern.backends.pallas.tpu.attention_vjp import (
+    DELTA,
+    LOW,
+    PLACE,
+    SHIFT,
+    SLOPE,
+    fall_by_key,
+    selected,
+    weights,
+)
 from portakern.backends.pallas.tpu.softmax import online_step
 from portakern.core.call import Call
 from portakern.specs.attention import scale_of, sight
@@ -48,6 +58,9 @@ from portakern.specs.varlen_attention import as_attention
 
 ENTRIES = 4
 """Numbers of a block in scalar memory."""
+
+OF_HEADS = ("sinks", "alibi_slopes")
+"""Arrays that have heads alone, and no tokens."""
 
 
 # ------------------------------------------------------------------------------------------------------ what meets what
@@ -90,16 +103,16 @@ class Walk(NamedTuple):
         first, last = blocks(at, self.own, self.met)
         return jnp.maximum(jnp.max(jnp.where(every[3] > 0, last - first + 1, 0)), 1).astype(jnp.int32)
 
-    def visit(self, table: Any, tile: Any, step: Any, add: Callable[[Any], None]) -> None:
-        """Run ``add(which pairs are visible, None: all)`` where a step meets a block."""
+    def visit(self, table: Any, tile: Any, step: Any, add: Callable[[Any, Any], None]) -> None:
+        """Run ``add(which pairs are visible, None: all; the first key)`` where a step meets a block."""
         beside, at, met, there, _ = self.block(table, tile, step)
         (row, rows), (key, keys) = (
             ((met, self.met), (at, self.own)) if self.by_key else ((at, self.own), (met, self.met))
         )
         full = beside.full(row, rows, key, keys)
         shape = (self.own, self.met)
-        pl.when(there & full)(lambda: add(None))
-        pl.when(there & (full ^ True))(lambda: add(beside.visible(row, key, shape, self.by_key)))
+        pl.when(there & full)(lambda: add(None, key))
+        pl.when(there & (full ^ True))(lambda: add(beside.visible(row, key, shape, self.by_key), key))
 
 
 # ------------------------------------------------------------------------------------------------------- what calls ask
@@ -144,6 +157,11 @@ def supports(call: Call, config: TilesConfig) -> str | None:
 
 
 # -------------------------------------------------------------------------------------------------------------- kernels
+def has_slopes(ref: Refs) -> bool:
+    """Whether what gradients read of rows has slopes and places."""
+    return bool(ref.of_rows.shape[0] > PLACE.start)
+
+
 def attend(ref: Refs, *, walk: Walk, scores: TpuScores, saved: list[str]) -> None:
     """o of a block of rows, and what is ``saved`` of the log-sum-exp."""
     tile, step = pl.program_id(1), pl.program_id(2)
@@ -154,8 +172,11 @@ def attend(ref: Refs, *, walk: Walk, scores: TpuScores, saved: list[str]) -> Non
         ref.l[...] = jnp.zeros_like(ref.l)
         ref.acc[...] = jnp.zeros_like(ref.acc)
 
-    def add(visible: Any) -> None:
-        s, _ = scores.from_dots(dot(ref.q[...], ref.k[...], (1, 1)), None)
+    def add(visible: Any, key: Any) -> None:
+        fall = None
+        if "slopes" in ref:
+            fall = fall_of(ref.slopes[:1, :].T, ref.slopes[1:, :].T, key, walk.met)
+        s, _ = scores.from_dots(dot(ref.q[...], ref.k[...], (1, 1)), None, fall)
         if visible is not None:
             s = jnp.where(visible, s, -jnp.inf)
         m, p, shrink = online_step(ref.m[...], s, axis=1, unit=scores.unit)
@@ -189,10 +210,11 @@ def by_query(ref: Refs, *, walk: Walk, scores: TpuScores, scale: float) -> None:
     def start() -> None:
         ref.acc[...] = jnp.zeros_like(ref.acc)
 
-    def add(visible: Any) -> None:
+    def add(visible: Any, key: Any) -> None:
         k = ref.k[...]
         shift, low, delta = (ref.of_rows[row, :].T for row in (SHIFT, LOW, DELTA))
-        p, slope = weights(scores, dot(ref.q[...], k, (1, 1)), None, (shift, low), visible)
+        fall = fall_of(ref.of_rows[SLOPE, :].T, ref.of_rows[PLACE, :].T, key, walk.met) if has_slopes(ref) else None
+        p, slope = weights(scores, dot(ref.q[...], k, (1, 1)), None, (shift, low), visible, fall)
         d_s = selected(visible, p * (dot(ref.d_o[...], ref.v[...], (1, 1)) - delta))
         d_dot = d_s if slope is None else selected(visible, d_s * slope)
         ref.acc[...] += dot(d_dot.astype(k.dtype), k, (1, 0))
@@ -215,9 +237,10 @@ def by_key(ref: Refs, *, walk: Walk, scores: TpuScores, scale: float) -> None:
         if "v_acc" in ref:
             ref.v_acc[...] = jnp.zeros_like(ref.v_acc)
 
-    def add(visible: Any) -> None:
+    def add(visible: Any, key: Any) -> None:
         q, d_o, lse = ref.q[...], ref.d_o[...], (ref.of_rows[SHIFT, :], ref.of_rows[LOW, :])
-        p, slope = weights(scores, dot(ref.k[...], q, (1, 1)), None, lse, visible)
+        fall = fall_by_key(ref, key, walk.own) if has_slopes(ref) else None
+        p, slope = weights(scores, dot(ref.k[...], q, (1, 1)), None, lse, visible, fall)
         if "v_acc" in ref:
             ref.v_acc[...] += dot(p.astype(d_o.dtype), d_o, (1, 0))
         if "k_acc" in ref:
@@ -272,6 +295,24 @@ class PackedOperands:
         of_rows = self.rows.spread(self.by_row(of_tokens[..., None]), -jnp.inf)
         return of_rows.reshape(dims["kv_heads"], self.rows.tiles, 1, self.bq)
 
+    def slopes(self, unit: float) -> jax.Array | None:
+        """(kv_heads, tiles, 2, block): of each row the slope of its head in the unit of scores, and where its query
+        stands among the keys of its sequence; None without slopes. A unit next to nothing has a finite inverse."""
+        if self.call.arrays["alibi_slopes"] is None:
+            return None
+        dims, slopes = self.dims, self.call.arrays["alibi_slopes"].astype(jnp.float32)
+        q_starts, kv_starts = (self.call.arrays[n].astype(jnp.int32) for n in ("q_starts", "kv_starts"))
+        token = jnp.arange(dims["tokens"], dtype=jnp.int32)
+        own = jnp.clip(last_at_most(q_starts, token), 0, dims["sequences"] - 1)
+        place = token - q_starts[own + 1] + kv_starts[own + 1] - kv_starts[own]  # the last query is at the last key
+        heads = dims["kv_heads"] * dims["group"]
+        of_tokens = [
+            jnp.broadcast_to(x, (dims["tokens"], heads))
+            for x in (slopes * np.float32(min(1.0 / unit, 2.0**127)), place.astype(jnp.float32)[:, None])
+        ]
+        of_rows = self.rows.spread(self.by_row(jnp.stack(of_tokens, 2)))
+        return jnp.swapaxes(of_rows.reshape(dims["kv_heads"], self.rows.tiles, self.bq, 2), 2, 3)
+
     def statistics(self, x: jax.Array) -> jax.Array:
         """(kv_heads, tiles, numbers, block) as (numbers, heads, tokens)."""
         kv_heads, _, numbers, _ = x.shape
@@ -281,10 +322,10 @@ class PackedOperands:
 
     def over_tiles(
         self, kernel: Callable[..., None], name: str, by_key: bool, outputs: dict[str, Any], scratch: Any, depth: int,
-        of_rows: jax.Array | None = None, sinks: jax.Array | None = None, **how: Any,
+        more: dict[str, jax.Array | None], **how: Any,
     ) -> dict[str, jax.Array]:  # fmt: skip
         """Run a kernel of whose steps each does ``depth`` products for a pair. ``outputs``: name -> (the form, whether
-        it has numbers of rows instead of rows)."""
+        it has numbers of rows instead of rows); ``more``: name -> what it reads of numbers of rows, or None."""
         walk = Walk.of(self.call, self.bq, self.bkv, by_key)
         own, met = (self.keys, self.rows) if by_key else (self.rows, self.keys)
 
@@ -299,10 +340,7 @@ class PackedOperands:
             n: (x, _rows_block(x, *((self.bkv, keys) if n in ("k", "v") else (self.bq, row))))
             for n, x in self.arrays.items()
         }
-        if of_rows is not None:
-            inputs["of_rows"] = (of_rows, _numbers_block(of_rows, row))
-        if sinks is not None:
-            inputs["sinks"] = (sinks, _numbers_block(sinks, row))
+        inputs |= {n: (x, _numbers_block(x, row)) for n, x in more.items() if x is not None}
         made: Blocks = {
             n: (form, (_numbers_block if numbers else partial(_rows_block, length=walk.own))(form, at=own_block))
             for n, (form, numbers) in outputs.items()
@@ -347,7 +385,7 @@ def _numbers_block(x: Any, at: Any) -> pl.BlockSpec:
 @BACKEND.implements("varlen_attention", key=key, fit=fit, supports=supports, config=TilesConfig)
 def varlen_attention(call: Call, config: TilesConfig) -> tuple[jax.Array | None, ...]:
     packed, numbers, dv = PackedOperands(call, config), saved(call), call.dims["dv"]
-    kv_heads, rows, bq = call.dims["kv_heads"], packed.rows, packed.bq
+    kv_heads, rows, bq, scores = call.dims["kv_heads"], packed.rows, packed.bq, TpuScores.of(as_attention(call))
     outputs = {"o": (jax.ShapeDtypeStruct((kv_heads, rows.tiles * bq, dv), call.arrays["q"].dtype), False)}
     if numbers:
         outputs["lse"] = (jax.ShapeDtypeStruct((kv_heads, rows.tiles, len(numbers), bq), jnp.float32), True)
@@ -358,8 +396,8 @@ def varlen_attention(call: Call, config: TilesConfig) -> tuple[jax.Array | None,
         outputs,
         {"m": (bq, LANES), "l": (bq, LANES), "acc": (bq, dv)},
         call.dims["d"] + dv,
-        sinks=packed.sinks(),
-        scores=TpuScores.of(as_attention(call)),
+        {"sinks": packed.sinks(), "slopes": packed.slopes(scores.unit)},
+        scores=scores,
         saved=numbers,
     )
     of_rows = dict(zip(numbers, packed.statistics(found["lse"]), strict=True)) if numbers else {}
@@ -367,23 +405,25 @@ def varlen_attention(call: Call, config: TilesConfig) -> tuple[jax.Array | None,
 
 
 # ------------------------------------------------------------------------------------------------------------- gradient
-def row_numbers(packed: PackedOperands) -> jax.Array:
-    """(kv_heads, tiles, 3, block): what attention's gradients know of every row; zeros of one that is not there, whose
-    q and d_o are zeros too."""
+def row_numbers(packed: PackedOperands, unit: float) -> jax.Array:
+    """(kv_heads, tiles, 3 or with slopes 5, block): what attention's gradients know of every row; zeros of one that is
+    not there, whose q and d_o are zeros too."""
     call, (bq, group) = packed.call, (packed.bq, packed.dims["group"])
     one = as_attention(call)
-    arrays = {n: None if x is None else x[None] for n, x in one.arrays.items() if n != "sinks"}
+    arrays = {n: None if x is None else x[None] for n, x in one.arrays.items() if n not in OF_HEADS}
     numbers = backward.row_statistics(one.replace(arrays=arrays), by_head(arrays["d_o"]))[0]
     by_row = numbers.reshape(-1, group, *numbers.shape[1:]).transpose(0, 3, 1, 2)  # (kv_heads, tokens, group, 3)
     spread = packed.rows.spread(by_row.reshape(by_row.shape[0], -1, by_row.shape[3]))
-    return jnp.swapaxes(spread.reshape(spread.shape[0], packed.rows.tiles, bq, -1), 2, 3)
+    found = jnp.swapaxes(spread.reshape(spread.shape[0], packed.rows.tiles, bq, -1), 2, 3)
+    slopes = packed.slopes(unit)
+    return found if slopes is None else jnp.concatenate([found, slopes], 2)
 
 
 def sink_gradient(call: Call) -> dict[str, jax.Array]:
     """d_sinks: attention's of a batch of one, in which tokens of no sequence saw no key and have no cotangent."""
     one, inside = as_attention(call), in_a_sequence(call)
     nothing = {"o": 0.0, "d_o": 0.0, "lse": -jnp.inf, "lse_low": 0.0, "d_lse": 0.0}
-    arrays = {n: x if x is None or n == "sinks" else x[None] for n, x in one.arrays.items()}
+    arrays = {n: x if x is None or n in OF_HEADS else x[None] for n, x in one.arrays.items()}
     for name, value in nothing.items():
         if arrays[name] is not None:
             here = inside[:, None, None] if name in ("o", "d_o") else inside
@@ -396,9 +436,8 @@ def sink_gradient(call: Call) -> dict[str, jax.Array]:
 def varlen_attention_vjp(call: Call, config: TilesConfig) -> tuple[jax.Array | None, ...]:
     packed, wants, found = PackedOperands(call, config), call.wants, {}
     dims, dtype = call.dims, call.arrays["q"].dtype
-    how = {
-        "of_rows": row_numbers(packed), "scores": TpuScores.of_gradients(as_attention(call)), "scale": scale_of(call)
-    }  # fmt: skip
+    scores = TpuScores.of_gradients(as_attention(call))
+    how = {"more": {"of_rows": row_numbers(packed, scores.unit)}, "scores": scores, "scale": scale_of(call)}
     d, dv = dims["d"], dims["dv"]
     if "d_q" in wants:
         form = jax.ShapeDtypeStruct((dims["kv_heads"], packed.rows.tiles * packed.bq, d), dtype)

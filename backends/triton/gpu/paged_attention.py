@@ -47,11 +47,12 @@ from portakern.backends.triton.lib.attention import (
     head_tiles,
     key,
     sinks_of,
+    slopes_of,
     store_rows,
     window_of,
 )
 from portakern.backends.triton.lib.band import band, fold, inside, limits, within
-from portakern.backends.triton.lib.heads import Scores, load_tile, precision_of, product
+from portakern.backends.triton.lib.heads import Masks, Scores, load_tile, lowered, precision_of, product, slope_of
 from portakern.backends.triton.lib.paged_attention import (
     COUNTED,
     PagedStrides,
@@ -118,11 +119,14 @@ class PagedKeys(NamedTuple):
     kv_len: Any
 
 
-class RowLimits(NamedTuple):
-    """Each row sees the keys [lo, hi)."""
+class RowMask(NamedTuple):
+    """Each row sees the keys [lo, hi), and its scores are less by ``slope``, in their unit, times the distance of a key
+    from ``position``; both None where there are no slopes."""
 
     lo: Any
     hi: Any
+    slope: Any
+    position: Any
 
 
 @triton.jit
@@ -172,6 +176,8 @@ def visit_pages(state, q_tile, keys, rows, scores, first, last, edge: tl.constex
         k_at = keys.k + (page * keys.k_p + slot * keys.k_s)
         k_tile = load_tile(k_at, j_ok[:, None], keys.d_ok, edge, plan.ragged_d).to(q_tile.dtype)
         s = unbiased(q_tile, k_tile, scores, plan)
+        if rows.slope is not None:
+            s = lowered(s, rows.slope, rows.position, start, plan.block_kv)
         if edge:
             s = tl.where(inside(j, rows.lo, rows.hi), s, float("-inf"))
         m_new = tl.maximum(m, row_max(s))
@@ -202,10 +208,10 @@ def keys_of(s, kv_head, kv_len, cache, sequences, extents, strides, plan: tl.con
 
 @triton.jit
 def paged_attention_kernel(
-    q, cache, sequences, sinks, out, parts, scores, window, work, extents, strides, plan: tl.constexpr
+    q, cache, sequences, masks, out, parts, scores, window, work, extents, strides, plan: tl.constexpr
 ):  # fmt: skip
     """A tile of block_q rows of o, and of lse unless that is None; or, where parts are not None, the state of one chunk
-    of their keys. sinks: of each head, or None. Grid: chunks times tiles times key heads, heads fastest, since theirs
+    of their keys. masks: the sinks and the slopes of heads. Grid: chunks times tiles times key heads, heads fastest, since theirs
     lie beside each other in a page."""
     left, right = window
     q_t, q_h, q_d = strides.q
@@ -227,7 +233,10 @@ def paged_attention_kernel(
     top = own * plan.block_q // extents.group
     bottom = tl.minimum((own * plan.block_q + plan.block_q - 1) // extents.group, queries - 1)
     span = band(top + behind, bottom + behind, left, right, kv_len, plan.block_kv)
-    rows = RowLimits(*limits(i + behind, left, right, kv_len))
+    slope, position = None, None
+    if masks.slopes is not None:
+        slope, position = slope_of(masks.slopes, head, scores), (i + behind).to(tl.int64)
+    rows = RowMask(*limits(i + behind, left, right, kv_len), slope, position)
     first, _, _, last = span
     begin = first // work.chunk * work.chunk
     if parts.sums is not None:
@@ -252,7 +261,9 @@ def paged_attention_kernel(
                 part = fold(visit_pages, nothing(plan), q_tile, keys, rows, of_head, here, left, plan)
                 acc, l, m = merge((acc, l, m), settled(part), scores)
             at_lse = head.to(tl.int64) * extents.tokens + token
-            sink = None if sinks is None else sinks_beside(sinks, tl.reshape(head, [plan.block_q]), s, extents)
+            sink = (
+                None if masks.sinks is None else sinks_beside(masks.sinks, tl.reshape(head, [plan.block_q]), s, extents)
+            )
             state = scaled((acc, l, m), cache.v_scale, kv_head)
             store_rows(out, state, at_o, at_lse, ok, scores, extents.dv, plan.block_dv, sink)
 
@@ -294,7 +305,7 @@ def paged_attention(call: Call, config: PagedAttentionConfig) -> tuple[Any, ...]
     parts = parts_of(call, work.chunks) if spread else Parts(None, None)
     k_scale, v_scale = (adjacent(arrays[n]) for n in ("k_scale", "v_scale"))
     launch(paged_attention_kernel, programs, call, q, PagedCache(k, v, k_scale, v_scale), sequences,
-           None if spread else sinks_of(call), Results(None, None, None) if spread else out, parts, scores, window,
+           Masks(None, None, None, None, sinks=None if spread else sinks_of(call), slopes=slopes_of(call)), Results(None, None, None) if spread else out, parts, scores, window,
            work, extents_of(call), strides, plan=plan, **compiler_options(config))  # fmt: skip
     if spread:
         combine(call, parts, out, window, work, strides)

@@ -46,6 +46,7 @@ from portakern.backends.triton.lib.attention import (
     padded,
     rows_plan,
     sinks_of,
+    slopes_of,
     statistics,
     store_rows,
     window_of,
@@ -61,6 +62,7 @@ from portakern.backends.triton.lib.heads import (
     load_head,
     precision_of,
     rows_of,
+    slope_of,
 )
 from portakern.backends.triton.lib.sequences import Starts, between, mean_sequence, too_many_tiles
 from portakern.specs.attention import scale_of
@@ -77,12 +79,13 @@ class PackedWork(NamedTuple):
 
     Attributes:
       tiles: that a head may need. scale: what a sum is multiplied by at last.
+      starts: of the sequences. q_step, kv_step: their strides.
       sequences: how many there are; searched: how often they are halved until one is left.
-      q_step, kv_step: strides of the starts.
     """
 
     tiles: int
     scale: float
+    starts: Starts
     sequences: int
     searched: int
     q_step: int
@@ -92,9 +95,9 @@ class PackedWork(NamedTuple):
     def of(cls, call: Call, tokens: str, block: int, step: int = 1, scale: float = 1.0) -> PackedWork:
         """Of tiles of ``block`` rows, of which each token has ``step``."""
         sequences = call.dims["sequences"]
-        steps = (call.arrays[n].stride(0) for n in ("q_starts", "kv_starts"))
+        starts = Starts(call.arrays["q_starts"], call.arrays["kv_starts"])
         tiles = call.dims[tokens] * step // block + sequences + 2
-        return cls(tiles, scale, sequences, (sequences + 1).bit_length(), *steps)
+        return cls(tiles, scale, starts, sequences, (sequences + 1).bit_length(), *(x.stride(0) for x in starts))
 
 
 class OwnTile(NamedTuple):
@@ -114,10 +117,10 @@ class OwnTile(NamedTuple):
 
 
 @triton.jit
-def own_tile(index, starts, extents, work, block: tl.constexpr, step, by_key: tl.constexpr):
+def own_tile(index, extents, work, block: tl.constexpr, step, by_key: tl.constexpr):
     """The :class:`OwnTile` of tile ``index``: of ``block`` keys where ``by_key``, else of queries, of which each has
     ``step`` rows."""
-    sequences = work.sequences
+    sequences, starts = work.sequences, work.starts
     if by_key:
         walked, walked_step = starts.keys, work.kv_step
     else:
@@ -144,27 +147,34 @@ def own_tile(index, starts, extents, work, block: tl.constexpr, step, by_key: tl
 
 
 @triton.jit
-def in_a_sequence(token, starts, work):
+def in_a_sequence(token, work):
     """Whether tokens of queries belong to a sequence: they lie one behind the other."""
-    first = tl.load(starts.queries).to(tl.int32)
-    return (token >= first) & (token < tl.load(starts.queries + work.sequences * work.q_step).to(tl.int32))
+    first = tl.load(work.starts.queries).to(tl.int32)
+    return (token >= first) & (token < tl.load(work.starts.queries + work.sequences * work.q_step).to(tl.int32))
+
+
+@triton.jit
+def own_extents(mine, extents):
+    """The extents of a tile's sequence, whose last query stands at its last key."""
+    q_len, kv_len = mine.q_len, mine.kv_len
+    return AttentionExtents(extents.heads, extents.group, q_len, kv_len, extents.d, extents.dv, kv_len - q_len)
 
 
 @triton.jit
 def varlen_attention_kernel(
-    q, k, v, starts, sinks, out, scores, window, work, extents, strides, plan: tl.constexpr
+    q, k, v, masks, out, scores, window, work, extents, strides, plan: tl.constexpr
 ):  # fmt: skip
     """A tile of block_q rows of o, and of lse and lse_low unless these are None: of one head, or with ``plan.packed``
-    of all heads of a group. ``extents``: of all sequences together; strides are those of a batch of one. sinks: of each
-    head, which tokens of no sequence lack; None for none."""
+    of all heads of a group. ``extents``: of all sequences together; strides are those of a batch of one. ``masks``: the
+    sinks of heads, which tokens of no sequence lack, and their slopes."""
     _owners, step = extents.heads, 1
     if plan.packed:
         _owners, step = extents.heads // extents.group, extents.group
     head = (tl.program_id(0) // work.tiles).to(tl.int64) * step
-    mine = own_tile(tl.program_id(0) % work.tiles, starts, extents, work, plan.block_q, step, False)
+    mine = own_tile(tl.program_id(0) % work.tiles, extents, work, plan.block_q, step, False)
     if not mine.there:
         return
-    own = AttentionExtents(extents.heads, extents.group, mine.q_len, mine.kv_len, extents.d, extents.dv)
+    own = own_extents(mine, extents)
     _, q_s, _, _ = strides.q
     _, k_s, _, _ = strides.k
     _, v_s, _, _ = strides.v
@@ -172,14 +182,14 @@ def varlen_attention_kernel(
     i_ok, row = i < mine.q_len, i.to(tl.int64)
     q_tile = load_head(q + mine.q_start * q_s, strides.q, 0, heads, row, i_ok, own.d, plan.block_d, plan.ragged_d)
     place = mine.tile, head, head // own.group, 0
-    operands = k + mine.kv_start * k_s, v + mine.kv_start * v_s, Masks(None, None, None, None, None)
+    operands = k + mine.kv_start * k_s, v + mine.kv_start * v_s, masks
     state = over_keys(visit, nothing(plan), q_tile, place, operands, strides, scores, window, own, plan)
     token = mine.q_start + row
     at_o, at = token * own.heads + heads, heads * extents.q_len + token
     sink = None
-    if sinks is not None:
-        beside = in_a_sequence(token, starts, work)
-        sink = tl.reshape(tl.load(sinks + (heads + row * 0), mask=beside, other=float("-inf")), [plan.block_q])
+    if masks.sinks is not None:
+        beside = in_a_sequence(token, work)
+        sink = tl.reshape(tl.load(masks.sinks + (heads + row * 0), mask=beside, other=float("-inf")), [plan.block_q])
     store_rows(out, settled(state), at_o, at, i_ok, scores, own.dv, plan.block_dv, sink)
 
 
@@ -202,6 +212,12 @@ def packed_strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, d_o: torch
     return AttentionStrides(of_q, of_k, of_v, (0, 0, 0, 0), (0, 0), (0, 0), of_d_o)
 
 
+def masks_of(call: Call) -> Masks:
+    """What heads have beside their keys: slopes, and in the forward pass sinks."""
+    sinks = None if call.spec.is_vjp else sinks_of(call)
+    return Masks(None, None, None, None, sinks=sinks, slopes=slopes_of(call))
+
+
 @BACKEND.implements("varlen_attention", key=key, fit=fit, supports=supports, config=FewQueriesTilesConfig)
 def varlen_attention(call: Call, config: FewQueriesTilesConfig) -> tuple[Any, ...]:
     arrays, dims, options = call.arrays, call.dims, call.options
@@ -220,24 +236,23 @@ def varlen_attention(call: Call, config: FewQueriesTilesConfig) -> tuple[Any, ..
     extents = AttentionExtents(heads, dims["group"], dims["tokens"], dims["kv_tokens"], dims["d"], dims["dv"])
     strides = packed_strides(q, k, v, None)
     work = PackedWork.of(call, "tokens", plan.block_q, step)
-    launch(varlen_attention_kernel, work.tiles * (heads // step), call, q, k, v,
-           Starts(arrays["q_starts"], arrays["kv_starts"]), sinks_of(call), out, scores, window, work, extents,
-           strides, plan=plan, **how)  # fmt: skip
+    launch(varlen_attention_kernel, work.tiles * (heads // step), call, q, k, v, masks_of(call), out, scores, window,
+           work, extents, strides, plan=plan, **how)  # fmt: skip
     return tuple(out)
 
 
 # ------------------------------------------------------------------------------------------------------------- gradient
 @triton.jit
 def varlen_attention_vjp_d_q_kernel(
-    q, k, v, starts, of_queries, d_q, scores, window, work, extents, strides, plan: tl.constexpr
+    q, k, v, masks, of_queries, d_q, scores, window, work, extents, strides, plan: tl.constexpr
 ):
     """A tile of block_q rows of d_q."""
     d_o, shift, low, delta = of_queries
     head = (tl.program_id(0) // work.tiles).to(tl.int64)
-    mine = own_tile(tl.program_id(0) % work.tiles, starts, extents, work, plan.block_q, 1, False)
+    mine = own_tile(tl.program_id(0) % work.tiles, extents, work, plan.block_q, 1, False)
     if not mine.there:
         return
-    own = AttentionExtents(extents.heads, extents.group, mine.q_len, mine.kv_len, extents.d, extents.dv)
+    own = own_extents(mine, extents)
     _, q_s, _, _ = strides.q
     _, k_s, _, _ = strides.k
     _, v_s, _, _ = strides.v
@@ -254,7 +269,7 @@ def varlen_attention_vjp_d_q_kernel(
     acc = tl.full([plan.block_q, plan.block_d], 0.0, plan.acc_dtype)
     rows = q_tile, d_o_tile, shift_i, low_i, delta_i
     place = mine.tile, head, head // own.group, 0
-    operands = k + mine.kv_start * k_s, v + mine.kv_start * v_s, Masks(None, None, None, None, None)
+    operands = k + mine.kv_start * k_s, v + mine.kv_start * v_s, masks
     acc = over_keys(visit_keys, acc, rows, place, operands, strides, scores, window, own, plan)
     dd = tl.arange(0, plan.block_d)[None, :]
     at = ((mine.q_start + row) * own.heads + head) * own.d + dd
@@ -263,7 +278,7 @@ def varlen_attention_vjp_d_q_kernel(
 
 @triton.jit
 def varlen_attention_vjp_d_k_d_v_kernel(
-    q, k, v, starts, of_queries, out, scores, window, work, extents, strides, plan: tl.constexpr
+    q, k, v, masks, of_queries, out, scores, window, work, extents, strides, plan: tl.constexpr
 ):
     """A tile of block_kv rows of d_k and of d_v, of those that ``plan`` wants: head by head of its group it walks the
     tiles of block_q queries of its sequence that see them."""
@@ -274,7 +289,7 @@ def varlen_attention_vjp_d_k_d_v_kernel(
     _, v_s, _, _ = strides.v
     _, do_s, do_h, do_d = strides.d_o
     kv_head = (tl.program_id(0) // work.tiles).to(tl.int64)
-    mine = own_tile(tl.program_id(0) % work.tiles, starts, extents, work, plan.block_kv, 1, True)
+    mine = own_tile(tl.program_id(0) % work.tiles, extents, work, plan.block_kv, 1, True)
     if not mine.there:
         return
     q_len, kv_len, d, dv = mine.q_len, mine.kv_len, extents.d, extents.dv
@@ -289,7 +304,6 @@ def varlen_attention_vjp_d_k_d_v_kernel(
     bottom = top + tl.minimum(plan.block_kv, kv_len - mine.tile * plan.block_kv) - 1
     span = band(top, bottom, right, left, q_len, plan.block_q)
     lo, hi = limits(j - (kv_len - q_len), right, left, q_len)
-    pairs = PairMask(j_ok, lo, hi, None, 0, None, None, 0)
 
     dd, ddv = tl.arange(0, plan.block_d)[None, :], tl.arange(0, plan.block_dv)[None, :]
     d_ok, dv_ok = dd < d, ddv < dv
@@ -300,6 +314,10 @@ def varlen_attention_vjp_d_k_d_v_kernel(
         do_of = d_o + (mine.q_start * do_s + head * do_h) + ddv.to(tl.int64) * do_d
         at = head * extents.q_len + mine.q_start
         queries = Queries(q_of, q_s, d_ok, do_of, do_s, dv_ok, shift + at, low + at, delta + at, q_len)
+        slope, position = None, None
+        if masks.slopes is not None:
+            slope, position = slope_of(masks.slopes, head, scores), col - (kv_len - q_len)
+        pairs = PairMask(j_ok, lo, hi, None, 0, None, None, 0, slope, position)
         state = dk_acc, dv_acc
         dk_acc, dv_acc = fold(visit_queries, state, (k_tile, v_tile), queries, pairs, scores, span, right, plan)
 
@@ -312,7 +330,7 @@ def varlen_attention_vjp_d_k_d_v_kernel(
 
 @triton.jit
 def varlen_attention_vjp_d_sinks_kernel(
-    sinks, lse, lse_low, delta, starts, d_sinks, work, extents, strides, tile: tl.constexpr
+    sinks, lse, lse_low, delta, d_sinks, work, extents, strides, tile: tl.constexpr
 ):
     """d_sinks of one head, -sum exp(min(sink - lse - lse_low, 0)) delta over the tokens of all sequences, ``rows`` of
     them at a time, one after another. delta: (heads, tokens); rows with lse = -inf add nothing, nor tokens of no
@@ -323,7 +341,7 @@ def varlen_attention_vjp_d_sinks_kernel(
     total = tl.full([tile.rows], 0.0, tile.acc_dtype)
     for start in range(0, extents.q_len, tile.rows):
         token = start + tl.arange(0, tile.rows)
-        ok, row = (token < extents.q_len) & in_a_sequence(token, starts, work), token.to(tl.int64)
+        ok, row = (token < extents.q_len) & in_a_sequence(token, work), token.to(tl.int64)
         l = tl.load(lse + head * lse_h + row * lse_s, mask=ok, other=float("-inf"))
         rest = tl.full([tile.rows], 0.0, tile.acc_dtype)
         if lse_low is not None:
@@ -355,12 +373,11 @@ def sink_gradient(call: Call, delta: torch.Tensor, d_sinks: torch.Tensor | None)
     """Write d_sinks, unless it is None, from the delta of all tokens."""
     if d_sinks is None:
         return
-    dims, (lse, lse_low, starts) = call.dims, (call.arrays[n] for n in ("lse", "lse_low", "q_starts"))
+    dims, (lse, lse_low) = call.dims, (call.arrays[n] for n in ("lse", "lse_low"))
     heads = dims["kv_heads"] * dims["group"]
     extents = AttentionExtents(heads, dims["group"], dims["tokens"], dims["kv_tokens"], dims["d"], dims["dv"])
     strides = SinkStrides(lse.stride(), None if lse_low is None else lse_low.stride())
-    launch(varlen_attention_vjp_d_sinks_kernel, heads, call, sinks_of(call), lse, lse_low, delta, Starts(starts, None),
-           d_sinks, PackedWork.of(call, "tokens", ROWS_AT_ONCE), extents, strides,
+    launch(varlen_attention_vjp_d_sinks_kernel, heads, call, sinks_of(call), lse, lse_low, delta, d_sinks, PackedWork.of(call, "tokens", ROWS_AT_ONCE), extents, strides,
            tile=SinkTile(ROWS_AT_ONCE, accumulator(call.dtype)), num_warps=4)  # fmt: skip
 
 
@@ -382,7 +399,7 @@ def varlen_attention_vjp(call: Call, config: AttentionGradientsConfig) -> tuple[
         for name, (shape, dtype) in call.outputs.items()
     }
     sink_gradient(call, delta, out["d_sinks"])
-    given = q, k, v, Starts(call.arrays["q_starts"], call.arrays["kv_starts"]), OfQueries(d_o, shift, low, delta)
+    given = q, k, v, masks_of(call), OfQueries(d_o, shift, low, delta)
     window = window_of(options["is_causal"], options["window"], dims["tokens"] + dims["kv_tokens"])
     extents = AttentionExtents(heads, dims["group"], dims["tokens"], dims["kv_tokens"], d, dv)
     strides = packed_strides(q, k, v, d_o)

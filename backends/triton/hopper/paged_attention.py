@@ -143,6 +143,8 @@ def supports(call: Call, config: PagedFlashConfig) -> str | None:
     narrow = [n for n in ("k_pages", "v_pages") if call.dtype_of(n) != call.dtype]
     if reason := not_tried(call):
         return reason
+    if call.arrays["alibi_slopes"] is not None:
+        return "alibi_slopes are given: this kernel takes none"
     if call.dtype not in ("float16", "bfloat16"):
         return f"dtype {call.dtype}: this kernel takes float16 and bfloat16"
     if narrow:
@@ -166,7 +168,7 @@ def delegate(call: Call, config: PagedFlashConfig) -> tuple[str, PagedFlashConfi
     return None
 
 
-DRAWN = Drawn(("k_scale", "v_scale"), {"d": 8, "dv": 8})
+DRAWN = Drawn(("k_scale", "v_scale", "alibi_slopes"), {"d": 8, "dv": 8})
 
 
 @BACKEND.implements("paged_attention", tiling=default_tiling, key=key, fit=fit, supports=supports,

@@ -77,7 +77,7 @@ def delegate(call: Call, config: VarlenFlashConfig) -> tuple[str, FewQueriesTile
     return None
 
 
-DRAWN = Drawn(("sinks",), {"d": 8, "dv": 8}, {"tokens": 3 * QUERIES}, {"sequences": 2})
+DRAWN = Drawn(("sinks", "alibi_slopes"), {"d": 8, "dv": 8}, {"tokens": 3 * QUERIES}, {"sequences": 2})
 
 
 @BACKEND.implements("varlen_attention", key=key, fit=fit, supports=supports, config=VarlenFlashConfig,
@@ -124,7 +124,7 @@ def supports_gradients(call: Call, config: FlashGradientsConfig) -> str | None:
 
 
 @BACKEND.implements("varlen_attention_vjp", key=key, fit=fit_gradients, supports=supports_gradients,
-                    config=FlashGradientsConfig, drawn=Drawn(("sinks",), {"d": 8, "dv": 8}),
+                    config=FlashGradientsConfig, drawn=Drawn(("sinks", "alibi_slopes"), {"d": 8, "dv": 8}),
                     compiled_alone=GLUON)  # fmt: skip
 def varlen_attention_vjp(call: Call, config: FlashGradientsConfig) -> tuple[Any, ...]:
     dims, options, one = call.dims, call.options, with_a_batch(call)

@@ -94,8 +94,8 @@ SLOPES_VJP = {
         Planted(
             "slopes-of-keys-of-another-sign",
             "where keys are rows they gain by their distance",
-            old="        fall = ref.of_rows[SLOPE, :] * jnp.abs(",
-            new="        fall = -ref.of_rows[SLOPE, :] * jnp.abs(",
+            old="    return ref.of_rows[SLOPE, :] * jnp.abs(",
+            new="    return -ref.of_rows[SLOPE, :] * jnp.abs(",
             sample=True,
             edge="slopes_in_a_window",
         ),

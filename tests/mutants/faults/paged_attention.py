@@ -104,8 +104,8 @@ FAULTS = {
         Planted(
             "sink-of-key-head",
             "query heads of a group take the sink of their key head",
-            old="sinks_beside(sinks, tl.reshape(head, [plan.block_q]), s, extents)",
-            new="sinks_beside(sinks, tl.reshape(head // extents.group, [plan.block_q]), s, extents)",
+            old="sinks_beside(masks.sinks, tl.reshape(head, [plan.block_q]), s, extents)",
+            new="sinks_beside(masks.sinks, tl.reshape(head // extents.group, [plan.block_q]), s, extents)",
             at=(0, 100),
         ),
         Planted(
@@ -117,6 +117,15 @@ FAULTS = {
             sample=True,
             edge="sinks_of_some_tokens",
             at=(0, 12),
+        ),
+        Planted(
+            "slopes-from-the-first-key",
+            "distances count from a sequence's first key on, however many keys it had before",
+            old="slope_of(masks.slopes, head, scores), (i + behind).to(tl.int64)",
+            new="slope_of(masks.slopes, head, scores), i.to(tl.int64)",
+            sample=True,
+            edge="slopes_of_unequal_sequences",
+            at=(0, 8),
         ),
         Planted(
             "scale-of-another-head",
@@ -250,6 +259,15 @@ FAULTS = {
             old="key >= place - paging.left",
             new="key > place - paging.left",
             at=(0, 100),
+        ),
+        Planted(
+            "slopes-of-key-heads",
+            "query heads of a group take the slope of its first",
+            old='[:, source % paging.group], 0, 1)\n    return {"slopes"',
+            new='[:, source * 0], 0, 1)\n    return {"slopes"',
+            sample=True,
+            edge="slopes_of_grouped_heads",
+            at=(0, 8),
         ),
         Planted(
             "sinks-head-by-head",

@@ -37,6 +37,15 @@ FAULTS = {
             new="q_len = tl.where(outside, q_len, q_len)",
         ),
         Planted(
+            "slopes-of-key-heads",
+            "d_k and d_v take the slope of the key head",
+            old="slope_of(masks.slopes, head, scores), col",
+            new="slope_of(masks.slopes, kv_head, scores), col",
+            edge="slopes_of_grouped_heads",
+            at=(0, 8),
+            sample=True,
+        ),
+        Planted(
             "d-sinks-sign",
             "d_sinks has the other sign",
             old='        total -= tl.where(l == float("-inf")',
@@ -48,7 +57,7 @@ FAULTS = {
         Planted(
             "d-sinks-of-no-sequence",
             "d_sinks sums tokens of no sequence too",
-            old="ok, row = (token < extents.q_len) & in_a_sequence(token, starts, work), token.to(tl.int64)",
+            old="ok, row = (token < extents.q_len) & in_a_sequence(token, work), token.to(tl.int64)",
             new="ok, row = token < extents.q_len, token.to(tl.int64)",
             at=(0, 4),
         ),
