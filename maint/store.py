@@ -253,7 +253,7 @@ def _encoded(columns: list[Column], row: Row, above: Row) -> list[Any]:
 
 
 def _after(above: Any, text: str) -> str:
-    """A text by what it has in common with the one above, where that is shorter; :func:`_whole` is the inverse."""
+    """A text by what it has in common with the one above, where that is shorter; :func:`_decoded_text` is the inverse."""
     above = above if isinstance(above, str) else ""
     common = next((n for n, (a, b) in enumerate(zip(above, text, strict=False)) if a != b), min(len(above), len(text)))
     if text and text == above:
@@ -262,12 +262,12 @@ def _after(above: Any, text: str) -> str:
     return coded if len(coded) < len(text) or text.startswith(SAME) else text
 
 
-def _whole(above: Any, told: str) -> str:
-    if not told.startswith(SAME):
-        return told
-    if told == SAME:
+def _decoded_text(above: Any, coded: str) -> str:
+    if not coded.startswith(SAME):
+        return coded
+    if coded == SAME:
         return str(above)
-    common, rest = told.removeprefix(SAME).split(" ", 1)
+    common, rest = coded.removeprefix(SAME).split(" ", 1)
     return str(above or "")[: int(common)] + rest
 
 
@@ -281,7 +281,7 @@ def _decoded(columns: list[Column], values: list[Any], above: Row) -> Row:
     found: dict[str, Any] = {}
     for (name, inner, many), value in zip_longest(columns, values):
         if isinstance(value, str):
-            found[name] = _whole(above.get(name), value)
+            found[name] = _decoded_text(above.get(name), value)
         elif value is None or inner is None:
             found[name] = value
         else:

@@ -2046,6 +2046,7 @@ class PagedAttentionOp(Op):
         sinks: Array | None = None,
         k_scale: Array | None = None,
         v_scale: Array | None = None,
+        alibi_slopes: Array | None = None,
         *,
         is_causal: bool = True,
         window: tuple[int | None, int | None] | None = None,
@@ -2082,6 +2083,9 @@ class PagedAttentionOp(Op):
           k_scale, v_scale: (kv_heads,), float32, finite: what the keys, or the values, of a head are multiplied by.
             None is
             1, to the bit. Keys and values are the exact products: kernels scale scores and sums.
+          alibi_slopes: (kv_heads*group,), float32: of each query head, what a score falls by for each key between its
+            key
+            and the query's place, as in attention; query i of the n of a sequence stands at key i + kv_len - n.
           is_causal: query i of the n of a sequence sees keys up to i + kv_len - n: the last query stands at the last
             key.
           window: (left, right): query i sees keys from i + kv_len - n - left to i + kv_len - n + right; None on a side
@@ -2114,6 +2118,7 @@ class PagedAttentionOp(Op):
         sinks: Array | None = None,
         k_scale: Array | None = None,
         v_scale: Array | None = None,
+        alibi_slopes: Array | None = None,
         *,
         is_causal: bool = True,
         window: tuple[int | None, int | None] | None = None,
@@ -2134,6 +2139,7 @@ class PagedAttentionOp(Op):
         sinks: Array | None = None,
         k_scale: Array | None = None,
         v_scale: Array | None = None,
+        alibi_slopes: Array | None = None,
         *,
         is_causal: bool = True,
         window: tuple[int | None, int | None] | None = None,
@@ -2154,6 +2160,7 @@ class PagedAttentionOp(Op):
         sinks: NDArray[Any] | None = None,
         k_scale: NDArray[Any] | None = None,
         v_scale: NDArray[Any] | None = None,
+        alibi_slopes: NDArray[Any] | None = None,
         *,
         is_causal: bool = True,
         window: tuple[int | None, int | None] | None = None,
@@ -2174,6 +2181,7 @@ class PagedAttentionOp(Op):
         sinks: NDArray[Any] | None = None,
         k_scale: NDArray[Any] | None = None,
         v_scale: NDArray[Any] | None = None,
+        alibi_slopes: NDArray[Any] | None = None,
         *,
         is_causal: bool = True,
         window: tuple[int | None, int | None] | None = None,
@@ -2194,6 +2202,7 @@ class PagedAttentionOp(Op):
         sinks: NDArray[Any] | None = None,
         k_scale: NDArray[Any] | None = None,
         v_scale: NDArray[Any] | None = None,
+        alibi_slopes: NDArray[Any] | None = None,
         *,
         is_causal: bool = True,
         window: tuple[int | None, int | None] | None = None,
@@ -2817,6 +2826,7 @@ class VarlenAttentionOp(Op):
         q_starts: Array,
         kv_starts: Array,
         sinks: Array | None = None,
+        alibi_slopes: Array | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -2840,6 +2850,9 @@ class VarlenAttentionOp(Op):
           sinks: (kv_heads*group,): a logit of each query head in its softmax's denominator, as in attention; q's dtype
             or
             float32. -inf is none, to the bit.
+          alibi_slopes: (kv_heads*group,), float32: of each query head, what a score falls by for each key between its
+            key
+            and the query's place, as in attention; query i of a sequence stands at key i + kv_len - q_len of its own.
           is_causal: query i of a sequence sees its keys up to i + kv_len - q_len, of that sequence's lengths (aligned
             at
             the bottom right: its last query sees all its keys).
@@ -2866,6 +2879,7 @@ class VarlenAttentionOp(Op):
         q_starts: Array,
         kv_starts: Array,
         sinks: Array | None = None,
+        alibi_slopes: Array | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -2883,6 +2897,7 @@ class VarlenAttentionOp(Op):
         q_starts: Array,
         kv_starts: Array,
         sinks: Array | None = None,
+        alibi_slopes: Array | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -2900,6 +2915,7 @@ class VarlenAttentionOp(Op):
         q_starts: NDArray[Any],
         kv_starts: NDArray[Any],
         sinks: NDArray[Any] | None = None,
+        alibi_slopes: NDArray[Any] | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -2917,6 +2933,7 @@ class VarlenAttentionOp(Op):
         q_starts: NDArray[Any],
         kv_starts: NDArray[Any],
         sinks: NDArray[Any] | None = None,
+        alibi_slopes: NDArray[Any] | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -2934,6 +2951,7 @@ class VarlenAttentionOp(Op):
         q_starts: NDArray[Any],
         kv_starts: NDArray[Any],
         sinks: NDArray[Any] | None = None,
+        alibi_slopes: NDArray[Any] | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -2964,6 +2982,7 @@ class VarlenAttentionVjpOp(Op):
         d_lse: Array | None = None,
         lse_low: Array | None = None,
         sinks: Array | None = None,
+        alibi_slopes: Array | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -2979,7 +2998,8 @@ class VarlenAttentionVjpOp(Op):
         The algorithm is FlashAttention-2's backward pass (Dao 2023, algorithm 2).
 
         Args:
-          q, k, v, q_starts, kv_starts, sinks, is_causal, window, scale, softcap, precision: as in varlen_attention.
+          q, k, v, q_starts, kv_starts, sinks, alibi_slopes, is_causal, window, scale, softcap, precision: as in
+            varlen_attention. Slopes have no gradient.
           o, lse, lse_low: what varlen_attention returned; lse_low None is 0.
           d_o, d_lse: cotangents of o (its dtype) and lse (float32); d_lse None is 0.
 
@@ -3004,6 +3024,7 @@ class VarlenAttentionVjpOp(Op):
         d_lse: Array | None = None,
         lse_low: Array | None = None,
         sinks: Array | None = None,
+        alibi_slopes: Array | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -3026,6 +3047,7 @@ class VarlenAttentionVjpOp(Op):
         d_lse: NDArray[Any] | None = None,
         lse_low: NDArray[Any] | None = None,
         sinks: NDArray[Any] | None = None,
+        alibi_slopes: NDArray[Any] | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
@@ -3048,6 +3070,7 @@ class VarlenAttentionVjpOp(Op):
         d_lse: NDArray[Any] | None = None,
         lse_low: NDArray[Any] | None = None,
         sinks: NDArray[Any] | None = None,
+        alibi_slopes: NDArray[Any] | None = None,
         *,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,

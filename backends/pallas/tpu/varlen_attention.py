@@ -23,7 +23,7 @@ Source: Dao, "FlashAttention-2" (2023), algorithms 1 and 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -322,7 +322,7 @@ class PackedOperands:
 
     def over_tiles(
         self, kernel: Callable[..., None], name: str, by_key: bool, outputs: dict[str, Any], scratch: Any, depth: int,
-        more: dict[str, jax.Array | None], **how: Any,
+        more: Mapping[str, jax.Array | None], **how: Any,
     ) -> dict[str, jax.Array]:  # fmt: skip
         """Run a kernel of whose steps each does ``depth`` products for a pair. ``outputs``: name -> (the form, whether
         it has numbers of rows instead of rows); ``more``: name -> what it reads of numbers of rows, or None."""
@@ -437,7 +437,11 @@ def varlen_attention_vjp(call: Call, config: TilesConfig) -> tuple[jax.Array | N
     packed, wants, found = PackedOperands(call, config), call.wants, {}
     dims, dtype = call.dims, call.arrays["q"].dtype
     scores = TpuScores.of_gradients(as_attention(call))
-    how = {"more": {"of_rows": row_numbers(packed, scores.unit)}, "scores": scores, "scale": scale_of(call)}
+    how: dict[str, Any] = {
+        "more": {"of_rows": row_numbers(packed, scores.unit)},
+        "scores": scores,
+        "scale": scale_of(call),
+    }
     d, dv = dims["d"], dims["dv"]
     if "d_q" in wants:
         form = jax.ShapeDtypeStruct((dims["kv_heads"], packed.rows.tiles * packed.bq, d), dtype)

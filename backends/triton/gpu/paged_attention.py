@@ -236,7 +236,8 @@ def paged_attention_kernel(
     slope, position = None, None
     if masks.slopes is not None:
         slope, position = slope_of(masks.slopes, head, scores), (i + behind).to(tl.int64)
-    rows = RowMask(*limits(i + behind, left, right, kv_len), slope, position)
+    lo, hi = limits(i + behind, left, right, kv_len)
+    rows = RowMask(lo, hi, slope, position)
     first, _, _, last = span
     begin = first // work.chunk * work.chunk
     if parts.sums is not None:
