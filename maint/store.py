@@ -1,9 +1,9 @@
 """The stored results of a checkout: the rows and fields of each run that a published table, plot or page shows.
 
 ``benchmarks/results/<benchmark>.jsonl`` holds the runs of a benchmark, one after another: a line with the run's header
-and its columns (:class:`Column`), then a line for each row. ``"="`` repeats the text of the row above, and ``"=12 and"``
-its first 12 characters, followed by "and"; null or a shorter row means an absent value. Fractions have five digits.
-Other data of a run, such as the texts of failures, remain in the file that the run wrote.
+and its columns (:class:`Column`), then a line for each row. ``"="`` repeats the text of the row above, and
+``"=12 and"`` its first 12 characters, followed by "and"; null or a shorter row means an absent value. Fractions have
+five digits. Other data of a run, such as the texts of failures, remain in the file that the run wrote.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ def _encoded(columns: list[Column], row: Row, above: Row) -> list[Any]:
 
 
 def _after(above: Any, text: str) -> str:
-    """A text by what it has in common with the one above, where that is shorter; :func:`_decoded_text` is the inverse."""
+    """A text by what it has in common with the one above, where that is shorter (see :func:`_decoded_text`)."""
     above = above if isinstance(above, str) else ""
     common = next((n for n, (a, b) in enumerate(zip(above, text, strict=False)) if a != b), min(len(above), len(text)))
     if text and text == above:

@@ -217,7 +217,8 @@ def formula_calls():
 
 
 def plain(xp, asarray, wide, narrow, q, k_pages, v_pages, page_table, kv_lens, q_starts, sinks=None, k_scale=None,
-          v_scale=None, slopes=None, *, is_causal=True, window=None, scale=None, softcap=None, return_lse=False):  # fmt: skip
+          v_scale=None, slopes=None, *, is_causal=True, window=None, scale=None, softcap=None,
+          return_lse=False):  # fmt: skip
     """The same with the operations of ``xp``, torch or jax.numpy: each token beside all keys that its sequence has room
     for. Integers may be traced."""
     (tokens, heads, d), (_, size, kv_heads, dv), (number, each) = q.shape, v_pages.shape, page_table.shape
