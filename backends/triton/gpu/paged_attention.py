@@ -211,8 +211,8 @@ def paged_attention_kernel(
     q, cache, sequences, masks, out, parts, scores, window, work, extents, strides, plan: tl.constexpr
 ):  # fmt: skip
     """A tile of block_q rows of o, and of lse unless that is None; or, where parts are not None, the state of one chunk
-    of their keys. masks: the sinks and the slopes of heads. Grid: chunks times tiles times key heads, heads fastest, since theirs
-    lie beside each other in a page."""
+    of their keys. masks: the sinks and the slopes of heads. Grid: chunks times tiles times key heads, heads fastest,
+    since theirs lie beside each other in a page."""
     left, right = window
     q_t, q_h, q_d = strides.q
     index, kv_heads = tl.program_id(0), extents.heads // extents.group
@@ -305,9 +305,10 @@ def paged_attention(call: Call, config: PagedAttentionConfig) -> tuple[Any, ...]
                            sequences.starts.stride(0))  # fmt: skip
     parts = parts_of(call, work.chunks) if spread else Parts(None, None)
     k_scale, v_scale = (adjacent(arrays[n]) for n in ("k_scale", "v_scale"))
+    masks = Masks(None, None, None, None, sinks=None if spread else sinks_of(call), slopes=slopes_of(call))
     launch(paged_attention_kernel, programs, call, q, PagedCache(k, v, k_scale, v_scale), sequences,
-           Masks(None, None, None, None, sinks=None if spread else sinks_of(call), slopes=slopes_of(call)), Results(None, None, None) if spread else out, parts, scores, window,
-           work, extents_of(call), strides, plan=plan, **compiler_options(config))  # fmt: skip
+           masks, Results(None, None, None) if spread else out, parts, scores, window, work, extents_of(call), strides,
+           plan=plan, **compiler_options(config))  # fmt: skip
     if spread:
         combine(call, parts, out, window, work, strides)
     return out.o, out.lse

@@ -377,7 +377,8 @@ def sink_gradient(call: Call, delta: torch.Tensor, d_sinks: torch.Tensor | None)
     heads = dims["kv_heads"] * dims["group"]
     extents = AttentionExtents(heads, dims["group"], dims["tokens"], dims["kv_tokens"], dims["d"], dims["dv"])
     strides = SinkStrides(lse.stride(), None if lse_low is None else lse_low.stride())
-    launch(varlen_attention_vjp_d_sinks_kernel, heads, call, sinks_of(call), lse, lse_low, delta, d_sinks, PackedWork.of(call, "tokens", ROWS_AT_ONCE), extents, strides,
+    launch(varlen_attention_vjp_d_sinks_kernel, heads, call, sinks_of(call), lse, lse_low, delta, d_sinks,
+           PackedWork.of(call, "tokens", ROWS_AT_ONCE), extents, strides,
            tile=SinkTile(ROWS_AT_ONCE, accumulator(call.dtype)), num_warps=4)  # fmt: skip
 
 
