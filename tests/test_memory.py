@@ -222,6 +222,9 @@ def test_results_of_collectives_are_waited_for(backend, monkeypatch):
         assert pending.completed
         torch.testing.assert_close(twins.softmax(AsyncCollectiveTensor(values), -1, backend=backend),
                                    torch.softmax(values, -1))  # fmt: skip
+    q, mask = torch.randn(1, 2, 3, 4), torch.tensor([[True, False, True]] * 3)
+    masked = twins.scaled_dot_product_attention(q, q, q, AsyncCollectiveTensor(mask), backend=backend)
+    torch.testing.assert_close(masked, torch.nn.functional.scaled_dot_product_attention(q, q, q, mask))
     pending = AsyncCollectiveTensor(values).requires_grad_()
     theirs = values.clone().requires_grad_()
     softmax(pending)[:, 0].sum().backward()

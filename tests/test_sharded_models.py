@@ -101,6 +101,21 @@ def test_a_model_under_each_plan_is_that_of_one_device(family):
     on_ranks(equal_to_one_device, 4, family)
 
 
+def one_graph_under_a_plan():
+    ids = torch.randint(3, 48, (4, 12), generator=torch.Generator().manual_seed(1))
+    one, model = build("Llama"), build("Llama")
+    step(one, ids)
+    portakern.torch.apply(model, backend="reference")
+    split(model, init_device_mesh("cpu", (2,)), sequence=True)
+    step(torch.compile(model, fullgraph=True, backend="aot_eager"), ids)
+    for p, q in zip(model.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-5, atol=2e-7)
+
+
+def test_a_model_under_a_plan_is_compiled_in_one_graph():
+    on_ranks(one_graph_under_a_plan, 2)
+
+
 def test_the_example_trains_under_torchrun_as_on_pytorch():
     def run(on):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -21,7 +21,7 @@ from portakern.api import Op, op
 from portakern.core.dispatch import Choice
 from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.torch.casting import lowered, widened
-from portakern.frameworks.torch.memory import is_distributed, readable, unreadable
+from portakern.frameworks.torch.memory import is_distributed, is_under_way, readable, unreadable
 from portakern.frameworks.torch.ring import across_devices, ring_of_devices
 
 __all__ = [
@@ -213,7 +213,7 @@ def _bias(name: str, mask: Tensor, query: Tensor, lead: tuple[int, ...], length:
     """An attention mask as (batch or 1, heads or 1, length or 1, keys) to add."""
     if not isinstance(mask, Tensor):
         raise SpecError(f"{name}: attn_mask is a {type(mask).__name__}; expected a tensor: pass it as a bool tensor")
-    why = None if is_distributed(mask) else unreadable(type(mask))
+    why = None if is_distributed(mask) or is_under_way(mask) else unreadable(type(mask))
     if why is not None:
         raise UnsupportedError(f"{name}: attn_mask {why}")
     if mask.dtype != torch.bool and not mask.is_floating_point():

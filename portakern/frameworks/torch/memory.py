@@ -12,7 +12,17 @@ from typing import Any, TypeVar
 
 from portakern.errors import SpecError, UnsupportedError
 
-__all__ = ["OFFSETS", "READABLE", "assumed", "begins", "is_distributed", "materialised", "readable", "unreadable"]
+__all__ = [
+    "OFFSETS",
+    "READABLE",
+    "assumed",
+    "begins",
+    "is_distributed",
+    "is_under_way",
+    "materialised",
+    "readable",
+    "unreadable",
+]
 
 OFFSETS = 1 << 40
 """Bytes that no offset into a storage reaches: an address beyond is in memory that is there."""
@@ -101,8 +111,7 @@ def _outlived(op: str, name: str, array: Any) -> Any:
 
 def _waited(array: Any) -> Any:
     """The result of a collective operation that may still be under way, once it is there; None for any other tensor."""
-    collectives = sys.modules.get("torch.distributed._functional_collectives")
-    if collectives is None or not isinstance(array, collectives.AsyncCollectiveTensor):
+    if not is_under_way(array):
         return None
     # a view that its class does not know for one, and waits before; autograd follows it
     return sys.modules["torch"].ops.aten._unsafe_view.default(array, array.shape)
@@ -135,6 +144,11 @@ def is_distributed(array: Any) -> bool:
     """Whether a tensor is a DTensor: PyTorch's dispatcher runs ops on its parts. The name tells, since its module takes
     long to import, and torch.compile does not trace a look into ``sys.modules``."""
     return type(array).__name__ == "DTensor"
+
+
+def is_under_way(array: Any) -> bool:
+    """Whether a tensor is the result of a collective operation, for which PyTorch's dispatcher waits."""
+    return type(array).__name__ == "AsyncCollectiveTensor"
 
 
 def stands_in(kind: type) -> bool:
