@@ -25,7 +25,7 @@ from portakern.spec import Spec
 __all__ = ["explained"]
 
 
-class Placed(NamedTuple):
+class OpPlacements(NamedTuple):
     """Where PyTorch puts the arrays of a call before the op runs.
 
     Attributes:
@@ -56,14 +56,14 @@ def _placed(
     options: Mapping[str, Any],
     wants: Sequence[str],
     choice: Choice,
-) -> Placed:
+) -> OpPlacements:
     """What PyTorch decides for a call of arrays of these placements."""
     schema = _schema(spec, given, options, wants, choice)
     found = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached(schema)
     needed = found.redistribute_schema.args_schema if found.redistribute_schema else schema.args_schema
     there = [a.name for a in spec.arrays if a.name in given]
     outputs = found.output_spec if isinstance(found.output_spec, tuple) else (found.output_spec,)
-    return Placed(
+    return OpPlacements(
         given,
         dict(zip(there, (s for s in needed if isinstance(s, DTensorSpec)), strict=True)),
         {o.name: s for o, s in zip(spec.outputs, outputs, strict=True) if o.name in wants},
@@ -82,7 +82,7 @@ def _schema(
     return OpSchema(op, tuple(given.get(a.name) for a in spec.arrays), encoded(spec, options, wants, choice), info)
 
 
-def _mesh(placed: Placed) -> Any:
+def _mesh(placed: OpPlacements) -> Any:
     return next(iter(placed.given.values())).mesh
 
 
@@ -92,7 +92,7 @@ def _mesh_in_words(mesh: Any) -> str:
 
 
 def _in_words(
-    spec: Spec[Any], placed: Placed, call: Call | None, choice: Choice, options: Mapping[str, Any] | None = None
+    spec: Spec[Any], placed: OpPlacements, call: Call | None, choice: Choice, options: Mapping[str, Any] | None = None
 ) -> Iterator[str]:
     """A line for each array and each result."""
     mesh = _mesh(placed)
@@ -159,7 +159,7 @@ def _of_one_device(call: Call, arrays: Mapping[str, Any], needed: Mapping[str, D
     return part
 
 
-def _gradients(call: Call, placed: Placed, differentiated: Sequence[str], choice: Choice) -> Iterator[str]:
+def _gradients(call: Call, placed: OpPlacements, differentiated: Sequence[str], choice: Choice) -> Iterator[str]:
     """What the gradients move, of cotangents that lie as the results do."""
     wired = wiring(call.spec)
     try:
