@@ -710,6 +710,8 @@ class CrossEntropyVjpOp(Op):
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
+        first_class: int = 0,
+        classes: int | None = None,
         wants: None = None,
         overwrite: Literal["logits"] | Iterable[Literal["logits"]] | None = None,
     ) -> CrossEntropyVjpOut[Array]:
@@ -717,8 +719,14 @@ class CrossEntropyVjpOp(Op):
 
         With t the label, e = label_smoothing and z = z_loss; in float32, in float64 for float64.
 
+        Of a part of the classes the gradient needs no other part, given lse of all: the logits are those of n classes
+        from
+        ``first_class`` on, of ``classes`` in all, for which n above then stands.
+
         Args:
           logits, labels, ignore_index, label_smoothing, z_loss: what cross_entropy was given.
+          first_class, classes: which of all classes the logits are of; classes None: they are the last. Labels, lse and
+            lse_low are those of all classes.
           lse, lse_low: (*batch), what it found, lse_low None being 0; d_loss: (*batch), the cotangent of its loss.
 
         Returns:
@@ -738,6 +746,8 @@ class CrossEntropyVjpOp(Op):
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
+        first_class: int = 0,
+        classes: int | None = None,
         wants: Iterable[Literal["d_logits"]] | None,
         overwrite: Literal["logits"] | Iterable[Literal["logits"]] | None = None,
     ) -> CrossEntropyVjpOut[Array | None]: ...
@@ -753,6 +763,8 @@ class CrossEntropyVjpOp(Op):
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
+        first_class: int = 0,
+        classes: int | None = None,
         wants: None = None,
         overwrite: Literal["logits"] | Iterable[Literal["logits"]] | None = None,
     ) -> CrossEntropyVjpOut[NDArray[Any]]: ...
@@ -768,6 +780,8 @@ class CrossEntropyVjpOp(Op):
         ignore_index: int = -100,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
+        first_class: int = 0,
+        classes: int | None = None,
         wants: Iterable[Literal["d_logits"]] | None,
         overwrite: Literal["logits"] | Iterable[Literal["logits"]] | None = None,
     ) -> CrossEntropyVjpOut[NDArray[Any] | None]: ...

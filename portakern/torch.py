@@ -21,6 +21,10 @@ from portakern.frameworks.torch.ring import from_zigzag, ring_attention, to_zigz
 from portakern.frameworks.torch.scaled import scaled_mm
 from portakern.frameworks.torch.swapping import swapped
 from portakern.frameworks.torch.varlen import varlen_attn
+from portakern.frameworks.torch.vocabulary import (
+    vocabulary_parallel_cross_entropy,
+    vocabulary_parallel_linear_cross_entropy,
+)
 
 __all__ = [
     "Float8Linear",
@@ -44,4 +48,6 @@ __all__ = [
     "swapped",
     "to_zigzag",
     "varlen_attn",
+    "vocabulary_parallel_cross_entropy",
+    "vocabulary_parallel_linear_cross_entropy",
 ]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 import numpy as np
 from jaxtyping import Float, Float32, Int
 
-from portakern.spec import Rule, Tile, spec
+from portakern.spec import Origin, Rule, Tile, spec
 from portakern.spec.options import Range
 from portakern.spec.tolerance import KAPPA, Units, magnitude, round_to, store_spread, units
 from portakern.specs._rows import mean_variance, plant
@@ -37,12 +37,23 @@ class LowSaved(NamedTuple):
 
 
 def names_a_class(call: Call) -> bool:
-    """Whether each label is one of the n classes or the ignored one."""
-    labels = call.arrays["labels"]
-    return bool(((labels == call.options["ignore_index"]) | ((labels >= 0) & (labels < call.dims["n"]))).all())
+    """Whether each label is one of all classes or the ignored one."""
+    labels, classes = call.arrays["labels"], classes_of(call)
+    return bool(((labels == call.options["ignore_index"]) | ((labels >= 0) & (labels < classes))).all())
+
+
+def classes_of(call: Call) -> int:
+    """The number of all classes, of which a call may have a part: the last one, where it does not say."""
+    found: int | None = call.options.get("classes")
+    return call.options.get("first_class", 0) + call.dims["n"] if found is None else found
 
 
 LABELS = Rule(names_a_class, "labels must be from 0 to n - 1, or ignore_index", values=True)
+
+AMONG_CLASSES = Rule(
+    lambda call: call.options["first_class"] + call.dims["n"] <= classes_of(call),
+    "the n classes from first_class on go beyond classes, the number of all; pass that of all parts, or leave it out",
+)
 
 
 @spec(
@@ -52,6 +63,7 @@ LABELS = Rule(names_a_class, "labels must be from 0 to n - 1, or ignore_index", 
     returns={"lse": "return_lse"},
     saved=LowSaved,
     apart=("batch",),
+    starts={"n": Origin("first_class", total="classes", in_gradient=True)},
     vjp="cross_entropy_vjp",
     autocast="float32",
     typical={"batch": (4096,), "n": 4096},
@@ -91,7 +103,7 @@ def cross_entropy(
 @cross_entropy.values("labels")
 def with_ignored(rng, shape, dims, options):
     """Labels of which a fifth are ignored."""
-    labels = rng.integers(0, dims["n"], shape)
+    labels = rng.integers(0, max(options.get("classes") or 0, options.get("first_class", 0) + dims["n"]), shape)
     return np.where(rng.random(shape) < 0.2, options["ignore_index"], labels)
 
 
@@ -346,7 +358,7 @@ class CrossEntropyVjpOut(NamedTuple):
 
 @spec(
     tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 65536, of="n")},
-    require=(LABELS,),
+    require=(LABELS, AMONG_CLASSES),
     positive=("n",),
     aliases={"d_logits": "logits"},
     apart=("batch",),
@@ -362,13 +374,20 @@ def cross_entropy_vjp(
     ignore_index: Annotated[int, Range(-(2**31), 2**31 - 1, typical=(-100, 0, -1))] = -100,
     label_smoothing: Annotated[float, Range(0.0, 1.0, typical=(0.0, 0.1))] = 0.0,
     z_loss: Annotated[float, Range(0.0, typical=(0.0, 1e-4))] = 0.0,
+    first_class: Annotated[int, Range(0, 2**31 - 1, typical=(0, 3, 40))] = 0,
+    classes: Annotated[int, Range(1, 2**31 - 1, typical=(1000, 5000))] | None = None,
 ) -> CrossEntropyVjpOut:
     """d_logits_j = d_loss [p_j (1 + 2 z lse) - (1 - e) [j = t] - e / n], p = exp(min(logits - lse - lse_low, 0)).
 
     With t the label, e = label_smoothing and z = z_loss; in float32, in float64 for float64.
 
+    Of a part of the classes the gradient needs no other part, given lse of all: the logits are those of n classes from
+    ``first_class`` on, of ``classes`` in all, for which n above then stands.
+
     Args:
       logits, labels, ignore_index, label_smoothing, z_loss: what cross_entropy was given.
+      first_class, classes: which of all classes the logits are of; classes None: they are the last. Labels, lse and
+        lse_low are those of all classes.
       lse, lse_low: (*batch), what it found, lse_low None being 0; d_loss: (*batch), the cotangent of its loss.
 
     Returns:
@@ -412,11 +431,12 @@ class Bracket(NamedTuple):
     def of(cls, call: Call) -> Bracket:
         x, labels, lse, g = (call.arrays[name] for name in ("logits", "labels", "lse", "d_loss"))
         e, z, n, unit = call.options["label_smoothing"], call.options["z_loss"], call.dims["n"], units(call)
+        own = call.options["first_class"] + np.arange(n)
         apart = apart_of(x, lse, call.arrays["lse_low"])
         p = np.exp(np.minimum(apart, 0.0))
         d = np.where(p > 0, magnitude(apart), 0.0)
         w = (1 + 2 * z * magnitude(lse))[..., None]
-        hit = (1 - e) * (np.arange(n) == labels[..., None]) + e / n
+        hit = (1 - e) * (own == labels[..., None]) + e / classes_of(call)
         value = p * (1 + 2 * z * lse if z else np.ones(lse.shape))[..., None] - hit
         err = magnitude(p) * w * (5 * unit.u * d + unit.ex + 6 * unit.u) + 4 * unit.u * hit + unit.tau * (3 + w)
         if "lse" in call.off:
@@ -562,3 +582,18 @@ def powers_of_two_scale_exactly(run, draw):
     lse, d_loss = draw.integers(2, 5, rows, dtype=wide), draw.integers(64, 99, rows, dtype=wide)
     twice = run(x, labels, lse, d_loss * d_loss.dtype.type(2))[0]
     draw.same_bits(twice, run(x, labels, lse, d_loss)[0] * x.dtype.type(2), "a cotangent doubled")
+
+
+@cross_entropy_vjp.law
+def parts_of_the_classes_are_parts_of_the_gradient(run, draw):
+    """The gradient by the logits of some classes, given the lse of all, has the bits that it has among all."""
+    rows, n = draw.extent(1, 20), draw.extent(2, 300)
+    x, labels = draw.normal(rows, n), draw.integers(0, n - 1, rows, dtype="int64")
+    wide = "float64" if draw.dtype == "float64" else "float32"
+    lse, d_loss = draw.integers(2, 9, rows, dtype=wide), draw.integers(1, 9, rows, dtype=wide)
+    first = draw.extent(1, n - 1)
+    part = run(x[:, first:], labels, lse, d_loss, first_class=first, classes=n)[0]
+    draw.same_bits(part, run(x, labels, lse, d_loss)[0][:, first:], "a part of the classes")
+
+
+cross_entropy_vjp.sample("a_part", dims={"batch": (5,), "n": 7}, options={"first_class": 3, "classes": 1000})

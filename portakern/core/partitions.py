@@ -221,7 +221,9 @@ def _rule(call: Call, candidate: _Divisible, slot: int | None) -> PartitionRule 
             return None
         outputs[o.name] = Joined("beside", at) if at is not None else (candidate.lacking or {})[o.name]
     options, refusal = _parts_options(call, outputs)
-    requested = {o.wanted_by: True for o in spec.outputs if o.name in candidate.weights and o.wanted_by}
+    requested: dict[str, Any] = {o.wanted_by: True for o in spec.outputs if o.name in candidate.weights and o.wanted_by}
+    if candidate.placed:
+        requested |= _totals(call, dim)
     return PartitionRule(
         dim,
         slot,
@@ -265,6 +267,17 @@ def _starts(call: Call, dim: str) -> dict[str, tuple[int, bool]]:
             value = call.options[start.option]
             found[start.option] = (start.default(call.dims) if value is None else value, name == dim)
     return found
+
+
+def _totals(call: Call, dim: str) -> dict[str, int]:
+    """The option that says how long the whole is along a dimension that is cut."""
+    forward = registry.forward_of(call.spec) if call.spec.is_vjp else call.spec
+    total = forward.starts[dim].total if forward and dim in forward.starts else None
+    if total is None or total not in call.options:
+        return {}
+    begin = sum(start for start, moves in _starts(call, dim).values() if moves)
+    given = call.options[total]
+    return {total: begin + call.dims[dim] if given is None else given}
 
 
 def _along(call: Call, dim: str, slot: int) -> bool:

@@ -300,7 +300,7 @@ def _check_start(spec: Spec[Any], dim: str, start: Any) -> None:
                 f"{spec.name}: beside of starts[{dim!r}] names {name!r}; expected optional arrays: "
                 f"{', '.join(optional) or '(none)'}"
             )
-    if start.option is None:
+    if start.option is None or start.in_gradient:
         return
     ints = [o.name for o in spec.options if o.kind == "int" and not o.axis_of and not o.extent]
     if start.option not in ints:

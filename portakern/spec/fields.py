@@ -185,12 +185,16 @@ class Origin:
       when: the options under which it matters; None: always.
       default: the start of a call in which the option is None, from the call's dimensions.
       beside: optional arrays beside which it matters whatever the options are.
+      total: the option that is the extent of the whole, where an op needs that too; None in a call that is the whole.
+      in_gradient: the gradient alone has these options, and the op itself is not cut.
     """
 
     option: str | None = None
     when: When | None = None
     default: Callable[[Mapping[str, Any]], int] = _begins_at_zero
     beside: tuple[str, ...] = ()
+    total: str | None = None
+    in_gradient: bool = False
 
     def matters(self, options: Mapping[str, Any], given: Collection[str]) -> bool:
         """Whether it does under these options, all of them, in a call that has these arrays."""

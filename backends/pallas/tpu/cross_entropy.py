@@ -35,6 +35,9 @@ from portakern.backends.pallas.tpu.layernorm import in_walks, walk_of
 from portakern.backends.pallas.tpu.logsumexp import add_to_log_sum, finite_or_zero
 from portakern.core.call import Call
 
+NONE = -(2**31)
+"""A label that is no class, and none beside the first of a part of them."""
+
 HELD = VmemUse(streamed=1, computed=4)
 
 
@@ -126,7 +129,12 @@ def gradient_kernel(ref: Refs, *, walk: BlockWalk, ignored: int, even: float, z:
 
 @BACKEND.implements("cross_entropy_vjp", **in_walks(GRADIENT_HELD))
 def cross_entropy_vjp(call: Call, config: RowsConfig) -> tuple[jax.Array]:
-    return gradient(call, config, call.dims["n"])
+    first, labels = call.options["first_class"], call.arrays["labels"]
+    if first:  # counted from the first class that is here; one that is not may be none of these
+        counted = labels != call.options["ignore_index"]
+        here = jnp.where(counted & (labels >= first), labels.astype(jnp.int32) - first, jnp.where(counted, -1, NONE))
+        call = call.replace(arrays={**call.arrays, "labels": here}, options={**call.options, "ignore_index": NONE})
+    return gradient(call, config, call.options["classes"] or first + call.dims["n"])
 
 
 def gradient(call: Call, config: RowsConfig, classes: int) -> tuple[jax.Array]:

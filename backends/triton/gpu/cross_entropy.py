@@ -74,5 +74,7 @@ def cross_entropy_vjp(call: Call, config: RowsConfig) -> tuple[Any, ...]:
     labels, lse, d_loss = (in_order(call, call.arrays[name]) for name in ("labels", "lse", "d_loss"))
     low = None if call.arrays["lse_low"] is None else in_order(call, call.arrays["lse_low"])
     d_x = result_like(x, call, "d_logits")
-    gradient_into(call, x, labels, (lse, low), d_loss, d_x, config, 0, call.dims["n"])
+    first = call.options["first_class"]
+    classes = call.options["classes"] or first + call.dims["n"]
+    gradient_into(call, x, labels, (lse, low), d_loss, d_x, config, first, classes)
     return (d_x,)
