@@ -103,7 +103,7 @@ def cross_entropy(
 @cross_entropy.values("labels")
 def with_ignored(rng, shape, dims, options):
     """Labels of which a fifth are ignored."""
-    labels = rng.integers(0, max(options.get("classes") or 0, options.get("first_class", 0) + dims["n"]), shape)
+    labels = rng.integers(0, dims["n"], shape)
     return np.where(rng.random(shape) < 0.2, options["ignore_index"], labels)
 
 

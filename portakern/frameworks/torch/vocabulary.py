@@ -1,5 +1,5 @@
-"""Losses of classes that the processes of a group hold in parts: logits never leave the process that has them, and three
-numbers a row are what others need of it."""
+"""Losses of classes that the processes of a group hold in parts: logits never leave the process that has them, and
+three numbers a row are what others need of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ __all__ = ["vocabulary_parallel_cross_entropy", "vocabulary_parallel_linear_cros
 NONE = -1
 """The label of a row that is ignored, where those of others are 0."""
 CHUNK_ROWS, CHUNK_CLASSES = 2048, 4096
-"""Of a linear layer: rows whose logits are in memory at a time in the forward pass, and classes in the backward pass."""
+"""Of a linear layer: the rows whose logits are in memory at a time in the forward pass, and the classes in the backward
+pass."""
 
 
 @functools.cache
