@@ -66,7 +66,8 @@ def _drawn(s: Spec[Any], case: Case, a: ArrayArg) -> str:
         return f"rng.standard_normal({extents}, dtype=np.{dtype})"
     if a.name in s.generators:  # values with a meaning, such as offsets
         return f"np.array({case.drawn(s, a.name).tolist()})"
-    return f"rng.integers(0, 2, {extents})"
+    alone = len(a.dtypes) == 1 and DTYPES[dtype].kind in ("int", "uint")  # no index, which NumPy's own integers are
+    return f"rng.integers(0, 2, {extents}{f', dtype=np.{dtype}' if alone else ''})"
 
 
 # -------------------------------------------------------------------------------------------------------------- promise
