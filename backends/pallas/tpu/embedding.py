@@ -91,6 +91,10 @@ def too_many_scalars(needed: int, what: str) -> str | None:
     return f"{what} take {needed} bytes of scalar memory, which has {MOST_SCALARS} for them: give fewer tokens at once"
 
 
+def key(call: Call) -> dict[str, str | int]:
+    return {"dtype": call.dtype}
+
+
 def default_tiling(call: Call) -> EmbeddingConfig:
     """Not measured: the rows that are read for a block of tokens, twice, are 4 MiB."""
     return EmbeddingConfig(block_n=4096)
@@ -119,7 +123,7 @@ def resident(tokens: int, n: int, size: int) -> int:
     return 2 * tokens * (TALL + 1) * n * size + words
 
 
-@BACKEND.implements("embedding", tiling=default_tiling, supports=supports, config=EmbeddingConfig)
+@BACKEND.implements("embedding", key=key, tiling=default_tiling, supports=supports, config=EmbeddingConfig)
 def embedding(call: Call, config: EmbeddingConfig) -> tuple[jax.Array]:
     weight, number, d = call.arrays["weight"], tokens_of(call), call.dims["d"]
     tokens, n = sublanes(weight.dtype), even_block(d, config.block_n, LANES)
@@ -246,7 +250,9 @@ def supports_gradient(call: Call, config: EmbeddingGradientConfig) -> str | None
     )
 
 
-@BACKEND.implements("embedding_vjp", tiling=gradient_tiling, supports=supports_gradient, config=EmbeddingGradientConfig)
+@BACKEND.implements(
+    "embedding_vjp", key=key, tiling=gradient_tiling, supports=supports_gradient, config=EmbeddingGradientConfig
+)
 def embedding_vjp(call: Call, config: EmbeddingGradientConfig) -> tuple[jax.Array]:
     rows, d, tokens = call.dims["rows"], call.dims["d"], tokens_of(call)
     d_y, padding, dtype = call.arrays["d_y"].reshape(tokens, d), call.options["padding_index"], call.arrays["d_y"].dtype
