@@ -380,6 +380,7 @@ def start_left_out(monkeypatch):
         (added_in_every_part, "linear", {"options": {"activation": "none"}}),
         (start_left_out, "attention", {"options": {"is_causal": True}}),
         (start_left_out, "attention_vjp", {"options": {"is_causal": True}}),
+        (start_left_out, "cross_entropy_vjp", {}),
         (weights_left_out, "attention", {"options": {"is_causal": False, "window": None}}),
     ],
 )
