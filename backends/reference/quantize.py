@@ -16,10 +16,9 @@ def power_of_two(x: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(x), np.ldexp(1.0, exponent - (mantissa == 0.5)), x)
 
 
-def scales(call: Call) -> np.ndarray:
-    """(row_blocks, column_blocks)."""
+def scales(call: Call, top: np.ndarray) -> np.ndarray:
+    """Of blocks, by their greatest magnitudes."""
     options = call.options
-    top = np.abs(blocks_of(call, call.arrays["x"])).max((1, 3))
     if options["scale_ub"] is not None:
         top = np.minimum(top, options["scale_ub"])
     scale = np.maximum(np.maximum(top / largest(call), options["scale_floor"]), LEAST_SCALE)
@@ -32,5 +31,8 @@ def quantize(call: Call, config: Config) -> tuple[np.ndarray, ...]:
     x, given, most = call.arrays["x"], call.arrays["static_scale"], largest(call)
     shape = call.dims["row_blocks"], call.dims["column_blocks"]
     with np.errstate(all="ignore"):
-        scale = scales(call) if given is None else np.array(np.broadcast_to(given, shape))
+        if given is None:
+            scale = scales(call, np.abs(blocks_of(call, call.arrays["x"])).max((1, 3)))
+        else:
+            scale = np.array(np.broadcast_to(given, shape))
         return np.clip(x / for_each_number(call, scale), -most, most), scale

@@ -80,19 +80,17 @@ class CodeFormat(NamedTuple):
         return cls(code, code_bias, DTYPES[dtype].largest)
 
 
-class QuantizePlan(NamedTuple):
-    """What the kernels are compiled for.
+class CodePlan(NamedTuple):
+    """How codes and scales are made of numbers.
 
     Attributes:
-      block_rows, block_n: the extents of a tile; acc_dtype: what is computed in.
-      word: the integer as wide; mantissa: bits of its significand; bias: of its exponent.
+      acc_dtype: what is computed in; word: the integer as wide; mantissa: bits of its significand; bias: of its
+        exponent.
       largest: L; largest_bits: its bits; power_of_two: scales are.
       code, code_bias: as in :class:`CodeFormat`; native: floats are converted by the hardware.
-      parts: the power of two that covers the tiles of a block, at most 1024; flat: a block is a part of one row.
+      lanes: of a tile of rows, those that hold a group of numbers with one scale; 0: the whole row is one.
     """
 
-    block_rows: int
-    block_n: int
     acc_dtype: tl.dtype
     word: tl.dtype
     mantissa: int
@@ -103,6 +101,19 @@ class QuantizePlan(NamedTuple):
     code: int
     code_bias: int
     native: bool
+    lanes: int = 0
+
+
+class QuantizePlan(NamedTuple):
+    """What the kernels are compiled for.
+
+    Attributes:
+      block_rows, block_n: the extents of a tile.
+      parts: the power of two that covers the tiles of a block, at most 1024; flat: a block is a part of one row.
+    """
+
+    block_rows: int
+    block_n: int
     parts: int
     flat: bool
 
@@ -157,6 +168,18 @@ def code_of(v, code: tl.constexpr, code_bias: tl.constexpr, largest: tl.constexp
 
 
 @triton.jit
+def inverse_of(scale):
+    """What numbers are multiplied with, of blocks of these scales."""
+    return tl.div_rn(tl.full(scale.shape, 1.0, scale.dtype), scale)
+
+
+@triton.jit
+def coded(x, inverse, plan: tl.constexpr):
+    """Codes of numbers by the inverses of their scales (:func:`code_of`)."""
+    return code_of(x * inverse, plan.code, plan.code_bias, plan.largest, plan)
+
+
+@triton.jit
 def own_tile(extents, plan: tl.constexpr):
     """Of the block of which this program owns a tile its number, row and column, which tile it is, and of the tile
     which of the block's rows and columns it has and whether they are there."""
@@ -169,7 +192,9 @@ def own_tile(extents, plan: tl.constexpr):
 
 
 @triton.jit
-def quantize_groups_kernel(x, static_scale, q, scale, extents, limits, strides, plan: tl.constexpr):
+def quantize_groups_kernel(
+    x, static_scale, q, scale, extents, limits, strides, plan: tl.constexpr, codes: tl.constexpr
+):
     """Whole blocks."""
     block = tl.program_id(0).to(tl.int64) * plan.block_rows + tl.arange(0, plan.block_rows)
     n = tl.arange(0, plan.block_n)[None, :]
@@ -181,45 +206,45 @@ def quantize_groups_kernel(x, static_scale, q, scale, extents, limits, strides, 
     else:
         down = (row * extents.height)[:, None] + n // extents.width
         along = (column * extents.width)[:, None] + n % extents.width
-    t = tl.load(x + down * strides.row + along * strides.n, mask=ok, other=0.0).to(plan.acc_dtype)
+    t = tl.load(x + down * strides.row + along * strides.n, mask=ok, other=0.0).to(codes.acc_dtype)
     if static_scale is None:
-        s = scale_of(tl.max(magnitude_bits(t, plan), 1), limits, plan)
+        s = scale_of(tl.max(magnitude_bits(t, codes), 1), limits, codes)
     else:
         given = row * strides.scale_row + column * strides.scale_column
-        s = tl.load(static_scale + given, mask=there, other=1.0).to(plan.acc_dtype)
+        s = tl.load(static_scale + given, mask=there, other=1.0).to(codes.acc_dtype)
     tl.store(scale + block, s, mask=there)
-    scaled = t * tl.div_rn(tl.full(s.shape, 1.0, plan.acc_dtype), s)[:, None]
-    code = code_of(scaled, plan.code, plan.code_bias, plan.largest, plan)
+    code = coded(t, inverse_of(s)[:, None], codes)
     tl.store(q + down * (extents.columns * extents.width) + along, code.to(q.dtype.element_ty), mask=ok)
 
 
 @triton.jit
-def quantize_maxima_kernel(x, top, extents, strides, plan: tl.constexpr):
+def quantize_maxima_kernel(x, top, extents, strides, plan: tl.constexpr, codes: tl.constexpr):
     """top: (blocks, parts), the bits of the greatest magnitude of each tile."""
     block, of_row, of_column, part, row, n, ok = own_tile(extents, plan)
     at = (of_row * extents.height + row) * strides.row + (of_column * extents.width + n) * strides.n
-    t = tl.load(x + at, mask=ok, other=0.0).to(plan.acc_dtype)
-    tl.store(top + block * extents.parts + part, tl.max(tl.max(magnitude_bits(t, plan), 1), 0))
+    t = tl.load(x + at, mask=ok, other=0.0).to(codes.acc_dtype)
+    tl.store(top + block * extents.parts + part, tl.max(tl.max(magnitude_bits(t, codes), 1), 0))
 
 
 @triton.jit
-def quantize_blocks_kernel(x, static_scale, top, q, scale, extents, limits, strides, plan: tl.constexpr):
+def quantize_blocks_kernel(
+    x, static_scale, top, q, scale, extents, limits, strides, plan: tl.constexpr, codes: tl.constexpr
+):  # fmt: skip
     """Codes of a tile, by the scale of its block."""
     block, of_row, of_column, part, row, n, ok = own_tile(extents, plan)
     if static_scale is None:
-        found = tl.full([plan.parts], 0, plan.word)
+        found = tl.full([plan.parts], 0, codes.word)
         for first in range(0, extents.parts, plan.parts):
             each = first + tl.arange(0, plan.parts)
             found = tl.maximum(found, tl.load(top + block * extents.parts + each, mask=each < extents.parts, other=0))
-        s = scale_of(tl.max(found, 0) + tl.zeros([1], plan.word), limits, plan)
+        s = scale_of(tl.max(found, 0) + tl.zeros([1], codes.word), limits, codes)
     else:
         given = static_scale + of_row * strides.scale_row + of_column * strides.scale_column
-        s = tl.load(given + tl.zeros([1], tl.int32)).to(plan.acc_dtype)
+        s = tl.load(given + tl.zeros([1], tl.int32)).to(codes.acc_dtype)
     tl.store(scale + block + tl.zeros([1], tl.int32), s, mask=part == 0)
     row, n = of_row * extents.height + row, of_column * extents.width + n
-    t = tl.load(x + row * strides.row + n * strides.n, mask=ok, other=0.0).to(plan.acc_dtype)
-    scaled = t * tl.div_rn(tl.full(s.shape, 1.0, plan.acc_dtype), s)[:, None]
-    code = code_of(scaled, plan.code, plan.code_bias, plan.largest, plan)
+    t = tl.load(x + row * strides.row + n * strides.n, mask=ok, other=0.0).to(codes.acc_dtype)
+    code = coded(t, inverse_of(s)[:, None], codes)
     tl.store(q + row * (extents.columns * extents.width) + n, code.to(q.dtype.element_ty), mask=ok)
 
 
@@ -274,14 +299,24 @@ def converts(call: Call) -> bool:
     return bool(call.dtype == "float64" or (not call.interpret and call.target.arch in NATIVE))
 
 
-def plan_of(call: Call, config: RowsConfig, parts: int) -> QuantizePlan:
-    options, double, to = call.options, call.dtype == "float64", CodeFormat.of(call.options["to"])
+def codes_of(call: Call) -> CodePlan:
+    """How the codes and the scales of a call are made."""
+    double, to = call.dtype == "float64", CodeFormat.of(call.options["to"])
     most = np.array(largest(call), "float64" if double else "float32")
-    return QuantizePlan(
-        config.block_rows, config.block_n, accumulator(call.dtype), *word_of(call), 1023 if double else 127,
-        float(most), int(most.view(f"i{most.itemsize}")), options["scales"] == "power_of_two",
-        to.code, to.code_bias, to.code > 0 and converts(call), pow2_at_least(parts, 1, 1024), call.dims["height"] == 1,
+    return CodePlan(
+        accumulator(call.dtype), *word_of(call), 1023 if double else 127, float(most),
+        int(most.view(f"i{most.itemsize}")), call.options["scales"] == "power_of_two", to.code, to.code_bias,
+        to.code > 0 and converts(call),
     )  # fmt: skip
+
+
+def plan_of(call: Call, config: RowsConfig, parts: int) -> QuantizePlan:
+    return QuantizePlan(config.block_rows, config.block_n, pow2_at_least(parts, 1, 1024), call.dims["height"] == 1)
+
+
+def as_stored(q: Any, plan: CodePlan) -> Any:
+    """The codes as kernels write them: the bits of floats that no hardware converts to are bytes."""
+    return q.view(torch_dtype("uint8")) if plan.code and not plan.native else q
 
 
 def strides_of(call: Call) -> QuantizeStrides:
@@ -298,18 +333,19 @@ def quantize(call: Call, config: RowsConfig) -> tuple[Any, ...]:
     (q_shape, q_dtype), (scale_shape, scale_dtype) = call.outputs["q"], call.outputs["scale"]
     q, scale = fresh(q_shape, torch_dtype(q_dtype), x.device), fresh(scale_shape, torch_dtype(scale_dtype), x.device)
     extents, limits, strides = extents_of(call, config), scale_limits(call), strides_of(call)
-    plan = plan_of(call, config, extents.parts)
-    codes = q.view(torch_dtype("uint8")) if plan.code and not plan.native else q
+    plan, codes = plan_of(call, config, extents.parts), codes_of(call)
+    stored = as_stored(q, codes)
     if in_one_pass(call, config):
         grid = cdiv(extents.blocks, config.block_rows)
-        launch(quantize_groups_kernel, grid, call, x, given, codes, scale, extents, limits, strides, plan=plan,
-               num_warps=config.num_warps)  # fmt: skip
+        launch(quantize_groups_kernel, grid, call, x, given, stored, scale, extents, limits, strides, plan=plan,
+               codes=codes, num_warps=config.num_warps)  # fmt: skip
         return q, scale
     grid, top = extents.blocks * extents.parts, None
     if given is None:
         word = torch_dtype("int64" if call.dtype == "float64" else "int32")
         top = fresh((extents.blocks, extents.parts), word, x.device)
-        launch(quantize_maxima_kernel, grid, call, x, top, extents, strides, plan=plan, num_warps=config.num_warps)
-    launch(quantize_blocks_kernel, grid, call, x, given, top, codes, scale, extents, limits, strides, plan=plan,
-           num_warps=config.num_warps)  # fmt: skip
+        launch(quantize_maxima_kernel, grid, call, x, top, extents, strides, plan=plan, codes=codes,
+               num_warps=config.num_warps)  # fmt: skip
+    launch(quantize_blocks_kernel, grid, call, x, given, top, stored, scale, extents, limits, strides, plan=plan,
+           codes=codes, num_warps=config.num_warps)  # fmt: skip
     return q, scale

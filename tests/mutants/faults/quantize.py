@@ -10,23 +10,23 @@ FAULTS = {
             "scale-inverted",
             "the scale that comes back is the one to multiply x with",
             old="    tl.store(scale + block, s, mask=there)",
-            new="    tl.store(scale + block, tl.div_rn(tl.full(s.shape, 1.0, plan.acc_dtype), s), mask=there)",
+            new="    tl.store(scale + block, tl.div_rn(tl.full(s.shape, 1.0, codes.acc_dtype), s), mask=there)",
             at=(0, 100),
         ),
         Planted(
             "scale-of-a-tile",
             "a tile of a block takes its own greatest number for the block's",
-            old="        s = scale_of(tl.max(found, 0) + tl.zeros([1], plan.word), limits, plan)",
+            old="        s = scale_of(tl.max(found, 0) + tl.zeros([1], codes.word), limits, codes)",
             new="        own = top + block * extents.parts + part\n"
-            "        s = scale_of(tl.load(own + tl.zeros([1], tl.int64)), limits, plan)",
+            "        s = scale_of(tl.load(own + tl.zeros([1], tl.int64)), limits, codes)",
             at=(0, 100),
         ),
         Planted(
             "scale-of-a-tensor",
             "all blocks of a program have the scale of the greatest",
-            old="scale_of(tl.max(magnitude_bits(t, plan), 1), limits, plan)",
-            new="scale_of(tl.zeros([plan.block_rows], plan.word) + tl.max(tl.max(magnitude_bits(t, plan), 1), 0), "
-            "limits, plan)",
+            old="scale_of(tl.max(magnitude_bits(t, codes), 1), limits, codes)",
+            new="scale_of(tl.zeros([plan.block_rows], codes.word) + tl.max(tl.max(magnitude_bits(t, codes), "
+            "1), 0), limits, codes)",
             sample=True,
             at=(0, 100),
         ),
