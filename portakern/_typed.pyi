@@ -174,6 +174,58 @@ class AddRmsnormOp(Op):
         overwrite: Literal["residual"] | Iterable[Literal["residual"]] | None = None,
     ) -> AddRmsnormOut[NDArray[Any]]: ...
 
+class AddRmsnormQuantizeOut(NamedTuple, Generic[T]):
+    q: T
+    scale: T
+    residual_out: T
+
+class AddRmsnormQuantizeOp(Op):
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        residual: Array,
+        weight: Array | None = None,
+        *,
+        width: int = 128,
+        eps: float = 1e-06,
+        rounding: Literal["once", "before_weight"] = "once",
+        to: Any = "float8_e4m3fn",
+        scales: Literal["float32", "power_of_two"] = "float32",
+        scale_ub: float | None = None,
+        scale_floor: float = 0.0,
+        overwrite: Literal["residual"] | Iterable[Literal["residual"]] | None = None,
+    ) -> AddRmsnormQuantizeOut[Array]:
+        """residual_out = x + residual, and the codes and scales of rmsnorm(residual_out), as rmsnorm_quantize gives
+        them.
+
+        The sum is rounded to its dtype, and what is normed is that, as in add_rmsnorm; the norm is quantised from
+        float32.
+
+        Args:
+          x: (*batch, n), what a layer gave; residual: of that shape, what went past it.
+          weight, width, eps, rounding, to, scales, scale_ub, scale_floor: as in rmsnorm_quantize.
+
+        Returns:
+          q, scale: as in rmsnorm_quantize; residual_out: the sum, of the shape and dtype of x, as in add_rmsnorm.
+        """
+    @overload
+    def __call__(
+        self,
+        x: NDArray[Any],
+        residual: NDArray[Any],
+        weight: NDArray[Any] | None = None,
+        *,
+        width: int = 128,
+        eps: float = 1e-06,
+        rounding: Literal["once", "before_weight"] = "once",
+        to: Any = "float8_e4m3fn",
+        scales: Literal["float32", "power_of_two"] = "float32",
+        scale_ub: float | None = None,
+        scale_floor: float = 0.0,
+        overwrite: Literal["residual"] | Iterable[Literal["residual"]] | None = None,
+    ) -> AddRmsnormQuantizeOut[NDArray[Any]]: ...
+
 class AddRmsnormVjpOut(NamedTuple, Generic[T]):
     d_x: T
     d_weight: T | None
@@ -2337,6 +2389,63 @@ class RmsnormOp(Op):
         rounding: Literal["once", "before_weight"] = "once",
     ) -> NDArray[Any]: ...
 
+class RmsnormQuantizeOut(NamedTuple, Generic[T]):
+    q: T
+    scale: T
+
+class RmsnormQuantizeOp(Op):
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        weight: Array | None = None,
+        *,
+        width: int = 128,
+        eps: float = 1e-06,
+        rounding: Literal["once", "before_weight"] = "once",
+        to: Any = "float8_e4m3fn",
+        scales: Literal["float32", "power_of_two"] = "float32",
+        scale_ub: float | None = None,
+        scale_floor: float = 0.0,
+    ) -> RmsnormQuantizeOut[Array]:
+        """Codes of 8 bits of y = rmsnorm(x, weight), and a scale for each ``width`` numbers of a row: y is about q
+        scale.
+
+        What is quantised is y in float32 (float64 for float64): it is never rounded to 16 bits. quantize of a y that
+        rmsnorm rounded to x's dtype has other codes where that rounding crosses a tie.
+
+        Args:
+          x, weight, eps, rounding: as in rmsnorm.
+          width: how many numbers of a row share a scale, the last of a row as many as are left: 128 for groups, n (or
+            more)
+            for one scale a token. scaled_matmul takes both as ``scale_a``, with ``k_width=width``.
+          to, scales, scale_ub, scale_floor: as in quantize.
+
+        Returns:
+          q: the shape of x and the dtype ``to``; scale: (*batch, n / width rounded up), float32. The scale of a group
+            is 1
+          where y is all zeros, and q saturates at L under scale_ub, as in quantize. What rmsnorm makes of NaN and
+          infinities is
+          quantised: a NaN in x makes all codes and scales of its row NaN; an infinity those of its own group, and the
+          others of its row codes of zeros. No code of int8 that would be NaN is promised, and nothing of a group whose
+            max
+          |y| may be subnormal.
+        """
+    @overload
+    def __call__(
+        self,
+        x: NDArray[Any],
+        weight: NDArray[Any] | None = None,
+        *,
+        width: int = 128,
+        eps: float = 1e-06,
+        rounding: Literal["once", "before_weight"] = "once",
+        to: Any = "float8_e4m3fn",
+        scales: Literal["float32", "power_of_two"] = "float32",
+        scale_ub: float | None = None,
+        scale_floor: float = 0.0,
+    ) -> RmsnormQuantizeOut[NDArray[Any]]: ...
+
 class RmsnormVjpOut(NamedTuple, Generic[T]):
     d_x: T
     d_weight: T | None
@@ -2684,6 +2793,52 @@ class SwigluOp(Op):
         """
     @overload
     def __call__(self, gate: NDArray[Any], up: NDArray[Any]) -> NDArray[Any]: ...
+
+class SwigluQuantizeOut(NamedTuple, Generic[T]):
+    q: T
+    scale: T
+
+class SwigluQuantizeOp(Op):
+    @overload
+    def __call__(
+        self,
+        gate: Array,
+        up: Array,
+        *,
+        width: int = 128,
+        to: Any = "float8_e4m3fn",
+        scales: Literal["float32", "power_of_two"] = "float32",
+        scale_ub: float | None = None,
+        scale_floor: float = 0.0,
+    ) -> SwigluQuantizeOut[Array]:
+        """Codes of 8 bits of y = silu(gate) up, and a scale for each ``width`` numbers of a row: y is about q scale.
+
+        What is quantised is y in float32 (float64 for float64): it is never rounded to 16 bits.
+
+        Args:
+          gate: (*batch, n), any strides, such as one half of a projection; up: of that shape.
+          width, to, scales, scale_ub, scale_floor: as in rmsnorm_quantize.
+
+        Returns:
+          q: the shape of gate and the dtype ``to``; scale: (*batch, n / width rounded up), float32. What swiglu makes
+            of
+          NaN and infinities is quantised, as quantize says: each reaches its own group alone. No code of int8 that
+            would
+          be NaN
+          is promised, and nothing of a group whose max |y| may be subnormal or reaches 2^127 (2^1023 in float64).
+        """
+    @overload
+    def __call__(
+        self,
+        gate: NDArray[Any],
+        up: NDArray[Any],
+        *,
+        width: int = 128,
+        to: Any = "float8_e4m3fn",
+        scales: Literal["float32", "power_of_two"] = "float32",
+        scale_ub: float | None = None,
+        scale_floor: float = 0.0,
+    ) -> SwigluQuantizeOut[NDArray[Any]]: ...
 
 class SwigluVjpOut(NamedTuple, Generic[T]):
     d_gate: T
@@ -3185,6 +3340,14 @@ def op(
 ) -> AddRmsnormOp: ...
 @overload
 def op(
+    which: Literal["add_rmsnorm_quantize"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> AddRmsnormQuantizeOp: ...
+@overload
+def op(
     which: Literal["add_rmsnorm_vjp"],
     *,
     backend: str | Backend | None = None,
@@ -3401,6 +3564,14 @@ def op(
 ) -> RmsnormOp: ...
 @overload
 def op(
+    which: Literal["rmsnorm_quantize"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> RmsnormQuantizeOp: ...
+@overload
+def op(
     which: Literal["rmsnorm_vjp"],
     *,
     backend: str | Backend | None = None,
@@ -3455,6 +3626,14 @@ def op(
     variant: str | None = None,
     tiling: Mapping[str, int] | None = None,
 ) -> SwigluOp: ...
+@overload
+def op(
+    which: Literal["swiglu_quantize"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> SwigluQuantizeOp: ...
 @overload
 def op(
     which: Literal["swiglu_vjp"],

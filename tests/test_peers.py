@@ -117,6 +117,9 @@ RIGHT = [
     ("torch", "embedding_vjp", ("float32",)),  # 16-bit sums are rounded at each step on a CPU
     ("torch", "quantize", ("float32", "bfloat16")),
     ("torch", "top_k_vjp", ALL),
+    ("torch", "rmsnorm_quantize", ("float32", "bfloat16")),
+    ("torch", "add_rmsnorm_quantize", ("float32", "bfloat16")),
+    ("torch", "swiglu_quantize", ("float32", "bfloat16")),
     ("torch", "scaled_matmul", ("float8_e4m3fn", "float8_e5m2", "int8")),
     ("torch", "weight_only_matmul", ("float32",)),
     ("sdpa_flash", "attention", ("float32", "bfloat16")),

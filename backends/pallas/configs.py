@@ -15,6 +15,12 @@ class RowsConfig(Config):
     block_n: Annotated[int, "columns of a block: elements of a row that are read at once"]
 
 
+class WholeRowsConfig(Config):
+    """Of ops on rows of which a block holds all."""
+
+    block_rows: Annotated[int, "rows of a block"]
+
+
 class RopeConfig(Config):
     """Of rotary embeddings."""
 

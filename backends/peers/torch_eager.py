@@ -368,6 +368,46 @@ def quantize(x: Any, *, height: int = 1, width: int = 128, to: str = "float8_e4m
     return (q if dtype.is_floating_point else q.round()).to(dtype), scale
 
 
+@provides(BACKEND, gradients=False, refuses=one_dtype, outputs=2)
+def rmsnorm_quantize(
+    x: Any, weight: Any = None, *, width: int = 128, eps: float = 1e-6, to: str = "float8_e4m3fn"
+) -> Any:
+    """As models write it, but for the norm's result, which stays in float32."""
+    import torch
+
+    wide = x if x.dtype == torch.float64 else x.float()
+    y = torch.nn.functional.rms_norm(wide, x.shape[-1:], None if weight is None else weight.to(wide.dtype), eps)
+    return in_groups(y, width, to)
+
+
+@provides(BACKEND, gradients=False, refuses=one_dtype, outputs=3)
+def add_rmsnorm_quantize(
+    x: Any, residual: Any, weight: Any = None, *, width: int = 128, eps: float = 1e-6, to: str = "float8_e4m3fn"
+) -> Any:
+    total = x + residual
+    return *rmsnorm_quantize(total, weight, width=width, eps=eps, to=to), total
+
+
+@provides(BACKEND, gradients=False, outputs=2)
+def swiglu_quantize(gate: Any, up: Any, *, width: int = 128, to: str = "float8_e4m3fn") -> Any:
+    """As models write it, but for y, which stays in float32."""
+    import torch
+
+    gate, up = (a if a.dtype == torch.float64 else a.float() for a in (gate, up))
+    return in_groups(torch.nn.functional.silu(gate) * up, width, to)
+
+
+def in_groups(y: Any, width: int, to: str) -> Any:
+    """The codes of y, and the scales of its groups; the last of a row is filled up with zeros."""
+    import torch
+
+    n = y.shape[-1]
+    width = min(width, n)
+    rows = torch.nn.functional.pad(y.reshape(-1, n), (0, -n % width))
+    q, scale = quantize(rows, height=1, width=width, to=to)
+    return q[:, :n].reshape(y.shape), scale.reshape(*y.shape[:-1], -1)
+
+
 @provides(BACKEND, gradients=False, outputs=2)
 def top_k(x: Any, *, k: int = 1, largest: bool = True) -> Any:
     """Which of equal numbers is chosen PyTorch does not say."""
