@@ -227,7 +227,7 @@ def ops_in(run):
     seen = []
     with pk.observe(lambda call: seen.append(call.call.spec.name)):
         found = run()
-    return found, Counter(name for name in seen if name in ("quantize", "scaled_matmul"))
+    return found, Counter(seen)
 
 
 @pytest.mark.parametrize(("recipe", "codes"), [("rows", 4), ("blocks", 4), ("dynamic", 4 + 7), ("delayed", 14)])
@@ -237,7 +237,7 @@ def test_projections_of_one_input_share_its_codes(recipe, codes):
     model = build(**{**SIZE, "num_hidden_layers": 1}).train(recipe in TRAINED)
     with torch.no_grad(), with_fp8(model, recipe):
         found, counts = ops_in(lambda: model(**inputs(model)).logits)
-        assert counts == {"quantize": codes, "scaled_matmul": 7}
+        assert counts["quantize"] == codes and counts["scaled_matmul"] == 7
         for m in model.modules():
             if isinstance(m, Float8Linear):
                 assert m.shared.last is None, "codes live no longer than what they are of"

@@ -227,6 +227,7 @@ KEYWORDS = {
     "specs/attention/contract.py: attention_vjp",
     "specs/linear_cross_entropy.py: linear_cross_entropy_vjp",
     "specs/paged_attention.py: paged_attention",
+    "specs/varlen_attention.py: varlen_attention",
     "specs/varlen_attention.py: varlen_attention_vjp",
 }
 """Interfaces whose keywords users name: commands' options, declarations, and the signature of an op, or of PyTorch's
