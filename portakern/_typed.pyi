@@ -2425,11 +2425,11 @@ class RmsnormQuantizeOp(Op):
           q: the shape of x and the dtype ``to``; scale: (*batch, n / width rounded up), float32. The scale of a group
             is 1
           where y is all zeros, and q saturates at L under scale_ub, as in quantize. What rmsnorm makes of NaN and
-          infinities is
-          quantised: a NaN in x makes all codes and scales of its row NaN; an infinity those of its own group, and the
-          others of its row codes of zeros. No code of int8 that would be NaN is promised, and nothing of a group whose
-            max
-          |y| may be subnormal.
+          infinities is quantised: a NaN in x makes all codes and scales of its row NaN; an infinity those of its own
+            group,
+          and the others of its row codes of zeros. No code of int8 that would be NaN is promised, and nothing of a
+            group
+          whose max |y| may be subnormal.
         """
     @overload
     def __call__(
@@ -2824,8 +2824,8 @@ class SwigluQuantizeOp(Op):
             of
           NaN and infinities is quantised, as quantize says: each reaches its own group alone. No code of int8 that
             would
-          be NaN
-          is promised, and nothing of a group whose max |y| may be subnormal or reaches 2^127 (2^1023 in float64).
+          be NaN is promised, and nothing of a group whose max |y| may be subnormal or reaches 2^127 (2^1023 in
+            float64).
         """
     @overload
     def __call__(

@@ -72,10 +72,9 @@ def rmsnorm_quantize(
     Returns:
       q: the shape of x and the dtype ``to``; scale: (*batch, n / width rounded up), float32. The scale of a group is 1
       where y is all zeros, and q saturates at L under scale_ub, as in quantize. What rmsnorm makes of NaN and
-      infinities is
-      quantised: a NaN in x makes all codes and scales of its row NaN; an infinity those of its own group, and the
-      others of its row codes of zeros. No code of int8 that would be NaN is promised, and nothing of a group whose max
-      |y| may be subnormal.
+      infinities is quantised: a NaN in x makes all codes and scales of its row NaN; an infinity those of its own group,
+      and the others of its row codes of zeros. No code of int8 that would be NaN is promised, and nothing of a group
+      whose max |y| may be subnormal.
     """
     raise NotImplementedError
 

@@ -58,8 +58,7 @@ def swiglu_quantize(
     Returns:
       q: the shape of gate and the dtype ``to``; scale: (*batch, n / width rounded up), float32. What swiglu makes of
       NaN and infinities is quantised, as quantize says: each reaches its own group alone. No code of int8 that would
-      be NaN
-      is promised, and nothing of a group whose max |y| may be subnormal or reaches 2^127 (2^1023 in float64).
+      be NaN is promised, and nothing of a group whose max |y| may be subnormal or reaches 2^127 (2^1023 in float64).
     """
     raise NotImplementedError
 
