@@ -138,6 +138,12 @@ def groups_of_several_tiles(arrays, rng, options):
     arrays["x"] *= 2.0 ** rng.integers(-6, 7, arrays["x"].shape)
 
 
+@rmsnorm_quantize.edge(dims={"batch": (1, 3), "n": (1030, 1100), "width": (1100, 1200)})
+def tokens_whose_last_number_is_greatest(arrays, rng, options):
+    """A row that lies in two tiles has one scale, which is that of its last number."""
+    arrays["x"][..., -1] = 50
+
+
 # ---------------------------------------------------------------------------------------------------------------- laws
 @rmsnorm_quantize.law
 def rows_are_independent(run, draw):

@@ -38,6 +38,7 @@ FAULTS = {
             "of a row in two tiles the first one's greatest number counts",
             old="row_max([magnitude_bits(a, codes) for a in y])",
             new="tl.max(magnitude_bits(y[0], codes), 1)",
+            edge="tokens_whose_last_number_is_greatest",
         ),
         Planted(
             "second-tile-over-the-first",
