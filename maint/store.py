@@ -2,8 +2,8 @@
 
 ``benchmarks/results/<benchmark>.jsonl`` holds the runs of a benchmark, one after another: a line with the run's header
 and its columns (:class:`Column`), then a line for each row. ``"="`` repeats the text of the row above, and
-``"=12 and"`` its first 12 characters, followed by "and"; null or a shorter row means an absent value. Fractions have
-five digits. Other data of a run, such as the texts of failures, remain in the file that the run wrote.
+``"=12 and"`` its first 12 characters, followed by "and"; null or a shorter row means an absent value. Most
+fractions have five digits. Other data of a run, such as the texts of failures, remain in the file that the run wrote.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ __all__ = ["FOLDER", "Row", "newest", "read", "shown", "write"]
 FOLDER = "benchmarks/results"
 Row = Mapping[str, Any]
 SAME = "="
-DIGITS = 5
 HEAD = ("name", "benchmark", "command", "date", "device", "environment", "commit")
 
 
@@ -43,12 +42,14 @@ class Shown:
     Attributes:
       row: fields of a row, beside its key. extra: of a run. short: field -> what makes its value shorter.
       made: what a row becomes before; None: it is not kept.
+      digits: of fractions in rows; 17 hold every float, where differences count.
     """
 
     row: str = ""
     extra: str = ""
     short: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     made: Callable[[Row], Row | None] = lambda row: row
+    digits: int = 5
 
     def columns(self, benchmark: str) -> list[str]:
         """What a row holds: its key, its op if it has one, and the rest."""
@@ -144,7 +145,7 @@ SHOWN: Mapping[str, Shown] = {
     "sanitizer": Shown("variant examples errors problem"),
     "launch": Shown("median_us", "graphs"),
     "fuzz": Shown("calls", "calls worst slowest_seconds broken"),
-    "character_model": Shown("final", "steps mean standard_error difference in_standard_errors"),
+    "character_model": Shown("final", "steps mean standard_error difference in_standard_errors", digits=17),
     "train": Shown("compiled step_ms memory_gib final", "size steps"),
     "serve": Shown("steps seconds drawn read drawn_a_second agree", "size"),
 }
@@ -158,7 +159,11 @@ def shown(run: Result) -> Result:
         raise ResultError(f"{run.file}: no table shows results of {run.benchmark}; expected one of {', '.join(SHOWN)}")
     names = kept.columns(run.benchmark)
     rows = [
-        {n: _few_digits(kept.short[n](row[n]) if n in kept.short else row[n]) for n in names if row.get(n) is not None}
+        {
+            n: _few_digits(kept.short[n](row[n]) if n in kept.short else row[n], kept.digits)
+            for n in names
+            if row.get(n) is not None
+        }
         for row in filter(None, map(kept.made, run.rows))
     ]
     extra = {
@@ -169,13 +174,13 @@ def shown(run: Result) -> Result:
     return replace(run, rows=rows, extra=extra)
 
 
-def _few_digits(value: Any) -> Any:
-    """A value whose fractions have as many significant digits as a measurement is worth."""
+def _few_digits(value: Any, digits: int) -> Any:
+    """A value whose fractions have so many significant digits."""
     if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}")
+        return float(f"{value:.{digits}g}")
     if isinstance(value, dict):
-        return {name: _few_digits(v) for name, v in value.items()}
-    return [_few_digits(v) for v in value] if isinstance(value, list) else value
+        return {name: _few_digits(v, digits) for name, v in value.items()}
+    return [_few_digits(v, digits) for v in value] if isinstance(value, list) else value
 
 
 def newest(runs: Iterable[Result]) -> dict[tuple[Any, ...], tuple[Row, Result]]:
