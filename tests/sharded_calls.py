@@ -1,6 +1,6 @@
-"""Calls on arrays that eight devices of JAX hold, those of a CPU that poses as eight: every op along every dimension
-that its rules allow, two at once, its gradients and ``jax.vmap``. Run by tests/test_jax_sharded.py in processes of
-their own: ``python -m tests.sharded_calls Explicit rules``.
+"""Calls on arrays that eight devices of JAX hold, those of a CPU that poses as eight: an op for each kind of rule, two
+rules at once, gradients and ``jax.vmap``; with HYPOTHESIS_PROFILE=deep every op along every dimension that its rules
+allow. Run by tests/test_jax_sharded.py in processes of their own: ``python -m tests.sharded_calls Explicit rules``.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from portakern.testing.partitioned import combined_bounds, pieces_of
 from portakern.testing.verdict import compare_bounds, expected
 from tests.ops import of_each_kind, record, records
 from tests.ops.record import ForwardRecord, Sample
+from tests.places import DEEP
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute")
 
@@ -113,6 +114,22 @@ def along_every_dimension() -> Iterator[Sharded]:
                     both = False
                     yield Sharded(op, sample, dtype, dict.fromkeys([*halves.values()][-2:], 2))
             assert dtype == "bfloat16" or not left, f"{op}: no call of its record is cut along {left}"
+
+
+def of_each_rule(cases: list[Sharded]) -> list[Sharded]:
+    """Of calls whose rules are alike in all that devices do differently the one with the fewest numbers."""
+    found: dict[Any, Sharded] = {}
+    for case in sorted(cases, key=lambda c: sum(int(np.prod(shape)) for shape in c.sample.shapes.values())):
+        call = bound(case.op, case.sample, case.dtype)
+        cut = [r for r in partition_rules(call) if r.name in case.along]
+        found.setdefault((case.dtype, call.spec.is_vjp, tuple(map(kind_of_rule, cut))), case)
+    return list(found.values())
+
+
+def kind_of_rule(rule: PartitionRule) -> tuple[Any, ...]:
+    joined = frozenset(how.kind for how in rule.outputs.values())
+    whole = any(at is None for at in rule.arrays.values())
+    return joined, whole, rule.equal, bool(rule.starts), bool(rule.once), bool(rule.options_at(0, 0))
 
 
 def added(rule: PartitionRule) -> bool:
@@ -265,9 +282,10 @@ def main(kind: str, what: str, only: str = "") -> None:
     some = kind == "Auto"  # how parts are added, and transforms of primitives, are the same for both kinds
     if what == "rules":
         every = [c for c in along_every_dimension() if c.dtype == "float32" or not some]
+        every = every if DEEP else of_each_rule(every)
         cases = [(f"{c.op} {c.dtype} {c.along}", lambda c=c: check(kind, c)) for c in every]
     else:
-        for r in of_each_kind() if some else records().values():
+        for r in records().values() if DEEP and not some else of_each_kind():
             if isinstance(r, ForwardRecord) and described(r.spec):
                 cases += [(f"{r.op} {name}", lambda a=args: agree(*a)) for name, args in transformed(kind, r.op)]
     cases = [(name, run) for name, run in cases if name.startswith(only)]
