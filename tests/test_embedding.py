@@ -238,6 +238,18 @@ def test_an_input_is_written_to_where_the_op_may_and_its_holder_keeps_his():
             embedded(program(into_an_input, (16,), (16,)), x, total)
 
 
+def test_no_array_is_narrower_than_what_a_kernel_writes():
+    """Without x64 JAX has no integers of 64 bits."""
+
+    def run(traced, x):
+        made = traced.fresh((16,), np.dtype("int64"))
+        launch(twice, 1, GPU_CALL, x, made, n=16)
+        return made
+
+    with plugged_in(), pytest.raises(pk.UnsupportedError, match="an array of int64, which JAX holds as int32 here"):
+        embedded(program(run, (16,)), normal(16))
+
+
 def test_new_arrays_come_last():
     def run(traced, x):
         made = traced.fresh((16,), np.dtype("float32"))

@@ -162,7 +162,7 @@ def own_extents(mine, extents):
 
 @triton.jit
 def varlen_attention_kernel(
-    q, k, v, masks, out, scores, window, work, extents, strides, plan: tl.constexpr
+    q, k, v, masks, work, out, scores, window, extents, strides, plan: tl.constexpr
 ):  # fmt: skip
     """A tile of block_q rows of o, and of lse and lse_low unless these are None: of one head, or with ``plan.packed``
     of all heads of a group. ``extents``: of all sequences together; strides are those of a batch of one. ``masks``: the
@@ -236,15 +236,15 @@ def varlen_attention(call: Call, config: FewQueriesTilesConfig) -> tuple[Any, ..
     extents = AttentionExtents(heads, dims["group"], dims["tokens"], dims["kv_tokens"], dims["d"], dims["dv"])
     strides = packed_strides(q, k, v, None)
     work = PackedWork.of(call, "tokens", plan.block_q, step)
-    launch(varlen_attention_kernel, work.tiles * (heads // step), call, q, k, v, masks_of(call), out, scores, window,
-           work, extents, strides, plan=plan, **how)  # fmt: skip
+    launch(varlen_attention_kernel, work.tiles * (heads // step), call, q, k, v, masks_of(call), work, out, scores,
+           window, extents, strides, plan=plan, **how)  # fmt: skip
     return tuple(out)
 
 
 # ------------------------------------------------------------------------------------------------------------- gradient
 @triton.jit
 def varlen_attention_vjp_d_q_kernel(
-    q, k, v, masks, of_queries, d_q, scores, window, work, extents, strides, plan: tl.constexpr
+    q, k, v, masks, of_queries, work, d_q, scores, window, extents, strides, plan: tl.constexpr
 ):
     """A tile of block_q rows of d_q."""
     d_o, shift, low, delta = of_queries
@@ -278,7 +278,7 @@ def varlen_attention_vjp_d_q_kernel(
 
 @triton.jit
 def varlen_attention_vjp_d_k_d_v_kernel(
-    q, k, v, masks, of_queries, out, scores, window, work, extents, strides, plan: tl.constexpr
+    q, k, v, masks, of_queries, work, out, scores, window, extents, strides, plan: tl.constexpr
 ):
     """A tile of block_kv rows of d_k and of d_v, of those that ``plan`` wants: head by head of its group it walks the
     tiles of block_q queries of its sequence that see them."""
@@ -330,7 +330,7 @@ def varlen_attention_vjp_d_k_d_v_kernel(
 
 @triton.jit
 def varlen_attention_vjp_d_sinks_kernel(
-    sinks, lse, lse_low, delta, d_sinks, work, extents, strides, tile: tl.constexpr
+    sinks, lse, lse_low, delta, work, d_sinks, extents, strides, tile: tl.constexpr
 ):
     """d_sinks of one head, -sum exp(min(sink - lse - lse_low, 0)) delta over the tokens of all sequences, ``rows`` of
     them at a time, one after another. delta: (heads, tokens); rows with lse = -inf add nothing, nor tokens of no
@@ -377,8 +377,8 @@ def sink_gradient(call: Call, delta: torch.Tensor, d_sinks: torch.Tensor | None)
     heads = dims["kv_heads"] * dims["group"]
     extents = AttentionExtents(heads, dims["group"], dims["tokens"], dims["kv_tokens"], dims["d"], dims["dv"])
     strides = SinkStrides(lse.stride(), None if lse_low is None else lse_low.stride())
-    launch(varlen_attention_vjp_d_sinks_kernel, heads, call, sinks_of(call), lse, lse_low, delta, d_sinks,
-           PackedWork.of(call, "tokens", ROWS_AT_ONCE), extents, strides,
+    launch(varlen_attention_vjp_d_sinks_kernel, heads, call, sinks_of(call), lse, lse_low, delta,
+           PackedWork.of(call, "tokens", ROWS_AT_ONCE), d_sinks, extents, strides,
            tile=SinkTile(ROWS_AT_ONCE, accumulator(call.dtype)), num_warps=4)  # fmt: skip
 
 
@@ -410,12 +410,11 @@ def varlen_attention_vjp(call: Call, config: AttentionGradientsConfig) -> tuple[
     if "d_k" in wants or "d_v" in wants:
         work = PackedWork.of(call, "kv_tokens", plan.block_kv, scale=scale)
         own = plan._replace(want_k="d_k" in wants, want_v="d_v" in wants)
-        launch(varlen_attention_vjp_d_k_d_v_kernel, work.tiles * dims["kv_heads"], call, *given,
-               KeyGradients(out["d_k"], out["d_v"]), scores, window, work, extents, strides, plan=own,
-               **how)  # fmt: skip
+        launch(varlen_attention_vjp_d_k_d_v_kernel, work.tiles * dims["kv_heads"], call, *given, work,
+               KeyGradients(out["d_k"], out["d_v"]), scores, window, extents, strides, plan=own, **how)  # fmt: skip
     if "d_q" in wants:
         work = PackedWork.of(call, "tokens", config.dq_block_q, scale=scale)
         own = plan._replace(block_q=config.dq_block_q, block_kv=config.dq_block_kv)
-        launch(varlen_attention_vjp_d_q_kernel, work.tiles * heads, call, *given, out["d_q"], scores, window, work,
+        launch(varlen_attention_vjp_d_q_kernel, work.tiles * heads, call, *given, work, out["d_q"], scores, window,
                extents, strides, plan=own, **how)  # fmt: skip
     return tuple(out.values())

@@ -90,8 +90,14 @@ def embed_loop(program: Program, step: Loop, values: dict[int, Any]) -> None:
 
 
 def _jax_dtype(array: ProgramArray) -> Any:
-    """The dtype in which JAX holds an array."""
-    return frameworks()["jax"].stored_dtype(array.dtype)
+    """The dtype in which JAX holds an array; UnsupportedError where that is narrower than what kernels write."""
+    held = frameworks()["jax"].stored_dtype(array.dtype)
+    if numpy_dtype(held).itemsize != numpy_dtype(array.dtype).itemsize:
+        raise UnsupportedError(
+            f"the kernels fill an array of {array.dtype}, which JAX holds as {held} here: half of what they write would "
+            "lie outside; enable jax_enable_x64, or use another backend"
+        )
+    return held
 
 
 def refuses_descriptors() -> str | None:
