@@ -94,8 +94,8 @@ def _jax_dtype(array: ProgramArray) -> Any:
     held = frameworks()["jax"].stored_dtype(array.dtype)
     if numpy_dtype(held).itemsize != numpy_dtype(array.dtype).itemsize:
         raise UnsupportedError(
-            f"the kernels fill an array of {array.dtype}, which JAX holds as {held} here: half of what they write would "
-            "lie outside; enable jax_enable_x64, or use another backend"
+            f"the kernels fill an array of {array.dtype}, which JAX holds as {held} here: half of it would lie "
+            "outside; enable jax_enable_x64, or use another backend"
         )
     return held
 
