@@ -46,16 +46,16 @@ DEVICES = """
 
 def in_a_process(script: str) -> str:
     program = textwrap.dedent(DEVICES) + textwrap.dedent(script)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("kind", ["Explicit", "Auto"])
 @pytest.mark.parametrize("what", ["rules", "transforms"])
-def test_every_op_is_cut_as_its_rules_say(kind, what):
+def test_ops_are_cut_as_their_rules_say(kind, what):
     command = [sys.executable, "-m", "tests.sharded_calls", kind, what]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert ", 0 failed" in done.stdout, (done.stdout[-6000:], done.stderr[-3000:])
 
 

@@ -5,10 +5,6 @@ either direction, within the bounds of the full call.
 from __future__ import annotations
 
 import itertools
-import os
-import socket
-import time
-from datetime import timedelta
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +18,6 @@ if not torch.distributed.is_available():
     pytest.skip("this build of PyTorch has no torch.distributed", allow_module_level=True)
 
 import torch.distributed as dist  # noqa: E402
-import torch.multiprocessing as mp  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
 import portakern as pk  # noqa: E402
@@ -30,8 +25,9 @@ import portakern.torch as twins  # noqa: E402
 from portakern.core.oracle import as_float64, oracle  # noqa: E402
 from portakern.core.ring import zigzag_order  # noqa: E402
 from portakern.errors import UnsupportedError  # noqa: E402
+from tests.ranks import on_ranks  # noqa: E402
 
-WORLD, SECONDS = 4, 480
+WORLD = 4
 TOKENS = 32
 
 
@@ -127,40 +123,27 @@ def wrong_calls():
         twins.ring_attention(q, k, v.double(), **how)
 
 
-def entry(rank, port, folder):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD, timeout=timedelta(seconds=SECONDS))
-    try:
-        halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        for case in CASES:
-            for group, count in ((None, WORLD), (halves[rank // 2], 2)):
-                found, again = ring(case, group), ring(case, group)
-                for a, b in zip(found, again, strict=True):
-                    assert torch.equal(a, b), f"{case.name}: two runs have other bits"
-                if count == WORLD or rank < count:
-                    torch.save(found, f"{folder}/{case.name}-{count}-{rank}")
-        wrong_calls()
-        under_context_parallel(rank)
-    finally:
-        dist.destroy_process_group()
+def every_case(folder):
+    """On each process: what it gets in each case is left in a folder."""
+    rank = dist.get_rank()
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    for case in CASES:
+        for group, count in ((None, WORLD), (halves[rank // 2], 2)):
+            found, again = ring(case, group), ring(case, group)
+            for a, b in zip(found, again, strict=True):
+                assert torch.equal(a, b), f"{case.name}: two runs have other bits"
+            if count == WORLD or rank < count:
+                torch.save(found, f"{folder}/{case.name}-{count}-{rank}")
+    wrong_calls()
+    under_context_parallel(rank)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What all processes of all cases found, of one spawn with a limit of time."""
+    """What all processes of all cases found."""
     pytest.importorskip("triton", reason="triton is not installed")
     path = tmp_path_factory.mktemp("ring")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    processes = mp.spawn(entry, (port, str(path)), nprocs=WORLD, join=False)
-    end = time.monotonic() + SECONDS
-    while not processes.join(max(end - time.monotonic(), 0)):
-        if time.monotonic() >= end:
-            for process in processes.processes:
-                process.kill()
-            raise TimeoutError(f"processes of a ring still ran after {SECONDS} s")
+    on_ranks(every_case, WORLD, str(path))
     return path
 
 
