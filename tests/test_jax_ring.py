@@ -85,8 +85,14 @@ IN_A_PROCESS = """
 
     q, k, v = (x[:, :8] for x in arrays[:3])
     refused(lambda: portakern.jax.ring_attention(q, k, v, "ring"), "axis_name is 'ring', which no shard_map around")
-    refused(lambda: jax.shard_map(lambda q, k, v: portakern.jax.ring_attention(q, k, v, "ring", lengths=[1, 2]),
-                                  mesh=mesh, in_specs=(cut,) * 3, out_specs=cut)(*arrays[:3]), "lengths is [1, 2] on 4")
+    for wrong, words in (
+        ({{"lengths": [1, 2]}}, "lengths is [1, 2] on 4 devices"),
+        ({{"lengths": [1.5] * 4}}, "expected an integer from 0"),
+        ({{"lengths": [9] * 4}}, "lengths is [9, 9, 9, 9] on devices that hold 8 tokens each"),
+        ({{"window": (-100, None)}}, "window is (-100, None)"), ({{"window": 3}}, "window is 3; expected a tuple of 2"),
+    ):
+        refused(lambda: jax.shard_map(lambda q, k, v: portakern.jax.ring_attention(q, k, v, "ring", **wrong),
+                                      mesh=mesh, in_specs=(cut,) * 3, out_specs=cut)(*arrays[:3]), words)
     refused(lambda: portakern.jax.ring_attention(q, k[:, 1:], v, "ring"), "key has shape")
     refused(lambda: portakern.jax.to_zigzag(q, 3), "8 tokens on 3 devices")
 """

@@ -113,14 +113,32 @@ def wrong_calls():
     how = {"backend": "reference"}
     with pytest.raises(SpecError, match="tokens in order='zigzag'; expected the same even number"):
         twins.ring_attention(q[:, :5], k[:, :5], v[:, :5], **how)
-    with pytest.raises(SpecError, match=r"lengths is \[8, 8\] and process \d of 4 holds 32 tokens"):
-        twins.ring_attention(q, k, v, lengths=[8, 8], order="contiguous", **how)
+    with pytest.raises(SpecError, match=r"lengths is \[8, 8, 8, 8\] and process \d of 4 holds 32 tokens"):
+        twins.ring_attention(q, k, v, lengths=[8] * 4, order="contiguous", **how)
+    for lengths in ([32, 32], [32.5] * 4, [32, 32, 32, -32], 32):
+        with pytest.raises(SpecError, match=r"lengths is .* on 4 devices; expected an integer from 0 up for each"):
+            twins.ring_attention(q, k, v, lengths=lengths, order="contiguous", **how)
+    for window in ((-100, None), (3,), 3):  # the first would hide every key
+        with pytest.raises(SpecError, match="attention: window is .*; expected a tuple of 2 integers >= 0"):
+            twins.ring_attention(q, k, v, window=window, **how)
+    with pytest.raises(SpecError, match="precision is 'low'"):  # also on a process without tokens
+        twins.ring_attention(*(x[:, :0] for x in (q, k, v)), precision="low", **how)
+    with pytest.raises(SpecError, match="query is a list; expected a torch.Tensor"):
+        twins.ring_attention([q], k, v, **how)
     with pytest.raises(SpecError, match="order is 'striped'; expected one of 'zigzag', 'contiguous'"):
         twins.ring_attention(q, k, v, order="striped", **how)
     with pytest.raises(SpecError, match=r"key has shape \(2, 31, 2, 16\) beside query of \(2, 32, 4, 16\)"):
         twins.ring_attention(q, k[:, 1:], v, **how)
     with pytest.raises(SpecError, match="value is torch.float64 on cpu; expected torch.float32 on cpu"):
         twins.ring_attention(q, k, v.double(), **how)
+
+
+def under_autocast():
+    """Of float32 beside bfloat16, as rotary tables leave queries and keys, autocast makes one dtype."""
+    given = qkvd("float32")[:3]
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = twins.ring_attention(*given[:2], given[2].bfloat16(), backend="reference")
+    assert torch.equal(mixed, twins.ring_attention(*(x.bfloat16() for x in given), backend="reference"))
 
 
 def every_case(folder):
@@ -135,6 +153,7 @@ def every_case(folder):
             if count == WORLD or rank < count:
                 torch.save(found, f"{folder}/{case.name}-{count}-{rank}")
     wrong_calls()
+    under_autocast()
     under_context_parallel(rank)
 
 

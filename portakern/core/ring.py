@@ -13,12 +13,13 @@ Zhu 2024, and of Llama 3's context parallelism, section 3.3.2); and **contiguous
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from portakern.errors import SpecError
 
-__all__ = ["ORDERS", "Layout", "Pair", "Visible", "chunks", "pairs", "steps", "zigzag_order"]
+__all__ = ["ORDERS", "Layout", "Pair", "Visible", "checked_lengths", "chunks", "pairs", "steps", "zigzag_order"]
 
 ORDERS = ("zigzag", "contiguous")
 
@@ -68,6 +69,33 @@ class Pair(NamedTuple):
     kv_first: int
     kv_end: int
     q_start: int | None
+
+    def options(self, common: Mapping[str, Any], mask: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of its call: those of all calls, and where the mask crosses it the mask with its place."""
+        if self.q_start is None:
+            return dict(common)
+        ends_alike = self.q_start == (self.kv_end - self.kv_first) - (self.q_end - self.q_first)  # the op's default
+        return {**common, **mask, **({} if ends_alike else {"q_start": self.q_start, "kv_start": 0})}
+
+
+def checked_lengths(lengths: Sequence[int] | None, tokens: int, count: int) -> list[int]:
+    """How many tokens each of ``count`` devices holds; ``tokens`` on each where ``lengths`` is None.
+
+    Raises:
+      SpecError: lengths that are no integers from 0 up, or not as many as devices.
+    """
+    if lengths is None:
+        return [tokens] * count
+    try:
+        sizes = [operator.index(n) for n in lengths]
+    except TypeError:
+        sizes = []
+    if len(sizes) != count or min(sizes) < 0:
+        raise SpecError(
+            f"ring_attention: lengths is {lengths!r} on {count} devices; expected an integer from 0 up for each of "
+            "them, the tokens that it holds"
+        )
+    return sizes
 
 
 def chunks(order: str, lengths: Sequence[int]) -> Layout:

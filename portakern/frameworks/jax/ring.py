@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from portakern.api import op
-from portakern.core.ring import Layout, Pair, Visible, chunks, pairs, steps, zigzag_order
+from portakern.core.ring import Layout, Pair, Visible, checked_lengths, chunks, pairs, steps, zigzag_order
 from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.jax.tracing import varying_alike
 
@@ -108,13 +108,15 @@ def ring_attention(
             f"jax.shard_map with arrays cut along the sequence, in_specs=(jax.P(None, {axis_name!r}),) * 3"
         ) from None
     tokens = query.shape[1]
-    sizes = [tokens] * count if lengths is None else [int(n) for n in lengths]
-    if len(sizes) != count or not all(0 <= n <= tokens for n in sizes):
+    sizes = checked_lengths(lengths, tokens, count)
+    if max(sizes) > tokens:
         raise SpecError(
-            f"{NAME}: lengths is {sizes} on {count} devices that hold {tokens} tokens each, padding among them; "
-            "expected a number for each device, none above that"
+            f"{NAME}: lengths is {sizes} on devices that hold {tokens} tokens each, padding among them; expected no "
+            "number above that"
         )
     options = (("scale", scale), ("softcap", softcap), ("precision", precision))
+    # what the op refuses is refused where no call is made too
+    op("attention", backend=backend).bind(query, key, value, **dict(options), is_causal=is_causal, window=window)
     mask = (("is_causal", is_causal), ("window", None if window is None else tuple(window)))
     visible = Visible.of(is_causal, window)
     ring = RotatingCall(axis_name, count, chunks(order, sizes), visible, mask, options, backend, return_lse)
@@ -155,15 +157,6 @@ class RotatingCall(NamedTuple):
     def steps(self) -> int:
         return steps(self.layout, self.visible)
 
-    def options_of(self, pair: Pair) -> dict[str, Any]:
-        """The options of a call of a pair."""
-        if pair.q_start is None:
-            return dict(self.options)
-        place = {"q_start": pair.q_start, "kv_start": 0}
-        if pair.q_start == (pair.kv_end - pair.kv_first) - (pair.q_end - pair.q_first):  # as it is without
-            place = {}
-        return {**dict(self.options), **dict(self.mask), **place}
-
     def shifted(self, arrays: Any, by: int) -> Any:
         """What the device ``by`` before this one on the ring has."""
         routes = [(r, (r + by) % self.devices) for r in range(self.devices)]
@@ -203,7 +196,7 @@ def _forward(ring: RotatingCall, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
                 v[:, keys],
                 return_lse=True,
                 out_dtype="float32" if q.dtype in NARROW else None,
-                **ring.options_of(pair),
+                **pair.options(dict(ring.options), dict(ring.mask)),
             )
             if state is not None or len(calls) > 1:
                 found = merge(o[:, rows], lse[:, :, rows], *found)
@@ -247,7 +240,7 @@ def _backward(ring: RotatingCall, saved: tuple[Any, ...], cotangents: tuple[Any,
                 d_lse=of_lse[0][:, :, rows] if of_lse else None,
                 wants=("d_q", "d_k", "d_v"),
                 gradient_dtype="float32" if q.dtype in NARROW else None,
-                **ring.options_of(pair),
+                **pair.options(dict(ring.options), dict(ring.mask)),
             )[:3]
             d_q, d_k, d_v = d_q.at[:, rows].add(by_q), d_k.at[:, keys].add(by_k), d_v.at[:, keys].add(by_v)
         return d_q, d_k, d_v

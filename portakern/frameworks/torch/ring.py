@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from portakern.api import Op, op
-from portakern.core.ring import Layout, Pair, Visible, chunks, pairs, steps, zigzag_order
+from portakern.core.ring import Layout, Pair, Visible, checked_lengths, chunks, pairs, steps, zigzag_order
 from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.torch.casting import lowered
 
@@ -81,7 +81,7 @@ def ring_attention(
     the forward pass, given the full o and log-sum-exp. The order of sums is fixed: two runs have the same bits. Where
     a window leaves pairs of processes without a pair of tokens, the ring stops early.
 
-    The sources are Liu, Zaharia, Abbeel 2023, "RingCall attention with blockwise transformers", and the zigzag order of
+    The sources are Liu, Zaharia, Abbeel 2023, "Ring attention with blockwise transformers", and the zigzag order of
     Zhu 2024, "ring-flash-attention".
 
     Args:
@@ -89,7 +89,8 @@ def ring_attention(
         (batch, tokens, kv_heads, d); value: (batch, tokens, kv_heads, dv). kv_heads divides heads. All of the same
         tokens. Float16, bfloat16, float32 or float64.
       group: the processes, of any backend that sends and receives tensors of this device; None: all. Every process of
-        it makes the call, with the same options, batch, heads and widths. Of a device mesh, ``mesh.get_group()``.
+        it makes the call, with the same options, batch, heads and widths, and where one runs the backward pass all do:
+        a process whose rows count in no loss adds ``0 * o.sum()`` to its own. Of a device mesh, ``mesh.get_group()``.
       is_causal: a token sees those before it in the sequence, and itself.
       window: (left, right): a token sees those from left before it to right behind it, None on a side without an end.
       scale, softcap, precision: as in the op ``attention``.
@@ -107,25 +108,29 @@ def ring_attention(
       SpecError: shapes that do not agree, an unknown order, lengths that are not those of the call, or that are odd or
         differ in zigzag. UnsupportedError: DTensors, or processes without torch.distributed.
     """
-    _check(query, key, value, group)
-    query, key, value = lowered(query), lowered(key), lowered(value)
+    query, key, value = _checked(query, key, value, group)
     count, rank = dist.get_world_size(group), dist.get_rank(group)
-    sizes = [query.shape[1]] * count if lengths is None else [int(n) for n in lengths]
-    if len(sizes) != count or sizes[rank] != query.shape[1]:
+    sizes = checked_lengths(lengths, query.shape[1], count)
+    if sizes[rank] != query.shape[1]:
         raise SpecError(
             f"{NAME}: lengths is {sizes} and process {rank} of {count} holds {query.shape[1]} tokens; expected the "
             "tokens of each process"
         )
     mask = {"is_causal": is_causal, "window": window}
     options = {"scale": scale, "softcap": softcap, "precision": precision}
+    # all processes refuse what the op refuses, those too that make no call
+    _op("attention", backend).bind(query, key, value, **mask, **options)
     visible = Visible.of(is_causal, window)
     ring = RingCall(group, rank, chunks(order, sizes), visible, mask, options, backend)
     o, lse = Attention.apply(query, key, value, ring)
     return (o, lse) if return_lse else o
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, group: Any) -> None:
+def _checked(query: Tensor, key: Tensor, value: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value as torch.autocast hands them on, of which the shapes and dtypes agree."""
     for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise SpecError(f"{NAME}: {name} is a {type(x).__name__}; expected a torch.Tensor")
         if hasattr(x, "placements"):
             raise UnsupportedError(
                 f"{NAME}: {name} is a DTensor; expected what this process holds: pass {name}.to_local(), and the "
@@ -136,6 +141,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, group: Any) -> None:
                 f"{NAME}: {name} has shape {tuple(x.shape)} beside query of {tuple(query.shape)}; expected (batch, "
                 "tokens, heads, width), with query's batch and tokens"
             )
+    query, key, value = lowered(query), lowered(key), lowered(value)
+    for name, x in (("key", key), ("value", value)):
         if x.dtype != query.dtype or x.device != query.device:
             raise SpecError(
                 f"{NAME}: {name} is {x.dtype} on {x.device}; expected {query.dtype} on {query.device}, as query is"
@@ -147,6 +154,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, group: Any) -> None:
         )
     if dist.get_rank(group) < 0:
         raise SpecError(f"{NAME}: this process is not in group; expected a group of which every caller is one")
+    return query, key, value
 
 
 class RingCall(NamedTuple):
@@ -175,15 +183,6 @@ class RingCall(NamedTuple):
 
     def calls(self, step: int) -> tuple[Pair, ...]:
         return pairs(self.layout, self.visible, self.rank, self.source(step))
-
-    def options_of(self, pair: Pair) -> dict[str, Any]:
-        """The options of a call of a pair."""
-        if pair.q_start is None:
-            return dict(self.options)
-        place = {"q_start": pair.q_start, "kv_start": 0}
-        if pair.q_start == (pair.kv_end - pair.kv_first) - (pair.q_end - pair.q_first):  # as it is without
-            place = {}
-        return {**self.options, **self.mask, **place}
 
     def sent(self, far: int, tensors: Sequence[Tensor], source: int) -> Transfer:
         """Send tensors to the process that is ``far`` behind this one on the ring, and receive such as belong to
@@ -250,7 +249,7 @@ def _forward(ring: RingCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, T
                 v[:, keys],
                 return_lse=True,
                 out_dtype=wide if q.dtype != wide else None,
-                **ring.options_of(pair),
+                **pair.options(ring.options, ring.mask),
             )
             if not untouched:
                 found = merge(o[:, rows], lse[:, :, rows], *found)
@@ -290,7 +289,7 @@ def _backward(
                 d_lse=None if d_lse is None else d_lse[:, :, rows],
                 wants=("d_q", "d_k", "d_v"),
                 gradient_dtype=wide if q.dtype != wide else None,
-                **ring.options_of(pair),
+                **pair.options(ring.options, ring.mask),
             )[:3]
             d_q[:, rows] += by_q
             own[0][:, keys] += by_k
