@@ -79,13 +79,12 @@ class PackedWork(NamedTuple):
 
     Attributes:
       tiles: that a head may need. scale: what a sum is multiplied by at last.
-      starts: of the sequences. q_step, kv_step: their strides.
       sequences: how many there are; searched: how often they are halved until one is left.
+      q_step, kv_step: strides of their starts.
     """
 
     tiles: int
     scale: float
-    starts: Starts
     sequences: int
     searched: int
     q_step: int
@@ -95,9 +94,17 @@ class PackedWork(NamedTuple):
     def of(cls, call: Call, tokens: str, block: int, step: int = 1, scale: float = 1.0) -> PackedWork:
         """Of tiles of ``block`` rows, of which each token has ``step``."""
         sequences = call.dims["sequences"]
-        starts = Starts(call.arrays["q_starts"], call.arrays["kv_starts"])
+        steps = (call.arrays[n].stride(0) for n in ("q_starts", "kv_starts"))
         tiles = call.dims[tokens] * step // block + sequences + 2
-        return cls(tiles, scale, starts, sequences, (sequences + 1).bit_length(), *(x.stride(0) for x in starts))
+        return cls(tiles, scale, sequences, (sequences + 1).bit_length(), *steps)
+
+
+class PackedMasks(NamedTuple):
+    """What scores of packed sequences meet beside q . k: where the sequences begin, and the sinks and slopes of
+    heads."""
+
+    starts: Starts
+    of_heads: Masks
 
 
 class OwnTile(NamedTuple):
@@ -117,10 +124,10 @@ class OwnTile(NamedTuple):
 
 
 @triton.jit
-def own_tile(index, extents, work, block: tl.constexpr, step, by_key: tl.constexpr):
+def own_tile(index, starts, extents, work, block: tl.constexpr, step, by_key: tl.constexpr):
     """The :class:`OwnTile` of tile ``index``: of ``block`` keys where ``by_key``, else of queries, of which each has
     ``step`` rows."""
-    sequences, starts = work.sequences, work.starts
+    sequences = work.sequences
     if by_key:
         walked, walked_step = starts.keys, work.kv_step
     else:
@@ -147,10 +154,10 @@ def own_tile(index, extents, work, block: tl.constexpr, step, by_key: tl.constex
 
 
 @triton.jit
-def in_a_sequence(token, work):
+def in_a_sequence(token, starts, work):
     """Whether tokens of queries belong to a sequence: they lie one behind the other."""
-    first = tl.load(work.starts.queries).to(tl.int32)
-    return (token >= first) & (token < tl.load(work.starts.queries + work.sequences * work.q_step).to(tl.int32))
+    first = tl.load(starts.queries).to(tl.int32)
+    return (token >= first) & (token < tl.load(starts.queries + work.sequences * work.q_step).to(tl.int32))
 
 
 @triton.jit
@@ -162,7 +169,7 @@ def own_extents(mine, extents):
 
 @triton.jit
 def varlen_attention_kernel(
-    q, k, v, masks, work, out, scores, window, extents, strides, plan: tl.constexpr
+    q, k, v, masks, out, scores, window, work, extents, strides, plan: tl.constexpr
 ):  # fmt: skip
     """A tile of block_q rows of o, and of lse and lse_low unless these are None: of one head, or with ``plan.packed``
     of all heads of a group. ``extents``: of all sequences together; strides are those of a batch of one. ``masks``: the
@@ -171,7 +178,7 @@ def varlen_attention_kernel(
     if plan.packed:
         _owners, step = extents.heads // extents.group, extents.group
     head = (tl.program_id(0) // work.tiles).to(tl.int64) * step
-    mine = own_tile(tl.program_id(0) % work.tiles, extents, work, plan.block_q, step, False)
+    mine = own_tile(tl.program_id(0) % work.tiles, masks.starts, extents, work, plan.block_q, step, False)
     if not mine.there:
         return
     own = own_extents(mine, extents)
@@ -182,14 +189,14 @@ def varlen_attention_kernel(
     i_ok, row = i < mine.q_len, i.to(tl.int64)
     q_tile = load_head(q + mine.q_start * q_s, strides.q, 0, heads, row, i_ok, own.d, plan.block_d, plan.ragged_d)
     place = mine.tile, head, head // own.group, 0
-    operands = k + mine.kv_start * k_s, v + mine.kv_start * v_s, masks
+    operands = k + mine.kv_start * k_s, v + mine.kv_start * v_s, masks.of_heads
     state = over_keys(visit, nothing(plan), q_tile, place, operands, strides, scores, window, own, plan)
     token = mine.q_start + row
     at_o, at = token * own.heads + heads, heads * extents.q_len + token
-    sink = None
-    if masks.sinks is not None:
-        beside = in_a_sequence(token, work)
-        sink = tl.reshape(tl.load(masks.sinks + (heads + row * 0), mask=beside, other=float("-inf")), [plan.block_q])
+    sinks, sink = masks.of_heads.sinks, None
+    if sinks is not None:
+        beside = in_a_sequence(token, masks.starts, work)
+        sink = tl.reshape(tl.load(sinks + (heads + row * 0), mask=beside, other=float("-inf")), [plan.block_q])
     store_rows(out, settled(state), at_o, at, i_ok, scores, own.dv, plan.block_dv, sink)
 
 
@@ -212,10 +219,11 @@ def packed_strides(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, d_o: torch
     return AttentionStrides(of_q, of_k, of_v, (0, 0, 0, 0), (0, 0), (0, 0), of_d_o)
 
 
-def masks_of(call: Call) -> Masks:
-    """What heads have beside their keys: slopes, and in the forward pass sinks."""
+def masks_of(call: Call) -> PackedMasks:
+    """What scores meet in a call; sinks in the forward pass alone."""
+    starts = Starts(call.arrays["q_starts"], call.arrays["kv_starts"])
     sinks = None if call.spec.is_vjp else sinks_of(call)
-    return Masks(None, None, None, None, sinks=sinks, slopes=slopes_of(call))
+    return PackedMasks(starts, Masks(None, None, None, None, sinks=sinks, slopes=slopes_of(call)))
 
 
 @BACKEND.implements("varlen_attention", key=key, fit=fit, supports=supports, config=FewQueriesTilesConfig)
@@ -236,20 +244,20 @@ def varlen_attention(call: Call, config: FewQueriesTilesConfig) -> tuple[Any, ..
     extents = AttentionExtents(heads, dims["group"], dims["tokens"], dims["kv_tokens"], dims["d"], dims["dv"])
     strides = packed_strides(q, k, v, None)
     work = PackedWork.of(call, "tokens", plan.block_q, step)
-    launch(varlen_attention_kernel, work.tiles * (heads // step), call, q, k, v, masks_of(call), work, out, scores,
-           window, extents, strides, plan=plan, **how)  # fmt: skip
+    launch(varlen_attention_kernel, work.tiles * (heads // step), call, q, k, v, masks_of(call), out, scores, window,
+           work, extents, strides, plan=plan, **how)  # fmt: skip
     return tuple(out)
 
 
 # ------------------------------------------------------------------------------------------------------------- gradient
 @triton.jit
 def varlen_attention_vjp_d_q_kernel(
-    q, k, v, masks, of_queries, work, d_q, scores, window, extents, strides, plan: tl.constexpr
+    q, k, v, masks, of_queries, d_q, scores, window, work, extents, strides, plan: tl.constexpr
 ):
     """A tile of block_q rows of d_q."""
     d_o, shift, low, delta = of_queries
     head = (tl.program_id(0) // work.tiles).to(tl.int64)
-    mine = own_tile(tl.program_id(0) % work.tiles, extents, work, plan.block_q, 1, False)
+    mine = own_tile(tl.program_id(0) % work.tiles, masks.starts, extents, work, plan.block_q, 1, False)
     if not mine.there:
         return
     own = own_extents(mine, extents)
@@ -269,7 +277,7 @@ def varlen_attention_vjp_d_q_kernel(
     acc = tl.full([plan.block_q, plan.block_d], 0.0, plan.acc_dtype)
     rows = q_tile, d_o_tile, shift_i, low_i, delta_i
     place = mine.tile, head, head // own.group, 0
-    operands = k + mine.kv_start * k_s, v + mine.kv_start * v_s, masks
+    operands = k + mine.kv_start * k_s, v + mine.kv_start * v_s, masks.of_heads
     acc = over_keys(visit_keys, acc, rows, place, operands, strides, scores, window, own, plan)
     dd = tl.arange(0, plan.block_d)[None, :]
     at = ((mine.q_start + row) * own.heads + head) * own.d + dd
@@ -278,7 +286,7 @@ def varlen_attention_vjp_d_q_kernel(
 
 @triton.jit
 def varlen_attention_vjp_d_k_d_v_kernel(
-    q, k, v, masks, of_queries, work, out, scores, window, extents, strides, plan: tl.constexpr
+    q, k, v, masks, of_queries, out, scores, window, work, extents, strides, plan: tl.constexpr
 ):
     """A tile of block_kv rows of d_k and of d_v, of those that ``plan`` wants: head by head of its group it walks the
     tiles of block_q queries of its sequence that see them."""
@@ -289,7 +297,7 @@ def varlen_attention_vjp_d_k_d_v_kernel(
     _, v_s, _, _ = strides.v
     _, do_s, do_h, do_d = strides.d_o
     kv_head = (tl.program_id(0) // work.tiles).to(tl.int64)
-    mine = own_tile(tl.program_id(0) % work.tiles, extents, work, plan.block_kv, 1, True)
+    mine = own_tile(tl.program_id(0) % work.tiles, masks.starts, extents, work, plan.block_kv, 1, True)
     if not mine.there:
         return
     q_len, kv_len, d, dv = mine.q_len, mine.kv_len, extents.d, extents.dv
@@ -315,8 +323,8 @@ def varlen_attention_vjp_d_k_d_v_kernel(
         at = head * extents.q_len + mine.q_start
         queries = Queries(q_of, q_s, d_ok, do_of, do_s, dv_ok, shift + at, low + at, delta + at, q_len)
         slope, position = None, None
-        if masks.slopes is not None:
-            slope, position = slope_of(masks.slopes, head, scores), col - (kv_len - q_len)
+        if masks.of_heads.slopes is not None:
+            slope, position = slope_of(masks.of_heads.slopes, head, scores), col - (kv_len - q_len)
         pairs = PairMask(j_ok, lo, hi, None, 0, None, None, 0, slope, position)
         state = dk_acc, dv_acc
         dk_acc, dv_acc = fold(visit_queries, state, (k_tile, v_tile), queries, pairs, scores, span, right, plan)
@@ -330,7 +338,7 @@ def varlen_attention_vjp_d_k_d_v_kernel(
 
 @triton.jit
 def varlen_attention_vjp_d_sinks_kernel(
-    sinks, lse, lse_low, delta, work, d_sinks, extents, strides, tile: tl.constexpr
+    sinks, lse, lse_low, delta, starts, d_sinks, work, extents, strides, tile: tl.constexpr
 ):
     """d_sinks of one head, -sum exp(min(sink - lse - lse_low, 0)) delta over the tokens of all sequences, ``rows`` of
     them at a time, one after another. delta: (heads, tokens); rows with lse = -inf add nothing, nor tokens of no
@@ -341,7 +349,7 @@ def varlen_attention_vjp_d_sinks_kernel(
     total = tl.full([tile.rows], 0.0, tile.acc_dtype)
     for start in range(0, extents.q_len, tile.rows):
         token = start + tl.arange(0, tile.rows)
-        ok, row = (token < extents.q_len) & in_a_sequence(token, work), token.to(tl.int64)
+        ok, row = (token < extents.q_len) & in_a_sequence(token, starts, work), token.to(tl.int64)
         l = tl.load(lse + head * lse_h + row * lse_s, mask=ok, other=float("-inf"))
         rest = tl.full([tile.rows], 0.0, tile.acc_dtype)
         if lse_low is not None:
@@ -373,12 +381,12 @@ def sink_gradient(call: Call, delta: torch.Tensor, d_sinks: torch.Tensor | None)
     """Write d_sinks, unless it is None, from the delta of all tokens."""
     if d_sinks is None:
         return
-    dims, (lse, lse_low) = call.dims, (call.arrays[n] for n in ("lse", "lse_low"))
+    dims, (lse, lse_low, starts) = call.dims, (call.arrays[n] for n in ("lse", "lse_low", "q_starts"))
     heads = dims["kv_heads"] * dims["group"]
     extents = AttentionExtents(heads, dims["group"], dims["tokens"], dims["kv_tokens"], dims["d"], dims["dv"])
     strides = SinkStrides(lse.stride(), None if lse_low is None else lse_low.stride())
-    launch(varlen_attention_vjp_d_sinks_kernel, heads, call, sinks_of(call), lse, lse_low, delta,
-           PackedWork.of(call, "tokens", ROWS_AT_ONCE), d_sinks, extents, strides,
+    launch(varlen_attention_vjp_d_sinks_kernel, heads, call, sinks_of(call), lse, lse_low, delta, Starts(starts, None),
+           d_sinks, PackedWork.of(call, "tokens", ROWS_AT_ONCE), extents, strides,
            tile=SinkTile(ROWS_AT_ONCE, accumulator(call.dtype)), num_warps=4)  # fmt: skip
 
 
@@ -410,11 +418,12 @@ def varlen_attention_vjp(call: Call, config: AttentionGradientsConfig) -> tuple[
     if "d_k" in wants or "d_v" in wants:
         work = PackedWork.of(call, "kv_tokens", plan.block_kv, scale=scale)
         own = plan._replace(want_k="d_k" in wants, want_v="d_v" in wants)
-        launch(varlen_attention_vjp_d_k_d_v_kernel, work.tiles * dims["kv_heads"], call, *given, work,
-               KeyGradients(out["d_k"], out["d_v"]), scores, window, extents, strides, plan=own, **how)  # fmt: skip
+        launch(varlen_attention_vjp_d_k_d_v_kernel, work.tiles * dims["kv_heads"], call, *given,
+               KeyGradients(out["d_k"], out["d_v"]), scores, window, work, extents, strides, plan=own,
+               **how)  # fmt: skip
     if "d_q" in wants:
         work = PackedWork.of(call, "tokens", config.dq_block_q, scale=scale)
         own = plan._replace(block_q=config.dq_block_q, block_kv=config.dq_block_kv)
-        launch(varlen_attention_vjp_d_q_kernel, work.tiles * heads, call, *given, work, out["d_q"], scores, window,
+        launch(varlen_attention_vjp_d_q_kernel, work.tiles * heads, call, *given, out["d_q"], scores, window, work,
                extents, strides, plan=own, **how)  # fmt: skip
     return tuple(out.values())

@@ -57,7 +57,7 @@ FAULTS = {
         Planted(
             "d-sinks-of-no-sequence",
             "d_sinks sums tokens of no sequence too",
-            old="ok, row = (token < extents.q_len) & in_a_sequence(token, work), token.to(tl.int64)",
+            old="ok, row = (token < extents.q_len) & in_a_sequence(token, starts, work), token.to(tl.int64)",
             new="ok, row = token < extents.q_len, token.to(tl.int64)",
             at=(0, 4),
         ),
