@@ -26,12 +26,11 @@ BERT = {
 }  # fmt: skip
 PRE_NORM = {"norm", "add_norm", "attention", "loss", "linear_loss"}
 GATED = PRE_NORM | {"rope", "gate"}
-WHOLE = GATED | {"embeddings"}
 FAMILIES = {  # the model, its config, and the parts that are served
-    "Llama": ("LlamaForCausalLM", LLAMA, WHOLE),
-    "Mistral": ("MistralForCausalLM", {**LLAMA, "sliding_window": 4}, WHOLE),
-    "Qwen2": ("Qwen2ForCausalLM", LLAMA, WHOLE),
-    "Qwen3": ("Qwen3ForCausalLM", LLAMA, WHOLE),
+    "Llama": ("LlamaForCausalLM", LLAMA, GATED),
+    "Mistral": ("MistralForCausalLM", {**LLAMA, "sliding_window": 4}, GATED),
+    "Qwen2": ("Qwen2ForCausalLM", LLAMA, GATED),
+    "Qwen3": ("Qwen3ForCausalLM", LLAMA, GATED),
     "Gemma": ("GemmaForCausalLM", LLAMA, GATED),
     "Gemma2": ("Gemma2ForCausalLM", {**LLAMA, **WINDOWS, "query_pre_attn_scalar": 4}, GATED - {"linear_loss"}),
     "Gemma3Text": ("Gemma3ForCausalLM", {**LLAMA, **WINDOWS, "query_pre_attn_scalar": 4}, GATED),
@@ -39,9 +38,9 @@ FAMILIES = {  # the model, its config, and the parts that are served
         "GPT2LMHeadModel",
         {"vocab_size": 40, "n_embd": 16, "n_layer": 1, "n_head": 4, "n_positions": 16, "resid_pdrop": 0.0,
          "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-        PRE_NORM | {"mlp", "embeddings"},
+        PRE_NORM | {"mlp"},
     ),
-    "Bert": ("BertForMaskedLM", BERT, {"embeddings", "norm", "add_norm", "attention", "mlp", "loss"}),
+    "Bert": ("BertForMaskedLM", BERT, {"norm", "add_norm", "attention", "mlp", "loss"}),
     "ViT": (
         "ViTForImageClassification",
         {**{k: v for k, v in BERT.items() if k != "vocab_size"}, "image_size": 8, "patch_size": 4, "num_channels": 1,

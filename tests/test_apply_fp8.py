@@ -104,7 +104,7 @@ def test_projections_of_each_family_are_replaced_and_come_back(family):
 
 
 def test_it_is_no_part_unless_it_is_named():
-    assert {*PARTS} - {*DEFAULT_PARTS} == {"fp8"}
+    assert {*PARTS} - {*DEFAULT_PARTS} == {"embeddings", "fp8"}
     model = build().eval()
     with portakern.torch.apply(model) as applied:
         assert not places(model) and not fp8_rows(applied)

@@ -489,7 +489,7 @@ def drawn(op, examples, **options):
 
 
 def test_dtypes_have_fixed_shares():
-    for seed, op in enumerate([r.op for r in forward_records()][::4]):
+    for seed, op in enumerate([r.op for r in forward_records() if "float64" in r.spec.dtypes][::4]):
         count = Counter(c.dtype for c in drawn(op, 80, seed=seed))
         wide = count.pop("float64")
         assert sum(count.values()) + wide == 80 and 34 <= count["float32"] <= 46 and min(count.values()) >= 13, count
