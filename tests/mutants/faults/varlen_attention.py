@@ -73,20 +73,20 @@ FAULTS = {
         Planted(
             "lse-of-the-first-rows",
             "the log-sum-exp of every sequence goes where the first one's belongs",
-            old="heads * extents.q_len + token\n    sink = None",
-            new="heads * extents.q_len + row\n    sink = None",
+            old="heads * extents.q_len + token\n    sinks, sink =",
+            new="heads * extents.q_len + row\n    sinks, sink =",
         ),
         Planted(
             "values-of-the-first-sequence",
             "every sequence reads the values of the first",
-            old="operands = k + mine.kv_start * k_s, v + mine.kv_start * v_s, masks\n    state =",
-            new="operands = k + mine.kv_start * k_s, v, masks\n    state =",
+            old="operands = k + mine.kv_start * k_s, v + mine.kv_start * v_s, masks.of_heads\n    state =",
+            new="operands = k + mine.kv_start * k_s, v, masks.of_heads\n    state =",
         ),
         Planted(
             "sink-of-key-head",
             "query heads of a group take the sink of their key head",
-            old="masks.sinks + (heads + row * 0)",
-            new="masks.sinks + (heads // extents.group + row * 0)",
+            old="tl.load(sinks + (heads + row * 0)",
+            new="tl.load(sinks + (heads // extents.group + row * 0)",
         ),
         Planted(
             "sinks-of-no-sequence",

@@ -39,8 +39,8 @@ FAULTS = {
         Planted(
             "slopes-of-key-heads",
             "d_k and d_v take the slope of the key head",
-            old="slope_of(masks.slopes, head, scores), col",
-            new="slope_of(masks.slopes, kv_head, scores), col",
+            old="slope_of(masks.of_heads.slopes, head, scores), col",
+            new="slope_of(masks.of_heads.slopes, kv_head, scores), col",
             edge="slopes_of_grouped_heads",
             at=(0, 8),
             sample=True,
