@@ -619,7 +619,8 @@ def test_every_case_of_a_suite_is_a_call(name):
         dims = {n: e if n in said else _small(e) for n, e in case.dims.items()}
         for rule in spec.require:
             dims |= rule.mends(dims) if rule.mends else {}
-        small = suites.TimedCase(case.suite, case.op, case.dtype, dims, case.options, case.given, case.layouts,
+        options = {n: dims.get(n, value) for n, value in case.options.items()}  # an option may be an extent
+        small = suites.TimedCase(case.suite, case.op, case.dtype, dims, options, case.given, case.layouts,
                                  overwrite=case.overwrite, array_dtypes=case.array_dtypes)  # fmt: skip
         library = frameworks()["numpy"]
         call = make(small, library, library.devices()[0]).call
