@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import time
-from datetime import timedelta
-
 import numpy as np
 import pytest
 
@@ -15,7 +10,6 @@ if not torch.distributed.is_available():
     pytest.skip("this build of PyTorch has no torch.distributed", allow_module_level=True)
 
 import torch.distributed as dist  # noqa: E402
-import torch.multiprocessing as mp  # noqa: E402
 
 import portakern as pk  # noqa: E402
 import portakern.torch as twins  # noqa: E402
@@ -23,8 +17,9 @@ from portakern.core.oracle import as_float64, oracle  # noqa: E402
 from portakern.errors import SpecError  # noqa: E402
 from portakern.frameworks.torch import vocabulary  # noqa: E402
 from portakern.frameworks.torch.custom_ops import define  # noqa: E402
+from tests.ranks import on_ranks  # noqa: E402
 
-WORLD, SECONDS, ROWS, WIDTH = 4, 480, 24, 16
+WORLD, ROWS, WIDTH = 4, 24, 16
 CLASSES = {2: [40, 64], 4: [40, 1, 33, 30]}
 TOTAL = 104
 CASES = {
@@ -60,45 +55,44 @@ def losses(name, group):
     return loss.detach(), d_x, of_linear.detach(), *torch.autograd.grad(of_linear, (h, w), d_loss)
 
 
-def entry(rank, port, folder):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
+def wrong_calls():
+    """All processes refuse, so that none waits for another."""
+    x, _, w, labels, _ = arrays("plain")
+    for classes in ([9] * 4, [TOTAL + 0.5] * 4, 9):
+        with pytest.raises(
+            SpecError, match=r"classes is (9|\[9, .*|\[104.5, .*) and process \d of 4 holds 104; expected"
+        ):
+            twins.vocabulary_parallel_cross_entropy(x, labels, classes=classes)
+    with pytest.raises(SpecError, match=r"labels is torch.float32 \(24,\) beside logits of \(24, 104\)"):
+        twins.vocabulary_parallel_cross_entropy(x, labels.float())
+    with pytest.raises(SpecError, match="label_smoothing is 2.0; expected a finite number"):
+        twins.vocabulary_parallel_cross_entropy(x, labels, label_smoothing=2.0)
+    with pytest.raises(SpecError, match="label_smoothing is -0.5; expected a finite number"):
+        twins.vocabulary_parallel_linear_cross_entropy(w, w, labels, label_smoothing=-0.5)
+    with pytest.raises(SpecError, match=r"weight is torch.float32 \(104, 16\) beside hidden"):
+        twins.vocabulary_parallel_linear_cross_entropy(x, w, labels)
+
+
+def every_case(folder):
+    """On each process: what it gets in each case is left in a folder."""
     vocabulary.CHUNK_ROWS, vocabulary.CHUNK_CLASSES = 10, 16
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD, timeout=timedelta(seconds=SECONDS))
-    try:
-        halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        for name in CASES:
-            for group, count in ((None, WORLD), (halves[rank // 2], 2)):
-                found, again = losses(name, group), losses(name, group)
-                for a, b in zip(found, again, strict=True):
-                    assert torch.equal(a, b), f"{name}: two runs have other bits"
-                if count == WORLD or rank < count:
-                    torch.save(found, f"{folder}/{name}-{count}-{rank}")
-        x, _, w, labels, _ = arrays("plain")
-        with pytest.raises(SpecError, match=r"classes is \[9, 9, 9, 9\] and process \d of 4 holds 104; expected"):
-            twins.vocabulary_parallel_cross_entropy(x, labels, classes=[9] * 4)
-        with pytest.raises(SpecError, match=r"labels is torch.float32 \(24,\) beside logits of \(24, 104\)"):
-            twins.vocabulary_parallel_cross_entropy(x, labels.float())
-        with pytest.raises(SpecError, match=r"weight is torch.float32 \(104, 16\) beside hidden"):
-            twins.vocabulary_parallel_linear_cross_entropy(x, w, labels)
-    finally:
-        dist.destroy_process_group()
+    rank = dist.get_rank()
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    for name in CASES:
+        for group, count in ((None, WORLD), (halves[rank // 2], 2)):
+            found, again = losses(name, group), losses(name, group)
+            for a, b in zip(found, again, strict=True):
+                assert torch.equal(a, b), f"{name}: two runs have other bits"
+            if count == WORLD or rank < count:
+                torch.save(found, f"{folder}/{name}-{count}-{rank}")
+    wrong_calls()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What all processes found, of one spawn with a limit of time."""
+    """What all processes of all cases found."""
     path = tmp_path_factory.mktemp("losses")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    processes = mp.spawn(entry, (port, str(path)), nprocs=WORLD, join=False)
-    end = time.monotonic() + SECONDS
-    while not processes.join(max(end - time.monotonic(), 0)):
-        if time.monotonic() >= end:
-            for process in processes.processes:
-                process.kill()
-            raise TimeoutError(f"processes still ran after {SECONDS} s")
+    on_ranks(every_case, WORLD, str(path))
     return path
 
 

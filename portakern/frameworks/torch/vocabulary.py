@@ -4,6 +4,7 @@ three numbers a row are what others need of it."""
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -157,13 +158,24 @@ class ClassesHere(NamedTuple):
         world, rank = dist.get_world_size(group), dist.get_rank(group)
         if rank < 0:
             raise SpecError(f"{name}: this process is not in group; expected a group of which every caller is one")
-        every = [count] * world if classes is None else [int(n) for n in classes]
+        try:
+            every = [count] * world if classes is None else [operator.index(n) for n in classes]
+        except TypeError:
+            every = []
         if len(every) != world or every[rank] != count or min(every) < 1:
             raise SpecError(
-                f"{name}: classes is {every} and process {rank} of {world} holds {count}; expected the classes of each "
-                "process, 1 or more"
+                f"{name}: classes is {classes if classes is not None else every} and process {rank} of {world} holds "
+                f"{count}; expected the number of classes of each process, an integer from 1 up"
             )
-        return cls(sum(every[:rank]), count, sum(every), group, *options)
+        found = cls(sum(every[:rank]), count, sum(every), group, *options)
+        row, label = torch.zeros(1, 1, device="cpu"), torch.zeros(1, dtype=torch.int64, device="cpu")
+        _op("cross_entropy", found.backend).bind(row, label, **found.options)
+        return found
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of the op that are the loss's."""
+        return {n: getattr(self, n) for n in ("ignore_index", "label_smoothing", "z_loss")}
 
     def found(self, logits: Tensor, labels: Tensor) -> Tensor:
         """(3, rows) of logits (rows, n) of these classes: lse, lse_low, and what the label and the mean take off."""
@@ -206,8 +218,7 @@ class ClassesHere(NamedTuple):
     def gradient(self, logits: Tensor, labels: Tensor, saved: tuple[Tensor, ...], offset: int = 0) -> Tensor:
         """d_logits of logits from the class ``offset`` of these on; saved: lse, lse_low, d_loss."""
         lse, low, d_loss = saved
-        options = {n: getattr(self, n) for n in ("ignore_index", "label_smoothing", "z_loss")}
-        options |= {"first_class": self.first + offset, "classes": self.total}
+        options = {**self.options, "first_class": self.first + offset, "classes": self.total}
         d_logits: Tensor = _op("cross_entropy_vjp", self.backend)(logits, labels, lse, d_loss, low, **options)[0]
         return d_logits
 
