@@ -120,7 +120,7 @@ def test_the_example_trains_under_torchrun_as_on_pytorch():
     def run(on):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         command += ["-m", "portakern.examples.parallel.train", "--steps=2", f"--on={on}"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=280, check=True).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=130, check=True).stdout
 
     ours, theirs = run("portakern"), run("torch")
     losses = [[float(x) for x in text.splitlines()[-1].removeprefix("losses: ").split()] for text in (ours, theirs)]
