@@ -29,8 +29,8 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.configs import EmbeddingConfig, EmbeddingGradientConfig
-from portakern.backends.triton.launch import MAX_GRID, accumulator, cdiv, launch, refuse_common, torch_dtype
+from portakern.backends.triton.configs import EmbeddingConfig, EmbeddingGradientConfig, RowsConfig
+from portakern.backends.triton.launch import MAX_GRID, accumulator, cdiv, launch, refuse_tile, torch_dtype
 from portakern.backends.triton.layout import fresh, pow2_at_least, row_start, walk_rows
 
 if TYPE_CHECKING:
@@ -130,9 +130,14 @@ def programs(rows: int, d: int, block_n: int) -> int:
     return cdiv(rows, block_rows) * cdiv(d, numbers)
 
 
+def refused(call: Call, config: EmbeddingConfig, rows: int) -> str | None:
+    """Why programs cannot own ``rows`` rows in tiles of ``block_n`` numbers."""
+    tile = RowsConfig(block_rows=1, block_n=config.block_n, num_warps=config.num_warps)
+    return refuse_tile(call, tile, programs(rows, call.dims["d"], config.block_n))
+
+
 def supports(call: Call, config: EmbeddingConfig) -> str | None:
-    tokens, _, _ = extents_of(call)
-    return refuse_common(call, config.num_warps, programs(tokens, call.dims["d"], config.block_n))
+    return refused(call, config, extents_of(call).tokens)
 
 
 def extents_of(call: Call) -> EmbeddingExtents:
@@ -301,11 +306,10 @@ def gradient_tiling(call: Call) -> dict[str, int]:
 
 
 def supports_gradient(call: Call, config: EmbeddingGradientConfig) -> str | None:
-    tokens, rows, d = extents_of(call)
+    tokens, rows, _ = extents_of(call)
     if max(tokens, rows) > MAX_GRID:
         return f"{tokens} tokens and {rows} rows: keys count both to 2^31 - 1; sum the gradients of fewer at a time"
-    slots = 2 * cdiv(tokens, CHUNK.value)
-    return refuse_common(call, config.num_warps, programs(max(rows, slots), d, config.block_n))
+    return refused(call, config, max(rows, 2 * cdiv(tokens, CHUNK.value)))
 
 
 @BACKEND.implements(
