@@ -6,8 +6,6 @@ A server that has imported what ranks need is forked for each rank, so that the 
 from __future__ import annotations
 
 import multiprocessing
-import os
-import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -26,6 +24,7 @@ IMPORTED = (
     *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen3", "gemma")),
 )
 """What the server imports, of what is installed."""
+HOST = "127.0.0.1"
 COLLECTIVE = timedelta(seconds=60)
 """How long a rank waits for others in one collective operation."""
 
@@ -33,12 +32,10 @@ COLLECTIVE = timedelta(seconds=60)
 def on_ranks(body: Callable[..., None], world: int, *args: Any, limit: float = 240.0) -> None:
     """Run ``body(*args)`` in as many processes as ``world`` says. One that raises ends the others; all end after
     ``limit`` seconds."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    meeting = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)  # holds its port while it lives
     multiprocessing.set_forkserver_preload([*IMPORTED])
     ranks: Any = mp.start_processes(
-        _entry, (body, world, port, args), nprocs=world, join=False, start_method="forkserver"
+        _entry, (body, world, meeting.port, args), nprocs=world, join=False, start_method="forkserver"
     )
     end = time.monotonic() + limit
     try:
@@ -52,9 +49,9 @@ def on_ranks(body: Callable[..., None], world: int, *args: Any, limit: float = 2
 
 
 def _entry(rank: int, body: Callable[..., None], world: int, port: int, args: tuple[Any, ...]) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=COLLECTIVE)
+    meeting = dist.TCPStore(HOST, port, world, is_master=False)
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world, timeout=COLLECTIVE)
     try:
         body(*args)
     finally:
