@@ -2,7 +2,6 @@
 
 import copy
 import io
-import socket
 from collections import Counter
 
 import pytest
@@ -134,6 +133,14 @@ def test_what_stays_has_its_reason():
     stays["its weight is tied to another module's"] = 2
     assert {by: n for _, n, op, by in rows if not op} == stays
     assert sum(n for _, n, op, _ in rows if op) == 4 * 7 + 1 - sum(stays.values())
+
+
+def test_other_parts_may_follow_and_tell_who_has_the_projections():
+    model = small_llama()
+    with_fp8(model)
+    with portakern.torch.apply(model, parts=["norm"]) as norms:
+        rows = {row.module: (row.number, row.by) for row in norms.rows if row.part == "other"}
+        assert rows["Float8Linear"] == (14, "portakern's already")
 
 
 def test_blocks_leave_what_they_do_not_divide():
@@ -352,10 +359,7 @@ def test_shards_that_come_later_are_gathered_and_earlier_ones_stay(recipe):
     from torch import distributed
     from torch.distributed.fsdp import fully_shard
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         model, sharded = (build().train(recipe in TRAINED) for _ in range(2))
         given = inputs(model)

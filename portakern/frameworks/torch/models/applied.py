@@ -330,8 +330,8 @@ def apply(
 
     Raises:
       UnsupportedError: an unknown module (the model is unchanged); a device that no backend serves.
-      SpecError: an unknown part, recipe or backend; a model to which apply was called already; "fp8" with a recipe for
-        inference of a model in training.
+      SpecError: an unknown part, recipe or backend; a model whose forwards apply has replaced already; "fp8" with a
+        recipe for inference of a model in training.
     """
     wanted = _checked(model, parts, otherwise, memory_limit)
     if backend is not None:
@@ -437,7 +437,8 @@ class _ModelRewrite:
         for module in self.model.modules():
             leaf = next(module.children(), None) is None
             if leaf and module not in self.known and not self._is_like(module, NORM):
-                self.left["other", type(module).__name__, "PyTorch's own"] += 1
+                by = "portakern's already" if isinstance(module, Float8Linear) else "PyTorch's own"
+                self.left["other", type(module).__name__, by] += 1
 
     def _put(self, part: str, module: nn.Module, found: tuple[str, Recipe] | None) -> bool:
         """Plan a forward for a module, if there is one and it is wanted."""
