@@ -412,8 +412,8 @@ def codes_of_4_bits_are_those_of_8(run, draw):
 
 
 EXTENTS = {"m": 3, "n": 4, "k": 7, "k_width": 4, "codes_per_byte": 1}
-weight_only_matmul.sample("eight_bits", dims=EXTENTS)
-weight_only_matmul.sample("four_bits", dims={**EXTENTS, "codes_per_byte": 2}, given=("zeros", "bias"))
 weight_only_matmul.sample(
     "columns", dims=EXTENTS, stretched={"scale_b": ("k",)}, given=("bias",), options={"out_dtype": "float32"}
 )
+weight_only_matmul.sample("eight_bits", dims=EXTENTS)
+weight_only_matmul.sample("four_bits", dims={**EXTENTS, "codes_per_byte": 2}, given=("zeros", "bias"))
