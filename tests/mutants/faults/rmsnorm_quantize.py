@@ -39,6 +39,7 @@ FAULTS = {
             old="row_max([magnitude_bits(a, codes) for a in y])",
             new="tl.max(magnitude_bits(y[0], codes), 1)",
             edge="tokens_whose_last_number_is_greatest",
+            sample=True,
         ),
         Planted(
             "second-tile-over-the-first",

@@ -96,6 +96,7 @@ FAULTS = {
             old="bias if alone else None,",
             new="bias,",
             edge="few_rows_and_many_groups",
+            sample=True,
             at=(0, 100),
         ),
         Planted(
