@@ -39,7 +39,7 @@ class AddRmsnormQuantizeOut(NamedTuple):
 
 
 @spec(
-    tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 65536, of="n")},
+    tiling={"block_rows": Tile(1, 256)},
     or_float32=("weight",),
     result_dtype={"q": "to"},
     codes=("q",),

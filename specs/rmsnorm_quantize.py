@@ -38,7 +38,7 @@ class RmsnormQuantizeOut(NamedTuple):
 
 
 @spec(
-    tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 65536, of="n")},
+    tiling={"block_rows": Tile(1, 256)},
     or_float32=("weight",),
     result_dtype={"q": "to"},
     codes=("q",),

@@ -30,7 +30,7 @@ class SwigluQuantizeOut(NamedTuple):
 
 
 @spec(
-    tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 65536, of="n")},
+    tiling={"block_rows": Tile(1, 256)},
     result_dtype={"q": "to"},
     codes=("q",),
     apart=("batch",),

@@ -41,7 +41,7 @@ def comparisons(call: Call) -> float:
 
 
 @spec(
-    tiling={"block_rows": Tile(1, 1024), "block_n": Tile(16, 4096, of="n")},
+    tiling={"block_rows": Tile(1, 1024)},
     require=(ENOUGH,),
     positive=("n",),
     apart=("batch",),
@@ -204,7 +204,7 @@ class TopKVjpOut(NamedTuple):
 
 
 @spec(
-    tiling={"block_rows": Tile(1, 1024), "block_n": Tile(16, 4096, of="n")},
+    tiling={"block_rows": Tile(1, 1024)},
     require=(ENOUGH,),
     positive=("n",),
     apart=("batch",),

@@ -28,6 +28,18 @@ class RowsConfig(WarpsConfig):
     block_n: Annotated[int, "columns of a tile: elements of a row that are read at once"]
 
 
+class CodedRowsConfig(RowsConfig):
+    """Of ops on rows that end in codes, of which other backends read rows whole."""
+
+    block_n: Annotated[int, Tile(128, 65536), "columns of a tile: elements of a row that are read at once"]
+
+
+class TopKConfig(RowsConfig):
+    """Of the greatest numbers of rows, which other backends read whole."""
+
+    block_n: Annotated[int, Tile(16, 4096), "columns of a tile: elements of a row that are read at once"]
+
+
 class RowGradientsConfig(RowsConfig, PipelineConfig):
     """Of gradients of norms, which sum over rows."""
 

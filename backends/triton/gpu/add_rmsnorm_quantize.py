@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.configs import RowsConfig
+from portakern.backends.triton.configs import CodedRowsConfig
 from portakern.backends.triton.gpu.add_rmsnorm import SumStrides, load_sum, starts_of_sum, sum_tiles
 from portakern.backends.triton.gpu.layernorm import Affine, default_tiling, key, supports
 from portakern.backends.triton.gpu.rmsnorm import inverse_rms, rounds_before
@@ -100,9 +100,9 @@ def add_rmsnorm_quantize_kernel(
 
 
 @BACKEND.implements(
-    "add_rmsnorm_quantize", key=key, tiling=default_tiling, supports=supports, config=RowsConfig, overwrites=True
+    "add_rmsnorm_quantize", key=key, tiling=default_tiling, supports=supports, config=CodedRowsConfig, overwrites=True
 )
-def add_rmsnorm_quantize(call: Call, config: RowsConfig) -> tuple[Any, ...]:
+def add_rmsnorm_quantize(call: Call, config: CodedRowsConfig) -> tuple[Any, ...]:
     x, residual, weight = (call.arrays[name] for name in ("x", "residual", "weight"))
     total = result_like(residual, call, "residual_out")
     (x, residual), rows = walk_rows(x.ndim - 1, x, residual)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.configs import RowsConfig
+from portakern.backends.triton.configs import CodedRowsConfig
 from portakern.backends.triton.gpu.layernorm import (
     Affine,
     default_tiling,
@@ -208,8 +208,8 @@ def fresh_codes(call: Call, like: Any, codes: CodePlan) -> tuple[Any, Any, Any]:
     return q, scale, as_stored(q, codes)
 
 
-@BACKEND.implements("rmsnorm_quantize", key=key, tiling=default_tiling, supports=supports, config=RowsConfig)
-def rmsnorm_quantize(call: Call, config: RowsConfig) -> tuple[Any, ...]:
+@BACKEND.implements("rmsnorm_quantize", key=key, tiling=default_tiling, supports=supports, config=CodedRowsConfig)
+def rmsnorm_quantize(call: Call, config: CodedRowsConfig) -> tuple[Any, ...]:
     x, weight = call.arrays["x"], call.arrays["weight"]
     (x,), rows = walk_rows(x.ndim - 1, x)
     extents = CodedExtents.of(call, rows)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.configs import RowsConfig
+from portakern.backends.triton.configs import CodedRowsConfig
 from portakern.backends.triton.gpu.layernorm import default_tiling, key
 from portakern.backends.triton.gpu.rmsnorm_quantize import (
     CodedExtents,
@@ -82,12 +82,12 @@ def swiglu_quantize_kernel(gate, up, q, scale, extents, strides, limits, codes: 
         walk_groups(gated_columns, rows, q_row, scale_row, extents, limits, False, codes, tile)
 
 
-def supports(call: Call, config: RowsConfig) -> str | None:
+def supports(call: Call, config: CodedRowsConfig) -> str | None:
     return refuse_rows(call, config, call.dims["n"], prod(call.dims["batch"]))
 
 
-@BACKEND.implements("swiglu_quantize", key=key, tiling=default_tiling, supports=supports, config=RowsConfig)
-def swiglu_quantize(call: Call, config: RowsConfig) -> tuple[Any, ...]:
+@BACKEND.implements("swiglu_quantize", key=key, tiling=default_tiling, supports=supports, config=CodedRowsConfig)
+def swiglu_quantize(call: Call, config: CodedRowsConfig) -> tuple[Any, ...]:
     gate, up = call.arrays["gate"], call.arrays["up"]
     (gate, up), rows = walk_rows(gate.ndim - 1, gate, up)
     extents = CodedExtents.of(call, rows)

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton import BACKEND
-from portakern.backends.triton.configs import RowsConfig
+from portakern.backends.triton.configs import TopKConfig
 from portakern.backends.triton.launch import cdiv, lanes, launch, refuse_tile, torch_dtype
 from portakern.backends.triton.layout import TensorRows, fresh, pow2_at_least, walk_rows
 from portakern.backends.triton.lib.rows import RowExtents, own_rows, start_of
@@ -178,24 +178,24 @@ def kept(call: Call) -> int:
     return pow2_at_least(call.dims["k"], 2)
 
 
-def width(call: Call, config: RowsConfig) -> int:
+def width(call: Call, config: TopKConfig) -> int:
     """The numbers of a tile: a tile has as many as are kept of it."""
     return config.block_n if in_passes(call) else max(config.block_n, kept(call))
 
 
-def default_tiling(call: Call) -> RowsConfig:
+def default_tiling(call: Call) -> TopKConfig:
     """Not measured: a thread has 8 ranks of a tile of up to 1024 numbers, and a program 4 warps."""
     block_n = pow2_at_least(call.dims["n"], 16, 1024)
     tile = 4 * lanes(call.target.arch) * 8
-    return RowsConfig(block_rows=max(tile // max(block_n, kept(call)), 1), block_n=block_n, num_warps=4)
+    return TopKConfig(block_rows=max(tile // max(block_n, kept(call)), 1), block_n=block_n, num_warps=4)
 
 
-def supports(call: Call, config: RowsConfig) -> str | None:
+def supports(call: Call, config: TopKConfig) -> str | None:
     wide = config.replace(block_n=width(call, config))
     return refuse_tile(call, wide, height(call))
 
 
-def supports_gradient(call: Call, config: RowsConfig) -> str | None:
+def supports_gradient(call: Call, config: TopKConfig) -> str | None:
     return refuse_tile(call, config, height(call))
 
 
@@ -205,7 +205,7 @@ def height(call: Call) -> int:
     return x
 
 
-def plan_of(call: Call, rows: TensorRows, config: RowsConfig) -> TopKPlan:
+def plan_of(call: Call, rows: TensorRows, config: TopKConfig) -> TopKPlan:
     size = call.arrays["x"].element_size()
     narrow = size == 2 and call.dims["n"] < 2**16
     shift, word = (16, tl.int32) if narrow else (32, tl.int64)
@@ -217,8 +217,8 @@ def plan_of(call: Call, rows: TensorRows, config: RowsConfig) -> TopKPlan:
     )  # fmt: skip
 
 
-@BACKEND.implements("top_k", key=key, tiling=default_tiling, supports=supports, config=RowsConfig)
-def top_k(call: Call, config: RowsConfig) -> tuple[Any, ...]:
+@BACKEND.implements("top_k", key=key, tiling=default_tiling, supports=supports, config=TopKConfig)
+def top_k(call: Call, config: TopKConfig) -> tuple[Any, ...]:
     x, k, n = call.arrays["x"], call.dims["k"], call.dims["n"]
     values = fresh(call.outputs["values"][0], x.dtype, x.device)
     indices = fresh(values.shape, torch_dtype("int32"), x.device)
@@ -230,14 +230,14 @@ def top_k(call: Call, config: RowsConfig) -> tuple[Any, ...]:
     return values, indices
 
 
-def gradient_tiling(call: Call) -> RowsConfig:
+def gradient_tiling(call: Call) -> TopKConfig:
     """Not measured: a thread stores 16 zeros beside each other."""
     block_n = pow2_at_least(call.dims["n"], 16, 1024)
-    return RowsConfig(block_rows=max(4 * lanes(call.target.arch) * 16 // block_n, 1), block_n=block_n, num_warps=4)
+    return TopKConfig(block_rows=max(4 * lanes(call.target.arch) * 16 // block_n, 1), block_n=block_n, num_warps=4)
 
 
-@BACKEND.implements("top_k_vjp", key=key, tiling=gradient_tiling, supports=supports_gradient, config=RowsConfig)
-def top_k_vjp(call: Call, config: RowsConfig) -> tuple[Any, ...]:
+@BACKEND.implements("top_k_vjp", key=key, tiling=gradient_tiling, supports=supports_gradient, config=TopKConfig)
+def top_k_vjp(call: Call, config: TopKConfig) -> tuple[Any, ...]:
     x, k, n = call.arrays["x"], call.dims["k"], call.dims["n"]
     d_x, tile = fresh(x.shape, x.dtype, x.device), config.block_rows * config.block_n
     launch(top_k_vjp_zeros_kernel, cdiv(d_x.numel(), tile), call, d_x, d_x.numel(), block=tile,
