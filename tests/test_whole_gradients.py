@@ -8,12 +8,15 @@ what the forward's oracle saves unrounded; test_vjp_bounds.py holds that to fini
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 import portakern as pk
 from portakern import testing
 from portakern.core.binder import bind
+from portakern.testing.cases import Case
 from portakern.testing.whole_gradients import cotangents_of, fraction, whole_gradients
 from tests.ops import forward_records
 from tests.whole import DRAWN, NARROW, cases, gradients, worst
@@ -127,3 +130,13 @@ def test_rows_that_a_finite_mask_hides(low, backend, framework):
     got, _ = held("attention", backend, given, {}, cotangents, framework)
     np.testing.assert_allclose(got["v"].sum(1), 1, rtol=1e-5)
     assert got["v"].max() <= 1 and np.isfinite(got["q"]).all()
+
+
+def test_float64_keeps_its_digits_in_units_of_a_huge_scale():
+    """What stands for a rest of 0 is 1e-8 of float32's least number times a scale of 1e30, and nothing of float64's."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    shapes = {"q": [1, 9, 7, 12], "k": [1, 9, 1, 12], "v": [1, 9, 1, 8]}
+    told = {"dtype": "float64", "shapes": shapes, "regime": "subnormal", "seed": 3, "options": {"scale": -1e30}}
+    case = Case.from_json(json.dumps(told))
+    found = worst("attention", pk.op("attention").spec, case, backend="triton", framework="torch", device="cpu")
+    assert found is not None and found[0] <= 1, found

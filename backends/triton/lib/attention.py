@@ -412,8 +412,9 @@ def attention_vjp_statistics_kernel(o, d_o, lse, d_lse, lse_low, out, extents, r
     shift, delta = tl.where(unseen, float("inf"), high), tl.where(unseen, 0.0, total)
     tl.store(out.shift + at, shift, mask=i_ok)
     far = i_ok & (tl.abs(l) >= tile.limit) & (tl.abs(high) < float("inf"))
-    # the least number that is not flushed stands for a rest of 0: in units of a scale of 1e30 it is 1e-8
-    tl.store(out.low + at, tl.where(far, tl.where(rest == 0.0, 1.1754944e-38, rest), 0.0), mask=i_ok)
+    # the least number that is not flushed stands for a rest of 0: in units of a scale of 1e30 it is 1e-8 in float32
+    least: tl.constexpr = 2.2250738585072014e-308 if tile.acc_dtype == tl.float64 else 1.1754944e-38
+    tl.store(out.low + at, tl.where(far, tl.where(rest == 0.0, least, rest), 0.0), mask=i_ok)
     if out.flags is not None:
         pitch_of_flags = tl.cdiv(extents.tiles, FLAGS) * FLAGS
         line, i = out.flags + (batch * extents.heads + head) * pitch_of_flags, tl.arange(0, FLAGS)
