@@ -170,7 +170,7 @@ RECORD = ForwardRecord(
     },
     usual=(
         Sample({"x": (64, 256)}, {"k": 8}),
-        Sample({"x": (8, 600)}, {"k": 20}, tiling={"block_rows": 2, "block_n": 128}),
+        Sample({"x": (8, 600)}, {"k": 20}, tiling={"block_rows": 2}),
         Sample({"x": (3, 5, 100)}, LEAST),
     ),
     formula=formula,
@@ -281,7 +281,7 @@ GRADIENT = GradientRecord(
     small={"plain": Sample(with_choice((2, 5), 3), {"k": 3}), "one": Sample(with_choice((4,), 1))},
     usual=(
         Sample(with_choice((64, 256), 8), {"k": 8}),
-        Sample(with_choice((8, 600), 20), {"k": 20}, tiling={"block_rows": 2, "block_n": 16}),
+        Sample(with_choice((8, 600), 20), {"k": 20}, tiling={"block_rows": 2}),
     ),
     extents={"batch": 64, "n": 64, "k": 1},
     past_2_31=past_2_31_vjp,
