@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -51,7 +52,9 @@ def example(s: Spec[Any]) -> str:
     given = [a for a in s.arrays if a.name in case.shapes]
     drawn = [f"{a.name} = {_drawn(s, case, a)}  # {a.shape}" for a in given]
     names = [o.name for o in s.outputs if not o.wanted_by and not o.saved]
-    call = f'{", ".join(names)} = pk.op("{s.name}")({", ".join(case.shapes)}{options})'
+    in_order = list(itertools.takewhile(case.shapes.__contains__, (a.name for a in s.arrays)))
+    passed = [n if n in in_order else f"{n}={n}" for n in case.shapes]
+    call = f'{", ".join(names)} = pk.op("{s.name}")({", ".join(passed)}{options})'
     own = ["import ml_dtypes"] if any("ml_dtypes." in line for line in drawn) else []
     lines = [*own, "import numpy as np", "import portakern as pk", "", "rng = np.random.default_rng(0)", *drawn, call]
     return "\n".join(["```python", *lines, "```"])
