@@ -24,9 +24,12 @@ os.environ.setdefault("NPROC", "8")
 # What XLA compiles for the host runs once or a few times: unoptimised, in one piece, and without the emitters of fused
 # loops, whose code takes long to compile, it is ready in half of the time. jaxlib 0.11 has those emitters alone, and
 # ends the process at a flag that it does not know.
-FLAGS = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
-# Products on several threads add in an order that follows how many are free: a row alone then has other bits at times.
-FLAGS.append("--xla_cpu_multi_thread_eigen=false")
+FLAGS = [
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_parallel_codegen_split_count=1",
+    # products on several threads add in an order that varies: a row alone then has other bits at times
+    "--xla_cpu_multi_thread_eigen=false",
+]
 if importlib.util.find_spec("jaxlib") and version("jaxlib").startswith("0.10."):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))

@@ -21,14 +21,10 @@ __all__ = ["explain"]
 
 
 def explain(call: Call, choice: Choice) -> str:
-    """A few lines: the call, what would move between devices, its backend and variant, the tiling and its source, and
+    """A few lines: the call, how devices share it, its backend and variant, the tiling and its source, and
     why the others do not serve it."""
     target = call.framework.target(call.device)
     lines = [repr(call), f"  arrays: {call.framework.name} on {target}", *_readings(call), *_kept(call)]
-    parted = call.framework.parted(call, choice)
-    if parted is not None:
-        lines += parted[0]
-        call = parted[1]
     traced = target.platform == "traced"
     if traced:
         expected = call.framework.lowering_target()
@@ -41,7 +37,7 @@ def explain(call: Call, choice: Choice) -> str:
     chosen = None
     try:
         chosen = choice.backend or choose(call.spec, call.framework, target)
-        told, call = call.framework.in_parts(call, target, chosen.oracle)
+        told, call = call.framework.in_parts(call, choice, target, chosen.oracle)
         lines += told
         candidates = find_routes(chosen, call, target, choice.variant)
         if traced and candidates[0].framework is not call.framework and not chosen.oracle:

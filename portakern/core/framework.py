@@ -288,9 +288,10 @@ class Framework:
         """For what a traced call is lowered where nothing else is said; None where that is not known."""
         return None
 
-    def in_parts(self, call: Call, target: Target, oracle: bool) -> tuple[list[str], Call]:
-        """How a call is served whose arrays several devices hold, in lines of :func:`portakern.core.explain.explain`,
-        and the call of one of these; no lines where one device holds all. ``oracle``: whether the oracle serves it.
+    def in_parts(self, call: Call, choice: Choice, target: Target, oracle: bool) -> tuple[list[str], Call]:
+        """How a call is served whose arrays several devices hold, what would move between these and why, in lines of
+        :func:`portakern.core.explain.explain`, and the call of one of them; no lines where one device holds all.
+        Nothing runs. ``oracle``: whether the oracle serves it.
 
         Raises:
           UnsupportedError: it is not served.
@@ -318,11 +319,6 @@ class Framework:
           SpecError: others of its arrays are not distributed.
         """
         return False
-
-    def parted(self, call: Call, choice: Choice) -> tuple[list[str], Call] | None:
-        """Of a call of arrays that lie on several devices, in lines of text what would move between these and why, and
-        the call that each of them runs; None for any other call. Nothing runs."""
-        return None
 
     def undisturbed(self, casts: bool) -> bool:
         """Whether nobody steps in (:meth:`interposes`) or looks through the library's arrays, so that an array's

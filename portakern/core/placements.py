@@ -1,8 +1,8 @@
 """Which parts of a call devices compute, given how its arrays lie on a mesh of them.
 
 The rules are those of :mod:`portakern.core.partitions`. Each axis of the mesh cuts the call along one of them, so that
-little has to be moved. A call that is cut along two rules is
-cut twice: the parts of a part. Nothing here knows how devices communicate.
+little has to be moved. A call that is cut along two rules is cut twice: the parts of a part. Nothing here knows how
+devices communicate.
 """
 
 from __future__ import annotations

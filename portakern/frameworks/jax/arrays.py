@@ -220,7 +220,7 @@ class Jax(Framework):
 
         return tracing.lowering_target()
 
-    def in_parts(self, call: Call, target: Target, oracle: bool) -> tuple[list[str], Call]:
+    def in_parts(self, call: Call, choice: Choice, target: Target, oracle: bool) -> tuple[list[str], Call]:
         from portakern.frameworks.jax import partitioned
 
         return partitioned.explained(call, target, oracle)

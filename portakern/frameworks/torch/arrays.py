@@ -367,9 +367,9 @@ class Torch(Framework):
         sharded.register(spec)
         return True
 
-    def parted(self, call: Call, choice: Choice) -> tuple[list[str], Call] | None:
+    def in_parts(self, call: Call, choice: Choice, target: Target, oracle: bool) -> tuple[list[str], Call]:
         if not any(memory.is_distributed(a) for a in call.arrays.values()):
-            return None
+            return [], call
         from portakern.frameworks.torch import moves
 
         return moves.explained(call, choice)
