@@ -19,7 +19,18 @@ from typing import Any, NamedTuple
 
 from portakern.errors import SpecError
 
-__all__ = ["ORDERS", "Layout", "Pair", "Visible", "checked_lengths", "chunks", "pairs", "steps", "zigzag_order"]
+__all__ = [
+    "ORDERS",
+    "Layout",
+    "Pair",
+    "Visible",
+    "check_shapes",
+    "checked_lengths",
+    "chunks",
+    "pairs",
+    "steps",
+    "zigzag_order",
+]
 
 ORDERS = ("zigzag", "contiguous")
 
@@ -76,6 +87,18 @@ class Pair(NamedTuple):
             return dict(common)
         ends_alike = self.q_start == (self.kv_end - self.kv_first) - (self.q_end - self.q_first)  # the op's default
         return {**common, **mask, **({} if ends_alike else {"q_start": self.q_start, "kv_start": 0})}
+
+
+def check_shapes(**shapes: tuple[int, ...]) -> None:
+    """SpecError where an array, by its argument's name and query first, has not four axes, or other extents of batch
+    and tokens than query."""
+    query = shapes["query"]
+    for name, shape in shapes.items():
+        if len(shape) != 4 or shape[:2] != query[:2]:
+            raise SpecError(
+                f"ring_attention: {name} has shape {shape} beside query of {query}; expected (batch, tokens, heads, "
+                "width), with query's batch and tokens"
+            )
 
 
 def checked_lengths(lengths: Sequence[int] | None, tokens: int, count: int) -> list[int]:

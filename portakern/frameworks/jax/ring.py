@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from portakern.api import op
-from portakern.core.ring import Layout, Pair, Visible, checked_lengths, chunks, pairs, steps, zigzag_order
+from portakern.core.ring import Layout, Pair, Visible, check_shapes, checked_lengths, chunks, pairs, steps, zigzag_order
 from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.jax.tracing import varying_alike
 
@@ -125,12 +125,8 @@ def ring_attention(
 
 
 def _check(query: Any, key: Any, value: Any) -> None:
+    check_shapes(query=query.shape, key=key.shape, value=value.shape)
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.ndim != 4 or x.shape[:2] != query.shape[:2]:
-            raise SpecError(
-                f"{NAME}: {name} has shape {x.shape} beside query of {query.shape}; expected (batch, tokens, heads, "
-                "width), with query's batch and tokens"
-            )
         if x.dtype != query.dtype:
             raise SpecError(f"{NAME}: {name} is {x.dtype}; expected {query.dtype}, as query is: cast it")
 

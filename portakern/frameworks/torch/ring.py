@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from portakern.api import Op, op
-from portakern.core.ring import Layout, Pair, Visible, checked_lengths, chunks, pairs, steps, zigzag_order
+from portakern.core.ring import Layout, Pair, Visible, check_shapes, checked_lengths, chunks, pairs, steps, zigzag_order
 from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.torch.casting import lowered
 
@@ -136,11 +136,7 @@ def _checked(query: Tensor, key: Tensor, value: Tensor, group: Any) -> tuple[Ten
                 f"{NAME}: {name} is a DTensor; expected what this process holds: pass {name}.to_local(), and the "
                 "mesh's get_group() as group"
             )
-        if x.dim() != 4 or x.shape[:2] != query.shape[:2]:
-            raise SpecError(
-                f"{NAME}: {name} has shape {tuple(x.shape)} beside query of {tuple(query.shape)}; expected (batch, "
-                "tokens, heads, width), with query's batch and tokens"
-            )
+    check_shapes(query=tuple(query.shape), key=tuple(key.shape), value=tuple(value.shape))
     query, key, value = lowered(query), lowered(key), lowered(value)
     for name, x in (("key", key), ("value", value)):
         if x.dtype != query.dtype or x.device != query.device:
