@@ -370,12 +370,13 @@ OVERRIDES: dict[int, Any] = {
         (tl.dot, dot), (tl.where, where), (tl.arange, arange), (tl.full, full), (tl.zeros, zeros), (tl.trans, trans),
         (tl.join, join), (tl.split, split),
         (tl.cast, cast), (tl.fma, fma), (tl.reduce, reduce), (tl.associative_scan, associative_scan),
-        (tl.core._reduce_with_indices, reduce_with_indices),
-        (tl.core._promote_bfloat16_to_float32, promote_bfloat16), (tl.sum, sum),
+        (tl.core._reduce_with_indices, reduce_with_indices), (tl.sum, sum),
         (tl.maximum, _two(np.fmax, bound(tl.maximum))), (tl.minimum, _two(np.fmin, bound(tl.minimum))),
         (tl.div_rn, _two(np.divide, bound(tl.div_rn))),
         (tl.multiple_of, _identity), (tl.max_contiguous, _identity), (tl.max_constancy, _identity),
         *((getattr(tl, name), _elementwise(ufunc, bound(getattr(tl, name)))) for name, ufunc in _ELEMENTWISE.items()),
+        # Triton 3.9 has none: its reductions take bfloat16 as it comes
+        *((function, promote_bfloat16) for function in [getattr(tl.core, "_promote_bfloat16_to_float32", None)] if function),
     ]
 }  # fmt: skip
 """id of a function of ``tl`` (or builtin) -> what an interpreted kernel calls instead."""
