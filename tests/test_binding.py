@@ -36,6 +36,10 @@ def test_options_become_canonical():
     assert pk.op("attention").bind(Q, K, K, window=[1, None], is_causal=np.bool_(True)).options["window"] == (1, None)
 
 
+def test_a_call_prints_an_extent_that_is_an_option_once():
+    assert repr(pk.op("top_k").bind(zeros(2, 8), k=3)) == "top_k(float32; batch=(2,), n=8, k=3)"
+
+
 def test_float64_keeps_its_statistics():
     q = zeros(1, 2, 1, 4, dtype=np.float64)
     assert pk.op("attention").bind(q, q, q, return_lse=True).outputs["lse"][1] == "float64"

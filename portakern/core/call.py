@@ -147,9 +147,8 @@ class Call:
 
     def __repr__(self) -> str:
         dims = ", ".join(f"{k}={tuple(v) if isinstance(v, tuple) else v}" for k, v in self.dims.items())
-        opts = "".join(
-            f", {o.name}={self.options[o.name]!r}" for o in self.spec.options if self.options[o.name] != o.default
-        )
+        apart = [o for o in self.spec.options if o.name not in self.dims and self.options[o.name] != o.default]
+        opts = "".join(f", {o.name}={self.options[o.name]!r}" for o in apart)
         over = f", overwrite={self.over}" if self.over else ""
         return f"{self.spec.name}({self.dtype}; {dims}{opts}{over})"
 
