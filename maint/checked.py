@@ -10,7 +10,7 @@ from maint.markdown import NONE, by_device, table
 from maint.measurements import STALE, Row, StoredResults, changed, footnote, set_of, source
 from portakern.results import EMULATED, HOST_CPU, Result
 
-__all__ = ["caught", "emulated", "errors", "faults", "found", "machine_faults", "requests_alone", "soundness"]
+__all__ = ["caught", "emulated", "errors", "faults", "found", "invariances", "machine_faults", "soundness"]
 
 
 def errors(kept: StoredResults) -> str:
@@ -118,30 +118,40 @@ def _some(n: int, what: str) -> str:
     return f"{n} {what}{'' if n == 1 else 's'}"
 
 
-def requests_alone(kept: StoredResults) -> str:
-    """Whether a request has the same bits alone as among others, a line an op and contender."""
-    found = kept.rows("batch-invariance")
+def invariances(kept: StoredResults) -> str:
+    """Who keeps which bits: a line an op and subject, a column a property."""
+    found = kept.rows("invariance")
     if not found:
         return (
             "Not measured: `python -m benchmarks.batch_invariance --json FILE` on a GPU, `portakern report --add FILE`."
         )
 
     def render(mine: list[Row]) -> str:
+        columns = list(dict.fromkeys(row["name"] for row in mine))
         lines = []
-        for row in sorted(mine, key=lambda r: (r["op"], not r["subject"], r["contender"])):
-            if row["calls"]:
-                name = f"**{row['contender']}**" if row["subject"] else row["contender"]
-                same = f"{row['same']} of {row['calls']}" + STALE * changed(row, kept.root)
-                largest = f"{row['largest']:.2g}" if row["same"] < row["calls"] else NONE
-                lines.append([f"`{row['op']}`", row["dtype"], name, same, largest])
-        return table(["op", "dtype", "with", "calls of the same bits", "largest difference"], lines)
+        for op, peer, subject in sorted({(r["op"], r["peer"], r["subject"]) for r in mine}):
+            own = [r for r in mine if (r["op"], r["subject"]) == (op, subject)]
+            name = (subject if peer else f"**{subject}**") + STALE * any(changed(r, kept.root) for r in own)
+            lines.append([f"`{op}`", name, *(_same_bits([r for r in own if r["name"] == c]) for c in columns)])
+        return table(["op", "with", *columns], lines)
 
     notes = (
-        "Drawn calls of 2 to some thousand requests, of which one is called alone; portakern's backends are in bold. "
-        "Peers are called as `portakern bench` calls them, with their default settings where they have several."
+        "Calls with the same bits, of drawn calls; where some differ, along which dimension, in which layout or by "
+        "which law, and the largest difference. Portakern's backends are in bold. Peers have their default settings."
     )
     text = [by_device(found, render), notes, footnote((r for r, _ in found), kept.root), source(r for _, r in found)]
     return "\n\n".join(t for t in text if t)
+
+
+def _same_bits(rows: Sequence[Row]) -> str:
+    """How many of a property's calls had the same bits."""
+    cases = sum(r["cases"] for r in rows)
+    broken = [r for r in rows if r["failed"] or r["same"] < r["cases"]]
+    if not cases and not broken:
+        return NONE
+    named = ", ".join(r["along"] for r in broken if r["along"])
+    largest = f" ({named + ': ' if named else ''}{max(r['largest'] for r in broken):.2g})" if broken else ""
+    return f"{sum(r['same'] for r in rows)} of {cases}{largest}"
 
 
 def soundness(kept: StoredResults) -> str:

@@ -52,7 +52,7 @@ TABLES: Mapping[str, Callable[[StoredResults], str]] = {
     "machine_faults": checked.machine_faults,
     "found": checked.found,
     "soundness": checked.soundness,
-    "requests_alone": checked.requests_alone,
+    "invariances": checked.invariances,
     "lines": lines.lines,
 }
 """What may stand between marks, by name."""

@@ -78,7 +78,7 @@ def _bench(row: Row) -> Row:
 
 def _without_peers_sources(row: Row) -> Row:
     """Of peers only what was found."""
-    return row if row["subject"] else {n: v for n, v in row.items() if n not in SOURCE.split()}
+    return {n: v for n, v in row.items() if n not in SOURCE.split()} if row["peer"] else row
 
 
 def _judged(row: Row) -> Row:
@@ -141,7 +141,7 @@ SHOWN: Mapping[str, Shown] = {
         "portakern over_xla over_flash over_splash", "wall_seconds", {"portakern": _only("least", "around")}
     ),
     "model-step": Shown("peak_gib ms best_ms worst_ms kernels gradients_apart errors why", "sizes"),
-    "batch-invariance": Shown(f"subject calls same largest {SOURCE}", made=_without_peers_sources),
+    "invariance": Shown(f"peer cases same failed largest {SOURCE}", made=_without_peers_sources),
     "sanitizer": Shown("variant examples errors problem"),
     "launch": Shown("median_us", "graphs"),
     "fuzz": Shown("calls", "calls worst slowest_seconds broken"),

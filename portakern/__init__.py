@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from portakern.core.registry import register as register
     from portakern.testing import Report as Report
     from portakern.testing import check as check
+    from portakern.testing.invariances import invariance as invariance
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,7 @@ _LAZY = {
     "Report": "testing",
     "backends": "core.registry",
     "check": "testing",
+    "invariance": "testing.invariances",
     "observe": "core.observe",
     "op": "api",
     "ops": "core.registry",
@@ -62,6 +64,7 @@ __all__ = [
     "__version__",
     "backends",
     "check",
+    "invariance",
     "observe",
     "op",
     "ops",

@@ -198,10 +198,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
          "detected_by": "string"},
         {"wall_seconds": "number"},
     ),
-    "batch-invariance": Benchmark(
-        ("op", "dtype", "contender"),
-        {"op": "text", "dtype": "text", "contender": "text", "subject": "flag", **_SOURCES,
-         **dict.fromkeys(("calls", "same", "refused", "failed"), "count"), "largest": "number", "why": "text?"},
+    "invariance": Benchmark(
+        ("op", "subject", "name", "along"),
+        {"op": "text", "subject": "text", "peer": "flag", "name": "text", "along": "string",
+         **dict.fromkeys(("cases", "same", "refused", "failed"), "count"), "largest": "number", "difference": "text?",
+         "case": "text?", "shapes": "string?", "why": "text?", **_SOURCES},
         {"wall_seconds": "number"},
     ),
     "sanitizer": Benchmark(

@@ -211,6 +211,7 @@ KEYWORDS = {
     "backends/pallas/lib/mosaic_tpu/rows.py: launched",
     "portakern/cli/bench.py: bench",
     "portakern/cli/check.py: check",
+    "portakern/cli/invariance.py: invariance",
     "portakern/cli/judge.py: judge",
     "portakern/cli/tune.py: tune",
     "portakern/core/backend.py: implements",

@@ -39,7 +39,7 @@ TITLES: Mapping[str, tuple[str, str] | None] = {
     "cycles": ("Cycles on TPUs", "compile-matrix"),
     "beside": ("Cycles on TPUs beside other kernels", "tpu-cycles"),
     "legal": ("Tilings that TPU compilers took", "tpu-legal"),
-    "requests_alone": ("Requests alone and among others", "batch-invariance"),
+    "invariances": ("Who keeps which bits", "invariance"),
     "judges": None,
     "kernelbench": None,
     "headline": None,

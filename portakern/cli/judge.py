@@ -103,7 +103,7 @@ def judge(
     json_file = json_into(context, "judge", json_file)
     errors_only(context)
     _keep_memory()
-    file, name = _split(candidate)
+    file, name = split_candidate(candidate)
     named: dict[str, Any] = {"layouts": layout, "promises": promise}
     judged = judge_file(
         file, op, name=name, map=map, problem=problem, framework=framework, device=device,
@@ -135,7 +135,7 @@ def _bytes(gib: float) -> int:
     return int(gib * 2**30)
 
 
-def _split(candidate: str) -> tuple[str, str | None]:
+def split_candidate(candidate: str) -> tuple[str, str | None]:
     """FILE, FILE:NAME or FILE:ns::op."""
     head, sign, name = candidate.partition(":")
     if not sign or Path(candidate).is_file():

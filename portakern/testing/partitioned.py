@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ from portakern.spec.dtypes import DTYPES, numpy_dtype
 from portakern.spec.tolerance import format_of, magnitude, round_to
 from portakern.testing.cases import Case
 from portakern.testing.comparing import wanted_outputs
-from portakern.testing.layouts import other_bits, row_major
+from portakern.testing.layouts import LAYOUTS, Buffer, other_bits
 from portakern.testing.report import Report
 from portakern.testing.sizes import Limits
 from portakern.testing.subject import Subject
@@ -56,7 +56,7 @@ from portakern.testing.verdict import (
     expected,
 )
 
-__all__ = ["MOST_PARTS", "check_divisible", "cut_case", "run_partitioned"]
+__all__ = ["MOST_PARTS", "ServedCase", "check_divisible", "combined", "cut_case", "pieces_of", "run_partitioned"]
 
 MOST_PARTS = 64
 
@@ -299,16 +299,13 @@ class ServedCall(NamedTuple):
     plan: tuple[Any, ...] | None
 
 
-class CaseInParts:
-    """A case that is cut, on a subject. ``excused``: kinds of failures that are not reported."""
+class ServedCase:
+    """A case on a subject, whose calls are made of contiguous arrays. ``any_order``: whether its bounds are those of
+    sums in any order."""
 
-    def __init__(self, subject: Subject, case: Case, excused: Collection[str]) -> None:
-        self.subject, self.case, self.excused = subject, case, excused
-        self.any_order = bool({BrokenPromise.kind, "sums"} & {*excused})
+    def __init__(self, subject: Subject, case: Case, any_order: bool = False) -> None:
+        self.subject, self.case, self.any_order = subject, case, any_order
         self.full = self.bound({n: np.array(b.view(), order="C") for n, b in case.buffers(subject.spec).items()}, {})
-        ((name, self.extents),) = case.parts.items()
-        rules = {r.name: r for r in partition_rules(self.full)}
-        self.rule = _allowed(subject.spec, rules, name, self.extents)
         self.overrides = subject.tiling(case, self.full)[0]
 
     def bound(self, arrays: Mapping[str, np.ndarray], options: Mapping[str, Any]) -> Call:
@@ -318,10 +315,12 @@ class CaseInParts:
         call.any_order = self.any_order
         return call
 
-    def ran(self, call: Call, options: Mapping[str, Any]) -> ServedCall:
-        """Serve a call; ``options``: those that are not at their default."""
+    def ran(
+        self, call: Call, options: Mapping[str, Any], lay: Callable[[np.ndarray], Buffer] = LAYOUTS["contiguous"]
+    ) -> ServedCall:
+        """Serve a call; ``options``: those that are not at their default; ``lay``: how its arrays lie in memory."""
         subject, spec, fw = self.subject, self.subject.spec, self.subject.framework
-        given = {n: self.on_device(a) for n, a in call.arrays.items() if a is not None}
+        given = {n: self.on_device(lay(a)) for n, a in call.arrays.items() if a is not None}
         positional = [given[a.name] for a in spec.arrays if not a.optional]
         named = {a.name: given[a.name] for a in spec.arrays if a.optional and a.name in given}
         always = {o.name: o.default for o in spec.options if o.name in subject.always}
@@ -333,9 +332,8 @@ class CaseInParts:
         plan = tuple((s.backend, s.variant, tuple(sorted(s.tiling.items()))) for s in seen) or None
         return ServedCall(dict(zip(call.wants, self.outputs_of(result, call), strict=True)), plan)
 
-    def on_device(self, array: np.ndarray) -> Any:
-        memory = np.array(array).reshape(-1)
-        return self.subject.framework.strided(memory, array.shape, row_major(array.shape), 0, self.subject.device)
+    def on_device(self, b: Buffer) -> Any:
+        return self.subject.framework.strided(b.memory, b.shape, b.strides, b.offset, self.subject.device)
 
     def outputs_of(self, result: Any, call: Call) -> list[np.ndarray]:
         """The wanted outputs as NumPy arrays of their declared dtypes and shapes."""
@@ -353,6 +351,17 @@ class CaseInParts:
                 raise Broken(text, "form", LOOKS["form"])
             found.append(array)
         return found
+
+
+class CaseInParts(ServedCase):
+    """A case that is cut, on a subject. ``excused``: kinds of failures that are not reported."""
+
+    def __init__(self, subject: Subject, case: Case, excused: Collection[str]) -> None:
+        super().__init__(subject, case, any_order=bool({BrokenPromise.kind, "sums"} & {*excused}))
+        self.excused = excused
+        ((name, self.extents),) = case.parts.items()
+        rules = {r.name: r for r in partition_rules(self.full)}
+        self.rule = _allowed(subject.spec, rules, name, self.extents)
 
     def hold(self) -> tuple[dict[str, float], bool]:
         """(output -> largest error / error bound, whether bits were compared); raise Broken where a result is wrong."""

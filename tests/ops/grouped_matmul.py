@@ -26,7 +26,6 @@ from tests.ops._shared import (
 from tests.ops.record import (
     DTYPES,
     EVERY,
-    Alone,
     Corner,
     Fault,
     ForwardRecord,
@@ -203,18 +202,6 @@ def shapes(rows, groups, k, n):
     return {"a": (rows, k), "b": (groups, k, n), "group_ends": (groups,)}
 
 
-def row_with_its_group(arrays, row):
-    """A row with its group's matrix, or with any in no group."""
-    ends = arrays["group_ends"]
-    g = int(np.searchsorted(ends, row, side="right"))
-    of = min(g, len(ends) - 1)
-    return {
-        "a": arrays["a"][row : row + 1],
-        "b": arrays["b"][of : of + 1],
-        "group_ends": np.array([int(g < len(ends))], ends.dtype),
-    }
-
-
 RECORD = ForwardRecord(
     op="grouped_matmul",
     simulate=simulate,
@@ -286,7 +273,6 @@ RECORD = ForwardRecord(
     layer=Layer(in_layer, lambda width: {"w": (2, width, width)}),
     extents={"rows": 64, "groups": 3, "k": 96, "n": 128},
     launched=Sample(shapes(64, 2, 64, 64)),
-    alone=Alone("rows", row_with_its_group),
     matrix_units=True,
     past_2_31=past_2_31,
     far=far,

@@ -203,19 +203,6 @@ class Layer:
     parameters: Callable[[int], Mapping[str, Shape]] = lambda width: {}
 
 
-@dataclass(frozen=True)
-class Alone:
-    """What one of several requests is by itself, of an op whose spec does not say it (``apart``).
-
-    Attributes:
-      dimension: of arguments and outputs, of which a request is one index.
-      arrays: (the arrays of a call by name, an index) -> those of the call that has this request alone.
-    """
-
-    dimension: str
-    arrays: Callable[[Mapping[str, np.ndarray], int], Mapping[str, np.ndarray]]
-
-
 @dataclass(frozen=True, kw_only=True)
 class OpRecord:
     """One op.
@@ -301,7 +288,6 @@ class ForwardRecord(OpRecord):
       layer: how it takes part in a model.
       launched: the call whose host time benchmarks/launch.py takes.
       twin: what PyTorch has, if it has it.
-      alone: one request of several, where the spec's ``apart`` does not say what that is.
     """
 
     formula: Callable[..., tuple[Any, ...]]
@@ -318,7 +304,6 @@ class ForwardRecord(OpRecord):
     launched: Sample
     derived: Mapping[str, Sample] = field(default_factory=dict)
     twin: Twin | None = None
-    alone: Alone | None = None
 
     def differentiable(self, sample: Sample) -> tuple[int, ...]:
         """The places, among the arrays that a sample gives, of those that have gradients."""

@@ -10,7 +10,7 @@ import secrets
 import shlex
 import time
 import tomllib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from portakern.tools.judge.process import Process, ProcessLimits, within
 from portakern.tools.judge.remote import Remote, signature_of
 from portakern.tools.judge.wire import Input
 
-__all__ = ["PROMISES", "Judgement", "judge"]
+__all__ = ["PROMISES", "Judgement", "candidate_subject", "judge"]
 
 PROMISES = ("inputs", "outside", "own_memory", "kept")
 """The promises that are checked by default; others are checked if they are named."""
@@ -160,6 +160,50 @@ def judge(
     judged.report.not_required += _changed(hashed, hashes(path, source))
     judged.seconds = time.perf_counter() - start
     return judged
+
+
+@contextlib.contextmanager
+def candidate_subject(
+    file: str | Path,
+    op: str | Spec[Any] | None = None,
+    *,
+    name: str | None = None,
+    map: str | None = None,
+    problem: str | Path | None = None,
+    framework: str | None = None,
+    device: str = "cpu",
+    process_limits: ProcessLimits | None = None,
+) -> Iterator[tuple[Subject, Mapping[str, Any]]]:
+    """(a candidate in a process of its own, the options that are built into it), for checks other than the judge's.
+    Arguments as for :func:`judge`.
+
+    Raises:
+      SpecError: an argument is unknown, the candidate cannot be called this way, or ends before its first call.
+    """
+    path, source = _file(file), _file(problem) if problem else None
+    op, map, _ = _of_a_problem((source or path).stem, op, map)
+    spec = registry.find_spec(op) if isinstance(op, str) else op
+    slots, fixed = parse(
+        map, [a.name for a in spec.arrays], [o.name for o in spec.outputs], [o.name for o in spec.options]
+    )
+    which, kind, library = _identify(path, name, spec, framework)
+    limits = process_limits or ProcessLimits()
+    _check_protections(limits)
+    process = Process(limits, library, device)
+    try:
+        target = _target(library, device)
+        inputs = _inputs_of(source, limits) if source else []
+        line = _line(str(file), which, spec, map, problem, library, device, 0)
+        made = _Candidate(spec, path, source, which, kind, library, target, slots, fixed, line, inputs)
+        try:
+            _begin(process, library, target)
+            subject = made.loaded(process)
+        except Ended as e:
+            raise SpecError(f"{made.called} ended before its first call: {advised(str(e))}") from None
+        yield subject, fixed
+    finally:
+        process.end()
+        os.close(process.log)
 
 
 def _note_start(judged: Judgement, start: float) -> None:
