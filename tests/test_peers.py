@@ -41,7 +41,7 @@ def test_peers_stand_apart():
             "jax_rows", "pallas_flash", "pallas_mgpu", "flex_attention", "flash_cute", "flashinfer", "quack",
             "tokamax"} <= set(peers)  # fmt: skip
     assert not set(peers) & set(pk.backends())
-    assert all(b.peer and not b.auto for b in peers.values())
+    assert all(b.peer and not b.own for b in peers.values())
     for call in (pk.op("softmax").explain(X), pk.op("softmax", backend="triton").explain(X)):
         assert not re.search(r"not (torch|jax|sdpa_\w+|liger|quack|tokamax)\b", call)
     with pytest.raises(pk.SpecError, match="expected one of pallas, reference, triton, a peer .*, or a Backend object"):

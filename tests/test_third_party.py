@@ -95,7 +95,16 @@ def test_nothing_changes_for_calls_that_name_no_backend():
     mine("torch", platforms=["cpu", "cuda"])
     assert pk.op("softmax").explain(X) == before + "\n  not mine: used for these arrays only when named"
     assert "backend: reference (chosen" in pk.op("softmax").explain(torch.zeros(3))
-    assert [b.name for b in pk.backends().values() if b.auto] == [*pk.backends()][:-1]
+    assert [b.name for b in pk.backends().values() if b.own] == [*pk.backends()][:-1]
+
+
+@pytest.mark.parametrize("named_only", [False, True])
+def test_a_backend_of_portakern_may_serve_the_calls_alone_that_name_it(named_only):
+    backend = mine("numpy", named_only=named_only)
+    backend.own = True  # as the registry says of those that portakern brings
+    served = "reference" if named_only else "mine"
+    assert f"backend: {served} (chosen" in pk.op("softmax").explain(X)
+    np.testing.assert_allclose(pk.op("softmax", backend="mine")(X), pk.op("softmax")(X), rtol=1e-6)
 
 
 def test_names_are_taken_once():

@@ -192,7 +192,7 @@ def _subjects(
         of = registry.backend(b)
         try:
             names = [variant] if variant else testing.backend_variants(registry.find_spec(op), b, *where)
-            for family in of.families_with(op) if not of.auto else ():
+            for family in of.families_with(op) if not of.own else ():
                 of.implementation(op, family)
         except UnsupportedError as e:
             if not every:
@@ -200,7 +200,7 @@ def _subjects(
             lacking.append(e)
             continue
         except Exception as e:  # somebody's module that cannot be imported, say
-            if not every or of.auto:
+            if not every or of.own:
                 raise
             err.print(f"not checked: {op} on {b}: {type(e).__name__}: {e}", style="red", markup=False, highlight=False)
             continue

@@ -378,7 +378,7 @@ class Implementation:
     @functools.cached_property
     def is_own(self) -> bool:
         """Whether portakern brings it, so that its own tests hold it to its outputs."""
-        return self.backend.auto and self.fn.__module__.partition(".")[0] == __name__.partition(".")[0]
+        return self.backend.own and self.fn.__module__.partition(".")[0] == __name__.partition(".")[0]
 
     def why_not_automatic(self, variant: str | None) -> str | None:
         """None, or why it serves no call that names this variant, or none: results whose bits change from run to run
@@ -465,8 +465,9 @@ class Backend:
         nothing else is given.
       peer: somebody else's kernels, to compare with: it runs when named, and lists of backends leave it out
         (:func:`portakern.core.registry.peers`).
-      auto: it may serve calls that name no backend. The registry says so of portakern's own; everybody else's run when
-        named.
+      named_only: it serves calls that name it, and no others.
+      own: portakern brings it, and it is no peer; the registry says so. auto: it may serve calls that name no backend:
+        portakern's own may, but for those that run when named alone. Everybody else's run when named.
       standing_for: the hardware that the host stands in for, while a profile is on that has targets.
     """
 
@@ -479,12 +480,13 @@ class Backend:
     refusals: Sequence[str] = ()
     package: str | None = None
     peer: bool = False
+    named_only: bool = False
     compiles: InitVar[Mapping[str, str | Sequence[str]] | None] = None
     interprets: InitVar[str | None] = None
     compiler: InitVar[str | None] = None
     profiles: InitVar[Mapping[str, str | Profile] | None] = None
     platforms: InitVar[Sequence[str]] = ()
-    auto: bool = field(default=False, init=False)
+    own: bool = field(default=False, init=False)
     standing_for: Target | None = field(default=None, init=False, repr=False)
     _found: dict[tuple[str, str], Implementation] = field(default_factory=dict, init=False, repr=False)
     _elsewhere: dict[str, str] = field(default_factory=dict, init=False, repr=False)
@@ -539,6 +541,11 @@ class Backend:
                 for package, of in homes.items()
             ],
         )
+
+    @property
+    def auto(self) -> bool:
+        """Whether it may serve calls that name no backend."""
+        return self.own and not self.named_only
 
     @functools.cached_property
     def families(self) -> tuple[Family, ...]:

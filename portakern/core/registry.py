@@ -90,7 +90,7 @@ def _installed() -> Mapping[str, Backend]:
             except (Exception, SystemExit) as e:
                 _leave_out(name, [entry], f"cannot be loaded: {_message_of(e)}")
             else:
-                b.auto = _is_own(entry) and not b.peer
+                b.own = _is_own(entry) and not b.peer
                 found[name] = b
             if others:
                 _leave_out(name, others, "portakern's own has that name; rename its entry point")
@@ -171,7 +171,7 @@ def register(b: Backend) -> Backend:
     before = _origins.get(b.name) if b.name in _registered else None
     others = {n: o for n, o in _everyone().items() if n != b.name or before != origin}
     if b.name in others:
-        taken = before or ("portakern itself" if others[b.name].auto else "an installed package")
+        taken = before or ("portakern itself" if others[b.name].own else "an installed package")
         raise SpecError(
             f"backend name {b.name!r} is taken by {taken}, and {origin} registers another; choose another name, or "
             "pass the Backend object itself as backend=, which needs no registration"
