@@ -252,6 +252,34 @@ def test_projections_of_one_input_share_its_codes(recipe, codes):
         assert torch.equal(model(**inputs(model)).logits, found)
 
 
+@pytest.mark.parametrize("recipe", ["rows", "blocks"])
+def test_a_gate_gives_codes_to_the_projection_behind_it(recipe):
+    """Where nobody would see the product between them, and no gradient is wanted."""
+    model = build(**{**SIZE, "num_hidden_layers": 1}).eval()
+    given, mlp = inputs(model), model.model.layers[0].mlp
+    joined, apart_ = {"swiglu_quantize": 1, "quantize": 3}, {"swiglu": 1, "quantize": 4}
+
+    def counted(expected):
+        found, counts = ops_in(lambda: model(**given).logits)
+        gates = {name: counts[name] for name in expected}
+        assert gates == expected and sum(counts[name] for name in joined | apart_) == sum(expected.values())
+        return found
+
+    with with_fp8(model, recipe, ["gate", "fp8"]):
+        with torch.no_grad():
+            found = counted(joined)
+            handle = mlp.down_proj.register_forward_hook(lambda *seen: None)
+            watched = counted(apart_)
+            handle.remove()
+            assert torch.equal(counted(joined), found)
+            x = torch.randn(3, 5, SIZE["hidden_size"], dtype=torch.bfloat16)
+            with torch.autocast("cpu", torch.bfloat16):
+                assert mlp(x).dtype is mlp(x.float()).dtype is torch.bfloat16
+            assert mlp(x.float()).dtype is torch.float32 and mlp(x[:0]).shape == (0, 5, SIZE["hidden_size"])
+        assert torch.equal(counted(apart_), watched)
+    assert 0 < apart(found, watched) < PRODUCT_APART  # codes of one rounding, and of two
+
+
 def test_codes_that_are_shared_are_of_what_is_there():
     model = build().eval()
     with torch.no_grad(), with_fp8(model):

@@ -292,7 +292,7 @@ class Float8Linear(nn.Module):
                 f"Float8Linear: x is {x.dtype} {tuple(x.shape)}; expected bfloat16, float16 or float32 "
                 f"(..., {self.in_features})"
             )
-        out_dtype = torch.get_autocast_dtype(x.device.type) if widened(x) else x.dtype
+        out_dtype = _result_dtype(x)
         rows, trains = x.reshape(-1, self.in_features), RECIPES[self.recipe].trains
         if self.training and torch.is_grad_enabled() and not trains:
             raise UnsupportedError(
@@ -304,6 +304,27 @@ class Float8Linear(nn.Module):
         else:
             y = (self._trained if trains else self._inferred)(rows, *self._codes_of(x, rows), out_dtype)
         return y.view(*x.shape[:-1], self.out_features)
+
+    def takes_codes(self) -> bool:
+        """Whether :meth:`of_codes` is what a call is now: of a layer for inference, where nobody asks for gradients."""
+        return not RECIPES[self.recipe].trains and not torch.is_grad_enabled()
+
+    def code_options(self) -> dict[str, Any]:
+        """By which options an op that quantises makes codes of x for a layer for inference."""
+        return {"width": RECIPES[self.recipe].block or self.in_features, "to": FORWARD}
+
+    def of_codes(self, q: Tensor, scale: Tensor, like: Tensor) -> Tensor:
+        """The layer for inference of an x that was made into codes by the op that computed it.
+
+        Args:
+          q, scale: codes (..., in_features) and their scales (..., groups), by ``code_options``.
+          like: a tensor of the dtype that x would have.
+
+        Returns:
+          (..., out_features), as ``forward`` of x; x was never rounded to its dtype.
+        """
+        y = self._inferred(like, q.reshape(-1, self.in_features), scale.flatten(0, -2), _result_dtype(like))
+        return y.view(*q.shape[:-1], self.out_features)
 
     def _inferred(self, rows: Tensor, q: Tensor, scale: Tensor, out_dtype: torch.dtype) -> Tensor:
         block, bias = RECIPES[self.recipe].block, None if self.bias is None else self.bias.detach()
@@ -328,8 +349,7 @@ class Float8Linear(nn.Module):
             if kind.trains:
                 given = _delayed_scale(rows, self.input_history, FORWARD, self.training) if kind.delayed else None
                 return _tensor_codes(rows.detach(), FORWARD, given, self.backend)
-            width = kind.block or self.in_features
-            q, scale = kept_op("quantize", self.backend)(rows.detach(), height=1, width=width, to=FORWARD)
+            q, scale = kept_op("quantize", self.backend)(rows.detach(), height=1, **self.code_options())
             return q, scale
 
         if self.shared is None or kind.delayed or torch.compiler.is_compiling():
@@ -383,6 +403,11 @@ class Float8Linear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"recipe={self.recipe!r}{named}"
         )
+
+
+def _result_dtype(x: Tensor) -> torch.dtype:
+    """Of a layer's result: the dtype of x, or autocast's."""
+    return torch.get_autocast_dtype(x.device.type) if widened(x) else x.dtype
 
 
 HISTORIES = ("input_history", "weight_history", "gradient_history")

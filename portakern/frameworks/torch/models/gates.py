@@ -1,6 +1,7 @@
 """The gated product of a feed-forward layer on the swiglu and geglu ops; its projections stay the module's own, so that
 adapters on them (LoRA) and their hooks work as before. What plain projections return belongs to the layer alone, and a
-backward pass that keeps no graph writes its gradients over it.
+backward pass that keeps no graph writes its gradients over it. Where the last projection multiplies codes of 8 bits and
+no gradients are wanted, the op that computes the product gives them.
 """
 
 from __future__ import annotations
@@ -38,15 +39,20 @@ GATES = {"llama.LlamaMLP": GatedProjections()}
 
 @dataclass(frozen=True)
 class Activation:
-    """The op of a gate's function, and its options."""
+    """The op of a gate's function, and its options.
+
+    Attributes:
+      coded: the op that gives the product in codes of 8 bits, where there is one.
+    """
 
     op: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    coded: str | None = None
 
 
 ACTIVATIONS = {
-    "SiLU": Activation("swiglu"),
-    "SiLUActivation": Activation("swiglu"),
+    "SiLU": Activation("swiglu", coded="swiglu_quantize"),
+    "SiLUActivation": Activation("swiglu", coded="swiglu_quantize"),
     "GELUActivation": Activation("geglu"),
     "GELUTanh": Activation("geglu", {"approximate": "tanh"}),
     "NewGELUActivation": Activation("geglu", {"approximate": "tanh"}),
@@ -72,6 +78,7 @@ def _gated(original: Any, kind: type, backend: str | None) -> Heart:
     gate, act = expected(find(original, GATES), original), ACTIVATIONS[kind.__name__]
     own_forward, options = inspect.unwrap(original.forward), act.options
     shared, own = kept_op(act.op, backend), kept_op(act.op, backend, ("gate", "up"))
+    coded = None if act.coded is None else kept_op(act.coded, backend)
 
     def unless(self: nn.Module) -> str:
         there = getattr(self, gate.act)
@@ -84,9 +91,13 @@ def _gated(original: Any, kind: type, backend: str | None) -> Heart:
         if unless(self):
             y: Tensor = own_forward(self, x)
             return y
-        opening, rising = getattr(self, gate.gate), getattr(self, gate.up)
+        opening, rising, down = (getattr(self, name) for name in (gate.gate, gate.up, gate.down))
+        if coded is not None and type(down) is Float8Linear and down.takes_codes() and not is_bare(down):
+            opened = opening(x)
+            return down.of_codes(*coded(opened, rising(x), **options, **down.code_options()), opened)
         product = own if torch.is_grad_enabled() and unseen(opening) and unseen(rising) else shared
-        return getattr(self, gate.down)(product(opening(x), rising(x), **options))
+        y = down(product(opening(x), rising(x), **options))
+        return y
 
     return Heart(forward, unless)
 
