@@ -284,20 +284,24 @@ ESCAPES = {
             return x * 0
         """,
         ("wrong",),
-        "Landlock: it writes only in its own folder",
+        "read-only mounts, and Landlock: it writes only in its own folder",
     ),
     "a network": Escape(
         """
         import socket
 
         def softmax(x):
-            with socket.socket() as s:
-                if s.connect_ex(("127.0.0.1", PORT)) == 0:
-                    raise SystemExit("it reached somebody")
+            try:
+                with socket.socket() as s:
+                    reached = s.connect_ex(("127.0.0.1", PORT)) == 0
+            except OSError:
+                reached = False
+            if reached:
+                raise SystemExit("it reached somebody")
             return x * 0
         """,
         ("wrong",),
-        "its own network namespace without interfaces",
+        "no sockets, and its own network namespace without interfaces",
     ),
     "inputs cut short under the judge": Escape(
         """
@@ -513,21 +517,23 @@ def test_a_function_is_right_and_what_was_conceded_is_told(tmp_path):
     result = judged(tmp_path, NUMPY_RIGHT, max_examples=12)
     assert result.report.outcome == "right" and result.report.examples == 12, result.report.failures
     assert "shapes other than x [8, 100]" in result.report.not_required
-    assert result.protections == [*PROTECTIONS] and len(result.sha256) == 64
+    assert [*result.protections, *(["counted"] * ("counted" not in result.protections))] == [*PROTECTIONS]
+    assert len(result.sha256) == 64
     plain = json.loads(json.dumps(result.to_dict()))
-    assert plain["outcome"] == "right" and plain["protections"] == [*PROTECTIONS] and plain["name"] == "softmax"
+    assert plain["outcome"] == "right" and plain["protections"] == result.protections and plain["name"] == "softmax"
 
 
 def test_a_device_that_does_not_begin_behind_the_walls_ends_with_their_names_and_what_to_do(tmp_path, monkeypatch):
     """The judge reaches it; the candidate's process has none here."""
     monkeypatch.setattr("portakern.tools.judge.judgement._target", lambda library, device: Target("cuda", "sm_90"))
-    with pytest.raises(pk.UnavailableError, match=r"numpy finds the cuda .*, files\).* --without files"):
+    with pytest.raises(pk.UnavailableError, match=r"numpy finds the cuda .*, files, calls.*\).* --without files"):
         judged(tmp_path, NUMPY_RIGHT, device="cuda")
 
 
 def test_walls_are_left_out_by_name_and_the_verdict_says_so(tmp_path):
-    result = judged(tmp_path, NUMPY_RIGHT, process_limits=ProcessLimits(without=("processes", "files")))
-    assert result.report.outcome == "right" and {*PROTECTIONS} - {*result.protections} == {"processes", "files"}
+    left = {"processes", "files", "counted"}
+    result = judged(tmp_path, NUMPY_RIGHT, process_limits=ProcessLimits(without=tuple(left)))
+    assert result.report.outcome == "right" and {*PROTECTIONS} - {*result.protections} == left
     for name in ("moat", "session"):
         with pytest.raises(pk.SpecError, match=f"'{name}' cannot be omitted; expected some of limits, "):
             judged(tmp_path, NUMPY_RIGHT, process_limits=ProcessLimits(without=(name,)))
@@ -970,10 +976,16 @@ def test_what_its_process_says_of_inputs_is_not_asked(name, tmp_path):
 def test_files_beside_a_problem_are_no_libraries(tmp_path):
     pytest.importorskip("torch", reason="torch is not installed")
     problem = tmp_path / "problem.py"
-    problem.write_text(PROBLEM.replace("import torch", "import colorsys\nimport torch\nassert colorsys.rgb_to_hls"))
+    problem.write_text(
+        PROBLEM.replace("import torch", "import colorsys, sizes\nimport torch\nassert colorsys.rgb_to_hls")
+    )
     (tmp_path / "colorsys.py").write_text("raise SystemExit('of the candidate')")
-    result = judged(tmp_path, NUMPY_RIGHT, shapes=None, dtypes=None, problem=problem, max_examples=2)
+    (tmp_path / "sizes.py").write_text("rows = 6\n")
+    kernel = tmp_path / "kernel"
+    kernel.mkdir()
+    result = judged(kernel, NUMPY_RIGHT, shapes=None, dtypes=None, problem=problem, max_examples=2)
     assert not result.report.failures and "shapes other than x [6, 100]" in result.report.not_required
+    assert [*result.hashes.files] == ["candidate.py", str(problem), str(tmp_path / "sizes.py")], "what it imported"
 
 
 def test_a_problem_that_names_no_inputs_is_named(tmp_path):
@@ -1030,7 +1042,7 @@ def test_the_hash_is_of_what_lies_beside_it_and_of_the_problem(tmp_path):
 def test_what_changes_while_it_is_judged_has_no_verdict(tmp_path, monkeypatch):
     seen = []
 
-    def meanwhile(path, problem):
+    def meanwhile(path, problem, imported):
         seen.append(hashing.hashes(path, problem))
         (tmp_path / ("helper.py" if len(seen) == 1 else "later")).write_text("x = 1\n")
         return seen[-1]

@@ -61,7 +61,7 @@ class Forged(Process):
         self.popen = SimpleNamespace(pid=os.getpid(), wait=lambda timeout=None: 0)
         self.folder = tempfile.TemporaryDirectory()
         self.log = os.open(Path(self.folder.name, "printed"), os.O_RDWR | os.O_CREAT)
-        self.memory = os.memfd_create("inputs")
+        self.memory, self.group, self.watched = os.memfd_create("inputs"), None, 0.0
         self.replies, theirs = os.pipe()
         taken, self.requests = os.pipe()
         os.set_blocking(self.replies, False)
@@ -153,11 +153,11 @@ def test_a_right_reply_is_the_outputs():
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.dictionaries(st.sampled_from(["parameters", "inputs", "outputs"]), ANY))
+@given(st.dictionaries(st.sampled_from(["parameters", "inputs", "beside", "outputs"]), ANY))
 @example({"parameters": [["x\x1b", "POSITIONAL_ONLY", True]]})
 @example({"inputs": [{"shape": [True], "dtype": "float32"}]})
 def test_what_a_header_tells_is_of_its_form_or_refused(message):
-    for read in (wire.parameters, wire.inputs, wire.outputs):
+    for read in (wire.parameters, wire.problem, wire.outputs):
         with contextlib.suppress(ValueError):
             read(message)
     with pytest.raises(ValueError, match=r"Infinity|NaN"):

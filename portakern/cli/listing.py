@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
+from typing import Annotated, Any
 
 import typer
 
@@ -102,8 +103,9 @@ def show(op: Annotated[str, typer.Argument(help="Name of the op.")], json_file: 
 
 @app.command()
 def doctor(json_file: JsonFile = None) -> None:
-    """Show versions, devices, what each backend can do on this machine, and what to install."""
-    info = inventory.doctor()
+    """Show versions, devices, what each backend can do on this machine, what to install, and which protections the
+    judge has here."""
+    info = {**inventory.doctor(), "judge": _protections()}
     if print_json("doctor", json_file, info):
         return
     show_table("Installed", ["package", "version"], [[k, v or "-"] for k, v in info["environment"].items()])
@@ -113,3 +115,19 @@ def doctor(json_file: JsonFile = None) -> None:
         ["backend", "status", "next step"],
         [[b["backend"], b["status"], b["next_step"]] for b in info["backends"]],
     )
+    show_table(
+        "The judge's protections (portakern judge)",
+        ["protection", "here", "what"],
+        [[p["protection"], "yes" if p["granted"] else "no", p["what"]] for p in info["judge"]],
+    )
+
+
+def _protections() -> list[dict[str, Any]]:
+    """Each protection of a judged kernel's process, and whether this system grants it; none but on Linux."""
+    if sys.platform != "linux":
+        return []
+    from portakern.tools.judge.process import protections_here
+    from portakern.tools.judge.sandbox import PROTECTIONS
+
+    granted = protections_here()
+    return [{"protection": name, "granted": name in granted, "what": what} for name, what in PROTECTIONS.items()]

@@ -15,7 +15,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CalledCandidate", "inputs_of", "load"]
+__all__ = ["CalledCandidate", "imported_beside", "inputs_of", "load"]
+
+
+IMPORTS = 1000
+"""Files beside a problem that are told, at most."""
 
 
 class CalledCandidate:
@@ -126,6 +130,16 @@ def inputs_of(path: Path) -> list[dict[str, Any]]:
     with torch.device("meta"):  # their shapes alone: they may be larger than memory
         tensors = [t for t in source.get_inputs() if isinstance(t, torch.Tensor)]
     return [{"shape": [*t.shape], "dtype": str(t.dtype).removeprefix("torch.")} for t in tensors]
+
+
+def imported_beside(path: Path) -> list[str]:
+    """The files in a problem's folder that it has imported, but for installed libraries."""
+    files = {getattr(m, "__file__", None) for m in [*sys.modules.values()]}
+    found = {Path(f) for f in files if isinstance(f, str)} - {path}
+    libraries = {Path(sys.prefix), Path(sys.base_prefix), Path(__file__).parents[2]}
+    libraries |= {Path(p) for p in sys.path if p.endswith(("site-packages", "dist-packages"))}
+    beside = (f for f in found if f.is_relative_to(path.parent))
+    return sorted(str(f) for f in beside if not any(f.is_relative_to(x) for x in libraries))[:IMPORTS]
 
 
 def _module(path: Path, first: bool = True) -> Any:

@@ -1,5 +1,5 @@
 """Hashes of the judged files: the candidate's file, the files of its folder, which it may import or read, and the
-problem's file.
+problem's file, with what that imports from beside it.
 
 The judge hashes all files of the folder. It does not ask the candidate which ones it reads, since a candidate could
 hide some.
@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +28,8 @@ IMPORTED = (".py", ".pyc", ".so", ".pyd", ".pth")
 
 @dataclass(frozen=True)
 class Hashes:
-    """``files``: path -> SHA-256, the candidate's file first, then the problem's; a path is relative to the candidate's
+    """``files``: path -> SHA-256, the candidate's file first, then the problem's and what that
+    imports; a path is relative to the candidate's
     folder if it lies there. ``unhashed``: the number of files in the folder that were not hashed or cannot be read;
     -1: too many to count."""
 
@@ -47,10 +48,10 @@ class Hashes:
         return [n for n in names if self.files.get(n) != later.files.get(n)]
 
 
-def hashes(file: Path, problem: Path | None) -> Hashes:
-    """Of a candidate as it lies there now."""
+def hashes(file: Path, problem: Path | None, imported: Sequence[Path] = ()) -> Hashes:
+    """Of a candidate as it lies there now; ``imported``: the files that the problem imports."""
     folder, found = file.parent, dict[str, str]()
-    for path in [file, *([problem] if problem else [])]:
+    for path in [file, *([problem] if problem else []), *imported]:
         digest = _digest(path, 1 << 50)
         if digest is None:
             raise SpecError(f"judge: {printable(path.name)} cannot be read")

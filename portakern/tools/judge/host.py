@@ -56,7 +56,9 @@ class Host:
 
         from portakern.tools.judge import adapters
 
-        return {"inputs": adapters.inputs_of(Path(ask["file"]))}, []
+        path = Path(ask["file"])
+        inputs = adapters.inputs_of(path)
+        return {"inputs": inputs, "beside": adapters.imported_beside(path)}, []
 
     def call(self, ask: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
         """One call of the candidate."""
@@ -110,10 +112,12 @@ def _numpy_dtype(name: str) -> Any:
 
 def main() -> None:
     """Enter the sandbox, then serve requests until the pipe closes."""
-    requests, replies, memory, folder, limits = sys.argv[1:6]
-    from portakern.tools.judge.sandbox import enter_sandbox
+    requests, replies, memory, sandbox = sys.argv[1:5]
+    from portakern.tools.judge.sandbox import Sandbox, enter_sandbox
 
-    in_force = enter_sandbox(folder, *json.loads(limits))
+    if not os.read(int(requests), 1):  # till the judge has put it into its control group
+        return
+    in_force = enter_sandbox(Sandbox(*json.loads(sandbox)))
     source, sink = os.fdopen(int(requests), "rb"), os.fdopen(int(replies), "wb")
     _reply(sink, {"protections": in_force}, [])
     host = Host(int(memory))

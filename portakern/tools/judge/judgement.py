@@ -32,7 +32,7 @@ from portakern.tools.judge.hashing import IMPORTED, Hashes, hashes
 from portakern.tools.judge.mapping import Slot, parse
 from portakern.tools.judge.process import Process, ProcessLimits, within
 from portakern.tools.judge.remote import Remote, signature_of
-from portakern.tools.judge.wire import Input
+from portakern.tools.judge.wire import Input, Problem
 
 __all__ = ["PROMISES", "Judgement", "candidate_subject", "judge"]
 
@@ -54,7 +54,7 @@ class Judgement:
     Attributes:
       report: the verdict (``report.outcome``), what was checked, what was not required, and the failures.
       file, name, sha256: the judged file, the name in it, and the file's hash; device: where it ran.
-      hashes: hashes of the file, of the other files of its folder, and of the problem.
+      hashes: hashes of the file, of the other files of its folder, of the problem and of what that imports.
       problem: the file whose inputs gave the shapes; "" if the caller gave shapes, or none.
       protections: names of the protections in force (:data:`portakern.tools.judge.sandbox.PROTECTIONS`).
       printed: the end of the output of the candidate's process.
@@ -64,8 +64,8 @@ class Judgement:
     report: Report
     file: str
     name: str
-    sha256: str
-    device: str
+    sha256: str = ""
+    device: str = ""
     hashes: Hashes = field(default_factory=Hashes)
     problem: str = ""
     protections: list[str] = field(default_factory=list)
@@ -141,14 +141,15 @@ def judge(
         dtypes=dtypes, max_examples=max_examples, seed=seed, shapes=shapes, layouts=layouts, options=fixed, empty=False,
         one_dtype=True, edges=edges, promises=promises, seconds=seconds, shrink=False,
     )  # fmt: skip
-    hashed = hashes(path, source)
-    judged = Judgement(Report(spec.name, "", seed), str(file), which, next(iter(hashed.files.values())), device, hashed)
-    judged.problem = str(problem or "")
+    judged = Judgement(Report(spec.name, "", seed), str(file), which, device=device, problem=str(problem or ""))
     start, process = time.perf_counter(), Process(limits, library, device)
     try:
         target = _target(library, device)
-        inputs = _inputs_of(source, limits) if source else []
-        candidate = _Candidate(spec, path, source, which, form, library, target, places, fixed, line, inputs)
+        asked = _inputs_of(source, limits) if source else Problem()
+        files = path, source, [Path(b) for b in asked.beside]
+        judged.hashes = hashed = hashes(*files)
+        judged.sha256 = next(iter(hashed.files.values()))
+        candidate = _Candidate(spec, path, source, which, form, library, target, places, fixed, line, asked.inputs)
         judged.device = str(target)
         judged.report = _judged(
             candidate, process, checks, terms, full_shapes, case, lambda: _note_start(judged, start)
@@ -157,7 +158,7 @@ def judge(
         process.end()
         judged.protections, judged.printed = process.protections, process.printed()
         os.close(process.log)
-    judged.report.not_required += _changed(hashed, hashes(path, source))
+    judged.report.not_required += _changed(hashed, hashes(*files))
     judged.seconds = time.perf_counter() - start
     return judged
 
@@ -336,12 +337,12 @@ def _check_inputs(path: Path) -> None:
         )
 
 
-def _inputs_of(problem: Path, limits: ProcessLimits) -> list[Input]:
+def _inputs_of(problem: Path, limits: ProcessLimits) -> Problem:
     """The inputs that a problem defines, read in a process of its own under the same protections."""
     process = Process(limits, "torch", HOST.platform)
     try:
         process.begun()
-        return process.inputs(str(problem))
+        return process.problem(str(problem))
     except Ended as e:
         raise SpecError(f"judge: the inputs of --problem {problem.name} cannot be read: {e}") from None
     finally:
@@ -492,8 +493,8 @@ def _begin(process: Process, library: str, target: Target) -> None:
     names = [p for p in process.protections if p != "session"]
     raise UnavailableError(
         f"judge: {library} finds the {target.platform} device, but its driver does not start under the candidate's "
-        f"protections ({', '.join(names)}). If 'files' is the cause, omit it with --without files: the verdict then "
-        "says that it is missing. Do this only with a trusted candidate, or on a separate machine"
+        f"protections ({', '.join(names)}). Omit the one that is the cause, as in --without files or --without calls: the "
+        "verdict then says that it is missing. Do this only with a trusted candidate, or on a separate machine"
         + (f". The driver's message: {process.why}" if process.why else "")
     )
 

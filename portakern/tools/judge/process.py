@@ -13,6 +13,7 @@ import math
 import os
 import select
 import signal
+import stat
 import struct
 import subprocess
 import sys
@@ -31,12 +32,19 @@ from portakern.errors import SpecError, UnavailableError
 from portakern.printable import printable
 from portakern.processes import SHARING
 from portakern.tools.judge import wire
+from portakern.tools.judge.groups import ControlGroup
 from portakern.tools.judge.wire import HEADER, WireOutput
 
-__all__ = ["Process", "ProcessLimits", "within"]
+__all__ = ["Process", "ProcessLimits", "empty", "protections_here", "within"]
 
 PIPE = 1 << 20
 """Bytes that a reply's pipe holds: Linux gives 65536, of which a large output needs hundreds."""
+
+WATCH = 0.2
+"""Seconds after which its processes and their memory are counted again, where no control group does."""
+
+ROOM = 4
+"""What its folder may hold, and /dev/shm: the memory that is allowed, divided by this."""
 
 KINDS = ("refused", "memory", "crashed")
 
@@ -93,11 +101,8 @@ class Process:
         self.replies, self.requests = ours_in, ours_out
         with contextlib.suppress(OSError):  # as much as the system lets a user have
             fcntl.fcntl(ours_in, fcntl.F_SETPIPE_SZ, PIPE)
-        cpu = int(limits.load_seconds + 3600)
-        space = limits.memory + (8 << 30) if platform == HOST.platform else 0  # a driver maps more than there is
-        arguments = json.dumps([space, cpu, limits.file_bytes, [*limits.without]])
         command = [sys.executable, "-P", "-m", "portakern.tools.judge.host", str(theirs_in), str(theirs_out),
-                   str(self.memory), self.folder.name, arguments]  # fmt: skip
+                   str(self.memory), self._sandbox(platform != HOST.platform)]  # fmt: skip
         self.popen = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=self.log, stderr=subprocess.STDOUT, cwd=self.folder.name,
             env=_environment(self.folder.name), start_new_session=True, pass_fds=(theirs_in, theirs_out, self.memory),
@@ -107,14 +112,37 @@ class Process:
         os.set_blocking(self.replies, False)
         self.protections: list[str] = []
         self.why = ""  # the device that it was to begin did not
+        self.watched = time.monotonic()
+        self.group = self._grouped()
         with contextlib.suppress(OSError):  # what has ended already is told by :meth:`begun`
+            os.write(self.requests, b"\n")  # it waits for its group
             self._send({"do": "begin", "framework": framework, "device": platform})  # the pipe holds it till it is read
+
+    def _sandbox(self, drivers: bool) -> str:
+        """What :class:`portakern.tools.judge.sandbox.Sandbox` is made of, as text."""
+        limits = self.limits
+        space = 0 if drivers else limits.memory + (8 << 30)  # a driver maps more than there is
+        cpu = int(limits.load_seconds + 3600)
+        given = [self.folder.name, limits.memory // ROOM, space, cpu, limits.file_bytes, drivers, [*limits.without]]
+        return json.dumps(given)
+
+    def _grouped(self) -> ControlGroup | None:
+        """The control group that the process is in, where there can be one."""
+        if "counted" in self.limits.without:
+            return None
+        name = f"portakern-judge-{self.popen.pid}"
+        group = ControlGroup.made(name, self.limits.memory, self.limits.processes)
+        if group is not None and not group.holds(self.popen.pid):
+            group.end()
+            return None
+        return group
 
     def begun(self) -> bool:
         """Wait until the process has its protections and has imported the library, before the candidate; whether it
         reaches the device under them."""
         with self.or_ended():
             self.protections = [str(p) for p in self._reply(self.limits.load_seconds).get("protections", ())]
+            self.protections += ["counted"] if self.group else []
             told = self._reply(self.limits.load_seconds)
             self.why = wire.words(told, "why", 300)
             return told.get("reached") is True
@@ -125,11 +153,11 @@ class Process:
             self._send({"do": "load", **ask})
             return wire.parameters(self._reply(self.limits.load_seconds))
 
-    def inputs(self, file: str) -> list[wire.Input]:
+    def problem(self, file: str) -> wire.Problem:
         """What ``get_inputs`` of a file names. A process that is asked this never has a candidate."""
         with self.or_ended():
             self._send({"do": "inputs", "file": file})
-            return wire.inputs(self._reply(self.limits.load_seconds))
+            return wire.problem(self._reply(self.limits.load_seconds))
 
     def call(
         self, ask: Mapping[str, Any], memories: Sequence[np.ndarray], most: int
@@ -164,11 +192,13 @@ class Process:
         with contextlib.suppress(OSError):
             os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.wait()
+        if self.group:
+            self.group.end()
         for fd in (self.replies, self.requests, self.memory):
             with contextlib.suppress(OSError):
                 os.close(fd)
-        with contextlib.suppress(OSError, RecursionError):  # folders as deep as a candidate likes
-            self.folder.cleanup()
+        empty(self.folder.name)
+        self.folder.cleanup()
 
     @contextlib.contextmanager
     def or_ended(self) -> Iterator[None]:
@@ -190,6 +220,8 @@ class Process:
     def _how(self, error: Exception) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self.popen.wait(1.0)
+            if self.group and self.group.ran_out:
+                raise Ended("memory", f"it used all of the {self.limits.memory / 2**30:g} GiB that are allowed")
             number = -code if code < 0 else code - 128
             name = f"signal {signal.Signals(number).name}" if number in {*signal.Signals} else f"status {code}"
             said = self.printed()
@@ -224,8 +256,10 @@ class Process:
             left = until - time.monotonic()
             if left <= 0:
                 raise Ended("hung", f"no result within {seconds:g} s")
-            if not select.select((self.replies,), (), (), min(left, 0.2))[0]:
+            there = select.select((self.replies,), (), (), min(left, WATCH))[0]
+            if time.monotonic() - self.watched > WATCH:  # also of one that sends its reply byte by byte
                 self._watch()
+            if not there:
                 continue
             some = os.readv(self.replies, [found[at : at + PIPE].data])
             if not some:
@@ -235,13 +269,26 @@ class Process:
 
     def _watch(self) -> None:
         tree = list(_tree(self.popen.pid))
+        self.watched = time.monotonic()
         if len(tree) > self.limits.processes:
             raise Ended("crashed", f"it started {len(tree)} processes; {self.limits.processes} are allowed")
-        used = sum(map(_resident, tree))
+        used = sum(map(_resident, tree)) + _unmapped(tree, os.fstat(self.memory))
         if used > self.limits.memory:
             raise Ended(
                 "memory", f"it used {used / 2**30:.1f} GiB of memory; {self.limits.memory / 2**30:g} are allowed"
             )
+
+
+def protections_here() -> list[str]:
+    """The names of the protections that this system grants; none if a process does not start under them."""
+    process = Process(ProcessLimits(load_seconds=30.0), "numpy", HOST.platform)
+    try:
+        with contextlib.suppress(Ended):
+            process.begun()
+    finally:
+        process.end()
+        os.close(process.log)
+    return process.protections
 
 
 def _environment(folder: str) -> dict[str, str]:
@@ -280,6 +327,65 @@ def _tree(root: int) -> Iterator[int]:
             with contextlib.suppress(OSError):
                 for child in Path(f"/proc/{root}/task/{thread}/children").read_text().split():
                     yield from _tree(int(child))
+
+
+def _unmapped(tree: Collection[int], own: os.stat_result) -> int:
+    """Bytes of the files in memory that processes hold open, but for the one that the judge made."""
+    found: dict[int, int] = {}
+    for pid in tree:
+        with contextlib.suppress(OSError):
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    about = os.stat(f"/proc/{pid}/fd/{name}")
+                    if about.st_dev == own.st_dev and about.st_ino != own.st_ino:
+                        found[about.st_ino] = 512 * about.st_blocks
+    return sum(found.values())
+
+
+def empty(folder: str) -> None:
+    """Remove what lies in a folder, as deep as it may lie: what lies below is moved up first, since a path, and a
+    function that calls itself, have an end."""
+    with contextlib.suppress(OSError):
+        top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            names, count = os.listdir(top), 0
+            while names:
+                count = _emptied(top, names.pop(), names, count)
+        finally:
+            os.close(top)
+
+
+def _emptied(top: int, name: str, names: list[str], count: int) -> int:
+    """Remove one thing of a folder; the folders in it become the folder's own, under numbers, and are added to
+    ``names``. Returns the next number."""
+    with contextlib.suppress(OSError):
+        if not stat.S_ISDIR(os.stat(name, dir_fd=top, follow_symlinks=False).st_mode):
+            os.unlink(name, dir_fd=top)
+            return count
+        at = _opened(name, top)
+        try:
+            for inner in os.listdir(at):
+                if not stat.S_ISDIR(os.stat(inner, dir_fd=at, follow_symlinks=False).st_mode):
+                    os.unlink(inner, dir_fd=at)
+                    continue
+                os.close(_opened(inner, at))  # a folder that cannot be written to cannot be moved either
+                count += 1
+                names.append(f".portakern-{count}")
+                os.rename(inner, names[-1], src_dir_fd=at, dst_dir_fd=top)
+        finally:
+            os.close(at)
+        os.rmdir(name, dir_fd=top)
+    return count
+
+
+def _opened(name: str, within: int) -> int:
+    """A folder, made one that can be read and written to; no link is followed, whoever else is at work there."""
+    where = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=within)
+    try:
+        os.chmod(f"/proc/self/fd/{where}", 0o700)
+        return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=where)
+    finally:
+        os.close(where)
 
 
 def _resident(pid: int) -> int:

@@ -15,58 +15,95 @@ import signal
 import struct
 import sys
 from collections.abc import Collection, Iterator
+from typing import NamedTuple
 
-__all__ = ["PROTECTIONS", "enter_sandbox"]
+from portakern.tools.judge.calls import filter_calls
+from portakern.tools.judge.mounts import MS_PRIVATE, MS_REC, devices, own_mounts
+
+__all__ = ["PROTECTIONS", "Sandbox", "enter_sandbox"]
 
 PROTECTIONS = {
     "session": "its own session and process group, killed when the judge ends",
     "limits": "limits on address space, processor time, file size and core dumps",
-    "privileges": "no new privileges, and its own user namespace without privileges over others",
+    "privileges": "no capabilities, no new privileges, and its own user namespace without privileges over others",
     "processes": "its own process namespace: no signal reaches the judge, and child processes end with it",
     "network": "its own network namespace without interfaces",
+    "mounts": "its own mount namespace: read-only but for a folder in memory, with its own /dev and /dev/shm",
     "files": "files are writable only in its own folder (Landlock)",
+    "calls": "no sockets, mounts, namespaces, keys, nor memory that no process has (seccomp)",
+    "counted": "a control group limits memory and tasks of all its processes (without: counted every 0.2 s)",
 }
+"""Name -> in words. The judge's side grants the last (:mod:`portakern.tools.judge.groups`)."""
 
-MS_REC, MS_PRIVATE = 0x4000, 0x40000
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = (
     0x00020000, 0x08000000, 0x10000000, 0x20000000, 0x40000000,
 )  # fmt: skip
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, CLEAR_ALL = 1, 24, 38, 47, 4
+CAPABILITIES = 64
+CAPABILITIES_3 = 0x20080522
 
 
-def enter_sandbox(
-    folder: str, memory: int, cpu_seconds: int, file_bytes: int, without: Collection[str] = ()
-) -> list[str]:
-    """Put this process into the sandbox; the names of the protections in force.
+class Sandbox(NamedTuple):
+    """What a candidate's process gets.
 
-    Args:
-      folder: where files may be written.
+    Attributes:
+      folder: where files may be written; space: bytes that it holds, and /dev/shm.
       memory: bytes of address space, 0 for no limit (GPUs map more than they use).
       cpu_seconds: processor time of the process; file_bytes: size of one file.
+      drivers: whether it reaches an accelerator, whose driver has devices and needs more of the system.
       without: names of protections to omit.
     """
+
+    folder: str
+    space: int
+    memory: int
+    cpu_seconds: int
+    file_bytes: int
+    drivers: bool = False
+    without: Collection[str] = ()
+
+
+def enter_sandbox(sandbox: Sandbox) -> list[str]:
+    """Put this process into the sandbox; the names of the protections in force."""
     libc = ctypes.CDLL(None, use_errno=True)
-    in_force = []
+    without = sandbox.without
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    in_force.append("session")
-    in_force += [name for name, granted in _namespaces(libc, without).items() if granted]
-    for kind, limit in (
-        (resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, cpu_seconds), (resource.RLIMIT_FSIZE, file_bytes),
-        *(((resource.RLIMIT_AS, memory),) if memory else ()),
-    ) * ("limits" not in without):  # fmt: skip
-        hard = resource.getrlimit(kind)[1]
-        least = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(kind, (least, least))
-    in_force += ["limits"] if "limits" not in without else []
+    in_force = ["session", *(name for name, granted in _namespaces(libc, sandbox).items() if granted)]
+    if "limits" not in without:
+        _limit(sandbox)
+        in_force.append("limits")
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    if "files" not in without and _landlock(libc, folder):
+    if "files" not in without and _landlock(libc, sandbox, "mounts" in in_force):
         in_force.append("files")
+    if "privileges" not in without:
+        _drop_capabilities(libc)
+    if "calls" not in without and filter_calls(libc, sandbox.drivers):
+        in_force.append("calls")
     return [name for name in PROTECTIONS if name in in_force]
 
 
-def _namespaces(libc: ctypes.CDLL, without: Collection[str]) -> dict[str, bool]:
+def _limit(sandbox: Sandbox) -> None:
+    for kind, limit in (
+        (resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, sandbox.cpu_seconds),
+        (resource.RLIMIT_FSIZE, sandbox.file_bytes), *(((resource.RLIMIT_AS, sandbox.memory),) if sandbox.memory else ()),
+    ):  # fmt: skip
+        hard = resource.getrlimit(kind)[1]
+        least = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (least, least))
+
+
+def _drop_capabilities(libc: ctypes.CDLL) -> None:
+    """Of all kinds, so that no program that is started has any."""
+    for capability in range(CAPABILITIES):
+        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+    libc.prctl(PR_CAP_AMBIENT, CLEAR_ALL, 0, 0, 0)
+    libc.capset(struct.pack("II", CAPABILITIES_3, 0), bytes(24))
+
+
+def _namespaces(libc: ctypes.CDLL, sandbox: Sandbox) -> dict[str, bool]:
     """Leave the judge's namespaces. The process that returns is the second in its own: the first waits for it, and when
     that ends the kernel ends all others."""
+    without = sandbox.without
     user, group = os.getuid(), os.getgid()
     granted = {"privileges": "privileges" not in without and libc.unshare(CLONE_NEWUSER) == 0}
     if granted["privileges"]:
@@ -75,11 +112,14 @@ def _namespaces(libc: ctypes.CDLL, without: Collection[str]) -> dict[str, bool]:
                 file.write(text)
     granted["network"] = "network" not in without and libc.unshare(CLONE_NEWNET | CLONE_NEWIPC) == 0
     granted["processes"] = "processes" not in without and libc.unshare(CLONE_NEWPID) == 0
-    own_mounts = granted["processes"] and libc.unshare(CLONE_NEWNS) == 0
+    apart = libc.unshare(CLONE_NEWNS) == 0
     _wait_for_a_child(libc)  # with the namespace it is the first there, which the kernel shields from signals
+    if granted["processes"] and apart and libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0:
+        libc.mount(b"proc", b"/proc", b"proc", 0, None)  # of its own processes alone; a container may forbid it
+    granted["mounts"] = (
+        apart and "mounts" not in without and own_mounts(libc, sandbox.folder, sandbox.space, sandbox.drivers)
+    )
     if granted["processes"]:
-        if own_mounts and libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0:
-            libc.mount(b"proc", b"/proc", b"proc", 0, None)  # of its own processes alone; a container may forbid it
         _wait_for_a_child(libc)
     return granted
 
@@ -106,7 +146,7 @@ TRUNCATE, IOCTL = 1 << 14, 1 << 15
 SCOPED = 3  # from version 6 on: no abstract sockets of others, no signals to them
 
 
-def _landlock(libc: ctypes.CDLL, folder: str) -> bool:
+def _landlock(libc: ctypes.CDLL, sandbox: Sandbox, own_devices: bool) -> bool:
     version = libc.syscall(CREATE_RULESET, None, 0, 1)
     if version < 1:
         return False
@@ -116,9 +156,7 @@ def _landlock(libc: ctypes.CDLL, folder: str) -> bool:
     ruleset = libc.syscall(CREATE_RULESET, attributes, len(attributes), 0)
     if ruleset < 0:
         return False
-    reading = EXECUTE | READ_FILE | READ_DIR
-    devices = reading | WRITE_FILE | TRUNCATE | IOCTL  # what opens a file to write to it may cut it first
-    for path, allowed in _rules(folder, every, reading, devices):
+    for path, allowed in _rules(sandbox, every, own_devices):
         parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
         rule = struct.pack("=Qi", allowed & every, parent)
         done = libc.syscall(ADD_RULE, ruleset, 1, rule, 0)
@@ -130,12 +168,18 @@ def _landlock(libc: ctypes.CDLL, folder: str) -> bool:
     return bool(done == 0)
 
 
-def _rules(folder: str, every: int, reading: int, devices: int) -> Iterator[tuple[str, int]]:
+def _rules(sandbox: Sandbox, every: int, own_devices: bool) -> Iterator[tuple[str, int]]:
+    """What may be done at and below which path; ``own_devices``: /dev and /dev/shm are the candidate's own."""
+    reading = EXECUTE | READ_FILE | READ_DIR
+    to_device = READ_FILE | WRITE_FILE | TRUNCATE | IOCTL  # what opens a file to write to it may cut it first
     yield "/", reading
-    yield folder, every
-    for path, allowed in (("/dev", devices), ("/dev/shm", every), ("/proc/self", devices)):  # a GPU is a device
-        if os.path.isdir(path):
-            yield path, allowed
+    yield sandbox.folder, every
+    for path in devices(sandbox.drivers):
+        yield path, to_device | (READ_DIR if os.path.isdir(path) else 0)
+    if own_devices:
+        yield "/dev/shm", every
+    if sandbox.drivers:
+        yield "/proc/self", to_device | reading
 
 
 if sys.platform != "linux":  # pragma: no cover

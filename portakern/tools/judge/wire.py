@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from portakern.printable import printable
 from portakern.spec.dtypes import DTYPES
 
-__all__ = ["HEADER", "Input", "WireOutput", "header", "inputs", "outputs", "parameters", "words"]
+__all__ = ["HEADER", "Input", "Problem", "WireOutput", "header", "outputs", "parameters", "problem", "words"]
 
 HEADER = 1 << 20
 """Bytes of a header, at most."""
@@ -39,6 +39,13 @@ class Input(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: str
+
+
+class Problem(NamedTuple):
+    """What is read of a problem's file: its inputs, and the files beside it that it imports."""
+
+    inputs: Sequence[Input] = ()
+    beside: Sequence[str] = ()
 
 
 def header(raw: bytes) -> dict[str, Any]:
@@ -77,10 +84,11 @@ def _output(o: Mapping[str, Any]) -> WireOutput:
     return WireOutput("", dtype, shape, _is(bool, o.get("contiguous"), "contiguous"), size, shares, before)
 
 
-def inputs(message: Mapping[str, Any]) -> list[Input]:
-    """The inputs that a problem names."""
+def problem(message: Mapping[str, Any]) -> Problem:
+    """The inputs that a problem names, and the files beside it that it imports."""
     found = (_is(dict, i, "an input") for i in _list(message.get("inputs", []), NAMES, "inputs"))
-    return [Input(_shape(i.get("shape")), words(i, "dtype", 40)) for i in found]
+    beside = [_is(str, b, "a file") for b in _list(message.get("beside", []), NAMES, "files beside it")]
+    return Problem([Input(_shape(i.get("shape")), words(i, "dtype", 40)) for i in found], beside)
 
 
 def parameters(message: Mapping[str, Any]) -> list[tuple[str, str, bool]] | None:
