@@ -36,7 +36,7 @@ PAGE = Path(__file__).parent.parent / "docs/how-to/is-it-right.md"
 
 class Try(NamedTuple):
     """``code``: the body of a function of ``at``, a folder of the asker's, and ``own``, the candidate's; it returns
-    whether it succeeded. ``stopped``: the protections of which any one stops it; ``fails``: a system may stop it too."""
+    whether it succeeded. ``stopped``: the protections of which any one stops it; ``fails``: a system may stop it."""
 
     code: str
     stopped: tuple[str, ...]
@@ -96,7 +96,8 @@ def candidate(at: Path, own: str = "os.getcwd()") -> str:
         body = textwrap.indent("\n".join(t.code.split("; ")), " " * 8)
         text += f"def try_{i}():\n    try:\n{body}\n    except OSError:\n        return False\n\n"
     tried = ", ".join(f"try_{i}" for i in range(len(TRIES)))
-    first = "    print('tried', *(i for i, t in enumerate(tries) if t()), flush=True) if not seen else 0\n    seen.append(1)\n"
+    first = "    print('tried', *(i for i, t in enumerate(tries) if t()), flush=True) if not seen else 0\n"
+    first += "    seen.append(1)\n"
     return text + f"tries, seen = [{tried}], []\n" + RIGHT.replace("def softmax(x):\n", "def softmax(x):\n" + first)
 
 

@@ -1,5 +1,5 @@
-"""A filter of system calls (seccomp) for a candidate's process: no sockets, no mounts, no namespaces, no memory of other
-processes, and nothing that administers the system.
+"""A filter of system calls (seccomp) for a candidate's process: no sockets, no mounts, no namespaces, no memory of
+other processes, and nothing that administers the system.
 
 The filter is a program of the kernel's classic BPF. It looks at the number of a call and at plain arguments, never at
 memory. What it refuses returns EPERM.
@@ -34,8 +34,8 @@ REFUSED: Mapping[str, tuple[int, int]] = {
     "adjtimex": (159, 171), "sethostname": (170, 161), "setdomainname": (171, 162), "quotactl": (179, 60),
     "quotactl_fd": (443, 443), "fanotify_init": (300, 262), "vhangup": (153, 58), "iopl": (172, -1), "ioperm": (173, -1),
     # memory that no process has: it would not be counted
-    "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
-    "memfd_secret": (447, 447), "memfd_create": (319, 279),
+    "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186),
+    "mq_open": (240, 180), "memfd_secret": (447, 447), "memfd_create": (319, 279),
 }  # fmt: skip
 """System call -> its number on x86-64 and on 64-bit Arm (-1: there is none)."""
 

@@ -493,8 +493,8 @@ def _begin(process: Process, library: str, target: Target) -> None:
     names = [p for p in process.protections if p != "session"]
     raise UnavailableError(
         f"judge: {library} finds the {target.platform} device, but its driver does not start under the candidate's "
-        f"protections ({', '.join(names)}). Omit the one that is the cause, as in --without files or --without calls: the "
-        "verdict then says that it is missing. Do this only with a trusted candidate, or on a separate machine"
+        f"protections ({', '.join(names)}). Omit the one that is the cause, as in --without files or --without calls: "
+        "the verdict then says that it is missing. Do this only with a trusted candidate, or on a separate machine"
         + (f". The driver's message: {process.why}" if process.why else "")
     )
 

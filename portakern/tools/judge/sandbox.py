@@ -85,7 +85,8 @@ def enter_sandbox(sandbox: Sandbox) -> list[str]:
 def _limit(sandbox: Sandbox) -> None:
     for kind, limit in (
         (resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, sandbox.cpu_seconds),
-        (resource.RLIMIT_FSIZE, sandbox.file_bytes), *(((resource.RLIMIT_AS, sandbox.memory),) if sandbox.memory else ()),
+        (resource.RLIMIT_FSIZE, sandbox.file_bytes),
+        *(((resource.RLIMIT_AS, sandbox.memory),) if sandbox.memory else ()),
     ):  # fmt: skip
         hard = resource.getrlimit(kind)[1]
         least = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
