@@ -32,7 +32,8 @@ REFUSED: Mapping[str, tuple[int, int]] = {
     "delete_module": (176, 106), "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225), "acct": (163, 89),
     "syslog": (103, 116), "settimeofday": (164, 170), "clock_settime": (227, 112), "clock_adjtime": (305, 266),
     "adjtimex": (159, 171), "sethostname": (170, 161), "setdomainname": (171, 162), "quotactl": (179, 60),
-    "quotactl_fd": (443, 443), "fanotify_init": (300, 262), "vhangup": (153, 58), "iopl": (172, -1), "ioperm": (173, -1),
+    "quotactl_fd": (443, 443), "fanotify_init": (300, 262), "vhangup": (153, 58), "iopl": (172, -1),
+    "ioperm": (173, -1),
     # memory that no process has: it would not be counted
     "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186),
     "mq_open": (240, 180), "memfd_secret": (447, 447), "memfd_create": (319, 279),
