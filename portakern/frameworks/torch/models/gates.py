@@ -94,7 +94,8 @@ def _gated(original: Any, kind: type, backend: str | None) -> Heart:
         opening, rising, down = (getattr(self, name) for name in (gate.gate, gate.up, gate.down))
         if coded is not None and type(down) is Float8Linear and down.takes_codes() and not is_bare(down):
             opened = opening(x)
-            return down.of_codes(*coded(opened, rising(x), **options, **down.code_options()), opened)
+            q, scale = coded(opened, rising(x), **options, **down.code_options())
+            return down.of_codes(q, scale, opened)
         product = own if torch.is_grad_enabled() and unseen(opening) and unseen(rising) else shared
         y = down(product(opening(x), rising(x), **options))
         return y
