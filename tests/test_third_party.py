@@ -107,6 +107,14 @@ def test_a_backend_of_portakern_may_serve_the_calls_alone_that_name_it(named_onl
     np.testing.assert_allclose(pk.op("softmax", backend="mine")(X), pk.op("softmax")(X), rtol=1e-6)
 
 
+@pytest.mark.parametrize("tiles", [{}, {"block_rows": 1, "block_n": 128}])
+def test_only_of_a_backend_that_has_tiles_are_tilings_to_be_covered(tiles):
+    backend = pk.Backend("mine", framework="numpy")
+    backend.implements("softmax", **({"tiling": lambda call: tiles} if tiles else {}))(numpy_softmax)
+    report = pk.check("softmax", backend=backend, max_examples=1, only_edges=["nan_elements"])
+    assert ("tilings" in report.not_covered) == bool(tiles)
+
+
 def test_names_are_taken_once():
     exec('pk.register(pk.Backend("mine", framework="numpy"))', {"__name__": "their_package", "pk": pk})
     with pytest.raises(

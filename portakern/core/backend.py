@@ -368,6 +368,11 @@ class Implementation:
         """The launch parameters of its own and their values, without the spec's tiles."""
         return {name: field.values for name, field in fields_of(self.config).items() if field.values is not None}
 
+    @property
+    def is_tiled(self) -> bool:
+        """Whether its calls have a tiling: a Config of its own, or something that says one, gives them tiles."""
+        return bool(fields_of(self.config)) or self.key is not None or self.tiling is not _no_tiling
+
     def configured(self, spec: Spec[Any], tiling: Mapping[str, int]) -> Config:
         """A tiling as its functions take it; SpecError where it has other names than the Config."""
         made = self._complete.get(spec)

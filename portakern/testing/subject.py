@@ -186,7 +186,7 @@ def backend_subject(
         spec, fw, found, target, interpret,
         run=lambda tiling: op(spec, backend=b, variant=named, tiling=tiling),
         tiling=lambda case, call: _legal(impl, spec, case, call, fw),
-        tiles={} if b.oracle else {**spec.tiling, **impl.knobs},
+        tiles={**spec.tiling, **impl.knobs} if impl.is_tiled else {},
         arguments=None if impl.takes is None else impl.takes(spec) | {"wants"},
         accepts=lambda text: others_follow or any(re.search(pattern, text) for pattern in b.refusals),
         context=lambda: b.profile(profile, arch),
