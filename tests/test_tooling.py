@@ -56,6 +56,7 @@ def test_the_extras_are_there_and_cpu_is_all_that_needs_no_accelerator() -> None
 
 TOOLS = {"hypothesis", "typer", "rich", "matplotlib", "filelock", "optuna"}
 ROOMS_WITH_TOOLS = {
+    "portakern.bounds",
     "portakern.cli",
     "portakern.testing",
     "portakern.judging",

@@ -193,9 +193,9 @@ def candidate_subject(
     process = Process(limits, library, device)
     try:
         target = _target(library, device)
-        inputs = _inputs_of(source, limits) if source else []
+        asked = _inputs_of(source, limits) if source else Problem()
         line = _line(str(file), which, spec, map, problem, library, device, 0)
-        made = _Candidate(spec, path, source, which, kind, library, target, slots, fixed, line, inputs)
+        made = _Candidate(spec, path, source, which, kind, library, target, slots, fixed, line, asked.inputs)
         try:
             _begin(process, library, target)
             subject = made.loaded(process)
