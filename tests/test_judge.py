@@ -988,6 +988,15 @@ def test_files_beside_a_problem_are_no_libraries(tmp_path):
     assert [*result.hashes.files] == ["candidate.py", str(problem), str(tmp_path / "sizes.py")], "what it imported"
 
 
+def test_other_checks_take_a_problems_inputs_too(tmp_path):
+    pytest.importorskip("torch", reason="torch is not installed")
+    file, problem = tmp_path / "mine.py", tmp_path / "problem.py"
+    file.write_text(NUMPY_RIGHT)
+    problem.write_text(PROBLEM)
+    with judgement.candidate_subject(file, "softmax", problem=problem) as (subject, fixed):
+        assert subject.name == "mine.py:softmax on cpu" and fixed == {}
+
+
 def test_a_problem_that_names_no_inputs_is_named(tmp_path):
     pytest.importorskip("torch", reason="torch is not installed")
     problem = tmp_path / "problem.py"
