@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from portakern._typed import op as op  # a stub: op by op, what api.op returns and what its calls take
     from portakern.api import Op as Op
     from portakern.api import warm as warm
+    from portakern.composed import bound as bound
     from portakern.core.backend import Backend as Backend
     from portakern.core.call import Call as Call
     from portakern.core.config import Config as Config
@@ -43,6 +44,7 @@ _LAZY = {
     "Op": "api",
     "Report": "testing",
     "backends": "core.registry",
+    "bound": "composed",
     "check": "testing",
     "invariance": "testing.invariances",
     "observe": "core.observe",
@@ -63,6 +65,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "backends",
+    "bound",
     "check",
     "invariance",
     "observe",

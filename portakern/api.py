@@ -214,6 +214,10 @@ class Op:
                 return framework.profiled(self, args, kwargs)
             if how == "casts":
                 args, kwargs = framework.cast(self.spec, args, kwargs)
+        traced = next((a for a in (*args, *kwargs.values()) if hasattr(type(a), "__portakern_op__")), None)
+        if traced is not None:
+            call, outputs = traced.__portakern_op__(self.spec, args, kwargs)
+            return outputs[0] if self._bare else self._result(call, outputs)
         call = self._bound(args, kwargs)
         outputs, plan = call_through(call, self.choice)
         if key is not None and plan is not None:

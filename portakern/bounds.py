@@ -44,7 +44,7 @@ from portakern.spec.tolerance import Comparison, compare, permitted_error, round
 from portakern.testing.threads import one_thread
 from portakern.testing.verdict import Broken, describe, expected
 
-__all__ = ["Bound", "OutputBound", "of", "rounded"]
+__all__ = ["Bound", "OutputBound", "OutputBounds", "of", "rounded", "stored"]
 
 WIDE = ("float64", "float32")
 """Dtypes in which a test holds the values of narrower ones."""
@@ -87,11 +87,66 @@ class OutputBound:
 
 
 @dataclass(frozen=True)
-class Bound:
-    """The bounds of a call's outputs, by name. ``reference``, ``error`` and ``typical`` are those of the first."""
+class OutputBounds:
+    """The bounds of several arrays, by name. ``reference``, ``error`` and ``typical`` are those of the first."""
+
+    outputs: Mapping[str, OutputBound]
+
+    def output(self, name: str | None = None) -> OutputBound:
+        """An output; None: the first."""
+        if name is not None and name not in self.outputs:
+            raise SpecError(f"bounds: no output {shown(name)}; expected one of {', '.join(self.outputs)}")
+        return self.outputs[next(iter(self.outputs)) if name is None else name]
+
+    @property
+    def reference(self) -> np.ndarray:
+        return self.output().reference
+
+    @property
+    def error(self) -> np.ndarray:
+        return self.output().error
+
+    @property
+    def typical(self) -> np.ndarray | None:
+        return self.output().typical
+
+    def accepts(self, *actual: Any) -> bool:
+        """Whether every element of the outputs, in their order, is within its bound."""
+        return all(not o.compare(x).bad.any() for o, x in self.paired(actual))
+
+    def share(self, *actual: Any) -> float:
+        """The largest error of any element as a share of its bound."""
+        return max((o.compare(x).worst for o, x in self.paired(actual)), default=0.0)
+
+    def check(self, *actual: Any) -> None:
+        """Raise :class:`portakern.testing.Broken`, an AssertionError, with the first element that is out of bounds."""
+        for o, x in self.paired(actual):
+            found = o.compare(x)
+            if found.bad.any():
+                raise Broken(self.message(o, np.asarray(x), found.bad))
+
+    def message(self, o: OutputBound, actual: np.ndarray, bad: np.ndarray) -> str:
+        """The first wrong element in words."""
+        at = tuple(int(i) for i in np.unravel_index(int(np.argmax(bad)), bad.shape))
+        return (
+            f"{o.name}{[*at]} is {float(actual[at]):.9g}; the reference is {o.reference[at]:.9g}, permitted error "
+            f"{o.error[at]:.3g}; {int(bad.sum())} of {bad.size} elements are out of bounds"
+        )
+
+    def paired(self, actual: tuple[Any, ...]) -> list[tuple[OutputBound, Any]]:
+        """Each output with the array that is compared with it."""
+        if len(actual) != len(self.outputs):
+            raise SpecError(
+                f"bounds: {len(actual)} outputs came; expected {len(self.outputs)}: {', '.join(self.outputs)}"
+            )
+        return list(zip(self.outputs.values(), actual, strict=True))
+
+
+@dataclass(frozen=True)
+class Bound(OutputBounds):
+    """The bounds of one call of an op. ``call``: the call in float64."""
 
     call: Call
-    outputs: Mapping[str, OutputBound]
 
     @classmethod
     def of(
@@ -126,7 +181,7 @@ class Bound:
         given = {n: x for n, x in zip(names, arrays, strict=False) if x is not None}
         given |= {a.name: options.pop(a.name) for a in spec.arrays if options.get(a.name) is not None}
         bound_call = bind(
-            spec, **{n: _stored(spec.argument(n), np.asarray(x), dtype) for n, x in given.items()}, **options
+            spec, **{n: stored(n, np.asarray(x), _wanted(spec.argument(n), dtype)) for n, x in given.items()}, **options
         )
         return cls.of_call(bound_call, target, any_order)
 
@@ -148,27 +203,7 @@ class Bound:
                 error = np.broadcast_to(np.asarray(errors[i]), shape)
                 usual = None if typical[i] is None else np.broadcast_to(typical[i], shape)
                 found[o.name] = OutputBound(o.name, stored, exact[i], error, usual, o.codes)
-        return cls(wide, found)
-
-    def output(self, name: str | None = None) -> OutputBound:
-        """An output; None: the first."""
-        if name is not None and name not in self.outputs:
-            raise SpecError(
-                f"{self.call.spec.name}: no output {shown(name)}; expected one of {', '.join(self.outputs)}"
-            )
-        return self.outputs[next(iter(self.outputs)) if name is None else name]
-
-    @property
-    def reference(self) -> np.ndarray:
-        return self.output().reference
-
-    @property
-    def error(self) -> np.ndarray:
-        return self.output().error
-
-    @property
-    def typical(self) -> np.ndarray | None:
-        return self.output().typical
+        return cls(found, wide)
 
     @property
     def derivation(self) -> str:
@@ -176,55 +211,43 @@ class Bound:
         spec = self.call.spec
         return "\n\n".join(inspect.cleandoc(fn.__doc__) for fn in (spec.bound, spec.spread) if fn and fn.__doc__)
 
-    def accepts(self, *actual: Any) -> bool:
-        """Whether every element of the outputs, in their order, is within its bound."""
-        return all(not o.compare(x).bad.any() for o, x in self._paired(actual))
-
-    def share(self, *actual: Any) -> float:
-        """The largest error of any element as a share of its bound."""
-        return max((o.compare(x).worst for o, x in self._paired(actual)), default=0.0)
-
-    def check(self, *actual: Any) -> None:
-        """Raise :class:`portakern.testing.Broken`, an AssertionError, with the first element that is out of bounds."""
-        for o, x in self._paired(actual):
-            found = o.compare(x)
-            if found.bad.any():
-                permitted = permitted_error(o.error, o.reference, o.dtype, o.codes)
-                raise Broken(describe(self.call, o.name, np.asarray(x), o.reference, permitted, found.bad, {}))
-
-    def _paired(self, actual: tuple[Any, ...]) -> list[tuple[OutputBound, Any]]:
-        if len(actual) != len(self.outputs):
-            raise SpecError(
-                f"{self.call.spec.name}: {len(actual)} outputs came; expected {len(self.outputs)}: "
-                f"{', '.join(self.outputs)}"
-            )
-        return list(zip(self.outputs.values(), actual, strict=True))
+    def message(self, o: OutputBound, actual: np.ndarray, bad: np.ndarray) -> str:
+        permitted = permitted_error(o.error, o.reference, o.dtype, o.codes)
+        return describe(self.call, o.name, actual, o.reference, permitted, bad, {})
 
 
 of = Bound.of
 
 
-def _stored(a: ArrayArg, array: np.ndarray, dtype: str | Mapping[str, str] | None) -> np.ndarray:
-    """An argument in the dtype that it stands for."""
+def _wanted(a: ArrayArg, dtype: str | Mapping[str, str] | None) -> str | None:
+    """The dtype that a wide array of an argument stands for; None: its own."""
+    if dtype is None or isinstance(dtype, Mapping):
+        return None if dtype is None else dtype.get(a.name)
+    if a.follows:
+        return dtype
+    if a.statistic and dtype != "float64":
+        return "float32"
+    return dtype if dtype in a.dtypes else None
+
+
+def stored(name: str, array: np.ndarray, dtype: str | None) -> np.ndarray:
+    """An array in the dtype that it stands for.
+
+    Raises:
+      SpecError: it has values that the dtype does not hold.
+    """
     if dtype is None or array.dtype.name not in WIDE:
         return array
-    if isinstance(dtype, Mapping):
-        wanted = dtype.get(a.name)
-    else:
-        wanted = dtype if a.follows else "float32" if a.statistic and dtype != "float64" else None
-        wanted = wanted or (dtype if dtype in a.dtypes else None)
-    if wanted is None:
-        return array
-    if wanted not in DTYPES:
-        raise SpecError(f"bounds: dtype is {shown(wanted)}; expected one of {', '.join(DTYPES)}")
+    if dtype not in DTYPES:
+        raise SpecError(f"bounds: dtype is {shown(dtype)}; expected one of {', '.join(DTYPES)}")
     with np.errstate(over="ignore", invalid="ignore"):
-        found = array.astype(numpy_dtype(wanted))
+        found = array.astype(numpy_dtype(dtype))
         other = (found.astype(np.float64) != array.astype(np.float64)) & ~np.isnan(array)
     if other.any():
         index = tuple(int(i) for i in np.unravel_index(int(np.argmax(other)), other.shape))
         raise SpecError(
-            f"bounds: {a.name}{[*index]} is {float(array[index])!r}, which {wanted} does not hold; pass what the "
-            f"kernel was given, or bounds.rounded({a.name}, {wanted!r}) to both"
+            f"bounds: {name}{[*index]} is {float(array[index])!r}, which {dtype} does not hold; pass what the kernel "
+            f"was given, or bounds.rounded(array, {dtype!r}) to both"
         )
     return found
 

@@ -58,6 +58,7 @@ TOOLS = {"hypothesis", "typer", "rich", "matplotlib", "filelock", "optuna"}
 ROOMS_WITH_TOOLS = {
     "portakern.bounds",
     "portakern.cli",
+    "portakern.composed",
     "portakern.testing",
     "portakern.judging",
     "portakern.tools.judge",

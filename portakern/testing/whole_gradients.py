@@ -22,7 +22,7 @@ from portakern.spec import Spec
 from portakern.spec.dtypes import DTYPES
 from portakern.spec.tolerance import format_of
 
-__all__ = ["WholeGradient", "cotangents_of", "fraction", "whole_gradients"]
+__all__ = ["WholeGradient", "backward_call", "cotangents_of", "exact_rests", "fraction", "whole_gradients"]
 
 
 class WholeGradient(NamedTuple):
@@ -61,12 +61,12 @@ def whole_gradients(
     names = [o.name for o in spec.outputs]
     exact = dict(zip(names, oracle(forward), strict=True))
     if any(o.saved and exact[o.name] is not None for o in spec.outputs):
-        exact |= _rests(call, wide)
+        exact |= exact_rests(call, wide)
     with np.errstate(all="ignore"):
         assert spec.bound is not None
         off = dict(zip(names, spec.bound(wide, tuple(exact[n] for n in names)), strict=True))
     saved = [n for n in wired.saves(call.options) if exact.get(n) is not None]
-    backward = _backward(wired, call, forward, exact, saved, cotangents)
+    backward = backward_call(wired, call, forward, exact, saved, cotangents)
     backward = backward.replace(off={n: _off(exact[n], off[n], forward.outputs[n][1]) for n in saved})
     found = oracle(backward)
     with np.errstate(all="ignore"):
@@ -82,7 +82,7 @@ def whole_gradients(
     return {name: both[output] for name, output in wired.gradients.items() if output in both}
 
 
-def _rests(call: Call, wide: Call) -> dict[str, Any]:
+def exact_rests(call: Call, wide: Call) -> dict[str, Any]:
     """The outputs that only the gradient reads, of the call in float64: they hold what another output has lost. Results
     are of float64 too, whatever dtype an option names."""
     arrays = {n: a for n, a in wide.arrays.items() if a is not None}
@@ -100,7 +100,7 @@ def _off(exact: np.ndarray, bound: np.ndarray, dtype: str) -> np.ndarray:
     return np.where(np.isnan(bound), 0.0, np.where(beyond, np.inf, bound))
 
 
-def _backward(
+def backward_call(
     wired: Any, call: Call, forward: Call, exact: Mapping[str, Any], saved: list[str], cotangents: Mapping[str, Any]
 ) -> Call:
     """The gradient's call in float64 on what is exact, with the dtypes that it has where it is not."""
