@@ -83,6 +83,7 @@ class AddLayernormVjpOp(Op):
         d_residual_out: Array | None = None,
         *,
         eps: float = 1e-05,
+        gradient_dtype: Any | None = None,
         wants: None = None,
     ) -> AddLayernormVjpOut[Array]:
         """d_x = d_residual_out + the d_x of layernorm_vjp at residual_out, and its d_weight and d_bias, in float32.
@@ -106,6 +107,7 @@ class AddLayernormVjpOp(Op):
         d_residual_out: Array | None = None,
         *,
         eps: float = 1e-05,
+        gradient_dtype: Any | None = None,
         wants: Iterable[Literal["d_x", "d_weight", "d_bias"]] | None,
     ) -> AddLayernormVjpOut[Array | None]: ...
     @overload
@@ -118,6 +120,7 @@ class AddLayernormVjpOp(Op):
         d_residual_out: NDArray[Any] | None = None,
         *,
         eps: float = 1e-05,
+        gradient_dtype: Any | None = None,
         wants: None = None,
     ) -> AddLayernormVjpOut[NDArray[Any]]: ...
     @overload
@@ -130,6 +133,7 @@ class AddLayernormVjpOp(Op):
         d_residual_out: NDArray[Any] | None = None,
         *,
         eps: float = 1e-05,
+        gradient_dtype: Any | None = None,
         wants: Iterable[Literal["d_x", "d_weight", "d_bias"]] | None,
     ) -> AddLayernormVjpOut[NDArray[Any] | None]: ...
 
@@ -241,6 +245,7 @@ class AddRmsnormVjpOp(Op):
         *,
         eps: float = 1e-06,
         rounding: Literal["once", "before_weight"] = "once",
+        gradient_dtype: Any | None = None,
         wants: None = None,
     ) -> AddRmsnormVjpOut[Array]:
         """d_x = d_residual_out + the d_x of rmsnorm_vjp at residual_out, and its d_weight, in float32 (float64 for
@@ -265,6 +270,7 @@ class AddRmsnormVjpOp(Op):
         *,
         eps: float = 1e-06,
         rounding: Literal["once", "before_weight"] = "once",
+        gradient_dtype: Any | None = None,
         wants: Iterable[Literal["d_x", "d_weight"]] | None,
     ) -> AddRmsnormVjpOut[Array | None]: ...
     @overload
@@ -277,6 +283,7 @@ class AddRmsnormVjpOp(Op):
         *,
         eps: float = 1e-06,
         rounding: Literal["once", "before_weight"] = "once",
+        gradient_dtype: Any | None = None,
         wants: None = None,
     ) -> AddRmsnormVjpOut[NDArray[Any]]: ...
     @overload
@@ -289,6 +296,7 @@ class AddRmsnormVjpOp(Op):
         *,
         eps: float = 1e-06,
         rounding: Literal["once", "before_weight"] = "once",
+        gradient_dtype: Any | None = None,
         wants: Iterable[Literal["d_x", "d_weight"]] | None,
     ) -> AddRmsnormVjpOut[NDArray[Any] | None]: ...
 
@@ -559,14 +567,10 @@ class AttentionVjpOp(Op):
           d_o, d_lse: cotangents of o and lse (float32); d_lse None is 0. o and d_o have q's dtype or float32, each its
             own.
             d_o of float32 beside 16-bit inputs may be rounded to their dtype for products, and is not for Delta.
-          gradient_dtype: dtype of d_q, d_k and d_v: "float32", as shares of a sum want it that is rounded once; None:
-            that
-            of q, k and v. Gradients that autograd asks for have None.
 
         Returns:
-          d_q, d_k, d_v, d_bias, d_sinks: the shapes and dtypes of q, k, v, bias and sinks, but for gradient_dtype. A
-            row
-          that saw no key has no gradient and leaves none but d_sinks. For 16-bit inputs P and D are rounded to nearest
+          d_q, d_k, d_v, d_bias, d_sinks: the shapes and dtypes of q, k, v, bias and sinks. A row that saw no key has no
+          gradient and leaves none but d_sinks. For 16-bit inputs P and D are rounded to nearest
           before their products, as P is in attention.
         """
     @overload
@@ -879,6 +883,7 @@ class EmbeddingVjpOp(Op):
         d_y: Array,
         *,
         padding_index: int | None = None,
+        gradient_dtype: Any | None = None,
         wants: None = None,
     ) -> EmbeddingVjpOut[Array]:
         """d_weight[r] = sum of d_y[t] over the tokens t with ids[t] = r, in float32 (float64 for float64), rounded
@@ -906,6 +911,7 @@ class EmbeddingVjpOp(Op):
         d_y: Array,
         *,
         padding_index: int | None = None,
+        gradient_dtype: Any | None = None,
         wants: Iterable[Literal["d_weight"]] | None,
     ) -> EmbeddingVjpOut[Array | None]: ...
     @overload
@@ -916,6 +922,7 @@ class EmbeddingVjpOp(Op):
         d_y: NDArray[Any],
         *,
         padding_index: int | None = None,
+        gradient_dtype: Any | None = None,
         wants: None = None,
     ) -> EmbeddingVjpOut[NDArray[Any]]: ...
     @overload
@@ -926,6 +933,7 @@ class EmbeddingVjpOp(Op):
         d_y: NDArray[Any],
         *,
         padding_index: int | None = None,
+        gradient_dtype: Any | None = None,
         wants: Iterable[Literal["d_weight"]] | None,
     ) -> EmbeddingVjpOut[NDArray[Any] | None]: ...
 
@@ -1087,6 +1095,7 @@ class GroupedMatmulVjpOp(Op):
         d_c: Array,
         *,
         precision: Literal["ieee", "tf32"] = "ieee",
+        gradient_dtype: Any | None = None,
         wants: None = None,
     ) -> GroupedMatmulVjpOut[Array]:
         """d_a = d_c b_g^T and d_b_g = a_g^T d_c_g of each group g, accumulated in float32 and rounded once.
@@ -1115,6 +1124,7 @@ class GroupedMatmulVjpOp(Op):
         d_c: Array,
         *,
         precision: Literal["ieee", "tf32"] = "ieee",
+        gradient_dtype: Any | None = None,
         wants: Iterable[Literal["d_a", "d_b"]] | None,
     ) -> GroupedMatmulVjpOut[Array | None]: ...
     @overload
@@ -1126,6 +1136,7 @@ class GroupedMatmulVjpOp(Op):
         d_c: NDArray[Any],
         *,
         precision: Literal["ieee", "tf32"] = "ieee",
+        gradient_dtype: Any | None = None,
         wants: None = None,
     ) -> GroupedMatmulVjpOut[NDArray[Any]]: ...
     @overload
@@ -1137,6 +1148,7 @@ class GroupedMatmulVjpOp(Op):
         d_c: NDArray[Any],
         *,
         precision: Literal["ieee", "tf32"] = "ieee",
+        gradient_dtype: Any | None = None,
         wants: Iterable[Literal["d_a", "d_b"]] | None,
     ) -> GroupedMatmulVjpOut[NDArray[Any] | None]: ...
 
@@ -1261,6 +1273,7 @@ class LayernormVjpOp(Op):
         bias: Array | None = None,
         *,
         eps: float = 1e-05,
+        gradient_dtype: Any | None = None,
         wants: None = None,
     ) -> LayernormVjpOut[Array]:
         """With r = (var + eps)^-1/2, xh = (x - mean) r and h = d_y weight, in float32 (float64 for float64):
@@ -1288,6 +1301,7 @@ class LayernormVjpOp(Op):
         bias: Array | None = None,
         *,
         eps: float = 1e-05,
+        gradient_dtype: Any | None = None,
         wants: Iterable[Literal["d_x", "d_weight", "d_bias"]] | None,
     ) -> LayernormVjpOut[Array | None]: ...
     @overload
@@ -1299,6 +1313,7 @@ class LayernormVjpOp(Op):
         bias: NDArray[Any] | None = None,
         *,
         eps: float = 1e-05,
+        gradient_dtype: Any | None = None,
         wants: None = None,
     ) -> LayernormVjpOut[NDArray[Any]]: ...
     @overload
@@ -1310,6 +1325,7 @@ class LayernormVjpOp(Op):
         bias: NDArray[Any] | None = None,
         *,
         eps: float = 1e-05,
+        gradient_dtype: Any | None = None,
         wants: Iterable[Literal["d_x", "d_weight", "d_bias"]] | None,
     ) -> LayernormVjpOut[NDArray[Any] | None]: ...
 
@@ -1652,6 +1668,7 @@ class LinearCrossEntropyVjpOp(Op):
         z_loss: float = 0.0,
         precision: Literal["ieee", "tf32"] = "ieee",
         keep_logit_gradients: bool = False,
+        gradient_dtype: Any | None = None,
         wants: None = None,
         overwrite: Literal["slope"] | Iterable[Literal["slope"]] | None = None,
     ) -> LinearCrossEntropyVjpOut[Array]:
@@ -1699,6 +1716,7 @@ class LinearCrossEntropyVjpOp(Op):
         z_loss: float = 0.0,
         precision: Literal["ieee", "tf32"] = "ieee",
         keep_logit_gradients: bool = False,
+        gradient_dtype: Any | None = None,
         wants: Iterable[Literal["d_hidden", "d_weight"]] | None,
         overwrite: Literal["slope"] | Iterable[Literal["slope"]] | None = None,
     ) -> LinearCrossEntropyVjpOut[Array | None]: ...
@@ -1719,6 +1737,7 @@ class LinearCrossEntropyVjpOp(Op):
         z_loss: float = 0.0,
         precision: Literal["ieee", "tf32"] = "ieee",
         keep_logit_gradients: bool = False,
+        gradient_dtype: Any | None = None,
         wants: None = None,
         overwrite: Literal["slope"] | Iterable[Literal["slope"]] | None = None,
     ) -> LinearCrossEntropyVjpOut[NDArray[Any]]: ...
@@ -1739,6 +1758,7 @@ class LinearCrossEntropyVjpOp(Op):
         z_loss: float = 0.0,
         precision: Literal["ieee", "tf32"] = "ieee",
         keep_logit_gradients: bool = False,
+        gradient_dtype: Any | None = None,
         wants: Iterable[Literal["d_hidden", "d_weight"]] | None,
         overwrite: Literal["slope"] | Iterable[Literal["slope"]] | None = None,
     ) -> LinearCrossEntropyVjpOut[NDArray[Any] | None]: ...
@@ -1760,6 +1780,7 @@ class LinearVjpOp(Op):
         *,
         activation: Literal["none", "relu", "gelu", "gelu_tanh", "silu"] = "none",
         precision: Literal["ieee", "tf32"] = "ieee",
+        gradient_dtype: Any | None = None,
         wants: None = None,
     ) -> LinearVjpOut[Array]:
         """d_x = d_z weight, d_weight = d_z^T x and d_bias = the sum of d_z over all rows, with d_z = d_y f'(pre).
@@ -1792,6 +1813,7 @@ class LinearVjpOp(Op):
         *,
         activation: Literal["none", "relu", "gelu", "gelu_tanh", "silu"] = "none",
         precision: Literal["ieee", "tf32"] = "ieee",
+        gradient_dtype: Any | None = None,
         wants: Iterable[Literal["d_x", "d_weight", "d_bias"]] | None,
     ) -> LinearVjpOut[Array | None]: ...
     @overload
@@ -1805,6 +1827,7 @@ class LinearVjpOp(Op):
         *,
         activation: Literal["none", "relu", "gelu", "gelu_tanh", "silu"] = "none",
         precision: Literal["ieee", "tf32"] = "ieee",
+        gradient_dtype: Any | None = None,
         wants: None = None,
     ) -> LinearVjpOut[NDArray[Any]]: ...
     @overload
@@ -1818,6 +1841,7 @@ class LinearVjpOp(Op):
         *,
         activation: Literal["none", "relu", "gelu", "gelu_tanh", "silu"] = "none",
         precision: Literal["ieee", "tf32"] = "ieee",
+        gradient_dtype: Any | None = None,
         wants: Iterable[Literal["d_x", "d_weight", "d_bias"]] | None,
     ) -> LinearVjpOut[NDArray[Any] | None]: ...
 
@@ -1930,6 +1954,7 @@ class MatmulVjpOp(Op):
         d_c: Array,
         *,
         precision: Literal["ieee", "tf32"] = "ieee",
+        gradient_dtype: Any | None = None,
         wants: None = None,
     ) -> MatmulVjpOut[Array]:
         """d_a = d_c b^T and d_b = a^T d_c, accumulated in float32 and rounded once.
@@ -1956,6 +1981,7 @@ class MatmulVjpOp(Op):
         d_c: Array,
         *,
         precision: Literal["ieee", "tf32"] = "ieee",
+        gradient_dtype: Any | None = None,
         wants: Iterable[Literal["d_a", "d_b"]] | None,
     ) -> MatmulVjpOut[Array | None]: ...
     @overload
@@ -1966,6 +1992,7 @@ class MatmulVjpOp(Op):
         d_c: NDArray[Any],
         *,
         precision: Literal["ieee", "tf32"] = "ieee",
+        gradient_dtype: Any | None = None,
         wants: None = None,
     ) -> MatmulVjpOut[NDArray[Any]]: ...
     @overload
@@ -1976,6 +2003,7 @@ class MatmulVjpOp(Op):
         d_c: NDArray[Any],
         *,
         precision: Literal["ieee", "tf32"] = "ieee",
+        gradient_dtype: Any | None = None,
         wants: Iterable[Literal["d_a", "d_b"]] | None,
     ) -> MatmulVjpOut[NDArray[Any] | None]: ...
 
@@ -2460,6 +2488,7 @@ class RmsnormVjpOp(Op):
         *,
         eps: float = 1e-06,
         rounding: Literal["once", "before_weight"] = "once",
+        gradient_dtype: Any | None = None,
         wants: None = None,
     ) -> RmsnormVjpOut[Array]:
         """With r = (mean(x^2) + eps)^-1/2, xh = x r and h = d_y weight, in float32 (float64 for float64):
@@ -2491,6 +2520,7 @@ class RmsnormVjpOp(Op):
         *,
         eps: float = 1e-06,
         rounding: Literal["once", "before_weight"] = "once",
+        gradient_dtype: Any | None = None,
         wants: Iterable[Literal["d_x", "d_weight"]] | None,
     ) -> RmsnormVjpOut[Array | None]: ...
     @overload
@@ -2502,6 +2532,7 @@ class RmsnormVjpOp(Op):
         *,
         eps: float = 1e-06,
         rounding: Literal["once", "before_weight"] = "once",
+        gradient_dtype: Any | None = None,
         wants: None = None,
     ) -> RmsnormVjpOut[NDArray[Any]]: ...
     @overload
@@ -2513,6 +2544,7 @@ class RmsnormVjpOp(Op):
         *,
         eps: float = 1e-06,
         rounding: Literal["once", "before_weight"] = "once",
+        gradient_dtype: Any | None = None,
         wants: Iterable[Literal["d_x", "d_weight"]] | None,
     ) -> RmsnormVjpOut[NDArray[Any] | None]: ...
 

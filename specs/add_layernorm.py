@@ -141,6 +141,7 @@ class AddLayernormVjpOut(NamedTuple):
 @spec(
     tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 65536, of="n")},
     or_float32=("weight", "bias"),
+    gradient_dtype=("d_weight", "d_bias"),
     also={"d_x": ("residual",)},
     typical={"batch": (4096,), "n": 4096, "weight": True, "bias": True, "d_residual_out": True},
     apart=lambda options, wants: ("batch",) if set(wants) == {"d_x"} else (),

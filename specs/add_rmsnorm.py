@@ -131,6 +131,7 @@ class AddRmsnormVjpOut(NamedTuple):
 @spec(
     tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 65536, of="n")},
     or_float32=("weight",),
+    gradient_dtype=("d_weight",),
     also={"d_x": ("residual",)},
     typical={"batch": (4096,), "n": 4096, "weight": True, "d_residual_out": True},
     apart=lambda options, wants: ("batch",) if set(wants) == {"d_x"} else (),

@@ -233,6 +233,7 @@ def bytes_moved_vjp(call: Call) -> float:
 
 @spec(
     tiling={},
+    gradient_dtype=("d_weight",),
     require=RULES,
     positive=("rows",),
     apart=("d",),
@@ -315,7 +316,7 @@ def exact_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """Rows without tokens, the padding row, rows of one token that nothing flushes, and sums of integers that the
     accumulator holds."""
     unit, found, (d_weight,) = units(call), RowSums(call), ref
-    kept = (np.abs(d_weight) >= max(unit.tau, format_of(call.dtype).eta)) | (d_weight == 0)
+    kept = (np.abs(d_weight) >= max(unit.tau, format_of(call.outputs["d_weight"][1]).eta)) | (d_weight == 0)
     whole = found.whole & (found.size < 1 / unit.u)
     return (np.isfinite(d_weight) & (((found.count <= 1) & kept) | whole),)
 

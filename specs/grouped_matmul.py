@@ -414,6 +414,7 @@ def bytes_moved_vjp(call: Call) -> float:
 @spec(
     tiling=TILING,
     own_dtype=("d_c",),
+    gradient_dtype=("d_a",),
     require=[ENDS_RISE],
     apart=lambda options, wants: ("k", *(["n"] if "d_a" not in wants else [])),
     budget="flops",

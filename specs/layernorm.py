@@ -291,6 +291,7 @@ class LayernormVjpOut(NamedTuple):
 @spec(
     tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 65536, of="n")},
     or_float32=("weight", "bias"),
+    gradient_dtype=("d_weight", "d_bias"),
     apart=lambda options, wants: ("batch",) if set(wants) == {"d_x"} else (),
     flops=lambda call: 18.0 * prod(call.dims["batch"]) * call.dims["n"],
 )

@@ -411,6 +411,7 @@ class LinearVjpOut(NamedTuple):
 
 @spec(
     tiling={},
+    gradient_dtype=("d_x", "d_weight", "d_bias"),
     positive=("k",),
     passes={"residual": "d_y"},
     reads={"pre": When(lambda options: options["activation"] != "none", "where there is an activation")},
@@ -509,14 +510,16 @@ def bound_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     with np.errstate(all="ignore"):
         d_z = Cotangent.of(call)
         found: list[Any] = [None, None, None]
+        stored = [dtype for _, dtype in call.outputs.values()]
         for i, (a, b, err) in enumerate(products(call, d_z)):
             if ref[i] is not None:
-                found[i] = of_brackets(call, a, err, b, ref[i].reshape(a.shape[0], b.shape[1])).reshape(ref[i].shape)
+                y = ref[i].reshape(a.shape[0], b.shape[1])
+                found[i] = of_brackets(call, a, err, b, y, stored[i]).reshape(ref[i].shape)
         if ref[2] is not None:
             sizes = (magnitude(d_z.value) + d_z.err).sum(0)
             err = (m + 1) * unit.u * sizes + d_z.err.sum(0) + m * unit.tau
             beyond = (magnitude(d_z.value) + d_z.err >= format_of(call.dtype).overflow).any(0)
-            found[2] = round_to(np.where(beyond | (sizes >= unit.huge), inf, err), ref[2], call.dtype)
+            found[2] = round_to(np.where(beyond | (sizes >= unit.huge), inf, err), ref[2], stored[2])
     return tuple(found)
 
 
@@ -551,12 +554,13 @@ def sigma_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         known = finite(d_z.value)
         off = finite(rounded(known, call.dtype).astype(np.float64) - known) if rounding else np.zeros(known.shape)
         found: list[Any] = [None, None, None]
+        stored = [dtype for _, dtype in call.outputs.values()]
         for i, ((a, b, _), s, o) in enumerate(
             zip(products(call, d_z), (d_z.spread, d_z.spread.T), (off, off.T), strict=True)
         ):
             if ref[i] is not None:
                 y = ref[i].reshape(a.shape[0], b.shape[1])
-                product = of_matmul(call, "spread", a, b, y)
+                product = of_matmul(call, "spread", a, b, y, stored[i])
                 gone = rounding & lost(call, a, -1)
                 met = variance_factor(call, np.where(gone, 0.0, a)) * (magnitude(s) ** 2 @ magnitude(b) ** 2)
                 unknown = (np.abs(o @ finite(b)) > 4 * np.sqrt(met)) | gone
@@ -564,7 +568,7 @@ def sigma_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         if ref[2] is not None:
             met = (magnitude(d_z.spread) ** 2).sum(0)
             variance = m**2 * mean_variance(known, 0, m, (KAPPA * units(call).u) ** 2)[0]
-            spread = np.hypot(store_spread(ref[2], call.dtype), np.sqrt(variance + met))
+            spread = np.hypot(store_spread(ref[2], stored[2]), np.sqrt(variance + met))
             unknown = (np.abs(off.sum(0)) > 4 * np.sqrt(met)) | (rounding & lost(call, known, 0)[0])
             found[2] = np.where(unknown, inf, spread)
     return tuple(found)

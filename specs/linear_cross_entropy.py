@@ -131,9 +131,11 @@ def as_product(call: Call, a: np.ndarray, b: np.ndarray, dtype: str | None = Non
     )
 
 
-def of_matmul(call: Call, measure: str, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """What matmul's ``measure`` ("bound" or "spread") says of c = a b."""
-    (found,) = measured(as_product(call, a, b), measure, c)
+def of_matmul(
+    call: Call, measure: str, a: np.ndarray, b: np.ndarray, c: np.ndarray, stored: str | None = None
+) -> np.ndarray:
+    """What matmul's ``measure`` ("bound" or "spread") says of c = a b, stored as ``stored`` or in the op's dtype."""
+    (found,) = measured(as_product(call, a, b, stored), measure, c)
     return found
 
 
@@ -224,12 +226,15 @@ def bracket_error(call: Call, at: Logits, loss_call: Call, b: np.ndarray, shift:
     return np.where(at.counted[:, None], np.where(far, inf, wider(own, more, b)), 0.0)
 
 
-def of_brackets(call: Call, b: np.ndarray, err: np.ndarray, y: np.ndarray, ref: np.ndarray) -> np.ndarray:
-    """The bound of b y where each b (m, k) may be off by its ``err`` before they are multiplied."""
+def of_brackets(
+    call: Call, b: np.ndarray, err: np.ndarray, y: np.ndarray, ref: np.ndarray, stored: str | None = None
+) -> np.ndarray:
+    """The bound of b y, stored as ``stored`` or in the op's dtype, where each b (m, k) may be off by its ``err`` before
+    they are multiplied."""
     unit = units(call)
     unknown = np.isposinf(err) | (magnitude(b) + err >= format_of(call.dtype).overflow)
     known = np.where(unknown, 0.0, err)
-    base = of_matmul(call, "bound", magnitude(b) + known, y, ref)
+    base = of_matmul(call, "bound", magnitude(b) + known, y, ref, stored)
     found = wider(base, (1 + unit.U) * (known @ magnitude(y)), ref)
     # What may be 0 or of either sign decides what an infinity beside it gives, and may be lost beside a sum of others.
     either = (magnitude(b) <= err) & (b != 0) & np.isfinite(b)
@@ -525,6 +530,7 @@ class LinearCrossEntropyVjpOut(NamedTuple):
 
 @spec(
     tiling={"chunk_n": Tile(16, 65536, of="n")},
+    gradient_dtype=("d_weight",),
     require=(LABELS,),
     positive=("n", "d"),
     aliases={"d_hidden": "slope"},
@@ -621,7 +627,7 @@ def bound_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
             at = Logits.of(call)
             of, b = brackets(call, at)
             err = bracket_error(call, at, of, b, np.zeros(len(b)) + np.reshape(call.off.get("lse", 0.0), -1))
-            found[1] = of_brackets(call, b.T, err.T, rows_of(call), ref[1])
+            found[1] = of_brackets(call, b.T, err.T, rows_of(call), ref[1], call.outputs["d_weight"][1])
     return tuple(found)
 
 
@@ -649,7 +655,7 @@ class Weighed(NamedTuple):
 def of_kept(call: Call, ref: np.ndarray) -> np.ndarray:
     """The bound of d_weight where b was kept."""
     at = Weighed.of(call)
-    found = of_brackets(call, at.value.T, at.err.T, at.b, ref.T)
+    found = of_brackets(call, at.value.T, at.err.T, at.b, ref.T, call.outputs["d_weight"][1])
     off = np.broadcast_to(call.off.get("logit_gradients", 0.0), call.arrays["logit_gradients"].shape)
     return wider(found, (1 + units(call).U) * ((magnitude(at.value) + at.err).T @ off.reshape(at.b.shape)), ref.T).T
 
@@ -657,7 +663,7 @@ def of_kept(call: Call, ref: np.ndarray) -> np.ndarray:
 def spread_of_kept(call: Call, ref: np.ndarray) -> np.ndarray:
     """The RMS error of d_weight where b was kept."""
     at, unit = Weighed.of(call), units(call)
-    product = of_matmul(call, "spread", at.value.T, at.b, ref.T)
+    product = of_matmul(call, "spread", at.value.T, at.b, ref.T, call.outputs["d_weight"][1])
     variance = store_spread(at.value, call.dtype) ** 2 + (KAPPA * unit.u * at.value) ** 2
     unknown = lost(call, at.value, 0).T
     met = np.where(unknown, 0.0, variance.T) @ magnitude(at.b) ** 2
@@ -690,7 +696,7 @@ def sigma_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
         elif ref[1] is not None:
             at, h = Logits.of(call), rows_of(call)
             of, b = brackets(call, at)
-            product = of_matmul(call, "spread", b.T, h, ref[1])
+            product = of_matmul(call, "spread", b.T, h, ref[1], call.outputs["d_weight"][1])
             rounds, moved = bracket_variance(call, at, of, b)
             variance = rounds + moved
             unknown = (np.isinf(variance).any(0, keepdims=True) | lost(call, b, 0)).T

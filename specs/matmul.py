@@ -205,6 +205,7 @@ class MatmulVjpOut(NamedTuple):
 @spec(
     tiling={"block_m": Tile(16, 2048, of="m"), "block_n": Tile(16, 2048, of="n"), "block_k": Tile(16, 4096, of="k")},
     own_dtype=("d_c",),
+    gradient_dtype=("d_a", "d_b"),
     apart=lambda options, wants: ("k", *(["m"] if "d_b" not in wants else []), *(["n"] if "d_a" not in wants else [])),
     flops=lambda call: (
         2.0 * len(call.wants) * prod(call.dims["batch"]) * call.dims["m"] * call.dims["n"] * call.dims["k"]

@@ -249,6 +249,7 @@ class RmsnormVjpOut(NamedTuple):
 @spec(
     tiling={"block_rows": Tile(1, 256), "block_n": Tile(128, 65536, of="n")},
     or_float32=("weight",),
+    gradient_dtype=("d_weight",),
     apart=lambda options, wants: ("batch",) if set(wants) == {"d_x"} else (),
     flops=lambda call: 12.0 * prod(call.dims["batch"]) * call.dims["n"],
 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Annotated, NamedTuple, TypeVar
 
 import numpy as np
 import pytest
-from jaxtyping import Float
+from jaxtyping import Float, Float32
 from typer.testing import CliRunner
 
 import portakern as pk
@@ -63,11 +64,40 @@ def test_the_rules_of_its_gradients_follow():
         "k": ({"a": 3, "b": 1}, {"d_a": 3, "d_b": 1}),
     }
     half = {n: np.zeros(s, np.float16) for n, s in arrays.items()}
-    refused = {r.name: r.refusal for r in partition_rules(bind(registry.find_spec("matmul_vjp"), **half))}
-    assert refused["k"] is None
-    assert "d_b is a sum of parts, each of which would be rounded to float16" in refused["m"]
+    asked = {r.name: r.options for r in partition_rules(bind(registry.find_spec("matmul_vjp"), **half))}
+    wide = {"gradient_dtype": "float32"}
+    assert asked == {"batch[-2]": wide, "batch[-1]": wide, "m": wide, "n": wide, "k": {}}
     alone = partition_rules(bind(registry.find_spec("matmul_vjp"), **half, wants=("d_a",)))
-    assert {r.name for r in alone if r.refusal is None} == {"batch[-2]", "m", "k"}
+    assert {r.name for r in alone if not r.options} == {"batch[-2]", "m", "k"}
+    linear = {"x": (4, 6), "weight": (8, 6)}
+    refused = rules("linear", linear, np.float16)["k"][2].refusal
+    assert "y is a sum of parts, each of which would be rounded to float16" in refused
+
+
+def test_gradients_that_are_sums_can_be_float32():
+    """Each of an op's own dtype that some rule adds up has the option, and no other has."""
+    for op in filter(lambda s: s.is_vjp, map(registry.find_spec, registry.ops())):
+        rows = described(op)
+        assert not [row for row in rows if "not where the sum has 16 bits" in row["notes"]], op.name
+        wide = {o.name for o in op.outputs if o.dtype_option}
+        kinds = [words.rpartition(": ") for row in rows for words in row["outputs"].split("; ")]
+        added = {n for names, _, kind in kinds if kind == "sum" for n in names.split(", ")}
+        own = {o.name for o in op.outputs if o.dtype is None}
+        stretched = {n for row in rows for n in own if re.search(rf"and .*\b{n}\b.* a sum", row["notes"])}
+        assert wide == (added | stretched) & own, op.name
+
+
+class TwoGradients(NamedTuple):
+    d_x: Float[A, "n"]
+    d_lse: Float32[A, "n"]
+
+
+@pytest.mark.parametrize("names", [("d_z",), ("d_x", "d_lse")])
+def test_a_gradient_dtype_of_what_is_none_is_refused(names):
+    with pytest.raises(SpecError, match=f"gradient_dtype names '{names[-1]}'; expected gradients that follow .*: d_x"):
+
+        @spec(tiling={}, flops=lambda call: 1.0, gradient_dtype=names)
+        def bad_vjp(x: Float[A, "n"]) -> TwoGradients: ...
 
 
 def test_what_is_added_once_is_given_to_the_first_part():

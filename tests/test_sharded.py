@@ -23,7 +23,11 @@ from torch.distributed.tensor.debug import CommDebugMode  # noqa: E402
 
 import portakern as pk  # noqa: E402
 import portakern.torch  # noqa: E402
+from portakern.core.binder import unchecked  # noqa: E402
+from portakern.core.framework import frameworks  # noqa: E402
+from portakern.core.partitions import partition_rules  # noqa: E402
 from portakern.errors import SpecError  # noqa: E402
+from tests.ops import records  # noqa: E402
 from tests.ranks import on_ranks  # noqa: E402
 
 WORLD = 2
@@ -119,19 +123,50 @@ class Lines(logging.Handler):
 def what_is_gathered_is_said():
     lines = Lines()
     logging.getLogger("portakern").addHandler(lines)
-    a, b = made((4, 16), (16, 12), dtype=torch.float16)
-    same("matmul", (a, b), (Shard(1), Shard(0)), ALL)
-    x, w, d_y = made((6, 32), (32,), (6, 32), dtype=torch.bfloat16)
-    mesh = init_device_mesh("cpu", (WORLD,))
-    cut = [distribute_tensor(t, mesh, [p]) for t, p in zip((x, d_y, w), (Shard(0), Shard(0), ALL), strict=True)]
-    found = pk.op("layernorm_vjp", backend="reference")(*cut)
-    expected = pk.op("layernorm_vjp", backend="reference")(x, d_y, w)
-    assert torch.equal(found.d_weight.full_tensor(), expected.d_weight)
-    alone = pk.op("layernorm_vjp", backend="reference")(*cut, wants=("d_x",))
-    assert alone.d_x.placements == (Shard(0),) and torch.equal(alone.d_x.full_tensor(), expected.d_x)
-    text = "\n".join(lines.text)
-    assert "matmul: a is cut along axis 1 and gathered: its parts are asked with other out_dtype" in text
-    assert "layernorm_vjp: x is cut along axis 0 and gathered: d_weight is a sum of parts" in text
+    q, k, v = made((2, 6, 4, 8), (2, 6, 2, 8), (2, 6, 2, 8))
+    same("attention", (q, k, v), (ALL, Shard(1), Shard(1)), ALL, is_causal=True)
+    assert "attention: k is cut along axis 1 and gathered: its parts are asked with other" in "\n".join(lines.text)
+
+
+def calls_of_sums():
+    """A call of 16 bits of each op with float32 parts of sums: (op, arrays, options, placements, parts' options)."""
+    for record in records().values():
+        named = {o.dtype_option for o in record.spec.outputs}
+        for sample in record.small.values() if "bfloat16" in record.spec.dtypes else ():
+            arrays = {
+                n: frameworks()["torch"].from_numpy(a, None) for n, a in sample.arrays(record.op, "bfloat16").items()
+            }
+            rules = partition_rules(unchecked(record.spec, **arrays, **sample.options))
+            rule = next((r for r in rules if {*r.options_at(0, 0)} & named and r.extent >= WORLD), None)
+            if rule is not None and not (rule.once or rule.equal) and {*rule.options_at(0, 0)} <= named:
+                places = {n: ALL if (at := rule.arrays[n]) is None else Shard(at.axis) for n in arrays}
+                yield pk.op(record.op, backend="reference"), arrays, sample.options, places, rule.options
+                break
+
+
+def sums_of_16_bits_are_those_of_float32_parts():
+    """Nothing is gathered: devices add float32 parts, and round their sum once."""
+    mesh, tried = init_device_mesh("cpu", (WORLD,)), 0
+    for op, arrays, options, places, wide in calls_of_sums():
+        parts = []
+        for rank in range(WORLD):
+            own = {n: a.chunk(WORLD, places[n].dim)[rank] if places[n].is_shard() else a for n, a in arrays.items()}
+            parts.append(listed(op(**own, **{**options, **wide})))
+        cut = {n: distribute_tensor(a, mesh, [places[n]]) for n, a in arrays.items()}
+        with CommDebugMode() as sent:
+            found = listed(op(**cut, **options))
+        assert {str(k).rpartition(".")[2] for k in sent.get_comm_counts()} == {"all_reduce"}, (op, sent.comm_counts)
+        for y, full, *own in zip(found, listed(op(**arrays, **options)), *parts, strict=True):
+            (at,) = y.placements
+            expected = torch.cat(own, at.dim) if at.is_shard() else sum(own)
+            assert y.dtype == full.dtype and torch.equal(y.full_tensor(), expected.to(y.dtype)), (op, at)
+        tried += 1
+    assert tried > 8
+
+
+def listed(outputs):
+    """The outputs of a call that are given."""
+    return [y for y in (outputs if isinstance(outputs, tuple) else (outputs,)) if y is not None]
 
 
 def lines_of(name, arrays, placements, mesh, gradients=False, **named):
@@ -164,9 +199,11 @@ def what_would_move_is_explained():
     assert "x: Partial(sum) -> Shard(0), its pending sum is added" in pk.op("softmax").explain(pending)
     x, w = made((2, 6, 8), (8,), dtype=torch.bfloat16)
     lines = lines_of("rmsnorm", (x, w), ([Shard(1)], [ALL]), mesh, gradients=True)
-    before, after = lines[: (at := lines.index("in the gradients, rmsnorm_vjp:"))], lines[at:]
-    assert not any("->" in x for x in before)
-    assert ["d_weight is a sum of parts" in x for x in after if "->" in x] == [True, True]
+    assert "in the gradients, rmsnorm_vjp:" in lines and not any("->" in x for x in lines)
+    assert "d_weight: Replicate(), a sum of float32 parts, added and rounded once" in lines
+    lines = lines_of("matmul", [t.bfloat16() for t in (a, b)], ([Shard(1)], [Shard(0)]), mesh)
+    assert "c: Replicate(), a sum of float32 parts, added and rounded once" in lines
+    assert "each device runs: matmul(bfloat16; batch=(), m=4, k=8, n=12, out_dtype='float32')" in lines
 
 
 def two_axes_of_a_mesh():
@@ -189,6 +226,7 @@ def two_axes_of_a_mesh():
 
 def on_two_devices():
     what_is_gathered_is_said()
+    sums_of_16_bits_are_those_of_float32_parts()
     products_and_norms()
     attentions()
     products_of_sequences()

@@ -1,7 +1,7 @@
 """What a spec is written with: :func:`spec` and what it takes here, options in :mod:`portakern.spec.options`, bounds in
 :mod:`portakern.spec.tolerance`."""
 
-from portakern.spec.declare import Spec, spec
+from portakern.spec.declare import Spec, no_narrower, spec
 from portakern.spec.fields import (
     ArrayArg,
     Count,
@@ -36,5 +36,6 @@ __all__ = [
     "Tile",
     "WeightedMean",
     "When",
+    "no_narrower",
     "spec",
 ]

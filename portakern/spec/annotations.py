@@ -7,17 +7,19 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from portakern.errors import SpecError
 from portakern.spec.dtypes import ANY_INDEX, DTYPES
 from portakern.spec.fields import ArrayArg, Dim, Origin, Output, Sample, Sum, WeightedMean
-from portakern.spec.options import Option, option_from_annotation
+from portakern.spec.options import GRADIENT_DTYPE, Option, option_from_annotation
 
 if TYPE_CHECKING:
     from portakern.spec.declare import Spec
 
 __all__ = ["arguments", "check_aliases", "check_declaration", "check_sample", "leader", "outputs"]
+
+P = ParamSpec("P")
 
 
 def arguments(
@@ -96,6 +98,7 @@ def outputs(
                 codes=name in codes,
             )
         )  # fmt: skip
+    _check_summed(op, dtype_options, found)
     unknown = [name for name in codes if name not in results]
     if unknown:
         raise SpecError(f"{op}: codes names {unknown[0]}; expected some of the outputs {', '.join(results)}")
@@ -194,13 +197,24 @@ def check_aliases(
         raise SpecError(f"{op}: aliases has two outputs over one input; expected one output for each")
 
 
+def _check_summed(op: str, dtype_options: Mapping[str, str], outputs: Sequence[Output]) -> None:
+    """SpecError where ``gradient_dtype`` names what is no gradient of the op's dtype."""
+    known = [o.name for o in outputs if o.gradient_of and o.dtype is None and o.alias_of is None]
+    for name, option in dtype_options.items():
+        if option == GRADIENT_DTYPE.name and name not in known:
+            raise SpecError(
+                f"{op}: gradient_dtype names {name!r}; expected gradients that follow the op's dtype and are written "
+                f"over no input: {', '.join(known) or '(none)'}"
+            )
+
+
 def _written(hint: Any) -> str:
     """An annotation as a signature has it."""
     return f"{hint.__name__.partition('[')[0]}[..., {hint.dim_str!r}]"
 
 
-def check_declaration(spec: Spec[Any]) -> None:
-    """SpecError where a spec's parts contradict each other."""
+def check_declaration(spec: Spec[P]) -> Spec[P]:
+    """The spec; SpecError where its parts contradict each other."""
     _check_lead(spec)
     for name in spec.reads:
         if name not in {a.name for a in spec.arrays if a.optional}:
@@ -213,6 +227,7 @@ def check_declaration(spec: Spec[Any]) -> None:
     _check_names(spec)
     _check_outputs(spec)
     _check_partitions(spec)
+    return spec
 
 
 def _check_partitions(spec: Spec[Any]) -> None:

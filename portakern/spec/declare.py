@@ -37,12 +37,12 @@ from portakern.spec.annotations import (
 )
 from portakern.spec.dtypes import FLOATS, USUAL
 from portakern.spec.fields import ArrayArg, Edge, Origin, Output, Rule, Sample, Sum, Tile, ValuesFn, WeightedMean, When
-from portakern.spec.options import Option
+from portakern.spec.options import GRADIENT_DTYPE, Option
 
 if TYPE_CHECKING:
     from portakern.core.call import Call
 
-__all__ = ["Spec", "spec"]
+__all__ = ["Spec", "no_narrower", "spec"]
 
 P = ParamSpec("P")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -319,6 +319,7 @@ def spec(
     or_dtypes: Mapping[str, Sequence[str]] | None = None,
     own_dtype: Sequence[str] = (),
     result_dtype: Mapping[str, str] | None = None,
+    gradient_dtype: Sequence[str] = (),
     codes: Sequence[str] = (),
     returns: Mapping[str, str] | None = None,
     require: Sequence[Rule] = (),
@@ -357,6 +358,8 @@ def spec(
         beside queries of 16. A wider one is drawn in 16-bit calls alone.
       own_dtype: float arguments with any dtype of ``dtypes``, independent of the others.
       result_dtype: output name -> option that overrides its dtype.
+      gradient_dtype: outputs of a gradient op that are sums, where the op is cut into parts. They are float32 under the
+        option ``gradient_dtype="float32"``, which the op then has: so that parts are added before they are rounded.
       codes: outputs each number of which is right or wrong, such as codes of few bits. Their bound is that of the value
         before it is rounded, and right is each number to which a value within the bound rounds: one, but beside a tie.
       returns: output name -> bool option that requests it; other outputs are always returned.
@@ -402,7 +405,7 @@ def spec(
         pages of no sequence.
     """
     kept: dict[str, Any] = {"flops": flops, "vjp": vjp, "autocast": autocast, "budget": budget, "masks": tuple(masks)}
-    kept |= {"bytes_moved": bytes_moved, "doubts": tuple(doubts), **_combined(sums, merges, starts)}
+    kept |= {"bytes_moved": bytes_moved, "doubts": tuple(doubts), **_combined(apart, sums, merges, starts)}
     kept |= _frozen(tiling=tiling, empty=empty, typical=typical, drops=drops, aliases=aliases, passes=passes)
     kept |= _frozen(reads=reads, also=also and {name: tuple(of) for name, of in also.items()})
 
@@ -411,22 +414,21 @@ def spec(
         results = typing.get_type_hints(hints["return"], include_extras=True)
         arrays, options = arguments(fn, hints, tuple(dtypes), _others(or_float32, or_dtypes), own_dtype)
         check_aliases(fn.__name__, aliases or {}, {a.name: hints[a.name] for a in arrays}, results)
-        found = outputs(fn.__name__, results, result_dtype or {}, returns or {}, aliases or {}, dtypes, saved, codes)
+        named = {**(result_dtype or {}), **dict.fromkeys(gradient_dtype, GRADIENT_DTYPE.name)}
+        found = outputs(fn.__name__, results, named, returns or {}, aliases or {}, dtypes, saved, codes)
         made: Spec[P] = Spec(
             name=fn.__name__,
             fn=fn,
             arrays=arrays,
-            options=options,
+            options=(*options, GRADIENT_DTYPE) if gradient_dtype else options,
             outputs=found,
             result=hints["return"],
             dtypes=leader(arrays).dtypes,
-            require=(*require, *(_given_when(name, when) for name, when in (reads or {}).items())),
+            require=_rules(require, reads or {}, leader(arrays).name if gradient_dtype else None),
             positive=(*positive, *(o.name for o in options if o.extent and o.range and o.range.lo >= 1)),
-            apart=apart if callable(apart) else tuple(apart),
             **kept,
         )
-        check_declaration(made)
-        return made
+        return check_declaration(made)
 
     return declare
 
@@ -437,21 +439,36 @@ def _others(or_float32: Sequence[str], or_dtypes: Mapping[str, Sequence[str]] | 
 
 
 def _combined(
-    sums: Mapping[str, Any] | None, merges: Mapping[str, Any] | None, starts: Mapping[str, Any] | None
+    apart: Any, sums: Mapping[str, Any] | None, merges: Mapping[str, Any] | None, starts: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """``sums``, ``merges`` and ``starts`` as a spec holds them, of what they may be declared as."""
+    """``apart``, ``sums``, ``merges`` and ``starts`` as a spec holds them, of what they may be declared as."""
     several = {dim: [given] if isinstance(given, str | Sum) else [*given] for dim, given in (sums or {}).items()}
     found = {dim: tuple(Sum(s) if isinstance(s, str) else s for s in given) for dim, given in several.items()}
     merged = {
         dim: (given,) if isinstance(given, WeightedMean) else tuple(given) for dim, given in (merges or {}).items()
     }
     begin = {dim: Origin(given) if isinstance(given, str) else given for dim, given in (starts or {}).items()}
-    return _frozen(sums=found, merges=merged, starts=begin)
+    return {"apart": apart if callable(apart) else tuple(apart), **_frozen(sums=found, merges=merged, starts=begin)}
 
 
 def _frozen(**mappings: Mapping[str, Any] | None) -> dict[str, Any]:
     """Copies of mappings that nobody changes, empty for None."""
     return {name: types.MappingProxyType(dict(mapping or {})) for name, mapping in mappings.items()}
+
+
+def _rules(require: Sequence[Rule], reads: Mapping[str, When], lead: str | None) -> tuple[Rule, ...]:
+    """All rules of an op; ``lead``: its first array where gradients of it may be float32, else None."""
+    wide = () if lead is None else (no_narrower(GRADIENT_DTYPE.name, lead),)
+    return (*require, *(_given_when(name, when) for name, when in reads.items()), *wide)
+
+
+def no_narrower(option: str, lead: str) -> Rule:
+    """The rule that a call of float64, of which ``lead`` is the first array, asks for no results of float32."""
+    return Rule(
+        lambda call: call.options[option] is None or call.dtype != "float64",
+        f"{option} is float32 and {lead} is float64: results would be narrower than what they are made of; leave it "
+        "out",
+    )
 
 
 def _given_when(name: str, when: When) -> Rule:

@@ -13,7 +13,19 @@ from typing import Annotated, Any, Literal
 
 from portakern.spec.dtypes import FLOATS
 
-__all__ = ["HUGE", "TINY", "Axis", "DType", "Extent", "Option", "Range", "option_from_annotation", "shown"]
+__all__ = [
+    "GRADIENT_DTYPE",
+    "HUGE",
+    "TINY",
+    "Axis",
+    "DType",
+    "Extent",
+    "Float32Result",
+    "Option",
+    "Range",
+    "option_from_annotation",
+    "shown",
+]
 
 TINY, HUGE = (
     2.0**-126,
@@ -69,6 +81,10 @@ class DType:
     NumPy's, PyTorch's or JAX's dtype object. Backends get the name."""
 
     names: tuple[str, ...] = FLOATS
+
+
+Float32Result = Annotated[Any, DType(("float32",))]
+"""The dtype of results that are added or merged before they are rounded."""
 
 
 @dataclass(frozen=True)
@@ -219,3 +235,7 @@ def _dtype(value: Any, names: tuple[str, ...]) -> str:
     if name not in names or not getattr(value, "isnative", True):  # outputs have this machine's byte order
         raise ValueError
     return name
+
+
+GRADIENT_DTYPE = option_from_annotation("gradient_dtype", Float32Result | None, None)
+"""What an op of gradients has whose spec says ``gradient_dtype`` (:func:`portakern.spec.spec`)."""

@@ -6,10 +6,11 @@ import functools
 import inspect
 import textwrap
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from portakern.spec import Output, Spec
+from portakern.spec.options import GRADIENT_DTYPE
 
 __all__ = ["described", "lone_output", "signature"]
 
@@ -21,6 +22,9 @@ def signature(spec: Spec[Any]) -> inspect.Signature:
     hints = typing.get_type_hints(spec.fn)
     declared = inspect.signature(spec.fn).parameters.values()
     parameters = [p.replace(annotation=hints[p.name]) for p in declared]
+    made = [o for o in spec.options if o.name not in hints]
+    parameters += [inspect.Parameter(o.name, inspect.Parameter.KEYWORD_ONLY, default=o.default, annotation=Any | None)
+                   for o in made]  # fmt: skip
     if spec.is_vjp:
         names = tuple(o.name for o in spec.outputs)
         wants = Iterable[Literal[names]] | None  # type: ignore[valid-type]
@@ -51,12 +55,22 @@ def described(spec: Spec[Any]) -> str:
     """The op's documentation under a line that shows how it is called, as functions without Python source have it."""
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature(spec).parameters.values()]
     text = f"{spec.name}{inspect.Signature(bare)}\n\n{spec.doc}"
-    if not spec.aliases:
-        return text
-    pairs = " and ".join(f"{out} over {name}" for out, name in spec.aliases.items())
-    names = " or ".join(repr(name) for name in spec.aliases.values())
-    said = (
-        f"With overwrite={names} results are written over arguments ({pairs}), which must be contiguous and share "
-        "their memory with no other argument: the result is that very array."
-    )
-    return f"{text}\n\n{textwrap.fill(said, 116)}"
+    return "\n\n".join([text, *(textwrap.fill(said, 116) for said in _of_keywords(spec))])
+
+
+def _of_keywords(spec: Spec[Any]) -> Iterator[str]:
+    """What the keywords do that no signature of an op declares."""
+    sums = [o.name for o in spec.outputs if o.dtype_option == GRADIENT_DTYPE.name]
+    if sums:
+        yield (
+            f"With {GRADIENT_DTYPE.name}='float32' {' and '.join(sums)} {'is' if len(sums) == 1 else 'are'} float32, "
+            "as shares of a sum want it that is rounded once. Gradients that autograd asks for have their input's "
+            "dtype."
+        )
+    if spec.aliases:
+        pairs = " and ".join(f"{out} over {name}" for out, name in spec.aliases.items())
+        names = " or ".join(repr(name) for name in spec.aliases.values())
+        yield (
+            f"With overwrite={names} results are written over arguments ({pairs}), which must be contiguous and share "
+            "their memory with no other argument: the result is that very array."
+        )

@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -243,8 +243,9 @@ def _refusal(
             case, _ = drawn(seed, spec, limits, {})
         except Rejected:
             return None
-        if reason_of(case, spec.dtypes[0]) is None:
-            return reason_of(case, dtype)
+        with suppress(SpecError):  # a rule refuses the call in this dtype, as where an option names a narrower one
+            if reason_of(case, spec.dtypes[0]) is None:
+                return reason_of(case, dtype)
     return None
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 from jaxtyping import Float, Float32, Int
 
-from portakern.spec import Origin, Rule, Tile, WeightedMean, When, spec
-from portakern.spec.options import DType, Range
+from portakern.spec import Origin, Rule, Tile, WeightedMean, When, no_narrower, spec
+from portakern.spec.options import Float32Result, Range
 from portakern.specs.attention.scores import allowed_pairs
 
 if TYPE_CHECKING:
@@ -45,17 +45,6 @@ KEYS_AND_QUERIES_PLACED = Rule(
     "kv_start is given and q_start is not: the last query stands at the last key only of the whole sequence; pass "
     "q_start too (of all queries, the length of all keys less that of all queries)",
 )
-
-Float32Result = Annotated[Any, DType(("float32",))]
-
-
-def _narrower(option: str) -> Rule:
-    """The rule that a call of float64 asks for no narrower results."""
-    return Rule(
-        lambda call: call.options[option] is None or call.dtype != "float64",
-        f"{option} is float32 and q is float64: results would be narrower than what they are made of; leave it out",
-    )
-
 
 Start = Annotated[int, Range(-(2**53), 2**53, typical=(0, 5, 40, 100))]
 
@@ -100,7 +89,7 @@ def work(call: Call, depth: int) -> float:
     masks=("bias",),
     positive=POSITIVE,
     empty={"kv_len": {"o": 0.0, "lse": -inf, "lse_low": 0.0}},
-    require=[SEGMENTS_COME_TOGETHER, KEYS_BESIDE_A_SINK, KEYS_AND_QUERIES_PLACED, _narrower("out_dtype")],
+    require=[SEGMENTS_COME_TOGETHER, KEYS_BESIDE_A_SINK, KEYS_AND_QUERIES_PLACED, no_narrower("out_dtype", "q")],
     doubts=[HEADS_BEHIND_THE_SEQUENCE],
     apart=("batch", "kv_heads", "q_len"),
     merges={"kv_len": WeightedMean("o", by="lse", once=("sinks",))},
@@ -231,11 +220,11 @@ def _independent(options: Mapping[str, Any], wants: Sequence[str]) -> tuple[str,
 @spec(
     tiling=TILING,
     or_float32=("o", "d_o", "bias", "sinks"),
-    result_dtype=dict.fromkeys(("d_q", "d_k", "d_v"), "gradient_dtype"),
+    gradient_dtype=("d_q", "d_k", "d_v", "d_bias", "d_sinks"),
     masks=("bias",),
     apart=_independent,
     positive=POSITIVE,
-    require=[SEGMENTS_COME_TOGETHER, KEYS_BESIDE_A_SINK, KEYS_AND_QUERIES_PLACED, _narrower("gradient_dtype")],
+    require=[SEGMENTS_COME_TOGETHER, KEYS_BESIDE_A_SINK, KEYS_AND_QUERIES_PLACED],
     flops=_flops,
 )
 def attention_vjp(
@@ -260,7 +249,6 @@ def attention_vjp(
     precision: Literal["ieee", "tf32"] = "ieee",
     q_start: Start | None = None,
     kv_start: Start | None = None,
-    gradient_dtype: Float32Result | None = None,
 ) -> AttentionGradients:
     """Gradients of attention from its own results, the scores recomputed and never stored.
 
@@ -294,12 +282,10 @@ def attention_vjp(
       o, lse, lse_low: what attention returned; lse_low None is 0.
       d_o, d_lse: cotangents of o and lse (float32); d_lse None is 0. o and d_o have q's dtype or float32, each its own.
         d_o of float32 beside 16-bit inputs may be rounded to their dtype for products, and is not for Delta.
-      gradient_dtype: dtype of d_q, d_k and d_v: "float32", as shares of a sum want it that is rounded once; None: that
-        of q, k and v. Gradients that autograd asks for have None.
 
     Returns:
-      d_q, d_k, d_v, d_bias, d_sinks: the shapes and dtypes of q, k, v, bias and sinks, but for gradient_dtype. A row
-      that saw no key has no gradient and leaves none but d_sinks. For 16-bit inputs P and D are rounded to nearest
+      d_q, d_k, d_v, d_bias, d_sinks: the shapes and dtypes of q, k, v, bias and sinks. A row that saw no key has no
+      gradient and leaves none but d_sinks. For 16-bit inputs P and D are rounded to nearest
       before their products, as P is in attention.
     """
     raise NotImplementedError

@@ -140,7 +140,7 @@ def of_a_step(call: Call, bq: int, bkv: int) -> int:
     d, dv = whole_lanes(call.dims["d"]), whole_lanes(call.dims["dv"])
     streamed = 0 if bias is None else 2 * bias.dtype.itemsize * bq * whole_lanes(bkv)
     if "d_bias" in call.wants:
-        streamed += 4 * pairs  # its sum
+        streamed += (4 + 2 * (dtype_of(call, "d_bias").itemsize - bias.dtype.itemsize)) * pairs  # its sum
     pairs_more = 4 * pairs * (call.arrays["alibi_slopes"] is not None)  # distances
     waiting = call.arrays["q"].dtype.itemsize * ((d + dv) * bq + dv * bkv) if call.options["softcap"] else 0
     split = 0
@@ -589,7 +589,7 @@ def bias_gradient(call: Call, config: AttentionGradientsConfig, saved: GradientO
 
     of_bias = (batches, bias_heads, pl.cdiv(rows, bq), tiles)
     summed = (batch // batches, heads // bias_heads, band.steps() if one_row else 1)
-    form = jax.ShapeDtypeStruct(bias.shape, bias.dtype)
+    form = jax.ShapeDtypeStruct(bias.shape, dtype_of(call, "d_bias"))
     return launched(
         call,
         partial(by_bias, band=band, scores=TpuScores.of_gradients(call), one_row=one_row, tiles=tiles),
@@ -631,7 +631,7 @@ def sink_gradient(call: Call, saved: GradientOperands) -> dict[str, jax.Array]:
             inputs[name] = (rows, row_blocks(1, ROWS_AT_ONCE, of_rows))
     grid, scratch = (heads, whole // ROWS_AT_ONCE), {"acc": (1, ROWS_AT_ONCE)}
     found = launched(call, by_sinks, grid, 1, inputs, {"d_sinks": (form, a_head)}, scratch, pairs=ROWS_AT_ONCE)
-    return {"d_sinks": found["d_sinks"][0, :, 0, 0].astype(sinks.dtype)}
+    return {"d_sinks": found["d_sinks"][0, :, 0, 0].astype(dtype_of(call, "d_sinks"))}
 
 
 @BACKEND.implements("attention_vjp", key=key, fit=fit, supports=supports, config=AttentionGradientsConfig)

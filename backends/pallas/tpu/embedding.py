@@ -226,9 +226,10 @@ class GradientBlocks(NamedTuple):
         rows, tokens = (padded(x, grain) for x in (config.block_rows, config.block_tokens))
         return cls(rows, tokens, even_block(call.dims["d"], config.block_n, LANES))
 
-    def resident(self, size: int) -> int:
-        """The VMEM, in bytes, of one step, with numbers of ``size`` bytes."""
-        return self.n * (self.rows * (4 + 2 * size) + self.tokens * (4 + 2 * size))
+    def resident(self, call: Call) -> int:
+        """The VMEM, in bytes, of one step."""
+        stored, size = (jnp.dtype(d).itemsize for d in (call.outputs["d_weight"][1], call.arrays["d_y"].dtype))
+        return self.n * (self.rows * (4 + 2 * stored) + self.tokens * (4 + 2 * size))
 
 
 def gradient_tiling(call: Call) -> EmbeddingGradientConfig:
@@ -246,7 +247,7 @@ def supports_gradient(call: Call, config: EmbeddingGradientConfig) -> str | None
         or off_grid("block_tokens", config.block_tokens, tokens, grain)
         or off_grid("block_n", config.block_n, call.dims["d"], LANES)
         or too_many_scalars(4 * (tokens + len(TokenVisits._fields) * visits), f"{tokens} tokens and {visits} visits")
-        or over_vmem(call, blocks.resident(call.arrays["d_y"].dtype.itemsize), "block_rows, block_tokens or block_n")
+        or over_vmem(call, blocks.resident(call), "block_rows, block_tokens or block_n")
     )
 
 
@@ -255,9 +256,10 @@ def supports_gradient(call: Call, config: EmbeddingGradientConfig) -> str | None
 )
 def embedding_vjp(call: Call, config: EmbeddingGradientConfig) -> tuple[jax.Array]:
     rows, d, tokens = call.dims["rows"], call.dims["d"], tokens_of(call)
-    d_y, padding, dtype = call.arrays["d_y"].reshape(tokens, d), call.options["padding_index"], call.arrays["d_y"].dtype
+    d_y, padding = call.arrays["d_y"].reshape(tokens, d), call.options["padding_index"]
+    size, stored = d_y.dtype.itemsize, jnp.dtype(call.outputs["d_weight"][1])
     if not tokens:
-        return (jnp.zeros((rows, d), dtype),)
+        return (jnp.zeros((rows, d), stored),)
     blocks, row = GradientBlocks.of(call, config), rows_named(call)
     nowhere = (row < 0) if padding is None else (row < 0) | (row == padding)
     row, order = lax.sort((jnp.where(nowhere, rows, row), jnp.arange(tokens, dtype=jnp.int32)), num_keys=1)
@@ -275,12 +277,14 @@ def embedding_vjp(call: Call, config: EmbeddingGradientConfig) -> tuple[jax.Arra
         },
         outputs={
             "d_weight": (
-                jax.ShapeDtypeStruct((rows, d), dtype),
+                jax.ShapeDtypeStruct((rows, d), stored),
                 pl.BlockSpec((blocks.rows, blocks.n), lambda c, v, *s: (TokenVisits(*s[:-1]).rows[v], c)),
             )
         },
         scratch={"acc": (blocks.rows, blocks.n), "wide": (blocks.tokens, blocks.n)},
-        vmem=blocks.resident(dtype.itemsize),
-        cost=pl.CostEstimate(flops=tokens * d, transcendentals=0, bytes_accessed=(tokens + rows) * d * dtype.itemsize),
+        vmem=blocks.resident(call),
+        cost=pl.CostEstimate(
+            flops=tokens * d, transcendentals=0, bytes_accessed=d * (tokens * size + rows * stored.itemsize)
+        ),
     )
     return (found["d_weight"],)

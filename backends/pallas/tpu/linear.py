@@ -43,7 +43,7 @@ from portakern.backends.pallas.tpu import layernorm as over_rows
 from portakern.backends.pallas.tpu import matmul as products
 from portakern.backends.pallas.tpu.geglu import opening, share
 from portakern.backends.pallas.tpu.layernorm import supports as along_rows
-from portakern.backends.pallas.tpu.linear_cross_entropy import inner, multiply
+from portakern.backends.pallas.tpu.linear_cross_entropy import inner, multiply, other
 from portakern.backends.pallas.tpu.swiglu import element_by_element, open_and_shut
 from portakern.backends.pallas.tpu.swiglu import refused as walk_refused
 from portakern.core import targets
@@ -248,7 +248,7 @@ def summing(call: Call, rows: int) -> tuple[Call, RowsConfig]:
 
 def supports_gradient(call: Call, config: Config) -> str | None:
     rows, n, k = math.prod(call.dims["batch"]), call.dims["n"], call.dims["k"]
-    x, extents = call.arrays["x"], {"d_x": (rows, k, n), "d_weight": (n, k, rows)}
+    x, extents, stored = call.arrays["x"], {"d_x": (rows, k, n), "d_weight": (n, k, rows)}, call.outputs
     reason = dtype_refused(call)
     if not reason and call.options["activation"] != "none":
         reason = walk_refused(*walk(call), streamed=3, computed=4)
@@ -256,7 +256,7 @@ def supports_gradient(call: Call, config: Config) -> str | None:
         if name in extents and not reason:
             m, columns, depth = extents[name]
             dims = {"batch": (), "m": m, "n": columns, "k": depth}
-            reason = products.supports(*inner(call, "matmul", dims, x, x))
+            reason = products.supports(*inner(call, "matmul", dims, x, x, out_dtype=other(call, stored[name][1])))
     if "d_bias" in call.wants and not reason:
         reason = along_rows(*summing(call, rows), vmem_use=over_rows.GRADIENT_HELD)
     return reason
@@ -264,10 +264,12 @@ def supports_gradient(call: Call, config: Config) -> str | None:
 
 @BACKEND.implements("linear_vjp", supports=supports_gradient)
 def linear_vjp(call: Call, config: Config) -> tuple[jax.Array | None, ...]:
-    x, weight, d_z = call.arrays["x"], call.arrays["weight"], cotangent(call)
-    d_x = multiply(call, d_z, weight).reshape(x.shape) if "d_x" in call.wants else None
-    d_weight = multiply(call, d_z.T, x.reshape(-1, x.shape[-1])) if "d_weight" in call.wants else None
-    d_bias = None
+    x, weight, d_z, stored = call.arrays["x"], call.arrays["weight"], cotangent(call), call.outputs
+    d_x = d_weight = d_bias = None
+    if "d_x" in call.wants:
+        d_x = multiply(call, d_z, weight, stored["d_x"][1]).reshape(x.shape)
+    if "d_weight" in call.wants:
+        d_weight = multiply(call, d_z.T, x.reshape(-1, x.shape[-1]), stored["d_weight"][1])
     if "d_bias" in call.wants:
         of, tiles = summing(call, len(d_z))
         of = of.replace(arrays={"x": d_z, "d_y": d_z, "weight": None, "bias": None})

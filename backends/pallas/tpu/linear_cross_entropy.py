@@ -40,24 +40,29 @@ from portakern.core.registry import find_spec
 from portakern.core.tilings import default
 
 
-def inner(call: Call, name: str, dims: Mapping[str, Any], *arrays: Any) -> tuple[Call, Any]:
-    """The call of another op of this folder, with this one's options, and its tiling."""
+def inner(call: Call, name: str, dims: Mapping[str, Any], *arrays: Any, **options: Any) -> tuple[Call, Any]:
+    """The call of another op of this folder, with this one's options but for ``options``, and its tiling."""
     spec, implementation = find_spec(name), BACKEND.implementation(name, FAMILY)
     assert implementation is not None
     of = call.replace(
         spec=spec,
         arrays=dict(zip((a.name for a in spec.arrays), arrays, strict=True)),
-        options={o.name: call.options.get(o.name, o.default) for o in spec.options},
+        options={o.name: options.get(o.name, call.options.get(o.name, o.default)) for o in spec.options},
         dims=dict(dims),
         wants=tuple(o.name for o in spec.outputs),
     )
     return of, default(implementation, of).tiling
 
 
-def multiply(call: Call, a: Any, b: Any) -> jax.Array:
-    """a (m, k) @ b (k, n)."""
+def multiply(call: Call, a: Any, b: Any, stored: str | None = None) -> jax.Array:
+    """a (m, k) @ b (k, n), stored in this dtype or in the call's."""
     dims = {"batch": (), "m": a.shape[0], "n": b.shape[1], "k": a.shape[1]}
-    return products.matmul(*inner(call, "matmul", dims, a, b))[0]
+    return products.matmul(*inner(call, "matmul", dims, a, b, out_dtype=other(call, stored)))[0]
+
+
+def other(call: Call, stored: str | None) -> str | None:
+    """The dtype in which a product is stored as matmul's option has it: None for the call's."""
+    return None if stored == call.dtype else stored
 
 
 def one_after_another(piece: Callable[..., Any], length: int, *arrays: Any) -> tuple[Any, ...]:
@@ -88,14 +93,16 @@ def default_tiling(call: Call) -> LogitsConfig:
     return LogitsConfig(chunk_rows=rows)
 
 
-def product_refused(call: Call, m: int, n: int, k: int) -> str | None:
-    """Why a product of these extents cannot be."""
+def product_refused(call: Call, m: int, n: int, k: int, stored: str | None = None) -> str | None:
+    """Why a product of these extents, stored in this dtype or in the call's, cannot be."""
     x = jax.ShapeDtypeStruct((m, k), jnp.dtype(call.dtype))
-    return products.supports(*inner(call, "matmul", {"batch": (), "m": m, "n": n, "k": k}, x, x))
+    dims = {"batch": (), "m": m, "n": n, "k": k}
+    return products.supports(*inner(call, "matmul", dims, x, x, out_dtype=other(call, stored)))
 
 
-def refused(call: Call, rows: int, n: int, d: int) -> str | None:
-    """Why a product of hidden's rows with n classes, or the gradient by their logits, cannot be."""
+def refused(call: Call, rows: int, n: int, d: int, stored: str | None = None) -> str | None:
+    """Why a product of hidden's rows with n classes, stored in this dtype or in the call's, or the gradient by their
+    logits, cannot be."""
     reason = dtype_refused(call)
     if reason:
         return reason
@@ -103,7 +110,7 @@ def refused(call: Call, rows: int, n: int, d: int) -> str | None:
     labels = jax.ShapeDtypeStruct((rows,), jnp.dtype("int32"))
     dims = {"batch": (rows,), "n": n}
     return (
-        product_refused(call, rows, n, d)
+        product_refused(call, rows, n, d, stored)
         or along_rows(*inner(call, "cross_entropy", dims, x, labels), vmem_use=losses.HELD)
         or along_rows(
             *inner(call, "cross_entropy_vjp", dims, x, labels, numbers, numbers, numbers), vmem_use=losses.GRADIENT_HELD
@@ -150,13 +157,14 @@ def gradient_tiling(call: Call) -> LogitGradientsConfig:
 
 def supports_gradient(call: Call, config: LogitGradientsConfig) -> str | None:
     rows, n, d = math.prod(call.dims["batch"]), min(config.chunk_n, call.dims["n"]), call.dims["d"]
+    stored = call.outputs["d_weight"][1]
     reason = along_rows(*scaling(call), vmem_use=losses.GRADIENT_HELD) if "d_hidden" in call.wants else None
     if reason or "d_weight" not in call.wants:
         return reason
     if call.options["keep_logit_gradients"]:
         along = along_rows(*scaling(call), vmem_use=losses.GRADIENT_HELD)
-        return dtype_refused(call) or along or product_refused(call, call.dims["n"], d, rows)
-    return refused(call, rows, n, d) or refused(call, n, d, rows)
+        return dtype_refused(call) or along or product_refused(call, call.dims["n"], d, rows, stored)
+    return refused(call, rows, n, d) or refused(call, n, d, rows, stored)
 
 
 @BACKEND.implements(
@@ -211,7 +219,8 @@ def scaled_rows(call: Call, x: Any) -> jax.Array:
 def kept_weight_gradient(call: Call) -> jax.Array:
     """b^T (d_loss h), b as it was kept."""
     weighed = scaled_rows(call, call.arrays["hidden"]).reshape(-1, call.dims["d"])
-    return multiply(call, call.arrays["logit_gradients"].reshape(-1, call.dims["n"]).T, weighed)
+    b = call.arrays["logit_gradients"].reshape(-1, call.dims["n"])
+    return multiply(call, b.T, weighed, call.outputs["d_weight"][1])
 
 
 def weight_gradient(call: Call, config: LogitGradientsConfig) -> jax.Array:
@@ -230,6 +239,6 @@ def weight_gradient(call: Call, config: LogitGradientsConfig) -> jax.Array:
         here = jnp.where(labels == NONE, NONE, labels - classes[0])
         of, tiles = inner(among, "cross_entropy_vjp", {"batch": labels.shape, "n": len(w)}, x, here, lse, d_loss, low)
         (d_x,) = losses.gradient(of, tiles, n)
-        return (multiply(call, d_x.T, hidden),)
+        return (multiply(call, d_x.T, hidden, call.outputs["d_weight"][1]),)
 
     return one_after_another(piece, config.chunk_n, weight, jnp.arange(n, dtype=jnp.int32))[0]

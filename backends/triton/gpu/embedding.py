@@ -325,7 +325,7 @@ def embedding_vjp(call: Call, config: EmbeddingGradientConfig) -> tuple[Any]:
     (d_y,), walk = walk_rows(len(call.dims["batch"]), call.arrays["d_y"])
     extents = CotangentExtents(tokens, rows, d, walk.inner)
     tile = EmbeddingTile(*rows_and_numbers(d, config.block_n), accumulator(call.dtype), **walk.known(call.dtype))
-    d_weight, partial = fresh((rows, d), weight.dtype, weight.device), None
+    d_weight, partial = fresh((rows, d), torch_dtype(call.outputs["d_weight"][1]), weight.device), None
     if tokens > CHUNK.value:
         slots = 2 * cdiv(tokens, CHUNK.value)
         partial = fresh((slots, d), torch_dtype("float64" if call.dtype == "float64" else "float32"), weight.device)

@@ -188,7 +188,7 @@ def grouped_matmul_vjp(call: Call, config: ProductConfig) -> tuple[Any, ...]:
     dtype, d_a, d_b = torch_dtype(one.dtype), None, None
     a, b, d_c = (call.arrays[name] for name in ("a", "b", "d_c"))
     if "d_a" in call.wants:
-        d_a = fresh_like(a)
+        d_a = fresh(a.shape, torch_dtype(call.outputs["d_a"][1]), a.device)
         multiply(one, d_c.to(dtype), b.to(dtype).mT, d_a, config)
     if "d_b" in call.wants:
         d_b = fresh_like(b)

@@ -41,6 +41,7 @@ from portakern.backends.triton.lib.linear_cross_entropy import (
     supports,
     supports_gradient,
 )
+from portakern.core.framework import DTYPE_NAME
 from portakern.core.tilings import default
 
 if TYPE_CHECKING:
@@ -49,15 +50,15 @@ if TYPE_CHECKING:
 
 def multiply(call: Call, a: Any, b: Any, c: Any) -> None:
     """c = a b, with the tiling that matmul has for it."""
-    of = as_product(call, a, b, a.shape[0], b.shape[1], a.shape[1])
+    of = as_product(call, a, b, a.shape[0], b.shape[1], a.shape[1], DTYPE_NAME[c.dtype])
     matmul = BACKEND.implementation("matmul", FAMILY)
     assert matmul is not None
     portable.matmul(of, default(matmul, of).tiling, c)
 
 
-def refused(call: Call, m: int, n: int, k: int) -> str | None:
-    """Why matmul does not take a product of these extents."""
-    of = as_product(call, call.arrays["hidden"], call.arrays["weight"], m, n, k)
+def refused(call: Call, m: int, n: int, k: int, stored: str | None = None) -> str | None:
+    """Why matmul does not take a product of these extents, stored in this dtype or in the call's."""
+    of = as_product(call, call.arrays["hidden"], call.arrays["weight"], m, n, k, stored)
     matmul = BACKEND.implementation("matmul", FAMILY)
     assert matmul is not None
     return portable.supports(of, default(matmul, of).tiling)

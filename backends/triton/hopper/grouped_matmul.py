@@ -161,7 +161,7 @@ def out_of_reach(call: Call, columns: int) -> str | None:
     return None
 
 
-DRAWN = Drawn(multiples={"k": 8, "n": 8}, narrow=("d_c",))
+DRAWN = Drawn(("gradient_dtype",), {"k": 8, "n": 8}, narrow=("d_c",))
 
 
 @BACKEND.implements("grouped_matmul", key=key, fit=fit, supports=supports, config=HopperGroupedConfig, same_bits=True,

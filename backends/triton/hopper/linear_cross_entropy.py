@@ -16,6 +16,7 @@ from portakern.backends.triton.hopper import _tiles
 from portakern.backends.triton.hopper import matmul as forward
 from portakern.backends.triton.hopper.family import FAMILY
 from portakern.backends.triton.lib import linear_cross_entropy as shared
+from portakern.core.framework import DTYPE_NAME
 from portakern.core.tilings import default
 
 if TYPE_CHECKING:
@@ -40,13 +41,15 @@ def tiling_of(call: Call) -> tuple[Call, HopperProductConfig]:
 
 def multiply(call: Call, a: Any, b: Any, c: Any) -> None:
     """c = a b."""
-    of = shared.as_product(call, a, b, a.shape[0], b.shape[1], a.shape[1])
+    of = shared.as_product(call, a, b, a.shape[0], b.shape[1], a.shape[1], DTYPE_NAME[c.dtype])
     forward.matmul(of, tiling_of(of)[1], c)
 
 
-def refused(call: Call, m: int, n: int, k: int) -> str | None:
-    """Why matmul does not take a product of these extents."""
-    return _tiles.supports(*tiling_of(shared.as_product(call, call.arrays["hidden"], call.arrays["weight"], m, n, k)))
+def refused(call: Call, m: int, n: int, k: int, stored: str | None = None) -> str | None:
+    """Why matmul does not take a product of these extents, stored in this dtype or in the call's."""
+    return _tiles.supports(
+        *tiling_of(shared.as_product(call, call.arrays["hidden"], call.arrays["weight"], m, n, k, stored))
+    )
 
 
 supports = partial(shared.supports, refused=refused)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from portakern.backends.triton.configs import RowsConfig
-from portakern.backends.triton.launch import accumulator, cdiv, launch, refuse_tile
+from portakern.backends.triton.launch import accumulator, cdiv, launch, refuse_tile, torch_dtype
 from portakern.backends.triton.layout import aligned, fresh, pow2_at_least, walk_rows
 from portakern.backends.triton.lib.activations import activated, of_erf_form, of_silu, of_tanh_form
 from portakern.backends.triton.lib.column_sums import add_up, scratch
@@ -109,14 +109,16 @@ class ReductionTiling(NamedTuple):
         return cls(block_rows, block_n, block_rows * steps, tiles, stages)
 
 
-def refused(call: Call, m: int, n: int, k: int, refusal: Refused) -> str | None:
-    return refusal(call.replace(arrays={"hidden": call.arrays["x"], "weight": call.arrays["weight"]}), m, n, k)
+def refused(call: Call, m: int, n: int, k: int, refusal: Refused, stored: str | None = None) -> str | None:
+    arrays = {"hidden": call.arrays["x"], "weight": call.arrays["weight"]}
+    return refusal(call.replace(arrays=arrays), m, n, k, stored)
 
 
 def supports_gradient(call: Call, config: Config, refusal: Refused) -> str | None:
     rows, n, k = prod(call.dims["batch"]), call.dims["n"], call.dims["k"]
     extents = {"d_x": (rows, k, n), "d_weight": (n, k, rows)}
-    reasons = [refused(call, *extents[name], refusal) for name in call.wants if name in extents]
+    stored = call.outputs
+    reasons = [refused(call, *extents[name], refusal, stored[name][1]) for name in call.wants if name in extents]
     walk = ReductionTiling.of(call)
     tile = RowsConfig(block_rows=walk.block_rows, block_n=walk.block_n, num_warps=WARPS)
     reasons.append(refuse_tile(call, tile, cdiv(rows, walk.group) * walk.tiles))
@@ -126,8 +128,10 @@ def supports_gradient(call: Call, config: Config, refusal: Refused) -> str | Non
 def gradients(call: Call, multiply: Product) -> tuple[Any, ...]:
     weight, x = call.arrays["weight"], call.arrays["x"]
     d_z, d_bias = cotangent(call)
-    d_x = fresh(x.shape, x.dtype, x.device) if "d_x" in call.wants else None
-    d_weight = fresh(weight.shape, weight.dtype, weight.device) if "d_weight" in call.wants else None
+    d_x, d_weight = (
+        fresh(like.shape, torch_dtype(call.outputs[name][1]), like.device) if name in call.wants else None
+        for name, like in (("d_x", x), ("d_weight", weight))
+    )
     if d_x is not None:
         multiply(call, d_z, weight, d_x.reshape(-1, x.shape[-1]))
     if d_weight is not None:

@@ -27,16 +27,18 @@ if TYPE_CHECKING:
 
 Product = Callable[[Any, Any, Any, Any], None]
 """(call, a, b, c): c = a b, by whichever matmul a family has."""
-Refused = Callable[[Any, int, int, int], "str | None"]
-"""(call, m, n, k): why a family's matmul does not take a product of these extents."""
+Refused = Callable[..., "str | None"]
+"""(call, m, n, k, stored=None): why a family's matmul does not take a product of these extents, stored in this dtype or
+in the call's."""
 
 
-def as_product(call: Call, a: Any, b: Any, m: int, n: int, k: int) -> Call:
-    """The call of matmul that multiplies a (m, k) and b (k, n)."""
+def as_product(call: Call, a: Any, b: Any, m: int, n: int, k: int, stored: str | None = None) -> Call:
+    """The call of matmul that multiplies a (m, k) and b (k, n), stored in another dtype than the call's if one is
+    named."""
     return call.replace(
         spec=find_spec("matmul"),
         arrays={"a": a, "b": b},
-        options={"precision": call.options["precision"], "out_dtype": None},
+        options={"precision": call.options["precision"], "out_dtype": None if stored == call.dtype else stored},
         dims={"batch": (), "m": m, "n": n, "k": k},
         wants=("c",),
     )
@@ -152,9 +154,9 @@ def supports_gradient(call: Call, config: LogitGradientsConfig, refused: Refused
         if name in call.wants
     ]
     if "d_weight" in call.wants and keeps(call):
-        reasons += [refused(call, n, d, rows)]
+        reasons += [refused(call, n, d, rows, call.outputs["d_weight"][1])]
     elif "d_weight" in call.wants:
-        reasons += [refused(call, rows, chunk, d), refused(call, chunk, d, rows)]
+        reasons += [refused(call, rows, chunk, d), refused(call, chunk, d, rows, call.outputs["d_weight"][1])]
     return next(filter(None, reasons), None)
 
 
@@ -188,7 +190,7 @@ def weight_gradient(call: Call, config: LogitGradientsConfig, multiply: Product)
         for name in ("lse", "d_loss", "lse_low")
     )
     chunk = min(config.chunk_n, n)
-    d_weight = fresh(weight.shape, weight.dtype, weight.device)
+    d_weight = fresh(weight.shape, torch_dtype(call.outputs["d_weight"][1]), weight.device)
     room = scratch(hidden, rows, chunk)
 
     def piece(first: int, start: Any, w: Any, own: Any) -> None:
@@ -209,7 +211,7 @@ def kept_weight_gradient(call: Call, config: LogitGradientsConfig, multiply: Pro
     weight, rows, d = call.arrays["weight"], prod(call.dims["batch"]), call.dims["d"]
     weighed = fresh(call.arrays["hidden"].shape, weight.dtype, weight.device)
     scale_rows(call, call.arrays["hidden"], weighed)
-    d_weight = fresh(weight.shape, weight.dtype, weight.device)
+    d_weight = fresh(weight.shape, torch_dtype(call.outputs["d_weight"][1]), weight.device)
     b, _ = flat(call, "logit_gradients", "labels")
     multiply(call, b.mT, weighed.reshape(rows, d), d_weight)
     return d_weight

@@ -41,7 +41,7 @@ from portakern.spec import Spec
 from portakern.spec.dtypes import DTYPES
 from portakern.spec.options import Option
 
-__all__ = ["ROUTING", "bound", "calling", "define", "encoded", "read_options", "staged", "tell_counters"]
+__all__ = ["ON_SHARDS", "ROUTING", "bound", "calling", "define", "encoded", "read_options", "staged", "tell_counters"]
 
 LIBRARY = torch.library.Library("portakern", "FRAGMENT")
 ROUTING = ("wants", "backend", "variant", "tiling")
@@ -54,6 +54,10 @@ SCHEMA = {
     "dtype": "ScalarType",
     "tuple": "SymInt[]",
 }
+
+ON_SHARDS: dict[Spec[Any], Callable[..., Any]] = {}
+"""Op -> what runs its calls of DTensors, below autograd: of the call, its arguments and its keyword arguments. Of an op
+that is not here nobody has told PyTorch on which placements it runs."""
 
 _named: dict[str, Spec[Any]] = {}
 _backends: dict[str, Backend] = {}
@@ -338,9 +342,12 @@ class _Rules:
         ):
             raise UnsupportedError(autograd.refuse_forward_mode(self.spec))
 
-        def redispatch(*args: Any, **kwargs: Any) -> Any:
+        def below_autograd(*args: Any, **kwargs: Any) -> Any:
             with torch._C._AutoDispatchBelowAutograd(), _outer_levels():
                 return self.overload.redispatch(below, *args, **kwargs)
+
+        on_shards = ON_SHARDS.get(self.spec)
+        redispatch = below_autograd if on_shards is None else functools.partial(on_shards, below_autograd)
 
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
             return redispatch(*args, **kwargs)

@@ -2,9 +2,10 @@
 
 Which placements an op takes, and which it gives, follows from the rules of its spec (:mod:`portakern.core.partitions`):
 what is cut along a dimension is ``Shard``, a sum of parts is ``Partial``, all else is ``Replicate``. Arrays that are
-placed otherwise are redistributed by PyTorch. Not taken are cuts that need more than the same call on each shard: sums
-of 16-bit results, dimensions along which a part is told where it begins, means that are weighted, and arrays that count
-once. Arrays that are cut there are gathered.
+placed otherwise are redistributed by PyTorch. Parts of a sum of 16 bits are float32: they are added at once, and the
+sum is rounded (:func:`run_on_shards`). Not taken are cuts that need more than the same call on each shard: dimensions
+along which a part is told where it begins, means that are weighted, and arrays that count once. Arrays that are cut
+there are gathered.
 
 The strategies are registered with the propagator of DTensor, since the public ``register_sharding`` keeps them by
 integer arguments alone: a rule that depends on another option would be another call's.
@@ -15,8 +16,8 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,10 +27,10 @@ from portakern.core.gradients import wiring
 from portakern.core.observe import say
 from portakern.core.partitions import Joined, PartitionRule, partition_rules
 from portakern.errors import SpecError, UnsupportedError
-from portakern.frameworks.torch.custom_ops import ROUTING, define, read_options
+from portakern.frameworks.torch.custom_ops import ON_SHARDS, ROUTING, define, read_options
 from portakern.spec import Spec
 
-__all__ = ["are_distributed", "register", "why_moved"]
+__all__ = ["are_distributed", "register", "schema_of", "why_moved", "with_float32_parts"]
 
 EVERY_ARGUMENT = 100
 """Arguments before this one are arrays: of these DTensor keeps shapes and placements."""
@@ -75,10 +76,97 @@ def register(spec: Spec[Any]) -> None:
     options = [*(o.name for o in spec.options), *ROUTING]
     info = RuntimeSchemaInfo(EVERY_ARGUMENT, options, needs_pytree=True)
     propagated(define(spec), functools.partial(_strategy, spec), info)
+    ON_SHARDS[spec] = functools.partial(run_on_shards, spec)
     if spec.vjp:
         register(wiring(spec).vjp)
 
 
+# ------------------------------------------------------------------------------------------------------- float32 parts
+def run_on_shards(spec: Spec[Any], run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A call of DTensors. ``run``: the op as PyTorch runs it on shards, where each part is the same call.
+
+    Sums of parts that have 16 bits are asked for in float32, added over the devices and rounded once."""
+    dtensor = sys.modules["torch.distributed.tensor"].DTensor
+    placed = [a._spec if isinstance(a, dtensor) else None for a in args]
+    if not any(placed) or torch.is_inference_mode_enabled():  # where no op of DTensors comes here
+        return run(*args, **kwargs)
+    schema = schema_of(spec, placed, kwargs)
+    wide = with_float32_parts(spec, schema)
+    if wide is None:
+        return run(*args, **kwargs)
+    outputs, names = run(*args, **wide.schema.kwargs_schema), [o.name for o in spec.outputs]
+    every = outputs if len(names) > 1 else (outputs,)
+    found = tuple(_rounded(x, wide.dtypes.get(n)) for n, x in zip(names, every, strict=True))
+    return found if len(names) > 1 else found[0]
+
+
+def _rounded(x: Any, dtype: torch.dtype | None) -> Any:
+    """A result of float32 parts in its own dtype; None: it is no such result."""
+    from torch.distributed.tensor import Replicate
+
+    if dtype is None:
+        return x
+    with torch.no_grad():
+        whole = [Replicate() if p.is_partial() else p for p in x.placements]
+        return x.redistribute(placements=whole).to(dtype)
+
+
+def schema_of(spec: Spec[Any], placed: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A call as the propagator of DTensor has it. ``placed``: the placements of each array, None for one that is not
+    given."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._op_schema import OpSchema
+
+    op, propagator = define(spec), DTensor._op_dispatcher.sharding_propagator
+    return OpSchema(op, tuple(placed), dict(kwargs), propagator.op_to_schema_info[op])
+
+
+class Float32Parts(NamedTuple):
+    """A call that is asked for float32 parts of sums.
+
+    Attributes:
+      schema: that call. dtypes: output -> the dtype to which its sum is rounded.
+    """
+
+    schema: Any
+    dtypes: Mapping[str, torch.dtype]
+
+
+def with_float32_parts(spec: Spec[Any], schema: Any) -> Float32Parts | None:
+    """How a call is asked for float32 parts of its sums of 16 bits; None where it has none, as its arrays lie."""
+    try:
+        return _float32_parts(spec, schema)
+    except TypeError:  # symbols among its extents, which have no hash
+        return _float32_parts.__wrapped__(spec, schema)
+
+
+@functools.lru_cache(1024)
+def _float32_parts(spec: Spec[Any], schema: Any) -> Float32Parts | None:
+    from torch.distributed.tensor import DTensor
+
+    call, _ = _call_of(spec, schema)
+    asked = {
+        n: v for r in partition_rules(call) if r.refusal is None for n, v in r.options.items() if n in _dtypes_of(spec)
+    }
+    if not asked:
+        return None
+    kwargs = {**schema.kwargs_schema, **{n: getattr(torch, v) for n, v in asked.items()}}
+    wide = schema_of(spec, schema.args_schema, kwargs)
+    found = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached(wide).output_spec
+    every = found if isinstance(found, tuple | list) else (found,)
+    if not any(p.is_partial() for o in every if o is not None for p in o.placements):
+        return None
+    forms = call.outputs
+    named = [o.name for o in spec.outputs if o.name in call.wants and o.dtype_option in asked]
+    return Float32Parts(wide, {n: getattr(torch, forms[n][1]) for n in named})
+
+
+def _dtypes_of(spec: Spec[Any]) -> set[str]:
+    """The options that name the dtype of a result."""
+    return {o.dtype_option for o in spec.outputs if o.dtype_option}
+
+
+# ----------------------------------------------------------------------------------------------------------- strategies
 def _strategy(spec: Spec[Any], schema: Any) -> Any:
     """Every combination of placements on the axes of the mesh."""
     from torch.distributed.tensor import Replicate
