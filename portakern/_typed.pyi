@@ -2653,6 +2653,154 @@ class RopeVjpOp(Op):
         overwrite: Literal["d_y"] | Iterable[Literal["d_y"]] | None = None,
     ) -> RopeVjpOut[NDArray[Any] | None]: ...
 
+class RouterOut(NamedTuple, Generic[T]):
+    weights: T
+    indices: T
+
+class RouterOp(Op):
+    @overload
+    def __call__(
+        self,
+        logits: Array,
+        bias: Array | None = None,
+        *,
+        k: int = 1,
+        scoring: Literal["softmax", "sigmoid"] = "softmax",
+        groups: int = 1,
+        groups_kept: int | None = None,
+        normalize: bool = False,
+        scale: float = 1.0,
+    ) -> RouterOut[Array]:
+        """The k experts of each token, the best first, and their weights, in float32 (float64 for float64).
+
+        ``normalize=True`` divides the weights by their sum: Mixtral's router, and Qwen3-MoE's with norm_topk_prob. Of
+        softmax that is the softmax of the k greatest logits, as gpt-oss writes it, and is computed so. DeepSeek-V3 has
+        ``scoring="sigmoid"``, a bias, groups and a scale beside.
+
+        The experts are chosen by s + bias, and without a bias by the logits themselves, exactly, as both scores rise
+        with
+        them. Of equal ones the expert with the lower index comes first, of equal groups the lower one; 0 and -0 are
+        equal,
+        and a NaN is greater than any other number and equal to every NaN, as in ``top_k``. Sums s + bias, and those of
+        groups, are rounded: of two that are closer than that either is right, unless logits and biases are the same.
+
+        Args:
+          logits: (*batch, experts), any strides.
+          bias: (experts), float32, added to scores for the choice alone: DeepSeek-V3's e_score_correction_bias. No
+            weight
+            depends on it, and it has no gradient.
+          k: experts of a token.
+          scoring: "softmax" of all experts, or "sigmoid" of each.
+          groups: of experts that stand beside each other, all of one size.
+          groups_kept: as many groups, those whose two best experts have the greatest sum of s + bias, may have experts
+            chosen; None: all.
+          normalize: weights are divided by their sum (of sigmoids, by 1e-20 more).
+          scale: what weights are multiplied with in the end: routed_scaling_factor.
+
+        Returns:
+          weights: (*batch, k), float32. indices: (*batch, k), int32, no two of a row the same.
+          Arithmetic says where NaN are: softmax makes a row of weights NaN where any logit is NaN or inf, or all are
+            -inf;
+          with ``normalize`` only chosen logits count, as they do for sigmoid.
+        """
+    @overload
+    def __call__(
+        self,
+        logits: NDArray[Any],
+        bias: NDArray[Any] | None = None,
+        *,
+        k: int = 1,
+        scoring: Literal["softmax", "sigmoid"] = "softmax",
+        groups: int = 1,
+        groups_kept: int | None = None,
+        normalize: bool = False,
+        scale: float = 1.0,
+    ) -> RouterOut[NDArray[Any]]: ...
+
+class RouterVjpOut(NamedTuple, Generic[T]):
+    d_logits: T
+
+class RouterVjpOp(Op):
+    @overload
+    def __call__(
+        self,
+        logits: Array,
+        indices: Array,
+        d_weights: Array,
+        *,
+        k: int = 1,
+        scoring: Literal["softmax", "sigmoid"] = "softmax",
+        groups: int = 1,
+        normalize: bool = False,
+        scale: float = 1.0,
+        wants: None = None,
+    ) -> RouterVjpOut[Array]:
+        """The gradient of the weights, the choice as it was: in float32 (float64 for float64).
+
+        With g = d_weights at the experts of ``indices`` and 0 elsewhere, s the scores, and h = s / sum of the chosen
+        ones:
+
+            sigmoid:                scale s (1 - s) g
+            sigmoid, normalize:     scale h (1 - s) (g - sum g h)
+            softmax, normalize:     scale h (g - sum g h)
+            softmax:                scale s (g - sum g s), for experts that were not chosen too
+
+        Elsewhere it is 0: an expert that was not chosen counts in softmax's sum alone, and no bias or group counts.
+
+        Args:
+          logits: (*batch, experts), what router was given.
+          indices: (*batch, k), int32, what router gave: from 0 to experts - 1, no two of a row the same.
+          d_weights: (*batch, k), float32, the cotangent of the weights.
+          k, scoring, groups, normalize, scale: router's; how many groups there are changes nothing.
+
+        Returns:
+          d_logits: the shape and dtype of logits. A NaN in d_weights reaches its own expert, where weights are divided
+            by a
+          sum the chosen ones of its row, and of softmax without ``normalize`` the whole row.
+        """
+    @overload
+    def __call__(
+        self,
+        logits: Array,
+        indices: Array,
+        d_weights: Array,
+        *,
+        k: int = 1,
+        scoring: Literal["softmax", "sigmoid"] = "softmax",
+        groups: int = 1,
+        normalize: bool = False,
+        scale: float = 1.0,
+        wants: Iterable[Literal["d_logits"]] | None,
+    ) -> RouterVjpOut[Array | None]: ...
+    @overload
+    def __call__(
+        self,
+        logits: NDArray[Any],
+        indices: NDArray[Any],
+        d_weights: NDArray[Any],
+        *,
+        k: int = 1,
+        scoring: Literal["softmax", "sigmoid"] = "softmax",
+        groups: int = 1,
+        normalize: bool = False,
+        scale: float = 1.0,
+        wants: None = None,
+    ) -> RouterVjpOut[NDArray[Any]]: ...
+    @overload
+    def __call__(
+        self,
+        logits: NDArray[Any],
+        indices: NDArray[Any],
+        d_weights: NDArray[Any],
+        *,
+        k: int = 1,
+        scoring: Literal["softmax", "sigmoid"] = "softmax",
+        groups: int = 1,
+        normalize: bool = False,
+        scale: float = 1.0,
+        wants: Iterable[Literal["d_logits"]] | None,
+    ) -> RouterVjpOut[NDArray[Any] | None]: ...
+
 class ScaledMatmulOp(Op):
     @overload
     def __call__(
@@ -3626,6 +3774,22 @@ def op(
     variant: str | None = None,
     tiling: Mapping[str, int] | None = None,
 ) -> RopeVjpOp: ...
+@overload
+def op(
+    which: Literal["router"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> RouterOp: ...
+@overload
+def op(
+    which: Literal["router_vjp"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> RouterVjpOp: ...
 @overload
 def op(
     which: Literal["scaled_matmul"],

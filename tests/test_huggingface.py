@@ -280,3 +280,46 @@ def test_models_train_and_generate_as_on_pytorchs_own_functions(family):
     for ours, theirs in zip(found[1], gradients, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
     assert torch.equal(found[2], made)
+
+
+# --- routers ---
+
+
+def routers():
+    """Model -> (its router, its configuration, the options of the op)."""
+    deepseek = {"n_group": 4, "topk_group": 2, "num_local_experts": 32, "norm_topk_prob": True}
+    grouped = {"k": 4, "scoring": "sigmoid", "groups": 4, "groups_kept": 2, "normalize": True, "scale": 2.5}
+    return {
+        "mixtral": ("MixtralTopKRouter", {"num_local_experts": 8}, {"k": 4, "normalize": True}),
+        "qwen3_moe": ("Qwen3MoeTopKRouter", {"num_experts": 16, "norm_topk_prob": False}, {"k": 4}),
+        "gpt_oss": ("GptOssTopKRouter", {"num_local_experts": 16}, {"k": 4, "normalize": True}),
+        "deepseek_v3": ("DeepseekV3TopkRouter", {**deepseek, "routed_scaling_factor": 2.5}, grouped),
+    }
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("model", routers())
+def test_it_is_the_router_of_transformers(model, backend):
+    """The same experts, in any order, with the same weights; and the same gradient of the logits."""
+    if backend == "triton":
+        pytest.importorskip("triton", reason="triton is not installed")
+    name, sizes, options = routers()[model]
+    config = transformers.AutoConfig.for_model(model, hidden_size=24, num_experts_per_tok=4, **sizes)
+    module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    theirs, draw = getattr(module, name)(config), torch.Generator().manual_seed(1)
+    for parameter in (*theirs.parameters(), *theirs.buffers()):
+        parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=draw))
+    logits, weights, indices = theirs(torch.randn(50, 24, generator=draw))
+    logits.retain_grad()
+
+    bias = getattr(theirs, "e_score_correction_bias", None)
+    x = logits.detach().requires_grad_()
+    ours, places = pk.op("router", backend=backend)(x, bias if bias is None else bias.detach(), **options)
+    order, same = indices.argsort(-1), places.argsort(-1)
+    assert torch.equal(indices.gather(-1, order), places.gather(-1, same).long())
+    torch.testing.assert_close(ours.gather(-1, same), weights.gather(-1, order).float())
+
+    g = torch.randn(weights.shape, generator=draw)
+    weights.gather(-1, order).backward(g)
+    ours.gather(-1, same).backward(g)
+    torch.testing.assert_close(x.grad, logits.grad)

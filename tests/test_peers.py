@@ -223,6 +223,16 @@ OUTSIDE = {
         '{"dtype":"float32","shapes":{"x":[1,127]},"regime":"normal","seed":1346214112,"options":{"k":2},'
         '"tiling":{"block_rows":1,"block_n":16},"edge":"ties_in_several_tiles"}',
     ),
+    "scores that are equal where logits are not": (  # both 0, beside a logit far above
+        "torch", "router", "indices[",
+        '{"dtype":"bfloat16","shapes":{"logits":[3]},"regime":"near_overflow","seed":1165703677,"options":{"k":2},'
+        '"edge":"beyond_the_dtype"}',
+    ),
+    "1 - s": (  # of a sigmoid next to 1
+        "torch", "router_vjp", "d_logits[",
+        '{"dtype":"float32","shapes":{"logits":[1,64],"indices":[1,1],"d_weights":[1,1]},"regime":"normal",'
+        '"seed":1346214112,"options":{"scoring":"sigmoid"},"tiling":{"block_rows":1},"edge":"ragged_rows"}',
+    ),
     "-0 below 0": (
         "jax", "top_k", "indices[",
         '{"dtype":"float32","shapes":{"x":[1,2]},"regime":"normal","seed":1496918125,"edge":"both_zeros"}',

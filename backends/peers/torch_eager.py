@@ -558,3 +558,62 @@ def weight_only_matmul(
     weight = q if zeros is None else q - each(zeros)
     c = a @ (weight * each(scale_b)).to(a.dtype)
     return (c if bias is None else c + bias).to(dtype)
+
+
+def scores(logits: Any, scoring: str) -> Any:
+    import torch
+
+    x = logits if logits.dtype == torch.float64 else logits.float()
+    return torch.softmax(x, -1) if scoring == "softmax" else torch.sigmoid(x)
+
+
+@provides(BACKEND, gradients=False, outputs=2)
+def router(
+    logits: Any,
+    bias: Any = None,
+    *,
+    k: int = 1,
+    scoring: str = "softmax",
+    groups: int = 1,
+    groups_kept: int | None = None,
+    normalize: bool = False,
+    scale: float = 1.0,
+) -> Any:
+    """As transformers writes DeepSeek-V3's. Which of equal scores is chosen PyTorch does not say."""
+    import torch
+
+    s = scores(logits, scoring)
+    by = s if bias is None else s + bias
+    if groups_kept is not None and groups_kept < groups:
+        parts = by.unflatten(-1, (groups, -1))
+        kept = parts.topk(2, -1)[0].sum(-1).topk(groups_kept, -1)[1]
+        out = torch.ones(parts.shape[:-1], dtype=torch.bool, device=by.device).scatter(-1, kept, False)
+        by = parts.masked_fill(out[..., None], -torch.inf).flatten(-2)
+    indices = torch.topk(by, k, -1)[1]
+    weights = s.gather(-1, indices)
+    return (weights / (weights.sum(-1, keepdim=True) + 1e-20) if normalize else weights) * scale, indices.int()
+
+
+@provides(BACKEND, gradients=False)
+def router_vjp(
+    logits: Any,
+    indices: Any,
+    d_weights: Any,
+    *,
+    k: int = 1,
+    scoring: str = "softmax",
+    groups: int = 1,
+    normalize: bool = False,
+    scale: float = 1.0,
+) -> Any:
+    """What autograd runs for that."""
+    import torch
+
+    s, at, g = scores(logits, scoring), indices.long(), d_weights * scale
+    if normalize:
+        weights = s.gather(-1, at)
+        total = weights.sum(-1, keepdim=True) + 1e-20
+        g = (g - (g * weights).sum(-1, keepdim=True) / total) / total
+    d_s = torch.zeros_like(s).scatter_(-1, at, g)
+    d = s * (d_s - (s * d_s).sum(-1, keepdim=True)) if scoring == "softmax" else d_s * s * (1 - s)
+    return d.to(logits.dtype)

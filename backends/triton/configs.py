@@ -40,6 +40,12 @@ class TopKConfig(RowsConfig):
     block_n: Annotated[int, Tile(16, 4096), "columns of a tile: elements of a row that are read at once"]
 
 
+class WholeRowsConfig(WarpsConfig):
+    """Of ops that hold a row in registers, however long."""
+
+    block_rows: Annotated[int, "rows that a program owns"]
+
+
 class RowGradientsConfig(RowsConfig, PipelineConfig):
     """Of gradients of norms, which sum over rows."""
 

@@ -18,8 +18,9 @@ block_rows: rows a block holds, with all their numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -73,9 +74,9 @@ def column(x: Any, t: Any) -> Any:
     return jnp.max(jnp.where(positions(x.shape, 1, 0) == t, x, LEAST), axis=1, keepdims=True)
 
 
-def kernel(ref: Refs, *, k: int, largest: bool) -> None:
-    ref.key[...] = turned(ref.x[...], largest)
-    rows, n = ref.x.shape
+def best(ref: Refs, x: Callable[[], Any], k: int) -> tuple[Any, Any]:
+    """Of the k greatest keys of each row the bits of the number in x and the position, (rows, k) each."""
+    rows, n = ref.key.shape
     position, lane = positions((rows, n), 1, 0), positions((rows, k), 1, 0)
 
     def one_pass(t: Any, state: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -84,14 +85,29 @@ def kernel(ref: Refs, *, k: int, largest: bool) -> None:
         later = (key < found) | ((key == found) & (position > at))
         top = jnp.max(jnp.where(later, key, LEAST), axis=1, keepdims=True)
         at = jnp.min(jnp.where(later & (key == top), position, n), axis=1, keepdims=True)
-        chosen = jnp.max(jnp.where(position == at, bits(ref.x[...]), LEAST), axis=1, keepdims=True)
+        chosen = jnp.max(jnp.where(position == at, bits(x()), LEAST), axis=1, keepdims=True)
         return top, at, jnp.where(lane == t, chosen, numbers), jnp.where(lane == t, at, places)
 
     nothing = jnp.zeros((rows, k), jnp.int32)
     start = jnp.full((rows, 1), MOST), jnp.full((rows, 1), np.int32(-1)), nothing, nothing
     _, _, numbers, places = lax.fori_loop(np.int32(0), np.int32(k), one_pass, start)
+    return numbers, places
+
+
+def kernel(ref: Refs, *, k: int, largest: bool) -> None:
+    ref.key[...] = turned(ref.x[...], largest)
+    numbers, places = best(ref, lambda: ref.x[...], k)
     ref.values[...] = number(numbers, ref.values.dtype)
     ref.indices[...] = places
+
+
+def spread(k: int, one_pass: Callable[[Any, Any], Any], state: Any) -> Any:
+    """What k passes make of a state, which take one column of indices each."""
+    if k > UNROLLED:
+        return lax.fori_loop(np.int32(0), np.int32(k), one_pass, state)
+    for t in range(k):
+        state = one_pass(t, state)
+    return state
 
 
 def gradient_kernel(ref: Refs, *, k: int) -> None:
@@ -100,17 +116,11 @@ def gradient_kernel(ref: Refs, *, k: int) -> None:
     def one_pass(t: Any, d_x: Any) -> Any:
         return jnp.where(position == column(ref.indices[...], t), column(bits(ref.d_values[...]), t), d_x)
 
-    d_x = jnp.zeros(ref.d_x.shape, jnp.int32)
-    if k <= UNROLLED:
-        for t in range(k):
-            d_x = one_pass(t, d_x)
-    else:
-        d_x = lax.fori_loop(np.int32(0), np.int32(k), one_pass, d_x)
-    ref.d_x[...] = number(d_x, ref.d_x.dtype)
+    ref.d_x[...] = number(spread(k, one_pass, jnp.zeros(ref.d_x.shape, jnp.int32)), ref.d_x.dtype)
 
 
 def key(call: Call) -> dict[str, str | int]:
-    return {"dtype": call.dtype, "n": call.dims["n"], "k": call.dims["k"]}
+    return {"dtype": call.dtype, "n": length(call), "k": call.dims["k"]}
 
 
 def height(call: Call) -> int:
@@ -118,35 +128,60 @@ def height(call: Call) -> int:
     return math.prod(call.dims["batch"])
 
 
-def needed(call: Call, block_rows: int) -> int:
-    """Bytes of VMEM: blocks of rows of n and of k numbers that come and go, twice each, and four of integers beside."""
-    wide, narrow = (block_rows * whole_lanes(call.dims[name]) for name in ("n", "k"))
+def length(call: Call) -> int:
+    """The numbers of a row."""
+    n: int = call.arrays[call.spec.arrays[0].name].shape[-1]
+    return n
+
+
+def needed(call: Call, block_rows: int, values: int = 4) -> int:
+    """Bytes of VMEM: blocks of rows of n and of k numbers that come and go, twice each, and ``values`` of 32 bits of
+    each number beside."""
+    wide, narrow = (block_rows * whole_lanes(extent) for extent in (length(call), call.dims["k"]))
     size = jnp.dtype(call.dtype).itemsize
-    return wide * (2 * size + 4 * 4) + narrow * (2 * (size + 4) + 4 * 4)
+    return wide * (2 * size + 4 * values) + narrow * (2 * (size + 4) + 4 * values)
 
 
-def default_tiling(call: Call) -> TokenRowsConfig:
+def rows_that_fit(call: Call, values: int = 4) -> TokenRowsConfig:
     """Not measured: as many rows as a kernel gets VMEM for unasked, and no more than 256."""
     least = sublanes(call.dtype)
     rows = [v for v in call.spec.tiling["block_rows"].values if least <= v <= 256]
-    return TokenRowsConfig(block_rows=max((v for v in rows if needed(call, v) <= vmem_granted(call)), default=least))
+    fit = (v for v in rows if needed(call, v, values) <= vmem_granted(call))
+    return TokenRowsConfig(block_rows=max(fit, default=least))
 
 
-def supports(call: Call, config: TokenRowsConfig) -> str | None:
+def refused(call: Call, config: TokenRowsConfig, values: int = 4) -> str | None:
+    """Why a chip cannot take rows in such blocks, or None."""
     least = sublanes(call.dtype)
     limit = vmem_limit(call) if config.block_rows <= least else vmem_granted(call)
     return (
         dtype_refused(call)
         or off_grid("block_rows", config.block_rows, height(call), least)
-        or over_vmem(call, needed(call, config.block_rows), "block_rows, or rows of fewer numbers", limit)
+        or over_vmem(call, needed(call, config.block_rows, values), "block_rows, or rows of fewer numbers", limit)
     )
 
 
+def default_tiling(call: Call) -> TokenRowsConfig:
+    return rows_that_fit(call)
+
+
+def supports(call: Call, config: TokenRowsConfig) -> str | None:
+    return refused(call, config)
+
+
 def by_rows(
-    call: Call, config: TokenRowsConfig, kernel: Callable[[Refs], None], inputs: dict[str, Any], written: dict[str, Any]
+    call: Call,
+    config: TokenRowsConfig,
+    kernel: Callable[[Refs], None],
+    inputs: dict[str, Any],
+    written: dict[str, Any],
+    *,
+    values: int = 4,
+    shared: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, jax.Array]:
-    """What a kernel writes by name: arrays of rows, of n or of k numbers, of the forms ``written``."""
-    rows, n, k = height(call), call.dims["n"], call.dims["k"]
+    """What a kernel writes by name: arrays of rows, of n or of k numbers, of the forms ``written``; ``shared``: arrays
+    of one row, which all rows see."""
+    rows, n, k = height(call), length(call), call.dims["k"]
     block_rows = row_block(call, rows, config.block_rows, sublanes(call.dtype), even=True)
 
     def blocks(shape: tuple[int, ...]) -> pl.BlockSpec:
@@ -155,6 +190,7 @@ def by_rows(
     flat = {name: x.reshape(rows, x.shape[-1]) for name, x in inputs.items()}
     forms = {name: jax.ShapeDtypeStruct((rows, f.shape[-1]), f.dtype) for name, f in written.items()}
     cut: Blocks = {name: (x, blocks(x.shape)) for name, x in flat.items()}
+    cut |= {name: (x[None], pl.BlockSpec((1, n), lambda group: (0, 0))) for name, x in shared.items()}
     moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in (*flat.values(), *forms.values()))
     found = launch(
         call,
@@ -166,7 +202,7 @@ def by_rows(
         outputs={name: (f, blocks(f.shape)) for name, f in forms.items()},
         scratch={} if call.spec.is_vjp else {"key": jax.ShapeDtypeStruct((block_rows, n), jnp.int32)},
         cost=pl.CostEstimate(flops=8 * rows * n * k, transcendentals=0, bytes_accessed=moved),
-        vmem=needed(call, block_rows),
+        vmem=needed(call, block_rows, values),
     )
     return {name: found[name].reshape(f.shape) for name, f in written.items()}
 

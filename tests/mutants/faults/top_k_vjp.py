@@ -49,8 +49,8 @@ FAULTS = {
         Planted(
             "last-pass-forgotten",
             "the last cotangent goes nowhere",
-            old="        for t in range(k):",
-            new="        for t in range(max(k - 1, 1)):",
+            old="    for t in range(k):",
+            new="    for t in range(max(k - 1, 1)):",
             at=(0, 30),
         ),
         Planted(
