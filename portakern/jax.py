@@ -7,6 +7,10 @@ from portakern.frameworks.jax.ring import from_zigzag, ring_attention, to_zigzag
 from portakern.frameworks.jax.scaled import scaled_matmul
 from portakern.frameworks.jax.tables import take
 from portakern.frameworks.jax.tracing import lowered_for
+from portakern.frameworks.jax.vocabulary import (
+    vocabulary_parallel_cross_entropy,
+    vocabulary_parallel_linear_cross_entropy,
+)
 
 __all__ = [
     "dot_general",
@@ -20,4 +24,6 @@ __all__ = [
     "scaled_matmul",
     "take",
     "to_zigzag",
+    "vocabulary_parallel_cross_entropy",
+    "vocabulary_parallel_linear_cross_entropy",
 ]

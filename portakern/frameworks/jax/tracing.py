@@ -65,7 +65,7 @@ from portakern.frameworks.jax.sharding import refused
 from portakern.frameworks.jax.staged import Axes, StaticCall, output_dtype, static_call
 from portakern.spec import Spec
 
-__all__ = ["lowered_for", "lowering_target", "run", "trace", "varying_alike"]
+__all__ = ["axes_of", "lowered_for", "lowering_target", "run", "to_varying", "trace", "varying_alike"]
 
 
 def _given(call: Call) -> list[Any]:
@@ -188,15 +188,15 @@ def varying_alike(arrays: list[Any]) -> list[Any]:
     """Inside ``jax.shard_map``: every array varies along the mesh axes that any of them varies along. An array that is
     replicated there, such as a weight beside sharded rows, gets the sum of its shards' gradients by the transposition
     of this very step."""
-    varies = [_axes_of(jax.typeof(a)) for a in arrays]
+    varies = [axes_of(jax.typeof(a)) for a in arrays]
     everywhere = frozenset().union(*varies)
     return [
-        a if mine == everywhere else _to_varying(a, tuple(sorted(everywhere - mine)))
+        a if mine == everywhere else to_varying(a, tuple(sorted(everywhere - mine)))
         for a, mine in zip(arrays, varies, strict=True)
     ]
 
 
-def _axes_of(aval: Any) -> frozenset[str]:
+def axes_of(aval: Any) -> frozenset[str]:
     """The mesh axes that a value varies along inside ``jax.shard_map``."""
     found: frozenset[str] = (
         aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else getattr(aval, "vma", frozenset())
@@ -204,7 +204,7 @@ def _axes_of(aval: Any) -> frozenset[str]:
     return found
 
 
-def _to_varying(array: Any, axes: tuple[str, ...]) -> Any:
+def to_varying(array: Any, axes: tuple[str, ...]) -> Any:
     return jax.lax.pcast(array, axes, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(array, axes)
 
 
