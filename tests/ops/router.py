@@ -383,7 +383,7 @@ GRADIENT = GradientRecord(
         Sample(with_choice((20, 60), 3), {"k": 3, "scoring": "sigmoid"}),
         Sample(with_choice((20, 60), 3), {"k": 3, "normalize": True}),
     ),
-    extents={"batch": 64, "groups": 1, "width": 64, "k": 2},
+    extents={"batch": 64, "groups": 1, "width": 64, "k": 1},
     past_2_31=past_2_31_vjp,
     far=far_vjp,
 )  # fmt: skip

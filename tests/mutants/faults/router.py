@@ -88,9 +88,7 @@ FAULTS = {
             "a group counts by its best expert alone",
             old="number_of(first) + number_of(second)",
             new="number_of(first) + number_of(first)",
-            sample=True,
-            edge="one_great_expert_is_no_great_group",
-            at=(0, 20),
+            at=(0, 40),
         ),
         Planted(
             "one-group",
