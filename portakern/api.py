@@ -202,7 +202,9 @@ class Op:
         return call.spec.result(*outputs[: self._shown])
 
     def _anew(self, key: Signature | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call without a cached plan. ``key``: its signature, under which the plan is cached."""
+        """Run a call without a cached plan. ``key``: its signature, under which the plan is cached. An argument whose
+        type has ``__portakern_op__(spec, args, kwargs)`` takes the call over, and gives the bound call and its outputs.
+        """
         for framework in RECORDERS:
             how = framework.interposes(self._casts)
             if how == "records" and any(framework.is_array(a) for a in (*args, *kwargs.values())):

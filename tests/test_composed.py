@@ -229,6 +229,15 @@ def test_what_has_no_bound_is_told() -> None:
         pk.bound(softmax, np.full((1, 2), 0.1), dtype="bfloat16")
 
 
+def test_calls_of_numpy_before_change_nothing() -> None:
+    """An op keeps what served calls of a shape; arrays that are tracked have the same."""
+    x, softmax = np.ones((3, 5), np.float32), pk.op("softmax", backend="reference")
+    for _ in range(3):
+        softmax(x)
+    assert pk.bound(softmax, x).orders == {"0": "proof"}
+    assert isinstance(softmax(x), np.ndarray)
+
+
 def test_a_tracked_array_says_what_it_is() -> None:
     seen: list[TrackedArray] = []
     x = np.ones((2, 3), np.float32)
