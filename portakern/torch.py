@@ -18,7 +18,7 @@ from portakern.frameworks.torch.grouped import grouped_mm
 from portakern.frameworks.torch.models.applied import apply
 from portakern.frameworks.torch.models.attention import register_attention
 from portakern.frameworks.torch.ring import from_zigzag, ring_attention, to_zigzag
-from portakern.frameworks.torch.scaled import scaled_mm
+from portakern.frameworks.torch.scaled import scaled_grouped_mm, scaled_mm
 from portakern.frameworks.torch.swapping import swapped
 from portakern.frameworks.torch.varlen import varlen_attn
 from portakern.frameworks.torch.vocabulary import (
@@ -43,6 +43,7 @@ __all__ = [
     "rms_norm",
     "rotary_tables",
     "scaled_dot_product_attention",
+    "scaled_grouped_mm",
     "scaled_mm",
     "softmax",
     "swapped",

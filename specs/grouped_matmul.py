@@ -8,7 +8,7 @@ Each group is a call of ``matmul`` by itself: its bounds and typical errors are 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -160,15 +160,20 @@ def products_of(call: Call, name: str) -> Iterator[tuple[Any, Call]]:
             yield g, as_product(call, a[rows].T, d_c[rows], stored, product_dtype(call))  # type: ignore[index]
 
 
-def _each_group(call: Call, ref: Sequence[Any], measure: str, otherwise: Any) -> tuple[Any, ...]:
-    """What matmul's ``measure`` says of each group's part of each wanted output; ``otherwise``: of what is no group's
-    product."""
+Products = Callable[["Call", str], Iterator[tuple[Any, "Call"]]]
+
+
+def each_group(
+    call: Call, ref: Sequence[Any], measure: str, otherwise: Any, products: Products = products_of
+) -> tuple[Any, ...]:
+    """What ``measure`` of the product's own spec says of each group's part of each wanted output; ``otherwise``: of
+    what is no group's product."""
     found: list[Any] = []
     for o, exact_value in zip(call.spec.outputs, ref, strict=True):
         whole = None if exact_value is None else np.full(exact_value.shape, otherwise)
         if whole is not None:
-            for at, product in products_of(call, o.name):
-                (whole[at],) = getattr(matmul, measure)(product, (exact_value[at],))
+            for at, product in products(call, o.name):
+                (whole[at],) = getattr(product.spec, measure)(product, (exact_value[at],))
         found.append(whole)
     return tuple(found)
 
@@ -176,19 +181,19 @@ def _each_group(call: Call, ref: Sequence[Any], measure: str, otherwise: Any) ->
 @grouped_matmul.tolerance
 def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """matmul's of each group, with K = k; rows of no group are exact zeros."""
-    return _each_group(call, ref, "bound", 0.0)
+    return each_group(call, ref, "bound", 0.0)
 
 
 @grouped_matmul.sigma
 def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """matmul's of each group; nothing is said of rows of no group, which are exact."""
-    return _each_group(call, ref, "spread", inf)
+    return each_group(call, ref, "spread", inf)
 
 
 @grouped_matmul.exact
 def exact(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """Integers whose sums the accumulator holds, as in matmul, and rows of no group."""
-    return _each_group(call, ref, "forced", True)
+    return each_group(call, ref, "forced", True)
 
 
 @grouped_matmul.locate
@@ -321,19 +326,19 @@ def _drawn(draw: Any, rows: tuple[int, int] = (4, 90)) -> tuple[Any, Any, np.nda
     return draw.normal(height, k), draw.normal(groups, k, n), ends
 
 
-def _rows_of(ends: np.ndarray, g: int) -> slice:
+def rows_of(ends: np.ndarray, g: int) -> slice:
     return slice(int(ends[g - 1]) if g else 0, int(ends[g]))
 
 
-def _permuted(draw: Any, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def permuted(draw: Any, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(groups in another order, their rows, their ends)."""
     order = draw.rng.permutation(len(ends))
-    rows = np.concatenate([np.arange(0), *(np.arange(len(x := range(*_span(ends, g)))) + x.start for g in order)])
+    rows = np.concatenate([np.arange(0), *(np.arange(len(x := range(*span_of(ends, g)))) + x.start for g in order)])
     return order, rows, np.cumsum(np.diff(ends, prepend=0)[order])
 
 
-def _span(ends: np.ndarray, g: int) -> tuple[int, int]:
-    rows = _rows_of(ends, g)
+def span_of(ends: np.ndarray, g: int) -> tuple[int, int]:
+    rows = rows_of(ends, g)
     return rows.start, rows.stop
 
 
@@ -353,7 +358,7 @@ def a_group_in_two(run, draw):
     """A group that is split in two with one matrix gives the same bits."""
     a, b, ends = _drawn(draw)
     g = draw.extent(0, len(ends) - 1)
-    between = draw.extent(*_span(ends, g))
+    between = draw.extent(*span_of(ends, g))
     found = run(a, np.insert(b, g, b[g], 0), np.insert(ends, g, between))
     draw.same_bits(found, run(a, b, ends), "a group split in two")
 
@@ -362,7 +367,7 @@ def a_group_in_two(run, draw):
 def groups_in_another_order(run, draw):
     """Groups that change places take their rows with them, to the bit."""
     a, b, ends = _drawn(draw)
-    order, rows, moved = _permuted(draw, ends)
+    order, rows, moved = permuted(draw, ends)
     if len(rows):
         draw.same_bits(run(a[rows], b[order], moved), run(a, b, ends)[rows], "groups in another order")
 
@@ -451,19 +456,19 @@ def grouped_matmul_vjp(
 def bound_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """matmul's of each group, with K = n for d_a and the group's rows for d_b; what is no product is an exact zero. u,
     tf32 and flush are those of the dtype in which products are taken, U and eta those of the gradient's."""
-    return _each_group(call, ref, "bound", 0.0)
+    return each_group(call, ref, "bound", 0.0)
 
 
 @grouped_matmul_vjp.sigma
 def sigma_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """matmul's of each group; nothing is said of what is no product, which is exact."""
-    return _each_group(call, ref, "spread", inf)
+    return each_group(call, ref, "spread", inf)
 
 
 @grouped_matmul_vjp.exact
 def exact_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     """Integers whose sums the accumulator holds, and what is no product."""
-    return _each_group(call, ref, "forced", True)
+    return each_group(call, ref, "forced", True)
 
 
 grouped_matmul_vjp.locate(locate_group)
@@ -522,7 +527,7 @@ def a_group_alone(run, draw):
     """The gradients of a group have the same bits alone and among others."""
     a, b, ends, d_c = _drawn_vjp(draw)
     g = draw.extent(0, len(ends) - 1)
-    rows = _rows_of(ends, g)
+    rows = rows_of(ends, g)
     if rows.start < rows.stop:
         d_a, d_b = run(a, b, ends, d_c)
         alone = run(a[rows], b[g : g + 1], np.array([rows.stop - rows.start]), d_c[rows])
@@ -534,7 +539,7 @@ def a_group_alone(run, draw):
 def groups_in_another_order_vjp(run, draw):
     """Groups that change places take their gradients with them, to the bit."""
     a, b, ends, d_c = _drawn_vjp(draw)
-    order, rows, moved = _permuted(draw, ends)
+    order, rows, moved = permuted(draw, ends)
     if len(rows):
         d_a, d_b = run(a, b, ends, d_c)
         found = run(a[rows], b[order], moved, d_c[rows])

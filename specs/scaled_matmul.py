@@ -48,7 +48,7 @@ def scale_blocks(call: Call) -> tuple[int, int]:
     """(how many blocks of k have scales of their own, the width of each but the last): one of all k where both scales
     have the extent 1 along k."""
     k, width = call.dims["k"], call.dims["k_width"]
-    if call.arrays["scale_a"].shape[1] == call.arrays["scale_b"].shape[0] == 1:
+    if call.arrays["scale_a"].shape[1] == call.arrays["scale_b"].shape[-2] == 1:
         return 1, k
     return -(-k // width), width
 
@@ -58,18 +58,20 @@ def one_kind(call: Call) -> bool:
     return DTYPES[call.dtype].floating == DTYPES[call.dtype_of("b")].floating
 
 
+EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "int8")
+OF_ONE_KIND = Rule(one_kind, "a and b must both be 8-bit floats, which may differ, or both int8; convert one of them")
+INT32_HOLDS = Rule(
+    lambda call: not of_integers(call) or scale_blocks(call)[1] <= MOST_WHOLE,
+    f"int32 holds no sum of more than {MOST_WHOLE} products of int8; give blocks of k scales of their own",
+)
+
+
 @spec(
     tiling={"block_m": Tile(16, 2048, of="m"), "block_n": Tile(16, 2048, of="n"), "block_k": Tile(32, 4096, of="k")},
-    dtypes=("float8_e4m3fn", "float8_e5m2", "int8"),
+    dtypes=EIGHT_BITS,
     own_dtype=("b",),
     result_dtype={"c": "out_dtype"},
-    require=[
-        Rule(one_kind, "a and b must both be 8-bit floats, which may differ, or both int8; convert one of them"),
-        Rule(
-            lambda call: not of_integers(call) or scale_blocks(call)[1] <= MOST_WHOLE,
-            f"int32 holds no sum of more than {MOST_WHOLE} products of int8; give blocks of k scales of their own",
-        ),
-    ],
+    require=[OF_ONE_KIND, INT32_HOLDS],
     positive=("k",),
     apart=("m", "n"),
     budget="flops",

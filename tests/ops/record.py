@@ -61,7 +61,8 @@ class Sample:
         order.
         """
         spec, dtype = registry.find_spec(op), dtype_for(op, dtype)
-        case = Case(dtype, self.shapes, seed=seed, options=self.options, wider=self.wider)
+        beside = {a.name: dtype for a in spec.arrays if not a.follows and dtype in EIGHT_BITS and dtype in a.dtypes}
+        case = Case(dtype, self.shapes, seed=seed, options=self.options, wider=self.wider, dtypes=beside)
         own = {a.name for a in spec.arrays if a.statistic} | set(self.wider)
         drawn = {name: np.asarray(buffer.view(), order="C") for name, buffer in case.buffers(spec).items()}
         return {

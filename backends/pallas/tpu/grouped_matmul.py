@@ -214,6 +214,22 @@ def supports(call: Call, config: ProductConfig) -> str | None:
 
 
 # --------------------------------------------------------------------------------------------------------------- kernel
+def write(ref: Refs, c: Any, first: Any, end: Any) -> None:
+    """Store rows first to end of a block of c; the others stay."""
+    whole = end - first == c.shape[0]
+
+    def store() -> None:
+        ref.c[...] = c.astype(ref.c.dtype)
+
+    def choose() -> None:
+        row = positions(c.shape, 0, 0)
+        held = (row >= first) & (row < end)
+        ref.c[...] = jnp.where(held, c, ref.c[...].astype(jnp.float32)).astype(ref.c.dtype)
+
+    pl.when(whole)(store)
+    pl.when(whole ^ True)(choose)
+
+
 def kernel(ref: Refs, *, k: int, k_of_b: int, few: bool, few_of_b: bool) -> None:
     """``k_of_b``: which axis of b's blocks is k's; ``few``, ``few_of_b``: of matmul's `within_k`, for a and for b."""
     visit, step, last = pl.program_id(1), step_along(2), pl.num_programs(2) - 1
@@ -224,23 +240,11 @@ def kernel(ref: Refs, *, k: int, k_of_b: int, few: bool, few_of_b: bool) -> None
         start = step * of_a.shape[1]
         return dot(within_k(of_a, 1, start, k, few), within_k(of_b, k_of_b, start, k, few_of_b), (1, k_of_b))
 
-    def write(c: Any) -> None:
-        whole = end - first == c.shape[0]
-
-        def store() -> None:
-            ref.c[...] = c.astype(ref.c.dtype)
-
-        def choose() -> None:
-            row = positions(c.shape, 0, 0)
-            held = (row >= first) & (row < end)
-            ref.c[...] = jnp.where(held, c, ref.c[...].astype(jnp.float32)).astype(ref.c.dtype)
-
-        pl.when(whole)(store)
-        pl.when(whole ^ True)(choose)
-
     if "acc" not in ref:
-        pl.when(multiplied)(lambda: write(product()))
-        pl.when((multiplied ^ True) & (end > first))(lambda: write(jnp.zeros(ref.c.shape, jnp.float32)))
+        pl.when(multiplied)(lambda: write(ref, product(), first, end))
+        pl.when((multiplied ^ True) & (end > first))(
+            lambda: write(ref, jnp.zeros(ref.c.shape, jnp.float32), first, end)
+        )
         return
 
     @pl.when((step == 0) & (end > first))
@@ -251,7 +255,7 @@ def kernel(ref: Refs, *, k: int, k_of_b: int, few: bool, few_of_b: bool) -> None
     def add() -> None:
         ref.acc[...] += product()
 
-    pl.when((step == last) & (end > first))(lambda: write(ref.acc[...]))
+    pl.when((step == last) & (end > first))(lambda: write(ref, ref.acc[...], first, end))
 
 
 @BACKEND.implements("grouped_matmul", key=key, tiling=default_tiling, fit=fit, supports=supports, config=ProductConfig)

@@ -122,8 +122,8 @@ def scales(ref: Refs, p: Any) -> Any:
     return column * ref.scale_b[pl.ds(p, 1), :]
 
 
-def kernel(ref: Refs, *, steps: BlockSteps, wide: Any, integers: bool) -> None:
-    step, last = step_along(2), pl.num_programs(2) - 1
+def add_step(ref: Refs, step: Any, steps: BlockSteps, wide: Any, integers: bool) -> None:
+    """Add to the sum in ``ref.acc`` what a step of the grid has along k."""
     sums = ref.part if "part" in ref else ref.acc
 
     @pl.when(step == 0)
@@ -154,26 +154,36 @@ def kernel(ref: Refs, *, steps: BlockSteps, wide: Any, integers: bool) -> None:
             found += part_of(q).astype(jnp.float32) * scales(ref, step * steps.blocks_per_step + q)
         ref.acc[...] = found
 
+
+def finished(ref: Refs, steps: BlockSteps) -> Any:
+    """The sum after the last step, with the scales that meet it whole, and the bias."""
+    c = ref.acc[...].astype(jnp.float32)
+    if steps.alone:
+        c = c * scales(ref, 0)
+    if "bias" in ref:
+        c = c + ref.bias[...]
+    return c
+
+
+def kernel(ref: Refs, *, steps: BlockSteps, wide: Any, integers: bool) -> None:
+    step, last = step_along(2), pl.num_programs(2) - 1
+    add_step(ref, step, steps, wide, integers)
+
     @pl.when(step == last)
     def finish() -> None:
-        c = ref.acc[...].astype(jnp.float32)
-        if steps.alone:
-            c = c * scales(ref, 0)
-        if "bias" in ref:
-            c = c + ref.bias[...]
-        ref.c[...] = c.astype(ref.c.dtype)
+        ref.c[...] = finished(ref, steps).astype(ref.c.dtype)
 
 
-def blocks(call: Call, config: ProductConfig) -> tuple[int, int]:
-    """(block_m, block_n) of a call."""
-    rows = row_block(call, call.dims["m"], config.block_m, sublanes(jnp.int8), even=True)
-    return rows, even_block(call.dims["n"], config.block_n, LANES)
+def blocks(call: Call, config: ProductConfig, rows: int) -> tuple[int, int]:
+    """(block_m, block_n) of a call on so many rows."""
+    block_m = row_block(call, rows, config.block_m, sublanes(jnp.int8), even=True)
+    return block_m, even_block(call.dims["n"], config.block_n, LANES)
 
 
-def resident(call: Call, config: ProductConfig) -> int:
+def resident(call: Call, config: ProductConfig, rows: int) -> int:
     """The VMEM, in bytes, of one step: two blocks of each operand, what they are widened to, two of c, the sums and
     what is added to them, and the scales of a's rows and b's columns."""
-    steps, (bm, bn) = BlockSteps.of(call, config), blocks(call, config)
+    steps, (bm, bn) = BlockSteps.of(call, config), blocks(call, config, rows)
     operands = (bm + bn) * steps.resident
     wide = wide_dtype(call)
     widths = 2 + (0 if wide is None else (8 if of_integers(call) else jnp.dtype(wide).itemsize))
@@ -188,18 +198,23 @@ LEAST = 32
 
 
 def supports(call: Call, config: ProductConfig) -> str | None:
-    m, n, (count, width) = call.dims["m"], call.dims["n"], scale_blocks(call)
+    return refused(call, config, call.dims["m"])
+
+
+def refused(call: Call, config: ProductConfig, rows: int) -> str | None:
+    """Why a product of so many rows is refused, or None."""
+    n, (count, width) = call.dims["n"], scale_blocks(call)
     if count > 1 and width < LEAST:
         return (
             f"blocks of {width} elements along k are too narrow for a TPU's {LANES} lanes: of {LEAST} on they are "
-            "written; convert and scale the operands, and use matmul"
+            "written; convert and scale the operands, and multiply them in 16 bits"
         )
     return (
         dtype_refused(call, call.outputs["c"][1])
-        or off_grid("block_m", config.block_m, m, sublanes(jnp.int8))
+        or off_grid("block_m", config.block_m, rows, sublanes(jnp.int8))
         or off_grid("block_n", config.block_n, n, LANES)
         or off_grid("block_k", config.block_k, width, LANES)
-        or over_vmem(call, resident(call, config), "block_m, block_n or block_k")
+        or over_vmem(call, resident(call, config, rows), "block_m, block_n or block_k")
     )
 
 
@@ -215,10 +230,10 @@ def laid_out(x: jax.Array, axis: int, steps: BlockSteps, width: int) -> jax.Arra
     if each == width and k == count * width:
         return x
     rest = (0, 0)
-    x = jnp.pad(x, [(0, steps.blocks * width - k) if i == axis else rest for i in range(2)])
+    x = jnp.pad(x, [(0, steps.blocks * width - k) if i == axis else rest for i in range(x.ndim)])
     x = x.reshape(*x.shape[:axis], steps.blocks, width, *x.shape[axis + 1 :])
     more = {axis: (0, count - steps.blocks), axis + 1: (0, each - width)}
-    x = jnp.pad(x, [more.get(i, rest) for i in range(3)])
+    x = jnp.pad(x, [more.get(i, rest) for i in range(x.ndim)])
     return x.reshape(*x.shape[:axis], count * each, *x.shape[axis + 2 :])
 
 
@@ -235,11 +250,18 @@ def repeated(scale: jax.Array, lines: tuple[int, int], steps: BlockSteps, axis: 
     return jnp.pad(jnp.broadcast_to(scale, shape), more)
 
 
+def sums_of(steps: BlockSteps, tile: tuple[int, int], integers: bool) -> dict[str, Any]:
+    """What is kept from step to step: the sum of all blocks, and, where one takes several steps, its own."""
+    sums = jax.ShapeDtypeStruct(tile, jnp.int32 if integers else jnp.float32)
+    scratch: dict[str, Any] = {"acc": sums if steps.alone else tile}
+    return scratch if steps.alone or steps.parts == 1 else {**scratch, "part": sums}
+
+
 @BACKEND.implements("scaled_matmul", key=key, supports=supports, config=ProductConfig)
 def scaled_matmul(call: Call, config: ProductConfig) -> tuple[jax.Array]:
     dims, bias = call.dims, call.arrays["bias"]
     (m, n), dtype = call.outputs["c"]
-    steps, (bm, bn), (_, width) = BlockSteps.of(call, config), blocks(call, config), scale_blocks(call)
+    steps, (bm, bn), (_, width) = BlockSteps.of(call, config), blocks(call, config, m), scale_blocks(call)
     a, b = (laid_out(call.arrays[name], axis, steps, width) for axis, name in ((1, "a"), (0, "b")))
     if call.interpret:  # a host converts all of an 8-bit array at each step, since it computes with none
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
@@ -254,10 +276,6 @@ def scaled_matmul(call: Call, config: ProductConfig) -> tuple[jax.Array]:
     }
     if bias is not None:
         inputs["bias"] = (bias.reshape(1, n), pl.BlockSpec((1, bn), lambda i, j, s: (0, j)))
-    sums = jax.ShapeDtypeStruct((bm, bn), jnp.int32 if integers else jnp.float32)
-    scratch: dict[str, Any] = {"acc": sums if steps.alone else (bm, bn)}
-    if not steps.alone and steps.parts > 1:
-        scratch["part"] = sums
     found = launch(
         call,
         partial(kernel, steps=steps, wide=wide_dtype(call), integers=integers),
@@ -266,8 +284,8 @@ def scaled_matmul(call: Call, config: ProductConfig) -> tuple[jax.Array]:
         in_order=1,
         inputs=inputs,
         outputs={"c": (jax.ShapeDtypeStruct((m, n), dtype), pl.BlockSpec((bm, bn), lambda i, j, s: (i, j)))},
-        scratch=scratch,
-        vmem=resident(call, config),
+        scratch=sums_of(steps, (bm, bn), integers),
+        vmem=resident(call, config, m),
         cost=pl.CostEstimate(
             flops=2 * m * n * dims["k"], transcendentals=0, bytes_accessed=a.size * grid[1] + b.size * grid[0]
         ),

@@ -138,17 +138,9 @@ def block_sum(a_tile, b_tile, i_ok, j_ok, width, steps, a_k, b_k, tile: tl.const
 
 
 @triton.jit
-def scaled_matmul_kernel(a, b, scale_a, scale_b, bias, c, extents, strides, tile: tl.constexpr):
-    """bias may be None."""
-    tile_m, tile_n = tile_index(tl.program_id(0), extents.tiles_m, extents.tiles_n, tile.group)
-    i = tile_m.to(tl.int64) * tile.block_m + tl.arange(0, tile.block_m)
-    j = tile_n.to(tl.int64) * tile.block_n + tl.arange(0, tile.block_n)
-    kk = tl.arange(0, tile.block_k).to(tl.int64)
-    i_ok, j_ok = i < extents.m, j < extents.n
-    a_tile = a + (i[:, None] * strides.a_row + kk[None, :] * strides.a_col)
-    b_tile = b + (kk[:, None] * strides.b_row + j[None, :] * strides.b_col)
-    of_a = scale_a + i // extents.m_width * strides.scale_a_row
-    of_b = scale_b + j // extents.n_width * strides.scale_b_col
+def scaled_sum(a_tile, b_tile, of_a, of_b, of_bias, i_ok, j_ok, extents, strides, tile: tl.constexpr):
+    """The product of rows of a and columns of b times their scales, and the bias, which may be None; all where the
+    first block of k has them."""
     if tile.one_block:
         acc = block_sum(a_tile, b_tile, i_ok[:, None], j_ok[None, :], extents.k, extents.steps, strides.a_col,
                         strides.b_row, tile)  # fmt: skip
@@ -165,8 +157,25 @@ def scaled_matmul_kernel(a, b, scale_a, scale_b, bias, c, extents, strides, tile
                                      strides.b_row, tile)  # fmt: skip
             a_tile, b_tile = a_tile + a_next, b_tile + b_next
             of_a, of_b = of_a + strides.scale_a_col, of_b + strides.scale_b_row
-    if bias is not None:
-        acc += tl.load(bias + j * strides.bias, mask=j_ok, other=0.0)[None, :]
+    if of_bias is not None:
+        acc += tl.load(of_bias, mask=j_ok, other=0.0)[None, :]
+    return acc
+
+
+@triton.jit
+def scaled_matmul_kernel(a, b, scale_a, scale_b, bias, c, extents, strides, tile: tl.constexpr):
+    """bias may be None."""
+    tile_m, tile_n = tile_index(tl.program_id(0), extents.tiles_m, extents.tiles_n, tile.group)
+    i = tile_m.to(tl.int64) * tile.block_m + tl.arange(0, tile.block_m)
+    j = tile_n.to(tl.int64) * tile.block_n + tl.arange(0, tile.block_n)
+    kk = tl.arange(0, tile.block_k).to(tl.int64)
+    i_ok, j_ok = i < extents.m, j < extents.n
+    a_tile = a + (i[:, None] * strides.a_row + kk[None, :] * strides.a_col)
+    b_tile = b + (kk[:, None] * strides.b_row + j[None, :] * strides.b_col)
+    of_a = scale_a + i // extents.m_width * strides.scale_a_row
+    of_b = scale_b + j // extents.n_width * strides.scale_b_col
+    acc = scaled_sum(a_tile, b_tile, of_a, of_b, None if bias is None else bias + j * strides.bias, i_ok, j_ok, extents,
+                     strides, tile)  # fmt: skip
     c_tile = c + (i * extents.n)[:, None] + j[None, :]
     tl.store(c_tile, acc.to(c.dtype.element_ty), mask=i_ok[:, None] & j_ok[None, :])
 
@@ -208,6 +217,11 @@ def fit(call: Call, config: ProductConfig) -> ProductConfig:
 
 
 def supports(call: Call, config: ProductConfig) -> str | None:
+    return refused(call, config, cdiv(call.dims["m"], config.block_m))
+
+
+def refused(call: Call, config: ProductConfig, tiles_m: int) -> str | None:
+    """Why a product of so many rows of tiles is refused, or None."""
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     if max(block_m * block_n, block_m * block_k, block_k * block_n) > 1 << 20:
         return f"a tile of {block_m} x {block_n} x {block_k} has an operand over Triton's limit of 2^20 elements"
@@ -228,7 +242,7 @@ def supports(call: Call, config: ProductConfig) -> str | None:
                 f"two {block_m} x {block_n} accumulators do not fit in the registers of {config.num_warps} warps; "
                 "use a smaller tile or more warps"
             )
-    return refuse_common(call, config.num_warps, cdiv(call.dims["m"], block_m) * cdiv(call.dims["n"], block_n))
+    return refuse_common(call, config.num_warps, tiles_m * cdiv(call.dims["n"], block_n))
 
 
 @BACKEND.implements("scaled_matmul", key=key, fit=fit, supports=supports, config=ProductConfig)

@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     import torch
 
 
-def shared_strides(scale: torch.Tensor) -> tuple[int, int]:
+def shared_strides(scale: torch.Tensor) -> tuple[int, ...]:
     """The strides of a scale array, 0 along an axis of 1."""
-    row, col = (0 if extent == 1 else stride for extent, stride in zip(scale.shape, scale.stride(), strict=True))
-    return row, col
+    return tuple(0 if extent == 1 else stride for extent, stride in zip(scale.shape, scale.stride(), strict=True))

@@ -91,6 +91,7 @@ class Torch(Framework):
             "matmul": "matmul",
             "rms_norm": "rmsnorm",
             "scaled_dot_product_attention": "attention",
+            "scaled_grouped_mm": "scaled_grouped_matmul",
             "scaled_mm": "scaled_matmul",
             "softmax": "softmax",
             "varlen_attn": "varlen_attention",

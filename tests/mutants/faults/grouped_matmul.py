@@ -110,8 +110,8 @@ FAULTS = {
         Planted(
             "rounded-twice",
             "the result passes through the operands' dtype before out_dtype",
-            old="        whole = end - first == c.shape[0]\n",
-            new=("        c = c.astype(ref.a.dtype).astype(jnp.float32)\n        whole = end - first == c.shape[0]\n"),
+            old="    whole = end - first == c.shape[0]\n",
+            new=("    c = c.astype(ref.a.dtype).astype(jnp.float32)\n    whole = end - first == c.shape[0]\n"),
         ),
     ],
 }

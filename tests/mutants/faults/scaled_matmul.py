@@ -121,8 +121,8 @@ FAULTS = {
             "the bias is scaled too",
             old="        acc *= tl.load(of_a, mask=i_ok, other=0.0)[:, None]",
             new=(
-                "        if bias is not None:\n"
-                "            acc += tl.load(bias + j * strides.bias, mask=j_ok, other=0.0)[None, :]\n"
+                "        if of_bias is not None:\n"
+                "            acc += tl.load(of_bias, mask=j_ok, other=0.0)[None, :]\n"
                 "        acc *= tl.load(of_a, mask=i_ok, other=0.0)[:, None]"
             ),
             at=(0, 100),
@@ -162,8 +162,8 @@ FAULTS = {
         Planted(
             "bias-forgotten",
             "the bias is not added",
-            old="            c = c + ref.bias[...]",
-            new="            c = c + 0 * ref.bias[...]",
+            old="        c = c + ref.bias[...]",
+            new="        c = c + 0 * ref.bias[...]",
             at=(0, 100),
         ),
     ],
