@@ -121,6 +121,7 @@ RIGHT = [
     ("torch", "add_rmsnorm_quantize", ("float32", "bfloat16")),
     ("torch", "swiglu_quantize", ("float32", "bfloat16")),
     ("torch", "scaled_matmul", ("float8_e4m3fn", "float8_e5m2", "int8")),
+    ("torch", "scaled_grouped_matmul", ("float8_e4m3fn", "int8")),
     ("torch", "weight_only_matmul", ("float32",)),
     ("sdpa_flash", "attention", ("float32", "bfloat16")),
     ("flex_attention", "attention", ("float32",)),

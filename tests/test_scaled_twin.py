@@ -115,3 +115,77 @@ def test_wrong_calls_are_refused_in_words():
     ):  # fmt: skip
         with pytest.raises(error, match=why):
             wrong()
+
+
+# ------------------------------------------------------------------------------------------------------- groups of rows
+ENDS = torch.tensor([5, 5, 30], dtype=torch.int32)  # a group without rows, and seven rows of none
+
+
+def experts():
+    made = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(s, generator=made).to(d) for s, d in (((M, K), E4M3), ((3, N, K), E5M2)))
+    return a, b.mT
+
+
+def scales_of_groups(recipe):
+    """A scale for each block of three matrices, and it spread."""
+    each = [scales(recipe, N, True) for _ in range(3)]
+    scale, spread = (torch.stack([pair[i] for pair in each]) for i in (0, 1))
+    factor = torch.arange(1.0, 4.0)[:, None, None]
+    scale, spread = scale * factor, spread * factor
+    return {T: scale.flatten(), R: scale[:, 0] if recipe is R else scale}.get(recipe, scale), spread
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("pair", [(R, R), (T, T), (ROW, SQUARE), (R, ROW)], ids=lambda p: f"{p[0].name} {p[1].name}")
+def test_each_group_is_the_product_of_what_its_codes_stand_for(pair, backend):
+    pytest.importorskip({"reference": "numpy", "pallas": "jax"}.get(backend, backend))
+    a, b = experts()
+    (of_a, spread_a), (of_b, spread_b) = scales(pair[0], M, False), scales_of_groups(pair[1])
+    bias = torch.randn(3, N)
+    of_a = of_a[:, 0] if pair[0] is R else of_a
+    c = twin.scaled_grouped_mm(a, b, of_a, pair[0], of_b, pair[1], bias=bias, offs=ENDS, output_dtype=torch.float32,
+                               backend=backend)  # fmt: skip
+    start = 0
+    for g, end in enumerate(ENDS.tolist()):
+        part = spread_a if len(spread_a) == 1 else spread_a[start:end]
+        want = exact(a[start:end], b[g], part, spread_b[g], bias[g])
+        torch.testing.assert_close(c[start:end].double(), want, rtol=2e-3, atol=5e-2)
+        start = end
+    assert not c[start:].any()
+
+
+def test_groups_take_what_callers_of_pytorchs_pass_besides():
+    own, theirs = (inspect.signature(f).parameters for f in (twin.scaled_grouped_mm, functional.scaled_grouped_mm))
+    assert [*own] == [*theirs, "backend"]
+    assert all(own[name].default == parameter.default for name, parameter in theirs.items())
+    a, b = experts()
+    (of_a, _), (of_b, _) = scales(ROW, M, False), scales_of_groups(SQUARE)
+    want = twin.scaled_grouped_mm(a, b, of_a, ROW, of_b, SQUARE, offs=ENDS)
+    padded = torch.nn.functional.pad(of_b, (0, 0, 0, 1), value=float("nan"))
+    assert torch.equal(twin.scaled_grouped_mm(a, b, [of_a], [ROW], padded, [SQUARE], offs=ENDS.long()), want)
+    rows = twin.scaled_grouped_mm(a, b, torch.ones(M, 1), R, torch.ones(3, 1, N), R, offs=ENDS)
+    assert torch.equal(twin.scaled_grouped_mm(a, b, torch.ones(M), R, torch.ones(3, N), R, offs=ENDS), rows)
+
+
+def test_wrong_calls_of_groups_are_refused_in_words():
+    a, b = experts()
+    one, rows, columns = torch.ones(()), torch.ones(M), torch.ones(3, N)
+
+    def call(*given, offs=ENDS, **options):
+        return twin.scaled_grouped_mm(*given, offs=offs, **options)
+
+    for wrong, error, why in (
+        (lambda: call(a, b[0], rows, R, columns, R), pk.UnsupportedError, r"expected \(rows, k\) and \(groups, k, n\)"),
+        (lambda: call(a, b, rows, R, columns, R, offs=None), pk.SpecError, "offs is None; expected where each"),
+        (lambda: call(a, b, one, SQUARE, columns, R), pk.UnsupportedError, "scale_recipe_a is BlockWise128x128"),
+        (lambda: call(a, b, rows, R, columns, Recipe.BlockWise1x32), pk.UnsupportedError,
+         'op."scaled_grouped_matmul". with k_width=32'),
+        (lambda: call(a, b, rows, R, columns[:2], R), pk.SpecError, r"scale_b has shape \(2, 150\); .* \(3, 150\)"),
+        (lambda: call(a, b, rows, T, columns, R), pk.SpecError, r"scale_a has shape \(37,\); expected one number"),
+        (lambda: call(a, b, one, T, torch.ones(2), T), pk.SpecError, r"scale_b has shape \(2,\); expected \(3,\)"),
+        (lambda: call(a, b, rows, R, columns, R, output_dtype=None), pk.UnsupportedError, "output_dtype is None"),
+        (lambda: call(a, b, rows, R, columns, R, offs=ENDS[:2]), pk.SpecError, "group_ends is offs"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=why):
+            wrong()

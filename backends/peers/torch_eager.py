@@ -526,6 +526,47 @@ def scaled_matmul(
 
 
 @provides(BACKEND, gradients=False)
+def scaled_grouped_matmul(
+    a: Any,
+    b: Any,
+    group_ends: Any,
+    scale_a: Any,
+    scale_b: Any,
+    bias: Any = None,
+    *,
+    n_width: int = 1,
+    k_width: int = 128,
+    precision: str = "promoted",
+    out_dtype: str = "bfloat16",
+) -> Any:
+    """``scaled_grouped_mm`` where a GPU has the recipe, else each group as a call of scaled_matmul, behind a wait for
+    the ends. Rows of no group, which torch leaves as they were in memory, are made zeros."""
+    import torch
+    from torch.nn import functional
+
+    (rows, k), (groups, _, n), one = a.shape, b.shape, len(scale_a) == 1
+    by_rows = tuple(scale_a.shape) == (rows, 1) and tuple(scale_b.shape) == (groups, 1, n)
+    kinds = {a.dtype, b.dtype} == {torch.float8_e4m3fn} and k % 16 == n % 16 == 0
+    if a.is_cuda and by_rows and kinds and bias is None and out_dtype == "bfloat16" and precision != "ieee":
+        recipe = functional.ScalingType.RowWise
+        columns = b if b.stride(1) == 1 else b.mT.contiguous().mT
+        c = functional.scaled_grouped_mm(
+            a.contiguous(), columns, scale_a[:, 0].contiguous(), recipe, scale_b[:, 0].contiguous(), recipe,
+            offs=group_ends.to(torch.int32), use_fast_accum=precision == "fast",
+        )  # fmt: skip
+        return torch.where(torch.arange(rows, device=a.device)[:, None] < group_ends[-1], c, 0)
+    c, start = torch.zeros(rows, n, dtype=getattr(torch, out_dtype), device=a.device), 0
+    options = {"n_width": n_width, "k_width": k_width, "precision": precision, "out_dtype": out_dtype}
+    for g, end in enumerate(group_ends.tolist()):
+        own = slice(start, end)
+        if start < end:
+            of_a, of_b = scale_a if one else scale_a[own], scale_b[g % len(scale_b)]
+            c[own] = scaled_matmul(a[own], b[g], of_a, of_b, None if bias is None else bias[g], **options)
+        start = end
+    return c
+
+
+@provides(BACKEND, gradients=False)
 def weight_only_matmul(
     a: Any,
     b: Any,
