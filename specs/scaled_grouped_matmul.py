@@ -1,7 +1,8 @@
 """Matrix products of groups of rows of 8-bit numbers with scales, each group with a matrix of its own, as quantised
 experts of a mixture have them.
 
-    c[i, j] = sum over blocks p of k of scale_a[i, p] scale_b[g, p, j] (sum over k in p of a[i, k] b[g, k, j]) + bias[g, j]
+    c[i, j] = sum over blocks p of k of scale_a[i, p] scale_b[g, p, j] (sum over k in p of a[i, k] b[g, k, j])
+              + bias[g, j]
 
 g is the group of row i. Each group is a call of ``scaled_matmul`` by itself: its bounds and typical errors are those of
 that call. Groups are those of ``grouped_matmul``.

@@ -221,6 +221,7 @@ KEYWORDS = {
     "portakern/frameworks/jax/paged.py: ragged_paged_attention",
     "portakern/frameworks/jax/ring.py: ring_attention",
     "portakern/frameworks/torch/ring.py: ring_attention",
+    "portakern/frameworks/torch/scaled.py: scaled_grouped_mm",
     "portakern/frameworks/torch/scaled.py: scaled_mm",
     "portakern/frameworks/torch/varlen.py: varlen_attn",
     "portakern/spec/declare.py: spec",

@@ -550,13 +550,13 @@ def scaled_grouped_matmul(
     if a.is_cuda and by_rows and kinds and bias is None and out_dtype == "bfloat16" and precision != "ieee":
         recipe = functional.ScalingType.RowWise
         columns = b if b.stride(1) == 1 else b.mT.contiguous().mT
-        c = functional.scaled_grouped_mm(
+        c = functional.scaled_grouped_mm(  # type: ignore[attr-defined]
             a.contiguous(), columns, scale_a[:, 0].contiguous(), recipe, scale_b[:, 0].contiguous(), recipe,
             offs=group_ends.to(torch.int32), use_fast_accum=precision == "fast",
         )  # fmt: skip
         return torch.where(torch.arange(rows, device=a.device)[:, None] < group_ends[-1], c, 0)
     c, start = torch.zeros(rows, n, dtype=getattr(torch, out_dtype), device=a.device), 0
-    options = {"n_width": n_width, "k_width": k_width, "precision": precision, "out_dtype": out_dtype}
+    options: dict[str, Any] = {"n_width": n_width, "k_width": k_width, "precision": precision, "out_dtype": out_dtype}
     for g, end in enumerate(group_ends.tolist()):
         own = slice(start, end)
         if start < end:

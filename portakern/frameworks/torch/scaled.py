@@ -140,7 +140,8 @@ def scaled_grouped_mm(
     if (mat_a.dim(), mat_b.dim()) != (2, 3):
         raise UnsupportedError(
             f"scaled_grouped_mm: mat_a and mat_b have shapes {shapes[0]} and {shapes[1]}; expected (rows, k) and "
-            "(groups, k, n): groups of columns are those of rows of the transposed matrices, a batch is a scaled_mm each"
+            "(groups, k, n): groups of columns are those of rows of the transposed matrices, and each of a batch is a "
+            "scaled_mm"
         )
     if offs is None:
         raise SpecError(
@@ -241,13 +242,15 @@ class _Taken(NamedTuple):
         padded[along] = more
         return self.cut(name, scale, recipe, (expected, padded), shape).narrow(along, 0, blocks)
 
-    def cut(self, name: str, scale: Tensor, recipe: str, shapes: tuple[list[int], list[int]], of: torch.Size) -> Tensor:
+    def cut(
+        self, name: str, scale: Tensor, recipe: str, shapes: tuple[list[int], list[int]], operand: torch.Size
+    ) -> Tensor:
         """A scale that has one of two shapes."""
         expected, padded = shapes
         if list(scale.shape) not in shapes:
             raise SpecError(
                 f"{self.name}: {name} has shape {tuple(scale.shape)}; expected {tuple(expected)} for {recipe} of an "
-                f"operand {tuple(of)}" + (f", or {tuple(padded)}" if padded != expected else "")
+                f"operand {tuple(operand)}" + (f", or {tuple(padded)}" if padded != expected else "")
             )
         return scale
 
