@@ -9,7 +9,7 @@ from portakern.spec.dtypes import numpy_dtype
 from tests.ops import scaled_matmul as one
 from tests.ops._shared import pick, zeros
 from tests.ops.grouped_matmul import cut, ends_among, spans
-from tests.ops.record import EIGHT_BITS, Alone, Fault, ForwardRecord, Hiding, Layer, Mapped, Near, Sample, Twin
+from tests.ops.record import EIGHT_BITS, Fault, ForwardRecord, Hiding, Layer, Mapped, Near, Sample, Twin
 
 F32, INT = np.float32, np.int32
 
@@ -245,17 +245,6 @@ def sample(rows, groups, k, n, widths=(1, 128), bias=False, **options):
     )
 
 
-def row_with_its_group(arrays, row):
-    """A row with what its group has, or with what any has in no group."""
-    ends = arrays["group_ends"]
-    g, own = int(np.searchsorted(ends, row, side="right")), slice(row, row + 1)
-    of = slice(min(g, len(ends) - 1), min(g, len(ends) - 1) + 1)
-    rows = {name: arrays[name] if len(arrays[name]) == 1 else arrays[name][own] for name in ("a", "scale_a")}
-    matrix = {name: arrays[name] if len(arrays[name]) == 1 else arrays[name][of] for name in ("b", "scale_b")}
-    bias = {"bias": arrays["bias"][of]} if arrays.get("bias") is not None else {}
-    return rows | matrix | bias | {"group_ends": np.array([int(g < len(ends))], ends.dtype)}
-
-
 RECORD = ForwardRecord(
     op="scaled_grouped_matmul",
     simulate=simulate,
@@ -319,7 +308,6 @@ RECORD = ForwardRecord(
     layer=Layer(in_layer, lambda width: {"w": (2, width, width)}),
     extents={"rows": 64, "groups": 3, "k": 96, "n": 128, "n_width": 1, "k_width": 128},
     launched=sample(64, 2, 64, 64),
-    alone=Alone("rows", row_with_its_group),
     twin=Twin(
         "scaled_grouped_mm",
         lambda a, b, group_ends, scale_a, scale_b: (a, b, scale_a, "RowWise", scale_b[:, 0], "RowWise"),
