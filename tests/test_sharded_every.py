@@ -105,6 +105,9 @@ def every_op():
                 same(f"{record.op} {name}", call, given, leaves, mesh, placements)
 
 
+FORWARD_ONLY = ("scaled_mm", "scaled_grouped_mm")
+
+
 def calls_of_twins():
     """(name of a twin, a call of it, its tensors)."""
     rng = torch.Generator().manual_seed(1)
@@ -141,6 +144,12 @@ def calls_of_twins():
     )
     scaled = a, b, scale_a.abs() + 1.0, scale_b.abs() + 1.0
     yield "scaled_mm", lambda f, a, b, s, t: f(a, b, s, scale_b=t, **recipe), scaled
+    groups = torch.stack([b, b.roll(1), b.roll(2), -b.clamp(-100)])
+    yield (
+        "scaled_grouped_mm",
+        lambda f, a, b, s, t, offs: f(a, b, s, scale_b=t, offs=offs, **recipe),
+        (a, groups, scaled[2], scaled[3].expand(4, 8).contiguous(), torch.tensor([2, 2, 3, 6], dtype=torch.int32)),
+    )
 
 
 def every_twin():
@@ -148,7 +157,7 @@ def every_twin():
     mesh = init_device_mesh("cpu", (WORLD,))
     for name, arguments, given in calls_of_twins():
         twin = functools.partial(getattr(twins, name), backend="reference")
-        leaves = {i for i, x in enumerate(given) if x.is_floating_point() and name != "scaled_mm"}
+        leaves = {i for i, x in enumerate(given) if x.is_floating_point() and name not in FORWARD_ONLY}
         for placements in cuts(given):
             same(name, functools.partial(arguments, twin), given, leaves, mesh, placements)
 
@@ -164,7 +173,7 @@ def every_twin_compiled():
             torch._dynamo.reset()  # each call is another function to it of the same code
             twin = functools.partial(getattr(twins, name), backend="reference")
             call = torch.compile(functools.partial(arguments, twin), fullgraph=True, backend="aot_eager")
-            leaves = {i for i, x in enumerate(given) if x.is_floating_point() and name != "scaled_mm"}
+            leaves = {i for i, x in enumerate(given) if x.is_floating_point() and name not in FORWARD_ONLY}
             same(f"compiled {name}", call, given, leaves, mesh, next(iter(cuts(given))))
 
 
