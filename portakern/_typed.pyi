@@ -2801,6 +2801,86 @@ class RouterVjpOp(Op):
         wants: Iterable[Literal["d_logits"]] | None,
     ) -> RouterVjpOut[NDArray[Any] | None]: ...
 
+class ScaledGroupedMatmulOp(Op):
+    @overload
+    def __call__(
+        self,
+        a: Array,
+        b: Array,
+        group_ends: Array,
+        scale_a: Array,
+        scale_b: Array,
+        bias: Array | None = None,
+        *,
+        n_width: int = 1,
+        k_width: int = 128,
+        precision: Literal["promoted", "ieee", "fast"] = "promoted",
+        out_dtype: Any = "bfloat16",
+    ) -> Array:
+        """c = the sum over blocks of k of (scale_a a) (scale_b b_g), + bias_g, for the rows of each group g, rounded
+        once.
+
+        Group g has the rows from group_ends[g - 1], of the first group from 0, up to group_ends[g]. A row's result is
+        that
+        of ``scaled_matmul`` on it, its scales, and its group's matrix, scales and bias, and its bits depend on nothing
+        else.
+
+        Along each axis a scale array has the extent 1, one scale for all, or one for each row, group or block:
+
+        ============================================== ============================ ===============================
+        ======
+        torch.nn.functional.scaled_grouped_mm          scale_a                      scale_b
+        widths
+        ============================================== ============================ ===============================
+        ======
+        TensorWise, of all rows and of each group      (1, 1)                       (groups, 1, 1)                  any
+        RowWise                                        (rows, 1)                    (groups, 1, n)                  1,
+        any
+        BlockWise1x128 with BlockWise128x128           (rows, k / 128)              (groups, k / 128, n / 128)      128,
+        128
+        BlockWise1x32                                  (rows, k / 32)               (groups, k / 32, n)             1,
+        32
+        rows beside blocks                             (rows, 1)                    (groups, k / 128, n / 128)      128,
+        128
+        ============================================== ============================ ===============================
+        ======
+
+        The widths are those (n, k) of ``scaled_matmul``; a row of a is a token, and shares no scale unless all do.
+
+        Args:
+          a: (rows, k), the rows of a group beside each other, group after group; b: (groups, k, n), a matrix for each
+            group; each float8_e4m3fn or float8_e5m2, or both int8. Weights (groups, n, k) come as b.mT; Hopper's and
+            CDNA's matrix units want them so.
+          group_ends: (groups,), the row before which each group ends, as in grouped_matmul: they rise, may repeat, and
+            may
+            leave rows.
+          scale_a: (1 or rows, 1 or k / k_width); scale_b: (1 or groups, 1 or k / k_width, 1 or n / n_width), float32,
+            rounded up. float8_e8m0fnu is converted to float32, which holds it.
+          bias: (groups, n), float32, which holds 16-bit ones.
+          n_width, k_width: columns and elements along k that share a scale.
+          precision: of the sums of products of 8-bit floats, as in scaled_matmul.
+          out_dtype: dtype of c.
+
+        Returns:
+          c: (rows, n). Rows from the last end on belong to no group: zeros, whatever a and scale_a hold there. k = 0 is
+          refused.
+        """
+    @overload
+    def __call__(
+        self,
+        a: NDArray[Any],
+        b: NDArray[Any],
+        group_ends: NDArray[Any],
+        scale_a: NDArray[Any],
+        scale_b: NDArray[Any],
+        bias: NDArray[Any] | None = None,
+        *,
+        n_width: int = 1,
+        k_width: int = 128,
+        precision: Literal["promoted", "ieee", "fast"] = "promoted",
+        out_dtype: Any = "bfloat16",
+    ) -> NDArray[Any]: ...
+
 class ScaledMatmulOp(Op):
     @overload
     def __call__(
@@ -3790,6 +3870,14 @@ def op(
     variant: str | None = None,
     tiling: Mapping[str, int] | None = None,
 ) -> RouterVjpOp: ...
+@overload
+def op(
+    which: Literal["scaled_grouped_matmul"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> ScaledGroupedMatmulOp: ...
 @overload
 def op(
     which: Literal["scaled_matmul"],
