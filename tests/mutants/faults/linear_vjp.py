@@ -53,10 +53,10 @@ FAULTS = {
         Planted(
             "last-row-dropped",
             "d_weight leaves out the last row where there are many",
-            old="multiply(call, d_z.T, x.reshape(-1, x.shape[-1]))",
+            old='multiply(call, d_z.T, x.reshape(-1, x.shape[-1]), stored["d_weight"][1])',
             new=(
                 "multiply(call, d_z[: len(d_z) - (len(d_z) > 64)].T, "
-                "x.reshape(-1, x.shape[-1])[: len(d_z) - (len(d_z) > 64)])"
+                'x.reshape(-1, x.shape[-1])[: len(d_z) - (len(d_z) > 64)], stored["d_weight"][1])'
             ),
             sample=True,
         ),
