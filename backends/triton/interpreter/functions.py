@@ -376,7 +376,7 @@ OVERRIDES: dict[int, Any] = {
         (tl.multiple_of, _identity), (tl.max_contiguous, _identity), (tl.max_constancy, _identity),
         *((getattr(tl, name), _elementwise(ufunc, bound(getattr(tl, name)))) for name, ufunc in _ELEMENTWISE.items()),
         # Triton 3.9 has none: its reductions take bfloat16 as it comes
-        *((function, promote_bfloat16) for function in [getattr(tl.core, "_promote_bfloat16_to_float32", None)] if function),
+        *((f, promote_bfloat16) for f in [getattr(tl.core, "_promote_bfloat16_to_float32", None)] if f),
     ]
 }  # fmt: skip
 """id of a function of ``tl`` (or builtin) -> what an interpreted kernel calls instead."""
