@@ -101,6 +101,7 @@ class Spec(Generic[P]):
     bytes_moved: Callable[[Call], float] | None = None
     rewriter: RewriteFn | None = None
     samples: dict[str, Sample] = field(default_factory=dict)
+    mistakes: dict[str, Callable[[Call], Call | None]] = field(default_factory=dict)
 
     @property
     def lead(self) -> ArrayArg:
@@ -287,6 +288,17 @@ class Spec(Generic[P]):
         """
         self.rewriter = fn
         return fn
+
+    def mistake(self, words: str) -> Callable[[F], F]:
+        """Decorator: ``fn(call)`` gives the call in float64 that a kernel with a likely mistake computes in place of
+        ``call``, by :meth:`portakern.core.call.Call.replace`; None where it would not differ. ``words``: the mistake,
+        as a failure names it behind "looks like:". Kept in :attr:`mistakes`."""
+
+        def declare(fn: F) -> F:
+            self.mistakes[words] = fn
+            return fn
+
+        return declare
 
     def sample(self, name: str, **call: Any) -> Sample:
         """Declare a :class:`Sample`: a small named call for tests and benchmarks.

@@ -27,6 +27,8 @@ from portakern.testing.comparing import run_case
 from portakern.testing.coverage import Coverage, contract
 from portakern.testing.fixed import CasePreset
 from portakern.testing.laws import ArgumentNotTaken, LawCase, run_law
+from portakern.testing.likeness import Likeness
+from portakern.testing.mistakes import supposed
 from portakern.testing.partitioned import check_divisible, cut_case, run_partitioned
 from portakern.testing.plan import EDGE_EXAMPLES, CaseGroup, plan
 from portakern.testing.progress import interactive
@@ -373,12 +375,20 @@ class _CheckRun:
             return self.failure(case, e)
         return None
 
-    def failure(self, case: Case | LawCase, error: Exception) -> Failure:
-        """What a case broke, which the report counts among those that were compared if its outputs were."""
+    def failure(self, case: Case | LawCase, error: Exception, first: Exception | None = None) -> Failure:
+        """What a case broke, which the report counts among those that were compared if its outputs were; ``first``: the
+        same of the case that it was made smaller from, which shows more."""
         if isinstance(case, Case) and isinstance(error, Broken) and error.kind in (Broken.kind, OtherEdges.kind):
             self.report.add_errors(error.fractions, case)
             if error.kind == Broken.kind:  # after another it runs once more
                 self.report.add_case(case, error.tiling)
+        if isinstance(error, Broken):
+            for shown in (first, error):
+                if isinstance(shown, Broken) and shown.wrong is not None:
+                    before = Likeness(shown.cause, shown.explanation)
+                    if (found := supposed(shown.wrong, before)) != before:
+                        error.cause, error.explanation = found
+                        break
         return _failure(self.subject, case, error)
 
     def tries(self, case: Case) -> None:
@@ -405,8 +415,9 @@ class _CheckRun:
                 continue
             error = self.outcome(case)
             if error is not None:
+                first = error
                 case, error = self.smallest(run, left[0], seed, source, error) or (case, error)
-                failure = self.failure(case, error)
+                failure = self.failure(case, error, first)
                 self.report.add_failure(failure)
                 self.excused.add(failure.kind)
                 continue

@@ -14,6 +14,7 @@ from portakern.core.oracle import as_float64, degenerate_outputs, oracle
 from portakern.errors import SpecError
 from portakern.spec.tolerance import Comparison, compare, permitted_error
 from portakern.testing.likeness import Likeness, likeness
+from portakern.testing.mistakes import Wrong
 from portakern.testing.sampled import SampledCall
 from portakern.testing.statistics import examine
 from portakern.testing.threads import one_thread
@@ -58,11 +59,12 @@ class Broken(AssertionError):
 
     ``cause``: a broken promise (one of PROMISES), or for a wrong output the likely mistake in one word ("": unknown);
     ``explanation``: the same in words. ``fractions``: output -> largest error / error bound of the compared outputs;
-    ``tiling``: the tiling of the case, in words.
+    ``tiling``: the tiling of the case, in words; ``wrong``: the output that is out of bounds.
     """
 
     kind = "bounds"
     tiling = "default"
+    wrong: Wrong | None = None
 
     def __init__(self, what: str, cause: str = "", explanation: str = "") -> None:
         super().__init__(what)
@@ -71,7 +73,9 @@ class Broken(AssertionError):
 
     def after(self, what: str, cause: str = "", explanation: str = "") -> Self:
         """The same after something that is to be told first, of which it may look like another mistake."""
-        return type(self)(f"{what}: {self}", cause or self.cause, explanation or self.explanation).at(self.fractions)
+        new = type(self)(f"{what}: {self}", cause or self.cause, explanation or self.explanation).at(self.fractions)
+        new.wrong = self.wrong if not cause else None
+        return new
 
     def at(self, fractions: dict[str, float]) -> Self:
         """This, with the shares that were measured."""
@@ -174,7 +178,9 @@ def compare_bounds(
             permitted = permitted_error(bound, ref, dtype, codes)
             what = describe(wide, name, got, ref, permitted, result.bad, tiling or {}, within)
             if not _only_edges(wide, got, ref, result.bad):
-                raise Broken(what, *_looks(wide, name, got, ref, bound, dtype, within)).at(fractions)
+                error = Broken(what, *_looks(wide, name, got, ref, bound, dtype, within)).at(fractions)
+                error.wrong = Wrong(wide, name, got, ref, permitted, result.bad, dtype)
+                raise error
             elsewhere = elsewhere or what
     if elsewhere:
         raise OtherEdges(f"edge semantics differ: {elsewhere}", "edges").at(fractions)
