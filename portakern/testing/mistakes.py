@@ -196,10 +196,8 @@ def _arrays(call: Call) -> Iterator[Supposition]:
             yield other(f"{name} held numbers less by 1", "shifted", **{name: x - 1})
             continue
         yield from (other(words, one, **{name: y}) for words, one, y in _as_numbers(name, x))
-        if (
-            x.ndim < max(y.ndim for y in floats.values()) and name != call.spec.lead.name
-        ):  # a table, a slope: else another mistake is likelier
-            yield other(f"{name} had the other sign", "sign", **{name: -x})
+        if 2 * x.size <= max(y.size for y in floats.values()) and name != call.spec.lead.name:
+            yield from (other(words, one, **{name: y}) for words, one, y in _as_factors(name, x))
     for name, x in floats.items():
         yield from (other(words, one, **{name: y}) for words, one, y in _moved(name, x))
 
@@ -208,16 +206,21 @@ def _as_numbers(name: str, x: np.ndarray) -> Iterator[tuple[str, str, np.ndarray
     """(in words, in one word, the array) of other values of an array."""
     yield f"{name} were 0 everywhere: it is ignored", "ignored", np.zeros_like(x)
     yield f"{name} were 1 everywhere: it is ignored", "ignored", np.ones_like(x)
-    yield f"{name} were 1 / {name}: multiplied where it should divide, or the reverse", "inverse", 1 / x
     yield f"{name} were times log2 e: base e for base 2", "base", x * LOG2_E
     yield f"{name} were times ln 2: base 2 for base e", "base", x / LOG2_E
-    yield f"{name} counted twice", "twice", x * x
     yield f"{name} were 1 + {name}", "offset", 1 + x
     n = x.shape[-1] if x.ndim else 1
     if n > 1:
         for factor, said in ((math.sqrt(n), f"sqrt {n}"), (n, f"{n}")):
             yield f"{name} were times {said}, an extent of its own: a scale is missing", "scale", x * factor
             yield f"{name} were divided by {said}, an extent of its own: scaled twice", "scale", x / factor
+
+
+def _as_factors(name: str, x: np.ndarray) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Of a table, a slope or a scale, which is smaller than what it meets: of others another mistake is likelier."""
+    yield f"{name} had the other sign", "sign", -x
+    yield f"{name} were 1 / {name}: multiplied where it should divide, or the reverse", "inverse", 1 / x
+    yield f"{name} counted twice", "twice", x * x
 
 
 def _moved(name: str, x: np.ndarray) -> Iterator[tuple[str, str, np.ndarray]]:
