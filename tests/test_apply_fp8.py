@@ -257,7 +257,7 @@ def test_a_gate_gives_codes_to_the_projection_behind_it(recipe):
     """Where nobody would see the product between them, and no gradient is wanted."""
     model = build(**{**SIZE, "num_hidden_layers": 1}).eval()
     given, mlp = inputs(model), model.model.layers[0].mlp
-    joined, apart_ = {"swiglu_quantize": 1, "quantize": 3}, {"swiglu": 1, "quantize": 4}
+    joined, apart_ = Counter(swiglu_quantize=1, quantize=3), Counter(swiglu=1, quantize=4)
 
     def counted(expected):
         found, counts = ops_in(lambda: model(**given).logits)

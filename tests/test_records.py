@@ -153,7 +153,8 @@ ALLOWED = (
     "tests/test_swapped.py", "tests/test_tf32_range.py", "tests/test_verdicts.py", "tests/mutants/drawn.py",
     "tests/test_library_functions.py", "tests/test_statistics.py",
     "tests/test_torch_compile.py", "tests/test_sources.py", "tests/test_functions.py", "tests/test_warm.py",
-    "tests/test_paged_cache.py", "tests/test_parts.py",
+    "tests/test_paged_cache.py", "tests/test_parts.py", "tests/test_composed.py", "tests/test_invariances.py",
+    "tests/test_mistakes.py", "tests/test_public_bounds.py",
 )  # fmt: skip
 """Where ops are named: their own files, what was found out about single kernels or single calls, and the tasks that
 other people's harnesses have for ops, none of which a new op need join."""
