@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 
 import pytest
@@ -20,6 +22,7 @@ from torch.distributed.tensor import (  # noqa: E402
     init_device_mesh,
 )
 from torch.distributed.tensor.debug import CommDebugMode  # noqa: E402
+from torch.distributed.tensor.parallel import loss_parallel  # noqa: E402
 
 import portakern as pk  # noqa: E402
 import portakern.torch  # noqa: E402
@@ -164,6 +167,27 @@ def sums_of_16_bits_are_those_of_float32_parts():
     assert tried > 8
 
 
+def losses_of_classes_are_taken_where_they_lie():
+    """Each device takes those of its own classes, as many as it has, inside of loss_parallel() too; what moves between
+    devices are three numbers a row."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    entropy = functools.partial(portakern.torch.cross_entropy, backend="reference")
+    labels = torch.tensor([6, 0, 3, -100, 4])
+    for x, aims, axis in ((made((5, 7))[0], labels, 1), (made((5, 7, 3))[0], labels[:, None].expand(5, 3), 1)):
+        full = x.clone().requires_grad_()
+        expected = F.cross_entropy(full, aims, label_smoothing=0.1)
+        expected.backward()
+        for inside in (contextlib.nullcontext(), loss_parallel()):
+            cut = distribute_tensor(x, mesh, [Shard(axis)]).requires_grad_()
+            with inside, CommDebugMode() as sent:
+                loss = entropy(cut, aims, label_smoothing=0.1)
+                loss.backward()
+            assert {str(k) for k in sent.get_comm_counts()} == {"c10d.allgather_"}, sent.comm_counts
+            torch.testing.assert_close(loss.full_tensor(), expected, rtol=2e-6, atol=2e-6)
+            assert cut.grad.placements == (Shard(axis),)
+            torch.testing.assert_close(cut.grad.full_tensor(), full.grad, rtol=2e-5, atol=2e-6)
+
+
 def listed(outputs):
     """The outputs of a call that are given."""
     return [y for y in (outputs if isinstance(outputs, tuple) else (outputs,)) if y is not None]
@@ -227,6 +251,7 @@ def two_axes_of_a_mesh():
 def on_two_devices():
     what_is_gathered_is_said()
     sums_of_16_bits_are_those_of_float32_parts()
+    losses_of_classes_are_taken_where_they_lie()
     products_and_norms()
     attentions()
     products_of_sequences()

@@ -91,7 +91,7 @@ def check_served(name, plan, applied, served):
     assert ops["add_rmsnorm"] == (0 if plan.get("sequence") else 2), (name, ops)
     assert ops["attention"] == 2 and ops["swiglu"] + ops["geglu"] == 2, (name, ops)
     assert ops["linear_cross_entropy"] == (not plan), (name, ops)
-    assert ops["cross_entropy"] == (bool(plan) and not plan.get("losses")), (name, ops)
+    assert ops["cross_entropy"] == bool(plan), (name, ops)
     why = {row.by for row in applied.rows if row.part == "add_norm" and row.op is None}
     assert why == ({"its post_attention_layernorm has hooks"} if plan.get("sequence") else set()), why
 

@@ -23,6 +23,7 @@ from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.torch.casting import lowered, widened
 from portakern.frameworks.torch.memory import is_distributed, is_under_way, readable, unreadable
 from portakern.frameworks.torch.ring import across_devices, ring_of_devices
+from portakern.frameworks.torch.vocabulary import mesh_axis_of_classes, row_losses
 
 __all__ = [
     "CAUSAL",
@@ -317,7 +318,8 @@ def cross_entropy(
 
     Args:
       input: (C), (N, C) or (N, C, d1, ...), logits; target: input's shape without C, integers from 0 to C - 1. Beside
-        an input that is a DTensor, target may be a plain tensor, the whole of which each device has.
+        an input that is a DTensor, target may be a plain tensor, the whole of which each device has. Of one that is cut
+        along its classes each device takes its own, as :func:`portakern.torch.vocabulary_parallel_cross_entropy` does.
       weight, size_average, reduce: None; PyTorch deprecates the last two.
       ignore_index: rows with this target are ignored, and not counted in the mean.
       reduction: "none", "sum" or "mean", over rows in float32 before the result is rounded to input's dtype.
@@ -343,19 +345,25 @@ def cross_entropy(
     _check_reduction("cross_entropy", reduction)
     labels = _classes(input, placed_beside(input, target))
     rows = input if input.dim() < 3 else input.movedim(1, -1)
-    loss = kept_op("cross_entropy", backend)(rows, labels, ignore_index=ignore_index, label_smoothing=label_smoothing)
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    loss = row_losses(kept_op("cross_entropy", backend), rows, labels, backend, **options)
     return _reduced(input, loss, labels, ignore_index, reduction)
 
 
-LOSS_PARALLEL = "input is cut along its classes inside loss_parallel(), where PyTorch's own function computes the loss"
+LOSS_PARALLEL = (
+    "input is cut along its classes inside loss_parallel(), in a graph or so that a device has none of them, where "
+    "PyTorch's own function computes the loss"
+)
 
 
 def loss_is_parallel(logits: Tensor) -> bool:
-    """Whether (..., classes) or (rows, classes, ...) logits are a DTensor that is cut along its classes, inside of
-    PyTorch's ``loss_parallel()``."""
+    """Whether PyTorch's own function computes the loss of (..., classes) or (rows, classes, ...) logits: they are a
+    DTensor that is cut along its classes, inside of PyTorch's ``loss_parallel()``, and no device can take the loss of
+    its own (:func:`mesh_axis_of_classes`)."""
     if not is_distributed(logits) or not _in_loss_parallel():
         return False
-    return any(p.is_shard() and p.dim in (1, logits.dim() - 1) for p in logits.placements)
+    cut = {p.dim for p in logits.placements if p.is_shard()} & {1, logits.dim() - 1}
+    return bool(cut) and all(mesh_axis_of_classes(logits, axis) is None for axis in cut)
 
 
 @torch.compiler.assume_constant_result

@@ -16,8 +16,14 @@ from portakern.api import Op, op
 from portakern.errors import SpecError, UnsupportedError
 from portakern.frameworks.torch.casting import lowered
 from portakern.frameworks.torch.custom_ops import define
+from portakern.frameworks.torch.memory import is_distributed
 
-__all__ = ["vocabulary_parallel_cross_entropy", "vocabulary_parallel_linear_cross_entropy"]
+__all__ = [
+    "mesh_axis_of_classes",
+    "row_losses",
+    "vocabulary_parallel_cross_entropy",
+    "vocabulary_parallel_linear_cross_entropy",
+]
 
 NONE = -1
 """The label of a row that is ignored, where those of others are 0."""
@@ -117,6 +123,58 @@ def vocabulary_parallel_linear_cross_entropy(
     return loss
 
 
+# ------------------------------------------------------------------------------------------------------------- DTensors
+def mesh_axis_of_classes(logits: Any, axis: int = -1) -> int | None:
+    """The axis of the mesh over which logits are cut along their classes, ``axis``, where their loss is taken of what
+    each device holds; None: they are no DTensor, are cut otherwise, over several axes of the mesh or so that a device
+    has no class, or PyTorch compiles the call, in which it sees no process."""
+    if not is_distributed(logits) or torch.compiler.is_compiling():
+        return None
+    from torch.distributed.tensor import Shard
+
+    axis %= logits.dim()
+    over = [i for i, p in enumerate(logits.placements) if getattr(p, "dim", None) == axis]
+    if len(over) != 1 or type(logits.placements[over[0]]) is not Shard:
+        return None
+    found = over[0]
+    return None if min(_shares(logits.shape[axis], logits.device_mesh.size(found))) < 1 else found
+
+
+def _shares(count: int, devices: int) -> list[int]:
+    """How many of so many classes each device holds of a DTensor that is cut."""
+    most = -(-count // devices)
+    return [max(0, min(most, count - rank * most)) for rank in range(devices)]
+
+
+def row_losses(entropy: Op, logits: Tensor, labels: Tensor, backend: str | None, **options: Any) -> Tensor:
+    """``entropy``, the op cross_entropy, of (..., n) logits; of DTensors that are cut along their classes as
+    :func:`vocabulary_parallel_cross_entropy` has it, and then a DTensor, cut as rows are.
+
+    ``labels``: placed beside logits. ``options``: of both."""
+    over = mesh_axis_of_classes(logits)
+    if over is None:
+        found: Tensor = entropy(logits, labels, **options)
+        return found
+    from torch.distributed.tensor import DTensor, Replicate
+
+    x: Any = logits
+    aims: Any = labels
+    mesh, last = x.device_mesh, x.dim() - 1
+    whole = [Replicate() if p.is_partial() else p for p in x.placements]
+    rows = [p if p.is_shard() and i != over and p.dim < last else Replicate() for i, p in enumerate(whole)]
+    loss = vocabulary_parallel_cross_entropy(
+        x.redistribute(placements=whole).to_local(grad_placements=whole),
+        aims.redistribute(placements=rows).to_local(),
+        mesh.get_group(over),
+        classes=_shares(x.shape[last], mesh.size(over)),
+        backend=backend,
+        **options,
+    )
+    placed: Tensor = DTensor.from_local(loss, mesh, rows, run_check=False, shape=aims.shape, stride=aims.stride())
+    return placed
+
+
+# ---------------------------------------------------------------------------------------------------------- one process
 def _check(name: str, labels: Tensor, **arrays: Tensor) -> None:
     for argument, x in {"labels": labels, **arrays}.items():
         if hasattr(x, "placements"):

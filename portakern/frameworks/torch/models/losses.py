@@ -27,6 +27,7 @@ from portakern.frameworks.torch.functions import (
 from portakern.frameworks.torch.models.arguments import OF_LOSSES, asks_more
 from portakern.frameworks.torch.models.prototypes import names_in, with_names
 from portakern.frameworks.torch.models.served import Heart, Recipe, Remade, watched
+from portakern.frameworks.torch.vocabulary import row_losses
 
 __all__ = ["LOSSES", "computes", "served_loss", "shifted", "summed_up", "with_own_loss"]
 
@@ -45,11 +46,12 @@ def summed_up(losses: Tensor, labels: Tensor, ignore_index: int, number: Tensor 
 
 def _entropy(backend: str | None) -> Callable[..., Tensor]:
     """(logits, labels of any shape, classes, ignore_index, number) -> the loss of all places (``summed_up``)."""
+
     entropy = kept_op("cross_entropy", backend)
 
     def loss(logits: Tensor, aims: Tensor, classes: int, ignore_index: int, number: Tensor | int | None) -> Tensor:
         aims = placed_beside(logits, aims.reshape(-1).to(logits.device))
-        losses = entropy(logits.reshape(-1, classes), aims, ignore_index=ignore_index)
+        losses = row_losses(entropy, logits.reshape(-1, classes), aims, backend, ignore_index=ignore_index)
         return summed_up(losses, aims, ignore_index, number)
 
     return loss
