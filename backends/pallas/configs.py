@@ -28,6 +28,13 @@ class RopeConfig(Config):
     block_heads: Annotated[int, "heads in a block"]
 
 
+class SequenceConfig(Config):
+    """Of convolutions along sequences, and their gradients."""
+
+    block_length: Annotated[int, "positions of a sequence in a block"]
+    block_channels: Annotated[int, "channels in a block"]
+
+
 class EmbeddingConfig(Config):
     """Of rows of a table."""
 

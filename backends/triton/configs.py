@@ -62,6 +62,19 @@ class RopeConfig(WarpsConfig):
     block_heads: Annotated[int, "heads in a tile"]
 
 
+class SequenceConfig(WarpsConfig):
+    """Of convolutions along sequences."""
+
+    block_length: Annotated[int, "positions of a sequence in a tile"]
+    block_channels: Annotated[int, "channels in a tile"]
+
+
+class SequenceGradientsConfig(SequenceConfig):
+    """Of their gradients, which sum over positions."""
+
+    blocks_per_program: Annotated[int, Tile(1, 1024), "tiles of a sequence that a program adds up"]
+
+
 class AppendConfig(WarpsConfig):
     """Of rows that are copied into a cache."""
 

@@ -46,9 +46,9 @@ def scratch(call: Call, *shape: int) -> torch.Tensor:
 
 def add_up(call: Call, partial: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Gradients by name from (groups, n) partial sums of each, all of one shape."""
-    n, block_n, parts = call.dims["n"], 32, 0
+    block_n, parts = 32, 0
     while partial and parts != 1:
-        count = next(iter(partial.values())).shape[0]
+        count, n = next(iter(partial.values())).shape
         parts, tiles = cdiv(count, SUMMED), cdiv(n, block_n)
         sums = {
             name: fresh((n,), torch_dtype(call.outputs[name][1]), p.device) if parts == 1 else scratch(call, parts, n)
