@@ -1,5 +1,6 @@
 """Twins of PyTorch's functions on portakern ops, and functions that put them into existing models."""
 
+from portakern.frameworks.torch.convolution import causal_conv1d
 from portakern.frameworks.torch.float8 import Float8Linear
 from portakern.frameworks.torch.functions import (
     apply_rotary_pos_emb,
@@ -30,6 +31,7 @@ __all__ = [
     "Float8Linear",
     "apply",
     "apply_rotary_pos_emb",
+    "causal_conv1d",
     "cross_entropy",
     "embedding",
     "from_zigzag",

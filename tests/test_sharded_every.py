@@ -130,6 +130,8 @@ def calls_of_twins():
     yield "layer_norm", lambda f, x, *t: f(x, (32,), *t), (x, w, normal(32))
     yield "layer_norm", lambda f, x, *t: f(x, (6, 32), *t), (x, normal(6, 32))
     yield "rms_norm", lambda f, x, w: f(x, (32,), w), (x, w)
+    taps = normal(6, 4), normal(6)
+    yield "causal_conv1d", lambda f, *t: f(*t, activation="silu"), (normal(4, 6, 32), *taps)
     yield "embedding", lambda f, *t: f(*t, padding_idx=-2), (labels.reshape(4, 6), normal(32, 8))
     for other in ((32, 16), (4, 32, 8), (32,)):
         yield "matmul", lambda f, *t: f(*t), (x, normal(*other))

@@ -220,6 +220,7 @@ KEYWORDS = {
     "portakern/frameworks/jax/functions.py: dot_product_attention",
     "portakern/frameworks/jax/paged.py: ragged_paged_attention",
     "portakern/frameworks/jax/ring.py: ring_attention",
+    "portakern/frameworks/torch/convolution.py: causal_conv1d",
     "portakern/frameworks/torch/ring.py: ring_attention",
     "portakern/frameworks/torch/scaled.py: scaled_grouped_mm",
     "portakern/frameworks/torch/scaled.py: scaled_mm",

@@ -82,6 +82,7 @@ class Torch(Framework):
     hallmark = "requires_grad"
     twins = MappingProxyType(
         {
+            "causal_conv1d": "causal_conv1d",
             "cross_entropy": "cross_entropy",
             "embedding": "embedding",
             "grouped_mm": "grouped_matmul",
