@@ -655,6 +655,192 @@ class AttentionVjpOp(Op):
         wants: Iterable[Literal["d_q", "d_k", "d_v", "d_bias", "d_sinks"]] | None,
     ) -> AttentionGradients[NDArray[Any] | None]: ...
 
+class CausalConv1dOut(NamedTuple, Generic[T]):
+    y: T
+    final_state: T
+
+class CausalConv1dOp(Op):
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        weight: Array,
+        bias: Array | None = None,
+        initial_state: Array | None = None,
+        segment_ids: Array | None = None,
+        *,
+        activation: Literal["none", "silu"] = "none",
+        return_final_state: Literal[False] = False,
+    ) -> Array:
+        """y[t] = f(bias + sum over j < width of weight[j] x[t - past + j]) for each channel, past = width - 1, in
+        float32.
+
+        The last tap is that of the output's own input. What lies before the first input is the initial state, or 0, and
+        0
+        is multiplied as any other number. In float64 for float64, and rounded once, at the end. f is silu(z) = z / (1 +
+        exp(-z)), or "none".
+
+        The convolution is that of Mamba, Gu and Dao 2023, "Mamba: linear-time sequence modeling with selective state
+        spaces", section 3.4, and of gated delta networks; arguments and states are those of the package causal_conv1d.
+
+        Args:
+          x: (batch, length, channels), any strides: the view x.transpose(1, 2) of an array that keeps channels first
+            costs
+            nothing.
+          weight: (channels, width), 2 <= width <= 16, x's dtype or float32; bias: (channels,), likewise.
+          initial_state: (batch, channels, past), the inputs before the first, the latest last.
+          segment_ids: (batch, length). Inputs of another segment than the output's count as 0.
+          return_final_state: whether the state after the last input comes with y.
+
+        Returns:
+          y: the shape of x, contiguous. final_state: (batch, channels, past), the last inputs, which are the initial
+            state
+          of what follows; of fewer inputs than past it begins with the end of the initial state. length = 0 is refused.
+            NaN
+          and infinities go where plain arithmetic leads them, and 0 times infinity is NaN.
+        """
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        weight: Array,
+        bias: Array | None = None,
+        initial_state: Array | None = None,
+        segment_ids: Array | None = None,
+        *,
+        activation: Literal["none", "silu"] = "none",
+        return_final_state: Literal[True],
+    ) -> CausalConv1dOut[Array]: ...
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        weight: Array,
+        bias: Array | None = None,
+        initial_state: Array | None = None,
+        segment_ids: Array | None = None,
+        *,
+        activation: Literal["none", "silu"] = "none",
+        return_final_state: bool = False,
+    ) -> Array | CausalConv1dOut[Array]: ...
+    @overload
+    def __call__(
+        self,
+        x: NDArray[Any],
+        weight: NDArray[Any],
+        bias: NDArray[Any] | None = None,
+        initial_state: NDArray[Any] | None = None,
+        segment_ids: NDArray[Any] | None = None,
+        *,
+        activation: Literal["none", "silu"] = "none",
+        return_final_state: Literal[False] = False,
+    ) -> NDArray[Any]: ...
+    @overload
+    def __call__(
+        self,
+        x: NDArray[Any],
+        weight: NDArray[Any],
+        bias: NDArray[Any] | None = None,
+        initial_state: NDArray[Any] | None = None,
+        segment_ids: NDArray[Any] | None = None,
+        *,
+        activation: Literal["none", "silu"] = "none",
+        return_final_state: Literal[True],
+    ) -> CausalConv1dOut[NDArray[Any]]: ...
+    @overload
+    def __call__(
+        self,
+        x: NDArray[Any],
+        weight: NDArray[Any],
+        bias: NDArray[Any] | None = None,
+        initial_state: NDArray[Any] | None = None,
+        segment_ids: NDArray[Any] | None = None,
+        *,
+        activation: Literal["none", "silu"] = "none",
+        return_final_state: bool = False,
+    ) -> NDArray[Any] | CausalConv1dOut[NDArray[Any]]: ...
+
+class CausalConv1dVjpOut(NamedTuple, Generic[T]):
+    d_x: T
+    d_weight: T
+    d_bias: T | None
+    d_initial_state: T | None
+
+class CausalConv1dVjpOp(Op):
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        weight: Array,
+        d_y: Array,
+        bias: Array | None = None,
+        initial_state: Array | None = None,
+        segment_ids: Array | None = None,
+        d_final_state: Array | None = None,
+        *,
+        activation: Literal["none", "silu"] = "none",
+        wants: None = None,
+    ) -> CausalConv1dVjpOut[Array]:
+        """With d_z = d_y f'(z), of a z that is computed again, and X the inputs, the initial state first:
+
+        d_X[e] = sum over j of weight[j] d_z[e - j], which is d_initial_state and then d_x, d_weight[j] = sum of d_z[t]
+        X[t + j] and d_bias = sum of d_z over all samples and positions. In float32 (float64 for float64), rounded once.
+
+        Args:
+          x, weight, bias, initial_state, segment_ids, activation: what causal_conv1d was given.
+          d_y: (batch, length, channels), the cotangent of its y; d_final_state: (batch, channels, past), that of the
+            state
+            after the last input, which is added to the gradients of the inputs that it holds. None is 0.
+
+        Returns:
+          d_x, d_weight, d_bias, d_initial_state: the shape and dtype of what they are gradients of, None where that was
+            not
+          given. What lies beyond the sequence, or in another segment, counts as 0 and is multiplied as any other
+            number.
+        """
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        weight: Array,
+        d_y: Array,
+        bias: Array | None = None,
+        initial_state: Array | None = None,
+        segment_ids: Array | None = None,
+        d_final_state: Array | None = None,
+        *,
+        activation: Literal["none", "silu"] = "none",
+        wants: Iterable[Literal["d_x", "d_weight", "d_bias", "d_initial_state"]] | None,
+    ) -> CausalConv1dVjpOut[Array | None]: ...
+    @overload
+    def __call__(
+        self,
+        x: NDArray[Any],
+        weight: NDArray[Any],
+        d_y: NDArray[Any],
+        bias: NDArray[Any] | None = None,
+        initial_state: NDArray[Any] | None = None,
+        segment_ids: NDArray[Any] | None = None,
+        d_final_state: NDArray[Any] | None = None,
+        *,
+        activation: Literal["none", "silu"] = "none",
+        wants: None = None,
+    ) -> CausalConv1dVjpOut[NDArray[Any]]: ...
+    @overload
+    def __call__(
+        self,
+        x: NDArray[Any],
+        weight: NDArray[Any],
+        d_y: NDArray[Any],
+        bias: NDArray[Any] | None = None,
+        initial_state: NDArray[Any] | None = None,
+        segment_ids: NDArray[Any] | None = None,
+        d_final_state: NDArray[Any] | None = None,
+        *,
+        activation: Literal["none", "silu"] = "none",
+        wants: Iterable[Literal["d_x", "d_weight", "d_bias", "d_initial_state"]] | None,
+    ) -> CausalConv1dVjpOut[NDArray[Any] | None]: ...
+
 class CrossEntropyOut(NamedTuple, Generic[T]):
     loss: T
     lse: T
@@ -3630,6 +3816,22 @@ def op(
     variant: str | None = None,
     tiling: Mapping[str, int] | None = None,
 ) -> AttentionVjpOp: ...
+@overload
+def op(
+    which: Literal["causal_conv1d"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> CausalConv1dOp: ...
+@overload
+def op(
+    which: Literal["causal_conv1d_vjp"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> CausalConv1dVjpOp: ...
 @overload
 def op(
     which: Literal["cross_entropy"],

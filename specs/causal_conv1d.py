@@ -464,7 +464,8 @@ def of_sums(call: Call, d_z: Cotangents) -> list[tuple[np.ndarray, np.ndarray, n
         size = magnitude(x)
         terms, err = d_z.value * x, d_z.err * size + units(call).tau * (size + magnitude(d_z.value) + 1)
         err = np.where(np.isposinf(product_size(d_z.value, x, units(call))) | np.isnan(err), inf, err)
-        found.append(tuple(a.reshape(-1, a.shape[-1]) for a in (terms, err, d_z.variance * size**2)))
+        flat, off, variance = (a.reshape(-1, a.shape[-1]) for a in (terms, err, d_z.variance * size**2))
+        found.append((flat, off, variance))
     return found
 
 

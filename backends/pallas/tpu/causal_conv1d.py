@@ -280,7 +280,7 @@ def with_final(ref: Refs, d: Any, start: Any, past: int, length: int) -> Any:
     return d
 
 
-def add_sums(ref: Refs, d_z: Any, there: Any, bits: Any, past: int, halo: int) -> None:
+def add_sums(ref: Refs, d_z: Any, exists: Any, bits: Any, past: int, halo: int) -> None:
     """The sums of a block, added to those of the steps before."""
     height = d_z.shape[0]
     begins = (pl.program_id(1) == 0) & (pl.program_id(2) == 0)
@@ -297,7 +297,7 @@ def add_sums(ref: Refs, d_z: Any, there: Any, bits: Any, past: int, halo: int) -
         for j in range(past + 1):
             x = masked(ref.inputs[pl.ds(halo - past + j, height), :], bits, past - j)
             # beyond the sequence lies anything, and 0 * NaN is NaN
-            ref.d_weight[j : j + 1, :] += jnp.where(there, d_z * x, 0.0).sum(0, keepdims=True)
+            ref.d_weight[j : j + 1, :] += jnp.where(exists, d_z * x, 0.0).sum(0, keepdims=True)
 
 
 def gradient_outputs(call: Call, blocks: SequenceBlocks) -> Blocks:

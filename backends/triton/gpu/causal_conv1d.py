@@ -67,7 +67,7 @@ class SequenceStrides(NamedTuple):
     d_final: tuple[int, ...] = (0, 0, 0)
 
 
-class SequenceTile(NamedTuple):
+class ChannelTile(NamedTuple):
     """What kernels are compiled for: the tile, inputs that an output sees before its own, a power of two that holds the
     positions of a state, and what sums are kept in."""
 
@@ -310,15 +310,15 @@ def gradient_tiling(call: Call) -> dict[str, int]:
     return {"block_length": length, "block_channels": 64, "blocks_per_program": 8, "num_warps": 8}
 
 
-def refused(call: Call, config: SequenceConfig, held: int, programs: int) -> str | None:
-    """Why programs cannot hold ``held`` tiles."""
+def refused(call: Call, config: SequenceConfig, tiles: int, programs: int) -> str | None:
+    """Why programs cannot hold so many tiles at once."""
     tile = config.block_length * config.block_channels
     name = f"a tile of block_length * block_channels = {config.block_length} * {config.block_channels} numbers"
     if tile > 1 << 20:
         return f"{name} is over Triton's limit of 2^20 elements; use a smaller tile"
-    if not call.interpret and held * tile > config.num_warps * 32 * 2 * TILE_REGISTERS:
+    if not call.interpret and tiles * tile > config.num_warps * 32 * 2 * TILE_REGISTERS:
         return (
-            f"{name} is held {held} times, for the taps of each of them, which is over {2 * TILE_REGISTERS} registers a "
+            f"{name} is there {tiles} times, for the taps of each of them, which is over {2 * TILE_REGISTERS} registers a "
             f"thread at num_warps = {config.num_warps}; use a smaller tile or more warps"
         )
     return refuse_common(call, config.num_warps, programs)
@@ -331,9 +331,9 @@ def extents_of(call: Call, config: SequenceConfig, positions: int, blocks: int) 
                            cdiv(call.dims["channels"], config.block_channels), blocks * config.block_length)  # fmt: skip
 
 
-def tile_of(call: Call, config: SequenceConfig) -> SequenceTile:
+def tile_of(call: Call, config: SequenceConfig) -> ChannelTile:
     past = call.dims["past"]
-    return SequenceTile(config.block_length, config.block_channels, past, pow2_at_least(past, 1), accumulator(call.dtype))  # fmt: skip
+    return ChannelTile(config.block_length, config.block_channels, past, pow2_at_least(past, 1), accumulator(call.dtype))  # fmt: skip
 
 
 def operands(call: Call) -> tuple[Filter, SequenceStrides]:

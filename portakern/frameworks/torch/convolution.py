@@ -44,7 +44,9 @@ def causal_conv1d(
         beside a state.
     """
     if final_states_out is not None:
-        raise UnsupportedError("causal_conv1d: final_states_out is given; expected None: use the state that is returned")
+        raise UnsupportedError(
+            "causal_conv1d: final_states_out is given; expected None: use the state that is returned"
+        )
     if activation not in ACTIVATIONS:
         raise SpecError(f"causal_conv1d: activation is {activation!r}; expected None, 'silu' or 'swish'")
     if x.dim() != 3:
