@@ -38,21 +38,12 @@ SHORT = Rule(
     mends=lambda dims: {"past": min(dims["past"], 1 + dims["past"] % MOST_PAST)},
 )
 
-ONE_STATE = Rule(
-    lambda call: (
-        call.arrays["segment_ids"] is None
-        or (call.arrays["initial_state"] is None and not call.options.get("return_final_state"))
-    ),
-    "segment_ids are several sequences a row, and a state is that of one: pass segment_ids without initial_state and "
-    "return_final_state",
-)
-
 TILING = {"block_length": Tile(16, 1024, of="length"), "block_channels": Tile(16, 1024, of="channels")}
 
 
 @spec(
     tiling=TILING,
-    require=(SHORT, ONE_STATE),
+    require=(SHORT,),
     or_float32=("weight", "bias"),
     positive=("length", "past"),
     returns={"final_state": "return_final_state"},
@@ -85,12 +76,14 @@ def causal_conv1d(
         nothing.
       weight: (channels, width), 2 <= width <= 16, x's dtype or float32; bias: (channels,), likewise.
       initial_state: (batch, channels, past), the inputs before the first, the latest last.
-      segment_ids: (batch, length). Inputs of another segment than the output's count as 0.
+      segment_ids: (batch, length). Inputs of another segment than the output's count as 0. The initial state is of the
+        first input's segment.
       return_final_state: whether the state after the last input comes with y.
 
     Returns:
       y: the shape of x, contiguous. final_state: (batch, channels, past), the last inputs, which are the initial state
-      of what follows; of fewer inputs than past it begins with the end of the initial state. length = 0 is refused. NaN
+      of what follows in the last segment: 0 for inputs of another. Of fewer inputs than past it begins with the end of
+      the initial state. length = 0 is refused. NaN
       and infinities go where plain arithmetic leads them, and 0 times infinity is NaN.
     """
     raise NotImplementedError
@@ -105,12 +98,28 @@ def whole_inputs(call: Call) -> np.ndarray:
 
 
 def unmasked(call: Call, lag: int) -> np.ndarray:
-    """(batch, length, 1): where the input that lies so far before an output is of its segment, or before all."""
-    ids = call.arrays["segment_ids"]
-    found = np.ones((call.dims["batch"], call.dims["length"], 1), bool)
-    if ids is not None and lag:
-        found[:, lag:, 0] = ids[:, lag:] == ids[:, :-lag]
-    return found
+    """(batch, length, 1): where the input that lies so far before an output is of its segment. What lies before the
+    first is of that one's."""
+    ids, length = call.arrays["segment_ids"], call.dims["length"]
+    if ids is None:
+        return np.ones((call.dims["batch"], length, 1), bool)
+    return np.asarray(ids == ids[:, np.maximum(np.arange(length) - lag, 0)])[..., None]
+
+
+def final_cotangent(call: Call) -> np.ndarray:
+    """What the final state's cotangent adds to that of the inputs, (batch, past + length, channels)."""
+    batch, length, channels, past = (call.dims[name] for name in ("batch", "length", "channels", "past"))
+    end, last, ids = (
+        np.zeros((batch, past + length, channels)),
+        call.arrays["d_final_state"],
+        call.arrays["segment_ids"],
+    )
+    if last is not None:
+        end[:, length:] = np.swapaxes(last, 1, 2)
+    if ids is not None:
+        own = ids[:, np.maximum(np.arange(length - past, length), 0)] == ids[:, -1:]
+        end[:, length:] = np.where(own[..., None], end[:, length:], 0.0)
+    return end
 
 
 def taps(call: Call) -> list[np.ndarray]:
@@ -328,6 +337,20 @@ def segments_are_sequences(run, draw):
 
 
 @causal_conv1d.law
+def a_state_continues_the_last_segment(run, draw):
+    """Of a packed row in two calls the second goes on with the last segment of the first, to the bit."""
+    x, weight, bias = drawn(draw)
+    ids = np.cumsum(draw.rng.random(x.shape[:2]) < 0.3, 1).astype(np.int32)
+    first = draw.extent(1, x.shape[1] - 1)
+    ids[:, first] = ids[:, first - 1]
+    whole, end = run(x, weight, bias, None, ids, return_final_state=True)
+    _, state = run(x[:, :first], weight, bias, None, ids[:, :first], return_final_state=True)
+    tail, last = run(x[:, first:], weight, bias, state, ids[:, first:], return_final_state=True)
+    draw.same_bits(tail, whole[:, first:], "the second call")
+    draw.same_bits(last, end, "the final state")
+
+
+@causal_conv1d.law
 def one_tap_moves(run, draw):
     """A filter whose only tap is 1 moves the inputs by its place, and one whose last tap is 1 gives x, to the bit."""
     x, weight, _ = drawn(draw)
@@ -364,7 +387,7 @@ class CausalConv1dVjpOut(NamedTuple):
 
 @spec(
     tiling=TILING,
-    require=(SHORT, ONE_STATE),
+    require=(SHORT,),
     or_float32=("weight", "bias"),
     positive=("length", "past"),
     apart=lambda options, wants: ("batch", "channels") if not {"d_weight", "d_bias"} & {*wants} else ("channels",),
@@ -442,13 +465,10 @@ class Scattered(NamedTuple):
 
 def of_inputs(call: Call, d_z: Cotangents) -> ShortSums:
     """d_X with its error, (batch, past + length, channels)."""
-    weight, last, past = call.arrays["weight"], call.arrays["d_final_state"], call.dims["past"]
+    weight, past = call.arrays["weight"], call.dims["past"]
     met = [Scattered(d_z).through(call, j) for j in range(past + 1)]
-    end = np.zeros(met[0].value.shape)
-    if last is not None:
-        end[:, call.dims["length"] :] = np.swapaxes(last, 1, 2)
     pairs = [(of.value, weight[:, j]) for j, of in enumerate(met)]
-    sums = ShortSums.of(call, pairs, end)
+    sums = ShortSums.of(call, pairs, final_cotangent(call))
     more = sum(magnitude(weight[:, j]) * of.err for j, of in enumerate(met))
     spread = sum(np.square(magnitude(weight[:, j])) * of.variance for j, of in enumerate(met))
     return ShortSums(sums.value, sums.err + 2 * np.where(np.isnan(more), inf, more), sums.variance + spread)
@@ -553,12 +573,9 @@ def exact_vjp(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
     with np.errstate(all="ignore"):
         d_z = Cotangents.of(call)
         met = [Scattered(d_z).through(call, j).value for j in range(past + 1)]
-        end = np.zeros(met[0].shape)
-        if call.arrays["d_final_state"] is not None:
-            end[:, call.dims["length"] :] = np.swapaxes(call.arrays["d_final_state"], 1, 2)
         inputs = whole_factors(
             [*met, *(weight[:, j] for j in range(past + 1))],
-            [end, *(of * weight[:, j] for j, of in enumerate(met))],
+            [final_cotangent(call), *(of * weight[:, j] for j, of in enumerate(met))],
             unit,
         )
         sums = []

@@ -879,7 +879,7 @@ def test_a_wrong_subject_is_the_commands_failure():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--suite", "rwos"], "bench: --suite is 'rwos'; expected one of attention, decode,"),
+        (["--suite", "rwos"], "bench: --suite is 'rwos'; expected one of attention, convolution, decode,"),
         (["--shape", "m=4"], "bench: --shape needs an op; name it"),
         (["softmax", "--shape", "shape=4", "--suite", "rows"], "bench: --shape and --suite exclude each other"),
         (["softmax", "--dtype", "fp8"], "bench: --dtype is 'fp8'; expected one of"),

@@ -18,11 +18,18 @@ def whole_inputs(call: Call) -> np.ndarray:
 
 
 def same_segment(call: Call, lag: int) -> np.ndarray:
-    """Which positions have the segment of the one so far before them, (batch, length, 1); those without one do."""
+    """Which positions have the segment of the one so far before them, (batch, length, 1). Before the first it goes on."""
     ids, length = call.arrays["segment_ids"], call.dims["length"]
     before = np.maximum(np.arange(length) - lag, 0)
-    no_other = np.arange(length) < lag
-    found = np.ones((call.dims["batch"], length), bool) if ids is None else (ids == ids[:, before]) | no_other
+    found = np.ones((call.dims["batch"], length), bool) if ids is None else ids == ids[:, before]
+    return found[..., None]
+
+
+def of_last_segment(call: Call) -> np.ndarray:
+    """Which of the last inputs, or of the initial state, have the segment of the last, (batch, past, 1)."""
+    ids, length, past = call.arrays["segment_ids"], call.dims["length"], call.dims["past"]
+    place = np.maximum(np.arange(length - past, length), 0)
+    found = np.ones((call.dims["batch"], past), bool) if ids is None else ids[:, place] == ids[:, -1:]
     return found[..., None]
 
 
@@ -46,5 +53,5 @@ def causal_conv1d(call: Call, config: Config) -> tuple[np.ndarray | None, ...]:
     """y[t] = f(bias + sum over j of weight[:, j] x[t - past + j]); the last inputs are the final state."""
     with np.errstate(all="ignore"):
         y = activated(sums(call), call.options["activation"])
-    last = whole_inputs(call)[:, call.dims["length"] :].transpose(0, 2, 1)
-    return y, last if "final_state" in call.wants else None
+    last = np.where(of_last_segment(call), whole_inputs(call)[:, call.dims["length"] :], 0.0)
+    return y, last.transpose(0, 2, 1) if "final_state" in call.wants else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from portakern.backends.reference import BACKEND
-from portakern.backends.reference.causal_conv1d import same_segment, sums, through_tap
+from portakern.backends.reference.causal_conv1d import of_last_segment, same_segment, sums, through_tap
 from portakern.core.call import Call
 from portakern.core.config import Config
 
@@ -29,7 +29,7 @@ def causal_conv1d_vjp(call: Call, config: Config) -> tuple[np.ndarray | None, ..
             d_inputs = d_inputs + met * weight[:, j]
             d_weight[:, j] = (d_z * through_tap(call, j)).sum((0, 1))
         if last is not None:
-            d_inputs[:, length:] += last.transpose(0, 2, 1)
+            d_inputs[:, length:] += np.where(of_last_segment(call), last.transpose(0, 2, 1), 0.0)
     found = {
         "d_x": d_inputs[:, past:],
         "d_weight": d_weight,

@@ -48,9 +48,15 @@ def met(inputs, ids, j, past):
     found = inputs[:, j : j + length]
     if ids is None or j == past:
         return found
-    same = np.ones((*ids.shape, 1), bool)
-    same[:, past - j :, 0] = ids[:, past - j :] == ids[:, : length - past + j]
+    same = (ids == ids[:, np.maximum(np.arange(length) - past + j, 0)])[..., None]
     return np.where(same, found, found.dtype.type(0))
+
+
+def of_last_segment(ids, past):
+    """Which of the last inputs are of the last segment."""
+    if ids is None:
+        return True
+    return (ids[:, np.maximum(np.arange(-past, 0), -ids.shape[1])] == ids[:, -1:])[..., None]
 
 
 def sums(x, weight, bias, state, ids, *, ftz=False, low=None, last=False, turned=False):
@@ -75,7 +81,8 @@ def simulate(x, weight, bias=None, initial_state=None, segment_ids=None, activat
     y = activated(z, activation, ftz=ftz) * z.dtype.type(factor)
     inputs = whole_inputs(x, initial_state, past)
     end = inputs.shape[1] - late
-    return y, np.swapaxes(inputs[:, end - past : end], 1, 2) if return_final_state else None
+    state = np.where(of_last_segment(segment_ids, past), inputs[:, end - past : end], 0)
+    return y, np.swapaxes(state, 1, 2) if return_final_state else None
 
 
 # ------------------------------------------------------------------------------------------------------- calls on NumPy
@@ -90,7 +97,7 @@ def made(rng, dtype, regime, extents, make, kind):
 
 def any_case(rng, dtype, regime, extents, make=sweep):
     kind = int(rng.integers(4))
-    options = {"activation": pick(rng, ACTIVATIONS), "return_final_state": kind != 3}
+    options = {"activation": pick(rng, ACTIVATIONS), "return_final_state": True}
     return made(rng, dtype, regime, extents, make, kind), options
 
 
@@ -147,9 +154,8 @@ def in_torch(x, weight, bias=None, initial_state=None, segment_ids=None, activat
         z = 0 if bias is None else bias
         for j in range(past + 1):
             seen, lag = whole[:, :, j : j + x.shape[1]].transpose(1, 2), past - j
-            same = torch.ones_like(segment_ids, dtype=torch.bool)
-            if lag:
-                same[:, lag:] = segment_ids[:, lag:] == segment_ids[:, :-lag]
+            before = (torch.arange(x.shape[1], device=x.device) - lag).clamp(min=0)
+            same = segment_ids == segment_ids[:, before]
             z = z + torch.where(same[..., None], seen, 0) * weight[:, j]
     y = torch.nn.functional.silu(z) if activation == "silu" else z
     return (y, whole[:, :, x.shape[1] :]) if return_final_state else y
@@ -165,8 +171,8 @@ def in_jax(x, weight, bias=None, initial_state=None, segment_ids=None, activatio
     z, ids = 0.0, segment_ids
     for j in range(past + 1):
         seen, lag = whole[:, j : j + x.shape[1]], past - j
-        if ids is not None and lag:
-            same = jnp.pad(ids[:, lag:] == ids[:, :-lag], [(0, 0), (lag, 0)], constant_values=True)
+        if ids is not None:
+            same = ids == ids[:, jnp.maximum(jnp.arange(x.shape[1]) - lag, 0)]
             seen = jnp.where(same[..., None], seen, 0)
         z = z + seen * weight[:, j]
     z = z if bias is None else z + bias
@@ -207,7 +213,6 @@ def far(gpu):
 
 
 X, W = zeros(2, 5, 3), zeros(3, 4)
-IDS = np.zeros((2, 5), np.int32)
 WRONG = {
     "other channels": (lambda: call(X, zeros(4, 4)), r"causal_conv1d: weight axis 0 \(channels\) is 4; expected 3"),
     "another dtype": (lambda: call(X, W.astype(ml_dtypes.bfloat16)), r"weight is bfloat16 but x is float32"),
@@ -218,10 +223,6 @@ WRONG = {
     "one tap": (lambda: call(X, zeros(3, 1)), r"causal_conv1d: .*past.* is 0"),
     "a long filter": (lambda: call(X, zeros(3, 64)), r"weight has more than 16 taps; this op is for short filters"),
     "no inputs": (lambda: call(zeros(2, 0, 3), W), r"causal_conv1d: .*length.* is 0"),
-    "a state of segments": (
-        lambda: call(X, W, None, zeros(2, 3, 3), IDS),
-        r"segment_ids are several sequences a row, and a state is that of one",
-    ),
     "an activation that there is not": (
         lambda: call(X, W, activation="gelu"),
         r"activation is 'gelu'; expected one of 'none', 'silu'",
@@ -272,6 +273,7 @@ RECORD = ForwardRecord(
         "silu from a state": Sample(shapes(2, 4, 3, 2, "bias", "initial_state"), SILU),
     },
     derived={
+        "segments": Sample(shapes(1, 6, 2, 3, "bias", "initial_state", "segment_ids"), SILU),
         "fewer inputs than taps": Sample(shapes(2, 2, 2, 4, "initial_state"), STATE),
     },
     usual=(
@@ -290,7 +292,7 @@ RECORD = ForwardRecord(
     formula_tolerance=(1e-12, 1e-14),
     in_torch=in_torch,
     in_jax=in_jax,
-    compared=Sample(shapes(2, 9, 7, 3, "bias", "initial_state"), SILU),
+    compared=Sample(shapes(2, 9, 7, 3, "bias", "initial_state", "segment_ids"), SILU),
     lowered={
         "with all": Sample(shapes(2, 300, 200, 3, "bias", "initial_state"), SILU | STATE),
         "segments": Sample(shapes(2, 65, 130, 2, "segment_ids")),
@@ -335,7 +337,8 @@ def simulate_vjp(x, weight, d_y, bias=None, initial_state=None, segment_ids=None
         terms = (d_z * met(inputs, ids, j, past))[:, : length - skips]
         d_weight[:, j] = in_blocks(through(terms.reshape(-1, x.shape[2]), of_sum), 1, 0)[0]
     if d_final_state is not None and ends:
-        d_inputs[:, length:] += np.swapaxes(d_final_state, 1, 2).astype(acc)
+        end = np.swapaxes(d_final_state, 1, 2).astype(acc)
+        d_inputs[:, length:] += np.where(of_last_segment(segment_ids, past), end, acc(0))
     d_bias = None if bias is None else in_blocks(d_z[:, : length - skips].reshape(-1, x.shape[2]), 1, 0)[0]
     d_state = None if initial_state is None else np.swapaxes(d_inputs[:, :past], 1, 2)
     return d_inputs[:, past:], d_weight, d_bias, d_state
@@ -343,7 +346,7 @@ def simulate_vjp(x, weight, d_y, bias=None, initial_state=None, segment_ids=None
 
 def any_case_vjp(rng, dtype, regime, extents, kind, make=draw):
     x, weight, bias, state, ids = made(rng, dtype, regime, extents, make, kind)
-    last = make(rng, (x.shape[0], x.shape[2], weight.shape[1] - 1), dtype, regime) if kind != 3 else None
+    last = make(rng, (x.shape[0], x.shape[2], weight.shape[1] - 1), dtype, regime)
     return (x, weight, make(rng, x.shape, dtype, regime), bias, state, ids, last), {
         "activation": pick(rng, ACTIVATIONS)
     }

@@ -94,16 +94,25 @@ def supports(call: Call, config: SequenceConfig) -> str | None:
 
 # ------------------------------------------------------------------------------------------------------------ operands
 def same_segment(call: Call) -> jax.Array | None:
-    """(batch, length, 1): bit k of a number says whether the position k before is of its segment, or before all."""
+    """(batch, length, 1): bit k of a number says whether the position k before is of its segment. What lies before the
+    first is of that one's."""
     ids = call.arrays["segment_ids"]
     if ids is None:
         return None
-    bits, length = jnp.ones(ids.shape, jnp.int32), ids.shape[1]
-    for lag in range(1, min(call.dims["past"], length - 1) + 1):
-        bits = bits.at[:, lag:].add((ids[:, lag:] == ids[:, :-lag]).astype(jnp.int32) << lag)
+    bits, place = jnp.ones(ids.shape, jnp.int32), jnp.arange(ids.shape[1])
     for lag in range(1, call.dims["past"] + 1):
-        bits = bits.at[:, :lag].add(1 << lag)
+        bits |= (ids == ids[:, jnp.maximum(place - lag, 0)]).astype(jnp.int32) << lag
     return bits[..., None]
+
+
+def of_last_segment(call: Call, state: jax.Array) -> jax.Array:
+    """A final state (batch, channels, past), or its cotangent, with 0 for inputs of another segment than the last."""
+    ids = call.arrays["segment_ids"]
+    if ids is None:
+        return state
+    length = ids.shape[1]
+    place = jnp.maximum(jnp.arange(length - state.shape[2], length), 0)
+    return jnp.where((ids[:, place] == ids[:, -1:])[:, None], state, 0)
 
 
 def as_positions(state: jax.Array, height: int) -> jax.Array:
@@ -201,7 +210,7 @@ def last_inputs(call: Call) -> jax.Array:
     """The final state."""
     x, state, past = call.arrays["x"], call.arrays["initial_state"], call.dims["past"]
     early = jnp.zeros((x.shape[0], past, x.shape[2]), x.dtype) if state is None else jnp.swapaxes(state, 1, 2)
-    return jnp.swapaxes(jnp.concatenate((early, x[:, -past:]), 1)[:, -past:], 1, 2)
+    return of_last_segment(call, jnp.swapaxes(jnp.concatenate((early, x[:, -past:]), 1)[:, -past:], 1, 2))
 
 
 @BACKEND.implements("causal_conv1d", key=key, tiling=default_tiling, supports=supports, config=SequenceConfig)
@@ -335,7 +344,7 @@ def causal_conv1d_vjp(call: Call, config: SequenceConfig) -> tuple[jax.Array | N
     if "bits" in inputs:
         inputs["bits_after"] = (inputs["bits"][0], after(blocks, length, 1))
     if last is not None:
-        inputs["d_final"] = (as_positions(last, blocks.halo), of_sample(blocks))
+        inputs["d_final"] = (as_positions(of_last_segment(call, last), blocks.halo), of_sample(blocks))
     height = blocks.halo + blocks.length + blocks.halo
     found = launch(
         call,

@@ -127,9 +127,20 @@ def load_inputs(x, state, batch, t, c, c_ok, extents, strides, tile: tl.constexp
 
 @triton.jit
 def load_segments(segments, batch, t, extents, strides):
-    """The segments of positions t, as a column."""
-    at = segments + batch * strides.segments[0] + t.to(tl.int64) * strides.segments[1]
-    return tl.load(at, mask=(t >= 0) & (t < extents.length), other=0)[:, None]
+    """The segments of positions t, as a column. Those before the first are of that one's."""
+    t = tl.minimum(tl.maximum(t, 0), extents.length - 1)
+    return tl.load(segments + batch * strides.segments[0] + t.to(tl.int64) * strides.segments[1])[:, None]
+
+
+@triton.jit
+def of_last_segment(value, segments, batch, t, extents, strides):
+    """What a final state holds of values at positions t: 0 for those of another segment than the last."""
+    if segments is None:
+        return value
+    else:
+        own = load_segments(segments, batch, t, extents, strides)
+        last = load_segments(segments, batch, t * 0 + extents.length, extents, strides)
+        return tl.where(own == last, value, 0.0)
 
 
 @triton.jit
@@ -196,6 +207,7 @@ def causal_conv1d_kernel(x, taps, y, final_state, extents, strides, activation: 
             row = tl.arange(0, tile.block_state)
             last = extents.length - tile.past + row
             state = load_inputs(x, taps.state, batch, last, c, c_ok, extents, strides, tile)
+            state = of_last_segment(state, taps.segments, batch, last, extents, strides)
             at = final_state + (batch * extents.channels + c)[None, :] * tile.past + row[:, None]
             tl.store(at, state.to(final_state.dtype.element_ty), mask=(row < tile.past)[:, None] & c_ok[None, :])
 
@@ -271,6 +283,7 @@ def causal_conv1d_vjp_kernel(
                 at = d_final + batch * strides.d_final[0] + (row.to(tl.int64) * strides.d_final[2])[:, None]
                 ok = ((row >= 0) & (row < tile.past))[:, None] & c_ok[None, :]
                 d += tl.load(at + (c * strides.d_final[1])[None, :], mask=ok, other=0.0).to(tile.acc_dtype)
+                d = of_last_segment(d, taps.segments, batch, t, extents, strides)
             for j in tl.static_range(len(weights)):
                 own = None if ids is None else ids[2 * tile.past - j]
                 other = None if ids is None else ids[tile.past]

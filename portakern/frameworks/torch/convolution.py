@@ -31,6 +31,7 @@ def causal_conv1d(
       x: (batch, channels, length), of any strides: channels may be adjacent, as a projection leaves them, or positions.
       weight: (channels, width), 2 <= width <= 16, of x's dtype or float32; bias: (channels,), likewise.
       seq_idx: (batch, length), int32 or int64: inputs of another sequence than the output's count as 0.
+        A state is that of the first sequence, or of the last.
       initial_states: (batch, channels, width - 1), the inputs before the first.
       return_final_states: whether the last width - 1 inputs are returned too.
       final_states_out: None: states are new arrays.
@@ -40,8 +41,7 @@ def causal_conv1d(
       (batch, channels, length), of x's dtype, with channels adjacent; and with return_final_states the state.
 
     Raises:
-      UnsupportedError: final_states_out. SpecError: shapes or dtypes that do not agree, another activation, or seq_idx
-        beside a state.
+      UnsupportedError: final_states_out. SpecError: shapes or dtypes that do not agree, or another activation.
     """
     if final_states_out is not None:
         raise UnsupportedError(
