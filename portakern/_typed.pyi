@@ -689,14 +689,17 @@ class CausalConv1dOp(Op):
             nothing.
           weight: (channels, width), 2 <= width <= 16, x's dtype or float32; bias: (channels,), likewise.
           initial_state: (batch, channels, past), the inputs before the first, the latest last.
-          segment_ids: (batch, length). Inputs of another segment than the output's count as 0.
+          segment_ids: (batch, length). Inputs of another segment than the output's count as 0. The initial state is of
+            the
+            first input's segment.
           return_final_state: whether the state after the last input comes with y.
 
         Returns:
           y: the shape of x, contiguous. final_state: (batch, channels, past), the last inputs, which are the initial
             state
-          of what follows; of fewer inputs than past it begins with the end of the initial state. length = 0 is refused.
-            NaN
+          of what follows in the last segment: 0 for inputs of another. Of fewer inputs than past it begins with the end
+            of
+          the initial state. length = 0 is refused. NaN
           and infinities go where plain arithmetic leads them, and 0 times infinity is NaN.
         """
     @overload
