@@ -114,7 +114,6 @@ RIGHT = [
     ("torch", "paged_attention", ("float32",)),
     ("torch", "kv_append", ALL),
     ("torch", "causal_conv1d", ("float32",)),
-    ("torch", "causal_conv1d_vjp", ("float32",)),
     ("torch", "embedding", ALL),
     ("torch", "embedding_vjp", ("float32",)),  # 16-bit sums are rounded at each step on a CPU
     ("torch", "quantize", ("float32", "bfloat16")),

@@ -254,22 +254,14 @@ def activations() -> Mapping[str, Callable[[Any], Any]]:
     }
 
 
-@provides(BACKEND, refuses=one_dtype, outputs=2)
-def causal_conv1d(
-    x: Any, weight: Any, bias: Any = None, initial_state: Any = None, *, activation: str = "none",
-    return_final_state: bool = False,
-) -> Any:  # fmt: skip
+@provides(BACKEND, refuses=one_dtype)
+def causal_conv1d(x: Any, weight: Any, bias: Any = None, *, activation: str = "none") -> Any:
     """As models write it where they lack a kernel: a convolution of as many groups as channels, and a function."""
-    import torch
     from torch.nn import functional
 
-    past, channels_first = weight.shape[1] - 1, x.transpose(1, 2)
-    if initial_state is None:
-        whole = functional.pad(channels_first, (past, 0))
-    else:
-        whole = torch.cat((initial_state, channels_first), -1)
-    y = functional.conv1d(whole, weight[:, None], bias, groups=weight.shape[0])
-    return activations()[activation](y).transpose(1, 2), whole[..., x.shape[1] :]
+    before = functional.pad(x.transpose(1, 2), (weight.shape[1] - 1, 0))
+    y = functional.conv1d(before, weight[:, None], bias, groups=weight.shape[0])
+    return activations()[activation](y).transpose(1, 2)
 
 
 @provides(BACKEND, refuses=as_precise, around=as_asked)

@@ -309,7 +309,7 @@ def causal_conv1d_vjp_kernel(
 
 # -------------------------------------------------------------------------------------------------------------- launch
 def key(call: Call) -> dict[str, str | int]:
-    return {"dtype": call.dtype}
+    return {"dtype": call.dtype, "past": call.dims["past"]}
 
 
 def default_tiling(call: Call) -> dict[str, int]:
@@ -414,6 +414,6 @@ def causal_conv1d_vjp(call: Call, config: SequenceGradientsConfig) -> tuple[Any,
     launch(causal_conv1d_vjp_kernel, programs, call, x, taps, call.arrays["d_y"], call.arrays["d_final_state"],
            SequenceGradients(d_x, d_state, of_weight, of_bias), extents, strides,
            activation=call.options["activation"], tile=tile_of(call, config), num_warps=config.num_warps)  # fmt: skip
-    d_weight = None if of_weight is None else add_up(call, {"d_weight": of_weight})["d_weight"].view(channels, width)
+    d_weight = None if of_weight is None else add_up(call, {"d_weight": of_weight})["d_weight"].reshape(channels, width)
     d_bias = None if of_bias is None else add_up(call, {"d_bias": of_bias})["d_bias"]
     return d_x, d_weight, d_bias, d_state
