@@ -185,7 +185,7 @@ def bound(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @causal_conv1d.sigma
 def sigma(call: Call, ref: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The RMS error of y, with s_z^2 = k^2 sum (product^2 + partial sum^2), k = KAPPA u, and s_f that of f at an exact z:
+    """The RMS error of y, with s_z^2 = k^2 sum (product^2 + partial sum^2), k = KAPPA u, and s_f that of f alone:
 
         sigma^2 = store^2 + s_f^2 + (f'(z) s_z)^2 + 3/4 (0.85 s_z^2)^2
 

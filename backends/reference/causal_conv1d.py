@@ -18,7 +18,7 @@ def whole_inputs(call: Call) -> np.ndarray:
 
 
 def same_segment(call: Call, lag: int) -> np.ndarray:
-    """Which positions have the segment of the one so far before them, (batch, length, 1). Before the first it goes on."""
+    """Which positions have the segment of the one so far before them, (batch, length, 1), the first before it."""
     ids, length = call.arrays["segment_ids"], call.dims["length"]
     before = np.maximum(np.arange(length) - lag, 0)
     found = np.ones((call.dims["batch"], length), bool) if ids is None else ids == ids[:, before]

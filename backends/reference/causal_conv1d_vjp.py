@@ -12,8 +12,8 @@ from portakern.core.config import Config
 
 @BACKEND.implements("causal_conv1d_vjp")
 def causal_conv1d_vjp(call: Call, config: Config) -> tuple[np.ndarray | None, ...]:
-    """With d_z = d_y f'(z): d_X[e] = sum over j of weight[:, j] d_z[e - j] and the cotangent of the final state, where X
-    is the initial state and then x; d_weight[:, j] = sum of d_z[t] X[t + j], d_bias = sum of d_z."""
+    """With d_z = d_y f'(z): d_X[e] = sum over j of weight[:, j] d_z[e - j] and the final state's cotangent, where X is
+    the initial state and then x; d_weight[:, j] = sum of d_z[t] X[t + j], d_bias = sum of d_z."""
     weight, d_z, last = (call.arrays[name] for name in ("weight", "d_y", "d_final_state"))
     batch, length, channels, past = (call.dims[name] for name in ("batch", "length", "channels", "past"))
     with np.errstate(all="ignore"):

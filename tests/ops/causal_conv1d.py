@@ -72,9 +72,10 @@ def sums(x, weight, bias, state, ids, *, ftz=False, low=None, last=False, turned
 
 
 def simulate(x, weight, bias=None, initial_state=None, segment_ids=None, activation="none", return_final_state=False,
-             *, ftz=False, low=None, last=False, turned=False, fresh=False, leaks=False, late=0, factor=1.0):  # fmt: skip
-    """``fresh``: the initial state is taken for zeros; ``leaks``: segments see each other; ``late``: the state is that of
-    so many inputs before the last; the others: of :func:`sums`."""
+             *, ftz=False, low=None, last=False, turned=False, fresh=False, leaks=False, late=0,
+             factor=1.0):  # fmt: skip
+    """``fresh``: the initial state is taken for zeros; ``leaks``: segments see each other; ``late``: the state is that
+    of so many inputs before the last; the others: of :func:`sums`."""
     past = weight.shape[1] - 1
     state, ids = None if fresh else initial_state, None if leaks else segment_ids
     z = sums(x, weight, bias, state, ids, ftz=ftz, low=low, last=last, turned=turned)
@@ -319,9 +320,9 @@ RECORD = ForwardRecord(
 def simulate_vjp(x, weight, d_y, bias=None, initial_state=None, segment_ids=None, d_final_state=None, activation="none",
                  *, ftz=False, low=None, identity=False, turned=False, leaks=False, skips=0, ends=True, of_sum=None,
                  factor=1.0):  # fmt: skip
-    """``identity``: without the slope; ``turned``: inputs meet the taps in the other order; ``leaks``: segments see each
-    other; ``skips``: positions that sums leave out; ``ends``: with the cotangent of the final state; ``low``: d_z is kept
-    in a narrower dtype; ``of_sum``: sums are."""
+    """``identity``: without the slope; ``turned``: inputs meet the taps in the other order; ``leaks``: segments see
+    each other; ``skips``: positions that sums leave out; ``ends``: with the cotangent of the final state; ``low``: d_z
+    is kept in a narrower dtype; ``of_sum``: sums are."""
     acc, past, length = accumulator(x), weight.shape[1] - 1, x.shape[1]
     ids = None if leaks else segment_ids
     z = sums(x, weight, bias, initial_state, segment_ids, ftz=ftz)

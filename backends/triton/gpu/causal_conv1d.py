@@ -331,8 +331,8 @@ def refused(call: Call, config: SequenceConfig, tiles: int, programs: int) -> st
         return f"{name} is over Triton's limit of 2^20 elements; use a smaller tile"
     if not call.interpret and tiles * tile > config.num_warps * 32 * 2 * TILE_REGISTERS:
         return (
-            f"{name} is there {tiles} times, for the taps of each of them, which is over {2 * TILE_REGISTERS} registers a "
-            f"thread at num_warps = {config.num_warps}; use a smaller tile or more warps"
+            f"{name} is there {tiles} times, for its taps, which is over {2 * TILE_REGISTERS} registers a thread "
+            f" at num_warps = {config.num_warps}; use a smaller tile or more warps"
         )
     return refuse_common(call, config.num_warps, programs)
 
@@ -341,12 +341,14 @@ def extents_of(call: Call, config: SequenceConfig, positions: int, blocks: int) 
     """Of so many positions a sample, so many blocks of which a program walks."""
     tiles = cdiv(positions, config.block_length)
     return SequenceExtents(call.dims["length"], call.dims["channels"], tiles,
-                           cdiv(call.dims["channels"], config.block_channels), blocks * config.block_length)  # fmt: skip
+                           cdiv(call.dims["channels"], config.block_channels),
+                           blocks * config.block_length)  # fmt: skip
 
 
 def tile_of(call: Call, config: SequenceConfig) -> ChannelTile:
     past = call.dims["past"]
-    return ChannelTile(config.block_length, config.block_channels, past, pow2_at_least(past, 1), accumulator(call.dtype))  # fmt: skip
+    return ChannelTile(config.block_length, config.block_channels, past, pow2_at_least(past, 1),
+                       accumulator(call.dtype))  # fmt: skip
 
 
 def operands(call: Call) -> tuple[Filter, SequenceStrides]:

@@ -44,7 +44,10 @@ FAULTS = {
             "last-channel-not-written",
             "the last channel is not written",
             old="tl.store(at, out, mask=(t < extents.length)[:, None] & c_ok[None, :])",
-            new="tl.store(at, out, mask=(t < extents.length)[:, None] & (c < extents.channels - (extents.channels > 1)))",
+            new=(
+                "tl.store(at, out, mask=(t < extents.length)[:, None] "
+                "& (c < extents.channels - (extents.channels > 1)))"
+            ),
         ),
     ],
     "pallas": [

@@ -44,7 +44,9 @@ FAULTS = {
             "last-tile-of-a-group-lost",
             "a program leaves out its last tile",
             old="min(first + extents.group, extents.length), tile.block_length):",
-            new="min(first + extents.group, extents.length) - (extents.length > tile.block_length), tile.block_length):",
+            new=(
+                "min(first + extents.group, extents.length) - (extents.length > tile.block_length), tile.block_length):"
+            ),
         ),
     ],
     "pallas": [
