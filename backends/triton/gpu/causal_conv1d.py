@@ -332,7 +332,7 @@ def refused(call: Call, config: SequenceConfig, tiles: int, programs: int) -> st
     if not call.interpret and tiles * tile > config.num_warps * 32 * 2 * TILE_REGISTERS:
         return (
             f"{name} is there {tiles} times, for its taps, which is over {2 * TILE_REGISTERS} registers a thread "
-            f" at num_warps = {config.num_warps}; use a smaller tile or more warps"
+            f"at num_warps = {config.num_warps}; use a smaller tile or more warps"
         )
     return refuse_common(call, config.num_warps, programs)
 
