@@ -3,10 +3,10 @@
     z[t] = bias + sum over j of weight[j] X[t + j]        y = f(z)        X: the initial state, then x
 
 x, y: (batch, length, channels), positions along sublanes and channels along lanes. The grid is (channel blocks,
-samples, length blocks). A step has its block of x and, as a small block of the same array, the ``halo`` positions before it,
-of which the first step of a sample takes the initial state instead. All lie one after the other in VMEM as float32, where
-a tap is a slice that begins one position later. Weights come as (width, channels), and states as (batch, halo,
-channels), which XLA turns; the final state is a few positions of x, which XLA copies.
+samples, length blocks). A step has its block of x and, as a small block of the same array, the ``halo`` positions
+before it, of which the first step of a sample takes the initial state instead. All lie one after the other in VMEM as
+float32, where a tap is a slice that begins one position later. Weights come as (width, channels), and states as
+(batch, halo, channels), which XLA turns; the final state is a few positions of x, which XLA copies.
 
     d_z = d_y f'(z)        d_X[e] = sum over j of weight[j] d_z[e - j]        d_weight[j] = sum of d_z[t] X[t + j]
 
