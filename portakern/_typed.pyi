@@ -2495,6 +2495,95 @@ class PagedAttentionOp(Op):
         return_lse: bool = False,
     ) -> NDArray[Any] | PagedAttentionOut[NDArray[Any]]: ...
 
+class PermuteOut(NamedTuple, Generic[T]):
+    y: T
+    positions: T
+    group_ends: T
+
+class PermuteOp(Op):
+    @overload
+    def __call__(self, x: Array, indices: Array, *, experts: int = 1) -> PermuteOut[Array]:
+        """The row of each token once for each of its experts, those of an expert beside each other.
+
+        Rows of an expert stand in the order of their tokens, and two of one token in that of indices. So one result is
+        right: the sort is stable.
+
+        Args:
+          x: (tokens, d), of any strides.
+          indices: (tokens, k), int32 or int64, the experts of each token, as ``top_k`` of a router's logits gives them.
+            A
+            number that is no expert, such as -1 or one of an expert on another device, sends the token nowhere.
+          experts: how many experts there are, from 0 to experts - 1.
+
+        Returns:
+          y: (tokens * k, d), with the bits of the rows of x. Behind the last expert's rows, as many as were sent
+            nowhere,
+          are zeros.
+          positions: (tokens, k), int32: y[positions[t, j]] is x[t] for the expert indices[t, j]; -1 for one that is
+            none.
+          ``unpermute`` reads it.
+          group_ends: (experts,), int32, before which row of y each expert's end: what ``grouped_matmul`` takes.
+        """
+    @overload
+    def __call__(self, x: NDArray[Any], indices: NDArray[Any], *, experts: int = 1) -> PermuteOut[NDArray[Any]]: ...
+
+class PermuteVjpOut(NamedTuple, Generic[T]):
+    d_x: T
+
+class PermuteVjpOp(Op):
+    @overload
+    def __call__(
+        self,
+        d_y: Array,
+        positions: Array,
+        group_ends: Array,
+        *,
+        experts: int = 1,
+        wants: None = None,
+    ) -> PermuteVjpOut[Array]:
+        """d_x[t] = sum of d_y[positions[t, j]] over j, in float32 (float64 for float64), rounded once.
+
+        Args:
+          d_y: (tokens * k, d), the cotangent of y, of any strides.
+          positions: (tokens, k), int32, what permute gave; group_ends: (experts,), for its extent alone.
+          experts: how many experts permute was given.
+
+        Returns:
+          d_x: (tokens, d), the shape and dtype of permute's x. A token's terms are added in the order of j, whatever
+            other
+          tokens have. A position that is no row, a negative one too, adds nothing; a token without a row is zeros.
+        """
+    @overload
+    def __call__(
+        self,
+        d_y: Array,
+        positions: Array,
+        group_ends: Array,
+        *,
+        experts: int = 1,
+        wants: Iterable[Literal["d_x"]] | None,
+    ) -> PermuteVjpOut[Array | None]: ...
+    @overload
+    def __call__(
+        self,
+        d_y: NDArray[Any],
+        positions: NDArray[Any],
+        group_ends: NDArray[Any],
+        *,
+        experts: int = 1,
+        wants: None = None,
+    ) -> PermuteVjpOut[NDArray[Any]]: ...
+    @overload
+    def __call__(
+        self,
+        d_y: NDArray[Any],
+        positions: NDArray[Any],
+        group_ends: NDArray[Any],
+        *,
+        experts: int = 1,
+        wants: Iterable[Literal["d_x"]] | None,
+    ) -> PermuteVjpOut[NDArray[Any] | None]: ...
+
 class QuantizeOut(NamedTuple, Generic[T]):
     q: T
     scale: T
@@ -3430,6 +3519,86 @@ class TopKVjpOp(Op):
         wants: Iterable[Literal["d_x"]] | None,
     ) -> TopKVjpOut[NDArray[Any] | None]: ...
 
+class UnpermuteOp(Op):
+    @overload
+    def __call__(self, x: Array, positions: Array, weights: Array) -> Array:
+        """y[t] = sum of weights[t, j] x[positions[t, j]] over j, in float32 (float64 for float64), rounded once.
+
+        Args:
+          x: (rows, d), such as the results of experts in the order of ``permute``, of any strides.
+          positions: (tokens, k), int32 or int64, where the rows of each token stand: what ``permute`` gave. A number
+            that
+            is no row, a negative one too, adds nothing, whatever its weight. No row may be named twice; kernels do not
+              read
+            positions to find out, and of a row that is named twice no gradient is promised.
+          weights: (tokens, k), float32 (float64 beside float64), what a row counts, as a router's probabilities.
+
+        Returns:
+          y: (tokens, d), x's dtype. The terms of a token are added in the order of j, whatever other tokens name. A
+            token
+          without a row is zeros. NaN and infinities of a row, or of a weight, reach the token that names it: 0 times an
+          infinity is NaN.
+        """
+    @overload
+    def __call__(self, x: NDArray[Any], positions: NDArray[Any], weights: NDArray[Any]) -> NDArray[Any]: ...
+
+class UnpermuteVjpOut(NamedTuple, Generic[T]):
+    d_x: T
+    d_weights: T
+
+class UnpermuteVjpOp(Op):
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        positions: Array,
+        weights: Array,
+        d_y: Array,
+        *,
+        wants: None = None,
+    ) -> UnpermuteVjpOut[Array]:
+        """d_x[positions[t, j]] = weights[t, j] d_y[t] and d_weights[t, j] = sum of d_y[t] x[positions[t, j]] over d, in
+        float32 (float64 for float64), each rounded once.
+
+        Args:
+          x, positions, weights: as in unpermute.
+          d_y: (tokens, d), the cotangent of y, of any strides.
+
+        Returns:
+          d_x: the shape and dtype of x. A row of no token is exact zeros.
+          d_weights: the shape and dtype of weights. Exact zero where a position is no row.
+        """
+    @overload
+    def __call__(
+        self,
+        x: Array,
+        positions: Array,
+        weights: Array,
+        d_y: Array,
+        *,
+        wants: Iterable[Literal["d_x", "d_weights"]] | None,
+    ) -> UnpermuteVjpOut[Array | None]: ...
+    @overload
+    def __call__(
+        self,
+        x: NDArray[Any],
+        positions: NDArray[Any],
+        weights: NDArray[Any],
+        d_y: NDArray[Any],
+        *,
+        wants: None = None,
+    ) -> UnpermuteVjpOut[NDArray[Any]]: ...
+    @overload
+    def __call__(
+        self,
+        x: NDArray[Any],
+        positions: NDArray[Any],
+        weights: NDArray[Any],
+        d_y: NDArray[Any],
+        *,
+        wants: Iterable[Literal["d_x", "d_weights"]] | None,
+    ) -> UnpermuteVjpOut[NDArray[Any] | None]: ...
+
 class VarlenAttentionOut(NamedTuple, Generic[T]):
     o: T
     lse: T
@@ -4013,6 +4182,22 @@ def op(
 ) -> PagedAttentionOp: ...
 @overload
 def op(
+    which: Literal["permute"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> PermuteOp: ...
+@overload
+def op(
+    which: Literal["permute_vjp"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> PermuteVjpOp: ...
+@overload
+def op(
     which: Literal["quantize"],
     *,
     backend: str | Backend | None = None,
@@ -4147,6 +4332,22 @@ def op(
     variant: str | None = None,
     tiling: Mapping[str, int] | None = None,
 ) -> TopKVjpOp: ...
+@overload
+def op(
+    which: Literal["unpermute"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> UnpermuteOp: ...
+@overload
+def op(
+    which: Literal["unpermute_vjp"],
+    *,
+    backend: str | Backend | None = None,
+    variant: str | None = None,
+    tiling: Mapping[str, int] | None = None,
+) -> UnpermuteVjpOp: ...
 @overload
 def op(
     which: Literal["varlen_attention"],

@@ -344,7 +344,7 @@ def test_gradients_take_the_forward_ops_start(monkeypatch):
 
 
 # -------------------------------------------------------------------------------------------------------------- checks
-@pytest.mark.parametrize("name", registry.loadable())
+@pytest.mark.parametrize("name", [n for n in registry.loadable() if described(registry.find_spec(n))])
 def test_every_op_holds_cut_into_parts(name):
     """The oracle's parts, put together by the rule that follows from the spec, are the call's results."""
     report = pk.check(name, backend="reference", parts=3, max_examples=8, shrink=False)

@@ -18,6 +18,7 @@ zeros. Each row is the sum over its tokens one after the other, whatever lies be
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from portakern.backends.pallas import BACKEND
 from portakern.backends.pallas.configs import EmbeddingConfig, EmbeddingGradientConfig
-from portakern.backends.pallas.lib.blocks import Refs, even_block, padded, quotient
+from portakern.backends.pallas.lib.blocks import Blocks, Refs, even_block, padded, quotient
 from portakern.backends.pallas.lib.mosaic_tpu.chip import (
     LANES,
     dtype_refused,
@@ -48,23 +49,15 @@ TALL = 8
 
 
 # ------------------------------------------------------------------------------------------------------------- forward
-def kernel(ref: Refs, *, tokens: int) -> None:
-    """``words``: the numbers read, as integers of 32 bits, of two rows each where numbers have 16; ``found``: those of
-    the block of y."""
+def kernel(ref: Refs, *, tokens: int, missing: float) -> None:
+    """``found``: the numbers of the block of y, as integers of 32 bits, of two rows each where numbers have 16;
+    ``missing``: those of a row that there is not."""
     dtype, first, low = ref.y.dtype, pl.program_id(0) * tokens, None
     half = dtype.itemsize == 2
-    nan = int(np.array(np.nan, dtype).view(np.uint16 if half else np.uint32))
+    nothing = int(np.array(missing, dtype).view(np.uint16 if half else np.uint32))
     for j in range(tokens):
-        row, x = ref.ids[first + j], vars(ref)[f"row{j}"]
-        at = row & (TALL - 1)
-        if half:
-            begin = j * (TALL // 2)
-            ref.words[begin : begin + TALL // 2, :] = pltpu.bitcast(x[...], jnp.int32)
-            word = ref.words[pl.ds(begin + (at >> 1), 1), :]
-            word = lax.shift_right_logical(word, jnp.full(word.shape, (at & 1) * 16, jnp.int32)) & 0xFFFF
-        else:
-            word = lax.bitcast_convert_type(x[pl.ds(at, 1), :], jnp.int32)
-        word = jnp.where(row < 0, nan, word)
+        row = ref.ids[first + j]
+        word = jnp.where(row < 0, nothing, word_of(ref, j, row))
         if half and j % 2 == 0:
             low = word
         elif half:
@@ -72,6 +65,18 @@ def kernel(ref: Refs, *, tokens: int) -> None:
         else:
             ref.found[j : j + 1, :] = word
     ref.y[...] = pltpu.bitcast(ref.found[...], dtype)
+
+
+def word_of(ref: Refs, j: int, row: Any) -> Any:
+    """The numbers of the row of token ``j`` of a block, as integers of 32 bits, (1, n): its bits, or those of 16 below.
+    ``words``: what was read, of two rows each where numbers have 16 bits."""
+    x, at = vars(ref)[f"row{j}"], row & (TALL - 1)
+    if x.dtype.itemsize == 4:
+        return lax.bitcast_convert_type(x[pl.ds(at, 1), :], jnp.int32)
+    begin = j * (TALL // 2)
+    ref.words[begin : begin + TALL // 2, :] = pltpu.bitcast(x[...], jnp.int32)
+    word = ref.words[pl.ds(begin + (at >> 1), 1), :]
+    return lax.shift_right_logical(word, jnp.full(word.shape, (at & 1) * 16, jnp.int32)) & 0xFFFF
 
 
 def rows_named(call: Call) -> jax.Array:
@@ -101,12 +106,17 @@ def default_tiling(call: Call) -> EmbeddingConfig:
 
 
 def supports(call: Call, config: EmbeddingConfig) -> str | None:
-    dtype, d = call.arrays["weight"].dtype, call.dims["d"]
+    return refused(call, config, tokens_of(call), f"the ids of {tokens_of(call)} tokens")
+
+
+def refused(call: Call, config: EmbeddingConfig, number: int, what: str) -> str | None:
+    """Why :func:`gathered` cannot take ``number`` rows."""
+    dtype, d = jnp.dtype(call.dtype), call.dims["d"]
     tokens, n = sublanes(dtype), even_block(d, config.block_n, LANES)
     return (
         dtype_refused(call)
         or off_grid("block_n", config.block_n, d, LANES)
-        or too_many_scalars(4 * padded(tokens_of(call), tokens), f"the ids of {tokens_of(call)} tokens")
+        or too_many_scalars(4 * padded(number, tokens), what)
         or over_vmem(call, resident(tokens, n, dtype.itemsize), "block_n")
     )
 
@@ -125,30 +135,41 @@ def resident(tokens: int, n: int, size: int) -> int:
 
 @BACKEND.implements("embedding", key=key, tiling=default_tiling, supports=supports, config=EmbeddingConfig)
 def embedding(call: Call, config: EmbeddingConfig) -> tuple[jax.Array]:
-    weight, number, d = call.arrays["weight"], tokens_of(call), call.dims["d"]
-    tokens, n = sublanes(weight.dtype), even_block(d, config.block_n, LANES)
-    ids = jnp.pad(rows_named(call), (0, padded(number, tokens) - number), constant_values=-1)
-    size = weight.dtype.itemsize
+    y = gathered(call, config, call.arrays["weight"], rows_named(call), np.nan)
+    return (y.reshape(*call.dims["batch"], call.dims["d"]),)
 
-    def of_row(j: int) -> pl.BlockSpec:
-        return pl.BlockSpec((TALL, n), lambda i, c, ids: (quotient(jnp.maximum(ids[i * tokens + j], 0), TALL), c))
 
+def gathered(call: Call, config: EmbeddingConfig, table: jax.Array, ids: jax.Array, missing: float) -> jax.Array:
+    """The rows that ids name, (ids, d); of a negative id nothing but ``missing``."""
+    number, d, size = ids.size, call.dims["d"], table.dtype.itemsize
+    tokens, n = sublanes(table.dtype), even_block(d, config.block_n, LANES)
+    ids = jnp.pad(ids, (0, padded(number, tokens) - number), constant_values=-1)
     found = launch(
         call,
-        partial(kernel, tokens=tokens),
-        "portakern_embedding",
+        partial(kernel, tokens=tokens, missing=missing),
+        f"portakern_{call.spec.name}",
         (pl.cdiv(number, tokens), pl.cdiv(d, n)),
         in_order=0,
         scalars={"ids": ids},
-        inputs={f"row{j}": (weight, of_row(j)) for j in range(tokens)},
+        inputs=rows_of(table, tokens, n, lambda j, i, c: i * tokens + j),
         outputs={
-            "y": (jax.ShapeDtypeStruct((number, d), weight.dtype), pl.BlockSpec((tokens, n), lambda i, c, _: (i, c)))
+            "y": (jax.ShapeDtypeStruct((number, d), table.dtype), pl.BlockSpec((tokens, n), lambda i, c, _: (i, c)))
         },
         scratch=scratch_of(tokens, n, size),
         vmem=resident(tokens, n, size),
         cost=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=(TALL + 1) * number * d * size),
     )
-    return (found["y"].reshape(*call.dims["batch"], d),)
+    return found["y"]
+
+
+def rows_of(table: jax.Array, tokens: int, n: int, position: Callable[..., Any]) -> Blocks:
+    """For each token of a block the rows among which the one lies that an id names: the id at ``position(j, *step)`` of
+    token ``j``. The second number of a step is that of the block along d."""
+
+    def index(j: int, *step: Any) -> tuple[Any, Any]:
+        return quotient(jnp.maximum(step[-1][position(j, *step[:-1])], 0), TALL), step[1]
+
+    return {f"row{j}": (table, pl.BlockSpec((TALL, n), partial(index, j))) for j in range(tokens)}
 
 
 # ------------------------------------------------------------------------------------------------------------- gradient

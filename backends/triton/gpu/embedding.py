@@ -207,9 +207,11 @@ def embedding_vjp_merge_kernel(ids, order, merged, extents, padding, block_token
     tl.store(merged + first + tl.sum(rank, 1), token, mask=at < tokens)
 
 
-def sorted_tokens(call: Call, ids: torch.Tensor, padding: int, config: EmbeddingGradientConfig) -> torch.Tensor:
+def sorted_tokens(
+    call: Call, ids: torch.Tensor, extents: EmbeddingExtents, padding: int, config: EmbeddingGradientConfig
+) -> torch.Tensor:
     """The tokens by their rows, those of one row in their order, and those without a row at the end."""
-    tokens, rows, _ = extents_of(call)
+    tokens, rows, _ = extents
     run, tiles = config.block_tokens, cdiv(tokens, config.block_tokens)
     order, merged = (fresh((max(tokens, 1),), torch_dtype("int32"), ids.device) for _ in range(2))
     if tokens:
@@ -318,7 +320,8 @@ def supports_gradient(call: Call, config: EmbeddingGradientConfig) -> str | None
 def embedding_vjp(call: Call, config: EmbeddingGradientConfig) -> tuple[Any]:
     weight, ids, (tokens, rows, d) = call.arrays["weight"], call.arrays["ids"].contiguous(), extents_of(call)
     padding = -1 if call.options["padding_index"] is None else call.options["padding_index"]
-    order, starts = sorted_tokens(call, ids, padding, config), fresh((rows + 1,), torch_dtype("int32"), weight.device)
+    order = sorted_tokens(call, ids, extents_of(call), padding, config)
+    starts = fresh((rows + 1,), torch_dtype("int32"), weight.device)
     launch(embedding_vjp_starts_kernel, cdiv(rows + 1, config.block_tokens), call, ids, order, starts,
            SortExtents(tokens, rows, tokens, tokens.bit_length()), padding, block_tokens=config.block_tokens,
            num_warps=config.num_warps)  # fmt: skip

@@ -70,8 +70,8 @@ FAULTS = {
         Planted(
             "zeros-for-no-row",
             "an id that is no row gives zeros",
-            old="jnp.where(row < 0, nan, word)",
-            new="jnp.where(row < 0, 0, word)",
+            old="jnp.where(row < 0, nothing, word_of",
+            new="jnp.where(row < 0, 0, word_of",
         ),
         Planted(
             "first-row-of-a-tile",
@@ -88,8 +88,8 @@ FAULTS = {
         Planted(
             "tokens-of-the-first-block",
             "each block of tokens has the rows of the first",
-            old="jnp.maximum(ids[i * tokens + j], 0)",
-            new="jnp.maximum(ids[j], 0)",
+            old="lambda j, i, c: i * tokens + j",
+            new="lambda j, i, c: j",
         ),
     ],
 }
