@@ -1,6 +1,7 @@
 """Twins of PyTorch's functions on portakern ops, and functions that put them into existing models."""
 
 from portakern.frameworks.torch.convolution import causal_conv1d
+from portakern.frameworks.torch.experts import moe
 from portakern.frameworks.torch.float8 import Float8Linear
 from portakern.frameworks.torch.functions import (
     apply_rotary_pos_emb,
@@ -18,6 +19,7 @@ from portakern.frameworks.torch.functions import (
 from portakern.frameworks.torch.grouped import grouped_mm
 from portakern.frameworks.torch.models.applied import apply
 from portakern.frameworks.torch.models.attention import register_attention
+from portakern.frameworks.torch.models.experts import register_experts
 from portakern.frameworks.torch.ring import from_zigzag, ring_attention, to_zigzag
 from portakern.frameworks.torch.scaled import scaled_grouped_mm, scaled_mm
 from portakern.frameworks.torch.swapping import swapped
@@ -40,7 +42,9 @@ __all__ = [
     "linear_cross_entropy",
     "logsumexp",
     "matmul",
+    "moe",
     "register_attention",
+    "register_experts",
     "ring_attention",
     "rms_norm",
     "rotary_tables",
