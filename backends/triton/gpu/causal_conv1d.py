@@ -54,17 +54,29 @@ class SequenceExtents(NamedTuple):
     group: int
 
 
-class SequenceStrides(NamedTuple):
-    """Of x and d_y (batch, length, channels), of weight (channels, width), of bias, of states (batch, channels, past)
-    and of segments (batch, length); 0 for what is absent."""
+class Strides(NamedTuple):
+    """Of an array of samples' positions of channels, or of states; 0 for an axis that it lacks, or for no array."""
 
-    x: tuple[int, ...]
-    weight: tuple[int, ...]
-    bias: int
-    state: tuple[int, ...]
-    segments: tuple[int, ...]
-    d_y: tuple[int, ...] = (0, 0, 0)
-    d_final: tuple[int, ...] = (0, 0, 0)
+    batch: int
+    position: int
+    channel: int
+
+
+class SequenceStrides(NamedTuple):
+    """Of all that inputs meet; in ``weight`` taps are positions."""
+
+    x: Strides
+    weight: Strides
+    bias: Strides
+    state: Strides
+    segments: Strides
+
+
+class CotangentStrides(NamedTuple):
+    """Of d_y and of the final state's cotangent."""
+
+    y: Strides
+    state: Strides
 
 
 class ChannelTile(NamedTuple):
@@ -89,14 +101,6 @@ class SequenceGradients(NamedTuple):
 
 
 @triton.jit
-def counted(number: tl.constexpr):
-    """0, 1 ... for a comprehension, which walks a tuple that is written out."""
-    return (
-        0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30
-    )[:number]  # fmt: skip
-
-
-@triton.jit
 def own_channels(extents, tile: tl.constexpr):
     """(the part of all sequences that is this program's, its channels, which of them there are)."""
     part = tl.program_id(0) // extents.tiles_channels
@@ -108,7 +112,7 @@ def own_channels(extents, tile: tl.constexpr):
 def load_positions(x, batch, t, c, c_ok, extents, strides, tile: tl.constexpr):
     """Of a sample at positions t: (positions, channels), 0 where there are none."""
     ok = ((t >= 0) & (t < extents.length))[:, None] & c_ok[None, :]
-    at = x + batch * strides[0] + (t.to(tl.int64) * strides[1])[:, None] + (c * strides[2])[None, :]
+    at = x + batch * strides.batch + (t.to(tl.int64) * strides.position)[:, None] + (c * strides.channel)[None, :]
     return tl.load(at, mask=ok, other=0.0).to(tile.acc_dtype)
 
 
@@ -118,10 +122,18 @@ def load_inputs(x, state, batch, t, c, c_ok, extents, strides, tile: tl.constexp
     found = load_positions(x, batch, t, c, c_ok, extents, strides.x, tile)
     if state is not None:
         ok = ((t < 0) & (t >= -tile.past))[:, None] & c_ok[None, :]
-        of_batch, of_channel, of_position = strides.state
-        row = (t + tile.past).to(tl.int64) * of_position
-        at = state + batch * of_batch + row[:, None] + (c * of_channel)[None, :]
+        row = (t + tile.past).to(tl.int64) * strides.state.position
+        at = state + batch * strides.state.batch + row[:, None] + (c * strides.state.channel)[None, :]
         found = tl.where(ok, tl.load(at, mask=ok, other=0.0).to(tile.acc_dtype), found)
+    return found
+
+
+@triton.jit
+def inputs_around(x, state, batch, t, number: tl.constexpr, c, c_ok, extents, strides, tile: tl.constexpr):
+    """The inputs at positions t - past, t - past + 1 ... : ``number`` tiles."""
+    found = ()
+    for j in tl.static_range(number):
+        found = found + (load_inputs(x, state, batch, t + (j - tile.past), c, c_ok, extents, strides, tile),)
     return found
 
 
@@ -129,7 +141,16 @@ def load_inputs(x, state, batch, t, c, c_ok, extents, strides, tile: tl.constexp
 def load_segments(segments, batch, t, extents, strides):
     """The segments of positions t, as a column. Those before the first are of that one's."""
     t = tl.minimum(tl.maximum(t, 0), extents.length - 1)
-    return tl.load(segments + batch * strides.segments[0] + t.to(tl.int64) * strides.segments[1])[:, None]
+    return tl.load(segments + batch * strides.segments.batch + t.to(tl.int64) * strides.segments.position)[:, None]
+
+
+@triton.jit
+def segments_around(segments, batch, t, number: tl.constexpr, extents, strides, tile: tl.constexpr):
+    """The segments of what :func:`inputs_around` loads."""
+    found = ()
+    for j in tl.static_range(number):
+        found = found + (load_segments(segments, batch, t + (j - tile.past), extents, strides),)
+    return found
 
 
 @triton.jit
@@ -146,11 +167,10 @@ def of_last_segment(value, segments, batch, t, extents, strides):
 @triton.jit
 def load_weights(weight, c, c_ok, strides, tile: tl.constexpr):
     """Each tap of channels c, as a row."""
-    at = weight + c * strides.weight[0]
-    return [
-        tl.load(at + j * strides.weight[1], mask=c_ok, other=0.0).to(tile.acc_dtype)[None, :]
-        for j in counted(tile.past + 1)
-    ]
+    at, found = weight + c * strides.weight.channel, ()
+    for j in tl.static_range(tile.past + 1):
+        found = found + (tl.load(at + j * strides.weight.position, mask=c_ok, other=0.0).to(tile.acc_dtype)[None, :],)
+    return found
 
 
 @triton.jit
@@ -158,7 +178,7 @@ def load_bias(bias, c, c_ok, strides, tile: tl.constexpr):
     """The bias of channels c, or 0, at each position of a tile."""
     found = tl.full([tile.block_length, tile.block_channels], 0.0, tile.acc_dtype)
     if bias is not None:
-        found += tl.load(bias + c * strides.bias, mask=c_ok, other=0.0).to(tile.acc_dtype)[None, :]
+        found += tl.load(bias + c * strides.bias.channel, mask=c_ok, other=0.0).to(tile.acc_dtype)[None, :]
     return found
 
 
@@ -189,15 +209,10 @@ def causal_conv1d_kernel(x, taps, y, final_state, extents, strides, activation: 
     batch, first = (part // extents.tiles_length).to(tl.int64), part % extents.tiles_length * tile.block_length
     t = first + tl.arange(0, tile.block_length)
     weights = load_weights(taps.weight, c, c_ok, strides, tile)
-    inputs = [
-        load_inputs(x, taps.state, batch, t + (j - tile.past), c, c_ok, extents, strides, tile)
-        for j in counted(tile.past + 1)
-    ]
+    inputs = inputs_around(x, taps.state, batch, t, tile.past + 1, c, c_ok, extents, strides, tile)
     ids = None
     if taps.segments is not None:
-        ids = [
-            load_segments(taps.segments, batch, t + (j - tile.past), extents, strides) for j in counted(tile.past + 1)
-        ]
+        ids = segments_around(taps.segments, batch, t, tile.past + 1, extents, strides, tile)
     z = convolved(inputs, 0, weights, load_bias(taps.bias, c, c_ok, strides, tile), ids, tile)
     out = activated(z, activation, False).to(y.dtype.element_ty)
     at = y + (batch * extents.length + t)[:, None] * extents.channels + c[None, :]
@@ -213,9 +228,9 @@ def causal_conv1d_kernel(x, taps, y, final_state, extents, strides, activation: 
 
 
 @triton.jit
-def cotangent(z, d_y, batch, t, c, c_ok, extents, strides, activation: tl.constexpr, tile: tl.constexpr):
+def cotangent(z, d_y, batch, t, c, c_ok, extents, steps, activation: tl.constexpr, tile: tl.constexpr):
     """d_z at positions t, 0 where there are none."""
-    d = load_positions(d_y, batch, t, c, c_ok, extents, strides.d_y, tile)
+    d = load_positions(d_y, batch, t, c, c_ok, extents, steps, tile)
     if activation == "silu":
         _, slope = of_silu(z)
         d = tl.where(((t >= 0) & (t < extents.length))[:, None], d * slope, 0.0)
@@ -236,67 +251,70 @@ def store_inputs(d, results, batch, t, c, c_ok, extents, tile: tl.constexpr):
 
 
 @triton.jit
+def gradient_of_inputs(d_z, d, weights, ids, tile: tl.constexpr):
+    """d + sum over j of weight[j] d_z[e - j] at a tile's positions e, of those of the same segment."""
+    for j in tl.static_range(len(weights)):
+        own = None if ids is None else ids[2 * tile.past - j]
+        other = None if ids is None else ids[tile.past]
+        d += of_own_segment(d_z[tile.past - j], own, other) * weights[j]
+    return d
+
+
+@triton.jit
+def cotangent_of_state(d_final, steps, segments, batch, t, c, c_ok, extents, strides, tile: tl.constexpr):
+    """What the final state adds to the gradient of the inputs at positions t; d_final may be None."""
+    d = tl.full([tile.block_length, tile.block_channels], 0.0, tile.acc_dtype)
+    if d_final is not None:
+        row = t - (extents.length - tile.past)
+        at = d_final + batch * steps.batch + (row.to(tl.int64) * steps.position)[:, None]
+        ok = ((row >= 0) & (row < tile.past))[:, None] & c_ok[None, :]
+        d += tl.load(at + (c * steps.channel)[None, :], mask=ok, other=0.0).to(tile.acc_dtype)
+        d = of_last_segment(d, segments, batch, t, extents, strides)
+    return d
+
+
+@triton.jit
+def add_products(sums, d_z, inputs, ids, there, tile: tl.constexpr):
+    """sums[j] + d_z X[t + j] at positions t, those ``there``, of the same segment."""
+    own = None if ids is None else ids[tile.past]
+    found = ()
+    for j in tl.static_range(len(sums)):
+        seen = of_own_segment(inputs[j], own, None if ids is None else ids[j])
+        found = found + (sums[j] + tl.where(there, d_z * seen, 0.0),)
+    return found
+
+
+@triton.jit
 def causal_conv1d_vjp_kernel(
-    x, taps, d_y, d_final, results, extents, strides, activation: tl.constexpr, tile: tl.constexpr
+    x, taps, d_y, d_final, results, extents, strides, cotangents, activation: tl.constexpr, tile: tl.constexpr
 ):
-    """d_final: the cotangent of the final state, or None."""
+    """d_final: the cotangent of the final state, or None. cotangents: strides of d_y and of d_final."""
     part, c, c_ok = own_channels(extents, tile)
     groups = tl.cdiv(extents.tiles_length * tile.block_length, extents.group)
     batch, group = (part // groups).to(tl.int64), part % groups
     begin = 0 if taps.state is None else -tile.past
     weights = load_weights(taps.weight, c, c_ok, strides, tile)
     bias = load_bias(taps.bias, c, c_ok, strides, tile)
-    zero = tl.full([tile.block_length, tile.block_channels], 0.0, tile.acc_dtype)
-    of_weights, of_bias = [zero for j in counted(tile.past + 1)], zero
+    of_bias, of_weights = tl.full([tile.block_length, tile.block_channels], 0.0, tile.acc_dtype), ()
+    for _ in tl.static_range(len(weights)):
+        of_weights = of_weights + (tl.full([tile.block_length, tile.block_channels], 0.0, tile.acc_dtype),)
     first = begin + group * extents.group
     for start in range(first, min(first + extents.group, extents.length), tile.block_length):
         t = start + tl.arange(0, tile.block_length)
-        inputs = [
-            load_inputs(x, taps.state, batch, t + (q - tile.past), c, c_ok, extents, strides, tile)
-            for q in counted(2 * tile.past + 1)
-        ]
+        inputs = inputs_around(x, taps.state, batch, t, 2 * tile.past + 1, c, c_ok, extents, strides, tile)
         ids = None
         if taps.segments is not None:
-            ids = [
-                load_segments(taps.segments, batch, t + (q - tile.past), extents, strides)
-                for q in counted(2 * tile.past + 1)
-            ]
-        d_z = [
-            cotangent(
-                convolved(inputs, i, weights, bias, ids, tile),
-                d_y,
-                batch,
-                t + i,
-                c,
-                c_ok,
-                extents,
-                strides,
-                activation,
-                tile,
-            )
-            for i in counted(tile.past + 1)
-        ]
+            ids = segments_around(taps.segments, batch, t, 2 * tile.past + 1, extents, strides, tile)
+        d_z = ()
+        for i in tl.static_range(len(weights)):
+            z = convolved(inputs, i, weights, bias, ids, tile)
+            d_z = d_z + (cotangent(z, d_y, batch, t + i, c, c_ok, extents, cotangents.y, activation, tile),)
         if results.d_x is not None or results.d_state is not None:
-            d = zero
-            if d_final is not None:
-                row = t - (extents.length - tile.past)
-                at = d_final + batch * strides.d_final[0] + (row.to(tl.int64) * strides.d_final[2])[:, None]
-                ok = ((row >= 0) & (row < tile.past))[:, None] & c_ok[None, :]
-                d += tl.load(at + (c * strides.d_final[1])[None, :], mask=ok, other=0.0).to(tile.acc_dtype)
-                d = of_last_segment(d, taps.segments, batch, t, extents, strides)
-            for j in tl.static_range(len(weights)):
-                own = None if ids is None else ids[2 * tile.past - j]
-                other = None if ids is None else ids[tile.past]
-                d += of_own_segment(d_z[tile.past - j], own, other) * weights[j]
-            store_inputs(d, results, batch, t, c, c_ok, extents, tile)
+            d = cotangent_of_state(d_final, cotangents.state, taps.segments, batch, t, c, c_ok, extents, strides, tile)
+            store_inputs(gradient_of_inputs(d_z, d, weights, ids, tile), results, batch, t, c, c_ok, extents, tile)
         if results.d_weights is not None:
             there = ((t >= 0) & (t < extents.length))[:, None]
-            own = None if ids is None else ids[tile.past]
-            of_weights = [
-                of_weights[j]
-                + tl.where(there, d_z[0] * of_own_segment(inputs[j], own, None if ids is None else ids[j]), 0.0)
-                for j in counted(tile.past + 1)
-            ]
+            of_weights = add_products(of_weights, d_z[0], inputs, ids, there, tile)
         if results.d_biases is not None:
             of_bias += d_z[0]
     if results.d_weights is not None:
@@ -351,19 +369,24 @@ def tile_of(call: Call, config: SequenceConfig) -> ChannelTile:
                        accumulator(call.dtype))  # fmt: skip
 
 
+def strides_of(call: Call, name: str, *axes: str) -> Strides:
+    """Those of an array with these axes in this order."""
+    array = call.arrays[name]
+    return Strides(
+        **dict.fromkeys(Strides._fields, 0) | ({} if array is None else dict(zip(axes, array.stride(), strict=True)))
+    )
+
+
 def operands(call: Call) -> tuple[Filter, SequenceStrides]:
-    """What inputs meet, and all strides."""
-    arrays = call.arrays
-    taps = Filter(*(arrays[name] for name in ("weight", "bias", "initial_state", "segment_ids")))
-
-    def strides(name: str, axes: int) -> tuple[int, ...]:
-        array = arrays.get(name)
-        return (0,) * axes if array is None else tuple(array.stride())
-
+    """What inputs meet, and the strides of all."""
+    taps = Filter(*(call.arrays[name] for name in ("weight", "bias", "initial_state", "segment_ids")))
     return taps, SequenceStrides(
-        strides("x", 3), strides("weight", 2), strides("bias", 1)[0], strides("initial_state", 3),
-        strides("segment_ids", 2), strides("d_y", 3), strides("d_final_state", 3),
-    )  # fmt: skip
+        strides_of(call, "x", "batch", "position", "channel"),
+        strides_of(call, "weight", "channel", "position"),
+        strides_of(call, "bias", "channel"),
+        strides_of(call, "initial_state", "batch", "channel", "position"),
+        strides_of(call, "segment_ids", "batch", "position"),
+    )
 
 
 def programs_of(call: Call, extents: SequenceExtents, config: SequenceConfig) -> int:
@@ -415,6 +438,8 @@ def causal_conv1d_vjp(call: Call, config: SequenceGradientsConfig) -> tuple[Any,
     of_bias = scratch(call, parts, channels) if "d_bias" in wants else None
     launch(causal_conv1d_vjp_kernel, programs, call, x, taps, call.arrays["d_y"], call.arrays["d_final_state"],
            SequenceGradients(d_x, d_state, of_weight, of_bias), extents, strides,
+           CotangentStrides(strides_of(call, "d_y", "batch", "position", "channel"),
+                            strides_of(call, "d_final_state", "batch", "channel", "position")),
            activation=call.options["activation"], tile=tile_of(call, config), num_warps=config.num_warps)  # fmt: skip
     d_weight = None if of_weight is None else add_up(call, {"d_weight": of_weight})["d_weight"].reshape(channels, width)
     d_bias = None if of_bias is None else add_up(call, {"d_bias": of_bias})["d_bias"]
