@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from portakern import testing
+from portakern import bounds, testing
 from portakern.api import op
 from portakern.core.oracle import oracle
 from portakern.spec.dtypes import DTYPES as DTYPES_OF
@@ -299,3 +299,11 @@ def test_formats(dtype):
         np.float64(f.overflow).astype(to)
     )
     assert to.type(1 + f.U) == 1 != to.type(1 + 2 * f.U)
+
+
+def test_nothing_is_promised_of_an_lse_whose_dot_is_nan_by_overflow():
+    """In float64, where infinities of both signs meet in the oracle's dot; a fused multiply-add has one of them."""
+    q, k = (np.reshape(x, (1, 1, 1, 2)) for x in ([-2e307, -1e308], [2e307, -6e307]))
+    found = bounds.attention(q, k, k, return_lse=True)
+    lse = found.outputs["lse"]
+    assert np.isnan(lse.reference).all() and np.isposinf(lse.error).all()

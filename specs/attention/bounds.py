@@ -112,6 +112,7 @@ def _bound_lse(call, unit, row):
     """B_lse of one head, (q_len,)."""
     lse = (row.m + np.log(row.l))[:, 0]
     err = sum_error(row) + np.where(row.n[:, 0] == 0, 0.0, 4 * unit.u * (np.abs(row.m[:, 0]) + np.abs(lse)))
+    err = np.where(row.overflows[:, 0], inf, err)  # also where the terms' sum is NaN, as of infinities in float64
     return round_to(err, lse, "float64" if call.dtype == "float64" else "float32")
 
 
