@@ -174,7 +174,8 @@ def fuzzed(r, dtype):
 
 def in_layer(op, x, p):
     """Numbers of a token by the weight of its best expert."""
-    return x * op(x, k=2, scoring="sigmoid")[0][..., :1]
+    weight = op(x, k=2, scoring="sigmoid")[0][..., :1]
+    return x * (weight.astype(x.dtype) if hasattr(weight, "astype") else weight.to(x.dtype))
 
 
 # ------------------------------------------------------------------------------------------------------------- on a GPU

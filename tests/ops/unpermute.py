@@ -146,12 +146,24 @@ def far(gpu):
     yield gpu.far((4, 300)), at, gpu.normal(3, 2, dtype=gpu.torch.float32)
 
 
+def widened(x):
+    """An array of torch or JAX in float32, or in float64 where it is that."""
+    if hasattr(x, "new_tensor"):
+        import torch
+
+        return x.to(torch.promote_types(x.dtype, torch.float32))
+    import jax.numpy as jnp
+
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 def in_layer(op, x, p):
-    """Each token and the one that many places further, weighted."""
+    """Each token and the one that many places further, weighted by a number of its own."""
     batch, length, width = x.shape
     rows, number = x.reshape(-1, width), batch * length
     at = np.arange(number)[:, None]
-    return x + op(rows, integers_on(x, np.where(at < number // 2, at * 2, -1)), p["weights"]).reshape(x.shape)
+    positions = integers_on(x, np.where(at < number // 2, at * 2, -1))
+    return x + op(rows, positions, widened(rows[:, :1])).reshape(x.shape)
 
 
 # ------------------------------------------------------------------------------------------------ what users get wrong
@@ -217,7 +229,7 @@ RECORD = ForwardRecord(
     },
     wrong=WRONG,
     fuzzed=fuzzed,
-    layer=Layer(in_layer, lambda width: {"weights": (6, 1)}),
+    layer=Layer(in_layer),
     extents={"tokens": 24, "k": 2, "rows": 48, "d": 128},
     launched=Sample(shapes(128, 64, 2, 512)),
     past_2_31=past_2_31,

@@ -42,10 +42,10 @@ class ControlGroup:
             return None
         group = cls(folder)
         try:
-            (folder / "memory.max").write_text(str(memory))
-            (folder / "pids.max").write_text(str(processes * TASKS_OF_A_PROCESS))
+            _set(folder / "memory.max", str(memory))
+            _set(folder / "pids.max", str(processes * TASKS_OF_A_PROCESS))
             with contextlib.suppress(OSError):  # a system without swap has no such file
-                (folder / "memory.swap.max").write_text("0")
+                _set(folder / "memory.swap.max", "0")
         except OSError:
             group.end()
             return None
@@ -54,7 +54,7 @@ class ControlGroup:
     def holds(self, pid: int) -> bool:
         """Move a process into the group; whether the system permits it."""
         try:
-            (self.folder / "cgroup.procs").write_text(str(pid))
+            _set(self.folder / "cgroup.procs", str(pid))
         except OSError:
             return False
         return True
@@ -70,7 +70,7 @@ class ControlGroup:
     def end(self) -> None:
         """End what is left in it, and remove it."""
         with contextlib.suppress(OSError):
-            (self.folder / "cgroup.kill").write_text("1")
+            _set(self.folder / "cgroup.kill", "1")
         for _ in range(ATTEMPTS):  # what was killed ends a moment later
             try:
                 os.rmdir(self.folder)
@@ -79,6 +79,12 @@ class ControlGroup:
                 return
             except OSError:
                 time.sleep(0.02)
+
+
+def _set(control: Path, value: str) -> None:
+    """Tell the kernel, which reads its files at each write."""
+    with control.open("w", encoding="ascii") as file:
+        file.write(value)
 
 
 def _own() -> str:

@@ -16,8 +16,8 @@ FAULTS = {
         Planted(
             "state-one-late",
             "the initial state is read one position late",
-            old="row = (t + tile.past).to(tl.int64) * of_position",
-            new="row = (t + tile.past - (t + tile.past > 0)).to(tl.int64) * of_position",
+            old="row = (t + tile.past).to(tl.int64) * strides.state.position",
+            new="row = (t + tile.past - (t + tile.past > 0)).to(tl.int64) * strides.state.position",
         ),
         Planted(
             "sum-in-bfloat16",

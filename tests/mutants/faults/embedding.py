@@ -76,8 +76,8 @@ FAULTS = {
         Planted(
             "first-row-of-a-tile",
             "of the rows that are read for a token the first is taken",
-            old="at = row & (TALL - 1)",
-            new="at = row & 0",
+            old='vars(ref)[f"row{j}"], row & (TALL - 1)',
+            new='vars(ref)[f"row{j}"], row & 0',
         ),
         Planted(
             "halves-exchanged",
