@@ -47,6 +47,7 @@ FAULTS = {
             old="tl.load(weights + term, mask=there, other=0.0).to(tile.acc_dtype)[:, None]",
             new="tl.load(weights + term, mask=token_ok, other=0.0).to(tile.acc_dtype)[:, None]",
             edge="tokens_without_rows",
+            sample=True,
         ),
     ],
     "pallas": [

@@ -33,6 +33,7 @@ FAULTS = {
             old="for first in range(0, extents.d, tile.block_n):",
             new="for first in range(0, tl.minimum(extents.d, tile.block_n), tile.block_n):",
             edge="long_rows",
+            sample=True,
         ),
         Planted(
             "cotangents-as-far-apart-as-rows",
