@@ -782,6 +782,7 @@ class CausalConv1dVjpOp(Op):
         d_final_state: Array | None = None,
         *,
         activation: Literal["none", "silu"] = "none",
+        gradient_dtype: Any | None = None,
         wants: None = None,
     ) -> CausalConv1dVjpOut[Array]:
         """With d_z = d_y f'(z), of a z that is computed again, and X the inputs, the initial state first:
@@ -813,6 +814,7 @@ class CausalConv1dVjpOp(Op):
         d_final_state: Array | None = None,
         *,
         activation: Literal["none", "silu"] = "none",
+        gradient_dtype: Any | None = None,
         wants: Iterable[Literal["d_x", "d_weight", "d_bias", "d_initial_state"]] | None,
     ) -> CausalConv1dVjpOut[Array | None]: ...
     @overload
@@ -827,6 +829,7 @@ class CausalConv1dVjpOp(Op):
         d_final_state: NDArray[Any] | None = None,
         *,
         activation: Literal["none", "silu"] = "none",
+        gradient_dtype: Any | None = None,
         wants: None = None,
     ) -> CausalConv1dVjpOut[NDArray[Any]]: ...
     @overload
@@ -841,6 +844,7 @@ class CausalConv1dVjpOp(Op):
         d_final_state: NDArray[Any] | None = None,
         *,
         activation: Literal["none", "silu"] = "none",
+        gradient_dtype: Any | None = None,
         wants: Iterable[Literal["d_x", "d_weight", "d_bias", "d_initial_state"]] | None,
     ) -> CausalConv1dVjpOut[NDArray[Any] | None]: ...
 
@@ -3555,6 +3559,7 @@ class UnpermuteVjpOp(Op):
         weights: Array,
         d_y: Array,
         *,
+        gradient_dtype: Any | None = None,
         wants: None = None,
     ) -> UnpermuteVjpOut[Array]:
         """d_x[positions[t, j]] = weights[t, j] d_y[t] and d_weights[t, j] = sum of d_y[t] x[positions[t, j]] over d, in
@@ -3576,6 +3581,7 @@ class UnpermuteVjpOp(Op):
         weights: Array,
         d_y: Array,
         *,
+        gradient_dtype: Any | None = None,
         wants: Iterable[Literal["d_x", "d_weights"]] | None,
     ) -> UnpermuteVjpOut[Array | None]: ...
     @overload
@@ -3586,6 +3592,7 @@ class UnpermuteVjpOp(Op):
         weights: NDArray[Any],
         d_y: NDArray[Any],
         *,
+        gradient_dtype: Any | None = None,
         wants: None = None,
     ) -> UnpermuteVjpOut[NDArray[Any]]: ...
     @overload
@@ -3596,6 +3603,7 @@ class UnpermuteVjpOp(Op):
         weights: NDArray[Any],
         d_y: NDArray[Any],
         *,
+        gradient_dtype: Any | None = None,
         wants: Iterable[Literal["d_x", "d_weights"]] | None,
     ) -> UnpermuteVjpOut[NDArray[Any] | None]: ...
 

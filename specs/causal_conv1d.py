@@ -389,6 +389,7 @@ class CausalConv1dVjpOut(NamedTuple):
     tiling=TILING,
     require=(SHORT,),
     or_float32=("weight", "bias"),
+    gradient_dtype=("d_weight", "d_bias"),
     positive=("length", "past"),
     apart=lambda options, wants: ("batch", "channels") if not {"d_weight", "d_bias"} & {*wants} else ("channels",),
     typical={"batch": 2, "length": 4096, "channels": 4096, "past": 3, "bias": True, "activation": "silu"},

@@ -328,6 +328,7 @@ class UnpermuteVjpOut(NamedTuple):
 @spec(
     tiling={},
     require=(NO_ROW_TWICE,),
+    gradient_dtype=("d_x",),
     positive=("rows",),
     empty={"k": {"d_x": 0.0}, "tokens": {"d_x": 0.0}, "d": {"d_weights": 0.0}},
     budget="flops",

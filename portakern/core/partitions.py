@@ -410,8 +410,8 @@ def _notes(spec: Spec[Any], candidate: _Divisible, dim: str) -> Iterator[str]:
         yield f"{', '.join(once)} given to the first part alone"
     lacking = [o for o in spec.shown if not _has(spec, o.dims, dim) and o.name in (candidate.lacking or {})]
     sums = [o for o in lacking if (candidate.lacking or {})[o.name].kind == "sum"]
-    if sums:
-        options = dict.fromkeys(o.dtype_option for o in sums)
+    options = dict.fromkeys(o.dtype_option for o in sums if o.dtype is None)  # others have no 16 bits
+    if options:
         yield "; ".join(
             f"parts of 16-bit results are asked in {WIDE} ({option})" if option else "not where the sum has 16 bits"
             for option in options

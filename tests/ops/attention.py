@@ -466,7 +466,6 @@ RECORD = ForwardRecord(
     far=far,
     twin=Twin(
         "scaled_dot_product_attention",
-        lambda q, k, v: tuple(x.transpose(1, 2) for x in (q, k, v)),
         sampled="nn.functional.scaled_dot_product_attention",
         refusals={"dropout_p is 0.5; expected 0.0": "dropout is refused"},
         least=13,

@@ -29,7 +29,7 @@ from tests.ops._shared import (
     zeros,
 )
 from tests.ops.linear import activated, cotangent
-from tests.ops.record import Fault, ForwardRecord, GradientRecord, Hiding, Layer, Mapped, Near, Sample
+from tests.ops.record import Fault, ForwardRecord, GradientRecord, Hiding, Layer, Mapped, Near, Sample, Twin
 
 ACTIVATIONS = ("none", "silu")
 
@@ -305,6 +305,7 @@ RECORD = ForwardRecord(
     },
     wrong=WRONG,
     fuzzed=fuzzed,
+    twin=Twin("causal_conv1d", sampled=None),
     layer=Layer(
         lambda op, x, p: op(x, p["w"], p["b"], activation="silu"),
         lambda width: {"w": (width, 4), "b": (width,)},

@@ -241,7 +241,6 @@ RECORD = ForwardRecord(
     far=far,
     twin=Twin(
         "cross_entropy",
-        lambda logits, labels: (logits, labels),
         sampled="nn.functional.cross_entropy",
         refusals={
             "weight is given; expected None": "a weight of each class is refused",

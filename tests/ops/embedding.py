@@ -219,7 +219,6 @@ RECORD = ForwardRecord(
     far=far,
     twin=Twin(
         "embedding",
-        lambda weight, ids: (ids, weight),
         sampled=None,  # whose samples have the table first
     ),
 )

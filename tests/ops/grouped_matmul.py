@@ -229,7 +229,7 @@ RECORD = ForwardRecord(
     },
     large_case=large_case,
     typical=typical,
-    twin=Twin("grouped_mm", lambda a, b, group_ends: (a, b), sampled=None),  # offs is passed by name
+    twin=Twin("grouped_mm", sampled=None),  # offs is passed by name
     hiding={
         "c truncated": Hiding("lean towards 0", truncates=True, dtypes=HALVES),
         "tf32 for ieee": Hiding("typical", {"precision": "tf32"}, dtypes=("float32",)),

@@ -285,7 +285,6 @@ RECORD = ForwardRecord(
     far=far,
     twin=Twin(
         "linear_cross_entropy",
-        lambda hidden, weight, labels: (hidden, weight, labels),
         sampled="nn.functional.linear_cross_entropy",
         refusals={
             "weight is given; expected None": "a weight of each class is refused",

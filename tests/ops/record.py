@@ -173,9 +173,7 @@ class Twin:
     """PyTorch's own function for an op, for which ``portakern.torch`` has a stand-in of the same name.
 
     Attributes:
-      name: in ``torch.nn.functional`` or ``torch``, or elsewhere in PyTorch if it has no samples, and in
-        ``portakern.torch``.
-      arguments: the arrays of the op's call -> the positional arguments of a call of the function.
+      name: in ``torch.nn.functional`` or ``torch``, or elsewhere if it has no samples, and in ``portakern.torch``.
       sampled: its name among PyTorch's own sample inputs; None: these lack it, and it has a test file of its own.
       refusals: reasons for which a sample may be refused, as they stand in the message -> in words.
       least: how many samples must run: a share of all, or a number.
@@ -183,7 +181,6 @@ class Twin:
     """
 
     name: str
-    arguments: Callable[..., tuple[Any, ...]]
     sampled: str | None
     refusals: Mapping[str, str] = field(default_factory=dict)
     least: float = 0.9

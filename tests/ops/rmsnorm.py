@@ -181,7 +181,6 @@ RECORD = ForwardRecord(
     far=lambda gpu: [(gpu.far((4, 300)),)],
     twin=Twin(
         "rms_norm",
-        lambda x, weight: (x, tuple(x.shape[-1:]), weight),
         sampled="nn.functional.rms_norm",
         refusals={"eps is -0.5; expected a finite number in float32's range >= 0": "a negative eps is refused"},
         least=5,

@@ -310,7 +310,6 @@ RECORD = ForwardRecord(
     launched=sample(64, 2, 64, 64),
     twin=Twin(
         "scaled_grouped_mm",
-        lambda a, b, group_ends, scale_a, scale_b: (a, b, scale_a, "RowWise", scale_b[:, 0], "RowWise"),
         sampled=None,  # offs is passed by name
     ),
     matrix_units=True,

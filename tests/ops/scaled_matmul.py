@@ -389,7 +389,7 @@ RECORD = ForwardRecord(
     extents={"m": 64, "n": 128, "k": 96, "m_width": 1, "n_width": 1, "k_width": 128},
     launched=sample(64, 128, 64),
     twin=Twin(
-        "scaled_mm", lambda a, b, scale_a, scale_b: (a, b, scale_a, "RowWise", scale_b, "RowWise"), sampled=None
+        "scaled_mm", sampled=None
     ),
     matrix_units=True,
     past_2_31=past_2_31,

@@ -465,7 +465,6 @@ RECORD = ForwardRecord(
     launched=Sample(shapes(64, 64, 4, 4, 64, 64)),
     twin=Twin(
         "varlen_attn",
-        lambda q, k, v, q_starts, kv_starts: (q, k, v, q_starts, kv_starts, len(q), len(k)),
         sampled=None,
     ),
     matrix_units=True,

@@ -361,9 +361,9 @@ def causal_conv1d_vjp(call: Call, config: SequenceConfig) -> tuple[jax.Array | N
         ),
     )
     if "d_weight" in found:
-        found["d_weight"] = found["d_weight"].T.astype(call.arrays["weight"].dtype)
+        found["d_weight"] = found["d_weight"].T.astype(call.outputs["d_weight"][1])
     if "d_bias" in found:
-        found["d_bias"] = found["d_bias"][0].astype(call.arrays["bias"].dtype)
+        found["d_bias"] = found["d_bias"][0].astype(call.outputs["d_bias"][1])
     if "d_state" in found:
         found["d_initial_state"] = jnp.swapaxes(found["d_state"][:, -past:], 1, 2)
     return tuple(found.get(o.name) for o in call.spec.outputs)

@@ -124,6 +124,7 @@ def weighted_sums(call: Call, config: EmbeddingConfig, x: jax.Array, slots: jax.
     (number, terms), d, size = slots.shape, x.shape[1], x.dtype.itemsize
     tokens, n = sublanes(x.dtype), even_block(d, config.block_n, LANES)
     spare = ((0, padded(number, tokens) - number), (0, 0))
+    _, dtype = call.outputs[call.spec.outputs[0].name]
     found = launch(
         call,
         partial(kernel, tokens=tokens, terms=terms),
@@ -138,9 +139,7 @@ def weighted_sums(call: Call, config: EmbeddingConfig, x: jax.Array, slots: jax.
                 pl.BlockSpec((tokens, terms), lambda i, c, j, _: (i, 0)),
             )
         },
-        outputs={
-            "y": (jax.ShapeDtypeStruct((number, d), x.dtype), pl.BlockSpec((tokens, n), lambda i, c, j, _: (i, c)))
-        },
+        outputs={"y": (jax.ShapeDtypeStruct((number, d), dtype), pl.BlockSpec((tokens, n), lambda i, c, j, _: (i, c)))},
         scratch=scratch(tokens, n, size) | {"acc": (tokens, n)},
         vmem=summing(tokens, n, size, terms),
         cost=pl.CostEstimate(

@@ -181,7 +181,7 @@ def unpermute_vjp(call: Call, config: EmbeddingConfig) -> tuple[Any, ...]:
     extents, d_x, d_weights = extents_of(call, x, positions), None, None
     tile = TermsTile(*rows_and_numbers(extents.d, config.block_n), accumulator(call.dtype))
     if "d_x" in call.wants:
-        d_x = fresh(x.shape, x.dtype, x.device)
+        d_x = fresh(x.shape, torch_dtype(call.outputs["d_x"][1]), x.device)
         launch(unpermute_vjp_kernel, programs(extents.rows, extents.d, config.block_n), call,
                owners_of(call, config, positions, extents.rows), weights, d_y, d_x, extents, d_y.stride(), tile=tile,
                num_warps=config.num_warps)  # fmt: skip
