@@ -1,0 +1,1 @@
+"""Kernels for CPUs: an op's kernel is in <op>.mojo, its call in <op>.py."""

@@ -1,0 +1,166 @@
+"""Calls of kernels: how arrays are described to them, and how threads share their rows."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from portakern.backends.mojo.library import function
+from portakern.core.framework import DTYPE_NAME
+from portakern.spec.dtypes import numpy_dtype
+
+__all__ = [
+    "CODES",
+    "Form",
+    "Kernel",
+    "accumulator",
+    "form",
+    "in_parts",
+    "new",
+    "over_elements",
+    "over_rows",
+    "rows_of",
+    "wide",
+]
+
+CODES = ("float32", "float64", "bfloat16", "float16")
+"""The dtypes of lib/arrays.mojo, each at its code."""
+
+SHARE = 1 << 16
+"""Numbers that a thread gets at least: to wake one takes as long as some ten thousand of them."""
+
+
+PIECE = 4096
+"""Numbers that an op on elements takes at a time: in 32 bits, three such arrays fit the first cache."""
+
+
+def accumulator(dtype: str) -> np.dtype[Any]:
+    """What the kernels compute in."""
+    return np.dtype(np.float64 if dtype == "float64" else np.float32)
+
+
+def new(shape: Sequence[int], dtype: str) -> np.ndarray:
+    return np.empty(shape, numpy_dtype(dtype))
+
+
+def wide(array: Any, dtype: str) -> Any:
+    """A short array that all rows share, side by side in the accumulator's dtype."""
+    return None if array is None else np.ascontiguousarray(array, accumulator(dtype))
+
+
+class Form:
+    """An array as lib/arrays.mojo reads it (``Rows``): integers in memory, which lives as long as the array."""
+
+    def __init__(self, array: np.ndarray, step: int, beside: Sequence[tuple[int, int]]) -> None:
+        """``step``: from one number of a row to the next; ``beside``: (extent, stride) of the axes that rows lie in."""
+        head = (array.ctypes.data, CODES.index(DTYPE_NAME[array.dtype]), step, len(beside))
+        said = (*head, *(e for e, _ in beside), *(s for _, s in beside))
+        self.array, self.integers = array, (ctypes.c_int64 * len(said))(*said)
+
+
+def form(array: np.ndarray, axis: int = -1) -> Form:
+    """The rows of an array along an axis, in the order of the others."""
+    size = array.itemsize
+    if not array.flags.aligned or any(s % size for s in array.strides):
+        array = np.ascontiguousarray(array)
+    steps = [s // size for s in array.strides]
+    beside = [(array.shape[i], steps[i]) for i in range(array.ndim) if i != axis % array.ndim]
+    return Form(array, steps[axis], _merged(beside))
+
+
+def _merged(axes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(extent, stride) of as few axes as count the same elements in the same order."""
+    found: list[tuple[int, int]] = []
+    for extent, step in axes:
+        if extent == 1:
+            continue
+        if found and found[-1][1] == extent * step:
+            found[-1] = (found[-1][0] * extent, step)
+        else:
+            found.append((extent, step))
+    return found
+
+
+class Kernel:
+    """A function of a module of Mojo, compiled when it is called for the first time. Forms and arrays are passed as
+    addresses, None as 0."""
+
+    def __init__(self, module: str, name: str | None = None) -> None:
+        self.module, self.name = module, name or module
+
+    def __call__(self, *args: Any) -> None:
+        function(self.module, self.name)(*map(_passed, args))
+
+
+def _passed(value: Any) -> Any:
+    if value is None:
+        return ctypes.c_void_p(None)
+    if isinstance(value, np.ndarray):
+        return ctypes.c_void_p(value.ctypes.data)
+    if isinstance(value, float):
+        return ctypes.c_double(value)
+    return ctypes.c_int64(value) if isinstance(value, int) else ctypes.byref(value.integers)
+
+
+def over_rows(kernel: Kernel, *args: Any, rows: int, n: int, room: int, dtype: str, cost: int = 1) -> None:
+    """``kernel(*args, memory for some rows of n numbers, first row, end)``, on as many threads as the rows are worth.
+
+    ``room``: how many rows the memory has; ``cost``: how much longer a number takes than a few operations. No row's
+    result depends on which thread computes it, or on what it computed before.
+    """
+
+    def run(first: int, end: int) -> None:
+        kernel(*args, np.empty(room * n, accumulator(dtype)), first, end)
+
+    in_parts(run, rows, rows * n * cost)
+
+
+def over_elements(kernel: Kernel, *arrays: np.ndarray, room: int, cost: int = 1) -> None:
+    """``kernel(*arrays, n, their size, memory, first, end)`` over arrays of one shape, the results last: rows along the
+    last axis, or where all lie without gaps, pieces of n elements, of which the last may be shorter."""
+    lead = arrays[-1]
+    if all(a.flags.c_contiguous and a.flags.aligned for a in arrays):
+        n = min(lead.size, PIECE)
+        rows, forms = -(-lead.size // n), [Form(a, 1, [(-(-lead.size // n), n)]) for a in arrays]
+    else:
+        rows, n = rows_of(lead)
+        forms = [form(a) for a in arrays]
+    over_rows(kernel, *forms, n, lead.size, rows=rows, n=n, room=room, dtype=DTYPE_NAME[lead.dtype], cost=cost)
+
+
+def in_parts(run: Callable[[int, int], None], count: int, work: float) -> None:
+    """``run(first, end)`` of parts of ``count`` things, each on a thread."""
+    threads = int(max(1, min(_threads(), count, work // SHARE)))
+    if threads == 1:
+        run(0, count)
+        return
+    ends = [count * i // threads for i in range(threads + 1)]
+    list(_pool(os.getpid()).map(run, ends[:-1], ends[1:]))
+
+
+@functools.cache
+def _threads() -> int:
+    """How many threads: what the user says to OpenMP's programs, else every core that this process may use."""
+    said = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if said.isdigit() and int(said):
+        return int(said)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@functools.cache
+def _pool(process: int) -> ThreadPoolExecutor:
+    """The threads of a process: one that was forked has none of its parent's."""
+    return ThreadPoolExecutor(_threads(), "portakern-mojo")
+
+
+def rows_of(array: np.ndarray, axis: int = -1) -> tuple[int, int]:
+    """(how many rows along an axis, their length)."""
+    n = array.shape[axis]
+    return prod(array.shape) // n if n else 0, n
