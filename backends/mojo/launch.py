@@ -95,8 +95,10 @@ class Kernel:
     def __init__(self, module: str, name: str | None = None) -> None:
         self.module, self.name = module, name or module
 
-    def __call__(self, *args: Any) -> None:
-        function(self.module, self.name)(*map(_passed, args))
+    def __call__(self, *args: Any) -> int:
+        """What the function returns; of one that returns nothing, any number."""
+        found: int = function(self.module, self.name)(*map(_passed, args))
+        return found
 
 
 def _passed(value: Any) -> Any:

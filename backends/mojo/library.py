@@ -45,7 +45,7 @@ def function(module: str, name: str) -> ctypes._NamedFuncPointer:
         found: ctypes._NamedFuncPointer = getattr(ctypes.CDLL(str(path)), name)
     except OSError as e:
         raise UnavailableError(f"backend 'mojo' cannot run here: {path} cannot be loaded ({e}); delete it") from e
-    found.restype = None
+    found.restype = ctypes.c_int64
     return found
 
 

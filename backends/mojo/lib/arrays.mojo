@@ -60,14 +60,14 @@ struct Rows(TrivialRegisterPassable):
     def at[dtype: DType](self, row: Int) -> At[dtype]:
         return At[dtype](unsafe_from_address=self.field(0)).unsafe_offset(self.start(row))
 
-    def read[acc: DType](self, row: Int, n: Int, room: At[acc]) -> At[acc]:
-        """A row's n numbers side by side: where they lie, or widened and gathered into ``room``."""
+    def read[acc: DType](self, row: Int, n: Int, room: At[acc], column: Int = 0) -> At[acc]:
+        """A row's n numbers, from a column on, side by side: where they lie, or widened and gathered into ``room``."""
         if self.lies_as[acc]():
-            return self.at[acc](row)
+            return self.at[acc](row).unsafe_offset(column)
         comptime for dtype in DTYPES:
             comptime if (dtype == DType.float64) == (acc == DType.float64):
                 if self.code() == code_of[dtype]():
-                    _copy(self.at[dtype](row), self.stride(), room, 1, n)
+                    _copy(self.at[dtype](row).unsafe_offset(column * self.stride()), self.stride(), room, 1, n)
         return room
 
     @always_inline
@@ -77,12 +77,15 @@ struct Rows(TrivialRegisterPassable):
 
     def write[acc: DType](self, row: Int, n: Int, room: At[acc]):
         """Round a row that was computed in its :meth:`place` to its dtype."""
-        if self.lies_as[acc]():
-            return
+        if not self.lies_as[acc]():
+            self.copy(room, row, 0, n)
+
+    def copy[acc: DType](self, x: At[acc], row: Int, column: Int, n: Int):
+        """Round n numbers to the dtype of a row, from a column of it on. What is summed in float64 stays float64."""
         comptime for dtype in DTYPES:
-            comptime if (dtype == DType.float64) == (acc == DType.float64):
+            comptime if dtype == DType.float64 or acc != DType.float64:
                 if self.code() == code_of[dtype]():
-                    _copy(room, 1, self.at[dtype](row), self.stride(), n)
+                    _copy(x, 1, self.at[dtype](row).unsafe_offset(column * self.stride()), self.stride(), n)
 
     def put[acc: DType](self, row: Int, value: Scalar[acc]):
         """Round a row's only number to its dtype."""

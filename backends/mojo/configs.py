@@ -1,0 +1,15 @@
+"""What the Mojo kernels take beside a call. Tiles have their values in the specs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from portakern.core.config import Config
+
+
+class ProductConfig(Config):
+    """Of matrix products. No bit of a result depends on it."""
+
+    block_m: Annotated[int, "rows of the result that a thread computes at a time"]
+    block_n: Annotated[int, "columns of the result that a thread computes at a time"]
+    block_k: Annotated[int, "products of each element before the next tile: panels of them stay in the first cache"]
