@@ -13,3 +13,10 @@ class ProductConfig(Config):
     block_m: Annotated[int, "rows of the result that a thread computes at a time"]
     block_n: Annotated[int, "columns of the result that a thread computes at a time"]
     block_k: Annotated[int, "products of each element before the next tile: panels of them stay in the first cache"]
+
+
+class AttentionConfig(Config):
+    """Of attention. No bit of a result depends on it."""
+
+    block_q: Annotated[int, "queries of a head that a thread takes at a time, with all keys that they see"]
+    block_kv: Annotated[int, "keys whose values are added before the next: they stay in the first cache"]

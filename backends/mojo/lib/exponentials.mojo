@@ -17,3 +17,25 @@ def exponentials[acc: DType](x: At[acc], n: Int, m: Scalar[acc]) -> Scalar[acc]:
     for i in range(0, n, LANES[acc]):
         total += exp(load(x, i, n, Scalar[acc].MIN) - m)
     return tree_sum(total)
+
+
+@always_inline
+def put_at[acc: DType](address: Int, i: Int, value: Float64):
+    """Write to an output, which at address 0 nobody wants."""
+    if address:
+        At[acc](unsafe_from_address=address)[unsafe_offset=i] = value.cast[acc]()
+
+
+@fieldwise_init
+struct InTwo(TrivialRegisterPassable):
+    """Where m + log l goes, and where what rounding takes from it."""
+
+    var lse: Int
+    var low: Int
+
+    def put[acc: DType](self, i: Int, m: Float64, log_l: Float64):
+        var lse = (m + log_l).cast[acc]().cast[DType.float64]()
+        var behind = lse - m  # Knuth's sum in two: exact
+        var low = (m - (lse - behind)) + (log_l - behind)
+        put_at[acc](self.lse, i, lse)
+        put_at[acc](self.low, i, low if abs(lse) <= Float64.MAX_FINITE else 0)

@@ -43,8 +43,26 @@ def _copy_row[acc: DType, dtype: DType, P: Int](x: At[dtype], step: Int, k: Int,
         to[unsafe_offset=p * P + i] = x[unsafe_offset=p * step].cast[acc]() if there else Scalar[acc](0)
 
 
-def multiply_panels[acc: DType](a: At[acc], b: At[acc], c: At[acc], width: Int, k: Int, more: Bool):
-    """c = a b, or c + a b where there is ``more`` of it: a tile of registers, of rows ``width`` numbers apart."""
+@fieldwise_init
+struct Left[acc: DType](TrivialRegisterPassable):
+    """The left operand of a tile of registers: a packed panel, or rows in memory that lie so far apart."""
+
+    var at: At[Self.acc]
+    var apart: Int
+
+    @always_inline
+    def number[packed: Bool](self, i: Int, p: Int) -> Scalar[Self.acc]:
+        comptime if packed:
+            return self.at[unsafe_offset=p * ROWS + i]
+        else:
+            return self.at[unsafe_offset=i * self.apart + p]
+
+
+def multiply_panels[
+    acc: DType, packed: Bool = True
+](a: Left[acc], b: At[acc], c: At[acc], width: Int, k: Int, more: Bool):
+    """Compute c = a b, or c + a b where there is ``more`` of it: a tile of registers, of rows ``width`` numbers apart.
+    """
     comptime W = simd_width_of[acc]()
     var sums = Array[SIMD[acc, W], 2 * ROWS](fill=0)
     if more:
@@ -54,7 +72,7 @@ def multiply_panels[acc: DType](a: At[acc], b: At[acc], c: At[acc], width: Int, 
     for p in range(k):
         var b_0, b_1 = b.unsafe_load[width=W](p * 2 * W), b.unsafe_load[width=W](p * 2 * W + W)
         comptime for i in range(ROWS):
-            var a_i = SIMD[acc, W](a[unsafe_offset=p * ROWS + i])
+            var a_i = SIMD[acc, W](a.number[packed](i, p))
             sums[2 * i] = a_i.fma(b_0, sums[2 * i])
             sums[2 * i + 1] = a_i.fma(b_1, sums[2 * i + 1])
     comptime for i in range(ROWS):
@@ -89,5 +107,5 @@ def multiply_tile[acc: DType](a: At[acc], b: At[acc], c: At[acc], e: Extents, ro
         for j in range(0, columns, COLUMNS[acc]):
             var b_panel = b.unsafe_offset((column + j) * e.k + start * COLUMNS[acc])
             for i in range(0, rows, ROWS):
-                var a_panel = a.unsafe_offset((row + i) * e.k + start * ROWS)
+                var a_panel = Left[acc](a.unsafe_offset((row + i) * e.k + start * ROWS), 0)
                 multiply_panels(a_panel, b_panel, c.unsafe_offset(i * e.block_n + j), e.block_n, k, start > 0)
