@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -16,19 +16,13 @@ from portakern.backends.mojo.library import function
 from portakern.core.framework import DTYPE_NAME
 from portakern.spec.dtypes import numpy_dtype
 
+if TYPE_CHECKING:
+    from portakern.core.call import Call
+
 __all__ = [
-    "CODES",
-    "Form",
-    "Kernel",
-    "accumulator",
-    "form",
-    "in_parts",
-    "new",
-    "over_elements",
-    "over_rows",
-    "rows_of",
-    "wide",
-]
+    "CODES", "Form", "MojoFunction", "accumulator", "form", "in_parts", "new", "over_blocks", "over_elements", "over_rows",
+    "rows_of", "summed", "wide",
+]  # fmt: skip
 
 CODES = ("float32", "float64", "bfloat16", "float16")
 """The dtypes of lib/arrays.mojo, each at its code."""
@@ -36,6 +30,10 @@ CODES = ("float32", "float64", "bfloat16", "float16")
 SHARE = 1 << 16
 """Numbers that a thread gets at least: to wake one takes as long as some ten thousand of them."""
 
+
+BLOCK = 32
+"""Rows whose sum a kernel makes in one go (``BLOCK`` of lib/norms.mojo): a sum of n rows has n / 32 + 32 additions in
+a row, as many as the specs' bounds allow."""
 
 PIECE = 4096
 """Numbers that an op on elements takes at a time: in 32 bits, three such arrays fit the first cache."""
@@ -88,7 +86,7 @@ def _merged(axes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-class Kernel:
+class MojoFunction:
     """A function of a module of Mojo, compiled when it is called for the first time. Forms and arrays are passed as
     addresses, None as 0."""
 
@@ -111,7 +109,7 @@ def _passed(value: Any) -> Any:
     return ctypes.c_int64(value) if isinstance(value, int) else ctypes.byref(value.integers)
 
 
-def over_rows(kernel: Kernel, *args: Any, rows: int, n: int, room: int, dtype: str, cost: int = 1) -> None:
+def over_rows(kernel: MojoFunction, *args: Any, rows: int, n: int, room: int, dtype: str, cost: int = 1) -> None:
     """``kernel(*args, memory for some rows of n numbers, first row, end)``, on as many threads as the rows are worth.
 
     ``room``: how many rows the memory has; ``cost``: how much longer a number takes than a few operations. No row's
@@ -124,20 +122,49 @@ def over_rows(kernel: Kernel, *args: Any, rows: int, n: int, room: int, dtype: s
     in_parts(run, rows, rows * n * cost)
 
 
-def over_elements(kernel: Kernel, *arrays: np.ndarray, room: int, cost: int = 1) -> None:
+class BlockSums(NamedTuple):
+    """Sums over rows: of each block of rows, added up by a kernel, and of these. None: nobody wants them."""
+
+    blocks: np.ndarray | None
+    dtype: str
+
+    def result(self) -> np.ndarray | None:
+        return None if self.blocks is None else self.blocks.sum(0).astype(numpy_dtype(self.dtype))
+
+
+def summed(call: Call, output: str) -> BlockSums:
+    """Zeros for a gradient (n,) that is a sum over the rows of the call's first array."""
+    lead = call.arrays[call.spec.arrays[0].name]
+    (rows, n), (_, dtype) = rows_of(lead), call.outputs[output]
+    blocks = np.zeros((-(-rows // BLOCK), n), accumulator(call.dtype)) if output in call.wants else None
+    return BlockSums(blocks, dtype)
+
+
+def over_blocks(kernel: MojoFunction, *args: Any, rows: int, n: int, room: int, dtype: str) -> None:
+    """``kernel(*args, memory, first block, end)`` over blocks of rows, which no number of threads changes."""
+
+    def run(first: int, end: int) -> None:
+        kernel(*args, np.empty(room * n, accumulator(dtype)), first, end)
+
+    in_parts(run, -(-rows // BLOCK), rows * n * 4)
+
+
+def over_elements(kernel: MojoFunction, *arrays: np.ndarray | None, room: int, cost: int = 1) -> None:
     """``kernel(*arrays, n, their size, memory, first, end)`` over arrays of one shape, the results last: rows along the
     last axis, or where all lie without gaps, pieces of n elements, of which the last may be shorter."""
-    lead = arrays[-1]
-    if all(a.flags.c_contiguous and a.flags.aligned for a in arrays):
+    lead = arrays[0]
+    assert lead is not None
+    if all(a is None or (a.flags.c_contiguous and a.flags.aligned) for a in arrays):
         n = min(lead.size, PIECE)
-        rows, forms = -(-lead.size // n), [Form(a, 1, [(-(-lead.size // n), n)]) for a in arrays]
+        rows = -(-lead.size // n)
+        forms = [None if a is None else Form(a, 1, [(rows, n)]) for a in arrays]
     else:
         rows, n = rows_of(lead)
-        forms = [form(a) for a in arrays]
+        forms = [None if a is None else form(a) for a in arrays]
     over_rows(kernel, *forms, n, lead.size, rows=rows, n=n, room=room, dtype=DTYPE_NAME[lead.dtype], cost=cost)
 
 
-def in_parts(run: Callable[[int, int], None], count: int, work: float) -> None:
+def in_parts(run: Callable[[int, int], object], count: int, work: float) -> None:
     """``run(first, end)`` of parts of ``count`` things, each on a thread."""
     threads = int(max(1, min(_threads(), count, work // SHARE)))
     if threads == 1:

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from portakern.backends.mojo.configs import ProductConfig
-from portakern.backends.mojo.launch import Kernel, accumulator, form, in_parts, new
+from portakern.backends.mojo.launch import MojoFunction, accumulator, form, in_parts, new
 from portakern.core.call import Call
 from portakern.core.oracle import rounded
 from portakern.spec.dtypes import numpy_dtype
 
-__all__ = ["Packed", "over_tiles", "packed", "product", "tiling"]
+__all__ = ["Panels", "over_tiles", "packed", "product", "tiling"]
 
-PACK, PANEL, MATMUL = Kernel("matmul", "pack"), Kernel("matmul", "panel"), Kernel("matmul")
+PACK, PANEL, MATMUL = MojoFunction("matmul", "pack"), MojoFunction("matmul", "panel"), MojoFunction("matmul")
 
 
 def tiling(call: Call) -> Mapping[str, int]:
@@ -26,14 +26,14 @@ def tiling(call: Call) -> Mapping[str, int]:
 
 
 @dataclass(frozen=True)
-class Packed:
+class Panels:
     """Matrices of a batch in panels: (panels of all, k, rows of a panel). ``rows``: how many each matrix has."""
 
     panels: np.ndarray
     rows: int
 
 
-def packed(x: np.ndarray, rows: int, dtype: str, right: bool) -> Packed:
+def packed(x: np.ndarray, rows: int, dtype: str, right: bool) -> Panels:
     """Matrices of so many ``rows`` of k numbers, (..., k), in panels. ``right``: they are a right operand,
     transposed."""
     k, matrices = x.shape[-1], prod(x.shape[:-1]) // rows
@@ -41,10 +41,10 @@ def packed(x: np.ndarray, rows: int, dtype: str, right: bool) -> Packed:
     to = np.empty((matrices * -(-rows // size), k, size), accumulator(dtype))
     of = form(x)
     in_parts(lambda first, end: PACK(of, int(right), rows, k, to, first, end), len(to), to.size)
-    return Packed(to, rows)
+    return Panels(to, rows)
 
 
-def over_tiles(kernel: Kernel, a: Packed, b: Packed, *args: Any, batch: int, config: ProductConfig) -> None:
+def over_tiles(kernel: MojoFunction, a: Panels, b: Panels, *args: Any, batch: int, config: ProductConfig) -> None:
     """``kernel(a, b, *args, whether they are float64, extents, tiles, memory for a tile and a row, first tile, end)``:
     threads share the tiles of all products of a batch. Tiles are whole panels."""
     (_, k, step_m), (_, _, step_n), dtype = a.panels.shape, b.panels.shape, a.panels.dtype

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from portakern.backends.mojo import BACKEND
-from portakern.backends.mojo.launch import Kernel, form, new, over_rows, rows_of, wide
+from portakern.backends.mojo.launch import MojoFunction, form, new, over_rows, rows_of, wide
 from portakern.core.call import Call
 from portakern.core.config import Config
 
-KERNEL = Kernel("rmsnorm", "add_rmsnorm")
+KERNEL = MojoFunction("rmsnorm", "add_rmsnorm")
 
 
 @BACKEND.implements("add_rmsnorm")

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import sqrt
 from typing import Any
 
 import numpy as np
 
 from portakern.backends.mojo import BACKEND
 from portakern.backends.mojo.configs import AttentionConfig
-from portakern.backends.mojo.launch import Kernel, accumulator, form, in_parts, new, wide
+from portakern.backends.mojo.launch import MojoFunction, accumulator, form, in_parts, new, wide
 from portakern.backends.mojo.products import packed
 from portakern.core.call import Call
 from portakern.specs.attention import first_place, over_cap, scale_of
 
-KERNEL = Kernel("attention")
+KERNEL = MojoFunction("attention")
 
 
 def tiling(call: Call) -> Mapping[str, int]:

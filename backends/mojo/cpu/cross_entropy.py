@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from portakern.backends.mojo import BACKEND
-from portakern.backends.mojo.launch import Kernel, accumulator, form, over_rows, rows_of
+from portakern.backends.mojo.launch import MojoFunction, accumulator, form, over_rows, rows_of
 from portakern.core.call import Call
 from portakern.core.config import Config
 
-KERNEL = Kernel("cross_entropy")
+KERNEL = MojoFunction("cross_entropy")
 
 
 @BACKEND.implements("cross_entropy")

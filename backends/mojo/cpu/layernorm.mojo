@@ -2,32 +2,19 @@
 
     y_j = (x_j - mean) r weight_j + bias_j        r = (var + eps)^-1/2        var = mean_j (x_j - mean)^2
 
-The mean is that of a sum and, added to it, that of what remains: of equal numbers it is that number.
-
 Source: Ba, Kiros, Hinton, "Layer normalization" (2016), equations 3 and 4.
 """
 
 from std.math import sqrt
 
 from lib.arrays import At, Form, Rows
-from lib.norms import given
-from lib.strips import LANES, Strip, load, row_sum, store, tree_sum
-
-
-def mean_of[acc: DType](x: At[acc], n: Int) -> Scalar[acc]:
-    var mean = row_sum(x, n) / Scalar[acc](n)
-    var rest = Strip[acc](0)
-    for i in range(0, n, LANES[acc]):
-        rest += load(x, i, n, mean) - mean
-    return mean + tree_sum(rest) / Scalar[acc](n)
+from lib.norms import given, mean_of, variance
+from lib.strips import LANES, load, store
 
 
 def layernorm_row[acc: DType](x: At[acc], weight: Int, bias: Int, y: At[acc], n: Int, eps: Scalar[acc]):
-    var mean, squares = mean_of(x, n), Strip[acc](0)
-    for i in range(0, n, LANES[acc]):
-        var centred = load(x, i, n, mean) - mean
-        squares = centred.fma(centred, squares)
-    var r = 1 / sqrt(tree_sum(squares) / Scalar[acc](n) + eps)
+    var mean = mean_of(x, n)
+    var r = 1 / sqrt(variance(x, mean, n) + eps)
     for i in range(0, n, LANES[acc]):
         var xh = (load(x, i, n, mean) - mean) * r
         store(y, i, n, xh.fma(given[acc](weight, i, n, 1), given[acc](bias, i, n, 0)))

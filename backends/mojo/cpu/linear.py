@@ -8,11 +8,11 @@ import numpy as np
 
 from portakern.backends.mojo import BACKEND
 from portakern.backends.mojo.configs import ProductConfig
-from portakern.backends.mojo.launch import Kernel, form, new, wide
+from portakern.backends.mojo.launch import MojoFunction, form, new, wide
 from portakern.backends.mojo.products import over_tiles, packed, tiling
 from portakern.core.call import Call
 
-KERNEL = Kernel("linear")
+KERNEL = MojoFunction("linear")
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
 """Those of lib/activations.mojo, each at its code."""
 

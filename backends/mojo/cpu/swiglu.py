@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from portakern.backends.mojo import BACKEND
-from portakern.backends.mojo.launch import Kernel, new, over_elements
+from portakern.backends.mojo.launch import MojoFunction, new, over_elements
 from portakern.core.call import Call
 from portakern.core.config import Config
 
-KERNEL = Kernel("swiglu")
+KERNEL = MojoFunction("swiglu")
 
 
 @BACKEND.implements("swiglu")

@@ -2,7 +2,7 @@
 
 from .arrays import At
 from .exponential import exp
-from .strips import LANES, Strip, load, row_max, tree_sum
+from .strips import LANES, Strip, load, row_max, store, tree_sum
 
 
 def finite_max[acc: DType](x: At[acc], n: Int) -> Scalar[acc]:
@@ -17,6 +17,19 @@ def exponentials[acc: DType](x: At[acc], n: Int, m: Scalar[acc]) -> Scalar[acc]:
     for i in range(0, n, LANES[acc]):
         total += exp(load(x, i, n, Scalar[acc].MIN) - m)
     return tree_sum(total)
+
+
+def softmax_row[acc: DType](x: At[acc], y: At[acc], n: Int):
+    """Write y = exp(x - m) / l: x is read for m, its exponentials are stored and added, and the stored ones scaled.
+    """
+    var m, total = row_max(x, n), Strip[acc](0)
+    for i in range(0, n, LANES[acc]):
+        var p = exp(load(x, i, n, Scalar[acc].MIN) - m)
+        total += p
+        store(y, i, n, p)
+    var share = 1 / tree_sum(total)
+    for i in range(0, n, LANES[acc]):
+        store(y, i, n, load(y, i, n, 0) * share)
 
 
 @always_inline

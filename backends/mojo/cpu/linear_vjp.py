@@ -1,0 +1,31 @@
+"""Gradients of a linear layer with what follows it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from portakern.backends.mojo import BACKEND
+from portakern.backends.mojo.configs import ProductConfig
+from portakern.backends.mojo.cpu.linear import ACTIVATIONS
+from portakern.backends.mojo.launch import MojoFunction, accumulator, form, over_blocks, summed
+from portakern.backends.mojo.products import product, tiling
+from portakern.core.call import Call
+
+KERNEL = MojoFunction("linear_vjp", "linear_slope")
+
+
+@BACKEND.implements("linear_vjp", tiling=tiling, config=ProductConfig, same_bits=True)
+def linear_vjp(call: Call, config: ProductConfig) -> tuple[np.ndarray | None, ...]:
+    x, weight, d_y = (call.arrays[name] for name in ("x", "weight", "d_y"))
+    activation = ACTIVATIONS.index(call.options["activation"])
+    pre = call.arrays["pre"] if activation else None
+    (n, k), d_bias = weight.shape, summed(call, "d_bias")
+    d_z = np.empty(d_y.shape, accumulator(call.dtype))
+    over_blocks(
+        KERNEL, form(d_y), None if pre is None else form(pre), form(d_z), d_bias.blocks, activation, n, d_z.size // n,
+        rows=d_z.size // n, n=n, room=3, dtype=call.dtype,
+    )  # fmt: skip
+    rows = d_z.reshape(-1, n)
+    d_x = product(d_z, weight, call.dtype, call.dtype, config) if "d_x" in call.wants else None
+    d_weight = product(rows.T, x.reshape(-1, k), call.dtype, call.dtype, config) if "d_weight" in call.wants else None
+    return d_x, d_weight, d_bias.result()
