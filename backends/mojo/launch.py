@@ -20,16 +20,26 @@ if TYPE_CHECKING:
     from portakern.core.call import Call
 
 __all__ = [
-    "CODES", "Form", "MojoFunction", "accumulator", "form", "in_parts", "new", "over_blocks", "over_elements", "over_rows",
-    "rows_of", "summed", "wide",
-]  # fmt: skip
+    "CODES",
+    "MojoFunction",
+    "RowLayout",
+    "accumulator",
+    "in_parts",
+    "layout",
+    "new",
+    "over_blocks",
+    "over_elements",
+    "over_rows",
+    "rows_of",
+    "summed",
+    "wide",
+]
 
 CODES = ("float32", "float64", "bfloat16", "float16")
 """The dtypes of lib/arrays.mojo, each at its code."""
 
 SHARE = 1 << 16
 """Numbers that a thread gets at least: to wake one takes as long as some ten thousand of them."""
-
 
 BLOCK = 32
 """Rows whose sum a kernel makes in one go (``BLOCK`` of lib/norms.mojo): a sum of n rows has n / 32 + 32 additions in
@@ -53,7 +63,7 @@ def wide(array: Any, dtype: str) -> Any:
     return None if array is None else np.ascontiguousarray(array, accumulator(dtype))
 
 
-class Form:
+class RowLayout:
     """An array as lib/arrays.mojo reads it (``Rows``): integers in memory, which lives as long as the array."""
 
     def __init__(self, array: np.ndarray, step: int, beside: Sequence[tuple[int, int]]) -> None:
@@ -63,14 +73,16 @@ class Form:
         self.array, self.integers = array, (ctypes.c_int64 * len(said))(*said)
 
 
-def form(array: np.ndarray, axis: int = -1) -> Form:
-    """The rows of an array along an axis, in the order of the others."""
+def layout(array: np.ndarray | None, axis: int = -1) -> RowLayout | None:
+    """The rows of an array along an axis, in the order of the others; None of no array."""
+    if array is None:
+        return None
     size = array.itemsize
     if not array.flags.aligned or any(s % size for s in array.strides):
         array = np.ascontiguousarray(array)
     steps = [s // size for s in array.strides]
     beside = [(array.shape[i], steps[i]) for i in range(array.ndim) if i != axis % array.ndim]
-    return Form(array, steps[axis], _merged(beside))
+    return RowLayout(array, steps[axis], _merged(beside))
 
 
 def _merged(axes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -87,7 +99,7 @@ def _merged(axes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class MojoFunction:
-    """A function of a module of Mojo, compiled when it is called for the first time. Forms and arrays are passed as
+    """A function of a module of Mojo, compiled when it is called for the first time. Layouts and arrays are passed as
     addresses, None as 0."""
 
     def __init__(self, module: str, name: str | None = None) -> None:
@@ -109,15 +121,15 @@ def _passed(value: Any) -> Any:
     return ctypes.c_int64(value) if isinstance(value, int) else ctypes.byref(value.integers)
 
 
-def over_rows(kernel: MojoFunction, *args: Any, rows: int, n: int, room: int, dtype: str, cost: int = 1) -> None:
+def over_rows(kernel: MojoFunction, *args: Any, rows: int, n: int, space: int, dtype: str, cost: int = 1) -> None:
     """``kernel(*args, memory for some rows of n numbers, first row, end)``, on as many threads as the rows are worth.
 
-    ``room``: how many rows the memory has; ``cost``: how much longer a number takes than a few operations. No row's
+    ``space``: how many rows the memory has; ``cost``: how much longer a number takes than a few operations. No row's
     result depends on which thread computes it, or on what it computed before.
     """
 
     def run(first: int, end: int) -> None:
-        kernel(*args, np.empty(room * n, accumulator(dtype)), first, end)
+        kernel(*args, np.empty(space * n, accumulator(dtype)), first, end)
 
     in_parts(run, rows, rows * n * cost)
 
@@ -140,16 +152,16 @@ def summed(call: Call, output: str) -> BlockSums:
     return BlockSums(blocks, dtype)
 
 
-def over_blocks(kernel: MojoFunction, *args: Any, rows: int, n: int, room: int, dtype: str) -> None:
+def over_blocks(kernel: MojoFunction, *args: Any, rows: int, n: int, space: int, dtype: str) -> None:
     """``kernel(*args, memory, first block, end)`` over blocks of rows, which no number of threads changes."""
 
     def run(first: int, end: int) -> None:
-        kernel(*args, np.empty(room * n, accumulator(dtype)), first, end)
+        kernel(*args, np.empty(space * n, accumulator(dtype)), first, end)
 
     in_parts(run, -(-rows // BLOCK), rows * n * 4)
 
 
-def over_elements(kernel: MojoFunction, *arrays: np.ndarray | None, room: int, cost: int = 1) -> None:
+def over_elements(kernel: MojoFunction, *arrays: np.ndarray | None, space: int, cost: int = 1) -> None:
     """``kernel(*arrays, n, their size, memory, first, end)`` over arrays of one shape, the results last: rows along the
     last axis, or where all lie without gaps, pieces of n elements, of which the last may be shorter."""
     lead = arrays[0]
@@ -157,11 +169,11 @@ def over_elements(kernel: MojoFunction, *arrays: np.ndarray | None, room: int, c
     if all(a is None or (a.flags.c_contiguous and a.flags.aligned) for a in arrays):
         n = min(lead.size, PIECE)
         rows = -(-lead.size // n)
-        forms = [None if a is None else Form(a, 1, [(rows, n)]) for a in arrays]
+        layouts = [None if a is None else RowLayout(a, 1, [(rows, n)]) for a in arrays]
     else:
         rows, n = rows_of(lead)
-        forms = [None if a is None else form(a) for a in arrays]
-    over_rows(kernel, *forms, n, lead.size, rows=rows, n=n, room=room, dtype=DTYPE_NAME[lead.dtype], cost=cost)
+        layouts = [layout(a) for a in arrays]
+    over_rows(kernel, *layouts, n, lead.size, rows=rows, n=n, space=space, dtype=DTYPE_NAME[lead.dtype], cost=cost)
 
 
 def in_parts(run: Callable[[int, int], object], count: int, work: float) -> None:

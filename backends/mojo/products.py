@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from portakern.backends.mojo.configs import ProductConfig
-from portakern.backends.mojo.launch import MojoFunction, accumulator, form, in_parts, new
+from portakern.backends.mojo.launch import MojoFunction, accumulator, in_parts, layout, new
 from portakern.core.call import Call
 from portakern.core.oracle import rounded
 from portakern.spec.dtypes import numpy_dtype
@@ -39,7 +39,7 @@ def packed(x: np.ndarray, rows: int, dtype: str, right: bool) -> Panels:
     k, matrices = x.shape[-1], prod(x.shape[:-1]) // rows
     size = PANEL(int(dtype == "float64"), int(right))
     to = np.empty((matrices * -(-rows // size), k, size), accumulator(dtype))
-    of = form(x)
+    of = layout(x)
     in_parts(lambda first, end: PACK(of, int(right), rows, k, to, first, end), len(to), to.size)
     return Panels(to, rows)
 
@@ -53,8 +53,8 @@ def over_tiles(kernel: MojoFunction, a: Panels, b: Panels, *args: Any, batch: in
     extents = (int(dtype == np.float64), a.rows, b.rows, k, block_m, block_n, config.block_k)
 
     def run(first: int, end: int) -> None:
-        room = np.empty((1 + min(block_m, a.rows + step_m), block_n), dtype)
-        kernel(a.panels, b.panels, *args, *extents, room, first, end)
+        space = np.empty((1 + min(block_m, a.rows + step_m), block_n), dtype)
+        kernel(a.panels, b.panels, *args, *extents, space, first, end)
 
     in_parts(run, tiles, batch * a.rows * b.rows * k / 8)
 
@@ -69,6 +69,6 @@ def product(a: np.ndarray, b: np.ndarray, dtype: str, out_dtype: str, config: Pr
     c = new((prod(batch) * m // rows, rows, n), "float64" if narrows else out_dtype)
     left = packed(np.broadcast_to(a, (*batch, m, k)), rows, dtype, right=False)
     right = packed(np.swapaxes(b, -1, -2), n, dtype, right=True)
-    over_tiles(MATMUL, left, right, form(c), batch=len(c), config=config)
+    over_tiles(MATMUL, left, right, layout(c), batch=len(c), config=config)
     found = c.reshape(*batch, m, n)
     return rounded(found, out_dtype).astype(numpy_dtype(out_dtype)) if narrows else found

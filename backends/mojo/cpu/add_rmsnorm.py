@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from portakern.backends.mojo import BACKEND
-from portakern.backends.mojo.launch import MojoFunction, form, new, over_rows, rows_of, wide
+from portakern.backends.mojo.launch import MojoFunction, layout, new, over_rows, rows_of, wide
 from portakern.core.call import Call
 from portakern.core.config import Config
 
@@ -18,7 +18,18 @@ def add_rmsnorm(call: Call, config: Config) -> tuple[np.ndarray, np.ndarray]:
     y, total = new(x.shape, call.dtype), new(x.shape, call.dtype)
     rows, n = rows_of(x)
     over_rows(
-        KERNEL, form(x), form(call.arrays["residual"]), weight, form(y), form(total), n, float(call.options["eps"]),
-        int(call.options["rounding"] == "before_weight"), rows=rows, n=n, room=2, dtype=call.dtype,
-    )  # fmt: skip
+        KERNEL,
+        layout(x),
+        layout(call.arrays["residual"]),
+        weight,
+        layout(y),
+        layout(total),
+        n,
+        float(call.options["eps"]),
+        int(call.options["rounding"] == "before_weight"),
+        rows=rows,
+        n=n,
+        space=2,
+        dtype=call.dtype,
+    )
     return y, total

@@ -10,7 +10,7 @@ sees, so that its bits do not depend on the queries beside it.
 
 from std.math import iota
 
-from lib.arrays import At, Form, Rows
+from lib.arrays import At, Layout, Rows
 from lib.exponential import exp, log
 from lib.exponentials import InTwo
 from lib.products import COLUMNS, ROWS, Extents, Left, multiply_panels, multiply_tile
@@ -66,14 +66,14 @@ def tanh[acc: DType](x: Strip[acc]) -> Strip[acc]:
 
 
 def score_row[acc: DType](
-    s: At[acc], to: Scores, see: Masks, e: Heads, head: Int, i: Int, begin: Int, n: Int, room: At[acc]
+    s: At[acc], to: Scores, see: Masks, e: Heads, head: Int, i: Int, begin: Int, n: Int, space: At[acc]
 ):
     """Make scores of the dots of query i with the n keys from ``begin`` on; what it does not see is -inf."""
     var row, scale = head * e.q_len + i, to.scale.cast[acc]()
     var batch, cap = head // e.heads, to.cap.cast[acc]()
     var bias = s
     if to.bias:
-        bias = Rows(Form(unsafe_from_address=to.bias)).read(row, n, room, begin)
+        bias = Rows(Layout(unsafe_from_address=to.bias)).read(row, n, space, begin)
     for j in range(0, n, LANES[acc]):
         var x = load(s, j, n, 0) * scale
         if to.cap != 0:
@@ -124,10 +124,10 @@ struct Block[acc: DType](TrivialRegisterPassable):
     var width: Int
     var dv: Int
 
-    def __init__(out self, room: Int, block_q: Int, e: Heads):
+    def __init__(out self, space: Int, block_q: Int, e: Heads):
         self.width = (e.kv_len + COLUMNS[Self.acc] - 1) // COLUMNS[Self.acc] * COLUMNS[Self.acc]
         self.dv = (e.dv + COLUMNS[Self.acc] - 1) // COLUMNS[Self.acc] * COLUMNS[Self.acc]
-        self.scores = At[Self.acc](unsafe_from_address=room)
+        self.scores = At[Self.acc](unsafe_from_address=space)
         self.o = self.scores.unsafe_offset(block_q * self.width)
         self.bias = self.o.unsafe_offset(block_q * self.dv)
         self.shares = self.bias.unsafe_offset(self.width)
@@ -177,9 +177,9 @@ def attend[acc: DType](
 
 def attention_blocks[acc: DType](
     q: Int, k: Int, v: Int, o: Rows, lse: InTwo, e: Heads, to: Scores, see: Masks, block_q: Int, block_kv: Int,
-    room: Int, first: Int, last: Int
+    space: Int, first: Int, last: Int
 ):
-    var at, down = Block[acc](room, block_q, e), (e.q_len + block_q - 1) // block_q
+    var at, down = Block[acc](space, block_q, e), (e.q_len + block_q - 1) // block_q
     var q_size = (e.q_len + ROWS - 1) // ROWS * ROWS * e.d
     for number in range(first, last):
         var head, begin = number // down, number % down * block_q
@@ -194,14 +194,14 @@ def attention_blocks[acc: DType](
 
 @export("attention")
 def attention(
-    q: Int, k: Int, v: Int, o: Form, lse: Int, low: Int, bias: Int, slopes: Int, sinks: Int, q_segments: Int,
+    q: Int, k: Int, v: Int, o: Layout, lse: Int, low: Int, bias: Int, slopes: Int, sinks: Int, q_segments: Int,
     kv_segments: Int, scale: Float64, cap: Float64, start: Int, left: Int, right: Int, double: Int, heads: Int,
-    group: Int, q_len: Int, kv_len: Int, d: Int, dv: Int, block_q: Int, block_kv: Int, room: Int, first: Int, last: Int
+    group: Int, q_len: Int, kv_len: Int, d: Int, dv: Int, block_q: Int, block_kv: Int, space: Int, first: Int, last: Int
 ) abi("C"):
     var e, to = Heads(heads, group, q_len, kv_len, d, dv), Scores(scale, cap, bias, slopes, sinks)
     var see = Masks(start, left, right, q_segments, kv_segments)
     comptime for acc in [DType.float32, DType.float64]:
         if Bool(double) == (acc == DType.float64):
             attention_blocks[acc](
-                q, k, v, Rows(o), InTwo(lse, low), e, to, see, block_q, block_kv, room, first, last
+                q, k, v, Rows(o), InTwo(lse, low), e, to, see, block_q, block_kv, space, first, last
             )

@@ -9,7 +9,7 @@ import numpy as np
 
 from portakern.backends.mojo import BACKEND
 from portakern.backends.mojo.configs import AttentionConfig
-from portakern.backends.mojo.launch import MojoFunction, accumulator, form, in_parts, new, wide
+from portakern.backends.mojo.launch import MojoFunction, accumulator, in_parts, layout, new, wide
 from portakern.backends.mojo.products import packed
 from portakern.core.call import Call
 from portakern.specs.attention import first_place, over_cap, scale_of
@@ -35,7 +35,7 @@ def scores(call: Call) -> tuple[Any, ...]:
     bias, slopes, sinks = (call.arrays[name] for name in ("bias", "alibi_slopes", "sinks"))
     if bias is not None:
         bias = bias if call.dtype != "float64" else wide(bias, call.dtype)
-        bias = form(np.broadcast_to(bias, (batch, heads, q_len, call.dims["kv_len"])))
+        bias = layout(np.broadcast_to(bias, (batch, heads, q_len, call.dims["kv_len"])))
     scale = scale_of(call) if cap is None else over_cap(scale_of(call), cap)
     return bias, wide(slopes, call.dtype), wide(sinks, call.dtype), scale, cap or 0.0
 
@@ -55,14 +55,14 @@ def attention(call: Call, config: AttentionConfig) -> tuple[np.ndarray | None, .
     segments = (call.arrays[name] for name in ("q_segment_ids", "kv_segment_ids"))
     ids = [None if s is None else np.ascontiguousarray(s, np.int64) for s in segments]
     bias, slopes, sinks, scale, cap = scores(call)
-    to = form(o.transpose(0, 2, 1, 3))
+    to = layout(o.transpose(0, 2, 1, 3))
 
     def run(first: int, end: int) -> None:
-        room = np.empty(block_q * (width + -(-dv // columns) * columns + 1) + width, dtype)
+        space = np.empty(block_q * (width + -(-dv // columns) * columns + 1) + width, dtype)
         KERNEL(
             left.panels, keys.panels, values.panels, to, lse, low, bias, slopes, sinks, *ids, float(scale), float(cap),
             first_place(call), *window(call), int(call.dtype == "float64"), heads, call.dims["group"], q_len, kv_len, d,
-            dv, block_q, config.block_kv, room, first, end,
+            dv, block_q, config.block_kv, space, first, end,
         )  # fmt: skip
 
     blocks = batch * heads * -(-q_len // block_q)

@@ -8,7 +8,7 @@ Sources: Szegedy et al., "Rethinking the inception architecture" (2016), section
 z-loss" (2016).
 """
 
-from lib.arrays import At, Form, Rows
+from lib.arrays import At, Layout, Rows
 from lib.exponential import log
 from lib.strips import row_sum
 from lib.exponentials import InTwo, exponentials, finite_max, put_at
@@ -24,7 +24,7 @@ struct Loss(TrivialRegisterPassable):
 
 
 def cross_entropy_rows[acc: DType](
-    x: Rows, labels: At[DType.int64], loss: Int, lse: InTwo, n: Int, of: Loss, room: Int, first: Int, last: Int
+    x: Rows, labels: At[DType.int64], loss: Int, lse: InTwo, n: Int, of: Loss, space: Int, first: Int, last: Int
 ):
     for row in range(first, last):
         var label = Int(labels[unsafe_offset=row])
@@ -32,7 +32,7 @@ def cross_entropy_rows[acc: DType](
             lse.put[acc](row, 0, 0)
             put_at[acc](loss, row, 0)
             continue
-        var given = x.read(row, n, At[acc](unsafe_from_address=room))
+        var given = x.read(row, n, At[acc](unsafe_from_address=space))
         var m = finite_max(given, n)
         var log_l, wide = log(exponentials(given, n, m).cast[DType.float64]()), m.cast[DType.float64]()
         var inside = label >= 0 and label < n
@@ -48,11 +48,11 @@ def cross_entropy_rows[acc: DType](
 
 @export("cross_entropy")
 def cross_entropy(
-    x: Form, labels: Int, loss: Int, lse: Int, low: Int, n: Int, ignored: Int, e: Float64, z: Float64,
-    room: Int, first: Int, last: Int
+    x: Layout, labels: Int, loss: Int, lse: Int, low: Int, n: Int, ignored: Int, e: Float64, z: Float64,
+    space: Int, first: Int, last: Int
 ) abi("C"):
     var in_two, of, at = InTwo(lse, low), Loss(ignored, e, z), At[DType.int64](unsafe_from_address=labels)
     if Rows(x).is_double():
-        cross_entropy_rows[DType.float64](Rows(x), at, loss, in_two, n, of, room, first, last)
+        cross_entropy_rows[DType.float64](Rows(x), at, loss, in_two, n, of, space, first, last)
     else:
-        cross_entropy_rows[DType.float32](Rows(x), at, loss, in_two, n, of, room, first, last)
+        cross_entropy_rows[DType.float32](Rows(x), at, loss, in_two, n, of, space, first, last)

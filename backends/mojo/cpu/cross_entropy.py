@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from portakern.backends.mojo import BACKEND
-from portakern.backends.mojo.launch import MojoFunction, accumulator, form, over_rows, rows_of
+from portakern.backends.mojo.launch import MojoFunction, accumulator, layout, over_rows, rows_of
 from portakern.core.call import Call
 from portakern.core.config import Config
 
@@ -20,7 +20,7 @@ def cross_entropy(call: Call, config: Config) -> tuple[np.ndarray | None, ...]:
     outputs = tuple(made.get(o.name) for o in call.spec.outputs)
     rows, n = rows_of(x)
     over_rows(
-        KERNEL, form(x), labels, *outputs, n, ignored, float(e), float(z), rows=rows, n=n, room=1, dtype=call.dtype,
+        KERNEL, layout(x), labels, *outputs, n, ignored, float(e), float(z), rows=rows, n=n, space=1, dtype=call.dtype,
         cost=4,
     )  # fmt: skip
     return outputs

@@ -5,7 +5,7 @@
 
 from std.math import iota
 
-from lib.arrays import At, Form, Rows
+from lib.arrays import At, Layout, Rows
 from lib.exponential import exp
 from lib.strips import LANES, Strip, load, store
 
@@ -32,12 +32,12 @@ struct Statistics[acc: DType](TrivialRegisterPassable):
 
 
 def cross_entropy_vjp_rows[acc: DType](
-    x: Rows, known: Statistics[acc], d_x: Rows, n: Int, of: Loss, room: Int, first: Int, last: Int
+    x: Rows, known: Statistics[acc], d_x: Rows, n: Int, of: Loss, space: Int, first: Int, last: Int
 ):
     var smooth, hit = (of.e / Float64(of.classes)).cast[acc](), (1 - of.e).cast[acc]()
     for row in range(first, last):
-        var label, out = Int(known.labels[unsafe_offset=row]), d_x.place(row, At[acc](unsafe_from_address=room))
-        var given = x.read(row, n, At[acc](unsafe_from_address=room))
+        var label, out = Int(known.labels[unsafe_offset=row]), d_x.place(row, At[acc](unsafe_from_address=space))
+        var given = x.read(row, n, At[acc](unsafe_from_address=space))
         var lse, g = known.lse[unsafe_offset=row], known.d_loss[unsafe_offset=row]
         var low = At[acc](unsafe_from_address=known.low)[unsafe_offset=row] if known.low else 0
         var raised = 1 + 2 * of.z.cast[acc]() * lse if of.z != 0 else 1
@@ -52,8 +52,8 @@ def cross_entropy_vjp_rows[acc: DType](
 
 @export("cross_entropy_vjp")
 def cross_entropy_vjp(
-    x: Form, labels: Int, lse: Int, low: Int, d_loss: Int, d_x: Form, n: Int, ignored: Int, first_class: Int,
-    classes: Int, e: Float64, z: Float64, room: Int, first: Int, last: Int
+    x: Layout, labels: Int, lse: Int, low: Int, d_loss: Int, d_x: Layout, n: Int, ignored: Int, first_class: Int,
+    classes: Int, e: Float64, z: Float64, space: Int, first: Int, last: Int
 ) abi("C"):
     comptime for acc in [DType.float32, DType.float64]:
         if Rows(x).is_double() == (acc == DType.float64):
@@ -62,4 +62,4 @@ def cross_entropy_vjp(
                 At[acc](unsafe_from_address=d_loss)
             )
             var of = Loss(ignored, first_class, classes, e, z)
-            cross_entropy_vjp_rows(Rows(x), known, Rows(d_x), n, of, room, first, last)
+            cross_entropy_vjp_rows(Rows(x), known, Rows(d_x), n, of, space, first, last)

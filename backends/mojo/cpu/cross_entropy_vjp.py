@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from portakern.backends.mojo import BACKEND
-from portakern.backends.mojo.launch import MojoFunction, form, new, over_rows, rows_of, wide
+from portakern.backends.mojo.launch import MojoFunction, layout, new, over_rows, rows_of, wide
 from portakern.core.call import Call
 from portakern.core.config import Config
 from portakern.specs.cross_entropy import classes_of
@@ -21,7 +21,7 @@ def cross_entropy_vjp(call: Call, config: Config) -> tuple[np.ndarray]:
     d_logits = new(x.shape, call.dtype)
     rows, n = rows_of(x)
     over_rows(
-        KERNEL, form(x), labels, *known, form(d_logits), n, ignored, first, classes_of(call), float(e), float(z),
-        rows=rows, n=n, room=1, dtype=call.dtype, cost=4,
+        KERNEL, layout(x), labels, *known, layout(d_logits), n, ignored, first, classes_of(call), float(e), float(z),
+        rows=rows, n=n, space=1, dtype=call.dtype, cost=4,
     )  # fmt: skip
     return (d_logits,)

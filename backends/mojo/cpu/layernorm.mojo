@@ -7,7 +7,7 @@ Source: Ba, Kiros, Hinton, "Layer normalization" (2016), equations 3 and 4.
 
 from std.math import sqrt
 
-from lib.arrays import At, Form, Rows
+from lib.arrays import At, Layout, Rows
 from lib.norms import given, mean_of, variance
 from lib.strips import LANES, load, store
 
@@ -21,20 +21,20 @@ def layernorm_row[acc: DType](x: At[acc], weight: Int, bias: Int, y: At[acc], n:
 
 
 def layernorm_rows[acc: DType](
-    x: Rows, weight: Int, bias: Int, y: Rows, n: Int, eps: Float64, room: Int, first: Int, last: Int
+    x: Rows, weight: Int, bias: Int, y: Rows, n: Int, eps: Float64, space: Int, first: Int, last: Int
 ):
     for row in range(first, last):
-        var out = y.place(row, At[acc](unsafe_from_address=room))
-        var values = x.read(row, n, At[acc](unsafe_from_address=room))
+        var out = y.place(row, At[acc](unsafe_from_address=space))
+        var values = x.read(row, n, At[acc](unsafe_from_address=space))
         layernorm_row(values, weight, bias, out, n, eps.cast[acc]())
         y.write(row, n, out)
 
 
 @export("layernorm")
 def layernorm(
-    x: Form, weight: Int, bias: Int, y: Form, n: Int, eps: Float64, room: Int, first: Int, last: Int
+    x: Layout, weight: Int, bias: Int, y: Layout, n: Int, eps: Float64, space: Int, first: Int, last: Int
 ) abi("C"):
     if Rows(x).is_double():
-        layernorm_rows[DType.float64](Rows(x), weight, bias, Rows(y), n, eps, room, first, last)
+        layernorm_rows[DType.float64](Rows(x), weight, bias, Rows(y), n, eps, space, first, last)
     else:
-        layernorm_rows[DType.float32](Rows(x), weight, bias, Rows(y), n, eps, room, first, last)
+        layernorm_rows[DType.float32](Rows(x), weight, bias, Rows(y), n, eps, space, first, last)

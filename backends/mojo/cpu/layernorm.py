@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from portakern.backends.mojo import BACKEND
-from portakern.backends.mojo.launch import MojoFunction, form, new, over_rows, rows_of, wide
+from portakern.backends.mojo.launch import MojoFunction, layout, new, over_rows, rows_of, wide
 from portakern.core.call import Call
 from portakern.core.config import Config
 
@@ -18,6 +18,16 @@ def layernorm(call: Call, config: Config) -> tuple[np.ndarray]:
     y = new(x.shape, call.dtype)
     rows, n = rows_of(x)
     over_rows(
-        KERNEL, form(x), weight, bias, form(y), n, float(call.options["eps"]), rows=rows, n=n, room=1, dtype=call.dtype
+        KERNEL,
+        layout(x),
+        weight,
+        bias,
+        layout(y),
+        n,
+        float(call.options["eps"]),
+        rows=rows,
+        n=n,
+        space=1,
+        dtype=call.dtype,
     )
     return (y,)

@@ -9,7 +9,7 @@ Rows are taken in blocks of ``BLOCK``, each of which adds up sums of its own.
 
 from std.math import sqrt
 
-from lib.arrays import At, Form, Rows
+from lib.arrays import At, Layout, Rows
 from lib.norms import BLOCK, add_to, block_of, given, mean_of, variance
 from lib.strips import LANES, Strip, load, store, tree_sum
 
@@ -42,10 +42,10 @@ def layernorm_vjp_row[acc: DType](at: Row[acc], weight: Int, n: Int, eps: Float6
 
 
 def layernorm_vjp_blocks[acc: DType](
-    x: Rows, weight: Int, d_y: Rows, d_x: Rows, d_weight: Int, d_bias: Int, n: Int, rows: Int, eps: Float64, room: Int,
+    x: Rows, weight: Int, d_y: Rows, d_x: Rows, d_weight: Int, d_bias: Int, n: Int, rows: Int, eps: Float64, space: Int,
     first: Int, last: Int
 ):
-    var one = At[acc](unsafe_from_address=room)
+    var one = At[acc](unsafe_from_address=space)
     for block in range(first, last):
         var of_weight, of_bias = block_of[acc](d_weight, block, n), block_of[acc](d_bias, block, n)
         for row in range(block * BLOCK, min((block + 1) * BLOCK, rows)):
@@ -58,11 +58,11 @@ def layernorm_vjp_blocks[acc: DType](
 
 @export("layernorm_vjp")
 def layernorm_vjp(
-    x: Form, weight: Int, d_y: Form, d_x: Form, d_weight: Int, d_bias: Int, n: Int, rows: Int, eps: Float64, room: Int,
-    first: Int, last: Int
+    x: Layout, weight: Int, d_y: Layout, d_x: Layout, d_weight: Int, d_bias: Int, n: Int, rows: Int, eps: Float64,
+    space: Int, first: Int, last: Int
 ) abi("C"):
     comptime for acc in [DType.float32, DType.float64]:
         if Rows(x).is_double() == (acc == DType.float64):
             layernorm_vjp_blocks[acc](
-                Rows(x), weight, Rows(d_y), Rows(d_x), d_weight, d_bias, n, rows, eps, room, first, last
+                Rows(x), weight, Rows(d_y), Rows(d_x), d_weight, d_bias, n, rows, eps, space, first, last
             )

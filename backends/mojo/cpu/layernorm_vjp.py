@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from portakern.backends.mojo import BACKEND
-from portakern.backends.mojo.launch import MojoFunction, form, new, over_blocks, rows_of, summed, wide
+from portakern.backends.mojo.launch import MojoFunction, layout, new, over_blocks, rows_of, summed, wide
 from portakern.core.call import Call
 from portakern.core.config import Config
 
@@ -18,7 +18,7 @@ def layernorm_vjp(call: Call, config: Config) -> tuple[np.ndarray | None, ...]:
     d_x = new(x.shape, call.dtype)
     (rows, n), d_weight, d_bias = rows_of(x), summed(call, "d_weight"), summed(call, "d_bias")
     over_blocks(
-        KERNEL, form(x), wide(weight, call.dtype), form(d_y), form(d_x), d_weight.blocks, d_bias.blocks, n, rows,
-        float(call.options["eps"]), rows=rows, n=n, room=2, dtype=call.dtype,
+        KERNEL, layout(x), wide(weight, call.dtype), layout(d_y), layout(d_x), d_weight.blocks, d_bias.blocks, n, rows,
+        float(call.options["eps"]), rows=rows, n=n, space=2, dtype=call.dtype,
     )  # fmt: skip
     return d_x, d_weight.result(), d_bias.result()

@@ -6,7 +6,7 @@ Tiles are multiplied as in matmul; what follows is computed row by row of a tile
 from std.sys import size_of
 
 from lib.activations import activated
-from lib.arrays import At, Form, Rows
+from lib.arrays import At, Layout, Rows
 from lib.norms import given
 from lib.products import COLUMNS, ROWS, Extents, multiply_tile
 from lib.strips import LANES, load, store
@@ -14,7 +14,7 @@ from lib.strips import LANES, load, store
 
 @fieldwise_init
 struct Epilogue(TrivialRegisterPassable):
-    """What follows the product: addresses and forms, 0 for none."""
+    """What follows the product: addresses and layouts, 0 for none."""
 
     var bias: Int
     var residual: Int
@@ -27,21 +27,21 @@ def finish_row[acc: DType](z: At[acc], more: At[acc], y: Rows, to: Epilogue, row
     for i in range(0, n, LANES[acc]):
         store(z, i, n, load(z, i, n, 0) + given[acc](to.bias + column * size_of[acc]() if to.bias else 0, i, n, 0))
     if to.pre:
-        Rows(Form(unsafe_from_address=to.pre)).copy(z, row, column, n)
+        Rows(Layout(unsafe_from_address=to.pre)).copy(z, row, column, n)
     for i in range(0, n, LANES[acc]):
         store(z, i, n, activated(load(z, i, n, 0), to.activation))
     if to.residual:
-        var residual = Rows(Form(unsafe_from_address=to.residual)).read(row, n, more, column)
+        var residual = Rows(Layout(unsafe_from_address=to.residual)).read(row, n, more, column)
         for i in range(0, n, LANES[acc]):
             store(z, i, n, load(z, i, n, 0) + load(residual, i, n, 0))
     y.copy(z, row, column, n)
 
 
 def linear_tiles[acc: DType](
-    x: Int, weight: Int, y: Rows, to: Epilogue, e: Extents, room: Int, first: Int, last: Int
+    x: Int, weight: Int, y: Rows, to: Epilogue, e: Extents, space: Int, first: Int, last: Int
 ):
     var across = (e.n + e.block_n - 1) // e.block_n
-    var more = At[acc](unsafe_from_address=room)
+    var more = At[acc](unsafe_from_address=space)
     var tile = more.unsafe_offset(e.block_n)
     for number in range(first, last):
         var row, column = number // across * e.block_m, number % across * e.block_n
@@ -54,11 +54,11 @@ def linear_tiles[acc: DType](
 
 @export("linear")
 def linear(
-    x: Int, weight: Int, y: Form, bias: Int, residual: Int, pre: Int, activation: Int, double: Int,
-    m: Int, n: Int, k: Int, block_m: Int, block_n: Int, block_k: Int, room: Int, first: Int, last: Int
+    x: Int, weight: Int, y: Layout, bias: Int, residual: Int, pre: Int, activation: Int, double: Int,
+    m: Int, n: Int, k: Int, block_m: Int, block_n: Int, block_k: Int, space: Int, first: Int, last: Int
 ) abi("C"):
     var e, to = Extents(m, n, k, block_m, block_n, block_k), Epilogue(bias, residual, pre, activation)
     if double:
-        linear_tiles[DType.float64](x, weight, Rows(y), to, e, room, first, last)
+        linear_tiles[DType.float64](x, weight, Rows(y), to, e, space, first, last)
     else:
-        linear_tiles[DType.float32](x, weight, Rows(y), to, e, room, first, last)
+        linear_tiles[DType.float32](x, weight, Rows(y), to, e, space, first, last)

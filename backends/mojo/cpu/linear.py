@@ -8,7 +8,7 @@ import numpy as np
 
 from portakern.backends.mojo import BACKEND
 from portakern.backends.mojo.configs import ProductConfig
-from portakern.backends.mojo.launch import MojoFunction, form, new, wide
+from portakern.backends.mojo.launch import MojoFunction, layout, new, wide
 from portakern.backends.mojo.products import over_tiles, packed, tiling
 from portakern.core.call import Call
 
@@ -25,8 +25,15 @@ def linear(call: Call, config: ProductConfig) -> tuple[np.ndarray | None, ...]:
     y = new((*x.shape[:-1], n), call.dtype)
     pre = new(y.shape, call.dtype) if "pre" in call.wants else None
     over_tiles(
-        KERNEL, packed(x, m, call.dtype, right=False), packed(weight, n, call.dtype, right=True), form(y),
-        wide(bias, call.dtype), form(residual) if residual is not None else None, form(pre) if pre is not None else None,
-        ACTIVATIONS.index(call.options["activation"]), batch=1, config=config,
-    )  # fmt: skip
+        KERNEL,
+        packed(x, m, call.dtype, right=False),
+        packed(weight, n, call.dtype, right=True),
+        layout(y),
+        wide(bias, call.dtype),
+        layout(residual),
+        layout(pre),
+        ACTIVATIONS.index(call.options["activation"]),
+        batch=1,
+        config=config,
+    )
     return y, pre

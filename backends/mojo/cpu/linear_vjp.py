@@ -7,7 +7,7 @@ import numpy as np
 from portakern.backends.mojo import BACKEND
 from portakern.backends.mojo.configs import ProductConfig
 from portakern.backends.mojo.cpu.linear import ACTIVATIONS
-from portakern.backends.mojo.launch import MojoFunction, accumulator, form, over_blocks, summed
+from portakern.backends.mojo.launch import MojoFunction, accumulator, layout, over_blocks, summed
 from portakern.backends.mojo.products import product, tiling
 from portakern.core.call import Call
 
@@ -22,9 +22,19 @@ def linear_vjp(call: Call, config: ProductConfig) -> tuple[np.ndarray | None, ..
     (n, k), d_bias = weight.shape, summed(call, "d_bias")
     d_z = np.empty(d_y.shape, accumulator(call.dtype))
     over_blocks(
-        KERNEL, form(d_y), None if pre is None else form(pre), form(d_z), d_bias.blocks, activation, n, d_z.size // n,
-        rows=d_z.size // n, n=n, room=3, dtype=call.dtype,
-    )  # fmt: skip
+        KERNEL,
+        layout(d_y),
+        layout(pre),
+        layout(d_z),
+        d_bias.blocks,
+        activation,
+        n,
+        d_z.size // n,
+        rows=d_z.size // n,
+        n=n,
+        space=3,
+        dtype=call.dtype,
+    )
     rows = d_z.reshape(-1, n)
     d_x = product(d_z, weight, call.dtype, call.dtype, config) if "d_x" in call.wants else None
     d_weight = product(rows.T, x.reshape(-1, k), call.dtype, call.dtype, config) if "d_weight" in call.wants else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from portakern.backends.mojo import BACKEND
-from portakern.backends.mojo.launch import MojoFunction, form, new, over_rows, rows_of
+from portakern.backends.mojo.launch import MojoFunction, layout, new, over_rows, rows_of
 from portakern.core.call import Call
 from portakern.core.config import Config
 
@@ -17,5 +17,5 @@ def logsumexp(call: Call, config: Config) -> tuple[np.ndarray]:
     x, axis = call.arrays["x"], call.options["axis"]
     y = new(call.dims["rest"], call.dtype)
     rows, n = rows_of(x, axis)
-    over_rows(KERNEL, form(x, axis), form(y[..., None]), n, rows=rows, n=n, room=1, dtype=call.dtype, cost=4)
+    over_rows(KERNEL, layout(x, axis), layout(y[..., None]), n, rows=rows, n=n, space=1, dtype=call.dtype, cost=4)
     return (y,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from portakern.backends.mojo import BACKEND
-from portakern.backends.mojo.launch import MojoFunction, form, new, over_rows, rows_of, wide
+from portakern.backends.mojo.launch import MojoFunction, layout, new, over_rows, rows_of, wide
 from portakern.core.call import Call
 from portakern.core.config import Config
 
@@ -17,5 +17,5 @@ def logsumexp_vjp(call: Call, config: Config) -> tuple[np.ndarray]:
     x, d_y, axis = call.arrays["x"], wide(call.arrays["d_y"], call.dtype), call.options["axis"]
     d_x = new(x.shape, call.dtype)
     rows, n = rows_of(x, axis)
-    over_rows(KERNEL, form(x, axis), d_y, form(d_x, axis), n, rows=rows, n=n, room=1, dtype=call.dtype, cost=4)
+    over_rows(KERNEL, layout(x, axis), d_y, layout(d_x, axis), n, rows=rows, n=n, space=1, dtype=call.dtype, cost=4)
     return (d_x,)

@@ -4,7 +4,7 @@ Both operands are packed (lib/products.mojo); then each tile of ``block_m`` rows
 the accumulator's dtype, ``block_k`` products of each element at a time, and rounded once.
 """
 
-from lib.arrays import At, Form, Rows
+from lib.arrays import At, Layout, Rows
 from lib.products import COLUMNS, ROWS, Extents, multiply_tile, pack_panel
 
 
@@ -13,9 +13,8 @@ def pack_panels[acc: DType, P: Int](x: Rows, rows: Int, k: Int, to: Int, first: 
     var panels = (rows + P - 1) // P
     for panel in range(first, last):
         var matrix, begin = panel // panels, panel % panels * P
-        pack_panel[acc, P](
-            x, matrix * rows + begin, min(P, rows - begin), k, At[acc](unsafe_from_address=to).unsafe_offset(panel * P * k)
-        )
+        var place = At[acc](unsafe_from_address=to).unsafe_offset(panel * P * k)
+        pack_panel[acc, P](x, matrix * rows + begin, min(P, rows - begin), k, place)
 
 
 @export("panel")
@@ -27,7 +26,7 @@ def panel(double: Int, columns: Int) abi("C") -> Int:
 
 
 @export("pack")
-def pack(x: Form, columns: Int, rows: Int, k: Int, to: Int, first: Int, last: Int) abi("C"):
+def pack(x: Layout, columns: Int, rows: Int, k: Int, to: Int, first: Int, last: Int) abi("C"):
     comptime for acc in [DType.float32, DType.float64]:
         if Rows(x).is_double() == (acc == DType.float64):
             if columns:
@@ -36,9 +35,9 @@ def pack(x: Form, columns: Int, rows: Int, k: Int, to: Int, first: Int, last: In
                 pack_panels[acc, ROWS](Rows(x), rows, k, to, first, last)
 
 
-def matmul_tiles[acc: DType](a: Int, b: Int, c: Rows, e: Extents, room: Int, first: Int, last: Int):
+def matmul_tiles[acc: DType](a: Int, b: Int, c: Rows, e: Extents, space: Int, first: Int, last: Int):
     var down, across = (e.m + e.block_m - 1) // e.block_m, (e.n + e.block_n - 1) // e.block_n
-    var tile = At[acc](unsafe_from_address=room)
+    var tile = At[acc](unsafe_from_address=space)
     for number in range(first, last):
         var matrix, row = number // (down * across), number // across % down * e.block_m
         var column = number % across * e.block_n
@@ -53,11 +52,11 @@ def matmul_tiles[acc: DType](a: Int, b: Int, c: Rows, e: Extents, room: Int, fir
 
 @export("matmul")
 def matmul(
-    a: Int, b: Int, c: Form, double: Int, m: Int, n: Int, k: Int, block_m: Int, block_n: Int, block_k: Int,
-    room: Int, first: Int, last: Int
+    a: Int, b: Int, c: Layout, double: Int, m: Int, n: Int, k: Int, block_m: Int, block_n: Int, block_k: Int,
+    space: Int, first: Int, last: Int
 ) abi("C"):
     var e = Extents(m, n, k, block_m, block_n, block_k)
     if double:
-        matmul_tiles[DType.float64](a, b, Rows(c), e, room, first, last)
+        matmul_tiles[DType.float64](a, b, Rows(c), e, space, first, last)
     else:
-        matmul_tiles[DType.float32](a, b, Rows(c), e, room, first, last)
+        matmul_tiles[DType.float32](a, b, Rows(c), e, space, first, last)

@@ -8,7 +8,7 @@ Source: Zhang and Sennrich, "Root mean square layer normalization" (2019), equat
 
 from std.math import sqrt
 
-from lib.arrays import At, Form, Rows, code_of
+from lib.arrays import At, Layout, Rows, code_of
 from lib.norms import given, mean_square
 from lib.strips import LANES, load, store
 
@@ -22,29 +22,29 @@ def rmsnorm_row[acc: DType, held: DType](x: At[acc], weight: Int, y: At[acc], n:
 
 
 def rmsnorm_rows[acc: DType, held: DType](
-    x: Rows, weight: Int, y: Rows, n: Int, eps: Float64, room: Int, first: Int, last: Int
+    x: Rows, weight: Int, y: Rows, n: Int, eps: Float64, space: Int, first: Int, last: Int
 ):
     for row in range(first, last):
-        var out = y.place(row, At[acc](unsafe_from_address=room))
-        rmsnorm_row[acc, held](x.read(row, n, At[acc](unsafe_from_address=room)), weight, out, n, eps)
+        var out = y.place(row, At[acc](unsafe_from_address=space))
+        rmsnorm_row[acc, held](x.read(row, n, At[acc](unsafe_from_address=space)), weight, out, n, eps)
         y.write(row, n, out)
 
 
 @export("rmsnorm")
 def rmsnorm(
-    x: Form, weight: Int, y: Form, n: Int, eps: Float64, held: Int, room: Int, first: Int, last: Int
+    x: Layout, weight: Int, y: Layout, n: Int, eps: Float64, held: Int, space: Int, first: Int, last: Int
 ) abi("C"):
     comptime for h in [DType.float32, DType.float64, DType.bfloat16, DType.float16]:
         if held == code_of[h]():
             comptime acc = DType.float64 if h == DType.float64 else DType.float32
-            rmsnorm_rows[acc, h](Rows(x), weight, Rows(y), n, eps, room, first, last)
+            rmsnorm_rows[acc, h](Rows(x), weight, Rows(y), n, eps, space, first, last)
 
 
 def add_rows[acc: DType, stored: DType](
-    x: Rows, residual: Rows, total: Rows, n: Int, row: Int, room: At[acc], more: At[acc]
+    x: Rows, residual: Rows, total: Rows, n: Int, row: Int, space: At[acc], more: At[acc]
 ) -> At[acc]:
     """The sum residual_out, as it is stored."""
-    var a, b, out = x.read(row, n, room), residual.read(row, n, more), total.place(row, room)
+    var a, b, out = x.read(row, n, space), residual.read(row, n, more), total.place(row, space)
     for i in range(0, n, LANES[acc]):
         store(out, i, n, (load(a, i, n, 0) + load(b, i, n, 0)).cast[stored]().cast[acc]())
     total.write(row, n, out)
@@ -52,9 +52,9 @@ def add_rows[acc: DType, stored: DType](
 
 
 def add_rmsnorm_rows[acc: DType, stored: DType, held: DType](
-    x: Rows, residual: Rows, weight: Int, y: Rows, total: Rows, n: Int, eps: Float64, room: Int, first: Int, last: Int
+    x: Rows, residual: Rows, weight: Int, y: Rows, total: Rows, n: Int, eps: Float64, space: Int, first: Int, last: Int
 ):
-    var one = At[acc](unsafe_from_address=room)
+    var one = At[acc](unsafe_from_address=space)
     var other = one.unsafe_offset(n)
     for row in range(first, last):
         var added = add_rows[acc, stored](x, residual, total, n, row, one, other)
@@ -65,17 +65,17 @@ def add_rmsnorm_rows[acc: DType, stored: DType, held: DType](
 
 @export("add_rmsnorm")
 def add_rmsnorm(
-    x: Form, residual: Form, weight: Int, y: Form, total: Form, n: Int, eps: Float64, before_weight: Int,
-    room: Int, first: Int, last: Int
+    x: Layout, residual: Layout, weight: Int, y: Layout, total: Layout, n: Int, eps: Float64, before_weight: Int,
+    space: Int, first: Int, last: Int
 ) abi("C"):
     comptime for s in [DType.float32, DType.float64, DType.bfloat16, DType.float16]:
         if Rows(y).code() == code_of[s]():
             comptime acc = DType.float64 if s == DType.float64 else DType.float32
             if before_weight:
                 add_rmsnorm_rows[acc, s, s](
-                    Rows(x), Rows(residual), weight, Rows(y), Rows(total), n, eps, room, first, last
+                    Rows(x), Rows(residual), weight, Rows(y), Rows(total), n, eps, space, first, last
                 )
             else:
                 add_rmsnorm_rows[acc, s, acc](
-                    Rows(x), Rows(residual), weight, Rows(y), Rows(total), n, eps, room, first, last
+                    Rows(x), Rows(residual), weight, Rows(y), Rows(total), n, eps, space, first, last
                 )

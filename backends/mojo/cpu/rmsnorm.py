@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from portakern.backends.mojo import BACKEND
-from portakern.backends.mojo.launch import CODES, MojoFunction, accumulator, form, new, over_rows, rows_of, wide
+from portakern.backends.mojo.launch import CODES, MojoFunction, accumulator, layout, new, over_rows, rows_of, wide
 from portakern.core.call import Call
 from portakern.core.config import Config
 
@@ -20,6 +20,16 @@ def rmsnorm(call: Call, config: Config) -> tuple[np.ndarray]:
     once = call.options["rounding"] == "once"
     held = CODES.index(accumulator(call.dtype).name if once else call.dtype)
     over_rows(
-        KERNEL, form(x), weight, form(y), n, float(call.options["eps"]), held, rows=rows, n=n, room=1, dtype=call.dtype
+        KERNEL,
+        layout(x),
+        weight,
+        layout(y),
+        n,
+        float(call.options["eps"]),
+        held,
+        rows=rows,
+        n=n,
+        space=1,
+        dtype=call.dtype,
     )
     return (y,)

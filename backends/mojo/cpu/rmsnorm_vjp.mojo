@@ -8,7 +8,7 @@ Rows are taken in blocks of ``BLOCK``, each of which adds up a d_weight of its o
 
 from std.math import sqrt
 
-from lib.arrays import At, Form, Rows, code_of
+from lib.arrays import At, Layout, Rows, code_of
 from lib.norms import BLOCK, add_to, block_of, given, mean_square
 from lib.strips import LANES, Strip, load, store, tree_sum
 
@@ -40,15 +40,15 @@ def rmsnorm_vjp_row[acc: DType, held: DType](at: Row[acc], weight: Int, n: Int, 
 
 
 def rmsnorm_vjp_blocks[acc: DType, held: DType](
-    x: Rows, weight: Int, d_y: Rows, more: Int, d_x: Rows, d_weight: Int, n: Int, rows: Int, eps: Float64, room: Int,
+    x: Rows, weight: Int, d_y: Rows, more: Int, d_x: Rows, d_weight: Int, n: Int, rows: Int, eps: Float64, space: Int,
     first: Int, last: Int
 ):
-    var one = At[acc](unsafe_from_address=room)
+    var one = At[acc](unsafe_from_address=space)
     var two, three = one.unsafe_offset(n), one.unsafe_offset(2 * n)
     for block in range(first, last):
         var sums = block_of[acc](d_weight, block, n)
         for row in range(block * BLOCK, min((block + 1) * BLOCK, rows)):
-            var other = Int(Rows(Form(unsafe_from_address=more)).read(row, n, three)) if more else 0
+            var other = Int(Rows(Layout(unsafe_from_address=more)).read(row, n, three)) if more else 0
             var at = Row(x.read(row, n, one), d_y.read(row, n, two), d_x.place(row, one), other, sums)
             rmsnorm_vjp_row[acc, held](at, weight, n, eps)
             d_x.write(row, n, at.d_x)
@@ -56,12 +56,12 @@ def rmsnorm_vjp_blocks[acc: DType, held: DType](
 
 @export("rmsnorm_vjp")
 def rmsnorm_vjp(
-    x: Form, weight: Int, d_y: Form, more: Int, d_x: Form, d_weight: Int, n: Int, rows: Int, eps: Float64, held: Int,
-    room: Int, first: Int, last: Int
+    x: Layout, weight: Int, d_y: Layout, more: Int, d_x: Layout, d_weight: Int, n: Int, rows: Int, eps: Float64,
+    held: Int, space: Int, first: Int, last: Int
 ) abi("C"):
     comptime for h in [DType.float32, DType.float64, DType.bfloat16, DType.float16]:
         if held == code_of[h]():
             comptime acc = DType.float64 if h == DType.float64 else DType.float32
             rmsnorm_vjp_blocks[acc, h](
-                Rows(x), weight, Rows(d_y), more, Rows(d_x), d_weight, n, rows, eps, room, first, last
+                Rows(x), weight, Rows(d_y), more, Rows(d_x), d_weight, n, rows, eps, space, first, last
             )

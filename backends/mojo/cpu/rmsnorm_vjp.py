@@ -9,7 +9,7 @@ from portakern.backends.mojo.launch import (
     CODES,
     MojoFunction,
     accumulator,
-    form,
+    layout,
     new,
     over_blocks,
     rows_of,
@@ -35,7 +35,7 @@ def gradients(call: Call, x: np.ndarray, more: np.ndarray | None) -> tuple[np.nd
     once = call.options["rounding"] == "once"
     held = CODES.index(accumulator(call.dtype).name if once else call.dtype)
     over_blocks(
-        KERNEL, form(x), wide(weight, call.dtype), form(d_y), None if more is None else form(more), form(d_x),
-        sums.blocks, n, rows, float(call.options["eps"]), held, rows=rows, n=n, room=3, dtype=call.dtype,
+        KERNEL, layout(x), wide(weight, call.dtype), layout(d_y), layout(more), layout(d_x),
+        sums.blocks, n, rows, float(call.options["eps"]), held, rows=rows, n=n, space=3, dtype=call.dtype,
     )  # fmt: skip
     return d_x, sums.result()

@@ -5,7 +5,7 @@
 Source: Su et al., "RoFormer" (2021), equation 34.
 """
 
-from lib.arrays import At, Form, Rows
+from lib.arrays import At, Layout, Rows
 from lib.strips import LANES, load, store
 
 
@@ -25,10 +25,10 @@ struct Halves(TrivialRegisterPassable):
 
 
 def rope_tokens[acc: DType](
-    x: Halves, cos: Rows, sin: Rows, y: Halves, n: Int, heads: Int, room: Int, first: Int, last: Int
+    x: Halves, cos: Rows, sin: Rows, y: Halves, n: Int, heads: Int, space: Int, first: Int, last: Int
 ):
     """A token's heads follow each other, and share its row of the tables."""
-    var one = At[acc](unsafe_from_address=room)
+    var one = At[acc](unsafe_from_address=space)
     var other, third, fourth = one.unsafe_offset(n), one.unsafe_offset(2 * n), one.unsafe_offset(3 * n)
     for token in range(first, last):
         var c, s = cos.read(token, n, third), sin.read(token, n, fourth)
@@ -41,10 +41,11 @@ def rope_tokens[acc: DType](
 
 @export("rope")
 def rope(
-    a: Form, b: Form, cos: Form, sin: Form, y_a: Form, y_b: Form, n: Int, heads: Int, room: Int, first: Int, last: Int
+    a: Layout, b: Layout, cos: Layout, sin: Layout, y_a: Layout, y_b: Layout, n: Int, heads: Int,
+    space: Int, first: Int, last: Int
 ) abi("C"):
     var x, y = Halves(Rows(a), Rows(b)), Halves(Rows(y_a), Rows(y_b))
     if x.a.is_double():
-        rope_tokens[DType.float64](x, Rows(cos), Rows(sin), y, n, heads, room, first, last)
+        rope_tokens[DType.float64](x, Rows(cos), Rows(sin), y, n, heads, space, first, last)
     else:
-        rope_tokens[DType.float32](x, Rows(cos), Rows(sin), y, n, heads, room, first, last)
+        rope_tokens[DType.float32](x, Rows(cos), Rows(sin), y, n, heads, space, first, last)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from portakern.backends.mojo import BACKEND
-from portakern.backends.mojo.launch import MojoFunction, form, new, over_rows, wide
+from portakern.backends.mojo.launch import MojoFunction, layout, new, over_rows, wide
 from portakern.core.call import Call
 from portakern.core.config import Config
 
@@ -25,8 +25,19 @@ def turned(call: Call, x: np.ndarray, sin: np.ndarray) -> np.ndarray:
     a, b = (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if paired else (slice(pairs), slice(pairs, 2 * pairs))
     tables = [wide(t, call.dtype) for t in (call.arrays["cos"], sin)]
     over_rows(
-        KERNEL, form(x[..., a]), form(x[..., b]), *(form(np.broadcast_to(t, (batch, seq, pairs))) for t in tables), form(y[..., a]), form(y[..., b]), pairs, heads,
-        rows=batch * seq, n=pairs, room=4, dtype=call.dtype, cost=2 * heads,
-    )  # fmt: skip
+        KERNEL,
+        layout(x[..., a]),
+        layout(x[..., b]),
+        *(layout(np.broadcast_to(t, (batch, seq, pairs))) for t in tables),
+        layout(y[..., a]),
+        layout(y[..., b]),
+        pairs,
+        heads,
+        rows=batch * seq,
+        n=pairs,
+        space=4,
+        dtype=call.dtype,
+        cost=2 * heads,
+    )
     y[..., 2 * pairs :] = x[..., 2 * pairs :]
     return y

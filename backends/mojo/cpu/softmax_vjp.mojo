@@ -3,7 +3,7 @@
     d_x_j = y_j (d_y_j - Delta)        Delta = sum_j y_j d_y_j
 """
 
-from lib.arrays import At, Form, Rows
+from lib.arrays import At, Layout, Rows
 from lib.strips import LANES, Strip, load, store, tree_sum
 
 
@@ -16,8 +16,8 @@ def softmax_vjp_row[acc: DType](y: At[acc], d_y: At[acc], d_x: At[acc], n: Int):
         store(d_x, i, n, load(y, i, n, 0) * (load(d_y, i, n, 0) - delta))
 
 
-def softmax_vjp_rows[acc: DType](y: Rows, d_y: Rows, d_x: Rows, n: Int, room: Int, first: Int, last: Int):
-    var one = At[acc](unsafe_from_address=room)
+def softmax_vjp_rows[acc: DType](y: Rows, d_y: Rows, d_x: Rows, n: Int, space: Int, first: Int, last: Int):
+    var one = At[acc](unsafe_from_address=space)
     for row in range(first, last):
         var out = d_x.place(row, one)
         softmax_vjp_row(y.read(row, n, one), d_y.read(row, n, one.unsafe_offset(n)), out, n)
@@ -25,8 +25,8 @@ def softmax_vjp_rows[acc: DType](y: Rows, d_y: Rows, d_x: Rows, n: Int, room: In
 
 
 @export("softmax_vjp")
-def softmax_vjp(y: Form, d_y: Form, d_x: Form, n: Int, room: Int, first: Int, last: Int) abi("C"):
+def softmax_vjp(y: Layout, d_y: Layout, d_x: Layout, n: Int, space: Int, first: Int, last: Int) abi("C"):
     if Rows(y).is_double():
-        softmax_vjp_rows[DType.float64](Rows(y), Rows(d_y), Rows(d_x), n, room, first, last)
+        softmax_vjp_rows[DType.float64](Rows(y), Rows(d_y), Rows(d_x), n, space, first, last)
     else:
-        softmax_vjp_rows[DType.float32](Rows(y), Rows(d_y), Rows(d_x), n, room, first, last)
+        softmax_vjp_rows[DType.float32](Rows(y), Rows(d_y), Rows(d_x), n, space, first, last)

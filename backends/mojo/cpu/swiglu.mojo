@@ -5,7 +5,7 @@
 Source: Shazeer, "GLU variants improve transformer" (2020), equation 5.
 """
 
-from lib.arrays import At, Form, Rows
+from lib.arrays import At, Layout, Rows
 from lib.exponential import exp
 from lib.strips import LANES, load, store
 
@@ -16,8 +16,8 @@ def swiglu_row[acc: DType](gate: At[acc], up: At[acc], y: At[acc], n: Int):
         store(y, i, n, g / (1 + exp(-g)) * load(up, i, n, 0))
 
 
-def swiglu_rows[acc: DType](gate: Rows, up: Rows, y: Rows, n: Int, size: Int, room: Int, first: Int, last: Int):
-    var one = At[acc](unsafe_from_address=room)
+def swiglu_rows[acc: DType](gate: Rows, up: Rows, y: Rows, n: Int, size: Int, space: Int, first: Int, last: Int):
+    var one = At[acc](unsafe_from_address=space)
     var other = one.unsafe_offset(n)
     for row in range(first, last):
         var m, out = min(n, size - row * n), y.place(row, one)
@@ -26,8 +26,8 @@ def swiglu_rows[acc: DType](gate: Rows, up: Rows, y: Rows, n: Int, size: Int, ro
 
 
 @export("swiglu")
-def swiglu(gate: Form, up: Form, y: Form, n: Int, size: Int, room: Int, first: Int, last: Int) abi("C"):
+def swiglu(gate: Layout, up: Layout, y: Layout, n: Int, size: Int, space: Int, first: Int, last: Int) abi("C"):
     if Rows(y).is_double():
-        swiglu_rows[DType.float64](Rows(gate), Rows(up), Rows(y), n, size, room, first, last)
+        swiglu_rows[DType.float64](Rows(gate), Rows(up), Rows(y), n, size, space, first, last)
     else:
-        swiglu_rows[DType.float32](Rows(gate), Rows(up), Rows(y), n, size, room, first, last)
+        swiglu_rows[DType.float32](Rows(gate), Rows(up), Rows(y), n, size, space, first, last)

@@ -16,5 +16,5 @@ KERNEL = MojoFunction("swiglu")
 def swiglu(call: Call, config: Config) -> tuple[np.ndarray]:
     gate, up = call.arrays["gate"], call.arrays["up"]
     y = new(gate.shape, call.dtype)
-    over_elements(KERNEL, gate, up, y, room=2, cost=4)
+    over_elements(KERNEL, gate, up, y, space=2, cost=4)
     return (y,)

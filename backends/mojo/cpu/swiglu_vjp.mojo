@@ -3,7 +3,7 @@
     d_gate = d_y up s (1 + gate q), d_up = d_y gate s        s = 1 / (1 + exp(-gate)), q = 1 - s = 1 / (1 + exp(gate))
 """
 
-from lib.arrays import At, Form, Rows
+from lib.arrays import At, Layout, Rows
 from lib.exponential import exp
 from lib.strips import LANES, load, store
 
@@ -22,19 +22,19 @@ def d_up_row[acc: DType](gate: At[acc], d_y: At[acc], d_up: At[acc], n: Int):
 
 
 def swiglu_vjp_rows[acc: DType](
-    gate: Rows, up: Rows, d_y: Rows, d_gate: Int, d_up: Int, n: Int, size: Int, room: Int, first: Int, last: Int
+    gate: Rows, up: Rows, d_y: Rows, d_gate: Int, d_up: Int, n: Int, size: Int, space: Int, first: Int, last: Int
 ):
-    var one = At[acc](unsafe_from_address=room)
+    var one = At[acc](unsafe_from_address=space)
     for row in range(first, last):
         var m, spare = min(n, size - row * n), one.unsafe_offset(3 * n)
         var g, d = gate.read(row, m, one), d_y.read(row, m, one.unsafe_offset(2 * n))
         if d_gate:
-            var to = Rows(Form(unsafe_from_address=d_gate))
+            var to = Rows(Layout(unsafe_from_address=d_gate))
             var out = to.place(row, spare)
             d_gate_row(g, up.read(row, m, one.unsafe_offset(n)), d, out, m)
             to.write(row, m, out)
         if d_up:
-            var to = Rows(Form(unsafe_from_address=d_up))
+            var to = Rows(Layout(unsafe_from_address=d_up))
             var out = to.place(row, spare)
             d_up_row(g, d, out, m)
             to.write(row, m, out)
@@ -42,9 +42,9 @@ def swiglu_vjp_rows[acc: DType](
 
 @export("swiglu_vjp")
 def swiglu_vjp(
-    gate: Form, up: Form, d_y: Form, d_gate: Int, d_up: Int, n: Int, size: Int, room: Int, first: Int, last: Int
+    gate: Layout, up: Layout, d_y: Layout, d_gate: Int, d_up: Int, n: Int, size: Int, space: Int, first: Int, last: Int
 ) abi("C"):
     if Rows(gate).is_double():
-        swiglu_vjp_rows[DType.float64](Rows(gate), Rows(up), Rows(d_y), d_gate, d_up, n, size, room, first, last)
+        swiglu_vjp_rows[DType.float64](Rows(gate), Rows(up), Rows(d_y), d_gate, d_up, n, size, space, first, last)
     else:
-        swiglu_vjp_rows[DType.float32](Rows(gate), Rows(up), Rows(d_y), d_gate, d_up, n, size, room, first, last)
+        swiglu_vjp_rows[DType.float32](Rows(gate), Rows(up), Rows(d_y), d_gate, d_up, n, size, space, first, last)

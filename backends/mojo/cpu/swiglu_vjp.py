@@ -16,5 +16,5 @@ KERNEL = MojoFunction("swiglu_vjp")
 def swiglu_vjp(call: Call, config: Config) -> tuple[np.ndarray | None, ...]:
     gate, up, d_y = (call.arrays[name] for name in ("gate", "up", "d_y"))
     d_gate, d_up = (new(gate.shape, call.dtype) if name in call.wants else None for name in ("d_gate", "d_up"))
-    over_elements(KERNEL, gate, up, d_y, d_gate, d_up, room=4, cost=8)
+    over_elements(KERNEL, gate, up, d_y, d_gate, d_up, space=4, cost=8)
     return d_gate, d_up

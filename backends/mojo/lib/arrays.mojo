@@ -1,11 +1,11 @@
-"""Arrays as they come from Python: a form says where an array's rows lie and what their numbers are.
+"""Arrays as they come from Python: a layout says where an array's rows lie and what their numbers are.
 
-A form is a run of 64-bit integers: address, code of the dtype, stride along the row, rank, then that many extents and
+A layout is a run of 64-bit integers: address, code of the dtype, stride along the row, rank, then that many extents and
 that many strides of the axes beside the row, outermost first. Strides count elements.
 """
 
 comptime At[dtype: DType] = Pointer[Scalar[dtype], MutUntrackedOrigin]
-comptime Form = At[DType.int64]
+comptime Layout = At[DType.int64]
 comptime DTYPES = [DType.float32, DType.float64, DType.bfloat16, DType.float16]
 """The dtype of each code, as ``CODES`` in launch.py has them."""
 
@@ -20,14 +20,14 @@ def code_of[dtype: DType]() -> Int:
 struct Rows(TrivialRegisterPassable):
     """Rows of any strided array, of any float dtype, that are read and written as numbers of an accumulator."""
 
-    var form: Form
+    var layout: Layout
 
-    def __init__(out self, form: Form):
-        self.form = form
+    def __init__(out self, layout: Layout):
+        self.layout = layout
 
     @always_inline
     def field(self, i: Int) -> Int:
-        return Int(self.form[unsafe_offset=i])
+        return Int(self.layout[unsafe_offset=i])
 
     @always_inline
     def code(self) -> Int:
@@ -60,25 +60,25 @@ struct Rows(TrivialRegisterPassable):
     def at[dtype: DType](self, row: Int) -> At[dtype]:
         return At[dtype](unsafe_from_address=self.field(0)).unsafe_offset(self.start(row))
 
-    def read[acc: DType](self, row: Int, n: Int, room: At[acc], column: Int = 0) -> At[acc]:
-        """A row's n numbers, from a column on, side by side: where they lie, or widened and gathered into ``room``."""
+    def read[acc: DType](self, row: Int, n: Int, space: At[acc], column: Int = 0) -> At[acc]:
+        """A row's n numbers, from a column on, side by side: where they lie, or widened and gathered into ``space``."""
         if self.lies_as[acc]():
             return self.at[acc](row).unsafe_offset(column)
         comptime for dtype in DTYPES:
             comptime if (dtype == DType.float64) == (acc == DType.float64):
                 if self.code() == code_of[dtype]():
-                    _copy(self.at[dtype](row).unsafe_offset(column * self.stride()), self.stride(), room, 1, n)
-        return room
+                    _copy(self.at[dtype](row).unsafe_offset(column * self.stride()), self.stride(), space, 1, n)
+        return space
 
     @always_inline
-    def place[acc: DType](self, row: Int, room: At[acc]) -> At[acc]:
-        """Where a row is computed: in its place, or in ``room``, from which :meth:`write` takes it."""
-        return self.at[acc](row) if self.lies_as[acc]() else room
+    def place[acc: DType](self, row: Int, space: At[acc]) -> At[acc]:
+        """Where a row is computed: in its place, or in ``space``, from which :meth:`write` takes it."""
+        return self.at[acc](row) if self.lies_as[acc]() else space
 
-    def write[acc: DType](self, row: Int, n: Int, room: At[acc]):
+    def write[acc: DType](self, row: Int, n: Int, space: At[acc]):
         """Round a row that was computed in its :meth:`place` to its dtype."""
         if not self.lies_as[acc]():
-            self.copy(room, row, 0, n)
+            self.copy(space, row, 0, n)
 
     def copy[acc: DType](self, x: At[acc], row: Int, column: Int, n: Int):
         """Round n numbers to the dtype of a row, from a column of it on. What is summed in float64 stays float64."""

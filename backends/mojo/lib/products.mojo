@@ -29,7 +29,8 @@ def pack_panel[acc: DType, P: Int](x: Rows, first: Int, count: Int, k: Int, to: 
                     _copy_columns[acc, dtype, P](x.at[dtype](first), x.stride(), k, to)
                 else:
                     for i in range(P):
-                        _copy_row[acc, dtype, P](x.at[dtype](first + min(i, count - 1)), x.stride(), k, to, i, i < count)
+                        var row = x.at[dtype](first + min(i, count - 1))
+                        _copy_row[acc, dtype, P](row, x.stride(), k, to, i, i < count)
 
 
 def _copy_columns[acc: DType, dtype: DType, P: Int](x: At[dtype], step: Int, k: Int, to: At[acc]):
