@@ -521,7 +521,7 @@ def test_installed_backends_that_clash_are_named_and_broken_ones_left_out(shell)
         }
     )
     listed = shell("import portakern as pk; print(*pk.backends())")
-    assert listed.stdout.split() == ["pallas", "reference", "triton", "theirs"]
+    assert listed.stdout.split() == ["mojo", "pallas", "reference", "triton", "theirs"]
     assert (
         "backend 'other': their_backend:BACKEND (rival 0.1) left out: cannot be loaded: its entry point is named "
         "'other', but the backend 'theirs'"
@@ -531,7 +531,7 @@ def test_installed_backends_that_clash_are_named_and_broken_ones_left_out(shell)
     )
     shell.write({"rival-0.1.dist-info/entry_points.txt": "[portakern.backends]\ntheirs = their_backend:BACKEND\n"})
     clash = shell("import portakern as pk; print(*pk.backends()); pk.op('softmax', backend='theirs')")
-    assert clash.stdout.split() == ["pallas", "reference", "triton"]
+    assert clash.stdout.split() == ["mojo", "pallas", "reference", "triton"]
     both = {f"their_backend:BACKEND ({who})" for who in ("rival 0.1", "theirs 1.2")}
     first, _, second = clash.stderr.partition("backend 'theirs': ")[2].partition(" left out")[0].partition(" and ")
     assert {first, second} == both

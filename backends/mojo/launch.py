@@ -145,10 +145,9 @@ class BlockSums(NamedTuple):
 
 
 def summed(call: Call, output: str) -> BlockSums:
-    """Zeros for a gradient (n,) that is a sum over the rows of the call's first array."""
-    lead = call.arrays[call.spec.arrays[0].name]
-    (rows, n), (_, dtype) = rows_of(lead), call.outputs[output]
-    blocks = np.zeros((-(-rows // BLOCK), n), accumulator(call.dtype)) if output in call.wants else None
+    """Zeros for a gradient (n,) that is a sum over the rows of d_y."""
+    (rows, _), (shape, dtype) = rows_of(call.arrays["d_y"]), call.outputs[output]
+    blocks = np.zeros((-(-rows // BLOCK), *shape), accumulator(call.dtype)) if output in call.wants else None
     return BlockSums(blocks, dtype)
 
 

@@ -8,13 +8,13 @@ Source: Ba, Kiros, Hinton, "Layer normalization" (2016), equations 3 and 4.
 from std.math import sqrt
 
 from lib.arrays import At, Layout, Rows
-from lib.norms import given, mean_of, variance
+from lib.norms import given, moments
 from lib.strips import LANES, load, store
 
 
 def layernorm_row[acc: DType](x: At[acc], weight: Int, bias: Int, y: At[acc], n: Int, eps: Scalar[acc]):
-    var mean = mean_of(x, n)
-    var r = 1 / sqrt(variance(x, mean, n) + eps)
+    var found = moments(x, n)
+    var mean, r = found.mean, 1 / sqrt(found.variance + eps)
     for i in range(0, n, LANES[acc]):
         var xh = (load(x, i, n, mean) - mean) * r
         store(y, i, n, xh.fma(given[acc](weight, i, n, 1), given[acc](bias, i, n, 0)))

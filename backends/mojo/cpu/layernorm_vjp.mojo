@@ -10,7 +10,7 @@ Rows are taken in blocks of ``BLOCK``, each of which adds up sums of its own.
 from std.math import sqrt
 
 from lib.arrays import At, Layout, Rows
-from lib.norms import BLOCK, add_to, block_of, given, mean_of, variance
+from lib.norms import BLOCK, add_to, block_of, given, moments
 from lib.strips import LANES, Strip, load, store, tree_sum
 
 
@@ -26,8 +26,8 @@ struct Row[acc: DType](TrivialRegisterPassable):
 
 
 def layernorm_vjp_row[acc: DType](at: Row[acc], weight: Int, n: Int, eps: Float64):
-    var mean, count = mean_of(at.x, n), Scalar[acc](n)
-    var r = 1 / sqrt(variance(at.x, mean, n) + eps.cast[acc]())
+    var found, count = moments(at.x, n), Scalar[acc](n)
+    var mean, r = found.mean, 1 / sqrt(found.variance + eps.cast[acc]())
     var sum_h, sum_hx = Strip[acc](0), Strip[acc](0)
     for i in range(0, n, LANES[acc]):
         var h = load(at.d_y, i, n, 0) * given[acc](weight, i, n, 1)

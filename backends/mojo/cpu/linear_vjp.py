@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from portakern.backends.mojo import BACKEND
-from portakern.backends.mojo.configs import ProductConfig
+from portakern.backends.mojo.configs import LinearGradientsConfig
 from portakern.backends.mojo.cpu.linear import ACTIVATIONS
 from portakern.backends.mojo.launch import MojoFunction, accumulator, layout, over_blocks, summed
 from portakern.backends.mojo.products import product, tiling
@@ -14,8 +14,8 @@ from portakern.core.call import Call
 KERNEL = MojoFunction("linear_vjp", "linear_slope")
 
 
-@BACKEND.implements("linear_vjp", tiling=tiling, config=ProductConfig, same_bits=True)
-def linear_vjp(call: Call, config: ProductConfig) -> tuple[np.ndarray | None, ...]:
+@BACKEND.implements("linear_vjp", tiling=tiling, config=LinearGradientsConfig, same_bits=True)
+def linear_vjp(call: Call, config: LinearGradientsConfig) -> tuple[np.ndarray | None, ...]:
     x, weight, d_y = (call.arrays[name] for name in ("x", "weight", "d_y"))
     activation = ACTIVATIONS.index(call.options["activation"])
     pre = call.arrays["pre"] if activation else None

@@ -10,7 +10,7 @@ from lib.strips import LANES, Strip, load, store, tree_sum
 def softmax_vjp_row[acc: DType](y: At[acc], d_y: At[acc], d_x: At[acc], n: Int):
     var total = Strip[acc](0)
     for i in range(0, n, LANES[acc]):
-        total += load(y, i, n, 0) * load(d_y, i, n, 0)
+        total = load(y, i, n, 0).fma(load(d_y, i, n, 0), total)
     var delta = tree_sum(total)
     for i in range(0, n, LANES[acc]):
         store(d_x, i, n, load(y, i, n, 0) * (load(d_y, i, n, 0) - delta))

@@ -15,21 +15,32 @@ def mean_square[acc: DType](x: At[acc], n: Int) -> Scalar[acc]:
     return tree_sum(total) / Scalar[acc](n)
 
 
-def mean_of[acc: DType](x: At[acc], n: Int) -> Scalar[acc]:
-    """The mean, and that of what it leaves: of equal numbers it is that number."""
-    var mean = row_sum(x, n) / Scalar[acc](n)
-    var rest = Strip[acc](0)
-    for i in range(0, n, LANES[acc]):
-        rest += load(x, i, n, mean) - mean
-    return mean + tree_sum(rest) / Scalar[acc](n)
+@fieldwise_init
+struct Moments[acc: DType](TrivialRegisterPassable):
+    """The mean of a row and its variance."""
+
+    var mean: Scalar[Self.acc]
+    var variance: Scalar[Self.acc]
 
 
-def variance[acc: DType](x: At[acc], mean: Scalar[acc], n: Int) -> Scalar[acc]:
-    var squares = Strip[acc](0)
+def moments[acc: DType](x: At[acc], n: Int) -> Moments[acc]:
+    """Add up x, and then d = x - mean and d^2: the mean of d is what rounding took from the mean. Where that is not
+    small beside the deviations themselves, as of equal numbers, these are taken anew from the mean and it."""
+    var mean, count = row_sum(x, n) / Scalar[acc](n), Scalar[acc](n)
+    var rest, squares = Strip[acc](0), Strip[acc](0)
     for i in range(0, n, LANES[acc]):
-        var centred = load(x, i, n, mean) - mean
-        squares = centred.fma(centred, squares)
-    return tree_sum(squares) / Scalar[acc](n)
+        var d = load(x, i, n, mean) - mean
+        rest += d
+        squares = d.fma(d, squares)
+    var off, variance = tree_sum(rest) / count, tree_sum(squares) / count
+    if 1024 * off * off <= variance:
+        return Moments(mean + off, variance - off * off)
+    mean += off
+    squares = 0
+    for i in range(0, n, LANES[acc]):
+        var d = load(x, i, n, mean) - mean
+        squares = d.fma(d, squares)
+    return Moments(mean, tree_sum(squares) / count)
 
 
 @always_inline
