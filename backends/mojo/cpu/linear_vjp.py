@@ -35,7 +35,7 @@ def linear_vjp(call: Call, config: LinearGradientsConfig) -> tuple[np.ndarray | 
         space=3,
         dtype=call.dtype,
     )
-    rows = d_z.reshape(-1, n)
-    d_x = product(d_z, weight, call.dtype, call.dtype, config) if "d_x" in call.wants else None
-    d_weight = product(rows.T, x.reshape(-1, k), call.dtype, call.dtype, config) if "d_weight" in call.wants else None
+    rows, inputs = d_z.reshape(-1, n), x.reshape(-1, k)
+    d_x = product(rows, weight, call.dtype, call.dtype, config).reshape(x.shape) if "d_x" in call.wants else None
+    d_weight = product(rows.T, inputs, call.dtype, call.dtype, config) if "d_weight" in call.wants else None
     return d_x, d_weight, d_bias.result()
