@@ -35,7 +35,8 @@ def linear_vjp(call: Call, config: LinearGradientsConfig) -> tuple[np.ndarray | 
         space=3,
         dtype=call.dtype,
     )
-    rows, inputs = d_z.reshape(-1, n), x.reshape(-1, k)
-    d_x = product(rows, weight, call.dtype, call.dtype, config).reshape(x.shape) if "d_x" in call.wants else None
-    d_weight = product(rows.T, inputs, call.dtype, call.dtype, config) if "d_weight" in call.wants else None
-    return d_x, d_weight, d_bias.result()
+    rows, (_, to_x), (_, to_weight) = d_z.reshape(-1, n), call.outputs["d_x"], call.outputs["d_weight"]
+    d_x = product(rows, weight, call.dtype, to_x, config).reshape(x.shape) if "d_x" in call.wants else None
+    if "d_weight" not in call.wants:
+        return d_x, None, d_bias.result()
+    return d_x, product(rows.T, x.reshape(-1, k), call.dtype, to_weight, config), d_bias.result()
