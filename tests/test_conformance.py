@@ -99,6 +99,8 @@ BEYOND = (
 @pytest.mark.parametrize(("backend", "device"), list(runnable_platforms()))
 def test_nothing_is_promised_of_what_no_dtype_holds(backend, device, of_gradient):
     spec = registry.find_spec("linear_cross_entropy")
+    if backend not in inventory.backends_with(spec.name):
+        pytest.skip(f"{backend} has no {spec.name}")
     report = testing.replay(spec.vjp if of_gradient else spec.name, BEYOND[of_gradient], backend=backend, device=device)
     assert report.passed, report.failures
 

@@ -55,11 +55,12 @@ def make(modules: Sequence[str]) -> None:
     Raises:
       UnavailableError: the compiler is missing or fails.
     """
-    import filelock  # here: a library that is there needs none
+    import fcntl  # here: Windows has none, nor a compiler
 
     folder = _folder()
     folder.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(folder / "lock"):
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, or the process ends
         missing = [m for m in modules if not _path(m).exists()]
         with (
             ThreadPoolExecutor(max(min(len(missing), os.cpu_count() or 1), 1)) as pool,
