@@ -12,7 +12,7 @@ from portakern.core import registry
 from portakern.core.binder import unchecked
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-BACKENDS = [name for name, b in registry.backends().items() if not b.unavailable()]
+BACKENDS = [name for name, b in registry.backends().items() if b.auto and not b.unavailable()]  # which have every op
 WAYS = [
     (name, tiling) for name in BACKENDS for tiling in (None, {"block_n": 128}) if tiling is None or name != "reference"
 ]
