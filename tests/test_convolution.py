@@ -6,6 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import portakern as pk  # noqa: E402
 import portakern.torch as twins  # noqa: E402
 from portakern.errors import SpecError, UnsupportedError  # noqa: E402
 
@@ -32,6 +33,19 @@ def test_the_package_is_called_with_its_own_arguments(backend, activation):
     found, expected = (torch.autograd.grad(out, leaves, (d_y, d_state)) for out in (ours, theirs))
     for mine, its in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("op", ["causal_conv1d", "causal_conv1d_vjp"])
+def test_states_and_segments_compile(op):
+    """Code that calls without them are compiled without."""
+    x, states = torch.empty(2, 64, 64, device="meta"), torch.empty(2, 64, 3, device="meta")
+    weight, bias = torch.empty(64, 4, device="meta"), torch.empty(64, device="meta")
+    ids = torch.empty(2, 64, dtype=torch.int32, device="meta")
+    if op == "causal_conv1d":
+        built = pk.op(op, backend="triton").lower(x, weight, bias, states, ids, return_final_state=True, target="sm_90")
+    else:
+        built = pk.op(op, backend="triton").lower(x, weight, x, bias, states, ids, states, target="sm_90")
+    assert built.ok, built.reason
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

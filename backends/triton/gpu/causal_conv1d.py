@@ -133,7 +133,8 @@ def inputs_around(x, state, batch, t, number: tl.constexpr, c, c_ok, extents, st
     """The inputs at positions t - past, t - past + 1 ... : ``number`` tiles."""
     found = ()
     for j in tl.static_range(number):
-        found = found + (load_inputs(x, state, batch, t + (j - tile.past), c, c_ok, extents, strides, tile),)
+        one = load_inputs(x, state, batch, t + (j - tile.past), c, c_ok, extents, strides, tile)
+        found = found + (one,)  # type: ignore[assignment]
     return found
 
 
@@ -149,7 +150,8 @@ def segments_around(segments, batch, t, number: tl.constexpr, extents, strides, 
     """The segments of what :func:`inputs_around` loads."""
     found = ()
     for j in tl.static_range(number):
-        found = found + (load_segments(segments, batch, t + (j - tile.past), extents, strides),)
+        one = load_segments(segments, batch, t + (j - tile.past), extents, strides)
+        found = found + (one,)  # type: ignore[assignment]
     return found
 
 
@@ -169,7 +171,8 @@ def load_weights(weight, c, c_ok, strides, tile: tl.constexpr):
     """Each tap of channels c, as a row."""
     at, found = weight + c * strides.weight.channel, ()
     for j in tl.static_range(tile.past + 1):
-        found = found + (tl.load(at + j * strides.weight.position, mask=c_ok, other=0.0).to(tile.acc_dtype)[None, :],)
+        one = tl.load(at + j * strides.weight.position, mask=c_ok, other=0.0).to(tile.acc_dtype)[None, :]
+        found = found + (one,)  # type: ignore[assignment]
     return found
 
 
@@ -223,8 +226,8 @@ def causal_conv1d_kernel(x, taps, y, final_state, extents, strides, activation: 
             last = extents.length - tile.past + row
             state = load_inputs(x, taps.state, batch, last, c, c_ok, extents, strides, tile)
             state = of_last_segment(state, taps.segments, batch, last, extents, strides)
-            at = final_state + (batch * extents.channels + c)[None, :] * tile.past + row[:, None]
-            tl.store(at, state.to(final_state.dtype.element_ty), mask=(row < tile.past)[:, None] & c_ok[None, :])
+            place = final_state + (batch * extents.channels + c)[None, :] * tile.past + row[:, None]
+            tl.store(place, state.to(final_state.dtype.element_ty), mask=(row < tile.past)[:, None] & c_ok[None, :])
 
 
 @triton.jit
@@ -274,13 +277,13 @@ def cotangent_of_state(d_final, steps, segments, batch, t, c, c_ok, extents, str
 
 
 @triton.jit
-def add_products(sums, d_z, inputs, ids, there, tile: tl.constexpr):
-    """sums[j] + d_z X[t + j] at positions t, those ``there``, of the same segment."""
+def add_products(sums, d_z, inputs, ids, ok, tile: tl.constexpr):
+    """sums[j] + d_z X[t + j] at positions t, those that are ``ok``, of the same segment."""
     own = None if ids is None else ids[tile.past]
     found = ()
     for j in tl.static_range(len(sums)):
         seen = of_own_segment(inputs[j], own, None if ids is None else ids[j])
-        found = found + (sums[j] + tl.where(there, d_z * seen, 0.0),)
+        found = found + (sums[j] + tl.where(ok, d_z * seen, 0.0),)  # type: ignore[assignment]
     return found
 
 
@@ -297,7 +300,8 @@ def causal_conv1d_vjp_kernel(
     bias = load_bias(taps.bias, c, c_ok, strides, tile)
     of_bias, of_weights = tl.full([tile.block_length, tile.block_channels], 0.0, tile.acc_dtype), ()
     for _ in tl.static_range(len(weights)):
-        of_weights = of_weights + (tl.full([tile.block_length, tile.block_channels], 0.0, tile.acc_dtype),)
+        one = tl.full([tile.block_length, tile.block_channels], 0.0, tile.acc_dtype)
+        of_weights = of_weights + (one,)  # type: ignore[assignment]
     first = begin + group * extents.group
     for start in range(first, min(first + extents.group, extents.length), tile.block_length):
         t = start + tl.arange(0, tile.block_length)
@@ -308,15 +312,16 @@ def causal_conv1d_vjp_kernel(
         d_z = ()
         for i in tl.static_range(len(weights)):
             z = convolved(inputs, i, weights, bias, ids, tile)
-            d_z = d_z + (cotangent(z, d_y, batch, t + i, c, c_ok, extents, cotangents.y, activation, tile),)
+            one = cotangent(z, d_y, batch, t + i, c, c_ok, extents, cotangents.y, activation, tile)
+            d_z = d_z + (one,)  # type: ignore[assignment]
         if results.d_x is not None or results.d_state is not None:
             d = cotangent_of_state(d_final, cotangents.state, taps.segments, batch, t, c, c_ok, extents, strides, tile)
             store_inputs(gradient_of_inputs(d_z, d, weights, ids, tile), results, batch, t, c, c_ok, extents, tile)
         if results.d_weights is not None:
-            there = ((t >= 0) & (t < extents.length))[:, None]
-            of_weights = add_products(of_weights, d_z[0], inputs, ids, there, tile)
+            ok = ((t >= 0) & (t < extents.length))[:, None]
+            of_weights = add_products(of_weights, d_z[0], inputs, ids, ok, tile)  # type: ignore[misc]
         if results.d_biases is not None:
-            of_bias += d_z[0]
+            of_bias += d_z[0]  # type: ignore[misc]
     if results.d_weights is not None:
         at = results.d_weights + (part.to(tl.int64) * extents.channels + c) * len(weights)
         for j in tl.static_range(len(weights)):

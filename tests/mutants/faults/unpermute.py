@@ -76,11 +76,11 @@ FAULTS = {
             "terms-of-the-first-block",
             "each block of tokens has the weights of the first",
             old="pl.BlockSpec((tokens, terms), lambda i, c, j, _: (i, 0)),\n            )\n"
-            "        },\n        outputs={\n"
-            '            "y"',
+            "        },\n        outputs={"
+            '"y"',
             new="pl.BlockSpec((tokens, terms), lambda i, c, j, _: (0, 0)),\n            )\n"
-            "        },\n        outputs={\n"
-            '            "y"',
+            "        },\n        outputs={"
+            '"y"',
         ),
     ],
 }
