@@ -5,15 +5,15 @@ The wheel must hold every Python file and table of the package, and work where t
 
 from __future__ import annotations
 
+import ast
 import os
-import re
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-KINDS = (".py", ".pyi", "py.typed", ".json", ".toml")
+KINDS = (".py", ".pyi", "py.typed", ".json", ".toml", ".mojo")
 SCRIPT = """
 import sys
 sys.modules.update(dict.fromkeys(["typer", "rich"]))  # as where no extra was asked for
@@ -47,12 +47,20 @@ def main(scratch: Path) -> int:
     if on_disk - inside or not with_entry_points:
         print(f"FAILED: missing from the wheel: {sorted(on_disk - inside)}")
         return 1
-    specs = [f.read_text(encoding="utf-8") for f in (ROOT / "specs").rglob("*.py")]
-    ops = ",".join(op for text in specs for op in re.findall(r"^@spec\((?:.|\n)*?^\)\ndef (\w+)", text, re.MULTILINE))
     site = str(scratch / "site")
     return subprocess.run(
-        [sys.executable, "-c", SCRIPT, site, ops], cwd=scratch, env={**os.environ, "PYTHONPATH": site}, check=False
+        [sys.executable, "-c", SCRIPT, site, ",".join(declared())],
+        cwd=scratch,
+        env={**os.environ, "PYTHONPATH": site},
+        check=False,
     ).returncode
+
+
+def declared() -> list[str]:
+    """The ops of the checkout: functions under ``@spec(...)``."""
+    trees = [ast.parse(f.read_text(encoding="utf-8")) for f in (ROOT / "specs").rglob("*.py")]
+    functions = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return [f.name for f in functions if any(ast.unparse(d).startswith("spec(") for d in f.decorator_list)]
 
 
 if __name__ == "__main__":
