@@ -152,7 +152,8 @@ class _Idle(TorchFunctionMode):
 
 def in_torch(name: str) -> bool:
     """Whether PyTorch has a function for an op, with a twin, and the peer calls it on any device."""
-    return record(name).twin is not None and any(registry.backend("torch").families_with(name))
+    twin = record(name).twin
+    return twin is not None and twin.package == "torch" and any(registry.backend("torch").families_with(name))
 
 
 def torch_call(name: str, arrays: dict[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:

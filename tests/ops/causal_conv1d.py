@@ -305,7 +305,7 @@ RECORD = ForwardRecord(
     },
     wrong=WRONG,
     fuzzed=fuzzed,
-    twin=Twin("causal_conv1d", sampled=None),
+    twin=Twin("causal_conv1d", sampled=None, package="causal_conv1d"),
     layer=Layer(
         lambda op, x, p: op(x, p["w"], p["b"], activation="silu"),
         lambda width: {"w": (width, 4), "b": (width,)},

@@ -170,7 +170,7 @@ class Hiding:
 
 @dataclass(frozen=True)
 class Twin:
-    """PyTorch's own function for an op, for which ``portakern.torch`` has a stand-in of the same name.
+    """A function of PyTorch, or of a package for it, for which ``portakern.torch`` has a stand-in of the same name.
 
     Attributes:
       name: in ``torch.nn.functional`` or ``torch``, or elsewhere if it has no samples, and in ``portakern.torch``.
@@ -178,6 +178,7 @@ class Twin:
       refusals: reasons for which a sample may be refused, as they stand in the message -> in words.
       least: how many samples must run: a share of all, or a number.
       further: parameters that the stand-in has behind the function's own.
+      package: whose it is.
     """
 
     name: str
@@ -185,6 +186,7 @@ class Twin:
     refusals: Mapping[str, str] = field(default_factory=dict)
     least: float = 0.9
     further: tuple[str, ...] = ()
+    package: str = "torch"
 
 
 @dataclass(frozen=True)
