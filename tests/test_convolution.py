@@ -35,17 +35,18 @@ def test_the_package_is_called_with_its_own_arguments(backend, activation):
         torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("op", ["causal_conv1d", "causal_conv1d_vjp"])
-def test_states_and_segments_compile(op):
+def test_states_and_segments_compile():
     """Code that calls without them are compiled without."""
     x, states = torch.empty(2, 64, 64, device="meta"), torch.empty(2, 64, 3, device="meta")
     weight, bias = torch.empty(64, 4, device="meta"), torch.empty(64, device="meta")
     ids = torch.empty(2, 64, dtype=torch.int32, device="meta")
-    if op == "causal_conv1d":
-        built = pk.op(op, backend="triton").lower(x, weight, bias, states, ids, return_final_state=True, target="sm_90")
-    else:
-        built = pk.op(op, backend="triton").lower(x, weight, x, bias, states, ids, states, target="sm_90")
-    assert built.ok, built.reason
+    forward = pk.op("causal_conv1d", backend="triton")
+    gradient = pk.op(forward.spec.vjp, backend="triton")
+    for built in (
+        forward.lower(x, weight, bias, states, ids, return_final_state=True, target="sm_90"),
+        gradient.lower(x, weight, x, bias, states, ids, states, target="sm_90"),
+    ):
+        assert built.ok, built.reason
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
