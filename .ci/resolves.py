@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = tuple(PROJECT["optional-dependencies"])
 PATCH = {"3.11": "3.11.9"}  # of which mkdocs-material's dependencies want a patch release; else the first
-LINUX = "x86_64-manylinux_2_31"  # libtpu's wheels
+LINUX = "x86_64-manylinux_2_34"  # the oldest of mojo-compiler's wheels; libtpu's are for 2_31
 SHOWN = ("torch", "triton", "jax")
 
 
