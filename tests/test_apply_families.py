@@ -114,8 +114,10 @@ def pre_hook(model, name, log):
 
 
 def backward_hook(model, name, log):
-    def hook(module, inner, outer):  # the hook itself makes a float mask behind the hidden states ask for a gradient
-        log.append((name, *(None if g is None else tuple(g.shape) for g in inner[:1])))
+    def hook(module, inner, outer):
+        """Of all inputs but masks (batch, 1, queries, keys): the hook itself makes one ask for a gradient, and where
+        portakern attends none may be made."""
+        log.append((name, *(tuple(g.shape) for g in inner if g is not None and g.dim() < 4)))
         return tuple(g if g is None or not g.is_floating_point() else 1.25 * g for g in inner)
 
     model.get_submodule(name).register_full_backward_hook(hook)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-pytest.importorskip("mojo", reason="mojo is not installed")
+pytest.importorskip("mojo", reason="mojo is not installed: pip install -e '.[mojo]'")
 
 import portakern as pk
 from portakern import inventory

@@ -152,12 +152,8 @@ def summed(call: Call, output: str) -> BlockSums:
 
 
 def over_blocks(kernel: MojoFunction, *args: Any, rows: int, n: int, space: int, dtype: str) -> None:
-    """``kernel(*args, memory, first block, end)`` over blocks of rows, which no number of threads changes."""
-
-    def run(first: int, end: int) -> None:
-        kernel(*args, np.empty(space * n, accumulator(dtype)), first, end)
-
-    in_parts(run, -(-rows // BLOCK), rows * n * 4)
+    """:func:`over_rows` of blocks of rows, which no number of threads changes."""
+    over_rows(kernel, *args, rows=-(-rows // BLOCK), n=n, space=space, dtype=dtype, cost=4 * BLOCK)
 
 
 def over_elements(kernel: MojoFunction, *arrays: np.ndarray | None, space: int, cost: int = 1) -> None:

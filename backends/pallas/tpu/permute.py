@@ -50,7 +50,7 @@ def supports_gradient(call: Call, config: EmbeddingConfig) -> str | None:
 
 
 @BACKEND.implements(
-    "permute_vjp", key=rows.key, tiling=sums.default_tiling, supports=supports_gradient, config=EmbeddingConfig
+    "permute_vjp", key=rows.key, tiling=rows.default_tiling, supports=supports_gradient, config=EmbeddingConfig
 )
 def permute_vjp(call: Call, config: EmbeddingConfig) -> tuple[jax.Array]:
     d_y = call.arrays["d_y"]

@@ -34,7 +34,16 @@ from portakern.backends.pallas.lib.mosaic_tpu.chip import (
     sublanes,
     whole_lanes,
 )
-from portakern.backends.pallas.tpu.embedding import TALL, key, resident, rows_of, scratch_of, too_many_scalars, word_of
+from portakern.backends.pallas.tpu.embedding import (
+    TALL,
+    default_tiling,
+    key,
+    resident,
+    rows_of,
+    scratch_of,
+    too_many_scalars,
+    word_of,
+)
 from portakern.core.call import Call
 
 
@@ -85,11 +94,6 @@ def dots(ref: Refs, *, tokens: int, terms: int, d: int) -> None:
     product = jnp.where(positions(product.shape, 1, c * product.shape[1]) < d, product, 0.0)
     column = positions(ref.d_weights.shape, 1, 0) == j
     ref.d_weights[...] += jnp.where(column, jnp.sum(product, 1, keepdims=True), 0.0)
-
-
-def default_tiling(call: Call) -> EmbeddingConfig:
-    """Not measured: the rows that are read for a block of tokens, twice, are 4 MiB."""
-    return EmbeddingConfig(block_n=4096)
 
 
 def refused(call: Call, config: EmbeddingConfig, terms: int, wide: int) -> str | None:

@@ -57,9 +57,9 @@ class SequenceExtents(NamedTuple):
 class Strides(NamedTuple):
     """Of an array of samples' positions of channels, or of states; 0 for an axis that it lacks, or for no array."""
 
-    batch: int
-    position: int
-    channel: int
+    batch: int = 0
+    position: int = 0
+    channel: int = 0
 
 
 class SequenceStrides(NamedTuple):
@@ -377,9 +377,7 @@ def tile_of(call: Call, config: SequenceConfig) -> ChannelTile:
 def strides_of(call: Call, name: str, *axes: str) -> Strides:
     """Those of an array with these axes in this order."""
     array = call.arrays[name]
-    return Strides(
-        **dict.fromkeys(Strides._fields, 0) | ({} if array is None else dict(zip(axes, array.stride(), strict=True)))
-    )
+    return Strides() if array is None else Strides(**dict(zip(axes, array.stride(), strict=True)))
 
 
 def operands(call: Call) -> tuple[Filter, SequenceStrides]:

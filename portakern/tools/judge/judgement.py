@@ -125,11 +125,8 @@ def judge(
       SpecError: an argument is unknown, or the candidate cannot be called this way. UnavailableError: not on Linux, or
         no such device.
     """
-    path, source = _file(file), _file(problem) if problem else None
-    op, map, terms = _of_a_problem((source or path).stem, op, map)
-    spec = registry.find_spec(op) if isinstance(op, str) else op
-    names = [[a.name for a in spec.arrays], [o.name for o in spec.outputs], [o.name for o in spec.options]]
-    places, fixed = parse(map, *names)
+    path, source, spec, map, terms = _requested(file, op, map, problem)
+    places, fixed = _slots(spec, map)
     which, form, library = _identify(path, name, spec, framework)
     limits, seed = process_limits or ProcessLimits(), _checked_numbers(max_examples, seconds, seed)
     _check_protections(limits)
@@ -181,13 +178,9 @@ def candidate_subject(
     Raises:
       SpecError: an argument is unknown, the candidate cannot be called this way, or ends before its first call.
     """
-    path, source = _file(file), _file(problem) if problem else None
-    op, map, _ = _of_a_problem((source or path).stem, op, map)
-    spec = registry.find_spec(op) if isinstance(op, str) else op
-    slots, fixed = parse(
-        map, [a.name for a in spec.arrays], [o.name for o in spec.outputs], [o.name for o in spec.options]
-    )
-    which, kind, library = _identify(path, name, spec, framework)
+    path, source, spec, map, _ = _requested(file, op, map, problem)
+    places, fixed = _slots(spec, map)
+    which, form, library = _identify(path, name, spec, framework)
     limits = process_limits or ProcessLimits()
     _check_protections(limits)
     process = Process(limits, library, device)
@@ -195,7 +188,7 @@ def candidate_subject(
         target = _target(library, device)
         asked = _inputs_of(source, limits) if source else Problem()
         line = _line(str(file), which, spec, map, problem, library, device, 0)
-        made = _Candidate(spec, path, source, which, kind, library, target, slots, fixed, line, asked.inputs)
+        made = _Candidate(spec, path, source, which, form, library, target, places, fixed, line, asked.inputs)
         try:
             _begin(process, library, target)
             subject = made.loaded(process)
@@ -428,6 +421,21 @@ def _file(file: str | Path) -> Path:
     if not path.is_file():
         raise SpecError(f"judge: {str(file)!r} is not a file; expected a Python file or a compiled extension")
     return path
+
+
+def _requested(
+    file: str | Path, op: str | Spec[Any] | None, map: str | None, problem: str | Path | None
+) -> tuple[Path, Path | None, Spec[Any], str, Mapping[str, str]]:
+    """The candidate's file and the problem's, the op, the mapping, and what :func:`_of_a_problem` says of the problem's
+    own reference."""
+    path, source = _file(file), _file(problem) if problem else None
+    op, map, terms = _of_a_problem((source or path).stem, op, map)
+    return path, source, registry.find_spec(op) if isinstance(op, str) else op, map, terms
+
+
+def _slots(spec: Spec[Any], map: str) -> tuple[Mapping[str, Slot], Mapping[str, Any]]:
+    """What a mapping says of the op's names."""
+    return parse(map, [a.name for a in spec.arrays], [o.name for o in spec.outputs], [o.name for o in spec.options])
 
 
 def _of_a_problem(
